@@ -1,0 +1,141 @@
+"""Who a process is within a launch.
+
+    info = launcher.current()
+    print(info.rank, "of", info.world_size)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+
+ENV_PREFIX = "DRUMLINE_"
+MAX_PORT = 65535
+
+
+class LaunchInfoError(ValueError):
+    """A LaunchInfo that contradicts itself, or that is only half there. Says which values do."""
+
+
+@dataclass(frozen=True)
+class LaunchInfo:
+    """What one rank knows about its launch before it has spoken to any other.
+
+    launch_id: the same on every rank of a launch, different in every other launch.
+    world_size, rank: all ranks of the launch, and this one among them (0 is the master).
+    local_world_size, local_rank: the ranks on this node, and this one among them.
+    master_addr, master_port: where rank 0 listens. A world of one may leave the port 0: nobody calls.
+    extras: what a launcher wants to add, string to string.
+
+    Raises LaunchInfoError (a ValueError) if the values contradict each other.
+    """
+
+    launch_id: str
+    world_size: int = 1
+    local_world_size: int = 1
+    rank: int = 0
+    local_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    extras: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "extras", MappingProxyType(dict(self.extras)))
+        for problem in _problems(self):
+            raise LaunchInfoError(f"{problem} (in {self})")
+
+    def __hash__(self) -> int:
+        return hash(self.to_bytes())
+
+    def to_dict(self) -> dict[str, object]:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {**values, "extras": dict(self.extras)}
+
+    def to_bytes(self) -> bytes:
+        """As UTF-8 JSON; from_bytes gives an equal LaunchInfo."""
+        return json.dumps(self.to_dict(), sort_keys=True).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> LaunchInfo:
+        """The inverse of to_bytes. Raises LaunchInfoError for anything else."""
+        try:
+            values = json.loads(data)
+            return cls(**values)
+        except (ValueError, TypeError) as error:
+            raise LaunchInfoError(f"not a LaunchInfo: {data[:200]!r}: {error}") from error
+
+    def to_env(self) -> dict[str, str]:
+        """As environment variables, each named DRUMLINE_ and the field in capitals."""
+        values = self.to_dict()
+        values["extras"] = json.dumps(values["extras"], sort_keys=True)
+        return {ENV_PREFIX + name.upper(): str(value) for name, value in values.items()}
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> LaunchInfo | None:
+        """The LaunchInfo that to_env wrote there, or None if none of its variables is set.
+
+        Raises LaunchInfoError, with names and values, if only some are set or one makes no sense.
+        """
+        names = {f.name: ENV_PREFIX + f.name.upper() for f in fields(cls)}
+        found = {name: environ[variable] for name, variable in names.items() if variable in environ}
+        if not found:
+            return None
+        missing = [variable for name, variable in names.items() if name not in found]
+        if missing:
+            there = {names[name]: value for name, value in found.items()}
+            raise LaunchInfoError(
+                f"half a LaunchInfo in the environment: {', '.join(missing)} not set beside {there}. "
+                "Unset them all, or start through `python -m launcher run`."
+            )
+        return _parse(found, names)
+
+
+def _parse(found: Mapping[str, str], names: Mapping[str, str]) -> LaunchInfo:
+    values: dict[str, object] = dict(found)
+    try:
+        for name in ("world_size", "local_world_size", "rank", "local_rank", "master_port"):
+            values[name] = integer(found[name], names[name])
+        values["extras"] = json.loads(found["extras"])
+    except ValueError as error:
+        raise LaunchInfoError(f"{error}; the LaunchInfo in the environment is unusable") from error
+    return LaunchInfo(**values)  # type: ignore[arg-type]
+
+
+def integer(text: str, variable: str) -> int:
+    """text as a plain decimal number; the error names the variable it came from."""
+    if not text.isascii() or not text.isdigit():
+        raise LaunchInfoError(f"{variable}={text!r} is not a number")
+    return int(text)
+
+
+def _problems(info: LaunchInfo) -> list[str]:
+    """What is wrong with info, in words; empty if nothing is."""
+    found = [
+        f"{name} must be an integer, not {getattr(info, name)!r}"
+        for name in ("world_size", "local_world_size", "rank", "local_rank", "master_port")
+        if type(getattr(info, name)) is not int
+    ]
+    if found:
+        return found
+    checks = {
+        "launch_id must be a non-empty string": isinstance(info.launch_id, str) and info.launch_id,
+        "launch_id must have no NUL in it": "\0" not in str(info.launch_id),
+        "world_size must be at least 1": info.world_size >= 1,
+        "rank must be in [0, world_size)": 0 <= info.rank < info.world_size,
+        "local_world_size must be in [1, world_size]": (
+            1 <= info.local_world_size <= info.world_size
+        ),
+        "local_rank must be in [0, local_world_size)": 0 <= info.local_rank < info.local_world_size,
+        "local_rank must not exceed rank": info.local_rank <= info.rank,
+        "master_addr must be a non-empty string": (
+            isinstance(info.master_addr, str) and info.master_addr
+        ),
+        f"master_port must be in [0, {MAX_PORT}]": 0 <= info.master_port <= MAX_PORT,
+        "master_port 0 is only for a world of one": info.master_port > 0 or info.world_size == 1,
+        "extras must map strings to strings": all(
+            isinstance(key, str) and isinstance(value, str) for key, value in info.extras.items()
+        ),
+    }
+    return [problem for problem, holds in checks.items() if not holds]
