@@ -128,7 +128,6 @@ def _problems(info: LaunchInfo) -> list[str]:
             1 <= info.local_world_size <= info.world_size
         ),
         "local_rank must be in [0, local_world_size)": 0 <= info.local_rank < info.local_world_size,
-        "local_rank must not exceed rank": info.local_rank <= info.rank,
         "master_addr must be a non-empty string": (
             isinstance(info.master_addr, str) and info.master_addr
         ),
