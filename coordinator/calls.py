@@ -1,0 +1,36 @@
+"""Which call a rank is in, and where in the user's code it was made."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+_HERE = str(Path(__file__).parent)
+
+
+@dataclass(frozen=True)
+class Call:
+    """The number-th collective call of this rank on this Coordinator."""
+
+    name: str
+    number: int
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.name} #{self.number} ({self.where})"
+
+
+def caller() -> str:
+    """file.py:line of the nearest frame outside this package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return "unknown"
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def _is_ours(filename: str) -> bool:
+    return filename.startswith(_HERE) or filename.endswith("contextlib.py")

@@ -1,0 +1,295 @@
+"""The Coordinator with ranks as threads: no global may stand between them."""
+
+import time
+
+import pytest
+import torch.distributed
+
+from coordinator import Coordinator, CoordinatorError, CoordinatorTimeout, PeerLost
+from launcher import LaunchInfo
+
+SIZES = [0, 1, 4083, 4084, 4085, 1_000_003]
+
+
+def test_every_rank_gets_the_bytes_of_the_source(ranks):
+    def body(info):
+        with Coordinator(info) as coor:
+            found = []
+            for src in range(coor.world_size):
+                for size in SIZES:
+                    data = bytes([src + 1]) * size
+                    found.append(coor.broadcast(data if coor.rank == src else None, src) == data)
+            return all(found) and len(found) == len(SIZES) * 4
+
+    assert ranks(body, 4) == [True] * 4
+
+
+def test_allgather_keeps_order_and_uneven_sizes(ranks):
+    def body(info):
+        with Coordinator(info) as coor:
+            return coor.allgather(b"x" * SIZES[coor.rank])
+
+    assert ranks(body, 5) == [[b"x" * size for size in SIZES[:5]]] * 5
+
+
+def test_nobody_leaves_a_barrier_before_the_last_came(ranks):
+    def body(info):
+        with Coordinator(info) as coor:
+            if coor.rank == 2:
+                time.sleep(0.2)
+            came = time.monotonic()
+            coor.barrier()
+            return came, time.monotonic()
+
+    times = ranks(body, 4)
+    assert min(left for _, left in times) >= max(came for came, _ in times)
+
+
+def test_a_world_of_one_needs_no_network():
+    with Coordinator(LaunchInfo("alone")) as coor:
+        assert coor.is_master() and coor.is_local_master()
+        assert coor.broadcast(b"a") == b"a"
+        assert coor.allgather(b"b") == [b"b"]
+        coor.barrier()
+        coor.local_barrier()
+        with coor.local_master_first():
+            pass
+        assert coor.split([0]).world_size == 1
+
+
+def test_the_default_group_of_the_application_stays_free(ranks):
+    def body(info):
+        with Coordinator(info) as coor:
+            coor.barrier()
+            return torch.distributed.is_initialized()
+
+    assert ranks(body, 2) == [False, False]
+
+
+def test_local_ranks_follow_the_nodes(ranks):
+    def body(info):
+        with Coordinator(info) as coor:
+            coor.local_barrier()
+            return coor.rank, coor.local_rank, coor.local_world_size, coor.is_local_master()
+
+    assert ranks(body, 5, nodes=[3, 2]) == [
+        (0, 0, 3, True),
+        (1, 1, 3, False),
+        (2, 2, 3, False),
+        (3, 0, 2, True),
+        (4, 1, 2, False),
+    ]
+
+
+def test_local_barrier_waits_for_the_node_alone(ranks):
+    def body(info):
+        with Coordinator(info) as coor:
+            coor.local_barrier()
+            coor.barrier()
+            start = time.monotonic()
+            if coor.rank == 4:
+                time.sleep(0.3)
+            coor.local_barrier()
+            return time.monotonic() - start
+
+    waited = ranks(body, 5, nodes=[3, 2])
+    assert max(waited[:3]) < 0.2 < min(waited[3:])
+
+
+def test_split_numbers_ranks_in_the_order_given(ranks):
+    def body(info):
+        with Coordinator(info) as coor:
+            group = coor.split([3, 1])
+            if group is None:
+                return None
+            with group:
+                return group.rank, group.allgather(bytes([coor.rank]))
+
+    assert ranks(body, 4) == [None, (1, [b"\x03", b"\x01"]), None, (0, [b"\x03", b"\x01"])]
+
+
+def test_overlapping_and_nested_groups_do_not_meet(ranks):
+    def body(info):
+        with Coordinator(info) as coor:
+            first, second = coor.split([0, 1, 2, 3]), coor.split([0, 1, 2])
+            found = [first.allgather(b"a")]
+            if second is not None:
+                found.append(second.broadcast(b"b" if second.rank == 2 else None, 2))
+                inner = second.split([2, 0])
+                if inner is not None:
+                    found.append(inner.allgather(bytes([inner.rank])))
+            first.barrier()
+            return found
+
+    whole = [b"a"] * 4
+    assert ranks(body, 4) == [
+        [whole, b"b", [b"\x00", b"\x01"]],
+        [whole, b"b"],
+        [whole, b"b", [b"\x00", b"\x01"]],
+        [whole],
+    ]
+
+
+def test_several_coordinators_in_one_launch_at_once_and_one_after_another(ranks):
+    def body(info):
+        found = []
+        with Coordinator(info) as one, Coordinator(info) as two:
+            found.append(two.allgather(b"2") + one.allgather(b"1"))
+        for number in range(3):
+            with Coordinator(info) as coor:
+                found.append(coor.broadcast(bytes([number]) if coor.rank == 0 else None))
+        return found
+
+    assert ranks(body, 3) == [[[b"2"] * 3 + [b"1"] * 3, b"\x00", b"\x01", b"\x02"]] * 3
+
+
+def test_the_local_master_goes_first(ranks):
+    order = []
+
+    def body(info):
+        with Coordinator(info) as coor, coor.local_master_first():
+            if coor.is_local_master():
+                time.sleep(0.1)
+            order.append(coor.rank)
+
+    ranks(body, 4)
+    assert order[0] == 0 and sorted(order) == [0, 1, 2, 3]
+
+
+def test_a_failing_local_master_does_not_strand_the_others(ranks_or_errors):
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor, coor.local_master_first():
+            if coor.is_local_master():
+                raise KeyError("no such file")
+            return "ran"
+
+    found = ranks_or_errors(body, 3)
+    assert isinstance(found[0], KeyError)
+    assert all(isinstance(error, CoordinatorError) for error in found[1:])
+    assert all("no such file" in str(error) for error in found[1:])
+
+
+def test_one_rank_of_a_node_holds_a_lock(ranks):
+    held = []
+
+    def body(info):
+        with Coordinator(info) as coor:
+            for _ in range(5):
+                with coor.lock("build"):
+                    held.append("in")
+                    time.sleep(0.002)
+                    held.append("out")
+
+    ranks(body, 3)
+    assert held == ["in", "out"] * 15
+
+
+def test_a_lock_that_is_not_had_names_its_holder(ranks_or_errors):
+    def body(info):
+        with Coordinator(info, timeout_s=10) as coor:
+            if coor.rank == 0:
+                with coor.lock("model"):
+                    coor.barrier()
+                    coor.barrier()
+                return None
+            coor.barrier()
+            try:
+                with coor.lock("model", timeout_s=0.2):
+                    return None
+            except CoordinatorTimeout as error:
+                coor.barrier()
+                return str(error)
+
+    _, message = ranks_or_errors(body, 2)
+    assert "rank 0" in message and "model" in message and "since" in message
+
+
+@pytest.mark.parametrize("operation", ["barrier", "allgather", "broadcast"])
+def test_a_timeout_names_who_did_not_come(ranks_or_errors, operation):
+    def body(info):
+        with Coordinator(info, timeout_s=30) as coor:
+            coor.barrier()
+            if coor.rank == 2:
+                time.sleep(2.5)
+                return "late"
+            data = [b"x"] if operation == "allgather" else []
+            if operation == "broadcast":
+                data = [None, 2]
+            getattr(coor, operation)(*data, timeout_s=0.5)
+
+    found = ranks_or_errors(body, 3)
+    for error in found[:2]:
+        assert isinstance(error, CoordinatorTimeout), error
+        assert f"{operation} #3 (test_coordinator.py:" in str(error)
+        assert "rank 2 (host" in str(error) and "rank 1 (" not in str(error).partition("for ")[2]
+
+
+def test_ranks_in_different_calls_are_told_so(ranks_or_errors):
+    def body(info):
+        with Coordinator(info, timeout_s=30) as coor:
+            if coor.rank == 1:
+                coor.allgather(b"", timeout_s=0.5)
+            else:
+                coor.barrier(timeout_s=0.5)
+
+    found = ranks_or_errors(body, 2)
+    assert "rank 1" in str(found[0]) and "was in allgather #2" in str(found[0])
+    assert "rank 0" in str(found[1]) and "was in barrier #2" in str(found[1])
+
+
+def test_an_exception_on_one_rank_reaches_the_others(ranks_or_errors):
+    def body(info):
+        with Coordinator(info, timeout_s=30) as coor:
+            coor.barrier()
+            if coor.rank == 1:
+                raise ZeroDivisionError("by nothing")
+            coor.barrier()
+
+    start = time.monotonic()
+    found = ranks_or_errors(body, 3)
+    assert time.monotonic() - start < 5
+    assert isinstance(found[1], ZeroDivisionError)
+    for error in (found[0], found[2]):
+        assert isinstance(error, PeerLost), error
+        assert "rank 1" in str(error) and "by nothing" in str(error)
+
+
+def test_a_broken_group_says_so_at_once(ranks_or_errors):
+    def body(info):
+        with Coordinator(info, timeout_s=30) as coor:
+            if coor.rank == 1:
+                time.sleep(2)
+                return None
+            with pytest.raises(CoordinatorTimeout):
+                coor.barrier(timeout_s=0.2)
+            coor.barrier()
+
+    error = ranks_or_errors(body, 2)[0]
+    assert isinstance(error, CoordinatorError) and "out of step before" in str(error)
+
+
+def test_bad_arguments_raise_before_anything_moves(ranks):
+    def body(info):
+        with Coordinator(info) as coor:
+            with pytest.raises(ValueError, match="no rank of this group"):
+                coor.broadcast(b"", 7)
+            with pytest.raises(ValueError, match="not bytes"):
+                coor.allgather("text")
+            with pytest.raises(ValueError, match="distinct"):
+                coor.split([0, 0])
+            coor.barrier()
+        with pytest.raises(CoordinatorError, match="closed"):
+            coor.barrier()
+
+    ranks(body, 2)
+
+
+def test_a_missing_rank_is_named_at_the_start(ranks_or_errors):
+    def body(info):
+        if info.rank == 1:
+            return None
+        Coordinator(info, timeout_s=1)
+
+    found = ranks_or_errors(body, 3)
+    for error in (found[0], found[2]):
+        assert isinstance(error, CoordinatorTimeout) and "[1]" in str(error), error
