@@ -1,0 +1,50 @@
+"""Reading the variables by which an engine tells a process its rank: all of them, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from launcher.info import LaunchInfo, LaunchInfoError
+
+
+def family(
+    environ: Mapping[str, str], engine: str, marks: Iterable[str], names: Iterable[str]
+) -> dict[str, str] | None:
+    """The variables called names; None if none of marks, which only that engine sets, is there.
+
+    Raises LaunchInfoError if some of them are there without the others.
+    """
+    if not any(mark in environ for mark in marks):
+        return None
+    wanted = list(names)
+    found = {name: environ[name] for name in wanted if environ.get(name)}
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        raise LaunchInfoError(
+            f"half of {engine}'s variables: {', '.join(missing)} not set beside {found}. This "
+            f"process cannot tell which rank it is. {way_out(engine)}"
+        )
+    return found
+
+
+def build(engine: str, found: Mapping[str, str], **values: object) -> LaunchInfo:
+    """A LaunchInfo of values; if they contradict each other, the error shows found, the source."""
+    try:
+        return LaunchInfo(**values)  # type: ignore[arg-type]
+    except LaunchInfoError as error:
+        raise contradiction(engine, found, str(error)) from error
+
+
+def contradiction(engine: str, found: Mapping[str, str], problem: str) -> LaunchInfoError:
+    """The error to raise where the variables in found cannot all be true."""
+    return LaunchInfoError(
+        f"{engine}'s variables contradict each other: {problem}; they are {dict(found)}. "
+        f"{way_out(engine)}"
+    )
+
+
+def way_out(engine: str) -> str:
+    return (
+        f"Start the program through {engine}, or unset all of these, or name the launcher that is "
+        "meant: `python -m launcher run --launcher NAME`."
+    )
