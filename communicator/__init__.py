@@ -1,1 +1,19 @@
-"""..."""
+"""Move tensors among ranks, over whatever carries them best.
+
+with Communicator(Coordinator()) as comm:
+    comm.allreduce(torch.ones(4))
+"""
+
+from communicator.base import Communicator
+from communicator.choice import backend_class, names
+from communicator.errors import CommunicatorError, CommunicatorTimeout, PeerLost, Unsupported
+
+__all__ = [
+    "Communicator",
+    "CommunicatorError",
+    "CommunicatorTimeout",
+    "PeerLost",
+    "Unsupported",
+    "backend_class",
+    "names",
+]

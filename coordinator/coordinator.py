@@ -14,7 +14,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TypeVar
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import HashStore, PrefixStore, Store
 
 import launcher
 from coordinator import lock as locks
@@ -59,6 +59,7 @@ class Coordinator:
         self._store = store
         self._calls = self._firsts = 0
         self._splits: dict[tuple[int, ...], int] = {}
+        self._lent: dict[str, int] = {}
         self._broken: CoordinatorError | None = None
         self._closed = False
         self._group: Group | None = None
@@ -88,9 +89,23 @@ class Coordinator:
         return tuple(Peer.from_json(data) for data in store.multi_get(keys))
 
     def _connect(self, store: Store) -> Group:
-        address = address_towards(self.info.master_addr, self.info.master_port)
         gloo = PrefixStore("gloo", store)
-        return Group(gloo, self.rank, self.world_size, address, self.timeout_s)
+        return Group(gloo, self.rank, self.world_size, self.address, self.timeout_s)
+
+    @property
+    def address(self) -> str:
+        """The address of this host by which it reaches the master, and so the others reach it."""
+        return address_towards(self.info.master_addr, self.info.master_port)
+
+    def store(self, name: str) -> Store:
+        """A torch Store that the ranks of the group share, for libraries that meet in one.
+
+        Collective in this: the n-th call with a name gives every rank the same store, empty before.
+        """
+        self._check_open("store")
+        number = self._lent.get(name, 0)
+        self._lent[name] = number + 1
+        return PrefixStore(f"lent/{name}/{number}", self._store or HashStore())
 
     def is_master(self) -> bool:
         """Is this rank 0 of the group?"""

@@ -1,0 +1,370 @@
+"""The class that users call and that backends extend.
+
+    with Communicator(Coordinator()) as comm:
+        comm.allreduce(torch.ones(4))
+
+A backend needs `_send` and `_recv`; everything else works on top of them, correct and slow, and is
+overridden one method at a time where the backend knows better.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, ClassVar
+
+import torch
+
+from communicator.checks import check_like, check_op, check_other, check_peer, check_tensor
+from communicator.errors import CommunicatorError, Unsupported
+from coordinator import Coordinator
+
+WIDE = {torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
+
+
+class Communicator:
+    """Moves tensors among the ranks of a Coordinator. Collective to make.
+
+    coor: who the ranks are. It stays the caller's, and must outlive the Communicator.
+    backend: a name, the path of a vendor's library, or a subclass; None takes the best that every
+        rank can use. A backend that one rank lacks is Unsupported on all of them.
+    options: what the backend takes.
+
+    Collectives are called by every rank in the same order, with the same shapes, dtypes and op. On
+    the CPU a call returns when its result is there. On CUDA it enqueues on torch's current stream.
+    Arguments that cannot work raise ValueError or TypeError before anything moves; a peer that dies
+    raises PeerLost, a deadline (coor.timeout_s) CommunicatorTimeout.
+    """
+
+    name: ClassVar[str] = ""
+    device_type: ClassVar[str] = "cpu"
+
+    def __new__(cls, coor: Coordinator, backend: Any = None, **options: Any) -> Communicator:
+        if cls is not Communicator:
+            return super().__new__(cls)
+        from communicator.choice import choose  # the table of backends imports this class
+
+        return super().__new__(choose(coor, backend))
+
+    def __init__(self, coor: Coordinator, backend: Any = None, **options: Any) -> None:
+        self.coor = coor
+        self.rank, self.world_size = coor.rank, coor.world_size
+        self.timeout_s = coor.timeout_s
+        self._closed = False
+        self._open(**options)
+
+    # What a backend provides. Tensors are checked, contiguous, on the right device, not empty.
+
+    @classmethod
+    def probe(cls, coor: Coordinator) -> int:
+        """How good this backend is here; the highest score is taken. Not collective.
+
+        Raises Unsupported with the reason if this rank cannot use it.
+        """
+        raise Unsupported(f"{cls.__name__} does not say when it can be used; override probe()")
+
+    def _open(self) -> None:
+        """Bring the ranks together. Collective. May use self.coor; options become arguments."""
+
+    def _send(self, tensor: torch.Tensor, dst: int) -> None:
+        """Give tensor to rank dst; may wait until it receives."""
+        raise NotImplementedError
+
+    def _recv(self, tensor: torch.Tensor, src: int) -> None:
+        """Fill tensor with what rank src sent; sends between two ranks keep their order."""
+        raise NotImplementedError
+
+    def _close(self) -> None:
+        """Free what _open took. Not collective."""
+
+    def _barrier(self) -> None:
+        self._allreduce(torch.ones(1, device=self._device()), torch.ones(1), "max")
+
+    def _broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        for rank in range(self.world_size):
+            if rank != src:
+                self._pass(tensor, src, rank)
+
+    def _reduce(self, out: torch.Tensor | None, tensor: torch.Tensor, dst: int, op: str) -> None:
+        """Reduce in order of rank on dst; out is None on the other ranks."""
+        if out is None:
+            return self._send(tensor, dst)
+        total: torch.Tensor | None = None
+        for src in range(self.world_size):
+            part = tensor if src == dst else torch.empty_like(tensor)
+            if src != dst:
+                self._recv(part, src)
+            total = _wide(part) if total is None else _combine(total, _wide(part), op)
+        assert total is not None
+        out.copy_(total / self.world_size if op == "avg" else total)
+
+    def _allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
+        """Reduced once and handed on, so that every rank has the same bits."""
+        self._reduce(out if self.rank == 0 else None, tensor, 0, op)
+        self._broadcast(out, 0)
+
+    def _allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        out[self.rank].copy_(tensor)
+        for src in range(self.world_size):
+            self._broadcast(out[src], src)
+
+    def _reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
+        for dst in range(self.world_size):
+            self._reduce(out if dst == self.rank else None, tensor[dst], dst, op)
+
+    def _alltoall(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        out[self.rank].copy_(tensor[self.rank])
+        for low in range(self.world_size):
+            for high in range(low + 1, self.world_size):
+                if self.rank in (low, high):
+                    self._swap(out, tensor, low, high)
+
+    def _swap(self, out: torch.Tensor, tensor: torch.Tensor, low: int, high: int) -> None:
+        if self.rank == low:
+            self._send(tensor[high], high)
+            self._recv(out[high], high)
+        else:
+            self._recv(out[low], low)
+            self._send(tensor[low], low)
+
+    def _exchange(self, calls: list[tuple[str, torch.Tensor, int]]) -> None:
+        """Run the sends and receives of a group(): in one order for all ranks, so nobody waits."""
+        ordered = sorted(calls, key=lambda call: self._pair(call[0], call[2]))
+        for kind, tensor, peer in ordered:
+            self._send(tensor, peer) if kind == "send" else self._recv(tensor, peer)
+
+    # What users call.
+
+    def allreduce(
+        self, tensor: torch.Tensor, op: str = "sum", *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The reduction of every rank's tensor, in place, or into out. Collective.
+
+        Returns the tensor written. op: sum, prod, max, min, avg. All ranks get the same bits.
+        """
+        self._check("allreduce", tensor)
+        check_op(self.rank, "allreduce", op, tensor.dtype)
+        out = tensor if out is None else self._check_out("allreduce", out, tensor.shape, tensor)
+        if self.world_size == 1:
+            return out if out is tensor else out.copy_(tensor)
+        if tensor.numel():
+            self._allreduce(out, tensor, op)
+        return out
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
+        """Rank src's tensor, written into every rank's tensor, which is returned. Collective."""
+        self._check("broadcast", tensor)
+        check_peer(self.rank, "broadcast", src, self.world_size, "src")
+        if self.world_size > 1 and tensor.numel():
+            self._broadcast(tensor, src)
+        return tensor
+
+    def reduce(self, tensor: torch.Tensor, dst: int = 0, op: str = "sum") -> torch.Tensor:
+        """The reduction of every rank's tensor, in place on rank dst alone. Collective.
+
+        Returns the tensor; on the other ranks it is unchanged.
+        """
+        self._check("reduce", tensor)
+        check_op(self.rank, "reduce", op, tensor.dtype)
+        check_peer(self.rank, "reduce", dst, self.world_size, "dst")
+        if self.world_size > 1 and tensor.numel():
+            self._reduce(tensor if self.rank == dst else None, tensor, dst, op)
+        return tensor
+
+    def allgather(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Every rank's tensor, by rank: [world_size, *tensor.shape]. Collective."""
+        self._check("allgather", tensor)
+        shape = (self.world_size, *tensor.shape)
+        out = self._out("allgather", out, shape, tensor)
+        if self.world_size == 1:
+            out[0].copy_(tensor)
+        elif tensor.numel():
+            self._allgather(out, tensor)
+        return out
+
+    def reduce_scatter(
+        self, tensor: torch.Tensor, op: str = "sum", *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Row `rank` of the reduction of every rank's [world_size, *shape]: shape. Collective."""
+        self._check("reduce_scatter", tensor)
+        check_op(self.rank, "reduce_scatter", op, tensor.dtype)
+        self._check_rows("reduce_scatter", tensor)
+        out = self._out("reduce_scatter", out, tuple(tensor.shape[1:]), tensor)
+        if self.world_size == 1:
+            out.copy_(tensor[0])
+        elif tensor.numel():
+            self._reduce_scatter(out, tensor, op)
+        return out
+
+    def alltoall(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Row i of the result is what rank i had in row `rank`: [world_size, *shape]. Collective.
+
+        out must not share memory with tensor.
+        """
+        self._check("alltoall", tensor)
+        self._check_rows("alltoall", tensor)
+        out = self._out("alltoall", out, tuple(tensor.shape), tensor)
+        if self.world_size == 1:
+            out.copy_(tensor)
+        elif tensor.numel():
+            self._alltoall(out, tensor)
+        return out
+
+    def send(self, tensor: torch.Tensor, dst: int) -> None:
+        """Give tensor to rank dst, which calls recv with the same shape and dtype.
+
+        Returns when tensor may be changed again; that may be before dst has received.
+        """
+        self._check_point("send", tensor, dst, "dst")
+        if tensor.numel():
+            self._post("send", tensor, dst)
+
+    def recv(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
+        """Fill tensor with what rank src sent, and return it. Between two ranks order is kept."""
+        self._check_point("recv", tensor, src, "src")
+        if tensor.numel():
+            self._post("recv", tensor, src)
+        return tensor
+
+    def barrier(self) -> None:
+        """Return once every rank has called. Collective. On CUDA: once the stream gets there."""
+        self._check_open("barrier")
+        if self.world_size > 1:
+            self._barrier()
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """Sends and receives inside start together at its end: they cannot wait for each other.
+
+        If the body raises, none of them happens on this rank.
+        """
+        self._check_open("group")
+        if self._pending is not None:
+            raise CommunicatorError(f"rank {self.rank}: group() inside a group(). Use one.")
+        calls: list[tuple[str, torch.Tensor, int]] = []
+        self._pending = calls
+        try:
+            yield
+        finally:
+            self._pending = None
+        self._exchange(calls)
+
+    def close(self) -> None:
+        """Give back what the backend holds. Not collective; calling it twice is harmless."""
+        if not self._closed:
+            self._closed = True
+            self._close()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            self.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank={self.rank}, world_size={self.world_size})"
+
+    @property
+    def backend(self) -> str:
+        """The name by which Communicator(coor, backend=...) finds this class."""
+        return self.name
+
+    # The rest is for us.
+
+    _pending: list[tuple[str, torch.Tensor, int]] | None = None
+
+    def _post(self, kind: str, tensor: torch.Tensor, peer: int) -> None:
+        if self._pending is not None:
+            self._pending.append((kind, tensor, peer))
+        else:
+            self._send(tensor, peer) if kind == "send" else self._recv(tensor, peer)
+
+    def _pair(self, kind: str, peer: int) -> tuple[int, int, bool]:
+        """A call's place in the order all ranks agree on: by pair, the lower rank sends first."""
+        low, high = sorted((self.rank, peer))
+        sender = self.rank if kind == "send" else peer
+        return low, high, sender != low
+
+    def _pass(self, tensor: torch.Tensor, src: int, dst: int) -> None:
+        if self.rank == src:
+            self._send(tensor, dst)
+        elif self.rank == dst:
+            self._recv(tensor, src)
+
+    def _device(self) -> torch.device:
+        if self.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device(self.device_type, self.coor.local_rank)
+
+    def _lost_peers(self) -> str:
+        """The peers of this host that are seen dead, for an error; empty if none is."""
+        dead = [str(peer) for peer in self.coor.peers if peer.is_seen_dead()]
+        return f" Gone: {', '.join(dead)}." if dead else ""
+
+    def _check(self, call: str, tensor: torch.Tensor) -> None:
+        self._check_open(call)
+        check_tensor(self.rank, call, tensor, self.device_type)
+
+    def _check_open(self, call: str) -> None:
+        if self._closed:
+            raise CommunicatorError(
+                f"rank {self.rank}: {call} on a closed Communicator. Make a new one, or "
+                "close it later."
+            )
+
+    def _check_rows(self, call: str, tensor: torch.Tensor) -> None:
+        if tensor.dim() == 0 or tensor.shape[0] != self.world_size:
+            raise ValueError(
+                f"rank {self.rank}, {call}: the tensor has shape {tuple(tensor.shape)}, but needs "
+                f"one row for each of the {self.world_size} ranks: [{self.world_size}, ...]. "
+                f"Reshape it with .view({self.world_size}, -1)."
+            )
+
+    def _check_point(self, call: str, tensor: torch.Tensor, peer: int, name: str) -> None:
+        self._check(call, tensor)
+        check_peer(self.rank, call, peer, self.world_size, name)
+        check_other(self.rank, call, peer)
+
+    def _check_out(
+        self, call: str, out: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor
+    ) -> torch.Tensor:
+        check_tensor(self.rank, f"{call}(out=)", out, self.device_type)
+        check_like(self.rank, call, out, tuple(shape), like)
+        return out
+
+    def _out(
+        self, call: str, out: torch.Tensor | None, shape: tuple[int, ...], like: torch.Tensor
+    ) -> torch.Tensor:
+        if out is None:
+            return torch.empty(shape, dtype=like.dtype, device=like.device)
+        return self._check_out(call, out, shape, like)
+
+
+def _wide(part: torch.Tensor) -> torch.Tensor:
+    """As float32 if part is of a small float: sums of many would lose their last bits."""
+    return part.float() if part.dtype in WIDE else part.clone()
+
+
+def _combine(total: torch.Tensor, part: torch.Tensor, op: str) -> torch.Tensor:
+    """total op part: the line that adds two tensors. bool: max is any, min and prod are all."""
+    if op in ("sum", "avg"):
+        return total.add_(part)
+    if op == "prod":
+        return total.mul_(part)
+    return torch.maximum(total, part) if op == "max" else torch.minimum(total, part)
+
+
+def deadline_s(start: float, timeout_s: float) -> float:
+    """What is left of timeout_s since start, in seconds; never negative."""
+    return max(start + timeout_s - time.monotonic(), 0.0)

@@ -1,0 +1,75 @@
+"""What is wrong with the arguments of a call, said before anything moves."""
+
+from __future__ import annotations
+
+import torch
+
+OPS = ("sum", "prod", "max", "min", "avg")
+
+
+def check_tensor(rank: int, call: str, tensor: torch.Tensor, device_type: str) -> None:
+    """Raise TypeError or ValueError unless a backend can read and write tensor as plain memory."""
+    where = f"rank {rank}, {call}"
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{where}: needs a torch.Tensor, not {type(tensor).__name__}")
+    if torch._subclasses.fake_tensor.is_fake(tensor):
+        raise TypeError(
+            f"{where}: a FakeTensor has no data to move. Under torch.compile call the operation "
+            "from outside the compiled function."
+        )
+    if tensor.device.type != device_type:
+        raise ValueError(
+            f"{where}: the tensor is on {tensor.device}, this communicator moves tensors on "
+            f"{device_type}. Move it with .to({device_type!r}), or choose another backend."
+        )
+    if tensor.layout != torch.strided or not tensor.is_contiguous():
+        raise ValueError(
+            f"{where}: a tensor of shape {tuple(tensor.shape)} that is not contiguous in memory "
+            "would be changed in a copy, and the result lost. Pass tensor.contiguous()."
+        )
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{where}: autograd does not see what a communicator writes. Pass tensor.detach(), or "
+            "call under torch.no_grad()."
+        )
+
+
+def check_like(
+    rank: int, call: str, out: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor
+) -> None:
+    """Raise ValueError unless out has this shape and the dtype and device of like."""
+    found = (tuple(out.shape), out.dtype, out.device)
+    wanted = (shape, like.dtype, like.device)
+    if found != wanted:
+        raise ValueError(f"rank {rank}, {call}: out is {found}, but must be {wanted}")
+
+
+def check_op(rank: int, call: str, op: str, dtype: torch.dtype) -> None:
+    """Raise ValueError unless op is a reduction that means something for dtype."""
+    if op not in OPS:
+        raise ValueError(f"rank {rank}, {call}: op={op!r} is none of {', '.join(OPS)}")
+    if op == "avg" and not dtype.is_floating_point:
+        raise ValueError(
+            f"rank {rank}, {call}: the average of {dtype} is no {dtype}. Use op='sum' and divide."
+        )
+    if dtype == torch.bool and op in ("sum", "avg"):
+        raise ValueError(
+            f"rank {rank}, {call}: op={op!r} of {dtype} is not defined. Use 'max' for any, 'min' "
+            "for all, or convert to an integer first."
+        )
+    if dtype.is_complex and op != "sum":
+        raise ValueError(f"rank {rank}, {call}: op={op!r} of {dtype} is not defined")
+
+
+def check_peer(rank: int, call: str, peer: int, world_size: int, name: str) -> None:
+    """Raise ValueError unless peer is a rank."""
+    if type(peer) is not int or not 0 <= peer < world_size:
+        raise ValueError(
+            f"rank {rank}, {call}: {name}={peer!r} is no rank of this communicator of {world_size}"
+        )
+
+
+def check_other(rank: int, call: str, peer: int) -> None:
+    """Raise ValueError if a rank would talk to itself: there is nobody else to answer."""
+    if peer == rank:
+        raise ValueError(f"rank {rank}, {call}: the peer is this rank itself. Copy the tensor.")

@@ -1,0 +1,106 @@
+"""Which backend: the one asked for, or the best that every rank can use.
+
+Backends are found by name, here or among the entry points of the group `communicator.backends`
+(name -> subclass of Communicator). Nothing is imported before it is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, cast
+
+from communicator.base import Communicator
+from communicator.errors import Unsupported
+from coordinator import Coordinator
+
+BUILTIN = {
+    "shm": "communicator.native:Shm",
+    "gloo": "communicator.gloo:Gloo",
+}
+
+
+def names() -> list[str]:
+    """Every backend that could be asked for by name, built in or installed."""
+    return sorted({*BUILTIN, *(point.name for point in _entry_points())})
+
+
+def backend_class(name: str) -> type[Communicator]:
+    """The class of a backend by name. Raises Unsupported if none does, or it does not load."""
+    if name in BUILTIN:
+        module, _, attribute = BUILTIN[name].partition(":")
+        return _import(name, lambda: getattr(import_module(module), attribute))
+    for point in _entry_points():
+        if point.name == name:
+            return _import(name, point.load)
+    raise Unsupported(
+        f"no backend is called {name!r}. There are: {', '.join(names())}. A vendor's package adds "
+        "one through the entry-point group 'communicator.backends'; a library is given by its path."
+    )
+
+
+def choose(coor: Coordinator, backend: Any) -> type[Communicator]:
+    """The class to use, the same on every rank. Collective over coor.
+
+    Raises Unsupported on every rank if the backend asked for cannot be used on one of them.
+    """
+    wanted = names() if backend is None else [backend]
+    scores = {_label(item): _score(coor, item) for item in wanted}
+    votes = [json.loads(data) for data in coor.allgather(json.dumps(scores).encode())]
+    usable = {name: min(vote[name] for vote in votes) for name in scores if _all_can(votes, name)}
+    if not usable:
+        raise Unsupported(_refusal(coor, votes))
+    best = max(usable, key=lambda name: (usable[name], name))
+    return _resolve(next(item for item in wanted if _label(item) == best))
+
+
+def _resolve(item: Any) -> type[Communicator]:
+    if isinstance(item, type) and issubclass(item, Communicator):
+        return item
+    if not isinstance(item, str):
+        raise Unsupported(f"backend={item!r} is neither a name, a path, nor a Communicator class")
+    if item.endswith(".so") or "/" in item:
+        return _import(item, lambda: import_module("communicator.native").library(item))
+    return backend_class(item)
+
+
+def _label(item: Any) -> str:
+    return item if isinstance(item, str) else getattr(item, "__name__", repr(item))
+
+
+def _score(coor: Coordinator, item: Any) -> int | str:
+    """This rank's score for a backend, or in words why it cannot use it."""
+    try:
+        return _resolve(item).probe(coor)
+    except Unsupported as reason:
+        return str(reason)
+
+
+def _all_can(votes: list[dict[str, int | str]], name: str) -> bool:
+    return all(isinstance(vote.get(name), int) for vote in votes)
+
+
+def _refusal(coor: Coordinator, votes: list[dict[str, int | str]]) -> str:
+    reasons = [
+        f"{coor.peers[rank]} cannot use {name}: {reason}"
+        for rank, vote in enumerate(votes)
+        for name, reason in vote.items()
+        if isinstance(reason, str)
+    ]
+    if not reasons:  # each rank was asked for another backend
+        reasons = [f"rank {rank} asked for {', '.join(vote)}" for rank, vote in enumerate(votes)]
+    return f"rank {coor.rank}: no backend that every rank can use. " + "; ".join(reasons)
+
+
+def _entry_points() -> list[Any]:
+    return list(entry_points(group="communicator.backends"))
+
+
+def _import(name: str, load: Any) -> type[Communicator]:
+    try:
+        found = load()
+    except (ImportError, OSError, AttributeError) as error:
+        raise Unsupported(f"the backend {name!r} does not load: {error}") from error
+    assert issubclass(found, Communicator), f"{name} is {found}, not a Communicator"
+    return cast(type[Communicator], found)

@@ -1,0 +1,128 @@
+"""The gloo backend, with ranks as threads."""
+
+import pytest
+import torch
+
+from communicator import Communicator, CommunicatorError, PeerLost, Unsupported, conformance
+from coordinator import Coordinator
+from launcher import LaunchInfo
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gloo_conforms(ranks, world_size):
+    def body(info):
+        with Coordinator(info, timeout_s=60) as coor, Communicator(coor, backend="gloo") as comm:
+            report = conformance.check(comm)
+            return report.having(conformance.FAILED), report.having(conformance.UNSUPPORTED)
+
+    assert ranks(body, world_size) == [([], [])] * world_size
+
+
+def test_the_sample_of_the_rfc_runs(ranks):
+    def body(info):
+        coor = Coordinator(info)
+        comm = Communicator(coor)
+        data = torch.ones((1024, 1024)).to(device="cpu")
+        comm.allreduce(data)
+        coor.close()
+        return data.mean().item()
+
+    assert ranks(body, 4) == [4.0] * 4
+
+
+def test_a_communicator_lives_on_a_subgroup(ranks):
+    def body(info):
+        with Coordinator(info) as coor:
+            group = coor.split([2, 0])
+            if group is None:
+                return None
+            with group, Communicator(group) as comm:
+                return comm.allgather(torch.tensor([coor.rank])).tolist()
+
+    assert ranks(body, 3) == [[[2], [0]], None, [[2], [0]]]
+
+
+def test_an_unknown_backend_lists_the_known_ones():
+    with (
+        Coordinator(LaunchInfo("alone")) as coor,
+        pytest.raises(Unsupported, match=r"'rocket'.*gloo"),
+    ):
+        Communicator(coor, backend="rocket")
+
+
+def test_a_backend_that_one_rank_lacks_is_refused_on_all(ranks_or_errors):
+    def body(info):
+        with Coordinator(info) as coor:
+            Communicator(coor, backend="gloo" if coor.rank else "rocket")
+
+    for error in ranks_or_errors(body, 3):
+        assert isinstance(error, Unsupported) and "rocket" in str(error)
+
+
+BAD_CALLS = {
+    "not contiguous": lambda comm: comm.allreduce(torch.ones(4, 4).t()[1:]),
+    "autograd": lambda comm: comm.allreduce(torch.ones(4, requires_grad=True)),
+    "op='mean'": lambda comm: comm.allreduce(torch.ones(4), "mean"),
+    "divide": lambda comm: comm.allreduce(torch.ones(4, dtype=torch.int32), "avg"),
+    "src=5": lambda comm: comm.broadcast(torch.ones(4), 5),
+    "dst=-1": lambda comm: comm.send(torch.ones(4), -1),
+    "itself": lambda comm: comm.send(torch.ones(4), comm.rank),
+    "out is": lambda comm: comm.allgather(torch.ones(4), out=torch.ones(4)),
+    "one row for each": lambda comm: comm.reduce_scatter(torch.ones(5)),
+    "meta": lambda comm: comm.allreduce(torch.ones(4, device="meta")),
+}
+
+
+@pytest.mark.parametrize("words", BAD_CALLS)
+def test_bad_arguments_raise_before_anything_moves(ranks, words):
+    def body(info):
+        with Coordinator(info) as coor, Communicator(coor, backend="gloo") as comm:
+            with pytest.raises(ValueError, match=words):
+                BAD_CALLS[words](comm)
+            return comm.allreduce(torch.ones(1)).item()
+
+    assert ranks(body, 2) == [2.0, 2.0]
+
+
+def test_a_fake_tensor_is_refused():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with (
+        Coordinator(LaunchInfo("alone")) as coor,
+        Communicator(coor) as comm,
+        FakeTensorMode(),
+        pytest.raises(TypeError, match="FakeTensor"),
+    ):
+        comm.allreduce(torch.ones(4))
+
+
+def test_a_closed_communicator_says_so():
+    with Coordinator(LaunchInfo("alone")) as coor:
+        comm = Communicator(coor)
+        comm.close()
+        comm.close()
+        with pytest.raises(CommunicatorError, match="closed"):
+            comm.barrier()
+
+
+def test_a_peer_that_leaves_is_an_error(ranks_or_errors):
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor, Communicator(coor, backend="gloo") as comm:
+            comm.barrier()
+            if comm.rank != 1:
+                comm.allreduce(torch.ones(4))
+
+    found = ranks_or_errors(body, 3)
+    assert found[1] is None
+    assert isinstance(found[0], PeerLost) and isinstance(found[2], PeerLost)
+
+
+def test_a_group_whose_body_raises_sends_nothing(ranks):
+    def body(info):
+        with Coordinator(info) as coor, Communicator(coor, backend="gloo") as comm:
+            with pytest.raises(KeyError), comm.group():
+                comm.send(torch.ones(1), 1 - comm.rank)
+                raise KeyError
+            return comm.allreduce(torch.ones(1)).item()
+
+    assert ranks(body, 2) == [2.0, 2.0]
