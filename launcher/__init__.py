@@ -1,5 +1,33 @@
-"""Start ranks, and tell each who it is."""
+"""Start ranks, and tell each who it is.
 
+info = launcher.current()
+print(info.rank, "of", info.world_size)
+results = launcher.launch(work, nprocs=4)
+"""
+
+from launcher.detection import current
+from launcher.errors import (
+    Failure,
+    LaunchError,
+    LaunchInterrupted,
+    LaunchTimeout,
+    TargetError,
+)
 from launcher.info import LaunchInfo, LaunchInfoError
+from launcher.ports import listen
+from launcher.registry import register
+from launcher.start import launch
 
-__all__ = ["LaunchInfo", "LaunchInfoError"]
+__all__ = [
+    "Failure",
+    "LaunchError",
+    "LaunchInfo",
+    "LaunchInfoError",
+    "LaunchInterrupted",
+    "LaunchTimeout",
+    "TargetError",
+    "current",
+    "launch",
+    "listen",
+    "register",
+]

@@ -1,7 +1,7 @@
 """Who a process is within a launch.
 
-    info = launcher.current()
-    print(info.rank, "of", info.world_size)
+info = launcher.current()
+print(info.rank, "of", info.world_size)
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class LaunchInfo:
     launch_id: the same on every rank of a launch, different in every other launch.
     world_size, rank: all ranks of the launch, and this one among them (0 is the master).
     local_world_size, local_rank: the ranks on this node, and this one among them.
-    master_addr, master_port: where rank 0 listens. A world of one may leave the port 0: nobody calls.
+    master_addr, master_port: where rank 0 listens. A world of one may leave the port 0: nobody
+    calls.
     extras: what a launcher wants to add, string to string.
 
     Raises LaunchInfoError (a ValueError) if the values contradict each other.
@@ -86,7 +87,8 @@ class LaunchInfo:
         if missing:
             there = {names[name]: value for name, value in found.items()}
             raise LaunchInfoError(
-                f"half a LaunchInfo in the environment: {', '.join(missing)} not set beside {there}. "
+                f"half a LaunchInfo in the environment: {', '.join(missing)} not set beside "
+                f"{there}. "
                 "Unset them all, or start through `python -m launcher run`."
             )
         return _parse(found, names)

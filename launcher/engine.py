@@ -1,0 +1,108 @@
+"""Letting an engine (torchrun, mpiexec, srun) start the ranks: its command line, run and watched.
+
+The engine owns its processes: it is asked to end, and killed only together with its own process
+group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from launcher import target, values
+from launcher.errors import Failure, LaunchError, LaunchInterrupted, LaunchTimeout, signal_name
+from launcher.info import ENV_PREFIX
+from launcher.job import Job
+
+GRACE_S = 10.0  # an engine ends its ranks first, then itself
+STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def run(chosen: Any, job: Job) -> list[Any]:
+    """Run the engine's command for this node. Results of a function come from this machine's ranks,
+    by rank.
+    """
+    with tempfile.TemporaryDirectory(prefix="launch-") as folder:
+        job = replace(job, target=target.by_reference(job.target), results_dir=folder)
+        code = _watch(chosen.command(job), environment(chosen, job), job.timeout_s)
+        records = _records(Path(folder))
+    failures = _failures(records)
+    if code:
+        first = failures[0] if failures else None
+        what = (
+            f"{first.summary()}\n\n{first.traceback}"
+            if first
+            else f"{chosen.NAME} ended with code {code}"
+        )
+        raise LaunchError(what, failures, first.exit_code if first else code)
+    return [record.get("result") for record in records]
+
+
+def environment(chosen: Any, job: Job) -> dict[str, str]:
+    """Ours, without the LaunchInfo of a launch around this one, with what the engine needs."""
+    outer = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+    return {**outer, **(chosen.environment(job) if hasattr(chosen, "environment") else {})}
+
+
+def _watch(command: list[str], environ: dict[str, str], timeout_s: float | None) -> int:
+    process = subprocess.Popen(command, env=environ, start_new_session=True)
+    try:
+        with _passing_signals(process) as seen:
+            code = process.wait(timeout_s)
+    except subprocess.TimeoutExpired as error:
+        raise LaunchTimeout(f"the launch took longer than {timeout_s} s", exit_code=124) from error
+    finally:
+        _end(process)
+    if seen:
+        raise LaunchInterrupted(
+            f"the launch was stopped by {signal_name(seen[0])}", exit_code=128 + seen[0]
+        )
+    return code if code >= 0 else 128 - code
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@contextlib.contextmanager
+def _passing_signals(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    """Pass on to the engine what stops programs; at the second, kill it. Gives those seen."""
+    seen: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield seen
+        return
+
+    def handle(number: int, _frame: object) -> None:
+        seen.append(number)
+        process.send_signal(number if len(seen) == 1 else signal.SIGKILL)
+
+    old = {number: signal.signal(number, handle) for number in STOPPING_SIGNALS}
+    try:
+        yield seen
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    files = sorted(folder.glob("[0-9]*.json"), key=lambda file: int(file.stem))
+    return [values.loads(file.read_bytes()) for file in files]
+
+
+def _failures(records: list[dict[str, Any]]) -> tuple[Failure, ...]:
+    found = [Failure(**record["failure"]) for record in records if "failure" in record]
+    return tuple(sorted(found, key=lambda failure: failure.time_s))

@@ -1,0 +1,73 @@
+"""What a launch raises, and what a rank leaves behind when it fails.
+
+LaunchError(RuntimeError)     a rank failed; .failures has the earliest first
+├── LaunchTimeout             the launch took longer than it was given (also a TimeoutError)
+└── LaunchInterrupted         a signal to the launcher ended it
+TargetError(ValueError)       there is nothing to run there
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank ended, if not well. time_s: on the node's monotonic clock. status: as waitpid
+    gives it.
+    """
+
+    rank: int
+    local_rank: int = 0
+    host: str = ""
+    pid: int = 0
+    time_s: float = 0.0
+    exit_code: int = 1
+    type: str = ""
+    message: str = ""
+    traceback: str = ""
+    ended_by_launcher: bool = False
+
+    def summary(self) -> str:
+        """One line: who, and how it ended."""
+        who = f"rank {self.rank} (pid {self.pid} on {self.host or 'this node'})"
+        return f"{who} {self.how()}"
+
+    def how(self) -> str:
+        if self.type and self.type != "SystemExit":
+            first_line = self.message.splitlines()[0] if self.message else ""
+            return f"raised {self.type}: {first_line}".rstrip(": ")
+        if self.exit_code > 128:
+            return f"was killed by {signal_name(self.exit_code - 128)}"
+        return f"exited with code {self.exit_code}"
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+class LaunchError(RuntimeError):
+    """A launch that did not end well. failures: earliest first. exit_code: of the first failure."""
+
+    def __init__(
+        self, message: str, failures: tuple[Failure, ...] = (), exit_code: int = 1
+    ) -> None:
+        super().__init__(message)
+        self.failures = failures
+        self.exit_code = exit_code
+
+
+class LaunchTimeout(LaunchError, TimeoutError):
+    """The launch was ended because its time was over."""
+
+
+class LaunchInterrupted(LaunchError):
+    """A signal to the launcher ended the launch. exit_code: 128 and the signal's number."""
+
+
+class TargetError(ValueError):
+    """The script, module or function to run cannot be found."""

@@ -1,0 +1,81 @@
+"""What is to be started: one Job, the same for every launcher.
+
+job = Job(Target("script", "train.py"), args=("--steps", "10"), nprocs=4)
+job.rank_command()        # [python, train.py, --steps, 10]
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from launcher import values
+
+LOOPBACK = "127.0.0.1"
+
+
+def new_launch_id() -> str:
+    return secrets.token_hex(8)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What each rank runs.
+
+    kind and name: a script by its path, a module by its name, or a function by its reference
+        ("package.module:qualified.name", or "/path/to/script.py:qualified.name").
+    function: the function itself, if this process has it.
+    """
+
+    kind: Literal["script", "module", "function"]
+    name: str
+    function: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything a launcher needs to start the ranks of one node, or to ask an engine to.
+
+    args: strings for a script or a module, any values for a function.
+    nprocs: ranks on this node. nnodes, node_rank: the nodes, and this one among them.
+    master_addr: where rank 0 listens. master_port: 0 lets the launcher choose.
+    log_dir: a folder for one file per rank and stream. preload: modules to import once, before the
+    ranks are forked.
+    bind: pin each rank to cores of its own. share_devices: more ranks than GPUs is meant.
+    results_dir: where `python -m launcher.call` leaves the results of a function, if an engine runs
+    it.
+    """
+
+    target: Target
+    args: tuple[Any, ...] = ()
+    nprocs: int = 2
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = LOOPBACK
+    master_port: int = 0
+    launch_id: str = field(default_factory=new_launch_id)
+    log_dir: str | None = None
+    timeout_s: float | None = None
+    bind: bool = False
+    preload: tuple[str, ...] = ()
+    share_devices: bool = False
+    results_dir: str | None = None
+
+    def rank_command(self) -> list[str]:
+        """The command that an engine runs once per rank; the rank learns from its environment who
+        it is.
+        """
+        return [sys.executable, *self.python_arguments()]
+
+    def python_arguments(self) -> list[str]:
+        """rank_command without its `python`, for engines that bring the interpreter themselves."""
+        if self.target.kind == "script":
+            return [self.target.name, *map(str, self.args)]
+        if self.target.kind == "module":
+            return ["-m", self.target.name, *map(str, self.args)]
+        assert self.results_dir, "an engine can run a function only where it can leave its result"
+        call = ["-m", "launcher.call", self.target.name]
+        return [*call, values.dumps(list(self.args)), self.results_dir]

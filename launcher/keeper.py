@@ -1,0 +1,198 @@
+"""The keeper: a process between launcher and ranks that forks them, reaps everything below it, and
+outlives none.
+
+It has one thread and does nothing else, so it can always fork, and always obey. It adopts what the
+ranks leave behind. If the launcher dies, the command pipe ends, and the keeper ends everything.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import selectors
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from launcher import linux, seat, wire
+from launcher.job import Job
+from launcher.seat import Seat
+
+LEFTOVER_GRACE_S = 0.25  # for processes that ranks have left behind, between SIGTERM and SIGKILL
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a keeper is to keep. commands: where it reads; reports: where it writes; both are pipes
+    to the launcher.
+    """
+
+    job: Job
+    seats: Sequence[Seat]
+    commands: int
+    reports: int
+    launcher: int
+    is_fresh: bool
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def rank_fds(self) -> list[int]:
+        return [fd for one in self.seats for fd in (one.stdout, one.stderr, one.report)]
+
+
+def keep(plan: Plan) -> int:
+    """Start the ranks, and return the keeper's exit code when nothing is left below it. In a rank,
+    never returns.
+    """
+    os.setsid()
+    linux.name_process("keeper")
+    linux.adopt_orphans(True)
+    woken = _wake_on_children()
+    try:
+        _preload(plan)
+        pids = _fork_ranks(plan)
+    except Exception as error:
+        wire.send(plan.reports, {"trouble": f"{type(error).__name__}: {error}"})
+        _end_everything()
+        return 1
+    return _Keeping(plan, pids, woken).loop()
+
+
+def _wake_on_children() -> socket.socket:
+    """A socket that becomes readable when a child ends. What stops a program does not stop its
+    keeper.
+    """
+    reading, writing = socket.socketpair()
+    reading.setblocking(False)
+    writing.setblocking(False)
+    signal.set_wakeup_fd(writing.detach(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    return reading
+
+
+def _preload(plan: Plan) -> None:
+    os.environ.update(plan.environment)
+    for name in plan.job.preload:
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            raise RuntimeError(f"preloading {name!r}: {type(error).__name__}: {error}") from error
+
+
+def _fork_ranks(plan: Plan) -> dict[int, int]:
+    """Fork every rank; returns pid -> rank. In a rank, never returns."""
+    keeper = os.getpid()
+    pids: dict[int, int] = {}
+    for one in plan.seats:
+        pid = os.fork()
+        if pid == 0:
+            _sit_down(one, plan, keeper)
+        pids[pid] = one.info.rank
+        wire.send(plan.reports, {"rank": one.info.rank, "pid": pid})
+    for fd in plan.rank_fds():
+        os.close(fd)
+    return pids
+
+
+def _sit_down(one: Seat, plan: Plan, keeper: int) -> None:
+    """In a rank just forked: run it, and never come back but by SystemExit."""
+    try:
+        for fd in (plan.commands, plan.reports):
+            os.close(fd)
+        seat.run(one, plan.job, keeper, plan.is_fresh)
+    except Exception:
+        traceback.print_exc()
+    os._exit(1)
+
+
+class _Keeping:
+    def __init__(self, plan: Plan, pids: dict[int, int], woken: socket.socket) -> None:
+        self.plan = plan
+        self.pids = pids
+        self.woken = woken
+        self.commands = wire.Lines()
+        self.launcher_lives = True
+
+    def loop(self) -> int:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.woken, selectors.EVENT_READ, self._drain)
+            selector.register(self.plan.commands, selectors.EVENT_READ, self._obey)
+            while self._reap() and self.launcher_lives:
+                for key, _ in selector.select():
+                    key.data()
+        _end_leftovers(LEFTOVER_GRACE_S if self.launcher_lives else 0)
+        return 0
+
+    def _reap(self) -> bool:
+        """Bury every child that has ended, and report ranks. Whether a rank is left."""
+        while self.pids:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            if pid in self.pids:
+                self._report(pid, status)
+        return bool(self.pids)
+
+    def _report(self, pid: int, status: int) -> None:
+        rank, now = self.pids[pid], time.monotonic()
+        if os.WIFSTOPPED(status):
+            record: dict[str, Any] = {"stopped": os.WSTOPSIG(status)}
+        elif os.WIFCONTINUED(status):
+            record = {"continued": True}
+        else:
+            del self.pids[pid]
+            record = {"exit_code": _exit_code(status)}
+        self._tell({"rank": rank, "time_s": now, **record})
+
+    def _tell(self, record: dict[str, Any]) -> None:
+        try:
+            wire.send(self.plan.reports, record)
+        except BrokenPipeError:
+            self.launcher_lives = False
+
+    def _drain(self) -> None:
+        self.woken.recv(4096)
+
+    def _obey(self) -> None:
+        data = os.read(self.plan.commands, 65536)
+        self.launcher_lives = self.launcher_lives and bool(data)
+        for line in self.commands.feed(data):
+            command = wire.parse(line) or {}
+            self._signal(command["signal"], command["ranks"], command["whole_group"])
+
+    def _signal(self, number: int, ranks: list[int], whole_group: bool) -> None:
+        for pid, rank in self.pids.items():
+            if rank in ranks:
+                linux.send_signal(-pid if whole_group else pid, number)
+
+
+def _exit_code(status: int) -> int:
+    """As a shell gives it: 128 and the number for a signal."""
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def _end_leftovers(grace_s: float) -> None:
+    """Ask what is left below us to end, wait, and end it."""
+    if grace_s and (left := linux.descendants(os.getpid())):
+        for pid in left:
+            linux.send_signal(pid, signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        while linux.descendants(os.getpid()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    _end_everything()
+
+
+def _end_everything() -> None:
+    while left := linux.descendants(os.getpid()):
+        for pid in left:
+            linux.send_signal(pid, signal.SIGKILL)
+        time.sleep(0.002)

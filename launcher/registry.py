@@ -1,0 +1,70 @@
+"""The launchers by name. A launcher is a module, or any object, with these names:
+
+NAME                                 what `--launcher` and `current(launcher=...)` call it
+detect(environ) -> LaunchInfo | None who this process is, if this launcher started it;
+LaunchInfoError if half set run(job) -> list                     start the ranks and return their
+results by rank, or command(job) -> list[str]            the engine's own command line that does so
+(see launcher/engine.py) environment(job) -> dict[str, str]   optional: what the engine needs beside
+os.environ
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from typing import Any
+
+ENTRY_POINTS = "launcher.launchers"
+
+# Innermost first: a rank of a launcher further up may well have the variables of one further down.
+BUILT_IN = {
+    "threads": "launcher.threads",
+    "multiprocessing": "launcher.multiprocessing",
+    "torchrun": "launcher.torchrun",
+    "ray": "launcher.ray",
+    "mpi": "launcher.mpi",
+    "slurm": "launcher.slurm",
+}
+
+# Registering is for the life of the process, like importing: the one table here that grows.
+_registered: dict[str, Any] = {}
+
+
+def register(launcher: Any) -> None:
+    """Make a launcher of your own known to `current`, `launch` and the command line; asked before
+    ours.
+    """
+    for needed in ("NAME", "detect"):
+        if not hasattr(launcher, needed):
+            raise TypeError(
+                f"{launcher!r} has no {needed}: see launcher/registry.py for what makes a launcher"
+            )
+    if launcher.NAME in BUILT_IN:
+        raise ValueError(
+            f"the launcher name {launcher.NAME!r} is taken by {BUILT_IN[launcher.NAME]}"
+        )
+    _registered[launcher.NAME] = launcher
+
+
+def find(name: str) -> Any:
+    """The launcher of that name. Raises ValueError, with the names there are, for any other."""
+    if name in _registered:
+        return _registered[name]
+    if name in BUILT_IN:
+        return importlib.import_module(BUILT_IN[name])
+    for entry in entry_points(group=ENTRY_POINTS):
+        if entry.name == name:
+            return entry.load()
+    raise ValueError(f"no launcher is called {name!r}: choose among {', '.join(names())}")
+
+
+def names() -> list[str]:
+    """Every launcher that find knows, innermost first."""
+    others = [entry.name for entry in entry_points(group=ENTRY_POINTS)]
+    return list(dict.fromkeys([*_registered, *others, *BUILT_IN]))
+
+
+def every() -> Iterator[Any]:
+    """The launchers, innermost first, each imported only when reached."""
+    return map(find, names())

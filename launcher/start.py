@@ -1,0 +1,82 @@
+"""Starting a launch from a Python program.
+
+results = launcher.launch(train, nprocs=4, args=(steps,))
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from launcher import registry, target
+from launcher.errors import LaunchInterrupted
+from launcher.job import LOOPBACK, Job, new_launch_id
+
+
+def launch(
+    work: Callable[..., Any] | str | os.PathLike[str],
+    nprocs: int = 2,
+    *,
+    launcher: str = "multiprocessing",
+    args: Sequence[Any] = (),
+    timeout_s: float | None = None,
+    nnodes: int = 1,
+    node_rank: int = 0,
+    master_addr: str = LOOPBACK,
+    master_port: int = 0,
+    launch_id: str | None = None,
+    log_dir: str | None = None,
+    bind: bool = False,
+    preload: Sequence[str] = (),
+    share_devices: bool = False,
+) -> list[Any]:
+    """Each rank's result, by rank, of a function called with args (or of a script run with them:
+    None).
+
+    Between processes, results are None, bool, int, float, str, bytes, and lists and dicts of those
+    (tuples arrive as lists). The ranks are forked from this process if it has one thread and no
+    accelerator open; otherwise they start in a fresh interpreter, which must be able to import the
+    function, and args must be values of the same kinds.
+
+    Raises LaunchError as soon as one rank fails, after ending the others.
+    """
+    job = Job(
+        target.of(work),
+        args=tuple(args),
+        nprocs=nprocs,
+        nnodes=nnodes,
+        node_rank=node_rank,
+        master_addr=master_addr,
+        master_port=master_port,
+        launch_id=launch_id or new_launch_id(),
+        log_dir=log_dir,
+        timeout_s=timeout_s,
+        bind=bind,
+        preload=tuple(preload),
+        share_devices=share_devices,
+    )
+    try:
+        return start(job, launcher)
+    except LaunchInterrupted as stopped:
+        signal.raise_signal(
+            stopped.exit_code - 128
+        )  # as if the program had been alone when it came
+        raise
+
+
+def start(job: Job, name: str, **options: Any) -> list[Any]:
+    """Run the job with the launcher of that name."""
+    chosen = registry.find(name)
+    target.check(job.target)
+    if hasattr(chosen, "run"):
+        results: list[Any] = chosen.run(job, **options)
+        return results
+    if hasattr(chosen, "command"):
+        from launcher import engine
+
+        return engine.run(chosen, job)
+    raise ValueError(
+        f"the launcher {name!r} only recognises ranks that were started elsewhere; it starts none"
+    )

@@ -1,0 +1,178 @@
+"""Running a script, a module or a function the way Python itself would, in a process that is
+already there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import io
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from launcher.errors import TargetError
+from launcher.info import LaunchInfo
+from launcher.job import Job, Target
+
+
+def of(work: Callable[..., Any] | str | os.PathLike[str]) -> Target:
+    """The Target for a function, or for the path of a script."""
+    if callable(work):
+        module, name = getattr(work, "__module__", "?"), getattr(work, "__qualname__", "?")
+        return Target("function", f"{module}:{name}", work)
+    return Target("script", os.fspath(work))
+
+
+def by_reference(target: Target) -> Target:
+    """The same target, findable by another process. Raises TargetError for a function that no
+    import can reach.
+    """
+    if target.function is None:
+        return target
+    module, _, name = target.name.partition(":")
+    main = sys.modules["__main__"]
+    if "<" in name or not isinstance(target.function, FunctionType):
+        reason = "it is nested, a lambda, or not a plain function"
+    elif module == "__main__" and main.__spec__ is not None:
+        return Target("function", f"{main.__spec__.name}:{name}", target.function)
+    elif module == "__main__" and not os.path.isfile(getattr(main, "__file__", None) or ""):
+        reason = "it was typed in, and is in no file"
+    elif module == "__main__":
+        return Target("function", f"{os.path.abspath(str(main.__file__))}:{name}", target.function)
+    else:
+        return target
+    raise TargetError(
+        f"{target.name} cannot be found by a fresh process: {reason}. This process has threads or "
+        "an accelerator "
+        "open, so its ranks cannot be forked from it. Move the function to the top level of a "
+        "module, or launch "
+        "before starting threads."
+    )
+
+
+def find(reference: str) -> Callable[..., Any]:
+    """The function of a reference, importing its module, or running its script under another name
+    than __main__.
+    """
+    where, _, name = reference.rpartition(":")
+    try:
+        found: Any = (
+            _script_as_module(where) if where.endswith(".py") else importlib.import_module(where)
+        )
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise TargetError(f"cannot find {name!r} in {where!r}: {error}") from error
+    function: Callable[..., Any] = found
+    return function
+
+
+def _script_as_module(path: str) -> ModuleType:
+    """The script's names, without what it guards by `if __name__ == "__main__"`."""
+    # what the standard library's multiprocessing calls it, so that scripts expect it
+    name = "__mp_main__"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = sys.modules["__main__"] = module
+    sys.path.insert(0, os.path.dirname(path))
+    spec.loader.exec_module(module)
+    return module
+
+
+def check(target: Target) -> None:
+    """Raise TargetError, before any rank exists, if there is nothing to run."""
+    if target.kind == "script":
+        _check_script(Path(target.name))
+    if target.kind == "module" and _spec(target.name) is None:
+        raise TargetError(
+            f"no module named {target.name!r}: nothing to run. Is it installed, or below this "
+            "folder?"
+        )
+
+
+def _check_script(path: Path) -> None:
+    try:
+        if path.is_dir():
+            path = path / "__main__.py"
+        with io.open_code(str(path.absolute())):
+            pass
+    except OSError as error:
+        raise TargetError(
+            f"cannot open the script {str(path)!r}: {error.strerror}, so there is nothing to run. "
+            f"Paths count from {_working_directory()}."
+        ) from error
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return "a working directory that has been deleted"
+
+
+def _spec(name: str) -> Any:
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except (ImportError, ValueError):
+        return None
+    return spec
+
+
+def call(job: Job) -> Any:
+    """Run the job's target here, as the main program if it is a script or a module; returns a
+    function's result.
+    """
+    if job.target.kind == "function":
+        function = job.target.function or find(job.target.name)
+        return function(*job.args)
+    module, code = _main_program(job.target)
+    sys.argv = [str(module.__file__), *map(str, job.args)]
+    sys.modules["__main__"] = module
+    exec(code, module.__dict__)
+    return None
+
+
+def callables(job: Job) -> Callable[[LaunchInfo], Callable[[], Any]]:
+    """For ranks that share a process: what each of them calls. They share sys.argv and sys.path as
+    well.
+    """
+    if job.target.kind == "function":
+        function = job.target.function or find(job.target.name)
+        return lambda info: lambda: function(*job.args)
+    return lambda info: lambda: call(job)
+
+
+def _main_program(target: Target) -> tuple[ModuleType, CodeType]:
+    return _module(target.name) if target.kind == "module" else _script(target.name)
+
+
+def _script(name: str) -> tuple[ModuleType, CodeType]:
+    path = os.path.join(name, "__main__.py") if os.path.isdir(name) else name
+    sys.path[0] = name if os.path.isdir(name) else os.path.dirname(os.path.realpath(path))
+    with io.open_code(os.path.abspath(path)) as file:
+        code = compile(file.read(), path, "exec")
+    module = _new_main(path)
+    return module, code
+
+
+def _module(name: str) -> tuple[ModuleType, CodeType]:
+    spec = _spec(name)
+    if spec is None:
+        raise TargetError(f"no module named {name!r}")
+    module = _new_main(spec.origin)
+    module.__spec__, module.__loader__, module.__package__ = spec, spec.loader, spec.parent
+    return module, spec.loader.get_code(spec.name)
+
+
+def _new_main(file: str) -> ModuleType:
+    module = ModuleType("__main__")
+    module.__file__ = file
+    module.__dict__["__builtins__"] = __builtins__
+    return module
