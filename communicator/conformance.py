@@ -205,17 +205,22 @@ def _wrong(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, what
 
 
 def _reduction(comm: Communicator, dtype: torch.dtype, op: str) -> str:
-    found = ""
-    for count in COUNTS:
-        found = found or _allreduce(comm, dtype, op, (count,))
+    found = [_allreduce(comm, dtype, op, (count,)) for count in COUNTS]
     shape = (comm.world_size, 67)
     expected = _expected(comm, shape, dtype, op)
     dst = comm.world_size - 1
     reduced = comm.reduce(_value(comm, comm.rank, shape, dtype), dst, op)
     if comm.rank == dst:
-        found = found or _wrong(reduced, expected, dtype, "reduce")
+        found.append(_wrong(reduced, expected, dtype, "reduce"))
     row = comm.reduce_scatter(_value(comm, comm.rank, shape, dtype), op)
-    return found or _wrong(row, expected[comm.rank], dtype, "reduce_scatter")
+    found.append(_wrong(row, expected[comm.rank], dtype, "reduce_scatter"))
+    return _first(found)
+
+
+def _first(found: list[str]) -> str:
+    """The first problem of a list. The list is made whole before: a rank that stops at its first
+    problem would leave the others alone in the next call."""
+    return next((problem for problem in found if problem), "")
 
 
 def _allreduce(comm: Communicator, dtype: torch.dtype, op: str, shape: tuple[int, ...]) -> str:
@@ -227,20 +232,19 @@ def _allreduce(comm: Communicator, dtype: torch.dtype, op: str, shape: tuple[int
 
 
 def _movement(comm: Communicator, dtype: torch.dtype) -> str:
-    found = ""
-    for count in COUNTS:
-        found = found or _broadcasts(comm, dtype, count) or _gathers(comm, dtype, count)
-    return found or _ring(comm, 67, dtype)
+    found = [_broadcasts(comm, dtype, count) for count in COUNTS]
+    found += [_gathers(comm, dtype, count) for count in COUNTS]
+    return _first([*found, _ring(comm, 67, dtype)])
 
 
 def _broadcasts(comm: Communicator, dtype: torch.dtype, count: int) -> str:
-    found = ""
+    found = []
     for src in range(comm.world_size):
         tensor = _value(comm, comm.rank, (count,), dtype)
         comm.broadcast(tensor, src)
         expected = _value(comm, src, (count,), dtype)
-        found = found or _differs(tensor, expected, f"broadcast of {count} from rank {src}")
-    return found
+        found.append(_differs(tensor, expected, f"broadcast of {count} from rank {src}"))
+    return _first(found)
 
 
 def _gathers(comm: Communicator, dtype: torch.dtype, count: int) -> str:
@@ -286,25 +290,24 @@ def _reduce_elsewhere(comm: Communicator) -> str:
 
 def _same_bits(comm: Communicator) -> str:
     """Values whose sum depends on the order of adding: every rank must still have the same bits."""
+    found = []
     for dtype in (torch.float32, torch.bfloat16):
         generator = torch.Generator().manual_seed(comm.rank)
         tensor = (torch.randn(1021, generator=generator) * 1000).to(dtype).to(comm._device())
         comm.allreduce(tensor)
-        rows = comm.allgather(tensor)
-        for row in rows:
-            if not torch.equal(_raw(row), _raw(tensor)):
-                return f"allreduce of {_name(dtype)} gave ranks different bits"
-    return ""
+        same = [torch.equal(_raw(row), _raw(tensor)) for row in comm.allgather(tensor)]
+        found.append("" if all(same) else f"allreduce of {_name(dtype)} gave ranks different bits")
+    return _first(found)
 
 
 def _late(comm: Communicator) -> str:
     """Each rank late in turn: what the others read at once must be there."""
-    found = ""
+    found = []
     for late in range(comm.world_size):
         if comm.rank == late:
             time.sleep(LATE_S)
-        found = found or _allreduce(comm, torch.float32, "sum", (1021,))
-    return found
+        found.append(_allreduce(comm, torch.float32, "sum", (1021,)))
+    return _first(found)
 
 
 def _unaligned(comm: Communicator) -> str:
@@ -319,6 +322,7 @@ def _unaligned(comm: Communicator) -> str:
 
 def _ordered(comm: Communicator) -> str:
     """Rank 0 sends each other rank ten tensors; they arrive in that order."""
+    problems = []
     for number in range(10):
         for dst in range(1, comm.world_size):
             expected = torch.full((number + 1,), number + 100 * dst, device=comm._device())
@@ -326,9 +330,8 @@ def _ordered(comm: Communicator) -> str:
                 comm.send(expected, dst)
             elif comm.rank == dst:
                 found = comm.recv(torch.zeros_like(expected), 0)
-                if not torch.equal(found, expected):
-                    return f"message {number} to rank {dst}: {found.tolist()}"
-    return ""
+                problems.append(_differs(found, expected, f"message {number} to rank {dst}"))
+    return _first(problems)
 
 
 def _ring(comm: Communicator, count: int, dtype: torch.dtype = torch.float32) -> str:
