@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import time
 import traceback
 from collections.abc import Mapping
 
+from launcher import ports
 from launcher.info import LaunchInfo, integer
+from launcher.job import Job
 from launcher.table import build, family
 
 NAME = "torchrun"
@@ -49,6 +52,22 @@ def detect(environ: Mapping[str, str]) -> LaunchInfo | None:
 def _extras(environ: Mapping[str, str]) -> dict[str, str]:
     agent_listens = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return {"launcher": NAME} | ({"store": "agent"} if agent_listens else {})
+
+
+def command(job: Job) -> list[str]:
+    """torchrun's command line for this node; each of several nodes runs its own."""
+    options = ["--nproc-per-node", str(job.nprocs), "--rdzv-id", job.launch_id, *_rendezvous(job)]
+    logs = ["--log-dir", job.log_dir, "--tee", "3"] if job.log_dir else []
+    start = [sys.executable, "-m", "torch.distributed.run"]
+    return [*start, *options, *logs, *job.python_arguments()]
+
+
+def _rendezvous(job: Job) -> list[str]:
+    if job.nnodes == 1:  # what --standalone does, but under our launch_id
+        return ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{job.master_addr}:{job.master_port}"]
+    port = job.master_port or ports.candidates(job.launch_id)[0]
+    nodes = ["--nnodes", str(job.nnodes), "--node-rank", str(job.node_rank)]
+    return [*nodes, "--master-addr", job.master_addr, "--master-port", str(port)]
 
 
 def leave_error(environ: Mapping[str, str], error: BaseException) -> None:
