@@ -1,0 +1,110 @@
+"""The Layout of a transformers model on meta: its layers, their sizes, what is tied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from .errors import CheckpointError
+from .plan import Layout, Part
+
+
+def model_class(config: Any) -> type[Any]:
+    """The class that wrote the checkpoint, by its name in config.json."""
+    names = getattr(config, "architectures", None) or []
+    for name in names:
+        found = getattr(transformers, name, None)
+        if found is not None:
+            return found  # type: ignore[no-any-return]
+    raise CheckpointError(
+        f"config.json names the architectures {names}, none of which transformers "
+        f"{transformers.__version__} has, so no model can be built; pass model_class=."
+    )
+
+
+def read_config(path: str | Path) -> Any:
+    return transformers.AutoConfig.from_pretrained(path)
+
+
+def skeleton(cls: type[Any], config: Any, dtype: torch.dtype) -> Any:
+    """The model on meta: names, shapes and ties, and no weights."""
+    with torch.device("meta"):
+        return cls._from_config(config, dtype=dtype)
+
+
+def layout(model: nn.Module) -> Layout:
+    layers = list(layer_names(model))
+    others = list(_around(model, "", set(layers)))
+    sizes = _sizes(model, [*others, *layers])
+    return Layout(
+        layers=tuple(Part(name, sizes[name]) for name in layers),
+        others=tuple(Part(name, sizes[name]) for name in others),
+        ties=tuple(_ties(model, [*others, *layers])),
+    )
+
+
+def layer_names(model: nn.Module) -> Iterator[str]:
+    """The outermost modules that must not be cut, in the order they were registered."""
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    taken: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in taken)
+        if (
+            type(module).__name__ in kinds
+            and not inside
+            and next(module.parameters(), None) is not None
+        ):
+            taken.append(name)
+            yield name
+
+
+def _around(module: nn.Module, prefix: str, layers: set[str]) -> Iterator[str]:
+    """The largest modules, and loose tensors, that hold no layer."""
+    for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+        yield f"{prefix}{name}"
+    for name, child in module.named_children():
+        full = f"{prefix}{name}"
+        if full in layers:
+            continue
+        if any(layer.startswith(f"{full}.") for layer in layers):
+            yield from _around(child, f"{full}.", layers)
+        else:
+            yield full
+
+
+def owner_of(tensor_name: str, parts: set[str]) -> str:
+    """The part that a parameter or buffer belongs to."""
+    prefix = tensor_name
+    while prefix and prefix not in parts:
+        prefix = prefix.rpartition(".")[0]
+    return prefix
+
+
+def _sizes(model: nn.Module, parts: list[str]) -> dict[str, int]:
+    sizes = dict.fromkeys(parts, 0)
+    known = set(parts)
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name not in tied:
+            sizes[owner_of(name, known)] += tensor.numel() * tensor.element_size()
+    return sizes
+
+
+def _ties(model: nn.Module, parts: list[str]) -> Iterator[tuple[str, ...]]:
+    """Groups of parts that share a parameter, each group once."""
+    known = set(parts)
+    groups: list[set[str]] = []
+    for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        pair = {owner_of(target, known), owner_of(source, known)}
+        for group in [group for group in groups if group & pair]:
+            groups.remove(group)
+            pair |= group
+        groups.append(pair)
+    for group in groups:
+        if len(group) > 1:
+            yield tuple(part for part in parts if part in group)

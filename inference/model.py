@@ -1,0 +1,94 @@
+"""What a transformers model on the master can do once parts of it live on other ranks."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import InferenceError
+from .lazy import fetch_all
+from .plan import DeviceMap
+from .session import RemoteModule, Session
+
+
+class Distributed:
+    """Mixed into the class of the model: everything of transformers works, and it can be closed.
+
+    `device_map` says where each module is. Leaving the `with` block, `close()`, the end of the
+    script and the model's end of life all release the other ranks.
+    """
+
+    device_map: DeviceMap
+    _session: Session | None
+    _leave: Any
+
+    def close(self) -> None:
+        """Release the other ranks; they stop serving. Harmless when done twice."""
+        self._leave()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs go: the first device of the master."""
+        return torch.device(self.device_map.device_of(0))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self._refuse("moved or converted", "load it with the dtype or device_map that you want")
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        self._refuse("saved", "copy the checkpoint that it was loaded from")
+
+    def _refuse(self, verb: str, remedy: str) -> None:
+        if self._session is not None:
+            raise InferenceError(
+                f"rank 0: a model over {len(self.device_map.ranks)} ranks cannot be {verb} from "
+                "here, as most of it "
+                f"is elsewhere; {remedy}."
+            )
+
+
+def distribute(model: Any, device_map: DeviceMap, session: Session | None) -> Any:
+    """The model with its remote modules replaced by calls over the ring."""
+    kind = type(model)
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    model.__class__ = type(kind.__name__, (Distributed, kind), names)
+    model.device_map, model._session = device_map, session
+    model._leave = weakref.finalize(model, _leave, session)
+    if session is not None:
+        remote = {name: rank for name, (rank, _) in device_map.places.items() if rank != 0}
+        for name, rank in remote.items():
+            _replace(model, name, rank, session)
+        _fetch_outputs(model, remote)
+    return model
+
+
+def _replace(model: nn.Module, name: str, rank: int, session: Session) -> None:
+    module = model.get_submodule(name)
+    module.forward = RemoteModule(session, name, module, rank)
+
+
+def _fetch_outputs(model: nn.Module, remote: dict[str, int]) -> None:
+    """What the models around remote layers return to the user is plain tensors."""
+    for name, module in model.named_modules():
+        if name not in remote and any(
+            inner.startswith(f"{name}." if name else "") for inner in remote
+        ):
+            module.register_forward_hook(_fetched_output)
+
+
+def _fetched_output(module: nn.Module, args: Any, output: Any) -> Any:
+    return fetch_all(output)
+
+
+def _leave(session: Session | None) -> None:
+    if session is not None:
+        session.leave(1 if getattr(sys, "last_value", None) is not None else 0)

@@ -1,0 +1,243 @@
+"""The master's end of the ring: remote layers are called here, and run where they live.
+
+A remote layer answers at once with a lazy hidden state, so the calls of one forward pass gather in
+a chain and go round the ring together when something looks at the result. Only the first call of a
+layer with arguments of a new shape of template waits, to learn what the layer returns.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import threading
+import weakref
+from collections import deque
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+
+from .errors import InferenceError, PeerLost, StageError
+from .frames import Kind, Message
+from .lazy import Lazy, fetched
+from .mirror import advance, number_of
+from .program import Program, Step
+from .ring import Ring
+from .values import Leaves, Template, count, flatten, frozen, rebuild
+
+
+class Session:
+    """One distributed model as its master sees it; safe to use from several threads."""
+
+    def __init__(self, ring: Ring):
+        self.ring = ring
+        self.outputs: dict[tuple[str, Template], Template] = {}
+        self._programs: dict[Program, int] = {}
+        self._program_numbers, self._cache_numbers = itertools.count(1), itertools.count(1)
+        self._operations: deque[tuple[Any, ...]] = deque()
+        self._exchange, self._threads = threading.Lock(), threading.local()
+        self._failure: InferenceError | None = None
+
+    @property
+    def chain(self) -> Chain:
+        """The calls of this thread that have not been sent."""
+        chain: Chain | None = getattr(self._threads, "chain", None)
+        if chain is None or chain.sent:
+            chain = self._threads.chain = Chain(self)
+        return chain
+
+    def record(self, name: str, *arguments: Any) -> None:
+        """Note an operation on a cache: sent before the next call, after those gathered."""
+        self.chain.flush()
+        kept = [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
+        self._operations.append((name, *kept))
+
+    def forget(self, number: int) -> None:
+        self._operations.append(("free", number))
+
+    def next_cache(self) -> int:
+        return next(self._cache_numbers)
+
+    def exchange(self, chain: Chain) -> Message:
+        """Send a chain, and the operations that wait, round the ring; what comes back."""
+        with self._exchange:
+            if self._failure is not None:
+                raise self._failure
+            leaves = Leaves()
+            waiting = [self._operations.popleft() for _ in range(len(self._operations))]
+            operations = flatten(waiting, leaves, lambda cache: number_of(cache, self))
+            program, message = chain.compile(operations, leaves)
+            number = self._programs.get(program)
+            if number is None:
+                number = self._programs[program] = next(self._program_numbers)
+                message.text = program.to_json()
+            message.program = number
+            reply = self._answer(message, chain)
+            reply.tensors = reply.tensors[program.num_operands :]
+            return reply
+
+    def _answer(self, message: Message, chain: Chain) -> Message:
+        try:
+            self.ring.send(message)
+            reply = self.ring.receive()
+        except InferenceError as lost:
+            self._fail(lost)
+            raise
+        if reply.kind is Kind.LOST:
+            raise self._fail(PeerLost(reply.note))
+        if reply.kind is Kind.ERROR:
+            for cache in chain.caches:
+                cache.torn = True
+            raise StageError(reply.note)
+        return reply
+
+    def _fail(self, failure: InferenceError) -> InferenceError:
+        self._failure = failure
+        self.ring.close()
+        return failure
+
+    def leave(self, code: int = 0) -> None:
+        """Release the other ranks. Every later use of the model is an error."""
+        with self._exchange:
+            if self._failure is None:
+                self._failure = InferenceError(
+                    f"rank {self.ring.rank}: the model was closed and its other ranks have left, "
+                    "so it cannot "
+                    "run; load it again."
+                )
+                self.ring.leave(code)
+
+
+class Chain:
+    """Calls gathered by one thread, in order, and the lazy hidden states they will produce."""
+
+    def __init__(self, session: Session):
+        self.session, self.sent = session, False
+        self.calls: list[Call] = []
+        self.outputs: list[weakref.ref[Lazy]] = []
+        self.inputs = Leaves()
+        self.caches: list[Any] = []
+
+    def add(self, call: Call, caches: list[Cache]) -> None:
+        self.calls.append(call)
+        self.caches.extend(caches)
+
+    def slot(self, tensor: torch.Tensor) -> int:
+        """An input's position, or ~n for the output of call n."""
+        if isinstance(tensor, Lazy) and tensor.source is self:
+            return ~tensor.slot
+        return self.inputs.tensor(fetched(tensor))
+
+    def lazy(self, hidden: torch.Tensor) -> Lazy:
+        """The hidden state that the last call will put out."""
+        lazy = Lazy.like(hidden, self, len(self.calls) - 1)
+        self.outputs.append(weakref.ref(lazy))
+        return lazy
+
+    def flush(self) -> Message | None:
+        """Run the calls; every lazy hidden state that somebody still holds gets its value."""
+        if self.sent or not self.calls:
+            return None
+        self.sent = True
+        waiting = [lazy for lazy in (ref() for ref in self.outputs) if lazy is not None]
+        self.returns = tuple(lazy.slot for lazy in waiting)
+        reply = self.session.exchange(self)
+        for lazy, value in zip(waiting, reply.tensors, strict=False):
+            lazy.value = value.to(lazy.device)
+        reply.tensors = reply.tensors[len(waiting) :]
+        return reply
+
+    def compile(self, operations: Template, leaves: Leaves) -> tuple[Program, Message]:
+        """The program of this chain, and the message with what varies in it."""
+        base = len(leaves.tensors)
+        num_inputs = base + len(self.inputs.tensors)
+        places: dict[tuple[int, ...], int] = {}
+        ints = list(leaves.ints)
+        steps = []
+        for call in self.calls:
+            start = places.setdefault(tuple(call.ints), len(ints))
+            if start == len(ints):
+                ints.extend(call.ints)
+            slots = tuple(base + s if s >= 0 else num_inputs + ~s for s in call.slots)
+            layer = call.layer
+            steps.append(Step(layer.rank, layer.name, call.template, slots, start, call.output))
+        returns = tuple(num_inputs + position for position in self.returns)
+        program = Program(operations, base, num_inputs, tuple(steps), returns)
+        tensors = [*leaves.tensors, *self.inputs.tensors]
+        sent = [tensors[slot] for slot in program.leaving(0)]
+        return program, Message(Kind.CALL, ints=ints, tensors=sent)
+
+
+class Call:
+    """One layer called with one set of arguments."""
+
+    def __init__(
+        self, layer: RemoteModule, template: Template, slots: tuple[int, ...], ints: list[int]
+    ):
+        self.layer, self.template, self.slots, self.ints = layer, template, slots, ints
+        self.output = layer.session.outputs.get((layer.name, template))
+
+
+class RemoteModule:
+    """Stands in for the forward of a module that another rank holds."""
+
+    def __init__(self, session: Session, name: str, module: nn.Module, rank: int):
+        self.session, self.name, self.rank = session, name, rank
+        self.cache_layers = _cache_layers(module)
+        self.__signature__ = inspect.signature(module.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves = Leaves()
+        template = flatten([args, kwargs], leaves, lambda cache: number_of(cache, self.session))
+        self._refuse_gradients(leaves.tensors)
+        chain = self._chain(leaves.tensors)
+        slots = tuple(chain.slot(tensor) for tensor in leaves.tensors)
+        chain.add(call := Call(self, template, slots, leaves.ints), leaves.caches)
+        result = self._result(chain, call, leaves)
+        if leaves.tensors:
+            for cache in leaves.caches[:1]:
+                advance(cache, self.cache_layers, leaves.tensors[0])
+        return result
+
+    def _chain(self, tensors: list[torch.Tensor]) -> Chain:
+        """This thread's chain, sent on first if it has already passed this rank."""
+        chain = self.session.chain
+        if chain.calls and chain.calls[-1].layer.rank > self.rank:
+            chain.flush()
+        return self.session.chain
+
+    def _result(self, chain: Chain, call: Call, leaves: Leaves) -> Any:
+        if call.output is not None and _is_deferrable(call.output):
+            new: list[torch.Tensor] = [chain.lazy(leaves.tensors[0])]
+            return rebuild(call.output, leaves.tensors, iter(new), leaves.caches)
+        call.output = None
+        reply = chain.flush()
+        assert reply is not None
+        output = frozen(json.loads(reply.note))
+        self.session.outputs[(self.name, call.template)] = output
+        device = leaves.tensors[0].device if leaves.tensors else torch.device("cpu")
+        extras = iter([tensor.to(device) for tensor in reply.tensors])
+        return rebuild(output, leaves.tensors, extras, leaves.caches)
+
+    def _refuse_gradients(self, tensors: list[torch.Tensor]) -> None:
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            raise InferenceError(
+                f"rank {self.session.ring.rank}: {self.name} runs on rank {self.rank}, and no "
+                "gradient can come "
+                "back from there; use torch.no_grad() or inputs that require none."
+            )
+
+    def __deepcopy__(self, memo: Any) -> RemoteModule:
+        return self
+
+
+def _is_deferrable(output: Template) -> bool:
+    return count(output, "hidden") == 1 and count(output, "extra") == 0
+
+
+def _cache_layers(module: nn.Module) -> tuple[int, ...]:
+    """The layers of the cache that a module fills: those that its attention says are its own."""
+    numbers = {getattr(child, "layer_idx", None) for child in module.modules()}
+    return tuple(sorted(number for number in numbers if isinstance(number, int)))

@@ -1,0 +1,174 @@
+"""Arguments of a layer as a template, which is sent once, and the numbers and tensors that vary.
+
+A template is nested tuples of text and numbers, so it can be hashed here and written as JSON for
+the other side. Only plain values travel: anything else is an error that names its type, and nothing
+is ever pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, EncoderDecoderCache
+
+from .errors import InferenceError
+
+Template = tuple[Any, ...]
+
+
+@dataclass
+class Leaves:
+    """What varies in the arguments of one call."""
+
+    ints: list[int] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    caches: list[Cache] = field(default_factory=list)
+    positions: dict[int, int] = field(default_factory=dict)
+
+    def tensor(self, tensor: torch.Tensor) -> int:
+        """Its position; the same tensor given twice is one."""
+        position = self.positions.setdefault(id(tensor), len(self.tensors))
+        if position == len(self.tensors):
+            self.tensors.append(tensor)
+        return position
+
+
+def flatten(value: Any, leaves: Leaves, handle: Callable[[Cache], int]) -> Template:
+    if value is None or isinstance(value, (bool, float, str)):
+        return ("value", value)
+    if isinstance(value, int):
+        leaves.ints.append(value)
+        return ("int",)
+    if isinstance(value, torch.Tensor):
+        return ("tensor", leaves.tensor(value))
+    if isinstance(value, (tuple, list)):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return (kind, *[flatten(item, leaves, handle) for item in value])
+    if isinstance(value, dict):
+        return ("dict", *[(_key(k), flatten(v, leaves, handle)) for k, v in value.items()])
+    if isinstance(value, torch.dtype):
+        return ("dtype", str(value).removeprefix("torch."))
+    if isinstance(value, EncoderDecoderCache):
+        pair = (value.self_attention_cache, value.cross_attention_cache)
+        return ("pair", *[flatten(cache, leaves, handle) for cache in pair])
+    if isinstance(value, Cache):
+        leaves.caches.append(value)
+        leaves.ints.append(handle(value))
+        return ("cache",)
+    raise InferenceError(
+        "a layer on another rank was given a "
+        f"{type(value).__module__}.{type(value).__qualname__}, which cannot be "
+        "sent; only numbers, text, tensors, caches, and tuples, lists and dicts of them travel."
+    )
+
+
+def _key(key: Any) -> str:
+    if isinstance(key, str):
+        return key
+    raise InferenceError(
+        f"a layer on another rank was given a dict with the key {key!r}, which cannot be sent; "
+        "use text for the keys."
+    )
+
+
+class CacheLookup:
+    """How the receiving side turns numbers back into its own caches."""
+
+    def cache(self, number: int) -> Cache:
+        raise NotImplementedError
+
+    def pair(self, own: Cache, cross: Cache) -> EncoderDecoderCache:
+        raise NotImplementedError
+
+
+def unflatten(
+    template: Any, ints: Iterator[int], tensors: list[torch.Tensor], caches: CacheLookup
+) -> Any:
+    kind = template[0]
+    if kind == "tensor":
+        return tensors[template[1]]
+    if kind == "value":
+        return template[1]
+    if kind == "int":
+        return next(ints)
+    if kind == "tuple":
+        return tuple([unflatten(item, ints, tensors, caches) for item in template[1:]])
+    if kind == "list":
+        return [unflatten(item, ints, tensors, caches) for item in template[1:]]
+    if kind == "dict":
+        return {key: unflatten(item, ints, tensors, caches) for key, item in template[1:]}
+    if kind == "dtype":
+        return getattr(torch, template[1])
+    if kind == "cache":
+        return caches.cache(next(ints))
+    assert kind == "pair", kind
+    own, cross = [unflatten(item, ints, tensors, caches) for item in template[1:]]
+    return caches.pair(own, cross)
+
+
+def describe(value: Any, inputs: list[torch.Tensor], extras: list[torch.Tensor]) -> Template:
+    """The template of a layer's output in terms of its inputs.
+
+    "hidden" is a new tensor like the first input, "input" one of the inputs handed through, "extra"
+    any other tensor, which is appended to `extras`.
+    """
+    if isinstance(value, torch.Tensor):
+        for position, tensor in enumerate(inputs):
+            if value is tensor:
+                return ("input", position)
+        if inputs and value.shape == inputs[0].shape and value.dtype == inputs[0].dtype:
+            extras.append(value)
+            return ("hidden",)
+        extras.append(value)
+        return ("extra",)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return ("value", value)
+    if isinstance(value, (tuple, list)):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return (kind, *[describe(item, inputs, extras) for item in value])
+    if isinstance(value, dict):
+        return ("dict", *[(_key(k), describe(v, inputs, extras)) for k, v in value.items()])
+    if isinstance(value, Cache):
+        return ("cache",)
+    raise InferenceError(
+        f"a layer returned a {type(value).__module__}.{type(value).__qualname__}, which cannot be "
+        "sent back; "
+        "only numbers, text, tensors, and tuples, lists and dicts of them travel."
+    )
+
+
+def rebuild(
+    template: Any, inputs: list[torch.Tensor], extras: Iterator[torch.Tensor], caches: list[Cache]
+) -> Any:
+    """A layer's output from its description, with `extras` for what is new."""
+    kind = template[0]
+    if kind in ("hidden", "extra"):
+        return next(extras)
+    if kind == "input":
+        return inputs[template[1]]
+    if kind == "value":
+        return template[1]
+    if kind == "cache":
+        return caches[0]
+    items = template[1:]
+    if kind == "dict":
+        return {key: rebuild(item, inputs, extras, caches) for key, item in items}
+    values = [rebuild(item, inputs, extras, caches) for item in items]
+    return values if kind == "list" else tuple(values)
+
+
+def count(template: Any, kind: str) -> int:
+    """How often `kind` occurs among the leaves of an output's description."""
+    if template[0] == "dict":
+        return sum(count(item, kind) for _, item in template[1:])
+    if template[0] in ("tuple", "list"):
+        return sum(count(item, kind) for item in template[1:])
+    return int(template[0] == kind)
+
+
+def frozen(template: Any) -> Any:
+    """A template as it was before JSON made lists of its tuples."""
+    return tuple(frozen(item) for item in template) if isinstance(template, list) else template

@@ -1,0 +1,80 @@
+"""The caches of one rank, by the number that the master gave them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
+
+from .errors import InferenceError
+from .values import CacheLookup
+
+OPERATIONS = (
+    "reorder_cache",
+    "crop",
+    "reset",
+    "batch_repeat_interleave",
+    "batch_select_indices",
+    "activate_past_recording",
+)
+
+
+class Vault(CacheLookup):
+    """Holds the keys and values of the layers that are here; they never leave."""
+
+    def __init__(self, config: Any):
+        self.config = config
+        self.caches: dict[int, Cache] = {}
+        self.pairs: dict[tuple[int, int], EncoderDecoderCache] = {}
+
+    def cache(self, number: int) -> Cache:
+        try:
+            return self.caches[number]
+        except KeyError:
+            raise InferenceError(
+                f"cache {number} is not known here, because the call that created it failed; "
+                "generate again from an empty cache."
+            ) from None
+
+    def pair(self, own: Cache, cross: Cache) -> EncoderDecoderCache:
+        """The two as one, the same object each time, since it remembers which layers are filled."""
+        key = (id(own), id(cross))
+        if key not in self.pairs:
+            self.pairs[key] = EncoderDecoderCache(own, cross)
+        return self.pairs[key]
+
+    def apply(self, operation: str, number: int, *arguments: Any) -> None:
+        if operation == "create":
+            self.caches[number] = self._build(*arguments[0])
+        elif operation == "fork":
+            self._fork(number, *arguments)
+        elif operation == "free":
+            self._free(number)
+        elif operation in OPERATIONS:
+            self._change(operation, number, *arguments)
+        else:
+            raise InferenceError(
+                f"{operation!r} is no operation on a cache; the ranks run different versions."
+            )
+
+    def _build(self, kind: str, detail: int) -> Cache:
+        if kind == "static":
+            return StaticCache(config=self.config, max_cache_len=detail)
+        assert kind == "dynamic", kind
+        return DynamicCache(config=self.config) if detail else DynamicCache()
+
+    def _change(self, operation: str, number: int, *arguments: Any) -> None:
+        cache = self.cache(number)
+        getattr(cache, operation)(*arguments)
+        if operation == "reset":
+            for pair in self.pairs.values():
+                if cache in (pair.self_attention_cache, pair.cross_attention_cache):
+                    pair.is_updated = dict.fromkeys(pair.is_updated, False)
+
+    def _fork(self, number: int, source: int) -> None:
+        self.caches[number] = copy.deepcopy(self.cache(source))
+
+    def _free(self, number: int) -> None:
+        gone = self.caches.pop(number, None)
+        self.pairs = {key: pair for key, pair in self.pairs.items() if id(gone) not in key}
