@@ -1,0 +1,63 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Each makes .venv first, if it is missing or out of date, and says so.
+
+PYTHON ?= python3
+RANKS ?= 2
+MODEL ?= demo/llama
+
+BIN := .venv/bin
+FLOORS := launcher coordinator communicator inference
+CODE := $(FLOORS) tests examples benchmarks setup.py
+
+.PHONY: help
+help:
+	@echo "make demo        train a small model on $(RANKS) ranks, then generate with it split over them"
+	@echo "make test        run the tests (TESTS=tests/launcher for some of them)"
+	@echo "make lint        check format, style and types"
+	@echo "make cuda-check  compile the CUDA code (needs nvcc)"
+	@echo "make clean       remove what the others made"
+
+.PHONY: demo
+demo: .venv/ready
+	@if test -e $(MODEL)/config.json; then echo "== found the trained model in $(MODEL)"; else \
+	  echo "== training a character-level Llama on $(RANKS) ranks (about a minute)"; \
+	  $(BIN)/python -m launcher run -n $(RANKS) examples/demo/train.py $(MODEL); fi
+	@echo "== generating with the model split over $(RANKS) ranks"
+	@$(BIN)/python -m launcher run -n $(RANKS) examples/demo/generate.py $(MODEL)
+
+.PHONY: test
+test: .venv/ready
+	@echo "== running the tests"
+	@$(BIN)/python -m pytest $(TESTS)
+
+.PHONY: lint
+lint: .venv/ready
+	@echo "== checking format, style and types"
+	@$(BIN)/ruff format --check $(CODE)
+	@$(BIN)/ruff check $(CODE)
+	@$(BIN)/mypy
+	@$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu examples/vendor_plugin/*.c)
+
+.PHONY: format
+format: .venv/ready
+	@$(BIN)/ruff format $(CODE)
+	@$(BIN)/ruff check --fix $(CODE)
+	@$(BIN)/clang-format -i $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu examples/vendor_plugin/*.c)
+
+.PHONY: cuda-check
+cuda-check:
+	@echo "== compiling the vendor header and the CUDA code"
+	@csrc/check.sh
+
+# One at a time, for two makes may run at once; the second finds nothing left to do.
+.venv/ready: pyproject.toml constraints.txt setup.py $(wildcard csrc/*.h csrc/*.cpp)
+	@echo "== setting up .venv: packages and native parts (minutes the first time)"
+	@flock .venv.lock sh -ec '\
+	  if test -e $@ && test -z "$$(find $^ -newer $@)"; then exit 0; fi; \
+	  test -x $(BIN)/python || $(PYTHON) -m venv .venv; \
+	  $(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test,lint]"; \
+	  touch $@'
+
+.PHONY: clean
+clean:
+	rm -rf .venv .venv.lock build demo *.egg-info communicator/*.so
