@@ -61,7 +61,8 @@ def agree(world_size: int, host: str) -> tuple[str, str]:
     launch_id, addr = _text(answer, 0), _text(answer, 1)
     if not addr:
         raise LaunchInfoError(
-            f"rank 0, on {host!r}, knows no address by which the other nodes reach it. {WAY_OUT}"
+            f"rank {world.Get_rank()}: no address is known by which other nodes reach rank 0, on "
+            f"{_text(hosts, 0)!r}: it has no route to any of their names. {WAY_OUT}"
         )
     return launch_id, addr
 

@@ -2,6 +2,8 @@
 
 import os
 import socket
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -91,6 +93,21 @@ def test_mpich_on_one_node_is_named_by_the_process_at_the_other_end():
         info = mpi.detect(environ)
         assert str(os.getpid()) in info.launch_id
         assert mpi.detect({**environ, "PMI_RANK": "0"}).launch_id == info.launch_id
+
+
+def test_several_nodes_without_a_master_need_mpi4py(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
+    with pytest.raises(LaunchInfoError, match="Set MASTER_ADDR"):
+        mpi.detect({**SEVERAL_NODES["open"], "MASTER_ADDR": ""})
+
+
+def test_mpi4py_of_another_mpi_than_mpiexec_s_is_an_error(monkeypatch):
+    """It sees a world of one, and each rank would agree with itself."""
+    world = SimpleNamespace(Get_size=lambda: 1)
+    other = SimpleNamespace(COMM_WORLD=world, Get_library_version=lambda: "Acme MPI\n1.0")
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", other)
+    with pytest.raises(LaunchInfoError, match=r"5 ranks, but mpi4py sees 1.*Acme MPI"):
+        mpi.detect({**SEVERAL_NODES["open"], "MASTER_ADDR": ""})
 
 
 @every_mpi

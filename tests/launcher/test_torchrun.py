@@ -1,0 +1,62 @@
+"""Real ranks of a real torchrun; none of them imports torch, torchrun itself takes seconds to."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from launcher import torchrun
+from launcher.job import Job, Target
+
+ROOT = Path(__file__).parents[2]
+SHOW = """
+import launcher
+info = launcher.current()
+print("info", info.to_bytes().decode(), flush=True)
+"""
+FAIL_ONCE = (
+    SHOW
+    + """
+if info.launch_id.endswith("-0") and info.rank == 1:
+    raise SystemExit(3)
+"""
+)
+
+
+def _run(command):
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environ)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if "info {" in line]
+    return [json.loads(line[line.index("{") :]) for line in lines]
+
+
+def test_gang_that_a_bare_torchrun_restarts_is_another_launch(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(FAIL_ONCE)
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
+    infos = _run([*start, "--monitor-interval", "0.1", "--nproc-per-node", "2", str(script)])
+    gangs = {info["launch_id"]: [] for info in infos}
+    for info in infos:
+        gangs[info["launch_id"]].append((info["rank"], info["local_rank"], info["world_size"]))
+    assert len(gangs) == 2
+    assert sorted(list(gangs.values())[-1]) == [(0, 0, 2), (1, 1, 2)]
+    assert {info["extras"]["store"] for info in infos} == {"agent"}
+
+
+def test_ranks_started_by_us_have_the_launch_id_that_was_asked_for(tmp_path):
+    script = tmp_path / "a script.py"
+    script.write_text(SHOW)
+    job = Job(Target("script", str(script)), nprocs=2, launch_id="tuesday", log_dir=str(tmp_path))
+    infos = _run(torchrun.command(job))
+    assert {info["rank"] for info in infos} == {0, 1}
+    assert all(info["launch_id"].startswith("tuesday-") for info in infos)
+    assert len({(info["master_addr"], info["master_port"]) for info in infos}) == 1
+
+
+def test_each_of_several_nodes_gets_a_command_of_its_own():
+    job = Job(Target("module", "train"), nprocs=3, nnodes=2, node_rank=1, master_addr="10.0.0.1")
+    command = " ".join(torchrun.command(job))
+    assert "--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port " in command
+    assert command.endswith("-m train")
