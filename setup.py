@@ -1,9 +1,11 @@
 """Builds the native parts: the binding, and the shared-memory backend as a plugin of its own.
 
-Neither needs torch, CUDA or NCCL headers. Both use Python's limited API, so one build serves 3.10 on.
+Neither needs headers of torch, CUDA or NCCL. Both keep to Python's limited API, so that one build
+serves 3.10 and later.
 """
 
 import sysconfig
+from glob import glob
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -20,12 +22,12 @@ class Abi3Wheel(bdist_wheel):
         super().finalize_options()
 
 
-def extension(name: str, source: str, libraries: tuple[str, ...] = ()) -> Extension:
+def extension(name: str, sources: list[str], libraries: tuple[str, ...] = ()) -> Extension:
     return Extension(
         name,
-        [source],
+        sources,
         include_dirs=["csrc"],
-        depends=["csrc/communicator.h"],
+        depends=glob("csrc/*.h"),
         define_macros=[LIMITED_API],
         extra_compile_args=FLAGS,
         libraries=list(libraries),
@@ -36,9 +38,13 @@ def extension(name: str, source: str, libraries: tuple[str, ...] = ()) -> Extens
 
 setup(
     ext_modules=[
-        extension("communicator._native", "csrc/binding.cpp", ("dl",)),
+        extension("communicator._native", ["csrc/binding.cpp", "csrc/binding_tensor.cpp"], ("dl",)),
         # Not a Python module: a vendor library like any other, opened through communicator.h.
-        extension("communicator._shm", "csrc/shm.cpp", ("pthread", "rt")),
+        extension(
+            "communicator._shm",
+            ["csrc/shm.cpp", "csrc/shm_group.cpp", "csrc/shm_segment.cpp", "csrc/shm_reduce.cpp"],
+            ("pthread", "rt"),
+        ),
     ],
     cmdclass={"bdist_wheel": Abi3Wheel} if not sysconfig.get_config_var("Py_GIL_DISABLED") else {},
 )

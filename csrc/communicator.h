@@ -1,22 +1,24 @@
 /* communicator.h: the whole contract between drumline and a vendor's communication library.
  *
- * A vendor compiles one shared library that exports one function, comm_plugin_entry_v1, which returns
- * a table of functions. drumline's own shared-memory and NCCL backends come through this same door.
- * This header stands alone: it compiles as C11 and as C++17 and includes nothing of torch or CUDA.
+ * A vendor compiles one shared library that exports one function, comm_plugin_entry_v1, which
+ * returns a table of functions. drumline's own shared-memory and NCCL backends come through this
+ * same door. This header stands alone: it compiles as C11 and as C++17 and includes nothing of
+ * torch or CUDA.
  *
  * Rules, for every function unless its comment says otherwise
- *   - Nothing throws, exits or aborts the process. Errors are result codes; the text is last_error().
+ *   - Nothing throws, exits or aborts the process. Errors are result codes; the text is
+ * last_error().
  *   - Buffers stay the caller's. Device backends enqueue on `stream` and return; host backends
  *     (device_type COMM_CPU) have finished when they return, and `stream` is NULL.
- *   - One thread at a time per communicator: the caller sees to that. The caller holds no lock of the
- *     Python interpreter, so any function may block, but never past args.timeout_ms.
+ *   - One thread at a time per communicator: the caller sees to that. The caller holds no lock of
+ * the Python interpreter, so any function may block, but never past args.timeout_ms.
  *   - Collectives are called by every rank, in the same order, with the same count, dtype and op.
  *   - Strings returned stay valid until the next call on the same communicator by the same thread.
  *   - The host never unloads the library.
  *
- * Growing: fields are only appended, and struct_size says how many a side knows (COMM_HAS). A larger
- * abi_minor is compatible; a different abi_major is refused. Shape after the PJRT C API and NCCL's
- * net plugins: sizes first, optional entries NULL.
+ * Growing: fields are only appended, and struct_size says how many a side knows (COMM_HAS). A
+ * larger abi_minor is compatible; a different abi_major is refused. Shape after the PJRT C API and
+ * NCCL's net plugins: sizes first, optional entries NULL.
  */
 #ifndef DRUMLINE_COMMUNICATOR_H
 #define DRUMLINE_COMMUNICATOR_H
@@ -47,7 +49,8 @@ enum {
     COMM_UNSUPPORTED = 1000
 };
 
-/* Element types. 0 to 11 have the numbers of ncclDataType_t. A bool travels as COMM_BOOL or not at all. */
+/* Element types. 0 to 11 have the numbers of ncclDataType_t. A bool travels as COMM_BOOL or not at
+ * all. */
 typedef int32_t comm_dtype;
 enum {
     COMM_INT8 = 0,
@@ -83,8 +86,9 @@ enum {
 typedef struct comm_s* comm_t;
 typedef void* comm_stream; /* cudaStream_t, hipStream_t, ... or NULL */
 
-/* The Coordinator, lent for the time of init: a vendor needs no rendezvous of its own. Both calls are
- * collective over the ranks of the communicator and may be called from the thread that called init. */
+/* The Coordinator, lent for the time of init: a vendor needs no rendezvous of its own. Both calls
+ * are collective over the ranks of the communicator and may be called from the thread that called
+ * init. */
 typedef struct comm_bootstrap {
     size_t struct_size;
     void* ctx;
@@ -100,10 +104,12 @@ typedef struct comm_init_args {
     int32_t device;     /* ordinal, -1 for the CPU */
     int32_t timeout_ms; /* bound on init and on every later blocking call */
     const char* name;   /* unique among the live communicators of the launch; for names of files */
-    const void* unique_id; /* unique_id_bytes, the same on every rank; NULL if the plugin wants none */
+    const void*
+        unique_id; /* unique_id_bytes, the same on every rank; NULL if the plugin wants none */
     size_t unique_id_bytes;
     const comm_bootstrap* bootstrap;
-    const char* const* options; /* "key=value" strings, NULL at the end; refuse keys you do not know */
+    const char* const*
+        options; /* "key=value" strings, NULL at the end; refuse keys you do not know */
 } comm_init_args;
 
 typedef struct comm_plugin {
@@ -117,7 +123,8 @@ typedef struct comm_plugin {
     uint64_t caps;
 
     /* Required. */
-    /* May this process use the library? Cheap; creates no device context. The highest score wins. */
+    /* May this process use the library? Cheap; creates no device context. The highest score wins.
+     */
     comm_result (*probe)(int32_t* score);
     /* Collective. On failure *comm stays NULL and last_error(NULL) has the text. */
     comm_result (*init)(comm_t* comm, const comm_init_args* args);
@@ -131,22 +138,24 @@ typedef struct comm_plugin {
 
     /* Optional: NULL means "not offered", and drumline builds it from send and recv, or says so. */
     comm_result (*get_unique_id)(void* id);
-    comm_result (*broadcast)(comm_t comm, void* buffer, uint64_t count, comm_dtype dtype, int32_t src,
-                             comm_stream stream);
+    comm_result (*broadcast)(comm_t comm, void* buffer, uint64_t count, comm_dtype dtype,
+                             int32_t src, comm_stream stream);
     /* recv is written on dst only, and may be NULL elsewhere. */
     comm_result (*reduce)(comm_t comm, const void* send, void* recv, uint64_t count,
                           comm_dtype dtype, comm_op op, int32_t dst, comm_stream stream);
-    /* count elements from each rank; recv holds nranks * count. In place: send == recv + rank * count. */
+    /* count elements from each rank; recv holds nranks * count. In place: send == recv + rank *
+     * count. */
     comm_result (*allgather)(comm_t comm, const void* send, void* recv, uint64_t count,
                              comm_dtype dtype, comm_stream stream);
-    /* count elements for each rank; send holds nranks * count. In place: recv == send + rank * count. */
+    /* count elements for each rank; send holds nranks * count. In place: recv == send + rank *
+     * count. */
     comm_result (*reduce_scatter)(comm_t comm, const void* send, void* recv, uint64_t count,
                                   comm_dtype dtype, comm_op op, comm_stream stream);
     /* count elements from each rank to each rank; both hold nranks * count; never in place. */
     comm_result (*alltoall)(comm_t comm, const void* send, void* recv, uint64_t count,
                             comm_dtype dtype, comm_stream stream);
-    comm_result (*send)(comm_t comm, const void* buffer, uint64_t count, comm_dtype dtype, int32_t dst,
-                        comm_stream stream);
+    comm_result (*send)(comm_t comm, const void* buffer, uint64_t count, comm_dtype dtype,
+                        int32_t dst, comm_stream stream);
     comm_result (*recv)(comm_t comm, void* buffer, uint64_t count, comm_dtype dtype, int32_t src,
                         comm_stream stream);
     comm_result (*barrier)(comm_t comm, comm_stream stream);
@@ -161,7 +170,8 @@ typedef struct comm_plugin {
     comm_result (*mem_alloc)(comm_t comm, size_t nbytes, void** pointer);
     comm_result (*mem_free)(comm_t comm, void* pointer);
     /* A reduction that multiplies by *scalar (one element of dtype, on the host) and then sums. */
-    comm_result (*premul_sum_create)(comm_t comm, const void* scalar, comm_dtype dtype, comm_op* op);
+    comm_result (*premul_sum_create)(comm_t comm, const void* scalar, comm_dtype dtype,
+                                     comm_op* op);
     comm_result (*op_destroy)(comm_t comm, comm_op op);
 } comm_plugin;
 
@@ -175,7 +185,8 @@ typedef struct comm_plugin {
 #define COMM_EXPORT __attribute__((visibility("default")))
 #endif
 
-/* The only exported symbol. Returns a table that lives as long as the library, or NULL to refuse. */
+/* The only exported symbol. Returns a table that lives as long as the library, or NULL to refuse.
+ */
 COMM_EXPORT const comm_plugin* comm_plugin_entry_v1(void);
 
 #ifdef __cplusplus

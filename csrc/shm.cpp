@@ -1,0 +1,403 @@
+// The shared-memory backend: ranks of one node, processes or threads. A plugin like any vendor's.
+//
+// A call goes in rounds of what fits a slot. In a round a rank writes its own slot, takes a step,
+// and reads the slots of the others. Every element is reduced in order of rank, wherever it is
+// reduced, so the result is bitwise the same on all ranks and in all runs.
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "communicator.h"
+#include "shm_group.h"
+#include "shm_plan.h"
+#include "shm_reduce.h"
+
+struct comm_s : shm::Group {
+    using shm::Group::Group;
+};
+
+namespace shm {
+namespace {
+
+thread_local std::string error_without_group;
+
+comm_result fail(comm_t comm, const Failure& failure) {
+    if (comm != nullptr) return comm->fail(failure);
+    error_without_group = failure.text;
+    return failure.code;
+}
+
+// No exception crosses the C boundary.
+template <class Body>
+comm_result guarded(comm_t comm, Body body) {
+    try {
+        body();
+        return COMM_OK;
+    } catch (const Failure& failure) {
+        return fail(comm, failure);
+    } catch (const std::bad_alloc&) {
+        return fail(comm, Failure{COMM_SYSTEM_ERROR, "out of memory in the shared-memory backend"});
+    } catch (const std::exception& error) {
+        return fail(comm, Failure{COMM_INTERNAL_ERROR, error.what()});
+    }
+}
+
+size_t checked_size(const Group& group, comm_dtype dtype) {
+    size_t size = size_of(dtype);
+    if (size == 0)
+        throw Failure{COMM_UNSUPPORTED, "rank " + std::to_string(group.rank) +
+                                            ": the shared-memory backend has no dtype number " +
+                                            std::to_string(dtype)};
+    return size;
+}
+
+Reduce checked_reduce(const Group& group, comm_dtype dtype, comm_op op) {
+    checked_size(group, dtype);
+    Reduce reduce = find_reduce(dtype, op);
+    if (reduce == nullptr)
+        throw Failure{COMM_UNSUPPORTED,
+                      "rank " + std::to_string(group.rank) + ": " + name_of_op(op) +
+                          " means nothing for " + name_of_dtype(dtype) +
+                          ". Convert the tensor, or for bool use max (any) or min (all)"};
+    return reduce;
+}
+
+void copy(void* to, const void* from, size_t nbytes) {
+    if (to != from && nbytes != 0) std::memcpy(to, from, nbytes);
+}
+
+// The operands of one round: this rank's where it is, the others' from their slots.
+class Operands {
+  public:
+    Operands(const Group& group) : group_(group), pointers_(small_) {
+        if (group.nranks <= most_small) return;
+        large_.resize(group.nranks);
+        pointers_ = large_.data();
+    }
+    const void* const* at(const char* mine, size_t offset) {
+        for (int rank = 0; rank < group_.nranks; ++rank)
+            pointers_[rank] = group_.slot(rank) + offset;
+        pointers_[group_.rank] = mine;
+        return pointers_;
+    }
+
+  private:
+    static constexpr int most_small = 16;
+    const Group& group_;
+    const void* small_[most_small];
+    std::vector<const void*> large_;
+    const void** pointers_;
+};
+
+int divisor_for(const Group& group, comm_op op) { return op == COMM_AVG ? group.nranks : 1; }
+
+// Calls `body(first_element, num_elements)` for every round, at least once, in a slot of its own.
+template <class Body>
+void in_rounds(Group& group, const Call& call, size_t elements_per_round, Body body) {
+    group.begin(call);
+    uint64_t first = 0;
+    do {
+        if (first != 0) group.next_round();
+        uint64_t part = std::min<uint64_t>(elements_per_round, call.count - first);
+        body(first, part);
+        first += part;
+    } while (first < call.count);
+}
+
+// Everyone reads everything: one step, most traffic. For messages where the step is what costs.
+void allreduce_one_shot(Group& group, const char* send, char* recv, const Call& call, size_t size,
+                        Reduce reduce) {
+    group.begin(call);
+    std::memcpy(group.slot(group.rank), send, call.count * size);
+    group.step();
+    reduce(recv, Operands(group).at(send, 0), group.nranks, call.count,
+           divisor_for(group, call.op));
+}
+
+// Everyone reduces its piece and reads the other pieces: two steps, least traffic.
+void allreduce_two_shot(Group& group, const char* send, char* recv, const Call& call, size_t size,
+                        Reduce reduce) {
+    Operands operands(group);
+    in_rounds(group, call, group.slot_bytes() / size, [&](uint64_t first, uint64_t part) {
+        const char* from = send + first * size;
+        char* to = recv + first * size;
+        Pieces pieces(part, group.nranks, size);
+        char* mine = group.slot(group.rank);
+        Piece own = pieces.of(group.rank);
+        std::memcpy(mine, from, own.first * size);
+        std::memcpy(mine + own.end() * size, from + own.end() * size, (part - own.end()) * size);
+        group.step();
+        size_t offset = own.first * size;
+        reduce(mine + offset, operands.at(from + offset, offset), group.nranks, own.count,
+               divisor_for(group, call.op));
+        group.step();
+        for (int i = 0; i < group.nranks; ++i) {
+            int rank = (group.rank + i) % group.nranks;
+            Piece piece = pieces.of(rank);
+            std::memcpy(to + piece.first * size, group.slot(rank) + piece.first * size,
+                        piece.count * size);
+        }
+    });
+}
+
+void allreduce(Group& group, const char* send, char* recv, uint64_t count, comm_dtype dtype,
+               comm_op op) {
+    Reduce reduce = checked_reduce(group, dtype, op);
+    size_t size = size_of(dtype);
+    if (group.nranks == 1) return copy(recv, send, count * size);
+    Call call{Kind::allreduce, count, dtype, op, 0};
+    bool small = plan_allreduce(count * size, group.nranks, group.slot_bytes()) == Plan::one_shot;
+    (small ? allreduce_one_shot : allreduce_two_shot)(group, send, recv, call, size, reduce);
+}
+
+void broadcast(Group& group, char* buffer, uint64_t count, comm_dtype dtype, int32_t src) {
+    size_t size = checked_size(group, dtype);
+    if (group.nranks == 1) return;
+    Call call{Kind::broadcast, count, dtype, 0, src};
+    in_rounds(group, call, group.slot_bytes() / size, [&](uint64_t first, uint64_t part) {
+        if (group.rank == src) std::memcpy(group.slot(src), buffer + first * size, part * size);
+        group.step();
+        if (group.rank != src) std::memcpy(buffer + first * size, group.slot(src), part * size);
+    });
+}
+
+void reduce(Group& group, const char* send, char* recv, uint64_t count, comm_dtype dtype,
+            comm_op op, int32_t dst) {
+    Reduce reduce = checked_reduce(group, dtype, op);
+    size_t size = size_of(dtype);
+    if (group.nranks == 1) return copy(recv, send, count * size);
+    Operands operands(group);
+    Call call{Kind::reduce, count, dtype, op, dst};
+    in_rounds(group, call, group.slot_bytes() / size, [&](uint64_t first, uint64_t part) {
+        const char* from = send + first * size;
+        if (group.rank != dst) std::memcpy(group.slot(group.rank), from, part * size);
+        group.step();
+        if (group.rank == dst)
+            reduce(recv + first * size, operands.at(from, 0), group.nranks, part,
+                   divisor_for(group, op));
+    });
+}
+
+void allgather(Group& group, const char* send, char* recv, uint64_t count, comm_dtype dtype) {
+    size_t size = checked_size(group, dtype);
+    char* own = recv + group.rank * count * size;
+    if (group.nranks == 1) return copy(own, send, count * size);
+    Call call{Kind::allgather, count, dtype, 0, 0};
+    in_rounds(group, call, group.slot_bytes() / size, [&](uint64_t first, uint64_t part) {
+        std::memcpy(group.slot(group.rank), send + first * size, part * size);
+        group.step();
+        copy(own + first * size, send + first * size, part * size);
+        for (int i = 1; i < group.nranks; ++i) {
+            int rank = (group.rank + i) % group.nranks;
+            std::memcpy(recv + (rank * count + first) * size, group.slot(rank), part * size);
+        }
+    });
+}
+
+void reduce_scatter(Group& group, const char* send, char* recv, uint64_t count, comm_dtype dtype,
+                    comm_op op) {
+    Reduce reduce = checked_reduce(group, dtype, op);
+    size_t size = size_of(dtype);
+    if (group.nranks == 1) return copy(recv, send, count * size);
+    Operands operands(group);
+    size_t stride = piece_bytes(group.slot_bytes(), group.nranks);
+    Call call{Kind::reduce_scatter, count, dtype, op, 0};
+    in_rounds(group, call, stride / size, [&](uint64_t first, uint64_t part) {
+        for (int rank = 0; rank < group.nranks; ++rank)
+            if (rank != group.rank)
+                std::memcpy(group.slot(group.rank) + rank * stride,
+                            send + (rank * count + first) * size, part * size);
+        group.step();
+        const char* mine = send + (group.rank * count + first) * size;
+        reduce(recv + first * size, operands.at(mine, group.rank * stride), group.nranks, part,
+               divisor_for(group, op));
+    });
+}
+
+void alltoall(Group& group, const char* send, char* recv, uint64_t count, comm_dtype dtype) {
+    size_t size = checked_size(group, dtype);
+    size_t own = group.rank * count * size;
+    if (group.nranks == 1) return copy(recv, send, count * size);
+    size_t stride = piece_bytes(group.slot_bytes(), group.nranks);
+    Call call{Kind::alltoall, count, dtype, 0, 0};
+    in_rounds(group, call, stride / size, [&](uint64_t first, uint64_t part) {
+        for (int rank = 0; rank < group.nranks; ++rank)
+            if (rank != group.rank)
+                std::memcpy(group.slot(group.rank) + rank * stride,
+                            send + (rank * count + first) * size, part * size);
+        group.step();
+        copy(recv + own + first * size, send + own + first * size, part * size);
+        for (int i = 1; i < group.nranks; ++i) {
+            int rank = (group.rank + i) % group.nranks;
+            std::memcpy(recv + (rank * count + first) * size,
+                        group.slot(rank) + group.rank * stride, part * size);
+        }
+    });
+}
+
+void transfer(Group& group, bool is_send, char* buffer, uint64_t count, comm_dtype dtype,
+              int32_t peer) {
+    size_t size = checked_size(group, dtype);
+    if (peer < 0 || peer >= group.nranks || peer == group.rank)
+        throw Failure{COMM_INVALID_ARGUMENT,
+                      "rank " + std::to_string(group.rank) + ": there is no peer with rank " +
+                          std::to_string(peer) + " in a group of " + std::to_string(group.nranks)};
+    Transfer transfer{};
+    transfer.is_send = is_send;
+    transfer.peer = peer;
+    transfer.data = buffer;
+    transfer.count = count;
+    transfer.dtype = dtype;
+    transfer.nbytes = count * size;
+    group.transfer(std::move(transfer));
+}
+
+void check_options(const comm_init_args* args) {
+    if (args->options != nullptr && args->options[0] != nullptr)
+        throw Failure{COMM_INVALID_ARGUMENT, "rank " + std::to_string(args->rank) +
+                                                 ": the shared-memory backend has no option \"" +
+                                                 args->options[0] + "\""};
+}
+
+// ---- the table ----
+
+comm_result do_probe(int32_t* score) {
+    *score = 100;
+    return COMM_OK;
+}
+
+comm_result do_init(comm_t* comm, const comm_init_args* args) {
+    *comm = nullptr;
+    return guarded(nullptr, [&] {
+        check_options(args);
+        *comm = new comm_s(*args);
+    });
+}
+
+comm_result do_destroy(comm_t comm) {
+    delete comm;
+    return COMM_OK;
+}
+
+const char* do_last_error(comm_t comm) {
+    return comm == nullptr ? error_without_group.c_str() : comm->last_error();
+}
+
+comm_result do_allreduce(comm_t comm, const void* send, void* recv, uint64_t count,
+                         comm_dtype dtype, comm_op op, comm_stream) {
+    return guarded(comm, [&] {
+        allreduce(*comm, static_cast<const char*>(send), static_cast<char*>(recv), count, dtype,
+                  op);
+    });
+}
+
+comm_result do_broadcast(comm_t comm, void* buffer, uint64_t count, comm_dtype dtype, int32_t src,
+                         comm_stream) {
+    return guarded(comm, [&] { broadcast(*comm, static_cast<char*>(buffer), count, dtype, src); });
+}
+
+comm_result do_reduce(comm_t comm, const void* send, void* recv, uint64_t count, comm_dtype dtype,
+                      comm_op op, int32_t dst, comm_stream) {
+    return guarded(comm, [&] {
+        reduce(*comm, static_cast<const char*>(send), static_cast<char*>(recv), count, dtype, op,
+               dst);
+    });
+}
+
+comm_result do_allgather(comm_t comm, const void* send, void* recv, uint64_t count,
+                         comm_dtype dtype, comm_stream) {
+    return guarded(comm, [&] {
+        allgather(*comm, static_cast<const char*>(send), static_cast<char*>(recv), count, dtype);
+    });
+}
+
+comm_result do_reduce_scatter(comm_t comm, const void* send, void* recv, uint64_t count,
+                              comm_dtype dtype, comm_op op, comm_stream) {
+    return guarded(comm, [&] {
+        reduce_scatter(*comm, static_cast<const char*>(send), static_cast<char*>(recv), count,
+                       dtype, op);
+    });
+}
+
+comm_result do_alltoall(comm_t comm, const void* send, void* recv, uint64_t count, comm_dtype dtype,
+                        comm_stream) {
+    return guarded(comm, [&] {
+        alltoall(*comm, static_cast<const char*>(send), static_cast<char*>(recv), count, dtype);
+    });
+}
+
+comm_result do_send(comm_t comm, const void* buffer, uint64_t count, comm_dtype dtype, int32_t dst,
+                    comm_stream) {
+    return guarded(comm, [&] {
+        char* data = static_cast<char*>(const_cast<void*>(buffer));
+        transfer(*comm, true, data, count, dtype, dst);
+    });
+}
+
+comm_result do_recv(comm_t comm, void* buffer, uint64_t count, comm_dtype dtype, int32_t src,
+                    comm_stream) {
+    return guarded(comm,
+                   [&] { transfer(*comm, false, static_cast<char*>(buffer), count, dtype, src); });
+}
+
+comm_result do_barrier(comm_t comm, comm_stream) {
+    return guarded(comm, [&] {
+        if (comm->nranks == 1) return;
+        comm->begin(Call{Kind::barrier, 0, COMM_UINT8, 0, 0});
+        comm->step();
+    });
+}
+
+comm_result do_group_start(comm_t comm) {
+    comm->group_start();
+    return COMM_OK;
+}
+
+comm_result do_group_end(comm_t comm) {
+    return guarded(comm, [&] { comm->group_end(); });
+}
+
+comm_result do_abort(comm_t comm) {
+    comm->abort();
+    return COMM_OK;
+}
+
+comm_plugin make_table() {
+    comm_plugin table = {};
+    table.struct_size = sizeof table;
+    table.abi_major = COMM_ABI_MAJOR;
+    table.abi_minor = COMM_ABI_MINOR;
+    table.name = "shm";
+    table.version = "1";
+    table.device_type = COMM_CPU;
+    table.caps = COMM_CAP_ONE_NODE | COMM_CAP_THREADS;
+    table.probe = do_probe;
+    table.init = do_init;
+    table.destroy = do_destroy;
+    table.allreduce = do_allreduce;
+    table.last_error = do_last_error;
+    table.broadcast = do_broadcast;
+    table.reduce = do_reduce;
+    table.allgather = do_allgather;
+    table.reduce_scatter = do_reduce_scatter;
+    table.alltoall = do_alltoall;
+    table.send = do_send;
+    table.recv = do_recv;
+    table.barrier = do_barrier;
+    table.group_start = do_group_start;
+    table.group_end = do_group_end;
+    table.abort = do_abort;
+    return table;
+}
+
+}  // namespace
+}  // namespace shm
+
+extern "C" const comm_plugin* comm_plugin_entry_v1(void) {
+    static const comm_plugin table = shm::make_table();
+    return &table;
+}

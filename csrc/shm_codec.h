@@ -1,0 +1,107 @@
+// How each element type is widened for arithmetic and narrowed again. Branch-free, so that
+// compilers vectorize the loops around it. Floats narrower than 32 bits are added up in 32 bits and
+// rounded once, to nearest even. The processors' own bf16 instructions are not used: they flush
+// denormals to zero, so the result would depend on the machine.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+namespace shm {
+
+inline float float_of(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+inline uint32_t bits_of(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+// Wraps like two's complement, without the undefined behaviour of signed overflow.
+template <class T, bool integral = std::is_integral<T>::value>
+struct Arithmetic {
+    using type = T;
+};
+template <class T>
+struct Arithmetic<T, true> {
+    using type = typename std::conditional<(sizeof(T) < 4), uint32_t,
+                                           typename std::make_unsigned<T>::type>::type;
+};
+
+template <class T>
+struct Native {
+    using Stored = T;
+    using Wide = T;
+    static Wide widen(Stored value) { return value; }
+    static Stored narrow(Wide value) { return value; }
+};
+
+struct Bfloat16 {
+    using Stored = uint16_t;
+    using Wide = float;
+    static Wide widen(Stored value) { return float_of(static_cast<uint32_t>(value) << 16); }
+    static Stored narrow(Wide value) {
+        uint32_t bits = bits_of(value);
+        uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+        return static_cast<Stored>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+    }
+};
+
+// Sign, `exponent_bits` and the rest mantissa, with a bias of half the exponent range. The float8
+// called e4m3fn spends its top exponent on numbers and keeps one pattern for NaN (`has_infinity`
+// false).
+template <class Storage, int total_bits, int exponent_bits, bool has_infinity>
+struct SmallFloat {
+    using Stored = Storage;
+    using Wide = float;
+    static constexpr int mantissa_bits = total_bits - 1 - exponent_bits;
+    static constexpr int shift = 23 - mantissa_bits;
+    static constexpr int bias = (1 << (exponent_bits - 1)) - 1;
+    static constexpr uint32_t magnitude_mask = (1u << (total_bits - 1)) - 1;
+    static constexpr uint32_t top_exponent = ((1u << exponent_bits) - 1) << mantissa_bits;
+    static constexpr uint32_t smallest_normal = 1u << mantissa_bits;
+    static constexpr uint32_t rebias = static_cast<uint32_t>(127 - bias) << 23;
+    static constexpr uint32_t not_a_number =
+        has_infinity ? (top_exponent | (1u << (mantissa_bits - 1))) : magnitude_mask;
+    static constexpr uint32_t overflow = has_infinity ? top_exponent : not_a_number;
+
+    static Wide widen(Stored value) {
+        uint32_t magnitude = value & magnitude_mask;
+        uint32_t sign = static_cast<uint32_t>(value >> (total_bits - 1)) << 31;
+        uint32_t normal = (magnitude << shift) + rebias;
+        uint32_t one = rebias + (1u << 23);  // the smallest normal, as a float
+        uint32_t denormal = bits_of(float_of(one | (magnitude << shift)) - float_of(one));
+        uint32_t special = 0x7f800000u | (magnitude << shift);
+        bool is_special = has_infinity ? magnitude >= top_exponent : magnitude == magnitude_mask;
+        uint32_t bits = magnitude < smallest_normal ? denormal : normal;
+        return float_of(sign | (is_special ? special : bits));
+    }
+
+    static Stored narrow(Wide value) {
+        uint32_t bits = bits_of(value);
+        uint32_t sign = (bits >> 31) << (total_bits - 1);
+        bits &= 0x7fffffffu;
+        uint32_t normal =
+            (bits - rebias + (1u << (shift - 1)) - 1 + ((bits >> shift) & 1u)) >> shift;
+        // Adding this power of two moves a denormal's last bit to the float's last bit: rounded for
+        // free.
+        constexpr uint32_t magic = rebias + (static_cast<uint32_t>(shift + 1) << 23);
+        uint32_t denormal = bits_of(float_of(bits) + float_of(magic)) - magic;
+        uint32_t finite = bits < rebias + (1u << 23) ? denormal : normal;
+        constexpr uint32_t beyond = static_cast<uint32_t>(127 + bias + (has_infinity ? 1 : 2))
+                                    << 23;
+        uint32_t bounded = bits >= beyond || finite > overflow ? overflow : finite;
+        return static_cast<Stored>(sign | (bits > 0x7f800000u ? not_a_number : bounded));
+    }
+};
+
+using Float16 = SmallFloat<uint16_t, 16, 5, true>;
+using Float8E5M2 = SmallFloat<uint8_t, 8, 5, true>;
+using Float8E4M3 = SmallFloat<uint8_t, 8, 4, false>;
+
+}  // namespace shm

@@ -1,0 +1,380 @@
+#include "shm_group.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "shm_reduce.h"
+
+namespace shm {
+namespace {
+
+constexpr int64_t glance_ns = 100000000;  // between two looks at whether the peers live
+
+bool reached(const std::atomic<uint32_t>& word, uint32_t step) {
+    return static_cast<int32_t>(word.load(std::memory_order_acquire) - step) >= 0;
+}
+
+uint64_t pack(const Call& call) {
+    return static_cast<uint64_t>(call.kind) | static_cast<uint64_t>(call.dtype & 0xff) << 8 |
+           static_cast<uint64_t>(call.op & 0xff) << 16 | static_cast<uint64_t>(call.root) << 32;
+}
+
+Call unpack(uint64_t what, uint64_t count) {
+    Call call;
+    call.kind = static_cast<Kind>(what & 0xff);
+    call.dtype = static_cast<comm_dtype>(what >> 8 & 0xff);
+    call.op = static_cast<comm_op>(what >> 16 & 0xff);
+    call.root = static_cast<int32_t>(what >> 32);
+    call.count = count;
+    return call;
+}
+
+const char* name_of(Kind kind) {
+    static const char* const names[] = {"nothing", "barrier",   "allreduce",      "broadcast",
+                                        "reduce",  "allgather", "reduce_scatter", "alltoall"};
+    return names[static_cast<int>(kind)];
+}
+
+bool has_op(Kind kind) {
+    return kind == Kind::allreduce || kind == Kind::reduce || kind == Kind::reduce_scatter;
+}
+
+std::string elements(uint64_t count, comm_dtype dtype) {
+    return std::to_string(count) + " " + name_of_dtype(dtype);
+}
+
+std::string describe(const Transfer& transfer) {
+    return (transfer.is_send ? "send to rank " : "recv from rank ") +
+           std::to_string(transfer.peer) + " of " + elements(transfer.count, transfer.dtype) +
+           " (message " + std::to_string(transfer.message) + ")";
+}
+
+std::string seconds(int64_t ns) {
+    std::string text = std::to_string(static_cast<double>(ns) / 1e9);
+    return text.substr(0, text.size() - 4) + " s";
+}
+
+}  // namespace
+
+std::string describe(const Call& call) {
+    std::string text = name_of(call.kind);
+    if (call.kind == Kind::barrier || call.kind == Kind::none) return text;
+    text += " of " + elements(call.count, call.dtype);
+    if (has_op(call.kind)) text += std::string(", ") + name_of_op(call.op);
+    if (call.kind == Kind::broadcast) text += ", from rank " + std::to_string(call.root);
+    if (call.kind == Kind::reduce) text += ", to rank " + std::to_string(call.root);
+    return text;
+}
+
+Group::Group(const comm_init_args& args)
+    : rank(args.rank),
+      nranks(args.nranks),
+      timeout_ns_(args.timeout_ms * INT64_C(1000000)),
+      sent_(nranks),
+      received_(nranks),
+      posted_(nranks),
+      taken_(nranks) {
+    if (nranks == 1) return;
+    Bootstrap bootstrap(args.bootstrap, rank, nranks);
+    bool oversubscribed = are_oversubscribed(bootstrap);
+    patience_ = patience(oversubscribed);
+    segment_ = Segment(bootstrap, layout_for(nranks, oversubscribed));
+}
+
+Group::~Group() {
+    if (nranks == 1) return;
+    RankBlock& mine = segment_.block(rank);
+    uint32_t expected = present;
+    mine.identity.state.compare_exchange_strong(expected, closed);
+    wake_all(&mine.arrival.step);
+    for (int peer = 0; peer < nranks; ++peer) ring(peer);
+}
+
+// ---- steps ----
+
+void Group::begin(const Call& call) {
+    if (!broken_.empty()) throw Failure{COMM_INVALID_USAGE, broken_};
+    if (aborted_.load(std::memory_order_relaxed))
+        throw Failure{COMM_REMOTE_ERROR,
+                      prefix() + "this communicator was aborted. Make a new one"};
+    call_ = call;
+    deadline_ns_ = 0;
+    ++call_number_;
+    unchecked_ = true;
+    next_round();
+    Record& record = segment_.block(rank).arrival.records[call_number_ & 1];
+    record.call.store(call_number_, std::memory_order_relaxed);
+    record.what.store(pack(call), std::memory_order_relaxed);
+    record.count.store(call.count, std::memory_order_relaxed);
+}
+
+void Group::step() {
+    publish();
+    for (int peer = rank + 1; peer < nranks; ++peer) await_step(peer);
+    for (int peer = 0; peer < rank; ++peer) await_step(peer);
+    if (unchecked_) check_records();
+}
+
+// Either the sleeper's count is seen here, or the new step is seen there: both are sequentially
+// consistent, so that nobody sleeps through it.
+void Group::publish() {
+    RankBlock& mine = segment_.block(rank);
+    mine.arrival.step.exchange(++step_, std::memory_order_seq_cst);
+    if (mine.sleepers.value.load(std::memory_order_seq_cst) != 0) wake_all(&mine.arrival.step);
+}
+
+void Group::await_step(int peer) {
+    std::atomic<uint32_t>& word = segment_.block(peer).arrival.step;
+    if (reached(word, step_)) return;
+    if (!look(patience_, [&] { return reached(word, step_); })) sleep_until_step(peer);
+}
+
+void Group::sleep_until_step(int peer) {
+    RankBlock& theirs = segment_.block(peer);
+    start_deadline();
+    while (!reached(theirs.arrival.step, step_)) {
+        theirs.sleepers.value.fetch_add(1, std::memory_order_seq_cst);
+        uint32_t seen = theirs.arrival.step.load(std::memory_order_seq_cst);
+        if (static_cast<int32_t>(seen - step_) < 0)
+            sleep_on(&theirs.arrival.step, seen, std::min(glance_ns, timeout_ns_));
+        theirs.sleepers.value.fetch_sub(1, std::memory_order_seq_cst);
+        std::string missing;
+        for (int other = 0; other < nranks; ++other) {
+            if (reached(segment_.block(other).arrival.step, step_)) continue;
+            check_peer(other, describe_current());
+            missing += (missing.empty() ? "" : ", ") + describe_peer(other);
+        }
+        if (!missing.empty()) check_deadline(describe_current(), missing);
+    }
+}
+
+void Group::check_records() {
+    unchecked_ = false;
+    uint64_t what = pack(call_);
+    for (int peer = 0; peer < nranks; ++peer) {
+        const Record& theirs = segment_.block(peer).arrival.records[call_number_ & 1];
+        if (theirs.what.load(std::memory_order_relaxed) != what ||
+            theirs.count.load(std::memory_order_relaxed) != call_.count)
+            throw_mismatch(peer, theirs);
+    }
+}
+
+void Group::throw_mismatch(int peer, const Record& theirs) {
+    Call other = unpack(theirs.what.load(std::memory_order_relaxed),
+                        theirs.count.load(std::memory_order_relaxed));
+    throw Failure{
+        COMM_INVALID_USAGE,
+        prefix() + "the ranks disagree in call " + std::to_string(call_number_) + ": rank " +
+            std::to_string(rank) + " asked for " + describe(call_) + ", rank " +
+            std::to_string(peer) + " for " + describe(other) +
+            ". Nothing was exchanged. Let every rank make the same calls in the same order, "
+            "with the same shape, dtype and op"};
+}
+
+// ---- letters ----
+
+void Group::transfer(Transfer transfer) {
+    if (!broken_.empty()) throw Failure{COMM_INVALID_USAGE, broken_};
+    transfer.message = transfer.is_send ? ++sent_[transfer.peer] : ++received_[transfer.peer];
+    queued_.push_back(std::move(transfer));
+    if (group_depth_ == 0) {
+        std::vector<Transfer> transfers;
+        transfers.swap(queued_);
+        complete(transfers);
+    }
+}
+
+void Group::group_end() {
+    if (group_depth_ == 0)
+        throw Failure{COMM_INVALID_USAGE, prefix() + "group_end without group_start"};
+    if (--group_depth_ > 0) return;
+    std::vector<Transfer> transfers;
+    transfers.swap(queued_);
+    if (!transfers.empty()) complete(transfers);
+}
+
+void Group::complete(std::vector<Transfer>& transfers) {
+    deadline_ns_ = 0;
+    auto all_done = [&] {
+        return std::all_of(transfers.begin(), transfers.end(),
+                           [](const Transfer& transfer) { return transfer.finished; });
+    };
+    while (!all_done()) {
+        if (aborted_.load(std::memory_order_relaxed))
+            throw Failure{COMM_REMOTE_ERROR,
+                          prefix() + "this communicator was aborted. Make a new one"};
+        if (!look(patience_, [&] { return progress(transfers); })) sleep_until_bell(transfers);
+    }
+    for (const Transfer& transfer : transfers)
+        if (!transfer.mismatch.empty()) throw Failure{COMM_INVALID_USAGE, transfer.mismatch};
+}
+
+// Moves what can be moved without waiting. Transfers of one direction with one peer keep their
+// order.
+bool Group::progress(std::vector<Transfer>& transfers) {
+    bool moved = false;
+    std::vector<bool> busy(transfers.size() > 1 ? 2 * nranks : 0);
+    for (Transfer& transfer : transfers) {
+        if (transfer.finished) continue;
+        size_t direction = 2 * transfer.peer + transfer.is_send;
+        if (!busy.empty() && busy[direction]) continue;
+        moved |= advance(transfer);
+        if (!busy.empty()) busy[direction] = !transfer.finished;
+    }
+    return moved;
+}
+
+bool Group::advance(Transfer& transfer) {
+    bool moved = false;
+    while (!transfer.finished &&
+           (transfer.is_send ? advance_send(transfer) : advance_receive(transfer)))
+        moved = true;
+    if (moved) ring(transfer.peer);
+    return moved;
+}
+
+bool Group::advance_send(Transfer& transfer) {
+    Lane& lane = segment_.lane(rank, transfer.peer);
+    uint32_t& posted = posted_[transfer.peer];
+    if (posted - lane.taken.value.load(std::memory_order_acquire) == lane_depth) return false;
+    char* letter = segment_.letter(rank, transfer.peer, posted);
+    Envelope envelope{transfer.message, transfer.count, static_cast<uint32_t>(transfer.dtype)};
+    std::memcpy(letter, &envelope, sizeof envelope);
+    uint64_t part =
+        std::min<uint64_t>(transfer.nbytes - transfer.done, segment_.layout().letter_bytes);
+    std::memcpy(letter + envelope_bytes, transfer.data + transfer.done, part);
+    lane.posted.value.exchange(++posted, std::memory_order_seq_cst);
+    transfer.done += part;
+    transfer.finished = transfer.done == transfer.nbytes;
+    return true;
+}
+
+bool Group::advance_receive(Transfer& transfer) {
+    Lane& lane = segment_.lane(transfer.peer, rank);
+    uint32_t& taken = taken_[transfer.peer];
+    if (lane.posted.value.load(std::memory_order_acquire) == taken) return false;
+    const char* letter = segment_.letter(transfer.peer, rank, taken);
+    Envelope envelope;
+    std::memcpy(&envelope, letter, sizeof envelope);
+    if (!transfer.started) open_letter(transfer, envelope);
+    uint64_t part =
+        std::min<uint64_t>(transfer.expected - transfer.done, segment_.layout().letter_bytes);
+    if (transfer.mismatch.empty())
+        std::memcpy(transfer.data + transfer.done, letter + envelope_bytes, part);
+    lane.taken.value.exchange(++taken, std::memory_order_seq_cst);
+    transfer.done += part;
+    transfer.finished = transfer.done == transfer.expected;
+    return true;
+}
+
+// A message that does not fit is taken off the lane all the same, so that the next one can be read.
+void Group::open_letter(Transfer& transfer, const Envelope& envelope) {
+    comm_dtype dtype = static_cast<comm_dtype>(envelope.dtype);
+    transfer.started = true;
+    transfer.expected = envelope.count * size_of(dtype);
+    if (envelope.count == transfer.count && dtype == transfer.dtype) return;
+    transfer.mismatch =
+        prefix() + describe(transfer) + ", but rank " + std::to_string(transfer.peer) + " sent " +
+        elements(envelope.count, dtype) +
+        ". The message was dropped and the tensor left as it was. Receive into a tensor "
+        "of the shape and dtype that is sent";
+}
+
+void Group::ring(int peer) {
+    RankBlock& theirs = segment_.block(peer);
+    if (theirs.asleep.value.load(std::memory_order_seq_cst) == 0) return;
+    theirs.bell.value.fetch_add(1, std::memory_order_seq_cst);
+    wake_all(&theirs.bell.value);
+}
+
+void Group::sleep_until_bell(std::vector<Transfer>& transfers) {
+    RankBlock& mine = segment_.block(rank);
+    start_deadline();
+    mine.asleep.value.store(1, std::memory_order_seq_cst);
+    uint32_t seen = mine.bell.value.load(std::memory_order_seq_cst);
+    bool moved = progress(transfers);
+    if (!moved) sleep_on(&mine.bell.value, seen, std::min(glance_ns, timeout_ns_));
+    mine.asleep.value.store(0, std::memory_order_relaxed);
+    if (moved || progress(transfers)) return;
+    for (const Transfer& transfer : transfers) {
+        if (transfer.finished) continue;
+        check_peer(transfer.peer, describe(transfer));
+        check_deadline(describe(transfer), describe_peer(transfer.peer));
+    }
+}
+
+// ---- what can go wrong while waiting ----
+
+void Group::start_deadline() {
+    if (deadline_ns_ == 0) deadline_ns_ = now_ns() + timeout_ns_;
+}
+
+std::string Group::describe_current() const {
+    return "call " + std::to_string(call_number_) + " (" + describe(call_) + ")";
+}
+
+std::string Group::describe_peer(int peer) const {
+    const RankBlock& theirs = segment_.block(peer);
+    const Record& even = theirs.arrival.records[0];
+    const Record& odd = theirs.arrival.records[1];
+    const Record& last = even.call.load() > odd.call.load() ? even : odd;
+    return "rank " + std::to_string(peer) + " (pid " + std::to_string(theirs.identity.pid) +
+           ", last seen in call " + std::to_string(last.call.load()) + ", " +
+           describe(unpack(last.what.load(), last.count.load())) + ")";
+}
+
+void Group::check_peer(int peer, const std::string& doing) {
+    if (aborted_.load(std::memory_order_relaxed))
+        throw Failure{COMM_REMOTE_ERROR,
+                      prefix() + "aborted in " + doing + ". Make a new communicator"};
+    const Identity& theirs = segment_.block(peer).identity;
+    uint32_t state = theirs.state.load(std::memory_order_acquire);
+    const char* what = state == closed    ? " has closed its communicator"
+                       : state == failed  ? " has given up after an error of its own"
+                       : state == aborted ? " has aborted its communicator"
+                       : has_died(theirs, segment_.block(rank).identity) ? " has died"
+                                                                         : nullptr;
+    if (what == nullptr) return;
+    throw Failure{
+        COMM_REMOTE_ERROR,
+        prefix() + describe_peer(peer) + what + " while rank " + std::to_string(rank) +
+            " waited for it in " + doing +
+            ". This group cannot go on. Look for the first error of that rank, then start again"};
+}
+
+void Group::check_deadline(const std::string& doing, const std::string& missing) {
+    if (now_ns() < deadline_ns_) return;
+    throw Failure{
+        COMM_TIMEOUT,
+        prefix() + "waited " + seconds(timeout_ns_) + " in " + doing +
+            ". Not there yet: " + missing +
+            ". This group cannot go on. Find out what they are doing, or give it more time: "
+            "Coordinator(timeout_s=...)"};
+}
+
+// Ranks that disagreed took the same steps and can go on. After anything else they have lost step.
+comm_result Group::fail(const Failure& failure) {
+    last_error_ = failure.text;
+    bool recoverable = failure.code == COMM_INVALID_USAGE ||
+                       failure.code == COMM_INVALID_ARGUMENT || failure.code == COMM_UNSUPPORTED;
+    if (recoverable || !broken_.empty() || nranks == 1) return failure.code;
+    broken_ = prefix() + "this communicator failed before (" + failure.text + "). Make a new one";
+    uint32_t expected = present;
+    RankBlock& mine = segment_.block(rank);
+    mine.identity.state.compare_exchange_strong(expected, failed);
+    wake_all(&mine.arrival.step);
+    for (int peer = 0; peer < nranks; ++peer) ring(peer);
+    return failure.code;
+}
+
+void Group::abort() {
+    aborted_.store(true, std::memory_order_seq_cst);
+    if (nranks == 1) return;
+    segment_.block(rank).identity.state.store(shm::aborted, std::memory_order_release);
+    for (int peer = 0; peer < nranks; ++peer) {
+        wake_all(&segment_.block(peer).arrival.step);
+        wake_all(&segment_.block(peer).bell.value);
+    }
+}
+
+}  // namespace shm

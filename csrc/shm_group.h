@@ -1,0 +1,113 @@
+// One communicator: a rank's view of the group, its steps, its calls and its letters.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "communicator.h"
+#include "shm_layout.h"
+#include "shm_segment.h"
+#include "shm_wait.h"
+
+namespace shm {
+
+struct Call {
+    Kind kind = Kind::none;
+    uint64_t count = 0;
+    comm_dtype dtype = COMM_UINT8;
+    comm_op op = 0;
+    int32_t root = 0;
+};
+
+// A send or a receive under way.
+struct Transfer {
+    bool is_send;
+    int32_t peer;
+    char* data;
+    uint64_t count;
+    comm_dtype dtype;
+    uint64_t nbytes;        // of this side's buffer
+    uint64_t message = 0;   // its number between the two ranks
+    uint64_t done = 0;      // bytes moved
+    uint64_t expected = 0;  // bytes of the message as the sender says
+    bool started = false;
+    bool finished = false;
+    std::string mismatch;  // what the sender sent, if it was something else
+};
+
+class Group {
+  public:
+    Group(const comm_init_args& args);
+    ~Group();
+    Group(const Group&) = delete;
+    Group& operator=(const Group&) = delete;
+
+    // A call opens with its record and the first step; all ranks take the same steps. Between two
+    // steps a rank may write its own slot() and, after step(), read everyone's. Slots alternate by
+    // round, so nobody overwrites what a slower rank still reads and no step is needed for that
+    // alone.
+    void begin(const Call& call);
+    void next_round() { parity_ ^= 1; }
+    void step();
+    char* slot(int of_rank) const { return segment_.slot(of_rank, parity_); }
+    size_t slot_bytes() const { return segment_.layout().slot_bytes; }
+
+    void transfer(Transfer transfer);
+    void group_start() { ++group_depth_; }
+    void group_end();
+
+    // From any thread.
+    void abort();
+    // Keeps the failure for last_error and, where the ranks have lost step, for every later call.
+    comm_result fail(const Failure& failure);
+    const char* last_error() const { return last_error_.c_str(); }
+
+    const int rank;
+    const int nranks;
+
+  private:
+    void publish();
+    void await_step(int peer);
+    void sleep_until_step(int peer);
+    void check_records();
+    [[noreturn]] void throw_mismatch(int peer, const Record& theirs);
+
+    bool progress(std::vector<Transfer>& transfers);
+    bool advance(Transfer& transfer);
+    bool advance_send(Transfer& transfer);
+    bool advance_receive(Transfer& transfer);
+    void open_letter(Transfer& transfer, const Envelope& envelope);
+    void complete(std::vector<Transfer>& transfers);
+    void sleep_until_bell(std::vector<Transfer>& transfers);
+    void ring(int peer);
+
+    void start_deadline();
+    void check_peer(int peer, const std::string& doing);
+    void check_deadline(const std::string& doing, const std::string& missing);
+    std::string describe_current() const;
+    std::string describe_peer(int peer) const;
+    std::string prefix() const { return "rank " + std::to_string(rank) + ": "; }
+
+    Segment segment_;
+    Patience patience_;
+    const int64_t timeout_ns_;
+    uint32_t step_ = 0;
+    unsigned parity_ = 0;
+    uint64_t call_number_ = 0;
+    bool unchecked_ = false;  // the records of this call are still to be compared
+    Call call_;
+    int64_t deadline_ns_ = 0;  // of this call; 0 until it has to sleep
+    int group_depth_ = 0;
+    std::vector<Transfer> queued_;
+    std::vector<uint64_t> sent_, received_;  // messages by peer
+    std::vector<uint32_t> posted_, taken_;   // letters by peer
+    std::string last_error_;
+    std::string broken_;  // why no further call can work
+    std::atomic<bool> aborted_{false};
+};
+
+std::string describe(const Call& call);
+
+}  // namespace shm

@@ -1,0 +1,47 @@
+// Which algorithm, and which rank does what: pure functions of numbers that all ranks share.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+namespace shm {
+
+enum class Plan { one_shot, two_shot };
+
+// One shot reads (n + 1) S and writes 2 S per rank with one step; two shots move about 4 S in all
+// with two steps. So the limit falls as ranks are added.
+inline Plan plan_allreduce(uint64_t nbytes, int nranks, size_t slot_bytes) {
+    uint64_t limit = nranks == 2 ? 256u << 10 : (128u << 10) / nranks;
+    return nbytes <= std::min<uint64_t>(limit, slot_bytes) ? Plan::one_shot : Plan::two_shot;
+}
+
+struct Piece {
+    uint64_t first;
+    uint64_t count;
+    uint64_t end() const { return first + count; }
+};
+
+// `count` elements cut into one piece per rank, at the edges of cache lines; the last ones may be
+// empty.
+class Pieces {
+  public:
+    Pieces(uint64_t count, int nranks, size_t size) : count_(count) {
+        uint64_t line_elements = 64 / size;
+        uint64_t even = (count + nranks - 1) / nranks;
+        step_ = (even + line_elements - 1) / line_elements * line_elements;
+    }
+    Piece of(int rank) const {
+        uint64_t first = std::min(rank * step_, count_);
+        return {first, std::min(step_, count_ - first)};
+    }
+
+  private:
+    uint64_t count_;
+    uint64_t step_;
+};
+
+// The part of a slot for each rank, whole cache lines.
+inline size_t piece_bytes(size_t slot_bytes, int nranks) { return slot_bytes / nranks / 64 * 64; }
+
+}  // namespace shm

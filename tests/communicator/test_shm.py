@@ -1,0 +1,191 @@
+"""The shared-memory backend against the plain answer, with ranks as threads."""
+
+import pytest
+import torch
+
+from communicator import Communicator, CommunicatorError, conformance
+from coordinator import Coordinator
+
+ALL_FLOATS = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
+SMALL_FLOATS = ALL_FLOATS[2:]
+
+
+@pytest.fixture
+def with_shm(ranks):
+    """with_shm(body, n): body(comm) on n ranks, and what each returned."""
+
+    def run(body, world_size):
+        def rank(info):
+            with (
+                Coordinator(info, timeout_s=30) as coor,
+                Communicator(coor, backend="shm") as comm,
+            ):
+                return body(comm)
+
+        return ranks(rank, world_size)
+
+    return run
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+def test_shm_conforms(with_shm, world_size):
+    def body(comm):
+        report = conformance.check(comm)
+        return report.having(conformance.FAILED), report.having(conformance.UNSUPPORTED)
+
+    assert with_shm(body, world_size) == [([], [])] * world_size
+
+
+def values(rank, count, dtype, scale=100.0):
+    generator = torch.Generator().manual_seed(1000 * rank + count)
+    return (torch.randn(count, generator=generator) * scale).to(dtype)
+
+
+def added_in_order(world_size, count, dtype):
+    """Rank 0 first, small floats in 32 bits and rounded once."""
+    wide = torch.float32 if dtype in SMALL_FLOATS else dtype
+    total = values(0, count, dtype).to(wide)
+    for rank in range(1, world_size):
+        total = total + values(rank, count, dtype).to(wide)
+    return total.to(dtype)
+
+
+def bits(tensor):
+    return tensor.view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize("dtype", ALL_FLOATS, ids=str)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sums_are_added_in_order_of_rank_and_rounded_once(with_shm, world_size, dtype):
+    counts = (1, 63, 1021, 150_001)  # in one shot, and in two
+
+    def body(comm):
+        found = [values(comm.rank, count, dtype) for count in counts]
+        for tensor in found:
+            comm.allreduce(tensor)
+        return [bits(tensor) for tensor in found]
+
+    expected = [bits(added_in_order(world_size, count, dtype)) for count in counts]
+    assert with_shm(body, world_size) == [expected] * world_size
+
+
+@pytest.mark.parametrize("dtype", SMALL_FLOATS, ids=str)
+def test_every_value_of_a_small_float_survives_as_in_torch(with_shm, dtype):
+    """max of a tensor with itself: NaN, infinities, denormals and both zeros go there and back."""
+    width = 8 * dtype.itemsize
+    patterns = torch.arange(2**width, dtype=torch.int32)
+    every = patterns.to(torch.uint8 if width == 8 else torch.uint16).view(dtype)
+
+    def body(comm):
+        found = comm.allreduce(every.clone(), "max").float()
+        same = (found == every.float()) | (found.isnan() & every.float().isnan())
+        return bool(same.all()) and torch.equal(found.signbit(), found.signbit())
+
+    assert with_shm(body, 2) == [True, True]
+
+
+@pytest.mark.parametrize("dtype", SMALL_FLOATS, ids=str)
+def test_sums_beyond_the_range_of_a_small_float_end_as_in_torch(with_shm, dtype):
+    largest = torch.finfo(dtype).max
+    mine = torch.tensor([largest, -largest, largest, 1e-3, 0.0, -0.0, torch.inf])
+    other = torch.tensor([largest, -largest, largest / 32, -1e-3, -0.0, -0.0, -torch.inf])
+    pair = [mine.to(dtype), other.to(dtype)]
+
+    def body(comm):
+        return comm.allreduce(pair[comm.rank].clone()).float().tolist()
+
+    expected = (pair[0].float() + pair[1].float()).to(dtype).float()
+    for found in with_shm(body, 2):
+        assert torch.equal(torch.tensor(found).nan_to_num(7e9), expected.nan_to_num(7e9))
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_nan_wins_in_max_and_min_whoever_has_it(with_shm, op):
+    def body(comm):
+        tensor = torch.full((3,), float(comm.rank))
+        tensor[comm.rank] = torch.nan
+        return comm.allreduce(tensor, op).isnan().tolist()
+
+    assert with_shm(body, 3) == [[True] * 3] * 3
+
+
+def test_whole_numbers_wrap_as_in_torch(with_shm):
+    def body(comm):
+        return comm.allreduce(torch.tensor([100 + comm.rank], dtype=torch.int8)).item()
+
+    assert with_shm(body, 2) == [torch.tensor(201).to(torch.int8).item()] * 2
+
+
+def test_tensors_larger_than_the_segment_pass_through_it(with_shm):
+    count = 5_000_011
+
+    def body(comm):
+        ramp = torch.arange(count, dtype=torch.float32) % 97
+        tensor = comm.allreduce(ramp + comm.rank)
+        gathered = comm.allgather(ramp + comm.rank)
+        sent = comm.broadcast((ramp + comm.rank).clone(), 1)
+        rows = torch.stack([ramp + rank for rank in range(comm.world_size)])
+        return (
+            torch.equal(tensor, 3 * ramp + 3),
+            torch.equal(gathered, rows),
+            torch.equal(sent, ramp + 1),
+            torch.equal(comm.reduce_scatter(rows), 3 * (ramp + comm.rank)),
+            torch.equal(comm.alltoall(rows + comm.rank), rows - rows[0] + ramp + comm.rank),
+        )
+
+    assert with_shm(body, 3) == [(True,) * 5] * 3
+
+
+def test_many_groups_of_one_process_do_not_meet(ranks):
+    def body(info):
+        with Coordinator(info) as coor:
+            pairs = [coor.split(ranks) for ranks in ([0, 1], [1, 2], [2, 3], [3, 0], [0, 1, 2, 3])]
+            comms = [Communicator(pair, backend="shm") for pair in pairs if pair is not None]
+            found = [comm.allreduce(torch.tensor([info.rank])).item() for comm in comms]
+            for comm in comms:
+                comm.close()
+            return found
+
+    assert ranks(body, 4) == [[1, 3, 6], [1, 3, 6], [3, 5, 6], [5, 3, 6]]
+
+
+DISAGREEMENTS = {
+    "7 float32, sum.*8 float32, sum": (
+        lambda comm: comm.allreduce(torch.ones(7)),
+        lambda comm: comm.allreduce(torch.ones(8)),
+    ),
+    "4 float32, sum.*4 int64, sum": (
+        lambda comm: comm.allreduce(torch.ones(4)),
+        lambda comm: comm.allreduce(torch.ones(4, dtype=torch.int64)),
+    ),
+    "sum.*max": (
+        lambda comm: comm.allreduce(torch.ones(4)),
+        lambda comm: comm.allreduce(torch.ones(4), "max"),
+    ),
+    "barrier.*broadcast of 4 float32, from rank 2": (
+        lambda comm: comm.barrier(),
+        lambda comm: comm.broadcast(torch.ones(4), 2),
+    ),
+    "from rank 0.*from rank 1": (
+        lambda comm: comm.broadcast(torch.ones(4), 0),
+        lambda comm: comm.broadcast(torch.ones(4), 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("words", DISAGREEMENTS)
+def test_ranks_that_disagree_all_learn_who_asked_for_what(with_shm, words):
+    def body(comm):
+        comm.barrier()
+        with pytest.raises(CommunicatorError, match=rf"call 2: rank \d.*({words})|({words})"):
+            DISAGREEMENTS[words][comm.rank == 1](comm)
+        return comm.allreduce(torch.ones(1)).item()  # and the group goes on
+
+    assert with_shm(body, 3) == [3.0] * 3
