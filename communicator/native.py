@@ -64,7 +64,7 @@ class Native(Communicator):
         self._all_or_none(error)
 
     def _agree(self) -> tuple[str, bytes]:
-        """A name that no other group has, and rank 0's unique id; all must have the same library."""
+        """A name no other group has, and rank 0's unique id; all must have the same library."""
         unique_id = self._plugin.unique_id() if self.rank == 0 else b""
         mine = {
             "library": [self._plugin.name, self._plugin.version],

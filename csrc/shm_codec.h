@@ -68,7 +68,7 @@ struct SmallFloat {
     static constexpr uint32_t rebias = static_cast<uint32_t>(127 - bias) << 23;
     static constexpr uint32_t not_a_number =
         has_infinity ? (top_exponent | (1u << (mantissa_bits - 1))) : magnitude_mask;
-    static constexpr uint32_t overflow = has_infinity ? top_exponent : not_a_number;
+    static constexpr uint32_t overflow = has_infinity ? top_exponent : not_a_number - 1;
 
     static Wide widen(Stored value) {
         uint32_t magnitude = value & magnitude_mask;

@@ -54,7 +54,14 @@ def added_in_order(world_size, count, dtype):
     total = values(0, count, dtype).to(wide)
     for rank in range(1, world_size):
         total = total + values(rank, count, dtype).to(wide)
-    return total.to(dtype)
+    return narrowed(total, dtype)
+
+
+def narrowed(tensor, dtype):
+    """As torch 2.13 rounds; torch 2.11 made NaN of what is too large for float8_e4m3fn."""
+    if dtype == torch.float8_e4m3fn:
+        tensor = tensor.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+    return tensor.to(dtype)
 
 
 def bits(tensor):
@@ -96,12 +103,12 @@ def test_sums_beyond_the_range_of_a_small_float_end_as_in_torch(with_shm, dtype)
     largest = torch.finfo(dtype).max
     mine = torch.tensor([largest, -largest, largest, 1e-3, 0.0, -0.0, torch.inf])
     other = torch.tensor([largest, -largest, largest / 32, -1e-3, -0.0, -0.0, -torch.inf])
-    pair = [mine.to(dtype), other.to(dtype)]
+    pair = [narrowed(mine, dtype), narrowed(other, dtype)]
 
     def body(comm):
         return comm.allreduce(pair[comm.rank].clone()).float().tolist()
 
-    expected = (pair[0].float() + pair[1].float()).to(dtype).float()
+    expected = narrowed(pair[0].float() + pair[1].float(), dtype).float()
     for found in with_shm(body, 2):
         assert torch.equal(torch.tensor(found).nan_to_num(7e9), expected.nan_to_num(7e9))
 
@@ -157,35 +164,37 @@ def test_many_groups_of_one_process_do_not_meet(ranks):
 
 
 DISAGREEMENTS = {
-    "7 float32, sum.*8 float32, sum": (
+    ("7 float32, sum", "8 float32, sum"): (
         lambda comm: comm.allreduce(torch.ones(7)),
         lambda comm: comm.allreduce(torch.ones(8)),
     ),
-    "4 float32, sum.*4 int64, sum": (
+    ("4 float32, sum", "4 int64, sum"): (
         lambda comm: comm.allreduce(torch.ones(4)),
         lambda comm: comm.allreduce(torch.ones(4, dtype=torch.int64)),
     ),
-    "sum.*max": (
+    ("float32, sum", "float32, max"): (
         lambda comm: comm.allreduce(torch.ones(4)),
         lambda comm: comm.allreduce(torch.ones(4), "max"),
     ),
-    "barrier.*broadcast of 4 float32, from rank 2": (
+    ("for barrier", "broadcast of 4 float32, from rank 2"): (
         lambda comm: comm.barrier(),
         lambda comm: comm.broadcast(torch.ones(4), 2),
     ),
-    "from rank 0.*from rank 1": (
+    ("from rank 0", "from rank 1"): (
         lambda comm: comm.broadcast(torch.ones(4), 0),
         lambda comm: comm.broadcast(torch.ones(4), 1),
     ),
 }
 
 
-@pytest.mark.parametrize("words", DISAGREEMENTS)
+@pytest.mark.parametrize("words", DISAGREEMENTS, ids=" or ".join)
 def test_ranks_that_disagree_all_learn_who_asked_for_what(with_shm, words):
     def body(comm):
         comm.barrier()
-        with pytest.raises(CommunicatorError, match=rf"call 2: rank \d.*({words})|({words})"):
+        with pytest.raises(CommunicatorError) as caught:
             DISAGREEMENTS[words][comm.rank == 1](comm)
+        assert "call 2: rank" in str(caught.value)
+        assert all(word in str(caught.value) for word in words)
         return comm.allreduce(torch.ones(1)).item()  # and the group goes on
 
     assert with_shm(body, 3) == [3.0] * 3
