@@ -1,0 +1,158 @@
+"""Real steps of a real SLURM, started for these tests: three nodes that are all this machine."""
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SHOW = """
+import sys, launcher
+sys.stdout.write(launcher.current().to_bytes().decode() + "\\n")
+"""
+CONFIGURATION = """
+ClusterName=three
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+SlurmctldPort={ports[0]}
+AuthType=auth/none
+CredType=cred/none
+StateSaveLocation={folder}
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+MpiDefault=none
+ReturnToService=2
+SlurmdParameters=config_overrides
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8
+NodeName=n3 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[3]} CPUs=8
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def _free_ports(count):
+    with contextlib.ExitStack() as open_sockets:
+        sockets = [open_sockets.enter_context(socket.create_server(("", 0))) for _ in range(count)]
+        return [found.getsockname()[1] for found in sockets]
+
+
+def _wait_until_idle(environ, log):
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        shown = subprocess.run(["sinfo", "-h", "-o", "%T %D"], env=environ, capture_output=True)
+        if shown.stdout.strip() == b"idle 3":
+            return
+        time.sleep(0.1)
+    raise TimeoutError(f"SLURM's nodes are not idle: {shown}\n{log.read_text()}")
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    """The environment in which srun finds the three nodes."""
+    if os.geteuid() or not all(map(shutil.which, ("srun", "slurmctld", "slurmd"))):
+        pytest.skip("no SLURM: runs as root on Debian after `apt-get install slurm-wlm`")
+    folder = tmp_path_factory.mktemp("slurm")
+    configuration = folder / "slurm.conf"
+    configuration.write_text(
+        CONFIGURATION.format(host=socket.gethostname(), folder=folder, ports=_free_ports(4))
+    )
+    environ = {**os.environ, "SLURM_CONF": str(configuration), "PYTHONPATH": str(ROOT)}
+    daemons = [["slurmctld", "-D"], *(["slurmd", "-D", "-N", name] for name in ("n1", "n2", "n3"))]
+    for name in ("n1", "n2", "n3"):
+        (folder / name).mkdir()
+    with open(folder / "log", "wb") as log, contextlib.ExitStack() as running:
+        for daemon in daemons:
+            process = subprocess.Popen(daemon, env=environ, stdout=log, stderr=log)
+            running.callback(process.wait)
+            running.callback(process.terminate)
+        _wait_until_idle(environ, folder / "log")
+        yield environ
+
+
+def _run(command, environ):
+    lines = _output(command, environ).splitlines()
+    return sorted(map(json.loads, lines), key=lambda info: info["rank"])
+
+
+def _batch(script, folder, environ, *around):
+    """What a batch script prints; SLURM runs it on the first node."""
+    (folder / "job.sh").write_text(f"#!/bin/sh\n{script}\n")
+    out = folder / "out"
+    submit = [*around, "sbatch", "--parsable", "--output", str(out), str(folder / "job.sh")]
+    job = _output(submit, environ)
+    deadline = time.monotonic() + 30
+    while _output(["squeue", "-h", "-j", job, "-t", "PENDING,RUNNING"], environ):
+        assert time.monotonic() < deadline, f"job {job} does not end"
+        time.sleep(0.1)
+    return out.read_text()
+
+
+def _output(command, environ):
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_tasks_spread_unevenly_over_nodes_know_each_other(slurm):
+    infos = _run(["srun", "-N", "3", "-n", "5", sys.executable, "-c", SHOW], slurm)
+    assert [info["rank"] for info in infos] == [0, 1, 2, 3, 4]
+    assert sorted(info["local_world_size"] for info in infos) == [1, 1, 3, 3, 3]
+    assert sorted(info["local_rank"] for info in infos) == [0, 0, 0, 1, 2]
+    common = {(i["launch_id"], i["world_size"], i["master_addr"], i["master_port"]) for i in infos}
+    assert len(common) == 1
+    assert infos[0]["master_addr"] == "n1"
+
+
+def test_step_that_speaks_pmi2_is_srun_s(slurm):
+    infos = _run(["srun", "--mpi", "pmi2", "-n", "2", sys.executable, "-c", SHOW], slurm)
+    assert [info["rank"] for info in infos] == [0, 1]
+    assert {info["extras"]["launcher"] for info in infos} == {"slurm"}
+    assert {info["master_addr"] for info in infos} == {"127.0.0.1"}
+
+
+def test_ranks_started_by_us_have_the_launch_id_that_was_asked_for(slurm, tmp_path):
+    script = tmp_path / "a script.py"
+    script.write_text(SHOW)
+    run = [sys.executable, "-m", "launcher", "run", "--launcher", "slurm", "--nnodes", "2"]
+    infos = _run([*run, "-n", "2", "--launch-id", "tuesday", str(script)], slurm)
+    assert [info["rank"] for info in infos] == [0, 1, 2, 3]
+    assert {(i["launch_id"], i["local_world_size"]) for i in infos} == {("tuesday", 2)}
+
+
+def test_shell_inside_an_allocation_is_not_a_rank(slurm):
+    (info,) = _run(["salloc", "-Q", "-n", "4", sys.executable, "-c", SHOW], slurm)
+    assert info["world_size"] == 1
+    assert info["launch_id"].startswith("alone-")
+
+
+def test_batch_script_is_not_a_rank(slurm, tmp_path):
+    shown = _batch(f"exec {sys.executable} -c '{SHOW}'", tmp_path, slurm)
+    assert json.loads(shown)["launch_id"].startswith("alone-")
+
+
+def test_batch_script_submitted_from_inside_a_step_is_told_whose_variables_it_has(slurm, tmp_path):
+    step = ["srun", "-n", "3", "sh", "-c", '[ $SLURM_PROCID = 1 ] || exit 0; exec "$@"', "sh"]
+    shown = _batch(f"exec {sys.executable} -c '{SHOW}'", tmp_path, slurm, *step)
+    assert "--export=NONE" in shown
+
+
+def test_mpiexec_inside_srun_wins(slurm):
+    mpiexec = Path(sys.executable).with_name("mpiexec.hydra")
+    if not mpiexec.exists():
+        pytest.skip("no MPICH: runs on Linux (x86-64, arm64) after `pip install mpich`")
+    inner = [str(mpiexec), "-rmk", "user", "-launcher", "fork", "-n", "3"]
+    infos = _run(["srun", "-n", "1", *inner, sys.executable, "-c", SHOW], slurm)
+    assert [info["rank"] for info in infos] == [0, 1, 2]
+    assert {info["extras"]["launcher"] for info in infos} == {"mpi"}
