@@ -34,7 +34,6 @@ def load_shard(
         )
     _check(path, report)
     model.__class__ = cls
-    model.requires_grad_(False)
     return model
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from .errors import InferenceError
 from .lazy import fetch_all
@@ -82,11 +83,31 @@ def _fetch_outputs(model: nn.Module, remote: dict[str, int]) -> None:
         if name not in remote and any(
             inner.startswith(f"{name}." if name else "") for inner in remote
         ):
-            module.register_forward_hook(_fetched_output)
+            module.register_forward_hook(_plain_output)
 
 
-def _fetched_output(module: nn.Module, args: Any, output: Any) -> Any:
-    return fetch_all(output)
+def _plain_output(module: nn.Module, args: Any, output: Any) -> Any:
+    return tree_map(_cut_off, fetch_all(output))
+
+
+def _cut_off(value: Any) -> Any:
+    """A tensor whose gradient, if one is asked for, is an error rather than half of the truth."""
+    if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
+        return _NoGradient.apply(value)  # type: ignore[no-untyped-call]
+    return value
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise InferenceError(
+            "rank 0: no gradient comes back from layers on other ranks, so this one would be wrong; "
+            "use the distributed model for inference only, under torch.no_grad()."
+        )
 
 
 def _leave(session: Session | None) -> None:

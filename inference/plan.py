@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from .errors import PlanError
 
+BISECTIONS = 50
+"""Enough to tell a kilobyte of a petabyte."""
+
 Place = tuple[int, str]
 """A device of a rank, such as (1, "cuda:1") or (0, "cpu")."""
 
@@ -179,7 +182,7 @@ class _Planner:
 
     def _lowest_fill(self, placed: list[Place]) -> list[Place]:
         low, high = 0.0, 1.0
-        while high - low > 1e-3:
+        for _ in range(BISECTIONS):
             middle = (low + high) / 2
             attempt = self._fill(middle)
             if attempt is None:

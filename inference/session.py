@@ -62,7 +62,7 @@ class Session:
 
     def exchange(self, chain: Chain) -> Message:
         """Send a chain, and the operations that wait, round the ring; what comes back."""
-        with self._exchange:
+        with self._exchange, torch.no_grad():
             if self._failure is not None:
                 raise self._failure
             leaves = Leaves()
@@ -191,7 +191,6 @@ class RemoteModule:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves = Leaves()
         template = flatten([args, kwargs], leaves, lambda cache: number_of(cache, self.session))
-        self._refuse_gradients(leaves.tensors)
         chain = self._chain(leaves.tensors)
         slots = tuple(chain.slot(tensor) for tensor in leaves.tensors)
         chain.add(call := Call(self, template, slots, leaves.ints), leaves.caches)
@@ -220,14 +219,6 @@ class RemoteModule:
         device = leaves.tensors[0].device if leaves.tensors else torch.device("cpu")
         extras = iter([tensor.to(device) for tensor in reply.tensors])
         return rebuild(output, leaves.tensors, extras, leaves.caches)
-
-    def _refuse_gradients(self, tensors: list[torch.Tensor]) -> None:
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            raise InferenceError(
-                f"rank {self.session.ring.rank}: {self.name} runs on rank {self.rank}, and no "
-                "gradient can come "
-                "back from there; use torch.no_grad() or inputs that require none."
-            )
 
     def __deepcopy__(self, memo: Any) -> RemoteModule:
         return self
