@@ -68,8 +68,8 @@ class Coordinator:
         if store is not None and self.world_size > 1:
             self.peers = self._introduce(store, me)
             self._group = self._guarded("start", self.timeout_s, lambda call: self._connect(store))
-        node = next(node for node in nodes(self.peers) if me.rank in node)
-        self._node = [self.ranks.index(rank) for rank in node]
+        self.nodes = [[self.ranks.index(rank) for rank in node] for node in nodes(self.peers)]
+        self._node = next(node for node in self.nodes if self.rank in node)
         self.local_rank = self._node.index(self.rank)
         self.local_world_size = len(self._node)
 
