@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from text import decode, encode
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 import inference
 import launcher
@@ -33,6 +34,7 @@ def generate(model: torch.nn.Module, prompt: torch.Tensor) -> torch.Tensor:
 
 
 torch.set_num_threads(1)
+logging.disable_progress_bar()
 folder = Path(sys.argv[1])
 room = room_for_a_part(folder, launcher.current().world_size)
 

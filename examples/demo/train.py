@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from text import CHARACTERS, START, corpus
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
 
 from communicator import Communicator
 from coordinator import Coordinator
@@ -92,6 +93,7 @@ def save(model: LlamaForCausalLM, folder: Path) -> None:
     print(f"saved {sum(p.numel() for p in model.parameters()):,} parameters in {folder}")
 
 
+logging.disable_progress_bar()  # ours is drawn in report()
 with Coordinator() as coor, Communicator(coor) as comm:
     if coor.is_master():
         print(f"training on {coor.world_size} ranks, gradients over {comm.backend}")
