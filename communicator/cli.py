@@ -1,0 +1,64 @@
+"""The command line: does a backend do what a communicator must?
+
+python -m communicator check --backend ./libvendor.so -n 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from communicator import conformance
+from communicator.base import Communicator
+from coordinator import Coordinator
+from launcher import LaunchError, launch
+
+TIMEOUT_S = 60.0  # of one call: a backend that hangs is told on after this time
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options are few on purpose, and held by a test."""
+    whole = argparse.ArgumentParser(prog="python -m communicator", allow_abbrev=False)
+    commands = whole.add_subparsers(dest="command", required=True)
+    check = commands.add_parser("check", help="run the conformance check", allow_abbrev=False)
+    check.add_argument(
+        "--backend", metavar="NAME", help="a name, or the path of a library; the best if not given"
+    )
+    check.add_argument("-n", dest="nprocs", type=count, default=2, metavar="N", help="ranks")
+    check.add_argument(
+        "--launcher",
+        default="multiprocessing",
+        choices=("multiprocessing", "threads"),
+        help="what the ranks are",
+    )
+    return whole
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print every case of the check. 0 if the backend conforms, 1 if not."""
+    options = parser().parse_args(arguments)
+    try:
+        found = launch(rank, options.nprocs, launcher=options.launcher, args=(options.backend,))
+    except LaunchError as error:
+        print(error, file=sys.stderr)
+        return 1
+    text, conforms = found[0]
+    print(text)
+    return 0 if conforms else 1
+
+
+def count(text: str) -> int:
+    """A number of ranks. Raises ValueError, which argparse turns into wrong usage."""
+    number = int(text)
+    if number < 1:
+        raise ValueError(f"{number} ranks")
+    return number
+
+
+def rank(backend: str | None) -> tuple[str, bool]:
+    """One rank of the check: the report as text, and whether the backend conforms."""
+    with Coordinator(timeout_s=TIMEOUT_S) as coor, Communicator(coor, backend) as comm:
+        report = conformance.check(comm)
+        coor.barrier()  # nobody closes while others still compare
+    return "\n".join([*map(str, report.having(conformance.PASSED)), str(report)]), report.ok
