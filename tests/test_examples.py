@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
 SCREEN = 60
+LAUNCH = (sys.executable, "-m", "launcher", "run", "-n", "4")
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -17,7 +18,7 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs_on_four_ranks(path):
-    done = _run(sys.executable, "-m", "launcher", "run", "-n", "4", str(path))
+    done = _run(*LAUNCH, "--preload", "torch", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout
 

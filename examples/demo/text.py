@@ -1,4 +1,4 @@
-"""The text that the demo's model learns: Python's own language reference, which ships with Python."""
+"""The text that the demo's model learns: the language reference that ships with Python."""
 
 import string
 from pydoc_data.topics import topics
