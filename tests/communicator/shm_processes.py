@@ -1,0 +1,172 @@
+"""Ranks that are processes, forked from one that has imported torch.
+
+    python shm_processes.py BODY WORLD_SIZE TIMES
+
+Prints what each rank had to say each time, as JSON: what its body returned, or its exception.
+"""
+
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import sys
+import time
+import uuid
+
+import torch
+
+from communicator import Communicator, CommunicatorError, conformance
+from coordinator import Coordinator
+from launcher import LaunchInfo
+
+
+def conforms(comm):
+    return conformance.check(comm).having(conformance.FAILED)
+
+
+def a_rank_dies(comm):
+    """The last rank kills itself in its third call; the others say what they learn, and when."""
+    comm.barrier()
+    comm.allreduce(torch.ones(1000))
+    if comm.rank == comm.world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return learns(comm, lambda: comm.allreduce(torch.ones(1000)))
+
+
+def a_sender_dies(comm):
+    if comm.rank == comm.world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return learns(comm, lambda: comm.recv(torch.ones(10), comm.world_size - 1))
+
+
+def a_receiver_dies(comm):
+    if comm.rank == comm.world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return learns(comm, lambda: comm.send(torch.ones(10_000_000), comm.world_size - 1))
+
+
+def learns(comm, call):
+    start = time.monotonic()
+    try:
+        call()
+    except CommunicatorError as error:
+        return [type(error).__name__, str(error), time.monotonic() - start]
+    return "nothing"
+
+
+def a_rank_is_late(comm):
+    comm.barrier()
+    if comm.rank == comm.world_size - 1:
+        time.sleep(3)
+        return None
+    return learns(comm, lambda: comm.broadcast(torch.ones(5), 1))
+
+
+def waits_idly(comm):
+    """CPU seconds that a rank spends while it waits a second for the last one."""
+    comm.barrier()
+    if comm.rank == comm.world_size - 1:
+        time.sleep(1)
+    start = time.process_time()
+    comm.allreduce(torch.ones(10))
+    return time.process_time() - start
+
+
+def any_call(comm, dice):
+    """One of the calls, the same on all ranks that roll the same dice."""
+    size = dice.choice([1, 100, 100_000])
+    rows = torch.ones(comm.world_size, size)
+    calls = [
+        lambda: comm.allreduce(torch.ones(size)),
+        lambda: comm.broadcast(torch.ones(size), dice.randrange(comm.world_size)),
+        lambda: comm.reduce_scatter(rows),
+        lambda: comm.allgather(rows[0]),
+        lambda: comm.alltoall(rows),
+        comm.barrier,
+    ]
+    dice.choice(calls)()
+
+
+def dies_at_random(comm):
+    dice = random.Random(comm.coor.info.launch_id)
+    victim, last = dice.randrange(comm.world_size), dice.randrange(200)
+    for number in range(200):
+        if comm.rank == victim and number == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        told = learns(comm, lambda: any_call(comm, dice))
+        if told != "nothing":
+            return [*told, victim]
+    return "nothing"
+
+
+def has_little_memory(coor):
+    """The largest file a process may write bounds the segment, too."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    return learns(None, lambda: Communicator(coor, backend="shm"))
+
+
+BODIES = {
+    body.__name__: body
+    for body in (
+        conforms,
+        a_rank_dies,
+        a_sender_dies,
+        a_receiver_dies,
+        a_rank_is_late,
+        waits_idly,
+        dies_at_random,
+    )
+}
+
+
+def be_rank(info, name):
+    with Coordinator(info, timeout_s=60) as coor:
+        if name == "has_little_memory":
+            return has_little_memory(coor)
+        if name == "a_rank_is_late":
+            coor.timeout_s = 1.0
+        with Communicator(coor, backend="shm") as comm:
+            coor.timeout_s = 60.0
+            return BODIES[name](comm)
+
+
+def fork_rank(rank, world_size, launch_id, listener, name):
+    """A process and the pipe it answers through."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writer)
+        return pid, reader
+    extras = {"master_fd": str(listener.fileno())} if rank == 0 else {}
+    port = listener.getsockname()[1]
+    try:
+        said = be_rank(
+            LaunchInfo(launch_id, world_size, world_size, rank, rank, "127.0.0.1", port, extras),
+            name,
+        )
+    except BaseException as error:
+        said = [type(error).__name__, str(error)]
+    os.write(writer, json.dumps(said).encode())
+    os._exit(0)
+
+
+def run(name, world_size):
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+        launch_id = uuid.uuid4().hex
+        started = [
+            fork_rank(rank, world_size, launch_id, listener, name) for rank in range(world_size)
+        ]
+    said = []
+    for pid, reader in started:
+        with open(reader, "rb") as pipe:
+            said.append(json.loads(pipe.read() or b'"died"'))
+        os.waitpid(pid, 0)
+    return {"said": said, "pids": [pid for pid, _ in started]}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    name, world_size, times = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    print(json.dumps([run(name, world_size) for _ in range(times)]))
