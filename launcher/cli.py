@@ -7,11 +7,13 @@ python -m launcher run -n 4 -m package.module
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from launcher import start
-from launcher.errors import LaunchError, TargetError
+from launcher import devices, report, start
+from launcher.errors import LaunchError
 from launcher.job import LOOPBACK, Job, Target, new_launch_id
 
 USAGE_CODE = 2
@@ -56,19 +58,36 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code: that of the first rank to fail, 128 and its number for a signal, 2 for wrong
-    usage.
+    """The exit code: that of the first rank to fail, 128 and its number for a signal, 2 for a
+    mistake.
     """
+    _open_missing_streams()
     options = parser().parse_args(arguments)
     try:
         start.start(_job(options), options.launcher, **_extra(options))
     except LaunchError as error:
-        print(f"[launcher] {error}", file=sys.stderr)
+        _complain(report.lines(error))
         return error.exit_code
-    except (TargetError, ValueError) as error:
-        print(f"[launcher] {error}", file=sys.stderr)
+    except (ValueError, OSError) as error:
+        _complain([f"python -m launcher: {error}"])
         return USAGE_CODE
     return 0
+
+
+def _open_missing_streams() -> None:
+    """Started with a closed standard stream, let no pipe of ours take its number."""
+    for expected in range(3):
+        try:
+            os.fstat(expected)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
+def _complain(lines: Iterable[str]) -> None:
+    """To standard error, if anyone is left to read it; the exit code says it too."""
+    with contextlib.suppress(OSError, AttributeError):
+        sys.stderr.buffer.write("".join(f"{line}\n" for line in lines).encode(errors="replace"))
+        sys.stderr.flush()
 
 
 def _extra(options: argparse.Namespace) -> dict[str, bool]:
@@ -79,7 +98,7 @@ def _job(options: argparse.Namespace) -> Job:
     return Job(
         Target("module" if options.module else "script", options.script),
         args=tuple(options.arguments),
-        nprocs=int(options.nproc_per_node),
+        nprocs=_nprocs(options.nproc_per_node),
         nnodes=options.nnodes,
         node_rank=options.node_rank,
         master_addr=options.master_addr,
@@ -90,3 +109,19 @@ def _job(options: argparse.Namespace) -> Job:
         bind=options.bind,
         preload=tuple(options.preload),
     )
+
+
+def _nprocs(text: str) -> int:
+    """The number of ranks that -n asks for."""
+    if text.isascii() and text.isdigit():
+        return int(text)
+    if text == "cpu":
+        return len(os.sched_getaffinity(0))
+    if text in ("gpu", "auto"):
+        count = len(devices.visible())
+        if count or text == "auto":
+            return count or len(os.sched_getaffinity(0))
+        raise ValueError(
+            "-n gpu: no GPU can be seen here, so there is no rank to start. Give a number."
+        )
+    raise ValueError(f"-n {text}: this is not a number of ranks, nor one of gpu, cpu, auto")

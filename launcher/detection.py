@@ -6,9 +6,7 @@ import os
 import socket
 
 from launcher import linux, registry
-from launcher.info import LaunchInfo, LaunchInfoError
-
-CHOICE = "DRUMLINE_LAUNCHER"
+from launcher.info import CHOICE, LaunchInfo, LaunchInfoError
 
 
 def current(launcher: str | None = None) -> LaunchInfo:

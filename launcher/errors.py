@@ -14,8 +14,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank ended, if not well. time_s: on the node's monotonic clock. status: as waitpid
-    gives it.
+    """How one rank ended, if not well.
+
+    time_s: since the launch began. exit_code: 128 and the number for a signal. ended_by_launcher:
+    it failed only after the launcher had told it to end.
     """
 
     rank: int
@@ -31,16 +33,23 @@ class Failure:
 
     def summary(self) -> str:
         """One line: who, and how it ended."""
-        who = f"rank {self.rank} (pid {self.pid} on {self.host or 'this node'})"
-        return f"{who} {self.how()}"
+        place = f"local rank {self.local_rank}, pid {self.pid} on {self.host or 'this node'}"
+        return f"rank {self.rank} ({place}) {self.how()}"
 
     def how(self) -> str:
+        if self.ended_by_launcher:
+            return f"was ended by the launcher{self._unusually()}"
         if self.type and self.type != "SystemExit":
             first_line = self.message.splitlines()[0] if self.message else ""
             return f"raised {self.type}: {first_line}".rstrip(": ")
         if self.exit_code > 128:
             return f"was killed by {signal_name(self.exit_code - 128)}"
-        return f"exited with code {self.exit_code}"
+        return f"left with exit code {self.exit_code}"
+
+    def _unusually(self) -> str:
+        if self.exit_code == 128 + signal.SIGKILL:
+            return ", with SIGKILL, since it did not end when asked"
+        return ""
 
 
 def signal_name(number: int) -> str:

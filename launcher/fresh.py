@@ -28,14 +28,13 @@ fresh.main(text)
 """
 
 
-def spawn(plan: Plan, shared: list[int]) -> subprocess.Popen[bytes]:
-    """The fresh keeper. shared: descriptors that the ranks' LaunchInfo speaks of."""
+def spawn(plan: Plan) -> subprocess.Popen[bytes]:
+    """The fresh keeper."""
     text = _dumps(plan)
     reading, writing = os.pipe()
-    fds = [reading, plan.commands, plan.reports, *plan.rank_fds(), *shared]
     with open(writing, "w") as pipe:
         command = [sys.executable, "-c", PROGRAM, str(reading)]
-        process = subprocess.Popen(command, pass_fds=fds)
+        process = subprocess.Popen(command, pass_fds=[reading, *plan.descriptors()])
         os.close(reading)
         pipe.write(text)
     return process
@@ -50,6 +49,7 @@ def _dumps(plan: Plan) -> str:
     plain_job = {**vars(job), "target": {"kind": job.target.kind, "name": job.target.name}}
     seats = [{**vars(seat), "info": seat.info.to_dict()} for seat in plan.seats]
     whole = {**vars(plan), "job": plain_job, "seats": seats, "is_fresh": True}
+    whole["environment"] = dict(plan.environment)
     return values.dumps({"plan": whole, "path": sys.path})
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 
 ENV_PREFIX = "DRUMLINE_"
+CHOICE = ENV_PREFIX + "LAUNCHER"  # names the launcher to believe, where several have left variables
 MAX_PORT = 65535
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from launcher import values
+from launcher.info import MAX_PORT
 
 LOOPBACK = "127.0.0.1"
 
@@ -63,6 +64,29 @@ class Job:
     preload: tuple[str, ...] = ()
     share_devices: bool = False
     results_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        for problem, is_wrong in self._problems().items():
+            if is_wrong:
+                raise ValueError(f"{problem}, so nothing was started")
+
+    def _problems(self) -> dict[str, bool]:
+        return {
+            f"{self.nprocs} ranks is less than one": self.nprocs < 1,
+            f"{self.nnodes} nodes is less than one": self.nnodes < 1,
+            f"node rank {self.node_rank} is not among {self.nnodes} nodes": (
+                not 0 <= self.node_rank < self.nnodes
+            ),
+            f"master port {self.master_port} is not in [0, {MAX_PORT}]": (
+                not 0 <= self.master_port <= MAX_PORT
+            ),
+            f"a timeout of {self.timeout_s} s is no time": (
+                self.timeout_s is not None and not self.timeout_s > 0
+            ),
+            "a launch id must have a character, and no NUL": (
+                not self.launch_id or "\0" in self.launch_id
+            ),
+        }
 
     def rank_command(self) -> list[str]:
         """The command that an engine runs once per rank; the rank learns from its environment who

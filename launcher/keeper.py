@@ -1,5 +1,4 @@
-"""The keeper: a process between launcher and ranks that forks them, reaps everything below it, and
-outlives none.
+"""The keeper: a process between launcher and ranks that forks them, and outlives none of them.
 
 It has one thread and does nothing else, so it can always fork, and always obey. It adopts what the
 ranks leave behind. If the launcher dies, the command pipe ends, and the keeper ends everything.
@@ -7,6 +6,7 @@ ranks leave behind. If the launcher dies, the command pipe ends, and the keeper 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import selectors
@@ -22,33 +22,43 @@ from launcher import linux, seat, wire
 from launcher.job import Job
 from launcher.seat import Seat
 
+PROCESS_NAME = "launch-keeper"
 LEFTOVER_GRACE_S = 0.25  # for processes that ranks have left behind, between SIGTERM and SIGKILL
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a keeper is to keep. commands: where it reads; reports: where it writes; both are pipes
-    to the launcher.
+    """What a keeper is to keep.
+
+    commands, reports: where it reads and where it writes, pipes to the launcher. is_fresh: its
+    process exists only for this launch. shared: descriptors that the LaunchInfo of ranks speak of.
+    environment: for all ranks, set before anything is preloaded.
     """
 
     job: Job
     seats: Sequence[Seat]
     commands: int
     reports: int
-    launcher: int
     is_fresh: bool
+    shared: Sequence[int] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    def rank_fds(self) -> list[int]:
-        return [fd for one in self.seats for fd in (one.stdout, one.stderr, one.report)]
+    def for_ranks(self) -> list[int]:
+        """The descriptors that only ranks need."""
+        pipes = [fd for one in self.seats for fd in (one.stdout, one.stderr, one.report)]
+        return [*pipes, *self.shared]
+
+    def descriptors(self) -> list[int]:
+        return [*self.for_ranks(), self.commands, self.reports]
 
 
 def keep(plan: Plan) -> int:
-    """Start the ranks, and return the keeper's exit code when nothing is left below it. In a rank,
-    never returns.
+    """Start the ranks; return the keeper's exit code when nothing is left below it.
+
+    In a rank it never returns.
     """
+    linux.name_process(PROCESS_NAME)
     os.setsid()
-    linux.name_process("keeper")
     linux.adopt_orphans(True)
     woken = _wake_on_children()
     try:
@@ -62,9 +72,7 @@ def keep(plan: Plan) -> int:
 
 
 def _wake_on_children() -> socket.socket:
-    """A socket that becomes readable when a child ends. What stops a program does not stop its
-    keeper.
-    """
+    """A socket, readable when a child ends. What stops programs does not stop a keeper."""
     reading, writing = socket.socketpair()
     reading.setblocking(False)
     writing.setblocking(False)
@@ -82,6 +90,8 @@ def _preload(plan: Plan) -> None:
             importlib.import_module(name)
         except BaseException as error:
             raise RuntimeError(f"preloading {name!r}: {type(error).__name__}: {error}") from error
+    gc.collect()
+    gc.freeze()  # what is never collected is never written to, so its pages stay shared
 
 
 def _fork_ranks(plan: Plan) -> dict[int, int]:
@@ -94,9 +104,22 @@ def _fork_ranks(plan: Plan) -> dict[int, int]:
             _sit_down(one, plan, keeper)
         pids[pid] = one.info.rank
         wire.send(plan.reports, {"rank": one.info.rank, "pid": pid})
-    for fd in plan.rank_fds():
+        _check_fork_was_safe(plan)
+    for fd in plan.for_ranks():
         os.close(fd)
     return pids
+
+
+def _check_fork_was_safe(plan: Plan) -> None:
+    """Counted after the fork, for libraries may end their threads in fork handlers."""
+    what = "an accelerator open" if linux.holds_accelerator() else ""
+    if (count := linux.threads_alive()) > 1:
+        what = f"{count - 1} threads running"
+    if what:
+        raise RuntimeError(
+            f"after preloading {', '.join(plan.job.preload)} there is {what}, which no forked rank "
+            "could use. Do not preload the module that does so."
+        )
 
 
 def _sit_down(one: Seat, plan: Plan, keeper: int) -> None:

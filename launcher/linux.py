@@ -99,16 +99,20 @@ def session(pid: int) -> int:
     return int(fields[3]) if fields else 0
 
 
-def is_zombie(pid: int) -> bool:
-    fields = stat(pid)
-    return not fields or fields[0] in "ZX"
+def name_of(pid: int) -> str:
+    """What name_process has set."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").rstrip("\n")
+    except OSError:
+        return ""
 
 
-def descendants(ancestor: int) -> set[int]:
-    """Every living process below ancestor."""
+def descendants(ancestor: int, zombies: bool = False) -> set[int]:
+    """Every process below ancestor; if asked for, also those that only wait to be reaped."""
+    dead = "X" if zombies else "XZ"
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
-        if name.isdigit() and (fields := stat(int(name))) and fields[0] not in "ZX":
+        if name.isdigit() and (fields := stat(int(name))) and fields[0] not in dead:
             children.setdefault(int(fields[1]), []).append(int(name))
     found: set[int] = set()
     waiting = [ancestor]

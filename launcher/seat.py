@@ -14,15 +14,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from launcher import linux, target, threads, values, wire
-from launcher.info import LaunchInfo
+from launcher.info import CHOICE, LaunchInfo
 from launcher.job import Job
 
+DUMP_SIGNAL = signal.SIGRTMAX  # the rank writes its stacks to its report at this one
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -40,7 +40,6 @@ class Seat:
     report: int
     others: tuple[int, ...] = ()
     cores: tuple[int, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def run(seat: Seat, job: Job, keeper: int, is_fresh: bool) -> None:
@@ -60,14 +59,15 @@ def run(seat: Seat, job: Job, keeper: int, is_fresh: bool) -> None:
 
 def _take(seat: Seat, keeper: int) -> None:
     linux.die_with(keeper)
-    os.setsid()
     linux.name_process(f"rank {seat.info.rank}")
+    os.setsid()
     _reset_signals()
     for fd in seat.others:
         os.close(fd)
     _open_streams(seat)
     faulthandler.enable(file=seat.report)
-    os.environ.update(seat.environment)
+    faulthandler.register(DUMP_SIGNAL, file=seat.report)
+    os.environ.pop(CHOICE, None)
     os.environ.update(seat.info.to_env())
     if seat.cores:
         os.sched_setaffinity(0, seat.cores)

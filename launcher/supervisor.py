@@ -6,53 +6,28 @@ import contextlib
 import os
 import selectors
 import signal
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from launcher import values, wire
-from launcher.errors import Failure, LaunchError, LaunchInterrupted, LaunchTimeout, signal_name
+from launcher import stops, verdict, wire
+from launcher.errors import signal_name
 from launcher.info import LaunchInfo
 from launcher.job import Job
 from launcher.output import Output
+from launcher.ranks import Rank
+from launcher.seat import DUMP_SIGNAL
 
 FAILURE_GRACE_S = 0.5  # between SIGTERM and SIGKILL for the others, once a rank has failed
 STOP_GRACE_S = 10.0  # the same, when somebody asked the launcher to stop
-REAPING_LAG_S = 0.1  # a death is seen this much later than it happened, at most
-STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-TIMEOUT_CODE = 124  # as timeout(1)
-
-
-@dataclass
-class Rank:
-    """What the launcher knows of one rank so far."""
-
-    info: LaunchInfo
-    pid: int = 0
-    exit_code: int | None = None
-    ended_s: float = 0.0
-    failure: dict[str, Any] | None = None
-    has_result: bool = False
-    result: Any = None
-    dump: list[str] = field(default_factory=list)
-    told_to_end: bool = False
-
-    @property
-    def lives(self) -> bool:
-        return self.exit_code is None
-
-    @property
-    def failed(self) -> bool:
-        return self.failure is not None or bool(self.exit_code)
+DUMP_S = 0.2  # for ranks to write down where they are, before a launch that takes too long is ended
 
 
 @dataclass(frozen=True)
 class Ears:
-    """The launcher's ends of the pipes. commands: to the keeper; reports: from it; ranks: (out,
-    err, report) of each.
+    """The launcher's ends of the pipes: to the keeper, from the keeper, (out, err, report) of
+    ranks.
     """
 
     commands: int
@@ -61,8 +36,7 @@ class Ears:
 
     def close(self) -> None:
         for fd in (self.commands, self.reports, *(fd for three in self.ranks for fd in three)):
-            with contextlib.suppress(OSError):
-                os.close(fd)
+            os.close(fd)
 
 
 class Supervisor:
@@ -74,35 +48,50 @@ class Supervisor:
         self.ears = ears
         self.output = output
         self.selector = selectors.DefaultSelector()
-        self.keeper_lives = True
-        self.trouble = ""
-        self.stopped_by: int | None = None
-        self.timed_out = False
         self.pipes: dict[int, Callable[[bytes], None]] = {}
-        self.deadlines: dict[str, float] = {}
-        if job.timeout_s is not None:
-            self.deadlines["timeout"] = time.monotonic() + job.timeout_s
+        self.prints = {fd for out, err, _ in ears.ranks for fd in (out, err)}
+        self.deadlines: dict[float, Callable[[], None]] = {}
+        self.keeper_lives = True
+        self.is_ending = False
+        self.end = verdict.End(began_s=time.monotonic())
 
     def watch(self, bury: Callable[[], None]) -> list[Any]:
-        """Each rank's result. Returns or raises LaunchError when bury has ended all that a keeper
-        may leave.
-        """
+        """Each rank's result, or LaunchError, when bury has ended all that a keeper may leave."""
         self._listen()
-        with self.selector, _signals(self.selector, self._stop):
+        if self.job.timeout_s is not None:
+            self._after(self.job.timeout_s, self._time_is_over)
+        with self.selector, stops.heard(self.selector, self._stop):
             while self.keeper_lives:
-                for key, _ in self.selector.select(self._patience()):
-                    key.data()
-                self._meet_deadlines()
+                self._turn()
             bury()
             self._drain()
-        return self._outcome()
+            while self.output.is_waiting and self.end.times_stopped < 2:
+                self._turn()
+        return verdict.results(self.job, self.ranks, self.end)
+
+    def _turn(self) -> None:
+        """Wait for something to happen, and answer it."""
+        is_full = self.output.is_full
+        for key, _ in self.selector.select(self._patience()):
+            if not (is_full and key.fd in self.prints):
+                key.data()
+        self._meet_deadlines()
+        with self._printing():
+            self.output.pump(0.02 if is_full else 0)
+
+    def _patience(self) -> float | None:
+        """Seconds until something is due; None for never."""
+        due = [max(0.0, deadline - time.monotonic()) for deadline in self.deadlines]
+        if (output := self.output.patience()) is not None:
+            due.append(output)
+        return 0 if self.output.is_full else min(due, default=None)
 
     def _listen(self) -> None:
-        self._register(self.ears.reports, self._keeper_says(wire.Lines()))
+        self._register(self.ears.reports, _by_line(self._keeper_says))
         for rank, (out, err, report) in zip(self.ranks, self.ears.ranks, strict=True):
-            self._register(out, self._rank_prints(rank, "out", wire.Lines()))
-            self._register(err, self._rank_prints(rank, "err", wire.Lines()))
-            self._register(report, self._rank_says(rank, wire.Lines()))
+            self._register(out, self._printer(rank, "out"))
+            self._register(err, self._printer(rank, "err"))
+            self._register(report, self._listener(rank))
 
     def _register(self, fd: int, action: Callable[[bytes], None]) -> None:
         os.set_blocking(fd, False)
@@ -119,78 +108,91 @@ class Supervisor:
         if not data:
             self.selector.unregister(fd)
             del self.pipes[fd]
+            self.keeper_lives = self.keeper_lives and fd != self.ears.reports
         return bool(data)
 
-    def _rank_prints(self, rank: Rank, stream: str, lines: wire.Lines) -> Callable[[bytes], None]:
+    def _printer(self, rank: Rank, stream: str) -> Callable[[bytes], None]:
         def action(data: bytes) -> None:
-            for line in lines.feed(data):
-                self.output.line(rank.info.rank, stream, line)
-            if not data and lines.rest:
-                self.output.line(rank.info.rank, stream, lines.rest)
+            with self._printing():
+                self.output.take(rank.info.rank, stream, data)
 
         return action
 
-    def _rank_says(self, rank: Rank, lines: wire.Lines) -> Callable[[bytes], None]:
-        def action(data: bytes) -> None:
-            for line in lines.feed(data):
-                self._hear(rank, line)
+    def _listener(self, rank: Rank) -> Callable[[bytes], None]:
+        return _by_line(lambda line: self._hear(rank, line))
 
-        return action
+    @contextlib.contextmanager
+    def _printing(self) -> Iterator[None]:
+        """End the launch if what the ranks print can go nowhere."""
+        try:
+            yield
+        except OSError as error:
+            self.output.give_up()
+            self._note_end(unprintable=error)
+            self._end_ranks(STOP_GRACE_S)
 
     def _hear(self, rank: Rank, line: bytes) -> None:
+        """What a rank reports of itself: how its target ended, or the dump of a crash."""
         record = wire.parse(line)
         if record is None:
             rank.dump.append(line.decode(errors="replace"))
-        elif "result" in record:
-            rank.has_result, rank.result = True, values.loads(record["result"])
-        else:
-            rank.failure = record["failure"]
-            self._end(FAILURE_GRACE_S, spare=rank)
+            return
+        rank.record = record
+        if "failure" in record:
+            self.output.log(rank.info.rank, record["failure"]["traceback"])
+            self._end_ranks(FAILURE_GRACE_S)
 
-    def _keeper_says(self, lines: wire.Lines) -> Callable[[bytes], None]:
-        def action(data: bytes) -> None:
-            for line in lines.feed(data):
-                self._note(wire.parse(line) or {})
-            self.keeper_lives = self.keeper_lives and bool(data)
-
-        return action
-
-    def _note(self, record: dict[str, Any]) -> None:
+    def _keeper_says(self, line: bytes) -> None:
+        record = wire.parse(line) or {}
         if "trouble" in record:
-            self.trouble = record["trouble"]
+            self._note_end(trouble=record["trouble"])
             return
         rank = self.ranks[record["rank"]]
         if "pid" in record:
             rank.pid = record["pid"]
         elif "stopped" in record:
-            self._notice_stop(rank, record["stopped"])
+            self._notice_stopped(rank, record["stopped"])
         elif "exit_code" in record:
             rank.exit_code, rank.ended_s = record["exit_code"], record["time_s"]
             if rank.failed:
-                self._end(FAILURE_GRACE_S)
+                self._end_ranks(FAILURE_GRACE_S)
 
-    def _notice_stop(self, rank: Rank, number: int) -> None:
+    def _notice_stopped(self, rank: Rank, number: int) -> None:
         self.output.notice(
-            f"rank {rank.info.rank} (pid {rank.pid}) is stopped by {signal_name(number)}, and the "
-            "others will wait "
-            f"for it: `kill -CONT {rank.pid}` lets it go on."
+            f"rank {rank.info.rank} (pid {rank.pid}) was stopped by {signal_name(number)}, and the "
+            f"others will wait for it: `kill -CONT {rank.pid}` lets it go on."
         )
 
     def _stop(self, number: int) -> None:
-        """Somebody asked the launcher to stop: pass it on; asked twice, stop at once."""
-        if self.stopped_by is not None:
+        """Somebody asked the launcher to stop: ask the ranks; asked again, end them at once."""
+        self.end.times_stopped += 1
+        self.is_ending = True
+        if self.end.times_stopped > 1:
             self._kill()
             return
-        self.stopped_by = number
-        self._signal(number, self._living(), whole_group=number == signal.SIGINT)
-        self._set_deadline("kill", STOP_GRACE_S)
+        self._note_end(stopped_by=number)
+        is_key = number == signal.SIGINT
+        self._signal(number if is_key else signal.SIGTERM, self._living(), whole_group=is_key)
+        self._after(STOP_GRACE_S, self._kill)
 
-    def _end(self, grace_s: float, spare: Rank | None = None) -> None:
-        """Ask every rank that was not asked yet to end, and kill those that do not in time."""
-        asked = [rank for rank in self._living() if not rank.told_to_end and rank is not spare]
-        if self.stopped_by is None:
-            self._signal(signal.SIGTERM, asked)
-            self._set_deadline("kill", grace_s)
+    def _time_is_over(self) -> None:
+        """Learn where every rank is, then end them."""
+        self._note_end(timed_out=True)
+        self._signal(DUMP_SIGNAL, self._living())
+        self._after(DUMP_S, lambda: self._end_ranks(FAILURE_GRACE_S))
+
+    def _note_end(self, **why: Any) -> None:
+        """Only the first reason counts: the later ones follow from it."""
+        if not self.end.is_told:
+            for name, value in why.items():
+                setattr(self.end, name, value)
+
+    def _end_ranks(self, grace_s: float) -> None:
+        """Ask the ranks to end, once, but for those that are leaving; kill those that do not."""
+        if not self.is_ending:
+            self.is_ending = True
+            self._signal(signal.SIGTERM, [rank for rank in self._living() if not rank.failed])
+            self._after(grace_s, self._kill)
 
     def _kill(self) -> None:
         self._signal(signal.SIGKILL, self._living(), whole_group=True)
@@ -199,112 +201,37 @@ class Supervisor:
         return [rank for rank in self.ranks if rank.lives]
 
     def _signal(self, number: int, ranks: list[Rank], whole_group: bool = False) -> None:
-        for rank in ranks:
-            rank.told_to_end = True
+        if number != DUMP_SIGNAL:
+            for rank in ranks:
+                rank.told_to_end_s = rank.told_to_end_s or time.monotonic()
         chosen = [rank.info.rank for rank in ranks]
         record = {"signal": int(number), "ranks": chosen, "whole_group": whole_group}
         with contextlib.suppress(BrokenPipeError):
             wire.send(self.ears.commands, record)
 
-    def _set_deadline(self, name: str, after_s: float) -> None:
-        self.deadlines.setdefault(name, time.monotonic() + after_s)
-
-    def _patience(self) -> float | None:
-        if not self.deadlines:
-            return None
-        return max(0.0, min(self.deadlines.values()) - time.monotonic())
+    def _after(self, seconds: float, action: Callable[[], None]) -> None:
+        self.deadlines[time.monotonic() + seconds] = action
 
     def _meet_deadlines(self) -> None:
         now = time.monotonic()
-        for name in [name for name, deadline in self.deadlines.items() if deadline <= now]:
-            del self.deadlines[name]
-            if name == "kill":
-                self._kill()
-            else:
-                self.timed_out = True
-                self._end(FAILURE_GRACE_S)
+        for deadline in sorted(due for due in self.deadlines if due <= now):
+            self.deadlines.pop(deadline)()
 
     def _drain(self) -> None:
         """Read what is left in the pipes; nothing writes to them any more."""
         for fd in list(self.pipes):
             while self._read(fd):
                 pass
-
-    def _outcome(self) -> list[Any]:
-        failures = self._failures()
-        if self.stopped_by is not None:
-            name = signal_name(self.stopped_by)
-            raise LaunchInterrupted(
-                f"the launch was stopped by {name}", failures, 128 + self.stopped_by
-            )
-        if self.timed_out:
-            raise LaunchTimeout(
-                f"the launch took longer than {self.job.timeout_s} s", failures, TIMEOUT_CODE
-            )
-        if self.trouble:
-            raise LaunchError(f"the ranks could not be started: {self.trouble}", failures)
-        if any(rank.lives for rank in self.ranks):
-            raise LaunchError("the keeper of the ranks was killed", failures, 128 + signal.SIGKILL)
-        if failures:
-            first = failures[0]
-            details = f"\n\n{first.traceback}" if first.traceback else ""
-            raise LaunchError(f"{first.summary()}{details}", failures, first.exit_code)
-        return [rank.result for rank in self.ranks]
-
-    def _failures(self) -> tuple[Failure, ...]:
-        """The failed ranks, earliest first; those that died because we ended them come last, and
-        are said to.
-        """
-        found = [
-            self._failure(rank) for rank in self.ranks if rank.failed or self._left_early(rank)
-        ]
-        return tuple(sorted(found, key=lambda failure: (failure.ended_by_launcher, failure.time_s)))
-
-    def _left_early(self, rank: Rank) -> bool:
-        """A function's rank that ended well, as far as its exit code says, but left no result."""
-        return self.job.target.kind == "function" and not rank.has_result and not rank.lives
-
-    def _failure(self, rank: Rank) -> Failure:
-        said = rank.failure or {
-            "time_s": rank.ended_s - REAPING_LAG_S,
-            "host": socket.gethostname(),
-            "traceback": "\n".join(rank.dump),
-        }
-        code = rank.exit_code or said.get("exit_code", 1)
-        return Failure(
-            rank=rank.info.rank,
-            local_rank=rank.info.local_rank,
-            pid=rank.pid,
-            ended_by_launcher=rank.told_to_end and rank.failure is None,
-            **{**said, "exit_code": code},
-        )
+            if fd in self.prints and fd in self.pipes:
+                self.pipes[fd](b"")
 
 
-@contextlib.contextmanager
-def _signals(selector: selectors.BaseSelector, action: Callable[[int], None]) -> Iterator[None]:
-    """Within this context, a signal that stops programs calls action instead. Only where signals
-    arrive: the main thread.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    reading, writing = socket.socketpair()
-    reading.setblocking(False)
-    writing.setblocking(False)
-    old_fd = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
-    old = {number: signal.signal(number, lambda *_: None) for number in STOPPING_SIGNALS}
-    selector.register(reading, selectors.EVENT_READ, lambda: _each(reading, action))
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(old_fd)
-        for number, handler in old.items():
-            signal.signal(number, handler)
-        reading.close()
-        writing.close()
+def _by_line(action: Callable[[bytes], None]) -> Callable[[bytes], None]:
+    """What to do with bytes, so that action is called with each line of them."""
+    lines = wire.Lines()
 
+    def feed(data: bytes) -> None:
+        for line in lines.feed(data):
+            action(line)
 
-def _each(reading: socket.socket, action: Callable[[int], None]) -> None:
-    for number in reading.recv(4096):
-        if number in STOPPING_SIGNALS:
-            action(number)
+    return feed

@@ -15,7 +15,7 @@ MARK = "\x1e"
 
 
 def send(fd: int, record: dict[str, Any]) -> None:
-    data = f"{MARK}{values.dumps(record)}\n".encode()
+    data = memoryview(f"{MARK}{values.dumps(record)}\n".encode())
     while data:
         data = data[os.write(fd, data) :]
 
@@ -29,12 +29,25 @@ def parse(line: bytes) -> dict[str, Any] | None:
 
 
 class Lines:
-    """Bytes in, whole lines out. `rest` is what has no end yet."""
+    """Bytes in, whole lines out; the last, without an end, is kept in parts, for it may be long."""
 
     def __init__(self) -> None:
-        self.rest = b""
         self._parts: list[bytes] = []
+        self.nbytes = 0  # of the line that has no end yet
 
     def feed(self, data: bytes) -> list[bytes]:
-        *lines, self.rest = (self.rest + data).split(b"\n")
-        return lines
+        head, newline, tail = data.rpartition(b"\n")
+        whole = b"".join([*self._parts, head]).split(b"\n") if newline else []
+        if newline:
+            self._parts.clear()
+            self.nbytes = 0
+        self._parts.append(tail)
+        self.nbytes += len(tail)
+        return whole
+
+    def take(self) -> bytes:
+        """What has no end yet; it will not be given again."""
+        rest = b"".join(self._parts)
+        self._parts.clear()
+        self.nbytes = 0
+        return rest

@@ -1,0 +1,103 @@
+"""What becomes of a launch when one of its ranks misbehaves: exit code, message, time, and nothing
+left.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+FAULTY = str(Path(__file__).parent / "faulty.py")
+
+# fault: (exit code, what the box says)
+TABLE = {
+    "raises": (1, "raised ZeroDivisionError: division by zero"),
+    "exits-3": (3, "left with exit code 3"),
+    "exits-with-a-message": (1, "left with exit code 1"),
+    "os-exit-9": (9, "left with exit code 9"),
+    "sigkill": (137, "was killed by SIGKILL"),
+    "sigsegv": (139, "was killed by SIGSEGV"),
+    "sigabrt": (134, "was killed by SIGABRT"),
+    "out-of-memory": (1, "raised MemoryError"),
+    "import-error": (1, "raised ModuleNotFoundError"),
+    "flood": (1, "raised RuntimeError: after the flood"),
+    "no-end": (137, "was killed by SIGKILL"),
+    "closes-its-files": (5, "left with exit code 5"),
+    "daemonises": (4, "left with exit code 4"),
+    "leaves-children": (4, "left with exit code 4"),
+    "deaf-others": (7, "left with exit code 7"),
+}
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+@pytest.mark.parametrize("fault", TABLE)
+def test_the_launch_ends_soon_with_the_code_and_the_name_of_the_rank_that_failed(
+    command, fault, culprit
+):
+    code, message = TABLE[fault]
+    ended = command.run("run", "-n", "3", FAULTY, fault, str(culprit))
+    first, *others = [line for line in ended.err.splitlines() if "rank" in line and "pid" in line]
+    assert f"rank {culprit} (local rank {culprit}, pid" in first and message in first
+    assert ended.code == code
+    assert len(others) == 2 and all("was ended by the launcher" in other for other in others)
+    assert ended.seconds < 4, "the others wait for a minute"
+
+
+@pytest.mark.parametrize("fault", ["raises", "sigsegv"])
+def test_the_box_shows_the_line_that_failed(command, fault):
+    ended = command.run("run", "-n", "2", FAULTY, fault, "1")
+    assert "faulty.py" in ended.err and "launcher/seat.py" not in ended.err
+
+
+def test_a_line_without_an_end_is_not_lost_at_death(command):
+    assert "no end of line" in command.run("run", "-n", "2", FAULTY, "no-end", "1").lines(1)
+
+
+def test_leaving_early_with_code_0_is_told_beside_the_failure_that_follows(command):
+    script = command.script(
+        "import os, time, launcher\n"
+        "if launcher.current().rank == 1: os._exit(0)\n"
+        "time.sleep(0.3)\nraise RuntimeError('peer lost')"
+    )
+    ended = command.run("run", "-n", "2", script)
+    assert ended.code == 1 and "peer lost" in ended.err and "Rank 1 had left early" in ended.err
+
+
+def test_the_cause_is_shown_before_the_error_of_the_peer_that_lost_it(command):
+    """The peer's connection ends before anybody can reap the process at its other end."""
+    script = command.script(
+        "import os, signal, socket, launcher\n"
+        "info = launcher.current()\n"
+        "if info.rank == 0:\n"
+        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "    listener = socket.socket(fileno=int(info.extras['master_fd']))\n"
+        "    peer, _ = listener.accept()\n"
+        "    if not peer.recv(1): raise ConnectionError('lost my peer')\n"
+        "peer = socket.create_connection((info.master_addr, info.master_port))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    ended = command.run("run", "-n", "2", script)
+    assert ended.code == 137
+    assert ended.err.index("killed by SIGKILL") < ended.err.index("lost my peer")
+
+
+def test_a_stopped_rank_is_named_and_the_timeout_ends_it(command):
+    script = command.script(
+        "import os, signal, time, launcher\n"
+        "if launcher.current().rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "time.sleep(60)"
+    )
+    ended = command.run("run", "-n", "2", "--timeout", "1", script)
+    assert ended.code == 124 and ended.seconds < 4
+    assert "was stopped by SIGSTOP" in ended.err and "kill -CONT" in ended.err
+
+
+def test_the_timeout_shows_where_every_rank_was(command):
+    script = command.script(
+        "import time\ndef wait_for_ever():\n    time.sleep(60)\nwait_for_ever()"
+    )
+    ended = command.run("run", "-n", "2", "--timeout", "0.5", script)
+    assert ended.code == 124
+    assert "rank 0 was here" in ended.err and "rank 1 was here" in ended.err
+    assert ended.err.count("in wait_for_ever") == 2
