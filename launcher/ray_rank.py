@@ -1,0 +1,48 @@
+"""One rank of a launch under Ray: what its actor does."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from launcher import ports, seat, secret, target, values
+from launcher.info import LaunchInfo
+from launcher.job import Job, Target
+
+
+class Rank:
+    """Ray keeps one process for it; everything that goes in and comes out is a string or bytes."""
+
+    def __init__(self) -> None:
+        self._listener: socket.socket | None = None
+
+    def listen(self, launch_id: str, address: str, port: int) -> int:
+        """Called on rank 0 only: the port on which it listens from now on."""
+        self._listener = ports.listen(launch_id, address, port)
+        return int(self._listener.getsockname()[1])
+
+    def run(self, info: bytes, launch_secret: bytes, kind: str, name: str, arguments: str) -> str:
+        """Run the target; returns a record, {"result": ...} or {"failure": ...}, as text."""
+        extras = {"secret_fd": str(secret.store(launch_secret)), **self._master_fd()}
+        me = LaunchInfo.from_bytes(info)
+        me = replace(me, extras={**me.extras, **extras})
+        os.environ.update(me.to_env())
+        job = Job(Target(kind, name), args=tuple(values.loads(arguments)))  # type: ignore[arg-type]
+        return values.dumps(_outcome(job, me.rank))
+
+    def _master_fd(self) -> Mapping[str, str]:
+        return {"master_fd": str(self._listener.fileno())} if self._listener else {}
+
+
+def _outcome(job: Job, rank: int) -> dict[str, Any]:
+    try:
+        result = target.call(job)
+        values.dumps(result)  # what cannot travel is this rank's failure
+        return {"result": result}
+    except BaseException as error:
+        if seat.exit_code(error) == 0:
+            return {"result": None}
+        return {"failure": {**seat.describe(error), "rank": rank, "pid": os.getpid()}}
