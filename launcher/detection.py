@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import replace
 
-from launcher import linux, registry
+from launcher import context, linux, registry, secret
 from launcher.info import CHOICE, LaunchInfo, LaunchInfoError
 
 
 def current(launcher: str | None = None) -> LaunchInfo:
-    """The LaunchInfo of this rank: from the launcher named, or the innermost that started it, or a
-    world of one.
+    """The LaunchInfo of this rank; a world of one if nobody started it as one.
 
-    launcher: insist on this one; the environment variable DRUMLINE_LAUNCHER does the same.
-    Raises LaunchInfoError if variables are half set, contradict each other, or are not those of the
-    launcher named.
+    It comes from the launcher named, or the innermost that started this process. The environment
+    variable DRUMLINE_LAUNCHER names one, too, but not for ranks that are threads of this process.
+
+    Raises LaunchInfoError if variables are half set, contradict each other, or are not there for
+    the launcher named.
     """
-    name = launcher or os.environ.get(CHOICE)
+    info = _insist(launcher) if launcher else context.current() or _from_environment()
+    secret_fd = None if "secret_fd" in info.extras else secret.take(os.environ)
+    if secret_fd is None:
+        return info
+    return replace(info, extras={**info.extras, "secret_fd": str(secret_fd)})
+
+
+def _from_environment() -> LaunchInfo:
+    name = os.environ.get(CHOICE)
     if name:
         return _insist(name)
     found = (candidate.detect(os.environ) for candidate in registry.every())
@@ -29,8 +39,8 @@ def _insist(name: str) -> LaunchInfo:
     if info is None:
         raise LaunchInfoError(
             f"the launcher {name!r} was named, but did not start this process: none of its "
-            "variables is set. "
-            f"Unset {CHOICE}, or start through `python -m launcher run --launcher {name}`."
+            f"variables is set. Unset {CHOICE}, or start through "
+            f"`python -m launcher run --launcher {name}`."
         )
     return info
 

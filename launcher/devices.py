@@ -39,6 +39,17 @@ def visible(environ: Mapping[str, str] = os.environ) -> list[Device]:
     return gpus if VISIBLE not in environ else list(_chosen(environ[VISIBLE], gpus))
 
 
+def of_ranks(nprocs: int, share: bool) -> dict[int, dict[str, str]]:
+    """What LaunchInfo.extras says of the device of each local rank that has one.
+
+    Rank i has the i-th visible device to itself, and a rank beyond the last has none; share lets
+    those begin again at the first.
+    """
+    gpus = visible()
+    count = nprocs if share and gpus else min(nprocs, len(gpus))
+    return {rank: {"device": gpus[rank % len(gpus)].uuid} for rank in range(count)}
+
+
 def every() -> list[Device]:
     """Every GPU of this node; a GPU that is divided (MIG) is listed as its instances."""
     with _nvml() as nvml:

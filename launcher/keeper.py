@@ -125,12 +125,18 @@ def _check_fork_was_safe(plan: Plan) -> None:
 def _sit_down(one: Seat, plan: Plan, keeper: int) -> None:
     """In a rank just forked: run it, and never come back but by SystemExit."""
     try:
-        for fd in (plan.commands, plan.reports):
-            os.close(fd)
+        _close_what_is_not_for(one, plan)
         seat.run(one, plan.job, keeper, plan.is_fresh)
     except Exception:
         traceback.print_exc()
     os._exit(1)
+
+
+def _close_what_is_not_for(one: Seat, plan: Plan) -> None:
+    """Leave open the rank's own pipes, and of what is shared, what its LaunchInfo speaks of."""
+    named = {int(fd) for name, fd in one.info.extras.items() if name.endswith("_fd")}
+    for fd in {*plan.descriptors()} - {one.stdout, one.stderr, one.report} - named:
+        os.close(fd)
 
 
 class _Keeping:

@@ -57,6 +57,15 @@ def line_buffer_c_stdout() -> None:
     libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, line_buffered, ctypes.c_size_t(0))
 
 
+def wipe_variable(name: str) -> None:
+    """Overwrite a variable's value where it lies, which is where /proc/PID/environ reads it."""
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_void_p
+    address = getenv(name.encode())
+    if address:
+        ctypes.memset(address, ord("-"), len(ctypes.string_at(address)))
+
+
 def threads_alive() -> int:
     """Operating-system threads of this process, those of libraries too."""
     return len(os.listdir("/proc/self/task"))

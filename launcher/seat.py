@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from launcher import linux, target, threads, values, wire
+from launcher import context, linux, target, values, wire
 from launcher.info import CHOICE, LaunchInfo
 from launcher.job import Job
 
@@ -38,7 +38,6 @@ class Seat:
     stdout: int
     stderr: int
     report: int
-    others: tuple[int, ...] = ()
     cores: tuple[int, ...] = ()
 
 
@@ -62,8 +61,6 @@ def _take(seat: Seat, keeper: int) -> None:
     linux.name_process(f"rank {seat.info.rank}")
     os.setsid()
     _reset_signals()
-    for fd in seat.others:
-        os.close(fd)
     _open_streams(seat)
     faulthandler.enable(file=seat.report)
     faulthandler.register(DUMP_SIGNAL, file=seat.report)
@@ -105,7 +102,7 @@ def _call(seat: Seat, job: Job) -> int:
     """The target's exit code, after reporting its result or how it failed."""
     pipe = os.fstat(seat.report)
     try:
-        with threads.rank_of(None):
+        with context.rank_of(None):
             record: dict[str, Any] = {"result": values.dumps(target.call(job))}
         code = 0
     except BaseException as error:

@@ -1,83 +1,52 @@
-"""Ranks as threads of one process: the acid test against global state, and the quickest way to try
-something.
+"""Ranks as threads of one process: the acid test against global state, and quick to try things.
 
 results = launcher.launch(work, nprocs=4, launcher="threads")
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import os
 import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from launcher import ports, secret, target
+from launcher import context, ports, secret, target
 from launcher.errors import Failure, LaunchError, LaunchTimeout
 from launcher.info import LaunchInfo
+from launcher.infos import of_node
 from launcher.job import Job
 
 NAME = "threads"
-GRACE_S = (
-    2.0  # for the others, once one has failed: a thread can be asked by its peers' errors only
-)
-
-_info: contextvars.ContextVar[LaunchInfo | None] = contextvars.ContextVar("info", default=None)
+GRACE_S = 2.0  # once a rank has failed, for the others: only their own errors can end threads
 
 
 def detect(environ: Mapping[str, str]) -> LaunchInfo | None:
-    return _info.get()
-
-
-@contextlib.contextmanager
-def rank_of(info: LaunchInfo | None) -> Iterator[None]:
-    """Within this context, on this thread, `launcher.current()` is info."""
-    token = _info.set(info)
-    try:
-        yield
-    finally:
-        _info.reset(token)
+    return context.current()
 
 
 def run(job: Job) -> list[Any]:
-    """Each rank's result, by rank. Raises LaunchError with the first exception; its __cause__ is
-    that exception.
+    """Each rank's result, by rank.
+
+    Raises LaunchError with the first exception as its __cause__.
     """
     with ports.listen(job.launch_id, job.master_addr, job.master_port) as listener:
         secret_fd = secret.create()
+        extras = {"secret_fd": str(secret_fd)}
+        master = {**extras, "master_fd": str(listener.fileno())}
         try:
-            return _Ranks(job, infos(job, listener, secret_fd)).results()
+            infos = of_node(job, listener.getsockname()[1], extras, master)
+            return _Ranks(job, infos).results()
         finally:
             os.close(secret_fd)
-
-
-def infos(job: Job, listener: socket.socket, secret_fd: int) -> list[LaunchInfo]:
-    """The LaunchInfo of each rank. Every rank of one process shares the descriptors, and the
-    launcher closes them.
-    """
-    master_fd = {"master_fd": str(listener.fileno())}
-    return [
-        LaunchInfo(
-            launch_id=job.launch_id,
-            world_size=job.nprocs,
-            local_world_size=job.nprocs,
-            rank=rank,
-            local_rank=rank,
-            master_addr=job.master_addr,
-            master_port=listener.getsockname()[1],
-            extras={"secret_fd": str(secret_fd), **(master_fd if rank == 0 else {})},
-        )
-        for rank in range(job.nprocs)
-    ]
 
 
 class _Ranks:
     def __init__(self, job: Job, infos: list[LaunchInfo]) -> None:
         self.job = job
+        self.began_s = time.monotonic()
         self.values: dict[int, Any] = {}
         self.errors: list[tuple[Failure, BaseException]] = []
         self.changed = threading.Condition()
@@ -101,7 +70,7 @@ class _Ranks:
         return [self.values[rank] for rank in range(self.job.nprocs)]
 
     def _rank(self, info: LaunchInfo, work: Callable[[], Any]) -> None:
-        with rank_of(info):
+        with context.rank_of(info):
             try:
                 value = work()
             except BaseException as error:
@@ -119,7 +88,7 @@ class _Ranks:
             local_rank=info.local_rank,
             host=socket.gethostname(),
             pid=os.getpid(),
-            time_s=time.monotonic(),
+            time_s=time.monotonic() - self.began_s,
             exit_code=code,
             type=type(error).__name__,
             message=str(error),

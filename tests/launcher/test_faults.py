@@ -73,8 +73,10 @@ def test_the_cause_is_shown_before_the_error_of_the_peer_that_lost_it(command):
         "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "    listener = socket.socket(fileno=int(info.extras['master_fd']))\n"
         "    peer, _ = listener.accept()\n"
+        "    peer.send(b'x')\n"
         "    if not peer.recv(1): raise ConnectionError('lost my peer')\n"
         "peer = socket.create_connection((info.master_addr, info.master_port))\n"
+        "peer.recv(1)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     ended = command.run("run", "-n", "2", script)

@@ -1,0 +1,27 @@
+"""The LaunchInfo of every rank that one node gets, where we start the ranks."""
+
+from __future__ import annotations
+
+from launcher import devices
+from launcher.info import LaunchInfo
+from launcher.job import Job
+
+
+def of_node(
+    job: Job, port: int, extras: dict[str, str], first_extras: dict[str, str]
+) -> list[LaunchInfo]:
+    """The LaunchInfo of every rank of this node, with first_extras for the first."""
+    gpus = devices.of_ranks(job.nprocs, job.share_devices)
+    return [
+        LaunchInfo(
+            launch_id=job.launch_id,
+            world_size=job.nprocs * job.nnodes,
+            local_world_size=job.nprocs,
+            rank=job.node_rank * job.nprocs + local_rank,
+            local_rank=local_rank,
+            master_addr=job.master_addr,
+            master_port=port,
+            extras={**(extras if local_rank else first_extras), **gpus.get(local_rank, {})},
+        )
+        for local_rank in range(job.nprocs)
+    ]
