@@ -9,6 +9,7 @@ import functools
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Mapping
 
 from launcher import mpi_agreement
@@ -96,7 +97,8 @@ def command(job: Job) -> list[str]:
     if _is_open_mpi(mpiexec):
         return [mpiexec, *size, *_open_mpi_options(job), *job.rank_command()]
     per_node = ["-ppn", str(job.nprocs)] if job.nnodes > 1 else []
-    return [mpiexec, *size, *per_node, *job.rank_command()]
+    guard = [sys.executable, "-m", "launcher.mpi_guard"]
+    return [mpiexec, *size, *per_node, *guard, *job.rank_command()]
 
 
 def _open_mpi_options(job: Job) -> list[str]:

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,26 @@ def test_ranks_started_by_us_have_the_launch_id_that_was_asked_for(engine, tmp_p
     infos = _run(mpi.command(job), **mpi.environment(job))
     assert _common(infos) == {("tuesday", 2, "127.0.0.1", 23456)}
     assert [i["rank"] for i in infos] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("death", "code"), [("os._exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)], ids=["exit", "kill"]
+)
+def test_death_of_a_rank_ends_the_launch(engine, tmp_path, death, code):
+    """MPICH's mpiexec waits for the others if a rank exits with a code before MPI_Init."""
+    script = tmp_path / "script.py"
+    die = f"import os, time\nif info.rank == 1: {death}\ntime.sleep(60)\n"
+    script.write_text(SHOW.replace("time.sleep(0.3 * info.rank)", "") + die)
+    job = Job(Target("script", str(script)), nprocs=3)
+    began = time.monotonic()
+    done = subprocess.run(
+        mpi.command(job),
+        capture_output=True,
+        timeout=50,
+        env={**os.environ, **mpi.environment(job)},
+    )
+    assert done.returncode == code
+    assert time.monotonic() - began < 5
 
 
 def test_two_launches_at_once_have_two_names(engine):
