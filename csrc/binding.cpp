@@ -7,9 +7,14 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <dlfcn.h>
+#include <errno.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstring>
+#include <initializer_list>
 #include <mutex>
 #include <new>
 #include <string>
@@ -575,6 +580,41 @@ struct Plugin {
 
 const comm_plugin* table_of(PyObject* object) { return reinterpret_cast<Plugin*>(object)->table; }
 
+// A probe that crashes should cost a child process, not this one. Only a crash counts: what a child
+// may not do (touch a device that its parent uses) must not be held against the library.
+int signal_that_kills_probe(const comm_plugin* table) {
+    pid_t child = fork();
+    if (child == 0) {
+        int32_t score = 0;
+        for (int crash : {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT}) signal(crash, SIG_DFL);
+        alarm(10);
+        table->probe(&score);
+        _exit(0);
+    }
+    int status = 0;
+    while (child > 0 && waitpid(child, &status, 0) < 0 && errno == EINTR) continue;
+    return child > 0 && WIFSIGNALED(status) && WTERMSIG(status) != SIGALRM ? WTERMSIG(status) : 0;
+}
+
+PyObject* plugin_try_probe(PyObject* object, PyObject*) {
+    static std::mutex
+        one_at_a_time;  // a child must not inherit a lock that another thread's probe holds
+    int killer;
+    PyThreadState* state = PyEval_SaveThread();
+    {
+        std::lock_guard<std::mutex> turn(one_at_a_time);
+        killer = signal_that_kills_probe(table_of(object));
+    }
+    PyEval_RestoreThread(state);
+    if (killer == 0) return returned(Py_None);
+    PyErr_Format(
+        errors.unsupported,
+        "%s crashes when it is asked whether it can be used here: its probe() died of signal "
+        "%d (%s). Report that to its vendor",
+        table_of(object)->name, killer, strsignal(killer));
+    return nullptr;
+}
+
 PyObject* plugin_probe(PyObject* object, PyObject*) {
     const comm_plugin* table = table_of(object);
     int32_t score = 0;
@@ -729,6 +769,8 @@ void plugin_dealloc(PyObject* object) {  // the library stays loaded: its table 
 
 PyMethodDef plugin_methods[] = {
     {"probe", plugin_probe, METH_NOARGS, "probe() -> score; raises if this process cannot use it"},
+    {"try_probe", plugin_try_probe, METH_NOARGS,
+     "try_probe() raises if probe() would crash: it is tried in a child process first"},
     {"unique_id", plugin_unique_id, METH_NOARGS, "unique_id() -> bytes, to be given to every rank"},
     {"offers", plugin_offers, METH_O, "offers(entry) -> whether the table has this entry"},
     {"init", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)(void)>(plugin_init)),

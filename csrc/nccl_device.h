@@ -1,0 +1,53 @@
+// What this backend needs of the CUDA (or HIP) that torch has loaded: a device, four bytes, and to
+// know which graphs captured a call.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include <atomic>
+#include <memory>
+
+// Every function may be nullptr: without a loaded CUDA there is no device, and NCCL says so itself.
+struct DeviceLibrary {
+    int (*set_device)(int);
+    int (*get_device)(int*);
+    int (*allocate)(void**, size_t);
+    int (*release)(void*);
+    int (*attribute)(int*, int attribute, int device);
+    int (*capture_info)(void* stream, int* status, unsigned long long* id, void** graph,
+                        const void*** dependencies, size_t* num_dependencies);
+    int (*create_object)(void** object, void* payload, void (*destroy)(void*), unsigned references,
+                         unsigned flags);
+    int (*retain_object)(void* graph, void* object, unsigned references, unsigned flags);
+};
+
+DeviceLibrary find_device_library();
+bool is_rocm_loaded();
+
+// Makes a device current for a scope, as NCCL wants it while it connects.
+class CurrentDevice {
+   public:
+    CurrentDevice(const DeviceLibrary& library, int device);
+    ~CurrentDevice();
+    CurrentDevice(const CurrentDevice&) = delete;
+    CurrentDevice& operator=(const CurrentDevice&) = delete;
+
+   private:
+    const DeviceLibrary& library_;
+    int before_ = -1;
+};
+
+// Counts the graphs that hold calls of a communicator. A graph, and what is instantiated from it,
+// carries an object whose destruction counts it out again; that may come later, on a thread of the
+// driver's, even after the communicator is gone.
+class GraphCount {
+   public:
+    // Is the stream being captured? If so its graph is counted, once.
+    bool is_capturing(const DeviceLibrary& library, void* stream);
+    int live() const { return live_->load(std::memory_order_acquire); }
+
+   private:
+    std::shared_ptr<std::atomic<int>> live_ = std::make_shared<std::atomic<int>>(0);
+    unsigned long long last_ = 0;  // the capture seen last
+};
