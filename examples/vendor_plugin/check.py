@@ -1,0 +1,15 @@
+"""Does a backend keep its promises? One rank of the answer.
+
+python -m launcher run -n 3 examples/vendor_plugin/check.py examples/vendor_plugin/libtoy.so
+"""
+
+import sys
+
+from communicator import Communicator, conformance
+from coordinator import Coordinator
+
+with Coordinator() as coor, Communicator(coor, backend=sys.argv[1]) as comm:
+    report = conformance.check(comm)
+    if coor.is_master():
+        print(report)
+    report.raise_if_failed()
