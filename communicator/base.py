@@ -30,28 +30,43 @@ class Communicator:
     coor: who the ranks are. It stays the caller's, and must outlive the Communicator.
     backend: a name, the path of a vendor's library, or a subclass; None takes the best that every
         rank can use. A backend that one rank lacks is Unsupported on all of them.
+    timeout_s: the deadline of every call; coor's if not given.
     options: what the backend takes.
 
     Collectives are called by every rank in the same order, with the same shapes, dtypes and op. On
     the CPU a call returns when its result is there. On CUDA it enqueues on torch's current stream.
     Arguments that cannot work raise ValueError or TypeError before anything moves; a peer that dies
-    raises PeerLost, a deadline (coor.timeout_s) CommunicatorTimeout.
+    raises PeerLost, a deadline CommunicatorTimeout.
     """
 
     name: ClassVar[str] = ""
     device_type: ClassVar[str] = "cpu"
 
-    def __new__(cls, coor: Coordinator, backend: Any = None, **options: Any) -> Communicator:
+    def __new__(
+        cls,
+        coor: Coordinator,
+        backend: Any = None,
+        *,
+        timeout_s: float | None = None,
+        **options: Any,
+    ) -> Communicator:
         if cls is not Communicator:
             return super().__new__(cls)
         from communicator.choice import choose  # the table of backends imports this class
 
         return super().__new__(choose(coor, backend))
 
-    def __init__(self, coor: Coordinator, backend: Any = None, **options: Any) -> None:
+    def __init__(
+        self,
+        coor: Coordinator,
+        backend: Any = None,
+        *,
+        timeout_s: float | None = None,
+        **options: Any,
+    ) -> None:
         self.coor = coor
         self.rank, self.world_size = coor.rank, coor.world_size
-        self.timeout_s = coor.timeout_s
+        self.timeout_s = coor.timeout_s if timeout_s is None else timeout_s
         self._closed = False
         self._open(**options)
 

@@ -39,8 +39,7 @@ DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 class Kind(enum.IntEnum):
     CALL = 0
     ERROR = 1
-    LOST = 2
-    LEAVE = 3
+    LEAVE = 2
 
 
 @dataclass

@@ -25,7 +25,7 @@ from .layout import layout, model_class, read_config, skeleton
 from .memory import get_max_memory
 from .model import distribute
 from .plan import DeviceMap, Layout, Place, plan
-from .ring import Ring
+from .ring import FOREVER_S, Ring
 from .session import Session
 from .stage import Stage
 
@@ -72,7 +72,7 @@ def load(
         model = _together(coor, lambda: _shard(kind, path, chosen, coor.rank, real_dtype, options))
         if coor.world_size == 1:
             return distribute(model, chosen, None)
-        comm = stack.enter_context(contextlib.closing(Communicator(coor)))
+        comm = stack.enter_context(contextlib.closing(Communicator(coor, timeout_s=FOREVER_S)))
         holds = {rank: chosen.holds(rank) for rank in range(coor.world_size)}
         ring = Ring(comm, holds, stack.pop_all().close)
     if coor.is_master():

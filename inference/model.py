@@ -105,7 +105,8 @@ class _NoGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise InferenceError(
-            "rank 0: no gradient comes back from layers on other ranks, so this one would be wrong; "
+            "rank 0: no gradient comes back from layers on other ranks, so this one would be "
+            "wrong; "
             "use the distributed model for inference only, under torch.no_grad()."
         )
 

@@ -1,12 +1,15 @@
 """The ranks in a circle, 0 -> 1 -> ... -> N -> 0: each hears only the one before it.
 
-Whatever happens to a stage travels the same way, so nobody waits for somebody who will not speak:
-an error is passed on in place of the result, and a rank whose neighbour died says so to the next.
+What goes wrong in a stage travels the same way, in place of the result, so nobody waits for
+somebody who will not speak. A rank that loses a neighbour writes down whom it accuses and closes
+its end; the next one notices that, and follows the accusations to who was lost first.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
 
 from communicator import CommunicatorError
@@ -14,7 +17,11 @@ from communicator import CommunicatorError
 from .errors import PeerLost
 from .frames import Kind, Link, Message
 
-FOREVER_S = 10.0 * 365 * 24 * 3600
+FOREVER_S = 20.0 * 24 * 3600
+"""How long a rank waits for the next message: the master's user may think, a death is noticed."""
+
+ACCUSATION_S = 1.0
+"""How long a rank that is gone may have taken to say whom it had lost itself."""
 
 
 class Ring:
@@ -26,7 +33,7 @@ class Ring:
     def __init__(self, comm: Any, holds: Mapping[int, str], close: Callable[[], None]):
         self.comm, self.holds, self.close = comm, holds, close
         self.rank, self.world_size = comm.rank, comm.world_size
-        comm.timeout_s = FOREVER_S  # a user may think for an hour; a death is noticed without it
+        self.accusations = comm.coor.store("inference accusations")
         self.next = Link(comm, (self.rank + 1) % self.world_size)
         self.previous = Link(comm, (self.rank - 1) % self.world_size)
 
@@ -54,8 +61,29 @@ class Ring:
             self.close()
 
     def _lost(self, peer: int, error: CommunicatorError) -> PeerLost:
+        culprit = self._culprit(peer)
         return PeerLost(
-            f"rank {self.rank}: {self.comm.coor.peers[peer]} is gone. It held {self.holds[peer]}, "
-            "so the model "
-            f"cannot run any more; start all ranks again. ({error})"
+            f"rank {self.rank}: {self.comm.coor.peers[culprit]} is gone. It held "
+            f"{self.holds[culprit]}, so the model cannot run any more; start all ranks again. "
+            f"({error})"
         )
+
+    def _culprit(self, peer: int) -> int:
+        """Who was lost first, if `peer` is the neighbour that this rank lost."""
+        with contextlib.suppress(RuntimeError):  # the master, who keeps them, may be the one
+            self.accusations.set(str(self.rank), str(peer))
+        passed = {self.rank}
+        while peer not in passed and not self.comm.coor.peers[peer].is_seen_dead():
+            passed.add(peer)
+            accused = self._accused_by(peer)
+            if accused is None:
+                break
+            peer = accused
+        return peer
+
+    def _accused_by(self, peer: int) -> int | None:
+        try:
+            self.accusations.wait([str(peer)], timedelta(seconds=ACCUSATION_S))
+            return int(self.accusations.get(str(peer)))
+        except RuntimeError:
+            return None

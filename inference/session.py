@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from .errors import InferenceError, PeerLost, StageError
+from .errors import InferenceError, StageError
 from .frames import Kind, Message
 from .lazy import Lazy, fetched
 from .mirror import advance, number_of
@@ -85,8 +85,6 @@ class Session:
         except InferenceError as lost:
             self._fail(lost)
             raise
-        if reply.kind is Kind.LOST:
-            raise self._fail(PeerLost(reply.note))
         if reply.kind is Kind.ERROR:
             for cache in chain.caches:
                 cache.torn = True

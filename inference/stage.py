@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import InferenceError, PeerLost
+from .errors import InferenceError
 from .frames import Kind, Message
 from .program import Program, Step
 from .ring import Ring
@@ -33,7 +33,7 @@ class Stage:
     def serve(self) -> int:
         """Until the master leaves; its exit code. Raises PeerLost if a neighbour dies instead."""
         while True:
-            message = self._receive()
+            message = self.ring.receive()
             if message.kind is Kind.CALL:
                 self.ring.send(self._reply(message))
             elif message.kind is Kind.ERROR:
@@ -41,16 +41,7 @@ class Stage:
                 self.ring.send(message)
             else:
                 self.ring.send(message)
-                if message.kind is Kind.LEAVE:
-                    return message.ints[0]
-                raise PeerLost(message.note)
-
-    def _receive(self) -> Message:
-        try:
-            return self.ring.receive()
-        except PeerLost as lost:
-            self.ring.send(Message(Kind.LOST, note=str(lost)))
-            raise
+                return message.ints[0]
 
     def _reply(self, message: Message) -> Message:
         """The message for the next rank, or the story of what went wrong here."""

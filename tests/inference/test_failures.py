@@ -1,0 +1,247 @@
+"""What goes wrong on one rank is told by name to the master, and nobody is left waiting."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+import inference
+import launcher
+from coordinator import Coordinator
+
+ROOT = Path(__file__).parents[2]
+Start = Callable[..., list[subprocess.Popen[str]]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Every rank of a script as a process of its own that no launcher looks after."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def run(body: str, nprocs: int, *args: object) -> list[subprocess.Popen[str]]:
+        script = tmp_path / "script.py"
+        script.write_text(HEAD + textwrap.dedent(body))
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        launch_id = uuid.uuid4().hex
+        for rank in range(nprocs):
+            info = launcher.LaunchInfo(launch_id, nprocs, nprocs, rank, rank, "127.0.0.1", port)
+            env = {**os.environ, **info.to_env(), "PYTHONPATH": str(ROOT)}
+            command = [sys.executable, str(script), *map(str, args)]
+            processes.append(
+                subprocess.Popen(
+                    command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+                )
+            )
+        return processes
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+HEAD = """
+import os, signal, sys, time
+import torch
+import inference
+from coordinator import Coordinator
+
+torch.set_num_threads(1)
+prompt = torch.arange(3, 12)[None]
+
+def load(**options):
+    coor = Coordinator()
+    room = [1 << 30] * coor.world_size
+    return coor, inference.load(sys.argv[1], coor=coor, max_memory=room, **options)
+"""
+
+
+def ended(processes: list[subprocess.Popen[str]], within_s: float) -> list[tuple[int, str]]:
+    """Exit code and standard error of each; fails if one is still there after `within_s`."""
+    deadline = time.monotonic() + within_s
+    results = []
+    for process in processes:
+        _, err = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+        results.append((process.returncode, err))
+    return results
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_rank_that_is_killed_while_serving_is_named_within_seconds(checkpoints, start, victim):
+    body = """
+    coor, model = load()
+    model.generate(prompt, max_new_tokens=2, do_sample=False)
+    os.kill(coor.peers[int(sys.argv[2])].pid, signal.SIGKILL)
+    begun = time.monotonic()
+    try:
+        for _ in range(100):
+            model.generate(prompt, max_new_tokens=20, do_sample=False)
+    except inference.PeerLost as lost:
+        print(lost)
+        sys.exit(0 if time.monotonic() - begun < 5 else 7)
+    """
+    processes = start(body, 3, checkpoints.llama()[1], victim)
+    out, err = processes[0].communicate(timeout=60)
+    assert processes[0].returncode == 0, err
+    assert f"rank {victim} (host {socket.gethostname()}, pid {processes[victim].pid})" in out
+    assert "model.layers." in out
+    codes = [code for code, _ in ended(processes[1:], within_s=10)]
+    assert codes[victim - 1] == -signal.SIGKILL
+    assert codes[2 - victim] == 1
+
+
+def test_servers_end_when_an_idle_master_is_killed(checkpoints, start):
+    body = """
+    coor, model = load()
+    model.generate(prompt, max_new_tokens=2)
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+    processes = start(body, 3, checkpoints.llama()[1])
+    for code, err in ended(processes[1:], within_s=40):
+        assert code == 1 and "rank 0" in err and "is gone" in err
+
+
+def test_an_exception_in_the_masters_script_ends_the_servers_with_its_code(checkpoints, start):
+    body = """
+    coor, model = load()
+    raise KeyError("in the script of the master")
+    """
+    results = ended(start(body, 2, checkpoints.llama()[1]), within_s=40)
+    assert [code for code, _ in results] == [1, 1]
+    assert "KeyError" not in results[1][1]
+
+
+def test_a_script_that_ends_releases_the_servers(checkpoints, start):
+    body = """
+    coor, model = load()
+    print(model.generate(prompt, max_new_tokens=2).shape)
+    """
+    results = ended(start(body, 2, checkpoints.llama()[1]), within_s=40)
+    assert [code for code, _ in results] == [0, 0], results
+
+
+def test_servers_wait_for_a_master_that_thinks_longer_than_any_deadline(checkpoints, ranks):
+    _, path = checkpoints.llama()
+
+    def rank(info):
+        coor = Coordinator(info, timeout_s=1.5)
+        with inference.load(path, coor=coor, max_memory=[1 << 30] * 2) as model:
+            time.sleep(3)
+            return model.generate(torch.arange(3, 12)[None], max_new_tokens=3).shape[-1]
+
+    assert ranks(quiet(rank), 2)[0] == 12
+
+
+def quiet(rank):
+    """A rank whose serving has ended returns nothing."""
+
+    def run(info):
+        try:
+            return rank(info)
+        except inference.Served:
+            return None
+
+    return run
+
+
+def failing_once(monkeypatch, module_rank: str) -> list[bool]:
+    """LlamaMLP raises on one rank while the list holds True."""
+    armed = [False]
+    forward = LlamaMLP.forward
+
+    def bomb(self, x):
+        if armed[0] and threading.current_thread().name == module_rank:
+            raise ArithmeticError("planted")
+        return forward(self, x)
+
+    monkeypatch.setattr(LlamaMLP, "forward", bomb)
+    return armed
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_layer_that_raises_is_named_with_its_traceback_and_the_model_goes_on(
+    checkpoints, on_master, monkeypatch, rank
+):
+    armed = failing_once(monkeypatch, f"rank-{rank}")
+    prompt = torch.arange(3, 12)[None]
+
+    def work(model):
+        before = model.generate(prompt, max_new_tokens=5, do_sample=False)
+        armed[0] = True
+        with pytest.raises(inference.StageError) as raised:
+            model.generate(prompt, max_new_tokens=5, do_sample=False)
+        armed[0] = False
+        after = model.generate(prompt, max_new_tokens=5, do_sample=False)
+        assert before.tolist() == after.tolist()
+        return str(raised.value)
+
+    story = on_master(checkpoints.llama()[1], 3, work)
+    assert f"rank {rank}" in story and "model.layers." in story
+    assert "ArithmeticError: planted" in story and "in bomb" in story
+
+
+def test_a_cache_from_a_call_that_failed_is_refused(checkpoints, on_master, monkeypatch):
+    armed = failing_once(monkeypatch, "rank-1")
+    ids = torch.arange(3, 12)[None]
+
+    def work(model):
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            armed[0] = True
+            with pytest.raises(inference.StageError):
+                model(ids, past_key_values=cache)
+            armed[0] = False
+            with pytest.raises(inference.InferenceError, match="empty cache"):
+                model(ids, past_key_values=cache)
+            other = DynamicCache(config=model.config)
+            return model(ids, past_key_values=other).logits.tolist()
+
+    plain, path = checkpoints.llama()
+    with torch.no_grad():
+        assert on_master(path, 2, work) == plain(ids).logits.tolist()
+
+
+def test_gradients_are_refused_rather_than_half_right(checkpoints, on_master):
+    def work(model):
+        logits = model(torch.arange(3, 12)[None]).logits
+        with pytest.raises(inference.InferenceError, match="gradient"):
+            logits.sum().backward()
+
+    on_master(checkpoints.llama()[1], 2, work)
+
+
+def test_a_closed_model_says_so(checkpoints, on_master):
+    def work(model):
+        model.close()
+        with pytest.raises(inference.InferenceError, match="closed"):
+            model.generate(torch.arange(3, 12)[None], max_new_tokens=2)
+
+    on_master(checkpoints.llama()[1], 2, work)
+
+
+@pytest.mark.parametrize("change", ["to", "half", "save_pretrained"])
+def test_what_cannot_be_done_from_the_master_is_refused(checkpoints, on_master, tmp_path, change):
+    arguments = {"to": ["cpu"], "half": [], "save_pretrained": [tmp_path / "copy"]}
+
+    def work(model):
+        with pytest.raises(inference.InferenceError, match="elsewhere"):
+            getattr(model, change)(*arguments[change])
+
+    on_master(checkpoints.llama()[1], 2, work)
