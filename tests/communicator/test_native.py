@@ -1,0 +1,259 @@
+"""The binding, through the shared-memory library: arguments, threads, groups and endings."""
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from communicator import Communicator, CommunicatorError, PeerLost
+from coordinator import Coordinator
+
+
+@pytest.fixture
+def pair(ranks_or_errors):
+    """pair(body): body(comm) on two ranks over shared memory; results or exceptions."""
+
+    def run(body, world_size=2):
+        def rank(info):
+            with (
+                Coordinator(info, timeout_s=20) as coor,
+                Communicator(coor, backend="shm") as comm,
+            ):
+                return body(comm)
+
+        return ranks_or_errors(rank, world_size)
+
+    return run
+
+
+def buffer():
+    return torch.zeros(8)
+
+
+BAD_CALLS = {
+    "not contiguous": lambda comm: comm.allreduce(torch.ones(4, 4).t()),
+    "needs a torch.Tensor, not list": lambda comm: comm.allreduce([1.0]),
+    "autograd does not see": lambda comm: comm.allreduce(torch.ones(4, requires_grad=True)),
+    "op='mean' is none of": lambda comm: comm.allreduce(torch.ones(4), "mean"),
+    "op=7 is none of": lambda comm: comm.allreduce(torch.ones(4), 7),
+    "divide": lambda comm: comm.allreduce(torch.ones(4, dtype=torch.int32), "avg"),
+    "of bool": lambda comm: comm.allreduce(torch.ones(4, dtype=torch.bool)),
+    "complex64": lambda comm: comm.allreduce(torch.ones(4, dtype=torch.complex64)),
+    "src=5": lambda comm: comm.broadcast(torch.ones(4), 5),
+    "dst=-1": lambda comm: comm.send(torch.ones(4), -1),
+    "src='0'": lambda comm: comm.recv(torch.ones(4), "0"),
+    "itself": lambda comm: comm.send(torch.ones(4), comm.rank),
+    r"is \(4,\) in a group of 2": lambda comm: comm.allgather(torch.ones(4), out=torch.ones(4)),
+    "that of the tensor": lambda comm: comm.allreduce(torch.ones(4), out=torch.ones(2, 2)),
+    "dtype of out": lambda comm: comm.allreduce(torch.ones(4), out=torch.ones(4).half()),
+    "one row for each": lambda comm: comm.alltoall(torch.ones(3)),
+    "out shares memory": lambda comm: _overlapping(comm),
+    "takes 3 arguments but 4": lambda comm: comm._comm.allreduce(torch.ones(1), "sum", None, 1),
+    "unexpected or repeated argument 'into'": lambda comm: comm._comm.allreduce(buffer(), into=1),
+    "needs 'tensor'": lambda comm: comm._comm.allreduce(),
+}
+
+
+def _overlapping(comm):
+    tensor = buffer()
+    comm.allreduce(tensor[:6], out=tensor[2:])
+
+
+@pytest.mark.parametrize("words", BAD_CALLS)
+def test_a_mistake_is_told_before_anything_moves(pair, words):
+    def body(comm):
+        with pytest.raises((ValueError, TypeError), match=words):
+            BAD_CALLS[words](comm)
+        return comm.allreduce(torch.ones(1)).item()
+
+    assert pair(body) == [2.0, 2.0]
+
+
+def test_wrappers_around_tensors_are_refused(pair):
+    def body(comm):
+        with FakeTensorMode():
+            fake = torch.ones(4)
+        with pytest.raises(TypeError, match="FakeTensor is a wrapper"):
+            comm.allreduce(fake)
+        with pytest.raises((ValueError, RuntimeError, BufferError)):
+            comm.allreduce(torch.ones(4, device="meta"))
+        with pytest.raises((ValueError, RuntimeError, BufferError)):
+            comm.allreduce(torch.ones(4).to_sparse())
+        return comm.allreduce(torch.nn.Parameter(torch.ones(1)).detach()).item()
+
+    assert pair(body) == [2.0, 2.0]
+
+
+def test_parameters_may_be_written_where_autograd_does_not_look(pair):
+    def body(comm):
+        parameter = torch.nn.Parameter(torch.full((3,), comm.rank + 1.0))
+        with torch.no_grad():
+            comm.allreduce(parameter)
+        return parameter.tolist()
+
+    assert pair(body) == [[3.0] * 3] * 2
+
+
+def test_views_with_an_offset_are_written_where_they_lie(pair):
+    def body(comm):
+        whole = torch.arange(12.0).reshape(3, 4)
+        comm.allreduce(whole[1])
+        return whole.tolist()
+
+    assert pair(body) == [[[0, 1, 2, 3], [8, 10, 12, 14], [8, 9, 10, 11]]] * 2
+
+
+def test_empty_tensors_of_any_shape_pass(pair):
+    def body(comm):
+        found = [
+            comm.allreduce(torch.ones(0, 3)),
+            comm.allgather(torch.ones(0)),
+            comm.reduce_scatter(torch.ones(2, 0, 5)),
+            comm.alltoall(torch.ones(2, 0)),
+            comm.broadcast(torch.ones(0)),
+        ]
+        return [tuple(tensor.shape) for tensor in found]
+
+    assert pair(body) == [[(0, 3), (2, 0), (0, 5), (2, 0), (0,)]] * 2
+
+
+def test_allgather_and_reduce_scatter_may_use_their_own_row(pair):
+    def body(comm):
+        rows = torch.zeros(2, 3)
+        rows[comm.rank] = comm.rank + 1
+        comm.allgather(rows[comm.rank], out=rows)
+        gathered = rows.tolist()
+        comm.reduce_scatter(rows, out=rows[comm.rank])
+        return gathered, rows[comm.rank].tolist()
+
+    everyone = [[1.0] * 3, [2.0] * 3]
+    assert pair(body) == [(everyone, [2.0] * 3), (everyone, [4.0] * 3)]
+
+
+def test_a_message_of_another_shape_is_dropped_and_named(pair):
+    def body(comm):
+        if comm.rank == 0:
+            comm.send(torch.ones(100_000), 1)
+            comm.send(torch.ones(3), 1)
+            return None
+        untouched = torch.zeros(5, dtype=torch.int64)
+        with pytest.raises(CommunicatorError, match="rank 0 sent 100000 float32") as caught:
+            comm.recv(untouched, 0)
+        assert "recv from rank 0 of 5 int64 (message 1)" in str(caught.value)
+        return untouched.tolist(), comm.recv(torch.zeros(3), 0).tolist()
+
+    assert pair(body) == [None, ([0] * 5, [1.0] * 3)]
+
+
+def test_a_group_larger_than_every_buffer_does_not_deadlock(pair):
+    def body(comm):
+        peers = [rank for rank in range(comm.world_size) if rank != comm.rank]
+        found = {peer: torch.zeros(400_000) for peer in peers}
+        with comm.group():
+            for peer in peers:
+                comm.send(torch.full((400_000,), float(comm.rank)), peer)
+            for peer in reversed(peers):
+                comm.recv(found[peer], peer)
+        return all(bool((found[peer] == peer).all()) for peer in peers)
+
+    assert pair(body, 4) == [True] * 4
+
+
+def test_waiting_for_a_peer_lets_other_threads_run(pair):
+    def body(comm):
+        if comm.rank == 1:
+            time.sleep(0.3)
+        counted = []
+        stop = threading.Event()
+        thread = threading.Thread(
+            target=lambda: [counted.append(0) for _ in iter(stop.is_set, True)]
+        )
+        thread.start()
+        comm.barrier()
+        stop.set()
+        thread.join()
+        return len(counted) > 0
+
+    assert pair(body) == [True, True]
+
+
+def test_two_threads_may_share_a_communicator(pair):
+    """Their calls take turns; each rank makes the same calls, so any order of turns fits."""
+
+    def body(comm):
+        found = []
+
+        def work():
+            for _ in range(200):
+                found.append(comm.allreduce(torch.ones(1)).item())
+
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return set(found)
+
+    assert pair(body) == [{2.0}, {2.0}]
+
+
+def test_abort_ends_a_call_that_waits_and_tells_the_peer(pair):
+    def body(comm):
+        if comm.rank == 1:
+            threading.Timer(0.2, comm.abort).start()
+        start = time.monotonic()
+        with pytest.raises(PeerLost) as caught:
+            comm.recv(torch.zeros(1), 1 - comm.rank)
+        assert time.monotonic() - start < 2
+        with pytest.raises((PeerLost, CommunicatorError)):
+            comm.barrier()
+        return "abort" in str(caught.value)
+
+    assert pair(body) == [True, True]
+
+
+def test_a_peer_that_closes_is_missed_at_once(pair):
+    def body(comm):
+        comm.barrier()
+        if comm.rank == 1:
+            return None
+        with pytest.raises(PeerLost, match=r"rank 1 .* has closed its communicator") as caught:
+            comm.allreduce(torch.ones(4))
+        with pytest.raises(CommunicatorError, match="failed before"):
+            comm.barrier()
+        return "call 2 (allreduce of 4 float32, sum)" in str(caught.value)
+
+    assert pair(body) == [True, None]
+
+
+def test_a_communicator_that_is_dropped_closes_itself(pair):
+    def body(comm):
+        other = Communicator(comm.coor, backend="shm")
+        other.barrier()
+        if comm.rank == 1:
+            del other
+            gc.collect()
+            return None
+        with pytest.raises(PeerLost, match="closed"):
+            other.barrier()
+        return "told"
+
+    assert pair(body) == ["told", None]
+
+
+def test_a_hundred_communicators_leave_nothing_behind(pair):
+    def count():
+        with open("/proc/self/maps") as maps:
+            return sum("drumline" in line for line in maps)
+
+    def body(comm):
+        for _ in range(100):
+            with Communicator(comm.coor, backend="shm") as other:
+                other.barrier()
+        comm.barrier()
+        return count()
+
+    assert max(pair(body)) <= 2 * 2  # the two of this test, on two ranks
