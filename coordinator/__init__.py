@@ -6,6 +6,6 @@ with Coordinator() as coor:
 
 from coordinator.coordinator import Coordinator
 from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost
-from coordinator.peers import Peer
+from coordinator.peers import Peer, nodes
 
-__all__ = ["Coordinator", "CoordinatorError", "CoordinatorTimeout", "Peer", "PeerLost"]
+__all__ = ["Coordinator", "CoordinatorError", "CoordinatorTimeout", "Peer", "PeerLost", "nodes"]

@@ -5,9 +5,12 @@ print(model.device_map)
 model.generate(tokens)
 """
 
+from .boxes import Split
 from .errors import CheckpointError, InferenceError, PeerLost, PlanError, Served, StageError
 from .load import load
 from .memory import get_max_memory
+from .mesh import Mesh
+from .nd_load import Loaded, load_into
 from .plan import DeviceMap, Layout, Part, Place, plan
 
 __all__ = [
@@ -15,13 +18,17 @@ __all__ = [
     "DeviceMap",
     "InferenceError",
     "Layout",
+    "Loaded",
+    "Mesh",
     "Part",
     "PeerLost",
     "Place",
     "PlanError",
     "Served",
+    "Split",
     "StageError",
     "get_max_memory",
     "load",
+    "load_into",
     "plan",
 ]

@@ -1,0 +1,389 @@
+"""Fills a model that was built on meta with this rank's shards of a checkpoint.
+
+done = load_into(model, "checkpoint", coor, mesh={"dp_shard": 2, "tp": 2}, reader="rank0")
+print(done.share, done.nbytes_read, done.nbytes_sent)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from communicator import Communicator
+from coordinator import Coordinator, nodes
+
+from .boxes import Box, Split, blocks
+from .errors import CheckpointError, InferenceError, PlanError
+from .mesh import ALIASES, Mesh, axis_names, read_mesh
+from .nd_plan import LoadPlan, Piece, Transfer, Wanted, plan_loading, reader_ranks, whole
+from .safetensors_index import (
+    Index,
+    Reader,
+    Stored,
+    index_from_json,
+    index_to_json,
+    read_index,
+)
+
+BLOCK = 8 << 20
+"""Bytes read and sent at a time. At most two such blocks exist beside the shards."""
+
+CARRIER = "gloo"
+"""What takes blocks from rank to rank: it reaches every host, and its tensors are on the CPU."""
+
+Sources = Mapping[str, tuple[Piece, ...]]
+
+
+@dataclass
+class Loaded:
+    """What loading took on this rank, in bytes: its share of the model, read, sent, received."""
+
+    share: int
+    nbytes_read: int = 0
+    nbytes_sent: int = 0
+    nbytes_received: int = 0
+
+
+def load_into(
+    model: nn.Module,
+    path: str | Path,
+    coor: Coordinator,
+    *,
+    mesh: Any = None,
+    reader: str = "each",
+    splits: Mapping[str, tuple[Split, ...]] | None = None,
+    only: Mapping[str, Mapping[str, int]] | None = None,
+    sources: Callable[[Index], Sources] | None = None,
+    device: torch.device | str = "cpu",
+) -> Loaded:
+    """Give every parameter and persistent buffer that is on meta its shard. Collective.
+
+    A DTensor on meta (from parallelize_module, distribute_tensor or fully_shard) becomes a DTensor,
+    its placements say what it gets; a plain tensor stays one, cut as `splits` says by name, or
+    whole. Tensors tied on meta are loaded once and stay tied. The dtype is the model's.
+
+    mesh: the ranks as a grid: {"dp_shard": 2, "tp": 2}, or a torch DeviceMesh; one axis over all
+        ranks if not given. It must cover the launch, and every axis that cuts must be in it.
+    reader: "each" rank reads its own boxes; the first of each "node" reads for it; or "rank0".
+        Ranks that do not read need no file.
+    only: names to coordinates, such as {"pp": 1}: other ranks leave the tensor on meta.
+    sources: what each parameter is made of, given the index of the files; its own name if not.
+    device: where plain tensors go, and DTensors of a mesh on no accelerator.
+
+    Needs the share plus a few blocks of 8 MiB. Raises PlanError or CheckpointError on every rank
+    before a tensor moves.
+    """
+    plan, index = _prepare(model, path, coor, mesh, reader, splits or {}, only or {}, sources)
+    mine = {n: w for n, w in plan.wanted.items() if w.is_held_by(plan.mesh, coor.rank)}
+    tensors = distinct(model)
+    shards = {name: _empty(tensors[name], name, plan, coor, device) for name in mine}
+    done = Loaded(sum(shard.nbytes for shard in shards.values()))
+    with contextlib.ExitStack() as stack:
+        files = stack.enter_context(Reader(path))
+        comm = None
+        if any(len(transfer.route) > 1 for transfer in plan.transfers):
+            comm = stack.enter_context(Communicator(coor, CARRIER))
+        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        _Stream(index, files, comm, shards, dtypes, done).run(plan, coor.rank)
+        done.nbytes_read = files.nbytes
+    _put(model, {id(tensors[name]): _like(tensors[name], shards.pop(name)) for name in mine})
+    return done
+
+
+def _prepare(
+    model: nn.Module,
+    path: str | Path,
+    coor: Coordinator,
+    mesh: Any,
+    reader: str,
+    splits: Mapping[str, tuple[Split, ...]],
+    only: Mapping[str, Mapping[str, int]],
+    sources: Callable[[Index], Sources] | None,
+) -> tuple[LoadPlan, Index]:
+    """The same plan on every rank, from the index that rank 0 read, or one error on all."""
+    grid = read_mesh({"dp_replicate": coor.world_size} if mesh is None else mesh, coor.world_size)
+    readers = reader_ranks(reader, nodes_of(coor))
+    index = share_index(coor, path, coor.rank in readers)
+    found = sources(index) if sources else named_alike(model, index)
+    wanted = {
+        name: _wanted(name, tensor, found, grid, splits.get(name), only.get(name, {}))
+        for name, tensor in distinct(model).items()
+    }
+    plan = plan_loading(wanted, index, grid, readers)
+    _agree(coor, plan)
+    return plan, index
+
+
+def nodes_of(coor: Coordinator) -> list[list[int]]:
+    """The ranks of each node, by rank of this coordinator."""
+    return [[coor.ranks.index(rank) for rank in node] for node in nodes(coor.peers)]
+
+
+def share_index(coor: Coordinator, path: str | Path, reads: bool) -> dict[str, Stored]:
+    """What rank 0 finds in the files; a rank that reads must find the same. Collective."""
+    mine = together(coor, lambda: index_to_json(read_index(path)) if reads else b"")
+    found = coor.broadcast(mine if coor.rank == 0 else None)
+    told = coor.allgather(hashlib.sha256(mine).digest() if reads else b"")
+    differ = [rank for rank, digest in enumerate(told) if digest not in (b"", told[0])]
+    if differ:
+        raise CheckpointError(
+            f"rank {coor.rank}: ranks {differ} find other files in {path} than rank 0, so the "
+            "parts would not make one model; give every rank the same checkpoint, or read on one: "
+            'reader="rank0".'
+        )
+    return index_from_json(found)
+
+
+def together(coor: Coordinator, work: Callable[[], Any]) -> Any:
+    """Do local work on every rank; all go on, or all raise what the first that failed raised."""
+    error: Exception | None = None
+    result = None
+    try:
+        result = work()
+    except Exception as raised:
+        error = raised
+    told = coor.allgather(b"" if error is None else str(error).encode() or b"error")
+    if error is not None:
+        raise error
+    for rank, text in enumerate(told):
+        if text:
+            raise CheckpointError(f"rank {coor.rank}: rank {rank} cannot load: {text.decode()}")
+    return result
+
+
+def _agree(coor: Coordinator, plan: LoadPlan) -> None:
+    """Ranks with other models or meshes would wait for each other for ever."""
+    digest = hashlib.sha256(repr((plan.mesh, plan.transfers)).encode()).digest()
+    differ = [rank for rank, other in enumerate(coor.allgather(digest)) if other != digest]
+    if differ:
+        raise InferenceError(
+            f"rank {coor.rank}: ranks {differ} plan to load other parts than this one, so they "
+            "would wait for each other; give every rank the same model, mesh and reader."
+        )
+
+
+def distinct(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers on meta, by their first name; ties appear once."""
+    found = {}
+    seen: set[int] = set()
+    for name, tensor in named_tensors(model):
+        if tensor.is_meta and id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[name] = tensor
+    return found
+
+
+def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers under every name they have."""
+    found: list[tuple[str, torch.Tensor]] = []
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        passing = module._non_persistent_buffers_set
+        tables = {**module._parameters, **module._buffers}
+        for name, tensor in tables.items():
+            if tensor is not None and name not in passing:
+                found.append((f"{prefix}.{name}" if prefix else name, tensor))
+    return found
+
+
+def aliases(model: nn.Module) -> dict[str, list[str]]:
+    """By the first name of a tensor, all its names."""
+    first: dict[int, str] = {}
+    found: dict[str, list[str]] = {}
+    for name, tensor in named_tensors(model):
+        found.setdefault(first.setdefault(id(tensor), name), []).append(name)
+    return found
+
+
+def named_alike(model: nn.Module, index: Index) -> Sources:
+    """Each tensor under the name it has in the model; for tied ones, any of their names."""
+    tensors = dict(named_tensors(model))
+    found = {}
+    known = set()
+    for name, names in aliases(model).items():
+        known.update(names)
+        key = next((other for other in names if other in index), name)
+        found[name] = whole(key, tensors[name].shape)
+    surplus = sorted(set(index) - known)
+    if surplus:
+        raise CheckpointError(
+            f"{len(surplus)} tensors of the checkpoint are not in the model "
+            f"({', '.join(surplus[:5])}), so this is another model; load its own checkpoint."
+        )
+    return found
+
+
+def _wanted(
+    name: str,
+    tensor: torch.Tensor,
+    sources: Sources,
+    mesh: Mesh,
+    splits: tuple[Split, ...] | None,
+    only: Mapping[str, int],
+) -> Wanted:
+    cuts = splits or ()
+    if is_dtensor(tensor):
+        cuts = _splits_of(name, tensor, mesh) if splits is None else splits
+    if name not in sources:
+        raise CheckpointError(
+            f"{name} is made of nothing that the checkpoint holds, so it would stay empty; "
+            "load the checkpoint that belongs to the model."
+        )
+    shape = tuple(tensor.shape)
+    return Wanted(shape, tensor.element_size(), sources[name], tuple(cuts), dict(only))
+
+
+def is_dtensor(tensor: Any) -> bool:
+    return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+
+
+def _splits_of(name: str, tensor: Any, mesh: Mesh) -> tuple[Split, ...]:
+    """The cuts that a DTensor's placements describe, along the axes of our mesh."""
+    device_mesh = tensor.device_mesh
+    if device_mesh.mesh_dim_names is None and device_mesh.ndim == len(mesh.axes):
+        names = list(mesh.axes)
+    else:
+        names = [ALIASES.get(axis, axis) for axis in axis_names(device_mesh)]
+    cuts = []
+    for axis, size, placement in zip(names, device_mesh.shape, tensor.placements, strict=True):
+        if mesh.along(axis) != size:
+            raise PlanError(
+                f"{name} lies on a mesh with {size} ranks along {axis!r}, and the mesh given has "
+                f"{dict(mesh.axes)}; give load_into the mesh on which the model was built."
+            )
+        if placement.is_partial():
+            raise PlanError(f"{name} is partial along {axis!r}, and no checkpoint holds a part.")
+        if not placement.is_replicate():
+            cuts.append(Split(axis, placement.dim, getattr(placement, "split_factor", 1)))
+    return tuple(cuts)
+
+
+def _empty(
+    tensor: Any, name: str, plan: LoadPlan, coor: Coordinator, device: torch.device | str
+) -> torch.Tensor:
+    """Room for this rank's shard, where it will be used."""
+    shape = plan.shape_of(name, coor.rank)
+    if is_dtensor(tensor):
+        if tuple(tensor._local_tensor.shape) != shape:
+            raise PlanError(
+                f"rank {coor.rank}: {name} has a shard of shape "
+                f"{tuple(tensor._local_tensor.shape)}, and its placements give {shape}; "
+                "use sizes that the mesh divides."
+            )
+        if tensor.device_mesh.device_type != "cpu":
+            device = f"{tensor.device_mesh.device_type}:{coor.local_rank}"
+    return torch.empty(shape, dtype=tensor.dtype, device=device)
+
+
+def _like(old: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+    """The shard as what it replaces: parameter or buffer, DTensor or plain."""
+    new = _dtensor(shard, old) if is_dtensor(old) else shard
+    if isinstance(old, nn.Parameter):
+        return nn.Parameter(new, requires_grad=old.requires_grad)
+    return new
+
+
+def _put(model: nn.Module, new: Mapping[int, torch.Tensor]) -> None:
+    """Replace tensors, by their identity, wherever the model has them: ties stay ties."""
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if id(tensor) in new:
+                    table[name] = new[id(tensor)]  # type: ignore[assignment]
+
+
+def _dtensor(shard: torch.Tensor, like: Any) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        shard,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+class _Stream:
+    """Carries out a plan on one rank, block by block; every rank takes its blocks in one order.
+
+    That order is why nobody waits for ever: of all sends and receives not done, the first in the
+    plan is next on both of its ranks.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        files: Reader,
+        comm: Communicator | None,
+        shards: Mapping[str, torch.Tensor],
+        dtypes: Mapping[str, torch.dtype],
+        done: Loaded,
+    ):
+        self.index, self.files, self.comm = index, files, comm
+        self.shards, self.dtypes, self.done = shards, dtypes, done
+
+    def run(self, plan: LoadPlan, rank: int) -> None:
+        for transfer, before, after in plan.hops(rank):
+            self._transfer(transfer, rank, before, after)
+
+    def _transfer(
+        self, transfer: Transfer, rank: int, before: int | None, after: int | None
+    ) -> None:
+        stored = self.index[transfer.key]
+        wire = _wire(stored.torch_dtype, self.dtypes[transfer.name])
+        at = next((at for owner, at in transfer.owners if owner == rank), None)
+        for block in blocks(transfer.source.size, max(1, BLOCK // stored.torch_dtype.itemsize)):
+            zeros = (0,) * len(block.start)
+            buffer = target = None
+            if at is not None:
+                lead = len(at) - len(block.start)
+                place: tuple[Any, ...] = (*at[:lead], *block.moved(zeros, at[lead:]).slices())
+                target = self.shards[transfer.name][place]
+                buffer = target if _can_receive(target, wire) else None
+            source = block.moved(zeros, transfer.source.start)
+            buffer = self._fetch(stored, source, wire, buffer, before)
+            self._pass_on(buffer, after)
+            if target is not None and buffer is not target:
+                target.copy_(buffer)
+
+    def _fetch(
+        self,
+        stored: Stored,
+        source: Box,
+        wire: torch.dtype,
+        buffer: torch.Tensor | None,
+        before: int | None,
+    ) -> torch.Tensor:
+        """One block from the file or from a rank, in `buffer` if there is one."""
+        if buffer is None or (before is None and wire != stored.torch_dtype):
+            buffer = torch.empty(source.size, dtype=stored.torch_dtype if before is None else wire)
+        if before is None:
+            self.files.read(stored, source, buffer)
+            return buffer.to(wire)
+        assert self.comm is not None
+        self.done.nbytes_received += buffer.nbytes
+        return self.comm.recv(buffer, before)
+
+    def _pass_on(self, buffer: torch.Tensor, after: int | None) -> None:
+        if after is not None:
+            assert self.comm is not None
+            self.comm.send(buffer, after)
+            self.done.nbytes_sent += buffer.nbytes
+
+
+def _can_receive(target: torch.Tensor, wire: torch.dtype) -> bool:
+    """Can bytes of this dtype be written straight into the shard?"""
+    return target.is_contiguous() and target.dtype == wire and target.device.type == "cpu"
+
+
+def _wire(stored: torch.dtype, wanted: torch.dtype) -> torch.dtype:
+    """What travels when both differ: the narrower one."""
+    return wanted if wanted.itemsize < stored.itemsize else stored
