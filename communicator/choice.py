@@ -17,6 +17,7 @@ from coordinator import Coordinator
 
 BUILTIN = {
     "shm": "communicator.native:Shm",
+    "hybrid": "communicator.hybrid:Hybrid",
     "gloo": "communicator.gloo:Gloo",
 }
 

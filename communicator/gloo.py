@@ -69,8 +69,16 @@ class Gloo(Communicator):
             self._gloo.recv([_bytes(tensor)], src, 0).wait(self._limit)
 
     def _exchange(self, calls: list[tuple[str, torch.Tensor, int]]) -> None:
+        self._finish(self._begin(calls))
+
+    def _begin(self, calls: list[tuple[str, torch.Tensor, int]]) -> list[Any]:
+        """Start sends and receives, which go on by themselves until _finish waits for them."""
         with self._naming("group"):
-            for work in [self._start(*call) for call in calls]:
+            return [self._start(*call) for call in calls]
+
+    def _finish(self, begun: list[Any]) -> None:
+        with self._naming("group"):
+            for work in begun:
                 work.wait(self._limit)
 
     def _start(self, kind: str, tensor: torch.Tensor, peer: int) -> Any:

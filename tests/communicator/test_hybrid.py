@@ -1,0 +1,83 @@
+"""Ranks of several nodes: here they are threads that were told so."""
+
+import pytest
+import torch
+
+from communicator import Communicator, PeerLost, Unsupported, conformance
+from coordinator import Coordinator
+from launcher import LaunchInfo
+
+
+@pytest.mark.parametrize("nodes", [[3, 2], [1, 2, 1]])
+def test_hybrid_conforms(ranks, nodes):
+    def body(info):
+        with Coordinator(info, timeout_s=60) as coor, Communicator(coor) as comm:
+            report = conformance.check(comm)
+            assert comm.backend == "hybrid"
+            return report.having(conformance.FAILED), report.having(conformance.UNSUPPORTED)
+
+    assert ranks(body, sum(nodes), nodes) == [([], [])] * sum(nodes)
+
+
+def test_ranks_of_a_subgroup_may_be_mixed_over_the_nodes(ranks):
+    """Group rank 0 is a second rank of its node, and neighbours in rank are on different nodes."""
+
+    def body(info):
+        with Coordinator(info, timeout_s=60) as coor:
+            group = coor.split([4, 1, 3, 0, 2])
+            with group, Communicator(group, "hybrid") as comm:
+                assert sorted(map(sorted, group.nodes)) == [[0, 2], [1, 3, 4]]
+                report = conformance.check(comm, large=1021)
+                return report.having(conformance.FAILED)
+
+    assert ranks(body, 5, [3, 2]) == [[]] * 5
+
+
+def test_one_node_or_one_rank_on_each_needs_no_hybrid():
+    with (
+        Coordinator(LaunchInfo("alone")) as coor,
+        pytest.raises(Unsupported, match="1 ranks on 1 nodes"),
+    ):
+        Communicator(coor, "hybrid")
+
+
+def test_one_rank_on_each_node_takes_the_network(ranks):
+    def body(info):
+        with Coordinator(info) as coor, Communicator(coor) as comm:
+            return comm.backend
+
+    assert ranks(body, 2, [1, 1]) == ["gloo"] * 2
+
+
+def test_a_rank_that_leaves_ends_the_call_on_every_node(ranks_or_errors):
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor, Communicator(coor) as comm:
+            comm.barrier()
+            if comm.rank != 4:  # not a leader
+                comm.allreduce(torch.ones(4))
+
+    found = ranks_or_errors(body, 5, [3, 2])
+    assert found[4] is None
+    assert all(isinstance(error, PeerLost) for error in found[:4]), found
+    assert "First it was rank 3 in allreduce" in str(found[1])
+
+
+def test_groups_of_near_and_far_do_not_wait_for_each_other(ranks):
+    """Rank 0 may not wait for rank 3 on the other node before it answers rank 1 on its own."""
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor, Communicator(coor) as comm:
+            big, word = torch.ones(300_000), torch.zeros(1)
+            if comm.rank == 0:
+                with comm.group():
+                    comm.send(big, 3)
+                    comm.send(big, 1)
+            elif comm.rank == 1:
+                comm.recv(big, 0)
+                comm.send(word, 3)
+            elif comm.rank == 3:
+                comm.recv(word, 1)
+                comm.recv(big, 0)
+            return True
+
+    assert ranks(body, 5, [3, 2]) == [True] * 5
