@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from launcher import ports
+from launcher import ports, secret
 from launcher.info import integer
 from launcher.job import LOOPBACK, Job
 
@@ -25,8 +25,8 @@ def meeting_point(environ: Mapping[str, str], launch_id: str, addr: str) -> dict
 
 
 def environment(job: Job) -> dict[str, str]:
-    """The variables by which meeting_point finds, in each rank, what the job asks for."""
-    variables = {"LAUNCH_ID": job.launch_id}
+    """What one command that starts every rank must pass on: where to meet, and a fresh secret."""
+    variables = {"LAUNCH_ID": job.launch_id, **secret.variables()}
     if job.master_addr != LOOPBACK:
         variables["MASTER_ADDR"] = job.master_addr
     if job.master_port:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from launcher import linux
+from launcher import linux, secret
 
 
 def main(command: Sequence[str]) -> int:
@@ -22,7 +22,9 @@ def main(command: Sequence[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the rank gets them too, and decides
     take_seat = functools.partial(_take_seat, os.getpid())
-    status = subprocess.Popen(command, close_fds=False, preexec_fn=take_seat).wait()
+    rank = subprocess.Popen(command, close_fds=False, preexec_fn=take_seat)
+    linux.wipe_variable(secret.SECRET)  # the rank has it, and takes it out of its own
+    status = rank.wait()
     code = status if status >= 0 else 128 - status
     if code:
         _abort(code)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -12,10 +13,19 @@ from pathlib import Path
 
 import pytest
 
+from launcher.job import Job, Target
+from launcher.slurm import command, environment
+
 ROOT = Path(__file__).parents[2]
 SHOW = """
 import sys, launcher
 sys.stdout.write(launcher.current().to_bytes().decode() + "\\n")
+"""
+SHOW_SECRET = """
+import json, os, sys, launcher
+info = launcher.current()
+secret = os.pread(int(info.extras["secret_fd"]), 32, 0).hex()
+sys.stdout.write(json.dumps({**info.to_dict(), "secret": secret}) + "\\n")
 """
 CONFIGURATION = """
 ClusterName=three
@@ -122,13 +132,25 @@ def test_step_that_speaks_pmi2_is_srun_s(slurm):
     assert {info["master_addr"] for info in infos} == {"127.0.0.1"}
 
 
-def test_ranks_started_by_us_have_the_launch_id_that_was_asked_for(slurm, tmp_path):
+def test_ranks_started_by_us_have_the_launch_id_and_the_secret_of_the_launch(slurm, tmp_path):
     script = tmp_path / "a script.py"
-    script.write_text(SHOW)
-    run = [sys.executable, "-m", "launcher", "run", "--launcher", "slurm", "--nnodes", "2"]
-    infos = _run([*run, "-n", "2", "--launch-id", "tuesday", str(script)], slurm)
+    script.write_text(SHOW_SECRET)
+    job = Job(Target("script", str(script)), nprocs=2, nnodes=2, launch_id="tuesday")
+    infos = _run(command(job), {**slurm, **environment(job)})
     assert [info["rank"] for info in infos] == [0, 1, 2, 3]
     assert {(i["launch_id"], i["local_world_size"]) for i in infos} == {("tuesday", 2)}
+    assert len({info["secret"] for info in infos}) == 1
+
+
+def test_death_of_a_task_ends_the_launch(slurm, tmp_path):
+    script = tmp_path / "script.py"
+    die = "import os, time\nif os.environ['SLURM_PROCID'] == '1': os._exit(3)\ntime.sleep(60)\n"
+    script.write_text(die)
+    began = time.monotonic()
+    job = Job(Target("script", str(script)), nprocs=3)
+    done = subprocess.run(command(job), env=slurm, capture_output=True, timeout=50)
+    assert done.returncode in (3, 128 + signal.SIGTERM)  # srun's is the highest of all tasks
+    assert time.monotonic() - began < 5
 
 
 def test_shell_inside_an_allocation_is_not_a_rank(slurm):
