@@ -40,6 +40,7 @@ def load(
     max_memory: Memory | None = None,
     dtype: torch.dtype | str | None = None,
     cls: type[Any] | None = None,
+    backend: str | None = None,
     **options: Any,
 ) -> Any:
     """The model of a transformers checkpoint, its layers spread over every rank. Collective.
@@ -57,6 +58,7 @@ def load(
         is free if not given.
     dtype: of the weights; what the checkpoint says if not given.
     cls: the class of the model; the one that config.json names if not given.
+    backend: what moves the hidden states, see Communicator; the best that every rank has.
     options: for from_pretrained, such as attn_implementation.
 
     Raises PlanError or CheckpointError on every rank before serving starts.
@@ -72,7 +74,9 @@ def load(
         model = _together(coor, lambda: _shard(kind, path, chosen, coor.rank, real_dtype, options))
         if coor.world_size == 1:
             return distribute(model, chosen, None)
-        comm = stack.enter_context(contextlib.closing(Communicator(coor, timeout_s=FOREVER_S)))
+        comm = stack.enter_context(
+            contextlib.closing(Communicator(coor, backend, timeout_s=FOREVER_S))
+        )
         holds = {rank: chosen.holds(rank) for rank in range(coor.world_size)}
         ring = Ring(comm, holds, stack.pop_all().close)
     if coor.is_master():

@@ -7,10 +7,11 @@ its end; the next one notices that, and follows the accusations to who was lost 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
+
+from torch.distributed import DistNetworkError, DistStoreError
 
 from communicator import CommunicatorError
 
@@ -70,20 +71,24 @@ class Ring:
 
     def _culprit(self, peer: int) -> int:
         """Who was lost first, if `peer` is the neighbour that this rank lost."""
-        with contextlib.suppress(RuntimeError):  # the master, who keeps them, may be the one
-            self.accusations.set(str(self.rank), str(peer))
         passed = {self.rank}
-        while peer not in passed and not self.comm.coor.peers[peer].is_seen_dead():
-            passed.add(peer)
-            accused = self._accused_by(peer)
-            if accused is None:
-                break
-            peer = accused
-        return peer
-
-    def _accused_by(self, peer: int) -> int | None:
+        accused = peer
         try:
-            self.accusations.wait([str(peer)], timedelta(seconds=ACCUSATION_S))
-            return int(self.accusations.get(str(peer)))
-        except RuntimeError:
-            return None
+            self.accusations.set(str(self.rank), str(peer))
+            while accused not in passed:
+                passed.add(accused)
+                accused = self._accused_by(accused)
+        except DistNetworkError:
+            return 0  # the master keeps the accusations, so it went first
+        return peer if accused == self.rank else accused
+
+    def _accused_by(self, peer: int) -> int:
+        """Whom `peer` had lost; itself if it lost nobody."""
+        key = str(peer)
+        if not self.accusations.check([key]) and self.comm.coor.peers[peer].is_seen_dead():
+            return peer
+        try:
+            self.accusations.wait([key], timedelta(seconds=ACCUSATION_S))
+        except DistStoreError:
+            return peer
+        return int(self.accusations.get(key))

@@ -81,10 +81,12 @@ def ended(processes: list[subprocess.Popen[str]], within_s: float) -> list[tuple
     return results
 
 
-@pytest.mark.parametrize("victim", [1, 2])
-def test_a_rank_that_is_killed_while_serving_is_named_within_seconds(checkpoints, start, victim):
+@pytest.mark.parametrize(("victim", "backend"), [(1, "shm"), (2, "gloo")])
+def test_a_rank_that_is_killed_while_serving_is_named_within_seconds(
+    checkpoints, start, victim, backend
+):
     body = """
-    coor, model = load()
+    coor, model = load(backend=sys.argv[3])
     model.generate(prompt, max_new_tokens=2, do_sample=False)
     os.kill(coor.peers[int(sys.argv[2])].pid, signal.SIGKILL)
     begun = time.monotonic()
@@ -95,7 +97,7 @@ def test_a_rank_that_is_killed_while_serving_is_named_within_seconds(checkpoints
         print(lost)
         sys.exit(0 if time.monotonic() - begun < 5 else 7)
     """
-    processes = start(body, 3, checkpoints.llama()[1], victim)
+    processes = start(body, 3, checkpoints.llama()[1], victim, backend)
     out, err = processes[0].communicate(timeout=60)
     assert processes[0].returncode == 0, err
     assert f"rank {victim} (host {socket.gethostname()}, pid {processes[victim].pid})" in out
