@@ -1,0 +1,179 @@
+"""No code knows a family of models, so each of these is a test of the general rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from inference.layout import layer_names
+
+BASE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "initializer_range": 0.4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+KV = {**BASE, "num_key_value_heads": 2}
+HEADS = {**KV, "head_dim": 8}
+WINDOW = {"sliding_window": 6}
+
+CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama_tied": ("LlamaForCausalLM", {**KV, "tie_word_embeddings": True}),
+    "mistral": ("MistralForCausalLM", {**KV, **WINDOW}),
+    "qwen2": ("Qwen2ForCausalLM", KV),
+    "qwen3": ("Qwen3ForCausalLM", HEADS),
+    "gemma2": ("Gemma2ForCausalLM", {**HEADS, **WINDOW}),
+    "gemma3": ("Gemma3ForCausalLM", {**HEADS, **WINDOW, "sliding_window_pattern": 2}),
+    "phi3": ("Phi3ForCausalLM", KV),
+    "phi": ("PhiForCausalLM", BASE),
+    "gpt_neox": ("GPTNeoXForCausalLM", BASE),
+    "gptj": (
+        "GPTJForCausalLM",
+        {**BASE, "n_embd": 32, "n_layer": 4, "n_head": 4, "rotary_dim": 4, "n_positions": 64},
+    ),
+    "opt": ("OPTForCausalLM", {**BASE, "ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "bloom": ("BloomForCausalLM", {**BASE, "n_layer": 4, "n_head": 4}),
+    "falcon": ("FalconForCausalLM", {**BASE, "new_decoder_architecture": False}),
+    "mpt": (
+        "MptForCausalLM",
+        {**BASE, "d_model": 32, "n_heads": 4, "n_layers": 4, "expansion_ratio": 2},
+    ),
+    "gpt_bigcode": ("GPTBigCodeForCausalLM", {**BASE, "n_embd": 32, "n_layer": 4, "n_head": 4}),
+    "cohere": ("CohereForCausalLM", KV),
+    "olmo2": ("Olmo2ForCausalLM", KV),
+    "mixtral": (
+        "MixtralForCausalLM",
+        {**KV, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        {**HEADS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        {
+            **BASE,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 8,
+        },
+    ),
+    "mamba": ("MambaForCausalLM", {**BASE, "state_size": 8}),
+    "qwen3_next": (
+        "Qwen3NextForCausalLM",
+        {
+            **HEADS,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+    ),
+    "gemma3n": (
+        "Gemma3nForCausalLM",
+        {
+            **HEADS,
+            **WINDOW,
+            "vocab_size_per_layer_input": 64,
+            "hidden_size_per_layer_input": 8,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "laurel_rank": 4,
+            "intermediate_size": [48] * 4,
+            "activation_sparsity_pattern": [0.0] * 4,
+        },
+    ),
+}
+
+ENCODER_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "t5": (
+        "T5ForConditionalGeneration",
+        {
+            **BASE,
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 48,
+            "num_layers": 4,
+            "num_heads": 4,
+            "decoder_start_token_id": 0,
+            "initializer_factor": 5.0,
+        },
+    ),
+    "bart": (
+        "BartForConditionalGeneration",
+        {
+            **BASE,
+            "d_model": 32,
+            "encoder_layers": 4,
+            "decoder_layers": 4,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 48,
+            "decoder_ffn_dim": 48,
+            "max_position_embeddings": 64,
+            "init_std": 0.4,
+            "decoder_start_token_id": 2,
+            "forced_eos_token_id": None,
+        },
+    ),
+}
+
+
+def second_halves(model: Any) -> dict[str, int]:
+    """Rank 1 gets the second half of every stack of layers: encoders and towers too."""
+    stacks: dict[str, list[str]] = {}
+    for name in layer_names(model):
+        stacks.setdefault(name.rpartition(".")[0], []).append(name)
+    remote = [name for names in stacks.values() for name in names[len(names) // 2 :]]
+    return {"": 0, **dict.fromkeys(remote, 1)}
+
+
+def prompt() -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def outcomes(model: Any, static: bool = True) -> Iterator[Any]:
+    """Greedy over a padded batch, beams, a static cache, and the bare logits."""
+    common = {"max_new_tokens": 8, "do_sample": False}
+    yield "greedy", model.generate(**prompt(), **common).tolist()
+    yield "beams", model.generate(**prompt(), **common, num_beams=3).tolist()
+    if static:
+        found = model.generate(**prompt(), **common, cache_implementation="static")
+        yield "static", found.tolist()
+
+
+@pytest.mark.parametrize("family", [*CAUSAL, *ENCODER_DECODERS])
+def test_the_tokens_of_a_family_equal_those_of_one_process(checkpoints, on_master, family):
+    cls, config = {**CAUSAL, **ENCODER_DECODERS}[family]
+    plain, path = checkpoints.make(family, cls, **config)
+    static = family not in {"mamba", "mpt"}
+
+    def work(model: Any) -> list[Any]:
+        return list(outcomes(model, static))
+
+    assert on_master(path, 2, work, device_map=second_halves(plain)) == work(plain)
