@@ -17,11 +17,19 @@ from typing import Any
 
 from launcher import secret, target, values
 from launcher.errors import Failure, LaunchError, LaunchTimeout
-from launcher.info import LaunchInfo
+from launcher.info import LaunchInfo, integer
 from launcher.job import LOOPBACK, Job
 from launcher.ray_rank import Rank
+from launcher.table import build, family
 
 NAME = "ray"
+TRAIN = {
+    "rank": "RANK",
+    "world_size": "WORLD_SIZE",
+    "local_rank": "LOCAL_RANK",
+    "local_world_size": "LOCAL_WORLD_SIZE",
+    "master_port": "MASTER_PORT",
+}
 PLACEMENT_S = 300.0  # for a busy cluster to find room
 GRACE_S = 1.0  # after a failure, for the death that caused it to be noticed
 FOR_EVER_S = 1e8
@@ -30,9 +38,27 @@ ENVIRONMENT = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
 
 
 def detect(environ: Mapping[str, str]) -> LaunchInfo | None:
-    """The rank whose actor this process is; None in any other worker of Ray."""
+    """The rank that this worker of Ray is, started by run or by Ray Train; None in any other."""
     info = LaunchInfo.from_env(environ)
-    return info if info and info.extras.get("launcher") == NAME else None
+    if info is not None:
+        return info if info.extras.get("launcher") == NAME else None
+    return _detect_train(environ) if "RAY_JOB_ID" in environ else None
+
+
+def _detect_train(environ: Mapping[str, str]) -> LaunchInfo | None:
+    """A worker of Ray Train's TorchTrainer, whose process group has its store at the master."""
+    names = (*TRAIN.values(), "MASTER_ADDR", "NODE_RANK", "RAY_JOB_ID")
+    found = family(environ, "Ray Train", (TRAIN["rank"], TRAIN["world_size"]), names)
+    if found is None:
+        return None
+    return build(
+        NAME,
+        found,
+        launch_id="-".join(found[name] for name in ("RAY_JOB_ID", "MASTER_ADDR", "MASTER_PORT")),
+        master_addr=found["MASTER_ADDR"],
+        extras={"launcher": NAME, "store": "agent"},
+        **{field: integer(found[name], name) for field, name in TRAIN.items()},
+    )
 
 
 def run(job: Job) -> list[Any]:

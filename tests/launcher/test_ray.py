@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 import launcher
-from launcher import ray as launcher_ray
 from launcher.errors import LaunchError, LaunchTimeout
 from launcher.info import LaunchInfo
 
@@ -115,7 +114,3 @@ def test_more_ranks_than_the_cluster_has_cpus_is_an_error_at_once(work):
 def test_nodes_that_are_asked_for_get_as_many_ranks_each(work):
     shown = launcher.launch(work.show, nprocs=2, nnodes=2, launcher="ray")
     assert [LaunchInfo.from_bytes(data).local_world_size for data in shown] == [2, 2, 2, 2]
-
-
-def test_worker_of_ray_that_is_no_rank_is_not_a_rank():
-    assert launcher_ray.detect({"RAY_JOB_ID": "01000000", "RAY_RAYLET_PID": "7"}) is None
