@@ -1,7 +1,6 @@
-"""`python -m launcher.call REFERENCE ARGUMENTS FOLDER`: a rank, started by an engine, that runs a
-function.
+"""`python -m launcher.call FOLDER KIND NAME ARGUMENTS...`: a rank that an engine has started.
 
-It leaves the result, or the failure, in FOLDER, in a file named after its rank.
+It runs a target, and leaves the result, or the failure, in FOLDER, in a file named after its rank.
 """
 
 from __future__ import annotations
@@ -11,21 +10,33 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from launcher import detection, seat, target, values
+from launcher import detection, seat, target, torchrun, values
+from launcher.job import Job, Target
 
 
-def main(reference: str, arguments: str, folder: str) -> int:
+def main(folder: str, kind: str, name: str, *arguments: str) -> int:
+    """The exit code of the target. arguments: those of a script, or a function's as one JSON."""
     rank = detection.current().rank
+    args = values.loads(arguments[0]) if kind == "function" else arguments
+    record = outcome(Job(Target(kind, name), args=tuple(args)), rank)  # type: ignore[arg-type]
+    failure = record.get("failure", {"exit_code": 0, "type": "SystemExit"})
+    if failure["type"] != "SystemExit":
+        print(failure["traceback"], file=sys.stderr, end="")
+    _leave(Path(folder), rank, values.dumps(record))
+    return int(failure["exit_code"])
+
+
+def outcome(job: Job, rank: int) -> dict[str, Any]:
+    """Run the job's target; how that went is {"result": ...} or {"failure": ...}."""
     try:
-        record: dict[str, Any] = {"result": target.find(reference)(*values.loads(arguments))}
-        code = 0
-        text = values.dumps(record)
+        result = target.call(job)
+        values.dumps(result)  # what cannot travel is this rank's failure
+        return {"result": result}
     except BaseException as error:
-        code = seat.exit_code(error)
-        text = values.dumps({"failure": {**seat.describe(error), "rank": rank, "pid": os.getpid()}})
-        print(seat.own_traceback(error), file=sys.stderr, end="")
-    _leave(Path(folder), rank, text)
-    return code
+        if seat.exit_code(error) == 0:
+            return {"result": None}
+        torchrun.leave_error(os.environ, error)
+        return {"failure": {**seat.describe(error), "rank": rank, "pid": os.getpid()}}
 
 
 def _leave(folder: Path, rank: int, text: str) -> None:

@@ -46,7 +46,7 @@ class Job:
     log_dir: a folder for one file per rank and stream. preload: modules to import once, before the
     ranks are forked.
     bind: pin each rank to cores of its own. share_devices: more ranks than GPUs is meant.
-    results_dir: where `python -m launcher.call` leaves the results of a function, if an engine runs
+    results_dir: where `python -m launcher.call` leaves how each rank ended, if an engine runs
     it.
     """
 
@@ -96,10 +96,10 @@ class Job:
 
     def python_arguments(self) -> list[str]:
         """rank_command without its `python`, for engines that bring the interpreter themselves."""
-        if self.target.kind == "script":
-            return [self.target.name, *map(str, self.args)]
-        if self.target.kind == "module":
-            return ["-m", self.target.name, *map(str, self.args)]
-        assert self.results_dir, "an engine can run a function only where it can leave its result"
-        call = ["-m", "launcher.call", self.target.name]
-        return [*call, values.dumps(list(self.args)), self.results_dir]
+        if self.results_dir:
+            call = ["-m", "launcher.call", self.results_dir, self.target.kind, self.target.name]
+            plain = self.target.kind != "function"
+            return [*call, *(map(str, self.args) if plain else [values.dumps(list(self.args))])]
+        assert self.target.kind != "function", "an engine needs a place for a function's results"
+        module = ["-m"] if self.target.kind == "module" else []
+        return [*module, self.target.name, *map(str, self.args)]

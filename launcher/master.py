@@ -25,8 +25,13 @@ def meeting_point(environ: Mapping[str, str], launch_id: str, addr: str) -> dict
 
 
 def environment(job: Job) -> dict[str, str]:
-    """What one command that starts every rank must pass on: where to meet, and a fresh secret."""
-    variables = {"LAUNCH_ID": job.launch_id, **secret.variables()}
+    """What one command that starts every rank must pass on: where to meet, and a fresh secret.
+
+    A job that only shows what would be run has no secret, lest it be shown, too.
+    """
+    variables = {"LAUNCH_ID": job.launch_id}
+    if job.results_dir:
+        variables.update(secret.variables())
     if job.master_addr != LOOPBACK:
         variables["MASTER_ADDR"] = job.master_addr
     if job.master_port:

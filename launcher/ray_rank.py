@@ -6,9 +6,9 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from launcher import ports, seat, secret, target, values
+from launcher import ports, secret, values
+from launcher.call import outcome
 from launcher.info import LaunchInfo
 from launcher.job import Job, Target
 
@@ -31,18 +31,7 @@ class Rank:
         me = replace(me, extras={**me.extras, **extras})
         os.environ.update(me.to_env())
         job = Job(Target(kind, name), args=tuple(values.loads(arguments)))  # type: ignore[arg-type]
-        return values.dumps(_outcome(job, me.rank))
+        return values.dumps(outcome(job, me.rank))
 
     def _master_fd(self) -> Mapping[str, str]:
         return {"master_fd": str(self._listener.fileno())} if self._listener else {}
-
-
-def _outcome(job: Job, rank: int) -> dict[str, Any]:
-    try:
-        result = target.call(job)
-        values.dumps(result)  # what cannot travel is this rank's failure
-        return {"result": result}
-    except BaseException as error:
-        if seat.exit_code(error) == 0:
-            return {"result": None}
-        return {"failure": {**seat.describe(error), "rank": rank, "pid": os.getpid()}}

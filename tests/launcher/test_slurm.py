@@ -135,7 +135,13 @@ def test_step_that_speaks_pmi2_is_srun_s(slurm):
 def test_ranks_started_by_us_have_the_launch_id_and_the_secret_of_the_launch(slurm, tmp_path):
     script = tmp_path / "a script.py"
     script.write_text(SHOW_SECRET)
-    job = Job(Target("script", str(script)), nprocs=2, nnodes=2, launch_id="tuesday")
+    job = Job(
+        Target("script", str(script)),
+        nprocs=2,
+        nnodes=2,
+        launch_id="tuesday",
+        results_dir=str(tmp_path),
+    )
     infos = _run(command(job), {**slurm, **environment(job)})
     assert [info["rank"] for info in infos] == [0, 1, 2, 3]
     assert {(i["launch_id"], i["local_world_size"]) for i in infos} == {("tuesday", 2)}
@@ -151,6 +157,15 @@ def test_death_of_a_task_ends_the_launch(slurm, tmp_path):
     done = subprocess.run(command(job), env=slurm, capture_output=True, timeout=50)
     assert done.returncode in (3, 128 + signal.SIGTERM)  # srun's is the highest of all tasks
     assert time.monotonic() - began < 5
+
+
+def test_launch_ends_with_the_code_and_traceback_of_the_first_failure(slurm, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SHOW + "if launcher.current().rank == 1:\n    raise SystemExit(3)\n")
+    run = [sys.executable, "-m", "launcher", "run", "--launcher", "slurm", "-n", "3", str(script)]
+    done = subprocess.run(run, env=slurm, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 3
+    assert "raise SystemExit(3)" in done.stderr
 
 
 def test_shell_inside_an_allocation_is_not_a_rank(slurm):

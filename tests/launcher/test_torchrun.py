@@ -55,6 +55,19 @@ def test_ranks_started_by_us_have_the_launch_id_that_was_asked_for(tmp_path):
     assert len({(info["master_addr"], info["master_port"]) for info in infos}) == 1
 
 
+def test_failure_of_a_rank_is_torchrun_s_root_cause_and_our_exit_code(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SHOW + "if info.rank == 1:\n    raise KeyError('layer 3')\n")
+    run = [sys.executable, "-m", "launcher", "run", "--launcher", "torchrun", "-n", "2"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [*run, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environ)
+    assert done.returncode == 1
+    root_cause = done.stderr[done.stderr.index("Root Cause") :]
+    assert "rank      : 1" in root_cause
+    assert root_cause.count("KeyError: 'layer 3'") >= 2  # torchrun shows it, and so do we
+
+
 def test_each_of_several_nodes_gets_a_command_of_its_own():
     job = Job(Target("module", "train"), nprocs=3, nnodes=2, node_rank=1, master_addr="10.0.0.1")
     command = " ".join(torchrun.command(job))
