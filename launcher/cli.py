@@ -12,11 +12,12 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 
-from launcher import devices, report, start
+from launcher import devices, dry_run, report, start
 from launcher.errors import LaunchError
 from launcher.job import LOOPBACK, Job, Target, new_launch_id
 
 USAGE_CODE = 2
+WITHOUT_VALUE = ("--", "-h", "--help", "-m", "--bind", "--dry-run")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="MODULE",
         help="import once, before the ranks",
     )
+    run.add_argument("--dry-run", action="store_true", help="show what would be started")
     run.add_argument(
         "-m", dest="module", action="store_true", help="the script is the name of a module"
     )
@@ -57,14 +59,39 @@ def parser() -> argparse.ArgumentParser:
     return whole
 
 
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options, and what follows the script as it is, where argparse would drop a `--`."""
+    script = _script_at(arguments)
+    options = parser().parse_args(arguments[: script + 1])
+    options.arguments = list(arguments[script + 1 :])
+    return options
+
+
+def _script_at(arguments: Sequence[str]) -> int:
+    """The index of the first word that is neither the command, nor an option, nor its value."""
+    index = 1
+    while index < len(arguments) and arguments[index].startswith("-"):
+        index += 1 if arguments[index] in WITHOUT_VALUE or not _is_name(arguments[index]) else 2
+    return index
+
+
+def _is_name(word: str) -> bool:
+    """Whether the value of this option is the next word, as in `-n 2`, and not in `-n2`."""
+    return "=" not in word if word.startswith("--") else len(word) == 2
+
+
 def main(arguments: Sequence[str]) -> int:
     """The exit code: that of the first rank to fail, 128 and its number for a signal, 2 for a
     mistake.
     """
     _open_missing_streams()
-    options = parser().parse_args(arguments)
+    options = parse(arguments)
     try:
-        start.start(_job(options), options.launcher, **_extra(options))
+        job = _job(options)
+        if options.dry_run:
+            _show(dry_run.lines(job, options.launcher))
+        else:
+            start.start(job, options.launcher, **_extra(options))
     except LaunchError as error:
         _complain(report.lines(error))
         return error.exit_code
@@ -83,6 +110,10 @@ def _open_missing_streams() -> None:
             os.open(os.devnull, os.O_RDWR)
 
 
+def _show(lines: Iterable[str]) -> None:
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+
+
 def _complain(lines: Iterable[str]) -> None:
     """To standard error, if anyone is left to read it; the exit code says it too."""
     with contextlib.suppress(OSError, AttributeError):
@@ -91,7 +122,8 @@ def _complain(lines: Iterable[str]) -> None:
 
 
 def _extra(options: argparse.Namespace) -> dict[str, bool]:
-    return {"owns_process": True} if options.launcher == "multiprocessing" else {}
+    """What those launchers may know that start the ranks out of this very process."""
+    return {"owns_process": True} if options.launcher in ("multiprocessing", "threads") else {}
 
 
 def _job(options: argparse.Namespace) -> Job:
@@ -103,7 +135,7 @@ def _job(options: argparse.Namespace) -> Job:
         node_rank=options.node_rank,
         master_addr=options.master_addr,
         master_port=options.master_port,
-        launch_id=options.launch_id or new_launch_id(),
+        launch_id=new_launch_id() if options.launch_id is None else options.launch_id,
         log_dir=options.log_dir,
         timeout_s=options.timeout,
         bind=options.bind,

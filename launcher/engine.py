@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launcher import target, values
+from launcher import secret, target, values
 from launcher.errors import Failure, LaunchError, LaunchInterrupted, LaunchTimeout, signal_name
 from launcher.info import ENV_PREFIX
 from launcher.job import Job
@@ -47,8 +47,16 @@ def run(chosen: Any, job: Job) -> list[Any]:
 
 
 def environment(chosen: Any, job: Job) -> dict[str, str]:
-    """Ours, without the LaunchInfo of a launch around this one, with what the engine needs."""
+    """Ours, without the LaunchInfo of a launch around this one, with what the engine needs.
+
+    Where one command starts every rank, it carries the launch secret. Where each node has its own,
+    whoever starts them may set the same secret for all.
+    """
     outer = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+    if job.nnodes == 1:
+        outer.update(secret.variables())
+    elif secret.SECRET in os.environ:
+        outer[secret.SECRET] = os.environ[secret.SECRET]
     return {**outer, **(chosen.environment(job) if hasattr(chosen, "environment") else {})}
 
 

@@ -37,19 +37,25 @@ class Failure:
         return f"rank {self.rank} ({place}) {self.how()}"
 
     def how(self) -> str:
+        raised = self._raised()
         if self.ended_by_launcher:
-            return f"was ended by the launcher{self._unusually()}"
-        if self.type and self.type != "SystemExit":
-            first_line = self.message.splitlines()[0] if self.message else ""
-            return f"raised {self.type}: {first_line}".rstrip(": ")
+            return f"was ended by the launcher{f' ({raised})' if raised else ''}{self._when_deaf()}"
+        if raised:
+            return f"raised {raised}"
         if self.exit_code > 128:
             return f"was killed by {signal_name(self.exit_code - 128)}"
         return f"left with exit code {self.exit_code}"
 
-    def _unusually(self) -> str:
-        if self.exit_code == 128 + signal.SIGKILL:
-            return ", with SIGKILL, since it did not end when asked"
-        return ""
+    def _raised(self) -> str:
+        """The exception's type, and the first line of its message."""
+        if self.type in ("", "SystemExit"):
+            return ""
+        first_line = self.message.splitlines()[0] if self.message else ""
+        return f"{self.type}: {first_line}" if first_line else self.type
+
+    def _when_deaf(self) -> str:
+        was_killed = self.exit_code == 128 + signal.SIGKILL
+        return ", with SIGKILL, since it did not end when asked" if was_killed else ""
 
 
 def signal_name(number: int) -> str:

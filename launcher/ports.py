@@ -1,6 +1,4 @@
-"""A port for each launch: hashed from its launch_id, so that launches rarely meet, and probed
-upward where they do.
-"""
+"""A port for each launch: hashed from its launch_id, and probed upward where two launches meet."""
 
 from __future__ import annotations
 
@@ -9,37 +7,48 @@ import socket
 from pathlib import Path
 
 FIRST_PORT = 10_000
+END_PORT = 32_768  # where Linux begins to give ports to outgoing connections, unless told otherwise
 BACKLOG = 2048
 
 
 def listen(launch_id: str, address: str = "127.0.0.1", port: int = 0) -> socket.socket:
-    """A socket bound to address and listening, on `port` or on the first free one at the hash of
-    launch_id.
+    """A socket that listens on address, at port, or at the first free one from launch_id's hash on.
 
-    It listens from the start: a bound socket that does not listen can be stolen by another that
-    sets SO_REUSEADDR. Raises OSError if no port is free.
+    It listens from the start: a bound socket that does not can be stolen by another that sets
+    SO_REUSEADDR. Raises OSError if no port is free.
     """
-    if port:
-        return _bound(address, port)
-    for candidate in candidates(launch_id):
+    for candidate in [port] if port else candidates(launch_id):
         try:
             return _bound(address, candidate)
         except OSError as error:
             refused = error
+    which = f"port {port}" if port else f"no port from {FIRST_PORT} to {END_PORT}"
     raise OSError(
         refused.errno,
-        f"no port of {address} from {FIRST_PORT} to {_end()} could be bound ({refused.strerror}): "
-        "the ranks "
-        "would not find each other. Give one with --master-port, or free some.",
+        f"{which} of {address} could be bound ({refused.strerror}), and the ranks would not find "
+        "each other. Free one, or choose another with --master-port.",
     )
 
 
 def candidates(launch_id: str) -> list[int]:
-    """Every port of the range, from the launch's own upward and around."""
-    size = _end() - FIRST_PORT
+    """Every port of the range, from the launch's own upward and around.
+
+    Those that this node may give to an outgoing connection come last: they may be taken any time.
+    """
+    size = END_PORT - FIRST_PORT
     digest = hashlib.blake2b(launch_id.encode(), digest_size=8).digest()
     first = int.from_bytes(digest, "big") % size
-    return [FIRST_PORT + (first + step) % size for step in range(size)]
+    every = [FIRST_PORT + (first + step) % size for step in range(size)]
+    outgoing = _ephemeral()
+    return sorted(every, key=lambda port: port in outgoing)
+
+
+def _ephemeral() -> range:
+    try:
+        first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    except OSError:
+        return range(0)
+    return range(int(first), int(last) + 1)
 
 
 def _bound(address: str, port: int) -> socket.socket:
@@ -53,12 +62,3 @@ def _bound(address: str, port: int) -> socket.socket:
         opened.close()
         raise
     return opened
-
-
-def _end() -> int:
-    """The first port that the kernel gives to outgoing connections: ours must stay below."""
-    try:
-        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    except OSError:
-        first = 32768
-    return first if first > FIRST_PORT + 1000 else 32768

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from launcher import context, ports, secret, target
+from launcher import context, ports, secret, target, thread_streams
 from launcher.errors import Failure, LaunchError, LaunchTimeout
 from launcher.info import LaunchInfo
 from launcher.infos import of_node
@@ -27,11 +27,15 @@ def detect(environ: Mapping[str, str]) -> LaunchInfo | None:
     return context.current()
 
 
-def run(job: Job) -> list[Any]:
+def run(job: Job, owns_process: bool = False) -> list[Any]:
     """Each rank's result, by rank.
 
+    owns_process: this process exists only for this launch, so its standard streams are ours.
     Raises LaunchError with the first exception as its __cause__.
     """
+    if owns_process:
+        with thread_streams.replaced(job):
+            return run(job)
     with ports.listen(job.launch_id, job.master_addr, job.master_port) as listener:
         secret_fd = secret.create()
         extras = {"secret_fd": str(secret_fd)}

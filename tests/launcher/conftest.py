@@ -44,14 +44,11 @@ class CommandLine:
     def start(self, *arguments: str, **options) -> subprocess.Popen:
         name, _, value = self.mark.partition("=")
         environ = {**os.environ, name: value, "PYTHONPATH": str(ROOT), **options.pop("env", {})}
-        options = {
-            "stdout": subprocess.PIPE,
-            "stderr": subprocess.PIPE,
-            "cwd": self.folder,
-        } | options
+        usual = {"cwd": self.folder, "preexec_fn": _hear_signals}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         command = [sys.executable, "-m", "launcher", *arguments]
         return subprocess.Popen(
-            command, env=environ, text=True, preexec_fn=_hear_signals, **options
+            command, env=environ, text=True, errors="replace", **(usual | pipes | options)
         )
 
     def run(self, *arguments: str, timeout: float = 30, stdin: str = "", **options) -> Ended:

@@ -1,0 +1,202 @@
+"""`python -m launcher run`: its options, what it runs and how, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from launcher import cli
+
+OPTIONS = {
+    "-h", "--help",
+    "-n", "--nproc-per-node",
+    "--launcher",
+    "--nnodes", "--node-rank",
+    "--master-addr", "--master-port",
+    "--launch-id",
+    "--log-dir",
+    "--timeout",
+    "--bind",
+    "--preload",
+    "--dry-run",
+    "-m",
+}  # fmt: skip
+SHOW = "import sys, json, launcher\nprint(json.dumps([__name__, *sys.argv]))\n"
+
+
+def shown(ended, rank):
+    return json.loads(ended.lines(rank)[0])
+
+
+def test_the_options_are_these_and_no_others():
+    commands = cli.parser()._subparsers._group_actions[0].choices
+    found = {name for action in commands["run"]._actions for name in action.option_strings}
+    assert found == OPTIONS
+
+
+def test_the_command_line_knows_which_options_stand_alone():
+    commands = cli.parser()._subparsers._group_actions[0].choices
+    alone = [action for action in commands["run"]._actions if action.nargs == 0]
+    assert {name for action in alone for name in action.option_strings} | {"--"} == set(
+        cli.WITHOUT_VALUE
+    )
+
+
+@pytest.mark.parametrize(
+    "given", [["a", "b c"], ["--help", "-n", "5"], ["ünï", "日本", ""], ["--"], ["--", "-m", "x"]]
+)
+def test_arguments_reach_the_script_as_they_are(command, given):
+    script = command.script(SHOW)
+    ended = command.run("run", "-n", "2", script, *given)
+    assert shown(ended, 1) == ["__main__", script, *given]
+
+
+def test_100_kilobytes_of_arguments_reach_the_script(command):
+    script = command.script("import sys\nprint(len(sys.argv[1]))")
+    assert command.run("run", "-n", "2", script, "x" * 100_000).lines(0) == ["100000"]
+
+
+def test_a_module_runs_as_python_m_would_run_it(command, tmp_path):
+    package = tmp_path / "some_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(SHOW + "print(__package__, __spec__.name)")
+    ended = command.run("run", "-n", "2", "-m", "some_package", "x")
+    assert shown(ended, 0) == ["__main__", str(package / "__main__.py"), "x"]
+    assert ended.lines(0)[1] == "some_package some_package.__main__"
+
+
+def test_a_script_imports_from_its_own_folder(command, tmp_path):
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "neighbour.py").write_text("NAME = 'found'")
+    (tmp_path / "scripts" / "main.py").write_text("import neighbour\nprint(neighbour.NAME)")
+    assert command.run("run", "-n", "1", "scripts/main.py").lines(0) == ["found"]
+
+
+def test_exit_handlers_and_threads_of_a_script_come_to_their_end(command):
+    script = command.script(
+        "import atexit, threading, time\n"
+        "atexit.register(print, 'handler')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\n"
+        "print('main')"
+    )
+    assert command.run("run", "-n", "1", script).lines(0) == ["main", "thread", "handler"]
+
+
+def test_a_script_may_start_processes_by_spawning(command):
+    script = command.script(
+        "import multiprocessing\n"
+        "def double(x): return 2 * x\n"
+        "if __name__ == '__main__':\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool: print(pool.map(double, "
+        "[4]))"
+    )
+    assert command.run("run", "-n", "1", script).lines(0) == ["[8]"]
+
+
+def test_a_script_that_catches_nothing_exits_like_python_itself(command):
+    ended = command.run("run", "-n", "1", command.script("import sys; sys.exit('some reason')"))
+    assert ended.code == 1 and "[0 err] some reason" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-n", "0"], "less than one"),
+        (["-n", "-3"], "not a number of ranks"),
+        (["-n", "two"], "not a number of ranks"),
+        (["-n", "2", "--nnodes", "0"], "less than one"),
+        (["-n", "2", "--nnodes", "2", "--node-rank", "2"], "not among 2 nodes"),
+        (["-n", "2", "--nnodes", "2"], "--launcher"),
+        (["-n", "2", "--master-port", "70000"], "not in [0, 65535]"),
+        (["-n", "2", "--timeout", "0"], "no time"),
+        (["-n", "2", "--launcher", "nobody"], "no launcher is called 'nobody'"),
+        (["-n", "2", "--launch-id", ""], "must have a character"),
+    ],
+)
+def test_bad_numbers_are_refused_before_anything_starts(command, arguments, message):
+    ended = command.run("run", *arguments, command.script("print('ran')"))
+    assert ended.code == 2 and message in ended.err and ended.out == ""
+
+
+@pytest.mark.parametrize(
+    "form", [["no-such-script.py"], ["-m", "no_such_module"], ["-m", "json.no"]]
+)
+def test_a_missing_target_is_refused_before_anything_starts(command, form):
+    ended = command.run("run", "-n", "2", *form)
+    assert ended.code == 2 and form[-1] in ended.err and "nothing to run" in ended.err
+
+
+def test_a_deleted_working_directory_is_named(command, tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    ended = command.run("run", "-n", "2", "script.py", cwd=gone, preexec_fn=gone.rmdir)
+    assert ended.code == 2 and "working directory that has been deleted" in ended.err
+
+
+def test_a_syntax_error_is_shown_with_its_line(command):
+    ended = command.run("run", "-n", "2", command.script("x = 1\nprint('a'\n"))
+    assert ended.code == 1 and "SyntaxError" in ended.err and "print('a'" in ended.err
+
+
+def test_dry_run_shows_every_rank_and_starts_nothing(command):
+    script = command.script("open('ran', 'w')")
+    ended = command.run("run", "-n", "3", "--launch-id", "mine", "--dry-run", script, "a b")
+    first, *infos = ended.out.splitlines()
+    assert script in first and "'a b'" in first
+    assert [json.loads(info)["rank"] for info in infos] == [0, 1, 2]
+    assert {json.loads(info)["launch_id"] for info in infos} == {"mine"}
+    assert not (command.folder / "ran").exists()
+
+
+def test_bind_gives_each_rank_its_own_cores_and_says_which(command):
+    script = command.script(
+        "import os\nprint(sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'])"
+    )
+    count = min(2, len(os.sched_getaffinity(0)))
+    ended = command.run("run", "-n", str(count), "--bind", script)
+    assert len({ended.lines(rank)[0] for rank in range(count)}) == count
+    assert ended.err.count("of NUMA node") == count
+
+
+def test_threads_are_shared_out_among_ranks_unless_somebody_chose(command):
+    script = command.script("import os\nprint(os.environ['OMP_NUM_THREADS'])")
+    many = 2 * len(os.sched_getaffinity(0))
+    assert command.run("run", "-n", str(many), script).lines(0) == ["1"]
+    chosen = command.run("run", "-n", "1", script, env={"OMP_NUM_THREADS": "7"})
+    assert chosen.lines(0) == ["7"]
+
+
+def test_preloaded_modules_are_imported_once_for_all_ranks(command):
+    (command.folder / "heavy.py").write_text(
+        "import os\nprint('imported', flush=True)\nPID = os.getpid()"
+    )
+    script = command.script("import os, heavy\nprint(os.getppid() == heavy.PID)")
+    ended = command.run("run", "-n", "3", "--preload", "heavy", script)
+    assert [ended.lines(rank) for rank in range(3)] == [["True"]] * 3
+    assert ended.out.count("imported") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "import threading, time\nthreading.Thread(target=time.sleep, args=(9,)).start()",
+            "1 threads",
+        ),
+        ("import no_such_thing", "No module named 'no_such_thing'"),
+        ("raise SystemExit(3)", "SystemExit"),
+    ],
+)
+def test_a_module_that_cannot_be_preloaded_is_named(command, text, message):
+    (command.folder / "heavy.py").write_text(text)
+    ended = command.run("run", "-n", "2", "--preload", "heavy", command.script("print('ran')"))
+    assert ended.code == 1 and "heavy" in ended.err and message in ended.err
+
+
+def test_the_ranks_can_be_threads(command):
+    script = command.script("import launcher\nprint('rank', launcher.current().rank, flush=True)\n")
+    ended = command.run("run", "-n", "3", "--launcher", "threads", script)
+    assert ended.code == 0 and [f"rank {r}" in ended.out for r in range(3)] == [True] * 3

@@ -1,0 +1,93 @@
+"""Ports: hashed from the launch, probed upward, and held from before any rank exists."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import launcher
+from launcher import ports
+
+
+@given(st.text(min_size=1))
+def test_the_candidates_are_every_port_of_the_range_once(launch_id):
+    assert sorted(ports.candidates(launch_id)) == list(range(ports.FIRST_PORT, ports.END_PORT))
+
+
+def test_ports_that_the_kernel_gives_away_come_last(monkeypatch):
+    monkeypatch.setattr(ports, "_ephemeral", lambda: range(20_000, 60_000))
+    found = ports.candidates("x")
+    assert all(port < 20_000 for port in found[:10_000])
+    assert all(port >= 20_000 for port in found[10_000:])
+
+
+def test_the_first_candidate_is_the_same_in_every_process_and_on_every_node(monkeypatch):
+    """Python's own hash() of a string differs from process to process."""
+    monkeypatch.setattr(ports, "_ephemeral", lambda: range(0))
+    assert ports.candidates("drumline")[0] == 14326
+
+
+def test_two_launches_with_one_id_get_neighbouring_ports():
+    with launcher.listen("same") as first, launcher.listen("same") as second:
+        assert first.getsockname()[1] != second.getsockname()[1]
+        assert second.getsockname()[1] in ports.candidates("same")
+
+
+def test_the_socket_listens_on_one_address_and_cannot_be_stolen():
+    with launcher.listen("held") as held, socket.socket() as thief:
+        assert held.getsockname()[0] == "127.0.0.1"
+        thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with pytest.raises(OSError, match="in use"):
+            thief.bind(held.getsockname())
+
+
+def test_no_free_port_is_an_error_that_says_what_to_do(monkeypatch):
+    with launcher.listen("full") as held:
+        monkeypatch.setattr(ports, "candidates", lambda launch_id: [held.getsockname()[1]])
+        with pytest.raises(OSError, match="--master-port"):
+            launcher.listen("another")
+
+
+def test_a_port_that_was_asked_for_is_that_one_or_an_error(command):
+    with launcher.listen("asked") as held:
+        port = str(held.getsockname()[1])
+        script = command.script("print('ran')")
+        taken = command.run("run", "-n", "2", "--master-port", port, script)
+    assert taken.code == 2 and port in taken.err and "in use" in taken.err
+    script = command.script("import launcher\nprint(launcher.current().master_port)")
+    assert command.run("run", "-n", "2", "--master-port", port, script).lines(1) == [port]
+
+
+def test_64_launches_at_once_of_equal_and_of_different_ids_all_run(command):
+    script = command.script(
+        "import socket, launcher, time\n"
+        "info = launcher.current()\n"
+        "if info.rank == 0:\n"
+        "    listener = socket.socket(fileno=int(info.extras['master_fd']))\n"
+        "    peer, _ = listener.accept()\n"
+        "    print(info.master_port, peer.recv(100).decode())\n"
+        "else:\n"
+        "    peer = socket.create_connection((info.master_addr, info.master_port))\n"
+        "    peer.sendall(info.launch_id.encode())\n"
+    )
+    ids = ["same" if i % 2 else f"launch-{i}" for i in range(64)]
+    started = [command.start("run", "-n", "2", "--launch-id", i, script) for i in ids]
+    ends = [process.communicate(timeout=60) for process in started]
+    assert [process.returncode for process in started] == [0] * 64, ends
+    assert [out.split()[-1] for out, _ in ends] == ids
+
+
+def test_only_rank_0_holds_the_socket_of_the_master():
+    def sockets():
+        links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+        named = [os.readlink(link) for link in links if os.path.exists(link)]
+        info = launcher.current()
+        return ["master_fd" in info.extras, sum(name.startswith("socket:") for name in named)]
+
+    (first, its), *others = launcher.launch(sockets, 3)
+    assert first and not any(has for has, _ in others)
+    assert all(count == its - 1 for _, count in others)

@@ -1,0 +1,145 @@
+"""Ending a launch from outside: signals to the launcher, and the death of any of its processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import textwrap
+import time
+
+import pytest
+
+WAITING = (
+    "import os, subprocess, sys, time, launcher\n"
+    "sleep = [sys.executable, '-c', 'import time; time.sleep(60)']\n"
+    "daemon = subprocess.Popen(sleep, start_new_session=True)\n"
+    "info = launcher.current()\n"
+    "print('ready', os.getpid(), os.getppid(), info.master_port, flush=True)\n"
+)
+
+
+def ready(process, nprocs=2):
+    """(pid, parent's pid, master port) of each rank, once all have said so, by rank."""
+    found = {}
+    while len(found) < nprocs:
+        line = process.stdout.readline()
+        rank, word, *numbers = line.split()
+        assert word == "ready", line
+        found[int(rank.strip("[]"))] = tuple(map(int, numbers))
+    return [found[rank] for rank in range(nprocs)]
+
+
+def end(process, timeout=10):
+    """(exit code as a shell gives it, standard error, seconds)."""
+    began = time.monotonic()
+    _, err = process.communicate(timeout=timeout)
+    code = process.returncode
+    return (code if code >= 0 else 128 - code), err, time.monotonic() - began
+
+
+@pytest.fixture
+def waiting(command):
+    """Two ranks, each with a child in a session of its own, all waiting for a minute."""
+    process = command.start("run", "-n", "2", command.script(WAITING + "time.sleep(60)"))
+    yield process, ready(process)
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_launcher_ends_the_ranks_and_gives_128_and_its_number(waiting, number):
+    process, _ = waiting
+    process.send_signal(number)
+    code, err, seconds = end(process)
+    assert code == 128 + number and seconds < 3
+    assert f"stopped by {signal.Signals(number).name}" in err
+
+
+@pytest.mark.parametrize("victim", ["launcher", "keeper", "rank 0", "rank 1"])
+def test_killing_any_one_process_takes_all_with_it(command, waiting, victim):
+    process, ranks = waiting
+    pid = {"launcher": process.pid, "keeper": ranks[0][1], "rank 0": ranks[0][0]}
+    os.kill(pid.get(victim, ranks[1][0]), signal.SIGKILL)
+    code, _, seconds = end(process)
+    assert code == 137 and seconds < 2
+    assert command.left(patience_s=1.0) == []
+
+
+def test_the_port_is_free_again_when_the_launcher_was_killed(command, waiting):
+    process, ranks = waiting
+    process.kill()
+    end(process)
+    command.left(patience_s=1.0)
+    with socket.socket() as intruder:
+        intruder.bind(("127.0.0.1", ranks[0][2]))
+
+
+def test_ctrl_c_gives_the_ranks_time_to_finish(command):
+    script = command.script(
+        "try:\n"
+        + textwrap.indent(WAITING + "time.sleep(60)\n", "  ")
+        + "except KeyboardInterrupt:\n"
+        "    time.sleep(0.7)\n"
+        "    print('saved', flush=True)"
+    )
+    process = command.start("run", "-n", "2", script)
+    ready(process)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=10)
+    assert sorted(out.splitlines()) == ["[0] saved", "[1] saved"]
+    assert process.returncode == 130
+
+
+def test_a_second_ctrl_c_does_not_wait(command):
+    script = command.script(
+        "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n" + WAITING + "time.sleep(60)"
+    )
+    process = command.start("run", "-n", "2", script)
+    ready(process)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    code, err, seconds = end(process)
+    assert code == 130 and seconds < 2
+    assert "did not end when asked" in err
+
+
+def test_ranks_reach_their_handlers_of_sigterm(command):
+    script = command.script(
+        "import signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (print('goodbye', flush=True), sys.exit(0)))\n"
+        + WAITING
+        + "time.sleep(60)"
+    )
+    process = command.start("run", "-n", "2", script)
+    ready(process)
+    process.terminate()
+    out, _ = process.communicate(timeout=10)
+    assert sorted(out.splitlines()) == ["[0] goodbye", "[1] goodbye"]
+    assert process.returncode == 143
+
+
+def test_a_reader_that_goes_away_ends_the_launch(command):
+    script = command.script(
+        "import time\nfor i in range(1000):\n    print(i, flush=True)\n    time.sleep(0.01)"
+    )
+    process = command.start("run", "-n", "2", script)
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=5) == 128 + signal.SIGPIPE
+    assert "nobody reads" in process.stderr.read()
+    process.stderr.close()
+
+
+def test_a_launcher_under_nohup_ignores_the_loss_of_its_terminal(command):
+    def ignore_sighup():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    script = command.script(WAITING + "time.sleep(0.5)")
+    process = command.start("run", "-n", "2", script, preexec_fn=ignore_sighup)
+    ready(process)
+    process.send_signal(signal.SIGHUP)
+    code, _, _ = end(process)
+    assert code == 0
