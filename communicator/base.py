@@ -320,7 +320,7 @@ class Communicator:
     def _device(self) -> torch.device:
         if self.device_type == "cpu":
             return torch.device("cpu")
-        return torch.device(self.device_type, self.coor.local_rank)
+        return torch.device(self.device_type, self.coor.info.local_rank)
 
     def _lost_peers(self) -> str:
         """The peers of this host that are seen dead, for an error; empty if none is."""

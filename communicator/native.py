@@ -56,7 +56,7 @@ class Native(Communicator):
                 self.rank,
                 self.world_size,
                 self.coor,
-                device=-1 if self.device_type == "cpu" else self.coor.local_rank,
+                device=-1 if self.device_type == "cpu" else self._device().index,
                 timeout_ms=max(1, int(self.timeout_s * 1000)),
                 name=name,
                 unique_id=unique_id,

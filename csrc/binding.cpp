@@ -468,6 +468,92 @@ PyObject* comm_mem_free(PyObject* object, PyObject* argument) {
     return returned(Py_None);
 }
 
+// One element of a dtype, and the reduction that multiplies by it before it sums.
+PyObject* comm_scaled_sum(PyObject* object, PyObject* argument) {
+    Comm* self = comm_of(object);
+    CallSite site = site_of(self, "scaled_sum");
+    if (!COMM_HAS(self->table, premul_sum_create)) return raise_not_offered(site, self->table);
+    CallSite on_cpu = site;
+    on_cpu.device_type = COMM_CPU;
+    TensorView scale;
+    if (read_tensor(on_cpu, argument, &scale) < 0) return nullptr;
+    if (scale.numel != 1) {
+        PyErr_Format(PyExc_ValueError, "rank %d, scaled_sum: needs one number, not %llu", site.rank,
+                     static_cast<unsigned long long>(scale.numel));
+        return nullptr;
+    }
+    comm_op op = 0;
+    if (!call_library(self, site, [&](comm_t comm) {
+            return self->table->premul_sum_create(comm, scale.data, scale.dtype, &op);
+        }))
+        return nullptr;
+    return PyLong_FromLong(op);
+}
+
+PyObject* comm_free_op(PyObject* object, PyObject* argument) {
+    Comm* self = comm_of(object);
+    CallSite site = site_of(self, "free_op");
+    if (!COMM_HAS(self->table, op_destroy)) return raise_not_offered(site, self->table);
+    long op = PyLong_AsLong(argument);
+    if (PyErr_Occurred()) return nullptr;
+    if (!call_library(self, site, [&](comm_t comm) {
+            return self->table->op_destroy(comm, static_cast<comm_op>(op));
+        }))
+        return nullptr;
+    return returned(Py_None);
+}
+
+PyObject* comm_finalize(PyObject* object, PyObject*) {
+    Comm* self = comm_of(object);
+    CallSite site = site_of(self, "finalize");
+    if (!COMM_HAS(self->table, finalize)) return raise_not_offered(site, self->table);
+    if (!call_library(self, site, [&](comm_t comm) { return self->table->finalize(comm); }))
+        return nullptr;
+    return returned(Py_None);
+}
+
+// From a thread that watches: while a call is being made there is nothing to say yet.
+PyObject* comm_async_error(PyObject* object, PyObject*) {
+    Comm* self = comm_of(object);
+    CallSite site = site_of(self, "async_error");
+    if (!COMM_HAS(self->table, async_error)) return raise_not_offered(site, self->table);
+    comm_result code = COMM_OK;
+    std::string text;
+    PyThreadState* state = PyEval_SaveThread();
+    {
+        std::unique_lock<std::mutex> turn(*self->turn, std::try_to_lock);
+        if (turn.owns_lock() && self->handle != nullptr) {
+            code = self->table->async_error(self->handle);
+            if (code != COMM_OK) text = self->table->last_error(self->handle);
+        }
+    }
+    PyEval_RestoreThread(state);
+    return code == COMM_OK ? returned(Py_None) : raise_result(self->table, code, text.c_str());
+}
+
+Comm* new_comm(PyObject* plugin, const comm_init_args& args);
+
+PyObject* comm_split(PyObject* object, PyObject* args) {
+    Comm* self = comm_of(object);
+    CallSite site = site_of(self, "split");
+    if (!COMM_HAS(self->table, split)) return raise_not_offered(site, self->table);
+    comm_init_args child = {};
+    child.device = site.device;
+    int color, key;
+    if (!PyArg_ParseTuple(args, "iiii", &color, &key, &child.rank, &child.nranks)) return nullptr;
+    comm_t handle = nullptr;
+    if (!call_library(self, site,
+                      [&](comm_t comm) { return self->table->split(comm, color, key, &handle); }))
+        return nullptr;
+    if (handle == nullptr) return returned(Py_None);
+    Comm* made = new_comm(self->plugin, child);
+    if (made == nullptr)
+        self->table->destroy(handle);
+    else
+        made->handle = handle;
+    return reinterpret_cast<PyObject*>(made);
+}
+
 void comm_dealloc(PyObject* object) {
     Comm* self = comm_of(object);
     PyTypeObject* type = Py_TYPE(object);
@@ -508,6 +594,12 @@ PyMethodDef comm_methods[] = {
     {"close", comm_close, METH_NOARGS, "Free everything; harmless when repeated."},
     {"mem_alloc", comm_mem_alloc, METH_O, "mem_alloc(nbytes) -> address"},
     {"mem_free", comm_mem_free, METH_O, "mem_free(address)"},
+    {"scaled_sum", comm_scaled_sum, METH_O, "scaled_sum(tensor of one number) -> op"},
+    {"free_op", comm_free_op, METH_O, "free_op(op)"},
+    {"split", comm_split, METH_VARARGS, "split(color, key, rank, nranks) -> Comm or None"},
+    {"finalize", comm_finalize, METH_NOARGS, "The orderly end; close() comes after."},
+    {"async_error", comm_async_error, METH_NOARGS,
+     "From any thread: raise what an enqueued operation ended with, if it failed."},
     {nullptr, nullptr, 0, nullptr}};
 
 // ---- the Coordinator, lent ----
@@ -658,7 +750,9 @@ Comm* new_comm(PyObject* plugin, const comm_init_args& args) {
     self->turn = new std::mutex;
     self->ending = new std::mutex;
     self->kept = PyList_New(0);
-    self->site = CallSite{"", args.rank, args.nranks, self->table->device_type, args.device};
+    self->site = CallSite{"",          args.rank,
+                          args.nranks, self->table->device_type,
+                          args.device, COMM_HAS(self->table, premul_sum_create)};
     return self;
 }
 
@@ -737,6 +831,10 @@ PyObject* plugin_offers(PyObject* object, PyObject* argument) {
     OFFERED(abort);
     OFFERED(mem_alloc);
     OFFERED(mem_free);
+    OFFERED(premul_sum_create);
+    OFFERED(async_error);
+    OFFERED(split);
+    OFFERED(finalize);
 #undef OFFERED
     return PyBool_FromLong(offered);
 }

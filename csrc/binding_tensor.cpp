@@ -201,6 +201,14 @@ int find_op(PyObject* object) {
     return -1;
 }
 
+// Made by premul_sum_create; the library knows which dtype it is for. -1 if it cannot be one.
+int read_scaled_sum(PyObject* object) {
+    long op = PyLong_AsLong(object);
+    if (op > COMM_AVG && op <= INT32_MAX) return static_cast<int>(op);
+    PyErr_Clear();
+    return -1;
+}
+
 int refuse_op(const CallSite& site, PyObject* op, const char* why) {
     PyErr_Format(PyExc_ValueError, "rank %d, %s: op=%R %s", site.rank, site.call, op, why);
     return -1;
@@ -287,7 +295,8 @@ int check_overlap(const CallSite& site, const TensorView& from, const TensorView
 int read_op(const CallSite& site, PyObject* object, comm_dtype dtype, comm_op* op) {
     *op = COMM_SUM;
     if (object == NULL) object = op_names[COMM_SUM];
-    *op = find_op(object);
+    *op = site.scaled_sums && PyLong_Check(object) ? read_scaled_sum(object) : find_op(object);
+    if (*op > COMM_AVG) return 0;
     if (*op < 0) return refuse_op(site, object, "is none of sum, prod, max, min, avg");
     if (*op == COMM_AVG && !is_floating(dtype))
         return refuse_op(site, object,

@@ -15,6 +15,7 @@ struct CallSite {
     int32_t nranks;
     int32_t device_type;
     int32_t device;
+    bool scaled_sums;  // does the library make reductions of its own?
 };
 
 struct TensorView {

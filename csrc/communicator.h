@@ -31,7 +31,7 @@ extern "C" {
 #endif
 
 #define COMM_ABI_MAJOR 1u
-#define COMM_ABI_MINOR 0u
+#define COMM_ABI_MINOR 1u
 #define COMM_UNIQUE_ID_MAX 4096u
 
 /* Results. 0 to 8 have the numbers of ncclResult_t. */
@@ -173,6 +173,14 @@ typedef struct comm_plugin {
     comm_result (*premul_sum_create)(comm_t comm, const void* scalar, comm_dtype dtype,
                                      comm_op* op);
     comm_result (*op_destroy)(comm_t comm, comm_op op);
+
+    /* Since abi_minor 1. */
+    /* Collective over comm: those who give the same color form a group, in order of key. *child is
+     * NULL where color is negative. */
+    comm_result (*split)(comm_t comm, int32_t color, int32_t key, comm_t* child);
+    /* The orderly end that destroy is not: waits for what is enqueued. COMM_INVALID_USAGE if that
+     * cannot be yet, and then the communicator stays as it was. destroy comes after, always. */
+    comm_result (*finalize)(comm_t comm);
 } comm_plugin;
 
 /* Does the table p reach as far as field f, and is f offered? */

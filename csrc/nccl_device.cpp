@@ -21,15 +21,14 @@ void look_up(Names libraries, Names symbols, Function* function) {
         for (const char* name : libraries) {
             void* library =
                 *function != nullptr ? nullptr : dlopen(name, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
-            if (library != nullptr)
-                *function = reinterpret_cast<Function>(dlsym(library, symbol));
+            if (library != nullptr) *function = reinterpret_cast<Function>(dlsym(library, symbol));
         }
         if (*function != nullptr) return;
     }
 }
 
 const Names HIP = {"libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"};
-const Names RUNTIME = {"libcudart.so.13", "libcudart.so.12", "libcudart.so.11.0",
+const Names RUNTIME = {"libcudart.so.13",  "libcudart.so.12",  "libcudart.so.11.0",
                        "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"};
 const Names DRIVER = {"libcuda.so.1", "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"};
 
@@ -70,7 +69,10 @@ DeviceLibrary find_device_library() {
 CurrentDevice::CurrentDevice(const DeviceLibrary& library, int device) : library_(library) {
     if (library.set_device == nullptr || library.get_device == nullptr) return;
     if (library.get_device(&before_) != 0) before_ = -1;
-    if (before_ != device) library.set_device(device);
+    if (before_ == device)
+        before_ = -1;
+    else
+        library.set_device(device);
 }
 
 CurrentDevice::~CurrentDevice() {

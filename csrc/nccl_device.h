@@ -27,13 +27,13 @@ bool is_rocm_loaded();
 
 // Makes a device current for a scope, as NCCL wants it while it connects.
 class CurrentDevice {
-   public:
+  public:
     CurrentDevice(const DeviceLibrary& library, int device);
     ~CurrentDevice();
     CurrentDevice(const CurrentDevice&) = delete;
     CurrentDevice& operator=(const CurrentDevice&) = delete;
 
-   private:
+  private:
     const DeviceLibrary& library_;
     int before_ = -1;
 };
@@ -42,12 +42,12 @@ class CurrentDevice {
 // carries an object whose destruction counts it out again; that may come later, on a thread of the
 // driver's, even after the communicator is gone.
 class GraphCount {
-   public:
+  public:
     // Is the stream being captured? If so its graph is counted, once.
     bool is_capturing(const DeviceLibrary& library, void* stream);
     int live() const { return live_->load(std::memory_order_acquire); }
 
-   private:
+  private:
     std::shared_ptr<std::atomic<int>> live_ = std::make_shared<std::atomic<int>>(0);
     unsigned long long last_ = 0;  // the capture seen last
 };

@@ -2,7 +2,6 @@
 
 #include <dlfcn.h>
 
-
 namespace {
 
 const char* const SONAMES[] = {"libnccl.so.2", "librccl.so.1"};
@@ -15,8 +14,9 @@ void* find_library(std::string* problem) {
             void* found = dlopen(name, RTLD_NOW | RTLD_LOCAL | mode);
             if (found != nullptr) return found;
         }
-    *problem = "neither libnccl.so.2 nor librccl.so.1 is loaded or found. Install nvidia-nccl, or "
-               "give its path with library=";
+    *problem =
+        "neither libnccl.so.2 nor librccl.so.1 is loaded or found. Install nvidia-nccl, or "
+        "give its path with library=";
     return nullptr;
 }
 
@@ -49,12 +49,12 @@ bool fill(NcclLibrary* library, void* handle, std::string* problem) {
                    nccl_version_text(NCCL_OLDEST) + " or newer";
         return false;
     }
-#define NCCL_LOOK_UP(name, since, result, arguments)                                        \
-    look_up(handle, "nccl" #name, &library->name);                                          \
-    if (library->name == nullptr && (since) <= NCCL_OLDEST) {                               \
-        *problem = "it says NCCL " + nccl_version_text(library->version) + " but has no nccl" \
-                   #name ". It is broken, or something else";                               \
-        return false;                                                                       \
+#define NCCL_LOOK_UP(name, since, result, arguments)                             \
+    look_up(handle, "nccl" #name, &library->name);                               \
+    if (library->name == nullptr && (since) <= NCCL_OLDEST) {                    \
+        *problem = "it says NCCL " + nccl_version_text(library->version) +       \
+                   " but has no nccl" #name ". It is broken, or something else"; \
+        return false;                                                            \
     }
     NCCL_FUNCTIONS(NCCL_LOOK_UP)
 #undef NCCL_LOOK_UP

@@ -41,40 +41,40 @@ constexpr int NCCL_OLDEST = 21800;  // first with everything that is marked with
 
 // name, the version that first had it, result, arguments. What is newer than NCCL_OLDEST may be
 // absent.
-#define NCCL_FUNCTIONS(X)                                                                         \
-    X(GetVersion, 21800, NcclResult, (int*))                                                      \
-    X(GetUniqueId, 21800, NcclResult, (NcclId*))                                                  \
-    X(GetErrorString, 21800, const char*, (NcclResult))                                           \
-    X(GetLastError, 21800, const char*, (NcclComm))                                               \
-    X(CommInitRankConfig, 21800, NcclResult, (NcclComm*, int, NcclId, int, NcclConfig*))          \
-    X(CommSplit, 21800, NcclResult, (NcclComm, int, int, NcclComm*, NcclConfig*))                 \
-    X(CommFinalize, 21800, NcclResult, (NcclComm))                                                \
-    X(CommDestroy, 21800, NcclResult, (NcclComm))                                                 \
-    X(CommAbort, 21800, NcclResult, (NcclComm))                                                   \
-    X(CommGetAsyncError, 21800, NcclResult, (NcclComm, NcclResult*))                              \
-    X(CommCount, 21800, NcclResult, (NcclComm, int*))                                             \
-    X(CommUserRank, 21800, NcclResult, (NcclComm, int*))                                          \
-    X(GroupStart, 21800, NcclResult, ())                                                          \
-    X(GroupEnd, 21800, NcclResult, ())                                                            \
-    X(AllReduce, 21800, NcclResult,                                                               \
-      (const void*, void*, size_t, NcclDtype, NcclOp, NcclComm, NcclStream))                      \
-    X(Broadcast, 21800, NcclResult,                                                               \
-      (const void*, void*, size_t, NcclDtype, int, NcclComm, NcclStream))                         \
-    X(Reduce, 21800, NcclResult,                                                                  \
-      (const void*, void*, size_t, NcclDtype, NcclOp, int, NcclComm, NcclStream))                 \
+#define NCCL_FUNCTIONS(X)                                                                          \
+    X(GetVersion, 21800, NcclResult, (int*))                                                       \
+    X(GetUniqueId, 21800, NcclResult, (NcclId*))                                                   \
+    X(GetErrorString, 21800, const char*, (NcclResult))                                            \
+    X(GetLastError, 21800, const char*, (NcclComm))                                                \
+    X(CommInitRankConfig, 21800, NcclResult, (NcclComm*, int, NcclId, int, NcclConfig*))           \
+    X(CommSplit, 21800, NcclResult, (NcclComm, int, int, NcclComm*, NcclConfig*))                  \
+    X(CommFinalize, 21800, NcclResult, (NcclComm))                                                 \
+    X(CommDestroy, 21800, NcclResult, (NcclComm))                                                  \
+    X(CommAbort, 21800, NcclResult, (NcclComm))                                                    \
+    X(CommGetAsyncError, 21800, NcclResult, (NcclComm, NcclResult*))                               \
+    X(CommCount, 21800, NcclResult, (NcclComm, int*))                                              \
+    X(CommUserRank, 21800, NcclResult, (NcclComm, int*))                                           \
+    X(GroupStart, 21800, NcclResult, ())                                                           \
+    X(GroupEnd, 21800, NcclResult, ())                                                             \
+    X(AllReduce, 21800, NcclResult,                                                                \
+      (const void*, void*, size_t, NcclDtype, NcclOp, NcclComm, NcclStream))                       \
+    X(Broadcast, 21800, NcclResult,                                                                \
+      (const void*, void*, size_t, NcclDtype, int, NcclComm, NcclStream))                          \
+    X(Reduce, 21800, NcclResult,                                                                   \
+      (const void*, void*, size_t, NcclDtype, NcclOp, int, NcclComm, NcclStream))                  \
     X(AllGather, 21800, NcclResult, (const void*, void*, size_t, NcclDtype, NcclComm, NcclStream)) \
-    X(ReduceScatter, 21800, NcclResult,                                                           \
-      (const void*, void*, size_t, NcclDtype, NcclOp, NcclComm, NcclStream))                      \
-    X(Send, 21800, NcclResult, (const void*, size_t, NcclDtype, int, NcclComm, NcclStream))       \
-    X(Recv, 21800, NcclResult, (void*, size_t, NcclDtype, int, NcclComm, NcclStream))             \
-    X(RedOpCreatePreMulSum, 21800, NcclResult, (NcclOp*, void*, NcclDtype, int, NcclComm))        \
-    X(RedOpDestroy, 21800, NcclResult, (NcclOp, NcclComm))                                        \
-    X(MemAlloc, 21901, NcclResult, (void**, size_t))                                              \
-    X(MemFree, 21901, NcclResult, (void*))                                                        \
-    X(CommRegister, 21901, NcclResult, (NcclComm, void*, size_t, void**))                         \
-    X(CommDeregister, 21901, NcclResult, (NcclComm, void*))                                       \
-    X(CommWindowRegister, 22703, NcclResult, (NcclComm, void*, size_t, NcclWindow*, int))         \
-    X(CommWindowDeregister, 22703, NcclResult, (NcclComm, NcclWindow))                            \
+    X(ReduceScatter, 21800, NcclResult,                                                            \
+      (const void*, void*, size_t, NcclDtype, NcclOp, NcclComm, NcclStream))                       \
+    X(Send, 21800, NcclResult, (const void*, size_t, NcclDtype, int, NcclComm, NcclStream))        \
+    X(Recv, 21800, NcclResult, (void*, size_t, NcclDtype, int, NcclComm, NcclStream))              \
+    X(RedOpCreatePreMulSum, 21800, NcclResult, (NcclOp*, void*, NcclDtype, int, NcclComm))         \
+    X(RedOpDestroy, 21800, NcclResult, (NcclOp, NcclComm))                                         \
+    X(MemAlloc, 21901, NcclResult, (void**, size_t))                                               \
+    X(MemFree, 21901, NcclResult, (void*))                                                         \
+    X(CommRegister, 21901, NcclResult, (NcclComm, void*, size_t, void**))                          \
+    X(CommDeregister, 21901, NcclResult, (NcclComm, void*))                                        \
+    X(CommWindowRegister, 22703, NcclResult, (NcclComm, void*, size_t, NcclWindow*, int))          \
+    X(CommWindowDeregister, 22703, NcclResult, (NcclComm, NcclWindow))                             \
     X(AlltoAll, 22803, NcclResult, (const void*, void*, size_t, NcclDtype, NcclComm, NcclStream))
 
 struct NcclLibrary {

@@ -1,0 +1,160 @@
+"""Which libnccl (or librccl): looked for in one order, and looked at before it is loaded.
+
+library = find()            # torch's own copy if it has one, then the wheel's, then the system's
+library.version_text        # "2.28.9"
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from communicator.errors import Unsupported
+
+SONAMES = ("libnccl.so.2", "librccl.so.1")
+WHEEL = "nvidia.nccl"
+OLDEST = 21800
+UNIQUE_ID_BYTES = 128
+LOADABLE = 1  # PT_LOAD of elf(5)
+
+
+class NcclLibrary:
+    """An NCCL that is loaded, with the few of its functions that need no communicator.
+
+    Raises Unsupported if the file is incomplete, is no NCCL, or is too old.
+    """
+
+    def __init__(self, path: str) -> None:
+        if os.path.exists(path):
+            check_complete(path)
+        try:
+            self._library = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_LOCAL)
+        except OSError as error:
+            raise Unsupported(f"{path} does not load: {error}") from error
+        self.version = self._read_version(path)
+        self.path = path if os.sep in path else mapped(path)
+
+    def _read_version(self, path: str) -> int:
+        version = ctypes.c_int()
+        try:
+            failed = self._library.ncclGetVersion(ctypes.byref(version))
+        except AttributeError as error:
+            raise Unsupported(
+                f"{path} has no ncclGetVersion, so it is no NCCL. Give the path of libnccl.so.2."
+            ) from error
+        if failed or version.value < OLDEST:
+            raise Unsupported(
+                f"{path} is NCCL {version_text(version.value)}; needs NCCL {version_text(OLDEST)} "
+                "or newer. Install a newer nvidia-nccl."
+            )
+        return version.value
+
+    @property
+    def version_text(self) -> str:
+        return version_text(self.version)
+
+    def unique_id(self) -> bytes:
+        """128 bytes that differ each time, by which one group of ranks meets."""
+        found = (ctypes.c_char * UNIQUE_ID_BYTES)()
+        self._check("ncclGetUniqueId", self._library.ncclGetUniqueId(ctypes.byref(found)))
+        return bytes(found.raw)
+
+    def error_string(self, code: int) -> str:
+        """NCCL's own words for a result."""
+        self._library.ncclGetErrorString.restype = ctypes.c_char_p
+        return str(self._library.ncclGetErrorString(code).decode())
+
+    def mem_free(self, address: int) -> None:
+        """Free what ncclMemAlloc gave and no communicator has registered any more."""
+        self._check("ncclMemFree", self._library.ncclMemFree(ctypes.c_void_p(address)))
+
+    def _check(self, call: str, code: int) -> None:
+        if code:
+            raise Unsupported(
+                f"{call} of NCCL {self.version_text} ({self.path}) failed: "
+                f"{self.error_string(code)}. NCCL_DEBUG=INFO tells more."
+            )
+
+
+def find(path: str | None = None) -> NcclLibrary:
+    """The library at path, or else the first of candidates(). Raises Unsupported with all reasons.
+
+    A copy that torch has loaded comes before any other: two in one process would not know of each
+    other's kernels. Only what does not exist is passed over, never what fails to load.
+    """
+    if path is not None:
+        return NcclLibrary(path)
+    for candidate in candidates():
+        return NcclLibrary(candidate)
+    for soname in SONAMES:
+        try:
+            return NcclLibrary(soname)
+        except Unsupported as error:
+            if "cannot open shared object file" not in str(error):
+                raise
+    raise Unsupported(
+        f"no NCCL: torch has loaded none, the package {WHEEL} is not installed, and the system has "
+        f"neither {' nor '.join(SONAMES)}. Install nvidia-nccl-cu13 (or -cu12), or give its path "
+        "with library=."
+    )
+
+
+def candidates() -> Iterator[str]:
+    """Files in order of preference: loaded ones, then those of installed packages."""
+    for soname in SONAMES:
+        if found := mapped(soname):
+            yield found
+    yield from _of_packages()
+
+
+def _of_packages() -> Iterator[str]:
+    try:
+        spec = find_spec(WHEEL)
+    except ModuleNotFoundError:
+        return
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        if (path := Path(place, "lib", SONAMES[0])).exists():
+            yield str(path)
+
+
+def mapped(soname: str) -> str:
+    """The path of the library that this process has loaded under a name like soname, or ""."""
+    stem = soname.rpartition(".")[0]  # the file may be called librccl.so, or libnccl.so.2.28.9
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.partition("/")
+        if os.path.basename(path[2]).startswith(stem):
+            return "/" + path[2]
+    return ""
+
+
+def version_text(version: int) -> str:
+    """22809 as 2.28.9; before 2.9 there were four digits."""
+    major, rest = divmod(version, 10_000 if version >= 10_000 else 1000)
+    return f"{major}.{rest // 100}.{rest % 100}"
+
+
+def check_complete(path: str) -> None:
+    """Raise Unsupported if an ELF file ends before its segments do: loading it would crash."""
+    with open(path, "rb") as file:
+        header = file.read(64)
+        if len(header) < 64 or header[:6] != b"\x7fELF\x02\x01":
+            raise Unsupported(f"{path} is no 64-bit shared library. Give the path of libnccl.so.2.")
+        start, size, count = struct.unpack_from("<Q14xHH", header, 32)
+        file.seek(start)
+        table = file.read(size * count)
+        length = os.fstat(file.fileno()).st_size
+    for offset in range(0, len(table) - 55, size):
+        kind, _, begin, _, _, nbytes = struct.unpack_from("<IIQQQQ", table, offset)
+        if kind == LOADABLE and begin + nbytes > length:
+            break
+    else:
+        if len(table) == size * count:
+            return
+    raise Unsupported(
+        f"{path} is cut off: it ends after {length} bytes, in the middle of what is to be loaded. "
+        "Install it again."
+    )
