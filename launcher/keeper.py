@@ -97,6 +97,7 @@ def _preload(plan: Plan) -> None:
 def _fork_ranks(plan: Plan) -> dict[int, int]:
     """Fork every rank; returns pid -> rank. In a rank, never returns."""
     keeper = os.getpid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, seat.HELD_BACK)
     pids: dict[int, int] = {}
     for one in plan.seats:
         pid = os.fork()

@@ -23,6 +23,8 @@ from launcher.info import CHOICE, LaunchInfo
 from launcher.job import Job
 
 DUMP_SIGNAL = signal.SIGRTMAX  # the rank writes its stacks to its report at this one
+# A rank that has just been forked would miss these, or die of one.
+HELD_BACK = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, DUMP_SIGNAL)
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -64,6 +66,7 @@ def _take(seat: Seat, keeper: int) -> None:
     _open_streams(seat)
     faulthandler.enable(file=seat.report)
     faulthandler.register(DUMP_SIGNAL, file=seat.report)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
     os.environ.pop(CHOICE, None)
     os.environ.update(seat.info.to_env())
     if seat.cores:
@@ -75,7 +78,6 @@ def _reset_signals() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def _open_streams(seat: Seat) -> None:

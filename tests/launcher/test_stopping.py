@@ -108,8 +108,8 @@ def test_a_second_ctrl_c_does_not_wait(command):
 
 def test_ranks_reach_their_handlers_of_sigterm(command):
     script = command.script(
-        "import signal, sys\n"
-        "signal.signal(signal.SIGTERM, lambda *_: (print('goodbye', flush=True), sys.exit(0)))\n"
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b'goodbye\\n'), sys.exit(0)))\n"
         + WAITING
         + "time.sleep(60)"
     )
@@ -143,3 +143,12 @@ def test_a_launcher_under_nohup_ignores_the_loss_of_its_terminal(command):
     process.send_signal(signal.SIGHUP)
     code, _, _ = end(process)
     assert code == 0
+
+
+def test_a_rank_that_was_only_just_forked_hears_the_signal_to_end(command):
+    """Forked with the keeper's ignored signals, ranks lost SIGTERM and were waited for."""
+    script = command.script("import time\nprint('x' * 100_000, flush=True)\ntime.sleep(30)")
+    for _ in range(5):
+        with open("/dev/full", "w") as full:
+            ended = command.run("run", "-n", "8", script, stdout=full)
+        assert ended.seconds < 4 and "did not end when asked" not in ended.err
