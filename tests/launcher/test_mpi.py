@@ -19,7 +19,8 @@ SHOW = """
 import sys, time, launcher
 info = launcher.current()
 time.sleep(0.3 * info.rank)  # the first to leave must not take the others along
-print(info.to_bytes().decode(), flush=True)
+sys.stdout.write(info.to_bytes().decode() + "\\n")  # at once: the ranks share a pipe
+sys.stdout.flush()
 """
 
 
@@ -104,7 +105,7 @@ def test_death_of_a_rank_ends_the_launch(engine, tmp_path, death, code):
         env={**os.environ, **mpi.environment(job)},
     )
     assert done.returncode == code
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
 
 
 def test_two_launches_at_once_have_two_names(engine):

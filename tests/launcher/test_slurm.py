@@ -156,7 +156,7 @@ def test_death_of_a_task_ends_the_launch(slurm, tmp_path):
     job = Job(Target("script", str(script)), nprocs=3)
     done = subprocess.run(command(job), env=slurm, capture_output=True, timeout=50)
     assert done.returncode in (3, 128 + signal.SIGTERM)  # srun's is the highest of all tasks
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
 
 
 def test_launch_ends_with_the_code_and_traceback_of_the_first_failure(slurm, tmp_path):

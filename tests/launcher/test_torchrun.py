@@ -6,14 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from launcher import torchrun
 from launcher.job import Job, Target
 
 ROOT = Path(__file__).parents[2]
 SHOW = """
-import launcher
+import sys, launcher
 info = launcher.current()
-print("info", info.to_bytes().decode(), flush=True)
+sys.stdout.write(f"info {info.to_bytes().decode()}\\n")  # at once: the ranks share a pipe
+sys.stdout.flush()
 """
 FAIL_ONCE = (
     SHOW
@@ -26,9 +29,11 @@ if info.launch_id.endswith("-0") and info.rank == 1:
 
 def _run(command):
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environ)
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if "info {" in line]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, env=environ)
+
+
+def _infos(out):
+    lines = [line for line in out.splitlines() if "info {" in line]
     return [json.loads(line[line.index("{") :]) for line in lines]
 
 
@@ -36,7 +41,9 @@ def test_gang_that_a_bare_torchrun_restarts_is_another_launch(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(FAIL_ONCE)
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
-    infos = _run([*start, "--monitor-interval", "0.1", "--nproc-per-node", "2", str(script)])
+    done = _run([*start, "--monitor-interval", "0.1", "--nproc-per-node", "2", str(script)])
+    assert done.returncode == 0, done.stderr
+    infos = _infos(done.stdout)
     gangs = {info["launch_id"]: [] for info in infos}
     for info in infos:
         gangs[info["launch_id"]].append((info["rank"], info["local_rank"], info["world_size"]))
@@ -45,25 +52,25 @@ def test_gang_that_a_bare_torchrun_restarts_is_another_launch(tmp_path):
     assert {info["extras"]["store"] for info in infos} == {"agent"}
 
 
-def test_ranks_started_by_us_have_the_launch_id_that_was_asked_for(tmp_path):
-    script = tmp_path / "a script.py"
-    script.write_text(SHOW)
-    job = Job(Target("script", str(script)), nprocs=2, launch_id="tuesday", log_dir=str(tmp_path))
-    infos = _run(torchrun.command(job))
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory):
+    """A launch of ours through torchrun, of which rank 1 fails."""
+    script = tmp_path_factory.mktemp("torchrun") / "a script.py"
+    script.write_text(SHOW + "if info.rank == 1:\n    raise KeyError('layer 3')\n")
+    run = [sys.executable, "-m", "launcher", "run", "--launcher", "torchrun", "-n", "2"]
+    return _run([*run, "--launch-id", "tuesday", str(script)])
+
+
+def test_ranks_started_by_us_have_the_launch_id_that_was_asked_for(failed):
+    infos = _infos(failed.stdout)
     assert {info["rank"] for info in infos} == {0, 1}
     assert all(info["launch_id"].startswith("tuesday-") for info in infos)
     assert len({(info["master_addr"], info["master_port"]) for info in infos}) == 1
 
 
-def test_failure_of_a_rank_is_torchrun_s_root_cause_and_our_exit_code(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SHOW + "if info.rank == 1:\n    raise KeyError('layer 3')\n")
-    run = [sys.executable, "-m", "launcher", "run", "--launcher", "torchrun", "-n", "2"]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [*run, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environ)
-    assert done.returncode == 1
-    root_cause = done.stderr[done.stderr.index("Root Cause") :]
+def test_failure_of_a_rank_is_torchrun_s_root_cause_and_our_exit_code(failed):
+    assert failed.returncode == 1
+    root_cause = failed.stderr[failed.stderr.index("Root Cause") :]
     assert "rank      : 1" in root_cause
     assert root_cause.count("KeyError: 'layer 3'") >= 2  # torchrun shows it, and so do we
 
