@@ -1,7 +1,7 @@
-"""A hidden state that is still on another rank, or not computed yet.
+"""Tensors that are still on another rank, or not computed yet.
 
-A remote layer returns one at once. It is a tensor in every respect, and the first operation that
-touches it fetches its value; passing it on to the next remote layer does not touch it.
+A remote layer returns them at once. Passing one on to the next remote layer does not touch it; the
+first operation that does fetches its value.
 """
 
 from __future__ import annotations
@@ -16,22 +16,26 @@ from .errors import InferenceError
 
 
 class Source(Protocol):
+    """The calls that will compute a lazy tensor."""
+
     def flush(self) -> Any: ...
+    def touched(self, slot: int) -> None: ...
 
 
 class Lazy(torch.Tensor):
-    """A tensor of known shape whose value `source` sets when it is flushed."""
+    """A hidden state: a tensor of known shape whose value `source` sets when it is flushed."""
 
-    source: Source | None
+    source: Source
     slot: int
     value: torch.Tensor | None
+    home: torch.device
 
-    @staticmethod
-    def like(hidden: torch.Tensor, source: Source, slot: int) -> Lazy:
+    @classmethod
+    def like(cls, hidden: torch.Tensor, source: Source, slot: int) -> Lazy:
         lazy: Lazy = torch.Tensor._make_wrapper_subclass(
-            Lazy, hidden.shape, dtype=hidden.dtype, device=hidden.device
+            cls, hidden.shape, dtype=hidden.dtype, device=hidden.device
         )
-        lazy.source, lazy.slot, lazy.value = source, slot, None
+        lazy.source, lazy.slot, lazy.value, lazy.home = source, slot, None, hidden.device
         return lazy
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -40,22 +44,35 @@ class Lazy(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return func(*tree_map(fetched, args), **tree_map(fetched, kwargs or {}))
+        return func(*fetch_all(args), **fetch_all(kwargs or {}))
 
     def fetch(self) -> torch.Tensor:
+        self.source.touched(self.slot)
         if self.value is None:
-            assert self.source is not None
             self.source.flush()
-            self.source = None
         if self.value is None:
             raise InferenceError(
-                "this hidden state does not exist, because the call that was to compute it "
-                "failed; run again."
+                "a tensor of a layer on another rank is not here: the call that was to compute it "
+                "failed, or it had not been looked at before and was left there; run again."
             )
         return self.value
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self.fetch())
+
+
+class Withheld(Lazy):
+    """Any other tensor that a layer returned, of unknown shape: whatever is asked fetches it.
+
+    Most are never looked at (the attention weights that some layers return), or only by the next
+    layer on the same rank, so they are not sent here once that is known.
+    """
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return func(*fetch_all(args), **fetch_all(kwargs or {}))
 
 
 def fetched(value: Any) -> Any:

@@ -80,7 +80,7 @@ def load(
         holds = {rank: chosen.holds(rank) for rank in range(coor.world_size)}
         ring = Ring(comm, holds, stack.pop_all().close)
     if coor.is_master():
-        return distribute(model, chosen, Session(ring))
+        return distribute(model, chosen, Session(ring, torch.device(chosen.device_of(0))))
     with contextlib.closing(ring):
         code = Stage(model, ring, torch.device(chosen.device_of(coor.rank))).serve()
     raise Served(code)

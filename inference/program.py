@@ -6,20 +6,21 @@ message itself is only numbers and tensors.
 
 from __future__ import annotations
 
+import bisect
 import json
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from .values import Template, frozen
+from .values import Template, frozen, kinds_of_new
 
 
 @dataclass(frozen=True)
 class Step:
     """One layer called on one rank.
 
-    `slots` are the tensors it is given: those the master sent first, then the hidden states that
-    earlier steps put out. `ints_at` is where its integers begin. `output` describes what it must
-    return, or is None where that is to be found out and everything it returns sent back.
+    `slots` are the tensors it is given: those the master sent first, then the new ones that earlier
+    steps put out. `ints_at` is where its integers begin. `output` describes what it must return, or
+    is None where that is to be found out and everything it returns sent back.
     """
 
     rank: int
@@ -44,11 +45,6 @@ class Program:
     returns: tuple[int, ...]
     _leaving: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
 
-    @cached_property
-    def is_open(self) -> bool:
-        """Whether the last step's output is still unknown."""
-        return bool(self.steps) and self.steps[-1].output is None
-
     def leaving(self, rank: int) -> tuple[int, ...]:
         """The slots that `rank` passes on, in the order they travel."""
         if rank not in self._leaving:
@@ -57,8 +53,18 @@ class Program:
             self._leaving[rank] = tuple(sorted(s for s in wanted if self._made_by(s) <= rank))
         return self._leaving[rank]
 
+    @cached_property
+    def outputs_at(self) -> list[int]:
+        """The slot of each step's first new tensor, and the first slot after all of them."""
+        slots = [self.num_inputs]
+        for step in self.steps:
+            slots.append(slots[-1] + (len(kinds_of_new(step.output)) if step.output else 0))
+        return slots
+
     def _made_by(self, slot: int) -> int:
-        return 0 if slot < self.num_inputs else self.steps[slot - self.num_inputs].rank
+        if slot < self.num_inputs:
+            return 0
+        return self.steps[bisect.bisect_right(self.outputs_at, slot) - 1].rank
 
     def to_json(self) -> str:
         steps = [list(vars(step).values()) for step in self.steps]

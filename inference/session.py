@@ -12,8 +12,8 @@ import itertools
 import json
 import threading
 import weakref
-from collections import deque
-from typing import Any
+from collections import Counter, deque
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -21,18 +21,24 @@ from transformers.cache_utils import Cache
 
 from .errors import InferenceError, StageError
 from .frames import Kind, Message
-from .lazy import Lazy, fetched
+from .lazy import Lazy, Withheld, fetched
 from .mirror import advance, number_of
 from .program import Program, Step
 from .ring import Ring
-from .values import Leaves, Template, count, flatten, frozen, rebuild
+from .values import Leaves, Template, flatten, frozen, kinds_of_new, rebuild
+
+Maker = tuple[str, int]
+"""A module, and which of its new tensors."""
+
+TRIALS = 2
+"""So often a tensor of unknown use is sent to the master before it is left where it is."""
 
 
 class Session:
     """One distributed model as its master sees it; safe to use from several threads."""
 
-    def __init__(self, ring: Ring):
-        self.ring = ring
+    def __init__(self, ring: Ring, device: torch.device):
+        self.ring, self.device, self.habits = ring, device, Habits()
         self.outputs: dict[tuple[str, Template], Template] = {}
         self._programs: dict[Program, int] = {}
         self._program_numbers, self._cache_numbers = itertools.count(1), itertools.count(1)
@@ -109,12 +115,13 @@ class Session:
 
 
 class Chain:
-    """Calls gathered by one thread, in order, and the lazy hidden states they will produce."""
+    """Calls gathered by one thread, in order, and the lazy tensors they will put out."""
 
     def __init__(self, session: Session):
         self.session, self.sent = session, False
         self.calls: list[Call] = []
         self.outputs: list[weakref.ref[Lazy]] = []
+        self.makers: list[Maker] = []
         self.inputs = Leaves()
         self.caches: list[Any] = []
 
@@ -123,29 +130,38 @@ class Chain:
         self.caches.extend(caches)
 
     def slot(self, tensor: torch.Tensor) -> int:
-        """An input's position, or ~n for the output of call n."""
+        """An input's position, or ~n for the n-th output of the calls so far."""
         if isinstance(tensor, Lazy) and tensor.source is self:
             return ~tensor.slot
         return self.inputs.tensor(fetched(tensor))
 
-    def lazy(self, hidden: torch.Tensor) -> Lazy:
-        """The hidden state that the last call will put out."""
-        lazy = Lazy.like(hidden, self, len(self.calls) - 1)
+    def lazy(self, kind: str, maker: Maker, hidden: torch.Tensor) -> Lazy:
+        """The next tensor that the last call will put out; `hidden` is like it or on its device."""
+        lazy = (Lazy if kind == "hidden" else Withheld).like(hidden, self, len(self.outputs))
         self.outputs.append(weakref.ref(lazy))
+        self.makers.append(maker)
         return lazy
 
     def flush(self) -> Message | None:
-        """Run the calls; every lazy hidden state that somebody still holds gets its value."""
+        """Run the calls; every hidden state that somebody still holds gets its value."""
         if self.sent or not self.calls:
             return None
         self.sent = True
-        waiting = [lazy for lazy in (ref() for ref in self.outputs) if lazy is not None]
+        waiting = [lazy for lazy in (ref() for ref in self.outputs) if self._is_wanted(lazy)]
         self.returns = tuple(lazy.slot for lazy in waiting)
         reply = self.session.exchange(self)
         for lazy, value in zip(waiting, reply.tensors, strict=False):
-            lazy.value = value.to(lazy.device)
+            lazy.value = value.to(lazy.home)
         reply.tensors = reply.tensors[len(waiting) :]
         return reply
+
+    def _is_wanted(self, lazy: Lazy | None) -> TypeGuard[Lazy]:
+        if type(lazy) is not Withheld:
+            return lazy is not None
+        return self.session.habits.is_wanted(self.makers[lazy.slot])
+
+    def touched(self, slot: int) -> None:
+        self.session.habits.looked_at.add(self.makers[slot])
 
     def compile(self, operations: Template, leaves: Leaves) -> tuple[Program, Message]:
         """The program of this chain, and the message with what varies in it."""
@@ -166,6 +182,18 @@ class Chain:
         tensors = [*leaves.tensors, *self.inputs.tensors]
         sent = [tensors[slot] for slot in program.leaving(0)]
         return program, Message(Kind.CALL, ints=ints, tensors=sent)
+
+
+class Habits:
+    """Which tensors of layers, besides hidden states, the master looks at: the others stay away."""
+
+    def __init__(self) -> None:
+        self.looked_at: set[Maker] = set()
+        self.returned: Counter[Maker] = Counter()
+
+    def is_wanted(self, maker: Maker) -> bool:
+        self.returned[maker] += 1
+        return maker in self.looked_at or self.returned[maker] <= TRIALS
 
 
 class Call:
@@ -206,24 +234,28 @@ class RemoteModule:
         return self.session.chain
 
     def _result(self, chain: Chain, call: Call, leaves: Leaves) -> Any:
-        if call.output is not None and _is_deferrable(call.output):
-            new: list[torch.Tensor] = [chain.lazy(leaves.tensors[0])]
-            return rebuild(call.output, leaves.tensors, iter(new), leaves.caches)
-        call.output = None
+        """What the layer returns, after putting what it wrote into dicts that layers share."""
+        new = self._learn(chain, call) if call.output is None else self._later(chain, call, leaves)
+        output = self.session.outputs[(self.name, call.template)]
+        value, *written = rebuild(output, leaves.tensors, iter(new), leaves.caches)
+        for shared, changes in zip(leaves.shared, written, strict=True):
+            shared.update(changes)
+        return value
+
+    def _learn(self, chain: Chain, call: Call) -> list[torch.Tensor]:
+        """Run the call now, for its output and the description of it."""
         reply = chain.flush()
         assert reply is not None
-        output = frozen(json.loads(reply.note))
-        self.session.outputs[(self.name, call.template)] = output
-        device = leaves.tensors[0].device if leaves.tensors else torch.device("cpu")
-        extras = iter([tensor.to(device) for tensor in reply.tensors])
-        return rebuild(output, leaves.tensors, extras, leaves.caches)
+        self.session.outputs[(self.name, call.template)] = frozen(json.loads(reply.note))
+        return [tensor.to(self.session.device) for tensor in reply.tensors]
+
+    def _later(self, chain: Chain, call: Call, leaves: Leaves) -> list[Lazy]:
+        hidden = leaves.tensors[0] if leaves.tensors else torch.empty(0)
+        kinds = enumerate(kinds_of_new(call.output))
+        return [chain.lazy(kind, (self.name, number), hidden) for number, kind in kinds]
 
     def __deepcopy__(self, memo: Any) -> RemoteModule:
         return self
-
-
-def _is_deferrable(output: Template) -> bool:
-    return count(output, "hidden") == 1 and count(output, "extra") == 0
 
 
 def _cache_layers(module: nn.Module) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from .errors import InferenceError
 from .frames import Kind, Message
 from .program import Program, Step
 from .ring import Ring
-from .values import describe, unflatten
+from .values import Arrived, changes, describe, unflatten
 from .vault import Vault
 
 Held = dict[int, torch.Tensor]
@@ -70,7 +70,7 @@ class Stage:
                 if step.output is None:
                     beyond, note = new, output
                 else:
-                    held[program.num_inputs + number] = new[0]
+                    held.update(enumerate(new, program.outputs_at[number]))
         tensors = [*[held[slot] for slot in program.leaving(self.rank)], *beyond]
         return Message(Kind.CALL, message.program, message.ints, tensors, message.text, note)
 
@@ -82,16 +82,20 @@ class Stage:
 
     def _operate(self, program: Program, message: Message) -> None:
         operands = message.tensors[: program.num_operands]
-        for operation in unflatten(program.operations, iter(message.ints), operands, self.vault):
+        arrived = Arrived(iter(message.ints), operands, self.vault)
+        for operation in unflatten(program.operations, arrived):
             self.vault.apply(*operation)
 
     def _step(self, step: Step, ints: list[int], held: Held) -> tuple[list[torch.Tensor], str]:
         """Call one layer: the new tensors it returned, and the description of its output."""
         inputs = [held[slot] for slot in step.slots]
-        args, kwargs = unflatten(step.arguments, iter(ints[step.ints_at :]), inputs, self.vault)
+        arrived = Arrived(iter(ints[step.ints_at :]), inputs, self.vault)
+        args, kwargs = unflatten(step.arguments, arrived)
+        before = [dict(shared) for shared in arrived.shared]
         value = self.modules[step.module](*args, **kwargs)
+        written = [changes(old, now) for old, now in zip(before, arrived.shared, strict=True)]
         new: list[torch.Tensor] = []
-        output = describe(value, inputs, new)
+        output = describe([value, *written], inputs, new)
         if step.output is not None and output != step.output:
             raise InferenceError(
                 f"{step.module} returned {output} where it returned {step.output} for such "

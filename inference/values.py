@@ -7,12 +7,12 @@ is ever pickled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import Cache, EncoderDecoderCache, KVSharingDict
 
 from .errors import InferenceError
 
@@ -26,6 +26,7 @@ class Leaves:
     ints: list[int] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
     caches: list[Cache] = field(default_factory=list)
+    shared: list[KVSharingDict] = field(default_factory=list)
     positions: dict[int, int] = field(default_factory=dict)
 
     def tensor(self, tensor: torch.Tensor) -> int:
@@ -49,6 +50,9 @@ def flatten(value: Any, leaves: Leaves, handle: Callable[[Cache], int]) -> Templ
         return (kind, *[flatten(item, leaves, handle) for item in value])
     if isinstance(value, dict):
         return ("dict", *[(_key(k), flatten(v, leaves, handle)) for k, v in value.items()])
+    if isinstance(value, KVSharingDict):
+        leaves.shared.append(value)
+        return ("shared", *[(_key(k), flatten(v, leaves, handle)) for k, v in value.items()])
     if isinstance(value, torch.dtype):
         return ("dtype", str(value).removeprefix("torch."))
     if isinstance(value, EncoderDecoderCache):
@@ -84,53 +88,64 @@ class CacheLookup:
         raise NotImplementedError
 
 
-def unflatten(
-    template: Any, ints: Iterator[int], tensors: list[torch.Tensor], caches: CacheLookup
-) -> Any:
+@dataclass
+class Arrived:
+    """What fills a template on the receiving side; `shared` collects what layers write to."""
+
+    ints: Iterator[int]
+    tensors: Sequence[torch.Tensor]
+    caches: CacheLookup
+    shared: list[KVSharingDict] = field(default_factory=list)
+
+
+def unflatten(template: Any, arrived: Arrived) -> Any:
     kind = template[0]
     if kind == "tensor":
-        return tensors[template[1]]
+        return arrived.tensors[template[1]]
     if kind == "value":
         return template[1]
     if kind == "int":
-        return next(ints)
-    if kind == "tuple":
-        return tuple([unflatten(item, ints, tensors, caches) for item in template[1:]])
-    if kind == "list":
-        return [unflatten(item, ints, tensors, caches) for item in template[1:]]
-    if kind == "dict":
-        return {key: unflatten(item, ints, tensors, caches) for key, item in template[1:]}
+        return next(arrived.ints)
+    if kind == "cache":
+        return arrived.caches.cache(next(arrived.ints))
     if kind == "dtype":
         return getattr(torch, template[1])
-    if kind == "cache":
-        return caches.cache(next(ints))
-    assert kind == "pair", kind
-    own, cross = [unflatten(item, ints, tensors, caches) for item in template[1:]]
-    return caches.pair(own, cross)
+    if kind in ("dict", "shared"):
+        items = {key: unflatten(item, arrived) for key, item in template[1:]}
+        return items if kind == "dict" else _shared(items, arrived)
+    values = [unflatten(item, arrived) for item in template[1:]]
+    if kind == "pair":
+        return arrived.caches.pair(*values)
+    return values if kind == "list" else tuple(values)
 
 
-def describe(value: Any, inputs: list[torch.Tensor], extras: list[torch.Tensor]) -> Template:
+def _shared(items: dict[str, Any], arrived: Arrived) -> KVSharingDict:
+    arrived.shared.append(KVSharingDict(items))
+    return arrived.shared[-1]
+
+
+def describe(value: Any, inputs: Sequence[torch.Tensor], new: list[torch.Tensor]) -> Template:
     """The template of a layer's output in terms of its inputs.
 
-    "hidden" is a new tensor like the first input, "input" one of the inputs handed through, "extra"
-    any other tensor, which is appended to `extras`.
+    "input" is one of the inputs handed through, "hidden" a new tensor like the first input, "extra"
+    a new one of another shape. New tensors are appended to `new` in order.
     """
     if isinstance(value, torch.Tensor):
         for position, tensor in enumerate(inputs):
             if value is tensor:
                 return ("input", position)
         if inputs and value.shape == inputs[0].shape and value.dtype == inputs[0].dtype:
-            extras.append(value)
+            new.append(value)
             return ("hidden",)
-        extras.append(value)
+        new.append(value)
         return ("extra",)
     if value is None or isinstance(value, (bool, int, float, str)):
         return ("value", value)
     if isinstance(value, (tuple, list)):
         kind = "list" if isinstance(value, list) else "tuple"
-        return (kind, *[describe(item, inputs, extras) for item in value])
+        return (kind, *[describe(item, inputs, new) for item in value])
     if isinstance(value, dict):
-        return ("dict", *[(_key(k), describe(v, inputs, extras)) for k, v in value.items()])
+        return ("dict", *[(_key(k), describe(v, inputs, new)) for k, v in value.items()])
     if isinstance(value, Cache):
         return ("cache",)
     raise InferenceError(
@@ -141,12 +156,12 @@ def describe(value: Any, inputs: list[torch.Tensor], extras: list[torch.Tensor])
 
 
 def rebuild(
-    template: Any, inputs: list[torch.Tensor], extras: Iterator[torch.Tensor], caches: list[Cache]
+    template: Any, inputs: list[torch.Tensor], new: Iterator[torch.Tensor], caches: list[Cache]
 ) -> Any:
-    """A layer's output from its description, with `extras` for what is new."""
+    """A layer's output from its description."""
     kind = template[0]
     if kind in ("hidden", "extra"):
-        return next(extras)
+        return next(new)
     if kind == "input":
         return inputs[template[1]]
     if kind == "value":
@@ -155,18 +170,23 @@ def rebuild(
         return caches[0]
     items = template[1:]
     if kind == "dict":
-        return {key: rebuild(item, inputs, extras, caches) for key, item in items}
-    values = [rebuild(item, inputs, extras, caches) for item in items]
+        return {key: rebuild(item, inputs, new, caches) for key, item in items}
+    values = [rebuild(item, inputs, new, caches) for item in items]
     return values if kind == "list" else tuple(values)
 
 
-def count(template: Any, kind: str) -> int:
-    """How often `kind` occurs among the leaves of an output's description."""
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """What a layer wrote into a dict that layers share."""
+    return {key: value for key, value in after.items() if before.get(key) is not value}
+
+
+def kinds_of_new(template: Any) -> list[str]:
+    """ "hidden" or "extra" for each new tensor of an output, in order."""
     if template[0] == "dict":
-        return sum(count(item, kind) for _, item in template[1:])
+        return [kind for _, item in template[1:] for kind in kinds_of_new(item)]
     if template[0] in ("tuple", "list"):
-        return sum(count(item, kind) for item in template[1:])
-    return int(template[0] == kind)
+        return [kind for item in template[1:] for kind in kinds_of_new(item)]
+    return [template[0]] if template[0] in ("hidden", "extra") else []
 
 
 def frozen(template: Any) -> Any:

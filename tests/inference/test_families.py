@@ -145,6 +145,8 @@ def second_halves(model: Any) -> dict[str, int]:
     """Rank 1 gets the second half of every stack of layers: encoders and towers too."""
     stacks: dict[str, list[str]] = {}
     for name in layer_names(model):
+        if not name.rpartition(".")[2].isdigit():
+            continue
         stacks.setdefault(name.rpartition(".")[0], []).append(name)
     remote = [name for names in stacks.values() for name in names[len(names) // 2 :]]
     return {"": 0, **dict.fromkeys(remote, 1)}
@@ -175,5 +177,145 @@ def test_the_tokens_of_a_family_equal_those_of_one_process(checkpoints, on_maste
 
     def work(model: Any) -> list[Any]:
         return list(outcomes(model, static))
+
+    assert on_master(path, 2, work, device_map=second_halves(plain)) == work(plain)
+
+
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 8,
+}
+
+
+def pixels(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3))
+
+
+def bert(model: Any) -> Any:
+    return model(**prompt()).logits
+
+
+def vit(model: Any) -> Any:
+    return model(pixel_values=pixels(2, 3, 16, 16)).last_hidden_state
+
+
+def clip(model: Any) -> Any:
+    return model(**prompt(), pixel_values=pixels(2, 3, 16, 16)).logits_per_image
+
+
+def whisper(model: Any) -> Any:
+    audio = pixels(2, 16, 60)
+    return torch.cat(
+        [
+            model.generate(input_features=audio, max_new_tokens=8, num_beams=beams)
+            for beams in (1, 3)
+        ]
+    )
+
+
+def llava(model: Any) -> Any:
+    ids = torch.tensor([[5, 60, 60, 60, 60, 7, 8]])
+    image = pixels(1, 3, 16, 16)
+    return model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        pixel_values=image,
+        max_new_tokens=8,
+        num_beams=2,
+    )
+
+
+def qwen3_vl(model: Any) -> Any:
+    ids = torch.tensor([[5, 61, 60, 60, 60, 60, 62, 7]])
+    return model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        mm_token_type_ids=(ids == 60).int(),
+        pixel_values=pixels(16, 3 * 2 * 8 * 8),
+        image_grid_thw=torch.tensor([[1, 4, 4]]),
+        max_new_tokens=8,
+    )
+
+
+OTHERS: dict[str, tuple[str, dict[str, Any], Any]] = {
+    "bert": ("BertForMaskedLM", BASE, bert),
+    "vit": ("ViTModel", {**VISION, "initializer_range": 0.4}, vit),
+    "clip": ("CLIPModel", {"text_config": BASE, "vision_config": VISION}, clip),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        {
+            **BASE,
+            "d_model": 32,
+            "encoder_layers": 4,
+            "decoder_layers": 4,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 48,
+            "decoder_ffn_dim": 48,
+            "num_mel_bins": 16,
+            "max_source_positions": 30,
+            "max_target_positions": 32,
+            "init_std": 0.4,
+            "decoder_start_token_id": 1,
+            "suppress_tokens": None,
+            "begin_suppress_tokens": None,
+        },
+        whisper,
+    ),
+    "llava": (
+        "LlavaForConditionalGeneration",
+        {
+            "text_config": {"model_type": "llama", **KV},
+            "vision_config": {"model_type": "clip_vision_model", **VISION},
+            "image_token_index": 60,
+            "vision_feature_layer": -2,
+            "image_seq_length": 4,
+        },
+        llava,
+    ),
+    "qwen3_vl": (
+        "Qwen3VLForConditionalGeneration",
+        {
+            "text_config": {
+                **HEADS,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "mrope_section": [2, 1, 1],
+                    "mrope_interleaved": True,
+                },
+            },
+            "vision_config": {
+                "depth": 4,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_heads": 4,
+                "patch_size": 8,
+                "out_hidden_size": 32,
+                "num_position_embeddings": 16,
+                "deepstack_visual_indexes": [0, 1, 2],
+            },
+            "image_token_id": 60,
+            "video_token_id": 63,
+            "vision_start_token_id": 61,
+            "vision_end_token_id": 62,
+        },
+        qwen3_vl,
+    ),
+}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_a_family_that_is_not_only_a_decoder_is_exact(checkpoints, on_master, family):
+    cls, config, use = OTHERS[family]
+    plain, path = checkpoints.make(family, cls, **config)
+
+    @torch.no_grad()
+    def work(model: Any) -> Any:
+        return use(model).tolist()
 
     assert on_master(path, 2, work, device_map=second_halves(plain)) == work(plain)
