@@ -96,9 +96,8 @@ def command(job: Job) -> list[str]:
     size = ["-n", str(job.nnodes * job.nprocs)]
     if _is_open_mpi(mpiexec):
         return [mpiexec, *size, *_open_mpi_options(job), *job.rank_command()]
-    per_node = ["-ppn", str(job.nprocs)] if job.nnodes > 1 else []
     guard = [sys.executable, "-m", "launcher.mpi_guard"]
-    return [mpiexec, *size, *per_node, *guard, *job.rank_command()]
+    return [mpiexec, *size, *_hydra_options(job), *guard, *job.rank_command()]
 
 
 def _open_mpi_options(job: Job) -> list[str]:
@@ -107,7 +106,19 @@ def _open_mpi_options(job: Job) -> list[str]:
     options = ["--map-by", f"{where}:OVERSUBSCRIBE"]
     if not job.bind:
         options += ["--bind-to", "none"]
+    if job.log_dir:  # it adds its own name for the job, and the rank
+        options += ["--output", f"file={job.log_dir}/rank"]
     return options + [word for name in environment(job) for word in ("-x", name)]
+
+
+def _hydra_options(job: Job) -> list[str]:
+    options = ["-ppn", str(job.nprocs)] if job.nnodes > 1 else []
+    if job.bind:
+        options += ["-bind-to", "core"]
+    if job.log_dir:
+        options += ["-outfile-pattern", f"{job.log_dir}/rank-%r.out"]
+        options += ["-errfile-pattern", f"{job.log_dir}/rank-%r.err"]
+    return options
 
 
 @functools.cache

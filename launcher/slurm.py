@@ -91,8 +91,8 @@ def command(job: Job) -> list[str]:
     if job.log_dir:
         options += [
             "--output",
-            f"{job.log_dir}/rank%t.stdout",
+            f"{job.log_dir}/rank-%t.out",
             "--error",
-            f"{job.log_dir}/rank%t.stderr",
+            f"{job.log_dir}/rank-%t.err",
         ]
     return ["srun", *size, *spread, *options, *job.rank_command()]

@@ -88,6 +88,16 @@ def test_ranks_started_by_us_have_the_launch_id_that_was_asked_for(engine, tmp_p
     assert [i["rank"] for i in infos] == [0, 1]
 
 
+def test_each_rank_has_a_file_of_its_own_for_what_it_prints(engine, tmp_path):
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    job = Job(Target("script", str(tmp_path / "script.py")), nprocs=2, log_dir=str(logs))
+    Path(job.target.name).write_text(SHOW)
+    subprocess.run(mpi.command(job), check=True, timeout=60, env=os.environ, capture_output=True)
+    shown = [json.loads(file.read_text())["rank"] for file in sorted(logs.glob("*.out"))]
+    assert shown == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("death", "code"), [("os._exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)], ids=["exit", "kill"]
 )
