@@ -19,6 +19,7 @@ BUILTIN = {
     "shm": "communicator.native:Shm",
     "hybrid": "communicator.hybrid:Hybrid",
     "gloo": "communicator.gloo:Gloo",
+    "nccl": "communicator.nccl:Nccl",
 }
 
 
@@ -41,13 +42,14 @@ def backend_class(name: str) -> type[Communicator]:
     )
 
 
-def choose(coor: Coordinator, backend: Any) -> type[Communicator]:
+def choose(coor: Coordinator, backend: Any, device_type: str | None = None) -> type[Communicator]:
     """The class to use, the same on every rank. Collective over coor.
 
+    device_type: whose memory it must move, if that matters.
     Raises Unsupported on every rank if the backend asked for cannot be used on one of them.
     """
     wanted = names() if backend is None else [backend]
-    scores = {_label(item): _score(coor, item) for item in wanted}
+    scores = {_label(item): _score(coor, item, device_type) for item in wanted}
     votes = [json.loads(data) for data in coor.allgather(json.dumps(scores).encode())]
     usable = {name: min(vote[name] for vote in votes) for name in scores if _all_can(votes, name)}
     if not usable:
@@ -70,10 +72,13 @@ def _label(item: Any) -> str:
     return item if isinstance(item, str) else getattr(item, "__name__", repr(item))
 
 
-def _score(coor: Coordinator, item: Any) -> int | str:
+def _score(coor: Coordinator, item: Any, device_type: str | None) -> int | str:
     """This rank's score for a backend, or in words why it cannot use it."""
     try:
-        return _resolve(item).probe(coor)
+        found = _resolve(item)
+        if device_type not in (None, found.device_type):
+            raise Unsupported(f"it moves tensors on {found.device_type}, not on {device_type}")
+        return found.probe(coor)
     except Unsupported as reason:
         return str(reason)
 

@@ -1,0 +1,117 @@
+"""Calls that go on while their caller does something else, and the handles to wait for them.
+
+queue = WorkQueue()
+work = queue.put(lambda: comm.allreduce(tensor), [tensor])
+work.wait()
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from queue import Queue
+from typing import Any
+
+import torch
+from torch.distributed import Work
+from torch.futures import Future
+
+from communicator.errors import CommunicatorTimeout
+
+NO_TIMEOUT = timedelta(0)
+
+
+class Handle(Work):
+    """What torch.distributed returns for a call: wait() raises what the call raised."""
+
+    def __init__(self, result: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._result = result
+        self._ended = threading.Event()
+        self._error: Exception | None = None
+        self._future: Future[list[torch.Tensor]] = Future()
+
+    def run(self, call: Callable[[], object]) -> Handle:
+        """Do the call on this thread."""
+        try:
+            call()
+        except Exception as error:
+            self.end(error)
+        else:
+            self.end()
+        return self
+
+    def end(self, error: Exception | None = None) -> None:
+        self._error = error
+        self._ended.set()
+        if error is None:
+            self._future.set_result(self._result)
+        else:
+            self._future.set_exception(error)  # type: ignore[arg-type]  # declared too narrowly
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """True once the result is there. timeout 0: the deadline of the call itself."""
+        if not self._ended.wait(timeout.total_seconds() or None):
+            raise CommunicatorTimeout(
+                f"waited {timeout.total_seconds():g} s for a call that still goes on. Give wait() "
+                "more time, or none."
+            )
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._ended.is_set()
+
+    def is_success(self) -> bool:
+        return self._ended.is_set() and self._error is None
+
+    def exception(self) -> Exception | None:
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        return self._result
+
+    def get_future(self) -> Future[list[torch.Tensor]]:
+        return self._future
+
+
+class WorkQueue:
+    """A thread that does one call after another, in the order in which they were put."""
+
+    def __init__(self) -> None:
+        self._calls: Queue[Callable[[], object] | None] = Queue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, call: Callable[[], object], result: list[torch.Tensor]) -> Handle:
+        """Do the call after those before it, and return at once."""
+        handle = Handle(result)
+        self._calls.put(lambda: handle.run(call))
+        if self._thread is None:
+            self._thread = threading.Thread(target=_serve, args=(self._calls,), daemon=True)
+            self._thread.start()
+        return handle
+
+    def do(self, call: Callable[[], object], result: list[torch.Tensor]) -> Handle:
+        """Do the call on this thread if nothing is before it: no other need wake. Else as put."""
+        if self._calls.unfinished_tasks:
+            return self.put(call, result)
+        return Handle(result).run(call)
+
+    def close(self) -> None:
+        """Return when all calls have ended."""
+        if self._thread is not None:
+            self._calls.put(None)
+            self._thread.join()
+
+
+@torch.inference_mode()  # so that it may write to any tensor, as a caller in that mode could
+def _serve(calls: Queue[Any]) -> None:
+    while (call := calls.get()) is not None:
+        call()
+        del call  # with the tensors that it holds
+        calls.task_done()

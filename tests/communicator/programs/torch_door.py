@@ -1,0 +1,356 @@
+"""Programs of torch.distributed, each run by ranks on gloo and then on drumline.
+
+python torch_door.py FOLDER     # leaves FOLDER/<program>: a traceback, or nothing if all is well
+"""
+
+import os
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import communicator.torch_backend  # noqa: F401
+from communicator import PeerLost
+
+PROGRAMS = {}
+
+
+def program(world_size):
+    def register(fn):
+        PROGRAMS[fn.__name__] = (fn, world_size)
+        return fn
+
+    return register
+
+
+def mine(*shape, seed=0):
+    """Values of this rank, small whole numbers so that no order of adding shows."""
+    generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+    return torch.randint(-8, 8, shape, generator=generator).float()
+
+
+@program(3)
+def collectives():
+    world, rank = dist.get_world_size(), dist.get_rank()
+    found = []
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT):
+        tensor = mine(7)
+        dist.all_reduce(tensor, op)
+        found.append(tensor)
+    tensor = mine(5)
+    dist.broadcast(tensor, 1)
+    found.append(tensor)
+    tensor = mine(5)
+    dist.reduce(tensor, 2)
+    found += [tensor] if rank == 2 else []
+    outs = [torch.zeros(2, 3) for _ in range(world)]
+    dist.all_gather(outs, mine(2, 3))
+    found += outs
+    flat = torch.zeros(2 * world, 3)
+    dist.all_gather_into_tensor(flat, mine(2, 3))
+    found.append(flat)
+    out = torch.zeros(4)
+    dist.reduce_scatter(out, list(mine(world, 4).unbind()))
+    found.append(out)
+    out = torch.zeros(2, 3)
+    dist.reduce_scatter_tensor(out, mine(2 * world, 3))
+    found.append(out)
+    outs = [torch.zeros(3) for _ in range(world)] if rank == 1 else None
+    dist.gather(mine(3), outs, dst=1)
+    found += outs or []
+    out = torch.zeros(3)
+    dist.scatter(out, list(mine(world, 3).unbind()) if rank == 2 else None, src=2)
+    found.append(out)
+    dist.barrier()
+    return found
+
+
+@program(3)
+def alltoall_of_even_and_uneven_parts():
+    world, rank = dist.get_world_size(), dist.get_rank()
+    even = torch.zeros(2 * world, 2)
+    dist.all_to_all_single(even, mine(2 * world, 2))
+    sizes = [(rank + 1) * dst for dst in range(world)]
+    come = [(src + 1) * rank for src in range(world)]
+    uneven = torch.zeros(sum(come), 2)
+    dist.all_to_all_single(uneven, mine(sum(sizes), 2), come, sizes)
+    if dist.get_backend() == "gloo":  # which has no list form: the same through the single one
+        return [even, uneven, *uneven.split(come)]
+    outs = [torch.zeros(size, 2) for size in come]
+    dist.all_to_all(outs, list(mine(sum(sizes), 2).split(sizes)))
+    return [even, uneven, *outs]
+
+
+@program(3)
+def dtypes_and_layouts():
+    world = dist.get_world_size()
+    found = []
+    for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int64):
+        tensor = mine(9).to(dtype)
+        dist.all_reduce(tensor)
+        found.append(tensor)
+    tensor = torch.view_as_complex(mine(4, 2))
+    dist.all_reduce(tensor)
+    found.append(tensor)
+    bits = (mine(9).int() & 7).contiguous()
+    if dist.get_backend() == "gloo":  # complex and bitwise the plain way
+        rows = [torch.empty_like(bits) for _ in range(world)]
+        dist.all_gather(rows, bits)
+        found.append(rows[0] | rows[1] | rows[2])
+    else:
+        dist.all_reduce(bits, dist.ReduceOp.BOR)
+        found.append(bits)
+    tensor = mine(9).requires_grad_()
+    dist.all_reduce(tensor)
+    found.append(tensor.detach())
+    rows = [torch.zeros(3, 4)[:, :2] for _ in range(world)] if dist.get_backend() != "gloo" else []
+    if rows:
+        dist.all_gather(rows, mine(2, 3).t())
+    else:
+        rows = [torch.zeros(3, 2) for _ in range(world)]
+        dist.all_gather(rows, mine(2, 3).t().contiguous())
+    return [*found, *(row.contiguous() for row in rows)]
+
+
+@program(3)
+def calls_in_flight_end_in_order():
+    tensors = [mine(1000, seed=number) for number in range(8)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    for work in works:
+        work.wait()
+    assert all(work.is_completed() for work in works)
+    value = dist.all_reduce(mine(3), async_op=True).get_future().wait()
+    return [*tensors, *value]
+
+
+@program(3)
+def messages_cross():
+    """Everyone sends to the next before receiving from the one before: large enough to block."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    came = torch.zeros(200_000)
+    sent = dist.isend(mine(200_000), (rank + 1) % world)
+    received = dist.irecv(came, (rank - 1) % world)
+    received.wait()
+    sent.wait()
+    both = torch.zeros(5)
+    ops = [
+        dist.P2POp(dist.isend, mine(5), (rank + 1) % world),
+        dist.P2POp(dist.irecv, both, (rank - 1) % world),
+    ]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    word = torch.tensor([float(rank)])
+    if rank == 0:
+        dist.send(word, 2)
+    elif rank == 2:
+        dist.recv(word, 0)
+    return [came, both, word]
+
+
+@program(3)
+def objects():
+    rank = dist.get_rank()
+    gathered = [None] * 3
+    dist.all_gather_object(gathered, {"rank": rank, "text": "x" * 100 * rank})
+    sent = [("a", 1), None] if rank == 1 else [None, None]
+    dist.broadcast_object_list(sent, src=1)
+    scattered = [None]
+    dist.scatter_object_list(scattered, ["a", "b", "c"] if rank == 0 else None, src=0)
+    collected = [None] * 3 if rank == 2 else None
+    dist.gather_object(rank * 2, collected, dst=2)
+    return [gathered, sent, scattered, collected]
+
+
+@program(3)
+def subgroups():
+    rank = dist.get_rank()
+    pair = dist.new_group([2, 0])
+    every = [dist.new_group([member]) for member in range(3)]
+    found = mine(4)
+    dist.all_reduce(found, group=every[rank])
+    if rank != 1:
+        dist.all_reduce(found, group=pair)
+        dist.broadcast(found, src=2, group=pair)
+    dist.all_reduce(found)
+    return [found, dist.get_world_size(every[rank])]
+
+
+@program(3)
+def a_peer_that_dies_is_named_where_it_is_waited_for():
+    if dist.get_backend() == "gloo":
+        return []
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os._exit(0)
+    work = dist.all_reduce(mine(3), async_op=True)
+    try:
+        work.wait()
+    except PeerLost as error:
+        assert "rank 1" in str(error) and isinstance(work.exception(), PeerLost)
+        os._exit(0)
+    raise AssertionError("nobody noticed")
+
+
+@program(2)
+def functional_collectives():
+    group = dist.group.WORLD
+    found = [
+        functional.all_reduce(mine(5), "sum", group),
+        functional.all_gather_tensor(mine(2, 3), 0, group),
+        functional.all_gather_tensor(mine(2, 3), 1, group),
+        functional.reduce_scatter_tensor(mine(4, 3), "sum", 0, group),
+        functional.all_to_all_single(mine(4), None, None, group),
+        functional.broadcast(mine(3), 1, group),
+        *functional.all_reduce_coalesced([mine(2), mine(3)], "sum", group),
+        *functional.all_gather_into_tensor_coalesced([mine(2), mine(3)], group),
+    ]
+    return [tensor + 0 for tensor in found]
+
+
+def network():
+    torch.manual_seed(7)
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)
+    )
+
+
+def train(model, steps=3):
+    """The losses and, by name, the parameters after some steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(steps):
+        loss = model(mine(4, 8, seed=step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@program(2)
+def data_parallel():
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(network(), bucket_cap_mb=0.0005)  # several buckets
+    return [*train(model), *(parameter.detach() for parameter in model.parameters())]
+
+
+@program(2)
+def fully_sharded():
+    from torch.distributed.fsdp import fully_shard
+
+    model = network()
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    losses = train(model)
+    return [*losses, *(parameter.full_tensor().detach() for parameter in model.parameters())]
+
+
+@program(2)
+def distributed_tensors():
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    left, right = torch.randn(6, 5), torch.randn(5, 7)
+    sharded = distribute_tensor(left, mesh, [Shard(1)])
+    product = sharded @ distribute_tensor(right, mesh, [Shard(0)])
+    again = product.redistribute(mesh, [Replicate()])
+    other = sharded.redistribute(mesh, [Shard(0)])
+    return [sharded.to_local(), again.to_local(), product.full_tensor(), other.to_local()]
+
+
+@program(2)
+def transformers_tensor_parallel():
+    from transformers import LlamaForCausalLM
+
+    folder = Path(sys.argv[1], "llama")
+    model = LlamaForCausalLM.from_pretrained(folder, tp_plan="auto")
+    shard = model.model.layers[0].self_attn.q_proj.weight
+    assert (
+        shard.to_local().shape == (16, 32)
+        if hasattr(shard, "to_local")
+        else shard.shape == (16, 32)
+    )
+    with torch.no_grad():
+        return [model(torch.arange(10)[None]).logits]
+
+
+def save_llama(folder):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(Path(folder, "llama"))
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+def on(backend, fn, rank, world_size, store):
+    """What the program returns on a backend; every program leaves no group behind."""
+    store = dist.PrefixStore(backend, store)
+    limit = timedelta(seconds=60)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+    assert backend.endswith(dist.get_backend())
+    try:
+        return fn()
+    finally:
+        dist.destroy_process_group()
+
+
+def rank_of(name, rank, folder):
+    fn, world_size = PROGRAMS[name]
+    torch.set_num_threads(1)
+    store = dist.FileStore(os.path.join(folder, f"{name}.store"), world_size)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    plain = on("gloo", fn, rank, world_size, store)
+    for backend in ("drumline", "cpu:drumline,cuda:drumline"):
+        found = on(backend, fn, rank, world_size, store)
+        assert same(plain, found), f"gloo: {plain}\n{backend}: {found}"
+
+
+def run(name, folder):
+    """Fork the ranks of a program, and keep what they had to say."""
+    pids = []
+    for rank in range(PROGRAMS[name][1]):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                rank_of(name, rank, folder)
+                code = 0
+            except BaseException:
+                Path(folder, f"{name}.{rank}.txt").write_text(traceback.format_exc())
+            finally:
+                os._exit(code)
+        pids.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    said = "".join(path.read_text() for path in sorted(Path(folder).glob(f"{name}.*.txt")))
+    Path(folder, name).write_text("" if not any(codes) else f"exit codes {codes}\n{said}")
+
+
+if __name__ == "__main__":
+    save_llama(sys.argv[1])
+    for each in PROGRAMS:
+        run(each, sys.argv[1])
