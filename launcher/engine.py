@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -61,7 +62,8 @@ def environment(chosen: Any, job: Job) -> dict[str, str]:
 
 
 def _watch(command: list[str], environ: dict[str, str], timeout_s: float | None) -> int:
-    process = subprocess.Popen(command, env=environ, start_new_session=True)
+    leash = [sys.executable, "-m", "launcher.leash", str(os.getpid())]
+    process = subprocess.Popen([*leash, *command], env=environ, start_new_session=True)
     try:
         with _passing_signals(process) as seen:
             code = process.wait(timeout_s)

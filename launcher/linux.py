@@ -23,13 +23,13 @@ def _prctl(option: int, value: object) -> None:
         raise OSError(number, f"prctl({option}, {value!r}): {os.strerror(number)}")
 
 
-def die_with(parent: int) -> None:
-    """Be killed when the thread that forked us ends; call it first in a child forked from a main
-    thread.
+def die_with(parent: int, number: int = signal.SIGKILL) -> None:
+    """Be sent this signal when the thread that forked us ends; call it first in a child forked from
+    a main thread, or from one that waits for us.
     """
-    _prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+    _prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(number))
     if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
 
 
 def outlive_parent() -> None:
@@ -55,6 +55,15 @@ def line_buffer_c_stdout() -> None:
     libc = ctypes.CDLL(None)
     line_buffered = 1  # _IOLBF of stdio.h on Linux
     libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, line_buffered, ctypes.c_size_t(0))
+
+
+def out_of_memory_kills() -> int:
+    """How many processes the kernel has killed since boot because memory ran out."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
 
 def wipe_variable(name: str) -> None:

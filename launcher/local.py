@@ -29,6 +29,7 @@ def run(job: Job, owns_process: bool = False) -> list[Any]:
     for rank, place in enumerate(places):
         output.notice(f"rank {rank}: {place}")
     plan, ears = _prepare(job, places, owns_process)
+    _note_missing_devices(plan, output)
     try:
         child = KeeperProcess(plan, ears, output)
     except (
@@ -86,6 +87,13 @@ def threads(job: Job, places: list[binding.Place]) -> dict[str, str]:
     share = len(os.sched_getaffinity(0)) // job.nprocs
     count = min((place.num_cores for place in places), default=share)
     return {OMP_THREADS: str(max(1, count))}
+
+
+def _note_missing_devices(plan: Plan, output: Output) -> None:
+    without = [seat.info.rank for seat in plan.seats if "device" not in seat.info.extras]
+    count = len(plan.seats) - len(without)
+    if count and without:
+        output.notice(f"{count} GPUs for {len(plan.seats)} ranks: rank {without[0]} on have none")
 
 
 def _close(plan: Plan) -> None:

@@ -11,8 +11,7 @@ os.environ
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from importlib.metadata import entry_points
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 ENTRY_POINTS = "launcher.launchers"
@@ -53,18 +52,25 @@ def find(name: str) -> Any:
         return _registered[name]
     if name in BUILT_IN:
         return importlib.import_module(BUILT_IN[name])
-    for entry in entry_points(group=ENTRY_POINTS):
+    for entry in _installed():
         if entry.name == name:
             return entry.load()
     raise ValueError(f"no launcher is called {name!r}: choose among {', '.join(names())}")
 
 
-def names() -> list[str]:
-    """Every launcher that find knows, innermost first."""
-    others = [entry.name for entry in entry_points(group=ENTRY_POINTS)]
-    return list(dict.fromkeys([*_registered, *others, *BUILT_IN]))
+def names() -> Iterator[str]:
+    """Every launcher that find knows: those registered here, ours, those of installed packages."""
+    yield from _registered
+    yield from BUILT_IN
+    yield from (entry.name for entry in _installed())
 
 
 def every() -> Iterator[Any]:
-    """The launchers, innermost first, each imported only when reached."""
+    """The launchers, innermost first, each looked for and imported only when reached."""
     return map(find, names())
+
+
+def _installed() -> Iterable[Any]:
+    from importlib.metadata import entry_points  # reads every installed package: not for nothing
+
+    return entry_points(group=ENTRY_POINTS)

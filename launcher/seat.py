@@ -108,11 +108,19 @@ def _call(seat: Seat, job: Job) -> int:
             record: dict[str, Any] = {"result": values.dumps(target.call(job))}
         code = 0
     except BaseException as error:
+        _tell_hook(error, job)
         record, code = {"failure": describe(error)}, exit_code(error)
         if code == 0:
             record = {"result": values.dumps(None)}
     _report(seat.report, pipe, record)
     return code
+
+
+def _tell_hook(error: BaseException, job: Job) -> None:
+    """Call the excepthook that a script has set; the default one's work is done by the launcher."""
+    is_default = sys.excepthook is sys.__excepthook__
+    if job.target.kind != "function" and not (is_default or isinstance(error, SystemExit)):
+        sys.excepthook(type(error), error, _below_launcher(error.__traceback__))
 
 
 def _report(fd: int, pipe: os.stat_result, record: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from launcher import stops, verdict, wire
+from launcher import linux, stops, verdict, wire
 from launcher.errors import signal_name
 from launcher.info import LaunchInfo
 from launcher.job import Job
@@ -53,6 +53,7 @@ class Supervisor:
         self.deadlines: dict[float, Callable[[], None]] = {}
         self.keeper_lives = True
         self.is_ending = False
+        self.kills_before = linux.out_of_memory_kills()
         self.end = verdict.End(began_s=time.monotonic())
 
     def watch(self, bury: Callable[[], None]) -> list[Any]:
@@ -67,6 +68,7 @@ class Supervisor:
             self._drain()
             while self.output.is_waiting and self.end.times_stopped < 2:
                 self._turn()
+        self.end.memory_ran_out = linux.out_of_memory_kills() > self.kills_before
         return verdict.results(self.job, self.ranks, self.end)
 
     def _turn(self) -> None:

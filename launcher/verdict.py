@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ class End:
     timed_out: bool = False
     trouble: str = ""
     unprintable: OSError | None = None
+    memory_ran_out: bool = False
 
     @property
     def is_told(self) -> bool:
@@ -40,7 +42,7 @@ def results(job: Job, ranks: list[Rank], end: End) -> list[Any]:
     if error is not None:
         raise error
     if failures:
-        raise LaunchError(_message(failures[0], ranks), failures, failures[0].exit_code)
+        raise LaunchError(_message(failures[0], ranks, end), failures, failures[0].exit_code)
     return [rank.result() for rank in ranks]
 
 
@@ -108,10 +110,17 @@ def _timeout_message(job: Job, ranks: list[Rank]) -> str:
     return f"not over after {job.timeout_s} s, so it was ended{''.join(stacks)}"
 
 
-def _message(first: Failure, ranks: list[Rank]) -> str:
-    details = f"\n\n{first.traceback}" if first.traceback else ""
-    early = [
-        str(rank.info.rank) for rank in ranks if rank.left_early and rank.info.rank != first.rank
-    ]
-    note = f"\nRank {', '.join(early)} had left early, with exit code 0." if early else ""
-    return f"{first.summary()}{note}{details}"
+def _message(first: Failure, ranks: list[Rank], end: End) -> str:
+    return "\n".join([first.summary(), *_notes(first, ranks, end), *_details(first)])
+
+
+def _notes(first: Failure, ranks: list[Rank], end: End) -> Iterator[str]:
+    early = [str(rank.info.rank) for rank in ranks if rank.left_early]
+    if early and first.exit_code:
+        yield f"Rank {', '.join(early)} had left early, with exit code 0."
+    if first.exit_code == 128 + signal.SIGKILL and end.memory_ran_out:
+        yield "The kernel killed processes meanwhile because memory ran out: see `dmesg`."
+
+
+def _details(first: Failure) -> list[str]:
+    return ["", first.traceback] if first.traceback else []
