@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+import transformers
 
 from .errors import CheckpointError
+from .safetensors_index import read_index
 
 _building = threading.Lock()
 """transformers sets torch's default dtype and replaces functions of torch while it builds a model,
@@ -27,10 +28,14 @@ def load_shard(
     cls: type[Any], path: str | Path, places: Mapping[str, str], dtype: torch.dtype, **options: Any
 ) -> Any:
     """A model with the modules in `places` loaded on their devices, and all others on meta."""
-    _refuse_pickles(Path(path))
     with _building:
         model, report = _sharded(cls, dict(places)).from_pretrained(
-            path, dtype=dtype, device_map={"": "cpu"}, output_loading_info=True, **options
+            path,
+            dtype=dtype,
+            device_map={"": "cpu"},
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report, and an error below
+            **options,
         )
     _check(path, report)
     model.__class__ = cls
@@ -61,34 +66,39 @@ def _sharded(cls: type[Any], places: dict[str, Any]) -> type[Any]:
     return type(cls.__name__, (cls,), {**names, **methods})
 
 
-def device_map_of(model: nn.Module, own: Mapping[str, str]) -> dict[str, str]:
-    """`own` completed so that it covers the whole model, with meta for what other ranks hold."""
-    return {"": "meta", **own}
-
-
-def _refuse_pickles(path: Path) -> None:
-    if any(path.glob("*.safetensors")) or not path.is_dir():
-        return
-    pickles = sorted(file.name for file in path.glob("*.bin"))
-    if pickles:
+def read_config(path: str | Path) -> Any:
+    """The config of a checkpoint, once its files are seen to be whole."""
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
         raise CheckpointError(
-            f"{path} holds {', '.join(pickles)}, pickles that would run whatever code is in them; "
-            "convert once, "
-            f'where you trust the file: python -c "from transformers import AutoModel as A; '
-            f"A.from_pretrained('{path}').save_pretrained('{path}')\""
+            f"{folder} holds no config.json, so there is no model in it; give the directory that "
+            "save_pretrained() wrote, or that a download of the model ended in."
         )
-    raise CheckpointError(
-        f"{path} holds no .safetensors file, so there is nothing to load; check the path."
-    )
+    _refuse_pickles(folder)
+    read_index(folder)
+    return transformers.AutoConfig.from_pretrained(folder)
+
+
+def _refuse_pickles(folder: Path) -> None:
+    pickles = sorted(file.name for file in folder.glob("*.bin"))
+    if pickles and not any(folder.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{folder} holds {', '.join(pickles)}, pickles that would run whatever code is in "
+            "them; convert once, where you trust the file: "
+            'python -c "from transformers import AutoModel as A; '
+            f"A.from_pretrained('{folder}').save_pretrained('{folder}')\""
+        )
 
 
 def _check(path: str | Path, report: Mapping[str, Any]) -> None:
+    """Raise unless checkpoint and model have the same tensors."""
     for kind in ("missing", "unexpected", "mismatched"):
-        keys = report.get(f"{kind}_keys")
+        keys = [key if isinstance(key, str) else key[0] for key in report.get(f"{kind}_keys") or ()]
         if keys:
-            names = ", ".join(sorted(str(key) for key in keys)[:5])
+            index = read_index(path)
+            places = [f"{key} in {index[key].file}" if key in index else key for key in keys]
             raise CheckpointError(
-                f"{path}: {len(keys)} tensors are {kind} ({names}), so the model would not be the "
-                "one that was "
-                "saved; load the checkpoint that belongs to its config.json."
+                f"{path}: {len(keys)} tensors are {kind} ({', '.join(sorted(places)[:5])}), so "
+                "the model would not be the one that was saved; give the checkpoint that belongs "
+                "to its config.json."
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,10 +26,6 @@ def model_class(config: Any) -> type[Any]:
     )
 
 
-def read_config(path: str | Path) -> Any:
-    return transformers.AutoConfig.from_pretrained(path)
-
-
 def skeleton(cls: type[Any], config: Any, dtype: torch.dtype) -> Any:
     """The model on meta: names, shapes and ties, and no weights."""
     with torch.device("meta"):
@@ -45,6 +40,7 @@ def layout(model: nn.Module) -> Layout:
         layers=tuple(Part(name, sizes[name]) for name in layers),
         others=tuple(Part(name, sizes[name]) for name in others),
         ties=tuple(_ties(model, [*others, *layers])),
+        sharers=tuple(_sharers(model, layers)),
     )
 
 
@@ -93,6 +89,20 @@ def _sizes(model: nn.Module, parts: list[str]) -> dict[str, int]:
         if name not in tied:
             sizes[owner_of(name, known)] += tensor.numel() * tensor.element_size()
     return sizes
+
+
+def _sharers(model: nn.Module, layers: list[str]) -> Iterator[tuple[str, ...]]:
+    """Layers that hand keys and values to each other, which would cross with every token."""
+    stacks: dict[str, list[str]] = {}
+    for name in layers:
+        if any(_shares(module) for module in model.get_submodule(name).modules()):
+            stacks.setdefault(name.rpartition(".")[0], []).append(name)
+    yield from (tuple(names) for names in stacks.values() if len(names) > 1)
+
+
+def _shares(module: nn.Module) -> bool:
+    flags = ("is_kv_shared_layer", "store_full_length_kv")
+    return any(getattr(module, flag, False) is True for flag in flags)
 
 
 def _ties(model: nn.Module, parts: list[str]) -> Iterator[tuple[str, ...]]:

@@ -19,9 +19,9 @@ import transformers
 from communicator import Communicator
 from coordinator import Coordinator
 
-from .checkpoint import load_shard
+from .checkpoint import load_shard, read_config
 from .errors import CheckpointError, InferenceError, PlanError, Served
-from .layout import layout, model_class, read_config, skeleton
+from .layout import layout, model_class, skeleton
 from .memory import get_max_memory
 from .model import distribute
 from .plan import DeviceMap, Layout, Place, plan
@@ -118,8 +118,8 @@ def _agree(
             if theirs[what] != value:
                 raise InferenceError(
                     f"rank {coor.rank}: {what} is {value[:200]} here and {theirs[what][:200]} on "
-                    f"rank {rank}, so the "
-                    "parts would not make one model; give every rank the same files and versions."
+                    f"rank {rank}, so the parts would not make one model; give every rank the same "
+                    "files and versions."
                 )
     return chosen
 
@@ -138,8 +138,8 @@ def given_room(room: Mapping[Place, int], max_memory: Memory | None) -> dict[Pla
     strangers = sorted({rank for rank, _ in given} - ranks)
     if strangers:
         raise PlanError(
-            f"max_memory gives room to ranks {strangers}, but the ranks are {sorted(ranks)}; "
-            "leave them out, or start more ranks."
+            f"max_memory gives room to ranks {strangers}, but the ranks are {sorted(ranks)}; leave "
+            "them out, or start more ranks."
         )
     return dict(sorted(given.items()))
 

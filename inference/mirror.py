@@ -75,8 +75,8 @@ class Mirrored:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InferenceError(
-            "a cache with layers on other ranks cannot be pickled, as most of it is not here; "
-            "use copy.deepcopy for a copy, or keep the tokens."
+            "a cache with layers on other ranks cannot be pickled, as most of it is not here; use "
+            "copy.deepcopy for a copy, or keep the tokens."
         )
 
 
@@ -86,14 +86,12 @@ def number_of(cache: Cache, journal: Journal) -> int:
         if cache.journal is not journal:
             raise InferenceError(
                 "this cache belongs to another distributed model, whose ranks hold its keys and "
-                "values; "
-                "start from an empty cache."
+                "values; start from an empty cache."
             )
         if cache.torn:
             raise InferenceError(
                 "a call with this cache failed half-way, so its layers no longer hold the same "
-                "tokens; "
-                "start from an empty cache."
+                "tokens; start from an empty cache."
             )
         return cache.number
     recipe = _recipe(cache)
@@ -126,8 +124,7 @@ def _recipe(cache: Cache) -> tuple[Any, ...]:
         kind = type(cache).__name__
     raise InferenceError(
         f"a {kind or 'cache that offloads'} cannot be kept on other ranks, so its keys and values "
-        "would be lost; "
-        "use a dynamic or static cache."
+        "would be lost; use a dynamic or static cache."
     )
 
 

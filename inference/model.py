@@ -52,8 +52,7 @@ class Distributed:
         if self._session is not None:
             raise InferenceError(
                 f"rank 0: a model over {len(self.device_map.ranks)} ranks cannot be {verb} from "
-                "here, as most of it "
-                f"is elsewhere; {remedy}."
+                f"here, as most of it is elsewhere; {remedy}."
             )
 
 
@@ -106,8 +105,7 @@ class _NoGradient(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise InferenceError(
             "rank 0: no gradient comes back from layers on other ranks, so this one would be "
-            "wrong; "
-            "use the distributed model for inference only, under torch.no_grad()."
+            "wrong; use the distributed model for inference only, under torch.no_grad()."
         )
 
 

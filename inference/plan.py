@@ -31,14 +31,15 @@ class Part:
 class Layout:
     """A model as the planner sees it.
 
-    `layers` in the order they run; `others` are embeddings, norms and heads; `ties` name parts that
-    share weights or key/value states and therefore stay on one place. Each tied weight is counted
-    once, with the first part that holds it.
+    `layers` in the order they run; `others` are embeddings, norms and heads. `ties` name parts with
+    a weight in common, which must be on one place; it is counted once, with the part that loads it.
+    `sharers` name layers that hand each other keys and values, which had better be on one place.
     """
 
     layers: tuple[Part, ...]
     others: tuple[Part, ...] = ()
     ties: tuple[tuple[str, ...], ...] = ()
+    sharers: tuple[tuple[str, ...], ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -207,7 +208,7 @@ class _Planner:
         else:
             largest = max((sum(p.nbytes for p in g), g[0].name) for g in self.groups)
             missing = (
-                f"the sum would do, but whole layers do not fit into what is left of each place "
+                "the sum would do, but whole layers do not fit into what is left of each place "
                 f"(the largest, {largest[1]}, needs {largest[0]} bytes)"
             )
         return PlanError(
@@ -219,7 +220,8 @@ class _Planner:
 def _contiguous_groups(model: Layout) -> list[list[Part]]:
     """The layers in order; those from the first to the last of a tie are one group."""
     index = {part.name: position for position, part in enumerate(model.layers)}
-    spans = [sorted(index[name] for name in tie if name in index) for tie in model.ties]
+    together = (*model.ties, *model.sharers)
+    spans = [sorted(index[name] for name in names if name in index) for names in together]
     groups: list[list[Part]] = []
     reach = -1
     for position, part in enumerate(model.layers):
@@ -260,11 +262,9 @@ def _explicit(
     for place in result.room:
         if result.used(place) > room[place]:
             raise PlanError(
-                f"rank {place[0]}: device_map puts {result.used(place)} bytes on {place[1]}, "
-                "which has room "
-                f"for {room[place]}: {result.used(place) - room[place]} bytes are missing. Move "
-                "modules "
-                "to another rank or raise max_memory."
+                f"rank {place[0]}: device_map puts {result.used(place)} bytes on {place[1]}, which "
+                f"has room for {room[place]}: {result.used(place) - room[place]} bytes are "
+                "missing. Move modules to another rank or raise max_memory."
             )
     return result
 
@@ -274,8 +274,8 @@ def _lookup(name: str, device_map: Mapping[str, Place | int], room: dict[Place, 
     while prefix not in device_map:
         if not prefix:
             raise PlanError(
-                f"device_map has no place for {name!r}, so it would not be loaded; "
-                f"add {name!r} or a prefix of it (the empty name covers everything)."
+                f"device_map has no place for {name!r}, so it would not be loaded; add {name!r} or "
+                "a prefix of it (the empty name covers everything)."
             )
         prefix = prefix.rpartition(".")[0]
     place = device_map[prefix]
@@ -285,8 +285,7 @@ def _lookup(name: str, device_map: Mapping[str, Place | int], room: dict[Place, 
     if place not in room:
         raise PlanError(
             f"device_map puts {name!r} on rank {place[0]} {place[1]}, which does not exist or has "
-            "no room; "
-            f"the places are {', '.join(f'{rank} {device}' for rank, device in room)}."
+            f"no room; the places are {', '.join(f'{rank} {device}' for rank, device in room)}."
         )
     return place
 
@@ -298,9 +297,8 @@ def _check_ties(model: Layout, places: dict[str, Place]) -> None:
                 f"{name} on rank {places[name][0]} {places[name][1]}" for name in tie
             )
             raise PlanError(
-                f"device_map separates modules that share tensors ({spread}), so one of them "
-                "would be "
-                "left without its weights; put them on the same place."
+                f"device_map separates modules that share tensors ({spread}), so one of them would "
+                "be left without its weights; put them on the same place."
             )
 
 

@@ -108,8 +108,7 @@ class Session:
             if self._failure is None:
                 self._failure = InferenceError(
                     f"rank {self.ring.rank}: the model was closed and its other ranks have left, "
-                    "so it cannot "
-                    "run; load it again."
+                    "so it cannot run; load it again."
                 )
                 self.ring.leave(code)
 

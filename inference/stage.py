@@ -99,8 +99,8 @@ class Stage:
         if step.output is not None and output != step.output:
             raise InferenceError(
                 f"{step.module} returned {output} where it returned {step.output} for such "
-                "arguments before, "
-                "so what the master went on with is wrong; run this model on one rank."
+                "arguments before, so what the master went on with is wrong; run this model on "
+                "one rank."
             )
         return new, json.dumps(output)
 

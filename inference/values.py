@@ -63,9 +63,9 @@ def flatten(value: Any, leaves: Leaves, handle: Callable[[Cache], int]) -> Templ
         leaves.ints.append(handle(value))
         return ("cache",)
     raise InferenceError(
-        "a layer on another rank was given a "
-        f"{type(value).__module__}.{type(value).__qualname__}, which cannot be "
-        "sent; only numbers, text, tensors, caches, and tuples, lists and dicts of them travel."
+        f"a layer on another rank was given a {type(value).__module__}.{type(value).__qualname__}, "
+        "which cannot be sent; only numbers, text, tensors, caches, and tuples, lists and dicts "
+        "of them travel."
     )
 
 
@@ -73,8 +73,8 @@ def _key(key: Any) -> str:
     if isinstance(key, str):
         return key
     raise InferenceError(
-        f"a layer on another rank was given a dict with the key {key!r}, which cannot be sent; "
-        "use text for the keys."
+        f"a layer on another rank was given a dict with the key {key!r}, which cannot be sent; use "
+        "text for the keys."
     )
 
 
@@ -150,8 +150,7 @@ def describe(value: Any, inputs: Sequence[torch.Tensor], new: list[torch.Tensor]
         return ("cache",)
     raise InferenceError(
         f"a layer returned a {type(value).__module__}.{type(value).__qualname__}, which cannot be "
-        "sent back; "
-        "only numbers, text, tensors, and tuples, lists and dicts of them travel."
+        "sent back; only numbers, text, tensors, and tuples, lists and dicts of them travel."
     )
 
 
