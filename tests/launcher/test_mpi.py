@@ -118,6 +118,19 @@ def test_death_of_a_rank_ends_the_launch(engine, tmp_path, death, code):
     assert time.monotonic() - began < 20
 
 
+def test_launcher_that_is_killed_takes_its_ranks_with_it(engine, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n")
+    run = [sys.executable, "-m", "launcher", "run", "--launcher", "mpi", "-n", "2", str(script)]
+    with subprocess.Popen(run, stdout=subprocess.PIPE, text=True) as launcher:
+        pids = [int(launcher.stdout.readline().split()[-1]) for _ in range(2)]
+        launcher.kill()
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_two_launches_at_once_have_two_names(engine):
     command = ["mpiexec", "-n", "1", sys.executable, "-c", SHOW]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
