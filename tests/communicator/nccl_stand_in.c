@@ -1,0 +1,276 @@
+/* A stand-in for libnccl (and, with -DCUDA, for the few functions of libcuda and libcudart that are
+ * used beside it). It moves nothing: it writes down what it is asked and answers as -D says, so that
+ * tests see the calls and their order without a GPU. Not a model of NCCL's behaviour. */
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#ifndef VERSION
+#define VERSION 22809
+#endif
+#ifndef POLLS /* how often the state is "in progress" after a call that is put off */
+#define POLLS 3
+#endif
+
+typedef struct {
+    char bytes[128];
+} Id;
+typedef struct Comm {
+    int rank, nranks, polls, state;
+} Comm;
+
+static char log_text[65536];
+static size_t log_length;
+static unsigned char config_bytes[256];
+static int next_state; /* what polling ends with */
+
+__attribute__((unused)) static void note(const char* format, ...) {
+    va_list values;
+    va_start(values, format);
+    log_length += vsnprintf(log_text + log_length, sizeof log_text - log_length, format, values);
+    va_end(values);
+    log_length += snprintf(log_text + log_length, sizeof log_text - log_length, "\n");
+}
+
+const char* stand_in_log(void) { return log_text; }
+void stand_in_forget(void) { log_text[log_length = 0] = 0; }
+const unsigned char* stand_in_config(void) { return config_bytes; }
+void stand_in_fail_with(int state) { next_state = state; }
+
+__attribute__((unused)) static int put_off(Comm* comm) {
+    comm->polls = POLLS;
+    return 7;
+}
+
+int ncclGetVersion(int* version) {
+    *version = VERSION;
+    return 0;
+}
+#ifndef ONLY_VERSION
+int ncclGetUniqueId(Id* id) {
+    for (int i = 0; i < 128; i++) id->bytes[i] = (char)(255 - i);
+    return 0;
+}
+const char* ncclGetErrorString(int code) { return code == 6 ? "remote error" : "stand-in error"; }
+const char* ncclGetLastError(Comm* comm) {
+    (void)comm;
+    return "the stand-in was told to fail";
+}
+int ncclCommInitRankConfig(Comm** comm, int nranks, Id id, int rank, void* config) {
+    size_t size = *(size_t*)config;
+    memcpy(config_bytes, config, size < sizeof config_bytes ? size : sizeof config_bytes);
+    for (int i = 0; i < 128; i++)
+        if (id.bytes[i] != (char)(255 - i)) return 5;
+    note("CommInitRankConfig nranks=%d rank=%d", nranks, rank);
+    *comm = calloc(1, sizeof **comm);
+    (*comm)->rank = rank;
+    (*comm)->nranks = nranks;
+    return put_off(*comm);
+}
+int ncclCommGetAsyncError(Comm* comm, int* state) {
+#ifdef NEVER
+    *state = 7;
+    return 0;
+#endif
+    *state = comm->polls > 0 ? 7 : next_state;
+    if (comm->polls > 0) comm->polls--;
+    return 0;
+}
+int ncclCommSplit(Comm* comm, int color, int key, Comm** child, void* config) {
+    (void)config;
+    note("CommSplit color=%d key=%d", color, key);
+    if (color >= 0) {
+        *child = calloc(1, sizeof **child);
+        (*child)->rank = key;
+        (*child)->nranks = 1;
+    }
+    return put_off(comm);
+}
+int ncclCommCount(Comm* comm, int* count) {
+    *count = comm->nranks;
+    return 0;
+}
+int ncclCommUserRank(Comm* comm, int* rank) {
+    *rank = comm->rank;
+    return 0;
+}
+int ncclCommFinalize(Comm* comm) {
+    note("CommFinalize");
+    return put_off(comm);
+}
+int ncclCommDestroy(Comm* comm) {
+    (void)comm;
+    note("CommDestroy");
+    return 0;
+}
+int ncclCommAbort(Comm* comm) {
+    (void)comm;
+    note("CommAbort");
+#ifdef ABORT_SPINS
+    for (;;) sleep(1);
+#endif
+    return 0;
+}
+int ncclGroupStart(void) {
+    note("GroupStart");
+    return 0;
+}
+int ncclGroupEnd(void) {
+    note("GroupEnd");
+    return 0;
+}
+int ncclAllReduce(void* send, void* recv, size_t count, int dtype, int op, Comm* comm, void* on) {
+    note("AllReduce in_place=%d count=%zu dtype=%d op=%d stream=%p", send == recv, count, dtype, op,
+         on);
+    return put_off(comm);
+}
+int ncclBroadcast(void* send, void* recv, size_t count, int dtype, int root, Comm* comm, void* on) {
+    (void)on;
+    note("Broadcast in_place=%d count=%zu dtype=%d root=%d", send == recv, count, dtype, root);
+    return put_off(comm);
+}
+int ncclReduce(void* send, void* recv, size_t count, int dtype, int op, int root, Comm* comm,
+               void* on) {
+    (void)send, (void)on;
+    note("Reduce recv=%d count=%zu dtype=%d op=%d root=%d", recv != NULL, count, dtype, op, root);
+    return put_off(comm);
+}
+int ncclAllGather(void* send, void* recv, size_t count, int dtype, Comm* comm, void* on) {
+    (void)send, (void)recv, (void)on;
+    note("AllGather count=%zu dtype=%d", count, dtype);
+    return put_off(comm);
+}
+int ncclReduceScatter(void* send, void* recv, size_t count, int dtype, int op, Comm* comm,
+                      void* on) {
+    (void)send, (void)recv, (void)on;
+    note("ReduceScatter count=%zu dtype=%d op=%d", count, dtype, op);
+    return put_off(comm);
+}
+int ncclSend(char* buffer, size_t count, int dtype, int peer, Comm* comm, void* on) {
+    (void)on, (void)comm;
+    note("Send at=%zu count=%zu dtype=%d peer=%d", (size_t)buffer, count, dtype, peer);
+    return 7;
+}
+int ncclRecv(char* buffer, size_t count, int dtype, int peer, Comm* comm, void* on) {
+    (void)on, (void)comm;
+    note("Recv at=%zu count=%zu dtype=%d peer=%d", (size_t)buffer, count, dtype, peer);
+    return 7;
+}
+#ifndef NO_ALLTOALL
+int ncclAlltoAll(void* send, void* recv, size_t count, int dtype, Comm* comm, void* on) {
+    (void)send, (void)recv, (void)on;
+    note("AlltoAll count=%zu dtype=%d", count, dtype);
+    return put_off(comm);
+}
+#endif
+int ncclRedOpCreatePreMulSum(int* op, void* scalar, int dtype, int residence, Comm* comm) {
+    (void)comm;
+    note("RedOpCreatePreMulSum scale=%g dtype=%d residence=%d", *(float*)scalar, dtype, residence);
+    *op = 5;
+    return 0;
+}
+int ncclRedOpDestroy(int op, Comm* comm) {
+    (void)comm;
+    note("RedOpDestroy op=%d", op);
+    return 0;
+}
+#ifndef NO_MEMORY
+int ncclMemAlloc(void** pointer, size_t size) {
+    note("MemAlloc %zu", size);
+    *pointer = malloc(size);
+    return 0;
+}
+int ncclMemFree(void* pointer) {
+    note("MemFree");
+    free(pointer);
+    return 0;
+}
+int ncclCommRegister(Comm* comm, void* pointer, size_t size, void** handle) {
+    (void)comm;
+    note("CommRegister %zu", size);
+    *handle = pointer;
+    return 0;
+}
+int ncclCommDeregister(Comm* comm, void* handle) {
+    (void)comm, (void)handle;
+    note("CommDeregister");
+    return 0;
+}
+#endif
+#ifndef NO_WINDOWS
+/* As the library does: success first, and the window only once the state is no longer 7. */
+int ncclCommWindowRegister(Comm* comm, void* pointer, size_t size, void** window, int flags) {
+    note("CommWindowRegister %zu flags=%d", size, flags);
+    *window = pointer;
+    put_off(comm);
+    return 0;
+}
+int ncclCommWindowDeregister(Comm* comm, void* window) {
+    (void)comm, (void)window;
+    note("CommWindowDeregister");
+    return 0;
+}
+#endif
+#endif
+
+#ifdef CUDA
+static unsigned long long capture; /* 0: the stream is not being captured */
+static struct {
+    void* payload;
+    void (*destroy)(void*);
+} objects[64];
+static int num_objects, device, chip = 9;
+
+void stand_in_capture(unsigned long long id) { capture = id; }
+void stand_in_chip(int major) { chip = major; }
+int stand_in_end_graphs(void) {
+    int ended = num_objects;
+    for (int i = 0; i < num_objects; i++) objects[i].destroy(objects[i].payload);
+    num_objects = 0;
+    return ended;
+}
+
+int cuStreamGetCaptureInfo_v2(void* stream, int* status, unsigned long long* id, void** graph,
+                              const void*** dependencies, size_t* num_dependencies) {
+    (void)stream, (void)dependencies, (void)num_dependencies;
+    *status = capture != 0;
+    *id = capture;
+    *graph = &capture;
+    return 0;
+}
+int cuUserObjectCreate(void** object, void* payload, void (*destroy)(void*), unsigned references,
+                       unsigned flags) {
+    if (references != 1 || flags != 1) return 1;
+    objects[num_objects].payload = payload;
+    objects[num_objects].destroy = destroy;
+    *object = &objects[num_objects++];
+    return 0;
+}
+int cuGraphRetainUserObject(void* graph, void* object, unsigned references, unsigned flags) {
+    return graph == &capture && object != NULL && references == 1 && flags == 1 ? 0 : 1;
+}
+int cudaGetDevice(int* ordinal) {
+    *ordinal = device;
+    return 0;
+}
+int cudaSetDevice(int ordinal) {
+    device = ordinal;
+    return 0;
+}
+int cudaMalloc(void** pointer, size_t size) {
+    *pointer = malloc(size);
+    return 0;
+}
+int cudaFree(void* pointer) {
+    free(pointer);
+    return 0;
+}
+int cudaDeviceGetAttribute(int* value, int attribute, int ordinal) {
+    (void)ordinal;
+    *value = attribute == 75 ? chip : 0;
+    return 0;
+}
+#endif
