@@ -58,7 +58,7 @@ def _public(floor: str) -> set[str]:
 
 STANDARD = {*sys.stdlib_module_names, "launcher"}
 # What the launcher may use if it is there: each is imported inside the one function that needs it.
-LAZY = {"ray", "mpi4py", "pynvml", "rich", "torch"}
+LAZY = {"ray", "mpi4py", "pynvml", "rich", "torch", "matplotlib"}
 
 
 def _top_level_imports(path: Path) -> list[str]:

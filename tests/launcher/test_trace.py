@@ -1,0 +1,83 @@
+"""Recording spans, and merging those of all ranks on one clock."""
+
+import json
+import time
+
+import pytest
+
+from launcher import LaunchInfo, trace, trace_picture
+
+
+def _info(rank, folder):
+    return LaunchInfo("t", 2, 2, rank, rank, "127.0.0.1", 1, {"trace": str(folder)})
+
+
+def _record(folder, rank, offset_ns=0):
+    recorder = trace.recorder(_info(rank, folder))
+    recorder.align(offset_ns)
+    with recorder.span("barrier", "wait", number=1):
+        time.sleep(0.01)
+    recorder.close()
+
+
+def test_a_launch_that_is_not_traced_has_no_recorder():
+    assert trace.recorder(LaunchInfo("t")) is None
+
+
+def test_the_spans_of_all_ranks_come_into_one_file_that_viewers_open(tmp_path):
+    for rank in range(2):
+        _record(tmp_path / "parts", rank)
+    trace.merge(tmp_path / "parts", tmp_path / "out.json")
+    merged = json.loads((tmp_path / "out.json").read_text())
+    assert trace.problems(merged) == []
+    spans = [event for event in merged["traceEvents"] if event["ph"] == "X"]
+    assert [event["pid"] for event in spans] == [0, 1]
+    assert all(event["dur"] >= 10_000 for event in spans)
+    assert spans[0]["args"] == {"number": 1} and spans[0]["cname"]
+
+
+def test_another_host_is_shown_on_the_clock_of_rank_0(tmp_path):
+    _record(tmp_path / "parts", 0)
+    _record(tmp_path / "parts", 1, offset_ns=5_000_000_000)
+    trace.merge(tmp_path / "parts", tmp_path / "out.json")
+    spans = [e for e in json.loads((tmp_path / "out.json").read_text())["traceEvents"] if "ts" in e]
+    assert 4.9e6 < spans[1]["ts"] - spans[0]["ts"] < 6e6
+
+
+def test_a_line_cut_off_by_a_death_loses_only_itself(tmp_path):
+    _record(tmp_path / "parts", 0)
+    part = next((tmp_path / "parts").iterdir())
+    part.write_text(part.read_text() + '{"name": "allred')
+    assert trace.merge(tmp_path / "parts", tmp_path / "out.json") == 2
+
+
+class _Moves:
+    def send(self, data):
+        return len(data)
+
+
+def test_followed_methods_still_work_and_are_noted_with_number_and_bytes(tmp_path):
+    recorder, moves = trace.recorder(_info(0, tmp_path)), _Moves()
+    recorder.follow(moves, ["send"], "move")
+    assert [moves.send(b"abc"), moves.send(b"")] == [3, 0]
+    recorder.close()
+    lines = [json.loads(line) for line in next(tmp_path.iterdir()).read_text().splitlines()]
+    assert [line["args"] for line in lines] == [
+        {"number": 1, "bytes": 3},
+        {"number": 2, "bytes": 0},
+    ]
+
+
+def test_a_trace_that_viewers_would_refuse_is_told_apart():
+    assert trace.problems([]) and trace.problems({"traceEvents": [{"name": "x", "ph": "X"}]})
+    backwards = {"name": "x", "ph": "X", "pid": 0, "tid": 0, "ts": 1, "dur": -1}
+    assert trace.problems({"traceEvents": [backwards]}) == ["event 0 ends before it starts"]
+
+
+def test_a_trace_is_drawn_as_a_picture(tmp_path):
+    pytest.importorskip("matplotlib", reason="runs after `pip install matplotlib`")
+    for rank in range(2):
+        _record(tmp_path / "parts", rank)
+    trace.merge(tmp_path / "parts", tmp_path / "out.json")
+    trace_picture.draw(tmp_path / "out.json", tmp_path / "out.png")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
