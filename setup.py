@@ -45,6 +45,11 @@ setup(
             ["csrc/shm.cpp", "csrc/shm_group.cpp", "csrc/shm_segment.cpp", "csrc/shm_reduce.cpp"],
             ("pthread", "rt"),
         ),
+        extension(
+            "communicator._nccl",
+            ["csrc/nccl.cpp", "csrc/nccl_library.cpp", "csrc/nccl_device.cpp"],
+            ("dl", "pthread"),
+        ),
     ],
     cmdclass={"bdist_wheel": Abi3Wheel} if not sysconfig.get_config_var("Py_GIL_DISABLED") else {},
 )
