@@ -14,8 +14,8 @@ def check_tensor(rank: int, call: str, tensor: torch.Tensor, device_type: str) -
         raise TypeError(f"{where}: needs a torch.Tensor, not {type(tensor).__name__}")
     if torch._subclasses.fake_tensor.is_fake(tensor):
         raise TypeError(
-            f"{where}: a FakeTensor has no data to move. Under torch.compile call the operation "
-            "from outside the compiled function."
+            f"{where}: a FakeTensor has no data to move. Inside a function for torch.compile call "
+            "communicator.compile.allreduce, or call from outside of it."
         )
     if tensor.device.type != device_type:
         raise ValueError(

@@ -1,0 +1,78 @@
+"""The allreduce inside compiled functions."""
+
+import gc
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+from torch.library import opcheck
+
+from communicator import Communicator, CommunicatorError, compile
+from coordinator import Coordinator
+from launcher import LaunchInfo
+
+
+@pytest.fixture
+def alone():
+    with Coordinator(LaunchInfo("alone")) as coor, Communicator(coor, "gloo") as comm:
+        yield comm
+
+
+def test_the_operator_passes_the_checks_of_torch(alone):
+    opcheck(torch.ops.drumline.allreduce_.default, (torch.ones(4), compile.name(alone), "sum"))
+
+
+def test_generated_code_calls_it_in_place_on_the_product_and_copies_nothing(alone):
+    group = compile.name(alone)
+
+    def layer(x, weight):
+        return compile.allreduce(x @ weight, group)
+
+    x, weight = torch.randn(4, 8), torch.randn(8, 16)
+    torch._dynamo.reset()
+    found, (code,) = run_and_get_code(torch.compile(layer, fullgraph=True), x, weight)
+    assert torch.allclose(found, x @ weight)
+    calls = [line for line in code.splitlines() if "allreduce_.default(" in line]
+    assert len(calls) == 1
+    assert code.count("empty_strided_cpu(") == 1  # the product; the sum is written over it
+    assert "clone" not in code and "copy_" not in code
+
+
+def test_compiled_ranks_agree_with_eager_ones(ranks):
+    """Each thread compiles for itself: a group's name is part of what was compiled."""
+
+    def body(info):
+        with Coordinator(info) as coor, Communicator(coor) as comm:
+            group = compile.name(comm)
+
+            @torch.compile(fullgraph=True, backend="aot_eager")
+            def layer(x):
+                return compile.allreduce(x * 2, group, "max") - 1
+
+            return layer(torch.arange(4.0) * (1 - 2 * comm.rank)).tolist()
+
+    assert ranks(body, 2) == [[-1.0, 1.0, 3.0, 5.0]] * 2
+
+
+def test_an_input_changed_in_place_is_seen_by_the_caller(alone):
+    group = compile.name(alone)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(x):
+        x.add_(1)
+        compile.allreduce(x, group)
+
+    x = torch.zeros(3)
+    step(x)
+    assert x.tolist() == [1.0] * 3
+
+
+def test_a_communicator_has_one_name_and_is_forgotten_with_it():
+    with Coordinator(LaunchInfo("alone")) as coor:
+        comm = Communicator(coor, "gloo")
+        group = compile.name(comm)
+        assert compile.name(comm) == group
+        del comm
+        gc.collect()
+        with pytest.raises(CommunicatorError, match="is gone"):
+            compile.allreduce(torch.ones(1), group)
