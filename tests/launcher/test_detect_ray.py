@@ -3,7 +3,7 @@
 import pytest
 
 from launcher import LaunchInfo, LaunchInfoError, ray, registry
-from launcher.ray import infos
+from launcher.ray_cluster import infos
 
 WORKER = {"RAY_JOB_ID": "01000000", "RAY_RAYLET_PID": "9948"}
 TRAIN = {
