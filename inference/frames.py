@@ -63,13 +63,20 @@ class Link:
     def __init__(self, comm: Any, peer: int):
         self.comm, self.peer = comm, peer
         self.frame_nbytes = SMALLEST_FRAME
+        self.num_messages = self.num_frames = self.num_bytes = 0
 
     def send(self, message: Message) -> None:
         frame, nbytes = _pack(message, self.frame_nbytes)
         self.comm.send(frame[: self.frame_nbytes], self.peer)
         if nbytes > self.frame_nbytes:
             self.comm.send(frame[self.frame_nbytes :], self.peer)
+        self._count(nbytes)
         self.frame_nbytes = _next_frame(nbytes)
+
+    def _count(self, nbytes: int) -> None:
+        self.num_messages += 1
+        self.num_frames += 1 + (nbytes > self.frame_nbytes)
+        self.num_bytes += max(nbytes, self.frame_nbytes)
 
     def receive(self) -> Message:
         frame = torch.empty(self.frame_nbytes, dtype=torch.uint8)

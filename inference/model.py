@@ -82,7 +82,19 @@ def _fetch_outputs(model: nn.Module, remote: dict[str, int]) -> None:
         if name not in remote and any(
             inner.startswith(f"{name}." if name else "") for inner in remote
         ):
+            module.register_forward_pre_hook(_refuse_attentions, with_kwargs=True)
             module.register_forward_hook(_plain_output)
+
+
+def _refuse_attentions(module: nn.Module, args: Any, kwargs: Any) -> None:
+    asked = kwargs.get("output_attentions")
+    if asked is None:
+        asked = getattr(getattr(module, "config", None), "output_attentions", False)
+    if asked:
+        raise InferenceError(
+            "rank 0: output_attentions=True, but attention weights are made inside the layers and "
+            "do not leave their ranks, so some would be missing; load the model on one rank."
+        )
 
 
 def _plain_output(module: nn.Module, args: Any, output: Any) -> Any:

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
-from transformers import DynamicCache, LogitsProcessorList, StaticCache
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+    StaticCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    pipeline,
+)
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+from transformers.generation.streamers import BaseStreamer
+
+from inference import InferenceError
+from inference.vault import Vault
 
 RANKS = [2, 3]
 
@@ -167,7 +183,68 @@ def two_batches_of_different_size_in_turn(model):
     return tokens(model, 3, padded=True), tokens(model, 1), tokens(model, 3, padded=True)
 
 
+def a_draft_model_that_assists(model):
+    draft = LlamaForCausalLM(LlamaConfig(**{**model.config.to_dict(), "num_hidden_layers": 1}))
+    return tokens(model, 1, assistant_model=draft.eval())
+
+
+def a_streamer_that_sees_every_token(model):
+    streamer = Collector()
+    found = tokens(model, 1, streamer=streamer)
+    assert streamer.seen == found[0]
+    return found
+
+
+def a_pipeline(model):
+    steps = pipeline("text-generation", model=model, tokenizer=Digits())
+    return steps("7 8 9", max_new_tokens=6, do_sample=False)
+
+
+def conversations_in_several_threads(model):
+    """Each thread with a cache of its own; the tokens of one must not leak into another."""
+
+    def talk(length):
+        ids = prompt(1, length=length)["input_ids"]
+        return model.generate(ids, max_new_tokens=10, do_sample=False).tolist()
+
+    with ThreadPoolExecutor(4, initializer=torch.set_num_threads, initargs=(1,)) as threads:
+        return list(threads.map(talk, [5, 9, 6, 7, 8, 9]))
+
+
+def criteria_that_stop(model):
+    class AfterTwelve(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.full((input_ids.shape[0],), input_ids.shape[1] >= 12)
+
+    return tokens(model, 2, stopping_criteria=StoppingCriteriaList([AfterTwelve()]))
+
+
+class Collector(BaseStreamer):
+    def __init__(self):
+        self.seen = []
+
+    def put(self, value):
+        self.seen.extend(value.flatten().tolist())
+
+    def end(self):
+        pass
+
+
+def Digits():
+    """A tokenizer whose words are numbers."""
+    words = {str(number): number for number in range(64)}
+    words["[UNK]"] = 64
+    raw = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    raw.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="0", eos_token="2")
+
+
 FEATURES = [
+    a_draft_model_that_assists,
+    a_streamer_that_sees_every_token,
+    a_pipeline,
+    conversations_in_several_threads,
+    criteria_that_stop,
     beams,
     beams_of_a_padded_batch,
     sampled_beams,
@@ -194,3 +271,71 @@ FEATURES = [
 def test_generate_is_exact_with(checkpoints, on_master, feature, nprocs):
     plain, path = checkpoints.llama()
     assert on_master(path, nprocs, feature) == feature(plain)
+
+
+def test_five_ranks_are_exact(checkpoints, on_master):
+    def work(model):
+        return beams_of_a_padded_batch(model), a_static_cache_and_a_padded_batch(model)
+
+    device_map = {"": 0, **{f"model.layers.{i}": i for i in range(5)}}
+    plain, path = checkpoints.llama()
+    assert on_master(path, 5, work, device_map=device_map) == work(plain)
+
+
+def test_layers_placed_back_and_forth_are_exact(checkpoints, on_master):
+    """A token passes the ring once for each time that the layers go back to an earlier rank."""
+    ranks = [1, 0, 2, 1, 0, 2]
+    device_map = {"": 0, **{f"model.layers.{i}": rank for i, rank in enumerate(ranks)}}
+    plain, path = checkpoints.llama()
+    found = on_master(path, 3, beams_of_a_padded_batch, device_map=device_map)
+    assert found == beams_of_a_padded_batch(plain)
+
+
+@pytest.mark.parametrize("part", ["model.embed_tokens", "model.norm", "lm_head"])
+def test_a_part_around_the_layers_may_be_elsewhere_too(checkpoints, on_master, part):
+    device_map = {"": 0, part: 1, "model.layers.3": 1}
+    plain, path = checkpoints.llama()
+    found = on_master(path, 2, beams_of_a_padded_batch, device_map=device_map)
+    assert found == beams_of_a_padded_batch(plain)
+
+
+@pytest.mark.parametrize("nprocs", RANKS)
+def test_a_decoded_token_is_one_frame_a_hop(checkpoints, on_master, nprocs):
+    def work(model):
+        tokens(model, 1, max_new_tokens=4, eos_token_id=None)
+        link = model._session.ring.next
+        messages, frames = link.num_messages, link.num_frames
+        tokens(model, 1, max_new_tokens=33, eos_token_id=None)
+        return link.num_messages - messages, link.num_frames - frames
+
+    messages, frames = on_master(checkpoints.llama()[1], nprocs, work)
+    assert messages == 33
+    assert frames <= 35  # the prompt is longer than a token, and may need a second frame
+
+
+def test_caches_are_freed_on_their_ranks_with_the_masters(checkpoints, on_master, monkeypatch):
+    vaults = []
+    build = Vault.__init__
+
+    def remember(self, config):
+        build(self, config)
+        vaults.append(self)
+
+    monkeypatch.setattr(Vault, "__init__", remember)
+
+    def work(model):
+        for _ in range(3):
+            tokens(model, 2)
+        with torch.no_grad():
+            model(prompt(1)["input_ids"], use_cache=False)  # takes the news along
+        return [len(vault.caches) for vault in vaults]
+
+    assert on_master(checkpoints.llama()[1], 3, work) == [0, 0]
+
+
+def test_attention_weights_are_refused_rather_than_returned_in_part(checkpoints, on_master):
+    def work(model):
+        with pytest.raises(InferenceError, match="output_attentions"):
+            model(**prompt(1), output_attentions=True)
+
+    on_master(checkpoints.llama()[1], 2, work, attn_implementation="eager")
