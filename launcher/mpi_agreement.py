@@ -44,6 +44,8 @@ def starter(environ: Mapping[str, str]) -> str:
 def agree(world_size: int, host: str) -> tuple[str, str]:
     """A launch_id, and an address of rank 0 that other nodes reach. Collective over MPI's world."""
     mpi = _mpi4py()
+    if not mpi.Is_initialized():  # the program may have told mpi4py to leave that to it
+        mpi.Init()
     world = mpi.COMM_WORLD
     if world.Get_size() != world_size:
         raise LaunchInfoError(

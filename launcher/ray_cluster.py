@@ -22,6 +22,7 @@ from launcher.ray_rank import Rank
 PLACEMENT_S = 300.0  # for a busy cluster to find room
 GRACE_S = 1.0  # after a failure, for the death that caused it to be noticed
 FOR_EVER_S = 1e8
+PRINTED_S = 1.0  # for Ray to bring what ranks printed last; it reads their files now and then
 # Every rank sees every GPU of its node, as under the other launchers.
 ENVIRONMENT = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
 
@@ -74,6 +75,7 @@ def _connected(ray: Any, job: Job) -> Iterator[None]:
     try:
         yield
     finally:
+        time.sleep(PRINTED_S)
         ray.shutdown()
 
 

@@ -104,7 +104,10 @@ def test_several_nodes_without_a_master_need_mpi4py(monkeypatch):
 def test_mpi4py_of_another_mpi_than_mpiexec_s_is_an_error(monkeypatch):
     """It sees a world of one, and each rank would agree with itself."""
     world = SimpleNamespace(Get_size=lambda: 1)
-    other = SimpleNamespace(COMM_WORLD=world, Get_library_version=lambda: "Acme MPI\n1.0")
+    version = "Acme MPI\n1.0"
+    other = SimpleNamespace(
+        COMM_WORLD=world, Get_library_version=lambda: version, Is_initialized=lambda: True
+    )
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", other)
     with pytest.raises(LaunchInfoError, match=r"5 ranks, but mpi4py sees 1.*Acme MPI"):
         mpi.detect({**SEVERAL_NODES["open"], "MASTER_ADDR": ""})

@@ -59,7 +59,7 @@ def _free_ports(count):
 
 
 def _wait_until_idle(environ, log):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         shown = subprocess.run(["sinfo", "-h", "-o", "%T %D"], env=environ, capture_output=True)
         if shown.stdout.strip() == b"idle 3":
