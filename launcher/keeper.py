@@ -6,6 +6,7 @@ ranks leave behind. If the launcher dies, the command pipe ends, and the keeper 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -124,13 +125,19 @@ def _check_fork_was_safe(plan: Plan) -> None:
 
 
 def _sit_down(one: Seat, plan: Plan, keeper: int) -> None:
-    """In a rank just forked: run it, and never come back but by SystemExit."""
+    """In a rank just forked: run it, and never come back but by SystemExit of a fresh process."""
+    code = 1
     try:
         _close_what_is_not_for(one, plan)
         seat.run(one, plan.job, keeper, plan.is_fresh)
-    except Exception:
+    except SystemExit:
+        if plan.is_fresh:
+            raise
+    except KeyboardInterrupt:  # before the target had begun, or after its end
+        code = 128 + signal.SIGINT
+    except BaseException:
         traceback.print_exc()
-    os._exit(1)
+    os._exit(code)
 
 
 def _close_what_is_not_for(one: Seat, plan: Plan) -> None:
@@ -200,8 +207,8 @@ class _Keeping:
 
     def _signal(self, number: int, ranks: list[int], whole_group: bool) -> None:
         for pid, rank in self.pids.items():
-            if rank in ranks:
-                linux.send_signal(-pid if whole_group else pid, number)
+            if rank in ranks and not (whole_group and linux.send_signal(-pid, number)):
+                linux.send_signal(pid, number)  # it may not lead a group yet
 
 
 def _exit_code(status: int) -> int:
@@ -222,7 +229,10 @@ def _end_leftovers(grace_s: float) -> None:
 
 
 def _end_everything() -> None:
-    while left := linux.descendants(os.getpid()):
+    """Kill what is left below us, and bury it: a launcher that has adopted us would inherit it."""
+    while left := linux.descendants(os.getpid(), zombies=True):
         for pid in left:
             linux.send_signal(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
         time.sleep(0.002)

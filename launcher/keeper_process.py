@@ -72,9 +72,14 @@ class KeeperProcess:
         """Our descendants in other sessions than ours, but for those of other keepers."""
         mine = os.getsid(0)
         below = linux.descendants(os.getpid(), zombies=True) - self.strangers
-        for pid in [pid for pid in below if linux.name_of(pid) == keeper.PROCESS_NAME]:
+        for pid in filter(_is_keeper, list(below)):
             below -= {pid, *linux.descendants(pid, zombies=True)}
         return {pid for pid in below if linux.session(pid) not in (0, mine)}
+
+
+def _is_keeper(pid: int) -> bool:
+    """By its name; a rank only just forked still has that name, but leads no session yet."""
+    return linux.name_of(pid) == keeper.PROCESS_NAME and linux.session(pid) == pid
 
 
 def _fork(plan: Plan, ears: Ears, output: Output) -> int:

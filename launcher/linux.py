@@ -141,9 +141,10 @@ def descendants(ancestor: int, zombies: bool = False) -> set[int]:
     return found
 
 
-def send_signal(pid: int, number: int) -> None:
-    """Signal a process that may be gone already."""
+def send_signal(pid: int, number: int) -> bool:
+    """Signal a process, or the group -pid, that may be gone already. Whether it was there."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:
-        pass
+        return False
+    return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from launcher import binding, ports, secret
+from launcher import binding, ports, secret, stops
 from launcher.infos import of_node
 from launcher.job import Job
 from launcher.keeper import Plan
@@ -30,11 +30,11 @@ def run(job: Job, owns_process: bool = False) -> list[Any]:
         output.notice(f"rank {rank}: {place}")
     plan, ears = _prepare(job, places, owns_process)
     _note_missing_devices(plan, output)
+    stops.hold_back()
     try:
         child = KeeperProcess(plan, ears, output)
-    except (
-        Exception
-    ):  # not a rank, which leaves through here by SystemExit: it has closed its share
+    except Exception:  # not SystemExit, by which a rank leaves: it has closed what it must
+        stops.release()
         _close(plan)
         ears.close()
         output.close()

@@ -12,6 +12,15 @@ from collections.abc import Callable, Iterator
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+def hold_back() -> None:
+    """Let stopping signals wait for this thread, until heard or release lets them through."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+
+
+def release() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+
+
 @contextlib.contextmanager
 def heard(selector: selectors.BaseSelector, action: Callable[[int], None]) -> Iterator[None]:
     """Within this context, action(number) is what the selector's loop calls for a stopping signal.
@@ -20,6 +29,7 @@ def heard(selector: selectors.BaseSelector, action: Callable[[int], None]) -> It
     thread can hear; on another, the program's own handlers stay in place.
     """
     if threading.current_thread() is not threading.main_thread():
+        release()
         yield
         return
     reading, writing = socket.socketpair()
@@ -29,6 +39,7 @@ def heard(selector: selectors.BaseSelector, action: Callable[[int], None]) -> It
     wanted = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
     old_fd = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
     old = {number: signal.signal(number, lambda *_: None) for number in wanted}
+    release()
     try:
         yield
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -116,3 +118,92 @@ def test_importing_the_launcher_loads_nothing_but_the_standard_library():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert not {"torch", "numpy", "rich", "pynvml"} & set(loaded.stdout.split())
+
+
+def name_and_wait():
+    time.sleep(0.5)
+    return launcher.current().launch_id
+
+
+def test_two_threads_of_a_program_can_each_launch(monkeypatch):
+    """The orphans of one launch are told from the processes of the other."""
+    monkeypatch.syspath_prepend(os.path.dirname(__file__))
+    monkeypatch.setattr(name_and_wait, "__module__", "test_launch")
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(launcher.launch, name_and_wait, 2, launch_id="first")
+        second = pool.submit(launcher.launch, name_and_wait, 2, launch_id="second")
+        assert (first.result(), second.result()) == (["first"] * 2, ["second"] * 2)
+
+
+def test_children_of_the_program_survive_a_keeper_that_was_killed():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    with pytest.raises(launcher.LaunchError, match="killed from outside") as raised:
+        launcher.launch(lambda: os.kill(os.getppid(), signal.SIGKILL) or time.sleep(60), 2)
+    assert raised.value.exit_code == 137
+    assert child.poll() is None
+    child.kill()
+    child.wait()
+    with pytest.raises(ChildProcessError):  # nothing of the launch is left, not even to be reaped
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_ctrl_c_in_a_program_that_launches_is_a_keyboard_interrupt():
+    program = os.getpid()
+
+    def interrupt():
+        if launcher.current().rank == 0:
+            os.kill(program, signal.SIGINT)
+        time.sleep(60)
+
+    with pytest.raises(KeyboardInterrupt):
+        launcher.launch(interrupt, 2)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_what_ranks_print_reaches_a_standard_output_that_is_no_file(monkeypatch):
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", shown)
+    launcher.launch(lambda: print("hello"), 2)
+    assert sorted(shown.getvalue().splitlines()) == ["[0] hello", "[1] hello"]
+
+
+def test_a_launch_that_takes_too_long_is_a_timeout_error():
+    with pytest.raises(TimeoutError, match="not over after"):
+        launcher.launch(lambda: time.sleep(60), 2, timeout_s=0.3)
+
+
+def test_a_thread_that_does_not_end_is_named():
+    over = threading.Event()
+
+    def work():
+        if launcher.current().rank == 0:
+            raise ValueError("planned")
+        over.wait()
+
+    with pytest.raises(launcher.LaunchError, match="rank 1 still runs") as raised:
+        launcher.launch(work, 2, launcher="threads")
+    assert isinstance(raised.value.__cause__, ValueError)
+    over.set()
+
+
+def test_large_results_arrive_whole():
+    results = launcher.launch(lambda: b"x" * 5_000_000, 2)
+    assert [len(result) for result in results] == [5_000_000] * 2
+
+
+def test_preloading_serves_a_program_as_well():
+    def parent_has_it():
+        return "wave" in sys.modules
+
+    assert launcher.launch(parent_has_it, 2, preload=["wave"]) == [True, True]
+    assert "wave" not in sys.modules
+
+
+def test_a_script_can_be_launched_from_a_program(tmp_path, capfd):
+    script = tmp_path / "script.py"
+    script.write_text("import sys, launcher\nprint(__name__, sys.argv[1], launcher.current().rank)")
+    assert launcher.launch(script, 2, args=["x"]) == [None, None]
+    assert sorted(capfd.readouterr().out.splitlines()) == [
+        "[0] __main__ x 0",
+        "[1] __main__ x 1",
+    ]
