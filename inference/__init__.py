@@ -11,6 +11,7 @@ from .load import load
 from .memory import get_max_memory
 from .mesh import Mesh
 from .nd_load import Loaded, load_into
+from .over_mesh import load_over_mesh
 from .plan import DeviceMap, Layout, Part, Place, plan
 
 __all__ = [
@@ -30,5 +31,6 @@ __all__ = [
     "get_max_memory",
     "load",
     "load_into",
+    "load_over_mesh",
     "plan",
 ]

@@ -24,6 +24,7 @@ from .errors import CheckpointError, InferenceError, PlanError, Served
 from .layout import layout, model_class, skeleton
 from .memory import get_max_memory
 from .model import distribute
+from .over_mesh import load_over_mesh, refuse_stages
 from .plan import DeviceMap, Layout, Place, plan
 from .ring import FOREVER_S, Ring
 from .session import Session
@@ -41,6 +42,11 @@ def load(
     dtype: torch.dtype | str | None = None,
     cls: type[Any] | None = None,
     backend: str | None = None,
+    tp: int | None = None,
+    mesh: Any = None,
+    tp_plan: Any = None,
+    reader: str | None = None,
+    build_on: str | None = None,
     **options: Any,
 ) -> Any:
     """The model of a transformers checkpoint, its layers spread over every rank. Collective.
@@ -59,10 +65,17 @@ def load(
     dtype: of the weights; what the checkpoint says if not given.
     cls: the class of the model; the one that config.json names if not given.
     backend: what moves the hidden states, see Communicator; the best that every rank has.
+    tp, mesh: cut the layers themselves instead: every rank gets the model and calls it alike, see
+        `load_over_mesh`, which takes tp_plan, reader and build_on too.
     options: for from_pretrained, such as attn_implementation.
 
     Raises PlanError or CheckpointError on every rank before serving starts.
     """
+    if (tp, mesh, tp_plan, reader, build_on) != (None,) * 5:
+        refuse_stages(device_map, max_memory)
+        how = {"tp": tp, "tp_plan": tp_plan, "reader": reader, "build_on": build_on}
+        how = {key: value for key, value in how.items() if value is not None}
+        return load_over_mesh(path, coor, mesh=mesh, dtype=dtype, cls=cls, **how, **options)
     with contextlib.ExitStack() as stack:
         if coor is None:
             coor = stack.enter_context(Coordinator())

@@ -60,27 +60,31 @@ def load_into(
     reader: str = "each",
     splits: Mapping[str, tuple[Split, ...]] | None = None,
     only: Mapping[str, Mapping[str, int]] | None = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
     sources: Callable[[Index], Sources] | None = None,
     device: torch.device | str = "cpu",
 ) -> Loaded:
     """Give every parameter and persistent buffer that is on meta its shard. Collective.
 
-    A DTensor on meta (from parallelize_module, distribute_tensor or fully_shard) becomes a DTensor,
-    its placements say what it gets; a plain tensor stays one, cut as `splits` says by name, or
-    whole. Tensors tied on meta are loaded once and stay tied. The dtype is the model's.
+    A plain tensor is cut as `splits` says by name, and whole otherwise. A DTensor on meta (from
+    parallelize_module, distribute_tensor or fully_shard) becomes a DTensor, and its placements say
+    how it is cut, after `splits` have cut. Tensors tied on meta are loaded once and stay tied. The
+    dtype is the model's.
 
     mesh: the ranks as a grid: {"dp_shard": 2, "tp": 2}, or a torch DeviceMesh; one axis over all
         ranks if not given. It must cover the launch, and every axis that cuts must be in it.
     reader: "each" rank reads its own boxes; the first of each "node" reads for it; or "rank0".
         Ranks that do not read need no file.
     only: names to coordinates, such as {"pp": 1}: other ranks leave the tensor on meta.
+    shapes: of the whole, for tensors that are on meta in the shape that `splits` leaves.
     sources: what each parameter is made of, given the index of the files; its own name if not.
     device: where plain tensors go, and DTensors of a mesh on no accelerator.
 
     Needs the share plus a few blocks of 8 MiB. Raises PlanError or CheckpointError on every rank
     before a tensor moves.
     """
-    plan, index = _prepare(model, path, coor, mesh, reader, splits or {}, only or {}, sources)
+    asked = _Asked(splits or {}, only or {}, shapes or {}, sources)
+    plan, index = _prepare(model, path, coor, mesh, reader, asked)
     mine = {n: w for n, w in plan.wanted.items() if w.is_held_by(plan.mesh, coor.rank)}
     tensors = distinct(model)
     shards = {name: _empty(tensors[name], name, plan, coor, device) for name in mine}
@@ -93,8 +97,18 @@ def load_into(
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         _Stream(index, files, comm, shards, dtypes, done).run(plan, coor.rank)
         done.nbytes_read = files.nbytes
-    _put(model, {id(tensors[name]): _like(tensors[name], shards.pop(name)) for name in mine})
+    replace(model, {id(tensors[name]): _like(tensors[name], shards.pop(name)) for name in mine})
     return done
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What load_into was asked for, by name of tensor."""
+
+    splits: Mapping[str, tuple[Split, ...]]
+    only: Mapping[str, Mapping[str, int]]
+    shapes: Mapping[str, tuple[int, ...]]
+    sources: Callable[[Index], Sources] | None
 
 
 def _prepare(
@@ -103,18 +117,15 @@ def _prepare(
     coor: Coordinator,
     mesh: Any,
     reader: str,
-    splits: Mapping[str, tuple[Split, ...]],
-    only: Mapping[str, Mapping[str, int]],
-    sources: Callable[[Index], Sources] | None,
+    asked: _Asked,
 ) -> tuple[LoadPlan, Index]:
     """The same plan on every rank, from the index that rank 0 read, or one error on all."""
     grid = read_mesh({"dp_replicate": coor.world_size} if mesh is None else mesh, coor.world_size)
     readers = reader_ranks(reader, nodes_of(coor))
     index = share_index(coor, path, coor.rank in readers)
-    found = sources(index) if sources else named_alike(model, index)
+    found = asked.sources(index) if asked.sources else named_alike(model, index)
     wanted = {
-        name: _wanted(name, tensor, found, grid, splits.get(name), only.get(name, {}))
-        for name, tensor in distinct(model).items()
+        name: _wanted(name, tensor, found, grid, asked) for name, tensor in distinct(model).items()
     }
     plan = plan_loading(wanted, index, grid, readers)
     _agree(coor, plan)
@@ -219,24 +230,18 @@ def named_alike(model: nn.Module, index: Index) -> Sources:
     return found
 
 
-def _wanted(
-    name: str,
-    tensor: torch.Tensor,
-    sources: Sources,
-    mesh: Mesh,
-    splits: tuple[Split, ...] | None,
-    only: Mapping[str, int],
-) -> Wanted:
-    cuts = splits or ()
+def _wanted(name: str, tensor: torch.Tensor, sources: Sources, mesh: Mesh, asked: _Asked) -> Wanted:
+    cuts = asked.splits.get(name, ())
     if is_dtensor(tensor):
-        cuts = _splits_of(name, tensor, mesh) if splits is None else splits
+        cuts = (*cuts, *_splits_of(name, tensor, mesh))
     if name not in sources:
         raise CheckpointError(
             f"{name} is made of nothing that the checkpoint holds, so it would stay empty; "
             "load the checkpoint that belongs to the model."
         )
-    shape = tuple(tensor.shape)
-    return Wanted(shape, tensor.element_size(), sources[name], tuple(cuts), dict(only))
+    shape = asked.shapes.get(name, tuple(tensor.shape))
+    only = dict(asked.only.get(name, {}))
+    return Wanted(shape, tensor.element_size(), sources[name], tuple(cuts), only)
 
 
 def is_dtensor(tensor: Any) -> bool:
@@ -289,7 +294,7 @@ def _like(old: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
     return new
 
 
-def _put(model: nn.Module, new: Mapping[int, torch.Tensor]) -> None:
+def replace(model: nn.Module, new: Mapping[int, torch.Tensor]) -> None:
     """Replace tensors, by their identity, wherever the model has them: ties stay ties."""
     for module in model.modules():
         for table in (module._parameters, module._buffers):

@@ -1,0 +1,132 @@
+"""What the parameters of a transformers model are made of, in the names its checkpoint uses.
+
+transformers renames, stacks and joins tensors while it loads (the experts of Mixtral are one stored
+tensor each). Here its own tables are read, and what they would do to tensors is done to boxes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from .boxes import Box
+from .errors import CheckpointError
+from .nd_load import Sources, aliases, named_tensors
+from .nd_plan import Piece, whole
+from .safetensors_index import Index
+
+Part = tuple[tuple[int, ...], tuple[Piece, ...]]
+"""A tensor that is only described: its shape, and what fills it."""
+
+
+def sources_of(model: Any, index: Index) -> Sources:
+    """The pieces of every parameter and persistent buffer that the index has something for.
+
+    Raises CheckpointError for stored tensors that the model has no place for, and for conversions
+    that change more than where a tensor lies.
+    """
+    state = dict(named_tensors(model))
+    transforms = get_model_conversion_mapping(model)
+    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+    converters = [one for one in transforms if isinstance(one, WeightConverter)]
+    plain: dict[str, Sequence[Piece]] = {}
+    joined: dict[str, dict[str, list[str]]] = {}
+    for key in sorted(index, key=dot_natural_key):
+        name, pattern = rename_source_key(
+            key, renamings, converters, model.base_model_prefix, state
+        )
+        if pattern is None:
+            plain[name] = whole(key, index[key].shape)
+        else:
+            joined.setdefault(name, {}).setdefault(pattern, []).append(key)
+    for name, keys in joined.items():
+        plain[name] = _convert(name, keys, converters, index)
+    _refuse_surplus(model, sorted(set(plain) - set(state)))
+    names = aliases(model)
+    found = {first: [n for n in names[first] if n in plain] for first in names}
+    return {first: tuple(plain[alike[0]]) for first, alike in found.items() if alike}
+
+
+def _refuse_surplus(model: Any, surplus: list[str]) -> None:
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    left = [name for name in surplus if not any(re.search(one, name) for one in ignored)]
+    if left:
+        raise CheckpointError(
+            f"{len(left)} tensors of the checkpoint have no place in {type(model).__name__} "
+            f"({', '.join(left[:5])}), so this is another model; load the class that was saved."
+        )
+
+
+def _convert(
+    name: str, keys: dict[str, list[str]], converters: Sequence[Any], index: Index
+) -> Sequence[Piece]:
+    """What a chain of operations makes of the stored tensors, by the pattern they matched."""
+    converter = next(one for one in converters if set(keys) <= set(one.source_patterns))
+    parts = {
+        pattern: [(index[key].shape, whole(key, index[key].shape)) for key in keys[pattern]]
+        for pattern in converter.source_patterns
+        if pattern in keys
+    }
+    for operation in converter.operations:
+        kind = type(operation).__name__
+        if kind == "MergeModulelist" and operation.dim == 0:
+            parts = {pattern: [_stack(name, tensors)] for pattern, tensors in parts.items()}
+        elif kind == "Concatenate":
+            tensors = [tensor for tensors in parts.values() for tensor in tensors]
+            parts = {name: [_concatenate(name, tensors, operation.dim)]}
+        else:
+            raise CheckpointError(
+                f"{name} is made by {kind}, which computes what it loads, so no rank could read "
+                "its own part only; load this model with device_map, without a mesh."
+            )
+    (((_, pieces),),) = parts.values()
+    return pieces
+
+
+def _stack(name: str, tensors: Sequence[Part]) -> Part:
+    """Tensors of one shape as rows of a new first dimension."""
+    (shape,) = _same(name, {shape for shape, _ in tensors})
+    pieces = [
+        Piece(
+            piece.key,
+            Box((row, *piece.at.start), (1, *piece.at.size)),
+            piece.origin,
+            piece.lead + 1,
+        )
+        for row, (_, filled) in enumerate(tensors)
+        for piece in filled
+    ]
+    return (len(tensors), *shape), tuple(pieces)
+
+
+def _concatenate(name: str, tensors: Sequence[Part], dim: int) -> Part:
+    """Tensors one behind the other in an existing dimension."""
+    _same(name, {shape[:dim] + shape[dim + 1 :] for shape, _ in tensors})
+    pieces, passed = [], 0
+    for shape, filled in tensors:
+        for piece in filled:
+            start = list(piece.at.start)
+            start[dim] += passed
+            at = Box(tuple(start), piece.at.size)
+            pieces.append(Piece(piece.key, at, piece.origin, piece.lead))
+        passed += shape[dim]
+    first = tensors[0][0]
+    return (*first[:dim], passed, *first[dim + 1 :]), tuple(pieces)
+
+
+def _same(name: str, shapes: set[tuple[int, ...]]) -> set[tuple[int, ...]]:
+    if len(shapes) > 1:
+        raise CheckpointError(
+            f"{name} is joined from tensors of the shapes {sorted(shapes)}, which do not fit "
+            "together; load the checkpoint that belongs to its config.json."
+        )
+    return shapes

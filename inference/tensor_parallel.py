@@ -1,0 +1,299 @@
+"""Cuts the layers of a model over ranks, and adds the collectives that make the parts one model.
+
+styles = read_plan(model, "auto")            # module or parameter -> how it is cut
+splits = splits_of(model, styles, size=2)    # parameter -> Split along "tp", checked
+...                                          # every rank loads its part
+connect(model, styles, comm)                 # one allreduce where one is due, none where not
+
+The names of the styles are those of transformers, so that the plan a model carries can be used.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from communicator import Communicator
+
+from .boxes import Split
+from .errors import PlanError
+
+Styles = Mapping[str, str]
+
+REPLICATED = ("replicate", "replicated_with_grad_allreduce", "moe_tp_experts", "local_params")
+COLUMN = ("colwise", "colwise_gather_output", "colwise_rep")
+ROW = ("rowwise", "rowwise_split_input", "rowwise_rep")
+KNOWN = (*COLUMN, *ROW, "packed_colwise", "packed_rowwise", "embedding_rowwise", *REPLICATED)
+
+
+def read_plan(model: nn.Module, plan: str | Styles) -> dict[str, str]:
+    """The style of each module and parameter that the plan names.
+
+    plan: "auto" for the one that the model carries, or styles by name, "*" standing for one part
+    of a name: {"layers.*.up": "colwise", "layers.*.down": "rowwise"}. Raises PlanError for a style
+    that is not known here, and for a rule of yours that nothing matches.
+    """
+    if isinstance(plan, str) and plan != "auto":
+        raise PlanError(f'tp_plan={plan!r} is no plan; give "auto" or a dict of name to style.')
+    rules = _carried(model) if isinstance(plan, str) else dict(plan)
+    names = [name for name, _ in [*model.named_modules(), *model.named_parameters()]]
+    found: dict[str, str] = {}
+    for pattern, style in rules.items():
+        if style not in KNOWN:
+            raise PlanError(
+                f"{pattern} is to be cut as {style!r}, which is not known here, and would be left "
+                f"uncut; the styles are {', '.join(KNOWN)}."
+            )
+        matching = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
+        matched = [name for name in names if matching.fullmatch(name)]
+        if not matched and plan != "auto":
+            raise PlanError(f"tp_plan names {pattern!r}, which the model does not have.")
+        found.update(dict.fromkeys(matched, style))
+    return found
+
+
+def _carried(model: Any) -> dict[str, str]:
+    plan = getattr(model, "_tp_plan", None)
+    if not plan:
+        raise PlanError(
+            f"{type(model).__name__} carries no tensor-parallel plan, so nothing says how to cut "
+            'it; pass tp_plan={"...": "colwise", ...}, or use device_map instead.'
+        )
+    return dict(plan)
+
+
+def splits_of(model: nn.Module, styles: Styles, size: int) -> dict[str, tuple[Split, ...]]:
+    """How each parameter is cut along "tp". Raises PlanError where that would not compute."""
+    _check_heads(model, styles, size)
+    found: dict[str, tuple[Split, ...]] = {}
+    owners: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        cut = _cut(model, name, parameter, styles)
+        first = owners.setdefault(id(parameter), name)
+        if found.setdefault(first, cut) != cut:
+            raise PlanError(
+                f"{first} and {name} are one tensor, and the plan cuts it in two ways; give both "
+                "styles that cut the same dimension (embedding_rowwise and colwise_gather_output)."
+            )
+        found[name] = cut
+    return found
+
+
+def _cut(model: nn.Module, name: str, parameter: torch.Tensor, styles: Styles) -> tuple[Split, ...]:
+    """The split of one parameter by its own style, or that of its module."""
+    owner, _, last = name.rpartition(".")
+    style = styles.get(name) or styles.get(owner, "replicate")
+    is_bias = last.endswith("bias")
+    if style in REPLICATED:
+        return ()
+    if style in ROW or style == "packed_rowwise":
+        factor = 2 if style == "packed_rowwise" else 1
+        return () if is_bias else (Split("tp", parameter.dim() - 1, factor),)
+    outputs = parameter.dim() - 1 if is_bias else max(parameter.dim() - 2, 0)
+    return (Split("tp", outputs, 2 if style == "packed_colwise" else 1),)
+
+
+def _check_heads(model: nn.Module, styles: Styles, size: int) -> None:
+    """Attention is cut between heads; a head on two ranks would be two other heads."""
+    heads: dict[str, int] = {}
+    for name, style in styles.items():
+        if style != "colwise":
+            continue
+        owner, _, last = name.rpartition(".")
+        width = getattr(model.get_submodule(owner), "head_dim", None)
+        outputs = getattr(model.get_submodule(name), "out_features", None)
+        if isinstance(width, int) and outputs:
+            heads[last] = outputs // width
+    bad = {name: count for name, count in heads.items() if count % size}
+    if bad:
+        common = math.gcd(*heads.values())
+        fits = [n for n in range(1, common + 1) if common % n == 0]
+        raise PlanError(
+            f"attention has {', '.join(f'{n} heads in {name}' for name, n in bad.items())}, which "
+            f"{size} ranks cannot share evenly; use tp={' or '.join(map(str, fits))}."
+        )
+
+
+def connect(model: nn.Module, styles: Styles, comm: Communicator) -> None:
+    """Make the forward of every cut module compute its part and join it. Once, after loading.
+
+    comm: over the ranks of the "tp" axis, in its order. Gradients flow as they do on one rank.
+    """
+    modules = dict(model.named_modules())
+    for name, style in styles.items():
+        if name in modules:
+            modules[name].forward = _FORWARDS[style](modules[name], comm)
+
+
+def _column(module: nn.Module, comm: Communicator) -> Callable[..., Any]:
+    _need(module, nn.Linear, "colwise")
+    plain = module.forward
+    return lambda x: plain(shared(x, comm))
+
+
+def _gathered_column(module: nn.Module, comm: Communicator) -> Callable[..., Any]:
+    _need(module, nn.Linear, "colwise_gather_output")
+    plain, outputs = module.forward, int(module.out_features)  # type: ignore[arg-type]
+    return lambda x: gathered(plain(shared(x, comm)), outputs, comm)
+
+
+def _row(module: Any, comm: Communicator) -> Callable[..., Any]:
+    _need(module, nn.Linear, "rowwise")
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = summed(F.linear(x, module.weight), comm)
+        return y if module.bias is None else y + module.bias
+
+    return forward
+
+
+def _split_row(module: Any, comm: Communicator) -> Callable[..., Any]:
+    rows, inputs = _row(module, comm), int(module.in_features)
+    begin, end = _bounds(inputs, comm)
+    return lambda x: rows(shared(x, comm)[..., begin:end])
+
+
+def _embedding(module: Any, comm: Communicator) -> Callable[..., Any]:
+    """Each rank looks up the words it has; the others put in zeros."""
+    _need(module, nn.Embedding, "embedding_rowwise")
+    begin, end = _bounds(module.num_embeddings, comm)
+    module.padding_idx = None  # it counts from the start of the whole table
+    plain = module.forward
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        elsewhere = (ids < begin) | (ids >= end)
+        if begin == end:
+            found = module.weight.new_zeros(*ids.shape, module.embedding_dim)
+        else:
+            found = plain((ids - begin).masked_fill(elsewhere, 0))
+        return summed(found.masked_fill(elsewhere[..., None], 0), comm)
+
+    return forward
+
+
+def _experts(module: nn.Module, comm: Communicator) -> Callable[..., Any]:
+    """Every expert is cut like a small MLP; which experts run is the same on every rank."""
+    plain = module.forward
+
+    def forward(hidden: torch.Tensor, experts: Any, weights: Any, *rest: Any) -> Any:
+        return summed(plain(shared(hidden, comm), experts, shared(weights, comm), *rest), comm)
+
+    return forward
+
+
+def _replicated_with_gradient(module: nn.Module, comm: Communicator) -> Callable[..., Any]:
+    """The whole parameter on every rank, each seeing some heads: its gradients are summed."""
+    plain = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        own = {name: p for name, p in module._parameters.items() if p is not None}
+        module._parameters.update({n: shared(p, comm) for n, p in own.items()})  # type: ignore[misc]
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            module._parameters.update(own)
+
+    return forward
+
+
+def _unchanged(module: nn.Module, comm: Communicator) -> Callable[..., Any]:
+    return module.forward
+
+
+_FORWARDS: dict[str, Callable[[Any, Communicator], Callable[..., Any]]] = {
+    "colwise": _column,
+    "packed_colwise": _column,
+    "colwise_gather_output": _gathered_column,
+    "colwise_rep": _gathered_column,
+    "rowwise": _row,
+    "packed_rowwise": _row,
+    "rowwise_split_input": _split_row,
+    "rowwise_rep": _split_row,
+    "embedding_rowwise": _embedding,
+    "moe_tp_experts": _experts,
+    "replicated_with_grad_allreduce": _replicated_with_gradient,
+    "replicate": _unchanged,
+    "local_params": _unchanged,
+}
+
+
+def _need(module: nn.Module, kind: type[nn.Module], style: str) -> None:
+    if not isinstance(module, kind):
+        raise PlanError(
+            f"{type(module).__name__} is to be cut as {style!r}, which is for {kind.__name__}; "
+            "take it out of the plan."
+        )
+
+
+def _bounds(size: int, comm: Communicator) -> tuple[int, int]:
+    """Which of `size` this rank has, cut as Split cuts."""
+    each = -(-size // comm.world_size)
+    return min(comm.rank * each, size), min((comm.rank + 1) * each, size)
+
+
+def shared(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
+    """x, which all ranks have, entering what each does a part of: gradients are summed."""
+    return _Shared.apply(x, comm) if _needs_gradient(x) else x  # type: ignore[no-untyped-call]
+
+
+def summed(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
+    """The sum of every rank's x, which is a fresh tensor and may be overwritten."""
+    if _needs_gradient(x):
+        return _Summed.apply(x, comm)  # type: ignore[no-any-return, no-untyped-call]
+    return comm.allreduce(x.contiguous())
+
+
+def gathered(x: torch.Tensor, width: int, comm: Communicator) -> torch.Tensor:
+    """Every rank's columns side by side: [..., width]."""
+    if _needs_gradient(x):
+        return _Gathered.apply(x, width, comm)  # type: ignore[no-any-return, no-untyped-call]
+    return _gather(x, width, comm)
+
+
+def _needs_gradient(x: torch.Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def _gather(x: torch.Tensor, width: int, comm: Communicator) -> torch.Tensor:
+    each = -(-width // comm.world_size)
+    rows = comm.allgather(F.pad(x, (0, each - x.shape[-1])).contiguous())
+    return rows.movedim(0, -2).flatten(-2)[..., :width]
+
+
+class _Shared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, comm: Communicator) -> torch.Tensor:
+        ctx.comm = comm
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.comm.allreduce(gradients[0].contiguous().clone()), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, comm: Communicator) -> torch.Tensor:
+        return comm.allreduce(x.contiguous().clone())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, width: int, comm: Communicator) -> torch.Tensor:
+        ctx.bounds = _bounds(width, comm)
+        return _gather(x, width, comm)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        begin, end = ctx.bounds
+        return gradients[0][..., begin:end].contiguous(), None, None

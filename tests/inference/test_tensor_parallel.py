@@ -1,0 +1,264 @@
+"""A model cut over ranks computes what it computes whole."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import inference
+from communicator import Communicator
+from coordinator import Coordinator
+from inference import PlanError
+from inference.over_mesh import load_over_mesh
+from inference.tensor_parallel import connect, read_plan, splits_of
+
+SIZES = {
+    "vocab_size": 65,
+    "hidden_size": 32,
+    "intermediate_size": 50,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "head_dim": 8,
+}
+FAMILIES = {
+    "llama": ("LlamaForCausalLM", {}),
+    "llama with biases": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    "tied": ("LlamaForCausalLM", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3ForCausalLM", {}),
+    "gemma3": ("Gemma3ForCausalLM", {}),
+    "phi3": ("Phi3ForCausalLM", {}),
+    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "intermediate_size": 48}),
+    "qwen3 moe": (
+        "Qwen3MoeForCausalLM",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
+}
+IDS = torch.randint(3, 65, (2, 9), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture(scope="session")
+def family(checkpoints):
+    def make(name):
+        kind, config = FAMILIES[name]
+        config = {**SIZES, **config}
+        if kind == "Phi3ForCausalLM":
+            config.pop("head_dim")
+        return checkpoints.make(f"tp {name}", kind, **config)
+
+    return make
+
+
+def on_ranks(ranks, path, nprocs, work, nodes=None, **options):
+    def rank(info):
+        torch.set_num_threads(1)
+        with (
+            Coordinator(info, timeout_s=40) as coor,
+            load_over_mesh(path, coor, **options) as model,
+        ):
+            return work(model)
+
+    return ranks(rank, nprocs, nodes)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def tokens(model):
+    return model.generate(IDS, max_new_tokens=8, do_sample=False).tolist()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("tp", [2, 4])
+def test_logits_and_tokens_equal_those_of_one_process(ranks, family, name, tp):
+    plain, path = family(name)
+    for found, said in on_ranks(ranks, path, tp, lambda m: (logits(m), tokens(m)), tp=tp):
+        torch.testing.assert_close(found, logits(plain), rtol=1e-4, atol=1e-4)
+        assert said == tokens(plain)
+
+
+@pytest.mark.parametrize("reader", ["each", "node", "rank0"])
+def test_replicas_of_a_cut_model_come_from_any_reader(ranks, family, reader):
+    plain, path = family("mixtral")
+    mesh = {"dp_replicate": 2, "tp": 2}
+    found = on_ranks(
+        ranks, path, 4, lambda m: (logits(m), m.loaded), [2, 2], mesh=mesh, reader=reader
+    )
+    for mine, _ in found:
+        torch.testing.assert_close(mine, logits(plain), rtol=1e-4, atol=1e-4)
+    reading = [done.nbytes_read > 0 for _, done in found]
+    assert (
+        reading
+        == {"each": [True] * 4, "node": [True, False] * 2, "rank0": [True] + [False] * 3}[reader]
+    )
+
+
+def test_a_rank_without_files_loads_from_rank0(ranks, family, tmp_path):
+    plain, path = family("tied")
+
+    def rank(info):
+        with Coordinator(info, timeout_s=40) as coor:
+            own = path if info.rank == 0 else tmp_path / "nowhere"
+            with load_over_mesh(own, coor, tp=2, reader="rank0") as model:
+                assert model.lm_head.weight is model.model.embed_tokens.weight
+                return logits(model)
+
+    for found in ranks(rank, 2):
+        torch.testing.assert_close(found, logits(plain), rtol=1e-4, atol=1e-4)
+
+
+def test_load_takes_a_mesh_and_a_meta_device_map_and_nothing_that_contradicts_it(ranks, family):
+    plain, path = family("tied")
+
+    def rank(info):
+        with Coordinator(info, timeout_s=40) as coor:
+            with pytest.raises(PlanError, match="contradict"):
+                inference.load(path, "sequential", coor, tp=2)
+            with inference.load(path, "meta", coor, mesh={"tp": 2}, build_on="cpu") as model:
+                return logits(model)
+
+    for found in ranks(rank, 2):
+        torch.testing.assert_close(found, logits(plain), rtol=1e-4, atol=1e-4)
+
+
+def test_a_rank_holds_about_its_part_of_the_parameters(ranks, family):
+    plain, path = family("llama")
+    whole = sum(p.nbytes for p in plain.parameters())
+    for done in on_ranks(ranks, path, 4, lambda m: m.loaded, tp=4):
+        assert done.share < 0.3 * whole
+
+
+def test_one_layer_costs_two_allreduces_and_the_whole_a_gather_more(ranks, family, monkeypatch):
+    """One behind attention, one behind the MLP, one for the embedding; the head is gathered."""
+    _, path = family("llama")
+    calls = []
+    monkeypatch.setattr("inference.over_mesh.Communicator", lambda c: Communicator(c, "gloo"))
+    for name in ("allreduce", "allgather"):
+        real = getattr(Communicator, name)
+
+        def counted(self, *args, _name=name, _real=real, **kwargs):
+            calls.append(_name)
+            return _real(self, *args, **kwargs)
+
+        monkeypatch.setattr(Communicator, name, counted)
+
+    on_ranks(ranks, path, 2, lambda m: (calls.clear(), m._tp.barrier(), logits(m)), tp=2)
+    layers = SIZES["num_hidden_layers"]
+    assert calls.count("allreduce") == 2 * (2 * layers + 1)
+    assert calls.count("allgather") == 2
+
+
+@pytest.mark.parametrize("name", ["llama with biases", "qwen3", "mixtral", "phi3"])
+def test_gradients_equal_those_of_one_process(ranks, family, name):
+    plain, path = family(name)
+    plain.zero_grad()
+    plain(IDS, labels=IDS).loss.backward()
+
+    def work(model):
+        model(IDS, labels=IDS).loss.backward()
+        return {n: p.grad for n, p in model.named_parameters()}
+
+    parts = on_ranks(ranks, path, 2, work, tp=2)
+    splits = splits_of(plain, read_plan(plain, "auto"), 2)
+    for key, parameter in plain.named_parameters():
+        pieces = [grads[key] for grads in parts]
+        joined = pieces[0]
+        for split in splits[key]:
+            halves = [piece.chunk(split.factor, split.dim) for piece in pieces]
+            order = [half[part] for part in range(split.factor) for half in halves]
+            joined = torch.cat(order, split.dim)
+        torch.testing.assert_close(joined, parameter.grad, rtol=1e-3, atol=1e-5, msg=key)
+
+
+class Mlp(nn.Module):
+    def __init__(self, inner=7):
+        super().__init__()
+        self.up, self.down = nn.Linear(5, inner), nn.Linear(inner, 5)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+def test_any_module_can_be_cut_by_a_plan_of_ones_own(ranks):
+    torch.manual_seed(0)
+    plain, x = Mlp(), torch.randn(3, 5)
+
+    def rank(info):
+        model = Mlp()
+        styles = read_plan(model, {"up": "colwise", "down": "rowwise"})
+        splits = splits_of(model, styles, 3)
+        with Coordinator(info, timeout_s=40) as coor, Communicator(coor) as comm:
+            for name, whole in plain.named_parameters():
+                part = whole.detach()
+                for split in splits[name]:
+                    part = part.chunk(3, split.dim)[coor.rank].clone()
+                owner, _, last = name.partition(".")
+                setattr(getattr(model, owner), last, nn.Parameter(part))
+            connect(model, styles, comm)
+            with torch.no_grad():
+                return model(x)
+
+    for found in ranks(rank, 3):
+        torch.testing.assert_close(found, plain(x))
+
+
+def test_heads_that_do_not_divide_are_found_before_loading(ranks_or_errors, family):
+    _, path = family("llama")
+
+    def rank(info):
+        with Coordinator(info, timeout_s=40) as coor:
+            load_over_mesh(path, coor, tp=3)
+
+    for error in ranks_or_errors(rank, 3):
+        assert isinstance(error, PlanError)
+        assert "4 heads in k_proj" in str(error) and "tp=1 or 2 or 4" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        ({"up": "sideways"}, "sideways"),
+        ({"side": "colwise"}, "does not have"),
+        ("manual", "no plan"),
+        ("auto", "carries no"),
+    ],
+)
+def test_a_plan_that_cannot_be_followed_is_refused(plan, says):
+    with pytest.raises(PlanError, match=says):
+        read_plan(Mlp(), plan)
+
+
+def test_a_tied_tensor_that_a_plan_cuts_in_two_ways_is_refused():
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**{**SIZES, "tie_word_embeddings": True})
+    )
+    styles = {"lm_head": "colwise_gather_output", "model.embed_tokens": "replicate"}
+    with pytest.raises(PlanError, match="two ways"):
+        splits_of(model, styles, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"mesh": {"pp": 2}}, "pp"),
+        ({"mesh": {"dp_shard": 2}}, "DeviceMesh"),
+        ({"mesh": {"tp": 2}, "tp": 1}, "contradicts"),
+        ({"tp": 3}, "divide"),
+        ({"tp": 2, "build_on": "disk"}, "build_on"),
+    ],
+)
+def test_a_mesh_is_used_or_refused(ranks_or_errors, family, options, says):
+    _, path = family("llama")
+
+    def rank(info):
+        with Coordinator(info, timeout_s=40) as coor:
+            load_over_mesh(path, coor, **options)
+
+    for error in ranks_or_errors(rank, 2):
+        assert isinstance(error, PlanError) and says in str(error)
