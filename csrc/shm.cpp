@@ -112,7 +112,7 @@ void in_rounds(Group& group, const Call& call, size_t elements_per_round, Body b
 void allreduce_one_shot(Group& group, const char* send, char* recv, const Call& call, size_t size,
                         Reduce reduce) {
     group.begin(call);
-    std::memcpy(group.slot(group.rank), send, call.count * size);
+    group.put(group.slot(group.rank), send, call.count * size);
     group.step();
     reduce(recv, Operands(group).at(send, 0), group.nranks, call.count,
            divisor_for(group, call.op));
@@ -128,14 +128,16 @@ void allreduce_two_shot(Group& group, const char* send, char* recv, const Call& 
         Pieces pieces(part, group.nranks, size);
         char* mine = group.slot(group.rank);
         Piece own = pieces.of(group.rank);
-        std::memcpy(mine, from, own.first * size);
-        std::memcpy(mine + own.end() * size, from + own.end() * size, (part - own.end()) * size);
+        group.put(mine, from, own.first * size);
+        group.put(mine + own.end() * size, from + own.end() * size, (part - own.end()) * size);
         group.step();
         size_t offset = own.first * size;
         reduce(mine + offset, operands.at(from + offset, offset), group.nranks, own.count,
                divisor_for(group, call.op));
-        group.step();
-        for (int i = 0; i < group.nranks; ++i) {
+        group.arrive();
+        std::memcpy(to + offset, mine + offset, own.count * size);
+        group.await();
+        for (int i = 1; i < group.nranks; ++i) {
             int rank = (group.rank + i) % group.nranks;
             Piece piece = pieces.of(rank);
             std::memcpy(to + piece.first * size, group.slot(rank) + piece.first * size,
@@ -159,7 +161,7 @@ void broadcast(Group& group, char* buffer, uint64_t count, comm_dtype dtype, int
     if (group.nranks == 1) return;
     Call call{Kind::broadcast, count, dtype, 0, src};
     in_rounds(group, call, group.slot_bytes() / size, [&](uint64_t first, uint64_t part) {
-        if (group.rank == src) std::memcpy(group.slot(src), buffer + first * size, part * size);
+        if (group.rank == src) group.put(group.slot(src), buffer + first * size, part * size);
         group.step();
         if (group.rank != src) std::memcpy(buffer + first * size, group.slot(src), part * size);
     });
@@ -174,7 +176,7 @@ void reduce(Group& group, const char* send, char* recv, uint64_t count, comm_dty
     Call call{Kind::reduce, count, dtype, op, dst};
     in_rounds(group, call, group.slot_bytes() / size, [&](uint64_t first, uint64_t part) {
         const char* from = send + first * size;
-        if (group.rank != dst) std::memcpy(group.slot(group.rank), from, part * size);
+        if (group.rank != dst) group.put(group.slot(group.rank), from, part * size);
         group.step();
         if (group.rank == dst)
             reduce(recv + first * size, operands.at(from, 0), group.nranks, part,
@@ -188,9 +190,10 @@ void allgather(Group& group, const char* send, char* recv, uint64_t count, comm_
     if (group.nranks == 1) return copy(own, send, count * size);
     Call call{Kind::allgather, count, dtype, 0, 0};
     in_rounds(group, call, group.slot_bytes() / size, [&](uint64_t first, uint64_t part) {
-        std::memcpy(group.slot(group.rank), send + first * size, part * size);
-        group.step();
+        group.put(group.slot(group.rank), send + first * size, part * size);
+        group.arrive();
         copy(own + first * size, send + first * size, part * size);
+        group.await();
         for (int i = 1; i < group.nranks; ++i) {
             int rank = (group.rank + i) % group.nranks;
             std::memcpy(recv + (rank * count + first) * size, group.slot(rank), part * size);
@@ -209,8 +212,8 @@ void reduce_scatter(Group& group, const char* send, char* recv, uint64_t count, 
     in_rounds(group, call, stride / size, [&](uint64_t first, uint64_t part) {
         for (int rank = 0; rank < group.nranks; ++rank)
             if (rank != group.rank)
-                std::memcpy(group.slot(group.rank) + rank * stride,
-                            send + (rank * count + first) * size, part * size);
+                group.put(group.slot(group.rank) + rank * stride,
+                          send + (rank * count + first) * size, part * size);
         group.step();
         const char* mine = send + (group.rank * count + first) * size;
         reduce(recv + first * size, operands.at(mine, group.rank * stride), group.nranks, part,
@@ -227,10 +230,11 @@ void alltoall(Group& group, const char* send, char* recv, uint64_t count, comm_d
     in_rounds(group, call, stride / size, [&](uint64_t first, uint64_t part) {
         for (int rank = 0; rank < group.nranks; ++rank)
             if (rank != group.rank)
-                std::memcpy(group.slot(group.rank) + rank * stride,
-                            send + (rank * count + first) * size, part * size);
-        group.step();
+                group.put(group.slot(group.rank) + rank * stride,
+                          send + (rank * count + first) * size, part * size);
+        group.arrive();
         copy(recv + own + first * size, send + own + first * size, part * size);
+        group.await();
         for (int i = 1; i < group.nranks; ++i) {
             int rank = (group.rank + i) % group.nranks;
             std::memcpy(recv + (rank * count + first) * size,

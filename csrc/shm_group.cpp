@@ -8,6 +8,7 @@
 namespace shm {
 namespace {
 
+constexpr size_t smallest_streamed = 8 << 10;
 constexpr int64_t glance_ns = 100000000;  // between two looks at whether the peers live
 
 bool reached(const std::atomic<uint32_t>& word, uint32_t step) {
@@ -30,8 +31,8 @@ Call unpack(uint64_t what, uint64_t count) {
 }
 
 const char* name_of(Kind kind) {
-    static const char* const names[] = {"nothing", "barrier",   "allreduce",      "broadcast",
-                                        "reduce",  "allgather", "reduce_scatter", "alltoall"};
+    static const char* const names[] = {"setup",  "barrier",   "allreduce",      "broadcast",
+                                        "reduce", "allgather", "reduce_scatter", "alltoall"};
     return names[static_cast<int>(kind)];
 }
 
@@ -76,9 +77,10 @@ Group::Group(const comm_init_args& args)
       taken_(nranks) {
     if (nranks == 1) return;
     Bootstrap bootstrap(args.bootstrap, rank, nranks);
-    bool oversubscribed = are_oversubscribed(bootstrap);
-    patience_ = patience(oversubscribed);
-    segment_ = Segment(bootstrap, layout_for(nranks, oversubscribed));
+    oversubscribed_ = are_oversubscribed(bootstrap);
+    patience_ = patience(oversubscribed_);
+    segment_ = Segment(bootstrap, layout_for(nranks, oversubscribed_));
+    if (!oversubscribed_) streaming_ = prefers_streaming(bootstrap);
 }
 
 Group::~Group() {
@@ -108,8 +110,7 @@ void Group::begin(const Call& call) {
     record.count.store(call.count, std::memory_order_relaxed);
 }
 
-void Group::step() {
-    publish();
+void Group::await() {
     for (int peer = rank + 1; peer < nranks; ++peer) await_step(peer);
     for (int peer = 0; peer < rank; ++peer) await_step(peer);
     if (unchecked_) check_records();
@@ -117,8 +118,9 @@ void Group::step() {
 
 // Either the sleeper's count is seen here, or the new step is seen there: both are sequentially
 // consistent, so that nobody sleeps through it.
-void Group::publish() {
+void Group::arrive() {
     RankBlock& mine = segment_.block(rank);
+    mine.arrival.core.store(Place::core(), std::memory_order_relaxed);
     mine.arrival.step.exchange(++step_, std::memory_order_seq_cst);
     if (mine.sleepers.value.load(std::memory_order_seq_cst) != 0) wake_all(&mine.arrival.step);
 }
@@ -126,7 +128,24 @@ void Group::publish() {
 void Group::await_step(int peer) {
     std::atomic<uint32_t>& word = segment_.block(peer).arrival.step;
     if (reached(word, step_)) return;
-    if (!look(patience_, [&] { return reached(word, step_); })) sleep_until_step(peer);
+    if (!look(patience_with(peer), [&] { return reached(word, step_); })) sleep_until_step(peer);
+}
+
+// A pause on the core that the peer needs is lost time: the higher rank moves, the lower gives way.
+Patience Group::patience_with(int peer) {
+    if (oversubscribed_ ||
+        segment_.block(peer).arrival.core.load(std::memory_order_relaxed) != Place::core())
+        return patience_;
+    if (peer < rank) {
+        cpu_set_t taken;
+        CPU_ZERO(&taken);
+        for (int other = 0; other < nranks; ++other)
+            CPU_SET(
+                segment_.block(other).arrival.core.load(std::memory_order_relaxed) % CPU_SETSIZE,
+                &taken);
+        place_.leave(taken);
+    }
+    return Patience{0, patience_.yields};
 }
 
 void Group::sleep_until_step(int peer) {
@@ -171,6 +190,44 @@ void Group::throw_mismatch(int peer, const Record& theirs) {
             "with the same shape, dtype and op"};
 }
 
+void Group::put(char* slot, const char* from, size_t nbytes) const {
+    if (streaming_ && nbytes >= smallest_streamed)
+        copy_streaming(slot, from, nbytes);
+    else
+        std::memcpy(slot, from, nbytes);
+}
+
+// One rank's part of an exchange: fill the own slot, read the next rank's.
+int64_t Group::time_exchange(std::vector<char>& scratch, bool streaming) {
+    streaming_ = streaming;
+    next_round();
+    step();
+    int64_t start = now_ns();
+    put(slot(rank), scratch.data(), scratch.size());
+    step();
+    std::memcpy(scratch.data(), slot((rank + 1) % nranks), scratch.size());
+    return now_ns() - start;
+}
+
+// Where the cores are far apart, an ordinary store to a line that the peer has read costs a journey
+// there, and a streaming one does not; where they share a cache, streaming costs a journey to
+// memory. Either way by a factor of two, so it is measured, and the ranks agree on the sum of what
+// they saw.
+bool Group::prefers_streaming(const Bootstrap& bootstrap) {
+    std::vector<char> scratch(std::min<size_t>(slot_bytes(), 64 << 10));
+    int64_t fastest[2] = {INT64_MAX, INT64_MAX};
+    for (int i = 0; i < 12; ++i)
+        fastest[i % 2] = std::min(fastest[i % 2], time_exchange(scratch, i % 2 == 1));
+    std::vector<int64_t> everyones(2 * nranks);
+    bootstrap.allgather(fastest, everyones.data(), sizeof fastest);
+    int64_t ordinary = 0, streaming = 0;
+    for (int peer = 0; peer < nranks; ++peer) {
+        ordinary += everyones[2 * peer];
+        streaming += everyones[2 * peer + 1];
+    }
+    return streaming < ordinary - ordinary / 10;
+}
+
 // ---- letters ----
 
 void Group::transfer(Transfer transfer) {
@@ -203,7 +260,8 @@ void Group::complete(std::vector<Transfer>& transfers) {
         if (aborted_.load(std::memory_order_relaxed))
             throw Failure{COMM_REMOTE_ERROR,
                           prefix() + "this communicator was aborted. Make a new one"};
-        if (!look(patience_, [&] { return progress(transfers); })) sleep_until_bell(transfers);
+        Patience patience = transfers.size() == 1 ? patience_with(transfers[0].peer) : patience_;
+        if (!look(patience, [&] { return progress(transfers); })) sleep_until_bell(transfers);
     }
     for (const Transfer& transfer : transfers)
         if (!transfer.mismatch.empty()) throw Failure{COMM_INVALID_USAGE, transfer.mismatch};
@@ -243,6 +301,7 @@ bool Group::advance_send(Transfer& transfer) {
     uint64_t part =
         std::min<uint64_t>(transfer.nbytes - transfer.done, segment_.layout().letter_bytes);
     std::memcpy(letter + envelope_bytes, transfer.data + transfer.done, part);
+    segment_.block(rank).arrival.core.store(Place::core(), std::memory_order_relaxed);
     lane.posted.value.exchange(++posted, std::memory_order_seq_cst);
     transfer.done += part;
     transfer.finished = transfer.done == transfer.nbytes;

@@ -50,8 +50,16 @@ class Group {
     // alone.
     void begin(const Call& call);
     void next_round() { parity_ ^= 1; }
-    void step();
+    void step() {
+        arrive();
+        await();
+    }
+    // The two halves of a step; between them is time for work that needs nobody.
+    void arrive();
+    void await();
     char* slot(int of_rank) const { return segment_.slot(of_rank, parity_); }
+    // Copies into a slot, past the caches where that was measured to be faster for the readers.
+    void put(char* slot, const char* from, size_t nbytes) const;
     size_t slot_bytes() const { return segment_.layout().slot_bytes; }
 
     void transfer(Transfer transfer);
@@ -68,11 +76,14 @@ class Group {
     const int nranks;
 
   private:
-    void publish();
     void await_step(int peer);
     void sleep_until_step(int peer);
+    Patience patience_with(int peer);
     void check_records();
     [[noreturn]] void throw_mismatch(int peer, const Record& theirs);
+
+    int64_t time_exchange(std::vector<char>& scratch, bool streaming);
+    bool prefers_streaming(const Bootstrap& bootstrap);
 
     bool progress(std::vector<Transfer>& transfers);
     bool advance(Transfer& transfer);
@@ -92,6 +103,9 @@ class Group {
 
     Segment segment_;
     Patience patience_;
+    bool oversubscribed_ = false;
+    bool streaming_ = false;
+    Place place_;
     const int64_t timeout_ns_;
     uint32_t step_ = 0;
     unsigned parity_ = 0;

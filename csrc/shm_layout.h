@@ -44,6 +44,7 @@ struct Record {
 // own.
 struct alignas(line) Arrival {
     std::atomic<uint32_t> step;
+    std::atomic<uint32_t> core;  // where the rank last ran
     Record records[2];
 };
 
@@ -105,7 +106,7 @@ inline Layout layout_for(int nranks, bool oversubscribed) {
     layout.nranks = nranks;
     // Two slots of every rank should fit the caches; where a switch of ranks costs more than a
     // miss, or many ranks share the work, larger ones win.
-    layout.slot_bytes = oversubscribed || nranks > 4 ? 1 << 20 : 512 << 10;
+    layout.slot_bytes = oversubscribed || nranks > 4 ? 1 << 20 : 128 << 10;
     size_t budget = (16u << 20) / layout.lane_count() / lane_depth;
     size_t letter = budget > (64u << 10) ? 64u << 10 : round_up(budget, page);
     layout.letter_bytes = letter - envelope_bytes;

@@ -49,6 +49,31 @@ inline Patience patience(bool oversubscribed) {
     return Patience{static_cast<int>(look_ns * sample / (fastest > 0 ? fastest : 1)), 50};
 }
 
+// Two ranks on one core wait for each other a whole time slice at a time, and the scheduler lets
+// them: neither sleeps. Whatever wakes threads brings this about, so a rank that finds itself there
+// goes elsewhere.
+class Place {
+  public:
+    static uint32_t core() { return static_cast<uint32_t>(sched_getcpu()); }
+
+    // To any allowed core but these; at most once per millisecond.
+    void leave(const cpu_set_t& taken) {
+        int64_t now = now_ns();
+        if (now - last_move_ns_ < 1000000) return;
+        last_move_ns_ = now;
+        cpu_set_t allowed, wanted;
+        if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+        CPU_XOR(&wanted, &allowed, &taken);
+        CPU_AND(&wanted, &wanted, &allowed);
+        if (CPU_COUNT(&wanted) == 0) return;
+        sched_setaffinity(0, sizeof wanted, &wanted);
+        sched_setaffinity(0, sizeof allowed, &allowed);
+    }
+
+  private:
+    int64_t last_move_ns_ = 0;
+};
+
 template <class Ready>
 bool look(const Patience& patience, Ready ready) {
     for (int i = 0; i < patience.pauses; ++i) {
