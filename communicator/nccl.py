@@ -23,6 +23,7 @@ from communicator import nccl_library
 from communicator.errors import CommunicatorError, CommunicatorTimeout, PeerLost, Unsupported
 from communicator.native import Native
 from communicator.nccl_library import NcclLibrary, version_text
+from communicator.oneshot import Oneshot, choose, is_aligned
 from coordinator import Coordinator
 
 SCORE = 200
@@ -41,6 +42,8 @@ class Nccl(Native):
     blocking: NCCL's own blocking mode. Calls return sooner (NCCL starts no thread for each), but a
         peer that is gone while NCCL connects is waited for without a deadline.
     max_ctas: how many thread blocks a call may use at most.
+    oneshot: sum small tensors by a kernel of our own (communicator/oneshot.py). Unsupported on
+        every rank if one of them cannot.
 
     A call may be captured in a CUDA graph once the same call has run outside, where NCCL connects.
     """
@@ -64,6 +67,7 @@ class Nccl(Native):
 
     _watch: _Watch | None = None
     _lost = ""  # who or what ended this communicator
+    _small: Oneshot | None = None
     _own_coor: Coordinator | None = None  # made for this communicator alone, by split()
 
     def _open(  # type: ignore[override]  # these options and no others
@@ -73,6 +77,7 @@ class Nccl(Native):
         stream: torch.cuda.Stream | None = None,
         blocking: bool = False,
         max_ctas: int | None = None,
+        oneshot: bool = False,
     ) -> None:
         self._ordinal = self.coor.info.local_rank if device is None else device
         self._stream = stream
@@ -88,6 +93,9 @@ class Nccl(Native):
             options["max_ctas"] = max_ctas
         super()._open(**{key: int(v) if isinstance(v, bool) else v for key, v in options.items()})
         self._start()
+        if oneshot:
+            self._small = Oneshot(self.coor, self._ordinal)
+            self.allreduce = self._small_or_not  # type: ignore[method-assign]
 
     def _start(self) -> None:
         """Make the first connections now, with a deadline, and watch the others from here on."""
@@ -201,6 +209,8 @@ class Nccl(Native):
             return
         self._free_retired()
         self._comm.finalize()
+        if self._small is not None and not self._lost:
+            self._small.close()
         super().close()
 
     def _close(self) -> None:
@@ -230,6 +240,27 @@ class Nccl(Native):
                 ResourceWarning,
                 stacklevel=2,
             )
+
+    # Small sums.
+
+    def _small_or_not(
+        self, tensor: torch.Tensor, op: str = "sum", *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """allreduce where oneshot was asked for: size, dtype and op decide, alike on every rank."""
+        way = None
+        if op == "sum" and isinstance(tensor, torch.Tensor):
+            way = choose(self.world_size, tensor.nbytes, tensor.dtype)
+        if way is None or self._small is None or tensor.device != self._device():
+            return super().allreduce(tensor, op, out=out)
+        self._check("allreduce", tensor)
+        self._comm.async_error()
+        out = tensor if out is None else self._check_out("allreduce", out, tensor.shape, tensor)
+        if is_aligned(tensor) and is_aligned(out):
+            self._small.sum(tensor, out, way)
+        else:  # this may be so on some ranks only, and the others are in the kernel
+            self._small.sum(copy := tensor.clone(), copy, way)
+            out.copy_(copy)
+        return out
 
     # What NCCL has beyond the common operations.
 
