@@ -50,7 +50,7 @@ def tensor_of(rank, seed, shape, dtype):
 
 
 def plain(rows, op):
-    """Reduced in order of rank; floats are small whole numbers here, and rounded once at the end."""
+    """Reduced in order of rank. Floats are small whole numbers here, rounded once at the end."""
     dtype = rows[0].dtype
     rows = [row.double() if dtype.is_floating_point else row for row in rows]
     total = rows[0].clone()
