@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -118,3 +119,17 @@ def _ties(model: nn.Module, parts: list[str]) -> Iterator[tuple[str, ...]]:
     for group in groups:
         if len(group) > 1:
             yield tuple(part for part in parts if part in group)
+
+
+def cache_nbytes(config: Any, dtype: torch.dtype, batch: int, length: int) -> int:
+    """What the keys and values of one layer take at most, for `batch` times `length` tokens."""
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(2 * batch * length * heads * width * dtype.itemsize)
+
+
+def with_cache(model: Layout, nbytes: int) -> Layout:
+    """The same layout with room for so many bytes of cache beside each layer."""
+    layers = tuple(Part(part.name, part.nbytes + nbytes) for part in model.layers)
+    return dataclasses.replace(model, layers=layers)

@@ -21,7 +21,7 @@ from coordinator import Coordinator
 
 from .checkpoint import load_shard, read_config
 from .errors import CheckpointError, InferenceError, PlanError, Served
-from .layout import layout, model_class, skeleton
+from .layout import cache_nbytes, layout, model_class, skeleton, with_cache
 from .memory import get_max_memory
 from .model import distribute
 from .over_mesh import load_over_mesh, refuse_stages
@@ -42,6 +42,8 @@ def load(
     dtype: torch.dtype | str | None = None,
     cls: type[Any] | None = None,
     backend: str | None = None,
+    batch: int = 1,
+    length: int = 0,
     tp: int | None = None,
     mesh: Any = None,
     tp_plan: Any = None,
@@ -64,6 +66,7 @@ def load(
         is free if not given.
     dtype: of the weights; what the checkpoint says if not given.
     cls: the class of the model; the one that config.json names if not given.
+    batch, length: of the tokens whose keys and values must find room beside the weights.
     backend: what moves the hidden states, see Communicator; the best that every rank has.
     tp, mesh: cut the layers themselves instead: every rank gets the model and calls it alike, see
         `load_over_mesh`, which takes tp_plan, reader and build_on too.
@@ -81,8 +84,10 @@ def load(
             coor = stack.enter_context(Coordinator())
         config = _together(coor, lambda: read_config(path))
         kind = _together(coor, lambda: cls or model_class(config))
-        real_dtype = _dtype(dtype, config)
+        real_dtype = checkpoint_dtype(dtype, config)
+        cache = cache_nbytes(config, real_dtype, batch, length) if length else 0
         parts = _together(coor, lambda: layout(skeleton(kind, config, real_dtype)))
+        parts = with_cache(parts, cache)
         chosen = _agree(coor, parts, device_map, max_memory, config, real_dtype)
         model = _together(coor, lambda: _shard(kind, path, chosen, coor.rank, real_dtype, options))
         if coor.world_size == 1:
@@ -168,7 +173,8 @@ def nbytes(size: int | str) -> int:
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
 
 
-def _dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtype:
+def checkpoint_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtype:
+    """The dtype that is asked for, else that of the checkpoint."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in (None, "auto"):

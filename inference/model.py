@@ -42,6 +42,14 @@ class Distributed:
         """Where inputs go: the first device of the master."""
         return torch.device(self.device_map.device_of(0))
 
+    @property
+    def traffic(self) -> tuple[int, int] | None:
+        """Messages that the master has sent, and their bytes; None if it is alone."""
+        if self._session is None:
+            return None
+        link = self._session.ring.next
+        return link.num_messages, link.num_bytes
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._refuse("moved or converted", "load it with the dtype or device_map that you want")
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +17,9 @@ import transformers
 
 import inference
 import launcher
+
+ROOT = Path(__file__).parents[2]
+Start = Callable[..., list[subprocess.Popen[str]]]
 
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 LLAMA = {
@@ -90,3 +98,31 @@ def on_master() -> Callable[..., Any]:
         return launcher.launch(rank, nprocs=nprocs, launcher="threads", timeout_s=60)[0]
 
     return run
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Every rank of a script as a process of its own that no launcher looks after."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def run(body: str, nprocs: int, *args: object) -> list[subprocess.Popen[str]]:
+        script = tmp_path / "script.py"
+        script.write_text(body)
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        launch_id = uuid.uuid4().hex
+        for rank in range(nprocs):
+            info = launcher.LaunchInfo(launch_id, nprocs, nprocs, rank, rank, "127.0.0.1", port)
+            env = {**os.environ, **info.to_env(), "PYTHONPATH": str(ROOT)}
+            command = [sys.executable, str(script), *map(str, args)]
+            processes.append(
+                subprocess.Popen(
+                    command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+                )
+            )
+        return processes
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.communicate()

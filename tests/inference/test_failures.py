@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
-import sys
 import textwrap
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,40 +15,7 @@ from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import inference
-import launcher
 from coordinator import Coordinator
-
-ROOT = Path(__file__).parents[2]
-Start = Callable[..., list[subprocess.Popen[str]]]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Every rank of a script as a process of its own that no launcher looks after."""
-    processes: list[subprocess.Popen[str]] = []
-
-    def run(body: str, nprocs: int, *args: object) -> list[subprocess.Popen[str]]:
-        script = tmp_path / "script.py"
-        script.write_text(HEAD + textwrap.dedent(body))
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        launch_id = uuid.uuid4().hex
-        for rank in range(nprocs):
-            info = launcher.LaunchInfo(launch_id, nprocs, nprocs, rank, rank, "127.0.0.1", port)
-            env = {**os.environ, **info.to_env(), "PYTHONPATH": str(ROOT)}
-            command = [sys.executable, str(script), *map(str, args)]
-            processes.append(
-                subprocess.Popen(
-                    command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-                )
-            )
-        return processes
-
-    yield run
-    for process in processes:
-        process.kill()
-        process.communicate()
-
 
 HEAD = """
 import os, signal, sys, time
@@ -69,6 +31,10 @@ def load(**options):
     room = [1 << 30] * coor.world_size
     return coor, inference.load(sys.argv[1], coor=coor, max_memory=room, **options)
 """
+
+
+def script(body: str) -> str:
+    return HEAD + textwrap.dedent(body)
 
 
 def ended(processes: list[subprocess.Popen[str]], within_s: float) -> list[tuple[int, str]]:
@@ -97,7 +63,7 @@ def test_a_rank_that_is_killed_while_serving_is_named_within_seconds(
         print(lost)
         sys.exit(0 if time.monotonic() - begun < 5 else 7)
     """
-    processes = start(body, 3, checkpoints.llama()[1], victim, backend)
+    processes = start(script(body), 3, checkpoints.llama()[1], victim, backend)
     out, err = processes[0].communicate(timeout=60)
     assert processes[0].returncode == 0, err
     assert f"rank {victim} (host {socket.gethostname()}, pid {processes[victim].pid})" in out
@@ -114,7 +80,7 @@ def test_servers_end_when_an_idle_master_is_killed(checkpoints, start):
     time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGKILL)
     """
-    processes = start(body, 3, checkpoints.llama()[1])
+    processes = start(script(body), 3, checkpoints.llama()[1])
     for code, err in ended(processes[1:], within_s=40):
         assert code == 1 and "rank 0" in err and "is gone" in err
 
@@ -124,7 +90,7 @@ def test_an_exception_in_the_masters_script_ends_the_servers_with_its_code(check
     coor, model = load()
     raise KeyError("in the script of the master")
     """
-    results = ended(start(body, 2, checkpoints.llama()[1]), within_s=40)
+    results = ended(start(script(body), 2, checkpoints.llama()[1]), within_s=40)
     assert [code for code, _ in results] == [1, 1]
     assert "KeyError" not in results[1][1]
 
@@ -134,7 +100,7 @@ def test_a_script_that_ends_releases_the_servers(checkpoints, start):
     coor, model = load()
     print(model.generate(prompt, max_new_tokens=2).shape)
     """
-    results = ended(start(body, 2, checkpoints.llama()[1]), within_s=40)
+    results = ended(start(script(body), 2, checkpoints.llama()[1]), within_s=40)
     assert [code for code, _ in results] == [0, 0], results
 
 
