@@ -41,6 +41,7 @@ class Communicator:
 
     name: ClassVar[str] = ""
     device_type: ClassVar[str] = "cpu"
+    asked_only: ClassVar[bool] = False  # never taken for being the best
 
     def __new__(
         cls,

@@ -7,6 +7,7 @@ Backends are found by name, here or among the entry points of the group `communi
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, cast
@@ -19,7 +20,9 @@ BUILTIN = {
     "shm": "communicator.native:Shm",
     "hybrid": "communicator.hybrid:Hybrid",
     "gloo": "communicator.gloo:Gloo",
+    "mpi": "communicator.mpi:Mpi",
     "nccl": "communicator.nccl:Nccl",
+    "cupy": "communicator.cupy:Cupy",
 }
 
 
@@ -49,7 +52,8 @@ def choose(coor: Coordinator, backend: Any, device_type: str | None = None) -> t
     Raises Unsupported on every rank if the backend asked for cannot be used on one of them.
     """
     wanted = names() if backend is None else [backend]
-    scores = {_label(item): _score(coor, item, device_type) for item in wanted}
+    why_not = _filter(backend, device_type)
+    scores = {_label(item): _score(coor, item, why_not) for item in wanted}
     votes = [json.loads(data) for data in coor.allgather(json.dumps(scores).encode())]
     usable = {name: min(vote[name] for vote in votes) for name in scores if _all_can(votes, name)}
     if not usable:
@@ -72,13 +76,24 @@ def _label(item: Any) -> str:
     return item if isinstance(item, str) else getattr(item, "__name__", repr(item))
 
 
-def _score(coor: Coordinator, item: Any, device_type: str | None) -> int | str:
+def _filter(backend: Any, device_type: str | None) -> Callable[[type[Communicator]], str]:
+    """Says of a class why it is out of the question; "" if it is not."""
+
+    def why_not(found: type[Communicator]) -> str:
+        if backend is None and found.asked_only:
+            return "it is taken only when asked for"
+        if device_type not in (None, found.device_type):
+            return f"it moves tensors on {found.device_type}, not on {device_type}"
+        return ""
+
+    return why_not
+
+
+def _score(coor: Coordinator, item: Any, why_not: Callable[[type[Communicator]], str]) -> int | str:
     """This rank's score for a backend, or in words why it cannot use it."""
     try:
         found = _resolve(item)
-        if device_type not in (None, found.device_type):
-            raise Unsupported(f"it moves tensors on {found.device_type}, not on {device_type}")
-        return found.probe(coor)
+        return why_not(found) or found.probe(coor)
     except Unsupported as reason:
         return str(reason)
 
