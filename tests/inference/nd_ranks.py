@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from transformers import LlamaForCausalLM
 
 import inference
 from coordinator import Coordinator
@@ -88,7 +89,30 @@ def dtensor(folder):
             assert error < 1e-5, error
             if coor.is_master():
                 print(f"{names} from {reader}: shards bitwise, outputs within {error:.1e}")
+        transformers_over(folder / "llama", coor)
         dist.destroy_process_group()
+
+
+def transformers_over(folder, coor):
+    """inference.load over torch meshes: FSDP2 around tensor parallel, and one axis without name."""
+    plain = LlamaForCausalLM.from_pretrained(folder)
+    ids = torch.arange(12).reshape(2, 6) + 5
+    meshes = [
+        (init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp")), "rank0"),
+        (init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")), "node"),
+        (init_device_mesh("cpu", (4,)), "each"),
+    ]
+    for mesh, reader in meshes:
+        model = inference.load(folder, "meta", coor, mesh=mesh, reader=reader)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        error = abs(loss.item() - plain(ids, labels=ids).loss.item())
+        assert error < 1e-4, error
+        share, whole = model.loaded.share, sum(p.nbytes for p in plain.parameters())
+        assert share < 0.6 * whole
+        if coor.is_master():
+            print(f"{dict(model.mesh.axes)} from {reader}: {share} of {whole} bytes, loss equal")
 
 
 def status_kib(*fields):

@@ -9,10 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 HERE = Path(__file__).parent
 MIB = 1 << 20
 WINDOW = 64 * MIB
+LLAMA = {
+    "vocab_size": 63,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+}
 SHAPES = {f"w{number}": [2048, 4096] for number in range(8)} | {"embed": [16384, 2048]}
 
 
@@ -31,8 +41,10 @@ def test_dtensors_and_fully_shard_hold_their_own_shards_and_compute_the_same(tmp
     torch.manual_seed(0)
     state = {name: torch.randn(shape) / 4 for name, shape in shapes.items()}
     save_file(state, tmp_path / "model.safetensors")
+    LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(tmp_path / "llama")
     out = run("dtensor", tmp_path)
     assert out.count("shards bitwise") == 2
+    assert out.count("loss equal") == 3
 
 
 @pytest.fixture(scope="module")
