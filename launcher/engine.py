@@ -1,7 +1,6 @@
 """Letting an engine (torchrun, mpiexec, srun) start the ranks: its command line, run and watched.
 
-The engine owns its processes: it is asked to end, and killed only together with its own process
-group.
+The engine owns its processes: it is asked to end, and killed only with its own process group.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,23 +28,21 @@ STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run(chosen: Any, job: Job) -> list[Any]:
-    """Run the engine's command for this node. Results of a function come from this machine's ranks,
-    by rank.
-    """
+    """Run the engine's command for this node; results of a function by rank, from this machine."""
+    began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="launch-") as folder:
         job = replace(job, target=target.by_reference(job.target), results_dir=folder)
         code = _watch(chosen.command(job), environment(chosen, job), job.timeout_s)
         records = _records(Path(folder))
-    failures = _failures(records)
+    failures = _failures(records, began_s)
+    if failures:
+        first = failures[0]
+        raise LaunchError(f"{first.summary()}\n\n{first.traceback}", failures, first.exit_code)
     if code:
-        first = failures[0] if failures else None
-        what = (
-            f"{first.summary()}\n\n{first.traceback}"
-            if first
-            else f"{chosen.NAME} ended with code {code}"
-        )
-        raise LaunchError(what, failures, first.exit_code if first else code)
-    return [record.get("result") for record in records]
+        raise LaunchError(f"{chosen.NAME} ended with exit code {code}", exit_code=code)
+    if job.target.kind == "function" and len(records) < job.nprocs:
+        raise LaunchError(f"only {len(records)} of {job.nprocs} ranks left a result")
+    return [record["result"] for record in records] or [None] * job.nprocs
 
 
 def environment(chosen: Any, job: Job) -> dict[str, str]:
@@ -113,6 +111,7 @@ def _records(folder: Path) -> list[dict[str, Any]]:
     return [values.loads(file.read_bytes()) for file in files]
 
 
-def _failures(records: list[dict[str, Any]]) -> tuple[Failure, ...]:
-    found = [Failure(**record["failure"]) for record in records if "failure" in record]
+def _failures(records: list[dict[str, Any]], began_s: float) -> tuple[Failure, ...]:
+    said = [record["failure"] for record in records if "failure" in record]
+    found = [Failure(**{**one, "time_s": one["time_s"] - began_s}) for one in said]
     return tuple(sorted(found, key=lambda failure: failure.time_s))
