@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 
-from launcher import devices, dry_run, report, start
+from launcher import devices, dry_run, linux, report, start
 from launcher.errors import LaunchError
 from launcher.job import LOOPBACK, Job, Target, new_launch_id
 
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
     """The exit code: that of the first rank to fail, 128 and its number for a signal, 2 for a
     mistake.
     """
-    _open_missing_streams()
+    linux.open_missing_streams()
     options = parse(arguments)
     try:
         job = _job(options)
@@ -99,15 +99,6 @@ def main(arguments: Sequence[str]) -> int:
         _complain([f"python -m launcher: {error}"])
         return USAGE_CODE
     return 0
-
-
-def _open_missing_streams() -> None:
-    """Started with a closed standard stream, let no pipe of ours take its number."""
-    for expected in range(3):
-        try:
-            os.fstat(expected)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)
 
 
 def _show(lines: Iterable[str]) -> None:

@@ -42,6 +42,8 @@ class Failure:
             return f"was ended by the launcher{f' ({raised})' if raised else ''}{self._when_deaf()}"
         if raised:
             return f"raised {raised}"
+        if not self.type and self.message:
+            return self.message
         if self.exit_code > 128:
             return f"was killed by {signal_name(self.exit_code - 128)}"
         return f"left with exit code {self.exit_code}"

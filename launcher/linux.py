@@ -57,6 +57,15 @@ def line_buffer_c_stdout() -> None:
     libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, line_buffered, ctypes.c_size_t(0))
 
 
+def open_missing_streams() -> None:
+    """Where a standard stream is closed, let no pipe of ours take its number."""
+    for expected in range(3):
+        try:
+            os.fstat(expected)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
 def out_of_memory_kills() -> int:
     """How many processes the kernel has killed since boot because memory ran out."""
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from launcher import binding, ports, secret, stops
+from launcher import binding, linux, ports, secret, stops
 from launcher.infos import of_node
 from launcher.job import Job
 from launcher.keeper import Plan
@@ -24,6 +24,7 @@ def run(job: Job, owns_process: bool = False) -> list[Any]:
     leave it as any Python program ends, by unwinding.
     """
     _check(job)
+    linux.open_missing_streams()
     places = binding.places(job.nprocs) if job.bind else []
     output = Output(job.log_dir, job.nprocs)
     for rank, place in enumerate(places):

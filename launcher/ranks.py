@@ -45,22 +45,19 @@ class Rank:
         return values.loads(self.record["result"]) if "result" in self.record else None
 
     def failure(self, began_s: float) -> Failure:
-        said: dict[str, Any] = {
+        said: dict[str, Any] = self.record.get("failure") or {
             "time_s": self.ended_s,
             "host": socket.gethostname(),
+            "message": "left with exit code 0 before its function returned" * self.left_early,
             "traceback": without_launcher(self.dump),
-            **self.record.get("failure", {}),
+            "exit_code": self.exit_code or 1,
         }
         return Failure(
-            **{
-                **said,
-                "rank": self.info.rank,
-                "local_rank": self.info.local_rank,
-                "pid": self.pid,
-                "exit_code": self.exit_code or said.get("exit_code", 1),
-                "time_s": said["time_s"] - began_s,
-                "ended_by_launcher": self._was_ended(said["time_s"]),
-            }
+            rank=self.info.rank,
+            local_rank=self.info.local_rank,
+            pid=self.pid,
+            ended_by_launcher=self._was_ended(said["time_s"]),
+            **{**said, "time_s": said["time_s"] - began_s},
         )
 
     def _was_ended(self, failed_s: float) -> bool:

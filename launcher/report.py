@@ -14,7 +14,7 @@ def lines(error: LaunchError) -> Iterator[str]:
     failures = list(error.failures)
     is_cause = bool(failures) and error.exit_code == failures[0].exit_code
     if isinstance(error, LaunchInterrupted) or not is_cause:
-        yield from box([f"the launch was not finished: {error}"])
+        yield from box(f"the launch was not finished: {error}".splitlines())
     else:
         yield from box([*str(error).splitlines(), "", *_when(failures.pop(0))])
     for failure in failures:

@@ -1,6 +1,4 @@
-"""One rank of a launch on this machine: a forked process takes its seat, runs the target, and says
-how it ended.
-"""
+"""One rank on this machine: a forked process takes its seat, runs the target, and tells its end."""
 
 from __future__ import annotations
 
@@ -32,8 +30,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 class Seat:
     """What one rank needs. stdout, stderr, report: write ends of pipes to the launcher.
 
-    others: descriptors of other ranks, to be closed. cores: to be pinned to, if any. environment:
-    to be set.
+    cores: to be pinned to, if any.
     """
 
     info: LaunchInfo
@@ -108,11 +105,12 @@ def _call(seat: Seat, job: Job) -> int:
             record: dict[str, Any] = {"result": values.dumps(target.call(job))}
         code = 0
     except BaseException as error:
+        code = exit_code(error)
+        record = {"failure": describe(error)} if code else {"result": values.dumps(None)}
+        _report(seat.report, pipe, record)
         _tell_hook(error, job)
-        record, code = {"failure": describe(error)}, exit_code(error)
-        if code == 0:
-            record = {"result": values.dumps(None)}
-    _report(seat.report, pipe, record)
+    else:
+        _report(seat.report, pipe, record)
     return code
 
 
@@ -124,9 +122,7 @@ def _tell_hook(error: BaseException, job: Job) -> None:
 
 
 def _report(fd: int, pipe: os.stat_result, record: dict[str, Any]) -> None:
-    """Send the record, unless the target has closed our pipe, or put a file of its own in its
-    place.
-    """
+    """Send the record, unless the target has closed our pipe and opened a file in its place."""
     try:
         if os.path.samestat(os.fstat(fd), pipe):
             wire.send(fd, record)

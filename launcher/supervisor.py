@@ -26,9 +26,7 @@ DUMP_S = 0.2  # for ranks to write down where they are, before a launch that tak
 
 @dataclass(frozen=True)
 class Ears:
-    """The launcher's ends of the pipes: to the keeper, from the keeper, (out, err, report) of
-    ranks.
-    """
+    """The launcher's ends of the pipes: to and from the keeper, and (out, err, report) of ranks."""
 
     commands: int
     reports: int

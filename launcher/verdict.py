@@ -51,10 +51,10 @@ def _failures(job: Job, ranks: list[Rank], end: End) -> tuple[Failure, ...]:
     must_return = job.target.kind == "function"
     failed = [rank for rank in ranks if rank.failed or (must_return and rank.left_early)]
     found = [rank.failure(end.began_s) for rank in failed]
-    return tuple(sorted(found, key=_blame))
+    return tuple(sorted(found, key=blame))
 
 
-def _blame(failure: Failure) -> tuple[bool, float, int]:
+def blame(failure: Failure) -> tuple[bool, float, int]:
     """Sorts the cause before its consequences.
 
     A process's death is seen later than it happened: its peers lose their connection to it, and may

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from launcher import verdict
+from launcher.errors import Failure
+
 FAULTY = str(Path(__file__).parent / "faulty.py")
 
 # fault: (exit code, what the box says)
@@ -103,3 +106,40 @@ def test_the_timeout_shows_where_every_rank_was(command):
     assert ended.code == 124
     assert "rank 0 was here" in ended.err and "rank 1 was here" in ended.err
     assert ended.err.count("in wait_for_ever") == 2
+
+
+def test_a_failure_is_not_waited_for_while_a_thread_keeps_the_process(command):
+    script = command.script(
+        "import threading, time\n"
+        "threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "raise ValueError('with a thread')"
+    )
+    ended = command.run("run", "-n", "2", script)
+    assert ended.code == 1 and "with a thread" in ended.err and ended.seconds < 4
+
+
+def test_a_hook_for_exceptions_that_the_script_has_set_is_called(command):
+    script = command.script(
+        "import sys\nsys.excepthook = lambda *error: print('hook saw', error[1])\nraise "
+        "ValueError(7)"
+    )
+    ended = command.run("run", "-n", "1", script)
+    assert ended.code == 1 and ended.lines(0) == ["hook saw 7"]
+
+
+def failure(rank, time_s, **how):
+    return Failure(rank=rank, time_s=time_s, **how)
+
+
+@pytest.mark.parametrize(
+    ("failures", "first"),
+    [
+        ([failure(0, 1.0, type="ValueError"), failure(1, 2.0, type="ValueError")], 0),
+        ([failure(0, 1.0, type="ConnectionError"), failure(1, 1.05, exit_code=137)], 1),
+        ([failure(0, 1.0, type="ValueError"), failure(1, 1.05, exit_code=134)], 0),
+        ([failure(0, 1.0, type="ValueError"), failure(1, 1.5, exit_code=137)], 0),
+        ([failure(0, 1.0, exit_code=137, ended_by_launcher=True), failure(1, 2.0)], 1),
+    ],
+)
+def test_the_cause_is_the_earliest_but_a_silent_death_is_earlier_than_it_was_seen(failures, first):
+    assert min(failures, key=verdict.blame).rank == first
