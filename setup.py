@@ -38,11 +38,12 @@ def extension(name: str, sources: list[str], libraries: tuple[str, ...] = ()) ->
 
 setup(
     ext_modules=[
+        extension("coordinator._board", ["csrc/board.cpp", "csrc/board_binding.cpp"]),
         extension("communicator._native", ["csrc/binding.cpp", "csrc/binding_tensor.cpp"], ("dl",)),
         # Not a Python module: a vendor library like any other, opened through communicator.h.
         extension(
             "communicator._shm",
-            ["csrc/shm.cpp", "csrc/shm_group.cpp", "csrc/shm_segment.cpp", "csrc/shm_reduce.cpp"],
+            sorted(glob("csrc/shm*.cpp")),
             ("pthread", "rt"),
         ),
         extension(

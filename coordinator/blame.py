@@ -1,84 +1,278 @@
-"""Who is missing when a call fails.
+"""Who is missing when a call does not end, and what is known of them.
 
-gloo says at best which socket closed. So each rank that sees a call fail writes down which call it
-was in; whoever has not written anything shortly after is the one the others waited for.
+Whoever finds out first writes the verdict where the others look: on the board of its node, and to
+rank 0 for the other nodes. So all survivors raise soon, and say the same.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from torch.distributed import Store
-
+from coordinator._board import Board
 from coordinator.calls import Call
-from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost
+from coordinator.errors import KINDS, CoordinatorError, CoordinatorTimeout, PeerLost
 from coordinator.peers import Peer
+from coordinator.session import Session
+from coordinator.vitals import Process
+from coordinator.wire import pack, unpack
 
-GRACE_S = 1.0
-POLL_S = 0.02
-
-
-def report_failure(store: Store, rank: int, what: str) -> None:
-    """Tell the ranks that will look why this one is out of step."""
-    try:
-        store.set(f"failed/{rank}", what)
-    except RuntimeError:
-        pass  # the store went with rank 0, and blame() will say that
-
-
-def blame(
-    store: Store, rank: int, peers: Sequence[Peer], call: Call, waited_s: float, cause: Exception
-) -> CoordinatorError:
-    """The error to raise for a call that failed: what was waited for, how long, and for whom."""
-    report_failure(store, rank, f"in {call}")
-    reports = _collect(store, rank, peers)
-    kind = _kind(cause, reports, peers)
-    return kind(
-        f"rank {rank} waited {waited_s:.1f} s in {call} for {_culprits(reports, peers, call)}. "
-        f"The group is out of step: end the launch, and look at what those ranks printed last. "
-        f"({cause})"
-    )
+PRESENT, CLOSED, FORGOTTEN = 0, 1, 2  # status of a rank on the board
+STATUS = {CLOSED: "closed its Coordinator", FORGOTTEN: "dropped its Coordinator without close()"}
+GRACE_S = 0.5  # what a lost rank had sent may still be on its way
+VERDICT_S = 1.5  # how long the reason of a broken connection may take to arrive
+SILENT_S = 3.0  # without a beat
+MAX_TEXT = 12_000  # of a verdict, which must fit the board
+ADVICE = "The group is out of step: end the launch, and look at what those ranks printed last."
 
 
-def _collect(store: Store, rank: int, peers: Sequence[Peer]) -> dict[int, str | None]:
-    """What each other rank reported within GRACE_S; None if nothing."""
-    reports: dict[int, str | None] = {other: None for other in range(len(peers)) if other != rank}
-    deadline = time.monotonic() + GRACE_S
-    while None in reports.values() and time.monotonic() < deadline:
-        for other in [other for other, report in reports.items() if report is None]:
+class Waiting(NamedTuple):
+    """A call that this rank is in."""
+
+    call: Call
+    since: float
+    timeout_s: float
+
+    @property
+    def deadline(self) -> float:
+        return self.since + self.timeout_s
+
+
+class Culprit(NamedTuple):
+    rank: int
+    state: str  # what it does instead, in a few words
+    last: str = ""  # where it was seen, and when
+
+    def describe(self, peers: Sequence[Peer]) -> str:
+        peer = peers[self.rank]
+        facts = [f"host {peer.host}", f"pid {peer.pid}", self.last, self.state]
+        return f"rank {self.rank} ({', '.join(fact for fact in facts if fact)})"
+
+
+class Watch:
+    """Looks after the ranks of one group while this one waits for them."""
+
+    def __init__(self, key: str, session: Session, rank: int, peers: Sequence[Peer]) -> None:
+        self.key, self.session, self.rank, self.peers = key, session, rank, peers
+        self.island: Sequence[int] = [rank]
+        self.board: Board | None = None
+        self._processes: dict[int, Process] = {}
+        self._remote = {peer.rank: rank for rank, peer in enumerate(peers)}
+
+    def share(self, island: Sequence[int], board: Board) -> None:
+        """From now on these ranks share memory with us."""
+        self.island, self.board = island, board
+        others = [self.peers[rank] for rank in island if self.peers[rank].pid != self._me.pid]
+        self._processes = {self._remote[peer.rank]: Process(peer) for peer in others}
+        self._remote = {
+            peer.rank: rank for rank, peer in enumerate(self.peers) if rank not in island
+        }
+
+    @property
+    def _me(self) -> Peer:
+        return self.peers[self.rank]
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            process.close()
+
+    # ---- while waiting ----
+
+    def check(self, waiting: Waiting) -> None:
+        """Return if there is still reason to wait; else raise why not."""
+        verdict = self.verdict()
+        if verdict is not None:
+            raise self._error(verdict, waiting)
+        gone = self._gone_here() + self._gone_elsewhere()
+        if gone:
+            raise self.fail(PeerLost, gone, waiting)
+        if time.monotonic() >= waiting.deadline:
+            raise self.fail(CoordinatorTimeout, self.stragglers(waiting.call), waiting)
+
+    def verdict(self) -> bytes | None:
+        found = self.board.verdict() if self.board is not None else None
+        return found if found is not None else self.session.verdicts.get(self.key)
+
+    def _gone_here(self) -> list[Culprit]:
+        """Ranks of this node that will not come any more."""
+        found = []
+        for index, rank in self._missing_here():
+            status, _, calls, name, number, site, ago_s = self._glimpse(index)
+            last = _last_seen(name, number, site, ago_s) if calls else ""
+            process = self._processes.get(rank)
+            if status != PRESENT:
+                found.append(Culprit(rank, STATUS[status], last))
+            elif process is not None and process.is_dead():
+                found.append(Culprit(rank, process.state(), last))
+        return found
+
+    def _missing_here(self) -> list[tuple[int, int]]:
+        if self.board is None:
+            return []
+        return [
+            (index, rank)
+            for index, rank in enumerate(self.island)
+            if rank != self.rank and not self._glimpse(index)[1]
+        ]
+
+    def _glimpse(self, index: int) -> tuple[int, int, int, str, int, str, float]:
+        assert self.board is not None
+        return self.board.glimpse(index)
+
+    def _gone_elsewhere(self) -> list[Culprit]:
+        now = time.monotonic()
+        return [
+            Culprit(self._remote[rank], "exited, or its connection broke")
+            for rank, since in list(self.session.lost.items())
+            if rank in self._remote and now - since > GRACE_S
+        ]
+
+    def broken(self, rank: int, why: str, waiting: Waiting) -> CoordinatorError:
+        """The error for a connection to rank that broke: the reason, if it arrives shortly."""
+        until = time.monotonic() + VERDICT_S
+        while time.monotonic() < until:
+            self.session.refresh(timeout_s=0.5)
             try:
-                if store.check([f"failed/{other}"]):
-                    reports[other] = store.get(f"failed/{other}").decode()
-            except RuntimeError:
-                return reports
-        time.sleep(POLL_S)
-    return reports
+                self.check(waiting)
+            except CoordinatorError as error:
+                return error
+            time.sleep(0.05)
+        return self.fail(PeerLost, [Culprit(rank, f"its connection broke: {why}")], waiting)
+
+    # ---- verdicts ----
+
+    def fail(
+        self, kind: type[CoordinatorError], culprits: Sequence[Culprit], waiting: Waiting
+    ) -> CoordinatorError:
+        """Break the group for a reason; the error for this rank, or that of who was quicker."""
+        text = " and ".join(culprit.describe(self.peers) for culprit in culprits)
+        text = text or "a rank that nobody can name"
+        ranks = [culprit.rank for culprit in culprits]
+        return self._error(self._give(kind, text, ranks, str(waiting.call)), waiting)
+
+    def abandon(self, why: str, where: str) -> None:
+        """Break the group because this rank leaves it in the middle."""
+        if len(self.peers) > 1:
+            tail = why if len(why) < MAX_TEXT else "..." + why[-MAX_TEXT:]
+            text = f"{self._me}, which left because of\n{tail}"
+            self._give(PeerLost, text, [self.rank], where)
+
+    def _give(self, kind: type[CoordinatorError], text: str, ranks: list[int], where: str) -> bytes:
+        text = text[:MAX_TEXT] + text[MAX_TEXT:][-1000:]
+        mine = pack((kind.__name__, self.rank, where, text, ranks[:256]))
+        if self.board is not None and not self.board.give_verdict(mine):
+            return self.verdict() or mine
+        if len(self.island) < len(self.peers):
+            self.session.report(self.key, mine)
+        return mine
+
+    def _error(self, verdict: bytes, waiting: Waiting) -> CoordinatorError:
+        kind, by, where, text, ranks = unpack(verdict)
+        self._pass_on(verdict)
+        waited_s = time.monotonic() - waiting.since
+        if self.rank in ranks and by != self.rank:
+            message = (
+                f"rank {self.rank} came to {waiting.call} when rank {by} had already given up, "
+                f"in {where}, waiting for {text}. {ADVICE}"
+            )
+        else:
+            found = f" (found by rank {by} in {where})" if by != self.rank else ""
+            message = f"rank {self.rank} waited {waited_s:.1f} s in {waiting.call} for {text}"
+            message += f".{found} {ADVICE}" if not text.endswith("\n") else f"{found}{ADVICE}"
+        return KINDS[kind](message)
+
+    def _pass_on(self, verdict: bytes) -> None:
+        """What was heard from another node, the ranks of this one shall see at once."""
+        if self.board is not None and self.board.verdict() is None:
+            self.board.give_verdict(verdict)
+
+    # ---- who is late, and what they do ----
+
+    def in_other_calls(self, waiting: Waiting) -> CoordinatorError:
+        """The error when all have come, but to different calls."""
+        others = [
+            Culprit(rank, f"which was in {name} #{number} ({site})")
+            for index, rank in enumerate(self.island)
+            for _, _, _, name, number, site, _ in [self._glimpse(index)]
+            if rank != self.rank and (name, number) != waiting.call[:2]
+        ]
+        text = " and ".join(culprit.describe(self.peers) for culprit in others)
+        text = text or "others, which gave another src or dst"
+        self._give(CoordinatorError, text, [], str(waiting.call))
+        return CoordinatorError(
+            f"rank {self.rank} was in {waiting.call}, unlike {text}. All ranks must make the same "
+            "calls with the same src or dst, in the same order."
+        )
+
+    def stragglers(self, call: Call) -> list[Culprit]:
+        """The ranks that are not in this call, with what they do instead."""
+        here = [self._straggler_here(index, rank, call) for index, rank in self._missing_here()]
+        found = [culprit for culprit in here if culprit is not None]
+        return found + self._stragglers_elsewhere(call)
+
+    def _straggler_here(self, index: int, rank: int, call: Call) -> Culprit | None:
+        _, _, calls, name, number, site, ago_s = self._glimpse(index)
+        if (name, number) == call[:2]:
+            return None  # it waits in this very call, for somebody on another node
+        last = _last_seen(name, number, site, ago_s) if calls else "not seen in any call"
+        process = self._processes.get(rank)
+        return Culprit(rank, process.state() if process else "a thread of this process", last)
+
+    def _stragglers_elsewhere(self, call: Call) -> list[Culprit]:
+        if not self._remote:
+            return []
+        census = self.session.census()
+        if not census:
+            return self._silent_hub()
+        found = [self._sight(rank, census.get(rank), call) for rank in self._remote]
+        return [culprit for culprit in found if culprit is not None]
+
+    def _sight(self, launch_rank: int, seen: Any, call: Call | None) -> Culprit | None:
+        """What rank 0 knows of a rank on another node; None if it is in the call."""
+        rank = self._remote[launch_rank]
+        if seen is None:
+            return Culprit(rank, "never seen by rank 0")
+        beat_s, rows, note, lost_s, is_cut_off = seen
+        name, number, site, ago_s = (rows or {}).get(self.key, ("", 0, "", 0.0))
+        last = _last_seen(name, number, site, ago_s + beat_s) if number else "not seen in any call"
+        if lost_s >= 0:
+            return Culprit(rank, f"exited, or its connection broke, {lost_s:.0f} s ago", last)
+        if beat_s > SILENT_S and is_cut_off:
+            return Culprit(rank, f"its host has not answered rank 0 for {beat_s:.0f} s", last)
+        if beat_s > SILENT_S and note:
+            return Culprit(rank, note, last)
+        if beat_s > SILENT_S:
+            return Culprit(rank, f"silent for {beat_s:.0f} s: stopped, or stuck", last)
+        if call is not None and number == call.number and name == call.name:
+            return None
+        return Culprit(rank, note or "running", last)
+
+    def _silent_hub(self) -> list[Culprit]:
+        for launch_rank, rank in self._remote.items():
+            if launch_rank == 0:
+                state = "gone" if self.session.hub_lost_at else "stopped, or its host cut off"
+                return [Culprit(rank, f"it does not answer: {state}")]
+        return []
+
+    def table(self) -> str:
+        """A line for every rank: where it is and how it does."""
+        census = self.session.census() if self._remote else {}
+        lines = []
+        for index, rank in enumerate(self.island):
+            if self.board is not None:
+                _, _, calls, name, number, site, ago_s = self._glimpse(index)
+                last = _last_seen(name, number, site, ago_s) if calls else "not seen in any call"
+                process = self._processes.get(rank)
+                state = process.state() if process else "in this process"
+                lines.append(Culprit(rank, state, last).describe(self.peers))
+        for launch_rank in self._remote:
+            if launch_rank != self._me.rank:
+                sight = self._sight(launch_rank, census.get(launch_rank), None)
+                lines.append(sight.describe(self.peers) if sight else f"rank {launch_rank}")
+        return "\n".join(lines or [Culprit(self.rank, "alone").describe(self.peers)])
 
 
-def _kind(
-    cause: Exception, reports: dict[int, str | None], peers: Sequence[Peer]
-) -> type[CoordinatorError]:
-    silent = [peers[rank] for rank, report in reports.items() if report is None]
-    left = any(report and report.startswith("left") for report in reports.values())
-    if left or any(peer.is_seen_dead() for peer in silent):
-        return PeerLost
-    timed_out = "time" in str(cause).lower() and "out" in str(cause).lower()
-    return CoordinatorTimeout if timed_out else PeerLost if silent else CoordinatorError
-
-
-def _culprits(reports: dict[int, str | None], peers: Sequence[Peer], call: Call) -> str:
-    """The ranks that are not where this one is, each with what is known of it."""
-    found = []
-    for rank, report in reports.items():
-        if report is None:
-            state = "is gone" if peers[rank].is_seen_dead() else "did not come"
-            found.append(f"{peers[rank]}, which {state}")
-        elif _name_and_number(report) != f"{call.name} #{call.number}":
-            verb = report if report.startswith("left") else f"was {report}"
-            found.append(f"{peers[rank]}, which {verb}")
-    return "; ".join(found) or "a peer whose connection broke"
-
-
-def _name_and_number(report: str) -> str:
-    return report.removeprefix("in ").partition(" (")[0]
+def _last_seen(name: str, number: int, site: str, ago_s: float) -> str:
+    ago = f"{ago_s:.1f}" if ago_s < 10 else f"{ago_s:.0f}"
+    return f"last seen {ago} s ago in {name} #{number}, {site}"

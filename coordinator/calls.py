@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 _HERE = str(Path(__file__).parent)
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """The number-th collective call of this rank on this Coordinator."""
 
     name: str
@@ -29,7 +28,7 @@ def caller() -> str:
         frame = frame.f_back
     if frame is None:
         return "unknown"
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
 
 
 def _is_ours(filename: str) -> bool:

@@ -18,3 +18,8 @@ class CoordinatorTimeout(CoordinatorError, TimeoutError):
 
 class PeerLost(CoordinatorError):
     """A rank died or left in the middle of a call. The message names it."""
+
+
+KINDS: dict[str, type[CoordinatorError]] = {
+    kind.__name__: kind for kind in (CoordinatorError, CoordinatorTimeout, PeerLost)
+}

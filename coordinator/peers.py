@@ -14,7 +14,11 @@ from launcher import LaunchInfo
 
 @dataclass(frozen=True)
 class Peer:
-    """One rank as the others see it: enough to name it in an error and to find it on its host."""
+    """One rank as the others see it: enough to name it in an error and to find it on its host.
+
+    memory: equal for processes that can share memory: one kernel, one view of pids, one user.
+    address: by which the others reach its host.
+    """
 
     rank: int
     local_rank: int
@@ -23,6 +27,8 @@ class Peer:
     boot_id: str
     pid: int
     start_ticks: int
+    memory: str = ""
+    address: str = ""
 
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
@@ -35,23 +41,37 @@ class Peer:
         return cls(**json.loads(data))
 
     @classmethod
-    def me(cls, info: LaunchInfo) -> Peer:
+    def me(cls, info: LaunchInfo, address: str = "") -> Peer:
         pid = os.getpid()
-        ticks = start_ticks(pid)
-        host, boot = socket.gethostname(), boot_id()
         return cls(
             info.rank,
             info.local_rank,
             info.local_world_size,
-            host,
-            boot,
+            socket.gethostname(),
+            boot_id(),
             pid,
-            ticks if ticks else 0,
+            start_ticks(pid) or 0,
+            f"{boot_id()}/{_namespace('pid')}/{_namespace('user')}/{os.getuid()}",
+            address,
+        )
+
+    @property
+    def is_visible(self) -> bool:
+        """Does this process see the other's in /proc?"""
+        return self.boot_id == boot_id() and (
+            not self.memory or self.memory.split("/")[1] == _namespace("pid")
         )
 
     def is_seen_dead(self) -> bool:
         """Did the process run on this host, and no longer does? False where we cannot see."""
-        return self.boot_id == boot_id() and start_ticks(self.pid) != (self.start_ticks or None)
+        return self.is_visible and start_ticks(self.pid) != (self.start_ticks or None)
+
+
+def _namespace(kind: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/ns/{kind}")
+    except OSError:
+        return ""
 
 
 def boot_id() -> str:
@@ -62,14 +82,19 @@ def boot_id() -> str:
         return socket.gethostname()
 
 
+def stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on (proc(5), field 3); none if it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()
+
+
 def start_ticks(pid: int) -> int | None:
     """When pid started (proc(5), field 22), None if it is gone or a zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    state, *fields = stat.rpartition(")")[2].split()
-    return None if state in "ZX" else int(fields[18])
+    fields = stat(pid)
+    return None if not fields or fields[0] in "ZX" else int(fields[19])
 
 
 def nodes(peers: Sequence[Peer]) -> list[list[int]]:
@@ -79,17 +104,13 @@ def nodes(peers: Sequence[Peer]) -> list[list[int]]:
     0 .. local_world_size-1, each once. Two such sets on one machine are two nodes.
     """
     found: list[dict[int, Peer]] = []
+    open_nodes: dict[tuple[str, str, int], list[dict[int, Peer]]] = {}
     for peer in sorted(peers, key=lambda peer: peer.rank):
-        for node in found:
-            first = next(iter(node.values()))
-            if _same_node(first, peer) and peer.local_rank not in node:
-                node[peer.local_rank] = peer
-                break
-        else:
-            found.append({peer.local_rank: peer})
+        alike = open_nodes.setdefault((peer.boot_id, peer.host, peer.local_world_size), [])
+        node = next((node for node in alike if peer.local_rank not in node), None)
+        if node is None:
+            node = {}
+            alike.append(node)
+            found.append(node)
+        node[peer.local_rank] = peer
     return [[node[local].rank for local in sorted(node)] for node in found]
-
-
-def _same_node(one: Peer, other: Peer) -> bool:
-    keys = ("boot_id", "host", "local_world_size")
-    return all(getattr(one, key) == getattr(other, key) for key in keys)

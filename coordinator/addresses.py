@@ -1,0 +1,167 @@
+"""Where rank 0 listens, and by which address of this host the others reach it."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+from coordinator.errors import CoordinatorError
+from launcher import LaunchInfo
+
+Address = tuple[socket.AddressFamily, tuple[Any, ...]]
+BACKLOG = 2048
+SIOCGIFADDR = 0x8915  # netdevice(7)
+# Nobody has these (RFC 5737, RFC 3849): asking for the way to them gives the way out.
+SOMEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+
+
+def spans_nodes(info: LaunchInfo) -> bool:
+    return info.local_world_size != info.world_size
+
+
+def candidates(info: LaunchInfo) -> list[Address]:
+    """Where rank 0 may listen, the likeliest first: what master_addr means on this host.
+
+    On many hosts their own name means the loopback, which no other host reaches. If the launch
+    spans nodes, that is then replaced by the address this host uses towards others.
+    """
+    found = _resolve(info)
+    is_name = not _is_literal(info.master_addr)
+    if spans_nodes(info) and is_name and any(_is_loopback(address) for address in found):
+        outward = [(family, (text, info.master_port)) for family, text in outward_addresses()]
+        found = [address for address in found if not _is_loopback(address)] + outward or found
+    return found
+
+
+def _resolve(info: LaunchInfo) -> list[Address]:
+    try:
+        found = socket.getaddrinfo(info.master_addr, info.master_port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise CoordinatorError(
+            f"rank {info.rank} (host {socket.gethostname()}) does not know where "
+            f"{info.master_addr!r} is ({error.strerror}), so it cannot reach rank 0. Give an "
+            "address that every host knows with --master-addr."
+        ) from error
+    return [(family, address) for family, _, _, _, address in found]
+
+
+def _is_literal(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(address: Address) -> bool:
+    return ipaddress.ip_address(str(address[1][0]).partition("%")[0]).is_loopback
+
+
+def outward_addresses() -> list[tuple[socket.AddressFamily, str]]:
+    """By which addresses this host goes out: its default routes', else its interfaces'."""
+    found = []
+    for family, somewhere in SOMEWHERE:
+        try:
+            found.append((family, source_towards(family, (somewhere, 9))))
+        except OSError:
+            continue  # no such route
+    return found or _interface_addresses()
+
+
+def source_towards(family: int, address: tuple[Any, ...]) -> str:
+    """The local address from which the kernel would send there; nothing is sent."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def _interface_addresses() -> list[tuple[socket.AddressFamily, str]]:
+    """Those of real interfaces: a bridge is this host's inside."""
+    names = [name for _, name in socket.if_nameindex() if name != "lo" and not _is_bridge(name)]
+    four = [(socket.AF_INET, text) for name in names if (text := _ipv4_of(name))]
+    return four + [(socket.AF_INET6, text) for name, text in _ipv6() if name in names]
+
+
+def _is_bridge(name: str) -> bool:
+    return Path("/sys/class/net", name, "bridge").exists()
+
+
+def _ipv4_of(name: str) -> str:
+    request = struct.pack("256s", name.encode())
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            return socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24])
+        except OSError:
+            return ""
+
+
+def _ipv6() -> list[tuple[str, str]]:
+    """Interface and address, of those that are not for one link only (scope 0, if_inet6)."""
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:
+        return []
+    fields = [line.split() for line in lines]
+    return [
+        (name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(text)))
+        for text, _, _, scope, _, name in fields
+        if scope == "00"
+    ]
+
+
+def listen(info: LaunchInfo) -> socket.socket:
+    """A socket that listens where the others look for rank 0, at that one address."""
+    if "master_fd" in info.extras:
+        return _adopt(info)
+    refused: OSError | None = None
+    for family, address in candidates(info):
+        try:
+            return bound(family, address)
+        except OSError as error:
+            refused = error
+    raise CoordinatorError(
+        f"rank 0 (host {socket.gethostname()}) cannot listen at {info.master_addr}:"
+        f"{info.master_port}: {refused}. master_addr must be an address of rank 0's host and the "
+        "port free: choose another --master-port, or give --master-addr."
+    ) from refused
+
+
+def _adopt(info: LaunchInfo) -> socket.socket:
+    try:
+        listener = socket.socket(fileno=os.dup(int(info.extras["master_fd"])))
+        if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return listener
+        listener.close()
+        raise OSError("it does not listen")
+    except OSError as error:
+        raise CoordinatorError(
+            f"rank 0 cannot adopt descriptor {info.extras['master_fd']} as the listening socket "
+            f"of the launch ({error}), so nobody could join. Was this process started by rank 0 "
+            "without its descriptors? Pass them on, or let rank 0 itself make the Coordinator."
+        ) from error
+
+
+def bound(family: int, address: tuple[Any, ...]) -> socket.socket:
+    """A socket listening at one address. Raises OSError."""
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def shown(address: tuple[Any, ...]) -> str:
+    """address:port as one writes it."""
+    host, port = address[0], address[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,365 @@
+"""How the bytes of a collective call travel: memory within a node, connections between nodes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from coordinator import _board
+from coordinator.blame import Culprit, Waiting, Watch
+from coordinator.calls import Call
+from coordinator.client import HubGone
+from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost
+from coordinator.peers import Peer, nodes
+from coordinator.session import Session
+from coordinator.tree import Door, EdgeBroken, Tree, children_of, climb, parent_of
+from coordinator.wire import Late, pack, unpack
+
+SLICE_S = 0.05  # of waiting, after which we look who is still alive
+PATIENCE_S = 1.0  # of a meeting, after which we ask who is lost
+EVERYBODY = -1
+
+log = logging.getLogger("coordinator")
+
+
+class Group:
+    """The ranks of a group, joined. Collective throughout."""
+
+    def __init__(self, key: str, session: Session, rank: int, size: int) -> None:
+        self.key, self.session, self.rank, self.size = key, session, rank, size
+        self.peers: tuple[Peer, ...] = ()
+        self._last = ("start", 0, "", time.monotonic())
+        self._board: _board.Board | None = None
+        self._tree: Tree | None = None
+        session.watch(self)
+
+    def row(self) -> tuple[str, int, str, float]:
+        """The call this rank was last seen in, and how long ago that was."""
+        name, number, where, since = self._last
+        return name, number, where, time.monotonic() - since
+
+    # ---- joining ----
+
+    def join(self, me: Peer, members: Sequence[int], timeout_s: float) -> None:
+        """Meet the members (ranks of the launch), and connect to them."""
+        deadline = time.monotonic() + timeout_s
+        self._members = members
+        given = self._meet("peers", me.to_json().encode(), deadline, timeout_s)
+        self.peers = tuple(Peer.from_json(data) for data in given)
+        self.watch = Watch(self.key, self.session, self.rank, self.peers)
+        self.islands = self._share_memory(_islands(self.peers), deadline, timeout_s)
+        self._index = next(i for i, island in enumerate(self.islands) if self.rank in island)
+        self.island = self.islands[self._index]
+        self._island_of = {rank: i for i, island in enumerate(self.islands) for rank in island}
+        if len(self.islands) > 1:
+            self._connect(deadline, timeout_s)
+
+    def _meet(self, name: str, data: bytes, deadline: float, timeout_s: float) -> list[bytes]:
+        """What every rank gives. Collective."""
+        key = f"{self.key}/{name}"
+        patience = time.monotonic() + PATIENCE_S
+
+        def idle() -> None:
+            nonlocal patience
+            if time.monotonic() > patience:
+                self.session.refresh()
+                self._check_lost()
+                patience = time.monotonic() + PATIENCE_S
+
+        try:
+            left_s = max(deadline - time.monotonic(), 0.001)
+            found = self.session.ask(
+                "meet", key, self.rank, self.size, data, timeout_s=left_s, idle=idle
+            )
+            return list(found)
+        except HubGone as error:
+            raise self._no_hub() from error
+        except Late as error:
+            raise self._missing(key, timeout_s) from error
+
+    def _check_lost(self) -> None:
+        lost = [rank for rank in self._members if rank in self.session.lost]
+        if lost:
+            me = self.session.info.rank
+            raise PeerLost(
+                f"rank {me}: ranks {lost} exited, or lost their connection to rank 0, while the "
+                f"ranks of launch {self.session.info.launch_id} were joining. Look at what they "
+                "printed last."
+            )
+
+    def _no_hub(self) -> CoordinatorError:
+        info = self.session.info
+        return PeerLost(
+            f"rank {info.rank}: rank 0 ({info.master_addr}:{info.master_port}) is gone, or refuses "
+            "this rank by now, while the ranks were joining. Look at what rank 0 printed last."
+        )
+
+    def _missing(self, key: str, timeout_s: float) -> CoordinatorError:
+        info = self.session.info
+        try:
+            came = self.session.ask("came", key, timeout_s=1.0)
+        except (HubGone, Late, CoordinatorError):
+            came = []
+        missing = [rank for place, rank in enumerate(self._members) if place not in came]
+        return CoordinatorTimeout(
+            f"rank {info.rank} waited {timeout_s:g} s for ranks {missing} to join launch "
+            f"{info.launch_id}. Were all {self.size} ranks started, and do the missing ones reach "
+            f"{info.master_addr}:{info.master_port}?"
+        )
+
+    def _share_memory(
+        self, islands: list[list[int]], deadline: float, timeout_s: float
+    ) -> list[list[int]]:
+        """Attach to the memory of each island. Where that fails, its ranks become islands."""
+        if all(len(island) == 1 for island in islands):
+            return islands
+        mine = next(island for island in islands if self.rank in island)
+        fd, offer = self._offer(mine)
+        try:
+            given = [unpack(data) for data in self._meet("memory", offer, deadline, timeout_s)]
+            problem = self._attach(mine, given)
+            told = self._meet("attached", problem.encode(), deadline, timeout_s)
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        return self._without_broken(islands, [data.decode() for data in told])
+
+    def _offer(self, island: list[int]) -> tuple[int, bytes]:
+        """Fresh memory, if this rank is to make it; and what the others need to know."""
+        cores = sorted(os.sched_getaffinity(0))
+        if self.rank != island[0] or len(island) == 1:
+            return -1, pack((-1, "", cores))
+        try:
+            fd = _board.create(len(island))
+        except OSError as error:
+            return -1, pack((-1, f"{error.strerror}", cores))
+        return fd, pack((fd, "", cores))
+
+    def _attach(self, island: list[int], given: list[Any]) -> str:
+        """Why this rank cannot share memory; nothing if it does."""
+        if len(island) == 1:
+            return ""
+        fd, problem, _ = given[island[0]]
+        cores = {core for rank in island for core in given[rank][2]}
+        if problem:
+            return str(problem)
+        try:
+            own = os.open(f"/proc/{self.peers[island[0]].pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            return str(error)
+        try:
+            place, may_spin = island.index(self.rank), len(cores) >= len(island)
+            self._board = _board.Board(own, len(island), place, may_spin)
+        except OSError as error:
+            return str(error)
+        finally:
+            os.close(own)
+        self.watch.share(island, self._board)
+        return ""
+
+    def _without_broken(self, islands: list[list[int]], told: list[str]) -> list[list[int]]:
+        found = []
+        for island in islands:
+            problems = [f"rank {rank}: {told[rank]}" for rank in island if told[rank]]
+            found += [[rank] for rank in island] if problems else [island]
+            if problems and self.rank in island:
+                self._board = None
+                self.watch = Watch(self.key, self.session, self.rank, self.peers)
+                log.warning(
+                    "rank %d: the ranks %s of this node cannot share memory (%s); they use TCP",
+                    self.rank, island, problems[0],
+                )  # fmt: skip
+        return found
+
+    def _connect(self, deadline: float, timeout_s: float) -> None:
+        """The first rank of each island joins the tree; all hear if one cannot."""
+        leads = self.rank == self.island[0]
+        children = children_of(self._index, len(self.islands)) if leads else []
+        purpose = f"tree/{self.key}"
+        door = (
+            Door(self.session.client.local_address, self._proof, purpose, children)
+            if children
+            else None
+        )
+        try:
+            offer = pack(door.address if door else None)
+            doors = [unpack(data) for data in self._meet("doors", offer, deadline, timeout_s)]
+            problem = self._join_tree(doors, door, purpose, deadline, timeout_s) if leads else ""
+        finally:
+            if door:
+                door.close()
+        margin_s = 5.0  # for the others to say what they waited for in vain
+        told = self._meet("tree", problem.encode(), deadline + margin_s, timeout_s)
+        problems = [data.decode() for data in told if data]
+        if problems:
+            raise CoordinatorTimeout(
+                problem or f"rank {self.session.info.rank} could not join: {problems[-1]}"
+            )
+
+    @property
+    def _proof(self) -> Any:
+        return self.session.proof
+
+    def _join_tree(
+        self, doors: list[Any], door: Door | None, purpose: str, deadline: float, timeout_s: float
+    ) -> str:
+        me, parent = self.peers[self.rank], None
+        try:
+            if self._index > 0:
+                above = self.islands[parent_of(self._index)][0]
+                target, label = doors[above], f"{purpose}/{self._index}"
+                parent = climb(target, self._proof, me, self.peers[above], label, deadline)
+            children = door.wait(deadline, self._check_lost) if door else {}
+        except Late:
+            return self._children_missing(door, timeout_s)
+        except CoordinatorError as error:
+            return str(error)
+        self._tree = Tree(self._index, len(self.islands), parent, children)
+        return ""
+
+    def _children_missing(self, door: Door | None, timeout_s: float) -> str:
+        assert door is not None
+        wanted = children_of(self._index, len(self.islands))
+        late = [self.peers[self.islands[i][0]] for i in wanted if i not in door.came]
+        names = " and ".join(f"{peer} at {peer.address}" for peer in late)
+        me = self.peers[self.rank]
+        return (
+            f"rank {me.rank} (host {me.host}, address {me.address}) waited {timeout_s:g} s for "
+            f"{names} to connect"
+        )
+
+    # ---- calling ----
+
+    def exchange(
+        self,
+        call: Call,
+        data: bytes,
+        timeout_s: float,
+        root: int = EVERYBODY,
+        reader: int = EVERYBODY,
+        is_scattered: bool = False,
+    ) -> list[bytes]:
+        """What each rank gives, or nothing where this rank is not to read it.
+
+        root: who alone gives, or takes, for the ranks to check that they mean the same.
+        reader: who reads. is_scattered: each rank reads its part of what scattered() made.
+        """
+        self._last = (*call, time.monotonic())
+        waiting = Waiting(call, self._last[3], timeout_s)
+        if self.watch.verdict() is not None:
+            self.watch.check(waiting)
+        try:
+            if len(self.islands) == 1:
+                wants = reader in (EVERYBODY, self.rank)
+                return self._exchange_here(waiting, root + 1, data, wants, is_scattered)
+            return self._exchange_everywhere(waiting, data, root, reader, is_scattered)
+        except _board.Mismatch:
+            raise self.watch.in_other_calls(waiting) from None
+        except EdgeBroken as error:
+            neighbour = self.islands[error.index][0]
+            raise self.watch.broken(neighbour, str(error), waiting) from error
+        finally:
+            self._last = (*call, time.monotonic())
+
+    def _exchange_here(
+        self, waiting: Waiting, tag: int, data: bytes, wants: bool, is_scattered: bool
+    ) -> list[bytes]:
+        """Among the ranks of this island, by their place in it."""
+        if self._board is None:
+            return [data]
+        call = waiting.call
+        found = self._board.exchange(
+            call.name, call.number, tag, call.where, data, wants, is_scattered, SLICE_S
+        )
+        while found is None:
+            self.watch.check(waiting)
+            found = self._board.resume(SLICE_S)
+        return found
+
+    def _exchange_everywhere(
+        self, waiting: Waiting, data: bytes, root: int, reader: int, is_scattered: bool
+    ) -> list[bytes]:
+        """First within the islands, then between their first ranks, then within again."""
+        leads = self.rank == self.island[0]
+        given = self._exchange_here(waiting, root + 1, data, leads, False)
+        entries = self._climb(waiting, given, root, reader, is_scattered) if leads else []
+        brought = pack(entries) if leads and len(self.island) > 1 else b""
+        told = self._exchange_here(waiting, root + 1, brought, not leads, False)
+        if not leads:
+            entries = unpack(told[0])
+        found = [b""] * self.size
+        for src, dst, part in entries:
+            if dst in (EVERYBODY, self.rank):
+                found[src] = part
+        return found
+
+    def _climb(
+        self, waiting: Waiting, given: list[bytes], root: int, reader: int, is_scattered: bool
+    ) -> list[Any]:
+        """The entries (src, dst, bytes) that ranks of this island want."""
+        assert self._tree is not None
+        entries: list[Any] = []
+        for src, data in zip(self.island, given, strict=True):
+            if is_scattered and data:
+                entries += [(src, dst, part) for dst, part in enumerate(parts(data, self.size))]
+            elif data:
+                entries.append((src, reader, data))
+
+        def wants(index: int, entry: Any) -> bool:
+            return entry[1] == EVERYBODY or self._island_of[entry[1]] == index
+
+        header = (waiting.call, root)
+        idle: Callable[[], None] = lambda: self.watch.check(waiting)  # noqa: E731
+        headers, found = self._tree.exchange(header, entries, wants, waiting.deadline, idle)
+        for index, (call, their_root) in headers:
+            if (*call[:2], their_root) != (*waiting.call[:2], root):
+                theirs = Culprit(self.islands[index][0], f"which was in {Call(*call)}")
+                raise self.watch.fail(CoordinatorError, [theirs], waiting)
+        return found
+
+    def neighbour(self) -> Peer:
+        """The next rank on this node."""
+        return self.peers[self.island[(self.island.index(self.rank) + 1) % len(self.island)]]
+
+    def set_status(self, status: int) -> None:
+        if self._board is not None:
+            self._board.set_status(status)
+
+    def close(self) -> None:
+        if self._tree is not None:
+            self._tree.close()
+        self.session.forget(self)
+        if self.peers:
+            self.watch.close()
+        self._board = self._tree = None
+
+
+def _islands(peers: Sequence[Peer]) -> list[list[int]]:
+    """Places of the group that may share memory: of one node, one kernel, one user."""
+    by_rank = {peer.rank: place for place, peer in enumerate(peers)}
+    found: dict[tuple[int, str], list[int]] = {}
+    for number, node in enumerate(nodes(peers)):
+        for rank in node:
+            place = by_rank[rank]
+            found.setdefault((number, peers[place].memory), []).append(place)
+    return sorted(sorted(island) for island in found.values())
+
+
+def scattered(given: Sequence[bytes]) -> bytes:
+    """The parts for each rank in one piece: a table of where each begins, and then the parts."""
+    offsets = [0]
+    for part in given:
+        offsets.append(offsets[-1] + len(part))
+    return struct.pack(f"={len(offsets)}Q", *offsets) + b"".join(given)
+
+
+def parts(data: bytes, size: int) -> list[bytes]:
+    """What scattered() was given."""
+    table = struct.calcsize(f"={size + 1}Q")
+    offsets = struct.unpack_from(f"={size + 1}Q", data)
+    view = memoryview(data)[table:]
+    return [bytes(view[offsets[i] : offsets[i + 1]]) for i in range(size)]

@@ -1,0 +1,88 @@
+"""Whether a process of this host lives, and how it ended: through a pidfd, and /proc beside it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import struct
+
+from coordinator.peers import Peer, start_ticks, stat
+
+# linux/pidfd.h: PIDFD_GET_INFO tells, since Linux 6.15, how a process ended that is not our child.
+INFO_NBYTES = 64
+PIDFD_GET_INFO = 0xC0000000 | INFO_NBYTES << 16 | 0xFF << 8 | 11
+PIDFD_INFO_EXIT = 1 << 3
+EXIT_CODE_OFFSET = 60
+EXIT_CODE_FIELD = 49  # of /proc/PID/stat, counted from the state
+
+
+class Process:
+    """The process of a peer on this host."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self._fd = -1
+        self._how = ""
+        try:
+            self._fd = os.pidfd_open(peer.pid)
+        except OSError:
+            pass  # gone already, or a kernel or container without pidfds: /proc must do
+        if self._fd >= 0 and start_ticks(peer.pid) not in (peer.start_ticks, None):
+            self.close()  # another process has the number by now
+
+    def is_dead(self) -> bool:
+        if self._how:
+            return True
+        is_dead = self._is_signalled() if self._fd >= 0 else self.peer.is_seen_dead()
+        if is_dead:
+            self._how = _ending(self._exit_status())
+        return is_dead
+
+    def _is_signalled(self) -> bool:
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def state(self) -> str:
+        """In a word or two: exited with SIGKILL, stopped, running, sleeping."""
+        if self.is_dead():
+            return self._how
+        fields = stat(self.peer.pid)
+        return {"T": "stopped", "t": "stopped", "R": "running"}.get(
+            fields[0] if fields else "", "sleeping"
+        )
+
+    def _exit_status(self) -> int | None:
+        """As waitpid gives it; None where the kernel does not tell."""
+        fields = stat(self.peer.pid)  # of a zombie
+        if len(fields) > EXIT_CODE_FIELD and fields[0] in "ZX":
+            return int(fields[EXIT_CODE_FIELD])
+        if self._fd < 0:
+            return None
+        info = bytearray(struct.pack("Q", PIDFD_INFO_EXIT).ljust(INFO_NBYTES, b"\0"))
+        try:
+            fcntl.ioctl(self._fd, PIDFD_GET_INFO, info)
+        except OSError:
+            return None
+        (mask,) = struct.unpack_from("Q", info)
+        (status,) = struct.unpack_from("i", info, EXIT_CODE_OFFSET)
+        return int(status) if mask & PIDFD_INFO_EXIT else None
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+
+def _ending(status: int | None) -> str:
+    if status is None:
+        return "exited"
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"exited with {signal.Signals(-code).name}"
+    except ValueError:
+        return f"exited with signal {-code}"
