@@ -130,9 +130,10 @@ def _sit_down(one: Seat, plan: Plan, keeper: int) -> None:
     try:
         _close_what_is_not_for(one, plan)
         seat.run(one, plan.job, keeper, plan.is_fresh)
-    except SystemExit:
+    except SystemExit as leaving:
         if plan.is_fresh:
             raise
+        code = seat.exit_code(leaving)
     except KeyboardInterrupt:  # before the target had begun, or after its end
         code = 128 + signal.SIGINT
     except BaseException:
@@ -153,12 +154,14 @@ class _Keeping:
         self.pids = pids
         self.woken = woken
         self.commands = wire.Lines()
+        self.launcher = os.pidfd_open(os.getppid())
         self.launcher_lives = True
 
     def loop(self) -> int:
         with selectors.DefaultSelector() as selector:
             selector.register(self.woken, selectors.EVENT_READ, self._drain)
             selector.register(self.plan.commands, selectors.EVENT_READ, self._obey)
+            selector.register(self.launcher, selectors.EVENT_READ, self._lose_launcher)
             while self._reap() and self.launcher_lives:
                 for key, _ in selector.select():
                     key.data()
@@ -194,6 +197,10 @@ class _Keeping:
             wire.send(self.plan.reports, record)
         except BrokenPipeError:
             self.launcher_lives = False
+
+    def _lose_launcher(self) -> None:
+        """It has died, even if a child of its own still holds the other end of our command pipe."""
+        self.launcher_lives = False
 
     def _drain(self) -> None:
         self.woken.recv(4096)

@@ -99,18 +99,21 @@ def _text(fd: int, errors: str) -> io.TextIOWrapper:
 
 def _call(seat: Seat, job: Job) -> int:
     """The target's exit code, after reporting its result or how it failed."""
-    pipe = os.fstat(seat.report)
+    pipe, pid = os.fstat(seat.report), os.getpid()
     try:
         with context.rank_of(None):
             record: dict[str, Any] = {"result": values.dumps(target.call(job))}
         code = 0
     except BaseException as error:
+        if os.getpid() != pid:
+            raise  # a child that the target has forked, and not the rank
         code = exit_code(error)
         record = {"failure": describe(error)} if code else {"result": values.dumps(None)}
         _report(seat.report, pipe, record)
         _tell_hook(error, job)
     else:
-        _report(seat.report, pipe, record)
+        if os.getpid() == pid:
+            _report(seat.report, pipe, record)
     return code
 
 

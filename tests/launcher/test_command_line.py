@@ -200,3 +200,46 @@ def test_the_ranks_can_be_threads(command):
     script = command.script("import launcher\nprint('rank', launcher.current().rank, flush=True)\n")
     ended = command.run("run", "-n", "3", "--launcher", "threads", script)
     assert ended.code == 0 and [f"rank {r}" in ended.out for r in range(3)] == [True] * 3
+
+
+@pytest.mark.parametrize("leaving", ["sys.exit(5)", "raise ValueError('in the child')", "pass"])
+def test_a_child_that_a_rank_forks_does_not_speak_for_the_rank(command, leaving):
+    script = command.script(
+        "import os, sys, time\n"
+        "child = os.fork()\n"
+        f"if child == 0:\n    {leaving}\n"
+        "else:\n    os.waitpid(child, 0)\n    time.sleep(0.2)\n    print('the rank goes on')"
+    )
+    ended = command.run("run", "-n", "2", script)
+    assert ended.code == 0
+    assert "the rank goes on" in ended.lines(0) and "the rank goes on" in ended.lines(1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "message"),
+    [
+        ("raise ValueError('in a thread')", 1, "rank 1 (local rank 1"),
+        ("sys.exit(3)", 3, "left with exit code 3"),
+        ("os.kill(os.getpid(), 11)", 139, ""),
+    ],
+)
+def test_a_fault_of_a_rank_that_is_a_thread_ends_the_launch(command, fault, code, message):
+    script = command.script(
+        f"import os, sys, time, launcher\nif launcher.current().rank == 1: {fault}\ntime.sleep(30)"
+    )
+    ended = command.run("run", "-n", "2", "--launcher", "threads", script)
+    assert ended.code == code and message in ended.err and ended.seconds < 5
+
+
+def test_as_many_ranks_as_cores(command):
+    count = len(os.sched_getaffinity(0))
+    script = command.script("import launcher\nprint(launcher.current().world_size)")
+    for word in ("cpu", "auto"):
+        ended = command.run("run", "-n", word, script, env={"CUDA_VISIBLE_DEVICES": ""})
+        assert ended.lines(count - 1) == [str(count)] and ended.lines(count) == []
+
+
+def test_as_many_ranks_as_gpus_is_refused_where_there_are_none(command):
+    script = command.script("print('ran')")
+    ended = command.run("run", "-n", "gpu", script, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert ended.code == 2 and "no GPU" in ended.err and ended.out == ""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -207,3 +208,42 @@ def test_a_script_can_be_launched_from_a_program(tmp_path, capfd):
         "[0] __main__ x 0",
         "[1] __main__ x 1",
     ]
+
+
+def test_ranks_of_a_killed_program_die_though_a_child_of_its_own_lives_on(tmp_path):
+    """The child, forked during the launch, holds the program's end of the keeper's pipe as well."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys, threading, time, launcher\n"
+        "def rank():\n"
+        "    open(f'{os.environ[\"FOLDER\"]}/rank-{os.getpid()}', 'w').close()\n"
+        "    time.sleep(60)\n"
+        "def fork():\n"
+        "    time.sleep(1)\n"
+        "    if os.fork() == 0: time.sleep(60)\n"
+        "if __name__ == '__main__':\n"
+        "    threading.Thread(target=fork, daemon=True).start()\n"
+        "    launcher.launch(rank, 2)\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": os.getcwd(), "FOLDER": str(tmp_path)}
+    run = [sys.executable, str(program)]
+    process = subprocess.Popen(run, env=environ, start_new_session=True)
+    wait_for(lambda: len(list(tmp_path.glob("rank-*"))) == 2)
+    ranks = [int(path.name[len("rank-") :]) for path in tmp_path.glob("rank-*")]
+    wait_for(lambda: len(children(process.pid)) == 2)
+    process.kill()
+    process.wait()
+    wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in ranks))
+    os.killpg(process.pid, signal.SIGKILL)
+
+
+def children(pid):
+    folders = Path(f"/proc/{pid}/task").iterdir()
+    return [child for folder in folders for child in (folder / "children").read_text().split()]
+
+
+def wait_for(condition, seconds=10):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
