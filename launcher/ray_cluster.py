@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import os
 import secrets
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from launcher.info import LaunchInfo
 from launcher.job import LOOPBACK, Job
 from launcher.ray import NAME
 from launcher.ray_rank import Rank
+from launcher.ray_signals import Signals, interrupted
 
 PLACEMENT_S = 300.0  # for a busy cluster to find room
 GRACE_S = 1.0  # after a failure, for the death that caused it to be noticed
@@ -34,16 +36,25 @@ def run(job: Job) -> list[Any]:
     """
     job = replace(job, target=target.by_reference(job.target))
     ray = _import_ray()
-    with _connected(ray, job), _placed(ray, job) as group, _seated(ray, job, group) as seats:
-        calls = _call(job, seats, _infos(ray, job, seats))
-        results, failures = _gather(ray, calls, job.timeout_s)
+    with (
+        Signals() as signals,
+        _connected(ray, job, signals),
+        _placed(ray, job, signals) as group,
+        _seated(ray, job, group) as seats,
+    ):
+        calls = _call(job, seats, _infos(ray, job, seats, signals))
+        results, failures = _gather(ray, calls, job.timeout_s, signals)
     if failures:
         first = failures[0]
         text = f"{first.summary()}\n\n{first.traceback or first.message}"
         raise LaunchError(text, tuple(failures), first.exit_code)
     if len(results) < _world_size(job):
-        raise LaunchTimeout(f"the launch took longer than {job.timeout_s} s", exit_code=124)
+        raise _too_long(job)
     return [results[rank] for rank in range(_world_size(job))]
+
+
+def _too_long(job: Job) -> LaunchTimeout:
+    return LaunchTimeout(f"the launch took longer than {job.timeout_s} s", exit_code=124)
 
 
 def _import_ray() -> Any:
@@ -63,15 +74,16 @@ def _world_size(job: Job) -> int:
 
 
 @contextlib.contextmanager
-def _connected(ray: Any, job: Job) -> Iterator[None]:
+def _connected(ray: Any, job: Job, signals: Signals) -> Iterator[None]:
     """In this context, a cluster: the program's own, the one RAY_ADDRESS names, or a new one."""
     if ray.is_initialized():
         yield
         return
     try:
-        ray.init(address="auto")
-    except ConnectionError:
-        ray.init(num_cpus=max(_world_size(job), os.cpu_count() or 1), include_dashboard=False)
+        _connect(ray, job)
+    except SystemExit as stopped:  # which is how Ray takes SIGTERM, here and from here on
+        raise interrupted(signal.SIGTERM) from stopped
+    signals.note()
     try:
         yield
     finally:
@@ -79,14 +91,22 @@ def _connected(ray: Any, job: Job) -> Iterator[None]:
         ray.shutdown()
 
 
+def _connect(ray: Any, job: Job) -> None:
+    try:
+        ray.init(address="auto")
+    except ConnectionError:
+        ray.init(num_cpus=max(_world_size(job), os.cpu_count() or 1), include_dashboard=False)
+
+
 @contextlib.contextmanager
-def _placed(ray: Any, job: Job) -> Iterator[Any]:
+def _placed(ray: Any, job: Job, signals: Signals) -> Iterator[Any]:
     """A placement group with room for every rank."""
     bundles, strategy = _bundles(job, gpus=ray.cluster_resources().get("GPU", 0))
     _check_room(ray, job)
     group = ray.util.placement_group(bundles, strategy=strategy)
     try:
-        if not group.wait(min(PLACEMENT_S, job.timeout_s or PLACEMENT_S)):
+        timeout_s = min(PLACEMENT_S, job.timeout_s or PLACEMENT_S)
+        if not signals.wait(ray, [group.ready()], timeout_s):
             raise LaunchTimeout(
                 f"the Ray cluster has no room for {bundles} ({strategy}): it has "
                 f"{ray.cluster_resources()}, and {ray.available_resources()} of that is free, so "
@@ -152,15 +172,17 @@ def _actor(ray: Any, group: Any, bundle: int) -> Any:
     return ray.remote(Rank).options(scheduling_strategy=place, **options).remote()
 
 
-def _infos(ray: Any, job: Job, seats: Sequence[_Seat]) -> list[LaunchInfo]:
+def _infos(ray: Any, job: Job, seats: Sequence[_Seat], signals: Signals) -> list[LaunchInfo]:
     """The LaunchInfo of each rank, once rank 0 listens."""
     nodes = [seat.node for seat in seats]
     addr = job.master_addr
     if len(set(nodes)) > 1 and addr == LOOPBACK:
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         addr = addresses[nodes[0]]
-    port = ray.get(seats[0].actor.listen.remote(job.launch_id, addr, job.master_port))
-    return infos(job.launch_id, nodes, addr, port)
+    listening = seats[0].actor.listen.remote(job.launch_id, addr, job.master_port)
+    if not signals.wait(ray, [listening], job.timeout_s or FOR_EVER_S):
+        raise _too_long(job)
+    return infos(job.launch_id, nodes, addr, ray.get(listening))
 
 
 def infos(launch_id: str, nodes: Sequence[str], addr: str, port: int) -> list[LaunchInfo]:
@@ -195,7 +217,7 @@ def _call(job: Job, seats: Sequence[_Seat], infos: Sequence[LaunchInfo]) -> dict
 
 
 def _gather(
-    ray: Any, pending: dict[Any, LaunchInfo], timeout_s: float | None
+    ray: Any, pending: dict[Any, LaunchInfo], timeout_s: float | None, signals: Signals
 ) -> tuple[dict[int, Any], list[Failure]]:
     """The results by rank, and the failures: first processes that are gone, and felled others."""
     began = time.monotonic()
@@ -203,8 +225,7 @@ def _gather(
     results: dict[int, Any] = {}
     failures: list[Failure] = []
     while pending and (left := deadline - time.monotonic()) > 0:
-        done, _ = ray.wait(list(pending), timeout=left)
-        for call in done:
+        for call in signals.wait(ray, list(pending), left):
             info = pending.pop(call)
             record = _record(ray, call, info)
             if "failure" not in record:

@@ -1,12 +1,17 @@
 """A real Ray cluster on this machine, of two nodes with room for 3 and 2 ranks."""
 
+import os
+import signal
+import threading
 from pathlib import Path
 
 import pytest
 
 import launcher
-from launcher.errors import LaunchError, LaunchTimeout
+from launcher import ray_cluster, target
+from launcher.errors import LaunchError, LaunchInterrupted, LaunchTimeout
 from launcher.info import LaunchInfo
+from launcher.job import Job
 
 ROOT = Path(__file__).parents[2]
 WORK = """
@@ -104,6 +109,15 @@ def test_first_failure_ends_the_launch_and_is_named(work, how, code, said):
 def test_launch_that_takes_too_long_is_ended(work):
     with pytest.raises(LaunchTimeout, match=r"longer than 1.5 s"):
         launcher.launch(work.sleep, nprocs=2, launcher="ray", args=(60,), timeout_s=1.5)
+
+
+def test_signal_to_the_launcher_ends_the_launch(work):
+    job = Job(target.of(work.sleep), args=(60,), nprocs=2)
+    timer = threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    with pytest.raises(LaunchInterrupted, match="stopped by SIGTERM") as raised:
+        ray_cluster.run(job)
+    assert raised.value.exit_code == 128 + signal.SIGTERM
 
 
 def test_more_ranks_than_the_cluster_has_cpus_is_an_error_at_once(work):
