@@ -118,32 +118,87 @@ void allreduce_one_shot(Group& group, const char* send, char* recv, const Call& 
            divisor_for(group, call.op));
 }
 
-// Everyone reduces its piece and reads the other pieces: two steps, least traffic.
-void allreduce_two_shot(Group& group, const char* send, char* recv, const Call& call, size_t size,
-                        Reduce reduce) {
-    Operands operands(group);
-    in_rounds(group, call, group.slot_bytes() / size, [&](uint64_t first, uint64_t part) {
-        const char* from = send + first * size;
-        char* to = recv + first * size;
-        Pieces pieces(part, group.nranks, size);
-        char* mine = group.slot(group.rank);
-        Piece own = pieces.of(group.rank);
-        group.put(mine, from, own.first * size);
-        group.put(mine + own.end() * size, from + own.end() * size, (part - own.end()) * size);
-        group.step();
-        size_t offset = own.first * size;
-        reduce(mine + offset, operands.at(from + offset, offset), group.nranks, own.count,
-               divisor_for(group, call.op));
-        group.arrive();
-        std::memcpy(to + offset, mine + offset, own.count * size);
-        group.await();
+// Every rank's tensor is in shared memory: each reduces its piece and writes it into all of them.
+void allreduce_in_place(Group& group, const Call& call, size_t size, Reduce reduce) {
+    std::vector<char*> tensors;
+    for (int rank = 0; rank < group.nranks; ++rank) tensors.push_back(group.shared_tensor(rank));
+    std::vector<const void*> sources(group.nranks);
+    Piece own = Pieces(call.count, group.nranks, size).of(group.rank);
+    constexpr size_t cached_bytes = 32 << 10;  // so that a block is still near when it is copied
+    for (uint64_t first = own.first; first < own.end(); first += cached_bytes / size) {
+        uint64_t part = std::min<uint64_t>(cached_bytes / size, own.end() - first);
+        for (int rank = 0; rank < group.nranks; ++rank)
+            sources[rank] = tensors[rank] + first * size;
+        char* mine = tensors[group.rank] + first * size;
+        reduce(mine, sources.data(), group.nranks, part, divisor_for(group, call.op));
         for (int i = 1; i < group.nranks; ++i) {
             int rank = (group.rank + i) % group.nranks;
-            Piece piece = pieces.of(rank);
-            std::memcpy(to + piece.first * size, group.slot(rank) + piece.first * size,
-                        piece.count * size);
+            std::memcpy(tensors[rank] + first * size, mine, part * size);
         }
-    });
+    }
+    group.step();
+}
+
+// One round: everyone reduces its piece and reads the other pieces. Two steps, least traffic.
+class TwoShot {
+  public:
+    TwoShot(Group& group, const Call& call, size_t size, Reduce reduce)
+        : group_(group), operands_(group), call_(call), size_(size), reduce_(reduce) {}
+
+    void stage(const char* from, uint64_t part) {
+        Piece own = Pieces(part, group_.nranks, size_).of(group_.rank);
+        char* mine = group_.slot(group_.rank);
+        group_.put(mine, from, own.first * size_);
+        size_t end = own.end() * size_;
+        group_.put(mine + end, from + end, part * size_ - end);
+    }
+
+    void reduce_and_share(const char* from, char* to, uint64_t part) {
+        Pieces pieces(part, group_.nranks, size_);
+        Piece own = pieces.of(group_.rank);
+        size_t offset = own.first * size_;
+        char* mine = group_.slot(group_.rank) + offset;
+        reduce_(mine, operands_.at(from + offset, offset), group_.nranks, own.count,
+                divisor_for(group_, call_.op));
+        group_.arrive();
+        std::memcpy(to + offset, mine, own.count * size_);
+        group_.await();
+        for (int i = 1; i < group_.nranks; ++i) {
+            int rank = (group_.rank + i) % group_.nranks;
+            Piece piece = pieces.of(rank);
+            std::memcpy(to + piece.first * size_, group_.slot(rank) + piece.first * size_,
+                        piece.count * size_);
+        }
+    }
+
+  private:
+    Group& group_;
+    Operands operands_;
+    const Call& call_;
+    const size_t size_;
+    const Reduce reduce_;
+};
+
+// A rank whose tensor is in shared memory hopes in the first step that all are, and stages nothing.
+// If only some are, the hopeful stage after all and everyone takes one step more.
+void allreduce_two_shot(Group& group, const char* send, char* recv, const Call& call, size_t size,
+                        Reduce reduce) {
+    uint64_t where = send == recv ? group.memory().where(recv, call.count * size) : 0;
+    TwoShot two_shot(group, call, size, reduce);
+    group.begin(call, where);
+    uint64_t whole = group.slot_bytes() / size;
+    for (uint64_t first = 0; first < call.count; first += whole) {
+        if (first != 0) group.next_round();
+        uint64_t part = std::min(whole, call.count - first);
+        bool hopes = first == 0 && where != 0;
+        if (!hopes) two_shot.stage(send + first * size, part);
+        group.step();
+        int shared = first == 0 ? group.num_shared_tensors() : 0;
+        if (shared == group.nranks) return allreduce_in_place(group, call, size, reduce);
+        if (hopes) two_shot.stage(send, part);
+        if (shared > 0) group.step();
+        two_shot.reduce_and_share(send + first * size, recv + first * size, part);
+    }
 }
 
 void allreduce(Group& group, const char* send, char* recv, uint64_t count, comm_dtype dtype,
@@ -370,6 +425,25 @@ comm_result do_abort(comm_t comm) {
     return COMM_OK;
 }
 
+// What goes wrong with memory concerns this rank alone: the group is still in step.
+comm_result do_mem_alloc(comm_t comm, size_t nbytes, void** pointer) {
+    try {
+        *pointer = comm->memory().allocate(nbytes);
+        return COMM_OK;
+    } catch (const Failure& failure) {
+        return comm->keep(failure);
+    }
+}
+
+comm_result do_mem_free(comm_t comm, void* pointer) {
+    try {
+        comm->memory().free(pointer);
+        return COMM_OK;
+    } catch (const Failure& failure) {
+        return comm->keep(failure);
+    }
+}
+
 comm_plugin make_table() {
     comm_plugin table = {};
     table.struct_size = sizeof table;
@@ -395,6 +469,8 @@ comm_plugin make_table() {
     table.group_start = do_group_start;
     table.group_end = do_group_end;
     table.abort = do_abort;
+    table.mem_alloc = do_mem_alloc;
+    table.mem_free = do_mem_free;
     return table;
 }
 

@@ -94,7 +94,7 @@ Group::~Group() {
 
 // ---- steps ----
 
-void Group::begin(const Call& call) {
+void Group::begin(const Call& call, uint64_t where) {
     if (!broken_.empty()) throw Failure{COMM_INVALID_USAGE, broken_};
     if (aborted_.load(std::memory_order_relaxed))
         throw Failure{COMM_REMOTE_ERROR,
@@ -104,8 +104,10 @@ void Group::begin(const Call& call) {
     ++call_number_;
     unchecked_ = true;
     next_round();
-    Record& record = segment_.block(rank).arrival.records[call_number_ & 1];
-    record.call.store(call_number_, std::memory_order_relaxed);
+    Arrival& arrival = segment_.block(rank).arrival;
+    Record& record = arrival.records[call_number_ & 1];
+    arrival.call.store(call_number_, std::memory_order_relaxed);
+    record.where.store(where, std::memory_order_relaxed);
     record.what.store(pack(call), std::memory_order_relaxed);
     record.count.store(call.count, std::memory_order_relaxed);
 }
@@ -188,6 +190,19 @@ void Group::throw_mismatch(int peer, const Record& theirs) {
             std::to_string(peer) + " for " + describe(other) +
             ". Nothing was exchanged. Let every rank make the same calls in the same order, "
             "with the same shape, dtype and op"};
+}
+
+int Group::num_shared_tensors() const {
+    int found = 0;
+    for (int peer = 0; peer < nranks; ++peer)
+        found += segment_.block(peer).arrival.records[call_number_ & 1].where.load(
+                     std::memory_order_relaxed) != 0;
+    return found;
+}
+
+char* Group::shared_tensor(int of_rank) {
+    const Record& record = segment_.block(of_rank).arrival.records[call_number_ & 1];
+    return memory_.at(of_rank, record.where.load(std::memory_order_relaxed));
 }
 
 void Group::put(char* slot, const char* from, size_t nbytes) const {
@@ -374,11 +389,10 @@ std::string Group::describe_current() const {
 
 std::string Group::describe_peer(int peer) const {
     const RankBlock& theirs = segment_.block(peer);
-    const Record& even = theirs.arrival.records[0];
-    const Record& odd = theirs.arrival.records[1];
-    const Record& last = even.call.load() > odd.call.load() ? even : odd;
+    uint64_t call = theirs.arrival.call.load(std::memory_order_relaxed);
+    const Record& last = theirs.arrival.records[call & 1];
     return "rank " + std::to_string(peer) + " (pid " + std::to_string(theirs.identity.pid) +
-           ", last seen in call " + std::to_string(last.call.load()) + ", " +
+           ", last seen in call " + std::to_string(call) + ", " +
            describe(unpack(last.what.load(), last.count.load())) + ")";
 }
 
@@ -411,9 +425,14 @@ void Group::check_deadline(const std::string& doing, const std::string& missing)
             "Coordinator(timeout_s=...)"};
 }
 
+comm_result Group::keep(const Failure& failure) {
+    last_error_ = failure.text;
+    return failure.code;
+}
+
 // Ranks that disagreed took the same steps and can go on. After anything else they have lost step.
 comm_result Group::fail(const Failure& failure) {
-    last_error_ = failure.text;
+    keep(failure);
     bool recoverable = failure.code == COMM_INVALID_USAGE ||
                        failure.code == COMM_INVALID_ARGUMENT || failure.code == COMM_UNSUPPORTED;
     if (recoverable || !broken_.empty() || nranks == 1) return failure.code;

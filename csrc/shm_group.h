@@ -8,6 +8,7 @@
 
 #include "communicator.h"
 #include "shm_layout.h"
+#include "shm_memory.h"
 #include "shm_segment.h"
 #include "shm_wait.h"
 
@@ -48,7 +49,7 @@ class Group {
     // steps a rank may write its own slot() and, after step(), read everyone's. Slots alternate by
     // round, so nobody overwrites what a slower rank still reads and no step is needed for that
     // alone.
-    void begin(const Call& call);
+    void begin(const Call& call, uint64_t where = 0);
     void next_round() { parity_ ^= 1; }
     void step() {
         arrive();
@@ -60,6 +61,11 @@ class Group {
     char* slot(int of_rank) const { return segment_.slot(of_rank, parity_); }
     // Copies into a slot, past the caches where that was measured to be faster for the readers.
     void put(char* slot, const char* from, size_t nbytes) const;
+    // Once the first step is taken: how many ranks have their tensor in shared memory, and each
+    // tensor.
+    int num_shared_tensors() const;
+    char* shared_tensor(int of_rank);
+    Memory& memory() { return memory_; }
     size_t slot_bytes() const { return segment_.layout().slot_bytes; }
 
     void transfer(Transfer transfer);
@@ -68,7 +74,9 @@ class Group {
 
     // From any thread.
     void abort();
-    // Keeps the failure for last_error and, where the ranks have lost step, for every later call.
+    // Keeps the failure for last_error.
+    comm_result keep(const Failure& failure);
+    // The same, and, where the ranks have lost step, for every later call.
     comm_result fail(const Failure& failure);
     const char* last_error() const { return last_error_.c_str(); }
 
@@ -102,6 +110,7 @@ class Group {
     std::string prefix() const { return "rank " + std::to_string(rank) + ": "; }
 
     Segment segment_;
+    Memory memory_{segment_, rank};
     Patience patience_;
     bool oversubscribed_ = false;
     bool streaming_ = false;

@@ -35,17 +35,27 @@ enum class Kind : uint8_t {
 // What a rank asked for. Two of them, for even and odd calls: a rank can be one call ahead, never
 // two.
 struct Record {
-    std::atomic<uint64_t> call;
     std::atomic<uint64_t> what;
     std::atomic<uint64_t> count;
+    std::atomic<uint64_t> where;  // the tensor, if it lies in shared memory; see Memory
 };
 
-// The record travels in the cache line of the step, so that checking it costs no transfer of its
-// own.
+// The record travels in the cache line of the step: checking it costs no transfer of its own.
 struct alignas(line) Arrival {
     std::atomic<uint32_t> step;
     std::atomic<uint32_t> core;  // where the rank last ran
+    std::atomic<uint64_t> call;
     Record records[2];
+};
+static_assert(offsetof(Arrival, records) + sizeof(Arrival::records) <= 64, "one cache line");
+
+// A piece of shared memory that a rank made for its tensors, open in its process as `fd`.
+constexpr uint32_t most_regions = 64;
+
+struct Region {
+    std::atomic<uint32_t> id;  // 0 if there is none
+    int32_t fd;
+    uint64_t nbytes;
 };
 
 struct alignas(line) Counter {
@@ -67,6 +77,7 @@ struct RankBlock {
     Counter bell;      // what this rank sleeps on while it waits for letters
     Counter asleep;    // whether it does
     Identity identity;
+    alignas(line) Region regions[most_regions];
 };
 
 // Letters from one rank to another: a ring of `lane_depth` envelopes.

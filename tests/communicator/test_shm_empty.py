@@ -1,0 +1,94 @@
+"""Tensors that live in shared memory from the start."""
+
+import gc
+
+import pytest
+import torch
+
+from communicator import Communicator, CommunicatorError
+from coordinator import Coordinator
+
+LARGE = 300_007
+
+
+@pytest.fixture
+def with_shm(ranks):
+    def run(body, world_size):
+        def rank(info):
+            with (
+                Coordinator(info, timeout_s=30) as coor,
+                Communicator(coor, backend="shm") as comm,
+            ):
+                return body(comm)
+
+        return ranks(rank, world_size)
+
+    return run
+
+
+def values(rank):
+    return torch.randn(LARGE, generator=torch.Generator().manual_seed(rank)) * 1000
+
+
+def added_in_order(world_size):
+    total = values(0)
+    for rank in range(1, world_size):
+        total = total + values(rank)
+    return total
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("sharing", ["all", "some", "slices"])
+def test_the_sum_has_the_same_bits_wherever_the_tensors_are(with_shm, world_size, sharing):
+    def body(comm):
+        tensor = values(comm.rank)
+        if sharing != "some" or comm.rank % 2:
+            whole = comm.empty((3, LARGE))
+            tensor = whole[comm.rank % 3 if sharing == "slices" else 0].copy_(tensor)
+        found = comm.allreduce(tensor)
+        return found is tensor and torch.equal(found, added_in_order(world_size))
+
+    assert with_shm(body, world_size) == [True] * world_size
+
+
+def test_a_tensor_in_shared_memory_has_the_asked_shape_and_dtype(with_shm):
+    def body(comm):
+        tensor = comm.empty((2, 3), torch.bfloat16)
+        return tuple(tensor.shape), tensor.dtype, comm.empty((0,)).numel()
+
+    assert with_shm(body, 2) == [((2, 3), torch.bfloat16, 0)] * 2
+
+
+def test_memory_is_given_back_and_used_again(with_shm):
+    """Two hundred tensors, in a table of fewer: each goes when nobody refers to it."""
+
+    def body(comm):
+        for number in range(200):
+            tensor = comm.empty((LARGE,)).fill_(comm.rank + number)
+            comm.allreduce(tensor)
+            assert tensor[0] == tensor[-1] == 1 + 2 * number
+            del tensor
+        return True
+
+    assert with_shm(body, 2) == [True, True]
+
+
+def test_more_tensors_than_the_table_holds_is_an_error(with_shm):
+    def body(comm):
+        with pytest.raises(CommunicatorError, match="Free tensors made by empty"):
+            _ = [comm.empty((1,)) for _ in range(1000)]
+        gc.collect()
+        return comm.allreduce(torch.ones(1)).item()
+
+    assert with_shm(body, 2) == [2.0, 2.0]
+
+
+def test_a_tensor_outlives_its_communicator(with_shm):
+    def body(comm):
+        with Communicator(comm.coor, backend="shm") as other:
+            tensor = other.empty((LARGE,)).fill_(1)
+            other.allreduce(tensor)
+        comm.barrier()
+        return tensor.sum().item()
+
+    assert with_shm(body, 2) == [2.0 * LARGE] * 2
