@@ -7,6 +7,8 @@ model.generate(tokens)
 
 from .boxes import Split
 from .errors import CheckpointError, InferenceError, PeerLost, PlanError, Served, StageError
+from .hoist import HoistError, UnmappedDevice, assert_on, check_devices, hoist, hoist_package
+from .hoist import Report as HoistReport
 from .load import load
 from .memory import get_max_memory
 from .mesh import Mesh
@@ -17,6 +19,8 @@ from .plan import DeviceMap, Layout, Part, Place, plan
 __all__ = [
     "CheckpointError",
     "DeviceMap",
+    "HoistError",
+    "HoistReport",
     "InferenceError",
     "Layout",
     "Loaded",
@@ -28,7 +32,12 @@ __all__ = [
     "Served",
     "Split",
     "StageError",
+    "UnmappedDevice",
+    "assert_on",
+    "check_devices",
     "get_max_memory",
+    "hoist",
+    "hoist_package",
     "load",
     "load_into",
     "load_over_mesh",

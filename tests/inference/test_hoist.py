@@ -1,0 +1,246 @@
+"""A program made for one device runs on another, wherever in it the device was written."""
+
+import operator
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import fx, nn
+
+from inference import (
+    HoistError,
+    HoistReport,
+    UnmappedDevice,
+    assert_on,
+    check_devices,
+    hoist,
+    hoist_package,
+)
+
+HERE = Path(__file__).parent
+CUDA = torch.device("cuda:0")
+TO_CPU = {"cuda:0": "cpu"}
+X = torch.arange(4.0)
+
+
+def graph_of(build, root=None):
+    """A GraphModule of one input, and what build(graph, x) makes of it."""
+    graph = fx.Graph()
+    graph.output(build(graph, graph.placeholder("x")))
+    return fx.GraphModule(root or nn.Module(), graph)
+
+
+def pick(devices, x):
+    return x.to(devices["where"][0])
+
+
+fx.wrap("pick")
+
+PLACES = {
+    "a device in a factory": lambda g, x: g.call_function(torch.ones, (4,), {"device": CUDA}),
+    "a string in a factory": lambda g, x: g.call_function(torch.ones, (4,), {"device": "cuda:0"}),
+    "no number": lambda g, x: g.call_function(torch.ones, (4,), {"device": "cuda"}),
+    "an operator": lambda g, x: g.call_function(
+        torch.ops.aten.arange.default, (4,), {"device": CUDA}
+    ),
+    "a position of an operator": lambda g, x: g.call_function(
+        torch.ops.aten.to.device, (x, CUDA, torch.float32)
+    ),
+    "a string at a position": lambda g, x: g.call_method("to", (x, "cuda:0")),
+    "a device at a position": lambda g, x: g.call_method("to", (x, CUDA)),
+    "a string behind a dtype": lambda g, x: g.call_method("to", (x,), {"device": "cuda:0"}),
+    "a method named after it": lambda g, x: g.call_method("cuda", (x,)),
+    "a method with a number": lambda g, x: g.call_method("cuda", (x, 0)),
+    "a method of factories": lambda g, x: g.call_method("new_ones", (x, 4), {"device": CUDA}),
+    "nested arguments": lambda g, x: g.call_function(pick, ({"where": [CUDA]}, x)),
+    "a call of torch.device": lambda g, x: g.call_method(
+        "to", (x, g.call_function(torch.device, ("cuda", 0)))
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_device_is_found_in(place):
+    module, report = graph_of(PLACES[place]), HoistReport()
+    named = re.compile(r"[.'\"]cuda")
+    assert named.search(module.code)
+    hoist(module, TO_CPU, inputs=(X,), report=report)
+    assert not named.search(module.code)
+    assert sum(report.changed.values()) == 1
+    assert module(X).device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta", "cuda:1"])
+def test_other_devices_stay(device):
+    module = graph_of(
+        lambda g, x: g.call_function(torch.ones, (4,), {"device": torch.device(device)})
+    )
+    before, report = module.code, HoistReport()
+    hoist(module, {"cuda:0": "cuda:3"}, report=report)
+    assert module.code == before and not report.changed
+    assert list(report.kept.values()) == (["cuda:1"] if device == "cuda:1" else [])
+
+
+def test_in_strict_mode_a_device_that_is_not_mapped_is_an_error_that_names_the_node():
+    module = graph_of(lambda g, x: g.call_function(torch.ones, (4,), {"device": "cuda:1"}))
+    with pytest.raises(UnmappedDevice, match=r"node ones.*cuda:1"):
+        hoist(module, {"cuda:0": "cuda:3"}, strict=True)
+
+
+def two_devices(graph, x):
+    one = graph.call_function(torch.ones, (4,), {"device": torch.device("cuda:0")})
+    two = graph.call_function(torch.ones, (4,), {"device": torch.device("cuda:1")})
+    return one, two
+
+
+def test_devices_are_swapped_at_once_and_not_one_after_the_other():
+    module = graph_of(two_devices)
+    hoist(module, {"cuda:0": "cuda:1", "cuda:1": "cuda:0"})
+    found = [n.kwargs["device"].index for n in module.graph.nodes if n.op == "call_function"]
+    assert found == [1, 0]
+
+
+def test_hoisting_to_where_it_is_or_twice_changes_nothing():
+    module = graph_of(two_devices)
+    before, report = module.code, HoistReport()
+    hoist(module, {"cuda:0": "cuda:0"}, report=report)
+    assert module.code == before and not report.changed
+    hoist(module, {"cuda:0": "cuda:3"})
+    once = module.code
+    hoist(module, {"cuda:0": "cuda:3"}, report=report)
+    assert module.code == once and not report.changed
+
+
+def test_a_device_without_number_is_left_to_mean_the_current_one_if_asked():
+    module = graph_of(lambda g, x: g.call_function(torch.ones, (4,), {"device": "cuda"}))
+    hoist(module, {"cuda:0": "cuda:3"}, indexless="keep")
+    assert "'cuda'" in module.code
+
+
+@torch.library.custom_op("hoist_test::label", mutates_args=())
+def label(x: torch.Tensor, text: str) -> torch.Tensor:
+    assert text == "cuda:0"
+    return x.clone()
+
+
+@label.register_fake
+def _(x, text):
+    return torch.empty_like(x)
+
+
+def test_a_string_that_only_looks_like_a_device_is_left_alone():
+    op = torch.ops.hoist_test.label.default
+    module = graph_of(lambda g, x: g.call_function(op, (x, "cuda:0")))
+    assert torch.equal(hoist(module, TO_CPU, inputs=(X,))(X), X)
+
+
+def test_autocast_keeps_its_type_unless_the_type_changes():
+    enter = torch.amp.autocast_mode._enter_autocast
+    module = graph_of(
+        lambda g, x: g.call_function(enter, ("cuda", torch.bfloat16, True, True)) and x
+    )
+    assert "'cuda'" in hoist(module, {"cuda:0": "cuda:3"}).code
+    assert "'cpu'" in hoist(module, {"cuda:3": "cpu"}).code
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        return self.head(self.embed(ids) + torch.ones(4))
+
+
+IDS = torch.tensor([[1, 2, 3]])
+
+
+def test_constants_and_attributes_of_a_graph_move_and_stay_shared():
+    root = nn.Module()
+    root.one = torch.ones(4)
+    module = graph_of(lambda g, x: g.call_function(operator.add, (x, g.get_attr("one"))), root)
+    module.same = [module.one, {"device": CUDA}]
+    hoist(module, {"cpu": "meta", "cuda:0": "meta"})
+    assert module.one.is_meta and module.same[0] is module.one
+    assert module.same[1] == {"device": torch.device("meta")}
+
+
+def test_tensors_over_the_same_memory_are_so_afterwards():
+    root = nn.Module()
+    root.one = nn.Parameter(torch.ones(4))
+    root.two = nn.Parameter(root.one.detach(), requires_grad=False)
+    module = fx.GraphModule(root, fx.Graph())
+    module.one, module.two = root.one, root.two
+    hoist(module, {"cpu": "meta"}, inputs=())
+    same = [p.untyped_storage()._cdata for p in (module.one, module.two)]
+    assert module.one.is_meta and same[0] == same[1]
+    assert [p.requires_grad for p in (module.one, module.two)] == [True, False]
+
+
+def test_a_half_hoisted_graph_is_refused():
+    """A literal that was overlooked, put back by hand."""
+
+    def add(x):
+        return x + torch.ones(4, device=x.device)
+
+    class Add(nn.Module):
+        def forward(self, x):
+            return add(x)
+
+    program = torch.export.export(Add(), (X,))
+    ones = next(node for node in program.graph.nodes if "ones" in node.name)
+    ones.update_kwarg("device", torch.device("meta"))
+    with pytest.raises(HoistError, match="ones"):
+        check_devices(program)
+
+
+def test_what_is_no_graph_is_refused():
+    with pytest.raises(HoistError, match="Linear"):
+        hoist(nn.Linear(1, 1), TO_CPU)
+
+
+def test_a_package_is_moved_as_a_file_and_computes_the_same(tmp_path):
+    torch.manual_seed(0)
+    model = Tied()
+    torch.export.save(torch.export.export(model, (IDS,)), tmp_path / "0.pt2")
+    for step, (old, new) in enumerate([("cpu", "cuda:0"), ("cuda:0", "cuda:3"), ("cuda:3", "cpu")]):
+        report = hoist_package(
+            tmp_path / f"{step}.pt2", tmp_path / f"{step + 1}.pt2", {old: new}, strict=step > 0
+        )
+        assert report.changed["literals"] > 5
+    with zipfile.ZipFile(tmp_path / "2.pt2") as package:
+        texts = [package.read(n).decode() for n in package.namelist() if n.endswith(".json")]
+    assert any('"index": 3' in text for text in texts)
+    assert not any('"type": "cpu"' in text for text in texts)
+    program = torch.export.load(tmp_path / "3.pt2")
+    assert torch.equal(program.module()(IDS), model(IDS))
+    state = program.state_dict
+    assert state["embed.weight"].data_ptr() == state["head.weight"].data_ptr()
+
+
+def test_a_compiled_package_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.pt2", "w") as package:
+        package.writestr("a/data/aotinductor/model/x.so", b"")
+    with pytest.raises(HoistError, match="device_index"):
+        hoist_package(tmp_path / "a.pt2", tmp_path / "b.pt2", TO_CPU)
+
+
+def test_the_first_tensor_of_a_step_on_another_device_is_named():
+    check = assert_on("cpu")
+    assert check((X, [X])) == (X, [X])
+    with pytest.raises(HoistError, match="tensor 1 of shape"):
+        check((X, {"cache": torch.empty(2, 3, device="meta")}))
+
+
+def test_a_llama_exported_for_one_accelerator_runs_on_another_and_on_the_cpu():
+    script = HERE / "hoist_llama.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "half-hoisted refused" in done.stdout
+    assert done.stdout.count("bitwise equal on the CPU") == 2
