@@ -81,9 +81,7 @@ def _is_name(word: str) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code: that of the first rank to fail, 128 and its number for a signal, 2 for a
-    mistake.
-    """
+    """The exit code: of the first rank to fail, 128 and a signal's number, or 2 for a mistake."""
     linux.open_missing_streams()
     options = parse(arguments)
     try:

@@ -1,5 +1,6 @@
-"""The GPUs of this node, by UUID, found without opening one: a CUDA context in the launcher would
-stay in its ranks.
+"""The GPUs of this node, by UUID, found without opening one.
+
+A CUDA context in the launcher would stay in its ranks.
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ class Device:
 
 
 def visible(environ: Mapping[str, str] = os.environ) -> list[Device]:
-    """The devices that a process with this environment may use, in CUDA's order; none without a
-    driver.
+    """The devices a process with this environment may use, in CUDA's order; none without a driver.
 
     CUDA_VISIBLE_DEVICES is read as CUDA reads it (CUDA programming guide, "Environment variables"):
     numbers or UUIDs or their unambiguous beginnings, and nothing after the first that fits nothing.

@@ -89,8 +89,7 @@ class LaunchInfo:
             there = {names[name]: value for name, value in found.items()}
             raise LaunchInfoError(
                 f"half a LaunchInfo in the environment: {', '.join(missing)} not set beside "
-                f"{there}. "
-                "Unset them all, or start through `python -m launcher run`."
+                f"{there}. Unset them all, or start through `python -m launcher run`."
             )
         return _parse(found, names)
 

@@ -89,9 +89,7 @@ class Job:
         }
 
     def rank_command(self) -> list[str]:
-        """The command that an engine runs once per rank; the rank learns from its environment who
-        it is.
-        """
+        """What an engine runs once per rank; the environment tells the rank who it is."""
         return [sys.executable, *self.python_arguments()]
 
     def python_arguments(self) -> list[str]:

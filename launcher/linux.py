@@ -1,6 +1,4 @@
-"""The few things of Linux that Python does not name: who dies with whom, and who descends from
-whom.
-"""
+"""What Linux offers and Python does not name: who dies with whom, who descends from whom."""
 
 from __future__ import annotations
 
@@ -103,9 +101,7 @@ def _link(path: str) -> str:
 
 
 def stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from `state` on (proc(5) counts it 3); empty if there is no such
-    process.
-    """
+    """The fields of /proc/PID/stat from the state on, proc(5)'s third; empty without a process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
@@ -114,9 +110,7 @@ def stat(pid: int) -> list[str]:
 
 
 def start_time(pid: int) -> int:
-    """When the process started, in clock ticks since boot: with the pid, its identity. 0 if it is
-    gone.
-    """
+    """When the process started, in clock ticks since boot: with the pid, its identity; or 0."""
     fields = stat(pid)
     return int(fields[19]) if fields else 0
 

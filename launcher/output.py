@@ -49,8 +49,9 @@ class Output:
         return 0.02 if self._queue else PROMPT_S if self._prompts() else None
 
     def take(self, rank: int, stream: str, data: bytes) -> None:
-        """What a rank printed, as it came; nothing at its end. Raises OSError if a log file takes
-        no more.
+        """What a rank printed, as it came; nothing at its end.
+
+        Raises OSError if a log file takes no more.
         """
         self._log(rank, stream, data)
         lines = self._lines.setdefault((rank, stream), Lines())
@@ -82,8 +83,9 @@ class Output:
         self._cursor = None if screen.is_terminal else self._cursor
 
     def pump(self, wait_s: float = 0.0) -> None:
-        """Write what the readers take, waiting that long at most. Raises OSError if they take no
-        more, ever.
+        """Write what the readers take, waiting that long at most.
+
+        Raises OSError if they take no more, ever.
         """
         self._show_prompts()
         while self._queue:
@@ -142,9 +144,7 @@ class Output:
 
 
 class Screen:
-    """A standard stream of this process. One without a descriptor, as in a notebook, takes text at
-    once.
-    """
+    """A standard stream of this process; one without a descriptor takes text, and at once."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self.stream = stream

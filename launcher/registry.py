@@ -18,8 +18,8 @@ ENTRY_POINTS = "launcher.launchers"
 
 # Innermost first: a rank of a launcher further up may well have the variables of one further down.
 BUILT_IN = {
-    "threads": "launcher.threads",
     "multiprocessing": "launcher.multiprocessing",
+    "threads": "launcher.threads",
     "torchrun": "launcher.torchrun",
     "ray": "launcher.ray",
     "mpi": "launcher.mpi",

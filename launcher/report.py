@@ -1,6 +1,4 @@
-"""What the command line prints of a launch that did not end well: the cause in a box, then a line
-each.
-"""
+"""How the command line tells a launch that failed: the cause in a box, then a line each."""
 
 from __future__ import annotations
 
@@ -22,10 +20,8 @@ def lines(error: LaunchError) -> Iterator[str]:
 
 
 def _when(first: Failure) -> list[str]:
-    return [
-        f"This came first, {max(0.0, first.time_s):.1f} s after the start; exit code "
-        f"{first.exit_code}."
-    ]
+    when = f"{max(0.0, first.time_s):.1f} s after the start"
+    return [f"This came first, {when}; exit code {first.exit_code}."]
 
 
 def box(content: list[str]) -> Iterator[str]:

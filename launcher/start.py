@@ -32,15 +32,15 @@ def launch(
     preload: Sequence[str] = (),
     share_devices: bool = False,
 ) -> list[Any]:
-    """Each rank's result, by rank, of a function called with args (or of a script run with them:
-    None).
+    """Each rank's result, by rank, of calling work with args; None if work is a script's path.
 
     Between processes, results are None, bool, int, float, str, bytes, and lists and dicts of those
     (tuples arrive as lists). The ranks are forked from this process if it has one thread and no
-    accelerator open; otherwise they start in a fresh interpreter, which must be able to import the
+    accelerator open. Otherwise they start in a fresh interpreter, which must be able to import the
     function, and args must be values of the same kinds.
 
-    Raises LaunchError as soon as one rank fails, after ending the others.
+    Raises LaunchError as soon as one rank fails, after ending the others. What ranks leave running
+    is ended with them.
     """
     job = Job(
         target.of(work),

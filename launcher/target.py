@@ -1,6 +1,4 @@
-"""Running a script, a module or a function the way Python itself would, in a process that is
-already there.
-"""
+"""Running a script, a module or a function as Python would, in a process already there."""
 
 from __future__ import annotations
 
@@ -28,8 +26,9 @@ def of(work: Callable[..., Any] | str | os.PathLike[str]) -> Target:
 
 
 def by_reference(target: Target) -> Target:
-    """The same target, findable by another process. Raises TargetError for a function that no
-    import can reach.
+    """The same target, findable by another process.
+
+    Raises TargetError for a function that no import can reach.
     """
     if target.function is None:
         return target
@@ -46,17 +45,16 @@ def by_reference(target: Target) -> Target:
     else:
         return target
     raise TargetError(
-        f"{target.name} cannot be found by a fresh process: {reason}. This process has threads or "
-        "an accelerator "
-        "open, so its ranks cannot be forked from it. Move the function to the top level of a "
-        "module, or launch "
-        "before starting threads."
+        f"{target.name} cannot be found by another process: {reason}. An engine's ranks, and those "
+        "of a program that has threads or an accelerator open, are not forked from it. Move the "
+        "function to the top level of a module, or launch before starting threads."
     )
 
 
 def find(reference: str) -> Callable[..., Any]:
-    """The function of a reference, importing its module, or running its script under another name
-    than __main__.
+    """The function of a reference.
+
+    A script is run for it under another name than __main__, as a module is imported.
     """
     where, _, name = reference.rpartition(":")
     try:
@@ -90,8 +88,8 @@ def check(target: Target) -> None:
         _check_script(Path(target.name))
     if target.kind == "module" and _spec(target.name) is None:
         raise TargetError(
-            f"no module named {target.name!r}: nothing to run. Is it installed, or below this "
-            "folder?"
+            f"no module named {target.name!r}, so there is nothing to run. Install it, or start "
+            "from the folder that it is in."
         )
 
 
@@ -126,9 +124,7 @@ def _spec(name: str) -> Any:
 
 
 def call(job: Job) -> Any:
-    """Run the job's target here, as the main program if it is a script or a module; returns a
-    function's result.
-    """
+    """Run the target, a script or a module as the main program; returns a function's result."""
     if job.target.kind == "function":
         function = job.target.function or find(job.target.name)
         return function(*job.args)
@@ -140,9 +136,7 @@ def call(job: Job) -> Any:
 
 
 def callables(job: Job) -> Callable[[LaunchInfo], Callable[[], Any]]:
-    """For ranks that share a process: what each of them calls. They share sys.argv and sys.path as
-    well.
-    """
+    """What each rank calls, where ranks share a process, and with it sys.argv and sys.path."""
     if job.target.kind == "function":
         function = job.target.function or find(job.target.name)
         return lambda info: lambda: function(*job.args)

@@ -33,9 +33,8 @@ def _plain(value: Any, where: str) -> Any:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     raise TypeError(
         f"{where} is a {kind}: between processes travel None, bool, int, float, str, bytes, and "
-        "lists and "
-        "dicts of those, nothing that would need pickle. Convert it first (a tensor with "
-        ".tolist())."
+        "lists and dicts of those, nothing that would need pickle. Convert it first (a tensor "
+        "with .tolist())."
     )
 
 

@@ -18,8 +18,9 @@ READER_GONE = (errno.EPIPE, errno.EIO)
 
 @dataclass
 class End:
-    """Why the launcher ended the ranks, if it was not a rank's own failure. began_s: of the
-    monotonic clock.
+    """Why the launcher ended the ranks, if it was not a rank's own failure.
+
+    began_s: when the launch began, on the monotonic clock.
     """
 
     began_s: float
