@@ -40,7 +40,7 @@ def _mpich(folder):
     if not hydra.exists():
         pytest.skip("no MPICH: runs on Linux (x86-64, arm64) after `pip install mpich`")
     # Not a link: Hydra looks for its proxies beside the name it was called by.
-    (folder / "mpiexec").write_text(f'#!/bin/sh\nexec {hydra} "$@"\n')
+    (folder / "mpiexec").write_text(f'#!/bin/sh\nexec "{hydra}" "$@"\n')
     (folder / "mpiexec").chmod(0o755)
     return {}
 
