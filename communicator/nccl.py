@@ -6,6 +6,7 @@ comm.allreduce(torch.ones(4, device=f"cuda:{comm.coor.local_rank}"))
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -31,6 +32,20 @@ WATCH_S = 0.25
 GRACE_S = 1.0  # between seeing a peer dead and giving up what it may have finished
 POLL_S = 0.0005
 PAGE = 4096  # NCCL_WIN_REQUIRED_ALIGNMENT
+
+
+def _naming(call: str) -> Any:
+    """Native's method of this name; if the peers are to blame its error names those that died."""
+    method = getattr(Native, call)
+
+    @functools.wraps(method)
+    def named(self: Nccl, *values: Any, **options: Any) -> Any:
+        try:
+            return method(self, *values, **options)
+        except (PeerLost, CommunicatorTimeout) as error:
+            raise type(error)(f"{error}{self._lost_peers()}") from error
+
+    return named
 
 
 class Nccl(Native):
@@ -95,7 +110,7 @@ class Nccl(Native):
         self._start()
         if oneshot:
             self._small = Oneshot(self.coor, self._ordinal)
-            self.allreduce = self._small_or_not  # type: ignore[method-assign]
+            self.allreduce = self._small_or_not
 
     def _start(self) -> None:
         """Make the first connections now, with a deadline, and watch the others from here on."""
@@ -122,10 +137,10 @@ class Nccl(Native):
             except Unsupported as error:
                 mine["problem"] = str(error)
         everyones = [json.loads(data) for data in self.coor.allgather(json.dumps(mine).encode())]
-        self._compare(everyones)
+        self._compare_libraries(everyones)
         return everyones[0]["name"], bytes.fromhex(everyones[0]["unique_id"])
 
-    def _compare(self, everyones: list[dict[str, Any]]) -> None:
+    def _compare_libraries(self, everyones: list[dict[str, Any]]) -> None:
         """Raise Unsupported, on every rank alike, unless all have the same library."""
         for rank, theirs in enumerate(everyones):
             if theirs["problem"]:
@@ -241,6 +256,16 @@ class Nccl(Native):
                 stacklevel=2,
             )
 
+    allreduce = _naming("allreduce")
+    broadcast = _naming("broadcast")
+    reduce = _naming("reduce")
+    allgather = _naming("allgather")
+    reduce_scatter = _naming("reduce_scatter")
+    alltoall = _naming("alltoall")
+    send = _naming("send")
+    recv = _naming("recv")
+    barrier = _naming("barrier")
+
     # Small sums.
 
     def _small_or_not(
@@ -251,7 +276,7 @@ class Nccl(Native):
         if op == "sum" and isinstance(tensor, torch.Tensor):
             way = choose(self.world_size, tensor.nbytes, tensor.dtype)
         if way is None or self._small is None or tensor.device != self._device():
-            return super().allreduce(tensor, op, out=out)
+            return type(self).allreduce(self, tensor, op, out=out)  # type: ignore[no-any-return]
         self._check("allreduce", tensor)
         self._comm.async_error()
         out = tensor if out is None else self._check_out("allreduce", out, tensor.shape, tensor)

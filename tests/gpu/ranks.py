@@ -1,0 +1,344 @@
+"""What the ranks of the GPU tests do: python -m tests.gpu.ranks CASE, as started by one_gpu.py."""
+
+import gc
+import json
+import os
+import signal
+import sys
+import time
+
+import torch
+
+from communicator import (
+    Communicator,
+    CommunicatorError,
+    CommunicatorTimeout,
+    PeerLost,
+    conformance,
+)
+from communicator.cupy import Cupy
+from communicator.nccl import Nccl
+from coordinator import Coordinator
+from tests.gpu.one_gpu import RESULT
+
+GPU = torch.device("cuda", 0)
+MIB = 1 << 20
+GRAPHS, CALLS_PER_GRAPH = 30, 65
+SOON_S = 20.0
+
+
+def conform(coor: Coordinator, backend: str = "nccl", *options: str) -> dict[str, int]:
+    made = {"nccl": Nccl, "cupy": Cupy}[backend]
+    with made(coor, device=0, **{option: True for option in options}) as comm:
+        report = conformance.check(comm)
+        report.raise_if_failed()
+        return {s: len(report.having(s)) for s in (conformance.PASSED, conformance.UNSUPPORTED)}
+
+
+def the_known_cases(coor: Coordinator) -> list[float]:
+    """Ones add up to the world; a scaled sum scales; split and registered memory work."""
+    with Nccl(coor, device=0) as comm:
+        ones = comm.allreduce(torch.ones(16, 1024, 1024, device=GPU)).mean().item()
+        half = comm.scaled_sum(0.5, torch.float32)
+        scaled = comm.allreduce(torch.full((7,), 4.0, device=GPU), half).mean().item()
+        registered = comm.empty((3, 5), torch.bfloat16).fill_(1)
+        comm.allreduce(registered)
+        alone = comm.split([comm.world_size - 1])
+        last = -1.0
+        if alone is not None:
+            last = alone.allreduce(torch.full((3,), 7.0, device=GPU)).mean().item()
+            alone.close()
+        return [ones, scaled, registered.float().mean().item(), last]
+
+
+def capture_and_replay(coor: Coordinator) -> list[float]:
+    """A captured call does nothing until it is replayed; eager and captured calls mix."""
+    with Nccl(coor, device=0) as comm:
+        tensor, found = torch.ones(1000, device=GPU), []
+        comm.allreduce(tensor.clone())
+        graphs = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()]
+        for graph in graphs:
+            with torch.cuda.graph(graph):
+                comm.allreduce(tensor)
+        found.append(tensor.mean().item())
+        for graph in graphs:
+            graph.replay()
+            comm.allreduce(tensor)
+        comm.synchronize()
+        found.append(tensor.mean().item())
+        tensor.fill_(1)
+        graphs[0].replay()
+        comm.synchronize()
+        found.append(tensor.mean().item())
+        for graph in graphs:
+            graph.reset()
+        return found
+
+
+def first_use_in_a_capture(coor: Coordinator) -> str:
+    with Nccl(coor, device=0) as comm:
+        tensor, graph = torch.ones(100_000, device=GPU), torch.cuda.CUDAGraph()
+        said = ""
+        with torch.cuda.graph(graph):
+            try:
+                comm.allreduce(tensor)
+            except CommunicatorError as error:
+                said = str(error)
+            tensor.add_(0)
+        graph.reset()
+        comm.allreduce(tensor)
+        comm.synchronize()
+        return said
+
+
+def graph_memory(coor: Coordinator) -> float:
+    """MiB that a graph of many calls costs the device, for each rank."""
+    with Nccl(coor, device=0) as comm:
+        scale = comm.scaled_sum(1.0, torch.bfloat16)  # so that one rank launches kernels too
+        tensor = torch.ones(8192, dtype=torch.bfloat16, device=GPU)
+        comm.allreduce(tensor, scale)
+        graphs, pool = [_graph(comm, tensor, scale, None)], None
+        pool = graphs[0].pool()
+        before = _free(coor)
+        graphs += [_graph(comm, tensor, scale, pool) for _ in range(GRAPHS)]
+        used = before - _free(coor)
+        graphs[-1].replay()
+        comm.synchronize()
+        for graph in graphs:
+            graph.reset()
+        return used / MIB / GRAPHS / comm.world_size
+
+
+def _graph(comm, tensor, op, pool):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        for _ in range(CALLS_PER_GRAPH):
+            comm.allreduce(tensor, op)
+    return graph
+
+
+def _free(coor: Coordinator) -> int:
+    torch.cuda.synchronize()
+    coor.barrier()
+    free = torch.cuda.mem_get_info(0)[0]
+    coor.barrier()
+    return free
+
+
+def close_with_a_live_graph(coor: Coordinator) -> str:
+    comm = Nccl(coor, device=0)
+    double = comm.scaled_sum(2.0, torch.float32)
+    tensor = torch.ones(5, device=GPU)
+    comm.allreduce(tensor, double)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        comm.allreduce(tensor, double)
+    said = ""
+    try:
+        comm.close()
+    except CommunicatorError as error:
+        said = str(error)
+    graph.replay()
+    comm.synchronize()
+    assert tensor.tolist() == [4.0 * comm.world_size**2] * 5, tensor
+    del graph
+    gc.collect()
+    comm.close()
+    return said
+
+
+def abort_with_a_live_graph(coor: Coordinator) -> float:
+    comm = Nccl(coor, device=0)
+    double = comm.scaled_sum(2.0, torch.float32)
+    tensor = torch.ones(5, device=GPU)
+    comm.allreduce(tensor, double)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        comm.allreduce(tensor, double)
+    start = time.monotonic()
+    comm.abort()
+    took_s = time.monotonic() - start
+    try:
+        comm.allreduce(tensor)
+        raise AssertionError("a call after abort() went through")
+    except PeerLost:
+        pass
+    comm.close()
+    assert torch.ones(3, device=GPU).sum().item() == 3.0
+    return took_s
+
+
+def killed_peer(coor: Coordinator) -> list[str | float]:
+    """The last rank dies; the others wait for it on the GPU, and must learn its name."""
+    comm = Nccl(coor, device=0)
+    comm.allreduce(torch.ones(10, device=GPU))
+    comm.synchronize()
+    coor.barrier()
+    if coor.rank == coor.world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    said = ""
+    try:
+        comm.allreduce(torch.ones(10, device=GPU))
+        comm.synchronize(SOON_S)
+        comm.allreduce(torch.ones(10, device=GPU))
+    except (PeerLost, CommunicatorTimeout) as error:
+        said = str(error)
+    took_s = time.monotonic() - start
+    torch.cuda.synchronize()
+    _leave([said, took_s])
+    return []
+
+
+def _leave(result) -> None:
+    """End without closing the Coordinator, which would wait for the dead."""
+    _give(result)
+    os._exit(0)
+
+
+def absent_rank(coor: Coordinator) -> list[str | float]:
+    """The last rank does not make the call: the others' wait has an end, and so does abort()."""
+    comm = Nccl(coor, device=0)
+    comm.allreduce(torch.ones(10, device=GPU))
+    comm.synchronize()
+    start, said = time.monotonic(), ""
+    if coor.rank != coor.world_size - 1:
+        comm.allreduce(torch.ones(10, device=GPU))
+        try:
+            comm.synchronize(2.0)
+        except CommunicatorTimeout as error:
+            said = str(error)
+        comm.abort()
+        torch.cuda.synchronize()
+    took_s = time.monotonic() - start
+    coor.barrier()
+    comm.abort()
+    comm.close()
+    return [said, took_s]
+
+
+def streams(coor: Coordinator) -> list[float]:
+    """Calls go where torch works: after what was enqueued before, and the host does not wait."""
+    with Nccl(coor, device=0) as comm:
+        tensor = torch.zeros(1000, device=GPU)
+        comm.allreduce(tensor)
+        torch.cuda.synchronize()
+        side = torch.cuda.Stream()
+        torch.cuda.set_sync_debug_mode("error")
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(50_000_000)
+            tensor.fill_(1)
+            comm.allreduce(tensor)
+            event = side.record_event()
+        torch.cuda.set_sync_debug_mode("default")
+        event.synchronize()
+        found = [tensor.mean().item()]
+        with Nccl(coor, device=0, stream=side) as given:
+            tensor.fill_(1)
+            torch.cuda.synchronize()
+            given.allreduce(tensor)
+            side.synchronize()
+            found.append(tensor.mean().item())
+        return found
+
+
+def compiled(coor: Coordinator) -> list[float]:
+    """One call inside a compiled function, eager and captured."""
+    from communicator import compile as group
+
+    with Nccl(coor, device=0) as comm:
+        name = group.name(comm)
+        weight = torch.eye(64, device=GPU) * 2
+
+        def layer(x):
+            return group.allreduce(x @ weight, name) + 1
+
+        fast = torch.compile(layer, fullgraph=True)
+        x = torch.ones(64, 64, device=GPU)
+        with torch.no_grad():
+            found = [fast(x).mean().item() for _ in range(3)][-1:]
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = fast(x)
+            graph.replay()
+            comm.synchronize()
+        found.append(out.mean().item())
+        graph.reset()
+        return found
+
+
+def create_and_destroy(coor: Coordinator, times: str = "20") -> dict[str, float]:
+    """What one life of a communicator leaves behind."""
+    for _ in range(3):
+        Nccl(coor, device=0).close()
+    before = _holdings(coor)
+    for _ in range(int(times)):
+        Nccl(coor, device=0).close()
+    after = _holdings(coor)
+    return {name: (after[name] - before[name]) / int(times) for name in before}
+
+
+def _holdings(coor: Coordinator) -> dict[str, float]:
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "host_mib": resident / MIB,
+        "device_mib": -_free(coor) / MIB,
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+    }
+
+
+def mistakes(coor: Coordinator) -> list[str]:
+    """Each is told at once, and the communicator goes on."""
+    with Nccl(coor, device=0) as comm:
+        good = torch.ones(4, 6, device=GPU)
+        wrong = [
+            lambda: comm.allreduce(torch.ones(3)),
+            lambda: comm.allreduce(good.t()),
+            lambda: comm.allreduce(good.to(torch.complex64)),
+            lambda: comm.allreduce(good.to(torch.int16)),
+            lambda: comm.allreduce(good, out=torch.empty(3, device=GPU)),
+            lambda: comm.allreduce(good, "mean"),
+            lambda: comm.allreduce(good, 99),
+            lambda: comm.broadcast(good, comm.world_size),
+            lambda: comm.send(good, comm.rank),
+        ]
+        told = [_told(call) for call in wrong]
+        comm.allreduce(good)
+        comm.synchronize()
+    told.append(_told(lambda: comm.allreduce(good)))
+    return told
+
+
+def _told(call) -> str:
+    try:
+        call()
+    except (CommunicatorError, ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def by_default(coor: Coordinator) -> list[str | float]:
+    """The sample of vLLM's RFC 3587."""
+    with Communicator(coor) as comm:
+        data = torch.ones((1024, 1024)).to(device=f"cuda:{coor.local_rank}")
+        comm.allreduce(data)
+        return [comm.backend, data.mean().item()]
+
+
+def _give(result) -> None:
+    print(RESULT + json.dumps(result), flush=True)
+
+
+def main() -> None:
+    case, *arguments = sys.argv[1:]
+    torch.cuda.set_device(0)
+    with Coordinator(timeout_s=60) as coor:
+        result = globals()[case](coor, *arguments)
+    _give(result)
+
+
+if __name__ == "__main__":
+    main()

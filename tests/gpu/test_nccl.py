@@ -1,0 +1,102 @@
+"""NCCL on a real GPU, shared by the ranks of each test. `make gpu` runs it, without a network."""
+
+import pytest
+
+from tests.gpu import one_gpu
+from tests.gpu.one_gpu import finish, needs_gpu, result_of, run, start
+
+pytestmark = [needs_gpu, pytest.mark.timeout(400)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_nccl_conforms(world_size):
+    found = run("conform", world_size, timeout_s=350)
+    assert all(counts["passed"] > 50 for counts in found)
+
+
+def test_nccl_in_blocking_mode_conforms():
+    found = run("conform", 2, "nccl", "blocking", timeout_s=350)
+    assert all(counts["passed"] > 50 for counts in found)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_nccl_through_cupy_conforms(world_size):
+    pytest.importorskip("cupy", reason="needs cupy-cuda13x or cupy-cuda12x")
+    found = run("conform", world_size, "cupy", timeout_s=350)
+    assert all(counts["passed"] > 40 for counts in found)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_sums_scaled_sums_registered_memory_and_splits(world_size):
+    found = run("the_known_cases", world_size)
+    expected = [world_size, 2.0 * world_size, world_size]
+    assert [values[:3] for values in found] == [expected] * world_size
+    assert [values[3] for values in found] == [-1.0] * (world_size - 1) + [7.0]
+
+
+def test_the_sample_of_the_rfc_runs_with_nccl_chosen_by_itself():
+    assert run("by_default", 1) == [["nccl", 1.0]]
+
+
+def test_captured_calls_wait_for_replay_and_mix_with_eager_ones():
+    assert run("capture_and_replay", 2) == [[1.0, 16.0, 2.0]] * 2
+
+
+def test_a_first_use_inside_a_capture_is_a_clear_error():
+    for said in run("first_use_in_a_capture", 2):
+        assert "would run for the first time inside the capture" in said
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_graph_of_65_calls_costs_little_memory(world_size):
+    assert all(mib < 10 for mib in run("graph_memory", world_size))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_close_is_refused_while_a_graph_lives(world_size):
+    for said in run("close_with_a_live_graph", world_size):
+        assert "1 CUDA graph(s)" in said and "reset()" in said
+
+
+def test_abort_is_bounded_although_a_graph_lives():
+    assert run("abort_with_a_live_graph", 1)[0] < 10
+
+
+def test_a_killed_peer_is_named_by_the_survivors_in_time():
+    ended = finish(start("killed_peer", 2), 90)
+    assert ended[1][0] == -9
+    assert ended[0][0] == 0, ended[0][1]
+    said, took_s = result_of(ended[0][1])
+    assert "rank 1" in said and took_s < 20
+
+
+def test_a_rank_that_stays_away_is_a_timeout_and_abort_frees_the_gpu():
+    found = run("absent_rank", 2)
+    assert "not done in time" in found[0][0]
+    assert found[0][1] < 20
+
+
+def test_calls_follow_torchs_stream_without_a_wait_of_the_host():
+    assert run("streams", 2) == [[2.0, 2.0]] * 2
+
+
+def test_a_compiled_function_with_an_allreduce_runs_eagerly_and_captured():
+    assert run("compiled", 2, timeout_s=300) == [[5.0, 5.0]] * 2
+
+
+def test_a_communicator_leaves_nothing_behind():
+    (left,) = run("create_and_destroy", 1, timeout_s=200)
+    assert left["device_mib"] < 1 and left["host_mib"] < 2
+    assert left["descriptors"] == 0 and left["threads"] == 0
+
+
+def test_mistakes_are_told_before_anything_is_enqueued():
+    for told in run("mistakes", 2):
+        assert all(text.split(":")[0] != "nothing" for text in told), told
+        assert "ValueError" in told[0] and "on cpu" in told[0]
+        assert "closed Communicator" in told[-1]
+
+
+def test_the_harness_says_which_path_shares_the_gpu():
+    found = one_gpu.nccl_environment("launch", 3)
+    assert ("NCCL_HOSTID" in found) != ("NCCL_MULTI_RANK_GPU_ENABLE" in found)
