@@ -108,16 +108,6 @@ void in_rounds(Group& group, const Call& call, size_t elements_per_round, Body b
     } while (first < call.count);
 }
 
-// Everyone reads everything: one step, most traffic. For messages where the step is what costs.
-void allreduce_one_shot(Group& group, const char* send, char* recv, const Call& call, size_t size,
-                        Reduce reduce) {
-    group.begin(call);
-    group.put(group.slot(group.rank), send, call.count * size);
-    group.step();
-    reduce(recv, Operands(group).at(send, 0), group.nranks, call.count,
-           divisor_for(group, call.op));
-}
-
 // Every rank's tensor is in shared memory: each reduces its piece and writes it into all of them.
 void allreduce_in_place(Group& group, const Call& call, size_t size, Reduce reduce) {
     std::vector<char*> tensors;
@@ -137,6 +127,33 @@ void allreduce_in_place(Group& group, const Call& call, size_t size, Reduce redu
         }
     }
     group.step();
+}
+
+// Opens a call. A rank whose tensor is in shared memory hopes that all are, and stages nothing:
+// then this says so. If only some are, the hopeful stage after all, and everyone takes one step
+// more.
+template <class Stage>
+bool all_share(Group& group, const Call& call, uint64_t where, Stage stage) {
+    group.begin(call, where);
+    if (where == 0) stage();
+    group.step();
+    int shared = group.num_shared_tensors();
+    if (shared == group.nranks) return true;
+    if (where != 0) stage();
+    if (shared > 0) group.step();
+    return false;
+}
+
+// Everyone reads everything: one step, most traffic. For messages where the step is what costs.
+void allreduce_one_shot(Group& group, const char* send, char* recv, const Call& call, size_t size,
+                        Reduce reduce) {
+    size_t nbytes = call.count * size;
+    bool worthwhile = send == recv && nbytes >= smallest_reduced_in_place;
+    uint64_t where = worthwhile ? group.memory().where(recv, nbytes) : 0;
+    if (all_share(group, call, where, [&] { group.put(group.slot(group.rank), send, nbytes); }))
+        return allreduce_in_place(group, call, size, reduce);
+    reduce(recv, Operands(group).at(send, 0), group.nranks, call.count,
+           divisor_for(group, call.op));
 }
 
 // One round: everyone reduces its piece and reads the other pieces. Two steps, least traffic.
@@ -179,24 +196,19 @@ class TwoShot {
     const Reduce reduce_;
 };
 
-// A rank whose tensor is in shared memory hopes in the first step that all are, and stages nothing.
-// If only some are, the hopeful stage after all and everyone takes one step more.
 void allreduce_two_shot(Group& group, const char* send, char* recv, const Call& call, size_t size,
                         Reduce reduce) {
-    uint64_t where = send == recv ? group.memory().where(recv, call.count * size) : 0;
     TwoShot two_shot(group, call, size, reduce);
-    group.begin(call, where);
-    uint64_t whole = group.slot_bytes() / size;
-    for (uint64_t first = 0; first < call.count; first += whole) {
-        if (first != 0) group.next_round();
+    uint64_t whole = std::min<uint64_t>(group.slot_bytes() / size, call.count);
+    uint64_t where = send == recv ? group.memory().where(recv, call.count * size) : 0;
+    if (all_share(group, call, where, [&] { two_shot.stage(send, whole); }))
+        return allreduce_in_place(group, call, size, reduce);
+    two_shot.reduce_and_share(send, recv, whole);
+    for (uint64_t first = whole; first < call.count; first += whole) {
         uint64_t part = std::min(whole, call.count - first);
-        bool hopes = first == 0 && where != 0;
-        if (!hopes) two_shot.stage(send + first * size, part);
+        group.next_round();
+        two_shot.stage(send + first * size, part);
         group.step();
-        int shared = first == 0 ? group.num_shared_tensors() : 0;
-        if (shared == group.nranks) return allreduce_in_place(group, call, size, reduce);
-        if (hopes) two_shot.stage(send, part);
-        if (shared > 0) group.step();
         two_shot.reduce_and_share(send + first * size, recv + first * size, part);
     }
 }

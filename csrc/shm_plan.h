@@ -16,6 +16,9 @@ inline Plan plan_allreduce(uint64_t nbytes, int nranks, size_t slot_bytes) {
     return nbytes <= std::min<uint64_t>(limit, slot_bytes) ? Plan::one_shot : Plan::two_shot;
 }
 
+// Below this, staging costs less than the second step that reducing in place takes.
+constexpr size_t smallest_reduced_in_place = 16 << 10;
+
 struct Piece {
     uint64_t first;
     uint64_t count;
