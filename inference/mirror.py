@@ -17,12 +17,16 @@ import torch
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
+    DynamicLayer,
     EncoderDecoderCache,
     LinearAttentionCacheLayerMixin,
     StaticCache,
 )
 
 from .errors import InferenceError
+
+ONE_BYTE = torch.zeros((), dtype=torch.uint8)
+"""The shadow of any number of tokens, expanded and never written to."""
 
 
 class Journal(Protocol):
@@ -138,6 +142,10 @@ def advance(cache: Cache, layers: Iterable[int], hidden: torch.Tensor) -> None:
 
 def _advance_layer(cache: Cache, index: int, batch: int, tokens: int) -> None:
     layer = cache.layers[index] if index < len(cache.layers) else None
+    if layer is not None and type(layer) is DynamicLayer and layer.is_initialized:
+        length = layer.get_seq_length() + tokens
+        layer.keys = layer.values = ONE_BYTE.expand(batch, 1, length, 1)
+        return
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
         layer.batch_size = batch

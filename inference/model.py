@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from .errors import InferenceError
-from .lazy import fetch_all
+from .lazy import Lazy, fetch_all
 from .plan import DeviceMap
 from .session import RemoteModule, Session
 
@@ -25,6 +25,7 @@ class Distributed:
 
     device_map: DeviceMap
     _session: Session | None
+    _first_device: torch.device
     _leave: Any
 
     def close(self) -> None:
@@ -40,7 +41,7 @@ class Distributed:
     @property
     def device(self) -> torch.device:
         """Where inputs go: the first device of the master."""
-        return torch.device(self.device_map.device_of(0))
+        return self._first_device
 
     @property
     def traffic(self) -> tuple[int, int] | None:
@@ -70,6 +71,7 @@ def distribute(model: Any, device_map: DeviceMap, session: Session | None) -> An
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     model.__class__ = type(kind.__name__, (Distributed, kind), names)
     model.device_map, model._session = device_map, session
+    model._first_device = torch.device(device_map.device_of(0))
     model._leave = weakref.finalize(model, _leave, session)
     if session is not None:
         remote = {name: rank for name, (rank, _) in device_map.places.items() if rank != 0}
@@ -106,12 +108,22 @@ def _refuse_attentions(module: nn.Module, args: Any, kwargs: Any) -> None:
 
 
 def _plain_output(module: nn.Module, args: Any, output: Any) -> Any:
-    return tree_map(_cut_off, fetch_all(output))
+    if torch.is_grad_enabled():
+        return tree_map(_cut_off, fetch_all(output))
+    return fetch_all(output) if _has_lazy(output) else None
+
+
+def _has_lazy(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(_has_lazy(item) for item in value)
+    if isinstance(value, dict):
+        return any(_has_lazy(item) for item in value.values())
+    return isinstance(value, Lazy)
 
 
 def _cut_off(value: Any) -> Any:
     """A tensor whose gradient, if one is asked for, is an error rather than half of the truth."""
-    if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
+    if isinstance(value, torch.Tensor) and value.requires_grad:
         return _NoGradient.apply(value)  # type: ignore[no-untyped-call]
     return value
 

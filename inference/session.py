@@ -10,14 +10,15 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
+import operator
 import threading
 import weakref
 from collections import Counter, deque
+from functools import cached_property
 from typing import Any, TypeGuard
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache
 
 from .errors import InferenceError, StageError
 from .frames import Kind, Message
@@ -25,7 +26,7 @@ from .lazy import Lazy, Withheld, fetched
 from .mirror import advance, number_of
 from .program import Program, Step
 from .ring import Ring
-from .values import Leaves, Template, flatten, frozen, kinds_of_new, rebuild
+from .values import Leaves, Template, flatten, frozen, kinds_of_new, leaves_of, rebuild
 
 Maker = tuple[str, int]
 """A module, and which of its new tensors."""
@@ -39,8 +40,9 @@ class Session:
 
     def __init__(self, ring: Ring, device: torch.device):
         self.ring, self.device, self.habits = ring, device, Habits()
-        self.outputs: dict[tuple[str, Template], Template] = {}
-        self._programs: dict[Program, int] = {}
+        self.outputs: dict[tuple[str, Form], Template] = {}
+        self._forms: dict[Template, Form] = {}
+        self._programs: dict[tuple[Any, ...], tuple[Program, int]] = {}
         self._program_numbers, self._cache_numbers = itertools.count(1), itertools.count(1)
         self._operations: deque[tuple[Any, ...]] = deque()
         self._exchange, self._threads = threading.Lock(), threading.local()
@@ -66,6 +68,13 @@ class Session:
     def next_cache(self) -> int:
         return next(self._cache_numbers)
 
+    def form(self, template: Template) -> Form:
+        """The one Form of a template, which is quick to compare and to hash."""
+        form = self._forms.get(template)
+        if form is None:
+            form = self._forms[template] = Form(template)
+        return form
+
     def exchange(self, chain: Chain) -> Message:
         """Send a chain, and the operations that wait, round the ring; what comes back."""
         with self._exchange, torch.no_grad():
@@ -74,15 +83,24 @@ class Session:
             leaves = Leaves()
             waiting = [self._operations.popleft() for _ in range(len(self._operations))]
             operations = flatten(waiting, leaves, lambda cache: number_of(cache, self))
-            program, message = chain.compile(operations, leaves)
-            number = self._programs.get(program)
-            if number is None:
-                number = self._programs[program] = next(self._program_numbers)
-                message.text = program.to_json()
-            message.program = number
+            message = self._message(chain, self.form(operations), leaves)
             reply = self._answer(message, chain)
-            reply.tensors = reply.tensors[program.num_operands :]
+            reply.tensors = reply.tensors[len(leaves.tensors) :]
             return reply
+
+    def _message(self, chain: Chain, operations: Form, leaves: Leaves) -> Message:
+        """What a chain sends; with the text of its program if the ranks do not know it yet."""
+        starts, ints = chain.place_ints(leaves.ints)
+        key = (operations, len(leaves.tensors), *chain.key(starts))
+        text = ""
+        if key not in self._programs:
+            program = chain.program(operations.template, len(leaves.tensors), starts)
+            self._programs[key] = program, next(self._program_numbers)
+            text = program.to_json()
+        program, number = self._programs[key]
+        tensors = [*leaves.tensors, *chain.inputs.tensors]
+        sent = [tensors[slot] for slot in program.leaving(0)]
+        return Message(Kind.CALL, number, ints, sent, text)
 
     def _answer(self, message: Message, chain: Chain) -> Message:
         try:
@@ -92,8 +110,9 @@ class Session:
             self._fail(lost)
             raise
         if reply.kind is Kind.ERROR:
-            for cache in chain.caches:
-                cache.torn = True
+            for call in chain.calls:
+                for cache in call.leaves.caches:
+                    cache.torn = True
             raise StageError(reply.note)
         return reply
 
@@ -122,11 +141,6 @@ class Chain:
         self.outputs: list[weakref.ref[Lazy]] = []
         self.makers: list[Maker] = []
         self.inputs = Leaves()
-        self.caches: list[Any] = []
-
-    def add(self, call: Call, caches: list[Cache]) -> None:
-        self.calls.append(call)
-        self.caches.extend(caches)
 
     def slot(self, tensor: torch.Tensor) -> int:
         """An input's position, or ~n for the n-th output of the calls so far."""
@@ -148,7 +162,10 @@ class Chain:
         self.sent = True
         waiting = [lazy for lazy in (ref() for ref in self.outputs) if self._is_wanted(lazy)]
         self.returns = tuple(lazy.slot for lazy in waiting)
-        reply = self.session.exchange(self)
+        try:
+            reply = self.session.exchange(self)
+        finally:
+            self.calls, self.inputs = [], Leaves()  # lets go of the caches
         for lazy, value in zip(waiting, reply.tensors, strict=False):
             lazy.value = value.to(lazy.home)
         reply.tensors = reply.tensors[len(waiting) :]
@@ -162,25 +179,34 @@ class Chain:
     def touched(self, slot: int) -> None:
         self.session.habits.looked_at.add(self.makers[slot])
 
-    def compile(self, operations: Template, leaves: Leaves) -> tuple[Program, Message]:
-        """The program of this chain, and the message with what varies in it."""
-        base = len(leaves.tensors)
-        num_inputs = base + len(self.inputs.tensors)
+    def place_ints(self, before: list[int]) -> tuple[list[int], list[int]]:
+        """Where each call's integers begin, and all integers; calls with the same share them."""
+        ints = list(before)
         places: dict[tuple[int, ...], int] = {}
-        ints = list(leaves.ints)
-        steps = []
+        starts = []
         for call in self.calls:
-            start = places.setdefault(tuple(call.ints), len(ints))
+            start = places.setdefault(tuple(call.leaves.ints), len(ints))
             if start == len(ints):
-                ints.extend(call.ints)
-            slots = tuple(base + s if s >= 0 else num_inputs + ~s for s in call.slots)
-            layer = call.layer
-            steps.append(Step(layer.rank, layer.name, call.template, slots, start, call.output))
+                ints.extend(call.leaves.ints)
+            starts.append(start)
+        return starts, ints
+
+    def key(self, starts: list[int]) -> tuple[Any, ...]:
+        """Equal for chains with the same program."""
+        calls = [
+            (call.layer.name, call.form, call.slots, call.output is None) for call in self.calls
+        ]
+        return len(self.inputs.tensors), self.returns, tuple(starts), tuple(calls)
+
+    def program(self, operations: Template, num_operands: int, starts: list[int]) -> Program:
+        num_inputs = num_operands + len(self.inputs.tensors)
+        steps = []
+        for call, start in zip(self.calls, starts, strict=True):
+            slots = tuple(num_operands + s if s >= 0 else num_inputs + ~s for s in call.slots)
+            layer, template = call.layer, call.form.template
+            steps.append(Step(layer.rank, layer.name, template, slots, start, call.output))
         returns = tuple(num_inputs + position for position in self.returns)
-        program = Program(operations, base, num_inputs, tuple(steps), returns)
-        tensors = [*leaves.tensors, *self.inputs.tensors]
-        sent = [tensors[slot] for slot in program.leaving(0)]
-        return program, Message(Kind.CALL, ints=ints, tensors=sent)
+        return Program(operations, num_operands, num_inputs, tuple(steps), returns)
 
 
 class Habits:
@@ -195,14 +221,51 @@ class Habits:
         return maker in self.looked_at or self.returned[maker] <= TRIALS
 
 
+class Form:
+    """A template, compared by identity."""
+
+    def __init__(self, template: Template):
+        self.template = template
+
+    @cached_property
+    def is_repeatable(self) -> bool:
+        """Whether the same objects are sure to give the same template again.
+
+        The first tensor, in which the calls of a stack of layers differ, must be the first argument
+        and nothing else, and there must be nothing inside that could have been changed.
+        """
+        _, args, kwargs = self.template
+        rest = [*args[2:], *(item for _, item in kwargs[1:])]
+        kinds = {leaf for item in rest for leaf in leaves_of(item)}
+        is_fixed = not kinds & {("list",), ("dict",), ("shared",), ("tensor", 0)}
+        return args[1:2] == (("tensor", 0),) and is_fixed
+
+
 class Call:
     """One layer called with one set of arguments."""
 
     def __init__(
-        self, layer: RemoteModule, template: Template, slots: tuple[int, ...], ints: list[int]
+        self,
+        layer: RemoteModule,
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        form: Form,
+        leaves: Leaves,
+        slots: tuple[int, ...],
     ):
-        self.layer, self.template, self.slots, self.ints = layer, template, slots, ints
-        self.output = layer.session.outputs.get((layer.name, template))
+        self.layer, self.arguments, self.form = layer, arguments, form
+        self.leaves, self.slots = leaves, slots
+        self.output = layer.session.outputs.get((layer.name, form))
+
+    def is_repeated_by(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether these are the same arguments but for the hidden state."""
+        old_args, old_kwargs = self.arguments
+        return (
+            len(args) == len(old_args)
+            and kwargs.keys() == old_kwargs.keys()
+            and all(map(operator.is_, args[1:], old_args[1:]))
+            and all(value is old_kwargs[key] for key, value in kwargs.items())
+            and self.form.is_repeatable
+        )
 
 
 class RemoteModule:
@@ -214,28 +277,41 @@ class RemoteModule:
         self.__signature__ = inspect.signature(module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves = Leaves()
-        template = flatten([args, kwargs], leaves, lambda cache: number_of(cache, self.session))
-        chain = self._chain(leaves.tensors)
-        slots = tuple(chain.slot(tensor) for tensor in leaves.tensors)
-        chain.add(call := Call(self, template, slots, leaves.ints), leaves.caches)
+        call = self._repeated(args, kwargs) or self._call(args, kwargs)
+        chain, leaves = self.session.chain, call.leaves
+        chain.calls.append(call)
         result = self._result(chain, call, leaves)
         if leaves.tensors:
             for cache in leaves.caches[:1]:
                 advance(cache, self.cache_layers, leaves.tensors[0])
         return result
 
-    def _chain(self, tensors: list[torch.Tensor]) -> Chain:
-        """This thread's chain, sent on first if it has already passed this rank."""
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        leaves = Leaves()
+        template = flatten([args, kwargs], leaves, lambda cache: number_of(cache, self.session))
         chain = self.session.chain
         if chain.calls and chain.calls[-1].layer.rank > self.rank:
-            chain.flush()
-        return self.session.chain
+            chain.flush()  # it has passed this rank already
+            chain = self.session.chain
+        slots = tuple([chain.slot(tensor) for tensor in leaves.tensors])
+        return Call(self, (args, kwargs), self.session.form(template), leaves, slots)
+
+    def _repeated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        """The call if it is like the last one of the chain but for the hidden state."""
+        chain = self.session.chain
+        if not chain.calls or not args or getattr(args[0], "source", None) is not chain:
+            return None
+        last = chain.calls[-1]
+        if last.layer.rank > self.rank or not last.is_repeated_by(args, kwargs):
+            return None
+        old, hidden = last.leaves, args[0]
+        leaves = Leaves(old.ints, [hidden, *old.tensors[1:]], old.caches)
+        return Call(self, (args, kwargs), last.form, leaves, (~hidden.slot, *last.slots[1:]))
 
     def _result(self, chain: Chain, call: Call, leaves: Leaves) -> Any:
         """What the layer returns, after putting what it wrote into dicts that layers share."""
         new = self._learn(chain, call) if call.output is None else self._later(chain, call, leaves)
-        output = self.session.outputs[(self.name, call.template)]
+        output = self.session.outputs[(self.name, call.form)]
         value, *written = rebuild(output, leaves.tensors, iter(new), leaves.caches)
         for shared, changes in zip(leaves.shared, written, strict=True):
             shared.update(changes)
@@ -245,7 +321,7 @@ class RemoteModule:
         """Run the call now, for its output and the description of it."""
         reply = chain.flush()
         assert reply is not None
-        self.session.outputs[(self.name, call.template)] = frozen(json.loads(reply.note))
+        self.session.outputs[(self.name, call.form)] = frozen(json.loads(reply.note))
         return [tensor.to(self.session.device) for tensor in reply.tensors]
 
     def _later(self, chain: Chain, call: Call, leaves: Leaves) -> list[Lazy]:

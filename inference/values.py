@@ -188,6 +188,17 @@ def kinds_of_new(template: Any) -> list[str]:
     return [template[0]] if template[0] in ("hidden", "extra") else []
 
 
+def leaves_of(template: Any) -> Iterator[tuple[Any, ...]]:
+    """The kind of every node of a template, and the position of each tensor."""
+    yield template[:2] if template[0] == "tensor" else template[:1]
+    if template[0] in ("dict", "shared"):
+        for _, item in template[1:]:
+            yield from leaves_of(item)
+    elif template[0] in ("tuple", "list", "pair"):
+        for item in template[1:]:
+            yield from leaves_of(item)
+
+
 def frozen(template: Any) -> Any:
     """A template as it was before JSON made lists of its tuples."""
     return tuple(frozen(item) for item in template) if isinstance(template, list) else template
