@@ -7,7 +7,7 @@ rank 0 for the other nodes. So all survivors raise soon, and say the same.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from coordinator._board import Board
@@ -25,6 +25,11 @@ VERDICT_S = 1.5  # how long the reason of a broken connection may take to arrive
 SILENT_S = 3.0  # without a beat
 MAX_TEXT = 12_000  # of a verdict, which must fit the board
 ADVICE = "The group is out of step: end the launch, and look at what those ranks printed last."
+
+SAME_CALLS = (
+    "All ranks must make the same calls, with the same src or dst, in the same order: end the "
+    "launch, and look where the program goes different ways."
+)
 
 
 class Waiting(NamedTuple):
@@ -171,7 +176,12 @@ class Watch:
         kind, by, where, text, ranks = unpack(verdict)
         self._pass_on(verdict)
         waited_s = time.monotonic() - waiting.since
-        if self.rank in ranks and by != self.rank:
+        if KINDS[kind] is CoordinatorError:
+            message = (
+                f"rank {self.rank} was in {waiting.call}, but the ranks are in different calls: "
+                f"{text}. {SAME_CALLS}"
+            )
+        elif self.rank in ranks and by != self.rank:
             message = (
                 f"rank {self.rank} came to {waiting.call} when rank {by} had already given up, "
                 f"in {where}, waiting for {text}. {ADVICE}"
@@ -189,21 +199,26 @@ class Watch:
 
     # ---- who is late, and what they do ----
 
-    def in_other_calls(self, waiting: Waiting) -> CoordinatorError:
-        """The error when all have come, but to different calls."""
-        others = [
-            Culprit(rank, f"which was in {name} #{number} ({site})")
-            for index, rank in enumerate(self.island)
-            for _, _, _, name, number, site, _ in [self._glimpse(index)]
-            if rank != self.rank and (name, number) != waiting.call[:2]
-        ]
-        text = " and ".join(culprit.describe(self.peers) for culprit in others)
-        text = text or "others, which gave another src or dst"
-        self._give(CoordinatorError, text, [], str(waiting.call))
-        return CoordinatorError(
-            f"rank {self.rank} was in {waiting.call}, unlike {text}. All ranks must make the same "
-            "calls with the same src or dst, in the same order."
-        )
+    def in_different_calls(self, waiting: Waiting) -> CoordinatorError:
+        """The error when all of this node have come, but to different calls."""
+        seen = [self._glimpse(index) for index in range(len(self.island))]
+        calls = {rank: Call(*row[3:6]) for rank, row in zip(self.island, seen, strict=True)}
+        return self.disagree(calls, waiting)
+
+    def disagree(self, calls: Mapping[int, Call], waiting: Waiting) -> CoordinatorError:
+        """The error for ranks that made these calls instead of one."""
+        alike: dict[tuple[str, int], list[int]] = {}
+        for rank, call in calls.items():
+            alike.setdefault(call[:2], []).append(rank)
+        said = [f"{self._who(ranks)} in {calls[ranks[0]]}" for ranks in alike.values()]
+        text = " and ".join(said)
+        if len(alike) == 1:
+            text += " with another src or dst"
+        return self._error(self._give(CoordinatorError, text, [], str(waiting.call)), waiting)
+
+    def _who(self, ranks: Sequence[int]) -> str:
+        others = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
+        return f"{self.peers[ranks[0]]}{others}"
 
     def stragglers(self, call: Call) -> list[Culprit]:
         """The ranks that are not in this call, with what they do instead."""

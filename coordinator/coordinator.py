@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 DEFAULT_TIMEOUT_S = 300.0
+LINGER_S = 2.0  # of rank 0 in a broken group, for the others to hear why it broke
 
 
 class Coordinator:
@@ -348,9 +349,9 @@ class Coordinator:
                 group._broken = group._broken or self._broken
                 group.close(timeout_s=timeout_s)
         self._closed = True
-        limit = self._limit(timeout_s) if self._broken is None else None
+        limit = self._limit(timeout_s) if self._broken is None else LINGER_S
         late = self._release(CLOSED, limit)
-        if late:
+        if late and self._broken is None:
             known = {peer.rank: str(peer) for peer in self.peers}
             names = ", ".join(known.get(rank, f"rank {rank}") for rank in late)
             raise CoordinatorTimeout(

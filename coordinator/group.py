@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from coordinator import _board
-from coordinator.blame import Culprit, Waiting, Watch
+from coordinator.blame import Waiting, Watch
 from coordinator.calls import Call
 from coordinator.client import HubGone
 from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost
@@ -258,7 +258,7 @@ class Group:
                 return self._exchange_here(waiting, root + 1, data, wants, is_scattered)
             return self._exchange_everywhere(waiting, data, root, reader, is_scattered)
         except _board.Mismatch:
-            raise self.watch.in_other_calls(waiting) from None
+            raise self.watch.in_different_calls(waiting) from None
         except EdgeBroken as error:
             neighbour = self.islands[error.index][0]
             raise self.watch.broken(neighbour, str(error), waiting) from error
@@ -317,8 +317,8 @@ class Group:
         headers, found = self._tree.exchange(header, entries, wants, waiting.deadline, idle)
         for index, (call, their_root) in headers:
             if (*call[:2], their_root) != (*waiting.call[:2], root):
-                theirs = Culprit(self.islands[index][0], f"which was in {Call(*call)}")
-                raise self.watch.fail(CoordinatorError, [theirs], waiting)
+                calls = {self.rank: waiting.call, self.islands[index][0]: Call(*call)}
+                raise self.watch.disagree(calls, waiting)
         return found
 
     def neighbour(self) -> Peer:
