@@ -12,7 +12,6 @@ import importlib
 import os
 import selectors
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -72,12 +71,12 @@ def keep(plan: Plan) -> int:
     return _Keeping(plan, pids, woken).loop()
 
 
-def _wake_on_children() -> socket.socket:
-    """A socket, readable when a child ends. What stops programs does not stop a keeper."""
-    reading, writing = socket.socketpair()
-    reading.setblocking(False)
-    writing.setblocking(False)
-    signal.set_wakeup_fd(writing.detach(), warn_on_full_buffer=False)
+def _wake_on_children() -> int:
+    """A descriptor, readable when a child ends. What stops programs does not stop a keeper."""
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -149,7 +148,7 @@ def _close_what_is_not_for(one: Seat, plan: Plan) -> None:
 
 
 class _Keeping:
-    def __init__(self, plan: Plan, pids: dict[int, int], woken: socket.socket) -> None:
+    def __init__(self, plan: Plan, pids: dict[int, int], woken: int) -> None:
         self.plan = plan
         self.pids = pids
         self.woken = woken
@@ -203,7 +202,7 @@ class _Keeping:
         self.launcher_lives = False
 
     def _drain(self) -> None:
-        self.woken.recv(4096)
+        os.read(self.woken, 4096)
 
     def _obey(self) -> None:
         data = os.read(self.plan.commands, 65536)

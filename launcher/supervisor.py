@@ -171,6 +171,7 @@ class Supervisor:
             self._kill()
             return
         self._note_end(stopped_by=number)
+        self.output.notice(f"{signal_name(number)}: the ranks are asked to end; another ends them")
         is_key = number == signal.SIGINT
         self._signal(number if is_key else signal.SIGTERM, self._living(), whole_group=is_key)
         self._after(STOP_GRACE_S, self._kill)

@@ -149,11 +149,20 @@ def _main_program(target: Target) -> tuple[ModuleType, CodeType]:
 
 def _script(name: str) -> tuple[ModuleType, CodeType]:
     path = os.path.join(name, "__main__.py") if os.path.isdir(name) else name
-    sys.path[0] = name if os.path.isdir(name) else os.path.dirname(os.path.realpath(path))
+    _look_in(os.path.dirname(os.path.realpath(path)))
     with io.open_code(os.path.abspath(path)) as file:
         code = compile(file.read(), path, "exec")
     module = _new_main(path)
     return module, code
+
+
+def _look_in(folder: str) -> None:
+    """Put the script's folder where `python -m launcher` has put the working directory."""
+    if getattr(sys.flags, "safe_path", False):  # python -P, from Python 3.11 on
+        return
+    if sys.path[:1] == [_working_directory()]:
+        del sys.path[0]
+    sys.path.insert(0, folder)
 
 
 def _module(name: str) -> tuple[ModuleType, CodeType]:

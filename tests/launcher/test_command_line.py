@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 
 import pytest
 
@@ -243,3 +244,22 @@ def test_as_many_ranks_as_gpus_is_refused_where_there_are_none(command):
     script = command.script("print('ran')")
     ended = command.run("run", "-n", "gpu", script, env={"CUDA_VISIBLE_DEVICES": ""})
     assert ended.code == 2 and "no GPU" in ended.err and ended.out == ""
+
+
+def test_a_closed_standard_input_is_no_reason_to_fail(command):
+    script = command.script("import sys\nprint(repr(sys.stdin.read()))")
+    process = command.start("run", "-n", "2", script, stdin=None, preexec_fn=lambda: os.close(0))
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 0 and sorted(out.splitlines()) == ["[0] ''", "[1] ''"], err
+
+
+def test_the_path_of_a_script_is_that_of_python_itself(command):
+    script = command.script("import os, sys\nprint(sys.path[0] == os.path.dirname(__file__))")
+    assert command.run("run", "-n", "1", script).lines(0) == ["True"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="python -P came with 3.11")
+def test_a_safe_path_stays_safe(command):
+    script = command.script("import os, sys\nprint(os.path.dirname(__file__) in sys.path)")
+    safe = command.run("run", "-n", "1", script, env={"PYTHONSAFEPATH": "1"})
+    assert safe.lines(0) == ["False"]
