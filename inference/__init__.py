@@ -15,6 +15,7 @@ from .mesh import Mesh
 from .nd_load import Loaded, load_into
 from .over_mesh import load_over_mesh
 from .plan import DeviceMap, Layout, Part, Place, plan
+from .portable import refuse_baked_groups, trace_portable
 
 __all__ = [
     "CheckpointError",
@@ -42,4 +43,6 @@ __all__ = [
     "load_into",
     "load_over_mesh",
     "plan",
+    "refuse_baked_groups",
+    "trace_portable",
 ]
