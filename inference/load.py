@@ -92,11 +92,14 @@ def load(
         model = _together(coor, lambda: _shard(kind, path, chosen, coor.rank, real_dtype, options))
         if coor.world_size == 1:
             return distribute(model, chosen, None)
-        comm = stack.enter_context(
-            contextlib.closing(Communicator(coor, backend, timeout_s=FOREVER_S))
+        outward, homeward = (
+            stack.enter_context(
+                contextlib.closing(Communicator(coor, backend, timeout_s=FOREVER_S))
+            )
+            for _ in range(2)
         )
         holds = {rank: chosen.holds(rank) for rank in range(coor.world_size)}
-        ring = Ring(comm, holds, stack.pop_all().close)
+        ring = Ring(outward, homeward, holds, stack.pop_all().close)
     if coor.is_master():
         return distribute(model, chosen, Session(ring, torch.device(chosen.device_of(0))))
     with contextlib.closing(ring):

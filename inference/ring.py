@@ -28,15 +28,20 @@ ACCUSATION_S = 1.0
 class Ring:
     """This rank's two neighbours.
 
-    holds: what each rank has, for errors. close: gives back the communicator and what is under it.
+    outward, homeward: communicators over the same ranks; what comes back to the master comes over
+        the second, as it sends and receives at the same time from different threads.
+    holds: what each rank has, for errors. close: gives back the communicators and all under them.
     """
 
-    def __init__(self, comm: Any, holds: Mapping[int, str], close: Callable[[], None]):
-        self.comm, self.holds, self.close = comm, holds, close
-        self.rank, self.world_size = comm.rank, comm.world_size
-        self.accusations = comm.coor.store("inference accusations")
-        self.next = Link(comm, (self.rank + 1) % self.world_size)
-        self.previous = Link(comm, (self.rank - 1) % self.world_size)
+    def __init__(
+        self, outward: Any, homeward: Any, holds: Mapping[int, str], close: Callable[[], None]
+    ):
+        self.coor, self.holds, self.close = outward.coor, holds, close
+        self.rank, self.world_size = outward.rank, outward.world_size
+        self.accusations = self.coor.store("inference accusations")
+        last = self.rank == self.world_size - 1
+        self.next = Link(homeward if last else outward, (self.rank + 1) % self.world_size)
+        self.previous = Link(outward if self.rank else homeward, (self.rank - 1) % self.world_size)
 
     def send(self, message: Message) -> None:
         try:
@@ -64,7 +69,7 @@ class Ring:
     def _lost(self, peer: int, error: CommunicatorError) -> PeerLost:
         culprit = self._culprit(peer)
         return PeerLost(
-            f"rank {self.rank}: {self.comm.coor.peers[culprit]} is gone. It held "
+            f"rank {self.rank}: {self.coor.peers[culprit]} is gone. It held "
             f"{self.holds[culprit]}, so the model cannot run any more; start all ranks again. "
             f"({error})"
         )
@@ -85,7 +90,7 @@ class Ring:
     def _accused_by(self, peer: int) -> int:
         """Whom `peer` had lost; itself if it lost nobody."""
         key = str(peer)
-        if not self.accusations.check([key]) and self.comm.coor.peers[peer].is_seen_dead():
+        if not self.accusations.check([key]) and self.coor.peers[peer].is_seen_dead():
             return peer
         try:
             self.accusations.wait([key], timedelta(seconds=ACCUSATION_S))

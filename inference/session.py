@@ -14,8 +14,9 @@ import operator
 import threading
 import weakref
 from collections import Counter, deque
+from collections.abc import Callable
 from functools import cached_property
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ from .program import Program, Step
 from .ring import Ring
 from .values import Leaves, Template, flatten, frozen, kinds_of_new, leaves_of, rebuild
 
+T = TypeVar("T")
 Maker = tuple[str, int]
 """A module, and which of its new tensors."""
 
@@ -45,7 +47,9 @@ class Session:
         self._programs: dict[tuple[Any, ...], tuple[Program, int]] = {}
         self._program_numbers, self._cache_numbers = itertools.count(1), itertools.count(1)
         self._operations: deque[tuple[Any, ...]] = deque()
-        self._exchange, self._threads = threading.Lock(), threading.local()
+        self._sending, self._receiving = threading.Lock(), threading.Lock()
+        self._tickets: deque[Ticket] = deque()
+        self._threads = threading.local()
         self._failure: InferenceError | None = None
 
     @property
@@ -77,16 +81,19 @@ class Session:
 
     def exchange(self, chain: Chain) -> Message:
         """Send a chain, and the operations that wait, round the ring; what comes back."""
-        with self._exchange, torch.no_grad():
+        ticket = Ticket()
+        leaves = Leaves()
+        with self._sending, torch.no_grad():
             if self._failure is not None:
                 raise self._failure
-            leaves = Leaves()
             waiting = [self._operations.popleft() for _ in range(len(self._operations))]
             operations = flatten(waiting, leaves, lambda cache: number_of(cache, self))
             message = self._message(chain, self.form(operations), leaves)
-            reply = self._answer(message, chain)
-            reply.tensors = reply.tensors[len(leaves.tensors) :]
-            return reply
+            self._tickets.append(ticket)
+            self._guarded(lambda: self.ring.send(message))
+        reply = self._answer(ticket, chain)
+        reply.tensors = reply.tensors[len(leaves.tensors) :]
+        return reply
 
     def _message(self, chain: Chain, operations: Form, leaves: Leaves) -> Message:
         """What a chain sends; with the text of its program if the ranks do not know it yet."""
@@ -102,34 +109,50 @@ class Session:
         sent = [tensors[slot] for slot in program.leaving(0)]
         return Message(Kind.CALL, number, ints, sent, text)
 
-    def _answer(self, message: Message, chain: Chain) -> Message:
-        try:
-            self.ring.send(message)
-            reply = self.ring.receive()
-        except InferenceError as lost:
-            self._fail(lost)
-            raise
-        if reply.kind is Kind.ERROR:
+    def _answer(self, ticket: Ticket, chain: Chain) -> Message:
+        """The reply to a message: they come in the order in which the messages were sent.
+
+        Whichever thread is here first takes in the replies of those before it too, so that while
+        one waits others can send, and the ranks work on several conversations at once.
+        """
+        with self._receiving:
+            while ticket.reply is None:
+                reply = self._guarded(self.ring.receive)
+                self._tickets.popleft().reply = reply
+        if ticket.reply.kind is Kind.ERROR:
             for call in chain.calls:
                 for cache in call.leaves.caches:
                     cache.torn = True
-            raise StageError(reply.note)
-        return reply
+            raise StageError(ticket.reply.note)
+        return ticket.reply
 
-    def _fail(self, failure: InferenceError) -> InferenceError:
-        self._failure = failure
-        self.ring.close()
-        return failure
+    def _guarded(self, work: Callable[[], T]) -> T:
+        """Use the ring; if a rank is lost, this is the end of it for every thread."""
+        try:
+            if self._failure is not None:
+                raise self._failure
+            return work()
+        except InferenceError as lost:
+            if self._failure is None:
+                self._failure = lost
+                self.ring.close()
+            raise
 
     def leave(self, code: int = 0) -> None:
         """Release the other ranks. Every later use of the model is an error."""
-        with self._exchange:
+        with self._sending, self._receiving:
             if self._failure is None:
                 self._failure = InferenceError(
                     f"rank {self.ring.rank}: the model was closed and its other ranks have left, "
                     "so it cannot run; load it again."
                 )
                 self.ring.leave(code)
+
+
+class Ticket:
+    """A place in the queue of those who wait for a reply."""
+
+    reply: Message | None = None
 
 
 class Chain:
