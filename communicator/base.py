@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from communicator import agreement
 from communicator.checks import check_like, check_op, check_other, check_peer, check_tensor
 from communicator.errors import CommunicatorError, Unsupported
 from coordinator import Coordinator
@@ -31,6 +32,9 @@ class Communicator:
     backend: a name, the path of a vendor's library, or a subclass; None takes the best that every
         rank can use. A backend that one rank lacks is Unsupported on all of them.
     timeout_s: the deadline of every call; coor's if not given.
+    device_type: whose memory it must move, "cpu" or "cuda"; the best backend of any if not given.
+    checked_calls: how many of the first calls are compared among the ranks before anything moves,
+        by backends that do not compare every call anyhow.
     options: what the backend takes.
 
     Collectives are called by every rank in the same order, with the same shapes, dtypes and op. On
@@ -49,13 +53,14 @@ class Communicator:
         backend: Any = None,
         *,
         timeout_s: float | None = None,
+        device_type: str | None = None,
         **options: Any,
     ) -> Communicator:
         if cls is not Communicator:
             return super().__new__(cls)
         from communicator.choice import choose  # the table of backends imports this class
 
-        return super().__new__(choose(coor, backend))
+        return super().__new__(choose(coor, backend, device_type))
 
     def __init__(
         self,
@@ -63,12 +68,16 @@ class Communicator:
         backend: Any = None,
         *,
         timeout_s: float | None = None,
+        device_type: str | None = None,
+        checked_calls: int | None = None,
         **options: Any,
     ) -> None:
         self.coor = coor
         self.rank, self.world_size = coor.rank, coor.world_size
         self.timeout_s = coor.timeout_s if timeout_s is None else timeout_s
         self._closed = False
+        if checked_calls is not None:
+            self._checked_calls = checked_calls
         self._open(**options)
 
     # What a backend provides. Tensors are checked, contiguous, on the right device, not empty.
@@ -165,6 +174,7 @@ class Communicator:
         out = tensor if out is None else self._check_out("allreduce", out, tensor.shape, tensor)
         if self.world_size == 1:
             return out if out is tensor else out.copy_(tensor)
+        self._compare("allreduce", tensor, op)
         if tensor.numel():
             self._allreduce(out, tensor, op)
         return out
@@ -173,6 +183,7 @@ class Communicator:
         """Rank src's tensor, written into every rank's tensor, which is returned. Collective."""
         self._check("broadcast", tensor)
         check_peer(self.rank, "broadcast", src, self.world_size, "src")
+        self._compare("broadcast", tensor, f"from rank {src}")
         if self.world_size > 1 and tensor.numel():
             self._broadcast(tensor, src)
         return tensor
@@ -185,6 +196,7 @@ class Communicator:
         self._check("reduce", tensor)
         check_op(self.rank, "reduce", op, tensor.dtype)
         check_peer(self.rank, "reduce", dst, self.world_size, "dst")
+        self._compare("reduce", tensor, f"{op}, to rank {dst}")
         if self.world_size > 1 and tensor.numel():
             self._reduce(tensor if self.rank == dst else None, tensor, dst, op)
         return tensor
@@ -194,6 +206,7 @@ class Communicator:
         self._check("allgather", tensor)
         shape = (self.world_size, *tensor.shape)
         out = self._out("allgather", out, shape, tensor)
+        self._compare("allgather", tensor)
         if self.world_size == 1:
             out[0].copy_(tensor)
         elif tensor.numel():
@@ -208,6 +221,7 @@ class Communicator:
         check_op(self.rank, "reduce_scatter", op, tensor.dtype)
         self._check_rows("reduce_scatter", tensor)
         out = self._out("reduce_scatter", out, tuple(tensor.shape[1:]), tensor)
+        self._compare("reduce_scatter", tensor, op)
         if self.world_size == 1:
             out.copy_(tensor[0])
         elif tensor.numel():
@@ -222,6 +236,7 @@ class Communicator:
         self._check("alltoall", tensor)
         self._check_rows("alltoall", tensor)
         out = self._out("alltoall", out, tuple(tensor.shape), tensor)
+        self._compare("alltoall", tensor)
         if self.world_size == 1:
             out.copy_(tensor)
         elif tensor.numel():
@@ -247,6 +262,7 @@ class Communicator:
     def barrier(self) -> None:
         """Return once every rank has called. Collective. On CUDA: once the stream gets there."""
         self._check_open("barrier")
+        self._compare("barrier")
         if self.world_size > 1:
             self._barrier()
 
@@ -298,6 +314,8 @@ class Communicator:
 
     # The rest is for us.
 
+    _calls = 0  # collectives compared so far
+    _checked_calls = agreement.FIRST_CALLS
     _pending: list[tuple[str, torch.Tensor, int]] | None = None
 
     def _post(self, kind: str, tensor: torch.Tensor, peer: int) -> None:
@@ -327,6 +345,14 @@ class Communicator:
         """The peers of this host that are seen dead, for an error; empty if none is."""
         dead = [str(peer) for peer in self.coor.peers if peer.is_seen_dead()]
         return f" Gone: {', '.join(dead)}." if dead else ""
+
+    def _compare(self, call: str, tensor: torch.Tensor | None = None, how: str = "") -> None:
+        """Raise CommunicatorError on every rank if they make different calls; only the first are
+        compared."""
+        if self._calls < self._checked_calls and self.world_size > 1:
+            self._calls += 1
+            what = "" if tensor is None else f"of {agreement.describe(tensor)}"
+            agreement.compare(self, self._calls, " ".join(filter(None, (call, what, how))))
 
     def _check(self, call: str, tensor: torch.Tensor) -> None:
         self._check_open(call)

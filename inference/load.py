@@ -92,12 +92,7 @@ def load(
         model = _together(coor, lambda: _shard(kind, path, chosen, coor.rank, real_dtype, options))
         if coor.world_size == 1:
             return distribute(model, chosen, None)
-        outward, homeward = (
-            stack.enter_context(
-                contextlib.closing(Communicator(coor, backend, timeout_s=FOREVER_S))
-            )
-            for _ in range(2)
-        )
+        outward, homeward = [stack.enter_context(_frames(coor, backend)) for _ in range(2)]
         holds = {rank: chosen.holds(rank) for rank in range(coor.world_size)}
         ring = Ring(outward, homeward, holds, stack.pop_all().close)
     if coor.is_master():
@@ -105,6 +100,11 @@ def load(
     with contextlib.closing(ring):
         code = Stage(model, ring, torch.device(chosen.device_of(coor.rank))).serve()
     raise Served(code)
+
+
+def _frames(coor: Coordinator, backend: str | None) -> Communicator:
+    """What moves the frames, which are packed in the memory of the CPU wherever layers run."""
+    return Communicator(coor, backend, timeout_s=FOREVER_S, device_type="cpu")
 
 
 def _shard(
