@@ -102,7 +102,7 @@ def test_the_timeout_shows_where_every_rank_was(command):
     script = command.script(
         "import time\ndef wait_for_ever():\n    time.sleep(60)\nwait_for_ever()"
     )
-    ended = command.run("run", "-n", "2", "--timeout", "0.5", script)
+    ended = command.run("run", "-n", "2", "--timeout", "1.5", script)
     assert ended.code == 124
     assert "rank 0 was here" in ended.err and "rank 1 was here" in ended.err
     assert ended.err.count("in wait_for_ever") == 2

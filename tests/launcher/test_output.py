@@ -55,7 +55,10 @@ def test_a_slow_reader_loses_nothing_and_does_not_hide_a_failure(command):
         "for i in range(1_000_000): print('line', i)"
     )
     process = command.start("run", "-n", "2", script)
-    time.sleep(2)
+    deadline = time.monotonic() + 10
+    time.sleep(0.5)
+    while len(command.left()) > 1 and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert len(command.left()) == 1, "only the launcher waits for its reader"
     out, err = process.communicate(timeout=20)
     numbers = [int(line.split()[-1]) for line in out.splitlines()]
@@ -64,13 +67,14 @@ def test_a_slow_reader_loses_nothing_and_does_not_hide_a_failure(command):
 
 
 def test_log_dir_gets_a_file_per_rank_and_stream_with_the_bytes_as_they_were(command, tmp_path):
+    logs = tmp_path / "new" / "logs"
     script = command.script(
-        "import os, launcher\nr = launcher.current().rank\n"
+        "import os, sys, time, launcher\nr = launcher.current().rank\n"
         "os.write(1, b'out %d \\xff\\r\\n' % r)\nos.write(2, b'err %d' % r)\n"
+        "while r and not os.path.getsize(sys.argv[1] + '/rank-0.err'): time.sleep(0.01)\n"
         "if r: raise ValueError('into the log, too')"
     )
-    logs = tmp_path / "new" / "logs"
-    ended = command.run("run", "-n", "2", "--log-dir", str(logs), script)
+    ended = command.run("run", "-n", "2", "--log-dir", str(logs), script, str(logs))
     assert sorted(p.name for p in logs.iterdir()) == [
         f"rank-{r}.{s}" for r in range(2) for s in ("err", "out")
     ]

@@ -76,7 +76,7 @@ def test_64_launches_at_once_of_equal_and_of_different_ids_all_run(command):
     )
     ids = ["same" if i % 2 else f"launch-{i}" for i in range(64)]
     started = [command.start("run", "-n", "2", "--launch-id", i, script) for i in ids]
-    ends = [process.communicate(timeout=60) for process in started]
+    ends = [process.communicate(timeout=100) for process in started]
     assert [process.returncode for process in started] == [0] * 64, ends
     assert [out.split()[-1] for out, _ in ends] == ids
 
