@@ -15,6 +15,7 @@ help:
 	@echo "make test        run the tests (TESTS=tests/launcher for some of them)"
 	@echo "make lint        check format, style and types"
 	@echo "make cuda-check  compile the CUDA code (needs nvcc)"
+	@echo "make gpu         test and measure on this machine's GPU; writes benchmarks/results (no network)"
 	@echo "make clean       remove what the others made"
 
 .PHONY: demo
@@ -48,6 +49,20 @@ format: .venv/ready
 cuda-check:
 	@echo "== compiling the vendor header and the CUDA code"
 	@csrc/check.sh
+
+# For a machine with a GPU: its own python3 and packages, nothing is fetched. A failed step does not
+# keep the later ones from their results, but is the result of all.
+GPU_PYTHON ?= python3
+.PHONY: gpu
+gpu:
+	@echo "== building the native parts in place"
+	@$(GPU_PYTHON) setup.py --quiet build_ext --inplace
+	@csrc/build_cuda.sh
+	@echo "== testing and measuring on the GPU"
+	@failed=0; \
+	$(GPU_PYTHON) -m pytest tests/gpu tests/communicator/test_nccl_without_gpu.py || failed=1; \
+	$(GPU_PYTHON) -m benchmarks.gpu || failed=1; \
+	exit $$failed
 
 # One at a time, for two makes may run at once; the second finds nothing left to do.
 .venv/ready: pyproject.toml constraints.txt setup.py $(wildcard csrc/*.h csrc/*.cpp)

@@ -23,6 +23,7 @@ from communicator.errors import CommunicatorError, Unsupported
 from coordinator import Coordinator
 
 ONE_NODE = 1 << 1  # COMM_CAP_ONE_NODE of communicator.h
+THREADS = 1 << 2  # COMM_CAP_THREADS
 TORCH_DEVICE = {1: "cpu", 2: "cuda", 10: "cuda"}  # from DLDeviceType; torch calls ROCm "cuda"
 
 
@@ -44,6 +45,11 @@ class Native(Communicator):
             raise Unsupported(
                 f"{plugin.name} works within one node, and {coor.local_world_size} of the "
                 f"{coor.world_size} ranks are on this one"
+            )
+        processes = {(peer.host, peer.pid) for peer in coor.peers}
+        if not plugin.caps & THREADS and len(processes) < coor.world_size:
+            raise Unsupported(
+                f"{plugin.name} cannot have two ranks in one process, and here ranks are threads"
             )
         if not cls.trusted:
             plugin.try_probe()
@@ -70,6 +76,8 @@ class Native(Communicator):
         except (CommunicatorError, ValueError) as caught:
             error = caught
         self._all_or_none(error)
+        if type(self).allreduce is Native.allreduce:  # called most, so without a step in between
+            self.allreduce = self._comm.allreduce  # type: ignore[method-assign]
 
     def _agree(self) -> tuple[str, bytes]:
         """A name no other group has, and rank 0's unique id; all must have the same library."""

@@ -267,15 +267,19 @@ def compiled(coor: Coordinator) -> list[float]:
         return found
 
 
-def create_and_destroy(coor: Coordinator, times: str = "20") -> dict[str, float]:
-    """What one life of a communicator leaves behind."""
+def create_and_destroy(
+    coor: Coordinator, times: str = "20", seconds: str = "100"
+) -> dict[str, float]:
+    """What one life of a communicator leaves behind, over so many, or as many as there is time."""
     for _ in range(3):
         Nccl(coor, device=0).close()
-    before = _holdings(coor)
-    for _ in range(int(times)):
+    before, lives, end = _holdings(coor), 0, time.monotonic() + float(seconds)
+    while lives < int(times) and time.monotonic() < end:
         Nccl(coor, device=0).close()
+        lives += 1
     after = _holdings(coor)
-    return {name: (after[name] - before[name]) / int(times) for name in before}
+    left = {name: (after[name] - before[name]) / lives for name in before}
+    return left | {"lives": lives}
 
 
 def _holdings(coor: Coordinator) -> dict[str, float]:

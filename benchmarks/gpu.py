@@ -1,0 +1,367 @@
+"""NCCL and the one-shot kernel on the GPU of this machine, several ranks sharing it.
+
+    python -m benchmarks.gpu              # writes benchmarks/results/gpu-*.md
+    python -m benchmarks.gpu calls lives  # some of the tables
+
+Times of several ranks on one GPU say nothing about NVLink: a step costs a time slice, about 2 ms.
+What counts here is what holds anywhere: the cost of a call, memory, and that nothing hangs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.table import Table, alternate, spread
+from communicator import nccl_library, oneshot
+from communicator.cupy import Cupy
+from communicator.errors import CommunicatorError
+from communicator.native import library
+from communicator.nccl import Nccl
+from communicator.oneshot import Algorithm
+from coordinator import Coordinator
+from tests.gpu import one_gpu
+from tests.gpu.test_oneshot import Ranks, in_order, values
+
+ROOT = Path(__file__).parents[1]
+GPU = torch.device("cuda", 0)
+CALLS, ROUNDS = 2000, 15
+FLOAT32, SUM = 7, 0
+LIVES, LIVES_S = 1000, 150
+
+
+def device_note() -> str:
+    """The GPU, its driver, and the NCCL in use."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    card = subprocess.run(query, capture_output=True, text=True).stdout.strip().splitlines()
+    found = nccl_library.find()
+    return (
+        f"GPU and driver: {card[0] if card else torch.cuda.get_device_name(0)}. CUDA of torch: "
+        f"{torch.version.cuda}. NCCL: {found.version_text} ({found.path})."
+    )
+
+
+# What a call costs from Python until it returns.
+
+
+def ns_per_call(call: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter_ns()
+    for _ in range(CALLS):
+        call()
+    took = time.perf_counter_ns() - start
+    torch.cuda.synchronize()
+    return took / CALLS
+
+
+def calls() -> Table:
+    """One rank, allreduce in place of 1024 float32: NCCL has nothing to move, only the call."""
+    table = Table("gpu-calls", ("call", "ns until it returns", "right", "ratio to ours"))
+    table.note = device_note() + " One rank, in place, 1024 float32; median (middle half)."
+    with Coordinator() as coor:
+        peers = dict(_peers(coor))
+        found = alternate(
+            {name: lambda c=call: ns_per_call(c) for name, call in peers.items()}, ROUNDS
+        )
+        ours = statistics.median(found["communicator, nccl, blocking"])
+        for name, times in found.items():
+            table.add(name, spread(times), "yes", statistics.median(times) / ours)
+    return table
+
+
+def _peers(coor: Coordinator) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Each way to make the call, tried once. Their communicators live as long as the calls."""
+    tensor = torch.ones(1024, device=GPU)
+    blocking, waiting = Nccl(coor, device=0, blocking=True), Nccl(coor, device=0)
+    yield "communicator, nccl, blocking", lambda: blocking.allreduce(tensor)
+    yield "communicator, nccl", lambda: waiting.allreduce(tensor)
+    double = blocking.scaled_sum(1.0, torch.float32)
+    yield (
+        "communicator, nccl, blocking, scaled (a kernel)",
+        lambda: blocking.allreduce(tensor, double),
+    )
+    store = dist.HashStore()
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=GPU)
+    yield "torch.distributed.all_reduce", lambda: dist.all_reduce(tensor)
+    yield "ctypes, as vLLM's pynccl", _through_ctypes(tensor)
+    yield from _optional(coor, tensor)
+    assert tensor.mean().item() == 1.0
+
+
+def _through_ctypes(tensor: torch.Tensor) -> Callable[[], object]:
+    """The library through ctypes, every argument wrapped for each call."""
+    nccl = ctypes.CDLL(nccl_library.find().path)
+
+    class Id(ctypes.Structure):
+        _fields_ = [("bytes", ctypes.c_byte * 128)]
+
+    identifier, comm = Id(), ctypes.c_void_p()
+    nccl.ncclGetUniqueId(ctypes.byref(identifier))
+    assert nccl.ncclCommInitRank(ctypes.byref(comm), 1, identifier, 0) == 0
+
+    like = PyncclLike(nccl.ncclAllReduce, GPU, lambda: torch.cuda.current_stream().cuda_stream)
+    like.comm = comm
+    return partial(like.all_reduce, tensor)
+
+
+def _optional(
+    coor: Coordinator, tensor: torch.Tensor
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Those of cupy and nccl4py that are installed."""
+    stream = torch.cuda.current_stream().cuda_stream
+    at, count = tensor.data_ptr(), tensor.numel()
+    try:
+        through_cupy = Cupy(coor, device=0)._comm
+        yield (
+            "cupy.cuda.nccl, addresses ready",
+            lambda: through_cupy.allReduce(at, at, count, FLOAT32, SUM, stream),
+        )
+    except CommunicatorError as reason:
+        print(f"cupy is left out: {reason}", file=sys.stderr)
+    try:
+        import nccl.core as nccl4py
+
+        theirs = nccl4py.Communicator.init(nranks=1, rank=0, unique_id=nccl4py.get_unique_id())
+        yield (
+            "nccl4py",
+            lambda: theirs.allreduce(tensor, tensor, nccl4py.SUM, stream=stream),
+        )
+    except (ImportError, AttributeError, TypeError) as reason:
+        print(f"nccl4py is left out: {reason}", file=sys.stderr)
+
+
+def path() -> Table:
+    """From a tensor on the CPU to a C function that does nothing, and back."""
+    table = Table("gpu-call-path", ("call", "ns", "ratio"))
+    with tempfile.TemporaryDirectory() as folder, Coordinator() as coor:
+        built = Path(folder, "libnothing.so")
+        source = ROOT / "tests" / "communicator" / "abi_plugin.c"
+        subprocess.run(
+            ["gcc", "-O2", "-shared", "-fPIC", f"-I{ROOT}/csrc", source, "-o", built], check=True
+        )
+        comm, tensor = library(str(built))(coor), torch.ones(1024)
+        through_ctypes = _noop_through_ctypes(Path(folder), tensor)
+        found = alternate(
+            {
+                "ctypes, as vLLM's pynccl": lambda: _ns(through_ctypes, tensor),
+                "comm.allreduce": lambda: _ns(comm.allreduce, tensor),
+            },
+            ROUNDS,
+        )
+        theirs = statistics.median(found["ctypes, as vLLM's pynccl"])
+        for name, times in found.items():
+            table.add(name, spread(times), statistics.median(times) / theirs)
+    return table
+
+
+def _ns(call: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> float:
+    """Of this thread's processor time: nothing here waits, and others may use the machine."""
+    start = time.thread_time_ns()
+    for _ in range(10 * CALLS):
+        call(tensor)
+    return (time.thread_time_ns() - start) / (10 * CALLS)
+
+
+class PyncclLike:
+    """What vLLM's pynccl does for a call, as its two layers are: look, wrap, call, check."""
+
+    def __init__(self, function: Any, device: torch.device, stream: Callable[[], int]) -> None:
+        pointer, integer = ctypes.c_void_p, ctypes.c_int
+        function.argtypes = [pointer, pointer, ctypes.c_size_t, integer, integer, pointer, pointer]
+        function.restype = ctypes.c_int
+        self.functions, self.device, self.stream = {"ncclAllReduce": function}, device, stream
+        self.comm, self.disabled = pointer(0), False
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
+        if self.disabled:
+            return
+        assert tensor.device == self.device, f"{tensor.device} is not {self.device}"
+        address = ctypes.c_void_p(tensor.data_ptr())
+        kind, number = self.kind_of(tensor.dtype), self.number_of(op)
+        stream = ctypes.c_void_p(self.stream())
+        self.call(address, address, tensor.numel(), kind, number, self.comm, stream)
+
+    def call(self, *arguments: Any) -> None:
+        self.check(self.functions["ncclAllReduce"](*arguments))
+
+    def check(self, code: int) -> None:
+        if code != 0:
+            raise RuntimeError(f"NCCL error {code}")
+
+    @classmethod
+    def kind_of(cls, dtype: torch.dtype) -> int:
+        if dtype == torch.int8:
+            return 0
+        if dtype == torch.uint8:
+            return 1
+        if dtype == torch.float16:
+            return 6
+        if dtype == torch.float32:
+            return FLOAT32
+        raise ValueError(f"unsupported dtype {dtype}")
+
+    @classmethod
+    def number_of(cls, op: str) -> int:
+        if op == "sum":
+            return SUM
+        raise ValueError(f"unsupported op {op}")
+
+
+def _noop_through_ctypes(folder: Path, tensor: torch.Tensor) -> Callable[..., object]:
+    source, built = folder / "noop.c", folder / "libnoop.so"
+    source.write_text(
+        "int noop(void *a, void *b, unsigned long n, int d, int o, void *c, void *s) {"
+        " (void)a, (void)b, (void)n, (void)d, (void)o, (void)c, (void)s; return 0; }"
+    )
+    subprocess.run(["gcc", "-O2", "-shared", "-fPIC", source, "-o", built], check=True)
+    like = PyncclLike(ctypes.CDLL(str(built)).noop, tensor.device, lambda: 0)
+    return like.all_reduce
+
+
+# What several ranks show.
+
+
+def worlds() -> Table:
+    """What holds for 1, 2 and 4 ranks; a failure is in the row, not the end of the table."""
+    table = Table("gpu-worlds", ("what", "ranks", "found", "must be", "holds"))
+    table.note = device_note()
+    for ranks in (1, 2, 4):
+        _add(table, "conformance, cases passed", ranks, "conform", lambda v: v[0]["passed"], "> 50")
+    for ranks in (1, 2):
+        _add(table, "MiB a graph of 65 allreduces", ranks, "graph_memory", max, "< 10")
+    _add(table, "replayed and eager sums", 2, "capture_and_replay", lambda v: v[0][1], "== 16")
+    refused = lambda v: int("CUDA graph" in v[0])  # noqa: E731
+    _add(table, "close() with a live graph refused", 2, "close_with_a_live_graph", refused, "== 1")
+    _add(table, "abort() with a live graph, s", 1, "abort_with_a_live_graph", max, "< 10")
+    _add(table, "absent rank, s until freed", 2, "absent_rank", lambda v: v[0][1], "< 20")
+    _add(table, "torch.compile, captured", 2, "compiled", lambda v: v[0][1], "== 5")
+    return table
+
+
+def _add(
+    table: Table, what: str, ranks: int, case: str, pick: Callable[[Any], float], bound: str
+) -> None:
+    ended = one_gpu.finish(one_gpu.start(case, ranks), 240)
+    if any(code for code, _ in ended):
+        print("\n".join(text for _, text in ended), file=sys.stderr)
+        table.add(what, ranks, "failed", bound, "NO")
+        return
+    found = pick([one_gpu.result_of(text) for _, text in ended])
+    sign, limit = bound.split()
+    holds = {"<": found < float(limit), ">": found > float(limit), "==": found == float(limit)}
+    table.add(what, ranks, float(found), bound, "yes" if holds[sign] else "NO")
+
+
+def lives() -> Table:
+    """What one life of a communicator of one rank leaves behind, over as many as there is time."""
+    table = Table("gpu-lives", ("left behind by one life", "found", "lives"))
+    table.note = device_note()
+    (ended,) = one_gpu.finish(
+        one_gpu.start("create_and_destroy", 1, str(LIVES), str(LIVES_S)), LIVES_S + 120
+    )
+    if ended[0]:
+        print(ended[1], file=sys.stderr)
+    left = one_gpu.result_of(ended[1])
+    count = int(left.pop("lives"))
+    for name, amount in left.items():
+        table.add(name, float(amount), count)
+    return table
+
+
+# The one-shot kernel, all logical ranks in one launch.
+
+
+def small() -> Table:
+    """Microseconds a sum, replayed from a graph of dependent sums. No link between GPUs is used."""
+    columns = ("ranks", "bytes", "way", "chosen", "us", "right")
+    table = Table("gpu-oneshot", columns, device_note() + " All ranks in one launch on one GPU.")
+    for world in (2, 4, 6, 8):
+        for nbytes in (1 << 10, 16 << 10, 64 << 10, 256 << 10, 512 << 10):
+            for way in Algorithm:
+                us, right = _small(world, nbytes, way)
+                chosen = oneshot.choose(world, nbytes, torch.bfloat16) == way
+                table.add(world, nbytes, way.name, "yes" if chosen else "", us, right)
+    return table
+
+
+def _small(world: int, nbytes: int, way: Algorithm) -> tuple[float, str]:
+    ranks, tensors = Ranks(world), values(world, nbytes, torch.bfloat16)
+    expected = in_order(tensors)
+    outs = ranks.sum(tensors, way, outs=[torch.empty_like(tensor) for tensor in tensors])
+    right = all(torch.equal(out, expected) for out in outs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(100):
+            ranks.sum(tensors, way, outs=outs)
+    graph.replay()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    graph.reset()
+    ranks.close()
+    return start.elapsed_time(end) * 10, "yes" if right else "NO"
+
+
+def sanitizer() -> Table:
+    """The small tests of the kernel under compute-sanitizer."""
+    table = Table("gpu-sanitizer", ("tool", "found"), device_note())
+    command = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    for tool in ("memcheck", "racecheck"):
+        if not Path(command).exists():
+            table.add(tool, "compute-sanitizer is not on this machine")
+            continue
+        tests = ["-m", "pytest", "-q", "-x", "tests/gpu/test_oneshot.py", "-k", "small and 2"]
+        done = subprocess.run(
+            [command, "--tool", tool, "--error-exitcode", "9", sys.executable, *tests],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+        )
+        summary = [line for line in done.stdout.splitlines() if "SUMMARY" in line]
+        table.add(tool, f"exit {done.returncode}; " + (summary or ["no summary"])[-1].strip("= "))
+    return table
+
+
+TABLES = {
+    "path": path,
+    "calls": calls,
+    "small": small,
+    "sanitizer": sanitizer,
+    "worlds": worlds,
+    "lives": lives,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("tables", nargs="*", choices=[*TABLES, []], help="all if none is named")
+    failed = 0
+    for name in parser.parse_args().tables or TABLES:
+        try:
+            table = TABLES[name]()
+            table.show()
+            print(f"written to {table.save()}")
+        except Exception as error:  # the other tables are worth having
+            failed = 1
+            print(f"{name} failed: {type(error).__name__}: {error}", file=sys.stderr)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
