@@ -17,6 +17,9 @@
 #ifndef SIZE
 #define SIZE sizeof(comm_plugin)
 #endif
+#ifndef CAPS
+#define CAPS COMM_CAP_THREADS
+#endif
 #ifndef RESULT
 #define RESULT COMM_OK
 #endif
@@ -93,6 +96,7 @@ static struct {
             .version = "1.0",
             .device_type = COMM_CPU,
             .unique_id_bytes = ID_BYTES,
+            .caps = CAPS,
             .probe = probe,
             .init = init,
             .destroy = destroy,

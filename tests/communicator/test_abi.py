@@ -140,6 +140,24 @@ def test_a_library_that_one_rank_cannot_use_is_refused_on_all(ranks_or_errors, b
         assert isinstance(error, Unsupported) and "no such device" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("caps", "nodes", "words"),
+    [("0", [2], "two ranks in one process"), ("COMM_CAP_ONE_NODE", [1, 1], "within one node")],
+)
+def test_ranks_where_the_library_cannot_reach_them_are_refused(
+    ranks_or_errors, build, caps, nodes, words
+):
+    path = build(f"CAPS={caps}")
+
+    def body(info):
+        with Coordinator(info) as coor:
+            coor.local_world_size = nodes[0]
+            Communicator(coor, backend=path)
+
+    for error in ranks_or_errors(body, 2):
+        assert isinstance(error, Unsupported) and words in str(error)
+
+
 def test_a_rank_that_cannot_join_fails_the_others_too(ranks_or_errors, build):
     path = build("FAILS_ON=1")
 
