@@ -76,7 +76,8 @@ class Coordinator:
         if self.world_size > 1:
             self.peers = self._meet(key, me)
         self.nodes = [[self.ranks.index(rank) for rank in node] for node in nodes(self.peers)]
-        self._mine = next(node for node in self.nodes if self.rank in node)
+        self.node_index = next(i for i, node in enumerate(self.nodes) if self.rank in node)
+        self._mine = self.nodes[self.node_index]
         self.local_rank = self._mine.index(self.rank)
         self.local_world_size = len(self._mine)
         stacks.listen()

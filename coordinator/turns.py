@@ -17,6 +17,8 @@ from coordinator.keys import Keys
 from coordinator.vitals import Process
 from coordinator.wire import pack, unpack
 
+EXIT_S = 0.5  # a process that ends closes its connections first
+
 
 class Turns:
     """What one rank needs to wait for another that does something first."""
@@ -42,6 +44,9 @@ class Turns:
         """What work returned to whoever came first."""
         mine = str(self._rank).encode()
         chosen = int(self._keys.swap(f"{key}/who", b"", mine))
+        done = self._keys.get(key)
+        if done is not None:
+            return self._result(done, chosen)
         if chosen != self._rank:
             return self._outcome(key, chosen, timeout_s)
         try:
@@ -71,17 +76,23 @@ class Turns:
         process = Process(peer)
         since = time.monotonic()
 
+        def gone() -> PeerLost:
+            how = process.state() if process.is_dead() else "is gone"
+            return PeerLost(
+                f"rank {self._rank} waited {time.monotonic() - since:.1f} s ({caller()}) for "
+                f"{peer}, which was to go first but {how}. Look at what it printed last."
+            )
+
         def idle() -> None:
-            gone = process.is_dead() or peer.rank in lost
-            if gone and self._keys.get(key) is None:
-                how = process.state() if process.is_dead() else "is gone"
-                raise PeerLost(
-                    f"rank {self._rank} waited {time.monotonic() - since:.1f} s ({caller()}) for "
-                    f"{peer}, which was to go first but {how}. Look at what it printed last."
-                )
+            if (process.is_dead() or peer.rank in lost) and self._keys.get(key) is None:
+                raise gone()
 
         try:
-            good, data = unpack(self._keys.wait([key], timeout_s, idle)[0])
+            return self._result(self._keys.wait([key], timeout_s, idle)[0], who)
+        except PeerLost as error:
+            if not process.dies_within(EXIT_S):
+                raise
+            raise gone() from error
         except CoordinatorTimeout as error:
             raise CoordinatorTimeout(
                 f"rank {self._rank} waited {timeout_s:g} s ({caller()}) for {peer} to go first; it "
@@ -89,7 +100,11 @@ class Turns:
             ) from error
         finally:
             process.close()
+
+    def _result(self, found: bytes, who: int) -> bytes:
+        good, data = unpack(found)
         if not good:
+            peer = self._watch.peers[who] if self._watch is not None else "this rank"
             raise CoordinatorError(
                 f"rank {self._rank}: {peer} went first and failed:\n{data.decode()}"
             )

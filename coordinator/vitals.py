@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import struct
+import time
 
 from coordinator.peers import Peer, start_ticks, stat
 
@@ -39,6 +40,12 @@ class Process:
         if is_dead:
             self._how = _ending(self._exit_status())
         return is_dead
+
+    def dies_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not self.is_dead() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.is_dead()
 
     def _is_signalled(self) -> bool:
         poll = select.poll()

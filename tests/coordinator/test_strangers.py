@@ -1,0 +1,277 @@
+"""Who does not know the launch secret: does not join, does not crash, does not delay."""
+
+import contextlib
+import os
+import random
+import socket
+import struct
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from coordinator import Coordinator, CoordinatorError
+from coordinator.gate import GREETING, HELLO, MAGIC, WELCOME, Proof, purpose_of
+from launcher import LaunchInfo
+
+
+@pytest.fixture
+def launch():
+    """A listening socket, a secret, and info(rank, **changes) for ranks of one launch."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+    secret_fd = os.memfd_create("launch-secret")
+    os.write(secret_fd, bytes(range(32)))
+
+    def info(rank, nprocs=2, **changes):
+        extras = {"secret_fd": str(secret_fd)} | changes.pop("extras", {})
+        if rank == 0:
+            extras["master_fd"] = str(listener.fileno())
+        port = listener.getsockname()[1]
+        values = {"launch_id": "strangers", "master_port": port} | changes
+        return LaunchInfo(
+            world_size=nprocs, local_world_size=nprocs, rank=rank, local_rank=rank,
+            extras=extras, **values,
+        )  # fmt: skip
+
+    info.address = listener.getsockname()
+    yield info
+    listener.close()
+    os.close(secret_fd)
+
+
+def together(*bodies):
+    """Each body on a thread of its own; what they return or raise."""
+    found = [None] * len(bodies)
+
+    def run(index, body):
+        try:
+            found[index] = body()
+        except BaseException as error:
+            found[index] = error
+
+    threads = [threading.Thread(target=run, args=each) for each in enumerate(bodies)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def meet(info, rounds=20, timeout_s=20):
+    with Coordinator(info, timeout_s=timeout_s) as coor:
+        for _ in range(rounds):
+            coor.put(f"rank{coor.rank}", b"x")
+            coor.barrier()
+        return coor.allgather_object(coor.rank)
+
+
+@contextlib.contextmanager
+def running(work):
+    """work(is_over) on a thread, again and again, until the block ends; how often it ran."""
+    is_over, count = threading.Event(), [0]
+
+    def loop():
+        while not is_over.is_set():
+            with contextlib.suppress(OSError):
+                work()
+                count[0] += 1
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    try:
+        yield count
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def garbage(address):
+    with socket.create_connection(address, timeout=1) as link:
+        link.sendall(random.randbytes(random.choice([1, 10, HELLO.size, 5000])))
+        link.recv(4096)
+
+
+def http(address):
+    with socket.create_connection(address, timeout=1) as link:
+        link.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + b"x" * HELLO.size)
+        link.recv(4096)
+
+
+def scan(address):
+    socket.create_connection(address, timeout=1).close()
+
+
+def reset(address):
+    link = socket.create_connection(address, timeout=1)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    link.close()
+
+
+def guess(address):
+    with socket.create_connection(address, timeout=1) as link:
+        link.recv(GREETING.size)
+        hello = HELLO.pack(0, 0, purpose_of("hub"), os.urandom(32), os.urandom(32))
+        link.sendall(hello)
+        verdict = link.recv(WELCOME.size)
+        assert verdict[:1] == b"\x02" and verdict[1:] == bytes(32), "a stranger was let in"
+
+
+ATTACKS = {"garbage": garbage, "http": http, "scan": scan, "reset": reset, "guess": guess}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_hostile_client_in_a_loop_changes_nothing(launch, attack):
+    with running(lambda: ATTACKS[attack](launch.address)) as count:
+        for _ in range(3):
+            start = time.monotonic()
+            found = together(*[lambda rank=rank: meet(launch(rank)) for rank in range(2)])
+            assert found == [[0, 1]] * 2
+            assert time.monotonic() - start < 5
+    assert count[0] > 3
+
+
+def test_a_thousand_idle_connections_do_not_delay(launch, caplog):
+    idle = [socket.create_connection(launch.address) for _ in range(200)]
+
+    def more():
+        for _ in range(800):
+            idle.append(socket.create_connection(launch.address, timeout=5))
+
+    start = time.monotonic()
+    found = together(more, *[lambda rank=rank: meet(launch(rank)) for rank in range(2)])
+    assert found[1:] == [[0, 1]] * 2
+    assert time.monotonic() - start < 8
+    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) <= 1, warnings
+    for link in idle:
+        link.close()
+
+
+def test_a_slow_writer_and_half_open_connections_do_not_delay(launch):
+    def drip():
+        with socket.create_connection(launch.address, timeout=5) as link:
+            for _ in range(20):
+                link.sendall(b"x")
+                time.sleep(0.02)
+
+    halves = [socket.create_connection(launch.address) for _ in range(10)]
+    for half in halves:
+        half.shutdown(socket.SHUT_WR)
+    found = together(
+        *[lambda rank=rank: meet(launch(rank)) for rank in range(2)], *[drip for _ in range(5)]
+    )
+    assert found[:2] == [[0, 1]] * 2
+    for half in halves:
+        half.close()
+
+
+@pytest.mark.parametrize("what", ["secret", "world_size", "launch_id"])
+def test_who_differs_in_one_thing_is_refused_at_once_and_changes_nothing(launch, what):
+    """Rank 1 of another secret, size or launch comes to this rank 0 and is sent away."""
+    other_fd = os.memfd_create("launch-secret")
+    os.write(other_fd, bytes(32))
+    changes = {
+        "secret": {"extras": {"secret_fd": str(other_fd)}},
+        "world_size": {"nprocs": 3},
+        "launch_id": {"launch_id": "another"},
+    }[what]
+
+    def wrong():
+        time.sleep(0.1)
+        return Coordinator(launch(1, **changes), timeout_s=5)
+
+    def late():
+        time.sleep(0.3)
+        return meet(launch(1))
+
+    start = time.monotonic()
+    found = together(lambda: meet(launch(0)), wrong, late)
+    os.close(other_fd)
+    assert found[0] == found[2] == [0, 1]
+    assert isinstance(found[1], CoordinatorError), found[1]
+    assert "refused the launch secret" in str(found[1]) or "another launch" in str(found[1])
+    assert time.monotonic() - start < 4
+
+
+def test_an_overheard_handshake_is_worthless(launch):
+    """A relay records what rank 1 says, and says it again on a connection of its own."""
+    recorded = []
+    relay = socket.create_server(("127.0.0.1", 0))
+
+    def overhear():
+        ours, _ = relay.accept()
+        theirs = socket.create_connection(launch.address)
+        ours.sendall(theirs.recv(GREETING.size, socket.MSG_WAITALL))
+        recorded.append(ours.recv(HELLO.size, socket.MSG_WAITALL))
+        theirs.close()
+        ours.close()
+        with socket.create_connection(launch.address, timeout=2) as again:
+            again.recv(GREETING.size, socket.MSG_WAITALL)
+            again.sendall(recorded[0])
+            recorded.append(again.recv(WELCOME.size))
+        relay.close()
+
+    def first():
+        with pytest.raises(CoordinatorError):
+            Coordinator(launch(1, master_port=relay.getsockname()[1]), timeout_s=1)
+        return meet(launch(1))
+
+    found = together(lambda: meet(launch(0)), first, overhear)
+    assert found == [[0, 1], [0, 1], None]
+    assert recorded[1][:1] == b"\x02"
+
+
+def test_a_false_master_is_found_out(launch):
+    """It sends the right greeting, but cannot answer for the secret."""
+    server = socket.create_server(("127.0.0.1", 0))
+    proof = Proof(b"not the secret".ljust(32), "strangers", 2)
+
+    def lie():
+        link, _ = server.accept()
+        link.sendall(GREETING.pack(MAGIC, 1, proof.fingerprint(), bytes(32)))
+        link.recv(HELLO.size, socket.MSG_WAITALL)
+        link.sendall(WELCOME.pack(0, os.urandom(32)))
+        link.recv(1)
+        link.close()
+
+    def believe():
+        return Coordinator(launch(1, master_port=server.getsockname()[1]), timeout_s=5)
+
+    error, _ = together(believe, lie)
+    server.close()
+    assert isinstance(error, CoordinatorError) and "does not know the launch secret" in str(error)
+
+
+def listening():
+    """Sockets of this machine's network that listen, by inode: where."""
+    found = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":  # TCP_LISTEN
+                found[fields[9]] = fields[1].partition(":")[0]
+    return found
+
+
+def sockets_of(pid):
+    """The inodes of a process's sockets."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found.add(os.readlink(fd).removeprefix("socket:[").rstrip("]"))
+    return found
+
+
+@pytest.mark.parametrize("nodes", [[2], [1, 1], [2, 2]], ids=str)
+def test_nothing_listens_on_every_interface_at_any_moment(fork, nodes):
+    ranks = fork(lambda info: meet(info, rounds=200), sum(nodes), nodes)
+    seen, is_over = {}, time.monotonic() + 1.0
+    while time.monotonic() < is_over:
+        everywhere = listening()
+        for inode in set().union(*map(sockets_of, ranks.pids)) & everywhere.keys():
+            seen[inode] = everywhere[inode]
+    assert [outcome.value for outcome in ranks.outcomes()] == [list(range(sum(nodes)))] * sum(nodes)
+    assert set(seen.values()) == {"0100007F"}, seen  # 127.0.0.1, as proc_net_tcp writes it
+    assert not seen.keys() & listening().keys()
