@@ -65,7 +65,8 @@ def keep(plan: Plan) -> int:
         _preload(plan)
         pids = _fork_ranks(plan)
     except Exception as error:
-        wire.send(plan.reports, {"trouble": f"{type(error).__name__}: {error}"})
+        with contextlib.suppress(BrokenPipeError):  # the launcher may be the one that has died
+            wire.send(plan.reports, {"trouble": f"{type(error).__name__}: {error}"})
         _end_everything()
         return 1
     return _Keeping(plan, pids, woken).loop()

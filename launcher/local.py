@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from typing import Any
 
 from launcher import binding, linux, ports, secret, stops
@@ -51,6 +52,17 @@ def _check(job: Job) -> None:
             "several "
             "are the work of torchrun, mpi, slurm or ray. Name one with --launcher."
         )
+    needed, allowed = _files_needed(job), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if allowed != resource.RLIM_INFINITY and needed > allowed:
+        raise ValueError(
+            f"{job.nprocs} ranks need {needed} open files in their launcher, and {allowed} are "
+            f"allowed: `ulimit -n {needed}` allows more."
+        )
+
+
+def _files_needed(job: Job) -> int:
+    """Both ends of three pipes per rank, two logs, and some for everything else."""
+    return job.nprocs * (6 + 2 * bool(job.log_dir)) + 64
 
 
 def _prepare(job: Job, places: list[binding.Place], owns_process: bool) -> tuple[Plan, Ears]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 
 import pytest
@@ -263,3 +264,18 @@ def test_a_safe_path_stays_safe(command):
     script = command.script("import os, sys\nprint(os.path.dirname(__file__) in sys.path)")
     safe = command.run("run", "-n", "1", script, env={"PYTHONSAFEPATH": "1"})
     assert safe.lines(0) == ["False"]
+
+
+def test_more_ranks_than_open_files_allow_are_refused_before_anything_starts(command):
+    def allow_few():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+
+    script = command.script("print('ran')")
+    ended = command.run("run", "-n", "50", script, preexec_fn=allow_few)
+    assert ended.code == 2 and "ulimit -n" in ended.err and ended.out == ""
+
+
+def test_many_more_ranks_than_cores_run(command):
+    script = command.script("import launcher\nprint(launcher.current().world_size)")
+    ended = command.run("run", "-n", "32", script)
+    assert [ended.lines(rank) for rank in range(32)] == [["32"]] * 32
