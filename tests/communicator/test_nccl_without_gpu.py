@@ -12,16 +12,20 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from communicator import Communicator, CommunicatorError, Unsupported, nccl_library
 from communicator.nccl import Nccl
 from coordinator import Coordinator
 from tests.communicator import nccl_host
-from tests.communicator.nccl_host import STREAM, Host
+from tests.communicator.nccl_host import Host
 
 WHEELS = list(nccl_library._of_packages())
 needs_wheel = pytest.mark.skipif(
     not WHEELS, reason="needs the real libnccl: pip install --no-deps nvidia-nccl-cu13==2.28.9"
+)
+without_gpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="this machine has a GPU; tests/gpu is for it"
 )
 
 
@@ -56,10 +60,11 @@ def in_child(code, *arguments):
 def test_the_library_of_the_wheel_is_found(real):
     found = nccl_library.find()
     assert found.path == real
-    assert found.version_text == "2.28.9" and found.version == 22809
+    assert found.version > 22000 and found.version_text.startswith("2.")
 
 
 @needs_wheel
+@without_gpu
 def test_a_copy_that_is_loaded_comes_before_the_wheels(tmp_path, real):
     """Two copies in one process would not know of each other's kernels."""
     loaded = tmp_path / "libnccl.so.2"
@@ -156,10 +161,8 @@ def test_a_rank_without_a_library_is_told_to_all(tmp_path, stand_in, ranks):
     assert all("rank 2 (host" in text and "absent.so" in text for text in ranks(body, 3))
 
 
+@without_gpu
 def test_where_torch_sees_no_gpu_the_backend_says_so_on_every_rank(ranks):
-    if nccl_library.mapped("libcuda.so.1"):
-        pytest.skip("this machine has a GPU; tests/gpu covers it")
-
     def body(info):
         with Coordinator(info, timeout_s=20) as coor:
             with pytest.raises(Unsupported, match="torch sees no CUDA device"):
@@ -223,6 +226,7 @@ def test_the_plugin_finds_every_function_it_knows_in_this_version(real):
 
 
 @needs_wheel
+@without_gpu
 def test_start_without_a_gpu_fails_with_nccls_text_and_the_process_goes_on(real):
     start = time.monotonic()
     with Coordinator(timeout_s=20) as coor:
@@ -235,6 +239,7 @@ def test_start_without_a_gpu_fails_with_nccls_text_and_the_process_goes_on(real)
 
 
 @needs_wheel
+@without_gpu
 def test_start_without_a_gpu_fails_on_every_rank(real, ranks):
     def body(info):
         with Coordinator(info, timeout_s=20) as coor:
@@ -243,7 +248,7 @@ def test_start_without_a_gpu_fails_on_every_rank(real, ranks):
             return str(caught.value)
 
     for rank, text in enumerate(ranks(body, 3)):
-        assert text.startswith(f"rank {rank}: ncclCommInitRankConfig failed in NCCL 2.28.9")
+        assert text.startswith(f"rank {rank}: ncclCommInitRankConfig failed in NCCL 2.")
 
 
 @needs_wheel
@@ -299,7 +304,7 @@ def test_our_plugin_needs_nothing_of_nccl_cuda_or_torch_to_load():
     assert not re.search("nccl|cuda|torch|python", "\n".join(re.findall(r"NEEDED.*", needed)))
 
 
-def test_the_bare_table_refuses_a_call_on_a_stream_of_a_closed_communicator(stand_in):
+def test_the_bare_table_refuses_a_call_of_an_aborted_communicator(stand_in):
     host = Host(stand_in)
     host.call("abort")
-    assert host.call("broadcast", 64, 1, 7, 0, STREAM) == 6
+    assert host.call("broadcast", 64, 1, 7, 0, 0) == 6

@@ -51,9 +51,9 @@ def the_known_cases(coor: Coordinator) -> list[float]:
         return [ones, scaled, registered.float().mean().item(), last]
 
 
-def capture_and_replay(coor: Coordinator) -> list[float]:
+def capture_and_replay(coor: Coordinator, mode: str = "waiting") -> list[float]:
     """A captured call does nothing until it is replayed; eager and captured calls mix."""
-    with Nccl(coor, device=0) as comm:
+    with Nccl(coor, device=0, blocking=mode == "blocking") as comm:
         tensor, found = torch.ones(1000, device=GPU), []
         comm.allreduce(tensor.clone())
         graphs = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()]

@@ -38,8 +38,9 @@ def test_the_sample_of_the_rfc_runs_with_nccl_chosen_by_itself():
     assert run("by_default", 1) == [["nccl", 1.0]]
 
 
-def test_captured_calls_wait_for_replay_and_mix_with_eager_ones():
-    assert run("capture_and_replay", 2) == [[1.0, 16.0, 2.0]] * 2
+@pytest.mark.parametrize("mode", ["waiting", "blocking"])
+def test_captured_calls_wait_for_replay_and_mix_with_eager_ones(mode):
+    assert run("capture_and_replay", 2, mode) == [[1.0, 16.0, 2.0]] * 2
 
 
 def test_a_first_use_inside_a_capture_is_a_clear_error():
