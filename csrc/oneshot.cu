@@ -266,6 +266,8 @@ int oneshot_destroy(void* arena) { return cudaFree(arena); }
 
 int oneshot_reset(void* arena, int byte) {
     cudaError_t code = cudaMemset(arena, byte, offsetof(Arena, staged));
+    if (code == cudaSuccess)
+        code = cudaMemset(&static_cast<Arena*>(arena)->failed, 0, sizeof(uint32_t));
     return code == cudaSuccess ? cudaDeviceSynchronize() : code;
 }
 

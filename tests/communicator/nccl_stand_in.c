@@ -1,6 +1,6 @@
 /* A stand-in for libnccl (and, with -DCUDA, for the few functions of libcuda and libcudart that are
- * used beside it). It moves nothing: it writes down what it is asked and answers as -D says, so that
- * tests see the calls and their order without a GPU. Not a model of NCCL's behaviour. */
+ * used beside it). It moves nothing: it writes down what it is asked and answers as -D says, so
+ * that tests see the calls and their order without a GPU. Not a model of NCCL's behaviour. */
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdio.h>

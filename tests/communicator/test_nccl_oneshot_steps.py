@@ -1,0 +1,162 @@
+"""The steps of csrc/oneshot.cu, run on threads of the CPU (oneshot_on_cpu.h), without a GPU.
+
+What it cannot show, the order in which a GPU sees memory, is for tests/gpu/test_oneshot.py.
+"""
+
+import ctypes
+import re
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from communicator import CommunicatorTimeout, oneshot
+from communicator.oneshot import DTYPES, Algorithm, Call, ErrorWord, Kernels
+
+CSRC = Path(oneshot.__file__).parents[1] / "csrc"
+HERE = Path(__file__).parent
+THREADS = 8  # of a block; the GPU has 512
+WAYS = list(Algorithm)
+
+# What is CUDA's own in the source, and what stands for it here.
+ON_CPU = {
+    r"#include <cuda\w+\.h>": "",
+    r"constexpr int THREADS = \d+;": f"constexpr int THREADS = {THREADS};",
+    r'asm volatile\("st\.release.*?\);': "__atomic_store_n(address, value, __ATOMIC_RELEASE);",
+    r'asm volatile\("ld\.acquire.*?\);': (
+        "value = __atomic_load_n(address, __ATOMIC_ACQUIRE); std::this_thread::yield();"
+    ),
+    r'asm volatile\("mov\.u64.*?\);': (
+        "value = std::chrono::steady_clock::now().time_since_epoch().count();"
+    ),
+    r"(\w+_shot<T, WORLD>)<<<grid, THREADS, 0, stream>>>\(params\);": (
+        r"launch_on_cpu(\1, grid, THREADS, params);"
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    """The kernels as they are, but for the lines that only nvcc knows."""
+    folder = tmp_path_factory.mktemp("oneshot")
+    source = (CSRC / "oneshot.cu").read_text()
+    for pattern, replacement in ON_CPU.items():
+        source, count = re.subn(pattern, replacement, source, flags=re.S)
+        assert count, f"{pattern} is no longer in oneshot.cu"
+    (folder / "oneshot.cpp").write_text('#include "oneshot_on_cpu.h"\n' + source)
+    built = folder / "libsteps.so"
+    flags = ["-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", f"-I{CSRC}", f"-I{HERE}"]
+    subprocess.run(["g++", *flags, folder / "oneshot.cpp", "-o", built], check=True)
+    return Kernels(str(built))
+
+
+class Ranks:
+    """The arenas of some ranks in one process."""
+
+    def __init__(self, kernels, world_size, timeout_s=30.0):
+        self.kernels, self.world_size, self.timeout_s = kernels, world_size, timeout_s
+        self.error, self.arenas = ErrorWord(kernels), []
+        for _ in range(world_size):
+            arena = ctypes.c_void_p()
+            kernels.create(ctypes.byref(arena))
+            self.arenas.append(arena.value)
+
+    def launch(self, first, num_here, tensors, outs, way, blocks):
+        call = Call(struct_size=ctypes.sizeof(Call), algorithm=way, world=self.world_size)
+        call.first, call.num_here, call.blocks = first, num_here, blocks
+        call.dtype, call.nbytes = DTYPES[tensors[0].dtype], tensors[0].nbytes
+        call.timeout_ns, call.error = int(self.timeout_s * 1e9), self.error.address
+        for rank in range(self.world_size):
+            call.arena[rank] = self.arenas[rank]
+            call.in_[rank], call.out[rank] = tensors[rank].data_ptr(), outs[rank].data_ptr()
+        self.kernels.launch(ctypes.byref(call))
+
+    def sum(self, tensors, way, blocks=2):
+        self.launch(0, self.world_size, tensors, tensors, way, blocks)
+        self.error.check(0)
+        return tensors
+
+
+def values(world_size, count, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(count, generator=generator).to(dtype) for _ in range(world_size)]
+
+
+def in_order(tensors):
+    total = tensors[0].float()
+    for tensor in tensors[1:]:
+        total = total + tensor.float()
+    return total.to(tensors[0].dtype)
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 6, 8])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
+def test_every_rank_gets_the_bits_of_the_sum_in_order_of_rank(kernels, world_size, dtype, way):
+    ranks = Ranks(kernels, world_size)
+    for count in (8, 1016):
+        tensors = values(world_size, count, dtype, count)
+        expected = in_order(tensors).view(torch.uint8)
+        for found in ranks.sum(tensors, way):
+            assert torch.equal(found.view(torch.uint8), expected)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
+def test_grids_may_change_from_call_to_call_while_numbers_wrap(kernels, way):
+    ranks = Ranks(kernels, 2)
+    for arena in ranks.arenas:
+        kernels.reset(ctypes.c_void_p(arena), 0xFF)
+    for turn, blocks in enumerate([1, 5, 2, 24, 1, 3]):
+        tensors = values(2, 512, torch.float32, turn)
+        expected = in_order(tensors)
+        assert all(torch.equal(found, expected) for found in ranks.sum(tensors, way, blocks))
+
+
+def test_ranks_that_run_at_their_own_pace_never_read_what_a_later_call_wrote(kernels):
+    """Each rank launches alone, as processes do, one ahead of another where it can."""
+    world_size, turns, count = 4, 40, 128
+    ranks = Ranks(kernels, world_size)
+    inputs = [values(world_size, count, torch.float32, turn) for turn in range(turns)]
+    found = [[torch.zeros(count) for _ in range(world_size)] for _ in range(turns)]
+
+    def run(rank):
+        for turn in range(turns):
+            way, blocks = WAYS[turn % 3 == 0], 1 + turn % 3
+            ranks.launch(rank, 1, inputs[turn], found[turn], way, blocks)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ranks.error.check(0)
+    for turn in range(turns):
+        expected = in_order(inputs[turn])
+        assert all(torch.equal(out, expected) for out in found[turn]), turn
+
+
+def test_a_rank_that_never_comes_is_named_and_later_calls_end_at_once(kernels):
+    ranks = Ranks(kernels, 4, timeout_s=0.2)
+    tensors = values(4, 64, torch.float32)
+    before = [tensor.clone() for tensor in tensors]
+    ranks.launch(0, 3, tensors, tensors, Algorithm.ONE_SHOT, 1)
+    with pytest.raises(CommunicatorTimeout, match=r"of rank [012] waited in vain for rank 3"):
+        ranks.error.check(0)
+    ranks.launch(0, 3, tensors, tensors, Algorithm.TWO_SHOT, 1)
+    assert all(torch.equal(*pair) for pair in zip(tensors, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"blocks": 25}, {"blocks": 0}, {"first": 3}, {"nbytes": 8}, {"nbytes": 2**20}, {"world": 3}],
+    ids=str,
+)
+def test_a_call_that_cannot_be_is_refused(kernels, change):
+    call = Call(struct_size=ctypes.sizeof(Call), algorithm=1, dtype=7, world=4, num_here=2)
+    call.blocks, call.nbytes = 1, 64
+    for name, value in change.items():
+        setattr(call, name, value)
+    with pytest.raises(oneshot.CommunicatorError, match="launch failed"):
+        kernels.launch(ctypes.byref(call))
