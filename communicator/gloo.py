@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.distributed import AllreduceOptions, BarrierOptions, ProcessGroupGloo, ReduceOp
 
-from communicator.base import Communicator
 from communicator.errors import CommunicatorError, CommunicatorTimeout, PeerLost
+from communicator.network import Network, as_bytes
 from coordinator import Coordinator
 
 REDUCES = {
@@ -34,7 +34,7 @@ OPS = {
 }
 
 
-class Gloo(Communicator):
+class Gloo(Network):
     """gloo on a process group of its own; what it cannot reduce is reduced here, by rank."""
 
     name = "gloo"
@@ -44,6 +44,7 @@ class Gloo(Communicator):
         return 10
 
     def _open(self) -> None:
+        super()._open()
         self._gloo: Any = None
         self._limit = timedelta(seconds=self.timeout_s)
         if self.world_size == 1:
@@ -60,30 +61,13 @@ class Gloo(Communicator):
             self._gloo.shutdown()
             self._gloo = None
 
-    def _send(self, tensor: torch.Tensor, dst: int) -> None:
-        with self._naming(f"send to rank {dst}"):
-            self._gloo.send([_bytes(tensor)], dst, 0).wait(self._limit)
+    def _launch(self, kind: str, data: torch.Tensor, peer: int, tag: int) -> Any:
+        with self._naming(f"{kind} with rank {peer}"):
+            return (self._gloo.send if kind == "send" else self._gloo.recv)([data], peer, tag)
 
-    def _recv(self, tensor: torch.Tensor, src: int) -> None:
-        with self._naming(f"recv from rank {src}"):
-            self._gloo.recv([_bytes(tensor)], src, 0).wait(self._limit)
-
-    def _exchange(self, calls: list[tuple[str, torch.Tensor, int]]) -> None:
-        self._finish(self._begin(calls))
-
-    def _begin(self, calls: list[tuple[str, torch.Tensor, int]]) -> list[Any]:
-        """Start sends and receives, which go on by themselves until _finish waits for them."""
-        with self._naming("group"):
-            return [self._start(*call) for call in calls]
-
-    def _finish(self, begun: list[Any]) -> None:
-        with self._naming("group"):
-            for work in begun:
-                work.wait(self._limit)
-
-    def _start(self, kind: str, tensor: torch.Tensor, peer: int) -> Any:
-        start = self._gloo.send if kind == "send" else self._gloo.recv
-        return start([_bytes(tensor)], peer, 0)
+    def _await(self, call: str, work: Any) -> None:
+        with self._naming(call):
+            work.wait(self._limit)
 
     def _barrier(self) -> None:
         options = BarrierOptions()
@@ -93,7 +77,7 @@ class Gloo(Communicator):
 
     def _broadcast(self, tensor: torch.Tensor, src: int) -> None:
         with self._naming("broadcast"):
-            self._gloo.broadcast(_bytes(tensor), src).wait(self._limit)
+            self._gloo.broadcast(as_bytes(tensor), src).wait(self._limit)
 
     def _allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
         if tensor.dtype not in REDUCES:
@@ -109,7 +93,7 @@ class Gloo(Communicator):
             out.div_(self.world_size)
 
     def _allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
-        rows, mine = _bytes(out), _bytes(tensor)
+        rows, mine = as_bytes(out), as_bytes(tensor)
         with self._naming("allgather"):
             self._gloo._allgather_base(rows, mine).wait(self._limit)
 
@@ -128,10 +112,6 @@ class Gloo(Communicator):
         kind = CommunicatorTimeout if timed_out else PeerLost
         return kind(
             f"rank {self.rank} waited {waited_s:.1f} s in {call} (gloo, {self.world_size} ranks)."
-            f"{self._lost_peers()} Are all ranks in the same call, and alive? ({text})"
+            f"{self._lost_peers()} Are all ranks in the same call, with tensors of the same "
+            f"size, and alive? ({text})"
         )
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of tensor as bytes, so that every dtype can be moved."""
-    return tensor.reshape(-1).view(torch.uint8)

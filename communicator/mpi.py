@@ -8,14 +8,15 @@ What MPI cannot reduce (16-bit and 8-bit floats) is reduced here, in order of ra
 
 from __future__ import annotations
 
+import ctypes
 import json
 import time
 from typing import Any
 
 import torch
 
-from communicator.base import Communicator
 from communicator.errors import CommunicatorError, CommunicatorTimeout, PeerLost, Unsupported
+from communicator.network import Network, as_bytes
 from coordinator import Coordinator
 
 # MPI's names for what it reduces (MPI 4.1, section 6.9.2). bool travels as bytes: max is any.
@@ -37,7 +38,7 @@ PAUSE_S = 1e-3  # but no longer than this
 LOOK_S = 0.1  # between looks at whether the peers live
 
 
-class Mpi(Communicator):
+class Mpi(Network):
     """Ranks of one mpiexec, or some of them. Taken only when asked for: it starts MPI.
 
     MPI gives back a group only where all its ranks ask for it, so close() leaves that to the end of
@@ -59,14 +60,15 @@ class Mpi(Communicator):
         return 20
 
     def _open(self) -> None:
+        super()._open()
         self._mpi = _mpi4py()
-        self._unfinished: list[Any] = []  # MPI may still write where these point
         world = self._mpi.COMM_WORLD
         mine = json.dumps([world.Get_rank(), world.Get_size(), _version(self._mpi)])
         said = [json.loads(data) for data in self.coor.allgather(mine.encode())]
         self._check_same_world(said)
         group = world.Get_group().Incl([rank for rank, _, _ in said])
         self._comm = world.Create_group(group)
+        self._largest_tag = int(self._comm.Get_attr(self._mpi.TAG_UB))
 
     def _check_same_world(self, said: list[Any]) -> None:
         """The ranks must be different ones of one mpiexec: else they would wait for ever."""
@@ -77,38 +79,21 @@ class Mpi(Communicator):
                 f"{said}. Start all of them with the mpiexec of the MPI that mpi4py loads."
             )
 
-    def _send(self, tensor: torch.Tensor, dst: int) -> None:
-        self._wait(f"send to rank {dst}", self._start("send", tensor, dst))
-
-    def _recv(self, tensor: torch.Tensor, src: int) -> None:
-        self._wait(f"recv from rank {src}", self._start("recv", tensor, src))
-
-    def _exchange(self, calls: list[tuple[str, torch.Tensor, int]]) -> None:
-        self._finish(self._begin(calls))
-
-    def _begin(self, calls: list[tuple[str, torch.Tensor, int]]) -> list[Any]:
-        """Start sends and receives; MPI moves them on while this rank is in other calls of it."""
-        return [self._start(*call) for call in calls]
-
-    def _finish(self, begun: list[Any]) -> None:
-        for request in begun:
-            self._wait("group", request)
-
-    def _start(self, kind: str, tensor: torch.Tensor, peer: int) -> Any:
+    def _launch(self, kind: str, data: torch.Tensor, peer: int, tag: int) -> Any:
         start = self._comm.Isend if kind == "send" else self._comm.Irecv
-        return start(self._bytes(tensor), peer)
+        return start(self._bytes(data), peer, tag)
 
     def _barrier(self) -> None:
-        self._wait("barrier", self._comm.Ibarrier())
+        self._await("barrier", self._comm.Ibarrier())
 
     def _broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        self._wait("broadcast", self._comm.Ibcast(self._bytes(tensor), src))
+        self._await("broadcast", self._comm.Ibcast(self._bytes(tensor), src))
 
     def _allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
-        self._wait("allgather", self._comm.Iallgather(self._bytes(tensor), self._bytes(out)))
+        self._await("allgather", self._comm.Iallgather(self._bytes(tensor), self._bytes(out)))
 
     def _alltoall(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
-        self._wait("alltoall", self._comm.Ialltoall(self._bytes(tensor), self._bytes(out)))
+        self._await("alltoall", self._comm.Ialltoall(self._bytes(tensor), self._bytes(out)))
 
     def _allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
         if not self._reduces(tensor):
@@ -116,7 +101,7 @@ class Mpi(Communicator):
         if out is not tensor:
             out.copy_(tensor)
         numbers, in_place = self._numbers(out), self._mpi.IN_PLACE
-        self._wait("allreduce", self._comm.Iallreduce(in_place, numbers, self._op(op)))
+        self._await("allreduce", self._comm.Iallreduce(in_place, numbers, self._op(op)))
         self._average(out, op)
 
     def _reduce(self, out: torch.Tensor | None, tensor: torch.Tensor, dst: int, op: str) -> None:
@@ -124,12 +109,12 @@ class Mpi(Communicator):
             return super()._reduce(out, tensor, dst, op)
         if out is None:
             numbers = self._numbers(tensor)
-            self._wait("reduce", self._comm.Ireduce(numbers, None, self._op(op), dst))
+            self._await("reduce", self._comm.Ireduce(numbers, None, self._op(op), dst))
             return
         if out is not tensor:
             out.copy_(tensor)
         numbers, in_place = self._numbers(out), self._mpi.IN_PLACE
-        self._wait("reduce", self._comm.Ireduce(in_place, numbers, self._op(op), dst))
+        self._await("reduce", self._comm.Ireduce(in_place, numbers, self._op(op), dst))
         self._average(out, op)
 
     def _reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
@@ -137,7 +122,7 @@ class Mpi(Communicator):
             return super()._reduce_scatter(out, tensor, op)
         rows, row = self._numbers(tensor), self._numbers(out)
         start = self._comm.Ireduce_scatter_block
-        self._wait("reduce_scatter", start(rows, row, self._op(op)))
+        self._await("reduce_scatter", start(rows, row, self._op(op)))
         self._average(out, op)
 
     def _average(self, out: torch.Tensor, op: str) -> None:
@@ -157,10 +142,11 @@ class Mpi(Communicator):
         return self._memory(tensor), getattr(self._mpi, REDUCES.get(tensor.dtype, "UINT8_T"))
 
     def _memory(self, tensor: torch.Tensor) -> Any:
-        return self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+        """The bytes of the tensor, as what keeps it alive: a request holds on to it."""
+        return as_bytes(tensor).numpy()
 
-    def _wait(self, call: str, request: Any) -> None:
-        """Return when the request has ended: MPI itself would wait for ever, and burn a core."""
+    def _await(self, call: str, request: Any) -> None:
+        """Test until the request has ended: MPI itself would wait for ever, and burn a core."""
         for _ in range(EAGER_TESTS):
             if request.Test():
                 return
@@ -177,11 +163,12 @@ class Mpi(Communicator):
         lost = self._lost_peers()
         if not lost and waited_s < self.timeout_s:
             return
-        self._unfinished.append(request)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(request))  # for ever: MPI may still write
         kind: type[CommunicatorError] = PeerLost if lost else CommunicatorTimeout
         raise kind(
             f"rank {self.rank} waited {waited_s:.1f} s in {call} (mpi, {self.world_size} ranks)."
-            f"{lost} Are all ranks in the same call, and alive?"
+            f"{lost} Are all ranks in the same call, with tensors of the same "
+            "size, and alive?"
         )
 
 

@@ -59,7 +59,7 @@ def test_a_rank_that_leaves_ends_the_call_on_every_node(ranks_or_errors):
     found = ranks_or_errors(body, 5, [3, 2])
     assert found[4] is None
     assert all(isinstance(error, PeerLost) for error in found[:4]), found
-    assert "First it was rank 3 in allreduce" in str(found[1])
+    assert "First it was rank 3 in allgather" in str(found[1])
 
 
 def test_groups_of_near_and_far_do_not_wait_for_each_other(ranks):

@@ -4,12 +4,10 @@ mpiexec -n 3 python under_mpi.py
 """
 
 import sys
-from dataclasses import replace
 
 import torch
 
-import launcher
-from communicator import Communicator, CommunicatorTimeout, conformance
+from communicator import Communicator, CommunicatorError, CommunicatorTimeout, conformance
 from coordinator import Coordinator
 
 
@@ -19,6 +17,10 @@ def check(coor):
         report = conformance.check(comm, large=50_021)
         if not report.ok or report.having("unsupported"):
             sys.stdout.write(str(report))
+    for count in (3, 3000):
+        with Communicator(coor, "mpi") as comm:
+            wrong_size(comm, count)
+            comm.barrier()
     subgroup(coor)
     with Communicator(coor, "mpi", timeout_s=1.0) as comm:
         if coor.rank:
@@ -35,23 +37,32 @@ def subgroup(coor):
             comm.barrier()
 
 
+def wrong_size(comm, count):
+    """Too few and too many: Open MPI by itself writes past the end of the tensor."""
+    if comm.rank == 0:
+        comm.send(torch.ones(count), 1)
+        comm.send(torch.ones(2), 1)
+    elif comm.rank == 1:
+        try:
+            comm.recv(torch.zeros(100), 0)
+        except CommunicatorError as error:
+            assert f"({count},) float32" in str(error)
+        else:
+            raise AssertionError("nobody noticed")
+        assert comm.recv(torch.zeros(2), 0).sum() == 2
+
+
 def late(comm):
     try:
         comm.allreduce(torch.ones(3))
     except CommunicatorTimeout as error:
-        assert "in allreduce (mpi, 3 ranks)" in str(error)
+        assert "(mpi, 3 ranks)" in str(error) and "allreduce of (3,) float32 sum" in str(error)
     else:
         raise AssertionError("rank 0 never came")
 
 
-def two_nodes(info):
-    """The same ranks, told that the last is on a node of its own."""
-    last = info.rank == 2
-    place = {"local_rank": 0, "local_world_size": 1} if last else {"local_world_size": 2}
-    return replace(info, launch_id=f"{info.launch_id}-nodes", **{"local_rank": info.rank, **place})
-
-
 def between_nodes(coor):
+    coor.nodes = [[0, 1], [2]]
     with Communicator(coor, "hybrid", between="mpi") as comm:
         report = conformance.check(comm, large=50_021)
         if not report.ok or report.having("unsupported"):
@@ -60,7 +71,5 @@ def between_nodes(coor):
 
 with Coordinator(timeout_s=60) as coordinator:
     check(coordinator)
-    coordinator.barrier()
-with Coordinator(two_nodes(launcher.current()), timeout_s=60) as coordinator:
     between_nodes(coordinator)
     coordinator.barrier()
