@@ -86,6 +86,8 @@ Group::Group(const comm_init_args& args)
 Group::~Group() {
     if (nranks == 1) return;
     RankBlock& mine = segment_.block(rank);
+    if (mine.identity.pid != getpid())
+        return;  // a forked child lets go of its copy; the rank goes on
     uint32_t expected = present;
     mine.identity.state.compare_exchange_strong(expected, closed);
     wake_all(&mine.arrival.step);

@@ -74,6 +74,16 @@ def waits_idly(comm):
     return time.process_time() - start
 
 
+def forks_a_child_that_closes(comm):
+    comm.barrier()
+    child = os.fork()
+    if child == 0:
+        comm.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    return comm.allreduce(torch.ones(1)).item()
+
+
 def any_call(comm, dice):
     """One of the calls, the same on all ranks that roll the same dice."""
     size = dice.choice([1, 100, 100_000])
@@ -116,6 +126,7 @@ BODIES = {
         a_receiver_dies,
         a_rank_is_late,
         waits_idly,
+        forks_a_child_that_closes,
         dies_at_random,
     )
 }

@@ -70,6 +70,11 @@ def test_no_core_is_burnt_while_a_rank_is_waited_for():
     assert max(said[:3]) < 0.1
 
 
+def test_a_forked_child_does_not_speak_for_its_rank():
+    [(said, _)] = run("forks_a_child_that_closes", 2)
+    assert said == [2.0, 2.0]
+
+
 def test_memory_that_is_not_there_is_an_error_with_the_bytes_needed():
     [(said, _)] = run("has_little_memory", 2)
     for kind, text, _ in said:
