@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Iterable, Sequence
 
@@ -83,6 +84,8 @@ def _is_name(word: str) -> bool:
 def main(arguments: Sequence[str]) -> int:
     """The exit code: of the first rank to fail, 128 and a signal's number, or 2 for a mistake."""
     linux.open_missing_streams()
+    # A shell lets jobs in the background ignore it, but who sends it to a launch means the launch.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     options = parse(arguments)
     try:
         job = _job(options)

@@ -25,7 +25,7 @@ def release() -> None:
 def heard(selector: selectors.BaseSelector, action: Callable[[int], None]) -> Iterator[None]:
     """Within this context, action(number) is what the selector's loop calls for a stopping signal.
 
-    A signal that this process ignores (nohup, a job in the background) stays ignored. Only the main
+    A signal that this process ignores, as under nohup, stays ignored. Only the main
     thread can hear; on another, the program's own handlers stay in place.
     """
     if threading.current_thread() is not threading.main_thread():

@@ -91,6 +91,20 @@ def test_ctrl_c_gives_the_ranks_time_to_finish(command):
     assert process.returncode == 130
 
 
+def test_a_launch_in_the_background_of_a_script_hears_ctrl_c(command):
+    """A shell without job control starts background jobs with SIGINT ignored."""
+
+    def ignore_sigint():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    script = command.script(WAITING + "time.sleep(60)")
+    process = command.start("run", "-n", "2", script, preexec_fn=ignore_sigint)
+    ready(process)
+    process.send_signal(signal.SIGINT)
+    code, _, seconds = end(process)
+    assert code == 130 and seconds < 3
+
+
 def test_a_second_ctrl_c_does_not_wait(command):
     script = command.script(
         "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n" + WAITING + "time.sleep(60)"
