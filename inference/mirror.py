@@ -24,9 +24,7 @@ from transformers.cache_utils import (
 )
 
 from .errors import InferenceError
-
-ONE_BYTE = torch.zeros((), dtype=torch.uint8)
-"""The shadow of any number of tokens, expanded and never written to."""
+from .shadow import hide, shadow
 
 
 class Journal(Protocol):
@@ -143,12 +141,11 @@ def advance(cache: Cache, layers: Iterable[int], hidden: torch.Tensor) -> None:
 def _advance_layer(cache: Cache, index: int, batch: int, tokens: int) -> None:
     layer = cache.layers[index] if index < len(cache.layers) else None
     if layer is not None and type(layer) is DynamicLayer and layer.is_initialized:
-        length = layer.get_seq_length() + tokens
-        layer.keys = layer.values = ONE_BYTE.expand(batch, 1, length, 1)
+        layer.keys = layer.values = shadow(batch, layer.get_seq_length() + tokens)
         return
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
         layer.batch_size = batch
     if layer is None or hasattr(layer, "get_seq_length"):
-        shadow = torch.zeros((batch, 1, tokens, 1), dtype=torch.uint8)
-        cache.update(shadow, shadow, index)
+        cache.update(shadow(batch, tokens), shadow(batch, tokens), index)
+        hide(cache.layers[index])

@@ -339,3 +339,20 @@ def test_attention_weights_are_refused_rather_than_returned_in_part(checkpoints,
             model(**prompt(1), output_attentions=True)
 
     on_master(checkpoints.llama()[1], 2, work, attn_implementation="eager")
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_keys_on_another_rank_can_be_counted_but_not_read(checkpoints, on_master, kind):
+    def work(model):
+        cache = DynamicCache(config=model.config)
+        if kind == "static":
+            cache = StaticCache(config=model.config, max_cache_len=20)
+        with torch.no_grad():
+            model(**prompt(2), past_key_values=cache)
+        assert cache.get_seq_length(5) == 9 and cache.layers[5].keys.shape[0] == 2
+        assert cache.layers[0].keys.float().abs().sum() > 0  # of a layer that is here
+        for read in (torch.sum, torch.Tensor.float, torch.Tensor.tolist):
+            with pytest.raises(InferenceError, match="another rank"):
+                read(cache.layers[5].keys)
+
+    on_master(checkpoints.llama()[1], 2, work)
