@@ -11,6 +11,8 @@ namespace {
 constexpr size_t smallest_streamed = 8 << 10;
 constexpr int64_t glance_ns = 100000000;  // between two looks at whether the peers live
 
+const char* const died = "has died";
+
 bool reached(const std::atomic<uint32_t>& word, uint32_t step) {
     return static_cast<int32_t>(word.load(std::memory_order_acquire) - step) >= 0;
 }
@@ -398,22 +400,34 @@ std::string Group::describe_peer(int peer) const {
            describe(unpack(last.what.load(), last.count.load())) + ")";
 }
 
+const char* Group::how_it_ended(int peer) const {
+    const Identity& theirs = segment_.block(peer).identity;
+    switch (theirs.state.load(std::memory_order_acquire)) {
+        case closed:
+            return "has closed its communicator";
+        case failed:
+            return "has given up after an error of its own";
+        case shm::aborted:
+            return "has aborted its communicator";
+        default:
+            return has_died(theirs, segment_.block(rank).identity) ? died : nullptr;
+    }
+}
+
 void Group::check_peer(int peer, const std::string& doing) {
     if (aborted_.load(std::memory_order_relaxed))
         throw Failure{COMM_REMOTE_ERROR,
                       prefix() + "aborted in " + doing + ". Make a new communicator"};
-    const Identity& theirs = segment_.block(peer).identity;
-    uint32_t state = theirs.state.load(std::memory_order_acquire);
-    const char* what = state == closed    ? " has closed its communicator"
-                       : state == failed  ? " has given up after an error of its own"
-                       : state == aborted ? " has aborted its communicator"
-                       : has_died(theirs, segment_.block(rank).identity) ? " has died"
-                                                                         : nullptr;
-    if (what == nullptr) return;
+    const char* how = how_it_ended(peer);
+    if (how == nullptr) return;
+    std::string text = prefix() + describe_peer(peer) + " " + how + " while rank " +
+                       std::to_string(rank) + " waited for it in " + doing;
+    for (int other = 0; other < nranks; ++other)  // whoever gave up may have done so over a death
+        if (other != peer && how_it_ended(other) == died)
+            text += "; " + describe_peer(other) + " " + died;
     throw Failure{
         COMM_REMOTE_ERROR,
-        prefix() + describe_peer(peer) + what + " while rank " + std::to_string(rank) +
-            " waited for it in " + doing +
+        text +
             ". This group cannot go on. Look for the first error of that rank, then start again"};
 }
 

@@ -103,6 +103,7 @@ class Group {
     void ring(int peer);
 
     void start_deadline();
+    const char* how_it_ended(int peer) const;  // nullptr if it goes on
     void check_peer(int peer, const std::string& doing);
     void check_deadline(const std::string& doing, const std::string& missing);
     std::string describe_current() const;

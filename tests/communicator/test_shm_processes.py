@@ -54,7 +54,7 @@ def test_whoever_dies_whenever_all_survivors_are_told():
         assert len(told) == 2
         for kind, text, seconds, victim in told:
             assert kind == "PeerLost" and seconds < 2
-            assert f"rank {victim} (pid {pids[victim]}" in text or "given up" in text
+            assert f"rank {victim} (pid {pids[victim]}" in text and "has died" in text
 
 
 def test_a_rank_that_is_late_is_named_with_the_call_it_is_missed_in():
