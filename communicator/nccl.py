@@ -81,6 +81,7 @@ class Nccl(Native):
         return SCORE
 
     _watch: _Watch | None = None
+    _finalized = False
     _lost = ""  # who or what ended this communicator
     _small: Oneshot | None = None
     _own_coor: Coordinator | None = None  # made for this communicator alone, by split()
@@ -224,6 +225,7 @@ class Nccl(Native):
             return
         self._free_retired()
         self._comm.finalize()
+        self._finalized = True
         if self._small is not None and not self._lost:
             self._small.close()
         super().close()
@@ -231,6 +233,8 @@ class Nccl(Native):
     def _close(self) -> None:
         if self._watch is not None:
             self._watch.stop()
+        if hasattr(self, "_comm") and not self._finalized:  # another rank could not join
+            self._comm.abort()
         super()._close()
         if self._own_coor is not None and not self._lost:
             self._own_coor.close()

@@ -57,6 +57,24 @@ def test_leaving_because_of_an_error_aborts_and_waits_for_nobody(path):
     assert log_of(path) == ["CommAbort"]
 
 
+class Hasty(Nccl):
+    """Says, once all have started, that it could not."""
+
+    def _all_or_none(self, error):
+        super()._all_or_none(CommunicatorError("no more room") if self.rank == 1 else error)
+
+
+def test_if_one_rank_cannot_start_the_others_take_theirs_back(path, ranks):
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            with pytest.raises(CommunicatorError, match="no more room"):
+                Hasty(coor, library=path)
+            return "told"
+
+    assert ranks(body, 3) == ["told"] * 3
+    assert log_of(path).count("CommAbort") == 2
+
+
 def test_after_abort_every_call_says_why_and_close_is_quiet(path):
     with Coordinator() as coor:
         comm = Nccl(coor, library=path)
