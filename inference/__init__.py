@@ -5,6 +5,7 @@ print(model.device_map)
 model.generate(tokens)
 """
 
+from .artifact_cache import BuildError
 from .boxes import Split
 from .errors import CheckpointError, InferenceError, PeerLost, PlanError, Served, StageError
 from .hoist import HoistError, UnmappedDevice, assert_on, check_devices, hoist, hoist_package
@@ -16,8 +17,11 @@ from .nd_load import Loaded, load_into
 from .over_mesh import load_over_mesh
 from .plan import DeviceMap, Layout, Part, Place, plan
 from .portable import refuse_baked_groups, trace_portable
+from .precompile import fingerprint, get_or_build, precompile, same_everywhere
+from .tensor_parallel import connect, parallelize, read_plan, shard_of, splits_of
 
 __all__ = [
+    "BuildError",
     "CheckpointError",
     "DeviceMap",
     "HoistError",
@@ -36,13 +40,22 @@ __all__ = [
     "UnmappedDevice",
     "assert_on",
     "check_devices",
+    "connect",
+    "fingerprint",
     "get_max_memory",
+    "get_or_build",
     "hoist",
     "hoist_package",
     "load",
     "load_into",
     "load_over_mesh",
+    "parallelize",
     "plan",
+    "precompile",
+    "read_plan",
     "refuse_baked_groups",
+    "same_everywhere",
+    "shard_of",
+    "splits_of",
     "trace_portable",
 ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,10 @@ from torch.nn import functional as F
 
 from communicator import Communicator
 
-from .boxes import Split
+from .boxes import Box, Split, local_shape, own_boxes
 from .errors import PlanError
+from .mesh import Mesh
+from .nd_load import replace
 
 Styles = Mapping[str, str]
 
@@ -118,6 +120,31 @@ def _check_heads(model: nn.Module, styles: Styles, size: int) -> None:
             f"attention has {', '.join(f'{n} heads in {name}' for name, n in bad.items())}, which "
             f"{size} ranks cannot share evenly; use tp={' or '.join(map(str, fits))}."
         )
+
+
+def parallelize(model: nn.Module, plan: str | Styles, comm: Communicator) -> dict[str, Any]:
+    """Cut a model that every rank has whole, in place, and connect it; the split of each parameter.
+
+    For models that fit; `load_into` and `connect` never hold the whole. Same plan on every rank.
+    """
+    styles = read_plan(model, plan)
+    splits = splits_of(model, styles, comm.world_size)
+    mesh = Mesh({"tp": comm.world_size})
+    cut: dict[int, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        mine = shard_of(parameter.detach(), splits[name], mesh, comm.rank)
+        cut[id(parameter)] = nn.Parameter(mine, requires_grad=parameter.requires_grad)
+    connect(model, styles, comm)
+    replace(model, cut)
+    return splits
+
+
+def shard_of(whole: torch.Tensor, splits: Sequence[Split], mesh: Mesh, rank: int) -> torch.Tensor:
+    """What `rank` has of a tensor: a tensor of its own."""
+    out = whole.new_empty(local_shape(whole.shape, splits, mesh, rank))
+    for own in own_boxes(whole.shape, splits, mesh, rank):
+        out[Box(own.at, own.box.size).slices()] = whole[own.box.slices()]
+    return out
 
 
 def connect(model: nn.Module, styles: Styles, comm: Communicator) -> None:

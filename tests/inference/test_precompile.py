@@ -1,0 +1,178 @@
+"""An artifact is built once, whoever fails and whatever happens to its file."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from coordinator import Coordinator
+from inference import BuildError, fingerprint, get_or_build, same_everywhere
+from inference.artifact_cache import Cache
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+class Builds:
+    """A builder that counts; safe to call from several threads."""
+
+    def __init__(self, data=b"compiled" * 1000):
+        self.data, self.by = data, []
+
+    def on(self, rank):
+        def build():
+            self.by.append(rank)
+            return self.data
+
+        return build
+
+
+def fetch(builds, folders, keys=None):
+    def rank(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            key = keys[info.rank] if keys else "key"
+            folder = folders[info.rank]
+            return get_or_build(key, builds.on(info.rank), coor, folder=folder).read_bytes()
+
+    return rank
+
+
+def test_one_rank_builds_and_every_node_has_the_bytes(ranks, tmp_path):
+    builds = Builds()
+    folders = [tmp_path / name for name in ("a", "a", "b", "b")]
+    assert ranks(fetch(builds, folders), 4, [2, 2]) == [builds.data] * 4
+    assert builds.by == [0]
+    assert ranks(fetch(builds, folders), 4, [2, 2]) == [builds.data] * 4
+    assert builds.by == [0], "built again although every node had it"
+
+
+def test_a_node_that_has_it_gives_it_to_one_that_has_not(ranks, tmp_path):
+    builds = Builds()
+    Cache(tmp_path / "b").store("key", b"from b")
+    folders = [tmp_path / name for name in ("a", "b")]
+    assert ranks(fetch(builds, folders), 2, [1, 1]) == [b"from b"] * 2
+    assert not builds.by
+
+
+def test_mixed_hardware_has_one_builder_for_each_key(ranks, tmp_path):
+    builds = Builds()
+    keys = ["new", "old", "new", "old"]
+    ranks(fetch(builds, [tmp_path] * 4, keys), 4)
+    assert sorted(builds.by) == [0, 1]
+
+
+def test_a_builder_that_fails_reaches_every_rank_at_once(ranks_or_errors, tmp_path):
+    def rank(info):
+        def build():
+            raise ValueError("no such instruction")
+
+        with Coordinator(info, timeout_s=20) as coor:
+            get_or_build("key", build, coor, folder=tmp_path)
+
+    start = time.monotonic()
+    for error in ranks_or_errors(rank, 4):
+        assert isinstance(error, BuildError) and "no such instruction" in str(error)
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("damage", [lambda d: d[:-1], lambda d: b"x" + d[1:], lambda d: b""])
+def test_a_damaged_file_is_built_again(ranks, tmp_path, damage):
+    builds = Builds()
+    for _ in range(2):
+        assert ranks(fetch(builds, [tmp_path] * 2), 2) == [builds.data] * 2
+        path = Cache(tmp_path).path("key")
+        path.write_bytes(damage(path.read_bytes()))
+    assert builds.by == [0, 0]
+
+
+def test_a_file_that_someone_else_made_is_not_believed(tmp_path):
+    """A right digest is no proof of who wrote the file; the secret of another cache is not ours."""
+    mine, other = Cache(tmp_path / "mine"), Cache(tmp_path / "other")
+    other.store("key", b"evil")
+    for name in ("key.artifact", "key.seal"):
+        (mine.folder / name).write_bytes((other.folder / name).read_bytes())
+    assert mine.load("key") is None
+
+
+def test_a_folder_that_others_can_enter_is_refused(tmp_path):
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o755)
+    with pytest.raises(BuildError, match="chmod 700"):
+        Cache(folder)
+    assert stat.S_IMODE(Cache(tmp_path / "new").folder.stat().st_mode) == 0o700
+
+
+def test_racing_launches_build_once(ranks, tmp_path):
+    builds, done = Builds(), []
+    slow = Builds()
+    slow.on = lambda rank: lambda: time.sleep(0.3) or builds.on(rank)()
+    work = fetch(slow, [tmp_path] * 2)
+    threads = [threading.Thread(target=lambda: done.append(ranks(work, 2))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert done == [[builds.data] * 2] * 4
+    assert len(builds.by) == 1
+
+
+def test_a_builder_that_was_killed_leaves_no_lock(tmp_path):
+    code = (
+        "import sys, time; from inference.artifact_cache import Cache\n"
+        "with Cache(sys.argv[1]).lock('key'): print('held', flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path / "c"], stdout=subprocess.PIPE, cwd=ROOT
+    )
+    assert holder.stdout.readline() == b"held\n"
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.wait()
+    start = time.monotonic()
+    with Cache(tmp_path / "c").lock("key"):
+        assert time.monotonic() - start < 2
+
+
+def one():
+    return 1
+
+
+def other():
+    return 2
+
+
+def test_a_key_says_everything_that_matters_and_nothing_else(monkeypatch, tmp_path):
+    key = fingerprint(one, shape=[1, 2], mesh={"tp": 2})
+    assert key == fingerprint(one, mesh={"tp": 2}, shape=[1, 2])
+    monkeypatch.chdir(tmp_path)
+    assert key == fingerprint(one, shape=[1, 2], mesh={"tp": 2})
+    assert key != fingerprint(other, shape=[1, 2], mesh={"tp": 2})
+    assert key != fingerprint(one, shape=[2, 2], mesh={"tp": 2})
+    assert key != fingerprint(one, shape=[1, 2], mesh={"tp": 4})
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    assert key != fingerprint(one, shape=[1, 2], mesh={"tp": 2})
+
+
+def test_a_canary_that_sings_differently_on_one_rank_stops_all(ranks_or_errors):
+    def rank(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            same_everywhere(coor, torch.ones(3))
+            same_everywhere(coor, torch.ones(3) * (1 + (info.rank == 2)))
+
+    for error in ranks_or_errors(rank, 3):
+        assert isinstance(error, BuildError) and "[2]" in str(error)
+
+
+def test_a_model_compiled_once_runs_everywhere_with_each_ranks_weights_and_no_compiler(tmp_path):
+    script = HERE / "precompile_ranks.py"
+    command = [sys.executable, "-m", "launcher", "run", "-n", "2", script, tmp_path / "cache"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("of its own weights") == 2
