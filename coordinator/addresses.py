@@ -40,7 +40,11 @@ def candidates(info: LaunchInfo) -> list[Address]:
 
 def _resolve(info: LaunchInfo) -> list[Address]:
     try:
-        found = socket.getaddrinfo(info.master_addr, info.master_port, type=socket.SOCK_STREAM)
+        # As bytes: for text, getaddrinfo first loads the tables of international names.
+        host = info.master_addr
+        found = socket.getaddrinfo(
+            host.encode() if host.isascii() else host, info.master_port, type=socket.SOCK_STREAM
+        )
     except socket.gaierror as error:
         raise CoordinatorError(
             f"rank {info.rank} (host {socket.gethostname()}) does not know where "

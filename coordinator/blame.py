@@ -95,14 +95,27 @@ class Watch:
         if time.monotonic() >= waiting.deadline:
             raise self.fail(CoordinatorTimeout, self.stragglers(waiting.call), waiting)
 
+    def check_members(self, launch_ranks: Sequence[int], waiting: Waiting) -> None:
+        """Raise if one of them will not come to what is no call of this group."""
+        verdict = self.verdict()
+        if verdict is not None:
+            raise self._error(verdict, waiting)
+        gone = [
+            culprit
+            for culprit in self._gone_here(everybody=True) + self._gone_elsewhere()
+            if self.peers[culprit.rank].rank in launch_ranks
+        ]
+        if gone:
+            raise self.fail(PeerLost, gone, waiting)
+
     def verdict(self) -> bytes | None:
         found = self.board.verdict() if self.board is not None else None
         return found if found is not None else self.session.verdicts.get(self.key)
 
-    def _gone_here(self) -> list[Culprit]:
-        """Ranks of this node that will not come any more."""
+    def _gone_here(self, everybody: bool = False) -> list[Culprit]:
+        """Ranks of this node that will not come any more, of those waited for or of everybody."""
         found = []
-        for index, rank in self._missing_here():
+        for index, rank in self._others_here() if everybody else self._missing_here():
             status, _, calls, name, number, site, ago_s = self._glimpse(index)
             last = _last_seen(name, number, site, ago_s) if calls else ""
             process = self._processes.get(rank)
@@ -112,14 +125,13 @@ class Watch:
                 found.append(Culprit(rank, process.state(), last))
         return found
 
+    def _others_here(self) -> list[tuple[int, int]]:
+        """Places on the board and ranks, but our own."""
+        there = enumerate(self.island) if self.board is not None else ()
+        return [(index, rank) for index, rank in there if rank != self.rank]
+
     def _missing_here(self) -> list[tuple[int, int]]:
-        if self.board is None:
-            return []
-        return [
-            (index, rank)
-            for index, rank in enumerate(self.island)
-            if rank != self.rank and not self._glimpse(index)[1]
-        ]
+        return [(index, rank) for index, rank in self._others_here() if not self._glimpse(index)[1]]
 
     def _glimpse(self, index: int) -> tuple[int, int, int, str, int, str, float]:
         assert self.board is not None

@@ -19,7 +19,7 @@ from coordinator import lock as locks
 from coordinator import session as sessions
 from coordinator import stacks
 from coordinator.addresses import candidates, source_towards
-from coordinator.blame import CLOSED, FORGOTTEN
+from coordinator.blame import CLOSED, FORGOTTEN, Watch
 from coordinator.calls import Call, caller
 from coordinator.errors import CoordinatorError, CoordinatorTimeout
 from coordinator.group import EVERYBODY, Group, parts, scattered
@@ -56,9 +56,9 @@ class Coordinator:
         number = 0
         if self.info.world_size > 1:
             self._session, number = sessions.enter(self.info, timeout_s)
-        self._join(f"c{number}", range(self.info.world_size))
+        self._join(f"c{number}", range(self.info.world_size), None)
 
-    def _join(self, key: str, ranks: Sequence[int]) -> None:
+    def _join(self, key: str, ranks: Sequence[int], parent: Watch | None) -> None:
         """Become one rank of a group, whose members meet under key."""
         self.ranks = tuple(ranks)  # of the launch, by rank of this group
         self.rank = self.ranks.index(self.info.rank)
@@ -74,7 +74,7 @@ class Coordinator:
         me = Peer.me(self.info, self.address)
         self.peers: tuple[Peer, ...] = (me,)
         if self.world_size > 1:
-            self.peers = self._meet(key, me)
+            self.peers = self._meet(key, me, parent)
         self.nodes = [[self.ranks.index(rank) for rank in node] for node in nodes(self.peers)]
         self.node_index = next(i for i, node in enumerate(self.nodes) if self.rank in node)
         self._mine = self.nodes[self.node_index]
@@ -82,11 +82,11 @@ class Coordinator:
         self.local_world_size = len(self._mine)
         stacks.listen()
 
-    def _meet(self, key: str, me: Peer) -> tuple[Peer, ...]:
+    def _meet(self, key: str, me: Peer, parent: Watch | None) -> tuple[Peer, ...]:
         assert self._session is not None
         self._group = Group(key, self._session, self.rank, self.world_size)
         try:
-            self._group.join(me, self.ranks, self.timeout_s)
+            self._group.join(me, self.ranks, self.timeout_s, parent)
         except BaseException as error:
             self._broken = CoordinatorError(f"rank {self.rank} could not join: {error}")
             self.close()
@@ -333,7 +333,8 @@ class Coordinator:
         if self._session is not None:
             sessions.stay(self.info)
         key = f"{self._keys.prefix}/{'-'.join(map(str, members))}:{number}"
-        group._join(key, [self.ranks[member] for member in members])
+        watch = self._group.watch if self._group is not None else None
+        group._join(key, [self.ranks[member] for member in members], watch)
         return group
 
     # ---- leaving ----

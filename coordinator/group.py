@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from coordinator import _board
-from coordinator.blame import Waiting, Watch
-from coordinator.calls import Call
+from coordinator.blame import GRACE_S, Waiting, Watch
+from coordinator.calls import Call, caller
 from coordinator.client import HubGone
 from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost
 from coordinator.peers import Peer, nodes
@@ -44,8 +44,14 @@ class Group:
 
     # ---- joining ----
 
-    def join(self, me: Peer, members: Sequence[int], timeout_s: float) -> None:
-        """Meet the members (ranks of the launch), and connect to them."""
+    def join(
+        self, me: Peer, members: Sequence[int], timeout_s: float, parent: Watch | None = None
+    ) -> None:
+        """Meet the members (ranks of the launch), and connect to them.
+
+        parent: looks after a group that has all of them.
+        """
+        self._parent = parent
         deadline = time.monotonic() + timeout_s
         self._members = members
         given = self._meet("peers", me.to_json().encode(), deadline, timeout_s)
@@ -63,8 +69,12 @@ class Group:
         key = f"{self.key}/{name}"
         patience = time.monotonic() + PATIENCE_S
 
+        waiting = Waiting(Call("split", 0, caller()), time.monotonic(), timeout_s)
+
         def idle() -> None:
             nonlocal patience
+            if self._parent is not None:
+                self._parent.check_members(self._members, waiting)
             if time.monotonic() > patience:
                 self.session.refresh()
                 self._check_lost()
@@ -77,7 +87,7 @@ class Group:
             )
             return list(found)
         except HubGone as error:
-            raise self._no_hub() from error
+            raise self._no_hub(waiting) from error
         except Late as error:
             raise self._missing(key, timeout_s) from error
 
@@ -91,8 +101,16 @@ class Group:
                 "printed last."
             )
 
-    def _no_hub(self) -> CoordinatorError:
-        info = self.session.info
+    def _no_hub(self, waiting: Waiting) -> CoordinatorError:
+        """A process that ends closes its connections first: who it was shows a little later."""
+        info, until = self.session.info, time.monotonic() + GRACE_S
+        self.session.lost.setdefault(0, time.monotonic() - GRACE_S)
+        while self._parent is not None and time.monotonic() < until:
+            try:
+                self._parent.check_members(self._members, waiting)
+            except CoordinatorError as error:
+                return error
+            time.sleep(SLICE_S)
         return PeerLost(
             f"rank {info.rank}: rank 0 ({info.master_addr}:{info.master_port}) is gone, or refuses "
             "this rank by now, while the ranks were joining. Look at what rank 0 printed last."
@@ -105,6 +123,12 @@ class Group:
         except (HubGone, Late, CoordinatorError):
             came = []
         missing = [rank for place, rank in enumerate(self._members) if place not in came]
+        if self._parent is not None:
+            late = [str(peer) for peer in self._parent.peers if peer.rank in missing]
+            return CoordinatorTimeout(
+                f"rank {info.rank} waited {timeout_s:g} s in split ({caller()}) for "
+                f"{' and '.join(late)}. All members of a split must call it, with the same ranks."
+            )
         return CoordinatorTimeout(
             f"rank {info.rank} waited {timeout_s:g} s for ranks {missing} to join launch "
             f"{info.launch_id}. Were all {self.size} ranks started, and do the missing ones reach "

@@ -6,9 +6,11 @@ start and when something fails; what ranks send each other otherwise goes betwee
 
 from __future__ import annotations
 
+import fcntl
 import selectors
 import socket
 import struct
+import termios
 import threading
 import time
 from collections.abc import Callable
@@ -19,8 +21,9 @@ from coordinator.gate import Caller, Gate, Proof
 from coordinator.wire import LENGTH, MAX_NBYTES, pack, unpack
 
 TICK_S = 0.5
-SILENT_S = 2.5  # then its host is asked whether it still answers
+SILENT_S = 1.5  # then its host is asked whether it still answers
 RECEIVE_NBYTES = 1 << 18
+ANSWER_S = 0.5  # for an acknowledgement
 PING = (0, None)  # an answer nobody waits for: what counts is whether the other kernel takes it
 LATER = object()  # the answer comes when somebody else has spoken
 
@@ -49,6 +52,7 @@ class _Meeting:
 class _Rank:
     links: set[int] = field(default_factory=set)
     beat_at: float = 0.0
+    asked_at: float = 0.0
     rows: Any = None
     stopped: list[int] = field(default_factory=list)  # neighbours it sees stopped
     lost_at: float = 0.0
@@ -224,13 +228,18 @@ class Hub:
         member.link.close()
 
     def _look_after_silent(self) -> None:
+        """Send something to hosts that are silent: what counts is whether it is acknowledged."""
         now = time.monotonic()
-        for member in list(self._members.values()):
-            known = self._ranks[member.rank]
-            silent = known.rows is not None and now - known.beat_at > SILENT_S
-            if silent and not member.unsent and not _unacknowledged(member.link):
-                known.beat_at += SILENT_S / 2  # asked again after as long
-                self._send(member, pack(PING))
+        for known in self._ranks.values():
+            is_silent = known.rows is not None and now - known.beat_at > SILENT_S
+            if is_silent and now - known.asked_at > 2 * SILENT_S:
+                known.asked_at = now
+                for number in list(known.links):
+                    self._send(self._members[number], pack(PING))
+
+    def _is_cut_off(self, known: _Rank, now: float) -> bool:
+        links = [self._members[number].link for number in known.links]
+        return now - known.asked_at > ANSWER_S and any(map(_is_unacknowledged, links))
 
     # ---- operations ----
 
@@ -308,7 +317,6 @@ class Hub:
     def _census(self, _: _Member) -> dict[int, Any]:
         """Of each rank: since its last beat, its rows, a note, since it was lost, is it cut off."""
         now = time.monotonic()
-        links = {member.rank: member.link for member in self._members.values()}
         stopped = {rank for known in self._ranks.values() for rank in known.stopped}
         return {
             rank: (
@@ -316,7 +324,7 @@ class Hub:
                 known.rows,
                 "stopped" if rank in stopped else "",
                 now - known.lost_at if known.lost_at else -1.0,
-                rank in links and _unacknowledged(links[rank]),
+                self._is_cut_off(known, now),
             )
             for rank, known in self._ranks.items()
         }
@@ -357,12 +365,7 @@ def _answer_of(number: int, packed: bytes) -> bytes:
     return b"\x92" + pack(number) + packed
 
 
-def _unacknowledged(link: socket.socket) -> bool:
-    """Does the other host not answer at all? tcp(7): retransmissions and what is still unacked."""
-    try:
-        info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
-    except OSError:
-        return False
-    retransmits, backoff = info[2], info[4]
-    (unacked,) = struct.unpack_from("I", info, 24)
-    return unacked > 0 and (retransmits > 0 or backoff > 0)
+def _is_unacknowledged(link: socket.socket) -> bool:
+    """Is something on the way that the other kernel has not acknowledged? tcp(7), SIOCOUTQ."""
+    (nbytes,) = struct.unpack("i", fcntl.ioctl(link, termios.TIOCOUTQ, bytes(4)))
+    return bool(nbytes)

@@ -5,6 +5,7 @@ Every Coordinator of the rank shares it; it ends with the last of them.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import secrets
@@ -160,6 +161,7 @@ class _Seat:
             self.hub = Hub(self._listener(info), proof)
             self.hub.open(self.number)
         client = Client(lambda: self._where(info), proof, info.rank, self.number, timeout_s)
+        atexit.register(client.close, says_bye=False)  # who ends without closing is lost
         return Session(info, self.hub, client, proof)
 
     def _secret(self, info: LaunchInfo) -> bytes:
@@ -190,6 +192,7 @@ class _Seat:
             self.session = None
             session._closed.set()
             session.client.close()
+            atexit.unregister(session.client.close)
         if hub is None:
             return []
         hub.begin_closing()

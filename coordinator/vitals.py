@@ -9,7 +9,7 @@ import signal
 import struct
 import time
 
-from coordinator.peers import Peer, start_ticks, stat
+from coordinator.peers import Peer, stat
 
 # linux/pidfd.h: PIDFD_GET_INFO tells, since Linux 6.15, how a process ended that is not our child.
 INFO_NBYTES = 64
@@ -30,8 +30,6 @@ class Process:
             self._fd = os.pidfd_open(peer.pid)
         except OSError:
             pass  # gone already, or a kernel or container without pidfds: /proc must do
-        if self._fd >= 0 and start_ticks(peer.pid) not in (peer.start_ticks, None):
-            self.close()  # another process has the number by now
 
     def is_dead(self) -> bool:
         if self._how:

@@ -1,0 +1,156 @@
+"""The Coordinator beside what torch.distributed offers for the same: objects over gloo, TCPStore.
+
+python -m benchmarks.coordinator [--save] [--ranks 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+import launcher
+from benchmarks.table import Table
+from coordinator import Coordinator
+
+SIZES = {"16 B": 16, "1 KB": 1 << 10, "64 KB": 64 << 10, "1 MB": 1 << 20, "64 MB": 64 << 20}
+NOTE = (
+    "Ranks are processes of one node; `over TCP` splits them into nodes of one rank each, on "
+    "loopback. Median time of a call on rank 0, both sides in turns, warm, each call after a "
+    "barrier. Every result is compared with what was sent."
+)
+Case = tuple[Callable[[], Any], Callable[[], Any]]
+
+
+def work(path: str, over_tcp: bool) -> list[tuple[str, float, float, bool]]:
+    """Of every case: name, our median and theirs (us), whether both gave the right bytes."""
+    info = launcher.current()
+    if over_tcp:
+        info = replace(info, local_world_size=1, local_rank=0)
+    store = dist.FileStore(path, info.world_size)
+    dist.init_process_group("gloo", store=store, rank=info.rank, world_size=info.world_size)
+    with Coordinator(info, timeout_s=120) as coor:
+        tcp = _tcp_store(coor)
+        rows = []
+        for name, (ours, theirs), repeats in _cases(coor, tcp, over_tcp):
+            rows.append((name, *_measure(coor, ours, theirs, repeats)))
+        coor.barrier()
+    dist.destroy_process_group()
+    return rows
+
+
+def _tcp_store(coor: Coordinator) -> dist.TCPStore:
+    port = 0
+    if coor.rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = store.port
+    port = coor.broadcast_object(port)
+    if coor.rank != 0:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    return store
+
+
+def _cases(coor: Coordinator, tcp: dist.TCPStore, over_tcp: bool) -> Any:
+    where = " over TCP" if over_tcp else ""
+    yield f"barrier{where}", (coor.barrier, dist.barrier), 300
+    for label, nbytes in SIZES.items():
+        repeats = 300 if nbytes <= 1 << 16 else 40 if nbytes <= 1 << 20 else 7
+        yield f"broadcast {label}{where}", _broadcast(coor, nbytes), repeats
+    for label, nbytes in list(SIZES.items())[:-1]:
+        repeats = 200 if nbytes <= 1 << 16 else 30
+        yield f"allgather {label}{where}", _allgather(coor, nbytes), repeats
+    yield "put, get 1 KB (TCPStore)", _keys(coor, tcp), 200
+
+
+def _broadcast(coor: Coordinator, nbytes: int) -> Case:
+    data = bytes(range(256)) * (nbytes // 256) + bytes(nbytes % 256)
+
+    def theirs() -> bool:
+        box = [data if coor.rank == 0 else None]
+        dist.broadcast_object_list(box, src=0)
+        return box[0] == data
+
+    return lambda: coor.broadcast(data if coor.rank == 0 else None), theirs
+
+
+def _allgather(coor: Coordinator, nbytes: int) -> Case:
+    def theirs() -> list[bytes]:
+        found: list[Any] = [None] * coor.world_size
+        dist.all_gather_object(found, bytes([coor.rank]) * nbytes)
+        return found
+
+    return lambda: coor.allgather(bytes([coor.rank]) * nbytes), theirs
+
+
+def _keys(coor: Coordinator, tcp: dist.TCPStore) -> Case:
+    key, data = f"key{coor.rank}", b"x" * 1024
+
+    def ours() -> bool:
+        coor.put(key, data)
+        return coor.get(key) == data
+
+    def theirs() -> bool:
+        tcp.set(key, data)
+        return bool(tcp.get(key) == data)
+
+    return ours, theirs
+
+
+def _measure(
+    coor: Coordinator, ours: Callable[[], Any], theirs: Callable[[], Any], repeats: int
+) -> tuple[float, float, bool]:
+    times: tuple[list[float], list[float]] = ([], [])
+    results = []
+    for _ in range(repeats + 2):
+        for call, found in zip((ours, theirs), times, strict=True):
+            coor.barrier()
+            start = time.perf_counter()
+            results.append(call())
+            found.append((time.perf_counter() - start) * 1e6)
+        results = results[-2:]
+    medians = [statistics.median(found[2:]) for found in times]
+    return medians[0], medians[1], results[0] == results[1] or results[1] is True
+
+
+def start_up(nprocs: int) -> float:
+    """Seconds from the last rank's first line to when all have met."""
+    times = launcher.launch(_meet, nprocs=nprocs)
+    return max(end for _, end in times) - max(begin for begin, _ in times)
+
+
+def _meet() -> tuple[float, float]:
+    begin = time.time()
+    with Coordinator(timeout_s=60) as coor:
+        coor.barrier()
+        return begin, time.time()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--save", action="store_true")
+    arguments = parser.parse_args()
+    name = f"coordinator-{arguments.ranks}"
+    columns = ("operation", "right", "ours (us)", "torch.distributed (us)", "ratio")
+    table = Table(name, columns, NOTE)
+    for over_tcp in (False, True):
+        with tempfile.TemporaryDirectory() as folder:
+            path = f"{folder}/store"
+            found = launcher.launch(work, nprocs=arguments.ranks, args=(path, over_tcp))
+        for operation, ours, theirs, right in found[0]:
+            table.add(operation, "yes" if right else "NO", ours, theirs, ours / theirs)
+    for nprocs in (8, 64):
+        table.add(f"{nprocs} ranks meet, s", "yes", start_up(nprocs), "-", "-")
+    table.show()
+    if arguments.save:
+        table.save()
+
+
+if __name__ == "__main__":
+    main()
