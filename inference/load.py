@@ -62,8 +62,7 @@ def load(
     device_map: how to plan, see `plan`; or a module (or prefix) to rank, or to (rank, device).
     coor: who the ranks are; made from the launch, and closed with the model, if not given.
     max_memory: bytes (or "2GiB") by place {(rank, "cpu"): ...}, by rank {0: ...}, or a list by
-    rank; what
-        is free if not given.
+        rank; what is free if not given.
     dtype: of the weights; what the checkpoint says if not given.
     cls: the class of the model; the one that config.json names if not given.
     batch, length: of the tokens whose keys and values must find room beside the weights.

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_map
 from .errors import InferenceError
 from .lazy import Lazy, fetch_all
 from .plan import DeviceMap
-from .session import RemoteModule, Session
+from .remote import RemoteModule
+from .session import Session
 
 
 class Distributed:
