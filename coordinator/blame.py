@@ -22,7 +22,7 @@ PRESENT, CLOSED, FORGOTTEN = 0, 1, 2  # status of a rank on the board
 STATUS = {CLOSED: "closed its Coordinator", FORGOTTEN: "dropped its Coordinator without close()"}
 GRACE_S = 0.5  # what a lost rank had sent may still be on its way
 VERDICT_S = 1.5  # how long the reason of a broken connection may take to arrive
-SILENT_S = 3.0  # without a beat
+SILENT_S = 2.5  # without a beat
 MAX_TEXT = 12_000  # of a verdict, which must fit the board
 ADVICE = "The group is out of step: end the launch, and look at what those ranks printed last."
 

@@ -17,6 +17,7 @@ from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost
 from coordinator.peers import Peer, nodes
 from coordinator.session import Session
 from coordinator.tree import Door, EdgeBroken, Tree, children_of, climb, parent_of
+from coordinator.vitals import Process
 from coordinator.wire import Late, pack, unpack
 
 SLICE_S = 0.05  # of waiting, after which we look who is still alive
@@ -112,16 +113,34 @@ class Group:
                 return error
             time.sleep(SLICE_S)
         return PeerLost(
-            f"rank {info.rank}: rank 0 ({info.master_addr}:{info.master_port}) is gone, or refuses "
-            "this rank by now, while the ranks were joining. Look at what rank 0 printed last."
+            f"rank {info.rank}: {self._master()} is gone, or refuses this rank by now, while the "
+            "ranks were joining. Look at what rank 0 printed last."
         )
+
+    def _master(self) -> str:
+        """Rank 0 of the launch, as well as this rank can name it by now, and what it does."""
+        info = self.session.info
+        known = (*self.peers, *(self._parent.peers if self._parent is not None else ()))
+        peer = next((peer for peer in known if peer.rank == 0), None)
+        if peer is None:
+            return f"rank 0 ({info.master_addr}:{info.master_port})"
+        if not peer.is_visible:
+            return str(peer)
+        process = Process(peer)
+        process.dies_within(GRACE_S)
+        state = process.state()
+        process.close()
+        return f"{peer}, {state},"
 
     def _missing(self, key: str, timeout_s: float) -> CoordinatorError:
         info = self.session.info
         try:
             came = self.session.ask("came", key, timeout_s=1.0)
         except (HubGone, Late, CoordinatorError):
-            came = []
+            return CoordinatorTimeout(
+                f"rank {info.rank} waited {timeout_s:g} s to join launch {info.launch_id}, but "
+                f"{self._master()} does not answer: it is stopped, stuck or cut off."
+            )
         missing = [rank for place, rank in enumerate(self._members) if place not in came]
         if self._parent is not None:
             late = [str(peer) for peer in self._parent.peers if peer.rank in missing]

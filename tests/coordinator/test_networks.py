@@ -199,14 +199,13 @@ def met(processes):
         assert process.stdout.readline() == "met\n"
 
 
-@pytest.mark.parametrize("cut", [0, 1])
-def test_a_cut_cable_is_an_error_on_both_sides_within_the_deadline(hosts, cut):
+def test_a_cut_cable_is_an_error_on_both_sides_within_the_deadline(hosts):
     ends = hosts.cable()
     processes = hosts.start_all("10.81.0.1", LOOP, world=4, timeout_s=4)
     met(processes)
     time.sleep(0.5)
     since = time.time()
-    ip("-n", hosts.names[cut], "link", "set", ends[cut], "down")
+    ip("-n", hosts.names[1], "link", "set", ends[1], "down")
     found = outcomes(processes)
     for rank, outcome in enumerate(found):
         assert outcome["error"] == "CoordinatorTimeout", found
