@@ -48,7 +48,7 @@ setup(
         ),
         extension(
             "communicator._nccl",
-            ["csrc/nccl.cpp", "csrc/nccl_library.cpp", "csrc/nccl_device.cpp"],
+            sorted(glob("csrc/nccl*.cpp")),
             ("dl", "pthread"),
         ),
     ],
