@@ -17,6 +17,7 @@ from launcher.info import LaunchInfo, LaunchInfoError
 from launcher.ports import listen
 from launcher.registry import register
 from launcher.start import launch
+from launcher.tracing import Recorder, recorder
 
 __all__ = [
     "Failure",
@@ -25,9 +26,11 @@ __all__ = [
     "LaunchInfoError",
     "LaunchInterrupted",
     "LaunchTimeout",
+    "Recorder",
     "TargetError",
     "current",
     "launch",
     "listen",
+    "recorder",
     "register",
 ]

@@ -51,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="MODULE",
         help="import once, before the ranks",
     )
+    run.add_argument("--trace", metavar="FILE", help="record what every rank did and when")
     run.add_argument("--dry-run", action="store_true", help="show what would be started")
     run.add_argument(
         "-m", dest="module", action="store_true", help="the script is the name of a module"
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str]) -> int:
         if options.dry_run:
             _show(dry_run.lines(job, options.launcher))
         else:
-            start.start(job, options.launcher, **_extra(options))
+            start.start(job, options.launcher, options.trace, **_extra(options))
     except LaunchError as error:
         _complain(report.lines(error))
         return error.exit_code

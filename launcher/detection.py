@@ -6,7 +6,7 @@ import os
 import socket
 from dataclasses import replace
 
-from launcher import context, linux, registry, secret
+from launcher import context, linux, registry, secret, tracing
 from launcher.info import CHOICE, LaunchInfo, LaunchInfoError
 
 
@@ -20,10 +20,12 @@ def current(launcher: str | None = None) -> LaunchInfo:
     the launcher named.
     """
     info = _insist(launcher) if launcher else context.current() or _from_environment()
-    secret_fd = None if "secret_fd" in info.extras else secret.take(os.environ)
-    if secret_fd is None:
-        return info
-    return replace(info, extras={**info.extras, "secret_fd": str(secret_fd)})
+    extras = dict(info.extras)
+    if "secret_fd" not in extras and (secret_fd := secret.take(os.environ)) is not None:
+        extras["secret_fd"] = str(secret_fd)
+    if tracing.VARIABLE in os.environ:
+        extras.setdefault(tracing.EXTRA, os.environ[tracing.VARIABLE])
+    return replace(info, extras=extras)
 
 
 def _from_environment() -> LaunchInfo:

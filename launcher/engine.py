@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launcher import secret, target, values
+from launcher import secret, target, tracing, values
 from launcher.errors import Failure, LaunchError, LaunchInterrupted, LaunchTimeout, signal_name
 from launcher.info import ENV_PREFIX
 from launcher.job import Job
@@ -56,6 +56,8 @@ def environment(chosen: Any, job: Job) -> dict[str, str]:
         outer.update(secret.variables())
     elif secret.SECRET in os.environ:
         outer[secret.SECRET] = os.environ[secret.SECRET]
+    if job.trace:
+        outer[tracing.VARIABLE] = job.trace
     return {**outer, **(chosen.environment(job) if hasattr(chosen, "environment") else {})}
 
 

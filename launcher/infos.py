@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from launcher import devices
+import os
+
+from launcher import devices, nesting, tracing
 from launcher.info import LaunchInfo
 from launcher.job import Job
 
@@ -12,6 +14,7 @@ def of_node(
 ) -> list[LaunchInfo]:
     """The LaunchInfo of every rank of this node, with first_extras for the first."""
     gpus = devices.of_ranks(job.nprocs, job.share_devices)
+    common = {**nesting.extras(os.environ), **({tracing.EXTRA: job.trace} if job.trace else {})}
     return [
         LaunchInfo(
             launch_id=job.launch_id,
@@ -21,7 +24,11 @@ def of_node(
             local_rank=local_rank,
             master_addr=job.master_addr,
             master_port=port,
-            extras={**(extras if local_rank else first_extras), **gpus.get(local_rank, {})},
+            extras={
+                **common,
+                **(extras if local_rank else first_extras),
+                **gpus.get(local_rank, {}),
+            },
         )
         for local_rank in range(job.nprocs)
     ]

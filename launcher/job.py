@@ -46,6 +46,7 @@ class Job:
     log_dir: a folder for one file per rank and stream. preload: modules to import once, before the
     ranks are forked.
     bind: pin each rank to cores of its own. share_devices: more ranks than GPUs is meant.
+    trace: the folder in which each rank leaves what it records, see launcher/tracing.py.
     results_dir: where `python -m launcher.call` leaves how each rank ended, if an engine runs
     it.
     """
@@ -63,6 +64,7 @@ class Job:
     bind: bool = False
     preload: tuple[str, ...] = ()
     share_devices: bool = False
+    trace: str | None = None
     results_dir: str | None = None
 
     def __post_init__(self) -> None:

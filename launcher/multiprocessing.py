@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from launcher import nesting
 from launcher.info import LaunchInfo
 from launcher.job import Job
 
@@ -15,7 +16,11 @@ NAME = "multiprocessing"
 
 
 def detect(environ: Mapping[str, str]) -> LaunchInfo | None:
-    return LaunchInfo.from_env(environ)
+    """The rank that we made of this process; None if an engine started inside that rank made it."""
+    info = LaunchInfo.from_env(environ)
+    if info is None or nesting.is_inside_another(info.extras, environ):
+        return None
+    return info
 
 
 def run(job: Job, owns_process: bool = False) -> list[Any]:

@@ -1,11 +1,11 @@
 """The launchers by name. A launcher is a module, or any object, with these names:
 
-NAME                                 what `--launcher` and `current(launcher=...)` call it
-detect(environ) -> LaunchInfo | None who this process is, if this launcher started it;
-LaunchInfoError if half set run(job) -> list                     start the ranks and return their
-results by rank, or command(job) -> list[str]            the engine's own command line that does so
-(see launcher/engine.py) environment(job) -> dict[str, str]   optional: what the engine needs beside
-os.environ
+- NAME: what `--launcher` and `current(launcher=...)` call it
+- detect(environ) -> LaunchInfo | None: who this process is, if this launcher started it; raises
+  LaunchInfoError if its variables are half set
+- run(job) -> list: start the ranks, and return their results by rank; or
+- command(job) -> list[str]: the engine's own command line that does so (see launcher/engine.py)
+- environment(job) -> dict[str, str], optional: what the engine needs beside os.environ
 """
 
 from __future__ import annotations

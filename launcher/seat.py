@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from launcher import context, linux, target, values, wire
+from launcher import context, linux, target, tracing, values, wire
 from launcher.info import CHOICE, LaunchInfo
 from launcher.job import Job
 
@@ -101,7 +101,7 @@ def _call(seat: Seat, job: Job) -> int:
     """The target's exit code, after reporting its result or how it failed."""
     pipe, pid = os.fstat(seat.report), os.getpid()
     try:
-        with context.rank_of(None):
+        with context.rank_of(None), tracing.whole(seat.info, job.target.name):
             record: dict[str, Any] = {"result": values.dumps(target.call(job))}
         code = 0
     except BaseException as error:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from launcher import registry, target
+from launcher import registry, target, tracing
 from launcher.errors import LaunchInterrupted
 from launcher.job import LOOPBACK, Job, new_launch_id
 
@@ -31,6 +33,7 @@ def launch(
     bind: bool = False,
     preload: Sequence[str] = (),
     share_devices: bool = False,
+    trace: str | os.PathLike[str] | None = None,
 ) -> list[Any]:
     """Each rank's result, by rank, of calling work with args; None if work is a script's path.
 
@@ -38,6 +41,8 @@ def launch(
     (tuples arrive as lists). The ranks are forked from this process if it has one thread and no
     accelerator open. Otherwise they start in a fresh interpreter, which must be able to import the
     function, and args must be values of the same kinds.
+
+    trace: a file for what every rank did and when; see launcher/tracing.py.
 
     Raises LaunchError as soon as one rank fails, after ending the others. What ranks leave running
     is ended with them.
@@ -58,16 +63,24 @@ def launch(
         share_devices=share_devices,
     )
     try:
-        return start(job, launcher)
+        return start(job, launcher, trace)
     except LaunchInterrupted as stopped:
-        signal.raise_signal(
-            stopped.exit_code - 128
-        )  # as if the program had been alone when it came
+        # As if the program had been alone when it came.
+        signal.raise_signal(stopped.exit_code - 128)
         raise
 
 
-def start(job: Job, name: str, **options: Any) -> list[Any]:
-    """Run the job with the launcher of that name."""
+def start(
+    job: Job, name: str, trace_file: str | os.PathLike[str] | None = None, **options: Any
+) -> list[Any]:
+    """Run the job with the launcher of that name; if there is a trace_file, trace it into that."""
+    if trace_file is None:
+        return _start(job, name, **options)
+    with tracing.gathered(Path(trace_file)) as folder:
+        return _start(replace(job, trace=str(folder)), name, **options)
+
+
+def _start(job: Job, name: str, **options: Any) -> list[Any]:
     chosen = registry.find(name)
     target.check(job.target)
     if hasattr(chosen, "run"):

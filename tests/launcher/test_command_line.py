@@ -23,6 +23,7 @@ OPTIONS = {
     "--bind",
     "--preload",
     "--dry-run",
+    "--trace",
     "-m",
 }  # fmt: skip
 SHOW = "import sys, json, launcher\nprint(json.dumps([__name__, *sys.argv]))\n"

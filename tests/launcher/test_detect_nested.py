@@ -2,7 +2,7 @@
 
 import pytest
 
-from launcher import mpi, registry, slurm, torchrun
+from launcher import LaunchInfo, mpi, multiprocessing, nesting, registry, slurm, torchrun
 
 SRUN = {
     "SLURM_JOB_ID": "17",
@@ -73,3 +73,16 @@ def test_srun_that_speaks_pmix_is_still_srun():
 
 def test_no_family_is_no_launcher():
     assert _innermost({"PATH": "/bin"}) is None
+
+
+def test_an_engine_inside_one_of_our_ranks_made_the_rank():
+    ours = LaunchInfo("outer", 2, 2, 1, 1, "127.0.0.1", 4000).to_env()
+    assert multiprocessing.detect(ours).launch_id == "outer"
+    assert multiprocessing.detect({**ours, **OPEN_MPI}) is None
+
+
+def test_our_rank_inside_an_engine_is_ours():
+    extras = nesting.extras(SRUN)
+    ours = LaunchInfo("inner", 2, 2, 1, 1, "127.0.0.1", 4000, extras).to_env()
+    assert multiprocessing.detect({**SRUN, **ours}).launch_id == "inner"
+    assert multiprocessing.detect({**SRUN, **ours, **OPEN_MPI}) is None

@@ -12,6 +12,8 @@ import contextlib
 import functools
 import json
 import os
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -21,8 +23,10 @@ from typing import Any, TypeVar
 from launcher.info import LaunchInfo
 
 T = TypeVar("T")
+VARIABLE = "DRUMLINE_TRACE"  # the same, under engines that only pass on variables
 EXTRA = "trace"  # in LaunchInfo.extras: the folder in which each rank leaves what it recorded
-FLUSH_EVENTS = 256
+FLUSH_EVENTS = 64
+LAUNCHER = -1  # the row of the launcher itself, beside those of ranks
 # Colours that the viewers know by name (catapult, color_scheme.html): waiting apart from work.
 COLOURS = {"wait": "thread_state_iowait", "work": "thread_state_running", "move": "rail_load"}
 
@@ -78,9 +82,7 @@ class Recorder:
         return noting
 
     def _note(self, name: str, kind: str, start: int, end: int, args: dict[str, Any]) -> None:
-        event = {"name": name, "cat": kind, "ph": "X", "ts": start / 1000, "args": args}
-        event |= {"dur": (end - start) / 1000, "pid": self._rank, "tid": self._row()}
-        self._write(event | {"cname": COLOURS[kind]})
+        self._write(_event(name, kind, start, end - start, self._rank, self._row(), args))
 
     def _row(self) -> int:
         """A small number for this thread; the first to record is row 0."""
@@ -98,9 +100,30 @@ class Recorder:
                 self._file.flush()
 
 
+def _event(
+    name: str, kind: str, start: int, took: int, rank: int, row: int, args: dict[str, Any]
+) -> dict[str, Any]:
+    """A complete event of the Trace Event Format, from times in nanoseconds."""
+    times = {"ph": "X", "ts": start / 1000, "dur": took / 1000}
+    return {"name": name, "cat": kind, **times, "pid": rank, "tid": row, "args": args} | {
+        "cname": COLOURS[kind]
+    }
+
+
 def recorder(info: LaunchInfo) -> Recorder | None:
     """A new recorder for this rank, if its launch is traced; what is not traced costs nothing."""
     return Recorder(Path(info.extras[EXTRA]), info) if EXTRA in info.extras else None
+
+
+@contextlib.contextmanager
+def whole(info: LaunchInfo, name: str) -> Iterator[None]:
+    """Note the body as one span of this rank, if its launch is traced."""
+    noting = recorder(info)
+    if noting is None:
+        yield
+        return
+    with contextlib.closing(noting), noting.span(name, "work"):
+        yield
 
 
 def _nbytes(args: tuple[Any, ...]) -> dict[str, int]:
@@ -110,6 +133,25 @@ def _nbytes(args: tuple[Any, ...]) -> dict[str, int]:
         if nbytes is not None:
             return {"bytes": nbytes}
     return {}
+
+
+@contextlib.contextmanager
+def gathered(out: Path) -> Iterator[Path]:
+    """A folder for the recordings of a launch, merged into out at the end of the body.
+
+    Raises OSError at once if out cannot be written.
+    """
+    out.open("a").close()
+    launcher = os.getpid()
+    folder = Path(tempfile.mkdtemp(prefix="drumline-trace-"))
+    start = time.monotonic_ns()
+    try:
+        yield folder
+    finally:
+        if os.getpid() == launcher:  # a forked rank that unwinds through here has nothing to do
+            took = time.monotonic_ns() - start
+            merge(folder, out, [_event("launch", "work", start, took, LAUNCHER, 0, {})])
+            shutil.rmtree(folder)
 
 
 def merge(folder: Path, out: Path, launch: Iterable[dict[str, Any]] = ()) -> int:

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from launcher import LaunchInfo, trace, trace_picture
+from launcher import LaunchInfo, tracing, tracing_picture
 
 
 def _info(rank, folder):
@@ -13,7 +13,7 @@ def _info(rank, folder):
 
 
 def _record(folder, rank, offset_ns=0):
-    recorder = trace.recorder(_info(rank, folder))
+    recorder = tracing.recorder(_info(rank, folder))
     recorder.align(offset_ns)
     with recorder.span("barrier", "wait", number=1):
         time.sleep(0.01)
@@ -21,15 +21,15 @@ def _record(folder, rank, offset_ns=0):
 
 
 def test_a_launch_that_is_not_traced_has_no_recorder():
-    assert trace.recorder(LaunchInfo("t")) is None
+    assert tracing.recorder(LaunchInfo("t")) is None
 
 
 def test_the_spans_of_all_ranks_come_into_one_file_that_viewers_open(tmp_path):
     for rank in range(2):
         _record(tmp_path / "parts", rank)
-    trace.merge(tmp_path / "parts", tmp_path / "out.json")
+    tracing.merge(tmp_path / "parts", tmp_path / "out.json")
     merged = json.loads((tmp_path / "out.json").read_text())
-    assert trace.problems(merged) == []
+    assert tracing.problems(merged) == []
     spans = [event for event in merged["traceEvents"] if event["ph"] == "X"]
     assert [event["pid"] for event in spans] == [0, 1]
     assert all(event["dur"] >= 10_000 for event in spans)
@@ -39,7 +39,7 @@ def test_the_spans_of_all_ranks_come_into_one_file_that_viewers_open(tmp_path):
 def test_another_host_is_shown_on_the_clock_of_rank_0(tmp_path):
     _record(tmp_path / "parts", 0)
     _record(tmp_path / "parts", 1, offset_ns=5_000_000_000)
-    trace.merge(tmp_path / "parts", tmp_path / "out.json")
+    tracing.merge(tmp_path / "parts", tmp_path / "out.json")
     spans = [e for e in json.loads((tmp_path / "out.json").read_text())["traceEvents"] if "ts" in e]
     assert 4.9e6 < spans[1]["ts"] - spans[0]["ts"] < 6e6
 
@@ -48,7 +48,7 @@ def test_a_line_cut_off_by_a_death_loses_only_itself(tmp_path):
     _record(tmp_path / "parts", 0)
     part = next((tmp_path / "parts").iterdir())
     part.write_text(part.read_text() + '{"name": "allred')
-    assert trace.merge(tmp_path / "parts", tmp_path / "out.json") == 2
+    assert tracing.merge(tmp_path / "parts", tmp_path / "out.json") == 2
 
 
 class _Moves:
@@ -57,7 +57,7 @@ class _Moves:
 
 
 def test_followed_methods_still_work_and_are_noted_with_number_and_bytes(tmp_path):
-    recorder, moves = trace.recorder(_info(0, tmp_path)), _Moves()
+    recorder, moves = tracing.recorder(_info(0, tmp_path)), _Moves()
     recorder.follow(moves, ["send"], "move")
     assert [moves.send(b"abc"), moves.send(b"")] == [3, 0]
     recorder.close()
@@ -69,15 +69,39 @@ def test_followed_methods_still_work_and_are_noted_with_number_and_bytes(tmp_pat
 
 
 def test_a_trace_that_viewers_would_refuse_is_told_apart():
-    assert trace.problems([]) and trace.problems({"traceEvents": [{"name": "x", "ph": "X"}]})
+    assert tracing.problems([]) and tracing.problems({"traceEvents": [{"name": "x", "ph": "X"}]})
     backwards = {"name": "x", "ph": "X", "pid": 0, "tid": 0, "ts": 1, "dur": -1}
-    assert trace.problems({"traceEvents": [backwards]}) == ["event 0 ends before it starts"]
+    assert tracing.problems({"traceEvents": [backwards]}) == ["event 0 ends before it starts"]
 
 
 def test_a_trace_is_drawn_as_a_picture(tmp_path):
     pytest.importorskip("matplotlib", reason="runs after `pip install matplotlib`")
     for rank in range(2):
         _record(tmp_path / "parts", rank)
-    trace.merge(tmp_path / "parts", tmp_path / "out.json")
-    trace_picture.draw(tmp_path / "out.json", tmp_path / "out.png")
+    tracing.merge(tmp_path / "parts", tmp_path / "out.json")
+    tracing_picture.draw(tmp_path / "out.json", tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_traced_launch_shows_every_rank_and_what_it_ran(tmp_path, command):
+    out = tmp_path / "out.json"
+    ended = command.run("run", "-n", "2", "--trace", str(out), command.script("print('hello')"))
+    assert ended.code == 0, ended.err
+    merged = json.loads(out.read_text())
+    assert tracing.problems(merged) == []
+    spans = {event["pid"]: event for event in merged["traceEvents"] if event["ph"] == "X"}
+    assert set(spans) == {-1, 0, 1}
+    assert spans[-1]["dur"] > spans[1]["dur"]
+
+
+def test_a_launch_that_fails_is_traced_all_the_same(tmp_path, command):
+    out = tmp_path / "out.json"
+    script = command.script("import os; os.abort()")
+    assert command.run("run", "-n", "2", "--trace", str(out), script).code == 134
+    assert tracing.problems(json.loads(out.read_text())) == []
+
+
+def test_a_trace_that_cannot_be_written_starts_nothing(command, tmp_path):
+    nowhere = str(tmp_path / "no" / "out.json")
+    ended = command.run("run", "-n", "1", "--trace", nowhere, command.script("print('ran')"))
+    assert ended.code == 2 and "out.json" in ended.err and "ran" not in ended.out
