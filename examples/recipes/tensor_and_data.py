@@ -1,0 +1,41 @@
+"""Tensor parallel inside, data parallel outside: a mesh of two axes, a communicator along each.
+
+python -m launcher run -n 4 examples/recipes/tensor_and_data.py
+"""
+
+from model import PLAN, device_of, largest_error, loss_of, make_batch, make_model
+
+import inference
+from communicator import Communicator
+from coordinator import Coordinator
+
+BATCH = 24
+
+with Coordinator() as coor:
+    tp = 2 if coor.world_size % 2 == 0 else 1
+    mesh = inference.Mesh({"dp": coor.world_size // tp, "tp": tp})
+    device, place = device_of(coor), mesh.coordinate(coor.rank)
+    with (
+        coor.split(mesh.group(coor.rank, "tp")) as team,
+        coor.split(mesh.group(coor.rank, "dp")) as twins,
+        Communicator(team) as along_tp,
+        Communicator(twins) as along_dp,
+    ):
+        alone, model = make_model(device), make_model(device)
+        inputs, targets = make_batch(BATCH, device)
+        loss_of(alone(inputs), targets).backward()
+
+        splits = inference.parallelize(model, PLAN, along_tp)
+        rows = [whole.chunk(mesh.along("dp"))[place["dp"]] for whole in (inputs, targets)]
+        loss_of(model(rows[0]), rows[1]).backward()
+        for parameter in model.parameters():
+            along_dp.allreduce(parameter.grad.mul_(len(rows[0]) / BATCH))
+
+        parts = [
+            inference.shard_of(p.grad, splits[name], mesh, coor.rank)
+            for name, p in alone.named_parameters()
+        ]
+        error = largest_error([p.grad for p in model.parameters()], parts)
+        assert error < 1e-5, error
+    if coor.is_master():
+        print(f"{dict(mesh.axes)}: gradients equal one process's within {error:.0e}")

@@ -1,0 +1,74 @@
+"""Every recipe proves on the CPU what it says, on one, two and four ranks."""
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import launcher
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "examples" / "recipes"
+RECIPES = sorted(path for path in FOLDER.glob("*.py") if path.name != "model.py")
+TWO_SCREENS = 120
+OWN_PROCESSES = ("fsdp", "compile_once")
+"""torch has one default process group per process, and loads one exported program at a time."""
+
+
+@pytest.fixture
+def shared(monkeypatch):
+    """`from model import ...` finds the model of the recipes."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield
+    sys.modules.pop("model", None)
+
+
+def run_as_threads(path, nprocs):
+    """The recipe as it stands, on ranks that are threads of this process."""
+    code = compile(path.read_text(), str(path), "exec")
+
+    def rank():
+        torch.set_num_threads(1)
+        name = f"recipe_{path.stem}"
+        module = types.ModuleType(name)
+        sys.modules[name] = module
+        exec(code, module.__dict__)
+
+    launcher.launch(rank, nprocs=nprocs, launcher="threads", timeout_s=60)
+
+
+THREADED = [path for path in RECIPES if path.stem not in OWN_PROCESSES]
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 4])
+@pytest.mark.parametrize("path", THREADED, ids=lambda path: path.stem)
+def test_a_recipe_proves_what_it_says(shared, capfd, path, nprocs):
+    run_as_threads(path, nprocs)
+    assert capfd.readouterr().out.strip(), "it proves nothing aloud"
+
+
+def run(*command):
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("name", OWN_PROCESSES)
+def test_a_recipe_that_needs_processes_proves_what_it_says(name):
+    run(sys.executable, "-m", "launcher", "run", "-n", "2", FOLDER / f"{name}.py")
+
+
+def test_a_recipe_runs_unchanged_under_torchrun():
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    run(*torchrun, "--nproc-per-node", "2", FOLDER / "tensor_and_data.py")
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_fits_two_screens_says_how_to_run_it_and_is_in_the_readme(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= TWO_SCREENS
+    assert f"examples/recipes/{path.name}" in text.split('"""')[1]
+    assert f"`{path.name}`" in (FOLDER / "README.md").read_text()
