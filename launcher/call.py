@@ -11,22 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from launcher import detection, seat, target, torchrun, values
+from launcher.info import LaunchInfo
 from launcher.job import Job, Target
 
 
 def main(folder: str, kind: str, name: str, *arguments: str) -> int:
     """The exit code of the target. arguments: those of a script, or a function's as one JSON."""
-    rank = detection.current().rank
+    info = detection.current()
     args = values.loads(arguments[0]) if kind == "function" else arguments
-    record = outcome(Job(Target(kind, name), args=tuple(args)), rank)  # type: ignore[arg-type]
+    record = outcome(Job(Target(kind, name), args=tuple(args)), info)  # type: ignore[arg-type]
     failure = record.get("failure", {"exit_code": 0, "type": "SystemExit"})
     if failure["type"] != "SystemExit":
         print(failure["traceback"], file=sys.stderr, end="")
-    _leave(Path(folder), rank, values.dumps(record))
+    _leave(Path(folder), info.rank, values.dumps(record))
     return int(failure["exit_code"])
 
 
-def outcome(job: Job, rank: int) -> dict[str, Any]:
+def outcome(job: Job, info: LaunchInfo) -> dict[str, Any]:
     """Run the job's target; how that went is {"result": ...} or {"failure": ...}."""
     try:
         result = target.call(job)
@@ -36,7 +37,8 @@ def outcome(job: Job, rank: int) -> dict[str, Any]:
         if seat.exit_code(error) == 0:
             return {"result": None}
         torchrun.leave_error(os.environ, error)
-        return {"failure": {**seat.describe(error), "rank": rank, "pid": os.getpid()}}
+        who = {"rank": info.rank, "local_rank": info.local_rank, "pid": os.getpid()}
+        return {"failure": {**seat.describe(error), **who}}
 
 
 def _leave(folder: Path, rank: int, text: str) -> None:

@@ -31,7 +31,7 @@ class Rank:
         me = replace(me, extras={**me.extras, **extras})
         os.environ.update(me.to_env())
         job = Job(Target(kind, name), args=tuple(values.loads(arguments)))  # type: ignore[arg-type]
-        return values.dumps(outcome(job, me.rank))
+        return values.dumps(outcome(job, me))
 
     def _master_fd(self) -> Mapping[str, str]:
         return {"master_fd": str(self._listener.fileno())} if self._listener else {}
