@@ -111,8 +111,18 @@ def transformers_over(folder, coor):
         assert error < 1e-4, error
         share, whole = model.loaded.share, sum(p.nbytes for p in plain.parameters())
         assert share < 0.6 * whole
+        if "tp" in model.mesh.axes and model.mesh.along("dp_shard") == 1:
+            sampled_alike(model, ids, coor)
         if coor.is_master():
             print(f"{dict(model.mesh.axes)} from {reader}: {share} of {whole} bytes, loss equal")
+
+
+def sampled_alike(model, ids, coor):
+    """Ranks that would draw differently draw what the first one draws."""
+    torch.manual_seed(coor.rank)
+    tokens = model.generate(ids, max_new_tokens=8, do_sample=True)
+    told = coor.allgather(tokens.numpy().tobytes())
+    assert len(set(told)) == 1
 
 
 def status_kib(*fields):
