@@ -52,5 +52,6 @@ setup(
             ("dl", "pthread"),
         ),
     ],
+    options={"build_ext": {"parallel": 2}},
     cmdclass={"bdist_wheel": Abi3Wheel} if not sysconfig.get_config_var("Py_GIL_DISABLED") else {},
 )
