@@ -15,6 +15,8 @@ from communicator.errors import CommunicatorError, CommunicatorTimeout, PeerLost
 from communicator.network import Network, as_bytes
 from coordinator import Coordinator
 
+GRACE_S = 0.5  # its sockets close a little before a process that dies is seen dead
+POLL_S = 0.005
 REDUCES = {
     torch.float16,
     torch.bfloat16,
@@ -109,9 +111,16 @@ class Gloo(Network):
     def _failure(self, call: str, waited_s: float, error: RuntimeError) -> CommunicatorError:
         text = str(error)
         timed_out = "timed out" in text.lower()
+        lost = self._lost_peers() if timed_out else self._lost_peers_soon()
         kind = CommunicatorTimeout if timed_out else PeerLost
         return kind(
             f"rank {self.rank} waited {waited_s:.1f} s in {call} (gloo, {self.world_size} ranks)."
-            f"{self._lost_peers()} Are all ranks in the same call, with tensors of the same "
+            f"{lost} Are all ranks in the same call, with tensors of the same "
             f"size, and alive? ({text})"
         )
+
+    def _lost_peers_soon(self) -> str:
+        until = time.monotonic() + GRACE_S
+        while not (lost := self._lost_peers()) and time.monotonic() < until:
+            time.sleep(POLL_S)
+        return lost
