@@ -17,7 +17,7 @@ def segments():
     return {name for name in os.listdir("/dev/shm") if "drumline" in name}
 
 
-@pytest.mark.parametrize(("backend", "rounds"), [("shm", 40), ("gloo", 12)])
+@pytest.mark.parametrize(("backend", "rounds"), [("shm", 20), ("gloo", 8)])
 def test_every_survivor_of_a_killed_rank_is_told_and_nothing_is_left(backend, rounds):
     before = segments()
     environ = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
