@@ -114,7 +114,7 @@ def guess(address):
         hello = HELLO.pack(0, 0, purpose_of("hub"), os.urandom(32), os.urandom(32))
         link.sendall(hello)
         verdict = link.recv(WELCOME.size)
-        assert verdict[:1] == b"\x02" and verdict[1:] == bytes(32), "a stranger was let in"
+        assert verdict in (b"", b"\x02" + bytes(32)), "a stranger was let in"
 
 
 ATTACKS = {"garbage": garbage, "http": http, "scan": scan, "reset": reset, "guess": guess}
