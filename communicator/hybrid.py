@@ -18,6 +18,7 @@ import torch
 from communicator.base import WIDE, Communicator
 from communicator.choice import backend_class
 from communicator.errors import CommunicatorError, Unsupported
+from communicator.network import Network
 from coordinator import Coordinator
 
 
@@ -39,11 +40,16 @@ class Hybrid(Communicator):
         return 50
 
     def _open(self, between: str = "gloo") -> None:
+        self._under = ExitStack()
+        if not issubclass(backend_class(between), Network):
+            raise ValueError(
+                f"rank {self.rank}: between={between!r} does not reach other nodes by itself. Take "
+                "'gloo' or 'mpi'."
+            )
         self._nodes = [sorted(node) for node in self.coor.nodes]
         self._node_of = {rank: k for k, node in enumerate(self._nodes) for rank in node}
         self._mine = self._nodes[self._node_of[self.rank]]
         self._failures = self.coor.store("hybrid failures")
-        self._under = ExitStack()
         error: CommunicatorError | None = None
         try:
             self._join(backend_class(between))

@@ -41,6 +41,14 @@ def test_one_node_or_one_rank_on_each_needs_no_hybrid():
         Communicator(coor, "hybrid")
 
 
+def test_what_cannot_reach_another_node_is_refused_between_nodes(ranks):
+    def body(info):
+        with Coordinator(info) as coor, pytest.raises(ValueError, match="between='shm'"):
+            Communicator(coor, "hybrid", between="shm")
+
+    ranks(body, 3, [2, 1])
+
+
 def test_one_rank_on_each_node_takes_the_network(ranks):
     def body(info):
         with Coordinator(info) as coor, Communicator(coor) as comm:
