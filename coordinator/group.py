@@ -16,7 +16,7 @@ from coordinator.client import HubGone
 from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost
 from coordinator.peers import Peer, nodes
 from coordinator.session import Session
-from coordinator.tree import Door, EdgeBroken, Tree, children_of, climb, parent_of
+from coordinator.tree import Door, EdgeBroken, Entry, Tree, children_of, climb, parent_of
 from coordinator.vitals import Process
 from coordinator.wire import Late, pack, unpack
 
@@ -342,18 +342,19 @@ class Group:
 
     def _climb(
         self, waiting: Waiting, given: list[bytes], root: int, reader: int, is_scattered: bool
-    ) -> list[Any]:
-        """The entries (src, dst, bytes) that ranks of this island want."""
+    ) -> list[tuple[int, int, bytes]]:
+        """Who gives whom what, of that which ranks of this island want."""
         assert self._tree is not None
-        entries: list[Any] = []
+        entries: list[Entry] = []
         for src, data in zip(self.island, given, strict=True):
             if is_scattered and data:
-                entries += [(src, dst, part) for dst, part in enumerate(parts(data, self.size))]
+                each = enumerate(parts(data, self.size))
+                entries += [Entry(self._index, src, dst, part) for dst, part in each]
             elif data:
-                entries.append((src, reader, data))
+                entries.append(Entry(self._index, src, reader, data))
 
-        def wants(index: int, entry: Any) -> bool:
-            return entry[1] == EVERYBODY or self._island_of[entry[1]] == index
+        def wants(index: int, entry: Entry) -> bool:
+            return entry.dst == EVERYBODY or self._island_of[entry.dst] == index
 
         header = (waiting.call, root)
         idle: Callable[[], None] = lambda: self.watch.check(waiting)  # noqa: E731
@@ -362,7 +363,7 @@ class Group:
             if (*call[:2], their_root) != (*waiting.call[:2], root):
                 calls = {self.rank: waiting.call, self.islands[index][0]: Call(*call)}
                 raise self.watch.disagree(calls, waiting)
-        return found
+        return [(entry.src, entry.dst, entry.data) for entry in found]
 
     def neighbour(self) -> Peer:
         """The next rank on this node."""

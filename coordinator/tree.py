@@ -11,6 +11,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from coordinator.addresses import shown
@@ -18,7 +19,7 @@ from coordinator.client import connect
 from coordinator.errors import CoordinatorError, CoordinatorTimeout
 from coordinator.gate import Caller, Gate, NotAdmitted, Proof, TryAgain, purpose_of
 from coordinator.peers import Peer
-from coordinator.wire import Late, Link, LinkBroken
+from coordinator.wire import SMALL, Late, Link, LinkBroken
 
 RETRY_S = 0.05
 TICK_S = 0.1
@@ -43,6 +44,16 @@ def subtree_of(index: int, size: int) -> range:
     return range(index, min(index + span, size))
 
 
+@dataclass(frozen=True)
+class Entry:
+    """What rank src, on node home, gives to rank dst (EVERYBODY: to all)."""
+
+    home: int
+    src: int
+    dst: int
+    data: bytes
+
+
 class EdgeBroken(Exception):
     """The connection to a neighbour broke."""
 
@@ -61,11 +72,11 @@ class Tree:
     def exchange(
         self,
         header: Any,
-        entries: list[Any],
-        wants: Callable[[int, Any], bool],
+        entries: list[Entry],
+        wants: Callable[[int, Entry], bool],
         deadline: float,
         idle: Callable[[], None],
-    ) -> tuple[list[Any], list[Any]]:
+    ) -> tuple[list[Any], list[Entry]]:
         """Every node's header, and the entries that this node wants.
 
         wants(index, entry): does node index want it?
@@ -78,26 +89,52 @@ class Tree:
         if self._parent is not None:
             above = parent_of(self.index)
             self._send(above, self._parent, (headers, entries), deadline, idle)
-            headers, entries = self._receive(above, self._parent, deadline, idle)
+            headers, brought = self._receive(above, self._parent, deadline, idle)
+            entries = entries + brought
         for index, child in self._children.items():
             below = subtree_of(index, self.size)
-            for_them = [entry for entry in entries if any(wants(node, entry) for node in below)]
+            theirs = [entry for entry in entries if entry.home not in below]
+            for_them = [entry for entry in theirs if any(wants(node, entry) for node in below)]
             self._send(index, child, (headers, for_them), deadline, idle)
         return headers, [entry for entry in entries if wants(self.index, entry)]
 
     def _send(
-        self, index: int, link: Link, message: Any, deadline: float, idle: Callable[[], None]
+        self,
+        index: int,
+        link: Link,
+        message: tuple[list[Any], list[Entry]],
+        deadline: float,
+        idle: Callable[[], None],
     ) -> None:
+        """The small entries within the message, the large after it: those are not copied."""
+        headers, entries = message
+        large = [entry.data for entry in entries if len(entry.data) > SMALL]
+        listed = [
+            (
+                entry.home,
+                entry.src,
+                entry.dst,
+                len(entry.data) if len(entry.data) > SMALL else entry.data,
+            )
+            for entry in entries
+        ]
         try:
-            link.send(message, deadline, idle)
+            link.send((headers, listed), deadline, idle)
+            for data in large:
+                link.write(data, deadline, idle)
         except LinkBroken as error:
             raise EdgeBroken(index, str(error)) from error
 
     def _receive(
         self, index: int, link: Link, deadline: float, idle: Callable[[], None]
-    ) -> tuple[list[Any], list[Any]]:
+    ) -> tuple[list[Any], list[Entry]]:
         try:
-            headers, entries = link.receive(deadline, idle)
+            headers, listed = link.receive(deadline, idle)
+            entries = []
+            for home, src, dst, data in listed:
+                if isinstance(data, int):
+                    data = link.read_bytes(data, deadline, idle)
+                entries.append(Entry(home, src, dst, data))
             return headers, entries
         except (LinkBroken, Late) as error:
             raise EdgeBroken(index, str(error)) from error

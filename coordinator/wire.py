@@ -14,6 +14,7 @@ import msgpack
 LENGTH = struct.Struct("!Q")
 MAX_NBYTES = 1 << 34  # of one message between ranks that have proved themselves
 SMALL = 1 << 16
+PIECE = 1 << 18
 SLICE_S = 0.1
 
 
@@ -90,6 +91,23 @@ class Link:
                 raise LinkBroken("the other end has closed the connection")
             left = left[count:]
         return data
+
+    def read_bytes(self, nbytes: int, deadline: float, idle: Callable[[], None] = nothing) -> bytes:
+        """As read_exactly; for much, in pieces that stay in the cache until they are joined."""
+        pieces = []
+        while nbytes > 0:
+            try:
+                piece = self.socket.recv(min(nbytes, PIECE))
+            except BlockingIOError:
+                self._wait(select.POLLIN, deadline, idle, LinkBroken)
+                continue
+            except OSError as error:
+                raise LinkBroken(str(error)) from error
+            if not piece:
+                raise LinkBroken("the other end has closed the connection")
+            nbytes -= len(piece)
+            pieces.append(piece)
+        return b"".join(pieces)
 
     def _wait(
         self, events: int, deadline: float, idle: Callable[[], None], late: type[Exception]
