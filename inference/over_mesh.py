@@ -28,7 +28,7 @@ from .errors import InferenceError, PlanError
 from .layout import layer_names, model_class
 from .mesh import Mesh, read_mesh
 from .nd_load import Loaded, load_into, named_tensors, replace, together
-from .renaming import sources_of
+from .renaming import kept_wide, sources_of
 from .tensor_parallel import connect, read_plan, splits_of
 
 Splits = Mapping[str, tuple[Split, ...]]
@@ -205,18 +205,14 @@ def _build(
     chosen = dtype or getattr(config, "dtype", None) or torch.float32
     with _building, torch.device(build_on):
         model = kind._from_config(config, dtype=chosen, **options)
-    if build_on == "cpu":
-        _onto_meta(model)
+    wide = kept_wide(model, chosen)
+    empty = {id(t): _meta(t, t.shape, wide.get(name)) for name, t in named_tensors(model)}
+    replace(model, empty)  # the buffers that no file holds stay as they were built
     return model
 
 
-def _onto_meta(model: nn.Module) -> None:
-    """Forget the parameters, and keep the buffers that no file holds."""
-    replace(model, {id(tensor): _meta(tensor, tensor.shape) for _, tensor in named_tensors(model)})
-
-
-def _meta(tensor: torch.Tensor, shape: Any) -> torch.Tensor:
-    empty = torch.empty(shape, dtype=tensor.dtype, device="meta")
+def _meta(tensor: torch.Tensor, shape: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    empty = torch.empty(shape, dtype=dtype or tensor.dtype, device="meta")
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)
     return empty

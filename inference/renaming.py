@@ -10,10 +10,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
+    build_glob_alternation,
     dot_natural_key,
     rename_source_key,
 )
@@ -54,6 +56,16 @@ def sources_of(model: Any, index: Index) -> Sources:
     names = aliases(model)
     found = {first: [n for n in names[first] if n in plain] for first in names}
     return {first: tuple(plain[alike[0]]) for first, alike in found.items() if alike}
+
+
+def kept_wide(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The tensors that the model wants in another dtype than the one it is loaded in."""
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return {}
+    pattern, by_group, _ = build_glob_alternation(list(plan))
+    found = {name: pattern.search(name) for name, _ in named_tensors(model)}
+    return {name: plan[by_group[match.lastgroup]] for name, match in found.items() if match}
 
 
 def _refuse_surplus(model: Any, surplus: list[str]) -> None:

@@ -147,6 +147,7 @@ class Peak(threading.Thread):
             time.sleep(0.001)
 
     def __exit__(self, *exc):
+        self.peak = max(self.peak, self.now() - self.base)
         self.on = False
         self.join()
 
@@ -181,7 +182,7 @@ def on_meta(shapes):
 
 def everything(folder, coor):
     """Load the whole, then cut: what must not pass for loading a share."""
-    whole = load_file(folder / "model.safetensors")
+    whole = {name: t.clone() for name, t in load_file(folder / "model.safetensors").items()}
     kept = [tensor.chunk(4, 0)[coor.rank].clone() for tensor in whole.values()]
     return sum(tensor.nbytes for tensor in kept)
 

@@ -127,6 +127,36 @@ def test_load_takes_a_mesh_and_a_meta_device_map_and_nothing_that_contradicts_it
         torch.testing.assert_close(found, logits(plain), rtol=1e-4, atol=1e-4)
 
 
+def test_what_a_model_wants_wider_stays_wide(ranks, checkpoints):
+    """DeepSeek-V3 keeps the bias of its router in float32, whatever the rest is loaded in."""
+    sizes = {
+        **{key: value for key, value in SIZES.items() if key != "head_dim"},
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    }
+    _, path = checkpoints.make("tp deepseek", "DeepseekV3ForCausalLM", **sizes)
+    kind = transformers.DeepseekV3ForCausalLM
+    plain = kind.from_pretrained(path, dtype=torch.bfloat16)
+    dtypes = {name: tensor.dtype for name, tensor in plain.state_dict().items()}
+    assert set(dtypes.values()) == {torch.float32, torch.bfloat16}
+
+    def work(model):
+        return {name: tensor.dtype for name, tensor in model.state_dict().items()}, logits(model)
+
+    for found, mine in on_ranks(ranks, path, 2, work, tp=2, dtype="bfloat16"):
+        assert found == dtypes
+        torch.testing.assert_close(mine, logits(plain), rtol=0.1, atol=0.1)
+
+
 def test_a_rank_holds_about_its_part_of_the_parameters(ranks, family):
     plain, path = family("llama")
     whole = sum(p.nbytes for p in plain.parameters())
