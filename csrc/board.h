@@ -19,7 +19,7 @@ namespace board {
 
 constexpr size_t line = 128;
 constexpr size_t inline_bytes = 4096;
-constexpr size_t chunk_bytes = 512 << 10;
+constexpr size_t chunk_bytes = 1 << 20;
 constexpr size_t verdict_bytes = 16 << 10;
 
 // One call of one rank. All ranks must make the same: name, number and tag are compared.

@@ -1,6 +1,7 @@
 """What the operations give, on one node and over two, for bytes and values of all sizes."""
 
 import hashlib
+import os
 import threading
 import time
 
@@ -10,7 +11,7 @@ from coordinator import Coordinator, CoordinatorError, CoordinatorTimeout
 from launcher import LaunchInfo
 
 LAYOUTS = [[4], [2, 2], [3, 1, 1], [1, 1, 1, 1, 1]]
-SIZES = [0, 1, 4095, 4096, 4097, 524_288, 524_289, 1_300_003]
+SIZES = [0, 1, 4095, 4096, 4097, 1 << 20, (1 << 20) + 1, 2_300_003]
 nodes = pytest.mark.parametrize("nodes", LAYOUTS, ids=str)
 
 
@@ -224,8 +225,6 @@ def test_the_master_goes_first_over_all_nodes(ranks):
 
 def test_a_dead_master_is_not_waited_for(fork):
     def body(info):
-        import os
-
         with Coordinator(info, timeout_s=30) as coor, coor.local_master_first():
             if coor.is_local_master():
                 time.sleep(0.2)
