@@ -17,12 +17,24 @@ from typing import Any, ClassVar
 
 import torch
 
+import launcher
 from communicator import agreement
 from communicator.checks import check_like, check_op, check_other, check_peer, check_tensor
 from communicator.errors import CommunicatorError, Unsupported
 from coordinator import Coordinator
 
 WIDE = {torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
+
+TRACED = (
+    "allreduce",
+    "broadcast",
+    "reduce",
+    "allgather",
+    "reduce_scatter",
+    "alltoall",
+    "send",
+    "recv",
+)
 
 
 class Communicator:
@@ -79,6 +91,10 @@ class Communicator:
         if checked_calls is not None:
             self._checked_calls = checked_calls
         self._open(**options)
+        self._recorder = launcher.recorder(coor.info)
+        if self._recorder is not None:
+            self._recorder.follow(self, TRACED, "move")
+            self._recorder.follow(self, ["barrier"], "wait")
 
     # What a backend provides. Tensors are checked, contiguous, on the right device, not empty.
 
@@ -288,6 +304,8 @@ class Communicator:
         if not self._closed:
             self._closed = True
             self._close()
+            if self._recorder is not None:
+                self._recorder.close()
 
     def __enter__(self) -> Communicator:
         return self
@@ -308,6 +326,11 @@ class Communicator:
         return f"{type(self).__name__}(rank={self.rank}, world_size={self.world_size})"
 
     @property
+    def device(self) -> torch.device:
+        """Where the tensors live that this rank may pass."""
+        return self._device()
+
+    @property
     def backend(self) -> str:
         """The name by which Communicator(coor, backend=...) finds this class."""
         return self.name
@@ -317,6 +340,7 @@ class Communicator:
     _calls = 0  # collectives compared so far
     _checked_calls = agreement.FIRST_CALLS
     _pending: list[tuple[str, torch.Tensor, int]] | None = None
+    _recorder: launcher.Recorder | None = None
 
     def _post(self, kind: str, tensor: torch.Tensor, peer: int) -> None:
         if self._pending is not None:

@@ -10,7 +10,7 @@ from coordinator import Coordinator
 
 STEPS, BATCH, FEATURES = 200, 64, 8
 
-with Coordinator() as coor, Communicator(coor) as comm:
+with Coordinator() as coor, Communicator(coor, device_type="cpu") as comm:
     model = torch.nn.Linear(FEATURES, 1)
     with torch.no_grad():
         for parameter in model.parameters():

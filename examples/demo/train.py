@@ -94,7 +94,7 @@ def save(model: LlamaForCausalLM, folder: Path) -> None:
 
 
 logging.disable_progress_bar()  # ours is drawn in report()
-with Coordinator() as coor, Communicator(coor) as comm:
+with Coordinator() as coor, Communicator(coor, device_type="cpu") as comm:
     if coor.is_master():
         print(f"training on {coor.world_size} ranks, gradients over {comm.backend}")
     trained = train(coor, comm)
