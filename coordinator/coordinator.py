@@ -71,7 +71,7 @@ class Coordinator:
         self._leaders: Coordinator | None = None
         self._keys = Keys(key, self._session, self.info.rank)
         self._group: Group | None = None
-        me = Peer.me(self.info, self.address)
+        me = Peer.me(self.info, self.address if self._session is not None else "")
         self.peers: tuple[Peer, ...] = (me,)
         if self.world_size > 1:
             self.peers = self._meet(key, me, parent)

@@ -7,6 +7,7 @@ start and when something fails; what ranks send each other otherwise goes betwee
 from __future__ import annotations
 
 import fcntl
+import logging
 import selectors
 import socket
 import struct
@@ -26,6 +27,9 @@ RECEIVE_NBYTES = 1 << 18
 ANSWER_S = 0.5  # for an acknowledgement
 PING = (0, None)  # an answer nobody waits for: what counts is whether the other kernel takes it
 LATER = object()  # the answer comes when somebody else has spoken
+
+
+log = logging.getLogger("coordinator")
 
 
 @dataclass
@@ -167,6 +171,9 @@ class Hub:
             if events & selectors.EVENT_READ and not self._hear(member):
                 self._lose(member)
         except OSError:
+            self._lose(member)
+        except (ValueError, TypeError, KeyError) as error:  # what it asks makes no sense
+            log.error("rank %d asked for what rank 0 cannot do: %r", member.rank, error)
             self._lose(member)
 
     def _hear(self, member: _Member) -> bool:

@@ -279,3 +279,18 @@ def test_a_world_of_one_has_every_operation():
         with coor.master_first():
             coor.store("s").set("a", "b")
         assert "alone" in coor.diagnose()
+
+
+def test_a_senseless_request_harms_only_who_makes_it(ranks):
+    def body(info):
+        with Coordinator(info) as coor:
+            store = coor.store("x")
+            if coor.rank == 1:
+                store.set("word", b"no number")
+                with pytest.raises(CoordinatorError):
+                    store.add("word", 1)
+            coor.barrier()
+            coor.put(f"key{coor.rank}", b"still served")
+            return coor.wait("key0") == coor.wait("key1")
+
+    assert ranks(body, 2) == [True, True]
