@@ -121,7 +121,8 @@ class Communicator:
         """Free what _open took. Not collective."""
 
     def _barrier(self) -> None:
-        self._allreduce(torch.ones(1, device=self._device()), torch.ones(1), "max")
+        word = torch.ones(1, device=self._device())
+        self._allreduce(word, word, "max")
 
     def _broadcast(self, tensor: torch.Tensor, src: int) -> None:
         for rank in range(self.world_size):

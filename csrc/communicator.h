@@ -6,12 +6,12 @@
  * torch or CUDA.
  *
  * Rules, for every function unless its comment says otherwise
- *   - Nothing throws, exits or aborts the process. Errors are result codes; the text is
- * last_error().
+ *   - Nothing throws, exits or aborts the process. Errors are result codes, and their
+ *     text is last_error().
  *   - Buffers stay the caller's. Device backends enqueue on `stream` and return; host backends
  *     (device_type COMM_CPU) have finished when they return, and `stream` is NULL.
- *   - One thread at a time per communicator: the caller sees to that. The caller holds no lock of
- * the Python interpreter, so any function may block, but never past args.timeout_ms.
+ *   - One thread at a time per communicator: the caller sees to that. The caller does not hold
+ *     Python's interpreter lock, so any function may block, but never past args.timeout_ms.
  *   - Collectives are called by every rank, in the same order, with the same count, dtype and op.
  *   - Strings returned stay valid until the next call on the same communicator by the same thread.
  *   - The host never unloads the library.
@@ -49,8 +49,7 @@ enum {
     COMM_UNSUPPORTED = 1000
 };
 
-/* Element types. 0 to 11 have the numbers of ncclDataType_t. A bool travels as COMM_BOOL or not at
- * all. */
+/* Element types. 0 to 11 have the numbers of ncclDataType_t. A bool is a COMM_BOOL. */
 typedef int32_t comm_dtype;
 enum {
     COMM_INT8 = 0,
@@ -104,12 +103,12 @@ typedef struct comm_init_args {
     int32_t device;     /* ordinal, -1 for the CPU */
     int32_t timeout_ms; /* bound on init and on every later blocking call */
     const char* name;   /* unique among the live communicators of the launch; for names of files */
-    const void*
-        unique_id; /* unique_id_bytes, the same on every rank; NULL if the plugin wants none */
+    /* unique_id_bytes of them, the same on every rank; NULL if the plugin wants none */
+    const void* unique_id;
     size_t unique_id_bytes;
     const comm_bootstrap* bootstrap;
-    const char* const*
-        options; /* "key=value" strings, NULL at the end; refuse keys you do not know */
+    /* "key=value" strings, NULL at the end; refuse keys you do not know */
+    const char* const* options;
 } comm_init_args;
 
 typedef struct comm_plugin {
@@ -123,8 +122,7 @@ typedef struct comm_plugin {
     uint64_t caps;
 
     /* Required. */
-    /* May this process use the library? Cheap; creates no device context. The highest score wins.
-     */
+    /* May this process use the library? Cheap; no device context. The highest score wins. */
     comm_result (*probe)(int32_t* score);
     /* Collective. On failure *comm stays NULL and last_error(NULL) has the text. */
     comm_result (*init)(comm_t* comm, const comm_init_args* args);
@@ -143,12 +141,12 @@ typedef struct comm_plugin {
     /* recv is written on dst only, and may be NULL elsewhere. */
     comm_result (*reduce)(comm_t comm, const void* send, void* recv, uint64_t count,
                           comm_dtype dtype, comm_op op, int32_t dst, comm_stream stream);
-    /* count elements from each rank; recv holds nranks * count. In place: send == recv + rank *
-     * count. */
+    /* count elements from each rank; recv holds nranks * count.
+     * In place: send == recv + rank * count. */
     comm_result (*allgather)(comm_t comm, const void* send, void* recv, uint64_t count,
                              comm_dtype dtype, comm_stream stream);
-    /* count elements for each rank; send holds nranks * count. In place: recv == send + rank *
-     * count. */
+    /* count elements for each rank; send holds nranks * count.
+     * In place: recv == send + rank * count. */
     comm_result (*reduce_scatter)(comm_t comm, const void* send, void* recv, uint64_t count,
                                   comm_dtype dtype, comm_op op, comm_stream stream);
     /* count elements from each rank to each rank; both hold nranks * count; never in place. */
@@ -193,8 +191,7 @@ typedef struct comm_plugin {
 #define COMM_EXPORT __attribute__((visibility("default")))
 #endif
 
-/* The only exported symbol. Returns a table that lives as long as the library, or NULL to refuse.
- */
+/* The only exported symbol. Its table lives as long as the library; NULL refuses. */
 COMM_EXPORT const comm_plugin* comm_plugin_entry_v1(void);
 
 #ifdef __cplusplus

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
 
 import inference
 from coordinator import Coordinator
@@ -26,6 +27,7 @@ def random_llama(folder: str) -> str:
 
 
 torch.set_num_threads(1)
+logging.disable_progress_bar()
 coor = Coordinator()
 scratch = tempfile.TemporaryDirectory()
 if coor.is_master():

@@ -5,20 +5,34 @@ print(model.device_map)
 model.generate(tokens)
 """
 
-from .artifact_cache import BuildError
-from .boxes import Split
-from .errors import CheckpointError, InferenceError, PeerLost, PlanError, Served, StageError
-from .hoist import HoistError, UnmappedDevice, assert_on, check_devices, hoist, hoist_package
-from .hoist import Report as HoistReport
-from .load import load
-from .memory import get_max_memory
-from .mesh import Mesh
-from .nd_load import Loaded, load_into
-from .over_mesh import load_over_mesh
-from .plan import DeviceMap, Layout, Part, Place, plan
-from .portable import refuse_baked_groups, trace_portable
-from .precompile import fingerprint, get_or_build, precompile, same_everywhere
-from .tensor_parallel import connect, parallelize, read_plan, shard_of, splits_of
+from inference.artifact_cache import BuildError
+from inference.boxes import Split
+from inference.errors import (
+    CheckpointError,
+    InferenceError,
+    PeerLost,
+    PlanError,
+    Served,
+    StageError,
+)
+from inference.hoist import (
+    HoistError,
+    UnmappedDevice,
+    assert_on,
+    check_devices,
+    hoist,
+    hoist_package,
+)
+from inference.hoist import Report as HoistReport
+from inference.load import load
+from inference.memory import get_max_memory
+from inference.mesh import Mesh
+from inference.nd_load import Loaded, load_into
+from inference.over_mesh import load_over_mesh
+from inference.plan import DeviceMap, Layout, Part, Place, plan
+from inference.portable import refuse_baked_groups, trace_portable
+from inference.precompile import fingerprint, get_or_build, precompile, same_everywhere
+from inference.tensor_parallel import connect, parallelize, read_plan, shard_of, splits_of
 
 __all__ = [
     "BuildError",

@@ -2,6 +2,6 @@
 
 import sys
 
-from .cli import main
+from inference.cli import main
 
 sys.exit(main(sys.argv[1:]))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from .errors import InferenceError
+from inference.errors import InferenceError
 
 
 class BuildError(InferenceError):

@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .errors import PlanError
-from .mesh import Mesh
+from inference.errors import PlanError
+from inference.mesh import Mesh
 
 Ranges = list[tuple[int, int]]
 """Half-open intervals of one dimension, in the order in which they lie in the shard."""

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
-from .frames import Message
-from .lazy import Lazy, Withheld, fetched
-from .program import Program, Step
-from .values import Leaves, Template, leaves_of
+from inference.frames import Message
+from inference.lazy import Lazy, Withheld, fetched
+from inference.program import Program, Step
+from inference.values import Leaves, Template, leaves_of
 
 if TYPE_CHECKING:
-    from .remote import RemoteModule
-    from .session import Session
+    from inference.remote import RemoteModule
+    from inference.session import Session
 
 Maker = tuple[str, int]
 """A module, and which of its new tensors."""

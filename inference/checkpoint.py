@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import transformers
 
-from .errors import CheckpointError
-from .safetensors_index import read_index
+from inference.errors import CheckpointError
+from inference.safetensors_index import read_index
 
 _building = threading.Lock()
 """transformers sets torch's default dtype and replaces functions of torch while it builds a model,

@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import launcher
-
-from .checkpoint import read_config
-from .errors import InferenceError
-from .layout import cache_nbytes, layout, model_class, skeleton, with_cache
-from .load import checkpoint_dtype, nbytes
-from .plan import DeviceMap, Layout, plan, readable
-from .script import generate_text, run_script
+from inference.checkpoint import read_config
+from inference.errors import InferenceError
+from inference.layout import cache_nbytes, layout, model_class, skeleton, with_cache
+from inference.load import checkpoint_dtype, nbytes
+from inference.plan import DeviceMap, Layout, plan, readable
+from inference.script import generate_text, run_script
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -20,7 +20,7 @@ from torch.export import ExportedProgram
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .errors import InferenceError
+from inference.errors import InferenceError
 
 Devices = Mapping[str, str] | Mapping[torch.device, torch.device]
 

@@ -10,8 +10,8 @@ import torch
 import transformers
 from torch import nn
 
-from .errors import CheckpointError
-from .plan import Layout, Part
+from inference.errors import CheckpointError
+from inference.plan import Layout, Part
 
 
 def model_class(config: Any) -> type[Any]:
@@ -23,7 +23,7 @@ def model_class(config: Any) -> type[Any]:
             return found  # type: ignore[no-any-return]
     raise CheckpointError(
         f"config.json names the architectures {names}, none of which transformers "
-        f"{transformers.__version__} has, so no model can be built; pass model_class=."
+        f"{transformers.__version__} has, so no model can be built; pass the class as cls=."
     )
 
 

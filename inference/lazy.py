@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_map
 
-from .errors import InferenceError
+from inference.errors import InferenceError
 
 
 class Source(Protocol):

@@ -18,17 +18,16 @@ import transformers
 
 from communicator import Communicator
 from coordinator import Coordinator
-
-from .checkpoint import load_shard, read_config
-from .errors import CheckpointError, InferenceError, PlanError, Served
-from .layout import cache_nbytes, layout, model_class, skeleton, with_cache
-from .memory import get_max_memory
-from .model import distribute
-from .over_mesh import load_over_mesh, refuse_stages
-from .plan import DeviceMap, Layout, Place, plan
-from .ring import FOREVER_S, Ring
-from .session import Session
-from .stage import Stage
+from inference.checkpoint import load_shard, read_config
+from inference.errors import CheckpointError, InferenceError, PlanError, Served
+from inference.layout import cache_nbytes, layout, model_class, skeleton, with_cache
+from inference.memory import get_max_memory
+from inference.model import distribute
+from inference.over_mesh import load_over_mesh, refuse_stages
+from inference.plan import DeviceMap, Layout, Place, plan
+from inference.ring import FOREVER_S, Ring
+from inference.session import Session
+from inference.stage import Stage
 
 Memory = Mapping[Any, Any] | Sequence[Any]
 

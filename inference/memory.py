@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .plan import Place
+from inference.plan import Place
 
 CPU_SHARE = 0.9
 """The part of the free memory that weights and cache may take; the rest is for activations."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import PlanError
+from inference.errors import PlanError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 """The axes that mean something to `inference.load`, outermost first where the order is free."""

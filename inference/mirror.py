@@ -23,8 +23,8 @@ from transformers.cache_utils import (
     StaticCache,
 )
 
-from .errors import InferenceError
-from .shadow import hide, shadow
+from inference.errors import InferenceError
+from inference.shadow import hide, shadow
 
 
 class Journal(Protocol):

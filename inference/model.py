@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from .errors import InferenceError
-from .lazy import Lazy, fetch_all
-from .plan import DeviceMap
-from .remote import RemoteModule
-from .session import Session
+from inference.errors import InferenceError
+from inference.lazy import Lazy, fetch_all
+from inference.plan import DeviceMap
+from inference.remote import RemoteModule
+from inference.session import Session
 
 
 class Distributed:

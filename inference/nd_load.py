@@ -18,12 +18,11 @@ from torch import nn
 
 from communicator import Communicator
 from coordinator import Coordinator, nodes
-
-from .boxes import Box, Split, blocks
-from .errors import CheckpointError, InferenceError, PlanError
-from .mesh import ALIASES, Mesh, axis_names, read_mesh
-from .nd_plan import LoadPlan, Piece, Transfer, Wanted, plan_loading, reader_ranks, whole
-from .safetensors_index import (
+from inference.boxes import Box, Split, blocks
+from inference.errors import CheckpointError, InferenceError, PlanError
+from inference.mesh import ALIASES, Mesh, axis_names, read_mesh
+from inference.nd_plan import LoadPlan, Piece, Transfer, Wanted, plan_loading, reader_ranks, whole
+from inference.safetensors_index import (
     Index,
     Reader,
     Stored,

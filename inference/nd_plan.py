@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .boxes import Box, Own, Split, local_shape, own_boxes
-from .errors import CheckpointError, PlanError
-from .mesh import Mesh
-from .safetensors_index import Index, Stored
+from inference.boxes import Box, Own, Split, local_shape, own_boxes
+from inference.errors import CheckpointError, PlanError
+from inference.mesh import Mesh
+from inference.safetensors_index import Index, Stored
 
 
 @dataclass(frozen=True)

@@ -21,15 +21,14 @@ from torch import nn
 
 from communicator import Communicator
 from coordinator import Coordinator
-
-from .boxes import Split, local_shape
-from .checkpoint import _building
-from .errors import InferenceError, PlanError
-from .layout import layer_names, model_class
-from .mesh import Mesh, read_mesh
-from .nd_load import Loaded, load_into, named_tensors, replace, together
-from .renaming import kept_wide, sources_of
-from .tensor_parallel import connect, read_plan, splits_of
+from inference.boxes import Split, local_shape
+from inference.checkpoint import _building
+from inference.errors import InferenceError, PlanError
+from inference.layout import layer_names, model_class
+from inference.mesh import Mesh, read_mesh
+from inference.nd_load import Loaded, load_into, named_tensors, replace, together
+from inference.renaming import kept_wide, sources_of
+from inference.tensor_parallel import connect, read_plan, splits_of
 
 Splits = Mapping[str, tuple[Split, ...]]
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .errors import PlanError
+from inference.errors import PlanError
 
 BISECTIONS = 50
 """Enough to tell a kilobyte of a petabyte."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from .hoist import HoistError
+from inference.hoist import HoistError
 
 
 def trace_portable(build: Callable[[], fx.GraphModule], world_size: int) -> fx.GraphModule:

@@ -24,9 +24,8 @@ import torch
 from torch import nn
 
 from coordinator import Coordinator
-
-from .artifact_cache import BuildError, Cache
-from .nd_load import nodes_of
+from inference.artifact_cache import BuildError, Cache
+from inference.nd_load import nodes_of
 
 VERSION = 1
 """Of what artifacts look like; part of every key."""

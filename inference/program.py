@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from .values import Template, frozen, kinds_of_new
+from inference.values import Template, frozen, kinds_of_new
 
 
 @dataclass(frozen=True)

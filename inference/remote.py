@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .chain import Call, Chain
-from .lazy import Lazy
-from .mirror import advance, number_of
-from .session import Session
-from .values import Leaves, flatten, frozen, kinds_of_new, rebuild
+from inference.chain import Call, Chain
+from inference.lazy import Lazy
+from inference.mirror import advance, number_of
+from inference.session import Session
+from inference.values import Leaves, flatten, frozen, kinds_of_new, rebuild
 
 
 class RemoteModule:

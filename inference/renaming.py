@@ -20,11 +20,11 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from .boxes import Box
-from .errors import CheckpointError
-from .nd_load import Sources, aliases, named_tensors
-from .nd_plan import Piece, whole
-from .safetensors_index import Index
+from inference.boxes import Box
+from inference.errors import CheckpointError
+from inference.nd_load import Sources, aliases, named_tensors
+from inference.nd_plan import Piece, whole
+from inference.safetensors_index import Index
 
 Part = tuple[tuple[int, ...], tuple[Piece, ...]]
 """A tensor that is only described: its shape, and what fills it."""

@@ -14,9 +14,8 @@ from typing import Any
 from torch.distributed import DistNetworkError, DistStoreError
 
 from communicator import CommunicatorError
-
-from .errors import PeerLost
-from .frames import Kind, Link, Message
+from inference.errors import PeerLost
+from inference.frames import Kind, Link, Message
 
 FOREVER_S = 20.0 * 24 * 3600
 """How long a rank waits for the next message: the master's user may think, a death is noticed."""

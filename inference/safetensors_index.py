@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from .boxes import Box
-from .errors import CheckpointError
+from inference.boxes import Box
+from inference.errors import CheckpointError
 
 DTYPES = {
     "F64": torch.float64,

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, TextStreamer
 
-from .errors import CheckpointError
-from .load import load
-from .plan import readable
+from inference.errors import CheckpointError
+from inference.load import load
+from inference.plan import readable
 
 PLANS = ("auto", "balanced", "sequential")
 

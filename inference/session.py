@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from .chain import Chain, Form, Habits
-from .errors import InferenceError, StageError
-from .frames import Kind, Message
-from .mirror import number_of
-from .program import Program
-from .ring import Ring
-from .values import Leaves, Template, flatten
+from inference.chain import Chain, Form, Habits
+from inference.errors import InferenceError, StageError
+from inference.frames import Kind, Message
+from inference.mirror import number_of
+from inference.program import Program
+from inference.ring import Ring
+from inference.values import Leaves, Template, flatten
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .errors import InferenceError
+from inference.errors import InferenceError
 
 BOOKKEEPING = {
     "__get__",

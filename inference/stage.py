@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import InferenceError
-from .frames import Kind, Message
-from .program import Program, Step
-from .ring import Ring
-from .values import Arrived, changes, describe, unflatten
-from .vault import Vault
+from inference.errors import InferenceError
+from inference.frames import Kind, Message
+from inference.program import Program, Step
+from inference.ring import Ring
+from inference.values import Arrived, changes, describe, unflatten
+from inference.vault import Vault
 
 Held = dict[int, torch.Tensor]
 

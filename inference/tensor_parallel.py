@@ -20,11 +20,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from communicator import Communicator
-
-from .boxes import Box, Split, local_shape, own_boxes
-from .errors import PlanError
-from .mesh import Mesh
-from .nd_load import replace
+from inference.boxes import Box, Split, local_shape, own_boxes
+from inference.errors import PlanError
+from inference.mesh import Mesh
+from inference.nd_load import replace
 
 Styles = Mapping[str, str]
 

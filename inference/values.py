@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache, KVSharingDict
 
-from .errors import InferenceError
+from inference.errors import InferenceError
 
 Template = tuple[Any, ...]
 

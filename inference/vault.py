@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 
-from .errors import InferenceError
-from .values import CacheLookup
+from inference.errors import InferenceError
+from inference.values import CacheLookup
 
 OPERATIONS = (
     "reorder_cache",

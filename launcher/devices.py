@@ -18,9 +18,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class Device:
-    """uuid: of the GPU, or of its MIG instance. parent: the GPU's own, if this is an instance of
-    it.
-    """
+    """uuid: of the GPU, or of its MIG instance; parent: then of the GPU itself."""
 
     uuid: str
     parent: str = ""

@@ -22,8 +22,9 @@ def _prctl(option: int, value: object) -> None:
 
 
 def die_with(parent: int, number: int = signal.SIGKILL) -> None:
-    """Be sent this signal when the thread that forked us ends; call it first in a child forked from
-    a main thread, or from one that waits for us.
+    """Be sent this signal when the thread that forked us ends.
+
+    Call it first in a child forked from a main thread, or from one that waits for us.
     """
     _prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(number))
     if os.getppid() != parent:

@@ -1,5 +1,6 @@
-"""Noticing an engine that was started inside one of our ranks: its processes inherit our variables
-beside its own, and are its ranks, not ours.
+"""Noticing an engine inside one of our ranks.
+
+Its processes inherit our variables beside its own, and are its ranks, not ours.
 """
 
 from __future__ import annotations

@@ -31,9 +31,7 @@ _registered: dict[str, Any] = {}
 
 
 def register(launcher: Any) -> None:
-    """Make a launcher of your own known to `current`, `launch` and the command line; asked before
-    ours.
-    """
+    """Make a launcher known to `current`, `launch` and the command line; asked before ours."""
     for needed in ("NAME", "detect"):
         if not hasattr(launcher, needed):
             raise TypeError(

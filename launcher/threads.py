@@ -125,6 +125,8 @@ class _Ranks:
             )
         failures = tuple(failure for failure, _ in self.errors)
         first, cause = self.errors[0]
-        error = LaunchError(f"{first.summary()}.{still}", failures, first.exit_code)
+        error = LaunchError(
+            f"{first.summary()}.{still}\n\n{first.traceback}", failures, first.exit_code
+        )
         error.__cause__ = cause
         return error

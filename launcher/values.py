@@ -10,8 +10,9 @@ BYTES = "__bytes__"
 
 
 def dumps(value: Any) -> str:
-    """value as one line of JSON. Tuples arrive as lists. Raises TypeError, naming the type, for
-    what JSON has not.
+    """value as one line of JSON; tuples arrive as lists.
+
+    Raises TypeError, naming the type, for what JSON has not.
     """
     return json.dumps(_plain(value, "the value"))
 

@@ -9,6 +9,9 @@ import time
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from text import CHARACTERS, START, corpus
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
@@ -17,7 +20,7 @@ from communicator import Communicator
 from coordinator import Coordinator
 
 STEPS, BATCH, LENGTH, LEARNING_RATE = 300, 16, 128, 3e-3
-REPORTS, BAR = 15, 30
+REPORTS, BAR = 15, 30  # lines of progress, characters of the bar
 
 
 def new_model() -> LlamaForCausalLM:
@@ -54,9 +57,11 @@ def average_gradients(model: LlamaForCausalLM, comm: Communicator) -> None:
 
 
 def report(step: int, loss: float, start: float) -> None:
-    done = BAR * step // STEPS
-    bar = "█" * done + "░" * (BAR - done)
-    print(f"{bar} step {step:3}/{STEPS}  loss {loss:.3f}  {time.monotonic() - start:.0f} s")
+    """One line: the ranks' output goes line by line, so the bar grows downwards."""
+    line = Table.grid(padding=(0, 1))
+    text = f"step {step:3}/{STEPS}  loss {loss:.3f}  {time.monotonic() - start:.0f} s"
+    line.add_row(ProgressBar(total=STEPS, completed=step, width=BAR), text)
+    Console(width=100).print(line)
 
 
 def train(coor: Coordinator, comm: Communicator) -> LlamaForCausalLM:

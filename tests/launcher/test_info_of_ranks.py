@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import launcher
-from launcher import binding, devices, secret, values, wire
+from launcher import binding, devices, nesting, secret, values, wire
 from launcher.info import LaunchInfo
 
 ranks = st.integers(1, 50).flatmap(
@@ -121,17 +121,15 @@ def test_naming_a_launcher_that_did_not_start_us_is_an_error(monkeypatch):
 
 
 def test_naming_a_launcher_overrides_the_innermost(monkeypatch):
-    ours = LaunchInfo("ours", 2, 2, 1, 1, master_port=1)
-    for name, value in ours.to_env().items():
-        monkeypatch.setenv(name, value)
-    assert launcher.current() == ours
     variables = {"SLURM_PROCID": "0"}
     torchrun = {
         "RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400",
         "TORCHELASTIC_RUN_ID": "theirs", "TORCHELASTIC_RESTART_COUNT": "0",
     }  # fmt: skip
-    for name, value in (variables | torchrun).items():
+    around = variables | torchrun
+    ours = LaunchInfo("ours", 2, 2, 1, 1, master_port=1, extras=nesting.extras(around))
+    for name, value in (around | ours.to_env()).items():
         monkeypatch.setenv(name, value)
     assert launcher.current("torchrun").rank == 2
     assert launcher.current().rank == 1
