@@ -32,4 +32,5 @@ def caller() -> str:
 
 
 def _is_ours(filename: str) -> bool:
-    return filename.startswith(_HERE) or filename.endswith("contextlib.py")
+    """Frames between the user's call and ours are not the user's either."""
+    return filename.startswith(_HERE) or filename.endswith(("contextlib.py", "launcher/tracing.py"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 DEFAULT_TIMEOUT_S = 300.0
+CLOCK_READINGS = 9
+TRACED = ("broadcast", "allgather", "gather", "scatter", "barrier", "agree", "vote")
 LINGER_S = 2.0  # of rank 0 in a broken group, for the others to hear why it broke
 
 
@@ -67,6 +70,7 @@ class Coordinator:
         self._counts: dict[object, int] = {}  # of splits and stores, by what they are called
         self._broken: CoordinatorError | None = None
         self._closed = False
+        self._recorder: launcher.Recorder | None = None
         self._node: Coordinator | None = None
         self._leaders: Coordinator | None = None
         self._keys = Keys(key, self._session, self.info.rank)
@@ -81,6 +85,22 @@ class Coordinator:
         self.local_rank = self._mine.index(self.rank)
         self.local_world_size = len(self._mine)
         stacks.listen()
+        self._recorder = launcher.recorder(self.info)
+        if self._recorder is not None:
+            self._recorder.align(self._behind_master_ns())
+            self._recorder.follow(self, TRACED, "wait")
+
+    def _behind_master_ns(self) -> int:
+        """What to add to this host's clock to have rank 0's: both read as a barrier ends, often."""
+        if len(self.nodes) == 1:
+            return 0
+        behind = []
+        for _ in range(CLOCK_READINGS):
+            self.barrier()
+            mine = time.monotonic_ns()
+            clocks = self.allgather(mine.to_bytes(8, "little"))
+            behind.append(int.from_bytes(clocks[0], "little") - mine)
+        return sorted(behind)[CLOCK_READINGS // 2]
 
     def _meet(self, key: str, me: Peer, parent: Watch | None) -> tuple[Peer, ...]:
         assert self._session is not None
@@ -351,6 +371,8 @@ class Coordinator:
                 group._broken = group._broken or self._broken
                 group.close(timeout_s=timeout_s)
         self._closed = True
+        if self._recorder is not None:
+            self._recorder.close()
         limit = self._limit(timeout_s) if self._broken is None else LINGER_S
         late = self._release(CLOSED, limit)
         if late and self._broken is None:
@@ -379,7 +401,7 @@ class Coordinator:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None:
+        if error is not None and not _is_orderly(error):
             self._abandon(error)
         self.close()
 
@@ -472,3 +494,8 @@ class Coordinator:
 
     def __repr__(self) -> str:
         return f"Coordinator(rank={self.rank}, world_size={self.world_size}, ranks={self.ranks})"
+
+
+def _is_orderly(error: BaseException) -> bool:
+    """A script that ends itself with success leaves as any other does."""
+    return isinstance(error, SystemExit) and error.code in (None, 0)

@@ -293,3 +293,16 @@ def test_a_missing_rank_is_named_at_the_start(ranks_or_errors):
     found = ranks_or_errors(body, 3)
     for error in (found[0], found[2]):
         assert isinstance(error, CoordinatorTimeout) and "[1]" in str(error), error
+
+
+def test_a_rank_that_ends_itself_with_success_strands_nobody(ranks_or_errors):
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            coor.barrier()
+            if coor.rank:
+                raise SystemExit(0)
+            return "done"
+
+    found = ranks_or_errors(body, 3)
+    assert found[0] == "done"
+    assert all(isinstance(error, SystemExit) for error in found[1:])

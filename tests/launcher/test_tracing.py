@@ -105,3 +105,22 @@ def test_a_trace_that_cannot_be_written_starts_nothing(command, tmp_path):
     nowhere = str(tmp_path / "no" / "out.json")
     ended = command.run("run", "-n", "1", "--trace", nowhere, command.script("print('ran')"))
     assert ended.code == 2 and "out.json" in ended.err and "ran" not in ended.out
+
+
+def test_the_calls_of_coordinator_and_communicator_are_traced(tmp_path, command):
+    out = tmp_path / "out.json"
+    script = command.script(
+        "import torch\n"
+        "from communicator import Communicator\n"
+        "from coordinator import Coordinator\n"
+        "with Coordinator() as coor, Communicator(coor) as comm:\n"
+        "    coor.barrier()\n"
+        "    comm.allreduce(torch.ones(5))\n"
+    )
+    ended = command.run("run", "-n", "2", "--preload", "torch", "--trace", str(out), script)
+    assert ended.code == 0, ended.err
+    spans = [e for e in json.loads(out.read_text())["traceEvents"] if e["ph"] == "X"]
+    for rank in range(2):
+        seen = {event["name"]: event for event in spans if event["pid"] == rank}
+        assert seen["barrier"]["cat"] == "wait"
+        assert seen["allreduce"]["args"] == {"number": 1, "bytes": 20}
