@@ -134,11 +134,16 @@ def _report(fd: int, pipe: os.stat_result, record: dict[str, Any]) -> None:
 
 
 def exit_code(error: BaseException) -> int:
+    """What the process ends with; prints what sys.exit was given instead of a number."""
+    if isinstance(error, SystemExit) and not isinstance(error.code, (int, type(None))):
+        print(_text_of(error), file=sys.stderr)
+    return _code_of(error)
+
+
+def _code_of(error: BaseException) -> int:
     if isinstance(error, SystemExit):
-        if error.code is None or isinstance(error.code, int):
-            return (error.code or 0) & 0xFF
-        print(error.code, file=sys.stderr)
-        return 1
+        is_number = error.code is None or isinstance(error.code, int)
+        return int(error.code or 0) & 0xFF if is_number else 1
     return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 
 
@@ -149,14 +154,14 @@ def describe(error: BaseException) -> dict[str, Any]:
         "type": type(error).__name__,
         "message": _text_of(error),
         "traceback": own_traceback(error),
-        "exit_code": exit_code(error),
+        "exit_code": _code_of(error),
     }
 
 
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as broken:
+    except BaseException as broken:  # or nobody would hear of the error itself
         return f"<its message cannot be shown: {type(broken).__name__}>"
 
 

@@ -6,15 +6,14 @@ results = launcher.launch(work, nprocs=4, launcher="threads")
 from __future__ import annotations
 
 import os
-import socket
+import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from launcher import context, ports, secret, target, thread_streams
-from launcher.errors import Failure, LaunchError, LaunchTimeout
+from launcher import context, ports, seat, secret, target, thread_streams
+from launcher.errors import Failure, LaunchError, LaunchInterrupted, LaunchTimeout
 from launcher.info import LaunchInfo
 from launcher.infos import of_node
 from launcher.job import Job
@@ -33,9 +32,17 @@ def run(job: Job, owns_process: bool = False) -> list[Any]:
     owns_process: this process exists only for this launch, so its standard streams are ours.
     Raises LaunchError with the first exception as its __cause__.
     """
-    if owns_process:
+    if not owns_process:
+        return _run(job)
+    try:
         with thread_streams.replaced(job):
-            return run(job)
+            return _run(job)
+    except KeyboardInterrupt as stopped:
+        number = signal.SIGINT
+        raise LaunchInterrupted(f"stopped by {number.name}", exit_code=128 + number) from stopped
+
+
+def _run(job: Job) -> list[Any]:
     with ports.listen(job.launch_id, job.master_addr, job.master_port) as listener:
         secret_fd = secret.create()
         extras = {"secret_fd": str(secret_fd)}
@@ -83,20 +90,15 @@ class _Ranks:
                 self._note(lambda: self.values.update({info.rank: value}))
 
     def _failed(self, info: LaunchInfo, error: BaseException) -> None:
-        if isinstance(error, SystemExit) and error.code in (None, 0):
+        if seat.exit_code(error) == 0:
             self._note(lambda: self.values.update({info.rank: None}))
             return
-        code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+        said = seat.describe(error)
         failure = Failure(
             rank=info.rank,
             local_rank=info.local_rank,
-            host=socket.gethostname(),
             pid=os.getpid(),
-            time_s=time.monotonic() - self.began_s,
-            exit_code=code,
-            type=type(error).__name__,
-            message=str(error),
-            traceback="".join(traceback.format_exception(error)),
+            **{**said, "time_s": said["time_s"] - self.began_s},
         )
         self._note(lambda: self.errors.append((failure, error)))
 
