@@ -16,8 +16,9 @@ from dataclasses import dataclass
 class Failure:
     """How one rank ended, if not well.
 
-    time_s: since the launch began. exit_code: 128 and the number for a signal. ended_by_launcher:
-    it failed only after the launcher had told it to end.
+    time_s: since the launch began. exit_code: 128 and the number for a signal. signal: the one that
+    killed it, 0 if none did. ended_by_launcher: it failed only after the launcher had told it to
+    end.
     """
 
     rank: int
@@ -26,6 +27,7 @@ class Failure:
     pid: int = 0
     time_s: float = 0.0
     exit_code: int = 1
+    signal: int = 0
     type: str = ""
     message: str = ""
     traceback: str = ""
@@ -44,8 +46,8 @@ class Failure:
             return f"raised {raised}"
         if not self.type and self.message:
             return self.message
-        if self.exit_code > 128:
-            return f"was killed by {signal_name(self.exit_code - 128)}"
+        if self.signal:
+            return f"was killed by {signal_name(self.signal)}"
         return f"left with exit code {self.exit_code}"
 
     def _raised(self) -> str:
@@ -56,7 +58,7 @@ class Failure:
         return f"{self.type}: {first_line}" if first_line else self.type
 
     def _when_deaf(self) -> str:
-        was_killed = self.exit_code == 128 + signal.SIGKILL
+        was_killed = self.signal == signal.SIGKILL
         return ", with SIGKILL, since it did not end when asked" if was_killed else ""
 
 

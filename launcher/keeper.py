@@ -189,7 +189,8 @@ class _Keeping:
             record = {"continued": True}
         else:
             del self.pids[pid]
-            record = {"exit_code": _exit_code(status)}
+            number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+            record = {"exit_code": _exit_code(status), "signal": number}
         self._tell({"rank": rank, "time_s": now, **record})
 
     def _tell(self, record: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ class Rank:
     info: LaunchInfo
     pid: int = 0
     exit_code: int | None = None
+    signal: int = 0
     ended_s: float = 0.0
     record: dict[str, Any] = field(default_factory=dict)
     dump: list[str] = field(default_factory=list)
@@ -51,6 +52,7 @@ class Rank:
             "message": "left with exit code 0 before its function returned" * self.left_early,
             "traceback": without_launcher(self.dump),
             "exit_code": self.exit_code or 1,
+            "signal": self.signal,
         }
         return Failure(
             rank=self.info.rank,

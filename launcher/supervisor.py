@@ -153,7 +153,8 @@ class Supervisor:
         elif "stopped" in record:
             self._notice_stopped(rank, record["stopped"])
         elif "exit_code" in record:
-            rank.exit_code, rank.ended_s = record["exit_code"], record["time_s"]
+            rank.exit_code, rank.signal = record["exit_code"], record["signal"]
+            rank.ended_s = record["time_s"]
             if rank.failed:
                 self._end_ranks(FAILURE_GRACE_S)
 

@@ -61,7 +61,7 @@ def blame(failure: Failure) -> tuple[bool, float, int]:
     A process's death is seen later than it happened: its peers lose their connection to it, and may
     raise, before its parent hears of it. An abort is more often such a consequence than a cause.
     """
-    died_silently = not failure.type and failure.exit_code != 128 + signal.SIGABRT
+    died_silently = not failure.type and failure.signal != signal.SIGABRT
     lag_s = REAPING_LAG_S if died_silently else 0.0
     time_s = 0.0 if failure.ended_by_launcher else failure.time_s - lag_s
     return failure.ended_by_launcher, time_s, failure.rank
@@ -119,7 +119,7 @@ def _notes(first: Failure, ranks: list[Rank], end: End) -> Iterator[str]:
     early = [str(rank.info.rank) for rank in ranks if rank.left_early]
     if early and first.exit_code:
         yield f"Rank {', '.join(early)} had left early, with exit code 0."
-    if first.exit_code == 128 + signal.SIGKILL and end.memory_ran_out:
+    if first.signal == signal.SIGKILL and end.memory_ran_out:
         yield "The kernel killed processes meanwhile because memory ran out: see `dmesg`."
 
 

@@ -56,6 +56,8 @@ FAULTS = {
     "exits-3": lambda: sys.exit(3),
     "exits-with-a-message": lambda: sys.exit("nothing to train on"),
     "os-exit-9": lambda: os._exit(9),
+    "os-exit-200": lambda: os._exit(200),
+    "exits-minus-1": lambda: sys.exit(-1),
     "sigkill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "sigsegv": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "sigabrt": os.abort,

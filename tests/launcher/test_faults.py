@@ -19,6 +19,8 @@ TABLE = {
     "exits-3": (3, "left with exit code 3"),
     "exits-with-a-message": (1, "left with exit code 1"),
     "os-exit-9": (9, "left with exit code 9"),
+    "os-exit-200": (200, "left with exit code 200"),
+    "exits-minus-1": (255, "left with exit code 255"),
     "sigkill": (137, "was killed by SIGKILL"),
     "sigsegv": (139, "was killed by SIGSEGV"),
     "sigabrt": (134, "was killed by SIGABRT"),
@@ -135,10 +137,10 @@ def failure(rank, time_s, **how):
     ("failures", "first"),
     [
         ([failure(0, 1.0, type="ValueError"), failure(1, 2.0, type="ValueError")], 0),
-        ([failure(0, 1.0, type="ConnectionError"), failure(1, 1.05, exit_code=137)], 1),
-        ([failure(0, 1.0, type="ValueError"), failure(1, 1.05, exit_code=134)], 0),
-        ([failure(0, 1.0, type="ValueError"), failure(1, 1.5, exit_code=137)], 0),
-        ([failure(0, 1.0, exit_code=137, ended_by_launcher=True), failure(1, 2.0)], 1),
+        ([failure(0, 1.0, type="ConnectionError"), failure(1, 1.05, signal=9)], 1),
+        ([failure(0, 1.0, type="ValueError"), failure(1, 1.05, signal=6)], 0),
+        ([failure(0, 1.0, type="ValueError"), failure(1, 1.5, signal=9)], 0),
+        ([failure(0, 1.0, signal=9, ended_by_launcher=True), failure(1, 2.0)], 1),
     ],
 )
 def test_the_cause_is_the_earliest_but_a_silent_death_is_earlier_than_it_was_seen(failures, first):
