@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import socket
 from pathlib import Path
@@ -9,24 +10,40 @@ from pathlib import Path
 FIRST_PORT = 10_000
 END_PORT = 32_768  # where Linux begins to give ports to outgoing connections, unless told otherwise
 BACKLOG = 2048
+TAKEN = (errno.EADDRINUSE, errno.EACCES)  # another port may do; for anything else none would
+NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL)
 
 
 def listen(launch_id: str, address: str = "127.0.0.1", port: int = 0) -> socket.socket:
     """A socket that listens on address, at port, or at the first free one from launch_id's hash on.
 
     It listens from the start: a bound socket that does not can be stolen by another that sets
-    SO_REUSEADDR. Raises OSError if no port is free.
+    SO_REUSEADDR. Raises OSError if no port is free, or if address is none of this node.
     """
     for candidate in [port] if port else candidates(launch_id):
         try:
             return _bound(address, candidate)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
+            if not isinstance(error, OSError) or error.errno not in TAKEN:
+                raise _explained(error, address) from error
             refused = error
     which = f"port {port}" if port else f"no port from {FIRST_PORT} to {END_PORT}"
     raise OSError(
         refused.errno,
         f"{which} of {address} could be bound ({refused.strerror}), and the ranks would not find "
         "each other. Free one, or choose another with --master-port.",
+    )
+
+
+def _explained(error: OSError | UnicodeError, address: str) -> OSError | UnicodeError:
+    """The error to raise for an address on which no port can be listened at."""
+    is_name = isinstance(error, (socket.gaierror, UnicodeError))
+    if not (is_name or (isinstance(error, OSError) and error.errno in NOT_HERE)):
+        return error
+    return OSError(
+        errno.EADDRNOTAVAIL,
+        f"{address!r} is no address of this node ({error}), so rank 0 cannot listen there. "
+        "`ip address` shows those it has: name one with --master-addr.",
     )
 
 

@@ -62,6 +62,13 @@ def test_a_port_that_was_asked_for_is_that_one_or_an_error(command):
     assert command.run("run", "-n", "2", "--master-port", port, script).lines(1) == [port]
 
 
+@pytest.mark.parametrize("address", ["nowhere.invalid", "192.0.2.1", "1::2", "x" * 70])
+def test_an_address_that_is_not_of_this_node_is_refused_without_trying_every_port(address):
+    """Each of the ports was tried, with a look-up of the name for each: for hours."""
+    with pytest.raises(OSError, match=r"no address of this node.*--master-addr"):
+        launcher.listen("elsewhere", address)
+
+
 def test_64_launches_at_once_of_equal_and_of_different_ids_all_run(command):
     script = command.script(
         "import socket, launcher, time\n"
