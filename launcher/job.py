@@ -16,10 +16,22 @@ from launcher import values
 from launcher.info import MAX_PORT
 
 LOOPBACK = "127.0.0.1"
+YEAR_S = 366 * 24 * 3600.0  # more seconds than this are no time a clock is waited for with
+WHOLE_NUMBERS = ("nprocs", "nnodes", "node_rank", "master_port")
 
 
 def new_launch_id() -> str:
     return secrets.token_hex(8)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it has no lone surrogate, as what the shell gave in another encoding has."""
+    return text == text.encode(errors="ignore").decode()
+
+
+def _are_names(value: Any) -> bool:
+    is_sequence = isinstance(value, (tuple, list))
+    return is_sequence and all(isinstance(name, str) for name in value)
 
 
 @dataclass(frozen=True)
@@ -68,9 +80,34 @@ class Job:
     results_dir: str | None = None
 
     def __post_init__(self) -> None:
-        for problem, is_wrong in self._problems().items():
-            if is_wrong:
-                raise ValueError(f"{problem}, so nothing was started")
+        for look in (self._wrong_types, self._problems):
+            for problem, is_wrong in look().items():
+                if is_wrong:
+                    raise ValueError(f"{problem}, so nothing was started")
+
+    def _wrong_types(self) -> dict[str, bool]:
+        numbers = {
+            f"{name} must be a whole number, not {getattr(self, name)!r}": (
+                type(getattr(self, name)) is not int
+            )
+            for name in WHOLE_NUMBERS
+        }
+        texts = {
+            f"{name} must be a string, not {getattr(self, name)!r}": (
+                not isinstance(getattr(self, name), str)
+            )
+            for name in ("launch_id", "master_addr")
+        }
+        return {
+            **numbers,
+            **texts,
+            f"timeout_s must be a number of seconds or None, not {self.timeout_s!r}": (
+                type(self.timeout_s) not in (int, float, type(None))
+            ),
+            f"preload must be a sequence of the names of modules, not {self.preload!r}": (
+                not _are_names(self.preload)
+            ),
+        }
 
     def _problems(self) -> dict[str, bool]:
         return {
@@ -85,8 +122,14 @@ class Job:
             f"a timeout of {self.timeout_s} s is no time": (
                 self.timeout_s is not None and not self.timeout_s > 0
             ),
+            f"a timeout of {self.timeout_s} s is over a year (leave it out for none)": (
+                self.timeout_s is not None and self.timeout_s > YEAR_S
+            ),
             "a launch id must have a character, and no NUL": (
                 not self.launch_id or "\0" in self.launch_id
+            ),
+            f"the launch id {self.launch_id!r} is no text that UTF-8 can write": (
+                not _is_unicode(self.launch_id)
             ),
         }
 

@@ -55,11 +55,11 @@ def launch(
         node_rank=node_rank,
         master_addr=master_addr,
         master_port=master_port,
-        launch_id=launch_id or new_launch_id(),
+        launch_id=new_launch_id() if launch_id is None else launch_id,
         log_dir=log_dir,
         timeout_s=timeout_s,
         bind=bind,
-        preload=tuple(preload),
+        preload=(preload if isinstance(preload, str) else tuple(preload)),  # type: ignore[arg-type]
         share_devices=share_devices,
     )
     try:
