@@ -7,7 +7,7 @@ print(info.rank, "of", info.world_size)
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 
@@ -50,6 +50,10 @@ class LaunchInfo:
 
     def __hash__(self) -> int:
         return hash(self.to_bytes())
+
+    def __reduce__(self) -> tuple[Callable[[bytes], LaunchInfo], tuple[bytes]]:
+        """How copy.deepcopy copies it, which cannot copy a mapping proxy."""
+        return LaunchInfo.from_bytes, (self.to_bytes(),)
 
     def to_dict(self) -> dict[str, object]:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -100,6 +104,8 @@ def _parse(found: Mapping[str, str], names: Mapping[str, str]) -> LaunchInfo:
         for name in ("world_size", "local_world_size", "rank", "local_rank", "master_port"):
             values[name] = integer(found[name], names[name])
         values["extras"] = json.loads(found["extras"])
+        if not isinstance(values["extras"], dict):
+            raise ValueError(f"{names['extras']}={found['extras']!r} is no JSON object")
     except ValueError as error:
         raise LaunchInfoError(f"{error}; the LaunchInfo in the environment is unusable") from error
     return LaunchInfo(**values)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import os
 import secrets
 from collections.abc import MutableMapping
 
-from launcher.info import ENV_PREFIX
+from launcher.info import ENV_PREFIX, LaunchInfoError
 
 NBYTES = 32
 SECRET = ENV_PREFIX + "SECRET"
@@ -43,7 +43,7 @@ def take(environ: MutableMapping[str, str]) -> int | None:
     Once read, it is gone from the environment, that of children and what /proc shows included.
     """
     if SECRET in environ:
-        fd = store(bytes.fromhex(environ[SECRET]))
+        fd = store(_parse(environ[SECRET]))
         if environ is os.environ:
             from launcher import linux
 
@@ -51,6 +51,21 @@ def take(environ: MutableMapping[str, str]) -> int | None:
         del environ[SECRET]
         environ[TAKEN] = str(fd)
     return _still_there(environ.get(TAKEN, ""))
+
+
+def _parse(text: str) -> bytes:
+    """The secret; whatever was there instead is not shown, for it may be one."""
+    try:
+        data = bytes.fromhex(text)
+    except ValueError:
+        data = b""
+    if len(data) != NBYTES:
+        raise LaunchInfoError(
+            f"{SECRET} is no launch secret: that is {2 * NBYTES} hexadecimal digits, and this is "
+            f"{len(text)} characters, so no rank would believe this one. Unset it, or set the same "
+            "right one for every rank of the launch."
+        )
+    return data
 
 
 def _still_there(text: str) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -41,6 +42,25 @@ def test_launch_info_survives_the_environment_and_bytes(info):
     assert LaunchInfo.from_env(info.to_env()) == info
     assert LaunchInfo.from_bytes(info.to_bytes()) == info
     assert hash(LaunchInfo.from_bytes(info.to_bytes())) == hash(info)
+
+
+@given(infos())
+def test_launch_info_can_be_copied_with_what_holds_it(info):
+    assert copy.deepcopy([info]) == [info] and copy.copy(info) == info
+
+
+@pytest.mark.parametrize("extras", ["[1]", "[]", "5", "null", "{"])
+def test_extras_in_the_environment_that_are_no_object_are_an_error(extras):
+    environ = LaunchInfo("x").to_env() | {"DRUMLINE_EXTRAS": extras}
+    with pytest.raises(launcher.LaunchInfoError):
+        LaunchInfo.from_env(environ)
+
+
+@pytest.mark.parametrize("text", ["", "zz", "ab", "ab" * 31, "é" * 64])
+def test_a_secret_in_the_environment_that_is_none_is_an_error_that_does_not_show_it(text):
+    with pytest.raises(launcher.LaunchInfoError, match="DRUMLINE_SECRET") as raised:
+        secret.take({"DRUMLINE_SECRET": text})
+    assert not text or f"'{text}'" not in str(raised.value)
 
 
 @given(infos(), st.data())
