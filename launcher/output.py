@@ -183,9 +183,17 @@ def _prefix(rank: int, stream: str, coloured: bool) -> bytes:
 
 def _open_logs(folder: str, nprocs: int) -> dict[tuple[int, str], FileIO]:
     """rank-0.out, rank-0.err and so on, unbuffered. Raises OSError if folder cannot be written."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    return {
-        (rank, stream): FileIO(Path(folder, f"rank-{rank}.{stream}"), "w")
-        for rank in range(nprocs)
-        for stream in ("out", "err")
-    }
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        return {
+            (rank, stream): FileIO(Path(folder, f"rank-{rank}.{stream}"), "w")
+            for rank in range(nprocs)
+            for stream in ("out", "err")
+        }
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"the folder {folder!r} for logs cannot be written ({error.strerror}: "
+            f"{error.filename!r}), so what the ranks print would be lost and none was started. "
+            "Make it yours to write, or name another with --log-dir.",
+        ) from error

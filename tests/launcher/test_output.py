@@ -89,6 +89,7 @@ def test_a_log_dir_that_cannot_be_written_stops_before_any_rank(command, tmp_pat
     script = command.script("print('ran')")
     ended = command.run("run", "-n", "2", "--log-dir", str(tmp_path / "file" / "logs"), script)
     assert ended.code == 2 and "Not a directory" in ended.err and "ran" not in ended.out
+    assert "none was started" in ended.err and "--log-dir" in ended.err
 
 
 def test_a_full_disk_ends_the_launch_and_says_so(command):
