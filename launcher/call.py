@@ -18,6 +18,8 @@ from launcher.job import Job, Target
 def main(folder: str, kind: str, name: str, *arguments: str) -> int:
     """The exit code of the target. arguments: those of a script, or a function's as one JSON."""
     info = detection.current()
+    if info.rank != 0:
+        _close_input()
     args = values.loads(arguments[0]) if kind == "function" else arguments
     record = outcome(Job(Target(kind, name), args=tuple(args)), info)  # type: ignore[arg-type]
     failure = record.get("failure", {"exit_code": 0, "type": "SystemExit"})
@@ -25,6 +27,14 @@ def main(folder: str, kind: str, name: str, *arguments: str) -> int:
         print(failure["traceback"], file=sys.stderr, end="")
     _leave(Path(folder), info.rank, values.dumps(record))
     return int(failure["exit_code"])
+
+
+def _close_input() -> None:
+    """Standard input is rank 0's: any other finds its end at once, where engines leave it open."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    if null != 0:
+        os.close(null)
 
 
 def outcome(job: Job, info: LaunchInfo) -> dict[str, Any]:

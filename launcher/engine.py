@@ -1,6 +1,6 @@
 """Letting an engine (torchrun, mpiexec, srun) start the ranks: its command line, run and watched.
 
-The engine owns its processes: it is asked to end, and killed only with its own process group.
+The engine owns its processes: it is asked to end; launcher/leash.py kills what then is left of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from launcher.errors import Failure, LaunchError, LaunchInterrupted, LaunchTimeo
 from launcher.info import ENV_PREFIX
 from launcher.job import Job
 
-GRACE_S = 10.0  # an engine ends its ranks first, then itself
+GRACE_S = 10.0  # longer than the leash takes to end the engine, and all that descends from it
 STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -90,7 +90,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def _passing_signals(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Pass on to the engine what stops programs; at the second, kill it. Gives those seen."""
+    """Pass on to the leash what stops programs; it kills at the second. Gives those seen."""
     seen: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield seen
@@ -98,7 +98,7 @@ def _passing_signals(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
 
     def handle(number: int, _frame: object) -> None:
         seen.append(number)
-        process.send_signal(number if len(seen) == 1 else signal.SIGKILL)
+        process.send_signal(number)
 
     old = {number: signal.signal(number, handle) for number in STOPPING_SIGNALS}
     try:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -165,3 +166,37 @@ def test_several_nodes_get_as_many_ranks_each(engine):
     assert "ppr:3:node" in command or "-ppn 3" in command
     assert mpi.environment(job)["MASTER_ADDR"] == "10.0.0.1"
     assert shutil.which("mpiexec") in command
+
+
+def test_standard_input_is_rank_0_s_and_ends_at_once_for_the_others(engine, command):
+    script = command.script("import os, sys\nprint(len(sys.stdin.readline()), flush=True)")
+    ended = command.run("run", "--launcher", "mpi", "-n", "2", script, stdin="four\n")
+    assert sorted(line.split()[-1] for line in ended.out.splitlines()) == ["0", "5"]
+
+
+DEAF = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+subprocess.Popen(["sleep", "77"], start_new_session=True)
+sys.stdout.write("ready\\n")
+sys.stdout.flush()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_of_deaf_ranks_and_their_children(engine, command, number):
+    with command.start("run", "--launcher", "mpi", "-n", "2", command.script(DEAF)) as launcher:
+        for _ in range(2):
+            assert "ready" in launcher.stdout.readline()
+        launcher.send_signal(number)
+        assert not command.left(patience_s=15)
+
+
+def test_children_that_outlive_a_rank_are_ended_with_the_launch(engine, command):
+    quiet = "start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL"
+    script = DEAF.replace("time.sleep(60)", "").replace("start_new_session=True", quiet)
+    ended = command.run("run", "--launcher", "mpi", "-n", "2", command.script(script))
+    assert ended.code == 0
+    assert not command.left()
