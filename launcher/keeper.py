@@ -96,20 +96,35 @@ def _preload(plan: Plan) -> None:
 
 
 def _fork_ranks(plan: Plan) -> dict[int, int]:
-    """Fork every rank; returns pid -> rank. In a rank, never returns."""
+    """Fork every rank; returns pid -> rank. In a rank, never returns.
+
+    They wait at a gate: none begins before all were forked, and safely.
+    """
     keeper = os.getpid()
+    gate = os.pipe()
     signal.pthread_sigmask(signal.SIG_BLOCK, seat.HELD_BACK)
     pids: dict[int, int] = {}
     for one in plan.seats:
         pid = os.fork()
         if pid == 0:
+            _wait_at(gate)
             _sit_down(one, plan, keeper)
         pids[pid] = one.info.rank
         wire.send(plan.reports, {"rank": one.info.rank, "pid": pid})
         _check_fork_was_safe(plan)
-    for fd in plan.for_ranks():
+    os.write(gate[1], b"." * len(pids))
+    for fd in (*gate, *plan.for_ranks()):
         os.close(fd)
     return pids
+
+
+def _wait_at(gate: tuple[int, int]) -> None:
+    """In a rank just forked: wait until let through; if the keeper is gone, there is no launch."""
+    waiting, opening = gate
+    os.close(opening)
+    if not os.read(waiting, 1):
+        os._exit(1)
+    os.close(waiting)
 
 
 def _check_fork_was_safe(plan: Plan) -> None:

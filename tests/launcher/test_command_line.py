@@ -199,6 +199,20 @@ def test_a_module_that_cannot_be_preloaded_is_named(command, text, message):
     assert ended.code == 1 and "heavy" in ended.err and message in ended.err
 
 
+def test_no_rank_begins_before_preloading_has_proved_safe(command):
+    """The check came after the first fork, while rank 0 already ran its script."""
+    (command.folder / "heavy.py").write_text(
+        "import threading, time\n"
+        "from launcher import linux\n"
+        "count = linux.threads_alive\n"
+        "linux.threads_alive = lambda: time.sleep(0.7) or count()\n"
+        "threading.Thread(target=time.sleep, args=(9,)).start()"
+    )
+    script = command.script("print('ran', flush=True)")
+    ended = command.run("run", "-n", "2", "--preload", "heavy", script)
+    assert ended.code == 1 and "1 threads" in ended.err and ended.out == ""
+
+
 def test_the_ranks_can_be_threads(command):
     script = command.script("import launcher\nprint('rank', launcher.current().rank, flush=True)\n")
     ended = command.run("run", "-n", "3", "--launcher", "threads", script)
