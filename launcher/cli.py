@@ -90,6 +90,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     try:
         job = _job(options)
+        start.check(job, options.launcher, options.trace)
         if options.dry_run:
             _show(dry_run.lines(job, options.launcher))
         else:

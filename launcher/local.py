@@ -46,11 +46,6 @@ def run(job: Job, owns_process: bool = False) -> list[Any]:
 
 
 def _check(job: Job) -> None:
-    if job.nnodes != 1:
-        raise ValueError(
-            f"the launcher 'multiprocessing' starts ranks on one node, not on {job.nnodes}: "
-            "several are the work of torchrun, mpi, slurm or ray. Name one with --launcher."
-        )
     needed, allowed = _files_needed(job), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if allowed != resource.RLIM_INFINITY and needed > allowed:
         raise ValueError(

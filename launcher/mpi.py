@@ -21,6 +21,7 @@ from launcher.table import build, family
 __all__ = ["NAME", "command", "detect", "environment"]
 
 NAME = "mpi"
+HONOURS = frozenset({"bind", "log_dir", "nnodes", "trace"})
 # OMPI_COMM_WORLD_NODE_RANK is no node's index: it is this rank among all the jobs of its node.
 OPEN_MPI = {
     "rank": "OMPI_COMM_WORLD_RANK",

@@ -13,6 +13,7 @@ from launcher.info import LaunchInfo
 from launcher.job import Job
 
 NAME = "multiprocessing"
+HONOURS = frozenset({"bind", "log_dir", "preload", "trace"})
 
 
 def detect(environ: Mapping[str, str]) -> LaunchInfo | None:

@@ -13,6 +13,7 @@ from launcher.job import Job
 from launcher.table import build, family
 
 NAME = "ray"
+HONOURS = frozenset({"nnodes"})
 TRAIN = {
     "rank": "RANK",
     "world_size": "WORLD_SIZE",

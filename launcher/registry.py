@@ -5,6 +5,7 @@
   LaunchInfoError if its variables are half set
 - run(job) -> list: start the ranks, and return their results by rank; or
 - command(job) -> list[str]: the engine's own command line that does so (see launcher/engine.py)
+- HONOURS, optional: which of start.OPTIONS it honours, if not all; the others are refused
 - environment(job) -> dict[str, str], optional: what the engine needs beside os.environ
 """
 

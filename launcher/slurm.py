@@ -16,6 +16,7 @@ from launcher.table import build, contradiction, family
 __all__ = ["NAME", "command", "detect", "environment"]
 
 NAME = "slurm"
+HONOURS = frozenset({"bind", "log_dir", "nnodes", "trace"})
 # A shell inside an allocation has the job's variables, and a batch script even a SLURM_PROCID;
 # only the tasks of a step have a step's.
 MARKS = (

@@ -16,6 +16,15 @@ from launcher import registry, target, tracing
 from launcher.errors import LaunchInterrupted
 from launcher.job import LOOPBACK, Job, new_launch_id
 
+# What not every launcher honours, and what it is when nobody asks for it.
+OPTIONS: dict[str, object] = {
+    "nnodes": 1,
+    "bind": False,
+    "preload": (),
+    "log_dir": None,
+    "trace": None,
+}
+
 
 def launch(
     work: Callable[..., Any] | str | os.PathLike[str],
@@ -74,10 +83,25 @@ def start(
     job: Job, name: str, trace_file: str | os.PathLike[str] | None = None, **options: Any
 ) -> list[Any]:
     """Run the job with the launcher of that name; if there is a trace_file, trace it into that."""
+    check(job, name, trace_file)
     if trace_file is None:
         return _start(job, name, **options)
     with tracing.gathered(Path(trace_file)) as folder:
         return _start(replace(job, trace=str(folder)), name, **options)
+
+
+def check(job: Job, name: str, trace_file: str | os.PathLike[str] | None = None) -> None:
+    """Raise ValueError if the job asks for what the launcher of that name would ignore."""
+    asked = {**vars(job), "trace": trace_file}
+    honoured = getattr(registry.find(name), "HONOURS", OPTIONS)
+    for option, default in OPTIONS.items():
+        if asked[option] != default and option not in honoured:
+            able = [one for one in registry.BUILT_IN if option in registry.find(one).HONOURS]
+            raise ValueError(
+                f"the launcher {name!r} does not honour {option}={asked[option]!r}, and nothing is "
+                f"ignored silently, so nothing was started. Leave out --{option.replace('_', '-')},"
+                f" or choose a --launcher that honours it: {', '.join(able)}."
+            )
 
 
 def _start(job: Job, name: str, **options: Any) -> list[Any]:

@@ -19,6 +19,7 @@ from launcher.infos import of_node
 from launcher.job import Job
 
 NAME = "threads"
+HONOURS = frozenset({"log_dir", "trace"})
 GRACE_S = 2.0  # once a rank has failed, for the others: only their own errors can end threads
 
 
@@ -33,6 +34,7 @@ def run(job: Job, owns_process: bool = False) -> list[Any]:
     Raises LaunchError with the first exception as its __cause__.
     """
     if not owns_process:
+        _check_streams(job)
         return _run(job)
     try:
         with thread_streams.replaced(job):
@@ -40,6 +42,14 @@ def run(job: Job, owns_process: bool = False) -> list[Any]:
     except KeyboardInterrupt as stopped:
         number = signal.SIGINT
         raise LaunchInterrupted(f"stopped by {number.name}", exit_code=128 + number) from stopped
+
+
+def _check_streams(job: Job) -> None:
+    if job.log_dir is not None:
+        raise ValueError(
+            f"log_dir={job.log_dir!r} cannot be honoured for threads of a program: they print where"
+            " the program prints, so nothing was started. Leave it out, or use the command line."
+        )
 
 
 def _run(job: Job) -> list[Any]:

@@ -18,6 +18,7 @@ from launcher.job import Job
 from launcher.table import build, family
 
 NAME = "torchrun"
+HONOURS = frozenset({"log_dir", "nnodes", "trace"})
 MARKS = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 NUMBERS = {
     "rank": "RANK",
