@@ -5,27 +5,43 @@ It runs a target, and leaves the result, or the failure, in FOLDER, in a file na
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from launcher import detection, seat, target, torchrun, values
+from launcher import attendant, detection, seat, target, torchrun, values
 from launcher.info import LaunchInfo
 from launcher.job import Job, Target
+
+LOGS = "logs"  # in FOLDER, a link to the folder for what ranks print, if that is wanted
 
 
 def main(folder: str, kind: str, name: str, *arguments: str) -> int:
     """The exit code of the target. arguments: those of a script, or a function's as one JSON."""
+    args = values.loads(arguments[0]) if kind == "function" else arguments
+    job = Job(Target(kind, name), args=tuple(args))  # type: ignore[arg-type]
+    end = attendant.attended(functools.partial(_rank, Path(folder), job), Path(folder, LOGS))
+    if isinstance(end, int):
+        return end
+    is_silent = end.who and not _file(Path(folder), end.who["rank"]).exists()
+    if end.exit_code and is_silent:
+        _leave(Path(folder), end.who["rank"], values.dumps({"failure": end.failure}))
+    return end.exit_code
+
+
+def _rank(folder: Path, job: Job, tell: Callable[..., None]) -> int:
     info = detection.current()
+    tell(rank=info.rank, local_rank=info.local_rank)
     if info.rank != 0:
         _close_input()
-    args = values.loads(arguments[0]) if kind == "function" else arguments
-    record = outcome(Job(Target(kind, name), args=tuple(args)), info)  # type: ignore[arg-type]
+    record = outcome(job, info)
     failure = record.get("failure", {"exit_code": 0, "type": "SystemExit"})
     if failure["type"] != "SystemExit":
         print(failure["traceback"], file=sys.stderr, end="")
-    _leave(Path(folder), info.rank, values.dumps(record))
+    _leave(folder, info.rank, values.dumps(record))
     return int(failure["exit_code"])
 
 
@@ -55,7 +71,11 @@ def _leave(folder: Path, rank: int, text: str) -> None:
     """A whole file or none, for whoever looks."""
     part = folder / f".{rank}.part"
     part.write_text(text)
-    part.rename(folder / f"{rank}.json")
+    part.rename(_file(folder, rank))
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"{rank}.json"
 
 
 if __name__ == "__main__":

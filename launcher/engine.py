@@ -18,7 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launcher import secret, target, tracing, values
+from launcher import secret, target, tracing, values, verdict
+from launcher.call import LOGS
 from launcher.errors import Failure, LaunchError, LaunchInterrupted, LaunchTimeout, signal_name
 from launcher.info import ENV_PREFIX
 from launcher.job import Job
@@ -32,6 +33,9 @@ def run(chosen: Any, job: Job) -> list[Any]:
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="launch-") as folder:
         job = replace(job, target=target.by_reference(job.target), results_dir=folder)
+        if job.log_dir:
+            _link_logs(job.log_dir, Path(folder))
+            job = replace(job, log_dir=None)
         code = _watch(chosen.command(job), environment(chosen, job), job.timeout_s)
         records = _records(Path(folder))
     failures = _failures(records, began_s)
@@ -43,6 +47,14 @@ def run(chosen: Any, job: Job) -> list[Any]:
     if job.target.kind == "function" and len(records) < job.nprocs:
         raise LaunchError(f"only {len(records)} of {job.nprocs} ranks left a result")
     return [record["result"] for record in records] or [None] * job.nprocs
+
+
+def _link_logs(log_dir: str, folder: Path) -> None:
+    """Where each rank's attendant finds log_dir, so that engines need not know of it."""
+    logs = Path(log_dir).absolute()
+    logs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=logs):  # refused here, and not by an engine later
+        (folder / LOGS).symlink_to(logs)
 
 
 def environment(chosen: Any, job: Job) -> dict[str, str]:
@@ -116,4 +128,4 @@ def _records(folder: Path) -> list[dict[str, Any]]:
 def _failures(records: list[dict[str, Any]], began_s: float) -> tuple[Failure, ...]:
     said = [record["failure"] for record in records if "failure" in record]
     found = [Failure(**{**one, "time_s": one["time_s"] - began_s}) for one in said]
-    return tuple(sorted(found, key=lambda failure: failure.time_s))
+    return tuple(sorted(found, key=verdict.blame))

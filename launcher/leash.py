@@ -39,7 +39,8 @@ def main(parent: str, *command: str) -> int:
     signal.signal(signal.SIGALRM, _kill)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     code = _wait(engine)
-    _end_rest()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    end_rest()
     return code if code >= 0 else 128 - code
 
 
@@ -75,9 +76,8 @@ def _wait(engine: subprocess.Popen[bytes]) -> int:
             return engine.returncode
 
 
-def _end_rest() -> None:
-    """End what the engine has left: ask once, then kill."""
-    signal.setitimer(signal.ITIMER_REAL, 0)
+def end_rest() -> None:
+    """End what descends from this process: ask once, then kill."""
     _send_all(signal.SIGTERM)
     asked_s = time.monotonic()
     while linux.descendants(os.getpid()) and time.monotonic() < asked_s + UNKILLABLE_S:

@@ -111,13 +111,13 @@ class Output:
     def _put(self, rank: int, stream: str, text: bytes) -> None:
         """Queue lines of a rank, each after its prefix; the last may have no end on a terminal."""
         screen = self._screens[stream]
-        prefix = _prefix(rank, stream, screen.is_terminal)
+        mark = prefix(rank, stream, screen.is_terminal)
         begin, end = text[:-1], text[-1:]
-        begin = begin.replace(b"\n", b"\n" + prefix)
+        begin = begin.replace(b"\n", b"\n" + mark)
         if screen.is_terminal:
-            begin = begin.replace(b"\r", b"\r" + prefix)
+            begin = begin.replace(b"\r", b"\r" + mark)
         goes_on = screen.is_terminal and self._cursor == (rank, stream)
-        self._append(screen, (b"" if goes_on else self._fresh_line(screen) + prefix) + begin + end)
+        self._append(screen, (b"" if goes_on else self._fresh_line(screen) + mark) + begin + end)
         if screen.is_terminal:
             self._cursor = None if end == b"\n" else (rank, stream)
 
@@ -174,7 +174,7 @@ def _descriptor(stream: TextIO | None) -> int | None:
         return None
 
 
-def _prefix(rank: int, stream: str, coloured: bool) -> bytes:
+def prefix(rank: int, stream: str, coloured: bool) -> bytes:
     text = f"[{rank}]" if stream == "out" else f"[{rank} err]"
     if coloured and "NO_COLOR" not in os.environ:
         text = f"\x1b[{COLOURS[rank % len(COLOURS)]}m{text}\x1b[0m"

@@ -200,3 +200,29 @@ def test_children_that_outlive_a_rank_are_ended_with_the_launch(engine, command)
     ended = command.run("run", "--launcher", "mpi", "-n", "2", command.script(script))
     assert ended.code == 0
     assert not command.left()
+
+
+def test_lines_of_ranks_carry_their_rank(engine, command):
+    script = command.script("import sys\nprint('so')\nprint('no', file=sys.stderr)")
+    ended = command.run("run", "--launcher", "mpi", "-n", "2", script)
+    assert sorted(ended.out.splitlines()) == ["[0] so", "[1] so"]
+    assert {"[0 err] no", "[1 err] no"} <= set(ended.err.splitlines())
+
+
+def test_rank_killed_by_a_signal_is_named(engine, command):
+    script = command.script(
+        "import os, time, launcher\n"
+        "if launcher.current().rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(60)"
+    )
+    ended = command.run("run", "--launcher", "mpi", "-n", "2", script)
+    assert ended.code == 137
+    assert "│ rank 1 (local rank 1, pid " in ended.err
+    assert "was killed by SIGKILL" in ended.err
+
+
+def test_log_folder_is_made_and_gets_a_file_for_each_rank_and_stream(engine, command):
+    script = command.script("import launcher\nprint(launcher.current().rank)")
+    logs = command.folder / "new" / "logs"
+    ended = command.run("run", "--launcher", "mpi", "-n", "2", "--log-dir", str(logs), script)
+    assert ended.code == 0
+    assert [(logs / f"rank-{rank}.out").read_text() for rank in range(2)] == ["0\n", "1\n"]
