@@ -21,6 +21,7 @@ from launcher.seat import DUMP_SIGNAL
 
 FAILURE_GRACE_S = 0.5  # between SIGTERM and SIGKILL for the others, once a rank has failed
 STOP_GRACE_S = 10.0  # the same, when somebody asked the launcher to stop
+LONGEST_WAIT_S = 3600.0  # epoll_wait(2) takes no more milliseconds than an int holds
 DUMP_S = 0.2  # for ranks to write down where they are, before a launch that takes too long is ended
 
 
@@ -81,7 +82,8 @@ class Supervisor:
 
     def _patience(self) -> float | None:
         """Seconds until something is due; None for never."""
-        due = [max(0.0, deadline - time.monotonic()) for deadline in self.deadlines]
+        now = time.monotonic()
+        due = [min(max(0.0, deadline - now), LONGEST_WAIT_S) for deadline in self.deadlines]
         if (output := self.output.patience()) is not None:
             due.append(output)
         return 0 if self.output.is_full else min(due, default=None)

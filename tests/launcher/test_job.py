@@ -37,6 +37,12 @@ def test_a_timeout_that_no_clock_can_wait_for_is_refused(command, seconds):
     assert ended.code == 2 and "over a year" in ended.err and ended.out == ""
 
 
+def test_a_timeout_of_most_of_a_year_is_one(command):
+    """It was more milliseconds than one wait can take."""
+    ended = command.run("run", "-n", "1", "--timeout", "3e7", command.script("print('ran')"))
+    assert ended.code == 0 and ended.lines(0) == ["ran"]
+
+
 ASKED = {
     "nnodes": ["--nnodes", "2"],
     "bind": ["--bind"],
