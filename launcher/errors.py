@@ -11,6 +11,8 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
+TIMEOUT_CODE = 124  # as timeout(1)
+
 
 @dataclass(frozen=True)
 class Failure:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from launcher import linux, seat, wire
+from launcher import linux, seat, stops, wire
 from launcher.job import Job
 from launcher.seat import Seat
 
@@ -79,7 +79,7 @@ def _wake_on_children() -> int:
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in stops.STOPPING:
         signal.signal(number, signal.SIG_IGN)
     return reading
 

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from launcher import context, linux, target, tracing, values, wire
+from launcher import context, linux, stops, target, tracing, values, wire
 from launcher.info import CHOICE, LaunchInfo
 from launcher.job import Job
 
 DUMP_SIGNAL = signal.SIGRTMAX  # the rank writes its stacks to its report at this one
 # A rank that has just been forked would miss these, or die of one.
-HELD_BACK = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, DUMP_SIGNAL)
+HELD_BACK = (*stops.STOPPING, DUMP_SIGNAL)
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from launcher import context, ports, seat, secret, target, thread_streams
-from launcher.errors import Failure, LaunchError, LaunchInterrupted, LaunchTimeout
+from launcher.errors import TIMEOUT_CODE, Failure, LaunchError, LaunchInterrupted, LaunchTimeout
 from launcher.info import LaunchInfo
 from launcher.infos import of_node
 from launcher.job import Job
@@ -133,7 +133,8 @@ class _Ranks:
         )
         if not self.errors:
             return LaunchTimeout(
-                f"the launch took longer than {self.job.timeout_s} s.{still}", exit_code=124
+                f"the launch took longer than {self.job.timeout_s} s.{still}",
+                exit_code=TIMEOUT_CODE,
             )
         failures = tuple(failure for failure, _ in self.errors)
         first, cause = self.errors[0]

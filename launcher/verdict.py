@@ -8,11 +8,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.errors import Failure, LaunchError, LaunchInterrupted, LaunchTimeout, signal_name
+from launcher.errors import (
+    TIMEOUT_CODE,
+    Failure,
+    LaunchError,
+    LaunchInterrupted,
+    LaunchTimeout,
+    signal_name,
+)
 from launcher.job import Job
 from launcher.ranks import REAPING_LAG_S, Rank, without_launcher
 
-TIMEOUT_CODE = 124  # as timeout(1)
 READER_GONE = (errno.EPIPE, errno.EIO)
 
 
