@@ -56,3 +56,8 @@ def ranks() -> Callable[..., list[Any]]:
 def ranks_or_errors() -> Callable[..., list[Any]]:
     """Like ranks, but an exception is a result like any other."""
     return run_threads
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The launcher's tests first: some fork, and a process with threads (torch's, say) must not."""
+    items.sort(key=lambda item: "launcher" not in item.path.parts[-2:])
