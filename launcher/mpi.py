@@ -13,14 +13,15 @@ import sys
 from collections.abc import Mapping
 
 from launcher import mpi_agreement
-from launcher.info import LaunchInfo, LaunchInfoError, integer
+from launcher.info import LaunchInfo, LaunchInfoError
 from launcher.job import LOOPBACK, Job
 from launcher.master import environment, meeting_point
-from launcher.table import build, family
+from launcher.table import build, family, numbers
 
 __all__ = ["NAME", "command", "detect", "environment"]
 
 NAME = "mpi"
+STARTS_ALL_NODES = True
 HONOURS = frozenset({"bind", "log_dir", "nnodes", "trace"})
 # OMPI_COMM_WORLD_NODE_RANK is no node's index: it is this rank among all the jobs of its node.
 OPEN_MPI = {
@@ -68,17 +69,17 @@ def _hydra(environ: Mapping[str, str]) -> LaunchInfo | None:
 def _info(
     environ: Mapping[str, str], found: dict[str, str], table: Mapping[str, str], launch_id: str
 ) -> LaunchInfo:
-    numbers = {field: integer(found[name], name) for field, name in table.items()}
-    one_node = numbers["local_world_size"] == numbers["world_size"]
+    sizes = numbers(found, table)
+    one_node = sizes["local_world_size"] == sizes["world_size"]
     launch_id = environ.get("LAUNCH_ID") or launch_id
     if one_node and not launch_id:
         launch_id = mpi_agreement.starter(environ)
     addr = LOOPBACK if one_node else environ.get("MASTER_ADDR")
     if not (launch_id and addr):
-        agreed_id, agreed_addr = mpi_agreement.agree(numbers["world_size"], _host(environ))
+        agreed_id, agreed_addr = mpi_agreement.agree(sizes["world_size"], _host(environ))
         launch_id, addr = launch_id or agreed_id, addr or agreed_addr
     point = meeting_point(environ, launch_id, addr)
-    return build(NAME, found, **numbers, **point, extras={"launcher": NAME})
+    return build(NAME, found, **sizes, **point, extras={"launcher": NAME})
 
 
 def _host(environ: Mapping[str, str]) -> str:
@@ -107,8 +108,6 @@ def _open_mpi_options(job: Job) -> list[str]:
     options = ["--map-by", f"{where}:OVERSUBSCRIBE"]
     if not job.bind:
         options += ["--bind-to", "none"]
-    if job.log_dir:  # it adds its own name for the job, and the rank
-        options += ["--output", f"file={job.log_dir}/rank"]
     return options + [word for name in environment(job) for word in ("-x", name)]
 
 
@@ -116,9 +115,6 @@ def _hydra_options(job: Job) -> list[str]:
     options = ["-ppn", str(job.nprocs)] if job.nnodes > 1 else []
     if job.bind:
         options += ["-bind-to", "core"]
-    if job.log_dir:
-        options += ["-outfile-pattern", f"{job.log_dir}/rank-%r.out"]
-        options += ["-errfile-pattern", f"{job.log_dir}/rank-%r.err"]
     return options
 
 

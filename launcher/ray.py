@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from launcher.info import LaunchInfo, integer
+from launcher.info import LaunchInfo
 from launcher.job import Job
-from launcher.table import build, family
+from launcher.table import build, family, numbers
 
 NAME = "ray"
+STARTS_ALL_NODES = True
 HONOURS = frozenset({"nnodes"})
 TRAIN = {
     "rank": "RANK",
@@ -43,7 +44,7 @@ def _detect_train(environ: Mapping[str, str]) -> LaunchInfo | None:
         launch_id="-".join(found[name] for name in ("RAY_JOB_ID", "MASTER_ADDR", "MASTER_PORT")),
         master_addr=found["MASTER_ADDR"],
         extras={"launcher": NAME, "store": "agent"},
-        **{field: integer(found[name], name) for field, name in TRAIN.items()},
+        **numbers(found, TRAIN),
     )
 
 

@@ -11,11 +11,12 @@ from launcher.info import LaunchInfo, integer
 from launcher.job import LOOPBACK, Job
 from launcher.master import environment, meeting_point
 from launcher.nodelist import expand_nodes, expand_tasks
-from launcher.table import build, contradiction, family
+from launcher.table import build, contradiction, family, numbers
 
 __all__ = ["NAME", "command", "detect", "environment"]
 
 NAME = "slurm"
+STARTS_ALL_NODES = True
 HONOURS = frozenset({"bind", "log_dir", "nnodes", "trace"})
 # A shell inside an allocation has the job's variables, and a batch script even a SLURM_PROCID;
 # only the tasks of a step have a step's.
@@ -30,7 +31,9 @@ NUMBERS = {
     "world_size": "SLURM_STEP_NUM_TASKS",
     "local_rank": "SLURM_LOCALID",
 }
-NAMES = (*MARKS, *NUMBERS.values(), "SLURM_JOB_ID", "SLURM_NODEID", "SLURM_GTIDS")
+NAMES = tuple(
+    dict.fromkeys((*MARKS, *NUMBERS.values(), "SLURM_JOB_ID", "SLURM_NODEID", "SLURM_GTIDS"))
+)
 SPECIAL_STEPS = 0xFFFFFFF0  # slurm.h: from here on a step is the batch script, a shell, a daemon
 
 
@@ -49,7 +52,7 @@ def detect(environ: Mapping[str, str]) -> LaunchInfo | None:
         NAME,
         found,
         local_world_size=tasks,
-        **{field: integer(found[name], name) for field, name in NUMBERS.items()},
+        **numbers(found, NUMBERS),
         **meeting_point(environ, launch_id, LOOPBACK if len(nodes) == 1 else nodes[0]),
         extras={"launcher": NAME},
     )
@@ -89,11 +92,4 @@ def command(job: Job) -> list[str]:
     options = ["--kill-on-bad-exit=1", "--unbuffered", "--export", "ALL"]
     if not job.bind:
         options += ["--cpu-bind", "none"]
-    if job.log_dir:
-        options += [
-            "--output",
-            f"{job.log_dir}/rank-%t.out",
-            "--error",
-            f"{job.log_dir}/rank-%t.err",
-        ]
     return ["srun", *size, *spread, *options, *job.rank_command()]

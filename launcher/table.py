@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from launcher.info import LaunchInfo, LaunchInfoError
+from launcher.info import LaunchInfo, LaunchInfoError, integer
+from launcher.job import LOOPBACK, Job
 
 
 def family(
@@ -25,6 +26,24 @@ def family(
             f"process cannot tell which rank it is. {way_out(engine)}"
         )
     return found
+
+
+def numbers(found: Mapping[str, str], table: Mapping[str, str]) -> dict[str, int]:
+    """The fields of a LaunchInfo that table gives the variables of, from what was found."""
+    return {field: integer(found[name], name) for field, name in table.items()}
+
+
+def foreseen(engine: str, job: Job) -> dict[str, object]:
+    """What a rank's LaunchInfo will have beside the job's own, if engine starts it."""
+    known: dict[str, object] = {"extras": {"launcher": engine}}
+    if job.nnodes > 1 and job.master_addr == LOOPBACK:
+        known["master_addr"] = chosen_by(engine)
+    return known
+
+
+def chosen_by(engine: str) -> str:
+    """What to show where only the start will tell."""
+    return f"chosen by {engine}"
 
 
 def build(engine: str, found: Mapping[str, str], **values: object) -> LaunchInfo:

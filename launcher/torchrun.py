@@ -12,10 +12,10 @@ import time
 import traceback
 from collections.abc import Mapping
 
-from launcher import ports
-from launcher.info import LaunchInfo, integer
+from launcher import nesting, ports
+from launcher.info import LaunchInfo
 from launcher.job import Job
-from launcher.table import build, family
+from launcher.table import build, chosen_by, family, numbers
 
 NAME = "torchrun"
 HONOURS = frozenset({"log_dir", "nnodes", "trace"})
@@ -27,27 +27,56 @@ NUMBERS = {
     "local_world_size": "LOCAL_WORLD_SIZE",
     "master_port": "MASTER_PORT",
 }
+PLAIN = (*NUMBERS.values(), "MASTER_ADDR")
+# Whose ranks may well have RANK and the like beside their own variables.
+OTHERS = (*nesting.MARKS, "RAY_JOB_ID")
 
 
 def detect(environ: Mapping[str, str]) -> LaunchInfo | None:
-    """The rank that torchrun made of this process; None if torchrun did not start it.
+    """The rank that torchrun made of this process, or somebody who set the same variables by hand;
+    None if neither did.
 
     The launch_id holds the port and the restart count: the run id is "none" unless somebody chose
     one, and a gang that torchrun restarts must not meet what the dead one left in the store.
     extras["store"] is "agent" if torchrun itself already listens at master_addr:master_port.
     """
-    names = (*MARKS, *NUMBERS.values(), "MASTER_ADDR")
-    found = family(environ, NAME, MARKS, names)
+    found = family(environ, NAME, MARKS, (*MARKS, *PLAIN))
     if found is None:
-        return None
+        return _detect_plain(environ)
     return build(
         NAME,
         found,
         launch_id="-".join(found[name] for name in (MARKS[0], "MASTER_PORT", MARKS[1])),
         master_addr=found["MASTER_ADDR"],
         extras=_extras(environ),
-        **{field: integer(found[name], name) for field, name in NUMBERS.items()},
+        **numbers(found, NUMBERS),
     )
+
+
+def _detect_plain(environ: Mapping[str, str]) -> LaunchInfo | None:
+    """A rank whose variables are those of env:// alone, without an engine that is known here."""
+    if any(mark in environ for mark in OTHERS):
+        return None
+    found = family(environ, "env://", ("RANK", "WORLD_SIZE"), PLAIN)
+    if found is None:
+        return None
+    return build(
+        "env://",
+        found,
+        launch_id=f"env-{found['MASTER_ADDR']}-{found['MASTER_PORT']}",
+        master_addr=found["MASTER_ADDR"],
+        extras={"launcher": NAME},
+        **numbers(found, NUMBERS),
+    )
+
+
+def foreseen(job: Job) -> dict[str, object]:
+    """What a rank's LaunchInfo will have beside the job's own."""
+    known: dict[str, object] = {"extras": {"launcher": NAME, "store": "agent"}}
+    if job.nnodes == 1:
+        return known | dict.fromkeys(("launch_id", "master_addr", "master_port"), chosen_by(NAME))
+    port = job.master_port or ports.candidates(job.launch_id)[0]
+    return known | {"launch_id": f"{job.launch_id}-{port}-0"}
 
 
 def _extras(environ: Mapping[str, str]) -> dict[str, str]:
@@ -58,9 +87,8 @@ def _extras(environ: Mapping[str, str]) -> dict[str, str]:
 def command(job: Job) -> list[str]:
     """torchrun's command line for this node; each of several nodes runs its own."""
     options = ["--nproc-per-node", str(job.nprocs), "--rdzv-id", job.launch_id, *_rendezvous(job)]
-    logs = ["--log-dir", job.log_dir, "--tee", "3"] if job.log_dir else []
     start = [sys.executable, "-m", "torch.distributed.run"]
-    return [*start, *options, *logs, *job.python_arguments()]
+    return [*start, *options, *job.python_arguments()]
 
 
 def _rendezvous(job: Job) -> list[str]:

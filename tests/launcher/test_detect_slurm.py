@@ -110,6 +110,12 @@ def test_half_a_family_is_an_error_that_names_what_is_missing(name):
         slurm.detect(half)
 
 
+def test_missing_variable_is_named_once():
+    with pytest.raises(LaunchInfoError) as caught:
+        slurm.detect({**TASK, "SLURM_STEP_NUM_TASKS": ""})
+    assert str(caught.value).count("SLURM_STEP_NUM_TASKS") == 1
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

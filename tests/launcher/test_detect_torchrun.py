@@ -81,3 +81,23 @@ def test_error_without_a_place_for_it_is_left_nowhere(tmp_path):
     torchrun.leave_error({}, KeyError())
     torchrun.leave_error({"TORCHELASTIC_ERROR_FILE": str(tmp_path / "gone" / "error")}, KeyError())
     assert not list(tmp_path.iterdir())
+
+
+PLAIN = {name: RANK[name] for name in torchrun.PLAIN}
+
+
+def test_variables_of_env_alone_set_by_hand_make_a_rank():
+    info = torchrun.detect(PLAIN)
+    assert (info.rank, info.world_size, info.local_rank, info.local_world_size) == (4, 5, 1, 2)
+    assert "store" not in info.extras
+
+
+@pytest.mark.parametrize("name", torchrun.PLAIN)
+def test_half_of_the_variables_of_env_is_an_error_that_names_what_is_missing(name):
+    half = {key: value for key, value in PLAIN.items() if key != name}
+    with pytest.raises(LaunchInfoError, match=f"{name} not set"):
+        torchrun.detect(half)
+
+
+def test_variables_of_env_beside_another_engine_s_are_left_to_it():
+    assert torchrun.detect({**PLAIN, "SLURM_PROCID": "4"}) is None

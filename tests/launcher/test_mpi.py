@@ -89,16 +89,6 @@ def test_ranks_started_by_us_have_the_launch_id_that_was_asked_for(engine, tmp_p
     assert [i["rank"] for i in infos] == [0, 1]
 
 
-def test_each_rank_has_a_file_of_its_own_for_what_it_prints(engine, tmp_path):
-    logs = tmp_path / "logs"
-    logs.mkdir()
-    job = Job(Target("script", str(tmp_path / "script.py")), nprocs=2, log_dir=str(logs))
-    Path(job.target.name).write_text(SHOW)
-    subprocess.run(mpi.command(job), check=True, timeout=60, env=os.environ, capture_output=True)
-    shown = [json.loads(file.read_text())["rank"] for file in sorted(logs.glob("*.out"))]
-    assert shown == [0, 1]
-
-
 @pytest.mark.parametrize(
     ("death", "code"), [("os._exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)], ids=["exit", "kill"]
 )
@@ -226,3 +216,14 @@ def test_log_folder_is_made_and_gets_a_file_for_each_rank_and_stream(engine, com
     ended = command.run("run", "--launcher", "mpi", "-n", "2", "--log-dir", str(logs), script)
     assert ended.code == 0
     assert [(logs / f"rank-{rank}.out").read_text() for rank in range(2)] == ["0\n", "1\n"]
+
+
+def test_dry_run_shows_what_mpiexec_will_start_on_all_nodes(engine, command):
+    script = command.script("import launcher\nprint(launcher.current().to_bytes().decode())")
+    asked = ["run", "--launcher", "mpi", "-n", "2", "--launch-id", "tuesday", "--dry-run"]
+    first, *infos = command.run(*asked, script).out.splitlines()
+    assert "-m launcher.call FOLDER script" in first
+    assert [json.loads(info)["extras"] for info in infos] == [{"launcher": "mpi"}] * 2
+    two_nodes = command.run(*asked, "--nnodes", "2", "--node-rank", "1", script).out.splitlines()
+    assert [json.loads(info)["rank"] for info in two_nodes[1:]] == [0, 1, 2, 3]
+    assert json.loads(two_nodes[1])["master_addr"] == "chosen by mpi"

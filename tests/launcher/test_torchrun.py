@@ -68,6 +68,20 @@ def test_ranks_started_by_us_have_the_launch_id_that_was_asked_for(failed):
     assert len({(info["master_addr"], info["master_port"]) for info in infos}) == 1
 
 
+def test_dry_run_shows_what_the_ranks_will_have_and_what_torchrun_chooses(failed, tmp_path):
+    script = tmp_path / "script.py"
+    script.touch()
+    run = [sys.executable, "-m", "launcher", "run", "--launcher", "torchrun", "-n", "2"]
+    first, *shown = _run([*run, "--dry-run", str(script)]).stdout.splitlines()
+    assert f"-m launcher.call FOLDER script {script}" in first
+    real = min(_infos(failed.stdout), key=lambda info: info["rank"])
+    foreseen = json.loads(shown[0])
+    chosen = {name for name, value in foreseen.items() if value == "chosen by torchrun"}
+    assert chosen == {"launch_id", "master_addr", "master_port"}
+    del real["extras"]["secret_fd"]
+    assert {**foreseen, **{name: real[name] for name in chosen}} == real
+
+
 def test_failure_of_a_rank_is_torchrun_s_root_cause_and_our_exit_code(failed):
     assert failed.returncode == 1
     root_cause = failed.stderr[failed.stderr.index("Root Cause") :]
@@ -80,3 +94,35 @@ def test_each_of_several_nodes_gets_a_command_of_its_own():
     command = " ".join(torchrun.command(job))
     assert "--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port " in command
     assert command.endswith("-m train")
+
+
+DEAF = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen(["sleep", "77"], start_new_session=True)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_nothing_is_left_of_deaf_ranks_and_their_children(command):
+    script = command.script(DEAF)
+    with command.start("run", "--launcher", "torchrun", "-n", "2", script) as launcher:
+        assert sorted(launcher.stdout.readline() for _ in range(2)) == [
+            "[0] ready\n",
+            "[1] ready\n",
+        ]
+        launcher.kill()
+        assert not command.left(patience_s=15)
+
+
+def test_rank_killed_by_a_signal_is_named(command):
+    script = command.script(
+        "import os, time, launcher\n"
+        "if launcher.current().rank == 1: os.kill(os.getpid(), 11)\ntime.sleep(60)"
+    )
+    ended = command.run("run", "--launcher", "torchrun", "-n", "2", script)
+    assert ended.code == 139
+    assert "│ rank 1 (local rank 1, pid " in ended.err
+    assert "was killed by SIGSEGV" in ended.err
+    assert "most recent call first" in ended.err  # Python's stack of a crash
