@@ -93,7 +93,8 @@ def slurm(tmp_path_factory):
 
 def _run(command, environ):
     lines = _output(command, environ).splitlines()
-    return sorted(map(json.loads, lines), key=lambda info: info["rank"])
+    texts = (line[line.index("{") :] for line in lines)  # after the rank, where we started it
+    return sorted(map(json.loads, texts), key=lambda info: info["rank"])
 
 
 def _batch(script, folder, environ, *around):
