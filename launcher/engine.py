@@ -23,6 +23,7 @@ from launcher.call import LOGS
 from launcher.errors import Failure, LaunchError, LaunchInterrupted, LaunchTimeout, signal_name
 from launcher.info import ENV_PREFIX
 from launcher.job import Job
+from launcher.output import Output
 
 GRACE_S = 10.0  # longer than the leash takes to end the engine, and all that descends from it
 STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -52,9 +53,16 @@ def run(chosen: Any, job: Job) -> list[Any]:
 def _link_logs(log_dir: str, folder: Path) -> None:
     """Where each rank's attendant finds log_dir, so that engines need not know of it."""
     logs = Path(log_dir).absolute()
-    logs.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=logs):  # refused here, and not by an engine later
-        (folder / LOGS).symlink_to(logs)
+    Output(str(logs)).close()
+    try:
+        with tempfile.TemporaryFile(dir=logs):  # refused here, and not by a rank later
+            (folder / LOGS).symlink_to(logs)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"the folder {log_dir!r} for logs cannot be written ({error.strerror}), so what the "
+            "ranks print would be lost and none was started. Name another with --log-dir.",
+        ) from error
 
 
 def environment(chosen: Any, job: Job) -> dict[str, str]:

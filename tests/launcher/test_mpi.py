@@ -227,3 +227,11 @@ def test_dry_run_shows_what_mpiexec_will_start_on_all_nodes(engine, command):
     two_nodes = command.run(*asked, "--nnodes", "2", "--node-rank", "1", script).out.splitlines()
     assert [json.loads(info)["rank"] for info in two_nodes[1:]] == [0, 1, 2, 3]
     assert json.loads(two_nodes[1])["master_addr"] == "chosen by mpi"
+
+
+def test_log_folder_that_cannot_be_made_is_refused_before_the_start(engine, command):
+    script = command.script("open('ran', 'w')")
+    ended = command.run("run", "--launcher", "mpi", "--log-dir", "/proc/none", script)
+    assert ended.code == 2
+    assert "'/proc/none' for logs cannot be written" in ended.err
+    assert not (command.folder / "ran").exists()
