@@ -7,6 +7,7 @@
 - command(job) -> list[str]: the engine's own command line that does so (see launcher/engine.py)
 - HONOURS, optional: which of start.OPTIONS it honours, if not all; the others are refused
 - environment(job) -> dict[str, str], optional: what the engine needs beside os.environ
+- HONOURS, STARTS_ALL_NODES, foreseen(job), optional: see launcher/start.py and launcher/dry_run.py
 """
 
 from __future__ import annotations
