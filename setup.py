@@ -11,7 +11,7 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 
 LIMITED_API = ("Py_LIMITED_API", "0x030a0000")
-FLAGS = ["-std=c++17", "-O3", "-fvisibility=hidden", "-Wall", "-Wextra"]
+FLAGS = ["-std=c++17", "-O2", "-fvisibility=hidden", "-Wall", "-Wextra"]
 
 
 class Abi3Wheel(bdist_wheel):
@@ -22,14 +22,16 @@ class Abi3Wheel(bdist_wheel):
         super().finalize_options()
 
 
-def extension(name: str, sources: list[str], libraries: tuple[str, ...] = ()) -> Extension:
+def extension(
+    name: str, sources: list[str], libraries: tuple[str, ...] = (), flags: tuple[str, ...] = ()
+) -> Extension:
     return Extension(
         name,
         sources,
         include_dirs=["csrc"],
         depends=glob("csrc/*.h"),
         define_macros=[LIMITED_API],
-        extra_compile_args=FLAGS,
+        extra_compile_args=[*FLAGS, *flags],
         libraries=list(libraries),
         py_limited_api=True,
         language="c++",
@@ -39,12 +41,13 @@ def extension(name: str, sources: list[str], libraries: tuple[str, ...] = ()) ->
 setup(
     ext_modules=[
         extension("coordinator._board", ["csrc/board.cpp", "csrc/board_binding.cpp"]),
-        extension("communicator._native", ["csrc/binding.cpp", "csrc/binding_tensor.cpp"], ("dl",)),
+        extension("communicator._native", sorted(glob("csrc/binding*.cpp")), ("dl",), ("-O3",)),
         # Not a Python module: a vendor library like any other, opened through communicator.h.
         extension(
             "communicator._shm",
             sorted(glob("csrc/shm*.cpp")),
             ("pthread", "rt"),
+            ("-O3",),  # its loops over elements are worth the time to compile them
         ),
         extension(
             "communicator._nccl",

@@ -1,8 +1,7 @@
-"""Collectives over shared memory, beside gloo and every MPI that is named.
+"""Collectives over shared memory, beside gloo and every MPI that is installed.
 
     python -m benchmarks.collectives
     python -m benchmarks.collectives -n 4 --sizes 8 65536
-    python -m benchmarks.collectives --mpiexec mpiexec --mpiexec /opt/openmpi/bin/mpiexec
 
 A peer is measured in the same processes as we are, in turns: what disturbs one disturbs the other.
 Times are of one call from Python on rank 0, straight after barriers. Everything is warm.
@@ -16,107 +15,29 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.libraries import ROWS, Call, Library, Ours, gloo, is_right, mpi, result
+from benchmarks.mpi import engines
 from benchmarks.table import Table, spread
 from communicator import Communicator
 from coordinator import Coordinator
 
-SIZES = (8, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20)
-OPERATIONS = ("allreduce", "broadcast", "allgather", "there and back", "barrier")
+SIZES = (8, 4 << 10, 8 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20)
+OPERATIONS = (
+    "allreduce",
+    "broadcast",
+    "reduce",
+    "allgather",
+    "reduce_scatter",
+    "alltoall",
+    "there and back",
+    "barrier",
+)
 MARK = "measured: "  # opens the lines that rank 0 prints for the process that started it
-Call = Callable[[], object]
-
-
-class Library:
-    """The calls of one library on one tensor, ready to be timed."""
-
-    def __init__(self, name: str, world: Any, rank: int, size: int) -> None:
-        self.name, self.world, self.rank, self.size = name, world, rank, size
-
-    def call(self, operation: str, tensor: torch.Tensor) -> Call:
-        out = torch.empty(0)
-        if operation == "allgather":
-            out = torch.zeros((self.size, *tensor.shape), dtype=tensor.dtype)
-        if operation != "there and back":
-            return self.collective(operation, tensor, out)
-        if self.rank > 1:
-            return lambda: None
-        send, recv = self.point(tensor, 1 - self.rank)
-        first, then = (send, recv) if self.rank == 0 else (recv, send)
-        return lambda: (first(), then())
-
-    def collective(self, operation: str, tensor: torch.Tensor, out: torch.Tensor) -> Call:
-        raise NotImplementedError
-
-    def point(self, tensor: torch.Tensor, peer: int) -> tuple[Call, Call]:
-        raise NotImplementedError
-
-
-class Ours(Library):
-    def collective(self, operation: str, tensor: torch.Tensor, out: torch.Tensor) -> Call:
-        world = self.world
-        calls: dict[str, Call] = {
-            "allreduce": lambda: world.allreduce(tensor),
-            "broadcast": lambda: world.broadcast(tensor),
-            "allgather": lambda: world.allgather(tensor, out=out),
-            "barrier": lambda: world.barrier(),
-        }
-        return calls[operation]
-
-    def point(self, tensor: torch.Tensor, peer: int) -> tuple[Call, Call]:
-        return lambda: self.world.send(tensor, peer), lambda: self.world.recv(tensor, peer)
-
-
-class Gloo(Library):
-    def collective(self, operation: str, tensor: torch.Tensor, out: torch.Tensor) -> Call:
-        rows = list(out)
-        calls: dict[str, Call] = {
-            "allreduce": lambda: dist.all_reduce(tensor),
-            "broadcast": lambda: dist.broadcast(tensor, 0),
-            "allgather": lambda: dist.all_gather(rows, tensor),
-            "barrier": lambda: dist.barrier(),
-        }
-        return calls[operation]
-
-    def point(self, tensor: torch.Tensor, peer: int) -> tuple[Call, Call]:
-        return lambda: dist.send(tensor, peer), lambda: dist.recv(tensor, peer)
-
-
-class Mpi(Library):
-    def collective(self, operation: str, tensor: torch.Tensor, out: torch.Tensor) -> Call:
-        from mpi4py import MPI
-
-        world, array, rows = self.world, tensor.numpy(), out.numpy()
-        calls: dict[str, Call] = {
-            "allreduce": lambda: world.Allreduce(MPI.IN_PLACE, array),
-            "broadcast": lambda: world.Bcast(array, 0),
-            "allgather": lambda: world.Allgather(array, rows),
-            "barrier": lambda: world.Barrier(),
-        }
-        return calls[operation]
-
-    def point(self, tensor: torch.Tensor, peer: int) -> tuple[Call, Call]:
-        array = tensor.numpy()
-        return lambda: self.world.Send(array, peer), lambda: self.world.Recv(array, peer)
-
-
-def mpi(rank: int, size: int) -> Library:
-    from mpi4py import MPI
-
-    name = "Open MPI" if "Open MPI" in MPI.Get_library_version() else "MPICH"
-    return Mpi(name, MPI.COMM_WORLD, rank, size)
-
-
-def gloo(coor: Coordinator) -> Library:
-    store = coor.store("benchmark")
-    dist.init_process_group("gloo", store=store, rank=coor.rank, world_size=coor.world_size)
-    return Gloo("gloo", None, coor.rank, coor.world_size)
 
 
 def repeats(nbytes: int, size: int) -> int:
@@ -138,19 +59,6 @@ def measure(comm: Communicator, calls: dict[str, Call], times: int) -> dict[str,
             if number > 1:  # the first two make connections and touch memory
                 found[name].append(took / 1000)
     return found
-
-
-def is_right(library: Library, operation: str, nbytes: int, dtype: torch.dtype) -> bool:
-    """Does the call give the plain answer? On inputs that differ by rank and by element."""
-    ramp = (torch.arange(nbytes // dtype.itemsize) % 7).to(dtype)
-    tensor = ramp + library.rank
-    if operation == "allreduce":
-        library.call(operation, tensor)()
-        return torch.equal(tensor, library.size * ramp + sum(range(library.size)))
-    if operation == "broadcast":
-        library.call(operation, tensor)()
-        return torch.equal(tensor, ramp)
-    return True  # the others are held to their word by the conformance check
 
 
 def floor_us(nbytes: int, comm: Communicator) -> float:
@@ -184,12 +92,17 @@ def be_rank(arguments: argparse.Namespace) -> None:
 def compare(
     comm: Communicator, libraries: list[Library], operation: str, nbytes: int, dtype: torch.dtype
 ) -> None:
-    calls = {  # on tensors of their own: one that a peer has just read is slower to write
-        library.name: library.call(operation, torch.zeros(nbytes // dtype.itemsize, dtype=dtype))
-        for library in libraries
-    }
+    size = comm.world_size
+    nbytes = max(nbytes, size * dtype.itemsize) if operation in ROWS else nbytes
+    calls = {}
+    for library in libraries:  # on tensors of their own: what a peer has just read writes slower
+        tensor = torch.zeros(nbytes // dtype.itemsize, dtype=dtype)
+        tensor = tensor.view(size, -1) if operation in ROWS else tensor
+        calls[library.name] = library.call(operation, tensor, result(operation, tensor, size))
     wrong = [
-        library.name for library in libraries if not is_right(library, operation, nbytes, dtype)
+        library.name
+        for library in libraries
+        if not comm.coor.vote(is_right(library, operation, nbytes, dtype))
     ]
     times = measure(comm, calls, repeats(nbytes, comm.world_size))
     floor = floor_us(nbytes, comm) if nbytes >= 64 << 10 else None
@@ -220,19 +133,8 @@ def commands(arguments: argparse.Namespace) -> list[tuple[list[str], str]]:
     """Who starts the ranks, and whom they are compared with."""
     count = ["-n", str(arguments.n)]
     found = [([sys.executable, "-m", "launcher", "run", *count], "gloo")]
-    for mpiexec in arguments.mpiexec:
-        found.append(([mpiexec, *mpi_options(mpiexec), *count, sys.executable], "mpi"))
+    found += [([*engine, *count, sys.executable], "mpi") for engine in engines().values()]
     return found
-
-
-def mpi_options(mpiexec: str) -> list[str]:
-    """Open MPI needs leave for root and for few cores; mpi4py is told whose library to open."""
-    version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True).stdout
-    if "Open MPI" not in version:
-        return []
-    library = next(Path(mpiexec).absolute().parents[1].glob("lib/libmpi.so.[0-9]*"), "")
-    choice = ["-x", f"MPI4PY_LIBMPI={library}"]
-    return ["--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", *choice]
 
 
 COLUMNS = (
@@ -242,6 +144,7 @@ COLUMNS = (
     "right",
     "floor (us)",
     "ours (us)",
+    "ours / floor",
     "peer",
     "(us)",
     "ratio",
@@ -259,10 +162,12 @@ def show(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> Table:
     for row in rows:
         (_, ours), (peer, theirs) = row["times"].items()
         floor = "" if row["floor"] is None else row["floor"]
-        right = "yes" if not row["wrong"] else f"wrong: {', '.join(row['wrong'])}"
-        head = (row["operation"], row["dtype"], row["nbytes"], right, floor)
-        ratio = statistics.median(ours) / statistics.median(theirs)
-        table.add(*head, spread(ours), peer, spread(theirs), ratio)
+        right = f"wrong: {', '.join(row['wrong'])}" if row["wrong"] else "yes"
+        right = "" if row["operation"] == "barrier" else right  # which has no result
+        median = statistics.median(ours)
+        distance = "" if row["floor"] is None else median / row["floor"]
+        head = (row["operation"], row["dtype"], row["nbytes"], right, floor, spread(ours), distance)
+        table.add(*head, peer, spread(theirs), median / statistics.median(theirs))
     return table
 
 
@@ -272,7 +177,6 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the tensor")
     parser.add_argument("--operations", nargs="+", default=OPERATIONS, choices=OPERATIONS)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--mpiexec", action="append", default=[], help="an MPI to compare with")
     parser.add_argument("--save", action="store_true", help="write the table to benchmarks/results")
     parser.add_argument("--peer", help=argparse.SUPPRESS)  # given to the ranks
     arguments = parser.parse_args()

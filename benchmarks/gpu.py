@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import os
 import shutil
 import statistics
 import subprocess
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,17 +42,20 @@ ROOT = Path(__file__).parents[1]
 GPU = torch.device("cuda", 0)
 CALLS, ROUNDS = 2000, 15
 FLOAT32, SUM = 7, 0
-LIVES, LIVES_S = 1000, 150
+LIVES, LIVES_S = 1000, 120
+CASE_S = 240  # for one case of several ranks
+SANITIZERS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
+SANITIZER_S = 200
 
 
 def device_note() -> str:
     """The GPU, its driver, and the NCCL in use."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    card = subprocess.run(query, capture_output=True, text=True).stdout.strip().splitlines()
+    query = "nvidia-smi --query-gpu=name,driver_version --format=csv,noheader"
+    card = subprocess.getoutput(query).splitlines()[0]  # or why it cannot be asked
     found = nccl_library.find()
     return (
-        f"GPU and driver: {card[0] if card else torch.cuda.get_device_name(0)}. CUDA of torch: "
-        f"{torch.version.cuda}. NCCL: {found.version_text} ({found.path})."
+        f"GPU and driver: {torch.cuda.get_device_name(0)} ({card}). CUDA of torch: "
+        f"{torch.version.cuda}. NCCL: {found.version_text}."
     )
 
 
@@ -71,34 +76,44 @@ def calls() -> Table:
     """One rank, allreduce in place of 1024 float32: NCCL has nothing to move, only the call."""
     table = Table("gpu-calls", ("call", "ns until it returns", "right", "ratio to ours"))
     table.note = device_note() + " One rank, in place, 1024 float32; median (middle half)."
-    with Coordinator() as coor:
-        peers = dict(_peers(coor))
+    tensor = torch.ones(1024, device=GPU)
+    with ExitStack() as stack:
+        peers = dict(_peers(stack, stack.enter_context(Coordinator()), tensor))
+        right = {name: _is_right(call, tensor) for name, call in peers.items()}
         found = alternate(
             {name: lambda c=call: ns_per_call(c) for name, call in peers.items()}, ROUNDS
         )
-        ours = statistics.median(found["communicator, nccl, blocking"])
-        for name, times in found.items():
-            table.add(name, spread(times), "yes", statistics.median(times) / ours)
+    ours = statistics.median(found["communicator, nccl, blocking"])
+    for name, times in found.items():
+        table.add(name, spread(times), right[name], statistics.median(times) / ours)
     return table
 
 
-def _peers(coor: Coordinator) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Each way to make the call, tried once. Their communicators live as long as the calls."""
-    tensor = torch.ones(1024, device=GPU)
-    blocking, waiting = Nccl(coor, device=0, blocking=True), Nccl(coor, device=0)
+def _is_right(call: Callable[[], object], tensor: torch.Tensor) -> str:
+    tensor.copy_(torch.arange(1024))
+    call()
+    return "yes" if bool((tensor.cpu() == torch.arange(1024)).all()) else "NO"
+
+
+def _peers(
+    stack: ExitStack, coor: Coordinator, tensor: torch.Tensor
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Each way to make the call. What has to be closed lies on the stack."""
+    blocking = stack.enter_context(Nccl(coor, device=0, blocking=True))
+    waiting = stack.enter_context(Nccl(coor, device=0))
     yield "communicator, nccl, blocking", lambda: blocking.allreduce(tensor)
     yield "communicator, nccl", lambda: waiting.allreduce(tensor)
-    double = blocking.scaled_sum(1.0, torch.float32)
+    scaled = blocking.scaled_sum(1.0, torch.float32)
     yield (
         "communicator, nccl, blocking, scaled (a kernel)",
-        lambda: blocking.allreduce(tensor, double),
+        lambda: blocking.allreduce(tensor, scaled),
     )
     store = dist.HashStore()
     dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=GPU)
+    stack.callback(dist.destroy_process_group)
     yield "torch.distributed.all_reduce", lambda: dist.all_reduce(tensor)
     yield "ctypes, as vLLM's pynccl", _through_ctypes(tensor)
-    yield from _optional(coor, tensor)
-    assert tensor.mean().item() == 1.0
+    yield from _optional(stack, coor, tensor)
 
 
 def _through_ctypes(tensor: torch.Tensor) -> Callable[[], object]:
@@ -118,13 +133,13 @@ def _through_ctypes(tensor: torch.Tensor) -> Callable[[], object]:
 
 
 def _optional(
-    coor: Coordinator, tensor: torch.Tensor
+    stack: ExitStack, coor: Coordinator, tensor: torch.Tensor
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """Those of cupy and nccl4py that are installed."""
     stream = torch.cuda.current_stream().cuda_stream
     at, count = tensor.data_ptr(), tensor.numel()
     try:
-        through_cupy = Cupy(coor, device=0)._comm
+        through_cupy = stack.enter_context(Cupy(coor, device=0))._comm
         yield (
             "cupy.cuda.nccl, addresses ready",
             lambda: through_cupy.allReduce(at, at, count, FLOAT32, SUM, stream),
@@ -237,29 +252,57 @@ def _noop_through_ctypes(folder: Path, tensor: torch.Tensor) -> Callable[..., ob
 def worlds() -> Table:
     """What holds for 1, 2 and 4 ranks; a failure is in the row, not the end of the table."""
     table = Table("gpu-worlds", ("what", "ranks", "found", "must be", "holds"))
-    table.note = device_note()
-    for ranks in (1, 2, 4):
-        _add(table, "conformance, cases passed", ranks, "conform", lambda v: v[0]["passed"], "> 50")
+    table.note = device_note() + " Short cases first, conformance last."
+    add = partial(_add, table)
     for ranks in (1, 2):
-        _add(table, "MiB a graph of 65 allreduces", ranks, "graph_memory", max, "< 10")
-    _add(table, "replayed and eager sums", 2, "capture_and_replay", lambda v: v[0][1], "== 16")
-    refused = lambda v: int("CUDA graph" in v[0])  # noqa: E731
-    _add(table, "close() with a live graph refused", 2, "close_with_a_live_graph", refused, "== 1")
-    _add(table, "abort() with a live graph, s", 1, "abort_with_a_live_graph", max, "< 10")
-    _add(table, "absent rank, s until freed", 2, "absent_rank", lambda v: v[0][1], "< 20")
-    _add(table, "torch.compile, captured", 2, "compiled", lambda v: v[0][1], "== 5")
+        add("MiB a graph of 65 allreduces", ranks, "graph_memory", max, "< 10")
+        add("kernels in such a graph, if no copies", ranks, "captured_nodes", _kernels, "== 65")
+        add("close() with a live graph refused", ranks, "close_with_a_live_graph", _refused, "== 1")
+        add("abort() with a live graph, s", ranks, "abort_with_a_live_graph", max, "< 10")
+    add("replayed and eager sums", 2, "capture_and_replay", lambda v: v[0][1], "== 16")
+    add("killed peer, s until named", 2, "killed_peer", _seconds_if("rank 1"), "< 20")
+    add("absent rank, s until freed", 2, "absent_rank", lambda v: v[0][1], "< 20")
+    add("torch.compile, captured", 2, "compiled", lambda v: v[0][1], "== 5")
+    for ranks in (2, 4):
+        add("one-shot of processes, wrong sums", ranks, "oneshot_sums", _count, "== 0")
+    absent = _seconds_if("waited in vain for rank 1")
+    add("one-shot, absent rank, s until named", 2, "oneshot_absent_rank", absent, "< 10")
+    for ranks in (1, 2, 4):
+        add("conformance, cases passed", ranks, "conform", lambda v: v[0]["passed"], "> 50")
     return table
+
+
+def _kernels(found: list[dict[str, int]]) -> float:
+    wrong = [text for nodes in found if (text := one_gpu.wrong_nodes(nodes, 65))]
+    return float("nan") if wrong else found[0]["kernel"]
+
+
+def _refused(found: list[str]) -> int:
+    return int(all("CUDA graph" in said for said in found))
+
+
+def _count(found: list[list[str]]) -> int:
+    return sum(map(len, found))
+
+
+def _seconds_if(wanted: str) -> Callable[[list[Any]], float]:
+    """How long rank 0 took, if what it said has this in it."""
+    return lambda found: found[0][1] if wanted in found[0][0] else float("inf")
+
+
+KILLED = {"killed_peer": -9}  # how the last rank of a case has to end
 
 
 def _add(
     table: Table, what: str, ranks: int, case: str, pick: Callable[[Any], float], bound: str
 ) -> None:
-    ended = one_gpu.finish(one_gpu.start(case, ranks), 240)
-    if any(code for code, _ in ended):
+    ended = one_gpu.finish(one_gpu.start(case, ranks), CASE_S)
+    codes = [code for code, _ in ended]
+    if codes != [0] * (ranks - 1) + [KILLED.get(case, 0)]:
         print("\n".join(text for _, text in ended), file=sys.stderr)
         table.add(what, ranks, "failed", bound, "NO")
         return
-    found = pick([one_gpu.result_of(text) for _, text in ended])
+    found = pick([one_gpu.result_of(text) for code, text in ended if code == 0])
     sign, limit = bound.split()
     holds = {"<": found < float(limit), ">": found > float(limit), "==": found == float(limit)}
     table.add(what, ranks, float(found), bound, "yes" if holds[sign] else "NO")
@@ -267,18 +310,24 @@ def _add(
 
 def lives() -> Table:
     """What one life of a communicator of one rank leaves behind, over as many as there is time."""
-    table = Table("gpu-lives", ("left behind by one life", "found", "lives"))
-    table.note = device_note()
-    (ended,) = one_gpu.finish(
-        one_gpu.start("create_and_destroy", 1, str(LIVES), str(LIVES_S)), LIVES_S + 120
-    )
-    if ended[0]:
-        print(ended[1], file=sys.stderr)
-    left = one_gpu.result_of(ended[1])
-    count = int(left.pop("lives"))
-    for name, amount in left.items():
-        table.add(name, float(amount), count)
+    table = Table("gpu-lives", ("left behind by one life", "lives", "found", "limit", "is"))
+    table.note = device_note() + " Once as it is, once with a leak of each kind planted in a life."
+    _add_lives(table, "", LIVES, LIVES_S)
+    _add_lives(table, "planted", 10, 60)
     return table
+
+
+def _add_lives(table: Table, leak: str, times: int, seconds: int) -> None:
+    started = one_gpu.start("create_and_destroy", 1, str(times), str(seconds), leak)
+    ((code, text),) = one_gpu.finish(started, seconds + 60)
+    if code:
+        print(text, file=sys.stderr)
+    left = one_gpu.result_of(text)
+    too_much = one_gpu.leaks(left)
+    for name, most in one_gpu.LEFT_BEHIND.items():
+        verdict = "too much" if name in too_much else "fine"
+        label = f"{name}, {leak}" if leak else name
+        table.add(label, int(left["lives"]), float(left[name]), most, verdict)
 
 
 # The one-shot kernel, all logical ranks in one launch.
@@ -313,6 +362,7 @@ def _small(world: int, nbytes: int, way: Algorithm) -> tuple[float, str]:
     graph.replay()
     end.record()
     end.synchronize()
+    ranks.error.check(0)
     graph.reset()
     ranks.close()
     return start.elapsed_time(end) * 10, "yes" if right else "NO"
@@ -321,21 +371,32 @@ def _small(world: int, nbytes: int, way: Algorithm) -> tuple[float, str]:
 def sanitizer() -> Table:
     """The small tests of the kernel under compute-sanitizer."""
     table = Table("gpu-sanitizer", ("tool", "found"), device_note())
-    command = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    places = os.pathsep.join([os.environ["PATH"], *SANITIZERS])
+    command = shutil.which("compute-sanitizer", path=places)
     for tool in ("memcheck", "racecheck"):
-        if not Path(command).exists():
-            table.add(tool, "compute-sanitizer is not on this machine")
-            continue
-        tests = ["-m", "pytest", "-q", "-x", "tests/gpu/test_oneshot.py", "-k", "small and 2"]
+        found = _sanitize(command, tool) if command else "compute-sanitizer is not on this machine"
+        table.add(tool, found)
+    return table
+
+
+def _sanitize(command: str, tool: str) -> str:
+    options = ["-o", f"timeout={SANITIZER_S}", "-k", "small and 2"]
+    tests = ["-m", "pytest", "-q", "-x", "tests/gpu/test_oneshot.py", *options]
+    try:
         done = subprocess.run(
             [command, "--tool", tool, "--error-exitcode", "9", sys.executable, *tests],
             capture_output=True,
             text=True,
             cwd=ROOT,
+            timeout=SANITIZER_S,
         )
-        summary = [line for line in done.stdout.splitlines() if "SUMMARY" in line]
-        table.add(tool, f"exit {done.returncode}; " + (summary or ["no summary"])[-1].strip("= "))
-    return table
+    except subprocess.TimeoutExpired:
+        return f"not done after {SANITIZER_S} s"
+    if done.returncode:
+        print(done.stdout, done.stderr, file=sys.stderr)
+    told = [line.strip("= ") for line in done.stdout.splitlines() if "SUMMARY" in line]
+    passed = [line for line in done.stdout.splitlines() if " passed" in line]
+    return "; ".join([f"exit {done.returncode}", *passed[-1:], *(told or ["no summary"])[-1:]])
 
 
 TABLES = {

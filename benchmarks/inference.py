@@ -1,64 +1,127 @@
-"""One model over several ranks, beside one process and transformers' own pipeline parallel.
+"""One model over several ranks, beside one process, transformers' pipeline parallel and torch RPC.
 
     python -m benchmarks.inference
-    python -m benchmarks.inference --ranks 2 --repeats 3 --layers 12 --hidden 768
+    python -m benchmarks.inference --repeats 3 --layers 12 --hidden 768 --save
 
-Every process uses one thread, so that two ranks have twice the cores of one process, no more. The
-peers take turns. "equal" says whether the tokens are those of the one process.
+Every process uses one thread, so that two ranks have twice the cores of one process, no more. All
+peers live in the same two processes and take turns, pass by pass: a slow moment of the machine is
+one of all. "equal" says whether the tokens are those of the one process. What being split costs is
+measured on a model so small that its layers take next to no time.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import inference
 import launcher
+from benchmarks import rpc_pipeline
 from benchmarks.table import Table, spread
+from coordinator import Coordinator
 
-NEW_TOKENS = 24
-CASES: dict[str, tuple[int, int, int]] = {  # batch, prompt, new tokens
-    "decode, batch 1": (1, 16, NEW_TOKENS),
-    "decode, batch 32": (32, 16, NEW_TOKENS),
-    "prefill, 8 x 512": (8, 512, 1),
-}
-Measured = dict[str, dict[str, Any]]
+RANKS = 2
+OURS, ONE = "ours", "one process"
+PIPELINE, RPC = "transformers' pipeline parallel", "torch RPC, as in Accelerate's PR 4066"
+Case = tuple[str, int, int, int]  # name, batch, prompt, new tokens
+LARGE: list[Case] = [
+    ("decode, batch 1", 1, 16, 24),
+    ("decode, batch 32", 32, 16, 12),
+    ("prefill, 8 x 512", 8, 512, 1),
+]
+SMALL: list[Case] = [("a token of a tiny model", 1, 16, 64)]
+Times = dict[str, list[dict[str, Any]]]  # by peer
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=768)
-    parser.add_argument("--save", action="store_true", help="write the table to benchmarks/results")
-    arguments = parser.parse_args()
+    parser.add_argument(
+        "--save", action="store_true", help="write the tables to benchmarks/results"
+    )
+    options = parser.parse_args()
+    tables = [
+        speeds(options.layers, options.hidden, options.repeats),
+        costs(options.layers, 4 * options.repeats),
+    ]
+    for table in tables:
+        table.show()
+        if options.save:
+            table.save()
+
+
+def speeds(layers: int, hidden: int, repeats: int) -> Table:
+    columns = ("what", "over", "tokens/s", "first token (ms)", "ms per token", "equal")
     with tempfile.TemporaryDirectory() as folder:
-        parameters = new_model(folder, arguments.layers, arguments.hidden)
-        table = measure(folder, arguments.ranks, arguments.repeats, parameters)
-    table.show()
-    if arguments.save:
-        table.save()
+        parameters = new_model(folder, layers, hidden)
+        found = launch(folder, layers, LARGE, repeats)
+    note = f"Llama of {parameters / 1e6:.0f} M parameters, fp32, half the layers on each rank; "
+    note += "median and middle half of rounds in which all take turns; warmed up."
+    table = Table("inference", (*columns, f"{ONE} (ms)", f"{ONE} / this"), note)
+    for name, batch, _, new_tokens in LARGE:
+        times = found[name]
+        for peer in times:
+            first = [each["first"] for each in times[peer]]
+            per_token = [each["ms"] / new_tokens for each in times[peer]]
+            alone = [each["ms"] / new_tokens for each in times[ONE]]
+            ratio = statistics.median(a / b for a, b in zip(alone, per_token, strict=True))
+            rate = batch * 1000 / statistics.median(per_token)
+            cells = (name, peer, rate, spread(first), spread(per_token), equal(times, peer))
+            table.add(*cells, spread(alone), ratio)
+    return table
 
 
-def new_model(folder: str, layers: int, hidden: int) -> int:
+def costs(layers: int, repeats: int) -> Table:
+    """What a token pays for being split: its time less that of the same compute in one process."""
+    with tempfile.TemporaryDirectory() as folder:
+        new_model(folder, layers, 64, vocabulary=512)
+        found = launch(folder, layers, SMALL, repeats)
+    columns = ("what", "over", "us per token", "equal", f"{ONE} (us)", "cost (us)", "ours / this")
+    note = f"Llama of {layers} layers of width 64, half on each rank; cost of being split: the "
+    note += "fastest round less that of the one process."
+    table = Table("inference-split", columns, note)
+    for name, _, _, new_tokens in SMALL:
+        times = found[name]
+        micros = {
+            peer: [each["ms"] * 1000 / new_tokens for each in rounds]
+            for peer, rounds in times.items()
+        }
+        cost = {peer: min(values) - min(micros[ONE]) for peer, values in micros.items()}
+        for peer in (OURS, PIPELINE, RPC):
+            cells = (name, peer, spread(micros[peer]), equal(times, peer), spread(micros[ONE]))
+            table.add(*cells, cost[peer], cost[OURS] / cost[peer])
+    return table
+
+
+def equal(times: Times, peer: str) -> str:
+    wanted = times[ONE][0]["tokens"]
+    return "yes" if all(each["tokens"] == wanted for each in times[peer]) else "NO"
+
+
+def new_model(folder: str, layers: int, hidden: int, vocabulary: int = 8192) -> int:
     """Save a Llama of random weights; its number of parameters."""
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=8192,
+        vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=hidden * 8 // 3,
         num_hidden_layers=layers,
-        num_attention_heads=12,
+        num_attention_heads=max(2, hidden // 64),
         eos_token_id=None,
     )
     model = LlamaForCausalLM(config)
@@ -66,77 +129,99 @@ def new_model(folder: str, layers: int, hidden: int) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def measure(folder: str, ranks: int, repeats: int, parameters: int) -> Table:
-    columns = ("what", "over", "ms", "one process (ms)", "equal", "one process / ours")
-    note = f"Llama of {parameters / 1e6:.0f} M parameters, fp32; ms per pass of the model, median."
-    table = Table("inference", columns, note)
-    peers = {"ours": (ours, ranks), "transformers' pipeline parallel": (pipeline, ranks)}
-    rounds = [
-        {name: run(work, size, folder) for name, (work, size) in {"one": (one, 1), **peers}.items()}
-        for _ in range(repeats)
-    ]
-    for case in CASES:
-        for name in peers:
-            table.add(case, f"{ranks} ranks, {name}", *row(rounds, name, case))
-    return table
+def launch(folder: str, layers: int, cases: list[Case], repeats: int) -> dict[str, Times]:
+    work = (folder, layers, [list(case) for case in cases], repeats)
+    found: list[Any] = launcher.launch(rank, nprocs=RANKS, args=work, timeout_s=900)
+    return found[0]  # type: ignore[no-any-return]
 
 
-def row(rounds: list[dict[str, Measured]], name: str, case: str) -> tuple[Any, ...]:
-    """Milliseconds of a peer and of the one process, whether the tokens agree, and the ratio."""
-    found, alone = [[each[peer][case] for each in rounds] for peer in (name, "one")]
-    times, base = [[each["ms"] for each in side] for side in (found, alone)]
-    equal = all(a["tokens"] == b["tokens"] for a, b in zip(found, alone, strict=True))
-    ratio = statistics.median(base) / statistics.median(times)
-    return spread(times), spread(base), "yes" if equal else "NO", ratio
-
-
-def run(work: Callable[[str], Any], ranks: int, folder: str) -> Measured:
-    results: list[Measured] = launcher.launch(work, nprocs=ranks, args=(folder,), timeout_s=900)
-    return results[0]
-
-
-def one(folder: str) -> Measured:
+def rank(folder: str, layers: int, cases: list[Case], repeats: int) -> dict[str, Times] | None:
+    """Both ranks hold their part of every peer; the master says whose turn it is."""
     torch.set_num_threads(1)
-    return timed(LlamaForCausalLM.from_pretrained(folder))
+    halves = {"": 0, **{f"model.layers.{n}": 1 for n in range(layers // 2, layers)}}
+    with Coordinator() as orders, rpc_pipeline.joined(orders, folder):
+        served = threading.Thread(target=serve, args=(folder, halves))
+        if not orders.is_master():
+            served.start()
+        split = pipeline_parallel(folder, orders)
+        if not orders.is_master():
+            obey(orders, split)
+            served.join()
+            return None
+        with inference.load(folder, halves, max_memory=[1 << 34] * RANKS) as ours:
+            plain = accelerate.dispatch_model(LlamaForCausalLM.from_pretrained(folder), {"": "cpu"})
+            over_rpc = rpc_pipeline.master(LlamaForCausalLM.from_pretrained(folder), layers // 2)
+            peers = {ONE: plain, OURS: ours, PIPELINE: Ordering(orders, split), RPC: over_rpc}
+            found = take_turns(peers, cases, repeats)
+            orders.broadcast_object(None)
+        return found
 
 
-def ours(folder: str) -> Measured:
+def serve(folder: str, device_map: dict[str, int]) -> None:
     torch.set_num_threads(1)
-    with inference.load(folder) as model:
-        return timed(model)
+    with contextlib.suppress(inference.Served):
+        inference.load(folder, device_map, max_memory=[1 << 34] * RANKS)
 
 
-def pipeline(folder: str) -> Measured:
+def pipeline_parallel(folder: str, orders: Coordinator) -> Any:
     """transformers' DistributedConfig(pp_size=...): every rank calls generate."""
     from transformers.distributed import DistributedConfig
 
-    torch.set_num_threads(1)
-    info = launcher.current()
+    store = Path(folder) / "pipeline"
     torch.distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/{info.launch_id}",
-        rank=info.rank,
-        world_size=info.world_size,
+        "gloo", init_method=f"file://{store}", rank=orders.rank, world_size=RANKS
     )
-    config = DistributedConfig(pp_size=info.world_size)
-    found = timed(LlamaForCausalLM.from_pretrained(folder, distributed_config=config))
-    torch.distributed.destroy_process_group()
+    config = DistributedConfig(pp_size=RANKS)
+    return LlamaForCausalLM.from_pretrained(folder, distributed_config=config)
+
+
+class Ordering:
+    """generate() of a model that every rank has to call."""
+
+    def __init__(self, orders: Coordinator, model: Any):
+        self.orders, self.model = orders, model
+
+    def generate(self, ids: torch.Tensor, max_new_tokens: int, **options: Any) -> torch.Tensor:
+        self.orders.broadcast_object([*ids.shape, max_new_tokens])
+        return greedy(self.model, *ids.shape, max_new_tokens)
+
+
+def obey(orders: Coordinator, model: Any) -> None:
+    while (call := orders.broadcast_object(None)) is not None:
+        greedy(model, *call)
+
+
+def take_turns(peers: dict[str, Any], cases: list[Case], repeats: int) -> dict[str, Times]:
+    found: dict[str, Times] = {}
+    for name, batch, length, new_tokens in cases:
+        times = found[name] = {peer: [] for peer in peers}
+        for model in peers.values():
+            greedy(model, batch, min(length, 64), min(new_tokens, 3))
+        for _ in range(repeats):
+            for peer, model in peers.items():
+                times[peer].append(timed(model, batch, length, new_tokens))
     return found
 
 
-def timed(model: Any) -> Measured:
-    """Each case once to warm up and once on the clock."""
-    found = {}
-    for case, (batch, length, new_tokens) in CASES.items():
-        ids = torch.randint(8192, (batch, length), generator=torch.Generator().manual_seed(0))
-        mask = torch.ones_like(ids)
-        options = {"attention_mask": mask, "max_new_tokens": new_tokens, "do_sample": False}
-        model.generate(ids, **{**options, "max_new_tokens": min(new_tokens, 3)})
-        start = time.perf_counter()
-        tokens = model.generate(ids, **options)
-        took_ms = (time.perf_counter() - start) * 1000 / new_tokens
-        found[case] = {"ms": took_ms, "tokens": tokens[:, length:].tolist()}
-    return found
+def timed(model: Any, batch: int, length: int, new_tokens: int) -> dict[str, Any]:
+    first_ms, tokens = clock(lambda: greedy(model, batch, length, 1))
+    took_ms = first_ms
+    if new_tokens > 1:
+        took_ms, tokens = clock(lambda: greedy(model, batch, length, new_tokens))
+    return {"first": first_ms, "ms": took_ms, "tokens": tokens[:, length:].tolist()}
+
+
+def clock(work: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
+    start = time.perf_counter()
+    value = work()
+    return (time.perf_counter() - start) * 1000, value
+
+
+def greedy(model: Any, batch: int, length: int, new_tokens: int) -> torch.Tensor:
+    ids = torch.randint(8, 512, (batch, length), generator=torch.Generator().manual_seed(0))
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False}
+    tokens: torch.Tensor = model.generate(ids, max_new_tokens=new_tokens, **options)
+    return tokens
 
 
 if __name__ == "__main__":

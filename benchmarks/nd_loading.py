@@ -1,13 +1,17 @@
-"""Loads one checkpoint into FSDP2 shards in three ways, in one run, and prints a table.
+"""Loads one checkpoint into FSDP2 shards in four ways, in one run.
 
-python -m launcher run -n 4 -m benchmarks.nd_loading
+python -m benchmarks.nd_loading [--save] [--ranks 4]
 
-ours          inference.load_into, reader "each" and "rank0"
+ours          inference.load over a DeviceMesh, reader "each" and "rank0"
 torch         set_model_state_dict(full_state_dict=True, broadcast_from_rank0=True)
+transformers  from_pretrained(distributed_config=DistributedConfig(fsdp_size=...))
 """
 
+import argparse
+import ctypes
+import gc
 import json
-import platform
+import os
 import statistics
 import tempfile
 import threading
@@ -16,30 +20,35 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
-from torch import nn
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.distributed import DistributedConfig
 
 import inference
+import launcher
+from benchmarks.table import Table, spread
 from coordinator import Coordinator
 
-WIDTH, INNER, DEPTH, WORDS, RUNS = 1024, 2816, 6, 16000, 3
+SIZES = {
+    "vocab_size": 16000,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+}
+RUNS = 3
 MIB = 1 << 20
-
-
-class Tower(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)) for _ in range(DEPTH)
-        )
+COLUMNS = (
+    *("way", "ranks", "right", "seconds", "peak rank 0 (MiB)", "peak others (MiB)", "sent (MiB)"),
+    "torch / this",
+)
 
 
 class Peak(threading.Thread):
-    """The most memory of its own that this process had while the body ran, above the start."""
+    """The most memory, its own and of files, that this process had in the body, above the start."""
 
     def __enter__(self):
         self.base, self.peak, self.on = self.now(), 0, True
@@ -48,7 +57,8 @@ class Peak(threading.Thread):
 
     def now(self):
         status = Path("/proc/self/status").read_text()
-        return int(status.split("RssAnon:")[1].split()[0]) * 1024
+        kinds = ("RssAnon:", "RssFile:")
+        return sum(int(status.split(kind)[1].split()[0]) * 1024 for kind in kinds)
 
     def run(self):
         while self.on:
@@ -56,31 +66,37 @@ class Peak(threading.Thread):
             time.sleep(0.002)
 
     def __exit__(self, *error):
+        self.peak = max(self.peak, self.now() - self.base)
         self.on = False
         self.join()
 
 
-def empty(mesh):
+def by_torch(mesh, folder, coor):
     with torch.device("meta"):
-        model = Tower()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def by_torch(model, folder, coor):
-    model.to_empty(device="cpu")
+        model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh).to_empty(device="cpu")
     full = load_file(folder / "model.safetensors") if coor.is_master() else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, full, options=options)
     whole = sum(tensor.nbytes for tensor in full.values())
-    return whole * (coor.world_size - 1) if coor.is_master() else 0
+    return model, whole * (coor.world_size - 1) if coor.is_master() else 0
+
+
+def by_transformers(mesh, folder, coor):
+    """Each rank reads; what it has read is used once, as it may be no more than mapped."""
+    config = DistributedConfig(fsdp_size=coor.world_size)
+    model = LlamaForCausalLM.from_pretrained(folder, distributed_config=config)
+    for tensor in model.state_dict().values():
+        tensor.to_local().sum()
+    return model, 0
 
 
 def by_us(reader):
-    def load(model, folder, coor):
-        mesh = {"dp_shard": coor.world_size}
-        return inference.load_into(model, folder, coor, mesh=mesh, reader=reader).nbytes_sent
+    def load(mesh, folder, coor):
+        model = inference.load(folder, coor=coor, mesh=mesh, reader=reader)
+        return model, model.loaded.nbytes_sent
 
     return load
 
@@ -89,6 +105,7 @@ WAYS = {
     "ours, each": by_us("each"),
     "ours, rank0": by_us("rank0"),
     "torch, broadcast_from_rank0": by_torch,
+    "transformers, DistributedConfig": by_transformers,
 }
 
 
@@ -102,42 +119,67 @@ def right(model, folder, coor):
 
 def measure(way, mesh, folder, coor):
     """Seconds (the slowest rank), peak of rank 0 and of the others, bytes sent, correctness."""
-    seconds = []
+    seconds, told = [], []
     for _ in range(RUNS):
-        model = empty(mesh)
+        model = None  # lets go of the last one
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # so that this one pays for its memory, too
         coor.barrier()
         start = time.monotonic()
         with Peak(daemon=True) as peak:
-            sent = WAYS[way](model, folder, coor)
+            model, sent = WAYS[way](mesh, folder, coor)
         mine = [time.monotonic() - start, peak.peak, sent, right(model, folder, coor)]
-        told = [json.loads(data) for data in coor.allgather(json.dumps(mine).encode())]
-        seconds.append(max(one[0] for one in told))
-    others = max(one[1] for one in told[1:])
-    return seconds, told[0][1], others, sum(one[2] for one in told), all(one[3] for one in told)
+        told.append([json.loads(data) for data in coor.allgather(json.dumps(mine).encode())])
+        seconds.append(max(one[0] for one in told[-1]))
+    first = max(ranks[0][1] for ranks in told)
+    others = max(one[1] for ranks in told for one in ranks[1:])
+    sent = sum(one[2] for one in told[-1])
+    return seconds, first, others, sent, all(one[3] for ranks in told for one in ranks)
 
 
-with Coordinator() as coor, tempfile.TemporaryDirectory() as own:
-    torch.set_num_threads(1)
-    folder = Path(coor.broadcast(own.encode()).decode())  # one machine: all read rank 0's folder
-    if coor.is_master():
-        save_file(Tower().state_dict(), folder / "model.safetensors")
-    coor.barrier()
-    store = coor.store("process group")
-    dist.init_process_group("gloo", store=store, rank=coor.rank, world_size=coor.world_size)
-    mesh = init_device_mesh("cpu", (coor.world_size,), mesh_dim_names=("dp_shard",))
-    rows = {way: measure(way, mesh, folder, coor) for way in WAYS}
-    if coor.is_master():
+def rank():
+    """Of every way: what measure() says; and how large the checkpoint was. Collective."""
+    with Coordinator() as coor, tempfile.TemporaryDirectory() as own:
+        torch.set_num_threads(1)
+        folder = Path(coor.broadcast(own.encode()).decode())  # one machine: all read rank 0's
+        if coor.is_master():
+            LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(folder)
+        coor.barrier()
+        here = {"RANK": coor.rank, "LOCAL_RANK": coor.local_rank, "WORLD_SIZE": coor.world_size}
+        os.environ.update({name: str(value) for name, value in here.items()})  # transformers asks
+        store = coor.store("process group")
+        dist.init_process_group("gloo", store=store, rank=coor.rank, world_size=coor.world_size)
+        mesh = init_device_mesh("cpu", (coor.world_size,), mesh_dim_names=("dp_shard",))
+        found = {way: measure(way, mesh, folder, coor) for way in WAYS}
         nbytes = (folder / "model.safetensors").stat().st_size
-        share = nbytes / MIB / coor.world_size
-        print(f"{platform.machine()}, torch {torch.__version__}, {coor.world_size} ranks,", end=" ")
-        print(f"{nbytes / MIB:.0f} MiB, share {share:.0f} MiB")
-        print(
-            "| way | s, median (spread) | peak rank 0, MiB | peak others, MiB | sent, MiB | right |"
-        )
-        print("|---|---|---|---|---|---|")
-        for way, (seconds, first, others, sent, ok) in rows.items():
-            spread = f"{statistics.median(seconds):.2f} ({min(seconds):.2f}-{max(seconds):.2f})"
-            memory = f"{first / MIB:.0f} | {others / MIB:.0f} | {sent / MIB:.0f}"
-            print(f"| {way} | {spread} | {memory} | {'yes' if ok else 'NO'} |")
-    dist.destroy_process_group()
-    coor.barrier()
+        coor.barrier()
+        dist.destroy_process_group()
+    return found, nbytes
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--save", action="store_true", help="write the table to benchmarks/results")
+    arguments = parser.parse_args()
+    found, nbytes = launcher.launch(rank, nprocs=arguments.ranks, timeout_s=600)[0]
+    share = nbytes / MIB / arguments.ranks
+    note = (
+        f"A checkpoint of {nbytes / MIB:.0f} MiB, so a share of {share:.0f} MiB a rank. seconds: "
+        "of the slowest rank, building the model included. peak: of memory, its own and mapped "
+        "from files, above the start; torch's rank 0 and whoever reads map the file."
+    )
+    table = Table("nd_loading", COLUMNS, note)
+    theirs = statistics.median(found["torch, broadcast_from_rank0"][0])
+    for way, (seconds, first, others, sent, ok) in found.items():
+        sizes = [size / MIB for size in (first, others, sent)]
+        ratio = theirs / statistics.median(seconds)
+        right = "yes" if ok else "NO"
+        table.add(way, arguments.ranks, right, spread(seconds), *sizes, ratio)
+    table.show()
+    if arguments.save:
+        table.save()
+
+
+if __name__ == "__main__":
+    main()

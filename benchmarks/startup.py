@@ -4,101 +4,121 @@
     python -m benchmarks.startup -n 2 --repeats 3
 
 The peers are measured in turns with us. Every rank imports torch, meets the others in a barrier of
-its launcher's own kind (ours: the Coordinator's; torchrun: torch.distributed over gloo; mpiexec:
-mpi4py's) and prints the time, on a clock that all processes of a machine share.
+its launcher's own kind (ours: the Coordinator's; mpiexec: mpi4py's; the others: torch.distributed
+over gloo) and prints the time, on a clock that all processes of a machine share.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from typing import Any
 
+from benchmarks.mpi import engines
 from benchmarks.table import Table, alternate, spread
 
 MARK = "past the barrier at"
-PEERS = {"ours": "ours", "ours, preloaded": "ours", "torchrun": "torchrun", "mpiexec": "mpiexec"}
 PRELOADED = ("--preload", "torch", "--preload", "coordinator")
+COLUMNS = ("what", "ranks", "right", "ours (s)", "ours, preloaded (s)", "peer", "(s)", "ratio")
+NOTE = (
+    "Median and middle half. `command to barrier`: from the command until the last rank is past "
+    "its first barrier. `death to the end`: from the SIGKILL of rank 1, while the others wait in a "
+    "barrier, until the command has ended. right: every rank passed (one, where the others die). "
+    "ratio: ours, without preloading, divided by the peer's."
+)
+Barrier = Callable[[], object]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("-n", type=int, nargs="+", default=[2, 8], help="ranks")
+    parser.add_argument("-n", type=int, nargs="+", default=[2, 4, 8, 16], help="ranks")
+    parser.add_argument("--dying", type=int, nargs="+", default=[2, 8], help="ranks, one to die")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--save", action="store_true", help="write the table to benchmarks/results")
-    parser.add_argument("--rank", help=argparse.SUPPRESS)  # given to the ranks
+    parser.add_argument("--rank", choices=MEETINGS, help=argparse.SUPPRESS)  # given to the ranks
+    parser.add_argument("--spawn", type=int, help=argparse.SUPPRESS)  # be the parent of spawn
     parser.add_argument("--dies", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.spawn:
+        return spawn(arguments.spawn, arguments.dies)
     if arguments.rank:
         return be_rank(arguments.rank, arguments.dies)
-    table = measure(arguments.n, arguments.repeats)
+    table = measure(arguments.n, arguments.dying, arguments.repeats)
     table.show()
     if arguments.save:
         table.save()
 
 
-def measure(sizes: list[int], repeats: int) -> Table:
-    columns = ("what", "ranks", "launcher", "seconds", "torchrun (s)", "all passed", "ratio")
-    table = Table("startup", columns, "Median and middle half; ratio of the medians to torchrun's.")
+def measure(sizes: list[int], dying: list[int], repeats: int) -> Table:
+    table = Table("startup", COLUMNS, NOTE)
     for size in sizes:
         add(table, "command to barrier", size, repeats, dies=False)
-    add(table, "death to the end", sizes[0], repeats, dies=True)
+    for size in dying:
+        add(table, "death to the end", size, repeats, dies=True)
     return table
 
 
 def add(table: Table, what: str, size: int, repeats: int, dies: bool) -> None:
-    passed: dict[str, bool] = dict.fromkeys(peers(), True)
+    """A row for each peer."""
+    starts = commands(size, dies)
+    passed = dict.fromkeys(starts, True)
 
     def one(peer: str) -> float:
-        seconds, ranks = once(command(peer, size, dies), dies)
+        seconds, ranks = once(starts[peer], dies)
         passed[peer] &= ranks == (1 if dies else size)
         return seconds
 
-    found = alternate({peer: lambda peer=peer: one(peer) for peer in peers()}, repeats)
-    torchrun = found.pop("torchrun")
-    for peer, seconds in found.items():
-        ratio = statistics.median(seconds) / statistics.median(torchrun)
-        both = passed[peer] and passed["torchrun"]
-        table.add(
-            what, size, peer, spread(seconds), spread(torchrun), "yes" if both else "NO", ratio
-        )
+    found = alternate({peer: lambda peer=peer: one(peer) for peer in starts}, repeats)
+    ours, preloaded = found.pop("ours"), found.pop("ours, preloaded")
+    for peer, theirs in found.items():
+        right = passed["ours"] and passed["ours, preloaded"] and passed[peer]
+        ratio = statistics.median(ours) / statistics.median(theirs)
+        cells = spread(ours), spread(preloaded), peer, spread(theirs), ratio
+        table.add(what, size, "yes" if right else "NO", *cells)
 
 
-def peers() -> list[str]:
-    return [peer for peer in PEERS if peer != "mpiexec" or shutil.which("mpiexec")]
-
-
-def command(peer: str, size: int, dies: bool) -> list[str]:
-    rank = ["-m", "benchmarks.startup", "--rank", PEERS[peer], *(["--dies"] if dies else [])]
-    python, n = sys.executable, str(size)
-    if peer == "torchrun":
-        run = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", n]
-        return [*run, *rank]
-    if peer == "mpiexec":
-        return ["mpiexec", "-n", n, python, *rank]
-    preload = PRELOADED if "preloaded" in peer else ()
-    return [python, "-m", "launcher", "run", "-n", n, *preload, *rank]
+def commands(size: int, dies: bool) -> dict[str, list[str]]:
+    """What is typed to start so many ranks, by who starts them."""
+    python, n, death = sys.executable, str(size), ["--dies"] if dies else []
+    module = ["-m", "benchmarks.startup", *death]
+    ours = [python, "-m", "launcher", "run", "-n", n]
+    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", n]
+    found = {
+        "ours": [*ours, *module, "--rank", "ours"],
+        "ours, preloaded": [*ours, *PRELOADED, *module, "--rank", "ours"],
+        "torchrun": [*torchrun, *module, "--rank", "torchrun"],
+        "torch.multiprocessing.spawn": [python, *module, "--spawn", n],
+    }
+    for name, engine in engines().items():
+        found[f"mpiexec, {name}"] = [*engine, "-n", n, python, *module, "--rank", "mpi"]
+    return found
 
 
 def once(command: list[str], dies: bool) -> tuple[float, int]:
     """(seconds, how many ranks said the time). With dies: seconds from the death to the end."""
     began = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     ended = time.monotonic()
     times = [float(line.split()[-1]) for line in done.stdout.splitlines() if MARK in line]
     assert times, f"no rank passed the barrier of {command}: {done.stderr}"
     return (ended - max(times) if dies else max(times) - began), len(times)
 
 
-def be_rank(peer: str, dies: bool) -> None:
+def be_rank(kind: str, dies: bool) -> None:
     import torch  # noqa: F401 - what every rank of the projects this is for pays
 
-    rank, barrier = MEETINGS[peer]()
+    live(*MEETINGS[kind](), dies)
+
+
+def live(rank: int, barrier: Barrier, dies: bool) -> None:
+    """Pass the barrier and say when; or let rank 1 die while the others wait in the next."""
     barrier()
     if not dies or rank == 1:
         os.write(1, f"{MARK} {time.monotonic()}\n".encode())  # at once: ranks may share the pipe
@@ -108,27 +128,40 @@ def be_rank(peer: str, dies: bool) -> None:
         barrier()
 
 
-def meet_ours():
+def meet_ours() -> tuple[int, Barrier]:
     from coordinator import Coordinator
 
     coor = Coordinator()
     return coor.rank, coor.barrier
 
 
-def meet_torchrun():
+def meet_gloo(**where: Any) -> tuple[int, Barrier]:
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", **where)
     return dist.get_rank(), dist.barrier
 
 
-def meet_mpiexec():
+def meet_mpi() -> tuple[int, Barrier]:
     from mpi4py import MPI
 
     return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.barrier
 
 
-MEETINGS = {"ours": meet_ours, "torchrun": meet_torchrun, "mpiexec": meet_mpiexec}
+MEETINGS = {"ours": meet_ours, "torchrun": meet_gloo, "mpi": meet_mpi}
+
+
+def spawn(size: int, dies: bool) -> None:
+    """torch.multiprocessing.spawn, as its documents show it."""
+    import torch.multiprocessing
+
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(spawned, args=(size, folder, dies), nprocs=size)
+
+
+def spawned(rank: int, size: int, folder: str, dies: bool) -> None:
+    live(*meet_gloo(init_method=f"file://{folder}/meet", rank=rank, world_size=size), dies)
+
 
 if __name__ == "__main__":
     main()

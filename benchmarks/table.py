@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -20,7 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+# Where tables are kept; a trial keeps its own elsewhere.
+RESULTS = Path(os.environ.get("BENCHMARK_RESULTS", Path(__file__).parent / "results"))
 VERSIONS = (
     "torch",
     "transformers",
@@ -67,7 +69,8 @@ class Table:
         path = folder / f"{self.name}.md"
         path.write_text(self.markdown())
         facts = where()
-        objects = [{**facts, **dict(zip(self.columns, row, strict=True))} for row in self.rows]
+        rows = [map(_plain, row) for row in self.rows]
+        objects = [{**facts, **dict(zip(self.columns, row, strict=True))} for row in rows]
         lines = "".join(json.dumps(row) + "\n" for row in objects)
         path.with_suffix(".jsonl").write_text(lines)
         return path
@@ -105,7 +108,14 @@ def versions() -> str:
 
 
 def commit() -> str:
-    """The commit that is measured, marked if the tree differs from it."""
+    """The commit that is measured, marked if the tree differs from it.
+
+    BENCHMARK_COMMIT says it where the tree was copied without its history.
+    """
+    if said := os.environ.get("BENCHMARK_COMMIT"):
+        return said
+    if shutil.which("git") is None:
+        return "unknown"
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
     return done.stdout.strip() or "unknown"
@@ -126,12 +136,29 @@ def alternate(cases: dict[str, Callable[[], float]], repeats: int) -> dict[str, 
     return found
 
 
-def spread(values: Sequence[float]) -> str:
+class Spread(str):
+    """What spread() says, with its numbers."""
+
+    median: float
+    low: float
+    high: float
+
+
+def spread(values: Sequence[float]) -> Spread:
     """Median, and the range of its middle half: 3.1 (2.9-3.4)."""
-    if len(values) < 2:
-        return _text(values[0])
-    low, _, high = statistics.quantiles(values, n=4)
-    return f"{_text(statistics.median(values))} ({_text(low)}-{_text(high)})"
+    median = statistics.median(values)
+    low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else [median] * 3
+    range_ = f" ({_text(low)}-{_text(high)})" if len(values) > 1 else ""
+    said = Spread(f"{_text(median)}{range_}")
+    said.median, said.low, said.high = median, low, high
+    return said
+
+
+def _plain(cell: Any) -> Any:
+    """A cell as JSON has it."""
+    if isinstance(cell, Spread):
+        return {"median": cell.median, "low": cell.low, "high": cell.high}
+    return cell
 
 
 def _text(cell: Any) -> str:

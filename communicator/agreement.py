@@ -39,7 +39,11 @@ def compare(comm: Communicator, number: int, mine: str) -> None:
         raise type(error)(
             f"{error} (It was comparing call {number}, {mine}, with theirs.)"
         ) from error
-    said = [unpack(row) for row in rows]
+    judge(comm, number, [unpack(row) for row in rows])
+
+
+def judge(comm: Communicator, number: int, said: list[str]) -> None:
+    """Raise CommunicatorError unless every rank said the same."""
     if len(set(said)) > 1:
         asked = "; ".join(f"rank {rank} asked for {text}" for rank, text in enumerate(said))
         raise CommunicatorError(

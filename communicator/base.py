@@ -19,11 +19,17 @@ import torch
 
 import launcher
 from communicator import agreement
-from communicator.checks import check_like, check_op, check_other, check_peer, check_tensor
+from communicator.built import Built
+from communicator.checks import (
+    check_apart,
+    check_like,
+    check_op,
+    check_other,
+    check_peer,
+    check_tensor,
+)
 from communicator.errors import CommunicatorError, Unsupported
 from coordinator import Coordinator
-
-WIDE = {torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
 
 TRACED = (
     "allreduce",
@@ -37,7 +43,7 @@ TRACED = (
 )
 
 
-class Communicator:
+class Communicator(Built):
     """Moves tensors among the ranks of a Coordinator. Collective to make.
 
     coor: who the ranks are. It stays the caller's, and must outlive the Communicator.
@@ -93,10 +99,10 @@ class Communicator:
         self._open(**options)
         self._recorder = launcher.recorder(coor.info)
         if self._recorder is not None:
-            self._recorder.follow(self, TRACED, "move")
-            self._recorder.follow(self, ["barrier"], "wait")
+            self._recorder.follow(self, TRACED, "move", backend=self.name)
+            self._recorder.follow(self, ["barrier"], "wait", backend=self.name)
 
-    # What a backend provides. Tensors are checked, contiguous, on the right device, not empty.
+    # What a backend provides: this, and _send and _recv of Built, and what else it does better.
 
     @classmethod
     def probe(cls, coor: Coordinator) -> int:
@@ -109,73 +115,8 @@ class Communicator:
     def _open(self) -> None:
         """Bring the ranks together. Collective. May use self.coor; options become arguments."""
 
-    def _send(self, tensor: torch.Tensor, dst: int) -> None:
-        """Give tensor to rank dst; may wait until it receives."""
-        raise NotImplementedError
-
-    def _recv(self, tensor: torch.Tensor, src: int) -> None:
-        """Fill tensor with what rank src sent; sends between two ranks keep their order."""
-        raise NotImplementedError
-
     def _close(self) -> None:
         """Free what _open took. Not collective."""
-
-    def _barrier(self) -> None:
-        word = torch.ones(1, device=self._device())
-        self._allreduce(word, word, "max")
-
-    def _broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        for rank in range(self.world_size):
-            if rank != src:
-                self._pass(tensor, src, rank)
-
-    def _reduce(self, out: torch.Tensor | None, tensor: torch.Tensor, dst: int, op: str) -> None:
-        """Reduce in order of rank on dst; out is None on the other ranks."""
-        if out is None:
-            return self._send(tensor, dst)
-        total: torch.Tensor | None = None
-        for src in range(self.world_size):
-            part = tensor if src == dst else torch.empty_like(tensor)
-            if src != dst:
-                self._recv(part, src)
-            total = _wide(part) if total is None else _combine(total, _wide(part), op)
-        assert total is not None
-        out.copy_(total / self.world_size if op == "avg" else total)
-
-    def _allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
-        """Reduced once and handed on, so that every rank has the same bits."""
-        self._reduce(out if self.rank == 0 else None, tensor, 0, op)
-        self._broadcast(out, 0)
-
-    def _allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
-        out[self.rank].copy_(tensor)
-        for src in range(self.world_size):
-            self._broadcast(out[src], src)
-
-    def _reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
-        for dst in range(self.world_size):
-            self._reduce(out if dst == self.rank else None, tensor[dst], dst, op)
-
-    def _alltoall(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
-        out[self.rank].copy_(tensor[self.rank])
-        for low in range(self.world_size):
-            for high in range(low + 1, self.world_size):
-                if self.rank in (low, high):
-                    self._swap(out, tensor, low, high)
-
-    def _swap(self, out: torch.Tensor, tensor: torch.Tensor, low: int, high: int) -> None:
-        if self.rank == low:
-            self._send(tensor[high], high)
-            self._recv(out[high], high)
-        else:
-            self._recv(out[low], low)
-            self._send(tensor[low], low)
-
-    def _exchange(self, calls: list[tuple[str, torch.Tensor, int]]) -> None:
-        """Run the sends and receives of a group(): in one order for all ranks, so nobody waits."""
-        ordered = sorted(calls, key=lambda call: self._pair(call[0], call[2]))
-        for kind, tensor, peer in ordered:
-            self._send(tensor, peer) if kind == "send" else self._recv(tensor, peer)
 
     # What users call.
 
@@ -187,12 +128,12 @@ class Communicator:
         Returns the tensor written. op: sum, prod, max, min, avg. All ranks get the same bits.
         """
         self._check("allreduce", tensor)
-        check_op(self.rank, "allreduce", op, tensor.dtype)
+        check_op(self.rank, "allreduce", op, tensor)
         out = tensor if out is None else self._check_out("allreduce", out, tensor.shape, tensor)
         if self.world_size == 1:
             return out if out is tensor else out.copy_(tensor)
         self._compare("allreduce", tensor, op)
-        if tensor.numel():
+        if self._moves(tensor):
             self._allreduce(out, tensor, op)
         return out
 
@@ -201,7 +142,7 @@ class Communicator:
         self._check("broadcast", tensor)
         check_peer(self.rank, "broadcast", src, self.world_size, "src")
         self._compare("broadcast", tensor, f"from rank {src}")
-        if self.world_size > 1 and tensor.numel():
+        if self.world_size > 1 and self._moves(tensor):
             self._broadcast(tensor, src)
         return tensor
 
@@ -211,10 +152,10 @@ class Communicator:
         Returns the tensor; on the other ranks it is unchanged.
         """
         self._check("reduce", tensor)
-        check_op(self.rank, "reduce", op, tensor.dtype)
+        check_op(self.rank, "reduce", op, tensor)
         check_peer(self.rank, "reduce", dst, self.world_size, "dst")
         self._compare("reduce", tensor, f"{op}, to rank {dst}")
-        if self.world_size > 1 and tensor.numel():
+        if self.world_size > 1 and self._moves(tensor):
             self._reduce(tensor if self.rank == dst else None, tensor, dst, op)
         return tensor
 
@@ -226,7 +167,7 @@ class Communicator:
         self._compare("allgather", tensor)
         if self.world_size == 1:
             out[0].copy_(tensor)
-        elif tensor.numel():
+        elif self._moves(tensor):
             self._allgather(out, tensor)
         return out
 
@@ -235,13 +176,13 @@ class Communicator:
     ) -> torch.Tensor:
         """Row `rank` of the reduction of every rank's [world_size, *shape]: shape. Collective."""
         self._check("reduce_scatter", tensor)
-        check_op(self.rank, "reduce_scatter", op, tensor.dtype)
+        check_op(self.rank, "reduce_scatter", op, tensor)
         self._check_rows("reduce_scatter", tensor)
         out = self._out("reduce_scatter", out, tuple(tensor.shape[1:]), tensor)
         self._compare("reduce_scatter", tensor, op)
         if self.world_size == 1:
             out.copy_(tensor[0])
-        elif tensor.numel():
+        elif self._moves(tensor):
             self._reduce_scatter(out, tensor, op)
         return out
 
@@ -256,7 +197,7 @@ class Communicator:
         self._compare("alltoall", tensor)
         if self.world_size == 1:
             out.copy_(tensor)
-        elif tensor.numel():
+        elif self._moves(tensor):
             self._alltoall(out, tensor)
         return out
 
@@ -266,13 +207,13 @@ class Communicator:
         Returns when tensor may be changed again; that may be before dst has received.
         """
         self._check_point("send", tensor, dst, "dst")
-        if tensor.numel():
+        if tensor.numel() or self._takes_empty:
             self._post("send", tensor, dst)
 
     def recv(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
         """Fill tensor with what rank src sent, and return it. Between two ranks order is kept."""
         self._check_point("recv", tensor, src, "src")
-        if tensor.numel():
+        if tensor.numel() or self._takes_empty:
             self._post("recv", tensor, src)
         return tensor
 
@@ -301,12 +242,19 @@ class Communicator:
         self._exchange(calls)
 
     def close(self) -> None:
-        """Give back what the backend holds. Not collective; calling it twice is harmless."""
+        """Give back what the backend holds. Not collective; calling it twice is harmless.
+
+        Not while another thread waits in a call: abort() ends that first, where there is one.
+        """
         if not self._closed:
             self._closed = True
             self._close()
             if self._recorder is not None:
                 self._recorder.close()
+
+    def abort(self) -> None:
+        """From any thread: calls of this rank that wait raise, and so do later ones."""
+        raise Unsupported(f"rank {self.rank}: {self.name} cannot be aborted; end the process.")
 
     def __enter__(self) -> Communicator:
         return self
@@ -339,6 +287,8 @@ class Communicator:
     # The rest is for us.
 
     _calls = 0  # collectives compared so far
+    _takes_empty = False  # does it compare messages of 0 elements, too?
+    _compares_moves = False  # is it by what moves that collectives of 0 elements are compared?
     _checked_calls = agreement.FIRST_CALLS
     _pending: list[tuple[str, torch.Tensor, int]] | None = None
     _recorder: launcher.Recorder | None = None
@@ -349,17 +299,9 @@ class Communicator:
         else:
             self._send(tensor, peer) if kind == "send" else self._recv(tensor, peer)
 
-    def _pair(self, kind: str, peer: int) -> tuple[int, int, bool]:
-        """A call's place in the order all ranks agree on: by pair, the lower rank sends first."""
-        low, high = sorted((self.rank, peer))
-        sender = self.rank if kind == "send" else peer
-        return low, high, sender != low
-
-    def _pass(self, tensor: torch.Tensor, src: int, dst: int) -> None:
-        if self.rank == src:
-            self._send(tensor, dst)
-        elif self.rank == dst:
-            self._recv(tensor, src)
+    def _moves(self, tensor: torch.Tensor) -> bool:
+        """Is there anything to move? If the others must hear of this call, there is."""
+        return self._compares_moves or tensor.numel() > 0
 
     def _device(self) -> torch.device:
         if self.device_type == "cpu":
@@ -408,6 +350,7 @@ class Communicator:
     ) -> torch.Tensor:
         check_tensor(self.rank, f"{call}(out=)", out, self.device_type)
         check_like(self.rank, call, out, tuple(shape), like)
+        check_apart(self.rank, call, like, out)
         return out
 
     def _out(
@@ -416,20 +359,6 @@ class Communicator:
         if out is None:
             return torch.empty(shape, dtype=like.dtype, device=like.device)
         return self._check_out(call, out, shape, like)
-
-
-def _wide(part: torch.Tensor) -> torch.Tensor:
-    """As float32 if part is of a small float: sums of many would lose their last bits."""
-    return part.float() if part.dtype in WIDE else part.clone()
-
-
-def _combine(total: torch.Tensor, part: torch.Tensor, op: str) -> torch.Tensor:
-    """total op part: the line that adds two tensors. bool: max is any, min and prod are all."""
-    if op in ("sum", "avg"):
-        return total.add_(part)
-    if op == "prod":
-        return total.mul_(part)
-    return torch.maximum(total, part) if op == "max" else torch.minimum(total, part)
 
 
 def deadline_s(start: float, timeout_s: float) -> float:

@@ -5,6 +5,22 @@ from __future__ import annotations
 import torch
 
 OPS = ("sum", "prod", "max", "min", "avg")
+REDUCED = {  # by torch on the CPU
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex64,
+    torch.complex128,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+}
 
 
 def check_tensor(rank: int, call: str, tensor: torch.Tensor, device_type: str) -> None:
@@ -17,12 +33,28 @@ def check_tensor(rank: int, call: str, tensor: torch.Tensor, device_type: str) -
             f"{where}: a FakeTensor has no data to move. Inside a function for torch.compile call "
             "communicator.compile.allreduce, or call from outside of it."
         )
+    if tensor.is_meta:
+        raise ValueError(
+            f"{where}: a tensor on meta has a shape and no data to move. Make a real one: "
+            "torch.empty_like(tensor, device=comm.device)"
+        )
     if tensor.device.type != device_type:
         raise ValueError(
             f"{where}: the tensor is on {tensor.device}, this communicator moves tensors on "
             f"{device_type}. Move it with .to({device_type!r}), or choose another backend."
         )
-    if tensor.layout != torch.strided or not tensor.is_contiguous():
+    if tensor.layout != torch.strided:
+        raise ValueError(
+            f"{where}: a tensor of layout {tensor.layout} is not one plain piece of memory that "
+            "others could read. Pass tensor.to_dense()"
+        )
+    if tensor.is_neg() or tensor.is_conj():
+        lazy = "conj" if tensor.is_conj() else "neg"
+        raise ValueError(
+            f"{where}: the tensor is a view whose numbers are changed only when they are read, so "
+            f"others would get the wrong ones. Pass tensor.resolve_{lazy}()"
+        )
+    if not tensor.is_contiguous():
         raise ValueError(
             f"{where}: a tensor of shape {tuple(tensor.shape)} that is not contiguous in memory "
             "would be changed in a copy, and the result lost. Pass tensor.contiguous()."
@@ -41,13 +73,38 @@ def check_like(
     found = (tuple(out.shape), out.dtype, out.device)
     wanted = (shape, like.dtype, like.device)
     if found != wanted:
-        raise ValueError(f"rank {rank}, {call}: out is {found}, but must be {wanted}")
+        raise ValueError(
+            f"rank {rank}, {call}: out is {found}, but must be {wanted} to hold the result. Make "
+            "it with torch.empty, or leave it out."
+        )
 
 
-def check_op(rank: int, call: str, op: str, dtype: torch.dtype) -> None:
-    """Raise ValueError unless op is a reduction that means something for dtype."""
+def check_apart(rank: int, call: str, tensor: torch.Tensor, out: torch.Tensor) -> None:
+    """Raise ValueError if out shares memory with tensor, unless the call is just in place."""
+    in_place = {
+        "allreduce": 0,
+        "allgather": -rank * tensor.nbytes,
+        "reduce_scatter": rank * out.nbytes,
+    }
+    shift = out.data_ptr() - tensor.data_ptr()
+    if shift == in_place.get(call) or shift >= tensor.nbytes or -shift >= out.nbytes:
+        return
+    raise ValueError(
+        f"rank {rank}, {call}: out shares memory with the tensor, so one would overwrite the other "
+        "while it is read. Pass an out of its own."
+    )
+
+
+def check_op(rank: int, call: str, op: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError unless op is a reduction that means something for the tensor's dtype."""
+    dtype = tensor.dtype
     if op not in OPS:
         raise ValueError(f"rank {rank}, {call}: op={op!r} is none of {', '.join(OPS)}")
+    if dtype not in REDUCED and not tensor.is_cuda:
+        raise ValueError(
+            f"rank {rank}, {call}: {dtype} can be moved but not reduced. Convert it first, to "
+            "torch.float32 or torch.int64, say."
+        )
     if op == "avg" and not dtype.is_floating_point:
         raise ValueError(
             f"rank {rank}, {call}: the average of {dtype} is no {dtype}. Use op='sum' and divide."
@@ -58,7 +115,10 @@ def check_op(rank: int, call: str, op: str, dtype: torch.dtype) -> None:
             "for all, or convert to an integer first."
         )
     if dtype.is_complex and op != "sum":
-        raise ValueError(f"rank {rank}, {call}: op={op!r} of {dtype} is not defined")
+        raise ValueError(
+            f"rank {rank}, {call}: op={op!r} of {dtype} is not defined. Use op='sum', or reduce "
+            "torch.view_as_real(tensor)."
+        )
 
 
 def check_peer(rank: int, call: str, peer: int, world_size: int, name: str) -> None:

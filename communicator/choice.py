@@ -7,10 +7,11 @@ Backends are found by name, here or among the entry points of the group `communi
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any, cast
+from typing import Any
 
 from communicator.base import Communicator
 from communicator.errors import Unsupported
@@ -19,6 +20,7 @@ from coordinator import Coordinator
 BUILTIN = {
     "shm": "communicator.native:Shm",
     "hybrid": "communicator.hybrid:Hybrid",
+    "tcp": "communicator.tcp:Tcp",
     "gloo": "communicator.gloo:Gloo",
     "mpi": "communicator.mpi:Mpi",
     "nccl": "communicator.nccl:Nccl",
@@ -65,15 +67,23 @@ def choose(coor: Coordinator, backend: Any, device_type: str | None = None) -> t
 def _resolve(item: Any) -> type[Communicator]:
     if isinstance(item, type) and issubclass(item, Communicator):
         return item
-    if not isinstance(item, str):
+    if not isinstance(item, str | os.PathLike):
         raise Unsupported(f"backend={item!r} is neither a name, a path, nor a Communicator class")
-    if item.endswith(".so") or "/" in item:
-        return _import(item, lambda: import_module("communicator.native").library(item))
-    return backend_class(item)
+    if not is_file(item):
+        return backend_class(str(item))
+    path = os.path.abspath(item)  # a bare name would be looked for in the system's folders
+    return _import(path, lambda: import_module("communicator.native").library(path))
+
+
+def is_file(item: str | os.PathLike[str]) -> bool:
+    """Is it the path of a library, and not a name?"""
+    return not isinstance(item, str) or item.endswith(".so") or os.sep in item
 
 
 def _label(item: Any) -> str:
-    return item if isinstance(item, str) else getattr(item, "__name__", repr(item))
+    if isinstance(item, str | os.PathLike):
+        return os.fspath(item)
+    return getattr(item, "__name__", repr(item))
 
 
 def _filter(backend: Any, device_type: str | None) -> Callable[[type[Communicator]], str]:
@@ -96,6 +106,8 @@ def _score(coor: Coordinator, item: Any, why_not: Callable[[type[Communicator]],
         return why_not(found) or found.probe(coor)
     except Unsupported as reason:
         return str(reason)
+    except Exception as error:  # a vendor's: raised on one rank alone it would strand the others
+        return f"looking for it raised {type(error).__name__}: {error}"
 
 
 def _all_can(votes: list[dict[str, int | str]], name: str) -> bool:
@@ -103,11 +115,18 @@ def _all_can(votes: list[dict[str, int | str]], name: str) -> bool:
 
 
 def _refusal(coor: Coordinator, votes: list[dict[str, int | str]]) -> str:
-    reasons = [
-        f"{coor.peers[rank]} cannot use {name}: {reason}"
-        for rank, vote in enumerate(votes)
+    told = {
+        (name, reason): [
+            coor.peers[rank] for rank, vote in enumerate(votes) if vote.get(name) == reason
+        ]
+        for vote in votes
         for name, reason in vote.items()
         if isinstance(reason, str)
+    }
+    reasons = [
+        f"{'no rank' if len(peers) == len(votes) else ', '.join(map(str, peers))} "
+        f"can{'' if len(peers) == len(votes) else 'not'} use {name}: {reason}"
+        for (name, reason), peers in told.items()
     ]
     if not reasons:  # each rank was asked for another backend
         reasons = [f"rank {rank} asked for {', '.join(vote)}" for rank, vote in enumerate(votes)]
@@ -123,5 +142,9 @@ def _import(name: str, load: Any) -> type[Communicator]:
         found = load()
     except (ImportError, OSError, AttributeError) as error:
         raise Unsupported(f"the backend {name!r} does not load: {error}") from error
-    assert issubclass(found, Communicator), f"{name} is {found}, not a Communicator"
-    return cast(type[Communicator], found)
+    if not (isinstance(found, type) and issubclass(found, Communicator)):
+        raise Unsupported(
+            f"the backend {name!r} is {found!r}, and no subclass of communicator.Communicator. Let "
+            "its entry point name one."
+        )
+    return found

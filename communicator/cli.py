@@ -11,9 +11,11 @@ from collections.abc import Sequence
 
 from communicator import conformance
 from communicator.base import Communicator
+from communicator.errors import Unsupported
 from coordinator import Coordinator
 from launcher import LaunchError, launch
 
+CONFORMING, NOT_CONFORMING, CANNOT_RUN = 0, 1, 2
 TIMEOUT_S = 60.0  # of one call: a backend that hangs is told on after this time
 
 
@@ -28,24 +30,27 @@ def parser() -> argparse.ArgumentParser:
     check.add_argument("-n", dest="nprocs", type=count, default=2, metavar="N", help="ranks")
     check.add_argument(
         "--launcher",
+        metavar="NAME",
         default="multiprocessing",
-        choices=("multiprocessing", "threads"),
-        help="what the ranks are",
+        help="who starts the ranks, as in `python -m launcher run`; threads are quickest",
     )
     return whole
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print every case of the check. 0 if the backend conforms, 1 if not."""
+    """Print every case of the check. 0 if the backend conforms, 1 if not, 2 if it cannot run."""
     options = parser().parse_args(arguments)
     try:
         found = launch(rank, options.nprocs, launcher=options.launcher, args=(options.backend,))
     except LaunchError as error:
         print(error, file=sys.stderr)
-        return 1
-    text, conforms = found[0]
-    print(text)
-    return 0 if conforms else 1
+        return NOT_CONFORMING
+    except ValueError as error:  # no such launcher, or one that cannot start here
+        print(f"python -m communicator: {error}", file=sys.stderr)
+        return CANNOT_RUN
+    text, code = found[0]
+    print(text, file=sys.stderr if code == CANNOT_RUN else sys.stdout)
+    return int(code)
 
 
 def count(text: str) -> int:
@@ -56,9 +61,13 @@ def count(text: str) -> int:
     return number
 
 
-def rank(backend: str | None) -> tuple[str, bool]:
-    """One rank of the check: the report as text, and whether the backend conforms."""
-    with Coordinator(timeout_s=TIMEOUT_S) as coor, Communicator(coor, backend) as comm:
-        report = conformance.check(comm)
-        coor.barrier()  # nobody closes while others still compare
-    return "\n".join([*map(str, report.having(conformance.PASSED)), str(report)]), report.ok
+def rank(backend: str | None) -> tuple[str, int]:
+    """One rank of the check: the report as text, and the exit code."""
+    try:
+        with Coordinator(timeout_s=TIMEOUT_S) as coor, Communicator(coor, backend) as comm:
+            report = conformance.check(comm)
+            coor.barrier()  # nobody closes while others still compare
+    except Unsupported as error:
+        return str(error), CANNOT_RUN
+    text = "\n".join([*map(str, report.having(conformance.PASSED)), str(report)])
+    return text, CONFORMING if report.ok else NOT_CONFORMING

@@ -56,7 +56,8 @@ def name(comm: Communicator) -> str:
 def allreduce(tensor: torch.Tensor, group: str, op: str = "sum") -> torch.Tensor:
     """The reduction of every rank's tensor, in place, and the tensor. Collective over the group.
 
-    group: what name() said of the communicator.
+    group: what name() said of the communicator. Raises ValueError for a tensor that needs a
+    gradient: none would come through.
     """
     torch.ops.drumline.allreduce_(tensor, group, op)
     return tensor
@@ -64,6 +65,25 @@ def allreduce(tensor: torch.Tensor, group: str, op: str = "sum") -> torch.Tensor
 
 def _allreduce(tensor: torch.Tensor, group: str, op: str) -> None:
     _groups.find(group).allreduce(tensor.detach(), op)
+
+
+def _below_autograd(tensor: torch.Tensor, group: str, op: str) -> None:
+    """Runs above the others wherever autograd may be watching, while tracing too."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{_who(group)}: compile.allreduce of {tuple(tensor.shape)} {tensor.dtype} that needs "
+            "a gradient. It is changed in place where autograd does not see it, so the gradient "
+            "would be lost or wrong. Call the function under torch.no_grad(), pass "
+            "tensor.detach(), or take torch.distributed's functional collectives on the backend "
+            "'drumline' to differentiate."
+        )
+    torch.autograd.graph.increment_version(tensor)  # whoever saved it for a gradient must notice
+    with torch._C._AutoDispatchBelowAutograd():
+        torch.ops.drumline.allreduce_(tensor, group, op)
+
+
+def _who(group: str) -> str:
+    return f"rank {_groups.find(group).rank}"
 
 
 def _nothing(tensor: torch.Tensor, group: str, op: str) -> None:
@@ -75,4 +95,5 @@ _library.define(
     "allreduce_(Tensor(a!) tensor, str group, str op) -> ()", tags=(torch.Tag.pt2_compliant_tag,)
 )
 _library.impl("allreduce_", _allreduce, "CompositeExplicitAutograd")
+_library.impl("allreduce_", _below_autograd, "Autograd")
 torch.library.register_fake("drumline::allreduce_", _nothing, lib=_library)

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Size
 
 from communicator.base import Communicator
 from communicator.errors import CommunicatorError, Unsupported
+from communicator.sample import Shape
+from communicator.trial import Trial, differs, first, raw
+from coordinator import CoordinatorError
 
 PASSED, UNSUPPORTED, FAILED = "passed", "unsupported", "FAILED"
 
@@ -36,9 +41,11 @@ DTYPES = (
     torch.int64,
     torch.bool,
 )
-SMALL_FLOATS = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 OPS = ("sum", "prod", "max", "min", "avg")
+SHAPES = ((), (1,), (3, 5), (2, 1, 7))
 LATE_S = 0.05
+NAP_S = 0.015
+TURNS = 30
 
 
 @dataclass(frozen=True)
@@ -81,14 +88,16 @@ class Report:
             raise CommunicatorError(f"the backend does not conform:\n{self}")
 
 
-def check(comm: Communicator, large: int = 300_007) -> Report:
+def check(comm: Communicator, large: int = 300_007, only: str = "") -> Report:
     """Run every case on a communicator and say what passed, what is unsupported, what is wrong.
 
-    Collective. large: the elements of the largest tensor. A backend that hangs is told on by
-    its own deadline (coor.timeout_s).
+    Collective. large: the elements of the largest tensor. only: run the cases with this in their
+    names. A backend that hangs is told on by its own deadline (coor.timeout_s).
     """
     outcomes = []
     for name, body in _cases(comm, large):
+        if only not in name:
+            continue
         outcomes.append(_run(comm, name, body))
         if outcomes[-1].status == FAILED and "out of step" in outcomes[-1].detail:
             break
@@ -109,7 +118,13 @@ def _run(comm: Communicator, name: str, body: Body) -> Outcome:
         mine = Outcome(name, FAILED, f"out of step: {error}")
     except Exception as error:
         mine = Outcome(name, FAILED, f"{type(error).__name__}: {error}")
-    said = comm.coor.allgather(json.dumps([mine.status, mine.detail]).encode())
+    try:
+        said = comm.coor.allgather(json.dumps([mine.status, mine.detail]).encode())
+    except CoordinatorError as error:
+        raise CommunicatorError(
+            f"rank {comm.rank}: the check cannot go on after {mine}. The ranks are out of step, "
+            f"for not all made the same calls, or one is gone. Mend this case first. {error}"
+        ) from error
     return _worst(name, [tuple(json.loads(data)) for data in said])
 
 
@@ -130,14 +145,23 @@ def _cases(comm: Communicator, large: int) -> Iterator[tuple[str, Body]]:
     yield from _reductions(comm)
     for dtype in DTYPES:
         yield f"movement {_name(dtype)}", partial(_movement, comm, dtype)
-    yield "allreduce large", lambda: _allreduce(comm, torch.float32, "sum", (large,))
-    yield "allreduce out of place", lambda: _out_of_place(comm)
-    yield "reduce leaves the others alone", lambda: _reduce_elsewhere(comm)
-    yield "same bits on every rank", lambda: _same_bits(comm)
-    yield "a late rank is waited for", lambda: _late(comm)
-    yield "unaligned tensors", lambda: _unaligned(comm)
+    yield from _every_operation(comm, "large", (large,), (-(-large // comm.world_size),))
+    for shape in SHAPES:
+        yield from _every_operation(comm, f"shape {shape}", shape, shape)
+    lates = (0, comm.world_size - 1)
+    yield from _every_operation(comm, "late ranks", (67,), (67,), lates)
+    yield "reduce on every rank", lambda: _reduce_everywhere(comm)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        case = f"same bits on every rank, every time, {_name(dtype)}"
+        yield case, partial(_same_bits, comm, dtype, large)
+    yield "calls close together", lambda: _close_together(comm)
+    for dtype in (torch.float32, torch.uint8):
+        yield f"unaligned tensors, {_name(dtype)}", partial(_unaligned, comm, dtype)
+    yield "allgather and reduce_scatter in place", lambda: _in_place(comm)
+    yield "tensors that are not contiguous", lambda: _not_contiguous(comm)
     yield "send and recv keep order", lambda: _ordered(comm)
-    yield "large send and recv", lambda: _ring(comm, large)
+    yield "recv hears the rank it names", lambda: _hears(comm)
+    yield "large send and recv", lambda: _large_ring(comm, large)
     yield "group of both directions", lambda: _both_ways(comm)
     yield "barrier", lambda: _barrier(comm)
 
@@ -157,167 +181,129 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _value(
-    comm: Communicator, rank: int, shape: tuple[int, ...], dtype: torch.dtype
-) -> torch.Tensor:
-    """What rank puts in: known to every rank, different on each, small enough not to overflow."""
-    numel = torch.Size(shape).numel()
-    steps = torch.arange(numel, dtype=torch.int64) * 7 + rank * 3
-    if dtype == torch.bool:
-        found = steps % 3 == 0
-    elif dtype.is_floating_point:
-        found = (steps % 5).to(torch.float32) / 4 + 0.5
-    else:
-        found = steps % 3 + 1
-    return found.to(dtype).reshape(shape).to(comm._device())
-
-
-def _expected(
-    comm: Communicator, shape: tuple[int, ...], dtype: torch.dtype, op: str
-) -> torch.Tensor:
-    """The plain answer, in double precision or int64, from what every rank is known to put in."""
-    wide = torch.float64 if dtype.is_floating_point else torch.int64
-    parts = torch.stack(
-        [_value(comm, rank, shape, dtype).to(wide) for rank in range(comm.world_size)]
-    )
-    if op == "prod":
-        return parts.prod(0)
-    if op in ("max", "min"):
-        return parts.amax(0) if op == "max" else parts.amin(0)
-    return parts.sum(0) / (comm.world_size if op == "avg" else 1)
-
-
-def _wrong(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, what: str) -> str:
-    """In words, where found is not the expected answer rounded to dtype."""
-    if not dtype.is_floating_point:
-        close = found == expected.to(dtype)
-    else:
-        step = torch.finfo(dtype).eps
-        exact = expected.to(torch.float64)
-        close = (found.to(torch.float64) - exact).abs() <= 2 * step * exact.abs()
-    if bool(close.all()):
-        return ""
-    bad = int((~close).reshape(-1).nonzero()[0])
-    return (
-        f"{what} of {tuple(found.shape)} {_name(dtype)}: element {bad} is "
-        f"{found.reshape(-1)[bad].item()}, expected {expected.reshape(-1)[bad].item()}"
-    )
-
-
 def _reduction(comm: Communicator, dtype: torch.dtype, op: str) -> str:
-    found = [_allreduce(comm, dtype, op, (count,)) for count in COUNTS]
-    shape = (comm.world_size, 67)
-    expected = _expected(comm, shape, dtype, op)
-    dst = comm.world_size - 1
-    reduced = comm.reduce(_value(comm, comm.rank, shape, dtype), dst, op)
-    if comm.rank == dst:
-        found.append(_wrong(reduced, expected, dtype, "reduce"))
-    row = comm.reduce_scatter(_value(comm, comm.rank, shape, dtype), op)
-    found.append(_wrong(row, expected[comm.rank], dtype, "reduce_scatter"))
-    return _first(found)
-
-
-def _first(found: list[str]) -> str:
-    """The first problem of a list. The list is made whole before: a rank that stops at its first
-    problem would leave the others alone in the next call."""
-    return next((problem for problem in found if problem), "")
-
-
-def _allreduce(comm: Communicator, dtype: torch.dtype, op: str, shape: tuple[int, ...]) -> str:
-    tensor = _value(comm, comm.rank, shape, dtype)
-    returned = comm.allreduce(tensor, op)
-    if returned is not tensor:
-        return "allreduce did not return the tensor it was given"
-    return _wrong(tensor, _expected(comm, shape, dtype, op), dtype, f"allreduce {op}")
+    trial = Trial(comm, max(*COUNTS, comm.world_size * 67), dtype, op)
+    found = [trial.allreduce((count,)) for count in COUNTS]
+    found.append(trial.allreduce_out((67,)))
+    found.append(trial.reduce((67,), comm.world_size - 1))
+    return first([*found, trial.reduce_scatter((67,))])
 
 
 def _movement(comm: Communicator, dtype: torch.dtype) -> str:
-    found = [_broadcasts(comm, dtype, count) for count in COUNTS]
-    found += [_gathers(comm, dtype, count) for count in COUNTS]
-    return _first([*found, _ring(comm, 67, dtype)])
+    trial, found = Trial(comm, comm.world_size * max(COUNTS), dtype), []
+    for count in COUNTS:
+        found += [trial.broadcast((count,), src) for src in range(comm.world_size)]
+        found += [trial.allgather((count,)), trial.alltoall((count,))]
+    return first([*found, trial.ring((67,))])
 
 
-def _broadcasts(comm: Communicator, dtype: torch.dtype, count: int) -> str:
+def _every_operation(
+    comm: Communicator, what: str, shape: Shape, rows: Shape, lates: Sequence[int] = (-1,)
+) -> Iterator[tuple[str, Body]]:
+    """rows: the shape of each row, for calls that take or give rows.
+    lates: ranks that come late, in turn. What the others read at once must be there.
+    """
+    trial = Trial(comm, max(Size(shape).numel(), comm.world_size * Size(rows).numel()))
+    for name in ("allreduce", "allreduce_out", "broadcast", "reduce"):
+        label = f"{name.replace('_out', ' out of place')}, {what}"
+        yield label, partial(_tried, trial, name, shape, lates)
+    for name in ("allgather", "reduce_scatter", "alltoall", "ring"):
+        yield f"{name}, {what}", partial(_tried, trial, name, rows, lates)
+
+
+def _tried(trial: Trial, name: str, shape: Shape, lates: Sequence[int]) -> str:
+    trial.prepare()
     found = []
-    for src in range(comm.world_size):
-        tensor = _value(comm, comm.rank, (count,), dtype)
-        comm.broadcast(tensor, src)
-        expected = _value(comm, src, (count,), dtype)
-        found.append(_differs(tensor, expected, f"broadcast of {count} from rank {src}"))
-    return _first(found)
+    for late in lates:
+        if trial.comm.rank == late:
+            time.sleep(NAP_S)
+        found.append(getattr(trial, name)(shape))
+    return first(found)
 
 
-def _gathers(comm: Communicator, dtype: torch.dtype, count: int) -> str:
-    world, rank = comm.world_size, comm.rank
-    gathered = comm.allgather(_value(comm, rank, (count,), dtype))
-    rows = torch.stack([_value(comm, src, (count,), dtype) for src in range(world)])
-    swapped = comm.alltoall(_value(comm, rank, (world, count), dtype))
-    crossed = torch.stack([_value(comm, src, (world, count), dtype)[rank] for src in range(world)])
-    return _differs(gathered, rows, f"allgather of {count}") or _differs(
-        swapped, crossed, f"alltoall of {count}"
-    )
+def _reduce_everywhere(comm: Communicator) -> str:
+    trial = Trial(comm, 67)
+    return first([trial.reduce((67,), dst) for dst in range(comm.world_size)])
 
 
-def _differs(found: torch.Tensor, expected: torch.Tensor, what: str) -> str:
-    """Compared as bytes: nothing may change on the way."""
-    same = found.shape == expected.shape and found.dtype == expected.dtype
-    if same and torch.equal(_raw(found), _raw(expected)):
-        return ""
-    return f"{what}: {_raw(found)[:16].tolist()} arrived, expected {_raw(expected)[:16].tolist()}"
-
-
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _out_of_place(comm: Communicator) -> str:
-    tensor = _value(comm, comm.rank, (67,), torch.float32)
-    before, out = tensor.clone(), torch.zeros_like(tensor)
-    if comm.allreduce(tensor, out=out) is not out:
-        return "allreduce(out=) did not return out"
-    expected = _expected(comm, (67,), torch.float32, "sum")
-    return _differs(tensor, before, "the input of allreduce(out=)") or _wrong(
-        out, expected, torch.float32, "allreduce(out=)"
-    )
-
-
-def _reduce_elsewhere(comm: Communicator) -> str:
-    tensor = _value(comm, comm.rank, (67,), torch.float32)
-    before = tensor.clone()
-    comm.reduce(tensor, 0)
-    return _differs(tensor, before, "reduce on another rank") if comm.rank else ""
-
-
-def _same_bits(comm: Communicator) -> str:
-    """Values whose sum depends on the order of adding: every rank must still have the same bits."""
+def _same_bits(comm: Communicator, dtype: torch.dtype, large: int) -> str:
+    """Values whose sum depends on the order of adding: every rank must still have the same bits,
+    whoever comes first."""
     found = []
-    for dtype in (torch.float32, torch.bfloat16):
-        generator = torch.Generator().manual_seed(comm.rank)
-        tensor = (torch.randn(1021, generator=generator) * 1000).to(dtype).to(comm._device())
-        comm.allreduce(tensor)
-        same = [torch.equal(_raw(row), _raw(tensor)) for row in comm.allgather(tensor)]
-        found.append("" if all(same) else f"allreduce of {_name(dtype)} gave ranks different bits")
-    return _first(found)
+    for count in (67, large):
+        sums = {_bits_of_sum(comm, dtype, count, late) for late in range(comm.world_size)}
+        said = comm.coor.allgather(json.dumps(sorted(sums)).encode())
+        what = f"allreduce of {count} {_name(dtype)}"
+        if len(sums) > 1:
+            found.append(f"{what} gave different bits when it was called again")
+        elif len(set(said)) > 1:
+            found.append(f"{what} gave ranks different bits")
+    return first(found)
 
 
-def _late(comm: Communicator) -> str:
-    """Each rank late in turn: what the others read at once must be there."""
-    found = []
-    for late in range(comm.world_size):
-        if comm.rank == late:
-            time.sleep(LATE_S)
-        found.append(_allreduce(comm, torch.float32, "sum", (1021,)))
-    return _first(found)
+def _bits_of_sum(comm: Communicator, dtype: torch.dtype, count: int, late: int) -> int:
+    generator = torch.Generator().manual_seed(comm.rank)
+    tensor = (torch.randn(count, generator=generator) * 1000).to(dtype).to(comm.device)
+    if comm.rank == late:
+        time.sleep(NAP_S)
+    comm.allreduce(tensor)
+    return zlib.crc32(raw(tensor).cpu().numpy().tobytes())
 
 
-def _unaligned(comm: Communicator) -> str:
-    tensor = _value(comm, comm.rank, (1022,), torch.float32)
-    comm.allreduce(tensor[1:])
-    expected = _expected(comm, (1022,), torch.float32, "sum")[1:]
-    first = _value(comm, comm.rank, (1022,), torch.float32)[:1]
-    return _wrong(tensor[1:], expected, torch.float32, "allreduce") or _differs(
-        tensor[:1], first, "the element before an allreduce"
-    )
+def _close_together(comm: Communicator) -> str:
+    """Calls that follow each other at once, none of them looked at before the last: a fast rank
+    must not write into what a slow one still reads, nor one call take the other's data."""
+    trials = [Trial(comm, comm.world_size * 1021, seed=seed) for seed in range(4)]
+    for trial in trials:
+        trial.prepare()
+    checks = []
+    for turn in range(TURNS):
+        if turn % 8 == comm.rank:
+            time.sleep(NAP_S / 10)
+        name = ("allreduce", "broadcast", "allgather", "reduce_scatter", "alltoall")[turn % 5]
+        shape = ((67,), (1021,), (1,))[turn // 10]
+        checks.append(trials[turn % 4].begin(name, shape))
+    return first([check() for check in checks])
+
+
+def _unaligned(comm: Communicator, dtype: torch.dtype) -> str:
+    """A tensor in the middle of another, at an odd address; what is beside it stays as it is."""
+    trial = Trial(comm, 1023, dtype)
+    whole = trial.mine(trial.numbers, (1023,))
+    before, inside = whole.clone(), whole[1:-1]
+    comm.allreduce(inside)
+    found = [trial.numbers.wrong(inside, trial.numbers.total((1023,))[1:-1], "allreduce", 1)]
+    for place in (0, 1022):
+        found.append(differs(whole[place], before[place], f"element {place} beside an allreduce"))
+    return first(found)
+
+
+def _in_place(comm: Communicator) -> str:
+    """out is a row of the tensor, or the tensor a row of out: as torch's sharding calls them."""
+    trial = Trial(comm, comm.world_size * 67)
+    rows = trial.mine(trial.numbers, (comm.world_size, 67))
+    comm.reduce_scatter(rows, out=rows[comm.rank])
+    total = trial.numbers.total((comm.world_size, 67))[comm.rank]
+    wrong = trial.numbers.wrong(rows[comm.rank], total, "reduce_scatter in place", 67 * comm.rank)
+    every = trial.blank((comm.world_size, 67))
+    every[comm.rank] = trial.mine(trial.bits, (67,))
+    comm.allgather(every[comm.rank], out=every)
+    return first([wrong, differs(every, trial.everyones((67,)), "allgather in place")])
+
+
+def _not_contiguous(comm: Communicator) -> str:
+    """Refused on every rank before anything moves, or done right; never lost in a copy."""
+    shape = (comm.world_size, 3, 4)
+    trial, found = Trial(comm, Size(shape).numel()), []
+    for name, problem in trial.plain_answers(shape).items():
+        tensor = trial.mine(trial.numbers, shape).permute(1, 2, 0).contiguous().permute(2, 0, 1)
+        try:
+            result = getattr(comm, name)(tensor)
+        except ValueError:
+            continue
+        what = f"{name} of a tensor that is not contiguous"
+        found.append(problem(tensor if name in ("allreduce", "broadcast") else result, what))
+    return first(found)
 
 
 def _ordered(comm: Communicator) -> str:
@@ -325,36 +311,49 @@ def _ordered(comm: Communicator) -> str:
     problems = []
     for number in range(10):
         for dst in range(1, comm.world_size):
-            expected = torch.full((number + 1,), number + 100 * dst, device=comm._device())
+            expected = torch.full((number % 3 + 1,), number + 100 * dst, device=comm.device)
             if comm.rank == 0:
                 comm.send(expected, dst)
             elif comm.rank == dst:
                 found = comm.recv(torch.zeros_like(expected), 0)
-                problems.append(_differs(found, expected, f"message {number} to rank {dst}"))
-    return _first(problems)
+                problems.append(differs(found, expected, f"message {number} to rank {dst}"))
+    return first(problems)
 
 
-def _ring(comm: Communicator, count: int, dtype: torch.dtype = torch.float32) -> str:
-    """Everyone sends to the next and receives from the one before, at once."""
-    if comm.world_size == 1:
+def _hears(comm: Communicator) -> str:
+    """Rank 0 asks the last rank first, when the others may have sent already."""
+    if comm.rank:
+        comm.send(torch.full((5,), float(comm.rank), device=comm.device), 0)
         return ""
-    after, before = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
-    found = torch.empty_like(_value(comm, comm.rank, (count,), dtype))
-    with comm.group():
-        comm.send(_value(comm, comm.rank, (count,), dtype), after)
-        comm.recv(found, before)
-    return _differs(found, _value(comm, before, (count,), dtype), f"ring of {count}")
+    problems = []
+    for src in reversed(range(1, comm.world_size)):
+        expected = torch.full((5,), float(src), device=comm.device)
+        tensor = torch.zeros_like(expected)
+        if comm.recv(tensor, src) is not tensor:
+            problems.append("recv did not return the tensor it was given")
+        problems.append(differs(tensor, expected, f"recv from rank {src}"))
+    return first(problems)
+
+
+def _large_ring(comm: Communicator, large: int) -> str:
+    return Trial(comm, large).ring((large,))
 
 
 def _both_ways(comm: Communicator) -> str:
-    """Every pair exchanges in both directions in one group."""
+    """Every pair exchanges in both directions in one group, two messages of one size each."""
     others = [rank for rank in range(comm.world_size) if rank != comm.rank]
-    found = {rank: torch.zeros(5, device=comm._device()) for rank in others}
+    found = {rank: torch.zeros(2, 5, device=comm.device) for rank in others}
     with comm.group():
         for rank in others:
-            comm.send(torch.full((5,), float(comm.rank), device=comm._device()), rank)
-            comm.recv(found[rank], rank)
-    wrong = {rank: tensor.tolist() for rank, tensor in found.items() if tensor.sum() != 5 * rank}
+            for number in range(2):
+                value = float(10 * comm.rank + number)
+                comm.send(torch.full((5,), value, device=comm.device), rank)
+                comm.recv(found[rank][number], rank)
+    wrong = {
+        rank: tensor.tolist()
+        for rank, tensor in found.items()
+        if tensor.tolist() != [[10.0 * rank] * 5, [10.0 * rank + 1] * 5]
+    }
     return f"group: {wrong}" if wrong else ""
 
 

@@ -86,7 +86,10 @@ class Cupy(Communicator):
                 f"there?{self._lost_peers()} NCCL_DEBUG=INFO tells more."
             )
         if isinstance(found[0], Exception):
-            raise CommunicatorError(f"rank {self.rank}: {what} failed: {found[0]}") from found[0]
+            raise CommunicatorError(
+                f"rank {self.rank}: NCCL did not {what}: {_words(found[0])}. This communicator "
+                "cannot be used. NCCL_DEBUG=INFO tells more."
+            ) from found[0]
         return found[0]
 
     def _close(self) -> None:
@@ -112,7 +115,10 @@ class Cupy(Communicator):
         with torch.cuda.device(self._ordinal):
             found = _result(lambda: getattr(self._comm, call)(*arguments, stream))
         if isinstance(found, Exception):
-            raise CommunicatorError(f"rank {self.rank}: {call} failed: {found}") from found
+            raise CommunicatorError(
+                f"rank {self.rank}: {call} failed in NCCL: {_words(found)}. Its result is not to "
+                f"be used.{self._lost_peers()} NCCL_DEBUG=INFO tells more."
+            ) from found
 
     def _reduced(self, tensor: torch.Tensor, op: str) -> tuple[int, int]:
         """NCCL's numbers for dtype and op. A bool is a byte: max is any, min and prod are all."""
@@ -184,11 +190,18 @@ def _nccl() -> Any:
 
 
 def _result(body: Callable[[], Any]) -> Any:
-    """What body returns, or what it raised: cupy's NcclError, or KeyError for newer codes."""
+    """What body returns, or what it raised, such as cupy's NcclError, or KeyError for newer codes.
+
+    Anything: on the thread of _bounded it would be lost, and taken for a wait without an end.
+    """
     try:
         return body() or True
-    except (RuntimeError, KeyError) as error:
+    except Exception as error:
         return error
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _keep_for_ever(comm: Any) -> None:

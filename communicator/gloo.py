@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,9 +12,10 @@ from typing import Any
 import torch
 from torch.distributed import AllreduceOptions, BarrierOptions, ProcessGroupGloo, ReduceOp
 
+from communicator import agreement
 from communicator.errors import CommunicatorError, CommunicatorTimeout, PeerLost
 from communicator.network import Network, as_bytes
-from coordinator import Coordinator
+from coordinator import Coordinator, CoordinatorError
 
 GRACE_S = 0.5  # its sockets close a little before a process that dies is seen dead
 POLL_S = 0.005
@@ -37,7 +39,11 @@ OPS = {
 
 
 class Gloo(Network):
-    """gloo on a process group of its own; what it cannot reduce is reduced here, by rank."""
+    """gloo on a process group of its own; what it cannot reduce is reduced here, by rank.
+
+    Every collective is compared among the ranks before it starts, the first ones by their words and
+    the others by a digest: where sizes differ, gloo ends the process.
+    """
 
     name = "gloo"
 
@@ -62,6 +68,18 @@ class Gloo(Network):
         if self._gloo is not None:
             self._gloo.shutdown()
             self._gloo = None
+
+    def _compare(self, call: str, tensor: torch.Tensor | None = None, how: str = "") -> None:
+        if self.world_size == 1 or self._calls < self._checked_calls:
+            return super()._compare(call, tensor, how)
+        self._calls += 1
+        what = "" if tensor is None else f"of {agreement.describe(tensor)}"
+        mine = " ".join(filter(None, (call, what, how)))
+        digest = zlib.crc32(mine.encode())
+        ends = torch.tensor([digest, -digest])
+        self._allreduce(ends, ends, "max")  # which costs less than to gather them
+        if ends.sum().item() != 0:
+            agreement.compare(self, self._calls, mine)
 
     def _launch(self, kind: str, data: torch.Tensor, peer: int, tag: int) -> Any:
         with self._naming(f"{kind} with rank {peer}"):
@@ -116,8 +134,18 @@ class Gloo(Network):
         return kind(
             f"rank {self.rank} waited {waited_s:.1f} s in {call} (gloo, {self.world_size} ranks)."
             f"{lost} Are all ranks in the same call, with tensors of the same "
-            f"size, and alive? ({text})"
+            f"size, and alive? ({text}){self._whereabouts() if timed_out else ''}"
         )
+
+    def _whereabouts(self) -> str:
+        """What the Coordinator knows of the ranks, dead, stopped or elsewhere, for an error."""
+        diagnose = getattr(self.coor, "diagnose", None)  # who met in a Store cannot ask
+        if diagnose is None:
+            return ""
+        try:
+            return f" The ranks are:\n{diagnose(stacks_too=False)}"
+        except CoordinatorError as error:  # it was closed first, or its rank 0 is gone
+            return f" Where the ranks are is not known: {error}"
 
     def _lost_peers_soon(self) -> str:
         until = time.monotonic() + GRACE_S

@@ -9,26 +9,56 @@ and then over the nodes, once, so that every rank has the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
-from communicator.base import WIDE, Communicator
+from communicator.base import Communicator
+from communicator.built import WIDE
 from communicator.choice import backend_class
 from communicator.errors import CommunicatorError, Unsupported
 from communicator.network import Network
+from communicator.tcp import Tcp
 from coordinator import Coordinator
+
+PLACE = re.compile(r"\brank (\d+)\b(?! \(host)")  # with its host, a rank is named as in the launch
+
+
+class Part:
+    """Calls a communicator of some ranks, whose errors then number them as the whole does."""
+
+    def __init__(self, comm: Communicator, ranks: list[int]) -> None:
+        self._comm, self._ranks = comm, ranks
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        call = getattr(self._comm, name)
+
+        def numbered(*values: Any) -> Any:
+            try:
+                return call(*values)
+            except (CommunicatorError, ValueError) as error:
+                raise type(error)(PLACE.sub(self._of_whole, str(error))) from error
+
+        return numbered
+
+    def _of_whole(self, found: re.Match[str]) -> str:
+        place = int(found[1])
+        return f"rank {self._ranks[place]}" if place < len(self._ranks) else found[0]
 
 
 class Hybrid(Communicator):
     """The best communicator of each node, and one of the leaders.
 
-    between: the backend among the leaders, and of sends between ranks of different nodes.
+    between: the backend among the leaders, and of sends between ranks of different nodes: tcp if
+        not given, or gloo where the ranks have no Coordinator.
     """
 
     name = "hybrid"
+    _takes_empty = True
+    _compares_moves = True
 
     @classmethod
     def probe(cls, coor: Coordinator) -> int:
@@ -39,12 +69,13 @@ class Hybrid(Communicator):
             )
         return 50
 
-    def _open(self, between: str = "gloo") -> None:
+    def _open(self, between: str | None = None) -> None:
         self._under = ExitStack()
-        if not issubclass(backend_class(between), Network):
+        between = between or _network(self.coor)
+        if not issubclass(backend_class(between), (Network, Tcp)):
             raise ValueError(
                 f"rank {self.rank}: between={between!r} does not reach other nodes by itself. Take "
-                "'gloo' or 'mpi'."
+                "'tcp', 'gloo' or 'mpi'."
             )
         self._nodes = [sorted(node) for node in self.coor.nodes]
         self._node_of = {rank: k for k, node in enumerate(self._nodes) for rank in node}
@@ -65,20 +96,25 @@ class Hybrid(Communicator):
 
     def _join(self, network: Any) -> None:
         """The three groups this rank may be in: everyone, its node, and the leaders."""
-        self._everyone = self._under.enter_context(network(self.coor))
-        self._inside = self._under.enter_context(self._group_of(Communicator, self._mine))
-        self._leaders: Communicator | None = None
+        everyone = network(self.coor, timeout_s=self.timeout_s)
+        self._everyone = Part(self._under.enter_context(everyone), list(range(self.world_size)))
+        self._inside = self._group_of(Communicator, self._mine)
+        self._leaders: Part | None = None
         if self.rank == self._mine[0]:
-            leaders = self._group_of(network, [node[0] for node in self._nodes])
-            self._leaders = self._under.enter_context(leaders)
+            self._leaders = self._group_of(network, [node[0] for node in self._nodes])
 
-    def _group_of(self, kind: type[Communicator], ranks: list[int]) -> Communicator:
+    def _group_of(self, kind: type[Communicator], ranks: list[int]) -> Part:
         """A communicator of some ranks; they need to agree only to open it."""
         with self.coor.split(ranks) as coor:  # type: ignore[union-attr]  # this rank is among them
-            return kind(coor)
+            return Part(self._under.enter_context(kind(coor, timeout_s=self.timeout_s)), ranks)
 
     def _close(self) -> None:
         self._under.close()
+
+    def abort(self) -> None:
+        for part in (self._everyone, self._inside, self._leaders):
+            if part is not None:
+                part.abort()
 
     def _allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
         total = _wide(tensor)
@@ -159,17 +195,17 @@ class Hybrid(Communicator):
         for local in range(1, len(self._mine)):
             self._inside.send(rows[local], local)
 
-    def _swap_nodes(self, leaders: Communicator, rows: torch.Tensor) -> torch.Tensor:
+    def _swap_nodes(self, leaders: Part, rows: torch.Tensor) -> torch.Tensor:
         """rows[i, r] goes to rank r from the i-th rank here; what comes is by (i-th here, rank)."""
         here, shape = len(self._mine), rows.shape[2:]
         come = [rows.new_empty((len(node), here, *shape)) for node in self._nodes]
-        with leaders.group():
-            for k, node in enumerate(self._nodes):
-                if node is self._mine:
-                    come[k].copy_(rows[:, node])
-                else:
-                    leaders.send(rows[:, node].contiguous(), k)
-                    leaders.recv(come[k], k)
+        calls = []
+        for k, node in enumerate(self._nodes):
+            if node is self._mine:
+                come[k].copy_(rows[:, node])
+            else:
+                calls += [("send", rows[:, node].contiguous(), k), ("recv", come[k], k)]
+        leaders._exchange(calls)
         found = torch.empty_like(rows)
         for node, block in zip(self._nodes, come, strict=True):
             found[:, node] = block.transpose(0, 1)
@@ -183,14 +219,14 @@ class Hybrid(Communicator):
             self._inside.barrier()
 
     def _send(self, tensor: torch.Tensor, dst: int) -> None:
-        with self._all_told(f"send to rank {dst}"):
+        with self._all_told(f"send to rank {dst}", is_collective=False):
             if dst in self._mine:
                 self._inside.send(tensor, self._mine.index(dst))
             else:
                 self._everyone.send(tensor, dst)
 
     def _recv(self, tensor: torch.Tensor, src: int) -> None:
-        with self._all_told(f"recv from rank {src}"):
+        with self._all_told(f"recv from rank {src}", is_collective=False):
             if src in self._mine:
                 self._inside.recv(tensor, self._mine.index(src))
             else:
@@ -203,22 +239,33 @@ class Hybrid(Communicator):
             for kind, tensor, peer in calls
             if peer in self._mine
         ]
-        with self._all_told("group"):
+        with self._all_told("group", is_collective=False):
             begun = self._everyone._begin(far)  # moves on while this rank waits for its node
-            self._inside._exchange(near)
+            try:
+                self._inside._exchange(near)
+            except CommunicatorError as error:
+                if _is_harmless(error):
+                    self._everyone._finish(begun)
+                raise
             self._everyone._finish(begun)
 
     def _give(self, out: torch.Tensor, total: torch.Tensor, op: str) -> None:
-        out.copy_(total / self.world_size if op == "avg" else total)
+        given = torch.view_as_complex(total) if out.is_complex() else total
+        out.copy_(given / self.world_size if op == "avg" else given)
 
     @contextmanager
-    def _all_told(self, call: str) -> Iterator[None]:
-        """One that fails leaves all its groups, so that their ranks fail too, and hear why."""
+    def _all_told(self, call: str, is_collective: bool = True) -> Iterator[None]:
+        """One that fails leaves all its groups, so that their ranks fail too, and hear why.
+
+        But a message that did not fit was dropped, and leaves nobody out of step.
+        """
         try:
             yield
         except Unsupported:
             raise
         except CommunicatorError as error:
+            if _is_harmless(error) and not is_collective:
+                raise
             failure = self._failure(call, error)  # noted before the others hear of it
             self._under.close()
             raise failure from error
@@ -236,11 +283,29 @@ class Hybrid(Communicator):
         )
 
 
+def _is_harmless(error: CommunicatorError) -> bool:
+    """Of a message: is this rank still in step with the others? Only what did not fit is plain."""
+    return type(error) is CommunicatorError
+
+
+def _network(coor: Coordinator) -> str:
+    try:
+        Tcp.probe(coor)
+    except Unsupported:
+        return "gloo"
+    return "tcp"
+
+
 def _whole(op: str) -> str:
     """What to do before the last step: an average is divided once, at the end."""
     return "sum" if op == "avg" else op
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy to add up in; small floats in 32 bits, so that they are rounded once."""
+    """A copy to add up in; small floats in 32 bits, so that they are rounded once.
+
+    Complex numbers as pairs: all backends add those.
+    """
+    if tensor.is_complex():
+        return torch.view_as_real(tensor).clone()
     return tensor.float() if tensor.dtype in WIDE else tensor.clone()

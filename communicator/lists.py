@@ -2,7 +2,8 @@
 
 lists.allgather(comm, [a, b, c], mine)
 
-Tensors may be parts of others, complex, or under autograd.
+Tensors may be parts of others, complex, lazily negated or conjugated, or under autograd. torch asks
+for as many elements on every rank, not for the same shape; so a communicator gets them flat here.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ BOOL_OPS = {
     ReduceOp.PRODUCT: "min",
     ReduceOp.BAND: "min",
 }
+COMPLEX_OPS = {op: OPS[op] for op in (ReduceOp.SUM, ReduceOp.AVG)}
 BITWISE = {
     ReduceOp.BAND: torch.bitwise_and,
     ReduceOp.BOR: torch.bitwise_or,
@@ -40,90 +42,104 @@ Tensors = Sequence[torch.Tensor]
 
 
 def allreduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> None:
-    with _written(tensor) as whole:
-        if op in BITWISE and whole.dtype != torch.bool:
-            rows = comm.allgather(whole)
-            for row in rows[1:]:
-                BITWISE[op](rows[0], row, out=rows[0])
-            whole.copy_(rows[0])
+    with _flat(tensor) as whole:
+        if _is_bitwise(op, tensor.dtype):
+            whole.copy_(_bitwise(comm, whole, op))
         else:
-            comm.allreduce(whole, _op(comm, op, whole.dtype))
+            comm.allreduce(whole, _op(comm, op, tensor.dtype))
+
+
+def _is_bitwise(op: Any, dtype: torch.dtype) -> bool:
+    is_whole = not dtype.is_floating_point and not dtype.is_complex
+    return is_whole and op in BITWISE and not (dtype == torch.bool and op in BOOL_OPS)
+
+
+def _bitwise(comm: Communicator, whole: torch.Tensor, op: Any) -> torch.Tensor:
+    rows = comm.allgather(whole)
+    for row in rows[1:]:
+        BITWISE[op](rows[0], row, out=rows[0])
+    return rows[0]
 
 
 def broadcast(comm: Communicator, tensor: torch.Tensor, src: int) -> None:
-    with _written(tensor) as whole:
+    with _flat(tensor) as whole:
         comm.broadcast(whole, src)
 
 
 def reduce(comm: Communicator, tensor: torch.Tensor, dst: int, op: Any) -> None:
-    with _written(tensor) as whole:
-        comm.reduce(whole, dst, _op(comm, op, whole.dtype))
+    with _flat(tensor) as whole:
+        if not _is_bitwise(op, tensor.dtype):
+            comm.reduce(whole, dst, _op(comm, op, tensor.dtype))
+            return
+        total = _bitwise(comm, whole, op)
+        if comm.rank == dst:
+            whole.copy_(total)
 
 
 def allgather(comm: Communicator, outs: Tensors, tensor: torch.Tensor) -> None:
     """outs: one for each rank, each of the shape that rank has."""
     if any(out.shape != outs[0].shape for out in outs):
         return _allgather_uneven(comm, outs, tensor)
-    for out, row in zip(outs, comm.allgather(_read(tensor)), strict=True):
-        _plain(out).copy_(row.view(_plain(out).shape))
+    for out, row in zip(outs, comm.allgather(_read(tensor).view(-1)), strict=True):
+        _fill(out, row)
 
 
 def _allgather_uneven(comm: Communicator, outs: Tensors, tensor: torch.Tensor) -> None:
-    _plain(outs[comm.rank]).copy_(_plain(tensor))
+    outs[comm.rank].detach().copy_(tensor.detach())
     for src, out in enumerate(outs):
         broadcast(comm, out, src)
 
 
 def allgather_flat(comm: Communicator, out: torch.Tensor, tensor: torch.Tensor) -> None:
     """out: what the ranks have, one after the other."""
-    mine = _read(tensor)
-    with _written(out) as whole:
-        comm.allgather(mine, out=whole.view(comm.world_size, *mine.shape))
+    mine = _read(tensor).view(-1)
+    with _flat(out) as whole:
+        comm.allgather(mine, out=whole.view(comm.world_size, -1))
 
 
 def reduce_scatter(comm: Communicator, out: torch.Tensor, rows: Tensors, op: Any) -> None:
     """rows: one for each rank, which may differ in shape."""
     if any(row.shape != rows[0].shape for row in rows):
         for dst, row in enumerate(rows):
-            total = _read(row).clone()
-            comm.reduce(total, dst, _op(comm, op, total.dtype))
+            total = _read(row).view(-1).clone()
+            comm.reduce(total, dst, _op(comm, op, row.dtype))
             if dst == comm.rank:
-                _plain(out).copy_(total)
+                _fill(out, total)
         return
-    reduce_scatter_flat(comm, out, torch.stack([_plain(row) for row in rows]), op)
+    reduce_scatter_flat(comm, out, torch.stack([row.detach() for row in rows]), op)
 
 
 def reduce_scatter_flat(
     comm: Communicator, out: torch.Tensor, tensor: torch.Tensor, op: Any
 ) -> None:
     """tensor: what is for each rank, one after the other."""
-    with _written(out) as whole:
-        rows = _read(tensor).view(comm.world_size, *whole.shape)
-        comm.reduce_scatter(rows, _op(comm, op, whole.dtype), out=whole)
+    with _flat(out) as whole:
+        rows = _read(tensor).view(comm.world_size, -1)
+        comm.reduce_scatter(rows, _op(comm, op, out.dtype), out=whole)
 
 
 def gather(comm: Communicator, outs: Tensors, tensor: torch.Tensor, dst: int) -> None:
     """outs: on rank dst one for each rank, on the others none."""
     if comm.rank == dst:
         exchange(comm, [None] * comm.world_size, outs)
-        _plain(outs[dst]).copy_(_plain(tensor))
+        outs[dst].detach().copy_(tensor.detach())
     else:
-        comm.send(_read(tensor), dst)
+        comm.send(_read(tensor).view(-1), dst)
 
 
 def scatter(comm: Communicator, out: torch.Tensor, rows: Tensors, src: int) -> None:
     """rows: on rank src one for each rank, on the others none."""
     if comm.rank == src:
         exchange(comm, rows, [None] * comm.world_size)
-        _plain(out).copy_(_plain(rows[src]))
+        out.detach().copy_(rows[src].detach())
     else:
-        with _written(out) as whole:
+        with _flat(out) as whole:
             comm.recv(whole, src)
 
 
 def alltoall(comm: Communicator, outs: Tensors, tensors: Tensors) -> None:
     """tensors[i] goes to rank i, and outs[i] comes from it; sizes may differ."""
-    _plain(outs[comm.rank]).copy_(_plain(tensors[comm.rank]))
+    outs[comm.rank].detach().copy_(tensors[comm.rank].detach())
     exchange(comm, tensors, outs)
 
 
@@ -137,14 +153,11 @@ def alltoall_flat(
     """Equal parts along the first dim, or parts of these sizes."""
     if out_sizes or sizes:
         even = [tensor.shape[0] // comm.world_size] * comm.world_size
-        with _written(out) as whole:
-            parts = torch.split(_read(tensor), list(sizes) or even)
-            alltoall(comm, torch.split(whole, list(out_sizes) or even), parts)
-        return
-    mine = _read(tensor)
-    with _written(out) as whole:
-        shape = (comm.world_size, -1)
-        comm.alltoall(mine.view(shape), out=whole.view(shape))
+        parts = torch.split(tensor.detach(), list(sizes) or even)
+        return alltoall(comm, torch.split(out.detach(), list(out_sizes) or even), parts)
+    rows = (comm.world_size, -1)
+    with _flat(out) as whole:
+        comm.alltoall(_read(tensor).view(rows), out=whole.view(rows))
 
 
 def exchange(
@@ -165,38 +178,41 @@ def exchange(
 
 
 def _op(comm: Communicator, op: Any, dtype: torch.dtype) -> str:
-    table = BOOL_OPS if dtype == torch.bool else OPS
+    """What we call it. Complex numbers come to a communicator as pairs, which only add up alike."""
+    table = BOOL_OPS if dtype == torch.bool else COMPLEX_OPS if dtype.is_complex else OPS
     if op not in table:
         raise Unsupported(
-            f"rank {comm.rank}: {op} of {dtype} is not offered here. Use SUM, AVG, PRODUCT, MAX or "
-            "MIN."
+            f"rank {comm.rank}: {op} of {dtype} is not offered here. Use one of "
+            f"{', '.join(each.name for each in table)}."
         )
     return table[op]
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without autograd, complex numbers as pairs."""
-    found = tensor.detach()
-    return torch.view_as_real(found) if found.is_complex() else found
-
-
 def _read(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor in one piece of memory."""
-    return _plain(tensor).contiguous()
+    """The tensor in one piece of memory: without autograd, what is lazy done, complex as pairs."""
+    found = tensor.detach().resolve_conj().resolve_neg()
+    return (torch.view_as_real(found) if found.is_complex() else found).contiguous()
+
+
+def _fill(tensor: torch.Tensor, whole: torch.Tensor) -> None:
+    """Write into the tensor what _read would give."""
+    target = tensor.detach()
+    if target.is_complex():
+        whole = torch.view_as_complex(whole.view(*target.shape, 2))
+    target.copy_(whole.view(target.shape))
 
 
 @contextmanager
 def pieces(tensors: Tensors) -> Iterator[list[torch.Tensor]]:
-    """The plain tensors, each in one piece; what is written there ends up in the tensors."""
+    """The tensors, each flat in one piece; what is written there ends up in the tensors."""
     with ExitStack() as stack:
-        yield [stack.enter_context(_written(tensor)) for tensor in tensors]
+        yield [stack.enter_context(_flat(tensor)) for tensor in tensors]
 
 
 @contextmanager
-def _written(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The plain tensor in one piece of memory; what is written there ends up in the tensor."""
-    target = _plain(tensor)
-    whole = target.contiguous()
-    yield whole
-    if not target.is_contiguous():
-        target.copy_(whole)
+def _flat(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor, flat in one piece; what is written there ends up in the tensor."""
+    whole = _read(tensor)
+    yield whole.view(-1)
+    if whole.data_ptr() != tensor.data_ptr():
+        _fill(tensor, whole)

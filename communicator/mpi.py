@@ -90,7 +90,8 @@ class Mpi(Network):
         self._await("broadcast", self._comm.Ibcast(self._bytes(tensor), src))
 
     def _allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
-        self._await("allgather", self._comm.Iallgather(self._bytes(tensor), self._bytes(out)))
+        mine = self._bytes(_apart(tensor, out))
+        self._await("allgather", self._comm.Iallgather(mine, self._bytes(out)))
 
     def _alltoall(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         self._await("alltoall", self._comm.Ialltoall(self._bytes(tensor), self._bytes(out)))
@@ -120,7 +121,7 @@ class Mpi(Network):
     def _reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
         if not self._reduces(tensor):
             return super()._reduce_scatter(out, tensor, op)
-        rows, row = self._numbers(tensor), self._numbers(out)
+        rows, row = self._numbers(_apart(tensor, out)), self._numbers(out)
         start = self._comm.Ireduce_scatter_block
         self._await("reduce_scatter", start(rows, row, self._op(op)))
         self._average(out, op)
@@ -170,6 +171,12 @@ class Mpi(Network):
             f"{lost} Are all ranks in the same call, with tensors of the same "
             "size, and alive?"
         )
+
+
+def _apart(tensor: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy if its memory is also out's, which MPICH refuses."""
+    shared = tensor.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
+    return tensor.clone() if shared else tensor
 
 
 def _mpi4py() -> Any:

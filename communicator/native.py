@@ -19,11 +19,13 @@ import torch
 
 from communicator import _native
 from communicator.base import Communicator
-from communicator.errors import CommunicatorError, Unsupported
+from communicator.errors import CommunicatorError, PeerLost, Unsupported
+from communicator.first_calls import FirstCalls
 from coordinator import Coordinator
 
 ONE_NODE = 1 << 1  # COMM_CAP_ONE_NODE of communicator.h
 THREADS = 1 << 2  # COMM_CAP_THREADS
+EMPTY = 1 << 3  # COMM_CAP_EMPTY
 TORCH_DEVICE = {1: "cpu", 2: "cuda", 10: "cuda"}  # from DLDeviceType; torch calls ROCm "cuda"
 
 
@@ -36,7 +38,16 @@ class Native(Communicator):
 
     path: ClassVar[str]
     trusted: ClassVar[bool] = False  # that its probe does not crash
-    _checked_calls = 0  # a library compares what it can, without a word of ours
+    compares: ClassVar[bool] = False  # does the library itself compare every call?
+    _first_calls: FirstCalls | None = None
+
+    def __init__(self, coor: Coordinator, backend: Any = None, **options: Any) -> None:
+        super().__init__(coor, backend, **options)
+        self._compare_first_calls()
+
+    def _compare_first_calls(self) -> None:
+        if self._checked_calls > 0 and self.world_size > 1 and not self.compares:
+            self._first_calls = FirstCalls(self, self._checked_calls)
 
     @classmethod
     def probe(cls, coor: Coordinator) -> int:
@@ -46,7 +57,7 @@ class Native(Communicator):
                 f"{plugin.name} works within one node, and {coor.local_world_size} of the "
                 f"{coor.world_size} ranks are on this one"
             )
-        processes = {(peer.host, peer.pid) for peer in coor.peers}
+        processes = {(peer.host, peer.memory, peer.pid) for peer in coor.peers}
         if not plugin.caps & THREADS and len(processes) < coor.world_size:
             raise Unsupported(
                 f"{plugin.name} cannot have two ranks in one process, and here ranks are threads"
@@ -60,6 +71,7 @@ class Native(Communicator):
     def _open(self, **options: Any) -> None:
         self._plugin = _native.open(self.path)
         self._offers = frozenset(name for name in _ENTRIES if self._plugin.offers(name))
+        self._takes_empty = bool(self._plugin.caps & EMPTY)
         name, unique_id = self._agree()
         error: Exception | None = None
         try:
@@ -110,7 +122,27 @@ class Native(Communicator):
                     f"communicator, so nobody can use it. It says: {text.decode()}"
                 )
 
+    def _compare(self, call: str, tensor: torch.Tensor | None = None, how: str = "") -> None:
+        """Done already, by _first_calls or by the library."""
+
+    def _is_capturing(self) -> bool:
+        return (
+            self.device_type == "cuda"
+            and torch.cuda.is_available()
+            and torch.cuda.is_current_stream_capturing()
+        )
+
+    def _raise_if_lost(self, call: str) -> None:
+        """Raise PeerLost if who is waited for will not come any more."""
+        if gone := self._lost_peers():
+            raise PeerLost(
+                f"rank {self.rank} lost a peer before {call}.{gone} Start all ranks again, and "
+                "look at what those printed last."
+            )
+
     def _close(self) -> None:
+        if self._first_calls is not None:
+            self._first_calls.step_aside()
         if hasattr(self, "_comm"):  # not if joining failed
             self._comm.close()
 
@@ -118,20 +150,27 @@ class Native(Communicator):
         """From any thread: calls that wait and later ones raise PeerLost, here and on the peers."""
         self._comm.abort()
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A tensor in memory that the peers reach: allreduce in place of such tensors copies least.
 
         Not collective, but of use only if every rank has one. Let go of it before the communicator
         is closed, or its memory is given back only when the process ends.
         """
-        numel = math.prod(shape)
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        numel = math.prod(sizes)
         if self.world_size == 1 or numel == 0 or "mem_alloc" not in self._offers:
-            return torch.empty(*shape, dtype=dtype, device=self._device())
+            return torch.empty(sizes, dtype=dtype, device=self._device())
+        if self.device_type != "cpu":
+            raise Unsupported(
+                f"rank {self.rank}: empty over {self._plugin.name}: its mem_alloc gives memory of "
+                f"{self._device()}, of which no tensor is made here. Use torch.empty(..., "
+                "device=comm.device), which every collective takes."
+            )
         nbytes = numel * dtype.itemsize
         address = self._comm.mem_alloc(nbytes)
         memory = (ctypes.c_byte * nbytes).from_address(address)
         weakref.finalize(memory, _give_back, self._comm, address).atexit = False
-        return torch.frombuffer(memory, dtype=dtype).view(*shape)
+        return torch.frombuffer(memory, dtype=dtype).view(sizes)
 
     def allreduce(
         self, tensor: torch.Tensor, op: str = "sum", *, out: torch.Tensor | None = None
@@ -236,6 +275,7 @@ class Shm(Native):
     name = "shm"
     path = os.path.join(os.path.dirname(__file__), "_shm.abi3.so")
     trusted = True
+    compares = True
 
 
 def library(path: str) -> type[Native]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import json
 import os
+import secrets
 import sys
 import threading
 import time
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 
 from communicator import nccl_library
 from communicator.errors import CommunicatorError, CommunicatorTimeout, PeerLost, Unsupported
+from communicator.farewell import Farewell
 from communicator.native import Native
 from communicator.nccl_library import NcclLibrary, version_text
 from communicator.oneshot import Oneshot, choose, is_aligned
@@ -43,9 +45,26 @@ def _naming(call: str) -> Any:
         try:
             return method(self, *values, **options)
         except (PeerLost, CommunicatorTimeout) as error:
-            raise type(error)(f"{error}{self._lost_peers()}") from error
+            raise self._blaming(error) from error
 
     return named
+
+
+def _quick_allreduce(comm: Nccl) -> Callable[..., torch.Tensor]:
+    """The same for allreduce, which is called most: one frame of Python above the C call."""
+    call, owner = comm._comm.allreduce, weakref.ref(comm)
+
+    def allreduce(
+        tensor: torch.Tensor, op: Any = "sum", *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        try:
+            return call(tensor, op, out)
+        except (PeerLost, CommunicatorTimeout) as error:
+            if (found := owner()) is None:
+                raise
+            raise found._blaming(error) from error
+
+    return functools.update_wrapper(allreduce, Native.allreduce)
 
 
 class Nccl(Native):
@@ -59,6 +78,8 @@ class Nccl(Native):
     max_ctas: how many thread blocks a call may use at most.
     oneshot: sum small tensors by a kernel of our own (communicator/oneshot.py). Unsupported on
         every rank if one of them cannot.
+    checked_calls: how many of the first collectives are compared over the Coordinator before they
+        are enqueued (32; 0 for none): each waits for the slowest rank. None while captured.
 
     A call may be captured in a CUDA graph once the same call has run outside, where NCCL connects.
     """
@@ -83,6 +104,7 @@ class Nccl(Native):
     _watch: _Watch | None = None
     _finalized = False
     _lost = ""  # who or what ended this communicator
+    _farewell: Farewell
     _small: Oneshot | None = None
     _own_coor: Coordinator | None = None  # made for this communicator alone, by split()
 
@@ -115,6 +137,7 @@ class Nccl(Native):
 
     def _start(self) -> None:
         """Make the first connections now, with a deadline, and watch the others from here on."""
+        self.allreduce = _quick_allreduce(self)
         if torch.cuda.is_available():
             try:
                 self.barrier()
@@ -128,7 +151,8 @@ class Nccl(Native):
 
     def _agree(self) -> tuple[str, bytes]:
         """Rank 0's unique id, once all ranks are known to have the same build of NCCL."""
-        mine: dict[str, Any] = {"problem": self._problem, "name": self.coor.info.launch_id}
+        name = f"{self.coor.info.launch_id}-{secrets.token_hex(4)}"
+        mine: dict[str, Any] = {"problem": self._problem, "name": name}
         if self._found is not None:
             size = os.path.getsize(self._found.path)
             mine |= {"build": [self._found.version, size], "path": self._found.path}
@@ -139,6 +163,7 @@ class Nccl(Native):
                 mine["problem"] = str(error)
         everyones = [json.loads(data) for data in self.coor.allgather(json.dumps(mine).encode())]
         self._compare_libraries(everyones)
+        self._farewell = Farewell(self.coor, everyones[0]["name"])
         return everyones[0]["name"], bytes.fromhex(everyones[0]["unique_id"])
 
     def _compare_libraries(self, everyones: list[dict[str, Any]]) -> None:
@@ -185,17 +210,39 @@ class Nccl(Native):
                     f"the same calls.{self._lost_peers()} abort() ends what waits on the GPU."
                 )
             time.sleep(POLL_S)
-        self._comm.async_error()
+        if self._small is not None:
+            self._small.check()
+        try:
+            self._comm.async_error()
+        except PeerLost as error:
+            raise self._blaming(error) from error
+
+    def _blaming(self, error: CommunicatorError) -> CommunicatorError:
+        """The error with the names of the dead, or why this communicator was ended meanwhile."""
+        if isinstance(self._comm, _Lost):
+            return self._comm.tell()
+        return type(error)(f"{error}{self._lost_peers_soon()}")
+
+    def _lost_peers_soon(self) -> str:
+        """Sockets of a process that ends are closed before it is seen dead: wait for that."""
+        deadline = time.monotonic() + GRACE_S
+        while not (gone := self._lost_peers()) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return gone
+
+    def _raise_if_lost(self, call: str) -> None:
+        if isinstance(self._comm, _Lost):  # the watch sees to it, and abort()
+            raise self._comm.tell()
 
     def _look_around(self) -> str:
         """In words, why no call can succeed any more; empty while all is well."""
-        if gone := self._lost_peers():
+        if died := self._farewell.died():
             time.sleep(GRACE_S)
-            return f"a peer died.{gone}"
+            return f"a peer died. Gone: {', '.join(map(str, died))}."
         try:
             self._comm.async_error()
         except CommunicatorError as error:
-            return str(error)
+            return f"{error}{self._lost_peers_soon()}"
         return ""
 
     def abort(self) -> None:
@@ -204,13 +251,17 @@ class Nccl(Native):
         Every rank must abort, for NCCL does not tell the peers. Kernels that wait are ended; while
         a graph that captured this communicator is alive, NCCL frees its memory only later.
         """
-        self._lose("abort() was called")
+        self._lose("abort() was called", is_told=True)
 
-    def _lose(self, why: str) -> None:
+    def _lose(self, why: str, is_told: bool = False) -> None:
         if self._lost or self._closed:
             return
         self._lost = why
-        comm, self._comm = self._comm, _Lost(self.rank, why)  # type: ignore[assignment]
+        comm, lost = self._comm, _Lost(self.rank, why, is_told)
+        self._comm = lost  # type: ignore[assignment]
+        if self._first_calls is not None:
+            self._first_calls.step_aside()
+        self.__dict__.pop("allreduce", None)  # the quick one, which has the old handle
         comm.abort()
 
     # Ending.
@@ -220,15 +271,37 @@ class Nccl(Native):
 
         Raises CommunicatorError, and stays open, while a CUDA graph that captured this communicator
         is alive: NCCL would wait for it for ever. Delete or reset() the graph first.
+        Raises PeerLost, and is closed, if a peer died and no call has said so yet: what was
+        enqueued may not have happened. While another exception is in flight that is a warning.
         """
+        self._end(is_failing=sys.exc_info()[0] is not None)
+
+    def _end(self, is_failing: bool) -> None:
         if self._closed:
             return
-        self._free_retired()
-        self._comm.finalize()
-        self._finalized = True
-        if self._small is not None and not self._lost:
-            self._small.close()
+        lost = self._comm if isinstance(self._comm, _Lost) else None
+        problem = self._finish() if lost is None else None if lost.is_told else lost.tell()
         super().close()
+        if problem is not None and not is_failing:
+            raise problem
+        if problem is not None:
+            warnings.warn(str(problem), RuntimeWarning, stacklevel=3)
+
+    def _finish(self) -> CommunicatorError | None:
+        """The orderly end, after which peers know that this rank did not die. What went wrong."""
+        self._free_retired()
+        try:
+            self._comm.finalize()
+        except (PeerLost, CommunicatorTimeout) as error:  # then it has been aborted
+            return self._blaming(error)
+        self._finalized = True
+        if self._watch is not None:
+            self._watch.stop()
+        if self._small is not None:
+            self._small.close()
+        if self.world_size > 1:
+            self._farewell.say()
+        return None
 
     def _close(self) -> None:
         if self._watch is not None:
@@ -247,7 +320,7 @@ class Nccl(Native):
     ) -> None:
         if error is not None:  # the others may be elsewhere: wait for nobody
             self.abort()
-        self.close()
+        self._end(is_failing=error is not None)
 
     def __del__(self) -> None:
         """Never calls NCCL: its ends wait for other ranks, and garbage is collected anywhere."""
@@ -284,11 +357,12 @@ class Nccl(Native):
         self._check("allreduce", tensor)
         self._comm.async_error()
         out = tensor if out is None else self._check_out("allreduce", out, tensor.shape, tensor)
-        if is_aligned(tensor) and is_aligned(out):
-            self._small.sum(tensor, out, way)
-        else:  # this may be so on some ranks only, and the others are in the kernel
-            self._small.sum(copy := tensor.clone(), copy, way)
-            out.copy_(copy)
+        with torch.cuda.stream(self._stream):
+            if is_aligned(tensor) and is_aligned(out):
+                self._small.sum(tensor, out, way)
+            else:  # this may be so on some ranks only, and the others are in the kernel
+                self._small.sum(copy := tensor.clone(), copy, way)
+                out.copy_(copy)
         return out
 
     # What NCCL has beyond the common operations.
@@ -300,21 +374,49 @@ class Nccl(Native):
         """
         return self._comm.scaled_sum(torch.tensor(scale, dtype=dtype))
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A tensor in memory that NCCL's collectives use without a copy. Collective.
 
         Memory of ncclMemAlloc, registered as a symmetric window where the library has them. It is
         freed with the last view of it, which waits for the GPU. A graph does not keep it alive.
+        Raises CommunicatorError on every rank if one has no room.
         """
-        self._check_open("empty")
+        self._check_outside_capture("empty")
         self._free_retired()
-        numel = torch.Size(shape).numel()
+        sizes = torch.Size([shape] if isinstance(shape, int) else shape)
+        numel = sizes.numel()
         if numel == 0:
-            return torch.empty(*shape, dtype=dtype, device=self._device())
+            return torch.empty(sizes, dtype=dtype, device=self._device())
         nbytes = -(-numel * dtype.itemsize // PAGE) * PAGE
+        self._agree_on_room(nbytes)
         block = _Block(self, self._comm.mem_alloc(nbytes), nbytes)
         whole = torch.as_tensor(block, device=self._device())
-        return whole[: numel * dtype.itemsize].view(dtype).view(*shape)
+        return whole[: numel * dtype.itemsize].view(dtype).view(sizes)
+
+    def _agree_on_room(self, nbytes: int) -> None:
+        """Raise on every rank if one has no room: the others would wait for it inside NCCL."""
+        if self.world_size == 1:
+            return
+        problem = ""
+        try:
+            with torch.cuda.device(self._ordinal):
+                self.library.try_mem_alloc(nbytes)
+        except Unsupported as error:
+            problem = str(error)
+        for peer, said in zip(self.coor.peers, self.coor.allgather(problem.encode()), strict=True):
+            if said:
+                raise CommunicatorError(
+                    f"rank {self.rank}: empty of {nbytes} bytes is for all ranks or none, and "
+                    f"{peer} cannot have it: {said.decode()} Ask for less, or free memory there."
+                )
+
+    def _check_outside_capture(self, call: str) -> None:
+        self._check_open(call)
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise CommunicatorError(
+                f"rank {self.rank}: {call} inside the capture of a graph, which memory that is "
+                "registered would break. Call it before the capture."
+            )
 
     def _free_retired(self) -> None:
         while self._retired and not torch.cuda.is_current_stream_capturing():
@@ -326,7 +428,7 @@ class Nccl(Native):
         Collective over all ranks of this one, with the same ranks. Quicker than a new one, for NCCL
         knows the way between them.
         """
-        self._check_open("split")
+        self._check_outside_capture("split")
         coor = self.coor.split(ranks)
         mine = list(ranks).index(self.rank) if self.rank in ranks else -1
         made = self._comm.split(-1 if mine < 0 else 0, max(mine, 0), max(mine, 0), len(ranks))
@@ -335,12 +437,15 @@ class Nccl(Native):
     def _child(self, coor: Coordinator, made: Any) -> Nccl:
         child = object.__new__(Nccl)
         child.coor = child._own_coor = coor
+        child._farewell = Farewell(coor, "split")
         child.rank, child.world_size = coor.rank, coor.world_size
         child.timeout_s, child._closed = self.timeout_s, False
         child._plugin, child._offers, child._comm = self._plugin, self._offers, made
         child._ordinal, child._stream, child._found = self._ordinal, self._stream, self._found
         child._retired = []
         child._start()
+        child._checked_calls = self._checked_calls
+        child._compare_first_calls()
         return child
 
 
@@ -352,22 +457,33 @@ def _find(path: str | None) -> tuple[NcclLibrary | None, str]:
         return None, str(error)
 
 
-class _Lost:
-    """Stands where a communicator's handle was that has been aborted."""
+def _ended(rank: int, why: str) -> str:
+    return (
+        f"rank {rank}: this communicator has ended: {why} Close it and make a new one over the "
+        "ranks that are left."
+    )
 
-    def __init__(self, rank: int, why: str) -> None:
-        self._text = (
-            f"rank {rank}: this communicator has ended: {why} Close it and make a new one over the "
-            "ranks that are left."
-        )
+
+class _Lost:
+    """Stands where a communicator's handle was that has been aborted.
+
+    is_told: does whoever uses the communicator know?
+    """
+
+    def __init__(self, rank: int, why: str, is_told: bool) -> None:
+        self._text, self.is_told = _ended(rank, why), is_told
 
     def close(self) -> None:
         pass
 
-    finalize = abort = close
+    abort = close
+
+    def tell(self) -> PeerLost:
+        self.is_told = True
+        return PeerLost(self._text)
 
     def __getattr__(self, name: str) -> Any:
-        raise PeerLost(self._text)
+        raise self.tell()
 
 
 class _Watch(threading.Thread):

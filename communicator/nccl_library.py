@@ -68,6 +68,17 @@ class NcclLibrary:
         self._library.ncclGetErrorString.restype = ctypes.c_char_p
         return str(self._library.ncclGetErrorString(code).decode())
 
+    def try_mem_alloc(self, nbytes: int) -> None:
+        """Raise Unsupported if the current device has no room for so many bytes; takes none."""
+        if not hasattr(self._library, "ncclMemAlloc"):
+            raise Unsupported(
+                f"registered memory is not supported by NCCL {self.version_text} ({self.path}); "
+                "needs NCCL 2.19.1 or newer."
+            )
+        address, size = ctypes.c_void_p(), ctypes.c_size_t(nbytes)
+        self._check("ncclMemAlloc", self._library.ncclMemAlloc(ctypes.byref(address), size))
+        self.mem_free(address.value or 0)
+
     def mem_free(self, address: int) -> None:
         """Free what ncclMemAlloc gave and no communicator has registered any more."""
         self._check("ncclMemFree", self._library.ncclMemFree(ctypes.c_void_p(address)))

@@ -1,8 +1,8 @@
 """Messages between two ranks, over a library that matches them by tag: gloo, MPI.
 
 Such a library may write past the end of a tensor, end the process, or say nothing, if what comes is
-of another size than was expected. So the tag has the size in it: messages of different sizes do not
-meet, and the deadline ends the waiting. The first messages between two ranks are each followed by a
+not what was expected. So the tag has the shape and dtype in it: messages that differ do not meet,
+and the deadline ends the waiting. The first messages between two ranks are each followed by a
 letter that says what they are, so that a mistake there is named at once.
 """
 
@@ -17,7 +17,7 @@ from communicator import agreement
 from communicator.base import Communicator
 from communicator.errors import CommunicatorError
 
-LETTER = -1  # in place of a size
+LETTER = "letter"  # in place of a shape and dtype
 
 
 class Message:
@@ -34,6 +34,7 @@ class Message:
 class Network(Communicator):
     """What such a backend provides: _launch and _await."""
 
+    _takes_empty = True
     _largest_tag = 2**31 - 1
     _counts: dict[tuple[str, int], int]  # of messages, by direction and peer
 
@@ -72,14 +73,15 @@ class Network(Communicator):
         number = self._counts.get((kind, peer), 0) + 1
         self._counts[kind, peer] = number
         message = Message(kind, tensor, peer, number)
-        message.work = self._start_bytes(message, as_bytes(tensor), tensor.nbytes)
+        what = agreement.describe(tensor)
+        message.work = self._start_bytes(message, as_bytes(tensor), what)
         if number <= self._checked_calls:
-            message.letter = agreement.pack(f"{tensor.nbytes} {agreement.describe(tensor)}")
+            message.letter = agreement.pack(f"{tensor.nbytes} {what}")
             message.letter_work = self._start_bytes(message, message.letter, LETTER)
         return message
 
-    def _start_bytes(self, message: Message, data: torch.Tensor, size: int) -> Any:
-        tag = zlib.crc32(f"{message.number} {size}".encode()) % (self._largest_tag + 1)
+    def _start_bytes(self, message: Message, data: torch.Tensor, what: str) -> Any:
+        tag = zlib.crc32(f"{message.number} {what}".encode()) % (self._largest_tag + 1)
         return self._launch(message.kind, data, message.peer, tag)
 
     def _read_letter(self, call: str, message: Message) -> str:
@@ -94,7 +96,7 @@ class Network(Communicator):
         if message.kind == "send" or theirs == mine:
             return ""
         dropped = torch.empty(int(nbytes), dtype=torch.uint8)
-        message.work = self._start_bytes(message, dropped, int(nbytes))
+        message.work = self._start_bytes(message, dropped, theirs)
         return (
             f"rank {self.rank}: message {message.number} from rank {message.peer} is {theirs}, but "
             f"was to be received as {mine}. It was dropped, and the tensor left as it was. "

@@ -177,7 +177,6 @@ class Oneshot:
         handle = ctypes.create_string_buffer(HANDLE_BYTES)
         self._kernels.export(self._arena, handle)
         return {
-            "pid": os.getpid(),
             "device": self._device,
             "pointer": self._arena.value,
             "handle": handle.raw.hex(),
@@ -185,7 +184,7 @@ class Oneshot:
 
     def _reach(self, offers: list[dict[str, Any]]) -> None:
         for rank, offer in enumerate(offers):
-            if offer["pid"] == os.getpid():
+            if self._is_here(rank):
                 self._kernels.reach(offer["device"])
                 self._call.arena[rank] = offer["pointer"]
                 continue
@@ -194,20 +193,29 @@ class Oneshot:
             self._imported.append(arena)
             self._call.arena[rank] = arena.value
 
+    def _is_here(self, rank: int) -> bool:
+        """Is it a thread of this process? Two containers may each have a process of one number."""
+        peer = self.coor.peers[rank]
+        return peer.is_visible and peer.pid == os.getpid()
+
     def _try(self) -> None:
         """Add up numbers that are known: drivers have been seen to claim a way that is none."""
         tensor = torch.full((4096,), float(self.rank + 1), device=f"cuda:{self._device}")
         for algorithm in Algorithm:
             self.sum(tensor.clone(), found := torch.empty_like(tensor), algorithm)
             torch.cuda.synchronize()
-            self._error.check(self.rank)
+            self.check()
             expected = self.world_size * (self.world_size + 1) / 2
             if not bool((found == expected).all()):
                 raise CommunicatorError(f"a first {algorithm.name} sum came out wrong")
 
+    def check(self) -> None:
+        """Raise CommunicatorTimeout if a kernel has given up waiting."""
+        self._error.check(self.rank)
+
     def sum(self, tensor: torch.Tensor, out: torch.Tensor, algorithm: Algorithm) -> None:
         """Enqueue the sum of every rank's tensor into out, which may be tensor."""
-        self._error.check(self.rank)
+        self.check()
         self._captured = self._captured or torch.cuda.is_current_stream_capturing()
         call, nbytes = self._call, tensor.nbytes
         call.algorithm, call.dtype, call.nbytes = algorithm, DTYPES[tensor.dtype], nbytes

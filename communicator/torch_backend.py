@@ -149,6 +149,15 @@ class Group(ProcessGroup):  # type: ignore[misc]
     def barrier(self, opts: Any = None) -> Handle:
         return self._run(self._comm("cpu").barrier, [], opts, on_device=False)
 
+    # Between these two torch calls what may be done as one; here it starts at once all the same.
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        pass
+
+    def _end_coalescing(self, device: torch.device) -> Handle:
+        """Ends when all calls before it have."""
+        return self._run(lambda: None, [], None, on_device=device.type != "cpu")
+
     # The names of the same methods before torch 2.12.
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _allgather_base = all_gather_single
@@ -178,12 +187,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
             start(lambda: _exchange(posted), [])
 
     def _post(self, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> Handle:
-        if tag:
-            raise Unsupported(
-                f"rank {self.rank()}: {kind} with tag={tag}: between two ranks messages arrive in "
-                "the order of sending, and have no tags. Leave it out."
-            )
-        message = _Message(self, kind, tensor, peer)
+        message = _Message(self, kind, tensor, peer, tag)
         self._posted.append(message)
         return message
 
@@ -221,13 +225,36 @@ class Group(ProcessGroup):  # type: ignore[misc]
 
 
 class _Message(Handle):
-    """A send or receive that starts when somebody asks for its end."""
+    """A send or receive that starts when somebody asks for its end.
 
-    def __init__(self, group: Group, kind: str, tensor: torch.Tensor, peer: int) -> None:
+    One with a tag has it before it on the line, so that a receiver who expects another is told.
+    """
+
+    def __init__(self, group: Group, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> None:
         super().__init__([tensor])
         self.comm = group._comm(tensor.device.type)
-        self.kind, self.tensor, self.peer = kind, tensor, peer
+        self.kind, self.tensor, self.peer, self.tag = kind, tensor, peer, tag
+        self.tag_on_line = torch.tensor([tag], device=tensor.device) if tag else None
         self._group = group
+
+    def move(self, tensor: torch.Tensor) -> None:
+        """Ask for the tag and the tensor, in a group."""
+        for part in (self.tag_on_line, tensor):
+            if part is not None and self.kind == "send":
+                self.comm.send(part, self.peer)
+            elif part is not None:
+                self.comm.recv(part, self.peer)
+
+    def check_tag(self) -> None:
+        if self.tag_on_line is None or self.tag_on_line.item() == self.tag:
+            return
+        raise Unsupported(
+            f"rank {self.comm.rank}: the message from rank {self.peer} has "
+            f"tag={self.tag_on_line.item()}, and was to be received with tag={self.tag}. Between "
+            "two ranks messages arrive in the order of sending, so this one is not what it was "
+            "taken for. Receive in the order in which rank "
+            f"{self.peer} sends."
+        )
 
     def wait(self, timeout: Any = NO_TIMEOUT) -> bool:
         self._group.flush(waits=True)
@@ -258,10 +285,9 @@ def _exchange_on(posted: list[_Message]) -> None:
     comm = posted[0].comm
     with lists.pieces([message.tensor for message in posted]) as tensors, comm.group():
         for message, tensor in zip(posted, tensors, strict=True):
-            if message.kind == "send":
-                comm.send(tensor, message.peer)
-            else:
-                comm.recv(tensor, message.peer)
+            message.move(tensor)
+    for message in posted:
+        message.check_tag()
 
 
 def _communicator(meeting: Meeting, device_type: str) -> Communicator | None:

@@ -31,6 +31,18 @@ def candidates(info: LaunchInfo) -> list[Address]:
     spans nodes, that is then replaced by the address this host uses towards others.
     """
     found = _resolve(info)
+    if any(_is_anywhere(where) for _, where in found):
+        raise CoordinatorError(
+            f"rank {info.rank}: master_addr {info.master_addr!r} is every interface and no host, "
+            "so strangers could reach rank 0 by any of them. Give the one address of rank 0's host "
+            "by which the others reach it."
+        )
+    if spans_nodes(info) and all(_is_for_one_link(where) for _, where in found):
+        raise CoordinatorError(
+            f"rank {info.rank}: master_addr {info.master_addr!r} is good on one link alone, where "
+            "each host calls that link by a name of its own, so the nodes could not connect to "
+            "each other. Give an address of rank 0's host that is good everywhere."
+        )
     is_name = not _is_literal(info.master_addr)
     if spans_nodes(info) and is_name and any(_is_loopback(address) for address in found):
         outward = [(family, (text, info.master_port)) for family, text in outward_addresses()]
@@ -64,6 +76,15 @@ def _is_literal(host: str) -> bool:
 
 def _is_loopback(address: Address) -> bool:
     return ipaddress.ip_address(str(address[1][0]).partition("%")[0]).is_loopback
+
+
+def _is_anywhere(address: tuple[Any, ...]) -> bool:
+    return ipaddress.ip_address(str(address[0]).partition("%")[0]).is_unspecified
+
+
+def _is_for_one_link(address: tuple[Any, ...]) -> bool:
+    found = ipaddress.ip_address(str(address[0]).partition("%")[0])
+    return found.version == 6 and found.is_link_local
 
 
 def outward_addresses() -> list[tuple[socket.AddressFamily, str]]:
@@ -138,16 +159,23 @@ def listen(info: LaunchInfo) -> socket.socket:
 def _adopt(info: LaunchInfo) -> socket.socket:
     try:
         listener = socket.socket(fileno=os.dup(int(info.extras["master_fd"])))
-        if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        problem = _why_unfit(listener)
+        if not problem:
             return listener
         listener.close()
-        raise OSError("it does not listen")
+        raise OSError(problem)
     except OSError as error:
         raise CoordinatorError(
             f"rank 0 cannot adopt descriptor {info.extras['master_fd']} as the listening socket "
             f"of the launch ({error}), so nobody could join. Was this process started by rank 0 "
             "without its descriptors? Pass them on, or let rank 0 itself make the Coordinator."
         ) from error
+
+
+def _why_unfit(listener: socket.socket) -> str:
+    if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        return "it does not listen"
+    return "it listens on every interface" if _is_anywhere(listener.getsockname()) else ""
 
 
 def bound(family: int, address: tuple[Any, ...]) -> socket.socket:

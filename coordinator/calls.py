@@ -1,8 +1,10 @@
-"""Which call a rank is in, and where in the user's code it was made."""
+"""Which call a rank is in, until when, and where in the user's code it was made."""
 
 from __future__ import annotations
 
 import sys
+import time
+import traceback
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -11,7 +13,7 @@ _HERE = str(Path(__file__).parent)
 
 
 class Call(NamedTuple):
-    """The number-th collective call of this rank on this Coordinator."""
+    """The number-th call of this rank on this Coordinator."""
 
     name: str
     number: int
@@ -19,6 +21,36 @@ class Call(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.name} #{self.number} ({self.where})"
+
+
+class Waiting(NamedTuple):
+    """A call that this rank is in, and its one deadline."""
+
+    call: Call
+    since: float
+    timeout_s: float
+
+    @property
+    def deadline(self) -> float:
+        return self.since + self.timeout_s
+
+    @property
+    def left_s(self) -> float:
+        return max(self.deadline - time.monotonic(), 0.0)
+
+    @property
+    def waited_s(self) -> float:
+        return time.monotonic() - self.since
+
+    def anew(self, timeout_s: float | None = None) -> Waiting:
+        """The same call with all its time, or another time, from now on."""
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        return Waiting(self.call, time.monotonic(), limit_s)
+
+
+def waiting(name: str, number: int, timeout_s: float) -> Waiting:
+    """A call that begins now, where the user made it."""
+    return Waiting(Call(name, number, caller()), time.monotonic(), timeout_s)
 
 
 def caller() -> str:
@@ -34,3 +66,16 @@ def caller() -> str:
 def _is_ours(filename: str) -> bool:
     """Frames between the user's call and ours are not the user's either."""
     return filename.startswith(_HERE) or filename.endswith(("contextlib.py", "launcher/tracing.py"))
+
+
+def traceback_of(error: BaseException) -> str:
+    """The traceback as the user would want it: without the frames of this package."""
+    whole = traceback.TracebackException.from_exception(error)
+    left: list[traceback.TracebackException | None] = [whole]
+    while left:
+        each = left.pop()
+        if each is not None:
+            theirs = [frame for frame in each.stack if not _is_ours(frame.filename)]
+            each.stack = traceback.StackSummary.from_list(theirs)
+            left += [each.__cause__, each.__context__]
+    return "".join(whole.format())

@@ -12,12 +12,25 @@ from typing import Any
 
 from coordinator.addresses import Address, shown
 from coordinator.errors import CoordinatorError, CoordinatorTimeout
-from coordinator.gate import Caller, NotAdmitted, Proof, TryAgain, knock, purpose_of
-from coordinator.wire import Link, LinkBroken, nothing
+from coordinator.gate import Caller, NotAdmitted, Proof, TryAgain, knock
+from coordinator.hub import Hub
+from coordinator.wire import Halfway, Late, Link, LinkBroken, nothing
 
 RETRY_S = 0.02
 CONNECT_S = 5.0  # of one attempt; a route that swallows packets would take minutes
-HUB = purpose_of("hub")
+AT_ONCE = {
+    "set",
+    "get",
+    "add",
+    "swap",
+    "delete",
+    "count",
+    "came",
+    "beat",
+    "report",
+    "census",
+    "names",
+}
 
 
 class HubGone(Exception):
@@ -31,93 +44,124 @@ class Client:
         self,
         where: Callable[[], list[Address]],
         proof: Proof,
-        rank: int,
-        turn: int,
+        caller: Caller,
         timeout_s: float,
+        hub: Hub | None = None,
     ) -> None:
-        self._where, self._proof, self._rank = where, proof, rank
-        self._caller = Caller(rank, HUB, turn)
-        self._timeout_s = timeout_s
+        """hub: if it lives in this process, what it can answer at once is asked for directly."""
+        self._where, self._proof, self._caller, self._hub = where, proof, caller, hub
+        self._rank = caller.rank
         self._lock = threading.RLock()  # __del__ may come at any time
         self._free: list[Link] = []
+        self._halfway: list[Link] = []  # open, for to close them would look like a death
+        self._asking: set[Link] = set()  # of threads that wait for an answer
         self._number = 0
         self._closed = False
-        first = self._connect(time.monotonic() + timeout_s)
+        self.why_gone = ""  # once rank 0 is: it does not come back
+        self._is_admitted = False
+        self._timeout_s = timeout_s
+        first = self._connect(time.monotonic() + timeout_s, nothing)
         self.local_address = str(first.socket.getsockname()[0]).partition("%")[0]
         self._free.append(first)
+        self._is_admitted = True
 
     def ask(
         self, op: str, *arguments: Any, timeout_s: float, idle: Callable[[], None] = nothing
     ) -> Any:
-        """The hub's answer. Raises Late if it does not come in time, HubGone if it never will.
+        """The hub's answer. Raises Late if it does not come in time, HubGone if it never will,
+        CoordinatorError if the hub cannot make sense of it.
 
         idle is called now and then while waiting, and may raise.
         """
+        if self._hub is not None and op in AT_ONCE and not self._hub.is_over:
+            return self._hub.ask(op, *arguments, timeout_s=timeout_s)
         deadline = time.monotonic() + timeout_s
-        with self._link(deadline) as link:
+        with self._link(deadline, idle) as link:
             with self._lock:
                 self._number = number = self._number + 1
-            try:
-                link.send((number, op, *arguments), deadline, idle)
-                answered, value = -1, None
-                while answered != number:  # or an answer that was given up, or a ping
-                    answered, value = link.receive(deadline, idle)
-            except LinkBroken as error:
-                raise HubGone(str(error)) from error
+            link.send((number, op, *arguments), deadline, idle)
+            answered, value, *problem = -1, None
+            while answered != number:  # or an answer that was given up, or a ping
+                answered, value, *problem = link.receive(deadline, idle)
+            if problem:
+                raise CoordinatorError(problem[0])
             return value
 
     @contextmanager
-    def _link(self, deadline: float) -> Iterator[Link]:
+    def _link(self, deadline: float, idle: Callable[[], None]) -> Iterator[Link]:
         with self._lock:
-            if self._closed:
-                raise HubGone("this rank has left")
+            if self._closed or self.why_gone:
+                raise HubGone(self.why_gone or "this rank has left")
             link = self._free.pop() if self._free else None
         if link is None:
-            link = self._connect(deadline)
+            link = self._connect(deadline, idle)
+        self._asking.add(link)
         try:
             yield link
-        except HubGone:
-            link.close()
-            raise
-        except BaseException:
+        except Halfway as error:
+            raise Late(str(error)) from error
+        except LinkBroken as error:
+            raise self._gone(str(error)) from error
+        finally:
             self._give_back(link)
-            raise
-        self._give_back(link)
+
+    def _gone(self, why: str) -> HubGone:
+        self.why_gone = self.why_gone or why
+        return HubGone(self.why_gone)
 
     def _give_back(self, link: Link) -> None:
         with self._lock:
-            if self._closed:
-                link.close()
-            else:
+            self._asking.discard(link)
+            if self._closed or self.why_gone:
+                _part(link, says_bye=link.is_between_messages)
+            elif link.is_between_messages:
                 self._free.append(link)
+            else:
+                self._halfway.append(link)
 
     def close(self, says_bye: bool = True) -> None:
         """Leave; says_bye: so that nobody takes it for a death."""
         with self._lock:
             self._closed = True
             links, self._free = self._free, []
+            halfway, self._halfway = self._halfway, []
+        for link in halfway:
+            link.close()
         for link in links:
-            try:
-                if says_bye:
-                    link.send((0, "bye"), time.monotonic() + 1)
-            except LinkBroken:
-                pass  # rank 0 was quicker, or is dead
+            _part(link, says_bye)
+
+    def drop(self) -> None:
+        """In a forked child: close the descriptors, which leaves those of the parent alone."""
+        self._closed = True
+        for link in (*self._free, *self._halfway, *self._asking):
             link.close()
 
-    def _connect(self, deadline: float) -> Link:
-        """A proven connection to the hub. Retries until the deadline."""
+    def _connect(self, deadline: float, idle: Callable[[], None]) -> Link:
+        """A proven connection to the hub. Retries until the deadline; once this rank was let in,
+        who refuses it is not rank 0 any more."""
         why, where = "it was not tried", "rank 0"
+
+        def look() -> None:
+            if self.why_gone:
+                raise HubGone(self.why_gone)
+            idle()
+
         while True:
             addresses = self._where()
             for family, address in addresses:
                 where = shown(address)
                 last = deadline if len(addresses) == 1 else time.monotonic() + CONNECT_S
                 try:
-                    return connect(family, address, self._proof, self._caller, last)
+                    return connect(family, address, self._proof, self._caller, last, look)
                 except NotAdmitted as error:
                     raise self._unwanted(where, error) from error
                 except (TryAgain, OSError) as error:
                     why = str(error)
+                    if self._is_admitted and isinstance(error, ConnectionRefusedError):
+                        raise self._gone(why) from error
+            look()
+            if time.monotonic() >= deadline and self._is_admitted:
+                raise Late(why)
             if time.monotonic() >= deadline:
                 raise CoordinatorTimeout(
                     f"rank {self._rank} (host {socket.gethostname()}) could not reach rank 0 at "
@@ -134,12 +178,22 @@ class Client:
         )
 
 
+def _part(link: Link, says_bye: bool) -> None:
+    try:
+        if says_bye:
+            link.send((0, "bye"), time.monotonic() + 1)
+    except LinkBroken:
+        pass  # rank 0 was quicker, or is dead
+    link.close()
+
+
 def connect(
     family: int,
     address: tuple[Any, ...],
     proof: Proof,
     caller: Caller,
     deadline: float,
+    idle: Callable[[], None] = nothing,
 ) -> Link:
     """A proven connection. Raises OSError, TryAgain or NotAdmitted."""
     left_s = max(deadline - time.monotonic(), 0.001)
@@ -151,7 +205,7 @@ def connect(
             # tcp(7): who connects to a free port of its own range may meet itself
             raise OSError(errno.ECONNREFUSED, "it met itself")
         link = Link(connection)
-        knock(link, proof, caller, deadline)
+        knock(link, proof, caller, deadline, idle)
     except BaseException:
         connection.close()
         raise

@@ -6,71 +6,89 @@ with Coordinator() as coor:
 
 from __future__ import annotations
 
+import math
+import os
 import socket
 import sys
+import threading
 import time
-import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import launcher
 from coordinator import lock as locks
 from coordinator import session as sessions
 from coordinator import stacks
 from coordinator.addresses import candidates, source_towards
-from coordinator.blame import CLOSED, FORGOTTEN, Watch
-from coordinator.calls import Call, caller
+from coordinator.blame import CLOSED, FORGOTTEN
+from coordinator.calls import Waiting, caller, traceback_of, waiting
+from coordinator.collectives import Collectives
+from coordinator.connections import Crossing
 from coordinator.errors import CoordinatorError, CoordinatorTimeout
-from coordinator.group import EVERYBODY, Group, parts, scattered
+from coordinator.group import EVERYBODY, Group, parts
 from coordinator.keys import Keys
 from coordinator.peers import Peer, nodes
 from coordinator.session import Session
 from coordinator.turns import Turns
-from coordinator.wire import pack, unpack
+from coordinator.watch import Watch
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 DEFAULT_TIMEOUT_S = 300.0
 CLOCK_READINGS = 9
-TRACED = ("broadcast", "allgather", "gather", "scatter", "barrier", "agree", "vote")
+TRACED = (
+    *("broadcast", "allgather", "gather", "scatter", "barrier", "local_barrier", "agree", "vote"),
+    *("once", "split", "put", "get", "wait"),
+)
 LINGER_S = 2.0  # of rank 0 in a broken group, for the others to hear why it broke
 
 
-class Coordinator:
+class Coordinator(Collectives):
     """The ranks of a launch, or some of them, as a group that can agree. Collective to make.
 
     info: who this process is; launcher.current() if not given.
     timeout_s: the deadline of every call that is not given one of its own.
 
     Raises CoordinatorTimeout if not every rank comes in time, CoordinatorError if the ranks do not
-    belong together. One thread at a time uses a Coordinator; several Coordinators are independent.
-    Every collective call returns only once all ranks of the group have made it.
+    belong together. One thread at a time makes collective calls; several Coordinators are
+    independent. A process forked from a rank is none: it closes what it inherited, and makes its
+    own. Every collective call returns only once all ranks of the group have made it.
     """
 
     def __init__(
         self, info: launcher.LaunchInfo | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
         self.info = launcher.current() if info is None else info
-        self.timeout_s = timeout_s
+        self.timeout_s = self._checked(timeout_s)
         self._session: Session | None = None
+        self._above: tuple[weakref.WeakSet[Coordinator], ...] = ()  # the groups of those it is of
         number = 0
         if self.info.world_size > 1:
             self._session, number = sessions.enter(self.info, timeout_s)
-        self._join(f"c{number}", range(self.info.world_size), None)
+        call = waiting("Coordinator", number + 1, timeout_s)
+        self._join(f"c{number}/", range(self.info.world_size), None, call)
 
-    def _join(self, key: str, ranks: Sequence[int], parent: Watch | None) -> None:
+    def _join(self, key: str, ranks: Sequence[int], parent: Watch | None, call: Waiting) -> None:
         """Become one rank of a group, whose members meet under key."""
+        self._pid = os.getpid()
         self.ranks = tuple(ranks)  # of the launch, by rank of this group
         self.rank = self.ranks.index(self.info.rank)
         self.world_size = len(self.ranks)
         self._calls = 0
+        self._call: Waiting | None = None  # the collective call that a thread is in
+        self._busy = threading.Lock()
+        self._locks = locks.Locks(self.info.launch_id)
+        self._once_locks: dict[str, threading.Lock] = {}
         self._counts: dict[object, int] = {}  # of splits and stores, by what they are called
+        self._lent: list[Store] = []  # torch keeps only the half of a Store that is in C++
         self._broken: CoordinatorError | None = None
         self._closed = False
         self._recorder: launcher.Recorder | None = None
+        self._subgroups: weakref.WeakSet[Coordinator] = weakref.WeakSet()  # and theirs
         self._node: Coordinator | None = None
         self._leaders: Coordinator | None = None
         self._keys = Keys(key, self._session, self.info.rank)
@@ -78,7 +96,7 @@ class Coordinator:
         me = Peer.me(self.info, self.address if self._session is not None else "")
         self.peers: tuple[Peer, ...] = (me,)
         if self.world_size > 1:
-            self.peers = self._meet(key, me, parent)
+            self.peers = self._meet(key, me, parent, call)
         self.nodes = [[self.ranks.index(rank) for rank in node] for node in nodes(self.peers)]
         self.node_index = next(i for i, node in enumerate(self.nodes) if self.rank in node)
         self._mine = self.nodes[self.node_index]
@@ -88,7 +106,7 @@ class Coordinator:
         self._recorder = launcher.recorder(self.info)
         if self._recorder is not None:
             self._recorder.align(self._behind_master_ns())
-            self._recorder.follow(self, TRACED, "wait")
+            self._recorder.follow(self, TRACED, "wait", group=key)
 
     def _behind_master_ns(self) -> int:
         """What to add to this host's clock to have rank 0's: both read as a barrier ends, often."""
@@ -102,16 +120,15 @@ class Coordinator:
             behind.append(int.from_bytes(clocks[0], "little") - mine)
         return sorted(behind)[CLOCK_READINGS // 2]
 
-    def _meet(self, key: str, me: Peer, parent: Watch | None) -> tuple[Peer, ...]:
+    def _meet(self, key: str, me: Peer, parent: Watch | None, call: Waiting) -> tuple[Peer, ...]:
         assert self._session is not None
         self._group = Group(key, self._session, self.rank, self.world_size)
         try:
-            self._group.join(me, self.ranks, self.timeout_s, parent)
+            self._group.join(me, self.ranks, parent, call)
         except BaseException as error:
-            self._broken = CoordinatorError(f"rank {self.rank} could not join: {error}")
+            self._broken = CoordinatorError(f"{self._me} could not join: {error}")
             self.close()
             raise
-        self._session.look_after(self._group.neighbour())
         return self._group.peers
 
     @property
@@ -130,109 +147,16 @@ class Coordinator:
         """Is this the first of the group's ranks on its node?"""
         return self.local_rank == 0
 
-    # ---- bytes ----
-
-    def broadcast(
-        self, data: bytes | None = None, src: int = 0, *, timeout_s: float | None = None
-    ) -> bytes:
-        """The data of rank src, on every rank. Collective; only src needs to give data.
-
-        Raises ValueError if src is no rank of the group or gives no bytes.
-        """
-        self._check_rank(src, "src")
-        mine = self._bytes(data, "broadcasts") if self.rank == src else b""
-        return self._exchange("broadcast", mine, timeout_s, root=src)[src]
-
-    def allgather(self, data: bytes, *, timeout_s: float | None = None) -> list[bytes]:
-        """The data of every rank, in order of rank, on every rank. Collective; sizes may differ."""
-        return self._exchange("allgather", self._bytes(data, "gathers"), timeout_s)
-
-    def gather(
-        self, data: bytes, dst: int = 0, *, timeout_s: float | None = None
-    ) -> list[bytes] | None:
-        """The data of every rank, in order of rank, on rank dst; None elsewhere. Collective."""
-        self._check_rank(dst, "dst")
-        mine = self._bytes(data, "gathers")
-        found = self._exchange("gather", mine, timeout_s, root=dst, reader=dst)
-        return found if self.rank == dst else None
-
-    def scatter(
-        self, data: Sequence[bytes] | None = None, src: int = 0, *, timeout_s: float | None = None
-    ) -> bytes:
-        """data[rank] of rank src. Collective; only src needs to give data, for each rank one."""
-        self._check_rank(src, "src")
-        mine = b""
-        if self.rank == src:
-            given = [self._bytes(part, "scatters") for part in data or ()]
-            if len(given) != self.world_size:
-                raise ValueError(
-                    f"rank {src} scatters {len(given)} parts among {self.world_size} ranks"
-                )
-            mine = scattered(given)
-        found = self._exchange("scatter", mine, timeout_s, root=src, is_scattered=True)
-        return found[src]
-
-    def barrier(self, *, timeout_s: float | None = None) -> None:
-        """Return once every rank of the group has called. Collective."""
-        self._exchange("barrier", b"", timeout_s)
-
     def local_barrier(self, *, timeout_s: float | None = None) -> None:
         """Return once every rank of this node has called. Collective over the node."""
+        self._check_open("local_barrier")
         if self.local_world_size == self.world_size:
-            return self.barrier(timeout_s=timeout_s)
-        self.node.barrier(timeout_s=timeout_s)
-
-    # ---- agreement ----
-
-    def agree(self, value: Any, *, timeout_s: float | None = None) -> Any:
-        """value, if every rank gave the same. Collective. Values are those of broadcast_object.
-
-        Raises CoordinatorError on every rank, listing who gave what, if not.
-        """
-        mine = pack(value)
-        found = self._exchange("agree", mine, timeout_s)
-        if any(data != mine for data in found):
-            given: dict[bytes, list[int]] = {}
-            for rank, data in enumerate(found):
-                given.setdefault(data, []).append(rank)
-            said = "; ".join(f"{unpack(data)!r:.200} by ranks {who}" for data, who in given.items())
-            raise CoordinatorError(
-                f"rank {self.rank}: the ranks do not agree ({caller()}). Given were {said}. "
-                "Start all ranks with the same arguments and the same files."
-            )
-        return value
-
-    def vote(self, ok: bool, *, timeout_s: float | None = None) -> bool:
-        """Whether every rank said yes: the same answer on every rank. Collective."""
-        found = self._exchange("vote", b"y" if ok else b"n", timeout_s)
-        return all(data == b"y" for data in found)
-
-    # ---- values: None, bool, int, float, str, bytes, lists and dicts of them ----
-
-    def broadcast_object(
-        self, value: Any = None, src: int = 0, *, timeout_s: float | None = None
-    ) -> Any:
-        """The value of rank src, on every rank; as broadcast. A tuple arrives as a list."""
-        data = pack(value) if self.rank == src else None
-        return unpack(self.broadcast(data, src, timeout_s=timeout_s))
-
-    def allgather_object(self, value: Any, *, timeout_s: float | None = None) -> list[Any]:
-        """The value of every rank, in order of rank; as allgather."""
-        return [unpack(data) for data in self.allgather(pack(value), timeout_s=timeout_s)]
-
-    def gather_object(
-        self, value: Any, dst: int = 0, *, timeout_s: float | None = None
-    ) -> list[Any] | None:
-        """The value of every rank, in order of rank, on rank dst; as gather."""
-        found = self.gather(pack(value), dst, timeout_s=timeout_s)
-        return None if found is None else [unpack(data) for data in found]
-
-    def scatter_object(
-        self, values: Sequence[Any] | None = None, src: int = 0, *, timeout_s: float | None = None
-    ) -> Any:
-        """values[rank] of rank src; as scatter."""
-        data = [pack(value) for value in values or ()] if self.rank == src else None
-        return unpack(self.scatter(data, src, timeout_s=timeout_s))
+            self._exchange("local_barrier", b"", timeout_s)
+            return
+        call = self._waiting("local_barrier", timeout_s)
+        if self._node is None:
+            self._node = self._subgroup(tuple(self._mine), call)
+        self._node._exchange("local_barrier", b"", call.left_s)
 
     # ---- turns ----
 
@@ -257,8 +181,9 @@ class Coordinator:
         """Counted apart from calls: other nodes need not take part."""
         self._check_open(name)
         number = self._count((name, *ranks))
-        key = f"{name}/{ranks[0]}/{number}"
-        return self._turns().first(key, ranks[0], self._limit(timeout_s))
+        call = self._waiting(name, timeout_s, number + 1)
+        first = self.ranks[ranks[0]]
+        return self._turns(name, str(first), str(number)).first(first, call)
 
     def once(
         self, name: str, work: Callable[[], bytes], *, timeout_s: float | None = None
@@ -269,11 +194,21 @@ class Coordinator:
         with its traceback if it raised. A name stands for one run in the life of the Coordinator.
         """
         self._check_open("once")
-        return self._turns().once(f"once/{self._mine[0]}/{name}", work, self._limit(timeout_s))
+        call = self._waiting("once", timeout_s)
+        alone = self._once_locks.setdefault(name, threading.Lock())
+        if not alone.acquire(timeout=call.left_s):
+            raise CoordinatorTimeout(
+                f"{self._me} waited {call.timeout_s:g} s in {call.call} for another thread of its "
+                f"own that is in once({name!r}). Give a longer timeout_s, or look at what it does."
+            )
+        try:
+            return self._turns("once", str(self._mine[0]), name).once(work, call)
+        finally:
+            alone.release()
 
-    def _turns(self) -> Turns:
+    def _turns(self, *names: str) -> Turns:
         watch = self._group.watch if self._group is not None else None
-        return Turns(self._keys.below("turns"), self.rank, watch)
+        return Turns(self._keys.below("turns", *names), self.info.rank, watch)
 
     def lock(self, name: str, *, timeout_s: float | None = None) -> AbstractContextManager[None]:
         """Hold a lock that one rank of this node holds at a time. Not collective.
@@ -281,36 +216,73 @@ class Coordinator:
         Raises CoordinatorTimeout naming the holder and since when. The lock belongs to the launch:
         another launch with a lock of the same name is not kept waiting.
         """
-        path = locks.lock_path(self.info.launch_id, name)
-        return locks.hold(path, name, str(self.peers[self.rank]), self._limit(timeout_s))
+        self._check_open("lock")
+        call = self._waiting("lock", timeout_s)
+        return locks.hold(self._locks.path(name), name, str(self.peers[self.rank]), call)
 
     # ---- keys ----
 
-    def put(self, key: str, value: bytes) -> None:
+    def put(self, key: str, value: bytes, *, timeout_s: float | None = None) -> None:
         """Keep value at rank 0 of the launch, for the ranks of this group. Not collective."""
         self._check_open("put")
-        self._keys.below("user").put(key, self._bytes(value, "puts"))
+        data = self._bytes(value, "puts")
+        self._keys.below("user").put(key, data, self._waiting("put", timeout_s))
 
-    def get(self, key: str) -> bytes | None:
+    def get(self, key: str, *, timeout_s: float | None = None) -> bytes | None:
         """What a rank of this group has put; None if none has."""
         self._check_open("get")
-        return self._keys.below("user").get(key)
+        return self._keys.below("user").get(key, self._waiting("get", timeout_s))
 
     def wait(self, key: str, *, timeout_s: float | None = None) -> bytes:
-        """What a rank of this group puts, once it has. Raises CoordinatorTimeout."""
-        self._check_open("wait")
-        return self._keys.below("user").wait([key], self._limit(timeout_s))[0]
+        """What a rank of this group puts, once it has.
 
-    def store(self, name: str) -> Store:
+        Raises CoordinatorTimeout saying where the ranks are, PeerLost once one of them has died.
+        """
+        self._check_open("wait")
+        return self._wait(self._keys.below("user"), [key], self._waiting("wait", timeout_s))[0]
+
+    def _wait(self, keys: Keys, names: Sequence[str], call: Waiting) -> list[bytes]:
+        watch = self._group.watch if self._group is not None else None
+        if watch is None:
+            return keys.wait(names, call)
+
+        def look() -> None:
+            self._check_open(call.call.name)
+            watch.check_alive(call)
+
+        try:
+            return keys.wait(names, call, look)
+        except CoordinatorTimeout as error:
+            text = f"{error} The ranks are:\n{watch.short_table()}"
+            raise CoordinatorTimeout(text) from error.__cause__
+
+    def store(self, name: str, *, timeout_s: float | None = None) -> Store:
         """A torch Store that the ranks of the group share, for libraries that meet in one.
 
         Collective in this: the n-th call with a name gives every rank the same store, empty before.
+        timeout_s: of each call on it. Its errors are torch's kinds and ours.
         """
         from coordinator.torch_store import TorchStore
 
         self._check_open("store")
-        keys = self._keys.below(f"lent/{name}/{self._count(('store', name))}")
-        return TorchStore(keys, self.timeout_s)
+        keys = self._keys.below("lent", name, str(self._count(("store", name))))
+        self._lent.append(TorchStore(keys, self._wait, self._limit(timeout_s)))
+        return self._lent[-1]
+
+    def connections(self, *, timeout_s: float | None = None) -> dict[int, socket.socket]:
+        """A connection to every other rank of the group, by rank. Collective.
+
+        Both ends have proved that they belong to the launch. The sockets do not block, and are the
+        caller's to close. Raises CoordinatorError on every rank if two ranks cannot connect.
+        """
+        self._check_open("connections")
+        if self._session is None or self.world_size == 1:
+            return {}
+        call = self._waiting("connections", timeout_s)
+        name = f"{self._keys.prefix}{call.call.number}"
+        return Crossing(self._session, self.rank, self.peers, name).connect(
+            lambda data: self._exchange("connections", data, call.left_s), call.left_s
+        )
 
     # ---- groups ----
 
@@ -319,19 +291,19 @@ class Coordinator:
         """The group's ranks on this node. Collective over them when first used."""
         self._check_open("node")
         if self._node is None:
-            self._node = self.split(self._mine)
-        assert self._node is not None
+            self._node = self._subgroup(tuple(self._mine), self._waiting("node", None))
         return self._node
 
     @property
     def leaders(self) -> Coordinator | None:
         """The first rank of each node; None elsewhere. Collective over them when first used."""
         self._check_open("leaders")
-        if self._leaders is None:
-            self._leaders = self.split([node[0] for node in self.nodes])
+        firsts = tuple(node[0] for node in self.nodes)
+        if self._leaders is None and self.rank in firsts:
+            self._leaders = self._subgroup(firsts, self._waiting("leaders", None))
         return self._leaders
 
-    def split(self, ranks: Sequence[int]) -> Coordinator | None:
+    def split(self, ranks: Sequence[int], *, timeout_s: float | None = None) -> Coordinator | None:
         """A Coordinator over some ranks of this one, in the order given. Collective over them.
 
         Another rank may call too and gets None at once. The new rank i is ranks[i].
@@ -340,21 +312,25 @@ class Coordinator:
         self._check_open("split")
         members = tuple(ranks)
         if not members or len(set(members)) != len(members):
-            raise ValueError(f"rank {self.rank}: split needs distinct ranks, not {members}")
+            raise ValueError(f"{self._me}: split needs distinct ranks, not {members}")
         for member in members:
             self._check_rank(member, "ranks")
         if self.rank not in members:
             return None
-        return self._subgroup(members, self._count(("split", members)))
+        return self._subgroup(members, self._waiting("split", timeout_s))
 
-    def _subgroup(self, members: tuple[int, ...], number: int) -> Coordinator:
+    def _subgroup(self, members: tuple[int, ...], call: Waiting) -> Coordinator:
+        number = self._count(("split", members))
         group = Coordinator.__new__(Coordinator)
         group.info, group.timeout_s, group._session = self.info, self.timeout_s, self._session
+        group._above = (*self._above, self._subgroups)
         if self._session is not None:
             sessions.stay(self.info)
-        key = f"{self._keys.prefix}/{'-'.join(map(str, members))}:{number}"
+        key = f"{self._keys.prefix}{'-'.join(map(str, members))}:{number}/"
         watch = self._group.watch if self._group is not None else None
-        group._join(key, [self.ranks[member] for member in members], watch)
+        group._join(key, [self.ranks[member] for member in members], watch, call)
+        for groups in group._above:
+            groups.add(group)
         return group
 
     # ---- leaving ----
@@ -362,28 +338,46 @@ class Coordinator:
     def close(self, *, timeout_s: float | None = None) -> None:
         """Leave. Collective: rank 0 of the launch serves the others, so it waits for them to leave.
 
-        Calling it twice is harmless. Raises CoordinatorTimeout if a rank does not leave in time.
+        Where the ranks fell out of step, its groups are closed with it. A call that another thread
+        is in raises, here and on the other ranks.
+        Calling it twice, or in a forked process, does nothing. Raises CoordinatorTimeout if a rank
+        does not leave in time.
         """
-        if self._closed:
+        limit = self._limit(timeout_s)
+        if self._closed or self._pid != os.getpid():
             return
-        for group in (self._node, self._leaders):
+        self._interrupt(min(limit, LINGER_S))
+        groups = (self._node, self._leaders) if self._broken is None else tuple(self._subgroups)
+        for group in groups:
             if group is not None:
                 group._broken = group._broken or self._broken
                 group.close(timeout_s=timeout_s)
         self._closed = True
         if self._recorder is not None:
             self._recorder.close()
-        limit = self._limit(timeout_s) if self._broken is None else LINGER_S
+        limit = limit if self._broken is None else min(limit, LINGER_S)
+        own = self._group
         late = self._release(CLOSED, limit)
         if late and self._broken is None:
-            known = {peer.rank: str(peer) for peer in self.peers}
-            names = ", ".join(known.get(rank, f"rank {rank}") for rank in late)
+            assert own is not None
+            names = " and ".join(map(own.watch.named, late))
             raise CoordinatorTimeout(
-                f"rank 0 waited {limit:g} s in close() for {names}. Every rank must close its "
-                "Coordinators, or end."
+                f"rank 0 waited {limit:g} s in close ({caller()}) for {names}. Every rank must "
+                "close its Coordinators, or end."
             )
 
+    def _interrupt(self, limit: float) -> None:
+        """Break the call that another thread is in, and see it end."""
+        if self._busy.acquire(blocking=False):
+            self._busy.release()
+            return
+        if self._group is not None and self._broken is None:
+            self._group.watch.abandon(f"close ({caller()}) in the middle of the call\n", caller())
+        if self._busy.acquire(timeout=limit):
+            self._busy.release()
+
     def _release(self, status: int, limit: float | None) -> list[int]:
+        self._locks.close()
         if self._group is not None:
             self._group.set_status(status)
             self._group.close()
@@ -406,26 +400,34 @@ class Coordinator:
         self.close()
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True) and not sys.is_finalizing():
+        is_open = not getattr(self, "_closed", True) and self._pid == os.getpid()
+        if is_open and not sys.is_finalizing():
             self._closed = True
             self._release(FORGOTTEN, None)
 
     def _abandon(self, error: BaseException) -> None:
         """Leave because of error: the others hear why, and nobody is waited for."""
+        for group in (self, *self._subgroups):
+            group._abandon_alone(error)
+
+    def _abandon_alone(self, error: BaseException) -> None:
         if self._group is not None and self._broken is None and not self._closed:
-            self._group.watch.abandon("".join(traceback.format_exception(error)), caller())
+            self._group.watch.abandon(traceback_of(error), caller())
         self._broken = self._broken or CoordinatorError(f"left because of {error!r}")
 
     # ---- looking ----
 
-    def diagnose(self) -> str:
+    def diagnose(self, *, stacks_too: bool = True) -> str:
         """Where every rank is, a line each; the other ranks of this node also show their stacks.
 
         Not collective. The stacks go to each rank's standard error, as on SIGUSR1 to any of them.
+        stacks_too: without them it is what goes into an error, in 16 lines.
         """
         self._check_open("diagnose")
         if self._group is None:
-            return f"rank {self.rank} (host {socket.gethostname()}, alone)"
+            return f"{self._me} (host {socket.gethostname()}, alone)"
+        if not stacks_too:
+            return self._group.watch.short_table()
         me = self.peers[self.rank]
         stacks.ask(peer for peer in self.peers if peer.pid != me.pid)
         return self._group.watch.table()
@@ -443,14 +445,26 @@ class Coordinator:
     ) -> list[bytes]:
         """One collective call; what breaks it breaks the group."""
         self._check_open(name)
+        if not self._busy.acquire(blocking=False):
+            other = self._call.call if self._call is not None else "a call"
+            raise CoordinatorError(
+                f"{self._me}: {name} ({caller()}) while another thread is in {other}. "
+                "Give each thread a Coordinator of its own, or take turns with a lock."
+            )
+        try:
+            self._calls += 1
+            self._call = self._waiting(name, timeout_s, self._calls)
+            return self._exchange_alone(self._call, data, root, reader, is_scattered)
+        finally:
+            self._busy.release()
+
+    def _exchange_alone(
+        self, call: Waiting, data: bytes, root: int, reader: int, is_scattered: bool
+    ) -> list[bytes]:
         if self._group is None:
             return parts(data, 1) if is_scattered else [data]
-        self._calls += 1
-        call = Call(name, self._calls, caller())
         try:
-            return self._group.exchange(
-                call, data, self._limit(timeout_s), root, reader, is_scattered
-            )
+            return self._group.exchange(call, data, root, reader, is_scattered)
         except CoordinatorError as error:
             self._broken = error
             raise
@@ -458,8 +472,22 @@ class Coordinator:
             self._abandon(error)
             raise
 
+    def _waiting(self, name: str, timeout_s: float | None, number: int | None = None) -> Waiting:
+        """A call that begins now; numbered by its name, unless it is a collective one."""
+        if number is None:
+            number = self._count(("call", name)) + 1
+        return waiting(name, number, self._limit(timeout_s))
+
     def _limit(self, timeout_s: float | None) -> float:
-        return self.timeout_s if timeout_s is None else timeout_s
+        return self.timeout_s if timeout_s is None else self._checked(timeout_s)
+
+    def _checked(self, timeout_s: float) -> float:
+        if not isinstance(timeout_s, int | float) or not 0 <= timeout_s < math.inf:
+            raise ValueError(
+                f"rank {self.info.rank}: timeout_s={timeout_s!r} is no deadline. Give seconds: a "
+                "number from 0 on, and not infinity, so that nothing hangs for ever."
+            )
+        return timeout_s
 
     def _count(self, what: object) -> int:
         """How often this was asked before: the same on every rank that keeps in step."""
@@ -467,30 +495,23 @@ class Coordinator:
         self._counts[what] = number + 1
         return number
 
-    def _bytes(self, data: object, verb: str) -> bytes:
-        if isinstance(data, bytes):
-            return data
-        if isinstance(data, bytearray | memoryview):
-            return bytes(data)
-        raise ValueError(f"rank {self.rank} {verb} {type(data).__name__}, not bytes")
-
     def _check_open(self, name: str) -> None:
+        if self._pid != os.getpid():
+            raise CoordinatorError(
+                f"{self._me}: {name} ({caller()}) in process {os.getpid()}, which was forked from "
+                f"the rank, process {self._pid}. Only the rank itself may use this Coordinator: "
+                "have it pass on what the child needs."
+            )
         if self._closed:
             raise CoordinatorError(
-                f"rank {self.rank}: {name} on a closed Coordinator ({caller()}). Make a "
-                "new one, or close it later."
+                f"{self._me}: {name} ({caller()}) on a closed Coordinator. Make a new one, or "
+                "close it later."
             )
         if self._broken is not None:
             raise CoordinatorError(
-                f"rank {self.rank}: {name} ({caller()}) cannot be had, for the ranks fell out of "
-                f"step before. Close this Coordinator and start over. It was: {self._broken}"
+                f"{self._me}: {name} ({caller()}) cannot be had, for the ranks fell out of step "
+                f"before. Close this Coordinator and start over. It was: {self._broken}"
             ) from self._broken
-
-    def _check_rank(self, rank: int, name: str) -> None:
-        if not isinstance(rank, int) or not 0 <= rank < self.world_size:
-            raise ValueError(
-                f"rank {self.rank}: {name}={rank!r} is no rank of this group of {self.world_size}"
-            )
 
     def __repr__(self) -> str:
         return f"Coordinator(rank={self.rank}, world_size={self.world_size}, ranks={self.ranks})"

@@ -1,12 +1,12 @@
 """Who may come in: both ends of a connection prove that they know the launch secret.
 
     server -> client   magic, version, fingerprint of the launch, nonce
-    client -> server   rank, turn, purpose, nonce, MAC over all of it
-    server -> client   verdict, MAC
+    client -> server   rank, turn, purpose, token and name of the process, nonce, MAC over all of it
+    server -> client   verdict, name of the process that is this rank already, MAC
 
 Fresh nonces from both ends make a recorded answer worthless, and the name of the end inside the MAC
 makes it worthless to send one back. All messages have a fixed size, so that nothing a stranger
-says is ever parsed.
+says is ever parsed. The token tells two processes apart that both claim to be one rank.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from coordinator.wire import Link, LinkBroken
+from coordinator.wire import Link, LinkBroken, nothing
 
 MAGIC = b"drumline"
-VERSION = 1
+VERSION = 2
 GREETING = struct.Struct("!8sH16s32s")  # magic, version, fingerprint, nonce
-HELLO = struct.Struct("!II32s32s32s")  # rank, turn, purpose, nonce, MAC
-WELCOME = struct.Struct("!B32s")  # verdict, MAC
-ADMITTED, NOT_NOW, REFUSED = 0, 1, 2
+NAME_NBYTES = 96
+HELLO = struct.Struct(f"!II32s8s{NAME_NBYTES}s32s32s")  # Caller's fields, nonce, MAC
+WELCOME = struct.Struct(f"!B{NAME_NBYTES}s32s")  # verdict, name, MAC
+ADMITTED, NOT_NOW, REFUSED, TAKEN = 0, 1, 2, 3
 
 HANDSHAKE_S = 10.0
+FULL_S = 0.01  # before we try again to accept, where no descriptors are left
 MAX_VISITORS = 128  # of those who have not proved anything; the oldest goes first
 
 log = logging.getLogger("coordinator")
@@ -49,9 +51,9 @@ class Proof:
         """Tells an honest client that it came to the wrong launch; nothing of the secret."""
         return hashlib.sha256(self._context()).digest()[:16]
 
-    def mac(self, end: bytes, rank: int, turn: int, purpose: bytes, nonces: bytes) -> bytes:
-        text = end + self._context() + struct.pack("!II32s", rank, turn, purpose) + nonces
-        return hmac.digest(self.secret, text, "sha256")
+    def mac(self, end: bytes, said: bytes, nonces: bytes) -> bytes:
+        """said: all that this end says but the MAC itself, and of the client's words their MAC."""
+        return hmac.digest(self.secret, end + self._context() + said + nonces, "sha256")
 
     def _context(self) -> bytes:
         name = self.launch_id.encode()
@@ -71,35 +73,62 @@ def purpose_of(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
+HUB = purpose_of("hub")
+
+
 @dataclass(frozen=True)
 class Caller:
-    """Who comes, what for, and to which turn: how many Coordinators the rank had made before."""
+    """Who comes, what for, and to which turn: how many Coordinators the rank had made before.
+
+    token, who: of its process, for one rank to be one process, and for an error to name it.
+    """
 
     rank: int
     purpose: bytes
     turn: int = 0
+    token: bytes = bytes(8)
+    who: str = ""
+
+    def fields(self) -> tuple[int, int, bytes, bytes, bytes]:
+        return self.rank, self.turn, self.purpose, self.token, self.who.encode()[:NAME_NBYTES]
 
 
-def knock(link: Link, proof: Proof, caller: Caller, deadline: float) -> None:
-    """The client's side. Raises TryAgain or NotAdmitted."""
-    who = (caller.rank, caller.turn, caller.purpose)
+def knock(
+    link: Link,
+    proof: Proof,
+    caller: Caller,
+    deadline: float,
+    idle: Callable[[], None] = nothing,
+) -> None:
+    """The client's side. Raises TryAgain or NotAdmitted. idle as in Link."""
     try:
-        greeting = link.read_exactly(GREETING.size, deadline)
+        greeting = link.read_exactly(GREETING.size, deadline, idle)
         magic, version, fingerprint, theirs = GREETING.unpack(greeting)
         _check_greeting(magic, version, fingerprint == proof.fingerprint())
         mine = secrets.token_bytes(32)
-        mac = proof.mac(b"client", *who, theirs + mine)
-        link.write(HELLO.pack(*who, mine, mac), deadline)
-        verdict, answer = WELCOME.unpack(link.read_exactly(WELCOME.size, deadline))
+        said = HELLO.pack(*caller.fields(), mine, bytes(32))[:-32]
+        mac = proof.mac(b"client", said, theirs)
+        link.write(said + mac, deadline)
+        welcome = link.read_exactly(WELCOME.size, deadline, idle)
+        verdict, name, answer = WELCOME.unpack(welcome)
     except LinkBroken as error:
         raise TryAgain(str(error)) from error
-    expected = proof.mac(b"server", *who, theirs + mine)
+    if verdict == REFUSED:
+        raise NotAdmitted("it refused the launch secret of this rank")
+    if not hmac.compare_digest(answer, proof.mac(b"server", _told(verdict, name), mac + theirs)):
+        raise NotAdmitted("it does not know the launch secret, so it is not ours")
     if verdict == NOT_NOW:
         raise TryAgain("it is not this rank's turn")
-    if verdict != ADMITTED:
-        raise NotAdmitted("it refused the launch secret of this rank")
-    if not hmac.compare_digest(answer, expected):
-        raise NotAdmitted("it does not know the launch secret, so it is not ours")
+    if verdict == TAKEN:
+        raise NotAdmitted(f"{_text(name)} is rank {caller.rank} already, and this is {caller.who}")
+
+
+def _told(verdict: int, name: bytes) -> bytes:
+    return WELCOME.pack(verdict, name, bytes(32))[:-32]
+
+
+def _text(name: bytes) -> str:
+    return name.rstrip(b"\0").decode(errors="replace")
 
 
 def _check_greeting(magic: bytes, version: int, is_same_launch: bool) -> None:
@@ -125,7 +154,8 @@ class Gate:
     """Watches a listening socket within somebody's selector, and hands on who has proved itself.
 
     on_admitted(connection, caller) decides what becomes of it.
-    is_open(caller): whether to admit it already.
+    judge(caller): ADMITTED, NOT_NOW, REFUSED, or TAKEN and by whom.
+    most: so many strangers may wait.
     """
 
     def __init__(
@@ -134,12 +164,14 @@ class Gate:
         proof: Proof,
         selector: selectors.BaseSelector,
         on_admitted: Callable[[socket.socket, Caller], None],
-        is_open: Callable[[Caller], bool] = lambda _: True,
+        judge: Callable[[Caller], tuple[int, str]] = lambda _: (ADMITTED, ""),
+        most: int = MAX_VISITORS,
     ) -> None:
         self._listener, self._proof, self._selector = listener, proof, selector
-        self._on_admitted, self._is_open = on_admitted, is_open
+        self._on_admitted, self._verdict_on, self._most = on_admitted, judge, most
         self._visitors: dict[socket.socket, _Visitor] = {}  # the oldest first
         self._refused = 0
+        self._is_full = False  # there were no descriptors left but for those who may stay
         listener.setblocking(False)
         selector.register(listener, selectors.EVENT_READ, self._accept)
 
@@ -148,6 +180,11 @@ class Gate:
         self._selector.unregister(self._listener)
         for link in list(self._visitors):
             self._drop(link)
+
+    def drop(self) -> None:
+        """In a forked child: close the connections, which leaves those of the parent alone."""
+        for link in self._visitors:
+            link.close()
 
     def tick(self) -> None:
         """To be called now and then: who takes too long is sent away."""
@@ -164,13 +201,20 @@ class Gate:
             except BlockingIOError:
                 return
             except OSError as error:  # no descriptors left, or the visitor is gone again
-                self._make_room(len(self._visitors) // 2)
-                log.debug("a connection could not be accepted: %s", error)
+                self._could_not_accept(error)
                 return
             self._greet(link)
 
+    def _could_not_accept(self, error: OSError) -> None:
+        level = logging.DEBUG if self._visitors or self._is_full else logging.WARNING
+        log.log(level, "rank 0 could not accept a connection: %s", error)
+        self._is_full = self._is_full or not self._visitors
+        if not self._visitors:
+            time.sleep(FULL_S)
+        self._make_room(len(self._visitors) // 2)
+
     def _greet(self, link: socket.socket) -> None:
-        self._make_room(MAX_VISITORS - 1)
+        self._make_room(self._most - 1)
         visitor = _Visitor(link, secrets.token_bytes(32), time.monotonic())
         self._visitors[link] = visitor
         link.setblocking(False)
@@ -196,16 +240,16 @@ class Gate:
             self._judge(visitor)
 
     def _judge(self, visitor: _Visitor) -> None:
-        rank, turn, purpose, nonce, mac = HELLO.unpack(visitor.heard)
-        nonces = visitor.nonce + nonce
-        expected = self._proof.mac(b"client", rank, turn, purpose, nonces)
+        rank, turn, purpose, token, who, _, mac = HELLO.unpack(visitor.heard)
+        expected = self._proof.mac(b"client", visitor.heard[:-32], visitor.nonce)
         if not hmac.compare_digest(mac, expected) or rank >= self._proof.world_size:
-            self._say(visitor.link, WELCOME.pack(REFUSED, bytes(32)))
+            self._say(visitor.link, WELCOME.pack(REFUSED, b"", bytes(32)))
             return self._refuse(visitor.link, "does not know the launch secret")
-        caller = Caller(rank, purpose, turn)
-        verdict = ADMITTED if self._is_open(caller) else NOT_NOW
-        answer = self._proof.mac(b"server", rank, turn, purpose, nonces)
-        if not self._say(visitor.link, WELCOME.pack(verdict, answer)) or verdict == NOT_NOW:
+        caller = Caller(rank, purpose, turn, token, _text(who))
+        verdict, name = self._verdict_on(caller)
+        told = _told(verdict, name.encode()[:NAME_NBYTES])
+        answer = self._proof.mac(b"server", told, mac + visitor.nonce)
+        if not self._say(visitor.link, told + answer) or verdict != ADMITTED:
             return self._drop(visitor.link)
         del self._visitors[visitor.link]
         self._selector.unregister(visitor.link)

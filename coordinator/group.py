@@ -10,18 +10,27 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from coordinator import _board
-from coordinator.blame import GRACE_S, Waiting, Watch
-from coordinator.calls import Call, caller
-from coordinator.client import HubGone
-from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost
+from coordinator.calls import Call, Waiting
+from coordinator.errors import CoordinatorError, CoordinatorTimeout
+from coordinator.meeting import Meetings
 from coordinator.peers import Peer, nodes
 from coordinator.session import Session
-from coordinator.tree import Door, EdgeBroken, Entry, Tree, children_of, climb, parent_of
-from coordinator.vitals import Process
+from coordinator.tree import (
+    EVERYWHERE,
+    Door,
+    EdgeBroken,
+    Entry,
+    Tree,
+    children_of,
+    climb,
+    parent_of,
+)
+from coordinator.watch import Watch
 from coordinator.wire import Late, pack, unpack
 
 SLICE_S = 0.05  # of waiting, after which we look who is still alive
-PATIENCE_S = 1.0  # of a meeting, after which we ask who is lost
+JOIN_PART = 0.8  # of the time to join, for connections: the rest is to hear who could not
+EDGE_S = 5.0  # beyond the deadline, for connections to be broken by nothing but what breaks them
 EVERYBODY = -1
 
 log = logging.getLogger("coordinator")
@@ -45,127 +54,39 @@ class Group:
 
     # ---- joining ----
 
-    def join(
-        self, me: Peer, members: Sequence[int], timeout_s: float, parent: Watch | None = None
-    ) -> None:
+    def join(self, me: Peer, members: Sequence[int], parent: Watch | None, call: Waiting) -> None:
         """Meet the members (ranks of the launch), and connect to them.
 
-        parent: looks after a group that has all of them.
+        parent: looks after a group that has all of them. call: in which this happens.
         """
-        self._parent = parent
-        deadline = time.monotonic() + timeout_s
-        self._members = members
-        given = self._meet("peers", me.to_json().encode(), deadline, timeout_s)
+        self._meetings = Meetings(self.key, self.session, members, parent, call)
+        self._joining = call
+        given = self._meet("peers", me.to_json().encode())
         self.peers = tuple(Peer.from_json(data) for data in given)
         self.watch = Watch(self.key, self.session, self.rank, self.peers)
-        self.islands = self._share_memory(_islands(self.peers), deadline, timeout_s)
+        self.islands = self._share_memory(_islands(self.peers))
         self._index = next(i for i, island in enumerate(self.islands) if self.rank in island)
         self.island = self.islands[self._index]
         self._island_of = {rank: i for i, island in enumerate(self.islands) for rank in island}
+        self.session.get_to_know(self._neighbour(), self.peers)
         if len(self.islands) > 1:
-            self._connect(deadline, timeout_s)
+            self.session.begin_beating()
+            self._connect()
 
-    def _meet(self, name: str, data: bytes, deadline: float, timeout_s: float) -> list[bytes]:
+    def _meet(self, name: str, data: bytes) -> list[bytes]:
         """What every rank gives. Collective."""
-        key = f"{self.key}/{name}"
-        patience = time.monotonic() + PATIENCE_S
+        return self._meetings.meet(name, data)
 
-        waiting = Waiting(Call("split", 0, caller()), time.monotonic(), timeout_s)
-
-        def idle() -> None:
-            nonlocal patience
-            if self._parent is not None:
-                self._parent.check_members(self._members, waiting)
-            if time.monotonic() > patience:
-                self.session.refresh()
-                self._check_lost()
-                patience = time.monotonic() + PATIENCE_S
-
-        try:
-            left_s = max(deadline - time.monotonic(), 0.001)
-            found = self.session.ask(
-                "meet", key, self.rank, self.size, data, timeout_s=left_s, idle=idle
-            )
-            return list(found)
-        except HubGone as error:
-            raise self._no_hub(waiting) from error
-        except Late as error:
-            raise self._missing(key, timeout_s) from error
-
-    def _check_lost(self) -> None:
-        lost = [rank for rank in self._members if rank in self.session.lost]
-        if lost:
-            me = self.session.info.rank
-            raise PeerLost(
-                f"rank {me}: ranks {lost} exited, or lost their connection to rank 0, while the "
-                f"ranks of launch {self.session.info.launch_id} were joining. Look at what they "
-                "printed last."
-            )
-
-    def _no_hub(self, waiting: Waiting) -> CoordinatorError:
-        """A process that ends closes its connections first: who it was shows a little later."""
-        info, until = self.session.info, time.monotonic() + GRACE_S
-        self.session.lost.setdefault(0, time.monotonic() - GRACE_S)
-        while self._parent is not None and time.monotonic() < until:
-            try:
-                self._parent.check_members(self._members, waiting)
-            except CoordinatorError as error:
-                return error
-            time.sleep(SLICE_S)
-        return PeerLost(
-            f"rank {info.rank}: {self._master()} is gone, or refuses this rank by now, while the "
-            "ranks were joining. Look at what rank 0 printed last."
-        )
-
-    def _master(self) -> str:
-        """Rank 0 of the launch, as well as this rank can name it by now, and what it does."""
-        info = self.session.info
-        known = (*self.peers, *(self._parent.peers if self._parent is not None else ()))
-        peer = next((peer for peer in known if peer.rank == 0), None)
-        if peer is None:
-            return f"rank 0 ({info.master_addr}:{info.master_port})"
-        if not peer.is_visible:
-            return str(peer)
-        process = Process(peer)
-        process.dies_within(GRACE_S)
-        state = process.state()
-        process.close()
-        return f"{peer}, {state},"
-
-    def _missing(self, key: str, timeout_s: float) -> CoordinatorError:
-        info = self.session.info
-        try:
-            came = self.session.ask("came", key, timeout_s=1.0)
-        except (HubGone, Late, CoordinatorError):
-            return CoordinatorTimeout(
-                f"rank {info.rank} waited {timeout_s:g} s to join launch {info.launch_id}, but "
-                f"{self._master()} does not answer: it is stopped, stuck or cut off."
-            )
-        missing = [rank for place, rank in enumerate(self._members) if place not in came]
-        if self._parent is not None:
-            late = [str(peer) for peer in self._parent.peers if peer.rank in missing]
-            return CoordinatorTimeout(
-                f"rank {info.rank} waited {timeout_s:g} s in split ({caller()}) for "
-                f"{' and '.join(late)}. All members of a split must call it, with the same ranks."
-            )
-        return CoordinatorTimeout(
-            f"rank {info.rank} waited {timeout_s:g} s for ranks {missing} to join launch "
-            f"{info.launch_id}. Were all {self.size} ranks started, and do the missing ones reach "
-            f"{info.master_addr}:{info.master_port}?"
-        )
-
-    def _share_memory(
-        self, islands: list[list[int]], deadline: float, timeout_s: float
-    ) -> list[list[int]]:
+    def _share_memory(self, islands: list[list[int]]) -> list[list[int]]:
         """Attach to the memory of each island. Where that fails, its ranks become islands."""
         if all(len(island) == 1 for island in islands):
             return islands
         mine = next(island for island in islands if self.rank in island)
         fd, offer = self._offer(mine)
         try:
-            given = [unpack(data) for data in self._meet("memory", offer, deadline, timeout_s)]
+            given = [unpack(data) for data in self._meet("memory", offer)]
             problem = self._attach(mine, given)
-            told = self._meet("attached", problem.encode(), deadline, timeout_s)
+            told = self._meet("attached", problem.encode())
         finally:
             if fd >= 0:
                 os.close(fd)
@@ -207,81 +128,70 @@ class Group:
     def _without_broken(self, islands: list[list[int]], told: list[str]) -> list[list[int]]:
         found = []
         for island in islands:
-            problems = [f"rank {rank}: {told[rank]}" for rank in island if told[rank]]
+            problems = [f"{self.peers[rank]}: {told[rank]}" for rank in island if told[rank]]
             found += [[rank] for rank in island] if problems else [island]
             if problems and self.rank in island:
                 self._board = None
                 self.watch = Watch(self.key, self.session, self.rank, self.peers)
                 log.warning(
-                    "rank %d: the ranks %s of this node cannot share memory (%s); they use TCP",
-                    self.rank, island, problems[0],
+                    "rank %d: %d ranks of this node cannot share memory (%s); they use TCP",
+                    self.session.info.rank, len(island), problems[0],
                 )  # fmt: skip
         return found
 
-    def _connect(self, deadline: float, timeout_s: float) -> None:
+    def _connect(self) -> None:
         """The first rank of each island joins the tree; all hear if one cannot."""
         leads = self.rank == self.island[0]
         children = children_of(self._index, len(self.islands)) if leads else []
         purpose = f"tree/{self.key}"
-        door = (
-            Door(self.session.client.local_address, self._proof, purpose, children)
-            if children
-            else None
-        )
+        address, proof = self.session.client.local_address, self.session.proof
+        door = Door(address, proof, purpose, children) if children else None
         try:
-            offer = pack(door.address if door else None)
-            doors = [unpack(data) for data in self._meet("doors", offer, deadline, timeout_s)]
-            problem = self._join_tree(doors, door, purpose, deadline, timeout_s) if leads else ""
+            doors = [unpack(data) for data in self._meet("doors", pack(door and door.address))]
+            problem = self._join_tree(doors, door, purpose) if leads else ""
         finally:
             if door:
                 door.close()
-        margin_s = 5.0  # for the others to say what they waited for in vain
-        told = self._meet("tree", problem.encode(), deadline + margin_s, timeout_s)
-        problems = [data.decode() for data in told if data]
-        if problems:
-            raise CoordinatorTimeout(
-                problem or f"rank {self.session.info.rank} could not join: {problems[-1]}"
-            )
+        told = [data.decode() for data in self._meet("tree", problem.encode()) if data]
+        if told:
+            me = self.session.info.rank
+            raise CoordinatorTimeout(problem or f"rank {me} could not join: {told[-1]}")
 
-    @property
-    def _proof(self) -> Any:
-        return self.session.proof
-
-    def _join_tree(
-        self, doors: list[Any], door: Door | None, purpose: str, deadline: float, timeout_s: float
-    ) -> str:
+    def _join_tree(self, doors: list[Any], door: Door | None, purpose: str) -> str:
+        """Why this rank cannot connect to its neighbours; nothing if it has."""
         me, parent = self.peers[self.rank], None
+        deadline = time.monotonic() + JOIN_PART * self._joining.left_s
         try:
             if self._index > 0:
                 above = self.islands[parent_of(self._index)][0]
                 target, label = doors[above], f"{purpose}/{self._index}"
-                parent = climb(target, self._proof, me, self.peers[above], label, deadline)
-            children = door.wait(deadline, self._check_lost) if door else {}
+                parent = climb(target, self.session.proof, me, self.peers[above], label, deadline)
+            children = door.wait(deadline, self._meetings.check_lost) if door else {}
         except Late:
-            return self._children_missing(door, timeout_s)
+            return self._children_missing(door)
         except CoordinatorError as error:
             return str(error)
         self._tree = Tree(self._index, len(self.islands), parent, children)
         return ""
 
-    def _children_missing(self, door: Door | None, timeout_s: float) -> str:
+    def _children_missing(self, door: Door | None) -> str:
         assert door is not None
         wanted = children_of(self._index, len(self.islands))
         late = [self.peers[self.islands[i][0]] for i in wanted if i not in door.came]
         names = " and ".join(f"{peer} at {peer.address}" for peer in late)
         me = self.peers[self.rank]
         return (
-            f"rank {me.rank} (host {me.host}, address {me.address}) waited {timeout_s:g} s for "
-            f"{names} to connect"
+            f"rank {me.rank} (host {me.host}, address {me.address}) waited "
+            f"{JOIN_PART * self._joining.timeout_s:g} s in {self._joining.call} for {names} to "
+            "connect"
         )
 
     # ---- calling ----
 
     def exchange(
         self,
-        call: Call,
+        waiting: Waiting,
         data: bytes,
-        timeout_s: float,
         root: int = EVERYBODY,
         reader: int = EVERYBODY,
         is_scattered: bool = False,
@@ -291,10 +201,9 @@ class Group:
         root: who alone gives, or takes, for the ranks to check that they mean the same.
         reader: who reads. is_scattered: each rank reads its part of what scattered() made.
         """
-        self._last = (*call, time.monotonic())
-        waiting = Waiting(call, self._last[3], timeout_s)
-        if self.watch.verdict() is not None:
-            self.watch.check(waiting)
+        call = waiting.call
+        self._last = (*call, waiting.since)
+        self.watch.check_verdict(waiting)
         try:
             if len(self.islands) == 1:
                 wants = reader in (EVERYBODY, self.rank)
@@ -312,15 +221,16 @@ class Group:
         self, waiting: Waiting, tag: int, data: bytes, wants: bool, is_scattered: bool
     ) -> list[bytes]:
         """Among the ranks of this island, by their place in it."""
-        if self._board is None:
+        board = self._board  # ours, even if another thread closes the group
+        if board is None:
             return [data]
         call = waiting.call
-        found = self._board.exchange(
+        found = board.exchange(
             call.name, call.number, tag, call.where, data, wants, is_scattered, SLICE_S
         )
         while found is None:
             self.watch.check(waiting)
-            found = self._board.resume(SLICE_S)
+            found = board.resume(SLICE_S)
         return found
 
     def _exchange_everywhere(
@@ -353,19 +263,23 @@ class Group:
             elif data:
                 entries.append(Entry(self._index, src, reader, data))
 
-        def wants(index: int, entry: Entry) -> bool:
-            return entry.dst == EVERYBODY or self._island_of[entry.dst] == index
+        def goes_to(entry: Entry) -> int:
+            return EVERYWHERE if entry.dst == EVERYBODY else self._island_of[entry.dst]
 
-        header = (waiting.call, root)
+        mine = (*waiting.call[:2], root)
         idle: Callable[[], None] = lambda: self.watch.check(waiting)  # noqa: E731
-        headers, found = self._tree.exchange(header, entries, wants, waiting.deadline, idle)
-        for index, (call, their_root) in headers:
-            if (*call[:2], their_root) != (*waiting.call[:2], root):
-                calls = {self.rank: waiting.call, self.islands[index][0]: Call(*call)}
+        headers, found = self._tree.exchange(
+            (mine, waiting.call), entries, goes_to, waiting.deadline + EDGE_S, idle
+        )
+        for index, (theirs, call) in headers:
+            if tuple(theirs) != mine:
+                first = self.peers[self.islands[index][0]]
+                me = self.peers[self.rank].rank
+                calls = {me: waiting.call, first.rank: Call(*call)}
                 raise self.watch.disagree(calls, waiting)
         return [(entry.src, entry.dst, entry.data) for entry in found]
 
-    def neighbour(self) -> Peer:
+    def _neighbour(self) -> Peer:
         """The next rank on this node."""
         return self.peers[self.island[(self.island.index(self.rank) + 1) % len(self.island)]]
 
@@ -374,12 +288,19 @@ class Group:
             self._board.set_status(status)
 
     def close(self) -> None:
+        self.session.forget(self)
         if self._tree is not None:
             self._tree.close()
-        self.session.forget(self)
         if self.peers:
             self.watch.close()
         self._board = self._tree = None
+
+    def drop(self) -> None:
+        """In a forked child: close the descriptors, which leaves those of the parent alone."""
+        if self._tree is not None:
+            self._tree.close()
+        if self.peers:
+            self.watch.close()
 
 
 def _islands(peers: Sequence[Peer]) -> list[list[int]]:

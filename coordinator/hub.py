@@ -8,26 +8,41 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import os
+import resource
 import selectors
 import socket
 import struct
 import termios
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
-from coordinator.gate import Caller, Gate, Proof
-from coordinator.wire import LENGTH, MAX_NBYTES, pack, unpack
+from coordinator.errors import CoordinatorError
+from coordinator.gate import (
+    ADMITTED,
+    HUB,
+    MAX_VISITORS,
+    NOT_NOW,
+    REFUSED,
+    TAKEN,
+    Caller,
+    Gate,
+    Proof,
+)
+from coordinator.ledger import LATER, Meetings, Values
+from coordinator.wire import LENGTH, MAX_NBYTES, Late, pack, unpack
 
 TICK_S = 0.5
 SILENT_S = 1.5  # then its host is asked whether it still answers
 RECEIVE_NBYTES = 1 << 18
-ANSWER_S = 0.5  # for an acknowledgement
+ACKNOWLEDGED_S = 0.5  # within which the other kernel confirms what it has got
+RESERVE = 16  # descriptors that neither ranks nor strangers may use up
+MIN_VISITORS = 4
 PING = (0, None)  # an answer nobody waits for: what counts is whether the other kernel takes it
-LATER = object()  # the answer comes when somebody else has spoken
-
+SENSELESS = (ValueError, TypeError, KeyError, AttributeError)  # what asking for nonsense raises
 
 log = logging.getLogger("coordinator")
 
@@ -43,17 +58,18 @@ class _Member:
     asked: int = 0  # the number of the request that waits for its answer
 
 
-@dataclass
-class _Meeting:
-    """Ranks that give something each and go on once they have what everybody gave."""
+class _Asker(NamedTuple):
+    """Who asks, and the number of the request; rank 0 itself needs no connection."""
 
-    size: int
-    given: dict[int, bytes] = field(default_factory=dict)
-    waiting: list[tuple[_Member, int]] = field(default_factory=list)
+    rank: int
+    member: _Member | None = None
+    number: int = 0
 
 
 @dataclass
 class _Rank:
+    token: bytes = b""  # of the process that is this rank
+    who: str = ""
     links: set[int] = field(default_factory=set)
     beat_at: float = 0.0
     asked_at: float = 0.0
@@ -71,26 +87,46 @@ class Hub:
         self._closing = threading.Event()
         self._over = threading.Event()
         self._lock = threading.Lock()
+        self._state = threading.Lock()  # of all below: rank 0 asks without a connection
         self._ending = False
+        self._turn = 0
+        self._members: dict[int, _Member] = {}
+        self._ranks: dict[int, _Rank] = {}
+        self._news: list[tuple[str, Any]] = []
+        self._operations = self._made_operations()
         self._poked, self._poke = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._poked, selectors.EVENT_READ, self._drain)
-        self._turn = 0
-        self._gate = Gate(listener, proof, self._selector, self._admit, self._is_open)
-        self._members: dict[int, _Member] = {}
-        self._ranks: dict[int, _Rank] = {}
-        self._values: dict[str, bytes] = {}
-        self._wanted: dict[str, list[tuple[_Member, int, list[str]]]] = {}
-        self._meetings: dict[str, _Meeting] = {}
-        self._news: list[tuple[str, Any]] = []
+        most = _room_for_strangers(proof.world_size)
+        self._gate = Gate(listener, proof, self._selector, self._admit, self._judge, most)
         self._thread = threading.Thread(target=self._serve, name="drumline-hub", daemon=True)
         self._thread.start()
+
+    def _made_operations(self) -> dict[str, Callable[..., Any]]:
+        """What can be asked for: each is called with who asks, and the arguments."""
+        values: Values[_Asker] = Values(self._answer)
+        meetings: Meetings[_Asker] = Meetings(self._answer_alike)
+        own = (self._beat, self._report, self._census, self._names)
+        theirs = (values.set, values.get, values.wait, values.add, values.swap, values.delete)
+        every = (*own, *theirs, values.count, meetings.meet, meetings.came)
+        return {operation.__name__.lstrip("_"): operation for operation in every}
 
     # ---- from rank 0's own threads ----
 
     @property
     def is_over(self) -> bool:
         return self._over.is_set()
+
+    def ask(self, op: str, *arguments: Any, timeout_s: float) -> Any:
+        """What a connection would bring, for rank 0 itself; LATER if that takes others."""
+        if not self._state.acquire(timeout=timeout_s):
+            raise Late("rank 0 is busy")
+        try:
+            return self._operations[op](_Asker(0), *arguments)
+        except SENSELESS as error:
+            raise CoordinatorError(_senseless(0, op, error)) from error
+        finally:
+            self._state.release()
 
     def open(self, turn: int) -> bool:
         """Take in ranks that have come to this turn, until begin_closing(). False if it is over."""
@@ -117,15 +153,29 @@ class Hub:
         """Ranks that have not left."""
         return sorted(rank for rank, known in list(self._ranks.items()) if known.links)
 
+    def drop(self) -> None:
+        """In a forked child: close the descriptors, which leaves those of the parent alone."""
+        for member in self._members.values():
+            member.link.close()
+        self._gate.drop()
+        for each in (self._listener, self._poked, self._poke):
+            each.close()
+        self._selector.close()
+
     # ---- the thread ----
 
     def _serve(self) -> None:
+        tick_at = 0.0
         try:
             while not self._is_to_end():
-                for key, events in self._selector.select(TICK_S):
-                    key.data(events)
-                self._gate.tick()
-                self._look_after_silent()
+                events = self._selector.select(TICK_S)
+                with self._state:
+                    for key, mask in events:
+                        key.data(mask)
+                    if time.monotonic() >= tick_at:
+                        tick_at = time.monotonic() + TICK_S
+                        self._gate.tick()
+                        self._look_after_silent()
         finally:
             self._end()
             self._over.set()
@@ -146,20 +196,24 @@ class Hub:
     def _drain(self, _: int) -> None:
         self._poked.recv(64)
 
-    def _is_open(self, caller: Caller) -> bool:
+    def _judge(self, caller: Caller) -> tuple[int, str]:
         """Who is ahead of rank 0 waits: this hub may be about to end."""
+        if caller.purpose != HUB:
+            return REFUSED, ""
         known = self._ranks.get(caller.rank)
-        is_here = known is not None and bool(known.links)
-        return is_here or (caller.turn <= self._turn and not self._closing.is_set())
+        if known is not None and known.links:
+            return (ADMITTED, "") if known.token == caller.token else (TAKEN, known.who)
+        is_open = caller.turn <= self._turn and not self._closing.is_set()
+        return (ADMITTED if is_open else NOT_NOW), ""
 
     def _admit(self, link: socket.socket, caller: Caller) -> None:
-        rank = caller.rank
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        member = _Member(link, rank)
+        member = _Member(link, caller.rank)
         number = link.fileno()
         self._members[number] = member
-        known = self._ranks.setdefault(rank, _Rank())
+        known = self._ranks.setdefault(caller.rank, _Rank())
+        known.token, known.who = caller.token, caller.who
         known.links.add(number)
         known.lost_at, known.beat_at = 0.0, time.monotonic()
         self._selector.register(link, selectors.EVENT_READ, lambda events: self._on(member, events))
@@ -172,8 +226,8 @@ class Hub:
                 self._lose(member)
         except OSError:
             self._lose(member)
-        except (ValueError, TypeError, KeyError) as error:  # what it asks makes no sense
-            log.error("rank %d asked for what rank 0 cannot do: %r", member.rank, error)
+        except SENSELESS as error:
+            log.error("rank %d said what is no request: %r", member.rank, error)
             self._lose(member)
 
     def _hear(self, member: _Member) -> bool:
@@ -185,17 +239,33 @@ class Hub:
         member.heard += data
         while (message := _first_message(member.heard)) is not None:
             number, op, *arguments = message
-            member.asked = number
             if op == "bye":
                 self._part(member.link.fileno())
                 return True
-            answer = self._operations[op](self, member, *arguments)
-            if answer is not LATER:
-                self._answer(member, number, answer)
+            self._do(member, number, op, arguments)
         return bool(data)
 
-    def _answer(self, member: _Member, number: int, value: Any) -> None:
-        self._send(member, pack((number, value)))
+    def _do(self, member: _Member, number: int, op: str, arguments: Sequence[Any]) -> None:
+        member.asked = number
+        asker = _Asker(member.rank, member, number)
+        try:
+            found = self._operations[op](asker, *arguments)
+        except SENSELESS as error:
+            self._send(member, pack((number, None, _senseless(member.rank, op, error))))
+            return
+        if found is not LATER:
+            self._answer(asker, found)
+
+    def _answer(self, asker: _Asker, value: Any) -> None:
+        if asker.member is not None and asker.number == asker.member.asked:
+            self._send(asker.member, pack((asker.number, value)))
+
+    def _answer_alike(self, askers: Sequence[_Asker], value: Any) -> None:
+        """Packed once for all of them."""
+        packed = pack(value)
+        for asker in askers:
+            if asker.member is not None and asker.number == asker.member.asked:
+                self._send(asker.member, b"\x92" + pack(asker.number) + packed)
 
     def _send(self, member: _Member, body: bytes) -> None:
         if member.link.fileno() < 0:
@@ -246,117 +316,62 @@ class Hub:
 
     def _is_cut_off(self, known: _Rank, now: float) -> bool:
         links = [self._members[number].link for number in known.links]
-        return now - known.asked_at > ANSWER_S and any(map(_is_unacknowledged, links))
+        return now - known.asked_at > ACKNOWLEDGED_S and any(map(_is_unacknowledged, links))
 
-    # ---- operations ----
+    # ---- operations, beside those of the ledger ----
 
-    def _set(self, _: _Member, key: str, value: bytes) -> None:
-        self._values[key] = value
-        for member, number, keys in self._wanted.pop(key, []):
-            self._want(member, number, keys)
-
-    def _get(self, _: _Member, key: str) -> bytes | None:
-        return self._values.get(key)
-
-    def _await(self, member: _Member, keys: list[str]) -> Any:
-        return self._want(member, member.asked, keys, at_once=True)
-
-    def _want(self, member: _Member, number: int, keys: list[str], at_once: bool = False) -> Any:
-        missing = next((key for key in keys if key not in self._values), None)
-        if missing is not None:
-            self._wanted.setdefault(missing, []).append((member, number, keys))
-            return LATER
-        found = [self._values[key] for key in keys]
-        if at_once:
-            return found
-        if number == member.asked:
-            self._answer(member, number, found)
-        return None
-
-    def _add(self, member: _Member, key: str, amount: int) -> int:
-        total = int(self._values.get(key, b"0")) + amount
-        self._set(member, key, str(total).encode())
-        return total
-
-    def _swap(self, member: _Member, key: str, expected: bytes, value: bytes) -> bytes:
-        """As torch's Store.compare_set: an empty expectation is that there is no value."""
-        there = self._values.get(key)
-        if there is None and expected:
-            return expected
-        if (there or b"") == expected:
-            self._set(member, key, value)
-            return value
-        return there or b""
-
-    def _delete(self, _: _Member, key: str) -> bool:
-        return self._values.pop(key, None) is not None
-
-    def _count(self, _: _Member, prefix: str) -> int:
-        return sum(key.startswith(prefix) for key in self._values)
-
-    def _meet(self, member: _Member, key: str, place: int, size: int, data: bytes) -> Any:
-        """Answered once `size` places have given their data, packed once for all of them."""
-        meeting = self._meetings.setdefault(key, _Meeting(size))
-        meeting.given[place] = data
-        meeting.waiting.append((member, member.asked))
-        if len(meeting.given) < size:
-            return LATER
-        del self._meetings[key]
-        given = pack([meeting.given[place] for place in range(size)])
-        for other, number in meeting.waiting:
-            if number == other.asked:
-                self._send(other, _answer_of(number, given))
-        return LATER
-
-    def _came(self, _: _Member, key: str) -> list[int]:
-        meeting = self._meetings.get(key)
-        return sorted(meeting.given) if meeting else []
-
-    def _beat(self, member: _Member, since: int, rows: Any, stopped: list[int]) -> list[Any]:
-        known = self._ranks[member.rank]
+    def _beat(self, asker: _Asker, since: int, rows: Any, stopped: list[int]) -> list[Any]:
+        known = self._ranks[asker.rank]
         known.beat_at, known.rows, known.stopped = time.monotonic(), rows, stopped
         return self._news[since:]
 
-    def _report(self, _: _Member, group: str, verdict: bytes) -> None:
+    def _report(self, _: _Asker, group: str, verdict: bytes) -> None:
         if all(name != group for name, _ in self._news):
             self._news.append((group, verdict))
 
-    def _census(self, _: _Member) -> dict[int, Any]:
-        """Of each rank: since its last beat, its rows, a note, since it was lost, is it cut off."""
+    def _names(self, _: _Asker, ranks: Sequence[int]) -> list[str]:
+        """The process of each rank that has ever come, as it named itself."""
+        return [self._ranks[rank].who for rank in ranks]
+
+    def _census(self, _: _Asker) -> dict[int, Any]:
+        """Of each rank: since its last beat, its rows, a note, since it was lost or left (-1: it is
+        there), is it cut off."""
         now = time.monotonic()
         stopped = {rank for known in self._ranks.values() for rank in known.stopped}
         return {
             rank: (
                 now - known.beat_at,
                 known.rows,
-                "stopped" if rank in stopped else "",
+                "left" if not (known.links or known.lost_at) else "stopped" * (rank in stopped),
                 now - known.lost_at if known.lost_at else -1.0,
                 self._is_cut_off(known, now),
             )
             for rank, known in self._ranks.items()
         }
 
-    _operations: ClassVar[dict[str, Callable[..., Any]]] = {
-        "set": _set,
-        "get": _get,
-        "await": _await,
-        "add": _add,
-        "swap": _swap,
-        "delete": _delete,
-        "count": _count,
-        "meet": _meet,
-        "came": _came,
-        "beat": _beat,
-        "report": _report,
-        "census": _census,
-    }
+
+def _room_for_strangers(world_size: int) -> int:
+    """How many who have proved nothing may wait, so that every rank still gets a descriptor."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare = limit - len(os.listdir("/proc/self/fd")) - world_size - RESERVE
+    if spare < MIN_VISITORS:
+        raise CoordinatorError(
+            f"rank 0 may open {limit} files, which is too few to serve {world_size} ranks: it "
+            f"needs {MIN_VISITORS - spare} more. Raise the limit (`ulimit -n {limit * 4}`) where "
+            "rank 0 is started."
+        )
+    return min(MAX_VISITORS, max(MIN_VISITORS, spare // 2))
+
+
+def _senseless(rank: int, op: str, error: Exception) -> str:
+    return f"rank {rank} asked rank 0 to {op} what it cannot: {error!r}"
 
 
 def _first_message(heard: bytearray) -> Any:
     """The first whole message of what was heard, taken out of it; None if there is none yet."""
     if len(heard) < LENGTH.size:
         return None
-    (nbytes,) = LENGTH.unpack(heard[: LENGTH.size])
+    (nbytes,) = LENGTH.unpack_from(heard)
     if nbytes > MAX_NBYTES:
         raise OSError(f"a message of {nbytes} bytes")
     end = LENGTH.size + nbytes
@@ -365,11 +380,6 @@ def _first_message(heard: bytearray) -> Any:
     message = unpack(heard[LENGTH.size : end])
     del heard[:end]
     return message
-
-
-def _answer_of(number: int, packed: bytes) -> bytes:
-    """pack((number, value)) where value is packed already."""
-    return b"\x92" + pack(number) + packed
 
 
 def _is_unacknowledged(link: socket.socket) -> bool:

@@ -12,7 +12,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -27,16 +27,19 @@ from coordinator.addresses import (
 )
 from coordinator.client import Client, HubGone
 from coordinator.errors import CoordinatorError, CoordinatorTimeout
-from coordinator.gate import Proof
+from coordinator.gate import HUB, Caller, Proof
 from coordinator.hub import Hub
 from coordinator.peers import Peer, stat
 from coordinator.secret import NBYTES, secret_of
+from coordinator.vitals import Process
 from coordinator.wire import Late, nothing
 from launcher import LaunchInfo
 
 BEAT_S = 0.5
 BEATS_PER_S = 512  # that rank 0 can take from all ranks together without noticing
-ANSWER_S = 1.0  # for questions that only make an error better
+ANSWER_S = 1.0  # at most, for questions that only make an error better
+REPORT_S = 0.3  # to tell rank 0 why a group broke, which may be the end of a deadline
+EXIT_S = 0.5  # a process that ends closes its connections first
 
 
 class Row(Protocol):
@@ -45,6 +48,8 @@ class Row(Protocol):
     key: str
 
     def row(self) -> tuple[str, int, str, float]: ...
+
+    def drop(self) -> None: ...
 
 
 class Session:
@@ -61,7 +66,16 @@ class Session:
         self._refreshing = threading.Lock()
         self._closed = threading.Event()
         self._neighbour: Peer | None = None
+        self._master: Process | None = None
+        self._beats = False
         if spans_nodes(info):
+            self.begin_beating()
+
+    def begin_beating(self) -> None:
+        """From now on rank 0 hears from this rank, and this rank what becomes of those that share
+        no memory with it."""
+        if not self._beats:
+            self._beats = True
             threading.Thread(target=self._beat, name="drumline-beat", daemon=True).start()
 
     def watch(self, group: Row) -> None:
@@ -70,35 +84,41 @@ class Session:
     def forget(self, group: Row) -> None:
         self._rows.pop(group.key, None)
 
-    def look_after(self, neighbour: Peer) -> None:
+    def get_to_know(self, neighbour: Peer, peers: Sequence[Peer]) -> None:
         """A stopped process cannot say that it is: the next one on its node does."""
         if self._neighbour is None:
             self._neighbour = neighbour
+        master = next((peer for peer in peers if peer.rank == 0), None)
+        if self._master is None and master is not None:
+            self._master = Process(master)
 
     def _beat(self) -> None:
         pause_s = max(BEAT_S, self.info.world_size / BEATS_PER_S)
+        self.refresh()  # who is cut off before it has said anything could not be told from others
         while not self._closed.wait(pause_s):
             self.refresh()
 
     def refresh(self, timeout_s: float = ANSWER_S) -> None:
         """Tell rank 0 what this rank does, and hear who is lost and which groups failed."""
-        with self._refreshing:
+        deadline = time.monotonic() + timeout_s
+        if not self._refreshing.acquire(timeout=timeout_s):
+            return  # another thread waits for rank 0 already
+        try:
             rows = {group.key: group.row() for group in list(self._rows.values())}
-            try:
-                news = self.client.ask("beat", self._news, rows, self._note(), timeout_s=timeout_s)
-            except HubGone:
-                if not self._closed.is_set():
-                    self.hub_lost_at = self.hub_lost_at or time.monotonic()
-                    self.lost.setdefault(0, time.monotonic())
-                return
-            except (Late, CoordinatorError):
-                return  # rank 0 is stopped, busy or cut off: the deadlines decide
-            self._news += len(news)
-            for group, what in news:
-                if group:
-                    self.verdicts.setdefault(group, what)
-                else:
-                    self.lost.setdefault(what, time.monotonic())
+            left_s = max(deadline - time.monotonic(), 0.0)
+            self._take_in(self.ask("beat", self._news, rows, self._note(), timeout_s=left_s))
+        except (HubGone, Late, CoordinatorError):
+            return  # rank 0 is gone, stopped, busy or cut off: the deadlines decide
+        finally:
+            self._refreshing.release()
+
+    def _take_in(self, news: Sequence[tuple[str, Any]]) -> None:
+        self._news += len(news)
+        for group, what in news:
+            if group:
+                self.verdicts.setdefault(group, what)
+            else:
+                self.lost.setdefault(what, time.monotonic())
 
     def _note(self) -> list[Any]:
         """That our neighbour is stopped, if it is; [] else."""
@@ -107,25 +127,72 @@ class Session:
             return []
         return [neighbour.rank] if stat(neighbour.pid)[:1] in (["T"], ["t"]) else []
 
-    def census(self) -> dict[int, Any]:
+    def census(self, timeout_s: float = ANSWER_S) -> dict[int, Any]:
         """What rank 0 knows of each rank; nothing if it does not answer."""
         try:
-            found = self.client.ask("census", timeout_s=ANSWER_S)
+            return dict(self.ask("census", timeout_s=timeout_s))
         except (HubGone, Late, CoordinatorError):
             return {}
-        return dict(found)
 
     def report(self, group: str, verdict: bytes) -> None:
+        """Who does not hear it finds out by itself."""
         try:
-            self.client.ask("report", group, verdict, timeout_s=ANSWER_S)
+            self.ask("report", group, verdict, timeout_s=REPORT_S)
         except (HubGone, Late, CoordinatorError):
-            pass  # they will find out by themselves
+            pass
 
     def ask(
         self, op: str, *arguments: Any, timeout_s: float, idle: Callable[[], None] = nothing
     ) -> Any:
-        """Ask the hub. Raises Late, or PeerLost in the end if rank 0 is gone."""
-        return self.client.ask(op, *arguments, timeout_s=timeout_s, idle=idle)
+        """Ask the hub. Raises Late if it does not answer in time, HubGone if it is gone."""
+
+        def look() -> None:
+            self._check_open()
+            if self._master is not None and self._master.is_dead():
+                raise HubGone(self._master.state())
+            idle()
+
+        try:
+            return self.client.ask(op, *arguments, timeout_s=timeout_s, idle=look)
+        except HubGone:
+            self._check_open()
+            self.hub_lost_at = self.hub_lost_at or time.monotonic()
+            self.lost.setdefault(0, time.monotonic())
+            raise
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise CoordinatorError(
+                f"rank {self.info.rank} closed its last Coordinator while another thread was in a "
+                "call on it, so nobody answers that. Close it when no thread uses it any more."
+            )
+
+    def master(self) -> str:
+        """Rank 0 of the launch, as well as this rank can name it by now, and what it does."""
+        if self._master is None:
+            return f"rank 0 ({self.info.master_addr}:{self.info.master_port})"
+        if self.hub_lost_at:
+            self._master.dies_within(EXIT_S)
+        state = self._master.state()
+        return f"{self._master.peer}, {state or 'out of sight'},"
+
+    def end(self) -> None:
+        self._closed.set()
+        self.client.close()
+        if self._master is not None:
+            self._master.close()
+
+    def drop(self) -> None:
+        """In a forked child: close the descriptors, which leaves those of the parent alone."""
+        self._closed = threading.Event()  # the lock of the old one may be held by no thread
+        self._closed.set()
+        self.client.drop()
+        for group in self._rows.values():
+            group.drop()
+        if self.hub is not None:
+            self.hub.drop()
+        if self._master is not None:
+            self._master.close()
 
 
 class _Seat:
@@ -137,6 +204,7 @@ class _Seat:
         self.hub: Hub | None = None
         self.number = 0
         self.point: _Point | None = None
+        self.token = secrets.token_bytes(8)
 
     def enter(self, info: LaunchInfo, timeout_s: float) -> tuple[Session, int]:
         with self.lock:
@@ -160,7 +228,9 @@ class _Seat:
         if info.rank == 0 and (self.hub is None or not self.hub.open(self.number)):
             self.hub = Hub(self._listener(info), proof)
             self.hub.open(self.number)
-        client = Client(lambda: self._where(info), proof, info.rank, self.number, timeout_s)
+        who = f"host {socket.gethostname()}, pid {os.getpid()}"
+        caller = Caller(info.rank, HUB, self.number, self.token, who)
+        client = Client(lambda: self._where(info), proof, caller, timeout_s, self.hub)
         atexit.register(client.close, says_bye=False)  # who ends without closing is lost
         return Session(info, self.hub, client, proof)
 
@@ -190,8 +260,7 @@ class _Seat:
             if session.users > 0:
                 return []
             self.session = None
-            session._closed.set()
-            session.client.close()
+            session.end()
             atexit.unregister(session.client.close)
         if hub is None:
             return []
@@ -199,6 +268,15 @@ class _Seat:
         if timeout_s is None or hub.wait(timeout_s):
             return []
         return hub.present()
+
+    def drop(self) -> None:
+        """In a forked child: close the descriptors, which leaves those of the parent alone."""
+        if self.session is not None:
+            self.session.drop()
+        elif self.hub is not None:
+            self.hub.drop()
+        if self.point is not None and self.point.listener is not None:
+            self.point.listener.close()
 
 
 class _Seats:
@@ -215,8 +293,17 @@ class _Seats:
         with self._lock:
             return self._seats.setdefault((info.launch_id, info.rank, os.getpid()), _Seat())
 
+    def drop(self) -> None:
+        """In a forked child, which is none of its parent's ranks: connections that it would keep
+        open hide from the others that the parent has died."""
+        self._lock = threading.RLock()  # of a thread that is not here, perhaps
+        for seat in self._seats.values():
+            seat.drop()
+        self._seats = {}
+
 
 _seats = _Seats()
+os.register_at_fork(after_in_child=_seats.drop)
 
 
 def enter(info: LaunchInfo, timeout_s: float) -> tuple[Session, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import selectors
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,9 @@ from coordinator.client import connect
 from coordinator.errors import CoordinatorError, CoordinatorTimeout
 from coordinator.gate import Caller, Gate, NotAdmitted, Proof, TryAgain, purpose_of
 from coordinator.peers import Peer
-from coordinator.wire import SMALL, Late, Link, LinkBroken
+from coordinator.wire import SMALL, Late, Link, LinkBroken, nothing
 
+EVERYWHERE = -1
 RETRY_S = 0.05
 TICK_S = 0.1
 
@@ -54,6 +55,18 @@ class Entry:
     data: bytes
 
 
+def _distinct(headers: list[Any]) -> list[Any]:
+    """One of each kind: who gave it, and the header, whose first part is what must be equal."""
+    kinds: dict[Any, Any] = {}
+    for index, header in headers:
+        kinds.setdefault(tuple(header[0]), (index, header))
+    return list(kinds.values())
+
+
+def _is_for(goes_to: int, nodes: Container[int]) -> bool:
+    return goes_to == EVERYWHERE or goes_to in nodes
+
+
 class EdgeBroken(Exception):
     """The connection to a neighbour broke."""
 
@@ -73,18 +86,19 @@ class Tree:
         self,
         header: Any,
         entries: list[Entry],
-        wants: Callable[[int, Entry], bool],
+        goes_to: Callable[[Entry], int],
         deadline: float,
         idle: Callable[[], None],
     ) -> tuple[list[Any], list[Entry]]:
-        """Every node's header, and the entries that this node wants.
+        """The headers that differ, each with a node that gave it; the entries this node wants.
 
-        wants(index, entry): does node index want it?
+        goes_to(entry): which node wants it, or EVERYWHERE. Of equal headers one goes on, so that a
+        call in which all nodes agree has messages of one size, however many nodes there are.
         """
         headers = [(self.index, header)]
         for index, child in self._children.items():
             their_headers, theirs = self._receive(index, child, deadline, idle)
-            headers += their_headers
+            headers = _distinct([*headers, *their_headers])
             entries = entries + theirs
         if self._parent is not None:
             above = parent_of(self.index)
@@ -94,9 +108,9 @@ class Tree:
         for index, child in self._children.items():
             below = subtree_of(index, self.size)
             theirs = [entry for entry in entries if entry.home not in below]
-            for_them = [entry for entry in theirs if any(wants(node, entry) for node in below)]
+            for_them = [entry for entry in theirs if _is_for(goes_to(entry), below)]
             self._send(index, child, (headers, for_them), deadline, idle)
-        return headers, [entry for entry in entries if wants(self.index, entry)]
+        return headers, [entry for entry in entries if _is_for(goes_to(entry), (self.index,))]
 
     def _send(
         self,
@@ -183,7 +197,13 @@ class Door:
 
 
 def climb(
-    address: Sequence[Any], proof: Proof, me: Peer, to: Peer, purpose: str, deadline: float
+    address: Sequence[Any],
+    proof: Proof,
+    me: Peer,
+    to: Peer,
+    purpose: str,
+    deadline: float,
+    idle: Callable[[], None] = nothing,
 ) -> Link:
     """The connection to the node above, whose Door is at address."""
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
@@ -205,4 +225,5 @@ def climb(
                 "route and the firewall between those two addresses; ranks reach each other by the "
                 "address by which they reach master_addr."
             )
+        idle()
         time.sleep(RETRY_S)

@@ -5,107 +5,104 @@ Who fails says why, so that nobody waits for what will not come.
 
 from __future__ import annotations
 
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from coordinator.blame import Watch
-from coordinator.calls import caller
-from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost
+from coordinator.calls import Waiting, traceback_of
+from coordinator.errors import CoordinatorError, CoordinatorTimeout
 from coordinator.keys import Keys
-from coordinator.vitals import Process
+from coordinator.watch import Watch
 from coordinator.wire import pack, unpack
 
-EXIT_S = 0.5  # a process that ends closes its connections first
+TELL_S = 5.0  # for saying that it failed, whatever its own deadline
+OUTCOME, WHO = "outcome", "who"
 
 
 class Turns:
-    """What one rank needs to wait for another that does something first."""
+    """What one rank needs to wait for another that does something first.
+
+    Ranks are those of the launch. keys: of this one turn.
+    """
 
     def __init__(self, keys: Keys, rank: int, watch: Watch | None) -> None:
         self._keys, self._rank, self._watch = keys, rank, watch
 
     @contextmanager
-    def first(self, key: str, first: int, timeout_s: float) -> Iterator[None]:
+    def first(self, first: int, waiting: Waiting) -> Iterator[None]:
         """Run the body on rank first, and on the others once it has ended there."""
         if self._rank != first:
-            self._outcome(key, first, timeout_s)
+            self._outcome(first, waiting)
             yield
             return
+        with self._telling(waiting):
+            yield
+        self._put(b"", waiting)
+
+    def once(self, work: Callable[[], bytes], waiting: Waiting) -> bytes:
+        """What work returned to whoever came first."""
+        chosen = int(self._keys.swap(WHO, b"", str(self._rank).encode(), waiting))
+        done = self._keys.get(OUTCOME, waiting)
+        if done is not None:
+            return self._result(done, chosen, waiting)
+        if chosen != self._rank:
+            return self._outcome(chosen, waiting)
+        with self._telling(waiting):
+            found = work()
+            if not isinstance(found, bytes):
+                raise TypeError(
+                    f"rank {self._rank}: the work of once() returned {type(found).__name__}, not "
+                    "bytes"
+                )
+        self._put(found, waiting)
+        return found
+
+    @contextmanager
+    def _telling(self, waiting: Waiting) -> Iterator[None]:
+        """If the body raises, the others hear why."""
         try:
             yield
         except BaseException as error:
-            self._put_failure(key, error)
+            self._put_failure(error, waiting)
             raise
-        self._put(key, b"")
 
-    def once(self, key: str, work: Callable[[], bytes], timeout_s: float) -> bytes:
-        """What work returned to whoever came first."""
-        mine = str(self._rank).encode()
-        chosen = int(self._keys.swap(f"{key}/who", b"", mine))
-        done = self._keys.get(key)
-        if done is not None:
-            return self._result(done, chosen)
-        if chosen != self._rank:
-            return self._outcome(key, chosen, timeout_s)
+    def _put(self, found: bytes, waiting: Waiting) -> None:
+        """The body has a time of its own: what it took is not taken from the deadline."""
+        self._keys.put(OUTCOME, pack((True, found)), waiting.anew())
+
+    def _put_failure(self, error: BaseException, waiting: Waiting) -> None:
+        told = pack((False, traceback_of(error).encode()))
         try:
-            found = work()
-            if not isinstance(found, bytes):
-                raise TypeError(f"the work of once() returned {type(found).__name__}, not bytes")
-        except BaseException as error:
-            self._put_failure(key, error)
-            raise
-        self._put(key, found)
-        return found
-
-    def _put(self, key: str, found: bytes) -> None:
-        self._keys.put(key, pack((True, found)))
-
-    def _put_failure(self, key: str, error: BaseException) -> None:
-        text = "".join(traceback.format_exception(error))
-        try:
-            self._keys.put(key, pack((False, text.encode())))
+            self._keys.put(OUTCOME, told, waiting.anew(TELL_S))
         except CoordinatorError:
             pass  # rank 0 is gone, which the others see by themselves
 
-    def _outcome(self, key: str, who: int, timeout_s: float) -> bytes:
+    def _outcome(self, who: int, waiting: Waiting) -> bytes:
         """What came of it at rank who. Raises CoordinatorError with its traceback if it failed."""
         assert self._watch is not None
-        peer, lost = self._watch.peers[who], self._watch.session.lost
-        process = Process(peer)
-        since = time.monotonic()
-
-        def gone() -> PeerLost:
-            how = process.state() if process.is_dead() else "is gone"
-            return PeerLost(
-                f"rank {self._rank} waited {time.monotonic() - since:.1f} s ({caller()}) for "
-                f"{peer}, which was to go first but {how}. Look at what it printed last."
-            )
-
-        def idle() -> None:
-            if (process.is_dead() or peer.rank in lost) and self._keys.get(key) is None:
-                raise gone()
-
         try:
-            return self._result(self._keys.wait([key], timeout_s, idle)[0], who)
-        except PeerLost as error:
-            if not process.dies_within(EXIT_S):
-                raise
-            raise gone() from error
+            (found,) = self._keys.wait([OUTCOME], waiting, lambda: self._look(who, waiting))
         except CoordinatorTimeout as error:
             raise CoordinatorTimeout(
-                f"rank {self._rank} waited {timeout_s:g} s ({caller()}) for {peer} to go first; it "
-                f"is {process.state()}. Give a longer timeout_s, or look at what it does."
+                f"rank {self._rank} waited {waiting.timeout_s:g} s in {waiting.call} for "
+                f"{self._watch.described([who])} to go first. Give a longer timeout_s, or look at "
+                "what it does."
             ) from error
-        finally:
-            process.close()
+        return self._result(found, who, waiting)
 
-    def _result(self, found: bytes, who: int) -> bytes:
+    def _look(self, who: int, waiting: Waiting) -> None:
+        """Raise if rank who will not say any more how it went."""
+        assert self._watch is not None
+        is_done = lambda: self._keys.get(OUTCOME, waiting) is not None  # noqa: E731
+        self._watch.check_members([who], waiting, is_done)
+
+    def _result(self, found: bytes, who: int, waiting: Waiting) -> bytes:
         good, data = unpack(found)
         if not good:
-            peer = self._watch.peers[who] if self._watch is not None else "this rank"
+            peer = "this rank"
+            if self._watch is not None:
+                peer = next(str(peer) for peer in self._watch.peers if peer.rank == who)
             raise CoordinatorError(
-                f"rank {self._rank}: {peer} went first and failed:\n{data.decode()}"
+                f"rank {self._rank}: {peer} went first in {waiting.call} and failed:\n"
+                f"{data.decode()}"
             )
         return bytes(data)

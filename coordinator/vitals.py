@@ -20,21 +20,26 @@ EXIT_CODE_FIELD = 49  # of /proc/PID/stat, counted from the state
 
 
 class Process:
-    """The process of a peer on this host."""
+    """The process of a peer, if it is one that this process sees: else it is never seen dead."""
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
         self._fd = -1
         self._how = ""
+        if not peer.is_visible:
+            return
         try:
             self._fd = os.pidfd_open(peer.pid)
         except OSError:
-            pass  # gone already, or a kernel or container without pidfds: /proc must do
+            return  # gone already, or a kernel or container without pidfds: /proc must do
+        if peer.is_seen_dead() and not _is_signalled(self._fd):
+            self.close()  # the number belongs to another process by now
 
     def is_dead(self) -> bool:
         if self._how:
             return True
-        is_dead = self._is_signalled() if self._fd >= 0 else self.peer.is_seen_dead()
+        fd = self._fd
+        is_dead = _is_signalled(fd) if fd >= 0 else self.peer.is_seen_dead()
         if is_dead:
             self._how = _ending(self._exit_status())
         return is_dead
@@ -45,15 +50,12 @@ class Process:
             time.sleep(0.01)
         return self.is_dead()
 
-    def _is_signalled(self) -> bool:
-        poll = select.poll()
-        poll.register(self._fd, select.POLLIN)
-        return bool(poll.poll(0))
-
     def state(self) -> str:
-        """In a word or two: exited with SIGKILL, stopped, running, sleeping."""
+        """In a word or two: exited with SIGKILL, stopped, running, sleeping; "" if out of sight."""
         if self.is_dead():
             return self._how
+        if not self.peer.is_visible:
+            return ""
         fields = stat(self.peer.pid)
         return {"T": "stopped", "t": "stopped", "R": "running"}.get(
             fields[0] if fields else "", "sleeping"
@@ -79,6 +81,12 @@ class Process:
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
+
+
+def _is_signalled(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _ending(status: int | None) -> str:

@@ -19,7 +19,11 @@ SLICE_S = 0.1
 
 
 class LinkBroken(Exception):
-    """The connection has ended, or the deadline for a message has passed halfway."""
+    """The connection has ended."""
+
+
+class Halfway(LinkBroken):
+    """The deadline has passed in the middle of a message: the connection can serve no other."""
 
 
 class Late(Exception):
@@ -43,6 +47,7 @@ class Link:
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
+        self.is_between_messages = True  # else it can serve no other
         connection.setblocking(False)
         if connection.family in (socket.AF_INET, socket.AF_INET6):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -50,19 +55,24 @@ class Link:
     def send(self, message: Any, deadline: float, idle: Callable[[], None] = nothing) -> None:
         """Send one message. idle is called now and then while waiting, and may raise."""
         body = pack(message)
+        self.is_between_messages = False
         if len(body) <= SMALL:
             self.write(LENGTH.pack(len(body)) + body, deadline, idle)
         else:
             self.write(LENGTH.pack(len(body)), deadline, idle)
             self.write(body, deadline, idle)
+        self.is_between_messages = True
 
     def receive(self, deadline: float, idle: Callable[[], None] = nothing) -> Any:
         """The next message. Raises Late if none has begun by the deadline."""
         self._wait(select.POLLIN, deadline, idle, Late)
+        self.is_between_messages = False
         (nbytes,) = LENGTH.unpack(self.read_exactly(LENGTH.size, deadline, idle))
         if nbytes > MAX_NBYTES:
             raise LinkBroken(f"a message of {nbytes} bytes")
-        return unpack(self.read_exactly(nbytes, deadline, idle))
+        message = unpack(self.read_exactly(nbytes, deadline, idle))
+        self.is_between_messages = True
+        return message
 
     def write(self, data: bytes, deadline: float, idle: Callable[[], None] = nothing) -> None:
         left = memoryview(data)
@@ -70,7 +80,7 @@ class Link:
             try:
                 left = left[self.socket.send(left) :]
             except BlockingIOError:
-                self._wait(select.POLLOUT, deadline, idle, LinkBroken)
+                self._wait(select.POLLOUT, deadline, idle, Halfway)
             except OSError as error:
                 raise LinkBroken(str(error)) from error
 
@@ -83,7 +93,7 @@ class Link:
             try:
                 count = self.socket.recv_into(left)
             except BlockingIOError:
-                self._wait(select.POLLIN, deadline, idle, LinkBroken)
+                self._wait(select.POLLIN, deadline, idle, Halfway)
                 continue
             except OSError as error:
                 raise LinkBroken(str(error)) from error
@@ -99,7 +109,7 @@ class Link:
             try:
                 piece = self.socket.recv(min(nbytes, PIECE))
             except BlockingIOError:
-                self._wait(select.POLLIN, deadline, idle, LinkBroken)
+                self._wait(select.POLLIN, deadline, idle, Halfway)
                 continue
             except OSError as error:
                 raise LinkBroken(str(error)) from error

@@ -12,6 +12,7 @@ PyTypeObject* parameter_type;
 PyObject* torch_dispatch_of_tensor;
 PyObject* requires_grad;
 PyObject* is_grad_enabled;
+PyObject* is_neg;
 PyObject* op_names[5];
 
 PyObject* attribute(const char* module, const char* first, const char* second) {
@@ -91,6 +92,69 @@ int check_grad(const CallSite& site, PyObject* object) {
     return -1;
 }
 
+bool is_known_plain(const KnownPlain& known, PyObject* object) {
+    for (PyObject* reference : known.references)
+        if (reference != NULL && PyWeakref_GetObject(reference) == object) return true;
+    return false;
+}
+
+void remember_plain(KnownPlain* known, PyObject* object) {
+    PyObject* reference = PyWeakref_NewRef(object, NULL);
+    if (reference == NULL) return PyErr_Clear();
+    PyObject* old = known->references[known->next];
+    known->references[known->next] = reference;
+    known->next ^= 1;
+    Py_XDECREF(old);
+}
+
+// A lazy negative, such as the imaginary part of x.conj(): its memory holds the opposite.
+int check_sign(const CallSite& site, PyObject* object) {
+    if (is_known_plain(*site.known_plain, object)) return 0;
+    PyObject* negative = PyObject_CallFunctionObjArgs(is_neg, object, NULL);
+    if (negative == NULL) return -1;
+    Py_DECREF(negative);
+    if (negative == Py_False) return remember_plain(site.known_plain, object), 0;
+    PyErr_Format(PyExc_ValueError,
+                 "rank %d, %s: the tensor is a view whose numbers are negated only when they are "
+                 "read, so others would get them with the wrong sign. Pass tensor.resolve_neg()",
+                 site.rank, site.call);
+    return -1;
+}
+
+// Is str(object.name) this text? No if there is no such attribute.
+bool reads(PyObject* object, const char* name, const char* text) {
+    PyObject* value = PyObject_GetAttrString(object, name);
+    PyObject* words = value == NULL ? NULL : PyObject_Str(value);
+    bool same = words != NULL && PyUnicode_CompareWithASCIIString(words, text) == 0;
+    Py_XDECREF(words);
+    Py_XDECREF(value);
+    PyErr_Clear();
+    return same;
+}
+
+// What torch does not give out: said in a line of ours, for its own holds a trace of C++.
+int refuse_unreadable(const CallSite& site, PyObject* object) {
+    PyErr_Clear();
+    if (reads(object, "device", "meta")) {
+        PyErr_Format(PyExc_ValueError,
+                     "rank %d, %s: a tensor on meta has a shape and no data to move. Make a real "
+                     "one: torch.empty_like(tensor, device=comm.device)",
+                     site.rank, site.call);
+        return -1;
+    }
+    bool strided = reads(object, "layout", "torch.strided");
+    const char* what = strided ? "dtype" : "layout";
+    PyObject* value = PyObject_GetAttrString(object, what);
+    if (value == NULL) return -1;
+    PyErr_Format(PyExc_ValueError,
+                 "rank %d, %s: a tensor of %s %S is not one plain piece of memory that others "
+                 "could read. Pass %s",
+                 site.rank, site.call, what, value,
+                 strided ? "a view of it, such as tensor.view(torch.uint8)" : "tensor.to_dense()");
+    Py_DECREF(value);
+    return -1;
+}
+
 struct DtypeRow {
     uint8_t code, bits;
     comm_dtype dtype;
@@ -130,11 +194,10 @@ bool is_floating(comm_dtype dtype) {
 int refuse_dtype(const CallSite& site, PyObject* object) {
     PyObject* dtype = PyObject_GetAttrString(object, "dtype");
     if (dtype == NULL) return -1;
-    PyErr_Format(
-        PyExc_ValueError,
-        "rank %d, %s: %S is no dtype that a communicator moves. View the tensor as one that "
-        "is, such as .view(torch.uint8)",
-        site.rank, site.call, dtype);
+    PyErr_Format(PyExc_ValueError,
+                 "rank %d, %s: %S is no dtype that this communicator knows. To add, convert the "
+                 "tensor; only to move it, pass .view(torch.uint8)",
+                 site.rank, site.call, dtype);
     Py_DECREF(dtype);
     return -1;
 }
@@ -225,6 +288,7 @@ int find_torch() {
     parameter_type = reinterpret_cast<PyTypeObject*>(attribute("torch.nn", "Parameter", NULL));
     torch_dispatch_of_tensor = attribute("torch", "Tensor", "__torch_dispatch__");
     is_grad_enabled = attribute("torch", "is_grad_enabled", NULL);
+    is_neg = attribute("torch", "Tensor", "is_neg");
     return PyErr_Occurred() ? -1 : 0;
 }
 
@@ -233,10 +297,8 @@ int read_tensor(const CallSite& site, PyObject* object, TensorView* view) {
         (!PyType_IsSubtype(Py_TYPE(object), tensor_type) || is_wrapper(object)))
         return refuse_type(site, object);
     DLTensor tensor;
-    if (exchange->dltensor_from_py_object_no_sync(object, &tensor) != 0) {
-        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "the tensor cannot be read");
-        return -1;
-    }
+    if (exchange->dltensor_from_py_object_no_sync(object, &tensor) != 0)
+        return refuse_unreadable(site, object);
     if (!is_on_device(site, tensor.device)) return refuse_device(site, object);
     if (!find_dtype(tensor.dtype, &view->dtype)) return refuse_dtype(site, object);
     if (!is_contiguous(tensor)) return refuse_strides(site);
@@ -247,7 +309,7 @@ int read_tensor(const CallSite& site, PyObject* object, TensorView* view) {
     view->ndim = tensor.ndim;
     view->shape = tensor.shape;
     if (tensor.data == NULL && view->numel != 0) return refuse_type(site, object);
-    return check_grad(site, object);
+    return check_grad(site, object) < 0 ? -1 : check_sign(site, object);
 }
 
 int current_stream(const CallSite& site, comm_stream* stream) {
@@ -312,7 +374,7 @@ int read_op(const CallSite& site, PyObject* object, comm_dtype dtype, comm_op* o
 int read_peer(const CallSite& site, PyObject* object, const char* name, int32_t* peer) {
     *peer = 0;
     if (object == NULL) return 0;
-    long value = PyLong_Check(object) ? PyLong_AsLong(object) : -1;
+    long value = PyLong_CheckExact(object) ? PyLong_AsLong(object) : -1;
     if (value >= 0 && value < site.nranks) {
         *peer = static_cast<int32_t>(value);
         return 0;

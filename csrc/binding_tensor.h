@@ -8,6 +8,13 @@
 #include "communicator.h"
 #include "dlpack.h"
 
+// Weak references to the tensors last found to be plain memory: asking torch costs as much as half
+// a call, and small tensors that are passed often are often the same.
+struct KnownPlain {
+    PyObject* references[2];
+    int next;
+};
+
 // What a call says about itself in errors, and what its tensors must satisfy.
 struct CallSite {
     const char* call;
@@ -16,6 +23,7 @@ struct CallSite {
     int32_t device_type;
     int32_t device;
     bool scaled_sums;  // does the library make reductions of its own?
+    KnownPlain* known_plain;
 };
 
 struct TensorView {

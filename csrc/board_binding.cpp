@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "board.h"
+#include "python_object.h"
 
 namespace {
 
@@ -238,12 +239,10 @@ PyObject* board_verdict(PyObject* object, PyObject*) {
 
 void board_dealloc(PyObject* object) {
     Object* self = self_of(object);
-    PyTypeObject* type = Py_TYPE(object);
     if (self->pending != nullptr) forget(self->pending);
     delete self->pending;
     delete self->board;
-    reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(object);
-    Py_DECREF(type);
+    free_object(object);
 }
 
 PyObject* board_new(PyTypeObject* type, PyObject* args, PyObject*) {
@@ -275,8 +274,7 @@ PyObject* create(PyObject*, PyObject* argument) {
 }
 
 PyMethodDef board_methods[] = {
-    {"exchange", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)(void)>(board_exchange)),
-     METH_FASTCALL,
+    {"exchange", as_method(board_exchange), METH_FASTCALL,
      "exchange(name, number, tag, site, data, wants, is_scattered, timeout_s)\n"
      "-> list of every rank's bytes, or None if not all came in time: then resume().\n"
      "Collective. Raises Mismatch if the ranks are in different calls."},

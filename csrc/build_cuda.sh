@@ -3,7 +3,8 @@
 # where there is none for sm_80, sm_90 and sm_100. Without nvcc there is nothing to build.
 set -eu
 cd "$(dirname "$0")"
-nvcc=$(command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null || true)
+nvcc=$(command -v nvcc || ls "${CUDA_HOME:-/usr/local/cuda}"/bin/nvcc /usr/local/cuda*/bin/nvcc \
+    2>/dev/null | head -n 1)
 if [ -z "$nvcc" ]; then
     echo "nvcc is not here: communicator/_oneshot.so was not built" >&2
     exit 0

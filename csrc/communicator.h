@@ -31,7 +31,7 @@ extern "C" {
 #endif
 
 #define COMM_ABI_MAJOR 1u
-#define COMM_ABI_MINOR 1u
+#define COMM_ABI_MINOR 2u
 #define COMM_UNIQUE_ID_MAX 4096u
 
 /* Results. 0 to 8 have the numbers of ncclResult_t. */
@@ -79,7 +79,8 @@ enum { COMM_CPU = 1, COMM_CUDA = 2, COMM_ROCM = 10 };
 enum {
     COMM_CAP_GRAPH_CAPTURE = 1 << 0, /* calls may be captured in a CUDA graph */
     COMM_CAP_ONE_NODE = 1 << 1,      /* works only if every rank shares one node */
-    COMM_CAP_THREADS = 1 << 2        /* ranks may be threads of one process */
+    COMM_CAP_THREADS = 1 << 2,       /* ranks may be threads of one process */
+    COMM_CAP_EMPTY = 1 << 3          /* wants calls of 0 elements too, which are else left out */
 };
 
 typedef struct comm_s* comm_t;
@@ -179,6 +180,12 @@ typedef struct comm_plugin {
     /* The orderly end that destroy is not: waits for what is enqueued. COMM_INVALID_USAGE if that
      * cannot be yet, and then the communicator stays as it was. destroy comes after, always. */
     comm_result (*finalize)(comm_t comm);
+
+    /* Since abi_minor 2. */
+    /* The shape of the tensor that the next call on comm will move: of a collective, the one that
+     * this rank gives. It is there to be compared among the ranks and named in errors, and says
+     * nothing that count does not. `shape` is valid until that call returns. Cannot fail. */
+    void (*tell_shape)(comm_t comm, int32_t ndim, const int64_t* shape);
 } comm_plugin;
 
 /* Does the table p reach as far as field f, and is f offered? */

@@ -53,6 +53,16 @@ const ScaledSum* find_scaled_sum(const Group& group, comm_op op) {
     return nullptr;
 }
 
+// One rank has nothing to average. NCCL would scale by 1 then, with a kernel that it lacks for
+// 8-bit floats; its refusal would be the end of the communicator.
+comm_result as_reduced_alone(Group& group, const std::string& what, comm_dtype dtype, NcclOp* op) {
+    if (*op == COMM_AVG) *op = COMM_SUM;
+    if (*op <= COMM_AVG || !is_float8(dtype)) return COMM_OK;
+    return fail(
+        group, COMM_UNSUPPORTED,
+        what + "8-bit floats with a scaled sum needs two ranks in NCCL. Multiply the tensor");
+}
+
 // Can NCCL reduce this dtype with this op? Asked before anything is enqueued.
 comm_result as_reduced(comm_t comm, Call call, comm_dtype dtype, comm_op op, uint64_t count,
                        Carried* carried, NcclOp* nccl_op) {
@@ -83,7 +93,7 @@ comm_result as_reduced(comm_t comm, Call call, comm_dtype dtype, comm_op op, uin
         carried->dtype = COMM_UINT8;
         *nccl_op = bool_op(op);
     }
-    return COMM_OK;
+    return group.nranks == 1 ? as_reduced_alone(group, what, dtype, nccl_op) : COMM_OK;
 }
 
 // As sends and receives of one group, before 2.28.3.

@@ -57,6 +57,8 @@ DeviceLibrary find_device_library() {
     look_up(RUNTIME, {"cudaMalloc", "hipMalloc"}, &library.allocate);
     look_up(RUNTIME, {"cudaFree", "hipFree"}, &library.release);
     look_up(RUNTIME, {"cudaDeviceGetAttribute"}, &library.attribute);  // HIP numbers them otherwise
+    int device;
+    if (library.get_device != nullptr) library.get_device(&device);  // loads the driver
     // Of the driver, for its symbols never change their arguments; the runtime's did in CUDA 13.
     look_up(DRIVER, {"cuStreamGetCaptureInfo_v2", "hipStreamGetCaptureInfo_v2"},
             &library.capture_info);

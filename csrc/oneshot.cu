@@ -11,9 +11,10 @@
 // - Two staging buffers alternate. A rank may be one call ahead of a peer, never two: its second
 //   wait needs the peer's flag, which the peer raises after the kernel before has ended.
 // - Block b of one rank waits only for blocks b of the others, and reads only what those wrote.
-// - A flag counts if it is at the generation waited for or at the next, so that numbers may wrap
-// and
-//   flags that were not used for long are not mistaken.
+// - A flag counts if it is at the generation waited for or at the next, so that numbers may wrap,
+//   and flags that were not used for long are not mistaken.
+// - All blocks that wait for each other run at once: two fit on a multiprocessor, so that eight
+//   ranks of one launch fit on a GPU of 96.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -24,7 +25,8 @@
 namespace {
 
 constexpr int THREADS = 512;
-constexpr int LINE_WORDS = 32;  // 128 bytes: flags of different writers share no cache line
+constexpr int BLOCKS_AT_ONCE = 2;  // on a multiprocessor, at the least: bounds the registers
+constexpr int LINE_WORDS = 32;     // 128 bytes: flags of different writers share no cache line
 constexpr int STAGES = 2;
 constexpr unsigned SPINS_BETWEEN_CLOCKS = 64;
 
@@ -156,7 +158,7 @@ __device__ Raw gather_and_add(const Params& params, int buffer, uint32_t at) {
 // ---- the two kernels; blockIdx.y is the rank, counted from `first` ----
 
 template <class T, int WORLD>
-__global__ void __launch_bounds__(THREADS) one_shot(Params params) {
+__global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) one_shot(Params params) {
     int rank = params.first + blockIdx.y;
     if (has_failed(params, rank)) return;
     uint32_t generation = next_generation(params, rank);
@@ -171,7 +173,7 @@ __global__ void __launch_bounds__(THREADS) one_shot(Params params) {
 }
 
 template <class T, int WORLD>
-__global__ void __launch_bounds__(THREADS) two_shot(Params params) {
+__global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) two_shot(Params params) {
     int rank = params.first + blockIdx.y;
     if (has_failed(params, rank)) return;
     uint32_t generation = next_generation(params, rank);

@@ -31,9 +31,18 @@ comm_result fail(comm_t comm, const Failure& failure) {
     return failure.code;
 }
 
+// A shape is told for one call.
+struct Forgetting {
+    comm_t comm;
+    ~Forgetting() {
+        if (comm != nullptr) comm->forget_shape();
+    }
+};
+
 // No exception crosses the C boundary.
 template <class Body>
 comm_result guarded(comm_t comm, Body body) {
+    Forgetting forgetting{comm};
     try {
         body();
         return COMM_OK;
@@ -51,7 +60,9 @@ size_t checked_size(const Group& group, comm_dtype dtype) {
     if (size == 0)
         throw Failure{COMM_UNSUPPORTED, "rank " + std::to_string(group.rank) +
                                             ": the shared-memory backend has no dtype number " +
-                                            std::to_string(dtype)};
+                                            std::to_string(dtype) +
+                                            ", so it cannot tell how long the elements are. Pass a "
+                                            "view of bytes: tensor.view(torch.uint8)"};
     return size;
 }
 
@@ -316,7 +327,8 @@ void transfer(Group& group, bool is_send, char* buffer, uint64_t count, comm_dty
     if (peer < 0 || peer >= group.nranks || peer == group.rank)
         throw Failure{COMM_INVALID_ARGUMENT,
                       "rank " + std::to_string(group.rank) + ": there is no peer with rank " +
-                          std::to_string(peer) + " in a group of " + std::to_string(group.nranks)};
+                          std::to_string(peer) + " in a group of " + std::to_string(group.nranks) +
+                          ", so nobody would answer. Name one of the other ranks"};
     Transfer transfer{};
     transfer.is_send = is_send;
     transfer.peer = peer;
@@ -331,7 +343,8 @@ void check_options(const comm_init_args* args) {
     if (args->options != nullptr && args->options[0] != nullptr)
         throw Failure{COMM_INVALID_ARGUMENT, "rank " + std::to_string(args->rank) +
                                                  ": the shared-memory backend has no option \"" +
-                                                 args->options[0] + "\""};
+                                                 args->options[0] +
+                                                 "\", so nothing would come of it. Leave it out"};
 }
 
 // ---- the table ----
@@ -440,6 +453,7 @@ comm_result do_abort(comm_t comm) {
 // What goes wrong with memory concerns this rank alone: the group is still in step.
 comm_result do_mem_alloc(comm_t comm, size_t nbytes, void** pointer) {
     try {
+        comm->check_process();
         *pointer = comm->memory().allocate(nbytes);
         return COMM_OK;
     } catch (const Failure& failure) {
@@ -449,11 +463,16 @@ comm_result do_mem_alloc(comm_t comm, size_t nbytes, void** pointer) {
 
 comm_result do_mem_free(comm_t comm, void* pointer) {
     try {
+        comm->check_process();
         comm->memory().free(pointer);
         return COMM_OK;
     } catch (const Failure& failure) {
         return comm->keep(failure);
     }
+}
+
+void do_tell_shape(comm_t comm, int32_t ndim, const int64_t* shape) {
+    if (comm->nranks > 1) comm->tell_shape(ndim, shape);
 }
 
 comm_plugin make_table() {
@@ -464,7 +483,7 @@ comm_plugin make_table() {
     table.name = "shm";
     table.version = "1";
     table.device_type = COMM_CPU;
-    table.caps = COMM_CAP_ONE_NODE | COMM_CAP_THREADS;
+    table.caps = COMM_CAP_ONE_NODE | COMM_CAP_THREADS | COMM_CAP_EMPTY;
     table.probe = do_probe;
     table.init = do_init;
     table.destroy = do_destroy;
@@ -483,6 +502,7 @@ comm_plugin make_table() {
     table.abort = do_abort;
     table.mem_alloc = do_mem_alloc;
     table.mem_free = do_mem_free;
+    table.tell_shape = do_tell_shape;
     return table;
 }
 

@@ -41,6 +41,28 @@ struct Native {
     static Stored narrow(Wide value) { return value; }
 };
 
+// The codec whose sums and products have the same bits.
+template <class Codec>
+struct Wrapping {
+    using type = Codec;
+};
+template <>
+struct Wrapping<Native<int8_t>> {
+    using type = Native<uint8_t>;
+};
+template <>
+struct Wrapping<Native<int16_t>> {
+    using type = Native<uint16_t>;
+};
+template <>
+struct Wrapping<Native<int32_t>> {
+    using type = Native<uint32_t>;
+};
+template <>
+struct Wrapping<Native<int64_t>> {
+    using type = Native<uint64_t>;
+};
+
 struct Bfloat16 {
     using Stored = uint16_t;
     using Wide = float;

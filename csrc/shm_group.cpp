@@ -17,9 +17,12 @@ bool reached(const std::atomic<uint32_t>& word, uint32_t step) {
     return static_cast<int32_t>(word.load(std::memory_order_acquire) - step) >= 0;
 }
 
-uint64_t pack(const Call& call) {
+// kind, dtype, op: 8 bits each; the mark of the shape: 24; root: 16.
+uint64_t pack(const Call& call, const Shape& shape) {
+    uint64_t mark = shape.ndim < 0 ? 0 : shape.mark();
     return static_cast<uint64_t>(call.kind) | static_cast<uint64_t>(call.dtype & 0xff) << 8 |
-           static_cast<uint64_t>(call.op & 0xff) << 16 | static_cast<uint64_t>(call.root) << 32;
+           static_cast<uint64_t>(call.op & 0xff) << 16 | mark << 24 |
+           static_cast<uint64_t>(call.root) << 48;
 }
 
 Call unpack(uint64_t what, uint64_t count) {
@@ -27,7 +30,7 @@ Call unpack(uint64_t what, uint64_t count) {
     call.kind = static_cast<Kind>(what & 0xff);
     call.dtype = static_cast<comm_dtype>(what >> 8 & 0xff);
     call.op = static_cast<comm_op>(what >> 16 & 0xff);
-    call.root = static_cast<int32_t>(what >> 32);
+    call.root = static_cast<int32_t>(what >> 48);
     call.count = count;
     return call;
 }
@@ -42,14 +45,18 @@ bool has_op(Kind kind) {
     return kind == Kind::allreduce || kind == Kind::reduce || kind == Kind::reduce_scatter;
 }
 
-std::string elements(uint64_t count, comm_dtype dtype) {
-    return std::to_string(count) + " " + name_of_dtype(dtype);
+// A vector is named by its length, which is its shape.
+std::string elements(uint64_t count, comm_dtype dtype, const Shape& shape) {
+    bool is_vector =
+        shape.ndim < 0 || (shape.ndim == 1 && shape.dims[0] == static_cast<int64_t>(count));
+    return (is_vector ? std::to_string(count) : shape.text()) + " " + name_of_dtype(dtype);
 }
 
 std::string describe(const Transfer& transfer) {
     return (transfer.is_send ? "send to rank " : "recv from rank ") +
-           std::to_string(transfer.peer) + " of " + elements(transfer.count, transfer.dtype) +
-           " (message " + std::to_string(transfer.message) + ")";
+           std::to_string(transfer.peer) + " of " +
+           elements(transfer.count, transfer.dtype, transfer.shape) + " (message " +
+           std::to_string(transfer.message) + ")";
 }
 
 std::string seconds(int64_t ns) {
@@ -59,10 +66,10 @@ std::string seconds(int64_t ns) {
 
 }  // namespace
 
-std::string describe(const Call& call) {
+std::string describe(const Call& call, const Shape& shape) {
     std::string text = name_of(call.kind);
     if (call.kind == Kind::barrier || call.kind == Kind::none) return text;
-    text += " of " + elements(call.count, call.dtype);
+    text += " of " + elements(call.count, call.dtype, shape);
     if (has_op(call.kind)) text += std::string(", ") + name_of_op(call.op);
     if (call.kind == Kind::broadcast) text += ", from rank " + std::to_string(call.root);
     if (call.kind == Kind::reduce) text += ", to rank " + std::to_string(call.root);
@@ -88,21 +95,32 @@ Group::Group(const comm_init_args& args)
 Group::~Group() {
     if (nranks == 1) return;
     RankBlock& mine = segment_.block(rank);
-    if (mine.identity.pid != getpid())
-        return;  // a forked child lets go of its copy; the rank goes on
+    if (!birthmark_.is_here()) return;  // a forked child lets go of its copy; the rank goes on
     uint32_t expected = present;
     mine.identity.state.compare_exchange_strong(expected, closed);
     wake_all(&mine.arrival.step);
     for (int peer = 0; peer < nranks; ++peer) ring(peer);
 }
 
+void Group::check_process() const {
+    if (birthmark_.is_here()) return;
+    throw Failure{COMM_INVALID_USAGE,
+                  prefix() + "process " + std::to_string(getpid()) +
+                      " was forked from the rank and has no part in its communicator, where it "
+                      "would pass for the rank. Call from the rank itself, or start the process as "
+                      "a rank of its own"};
+}
+
 // ---- steps ----
 
 void Group::begin(const Call& call, uint64_t where) {
+    check_process();
     if (!broken_.empty()) throw Failure{COMM_INVALID_USAGE, broken_};
     if (aborted_.load(std::memory_order_relaxed))
-        throw Failure{COMM_REMOTE_ERROR,
-                      prefix() + "this communicator was aborted. Make a new one"};
+        throw Failure{
+            COMM_REMOTE_ERROR,
+            prefix() +
+                "this communicator was aborted, and its ranks are out of step. Make a new one"};
     call_ = call;
     deadline_ns_ = 0;
     ++call_number_;
@@ -112,7 +130,8 @@ void Group::begin(const Call& call, uint64_t where) {
     Record& record = arrival.records[call_number_ & 1];
     arrival.call.store(call_number_, std::memory_order_relaxed);
     record.where.store(where, std::memory_order_relaxed);
-    record.what.store(pack(call), std::memory_order_relaxed);
+    record.what.store(pack(call, shape_), std::memory_order_relaxed);
+    segment_.block(rank).shapes[call_number_ & 1] = shape_;
     record.count.store(call.count, std::memory_order_relaxed);
 }
 
@@ -175,7 +194,7 @@ void Group::sleep_until_step(int peer) {
 
 void Group::check_records() {
     unchecked_ = false;
-    uint64_t what = pack(call_);
+    uint64_t what = pack(call_, shape_);
     for (int peer = 0; peer < nranks; ++peer) {
         const Record& theirs = segment_.block(peer).arrival.records[call_number_ & 1];
         if (theirs.what.load(std::memory_order_relaxed) != what ||
@@ -187,11 +206,12 @@ void Group::check_records() {
 void Group::throw_mismatch(int peer, const Record& theirs) {
     Call other = unpack(theirs.what.load(std::memory_order_relaxed),
                         theirs.count.load(std::memory_order_relaxed));
+    const Shape& theirs_shape = segment_.block(peer).shapes[call_number_ & 1];
     throw Failure{
         COMM_INVALID_USAGE,
         prefix() + "the ranks disagree in call " + std::to_string(call_number_) + ": rank " +
-            std::to_string(rank) + " asked for " + describe(call_) + ", rank " +
-            std::to_string(peer) + " for " + describe(other) +
+            std::to_string(rank) + " asked for " + describe(call_, shape_) + ", rank " +
+            std::to_string(peer) + " for " + describe(other, theirs_shape) +
             ". Nothing was exchanged. Let every rank make the same calls in the same order, "
             "with the same shape, dtype and op"};
 }
@@ -250,7 +270,9 @@ bool Group::prefers_streaming(const Bootstrap& bootstrap) {
 // ---- letters ----
 
 void Group::transfer(Transfer transfer) {
+    check_process();
     if (!broken_.empty()) throw Failure{COMM_INVALID_USAGE, broken_};
+    transfer.shape = shape_;
     transfer.message = transfer.is_send ? ++sent_[transfer.peer] : ++received_[transfer.peer];
     queued_.push_back(std::move(transfer));
     if (group_depth_ == 0) {
@@ -262,7 +284,9 @@ void Group::transfer(Transfer transfer) {
 
 void Group::group_end() {
     if (group_depth_ == 0)
-        throw Failure{COMM_INVALID_USAGE, prefix() + "group_end without group_start"};
+        throw Failure{COMM_INVALID_USAGE, prefix() +
+                                              "group_end without group_start, so nothing waits to "
+                                              "be sent. Call group_start before"};
     if (--group_depth_ > 0) return;
     std::vector<Transfer> transfers;
     transfers.swap(queued_);
@@ -277,8 +301,10 @@ void Group::complete(std::vector<Transfer>& transfers) {
     };
     while (!all_done()) {
         if (aborted_.load(std::memory_order_relaxed))
-            throw Failure{COMM_REMOTE_ERROR,
-                          prefix() + "this communicator was aborted. Make a new one"};
+            throw Failure{
+                COMM_REMOTE_ERROR,
+                prefix() +
+                    "this communicator was aborted, and its ranks are out of step. Make a new one"};
         Patience patience = transfers.size() == 1 ? patience_with(transfers[0].peer) : patience_;
         if (!look(patience, [&] { return progress(transfers); })) sleep_until_bell(transfers);
     }
@@ -315,7 +341,8 @@ bool Group::advance_send(Transfer& transfer) {
     uint32_t& posted = posted_[transfer.peer];
     if (posted - lane.taken.value.load(std::memory_order_acquire) == lane_depth) return false;
     char* letter = segment_.letter(rank, transfer.peer, posted);
-    Envelope envelope{transfer.message, transfer.count, static_cast<uint32_t>(transfer.dtype)};
+    Envelope envelope{static_cast<uint32_t>(transfer.message),
+                      static_cast<uint32_t>(transfer.dtype), transfer.count, transfer.shape};
     std::memcpy(letter, &envelope, sizeof envelope);
     uint64_t part =
         std::min<uint64_t>(transfer.nbytes - transfer.done, segment_.layout().letter_bytes);
@@ -350,10 +377,12 @@ void Group::open_letter(Transfer& transfer, const Envelope& envelope) {
     comm_dtype dtype = static_cast<comm_dtype>(envelope.dtype);
     transfer.started = true;
     transfer.expected = envelope.count * size_of(dtype);
-    if (envelope.count == transfer.count && dtype == transfer.dtype) return;
+    bool same_shape = envelope.shape.ndim < 0 || transfer.shape.ndim < 0 ||
+                      envelope.shape.digest == transfer.shape.digest;
+    if (envelope.count == transfer.count && dtype == transfer.dtype && same_shape) return;
     transfer.mismatch =
         prefix() + describe(transfer) + ", but rank " + std::to_string(transfer.peer) + " sent " +
-        elements(envelope.count, dtype) +
+        elements(envelope.count, dtype, envelope.shape) +
         ". The message was dropped and the tensor left as it was. Receive into a tensor "
         "of the shape and dtype that is sent";
 }
@@ -388,7 +417,7 @@ void Group::start_deadline() {
 }
 
 std::string Group::describe_current() const {
-    return "call " + std::to_string(call_number_) + " (" + describe(call_) + ")";
+    return "call " + std::to_string(call_number_) + " (" + describe(call_, shape_) + ")";
 }
 
 std::string Group::describe_peer(int peer) const {
@@ -397,7 +426,7 @@ std::string Group::describe_peer(int peer) const {
     const Record& last = theirs.arrival.records[call & 1];
     return "rank " + std::to_string(peer) + " (pid " + std::to_string(theirs.identity.pid) +
            ", last seen in call " + std::to_string(call) + ", " +
-           describe(unpack(last.what.load(), last.count.load())) + ")";
+           describe(unpack(last.what.load(), last.count.load()), theirs.shapes[call & 1]) + ")";
 }
 
 const char* Group::how_it_ended(int peer) const {
@@ -417,7 +446,8 @@ const char* Group::how_it_ended(int peer) const {
 void Group::check_peer(int peer, const std::string& doing) {
     if (aborted_.load(std::memory_order_relaxed))
         throw Failure{COMM_REMOTE_ERROR,
-                      prefix() + "aborted in " + doing + ". Make a new communicator"};
+                      prefix() + "aborted in " + doing +
+                          ", and the ranks are out of step. Make a new communicator"};
     const char* how = how_it_ended(peer);
     if (how == nullptr) return;
     std::string text = prefix() + describe_peer(peer) + " " + how + " while rank " +
@@ -463,7 +493,7 @@ comm_result Group::fail(const Failure& failure) {
 
 void Group::abort() {
     aborted_.store(true, std::memory_order_seq_cst);
-    if (nranks == 1) return;
+    if (nranks == 1 || !birthmark_.is_here()) return;
     segment_.block(rank).identity.state.store(shm::aborted, std::memory_order_release);
     for (int peer = 0; peer < nranks; ++peer) {
         wake_all(&segment_.block(peer).arrival.step);

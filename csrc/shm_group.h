@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "communicator.h"
+#include "shm_fork.h"
 #include "shm_layout.h"
 #include "shm_memory.h"
 #include "shm_segment.h"
@@ -14,6 +15,7 @@
 
 namespace shm {
 
+// What all ranks must say alike.
 struct Call {
     Kind kind = Kind::none;
     uint64_t count = 0;
@@ -29,6 +31,7 @@ struct Transfer {
     char* data;
     uint64_t count;
     comm_dtype dtype;
+    Shape shape;
     uint64_t nbytes;        // of this side's buffer
     uint64_t message = 0;   // its number between the two ranks
     uint64_t done = 0;      // bytes moved
@@ -67,6 +70,13 @@ class Group {
     char* shared_tensor(int of_rank);
     Memory& memory() { return memory_; }
     size_t slot_bytes() const { return segment_.layout().slot_bytes; }
+
+    // Throws in a child that was forked from the rank: its steps would pass for the rank's own.
+    void check_process() const;
+
+    // Of the tensor of the next call; forgotten when that has ended.
+    void tell_shape(int32_t ndim, const int64_t* shape) { shape_.set(ndim, shape); }
+    void forget_shape() { shape_.ndim = -1; }
 
     void transfer(Transfer transfer);
     void group_start() { ++group_depth_; }
@@ -110,6 +120,7 @@ class Group {
     std::string describe_peer(int peer) const;
     std::string prefix() const { return "rank " + std::to_string(rank) + ": "; }
 
+    Birthmark birthmark_;
     Segment segment_;
     Memory memory_{segment_, rank};
     Patience patience_;
@@ -122,6 +133,7 @@ class Group {
     uint64_t call_number_ = 0;
     bool unchecked_ = false;  // the records of this call are still to be compared
     Call call_;
+    Shape shape_;
     int64_t deadline_ns_ = 0;  // of this call; 0 until it has to sleep
     int group_depth_ = 0;
     std::vector<Transfer> queued_;
@@ -132,6 +144,6 @@ class Group {
     std::atomic<bool> aborted_{false};
 };
 
-std::string describe(const Call& call);
+std::string describe(const Call& call, const Shape& shape);
 
 }  // namespace shm

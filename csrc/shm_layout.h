@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "communicator.h"
+#include "shm_shape.h"
 
 namespace shm {
 
@@ -77,6 +78,7 @@ struct RankBlock {
     Counter bell;      // what this rank sleeps on while it waits for letters
     Counter asleep;    // whether it does
     Identity identity;
+    alignas(line) Shape shapes[2];  // beside the two records; read only for errors
     alignas(line) Region regions[most_regions];
 };
 
@@ -89,11 +91,13 @@ struct Lane {
 };
 
 struct Envelope {  // opens each letter; its content follows
-    uint64_t message;
-    uint64_t count;
+    uint32_t message;
     uint32_t dtype;
+    uint64_t count;
+    Shape shape;
 };
 constexpr size_t envelope_bytes = 64;
+static_assert(sizeof(Envelope) <= envelope_bytes, "one cache line");
 
 // Where things are: the same arithmetic on every rank.
 struct Layout {

@@ -9,6 +9,8 @@
 #include <cstring>
 #include <string>
 
+#include "shm_room.h"
+
 namespace shm {
 namespace {
 
@@ -16,11 +18,14 @@ constexpr int offset_bits = 44;  // 16 TiB; the rest is the id
 constexpr uint64_t offset_mask = (UINT64_C(1) << offset_bits) - 1;
 constexpr uint32_t most_ids = UINT32_C(1) << (64 - offset_bits);
 
-Failure cannot(int rank, const char* what, size_t nbytes, int error) {
+Failure cannot(int rank, const char* what, size_t nbytes, const std::string& why) {
     return {COMM_SYSTEM_ERROR, "rank " + std::to_string(rank) + ": " + what + " of " +
                                    std::to_string(nbytes) + " bytes of shared memory failed (" +
-                                   std::strerror(error) +
-                                   "). Free tensors made by empty(), or use ordinary ones"};
+                                   why + "). Free tensors made by empty(), or use ordinary ones"};
+}
+
+Failure cannot(int rank, const char* what, size_t nbytes, int error) {
+    return cannot(rank, what, nbytes, std::string(std::strerror(error)));
 }
 
 char* map(int fd, size_t nbytes) {
@@ -42,18 +47,21 @@ void* Memory::allocate(size_t nbytes) {
     if (segment_.layout().nranks == 1)
         throw Failure{COMM_UNSUPPORTED,
                       "rank 0: one rank alone shares no memory. Use ordinary tensors"};
+    Room room = find_room();
+    if (nbytes > room.nbytes)
+        throw cannot(rank_, "allocation", nbytes, describe_lack(ENOMEM, room));
     nbytes = round_up(nbytes > 0 ? nbytes : 1, page);
     if (own_.size() == most_regions) throw cannot(rank_, "one more allocation", nbytes, ENOSPC);
     do ++last_id_;
     while (segment_.block(rank_).regions[last_id_ % most_regions].id.load() != 0);
     if (last_id_ >= most_ids) throw cannot(rank_, "numbering an allocation", nbytes, EOVERFLOW);
     int fd = memfd_create("drumline-tensor", MFD_CLOEXEC);
-    int error = fd < 0 ? errno : posix_fallocate(fd, 0, static_cast<off_t>(nbytes));
+    int error = fd < 0 ? errno : take_memory(fd, nbytes, &room);
     char* base = error == 0 ? map(fd, nbytes) : nullptr;
     if (base == nullptr) {
         error = error == 0 ? errno : error;
         if (fd >= 0) close(fd);
-        throw cannot(rank_, "allocation", nbytes, error);
+        throw cannot(rank_, "allocation", nbytes, describe_lack(error, room));
     }
     Region& region = segment_.block(rank_).regions[last_id_ % most_regions];
     region.fd = fd;
@@ -74,7 +82,9 @@ void Memory::free(void* pointer) {
         return;
     }
     throw Failure{COMM_INVALID_ARGUMENT,
-                  "rank " + std::to_string(rank_) + ": this is no memory of this communicator"};
+                  "rank " + std::to_string(rank_) +
+                      ": this is no memory of this communicator, which cannot give back what it "
+                      "did not give. Free it where it was allocated"};
 }
 
 uint64_t Memory::where(const void* pointer, size_t nbytes) const {

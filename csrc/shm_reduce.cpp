@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "shm_codec.h"
+#include "shm_half.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -52,6 +53,57 @@ struct Min {
 
 constexpr size_t block = 512;  // elements whose accumulators stay in the first-level cache
 
+// What a function is compiled for: whether it spends code on the most usual case, and who converts
+// halves.
+struct Plain {
+    static constexpr bool fast = false, converts_halves = false;
+};
+#if defined(__x86_64__)
+struct Avx2 {
+    static constexpr bool fast = true, converts_halves = true;
+    static constexpr auto widen_halves = widen_halves_avx2;
+    static constexpr auto narrow_halves = narrow_halves_avx2;
+};
+struct Avx512 {
+    static constexpr bool fast = true, converts_halves = true;
+    static constexpr auto widen_halves = widen_halves_avx512;
+    static constexpr auto narrow_halves = narrow_halves_avx512;
+};
+#endif
+
+template <class Codec, class Set>
+constexpr bool has_unit = Set::converts_halves && std::is_same<Codec, Float16>::value;
+
+template <class Codec, class Set>
+ALWAYS_INLINE void widen(typename Codec::Wide* to, const typename Codec::Stored* from,
+                         size_t count) {
+    if constexpr (has_unit<Codec, Set>)
+        Set::widen_halves(to, from, count);
+    else
+        for (size_t i = 0; i < count; ++i) to[i] = Codec::widen(from[i]);
+}
+
+template <class Codec, class Set>
+ALWAYS_INLINE void narrow(typename Codec::Stored* to, const typename Codec::Wide* from,
+                          size_t count) {
+    if constexpr (has_unit<Codec, Set>)
+        Set::narrow_halves(to, from, count);
+    else
+        for (size_t i = 0; i < count; ++i) to[i] = Codec::narrow(from[i]);
+}
+
+template <class Codec, class Op, class Set>
+ALWAYS_INLINE void add(typename Codec::Wide* total, const typename Codec::Stored* next,
+                       size_t count) {
+    if constexpr (has_unit<Codec, Set>) {
+        typename Codec::Wide wide[block];
+        Set::widen_halves(wide, next, count);
+        for (size_t i = 0; i < count; ++i) total[i] = Op::apply(total[i], wide[i]);
+    } else {
+        for (size_t i = 0; i < count; ++i) total[i] = Op::apply(total[i], Codec::widen(next[i]));
+    }
+}
+
 template <class Codec, class Op>
 ALWAYS_INLINE void reduce_two(typename Codec::Stored* out, const typename Codec::Stored* a,
                               const typename Codec::Stored* b, size_t count) {
@@ -60,48 +112,48 @@ ALWAYS_INLINE void reduce_two(typename Codec::Stored* out, const typename Codec:
         out[i] = Codec::narrow(Op::apply(Codec::widen(a[i]), Codec::widen(b[i])));
 }
 
-template <class Codec, class Op>
+template <class Codec, class Op, class Set>
 ALWAYS_INLINE void reduce_block(typename Codec::Stored* out, const void* const* sources,
                                 int num_sources, size_t offset, size_t count, int divisor) {
     using Stored = typename Codec::Stored;
     using Wide = typename Codec::Wide;
     Wide total[block];
-    const Stored* first = static_cast<const Stored*>(sources[0]) + offset;
-    for (size_t i = 0; i < count; ++i) total[i] = Codec::widen(first[i]);
-    for (int source = 1; source < num_sources; ++source) {
-        const Stored* next = static_cast<const Stored*>(sources[source]) + offset;
-        for (size_t i = 0; i < count; ++i) total[i] = Op::apply(total[i], Codec::widen(next[i]));
-    }
-    if (divisor > 1)
-        for (size_t i = 0; i < count; ++i) total[i] = static_cast<Wide>(total[i] / divisor);
-    for (size_t i = 0; i < count; ++i) out[offset + i] = Codec::narrow(total[i]);
+    widen<Codec, Set>(total, static_cast<const Stored*>(sources[0]) + offset, count);
+    for (int source = 1; source < num_sources; ++source)
+        add<Codec, Op, Set>(total, static_cast<const Stored*>(sources[source]) + offset, count);
+    if constexpr (std::is_floating_point<Wide>::value)
+        if (divisor > 1)
+            for (size_t i = 0; i < count; ++i) total[i] = static_cast<Wide>(total[i] / divisor);
+    narrow<Codec, Set>(out + offset, total, count);
 }
 
-template <class Codec, class Op>
+template <class Codec, class Op, class Set>
 ALWAYS_INLINE void reduce(void* out, const void* const* sources, int num_sources, size_t count,
                           int divisor) {
     using Stored = typename Codec::Stored;
     Stored* to = static_cast<Stored*>(out);
-    if (num_sources == 2 && divisor <= 1)
-        return reduce_two<Codec, Op>(to, static_cast<const Stored*>(sources[0]),
-                                     static_cast<const Stored*>(sources[1]), count);
+    if constexpr (Set::fast && std::is_same<Stored, typename Codec::Wide>::value)
+        if (num_sources == 2 && divisor <= 1)
+            return reduce_two<Codec, Op>(to, static_cast<const Stored*>(sources[0]),
+                                         static_cast<const Stored*>(sources[1]), count);
     for (size_t i = 0; i < count; i += block)
-        reduce_block<Codec, Op>(to, sources, num_sources, i, std::min(block, count - i), divisor);
+        reduce_block<Codec, Op, Set>(to, sources, num_sources, i, std::min(block, count - i),
+                                     divisor);
 }
 
 // The same source compiled for several instruction sets; which one runs is decided at run time.
-#define FOR_INSTRUCTION_SET(name, attribute)                                                  \
+#define FOR_INSTRUCTION_SET(name, Set, attribute)                                             \
     template <class Codec, class Op>                                                          \
     attribute void name(void* out, const void* const* sources, int num_sources, size_t count, \
                         int divisor) {                                                        \
-        reduce<Codec, Op>(out, sources, num_sources, count, divisor);                         \
+        reduce<Codec, Op, Set>(out, sources, num_sources, count, divisor);                    \
     }
 
-FOR_INSTRUCTION_SET(reduce_plain, )
+FOR_INSTRUCTION_SET(reduce_plain, Plain, )
 #if defined(__x86_64__)
-FOR_INSTRUCTION_SET(reduce_avx2, __attribute__((target("avx2"))))
+FOR_INSTRUCTION_SET(reduce_avx2, Avx2, __attribute__((target("avx2"))))
 FOR_INSTRUCTION_SET(
-    reduce_avx512,
+    reduce_avx512, Avx512,
     __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))))
 #endif
 
@@ -111,19 +163,24 @@ Reduce for_this_processor() {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
         return reduce_avx512<Codec, Op>;
-    if (__builtin_cpu_supports("avx2")) return reduce_avx2<Codec, Op>;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"))
+        return reduce_avx2<Codec, Op>;
 #endif
     return reduce_plain<Codec, Op>;
 }
 
+// Signed numbers wrap like unsigned ones, so they share the code. Whole numbers have no average.
 template <class Codec>
 Reduce find_op(comm_op op) {
+    using Sums = typename Wrapping<Codec>::type;
     switch (op) {
-        case COMM_SUM:
         case COMM_AVG:
-            return for_this_processor<Codec, Sum>();
+            if (std::is_integral<typename Codec::Wide>::value) return nullptr;
+            [[fallthrough]];
+        case COMM_SUM:
+            return for_this_processor<Sums, Sum>();
         case COMM_PROD:
-            return for_this_processor<Codec, Prod>();
+            return for_this_processor<Sums, Prod>();
         case COMM_MAX:
             return for_this_processor<Codec, Max>();
         case COMM_MIN:

@@ -13,6 +13,9 @@
 #include <utility>
 #include <vector>
 
+#include "shm_file.h"
+#include "shm_room.h"
+
 namespace shm {
 
 void Bootstrap::allgather(const void* mine, void* everyones, size_t bytes_per_rank) const {
@@ -20,7 +23,8 @@ void Bootstrap::allgather(const void* mine, void* everyones, size_t bytes_per_ra
     if (code != COMM_OK)
         throw Failure{code,
                       "rank " + std::to_string(rank) +
-                          ": exchanging the setup of shared memory with the other ranks failed"};
+                          ": exchanging the setup of shared memory with the other ranks failed, so "
+                          "none can join. Look at what those printed, and start again"};
 }
 
 namespace {
@@ -29,15 +33,6 @@ std::string read_link(const char* path) {
     char target[256];
     ssize_t length = readlink(path, target, sizeof target);
     return length > 0 ? std::string(target, length) : std::string();
-}
-
-std::string read_file(const std::string& path) {
-    char text[1024];
-    int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return "";
-    ssize_t length = read(fd, text, sizeof text);
-    close(fd);
-    return length > 0 ? std::string(text, length) : std::string();
 }
 
 struct ProcessStatus {
@@ -77,6 +72,7 @@ struct Offer {
     int32_t pid;
     int32_t fd;
     int32_t error;
+    char lack[160];  // the error in words
 };
 
 std::string memory_name(const Nonce& nonce) {
@@ -94,19 +90,21 @@ void fill_identity(Offer& offer) {
     offer.pid = getpid();
 }
 
-// posix_fallocate, because memory that is not there must be an error here and not a SIGBUS later.
-int make_memory(Offer& offer, size_t nbytes) {
+int make_memory(Offer& offer, size_t nbytes, Room* room) {
     if (getrandom(&offer.nonce, sizeof offer.nonce, 0) != sizeof offer.nonce) return errno;
     offer.fd = memfd_create(memory_name(offer.nonce).c_str(), MFD_CLOEXEC);
     if (offer.fd < 0) return errno;
-    return posix_fallocate(offer.fd, 0, static_cast<off_t>(nbytes));
+    return take_memory(offer.fd, nbytes, room);
 }
 
 Offer make_offer(const Bootstrap& bootstrap, size_t nbytes) {
     Offer offer = {};
     offer.fd = -1;
     fill_identity(offer);
-    if (bootstrap.rank == 0) offer.error = make_memory(offer, nbytes);
+    if (bootstrap.rank != 0) return offer;
+    Room room = {0, nullptr};
+    offer.error = make_memory(offer, nbytes, &room);
+    snprintf(offer.lack, sizeof offer.lack, "%s", describe_lack(offer.error, room).c_str());
     return offer;
 }
 
@@ -144,7 +142,7 @@ Failure no_memory(int rank, const Offer& offer, size_t nbytes) {
     return {
         COMM_SYSTEM_ERROR,
         "rank " + std::to_string(rank) + ": rank 0 could not get " + std::to_string(nbytes) +
-            " bytes of shared memory (" + std::strerror(offer.error) +
+            " bytes of shared memory (" + offer.lack +
             "). The shared-memory communicator exchanges tensors through them. Free memory, raise "
             "the memory limit of the container, or use backend=\"gloo\""};
 }

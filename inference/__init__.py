@@ -6,7 +6,15 @@ model.generate(tokens)
 """
 
 from inference.artifact_cache import BuildError
+from inference.as_accelerate import (
+    dispatch_model,
+    get_balanced_memory,
+    get_max_memory,
+    infer_auto_device_map,
+    load_checkpoint_and_dispatch,
+)
 from inference.boxes import Split
+from inference.dispatch import dispatch
 from inference.errors import (
     CheckpointError,
     InferenceError,
@@ -15,6 +23,7 @@ from inference.errors import (
     Served,
     StageError,
 )
+from inference.fastest import Estimate, Link, Speed, Speeds, Step, assumed, estimate
 from inference.hoist import (
     HoistError,
     UnmappedDevice,
@@ -25,23 +34,32 @@ from inference.hoist import (
 )
 from inference.hoist import Report as HoistReport
 from inference.load import load
-from inference.memory import get_max_memory
+from inference.memory import cluster_memory
 from inference.mesh import Mesh
 from inference.nd_load import Loaded, load_into
 from inference.over_mesh import load_over_mesh
 from inference.plan import DeviceMap, Layout, Part, Place, plan
 from inference.portable import refuse_baked_groups, trace_portable
-from inference.precompile import fingerprint, get_or_build, precompile, same_everywhere
+from inference.precompile import (
+    fingerprint,
+    get_or_build,
+    precompile,
+    precompile_alike,
+    same_everywhere,
+)
+from inference.speed import measure_speeds
 from inference.tensor_parallel import connect, parallelize, read_plan, shard_of, splits_of
 
 __all__ = [
     "BuildError",
     "CheckpointError",
     "DeviceMap",
+    "Estimate",
     "HoistError",
     "HoistReport",
     "InferenceError",
     "Layout",
+    "Link",
     "Loaded",
     "Mesh",
     "Part",
@@ -49,23 +67,36 @@ __all__ = [
     "Place",
     "PlanError",
     "Served",
+    "Speed",
+    "Speeds",
     "Split",
     "StageError",
+    "Step",
     "UnmappedDevice",
     "assert_on",
+    "assumed",
     "check_devices",
+    "cluster_memory",
     "connect",
+    "dispatch",
+    "dispatch_model",
+    "estimate",
     "fingerprint",
+    "get_balanced_memory",
     "get_max_memory",
     "get_or_build",
     "hoist",
     "hoist_package",
+    "infer_auto_device_map",
     "load",
+    "load_checkpoint_and_dispatch",
     "load_into",
     "load_over_mesh",
+    "measure_speeds",
     "parallelize",
     "plan",
     "precompile",
+    "precompile_alike",
     "read_plan",
     "refuse_baked_groups",
     "same_everywhere",

@@ -1,4 +1,4 @@
-"""python -m inference plan | generate | run"""
+"""python -m inference plan | generate | bench | serve | run"""
 
 import sys
 

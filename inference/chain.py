@@ -13,7 +13,7 @@ import torch
 from inference.frames import Message
 from inference.lazy import Lazy, Withheld, fetched
 from inference.program import Program, Step
-from inference.values import Leaves, Template, leaves_of
+from inference.values import Leaves, Template, is_repeatable
 
 if TYPE_CHECKING:
     from inference.remote import RemoteModule
@@ -49,12 +49,22 @@ class Chain:
         self.makers.append(maker)
         return lazy
 
+    def repeated(self, layer: RemoteModule, args: Any, kwargs: Any) -> Call | None:
+        """The call if it is like the last one but for the hidden state, which that one put out."""
+        if not self.calls or not args or self.sent:
+            return None
+        last, hidden = self.calls[-1], args[0]
+        if getattr(hidden, "source", None) is not self or last.layer.rank > layer.rank:
+            return None
+        return last.repeat(layer, args, kwargs) if last.is_repeated_by(args, kwargs) else None
+
     def flush(self) -> Message | None:
         """Run the calls; every hidden state that somebody still holds gets its value."""
         if self.sent or not self.calls:
             return None
         self.sent = True
-        waiting = [lazy for lazy in (ref() for ref in self.outputs) if self._is_wanted(lazy)]
+        alive = [ref() for ref in self.outputs]
+        waiting = [lazy for lazy in alive if type(lazy) is Lazy or self._is_wanted(lazy)]
         self.returns = tuple(lazy.slot for lazy in waiting)
         try:
             reply = self.session.exchange(self)
@@ -77,20 +87,21 @@ class Chain:
         """Where each call's integers begin, and all integers; calls with the same share them."""
         ints = list(before)
         places: dict[tuple[int, ...], int] = {}
-        starts = []
+        starts: list[int] = []
+        last: list[int] | None = None
         for call in self.calls:
-            start = places.setdefault(tuple(call.leaves.ints), len(ints))
-            if start == len(ints):
-                ints.extend(call.leaves.ints)
+            if call.leaves.ints is not last:
+                last = call.leaves.ints
+                start = places.setdefault(tuple(last), len(ints))
+                if start == len(ints):
+                    ints.extend(last)
             starts.append(start)
         return starts, ints
 
     def key(self, starts: list[int]) -> tuple[Any, ...]:
         """Equal for chains with the same program."""
-        calls = [
-            (call.layer.name, call.form, call.slots, call.output is None) for call in self.calls
-        ]
-        return len(self.inputs.tensors), self.returns, tuple(starts), tuple(calls)
+        calls = tuple([call.key for call in self.calls])
+        return len(self.inputs.tensors), self.returns, tuple(starts), calls
 
     def program(self, operations: Template, num_operands: int, starts: list[int]) -> Program:
         num_inputs = num_operands + len(self.inputs.tensors)
@@ -123,16 +134,7 @@ class Form:
 
     @cached_property
     def is_repeatable(self) -> bool:
-        """Whether the same objects are sure to give the same template again.
-
-        The first tensor, in which the calls of a stack of layers differ, must be the first argument
-        and nothing else, and there must be nothing inside that could have been changed.
-        """
-        _, args, kwargs = self.template
-        rest = [*args[2:], *(item for _, item in kwargs[1:])]
-        kinds = {leaf for item in rest for leaf in leaves_of(item)}
-        is_fixed = not kinds & {("list",), ("dict",), ("shared",), ("tensor", 0)}
-        return args[1:2] == (("tensor", 0),) and is_fixed
+        return is_repeatable(self.template)
 
 
 class Call:
@@ -148,15 +150,23 @@ class Call:
     ):
         self.layer, self.arguments, self.form = layer, arguments, form
         self.leaves, self.slots = leaves, slots
-        self.output = layer.session.outputs.get((layer.name, form))
+        self.output = layer.outputs.get(form)
+        self.key = (layer, form, slots, self.output is None)
+
+    def repeat(self, layer: RemoteModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """This call of another layer, for the hidden state that leads `args`."""
+        old, hidden = self.leaves, args[0]
+        leaves = Leaves(old.ints, [hidden, *old.tensors[1:]], old.caches)
+        slots = (~hidden.slot, *self.slots[1:])
+        return Call(layer, (args, kwargs), self.form, leaves, slots)
 
     def is_repeated_by(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether these are the same arguments but for the hidden state."""
         old_args, old_kwargs = self.arguments
-        return (
-            len(args) == len(old_args)
-            and kwargs.keys() == old_kwargs.keys()
-            and all(map(operator.is_, args[1:], old_args[1:]))
-            and all(value is old_kwargs[key] for key, value in kwargs.items())
-            and self.form.is_repeatable
-        )
+        if len(args) != len(old_args) or kwargs.keys() != old_kwargs.keys():
+            return False
+        for key, value in kwargs.items():
+            if value is not old_kwargs[key]:
+                return False
+        is_same = len(args) == 1 or all(map(operator.is_, args[1:], old_args[1:]))
+        return is_same and self.form.is_repeatable

@@ -2,7 +2,12 @@
 
 python -m inference plan --model DIR --memory 8GiB 8GiB 16GiB
 python -m inference generate --model DIR -n 2 --prompt "Once upon"
+python -m inference bench --model DIR -n 2 --batch 8
+python -m inference serve --model DIR -n 2
 python -m inference run -n 2 script.py
+
+Each command is a function of this package first. Started as ranks by torchrun, mpiexec or another
+launcher, a command runs on those ranks; otherwise -n starts them here.
 """
 
 from __future__ import annotations
@@ -13,12 +18,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import launcher
+from inference.bench import bench
 from inference.checkpoint import read_config
 from inference.errors import InferenceError
-from inference.layout import cache_nbytes, layout, model_class, skeleton, with_cache
+from inference.fastest import Step, assumed, estimate
+from inference.layout import (
+    cache_nbytes,
+    hidden_width,
+    layout,
+    model_class,
+    skeleton,
+    with_cache,
+    working_nbytes,
+)
 from inference.load import checkpoint_dtype, nbytes
 from inference.plan import DeviceMap, Layout, plan, readable
-from inference.script import generate_text, run_script
+from inference.script import run_script
+from inference.serving import serve
+from inference.text import generate_text
+
+INTERRUPTED_CODE = 130  # 128 and SIGINT, as shells have it
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -28,13 +47,19 @@ def main(arguments: Sequence[str]) -> int:
     except (InferenceError, launcher.LaunchError) as error:
         print(f"python -m inference: {error}", file=sys.stderr)
         return getattr(error, "exit_code", 1) or 1
+    except KeyboardInterrupt:
+        print("python -m inference: stopped", file=sys.stderr)
+        return INTERRUPTED_CODE
 
 
 def parser() -> argparse.ArgumentParser:
+    """The options are few on purpose, and held by a test."""
     whole = argparse.ArgumentParser(prog="python -m inference", allow_abbrev=False)
     commands = whole.add_subparsers(required=True)
     _plan_options(commands.add_parser("plan", help="show who would hold what; loads no weight"))
     _generate_options(commands.add_parser("generate", help="generate text over several ranks"))
+    _bench_options(commands.add_parser("bench", help="time prompts and tokens over several ranks"))
+    _serve_options(commands.add_parser("serve", help="answer requests as OpenAI's API does"))
     _run_options(commands.add_parser("run", help="run a transformers script over several ranks"))
     return whole
 
@@ -54,14 +79,37 @@ def _plan_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--hop", type=float, default=100.0, metavar="MICROSECONDS")
 
 
-def _generate_options(command: argparse.ArgumentParser) -> None:
-    command.set_defaults(command=generate)
+def _model_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--model", required=True, metavar="DIR")
     command.add_argument("-n", "--ranks", type=int, default=1, metavar="N")
+    command.add_argument("--memory", nargs="+", metavar="SIZE", help="room of each rank, as 8GiB")
+
+
+def _generate_options(command: argparse.ArgumentParser) -> None:
+    command.set_defaults(command=generate)
+    _model_options(command)
     command.add_argument("--prompt", required=True, metavar="TEXT")
     command.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
     command.add_argument("--seed", type=int, metavar="N", help="sample; greedy if not given")
-    command.add_argument("--memory", nargs="+", default=[], metavar="SIZE", help="room of each")
+
+
+def _bench_options(command: argparse.ArgumentParser) -> None:
+    command.set_defaults(command=time_model)
+    _model_options(command)
+    command.add_argument("--batch", type=int, default=1, metavar="N")
+    command.add_argument("--prompt-tokens", type=int, default=128, metavar="N")
+    command.add_argument("--new-tokens", type=int, default=64, metavar="N")
+
+
+def _serve_options(command: argparse.ArgumentParser) -> None:
+    command.set_defaults(command=serve_model)
+    _model_options(command)
+    command.add_argument("--host", default="127.0.0.1", metavar="ADDRESS")
+    command.add_argument("--port", type=int, default=8000, metavar="N", help="0 takes a free one")
+    command.add_argument("--api-key-file", metavar="FILE", help="holds what clients must know")
+    command.add_argument("--max-length", type=int, metavar="TOKENS", help="prompt and answer")
+    command.add_argument("--max-running", type=int, default=16, metavar="N", help="at a time")
+    command.add_argument("--max-waiting", type=int, default=64, metavar="N")
 
 
 def _run_options(command: argparse.ArgumentParser) -> None:
@@ -76,21 +124,26 @@ def show_plan(options: argparse.Namespace) -> int:
     config = read_config(options.model)
     dtype = checkpoint_dtype(options.dtype, config)
     parts = layout(skeleton(model_class(config), config, dtype))
-    cache = cache_nbytes(config, dtype, options.batch, options.length)
+    tokens = (config, dtype, options.batch, options.length)
+    cache, working = cache_nbytes(*tokens), working_nbytes(*tokens)
     memory = options.memory * (options.ranks or 1) if len(options.memory) == 1 else options.memory
     room = {(rank, "cpu"): nbytes(size) for rank, size in enumerate(memory)}
-    chosen = plan(with_cache(parts, cache), room, options.device_map)
+    speeds = assumed(room, nbytes=nbytes(options.bandwidth), hop_s=options.hop * 1e-6)
+    step = Step(options.batch, hidden_width(config), dtype.itemsize)
+    whole = with_cache(parts, cache, working)
+    chosen = plan(whole, room, options.device_map, speeds=speeds, step=step)
+    rate = estimate(whole, chosen, speeds, step).tokens_a_second
     print(chosen)
-    print(summary(parts, chosen, cache, options))
+    print(summary(parts, chosen, cache, rate, options))
     return 0
 
 
-def summary(parts: Layout, chosen: DeviceMap, cache: int, options: argparse.Namespace) -> str:
-    """Hops, room that is left, and an upper bound of the speed: weights read once per token."""
+def summary(
+    parts: Layout, chosen: DeviceMap, cache: int, rate: float, options: argparse.Namespace
+) -> str:
+    """Hops, room that is left, and an upper bound of the speed: weights and cache are read."""
     hops = len(chosen.ranks) if len(chosen.ranks) > 1 else 0
     left = sum(room - chosen.used(place) for place, room in chosen.room.items())
-    read_s = parts.nbytes / nbytes(options.bandwidth)
-    rate = options.batch / (read_s + hops * options.hop * 1e-6)
     return (
         f"{readable(parts.nbytes)} of weights, {readable(cache * len(parts.layers))} of cache "
         f"({options.batch} x {options.length} tokens), {readable(left)} left over\n"
@@ -100,14 +153,19 @@ def summary(parts: Layout, chosen: DeviceMap, cache: int, options: argparse.Name
 
 
 def generate(options: argparse.Namespace) -> int:
-    arguments = (
-        options.model,
-        options.prompt,
-        options.max_new_tokens,
-        options.seed,
-        options.memory or None,
-    )
-    return _on_ranks(generate_text, options.ranks, arguments)
+    given = (options.model, options.prompt, options.max_new_tokens, options.seed, options.memory)
+    return _on_ranks(generate_text, options.ranks, given)
+
+
+def time_model(options: argparse.Namespace) -> int:
+    sizes = (options.batch, options.prompt_tokens, options.new_tokens)
+    return _on_ranks(bench, options.ranks, (options.model, *sizes, options.memory))
+
+
+def serve_model(options: argparse.Namespace) -> int:
+    where = (options.host, options.port, options.api_key_file)
+    limits = (options.max_length, options.max_running, options.max_waiting)
+    return _on_ranks(serve, options.ranks, (options.model, *where, options.memory, *limits))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -120,5 +178,5 @@ def _on_ranks(work: object, ranks: int, arguments: tuple[object, ...]) -> int:
     if launcher.current().world_size > 1 or ranks == 1:
         work(*arguments)
     else:
-        launcher.launch(work, nprocs=ranks, args=arguments)
+        launcher.launch(work, nprocs=ranks, args=arguments, preload=["inference.cli"])
     return 0

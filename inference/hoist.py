@@ -28,6 +28,10 @@ STAYING = ("cpu", "meta")
 """Types that a program names on purpose; they move only if the mapping names them."""
 
 
+POSITIONS = {"set_default_device": (0,)}
+"""Where functions of Python that torch has no schema for take a device, beside `device=`."""
+
+
 class HoistError(InferenceError, ValueError):
     """The program would not run on the device it was moved to; it must not be used."""
 
@@ -98,7 +102,7 @@ class _Map:
         new = self._find(device)
         if new is None:
             if device.type not in STAYING and device not in self.to.values():
-                self._keep(device, where)
+                self.keep(device, where)
             return device
         if new != device:
             self.report.count(kind)
@@ -113,7 +117,7 @@ class _Map:
             return targets.pop() if len(targets) == 1 else None
         return None
 
-    def _keep(self, device: torch.device, where: str) -> None:
+    def keep(self, device: torch.device, where: str) -> None:
         self.report.kept[where] = str(device)
         if self.strict:
             raise UnmappedDevice(
@@ -121,6 +125,20 @@ class _Map:
                 f"{', '.join(map(str, self.to))}, so the program spans devices; map {device} "
                 "too, or leave out strict."
             )
+
+    @property
+    def moving(self) -> set[torch.device]:
+        """The devices that nothing should be on any more."""
+        return self.to.keys() - self.to.values()
+
+    def number(self, index: int, where: str) -> Any:
+        """A device that is said by its number alone, if the mapping leaves no doubt of its type."""
+        kinds = {old.type for old in self.to} - {*STAYING}
+        if len(kinds) != 1:
+            return index
+        old = torch.device(kinds.pop(), index)
+        new = self.device(old, "literals", where)
+        return index if new == old else new
 
     def type(self, name: str) -> str:
         """A device type where a type is meant, as autocast takes it."""
@@ -223,6 +241,8 @@ def _hoist_node(node: fx.Node, devices: _Map) -> None:
     def text(value: Any, kind: str) -> Any:
         if isinstance(value, str) and _is_device(value):
             return str(devices.device(torch.device(value), kind, where))
+        if type(value) is int and by_position:  # x.to(0): a number alone is an accelerator's
+            return devices.number(value, where)
         return value
 
     if node.target is torch.device:
@@ -235,7 +255,9 @@ def _hoist_node(node: fx.Node, devices: _Map) -> None:
         kwargs = {k: text(v, "strings") if k in by_name else v for k, v in node.kwargs.items()}
         node.args, node.kwargs = map_aggregate(tuple(args), literal), map_aggregate(kwargs, literal)
     _hoist_cuda_call(node, devices, where)
+    _hoist_current_device(node, devices, where)
     _hoist_autocast(node, devices)
+    _tell_of_strings(node, devices, where)
     for key in ("val", "example_value"):
         if key in node.meta:
             node.meta[key] = tree_map(
@@ -267,7 +289,8 @@ def _device_places(node: fx.Node) -> tuple[Iterable[int], Iterable[str]]:
     if isinstance(node.target, torch._ops.HigherOrderOperator) or node.op == "call_module":
         return (), ()
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return (range(1, len(node.args)) if name == "to" else ()), ("device",)
+    by_position = POSITIONS.get(str(name), ())
+    return (range(1, len(node.args)) if name == "to" else by_position), ("device",)
 
 
 def _hoist_device_call(node: fx.Node, devices: _Map, where: str) -> None:
@@ -280,24 +303,60 @@ def _hoist_device_call(node: fx.Node, devices: _Map, where: str) -> None:
 
 def _hoist_cuda_call(node: fx.Node, devices: _Map, where: str) -> None:
     """x.cuda(0), which has its device in its name."""
-    kinds = {old.type for old in devices.to}
-    if node.op != "call_method" or node.target not in kinds:
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    is_method = node.op == "call_method" or node.target is getattr(torch.Tensor, str(name), None)
+    if name not in {old.type for old in devices.to} or not is_method:
         return
     index = node.args[1] if len(node.args) > 1 else node.kwargs.get("device")
-    old = torch.device(str(node.target), index) if isinstance(index, int) else None
+    old = torch.device(str(name), index) if isinstance(index, int) else None
     if old is None:
-        old = torch.device(index or str(node.target))  # type: ignore[arg-type]
+        old = torch.device(index or str(name))  # type: ignore[arg-type]
     new = devices.device(old, "literals", where)
     if new != old:
         rest = {key: value for key, value in node.kwargs.items() if key != "device"}
-        node.target, node.args, node.kwargs = "to", (node.args[0], new), rest
+        node.op, node.target, node.args, node.kwargs = (
+            "call_method",
+            "to",
+            (node.args[0], new),
+            rest,
+        )
+
+
+def _hoist_current_device(node: fx.Node, devices: _Map, where: str) -> None:
+    """torch.cuda.set_device(0), whose number belongs to the type it is a function of."""
+    kind = str(getattr(node.target, "__module__", "")).removeprefix("torch.").partition(".")[0]
+    if kind not in {old.type for old in devices.to} or not node.args:
+        return
+    if type(node.args[0]) is int:
+        old = torch.device(kind, node.args[0])
+        new = devices.device(old, "literals", where)
+        if new != old:
+            if new.type != kind:
+                raise HoistError(
+                    f"{where} calls {kind}'s {getattr(node.target, '__name__', '')} for {old}, "
+                    f"which {new} has no such thing for; leave it out of the program."
+                )
+            node.args = (new.index, *node.args[1:])
 
 
 def _hoist_autocast(node: fx.Node, devices: _Map) -> None:
     """autocast("cuda"): a type and no device; it changes only if the type does."""
     name = getattr(node.target, "__name__", "")
-    if name in ("wrap_with_autocast", "_enter_autocast") and isinstance(node.args[0], str):
+    if name not in ("wrap_with_autocast", "_enter_autocast"):
+        return
+    if node.args and isinstance(node.args[0], str):
         node.args = (devices.type(node.args[0]), *node.args[1:])
+    elif isinstance(node.kwargs.get("device_type"), str):
+        node.update_kwarg("device_type", devices.type(str(node.kwargs["device_type"])))
+
+
+def _tell_of_strings(node: fx.Node, devices: _Map, where: str) -> None:
+    """A string deep in the arguments of a function without schema may be a device, or may not."""
+    if node.op not in ("call_function", "call_method") or hasattr(node.target, "_schema"):
+        return
+    for value in tree_leaves((node.args, node.kwargs)):
+        if isinstance(value, str) and _is_device(value) and _device(value) in devices.moving:
+            devices.keep(_device(value), where)
 
 
 def check_devices(
@@ -312,6 +371,14 @@ def check_devices(
     if isinstance(artifact, ExportedProgram):
         _check_state(artifact)
         artifact = artifact.graph_module
+    for name, inner in artifact.named_modules():
+        if name and isinstance(inner, fx.GraphModule):
+            _check_graph(inner, None, report)
+    _check_graph(artifact, inputs, report)
+
+
+def _check_graph(artifact: fx.GraphModule, inputs: tuple[Any, ...] | None, report: Report) -> None:
+    """One graph by itself; those of control flow are, as propagation does not enter them all."""
     fakes = [node.meta.get("val") for node in artifact.graph.nodes if node.op == "placeholder"]
     known = [one for one in tree_leaves(fakes) if isinstance(one, FakeTensor)]
     mode = known[0].fake_mode if known else FakeTensorMode(allow_non_fake_inputs=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 
+from inference.checkpoint import building
 from inference.errors import CheckpointError
 from inference.plan import Layout, Part
 
@@ -29,35 +30,79 @@ def model_class(config: Any) -> type[Any]:
 
 def skeleton(cls: type[Any], config: Any, dtype: torch.dtype) -> Any:
     """The model on meta: names, shapes and ties, and no weights."""
-    with torch.device("meta"):
+    with building, torch.device("meta"):
         return cls._from_config(config, dtype=dtype)
 
 
-def layout(model: nn.Module) -> Layout:
-    layers = list(layer_names(model))
+def layout(
+    model: nn.Module,
+    uncut: Collection[str] | str | None = None,
+    names: Collection[str] | None = None,
+) -> Layout:
+    """What the planner has to know of a model, which may be on meta.
+
+    uncut: names of classes whose modules stay whole; those that the model names if not given. A
+        model that names none is cut between the entries of its lists of modules, or its children.
+    names: of the modules that are to stay whole, instead.
+    """
+    layers = list(layer_names(model, uncut) if names is None else names)
     others = list(_around(model, "", set(layers)))
     sizes = _sizes(model, [*others, *layers])
     return Layout(
         layers=tuple(Part(name, sizes[name]) for name in layers),
-        others=tuple(Part(name, sizes[name]) for name in others),
+        others=tuple(Part(name, sizes[name], _unread(model, name)) for name in others),
         ties=tuple(_ties(model, [*others, *layers])),
         sharers=tuple(_sharers(model, layers)),
+        loose=tuple(name for name in others if name in _tensors(model)),
     )
 
 
-def layer_names(model: nn.Module) -> Iterator[str]:
+def layer_names(model: nn.Module, uncut: Collection[str] | str | None = None) -> Iterator[str]:
     """The outermost modules that must not be cut, in the order they were registered."""
-    kinds = set(getattr(model, "_no_split_modules", None) or ())
-    taken: list[str] = []
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in taken)
-        if (
-            type(module).__name__ in kinds
-            and not inside
-            and next(module.parameters(), None) is not None
-        ):
-            taken.append(name)
-            yield name
+    given = uncut or getattr(model, "_no_split_modules", None) or ()
+    kinds = {given} if isinstance(given, str) else set(given)
+    if not kinds:
+        yield from _entries(model)
+        return
+    names = [n for n, m in model.named_modules() if type(m).__name__ in kinds and _has_weights(m)]
+    entries = {
+        f"{name}.{key}"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        for key in module._modules
+    }
+    whole = dict.fromkeys(_entry_around(name, entries) for name in names)
+    yield from (name for name in whole if not _is_inside(name, whole))
+
+
+def _entry_around(name: str, entries: Collection[str]) -> str:
+    """The innermost entry of a list of modules that holds it, else itself.
+
+    Some models name only the attention of a layer; to cut beside it would double the hops.
+    """
+    around = name
+    while around and around not in entries:
+        around = around.rpartition(".")[0]
+    return around or name
+
+
+def _is_inside(name: str, others: Collection[str]) -> bool:
+    return any(name.startswith(f"{outer}.") for outer in others)
+
+
+def _entries(model: nn.Module) -> Iterator[str]:
+    """The modules in lists of a model that says nothing; its children if it has no list."""
+    lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    outer = [(name, m) for name, m in lists.items() if not _is_inside(name, lists)]
+    stacks: list[tuple[str, nn.Module]] = [*outer] or [("", model)]
+    for name, module in stacks:
+        for key, child in module.named_children():
+            if _has_weights(child):
+                yield f"{name}.{key}" if name else key
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def _around(module: nn.Module, prefix: str, layers: set[str]) -> Iterator[str]:
@@ -92,6 +137,19 @@ def _sizes(model: nn.Module, parts: list[str]) -> dict[str, int]:
     return sizes
 
 
+def _unread(model: nn.Module, name: str) -> int:
+    """The bytes of a table of embeddings, unless a head multiplies with it too."""
+    module = dict(model.named_modules()).get(name)
+    heads = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
+    if not isinstance(module, nn.Embedding) or id(module.weight) in heads:
+        return 0
+    return module.weight.numel() * module.weight.element_size()
+
+
+def _tensors(model: nn.Module) -> set[str]:
+    return {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+
+
 def _sharers(model: nn.Module, layers: list[str]) -> Iterator[tuple[str, ...]]:
     """Layers that hand keys and values to each other, which would cross with every token."""
     stacks: dict[str, list[str]] = {}
@@ -110,7 +168,7 @@ def _ties(model: nn.Module, parts: list[str]) -> Iterator[tuple[str, ...]]:
     """Groups of parts that share a parameter, each group once."""
     known = set(parts)
     groups: list[set[str]] = []
-    for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+    for target, source in _tied_names(model):
         pair = {owner_of(target, known), owner_of(source, known)}
         for group in [group for group in groups if group & pair]:
             groups.remove(group)
@@ -121,6 +179,15 @@ def _ties(model: nn.Module, parts: list[str]) -> Iterator[tuple[str, ...]]:
             yield tuple(part for part in parts if part in group)
 
 
+def _tied_names(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Pairs of names of one parameter, as transformers declares them or as the module has them."""
+    yield from (getattr(model, "all_tied_weights_keys", None) or {}).items()
+    first: dict[int, str] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(tensor), name) != name:
+            yield name, first[id(tensor)]
+
+
 def cache_nbytes(config: Any, dtype: torch.dtype, batch: int, length: int) -> int:
     """What the keys and values of one layer take at most, for `batch` times `length` tokens."""
     text = config.get_text_config(decoder=True)
@@ -129,7 +196,25 @@ def cache_nbytes(config: Any, dtype: torch.dtype, batch: int, length: int) -> in
     return int(2 * batch * length * heads * width * dtype.itemsize)
 
 
-def with_cache(model: Layout, nbytes: int) -> Layout:
-    """The same layout with room for so many bytes of cache beside each layer."""
-    layers = tuple(Part(part.name, part.nbytes + nbytes) for part in model.layers)
-    return dataclasses.replace(model, layers=layers)
+def hidden_width(config: Any) -> int:
+    """The elements of a token's hidden state."""
+    return int(getattr(config.get_text_config(decoder=True), "hidden_size", 0))
+
+
+def working_nbytes(config: Any, dtype: torch.dtype, batch: int, length: int) -> int:
+    """What a layer holds at most while it runs over `batch` times `length` tokens at once.
+
+    The hidden state, what is added to it, queries, keys, values and their product, and the wide
+    inner states of the feed-forward block; the scores of attention are not kept by the kernels.
+    """
+    text = config.get_text_config(decoder=True)
+    width = hidden_width(config)
+    inner = getattr(text, "intermediate_size", None) or 4 * width
+    inner = max(inner) if isinstance(inner, (list, tuple)) else inner
+    return int(batch * length * (6 * width + 3 * inner) * dtype.itemsize)
+
+
+def with_cache(model: Layout, nbytes: int, working: int = 0) -> Layout:
+    """The same layout with room for so many bytes of cache beside each layer, and to work in."""
+    layers = tuple(dataclasses.replace(part, nbytes=part.nbytes + nbytes) for part in model.layers)
+    return dataclasses.replace(model, layers=layers, working=working)

@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_map
 
 from inference.errors import InferenceError
 
+CONTAINERS = (tuple, list, dict)
+
 
 class Source(Protocol):
     """The calls that will compute a lazy tensor."""
@@ -27,7 +29,7 @@ class Lazy(torch.Tensor):
 
     source: Source
     slot: int
-    value: torch.Tensor | None
+    value: torch.Tensor | None = None
     home: torch.device
 
     @classmethod
@@ -35,7 +37,7 @@ class Lazy(torch.Tensor):
         lazy: Lazy = torch.Tensor._make_wrapper_subclass(
             cls, hidden.shape, dtype=hidden.dtype, device=hidden.device
         )
-        lazy.source, lazy.slot, lazy.value, lazy.home = source, slot, None, hidden.device
+        lazy.source, lazy.slot, lazy.home = source, slot, hidden.device
         return lazy
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -82,4 +84,8 @@ def fetched(value: Any) -> Any:
 
 def fetch_all(value: Any) -> Any:
     """The same structure with every lazy tensor replaced by its value."""
+    if type(value) is tuple and not any(isinstance(item, CONTAINERS) for item in value):
+        return tuple([fetched(item) for item in value])
+    if type(value) is dict and not value:
+        return value
     return tree_map(fetched, value)

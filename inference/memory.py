@@ -1,45 +1,114 @@
 """How much room every device of every rank has, each device counted once.
 
-room = get_max_memory(coor)     # {(0, "cuda:0"): 84906147840, (0, "cpu"): 33554432000, ...}
+room = cluster_memory(coor)     # {(0, "cuda:0"): 84906147840, (0, "cpu"): 33554432000, ...}
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import socket
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+from inference.cuda import accelerators
+from inference.device_map import Place, in_order
+from inference.errors import PlanError
 
-from inference.plan import Place
+Memory = Mapping[Any, Any] | Sequence[Any]
+"""Sizes by place, by rank, or as a list by rank."""
 
 CPU_SHARE = 0.9
 """The part of the free memory that weights and cache may take; the rest is for activations."""
 
 
-def get_max_memory(coor: Any) -> dict[Place, int]:
-    """Bytes free on every place of the cluster, accelerators first. Collective.
+def cluster_memory(coor: Any) -> dict[Place, int]:
+    """Bytes free on every place of the cluster, accelerators before the CPU. Collective.
 
-    The ranks of a node share its CPU memory equally. An accelerator belongs to the rank whose
-    local_rank has its number, so that ranks which see the same devices do not count them twice.
+    The ranks of a node share its CPU memory equally. An accelerator belongs to one of the ranks
+    that see it, so that it is counted once however many see it, see `share_out`.
     """
     reports = [json.loads(data) for data in coor.allgather(json.dumps(_report(coor)).encode())]
     sharers = [sum(other["node"] == mine["node"] for other in reports) for mine in reports]
+    owned = share_out(reports)
     room: dict[Place, int] = {}
     for rank, report in enumerate(reports):
-        for device, nbytes in report["accelerators"].items():
-            room[(rank, device)] = nbytes
-    with_accelerator = {rank for rank, _ in room}
+        for device in owned[rank]:
+            room[(rank, device)] = report["accelerators"][device]["free"]
+        room[(rank, "cpu")] = int(report["cpu"] * CPU_SHARE) // sharers[rank]
+    return in_order(room)
+
+
+def share_out(reports: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """By rank, the accelerators that are its own, under the names that it has for them.
+
+    A rank first gets the one with its local_rank; what is left goes to whoever sees it and has the
+    fewest. What two ranks see is the same if it has the same id on the same node.
+    """
+    seen: dict[Any, dict[int, str]] = {
+        (report["node"], found["id"]): {}
+        for report in reports
+        for found in report["accelerators"].values()
+    }
     for rank, report in enumerate(reports):
-        if rank not in with_accelerator:
-            room[(rank, "cpu")] = int(report["cpu"] * CPU_SHARE) // sharers[rank]
-    return dict(sorted(room.items()))
+        for device, found in report["accelerators"].items():
+            seen[(report["node"], found["id"])][rank] = device
+    owned: list[list[str]] = [[] for _ in reports]
+    for first in (True, False):
+        for unit, names in list(seen.items()):
+            wanting = [r for r in names if not first or _prefers(reports[r], names[r])]
+            if wanting:
+                rank = min(wanting, key=lambda r: (len(owned[r]), r))
+                owned[rank].append(names[rank])
+                del seen[unit]
+    return owned
+
+
+def _prefers(report: Mapping[str, Any], device: str) -> bool:
+    devices = list(report["accelerators"])
+    return bool(devices.index(device) == report["local_rank"])
+
+
+def given_room(room: Mapping[Place, int], max_memory: Memory | None) -> dict[Place, int]:
+    """What the user allows, by place; places that the user does not mention get nothing."""
+    if max_memory is None:
+        return dict(room)
+    pairs = max_memory.items() if isinstance(max_memory, Mapping) else enumerate(max_memory)
+    given: dict[Place, int] = {}
+    for key, value in pairs:
+        if isinstance(key, int):
+            key = next((place for place in room if place[0] == key), (key, "cpu"))
+        given[(int(key[0]), str(key[1]))] = nbytes(value)
+    ranks = {rank for rank, _ in room}
+    strangers = sorted({rank for rank, _ in given} - ranks)
+    if strangers:
+        raise PlanError(
+            f"max_memory gives room to ranks {strangers}, but the ranks are {sorted(ranks)}; leave "
+            "them out, or start more ranks."
+        )
+    return in_order(given)
+
+
+def nbytes(size: int | str) -> int:
+    """2 GiB as a number, from a number or "2GiB" (1024) or "2GB" (1000)."""
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B?\s*", size, re.IGNORECASE)
+    if match is None:
+        raise PlanError(f'max_memory has {size!r}, which is no size; write bytes or "2GiB".')
+    number, prefix, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
 
 
 def _report(coor: Any) -> dict[str, Any]:
-    return {"node": _node(), "cpu": available_cpu(), "accelerators": _accelerators(coor.local_rank)}
+    return {
+        "node": _node(),
+        "local_rank": coor.local_rank,
+        "cpu": available_cpu(),
+        "accelerators": accelerators(),
+    }
 
 
 def _node() -> str:
@@ -48,13 +117,6 @@ def _node() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return socket.gethostname()
-
-
-def _accelerators(local_rank: int) -> dict[str, int]:
-    if not torch.cuda.is_available() or local_rank >= torch.cuda.device_count():
-        return {}
-    free, _ = torch.cuda.mem_get_info(local_rank)
-    return {f"cuda:{local_rank}": free}
 
 
 def available_cpu() -> int:

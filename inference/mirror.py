@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers.cache_utils import (
@@ -24,6 +24,8 @@ from transformers.cache_utils import (
 )
 
 from inference.errors import InferenceError
+from inference.join import join
+from inference.known import EMPTY, Mark, mark, refuse_change
 from inference.shadow import hide, shadow
 
 
@@ -35,36 +37,67 @@ class Journal(Protocol):
     def next_cache(self) -> int: ...
 
 
+class Advance(NamedTuple):
+    """What the last layer's keys were and have become: its neighbours share both."""
+
+    before: torch.Tensor | None = None
+    after: torch.Tensor | None = None
+    batch: int = 0
+    length: int = 0
+    mark: Mark = EMPTY
+
+
 class Mirrored:
     """Mixed into the class of a cache once it is known to other ranks."""
 
     journal: Journal
     number: int
     torn = False
+    step = Advance()
+
+    known: dict[int, Mark]
+    """The layers that are on other ranks, as those know them."""
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self.journal.record("reorder_cache", self.number, beam_idx)
-        super().reorder_cache(beam_idx)  # type: ignore[misc]
+        self._change("reorder_cache", beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
-        self.journal.record("crop", self.number, int(tokens_to_remove))
-        super().crop(tokens_to_remove)  # type: ignore[misc]
+        self._change("crop", int(tokens_to_remove))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change("batch_repeat_interleave", int(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._change("batch_select_indices", indices)
+
+    def activate_past_recording(self) -> None:
+        self._change("activate_past_recording")
 
     def reset(self) -> None:
         self.journal.record("reset", self.number)
         super().reset()  # type: ignore[misc]
+        self.remember()
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.journal.record("batch_repeat_interleave", self.number, int(repeats))
-        super().batch_repeat_interleave(repeats)  # type: ignore[misc]
+    def update(self, keys: Any, values: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        if layer_idx in self.known:
+            raise InferenceError(
+                f"rank 0: layer {layer_idx} of this cache is on another rank, which would not get "
+                "keys and values that are put in here; call the model with the tokens, and it "
+                "makes them where they belong."
+            )
+        return super().update(keys, values, layer_idx, *args, **kwargs)  # type: ignore[misc]
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self.journal.record("batch_select_indices", self.number, indices)
-        super().batch_select_indices(indices)  # type: ignore[misc]
+    def remember(self) -> None:
+        """The other ranks have changed their layers as these here were."""
+        layers = self.layers  # type: ignore[attr-defined]
+        self.known = {index: mark(layers[index]) for index in self.known}
 
-    def activate_past_recording(self) -> None:
-        self.journal.record("activate_past_recording", self.number)
-        super().activate_past_recording()  # type: ignore[misc]
+    def _change(self, name: str, *arguments: Any) -> None:
+        for index, known in self.known.items():
+            refuse_change(index, _layer(self, index), known)
+        self.journal.record(name, self.number, *arguments)
+        getattr(super(), name)(*arguments)
+        self.remember()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         twin = object.__new__(type(self))
@@ -82,8 +115,11 @@ class Mirrored:
         )
 
 
-def number_of(cache: Cache, journal: Journal) -> int:
-    """The number by which other ranks know this cache; the first time, they create it."""
+def number_of(cache: Cache, journal: Journal, layers: Iterable[int] = ()) -> int:
+    """The number by which other ranks know this cache; the first time, they create it.
+
+    layers: those of the cache that another rank is about to fill, so they must be empty till then.
+    """
     if isinstance(cache, Mirrored):
         if cache.journal is not journal:
             raise InferenceError(
@@ -96,12 +132,26 @@ def number_of(cache: Cache, journal: Journal) -> int:
                 "tokens; start from an empty cache."
             )
         return cache.number
+    _refuse_contents(cache, layers)
     recipe = _recipe(cache)
     cache.__class__ = _mirrored(type(cache))
     assert isinstance(cache, Mirrored)
     _register(cache, journal)
+    cache.known = {}
     journal.record("create", cache.number, recipe)
     return cache.number
+
+
+def join_mirrored(whole: Cache, parts: Sequence[Cache]) -> None:
+    """Put the caches of groups of rows together, here and wherever the other ranks hold them."""
+    first = parts[0]
+    if isinstance(first, Mirrored):
+        number = number_of(whole, first.journal)
+        first.journal.record("join", number, [number_of(part, first.journal) for part in parts])
+    join(whole, parts)
+    if isinstance(first, Mirrored) and isinstance(whole, Mirrored):
+        whole.known = dict(first.known)
+        whole.remember()
 
 
 def _register(cache: Mirrored, journal: Journal) -> None:
@@ -113,13 +163,27 @@ def _mirrored(kind: type[Any]) -> type[Any]:
     return type(kind.__name__, (Mirrored, kind), {"__module__": kind.__module__})
 
 
+def _refuse_contents(cache: Cache, layers: Iterable[int]) -> None:
+    for index in layers:
+        layer = _layer(cache, index)
+        states = getattr(layer, "has_previous_state", None) or {}
+        length = getattr(layer, "get_seq_length", int)()
+        if int(length) or any(states.values()):
+            raise InferenceError(
+                f"this cache came with {int(length)} tokens in layer {index}, which another rank "
+                "holds and knows nothing of them, so its tokens would be wrong; start from an "
+                "empty cache, and change one with its own methods (crop, batch_select_indices, "
+                "reorder_cache) or copy.deepcopy."
+            )
+
+
 def _recipe(cache: Cache) -> tuple[Any, ...]:
     """What the owner needs to build the same cache from its own copy of the config."""
     if cache.offloading:
         kind = None
     elif isinstance(cache, StaticCache):
         lengths = [layer.max_cache_len for layer in cache.layers if hasattr(layer, "max_cache_len")]
-        return ("static", max(lengths))
+        return ("static", max(lengths, default=1))  # a state takes no room by length
     elif type(cache) is DynamicCache:
         return ("dynamic", bool(cache.layers))
     else:
@@ -134,18 +198,45 @@ def advance(cache: Cache, layers: Iterable[int], hidden: torch.Tensor) -> None:
     """Account for the tokens of `hidden`, [..., batch, tokens, width], in layers held elsewhere."""
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
+    assert isinstance(cache, Mirrored)
     for index in layers:
-        _advance_layer(cache, index, hidden.shape[-3], hidden.shape[-2])
+        layer = _layer(cache, index)
+        if layer is not None and type(layer) is DynamicLayer and layer.is_initialized:
+            _advance_dynamic(cache, index, layer, hidden)
+        else:
+            _advance_layer(cache, index, layer, hidden.shape[-3], hidden.shape[-2])
 
 
-def _advance_layer(cache: Cache, index: int, batch: int, tokens: int) -> None:
-    layer = cache.layers[index] if index < len(cache.layers) else None
-    if layer is not None and type(layer) is DynamicLayer and layer.is_initialized:
-        layer.keys = layer.values = shadow(batch, layer.get_seq_length() + tokens)
-        return
+def _layer(cache: Any, index: int) -> Any:
+    return cache.layers[index] if index < len(cache.layers) else None
+
+
+def _advance_dynamic(
+    cache: Mirrored, index: int, layer: DynamicLayer, hidden: torch.Tensor
+) -> None:
+    """The layers of one pass share one shadow, so that most need no more than to be given it."""
+    last, known = cache.step, cache.known.get(index, EMPTY)
+    if layer.keys is not known.keys or layer.values is not known.values:
+        refuse_change(index, layer, known)
+    if layer.keys is not last.before or hidden.shape[-3] != last.batch:
+        batch, tokens = hidden.shape[-3], hidden.shape[-2]
+        length = last.length if layer.keys is last.after else layer.get_seq_length()
+        length += tokens
+        is_as_last = (batch, length) == (last.batch, last.length)
+        after = last.after if is_as_last else shadow(batch, length)
+        now = Mark(after, after, length)
+        cache.step = last = Advance(layer.keys, after, batch, length, now)
+    layer.keys = layer.values = last.after
+    cache.known[index] = last.mark
+
+
+def _advance_layer(cache: Mirrored, index: int, layer: Any, batch: int, tokens: int) -> None:
+    refuse_change(index, layer, cache.known.get(index, EMPTY))
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
         layer.batch_size = batch
     if layer is None or hasattr(layer, "get_seq_length"):
-        cache.update(shadow(batch, tokens), shadow(batch, tokens), index)
-        hide(cache.layers[index])
+        new = shadow(batch, tokens)
+        super(Mirrored, cache).update(new, shadow(batch, tokens), index)  # type: ignore[misc]
+        hide(_layer(cache, index))
+    cache.known[index] = mark(_layer(cache, index))

@@ -4,33 +4,42 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from inference import traced
 from inference.errors import InferenceError
 from inference.lazy import Lazy, fetch_all
+from inference.nd_load import Loaded
+from inference.overlap import Overlapping
 from inference.plan import DeviceMap
+from inference.refusals import Refusals, seal
 from inference.remote import RemoteModule
 from inference.session import Session
 
 
-class Distributed:
+class Distributed(Overlapping, Refusals):
     """Mixed into the class of the model: everything of transformers works, and it can be closed.
 
-    `device_map` says where each module is. Leaving the `with` block, `close()`, the end of the
-    script and the model's end of life all release the other ranks.
+    `device_map` says where each module is, `loaded` what loading took on this rank, in bytes.
+    Leaving the `with` block, `close()`, the end of the script and the model's end of life all
+    release the other ranks.
     """
 
     device_map: DeviceMap
+    loaded: Loaded | None = None
     _session: Session | None
     _first_device: torch.device
     _leave: Any
 
-    def close(self) -> None:
-        """Release the other ranks; they stop serving. Harmless when done twice."""
+    def close(self, exit_code: int = 0) -> None:
+        """Release the other ranks, which end with exit_code. Harmless when done twice."""
+        if exit_code and self._session is not None:
+            self._session.leave(exit_code)
         self._leave()
 
     def __enter__(self) -> Any:
@@ -52,22 +61,17 @@ class Distributed:
         link = self._session.ring.next
         return link.num_messages, link.num_bytes
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self._refuse("moved or converted", "load it with the dtype or device_map that you want")
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        self._refuse("saved", "copy the checkpoint that it was loaded from")
+def distribute(
+    model: Any,
+    device_map: DeviceMap,
+    session: Session | None,
+    remote: Mapping[str, int] | None = None,
+) -> Any:
+    """The model with its remote modules replaced by calls over the ring.
 
-    def _refuse(self, verb: str, remedy: str) -> None:
-        if self._session is not None:
-            raise InferenceError(
-                f"rank 0: a model over {len(self.device_map.ranks)} ranks cannot be {verb} from "
-                f"here, as most of it is elsewhere; {remedy}."
-            )
-
-
-def distribute(model: Any, device_map: DeviceMap, session: Session | None) -> Any:
-    """The model with its remote modules replaced by calls over the ring."""
+    remote: module to the hop of the ring that runs it; those that are not on rank 0 if not given.
+    """
     kind = type(model)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     model.__class__ = type(kind.__name__, (Distributed, kind), names)
@@ -75,37 +79,42 @@ def distribute(model: Any, device_map: DeviceMap, session: Session | None) -> An
     model._first_device = torch.device(device_map.device_of(0))
     model._leave = weakref.finalize(model, _leave, session)
     if session is not None:
-        remote = {name: rank for name, (rank, _) in device_map.places.items() if rank != 0}
+        if remote is None:
+            remote = {name: rank for name, (rank, _) in device_map.places.items() if rank != 0}
         for name, rank in remote.items():
             _replace(model, name, rank, session)
         _fetch_outputs(model, remote)
+        traced.master(model, session)
     return model
 
 
 def _replace(model: nn.Module, name: str, rank: int, session: Session) -> None:
     module = model.get_submodule(name)
     module.forward = RemoteModule(session, name, module, rank)
+    seal(module, name, rank)
 
 
-def _fetch_outputs(model: nn.Module, remote: dict[str, int]) -> None:
+def _fetch_outputs(model: nn.Module, remote: Mapping[str, int]) -> None:
     """What the models around remote layers return to the user is plain tensors."""
     for name, module in model.named_modules():
         if name not in remote and any(
             inner.startswith(f"{name}." if name else "") for inner in remote
         ):
-            module.register_forward_pre_hook(_refuse_attentions, with_kwargs=True)
+            module.register_forward_pre_hook(_refuse_inner_outputs, with_kwargs=True)
             module.register_forward_hook(_plain_output)
 
 
-def _refuse_attentions(module: nn.Module, args: Any, kwargs: Any) -> None:
-    asked = kwargs.get("output_attentions")
-    if asked is None:
-        asked = getattr(getattr(module, "config", None), "output_attentions", False)
-    if asked:
-        raise InferenceError(
-            "rank 0: output_attentions=True, but attention weights are made inside the layers and "
-            "do not leave their ranks, so some would be missing; load the model on one rank."
-        )
+def _refuse_inner_outputs(module: nn.Module, args: Any, kwargs: Any) -> None:
+    for name in ("output_attentions", "output_router_logits"):
+        asked = kwargs.get(name)
+        if asked is None:
+            asked = getattr(getattr(module, "config", None), name, False)
+        if asked:
+            raise InferenceError(
+                f"rank 0: {name}=True, but these are made inside the layers and do not leave their "
+                f"ranks, so some would be missing; pass {name}=False or set it so in model.config, "
+                "or load the model on one rank."
+            )
 
 
 def _plain_output(module: nn.Module, args: Any, output: Any) -> Any:

@@ -37,6 +37,9 @@ BLOCK = 8 << 20
 CARRIER = "gloo"
 """What takes blocks from rank to rank: it reaches every host, and its tensors are on the CPU."""
 
+PATIENCE_S = 24 * 3600.0
+"""How long a rank waits for its turn while others load: files are large, and a death is noticed."""
+
 Sources = Mapping[str, tuple[Piece, ...]]
 
 
@@ -87,17 +90,47 @@ def load_into(
     mine = {n: w for n, w in plan.wanted.items() if w.is_held_by(plan.mesh, coor.rank)}
     tensors = distinct(model)
     shards = {name: _empty(tensors[name], name, plan, coor, device) for name in mine}
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    done = carry_out(plan, index, path, coor, shards, dtypes)
+    replace(model, {id(tensors[name]): like(tensors[name], shards.pop(name)) for name in mine})
+    return done
+
+
+def carry_out(
+    plan: LoadPlan,
+    index: Index,
+    path: str | Path,
+    coor: Coordinator,
+    shards: Mapping[str, torch.Tensor],
+    dtypes: Mapping[str, torch.dtype],
+    landed: Callable[[int], None] = lambda nbytes: None,
+) -> Loaded:
+    """Fill this rank's shards, by name, as a plan that all ranks share says. Collective.
+
+    dtypes: of all tensors of the model: what travels is the narrower of those and the stored ones.
+    landed: called with the bytes of every block that has reached a shard here.
+    """
     done = Loaded(sum(shard.nbytes for shard in shards.values()))
     with contextlib.ExitStack() as stack:
         files = stack.enter_context(Reader(path))
         comm = None
         if any(len(transfer.route) > 1 for transfer in plan.transfers):
-            comm = stack.enter_context(Communicator(coor, CARRIER))
-        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-        _Stream(index, files, comm, shards, dtypes, done).run(plan, coor.rank)
+            comm = stack.enter_context(Communicator(coor, CARRIER, timeout_s=PATIENCE_S))
+        _Stream(index, files, comm, shards, dtypes, done, landed).run(plan, coor.rank)
         done.nbytes_read = files.nbytes
-    replace(model, {id(tensors[name]): _like(tensors[name], shards.pop(name)) for name in mine})
     return done
+
+
+def read_here(
+    plan: LoadPlan,
+    index: Index,
+    path: str | Path,
+    shards: Mapping[str, torch.Tensor],
+    dtypes: Mapping[str, torch.dtype],
+) -> None:
+    """Fill these tensors as a plan for one rank says, without any other rank."""
+    with Reader(path) as files:
+        _Stream(index, files, None, shards, dtypes, Loaded(0), lambda nbytes: None).run(plan, 0)
 
 
 @dataclass(frozen=True)
@@ -127,7 +160,7 @@ def _prepare(
         name: _wanted(name, tensor, found, grid, asked) for name, tensor in distinct(model).items()
     }
     plan = plan_loading(wanted, index, grid, readers)
-    _agree(coor, plan)
+    agree_on(coor, plan)
     return plan, index
 
 
@@ -168,7 +201,7 @@ def together(coor: Coordinator, work: Callable[[], Any]) -> Any:
     return result
 
 
-def _agree(coor: Coordinator, plan: LoadPlan) -> None:
+def agree_on(coor: Coordinator, plan: LoadPlan) -> None:
     """Ranks with other models or meshes would wait for each other for ever."""
     digest = hashlib.sha256(repr((plan.mesh, plan.transfers)).encode()).digest()
     differ = [rank for rank, other in enumerate(coor.allgather(digest)) if other != digest]
@@ -285,7 +318,7 @@ def _empty(
     return torch.empty(shape, dtype=tensor.dtype, device=device)
 
 
-def _like(old: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+def like(old: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
     """The shard as what it replaces: parameter or buffer, DTensor or plain."""
     new = _dtensor(shard, old) if is_dtensor(old) else shard
     if isinstance(old, nn.Parameter):
@@ -330,9 +363,10 @@ class _Stream:
         shards: Mapping[str, torch.Tensor],
         dtypes: Mapping[str, torch.dtype],
         done: Loaded,
+        landed: Callable[[int], None],
     ):
         self.index, self.files, self.comm = index, files, comm
-        self.shards, self.dtypes, self.done = shards, dtypes, done
+        self.shards, self.dtypes, self.done, self.landed = shards, dtypes, done, landed
         self.room = torch.empty(BLOCK, dtype=torch.uint8)
 
     def run(self, plan: LoadPlan, rank: int) -> None:
@@ -356,8 +390,10 @@ class _Stream:
             source = block.moved(zeros, transfer.source.start)
             buffer = self._fetch(stored, source, wire, buffer, before)
             self._pass_on(buffer, after)
-            if target is not None and buffer is not target:
-                target.copy_(buffer)
+            if target is not None:
+                if buffer is not target:
+                    target.copy_(buffer)
+                self.landed(target.nbytes)
 
     def _fetch(
         self,

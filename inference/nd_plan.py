@@ -6,6 +6,7 @@ print(plan.nbytes_of(rank), plan.sent_by(reader))
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -38,6 +39,18 @@ def whole(key: str, shape: Sequence[int]) -> tuple[Piece, ...]:
     """A parameter that is stored as it is."""
     zeros = (0,) * len(shape)
     return (Piece(key, Box(zeros, tuple(shape)), zeros),)
+
+
+def fills(pieces: Sequence[Piece], shape: Sequence[int]) -> bool:
+    """Whether the pieces make up a tensor of this shape, and nothing else."""
+    inside = all(
+        len(piece.at.size) == len(shape)
+        and all(
+            a + n <= size for a, n, size in zip(piece.at.start, piece.at.size, shape, strict=True)
+        )
+        for piece in pieces
+    )
+    return inside and sum(piece.at.numel for piece in pieces) == math.prod(shape)
 
 
 @dataclass(frozen=True)
@@ -135,7 +148,7 @@ def _check(wanted: Mapping[str, Wanted], index: Index) -> None:
             "so the model would be incomplete; load the checkpoint that belongs to the model."
         )
     for name, one in wanted.items():
-        if sum(piece.at.numel for piece in one.pieces) != Box((), one.shape).numel:
+        if not fills(one.pieces, one.shape):
             raise CheckpointError(
                 f"{name} of shape {one.shape} is not filled exactly by what is stored "
                 f"({', '.join(piece.key for piece in one.pieces[:5])}); "
@@ -150,7 +163,8 @@ def _check_piece(name: str, piece: Piece, stored: Stored) -> None:
     room = tuple(size - at for size, at in zip(stored.shape, piece.origin, strict=False))
     if len(needs) != len(stored.shape) or any(n > r for n, r in zip(needs, room, strict=True)):
         raise CheckpointError(
-            f"{name} needs {needs} of {piece.key}, which is stored with shape {stored.shape}; "
+            f"{name} needs {needs} of {piece.key} in {stored.file}, which is stored with shape "
+            f"{stored.shape}; "
             "load the checkpoint that belongs to the model."
         )
 

@@ -22,7 +22,7 @@ from torch import nn
 from communicator import Communicator
 from coordinator import Coordinator
 from inference.boxes import Split, local_shape
-from inference.checkpoint import _building
+from inference.checkpoint import building
 from inference.errors import InferenceError, PlanError
 from inference.layout import layer_names, model_class
 from inference.mesh import Mesh, read_mesh
@@ -91,10 +91,10 @@ def load_over_mesh(
         if coor is None:
             coor = stack.enter_context(Coordinator())
         grid = _grid(mesh, tp, coor.world_size)
-        config, generation = _configs(coor, path)
+        config, generation = read_configs(coor, path)
         kind = cls or model_class(config)
-        model = together(coor, lambda: _build(kind, config, dtype, build_on, options))
-        where = device or _device(coor)
+        model = together(coor, lambda: build(kind, config, dtype, build_on, options))
+        where = device or own_device(coor)
         shards = mesh if grid.along("dp_shard") > 1 else None
         styles = read_plan(model, tp_plan) if grid.along("tp") > 1 else {}
         splits = splits_of(model, styles, grid.along("tp"))
@@ -121,12 +121,13 @@ def load_over_mesh(
         return _dress(model.eval(), grid, done, team, stack.pop_all())
 
 
-def refuse_stages(device_map: Any, max_memory: Any) -> None:
-    """A mesh says which rank holds what. "meta" is where such a model is built anyway."""
-    if device_map not in ("auto", "meta") or max_memory is not None:
+def refuse_max_memory(max_memory: Any) -> None:
+    """A mesh says which rank holds what, however much room there is."""
+    if max_memory is not None:
         raise PlanError(
-            f"device_map={device_map!r} with max_memory={max_memory!r} spreads whole layers, and "
-            "tp or mesh cuts them, so they contradict each other; give one of them."
+            f"max_memory={max_memory!r} says how to spread whole layers, and a mesh without stages "
+            'cuts all of them alike, so it would change nothing; add device_map="auto" for stages '
+            "of ranks that cut their layers, or leave it out."
         )
 
 
@@ -161,8 +162,8 @@ def _grid(mesh: Any, tp: int | None, world_size: int) -> Mesh:
         raise PlanError(f"tp={tp} contradicts the mesh {dict(grid.axes)}; give one of them.")
     if grid.along("pp") > 1:
         raise PlanError(
-            f"the mesh {dict(grid.axes)} has stages along 'pp', which inference.load spreads by "
-            "device_map and not over a mesh; leave out pp, or use load_into with only=."
+            f"the mesh {dict(grid.axes)} has stages along 'pp', whose ranks serve the first one, "
+            "and here every rank calls the model; use inference.load, or load_into with only=."
         )
     if grid.along("dp_shard") > 1 and not hasattr(mesh, "mesh_dim_names"):
         raise PlanError(
@@ -172,13 +173,13 @@ def _grid(mesh: Any, tp: int | None, world_size: int) -> Mesh:
     return grid
 
 
-def _device(coor: Coordinator) -> str:
+def own_device(coor: Coordinator) -> str:
     return f"cuda:{coor.local_rank}" if torch.cuda.is_available() else "cpu"
 
 
-def _configs(coor: Coordinator, path: str | Path) -> tuple[Any, Any]:
+def read_configs(coor: Coordinator, path: str | Path) -> tuple[Any, Any]:
     """config.json and generation_config.json as rank 0 has them: others may have no file."""
-    mine = together(coor, lambda: _read_configs(path) if coor.rank == 0 else b"")
+    mine = together(coor, lambda: read_configs_here(path) if coor.rank == 0 else b"")
     model, generation = json.loads(coor.broadcast(mine if coor.rank == 0 else None))
     config = transformers.CONFIG_MAPPING[model["model_type"]].from_dict(model)
     if generation is None:
@@ -186,7 +187,7 @@ def _configs(coor: Coordinator, path: str | Path) -> tuple[Any, Any]:
     return config, transformers.GenerationConfig.from_dict(generation)
 
 
-def _read_configs(path: str | Path) -> bytes:
+def read_configs_here(path: str | Path) -> bytes:
     config = transformers.AutoConfig.from_pretrained(path)
     generation = None
     if (Path(path) / "generation_config.json").is_file():
@@ -194,7 +195,7 @@ def _read_configs(path: str | Path) -> bytes:
     return json.dumps([json.loads(config.to_json_string(use_diff=False)), generation]).encode()
 
 
-def _build(
+def build(
     kind: type[Any], config: Any, dtype: torch.dtype | str | None, build_on: str, options: Any
 ) -> Any:
     if build_on not in ("meta", "cpu"):
@@ -202,15 +203,15 @@ def _build(
     if isinstance(dtype, str):
         dtype = None if dtype == "auto" else getattr(torch, dtype.removeprefix("torch."))
     chosen = dtype or getattr(config, "dtype", None) or torch.float32
-    with _building, torch.device(build_on):
+    with building, torch.device(build_on):
         model = kind._from_config(config, dtype=chosen, **options)
     wide = kept_wide(model, chosen)
-    empty = {id(t): _meta(t, t.shape, wide.get(name)) for name, t in named_tensors(model)}
+    empty = {id(t): empty_like(t, t.shape, wide.get(name)) for name, t in named_tensors(model)}
     replace(model, empty)  # the buffers that no file holds stay as they were built
     return model
 
 
-def _meta(tensor: torch.Tensor, shape: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+def empty_like(tensor: torch.Tensor, shape: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
     empty = torch.empty(shape, dtype=dtype or tensor.dtype, device="meta")
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)
@@ -258,7 +259,7 @@ def _shard(model: nn.Module, splits: Splits, grid: Mesh, rank: int, mesh: Any) -
     from torch.distributed.fsdp import fully_shard
 
     cut = {
-        id(p): _meta(p, local_shape(p.shape, splits[name], grid, rank))
+        id(p): empty_like(p, local_shape(p.shape, splits[name], grid, rank))
         for name, p in model.named_parameters()
         if splits[name]
     }

@@ -6,161 +6,157 @@ print(plan(model, {(0, "cpu"): 20, (1, "cpu"): 20}))
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
+from inference.device_map import (
+    DeviceMap,
+    Layout,
+    Part,
+    Place,
+    abbreviate,
+    in_order,
+    level,
+    readable,
+)
 from inference.errors import PlanError
+from inference.explicit import explicit
+from inference.fastest import Fastest, Speeds, Step, seconds
+
+__all__ = ["DeviceMap", "Layout", "Part", "Place", "abbreviate", "plan", "readable"]
 
 BISECTIONS = 50
 """Enough to tell a kilobyte of a petabyte."""
 
-Place = tuple[int, str]
-"""A device of a rank, such as (1, "cuda:1") or (0, "cpu")."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """One module that is never cut: its name and the bytes it needs (weights and cache)."""
-
-    name: str
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A model as the planner sees it.
-
-    `layers` in the order they run; `others` are embeddings, norms and heads. `ties` name parts with
-    a weight in common, which must be on one place; it is counted once, with the part that loads it.
-    `sharers` name layers that hand each other keys and values, which had better be on one place.
-    """
-
-    layers: tuple[Part, ...]
-    others: tuple[Part, ...] = ()
-    ties: tuple[tuple[str, ...], ...] = ()
-    sharers: tuple[tuple[str, ...], ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in (*self.layers, *self.others))
-
-
-@dataclass(frozen=True)
-class DeviceMap:
-    """Which place holds each module, in the order the modules run; prints as a picture."""
-
-    places: dict[str, Place]
-    nbytes: dict[str, int]
-    room: dict[Place, int]
-
-    def of(self, rank: int) -> dict[str, str]:
-        """The modules of one rank, and the device of each."""
-        return {name: device for name, (owner, device) in self.places.items() if owner == rank}
-
-    def device_of(self, rank: int) -> str:
-        """The device a rank computes on: the first it holds anything on."""
-        return next(iter(self.of(rank).values()), "cpu")
-
-    def holds(self, rank: int) -> str:
-        """The modules of a rank in words."""
-        return abbreviate(self.of(rank)) or "no module"
-
-    @property
-    def ranks(self) -> list[int]:
-        return sorted({rank for rank, _ in self.places.values()})
-
-    def used(self, place: Place) -> int:
-        return sum(self.nbytes[name] for name, where in self.places.items() if where == place)
-
-    def picture(self, width: int = 24) -> str:
-        """One line per place: a bar of its room, the bytes, and what it holds."""
-        places = sorted({*self.room, *self.places.values()})
-        return "\n".join(self._line(place, width) for place in places)
-
-    def _line(self, place: Place, width: int) -> str:
-        used, room = self.used(place), self.room.get(place, 0)
-        filled = min(width, -(-used * width // room)) if room else 0
-        bar = "█" * filled + "░" * (width - filled)
-        names = abbreviate([name for name, where in self.places.items() if where == place])
-        sizes = f"{readable(used):>10} of {readable(room):<10}"
-        return f"rank {place[0]} {place[1]:<7} {bar} {sizes} {names or '(nothing)'}"
-
-    def __str__(self) -> str:
-        return self.picture()
-
-    def to_bytes(self) -> bytes:
-        places = [[name, *place, self.nbytes[name]] for name, place in self.places.items()]
-        room = [[*place, nbytes] for place, nbytes in self.room.items()]
-        return json.dumps([places, room]).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> DeviceMap:
-        places, room = json.loads(data)
-        return cls(
-            {name: (rank, device) for name, rank, device, _ in places},
-            {name: nbytes for name, _, _, nbytes in places},
-            {(rank, device): nbytes for rank, device, nbytes in room},
-        )
+KINDS = ("auto", "balanced", "sequential", "fastest")
 
 
 def plan(
     model: Layout,
     room: Mapping[Place, int],
-    device_map: str | Mapping[str, Place | int] = "auto",
+    device_map: str | Mapping[str, Place | int | str] = "auto",
+    *,
+    speeds: Speeds | None = None,
+    step: Step | None = None,
 ) -> DeviceMap:
     """The device map of `model` over `room` (bytes free on each place), in the order given there.
 
     "auto" and "balanced" fill every place to the same fraction of its room; "sequential" fills one
-    after the other; a mapping of module names (or prefixes) to a place or rank is checked and
-    completed. Layers stay contiguous; the parts around them go to the first place, where generate()
-    runs, if they fit (a head elsewhere sends a vocabulary back per token), else to the last one.
+    after the other; "fastest" gives the most tokens a second at the given `speeds`, for passes such
+    as `step`, and may leave slow places empty; a mapping of module names (or prefixes) to a place
+    or rank is checked and completed. Layers stay contiguous; the parts around them go to the first
+    place, where generate() runs, if they fit (a head elsewhere sends a vocabulary back per token),
+    else to the last one.
+
+    The CPU of a rank that has an accelerator, and "disk", are used only if the model does not fit
+    without; then room for two layers is kept free where they run: one at work, one on its way.
 
     Raises PlanError, which says how many bytes are missing and where.
     """
     if not isinstance(device_map, str):
-        return _explicit(model, dict(room), device_map)
-    if device_map not in ("auto", "balanced", "sequential"):
+        return explicit(model, dict(room), device_map)
+    if device_map not in KINDS:
         raise PlanError(
-            f"device_map={device_map!r} is not a plan, so no layer has a place; "
-            'give "auto", "balanced", "sequential", or a dict of module name to (rank, device).'
+            f"device_map={device_map!r} is not a plan, so no layer has a place; give one of "
+            f"{', '.join(KINDS)}, or a dict of module name to (rank, device)."
         )
-    return _Planner(model, dict(room)).plan(sequential=device_map == "sequential")
+    if not room:
+        raise PlanError("no place has any room, so no layer can be placed; give max_memory.")
+    levels = {place: level(place, room) for place in room}
+    if device_map == "fastest":
+        planner = _Planner(model, room, levels, max(levels.values()))
+        return planner.fastest(speeds or Speeds({}), step or Step())
+    for deepest in sorted(set(levels.values())):
+        planner = _Planner(model, room, levels, deepest)
+        chosen = planner.plan(sequential=device_map == "sequential")
+        if chosen is not None:
+            return chosen
+    raise planner.impossible()
 
 
 class _Planner:
-    """Finds the lowest equal fill of all places at which every group of layers finds room."""
+    """Finds the lowest equal fill of all places at which every group of layers finds room.
 
-    def __init__(self, model: Layout, room: dict[Place, int]):
-        if not room:
-            raise PlanError("no place has any room, so no layer can be placed; give max_memory.")
-        self.model, self.room, self.order = model, room, list(room)
+    Only places up to the level `deepest` are used; those that are nearer are filled up first.
+    """
+
+    def __init__(
+        self,
+        model: Layout,
+        room: Mapping[Place, int],
+        levels: Mapping[Place, int],
+        deepest: int,
+    ):
+        used = {place: nbytes for place, nbytes in room.items() if levels[place] <= deepest}
+        self.model, self.room, self.levels = model, dict(room), levels
+        self.order = list(in_order(used) if deepest else used)
+        self.deepest = deepest
         self.groups = _contiguous_groups(model)
         self.pinned = self._pin_others()
 
-    def plan(self, sequential: bool) -> DeviceMap:
+    def plan(self, sequential: bool) -> DeviceMap | None:
+        """None if the model does not fit."""
         placed = self._fill(1.0)
         if placed is None:
-            raise self._impossible()
+            return None
         if not sequential:
             placed = self._lowest_fill(placed)
         return self._map(placed)
 
+    def fastest(self, speeds: Speeds, step: Step) -> DeviceMap:
+        unknown = [place for place in self.order if place not in speeds.places]
+        if unknown:
+            raise PlanError(
+                f'device_map="fastest", and nothing is known of the speed of {unknown}; give '
+                "speeds for every place, as measure_speeds(coor, ...) finds them."
+            )
+        spend = [speeds.places[place] for place in self.order]
+        fixed = [0.0] * len(self.order)
+        for part in self.model.others:
+            number = self.order.index(self.pinned[part.name])
+            fixed[number] += seconds(part, spend[number], step)
+        ends = Fastest(
+            self.order,
+            [[sum(seconds(p, speed, step) for p in g) for g in self.groups] for speed in spend],
+            fixed,
+            [sum(part.nbytes for part in group) for group in self.groups],
+            [self._capacity(place, 1.0) for place in self.order],
+        ).best(speeds, step)
+        if ends is None:
+            raise self.impossible()
+        starts = [0, *ends[:-1]]
+        return self._map(
+            [place for n, place in enumerate(self.order) for _ in range(starts[n], ends[n])]
+        )
+
     def _pin_others(self) -> dict[str, Place]:
         """Every part around the layers: on the first place if it fits there, else the last."""
-        first, last = self.order[0], self.order[-1]
-        free = {place: self.room[place] for place in (first, last)}
+        near = [place for place in self.order if self.levels[place] == 0] or self.order
+        first, last = near[0], near[-1]
+        free = {place: self.room[place] - self._reserve(place) for place in (first, last)}
         pinned: dict[str, Place] = {}
         for names in _other_groups(self.model):
             need = sum(part.nbytes for part in self.model.others if part.name in names)
-            place = first if need <= free[first] else last
+            is_loose = not set(names).isdisjoint(self.model.loose)
+            place = first if is_loose or need <= free[first] else last
             free[place] -= need
             pinned.update(dict.fromkeys(names, place))
         return pinned
 
     def _capacity(self, place: Place, fraction: float) -> int:
         pinned = sum(p.nbytes for p in self.model.others if self.pinned[p.name] == place)
-        return int(self.room[place] * fraction) - pinned
+        part = fraction if self.levels[place] == self.deepest else 1.0
+        return int(self.room[place] * part) - pinned - self._reserve(place)
+
+    def _reserve(self, place: Place) -> int:
+        """Room to work in; where layers from elsewhere run, for one at work and one on its way."""
+        if self.levels[place]:
+            return 0
+        ranks = {rank for rank, device in self.order if self.levels[(rank, device)]}
+        near = [other for other in self.order if other[0] == place[0] and not self.levels[other]]
+        if place[0] not in ranks or place != near[0]:
+            return self.model.working
+        largest = max((part.nbytes for part in self.model.layers), default=0)
+        return self.model.working + 2 * largest
 
     def _fill(self, fraction: float) -> list[Place] | None:
         """The place of each group if places are filled to `fraction`; None if some do not fit."""
@@ -200,11 +196,13 @@ class _Planner:
         sizes = {part.name: part.nbytes for part in parts}
         return DeviceMap({part.name: where[part.name] for part in parts}, sizes, self.room)
 
-    def _impossible(self) -> PlanError:
+    def impossible(self) -> PlanError:
         total, room = self.model.nbytes, sum(self.room.values())
         rooms = ", ".join(f"rank {r} {d}: {readable(n)}" for (r, d), n in self.room.items())
         if total > room:
             missing = f"{total - room} bytes ({readable(total - room)}) are missing in all"
+        elif self.model.working:
+            missing = f"each place needs {self.model.working} of them to work in"
         else:
             largest = max((sum(p.nbytes for p in g), g[0].name) for g in self.groups)
             missing = (
@@ -249,85 +247,3 @@ def _other_groups(model: Layout) -> list[list[str]]:
         seen.update(group)
         groups.append(group)
     return groups
-
-
-def _explicit(
-    model: Layout, room: dict[Place, int], device_map: Mapping[str, Place | int]
-) -> DeviceMap:
-    """The user's own map, prefixes spread over the parts they cover, checked against the room."""
-    parts = [*model.others, *model.layers]
-    places = {part.name: _lookup(part.name, device_map, room) for part in parts}
-    result = DeviceMap(places, {part.name: part.nbytes for part in parts}, room)
-    _check_ties(model, places)
-    for place in result.room:
-        if result.used(place) > room[place]:
-            raise PlanError(
-                f"rank {place[0]}: device_map puts {result.used(place)} bytes on {place[1]}, which "
-                f"has room for {room[place]}: {result.used(place) - room[place]} bytes are "
-                "missing. Move modules to another rank or raise max_memory."
-            )
-    return result
-
-
-def _lookup(name: str, device_map: Mapping[str, Place | int], room: dict[Place, int]) -> Place:
-    prefix = name
-    while prefix not in device_map:
-        if not prefix:
-            raise PlanError(
-                f"device_map has no place for {name!r}, so it would not be loaded; add {name!r} or "
-                "a prefix of it (the empty name covers everything)."
-            )
-        prefix = prefix.rpartition(".")[0]
-    place = device_map[prefix]
-    if isinstance(place, int):
-        place = next((known for known in room if known[0] == place), (place, "cpu"))
-    place = (int(place[0]), str(place[1]))
-    if place not in room:
-        raise PlanError(
-            f"device_map puts {name!r} on rank {place[0]} {place[1]}, which does not exist or has "
-            f"no room; the places are {', '.join(f'{rank} {device}' for rank, device in room)}."
-        )
-    return place
-
-
-def _check_ties(model: Layout, places: dict[str, Place]) -> None:
-    for tie in model.ties:
-        if len({places[name] for name in tie}) > 1:
-            spread = ", ".join(
-                f"{name} on rank {places[name][0]} {places[name][1]}" for name in tie
-            )
-            raise PlanError(
-                f"device_map separates modules that share tensors ({spread}), so one of them would "
-                "be left without its weights; put them on the same place."
-            )
-
-
-def readable(nbytes: int) -> str:
-    """12.3 MiB for 12897484."""
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
-def abbreviate(names: Iterable[str]) -> str:
-    """model.layers.0-3 for four neighbours; other names as they are."""
-    runs: list[tuple[str, list[int]]] = []
-    for name in names:
-        stem, _, number = name.rpartition(".")
-        if number.isdigit():
-            if runs and runs[-1][0] == stem and runs[-1][1] and runs[-1][1][-1] + 1 == int(number):
-                runs[-1][1].append(int(number))
-            else:
-                runs.append((stem, [int(number)]))
-        else:
-            runs.append((name, []))
-    return ", ".join(_run(stem, numbers) for stem, numbers in runs)
-
-
-def _run(stem: str, numbers: Sequence[int]) -> str:
-    if not numbers:
-        return stem
-    return f"{stem}.{numbers[0]}" + (f"-{numbers[-1]}" if len(numbers) > 1 else "")

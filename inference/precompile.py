@@ -189,27 +189,76 @@ def precompile(
     facts: what else the code depends on, such as the sizes of the mesh.
     options: of Inductor, beside those that make the artifact weightless.
     """
-    device = next(model.parameters()).device
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return precompile_alike(
+        [model],
+        inputs,
+        coor,
+        folder=folder,
+        facts=facts,
+        dynamic_shapes=dynamic_shapes,
+        options=options,
+    )[0]
+
+
+def precompile_alike(
+    modules: Sequence[nn.Module],
+    inputs: tuple[Any, ...],
+    coor: Coordinator,
+    *,
+    folder: str | Path | None = None,
+    facts: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    options: Mapping[str, Any] | None = None,
+) -> list[Callable[..., Any]]:
+    """Modules that differ in weights only, such as a model's layers, compiled once. Collective.
+
+    One function for each, with its own weights, from one artifact: a model of many layers compiles
+    in the time of one. Each is compared with its module; see `precompile` for the rest. Raises
+    BuildError on every rank for modules that are not alike.
+    """
+    first = modules[0]
+    device = next(first.parameters()).device
+    states = [_state(module) for module in modules]
+    _on_all(coor, lambda: _refuse_unlike(modules, states))
     key = fingerprint(
-        type(model),
+        type(first),
         facts=dict(facts or {}),
         device=device.type,
-        state={name: [list(t.shape), str(t.dtype)] for name, t in sorted(state.items())},
+        state=_shapes(states[0]),
         inputs=[[list(t.shape), str(t.dtype)] for t in inputs],
         dynamic=str(dynamic_shapes),
         options=dict(options or {}),
-        model=str(model),
-        config=str(getattr(model, "config", "")),
+        model=str(first),
+        config=str(getattr(first, "config", "")),
     )
 
     def build() -> bytes:
-        return compile_weightless(model, inputs, dynamic_shapes, options)
+        return compile_weightless(first, inputs, dynamic_shapes, options)
 
     path = get_or_build(key, build, coor, folder=folder)
-    run: Callable[..., Any] = _on_all(coor, lambda: load_compiled(path, state, device))
-    _on_all(coor, lambda: _compare(run, model, inputs))
-    return run
+    runs = _on_all(coor, lambda: [load_compiled(path, state, device) for state in states])
+    _on_all(coor, lambda: _compare(runs, modules, inputs))
+    return list(runs)
+
+
+def _state(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _shapes(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: [list(t.shape), str(t.dtype)] for name, t in sorted(state.items())}
+
+
+def _refuse_unlike(
+    modules: Sequence[nn.Module], states: Sequence[Mapping[str, torch.Tensor]]
+) -> None:
+    for number, (module, state) in enumerate(zip(modules, states, strict=True)):
+        same = type(module) is type(modules[0]) and str(module) == str(modules[0])
+        if not same or _shapes(state) != _shapes(states[0]):
+            raise BuildError(
+                f"module {number} is not like the first in class, text and shapes, so what is "
+                "compiled for one would be wrong for the other; compile each kind for itself."
+            )
 
 
 def compile_weightless(
@@ -246,10 +295,13 @@ def load_compiled(
     return package
 
 
-def _compare(run: Callable[..., Any], model: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """The canary: what the compiled function says must be what the model says."""
+def _compare(
+    runs: Sequence[Callable[..., Any]], modules: Sequence[nn.Module], inputs: tuple[Any, ...]
+) -> None:
+    """The canary: what a compiled function says must be what its module says."""
     with torch.no_grad():
-        torch.testing.assert_close(run(*inputs), model(*inputs), rtol=1e-3, atol=1e-3)
+        for run, module in zip(runs, modules, strict=True):
+            torch.testing.assert_close(run(*inputs), module(*inputs), rtol=1e-3, atol=1e-3)
 
 
 def same_everywhere(coor: Coordinator, value: torch.Tensor) -> None:

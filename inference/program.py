@@ -11,7 +11,10 @@ import json
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from inference.values import Template, frozen, kinds_of_new
+from inference.values import Template, frozen, is_repeatable, kinds_of_new
+
+NOTHING: Template = ("list",)
+"""The operations of a program that has none."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,15 @@ class Step:
     slots: tuple[int, ...]
     ints_at: int
     output: Template | None
+
+    def repeats(self, last: Step) -> bool:
+        """Whether all arguments but the first, which is the first tensor, are those of `last`."""
+        return (
+            self.arguments == last.arguments
+            and self.slots[1:] == last.slots[1:]
+            and self.ints_at == last.ints_at
+            and is_repeatable(self.arguments)
+        )
 
 
 @dataclass(frozen=True)

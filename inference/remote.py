@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.cache_utils import Cache
 
-from inference.chain import Call, Chain
+from inference.chain import Call, Chain, Form
 from inference.lazy import Lazy
 from inference.mirror import advance, number_of
 from inference.session import Session
-from inference.values import Leaves, flatten, frozen, kinds_of_new, rebuild
+from inference.values import PLAIN, Leaves, Template, flatten, frozen, kinds_of_new, rebuild
 
 
 class RemoteModule:
@@ -26,22 +27,26 @@ class RemoteModule:
 
     def __init__(self, session: Session, name: str, module: nn.Module, rank: int):
         self.session, self.name, self.rank = session, name, rank
+        self.outputs: dict[Form, Template] = {}  # what it returns for arguments of each form
+        self.maker = (name, 0)
         self.cache_layers = _cache_layers(module)
         self.__signature__ = inspect.signature(module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._repeated(args, kwargs) or self._call(args, kwargs)
-        chain, leaves = self.session.chain, call.leaves
+        chain = self.session.chain
+        call = chain.repeated(self, args, kwargs)
+        if call is None:
+            call = self._call(args, kwargs)
+            chain = self.session.chain
+        leaves = call.leaves
+        if leaves.caches and leaves.tensors:  # before it is sent: what the cache refuses never is
+            advance(leaves.caches[0], self.cache_layers, leaves.tensors[0])
         chain.calls.append(call)
-        result = self._result(chain, call, leaves)
-        if leaves.tensors:
-            for cache in leaves.caches[:1]:
-                advance(cache, self.cache_layers, leaves.tensors[0])
-        return result
+        return self._result(chain, call)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         leaves = Leaves()
-        template = flatten([args, kwargs], leaves, lambda cache: number_of(cache, self.session))
+        template = flatten([args, kwargs], leaves, self._number_of)
         chain = self.session.chain
         if chain.calls and chain.calls[-1].layer.rank > self.rank:
             chain.flush()  # it has passed this rank already
@@ -49,23 +54,16 @@ class RemoteModule:
         slots = tuple([chain.slot(tensor) for tensor in leaves.tensors])
         return Call(self, (args, kwargs), self.session.form(template), leaves, slots)
 
-    def _repeated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        """The call if it is like the last one of the chain but for the hidden state."""
-        chain = self.session.chain
-        if not chain.calls or not args or getattr(args[0], "source", None) is not chain:
-            return None
-        last = chain.calls[-1]
-        if last.layer.rank > self.rank or not last.is_repeated_by(args, kwargs):
-            return None
-        old, hidden = last.leaves, args[0]
-        leaves = Leaves(old.ints, [hidden, *old.tensors[1:]], old.caches)
-        return Call(self, (args, kwargs), last.form, leaves, (~hidden.slot, *last.slots[1:]))
+    def _number_of(self, cache: Cache) -> int:
+        return number_of(cache, self.session, self.cache_layers)
 
-    def _result(self, chain: Chain, call: Call, leaves: Leaves) -> Any:
+    def _result(self, chain: Chain, call: Call) -> Any:
         """What the layer returns, after putting what it wrote into dicts that layers share."""
-        new = self._learn(chain, call) if call.output is None else self._later(chain, call, leaves)
-        output = self.session.outputs[(self.name, call.form)]
-        value, *written = rebuild(output, leaves.tensors, iter(new), leaves.caches)
+        leaves, output = call.leaves, call.output
+        if output == PLAIN:
+            return chain.lazy("hidden", self.maker, leaves.tensors[0])
+        new = self._learn(chain, call) if output is None else self._later(chain, output, leaves)
+        value, *written = rebuild(self.outputs[call.form], leaves.tensors, iter(new), leaves.caches)
         for shared, changes in zip(leaves.shared, written, strict=True):
             shared.update(changes)
         return value
@@ -74,12 +72,12 @@ class RemoteModule:
         """Run the call now, for its output and the description of it."""
         reply = chain.flush()
         assert reply is not None
-        self.session.outputs[(self.name, call.form)] = frozen(json.loads(reply.note))
+        self.outputs[call.form] = frozen(json.loads(reply.note))
         return [tensor.to(self.session.device) for tensor in reply.tensors]
 
-    def _later(self, chain: Chain, call: Call, leaves: Leaves) -> list[Lazy]:
+    def _later(self, chain: Chain, output: Template, leaves: Leaves) -> list[Lazy]:
         hidden = leaves.tensors[0] if leaves.tensors else torch.empty(0)
-        kinds = enumerate(kinds_of_new(call.output))
+        kinds = enumerate(kinds_of_new(output))
         return [chain.lazy(kind, (self.name, number), hidden) for number, kind in kinds]
 
     def __deepcopy__(self, memo: Any) -> RemoteModule:

@@ -7,7 +7,8 @@ tensor each). Here its own tables are read, and what they would do to tensors is
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,11 +31,25 @@ Part = tuple[tuple[int, ...], tuple[Piece, ...]]
 """A tensor that is only described: its shape, and what fills it."""
 
 
-def sources_of(model: Any, index: Index) -> Sources:
-    """The pieces of every parameter and persistent buffer that the index has something for.
+class Computed(CheckpointError):
+    """A parameter is computed from what is stored, so no part of it can be read alone."""
 
-    Raises CheckpointError for stored tensors that the model has no place for, and for conversions
-    that change more than where a tensor lies.
+
+@dataclass(frozen=True)
+class Description:
+    """What the tensors of a model are made of, by every name they have, before they are tied."""
+
+    pieces: Mapping[str, tuple[Piece, ...]]
+    missing: frozenset[str]
+    surplus: frozenset[str]
+    stored_as: Mapping[str, str]
+    """By name of a tensor, surplus ones too: the first key of what it is made of."""
+
+
+def describe(model: Any, index: Index) -> Description:
+    """What each parameter and persistent buffer is made of, and what is left over or missing.
+
+    Raises Computed for conversions that change more than where a tensor lies.
     """
     state = dict(named_tensors(model))
     transforms = get_model_conversion_mapping(model)
@@ -43,19 +58,37 @@ def sources_of(model: Any, index: Index) -> Sources:
     plain: dict[str, Sequence[Piece]] = {}
     joined: dict[str, dict[str, list[str]]] = {}
     for key in sorted(index, key=dot_natural_key):
-        name, pattern = rename_source_key(
-            key, renamings, converters, model.base_model_prefix, state
-        )
+        prefix = model.base_model_prefix
+        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if name not in state and key in state:
+            name, pattern = rename_source_key(key, [], [], prefix, state)
         if pattern is None:
             plain[name] = whole(key, index[key].shape)
         else:
             joined.setdefault(name, {}).setdefault(pattern, []).append(key)
     for name, keys in joined.items():
-        plain[name] = _convert(name, keys, converters, index)
-    _refuse_surplus(model, sorted(set(plain) - set(state)))
+        plain.update(_convert(name, keys, converters, index))
+    pieces = {name: tuple(found) for name, found in plain.items() if name in state}
+    missing, surplus = state.keys() - plain.keys(), plain.keys() - state.keys()
+    stored_as = {name: found[0].key for name, found in plain.items()}
+    return Description(pieces, frozenset(missing), frozenset(surplus), stored_as)
+
+
+def sources_of(model: Any, index: Index) -> Sources:
+    """The pieces of every parameter and persistent buffer that the index has something for.
+
+    Raises CheckpointError for stored tensors that the model has no place for, and Computed.
+    """
+    found = describe(model, index)
+    _refuse_surplus(model, sorted(found.surplus))
+    return by_first_name(model, found.pieces)
+
+
+def by_first_name(model: Any, pieces: Mapping[str, tuple[Piece, ...]]) -> dict[str, Any]:
+    """Once for tensors that are tied: under their first name, what any of their names has."""
     names = aliases(model)
-    found = {first: [n for n in names[first] if n in plain] for first in names}
-    return {first: tuple(plain[alike[0]]) for first, alike in found.items() if alike}
+    found = {first: [name for name in names[first] if name in pieces] for first in names}
+    return {first: pieces[alike[0]] for first, alike in found.items() if alike}
 
 
 def kept_wide(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -80,8 +113,11 @@ def _refuse_surplus(model: Any, surplus: list[str]) -> None:
 
 def _convert(
     name: str, keys: dict[str, list[str]], converters: Sequence[Any], index: Index
-) -> Sequence[Piece]:
-    """What a chain of operations makes of the stored tensors, by the pattern they matched."""
+) -> dict[str, Sequence[Piece]]:
+    """What a chain of operations makes of stored tensors, which come by the pattern they matched.
+
+    `name` is that of the first result; the others follow from the target patterns.
+    """
     converter = next(one for one in converters if set(keys) <= set(one.source_patterns))
     parts = {
         pattern: [(index[key].shape, whole(key, index[key].shape)) for key in keys[pattern]]
@@ -89,19 +125,55 @@ def _convert(
         if pattern in keys
     }
     for operation in converter.operations:
-        kind = type(operation).__name__
-        if kind == "MergeModulelist" and operation.dim == 0:
-            parts = {pattern: [_stack(name, tensors)] for pattern, tensors in parts.items()}
-        elif kind == "Concatenate":
-            tensors = [tensor for tensors in parts.values() for tensor in tensors]
-            parts = {name: [_concatenate(name, tensors, operation.dim)]}
-        else:
-            raise CheckpointError(
-                f"{name} is made by {kind}, which computes what it loads, so no rank could read "
-                "its own part only; load this model with device_map, without a mesh."
-            )
-    (((_, pieces),),) = parts.values()
-    return pieces
+        parts = _operate(name, operation, parts, converter.target_patterns)
+    if len(parts) == 1:
+        (((_, pieces),),) = parts.values()
+        return {name: pieces}
+    before, _, after = next(name.partition(target) for target in parts if target in name)
+    return {f"{before}{target}{after}": part[0][1] for target, part in parts.items()}
+
+
+def _operate(
+    name: str, operation: Any, parts: dict[str, list[Part]], targets: Sequence[str]
+) -> dict[str, list[Part]]:
+    """One operation of transformers, done to tensors that are only described."""
+    kind = type(operation).__name__
+    tensors = [tensor for tensors in parts.values() for tensor in tensors]
+    counted = getattr(operation, "num_shards_attribute", None) is not None
+    if kind == "MergeModulelist" and operation.dim == 0:
+        return {pattern: [_stack(name, tensors)] for pattern, tensors in parts.items()}
+    if kind == "Concatenate":
+        return {name: [_concatenate(name, tensors, operation.dim)]}
+    if kind == "Chunk" and len(tensors) == 1 and not counted:
+        chunks = _chunks(tensors[0], operation.dim, len(targets))
+        return {target: [chunk] for target, chunk in zip(targets, chunks, strict=True)}
+    raise Computed(
+        f"{name} is made by {kind}, which computes what it loads, so no rank could read "
+        "its own part only; load this model with device_map, without a mesh."
+    )
+
+
+def _chunks(tensor: Part, dim: int, count: int) -> list[Part]:
+    """A tensor cut as torch.chunk cuts it: into fewer than `count` if there is too little."""
+    shape, pieces = tensor
+    step = -(-shape[dim] // count)
+    found = []
+    for start in range(0, shape[dim], step):
+        size = min(step, shape[dim] - start)
+        at = (*(0 for _ in shape[:dim]), start, *(0 for _ in shape[dim + 1 :]))
+        box = Box(at, (*shape[:dim], size, *shape[dim + 1 :]))
+        found.append((box.size, tuple(_within(box, pieces))))
+    return found
+
+
+def _within(box: Box, pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """What of the pieces lies in a box, seen from the box."""
+    zeros = (0,) * len(box.start)
+    for piece in pieces:
+        common = box.overlap(piece.at)
+        if common is not None:
+            origin = piece.in_file(common).start
+            yield Piece(piece.key, common.moved(box.start, zeros), origin, piece.lead)
 
 
 def _stack(name: str, tensors: Sequence[Part]) -> Part:

@@ -7,15 +7,18 @@ its end; the next one notices that, and follows the accusations to who was lost 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import warnings
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError
 
-from communicator import CommunicatorError
+from communicator import CommunicatorError, Unsupported
 from inference.errors import PeerLost
 from inference.frames import Kind, Link, Message
+from inference.lookout import LOOK_S, Lookout
 
 FOREVER_S = 20.0 * 24 * 3600
 """How long a rank waits for the next message: the master's user may think, a death is noticed."""
@@ -29,30 +32,69 @@ class Ring:
 
     outward, homeward: communicators over the same ranks; what comes back to the master comes over
         the second, as it sends and receives at the same time from different threads.
-    holds: what each rank has, for errors. close: gives back the communicators and all under them.
+    holds: what each rank has, for errors. under: the communicators and all that they stand on.
     """
 
     def __init__(
-        self, outward: Any, homeward: Any, holds: Mapping[int, str], close: Callable[[], None]
+        self, outward: Any, homeward: Any, holds: Mapping[int, str], under: contextlib.ExitStack
     ):
-        self.coor, self.holds, self.close = outward.coor, holds, close
+        self.coor, self.holds, self._under = outward.coor, holds, under
         self.rank, self.world_size = outward.rank, outward.world_size
         self.accusations = self.coor.store("inference accusations")
+        self.is_waiting = self.rank != 0
+        self._comms, self._verdict = (outward, homeward), ""
+        self._lookout = Lookout(
+            self.coor, self.accusations, lambda: self.is_waiting, self._stop_waiting
+        )
+        if any(peer.pid != self.coor.peers[0].pid for peer in self.coor.peers):
+            self._lookout.start()
         last = self.rank == self.world_size - 1
         self.next = Link(homeward if last else outward, (self.rank + 1) % self.world_size)
         self.previous = Link(outward if self.rank else homeward, (self.rank - 1) % self.world_size)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message) -> Message | None:
+        """The reply, for a master that has it at once; here it comes round."""
+        self.is_waiting = True
         try:
             self.next.send(message)
         except CommunicatorError as error:
             raise self._lost(self.next.peer, error) from error
+        return None
 
     def receive(self) -> Message:
+        self.is_waiting = True
         try:
             return self.previous.receive()
         except CommunicatorError as error:
             raise self._lost(self.previous.peer, error) from error
+        finally:
+            self.is_waiting = self.rank != 0
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Give back the communicators and all under them; without waiting for anybody if there
+        was an error."""
+        self._lookout.over.set()
+        self._under.__exit__(type(error) if error else None, error, None)
+
+    def __enter__(self) -> Ring:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.close(error)
+
+    def _stop_waiting(self, culprit: int, how: str) -> None:
+        """End what this rank waits for: `culprit` will not come."""
+        self._verdict = (
+            f"rank {self.rank}: {self.coor.peers[culprit]} {how}. It holds {self.holds[culprit]}, "
+            "so the model cannot run any more; find out what stopped it, and start all ranks again."
+        )
+        if self.rank == 0:
+            self._lookout.over.wait(2 * LOOK_S)  # until the others have heard of it
+        try:
+            for comm in self._comms:
+                comm.abort()
+        except Unsupported as error:  # gloo and MPI: all that can be done is to say so
+            warnings.warn(f"{self._verdict} ({error})", stacklevel=2)
 
     def leave(self, code: int) -> None:
         """The master's goodbye: everybody passes it on and goes; returns once it has come round."""
@@ -66,6 +108,8 @@ class Ring:
             self.close()
 
     def _lost(self, peer: int, error: CommunicatorError) -> PeerLost:
+        if self._verdict:
+            return PeerLost(self._verdict)
         culprit = self._culprit(peer)
         return PeerLost(
             f"rank {self.rank}: {self.coor.peers[culprit]} is gone. It held "

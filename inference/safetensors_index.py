@@ -67,16 +67,37 @@ Index = Mapping[str, Stored]
 def read_index(path: str | Path) -> dict[str, Stored]:
     """Every tensor of a folder of .safetensors files (or of one file), by name."""
     folder = Path(path)
-    files = [folder] if folder.is_file() else _files(folder)
-    return {name: stored for file in files for name, stored in _header(file)}
+    listed = {} if folder.is_file() else _listing(folder)
+    files = [folder / name for name in sorted(set(listed.values()))] or _files(folder)
+    index = {name: stored for file in files for name, stored in _header(file)}
+    absent = [name for name, file in listed.items() if getattr(index.get(name), "file", "") != file]
+    if absent:
+        where = ", ".join(f"{name} in {listed[name]}" for name in absent[:5])
+        raise CheckpointError(
+            f"{folder}: {len(absent)} tensors are missing from the files that the index says they "
+            f"are in ({where}), so the model would be incomplete; copy the checkpoint again."
+        )
+    return index
+
+
+def _listing(folder: Path) -> dict[str, str]:
+    """The file of each tensor as the index of a sharded checkpoint has it; nothing without one."""
+    listing = folder / "model.safetensors.index.json"
+    if not listing.is_file():
+        return {}
+    try:
+        return dict(json.loads(listing.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{listing} is no index of a checkpoint ({error!r}), so its files are unknown; "
+            "copy it again."
+        ) from error
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files that the index of a sharded checkpoint names, or all that are there."""
-    listing = folder / "model.safetensors.index.json"
-    if listing.is_file():
-        names = set(json.loads(listing.read_text())["weight_map"].values())
-        return [folder / name for name in sorted(names)]
+    """All the files that are there."""
+    if folder.is_file():
+        return [folder]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise CheckpointError(

@@ -1,4 +1,7 @@
-"""What the ranks of the command line run."""
+"""A transformers script that knows nothing of ranks, run over all of them.
+
+python -m inference run -n 2 script.py
+"""
 
 from __future__ import annotations
 
@@ -6,58 +9,33 @@ import contextlib
 import os
 import runpy
 import sys
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoTokenizer, PreTrainedModel, TextStreamer
+from transformers import PreTrainedModel
 
-from inference.errors import CheckpointError
+from inference.errors import InferenceError
 from inference.load import load
-from inference.plan import readable
 
-PLANS = ("auto", "balanced", "sequential")
-
-
-def generate_text(
-    model_path: str, prompt: str, max_new_tokens: int, seed: int | None, memory: list[str] | None
-) -> None:
-    """Load the model over all ranks, stream what it says, and say how fast that was."""
-    with load(model_path, max_memory=memory) as model:
-        print(model.device_map, flush=True)
-        tokenizer = AutoTokenizer.from_pretrained(model_path)
-        inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
-        if seed is not None:
-            torch.manual_seed(seed)
-        start = time.monotonic()
-        tokens = model.generate(
-            **inputs,
-            max_new_tokens=max_new_tokens,
-            do_sample=seed is not None,
-            streamer=TextStreamer(tokenizer),
-        )
-        num_new = tokens.shape[1] - inputs["input_ids"].shape[1]
-        print(_summary(model, num_new, time.monotonic() - start))
-
-
-def _summary(model: Any, num_tokens: int, took_s: float) -> str:
-    chosen = model.device_map
-    used = ", ".join(f"rank {p[0]}: {readable(chosen.used(p))}" for p in sorted(chosen.room))
-    text = f"{num_tokens} tokens in {took_s:.1f} s, {num_tokens / took_s:.1f} tokens/s; {used}"
-    if model.traffic is not None:
-        messages, sent = model.traffic
-        text += f"; {readable(sent // max(messages, 1))} a hop"
-    return text
+PLANS = ("auto", "balanced", "sequential", "fastest")
 
 
 def run_script(script: str, arguments: list[str]) -> None:
-    """Run a script of the user, with models over all ranks where it asks for a device map."""
+    """Run a script of the user, with a model over all ranks where it asks for a device map.
+
+    What ends the script on the master ends the other ranks with the same exit code.
+    """
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     with models_over_all_ranks():
         runpy.run_path(script, run_name="__main__")
+
+
+def exit_code(error: BaseException) -> int:
+    """With which code an exception that nobody catches ends a process."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
 @contextlib.contextmanager
@@ -67,25 +45,38 @@ def models_over_all_ranks() -> Iterator[None]:
     For a process that runs one script: it changes transformers for the whole process.
     """
     original = PreTrainedModel.__dict__["from_pretrained"]
+    loaded: list[Any] = []
 
     def from_pretrained(cls: Any, path: Any, *args: Any, **options: Any) -> Any:
         if options.get("device_map") not in PLANS:
             return original.__func__(cls, path, *args, **options)
-        return _load_everywhere(cls, path, options)
+        _refuse_second(loaded, path)
+        loaded.append(_load_everywhere(cls, path, options))
+        return loaded[0]
 
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+    code = 0
     try:
         yield
+    except BaseException as error:
+        code = exit_code(error)
+        raise
     finally:
         PreTrainedModel.from_pretrained = original
+        for model in loaded:
+            model.close(code)
+
+
+def _refuse_second(loaded: list[Any], path: Any) -> None:
+    if loaded and loaded[0].traffic is not None:
+        raise InferenceError(
+            f"rank 0: the script loads {str(path)!r} with a device_map, but the other ranks serve "
+            "its first model until the script ends; load the second without a device_map, here, "
+            "or in a script of its own."
+        )
 
 
 def _load_everywhere(cls: Any, path: Any, options: dict[str, Any]) -> Any:
-    if not Path(path).is_dir():
-        raise CheckpointError(
-            f"{path!r} is no directory on this machine, so its ranks have nothing to read; "
-            "download the model first and give the directory."
-        )
     options.pop("config", None)
     dtype = options.pop("dtype", options.pop("torch_dtype", None))
     known = {key: options.pop(key) for key in ("device_map", "max_memory") if key in options}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -14,9 +15,13 @@ from inference.chain import Chain, Form, Habits
 from inference.errors import InferenceError, StageError
 from inference.frames import Kind, Message
 from inference.mirror import number_of
-from inference.program import Program
+from inference.program import NOTHING, Program
+from inference.relay import Relay
 from inference.ring import Ring
 from inference.values import Leaves, Template, flatten
+
+if TYPE_CHECKING:
+    from inference.team import Driver
 
 T = TypeVar("T")
 
@@ -24,15 +29,17 @@ T = TypeVar("T")
 class Session:
     """One distributed model as its master sees it; safe to use from several threads."""
 
-    def __init__(self, ring: Ring, device: torch.device):
+    def __init__(self, ring: Ring | Driver, device: torch.device):
         self.ring, self.device, self.habits = ring, device, Habits()
-        self.outputs: dict[tuple[str, Form], Template] = {}
         self._forms: dict[Template, Form] = {}
+        self._no_operations = self.form(NOTHING)
         self._programs: dict[tuple[Any, ...], tuple[Program, int]] = {}
         self._program_numbers, self._cache_numbers = itertools.count(1), itertools.count(1)
         self._operations: deque[tuple[Any, ...]] = deque()
-        self._sending, self._receiving = threading.Lock(), threading.Lock()
+        self._sending, self._arrival = threading.Lock(), threading.Condition()
         self._tickets: deque[Ticket] = deque()
+        self._is_listening = self._is_out_of_step = False
+        self.relay = Relay()
         self._threads = threading.local()
         self._failure: InferenceError | None = None
 
@@ -65,50 +72,95 @@ class Session:
 
     def exchange(self, chain: Chain) -> Message:
         """Send a chain, and the operations that wait, round the ring; what comes back."""
-        ticket = Ticket()
-        leaves = Leaves()
-        with self._sending, torch.no_grad():
-            if self._failure is not None:
-                raise self._failure
-            waiting = [self._operations.popleft() for _ in range(len(self._operations))]
-            operations = flatten(waiting, leaves, lambda cache: number_of(cache, self))
-            message = self._message(chain, self.form(operations), leaves)
-            self._tickets.append(ticket)
-            self._guarded(lambda: self.ring.send(message))
-        reply = self._answer(ticket, chain)
+        ticket, leaves, runner = Ticket(), Leaves(), None
+        try:
+            with self._sending:
+                if self._failure is not None:
+                    raise self._failure
+                if self._is_out_of_step:
+                    self._fall_in()
+                message = self._message(chain, self._operations_now(leaves), leaves)
+                self._tickets.append(ticket)
+                runner = self.relay.let_go(chain.calls[-1].layer)
+                ticket.reply = self._guarded(lambda: self.ring.send(message))
+                if ticket.reply is not None:
+                    self._tickets.remove(ticket)
+            reply = self._answer(ticket, chain)
+        except (KeyboardInterrupt, SystemExit):
+            self._is_out_of_step = True  # nobody knows whether it was sent, or had come back
+            _tear(chain)
+            raise
+        finally:
+            self.relay.take_back(runner)
         reply.tensors = reply.tensors[len(leaves.tensors) :]
         return reply
+
+    def _operations_now(self, leaves: Leaves) -> Form:
+        """The operations on caches that wait for the next message."""
+        if not self._operations:
+            return self._no_operations
+        waiting = [self._operations.popleft() for _ in range(len(self._operations))]
+        return self.form(flatten(waiting, leaves, lambda cache: number_of(cache, self)))
 
     def _message(self, chain: Chain, operations: Form, leaves: Leaves) -> Message:
         """What a chain sends; with the text of its program if the ranks do not know it yet."""
         starts, ints = chain.place_ints(leaves.ints)
-        key = (operations, len(leaves.tensors), *chain.key(starts))
+        key = (operations, len(leaves.tensors), chain.key(starts))
         text = ""
         if key not in self._programs:
             program = chain.program(operations.template, len(leaves.tensors), starts)
             self._programs[key] = program, next(self._program_numbers)
             text = program.to_json()
         program, number = self._programs[key]
-        tensors = [*leaves.tensors, *chain.inputs.tensors]
+        tensors = leaves.tensors + chain.inputs.tensors
         sent = [tensors[slot] for slot in program.leaving(0)]
         return Message(Kind.CALL, number, ints, sent, text)
 
     def _answer(self, ticket: Ticket, chain: Chain) -> Message:
-        """The reply to a message: they come in the order in which the messages were sent.
-
-        Whichever thread is here first takes in the replies of those before it too, so that while
-        one waits others can send, and the ranks work on several conversations at once.
-        """
-        with self._receiving:
+        with self._arrival:
             while ticket.reply is None:
-                reply = self._guarded(self.ring.receive)
-                self._tickets.popleft().reply = reply
+                if self._is_listening:
+                    self._arrival.wait()
+                else:
+                    self._listen()
         if ticket.reply.kind is Kind.ERROR:
-            for call in chain.calls:
-                for cache in call.leaves.caches:
-                    cache.torn = True
+            _tear(chain)
             raise StageError(ticket.reply.note)
         return ticket.reply
+
+    def _listen(self) -> None:
+        """Take in the next reply, whosever it is: they come in the order of what was sent.
+
+        One thread listens for all, and the lock is free meanwhile, so that others can go on as soon
+        as theirs is here, and the ranks work on several conversations at once.
+        """
+        self._is_listening = True
+        self._arrival.release()
+        try:
+            reply = self._guarded(self.ring.receive)
+            if reply.kind is Kind.MARK:
+                self._give_up_tickets()
+            else:
+                self._tickets.popleft().reply = reply
+        finally:
+            self._arrival.acquire()
+            self._is_listening = False
+            self._arrival.notify_all()
+
+    def _fall_in(self) -> None:
+        """After an interruption: wait until all that was sent has come back, whosever it was."""
+        self._guarded(lambda: self.ring.send(Message(Kind.MARK)))
+        with self._arrival:
+            while self._is_out_of_step:
+                self._arrival.wait() if self._is_listening else self._listen()
+
+    def _give_up_tickets(self) -> None:
+        for ticket in self._tickets:
+            ticket.reply = Message(
+                Kind.ERROR, note="another thread's call was interrupted; repeat."
+            )
+        self._tickets.clear()
+        self._is_out_of_step = False
 
     def _guarded(self, work: Callable[[], T]) -> T:
         """Use the ring; if a rank is lost, this is the end of it for every thread."""
@@ -119,18 +171,31 @@ class Session:
         except InferenceError as lost:
             if self._failure is None:
                 self._failure = lost
-                self.ring.close()
+                self.ring.close(lost)
             raise
 
     def leave(self, code: int = 0) -> None:
         """Release the other ranks. Every later use of the model is an error."""
-        with self._sending, self._receiving:
+        with self._sending:
+            if self._failure is None and self._is_out_of_step:
+                with contextlib.suppress(InferenceError):
+                    self._fall_in()
             if self._failure is None:
                 self._failure = InferenceError(
                     f"rank {self.ring.rank}: the model was closed and its other ranks have left, "
                     "so it cannot run; load it again."
                 )
-                self.ring.leave(code)
+                with self._arrival:
+                    while self._is_listening:
+                        self._arrival.wait()
+                    self.ring.leave(code)
+
+
+def _tear(chain: Chain) -> None:
+    """Its layers no longer hold the same tokens in the caches that it was given."""
+    for call in chain.calls:
+        for cache in call.leaves.caches:
+            cache.torn = True
 
 
 class Ticket:

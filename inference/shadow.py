@@ -53,14 +53,14 @@ class Shadow(torch.Tensor):
             return self.clone().as_subclass(Shadow)
 
 
-ONE = torch.zeros((), dtype=torch.uint8).as_subclass(Shadow)
+ONE = torch.zeros((), dtype=torch.uint8)
 """Expanded to any number of tokens, and never written to."""
 
 
 def shadow(batch: int, tokens: int) -> torch.Tensor:
     """[batch, 1, tokens, 1]"""
-    with torch._C.DisableTorchFunctionSubclass():
-        return ONE.expand(batch, 1, tokens, 1).as_subclass(Shadow)
+    plain = ONE.expand(batch, 1, tokens, 1)
+    return torch.Tensor._make_subclass(Shadow, plain)
 
 
 def hide(layer: Any) -> None:

@@ -11,14 +11,68 @@ from typing import Any
 import torch
 from torch import nn
 
+from inference import traced
 from inference.errors import InferenceError
 from inference.frames import Kind, Message
-from inference.program import Program, Step
+from inference.program import NOTHING, Program, Step
 from inference.ring import Ring
-from inference.values import Arrived, changes, describe, unflatten
+from inference.values import PLAIN, Arrived, Template, changes, describe, unflatten
 from inference.vault import Vault
 
-Held = dict[int, torch.Tensor]
+
+class Route:
+    """A program as one rank sees it."""
+
+    def __init__(self, program: Program, rank: int):
+        self.program = program
+        self.arriving, self.leaving = program.leaving(rank - 1), program.leaving(rank)
+        self.steps: list[tuple[Step, int, bool]] = []
+        for step, made_at in zip(program.steps, program.outputs_at, strict=False):
+            if step.rank == rank:
+                repeats = bool(self.steps) and step.repeats(self.steps[-1][0])
+                self.steps.append((step, made_at, repeats))
+
+
+class Call:
+    """The arguments of a step, which the next step may use again with another hidden state."""
+
+    def __init__(self, step: Step, inputs: list[torch.Tensor], ints: list[int], vault: Vault):
+        self.inputs = inputs
+        arrived = Arrived(iter(ints[step.ints_at :]), inputs, vault)
+        self.args, self.kwargs = unflatten(step.arguments, arrived)
+        self.shared = arrived.shared
+        self.before = [dict(shared) for shared in arrived.shared]
+
+    def again(self, hidden: torch.Tensor) -> None:
+        self.inputs[0] = hidden
+        self.args = (hidden, *self.args[1:])
+
+    def is_plain(self, value: Any) -> bool:
+        """Whether `value` is described by PLAIN; most are, and it takes long to describe them."""
+        if type(value) is not torch.Tensor or self.shared or not self.inputs:
+            return False
+        for each in self.inputs:
+            if value is each:
+                return False
+        first = self.inputs[0]
+        return value.shape == first.shape and value.dtype == first.dtype
+
+    def copies(self) -> list[torch.Tensor]:
+        return [tensor.clone() for tensor in self.inputs]
+
+    def refuse_changes(self, given: list[torch.Tensor]) -> None:
+        """Raise if the layer wrote into what it was given, which the master would not see."""
+        for old, now in zip(given, self.inputs, strict=True):
+            if not torch.equal(old, now) and bool(((old != now) & (old == old)).any()):
+                raise InferenceError(
+                    f"it wrote into a tensor of shape {[*now.shape]} that it was given, and what "
+                    "is written here does not reach the other ranks, so their results would be "
+                    "wrong; run this model on one rank."
+                )
+
+    def describe(self, value: Any, new: list[torch.Tensor]) -> Template:
+        written = [changes(old, now) for old, now in zip(self.before, self.shared, strict=True)]
+        return describe([value, *written], self.inputs, new)
 
 
 class Stage:
@@ -26,10 +80,13 @@ class Stage:
 
     def __init__(self, model: Any, ring: Ring, device: torch.device):
         self.ring, self.rank, self.device = ring, ring.rank, device
+        self.hop = ring.rank  # by which programs know it
         self.modules: dict[str, nn.Module] = dict(model.named_modules())
-        self.vault = Vault(model.config)
-        self.programs: dict[int, Program] = {}
+        self.vault = Vault(getattr(model, "config", None))
+        self.routes: dict[int, Route] = {}
+        traced.stage(self)
 
+    @torch.inference_mode()
     def serve(self) -> int:
         """Until the master leaves; its exit code. Raises PeerLost if a neighbour dies instead."""
         while True:
@@ -41,73 +98,69 @@ class Stage:
                 self.ring.send(message)
             else:
                 self.ring.send(message)
-                return message.ints[0]
+                if message.kind is Kind.LEAVE:
+                    return message.ints[0]
 
     def _reply(self, message: Message) -> Message:
         """The message for the next rank, or the story of what went wrong here."""
         operands: list[torch.Tensor] = []
         doing = ["an operation on a cache"]
         try:
-            with torch.inference_mode():
-                program = self._program(message)
-                operands = message.tensors[: program.num_operands]
-                return self._run(program, message, doing)
+            route = self._route(message)
+            operands = message.tensors[: route.program.num_operands]
+            return self._run(route, message, doing)
         except Exception as error:
             failed = Message(Kind.ERROR, message.program, message.ints, operands, message.text)
             failed.note = self._story(error, doing[0])
             return failed
 
-    def _run(self, program: Program, message: Message, doing: list[str]) -> Message:
-        arriving = program.leaving(self.rank - 1)
-        arrived = [tensor.to(self.device) for tensor in message.tensors[: len(arriving)]]
-        held = dict(zip(arriving, arrived, strict=True))
-        beyond, note = message.tensors[len(arriving) :], message.note
-        self._operate(program, message)
-        for number, step in enumerate(program.steps):
-            if step.rank == self.rank:
-                doing[0] = step.module
-                new, output = self._step(step, message.ints, held)
-                if step.output is None:
-                    beyond, note = new, output
-                else:
-                    held.update(enumerate(new, program.outputs_at[number]))
-        tensors = [*[held[slot] for slot in program.leaving(self.rank)], *beyond]
+    def _run(self, route: Route, message: Message, doing: list[str]) -> Message:
+        num_arriving = len(route.arriving)
+        arrived = message.tensors[:num_arriving]
+        if self.device.type != "cpu":
+            arrived = [tensor.to(self.device) for tensor in arrived]
+        held = dict(zip(route.arriving, arrived, strict=True))
+        beyond, note = message.tensors[num_arriving:], message.note
+        self._operate(route.program, message)
+        call: Call | None = None
+        for step, made_at, repeats in route.steps:
+            doing[0] = step.module
+            if call is not None and repeats:
+                call.again(held[step.slots[0]])
+            else:
+                call = Call(step, [held[slot] for slot in step.slots], message.ints, self.vault)
+            given = call.copies() if step.output is None else []
+            value = self.modules[step.module](*call.args, **call.kwargs)
+            if step.output is None:
+                call.refuse_changes(given)
+                beyond = []
+                note = json.dumps(call.describe(value, beyond))
+            elif step.output == PLAIN and call.is_plain(value):
+                held[made_at] = value
+            else:
+                held.update(enumerate(_as_before(step, call, value), made_at))
+        tensors = [held[slot] for slot in route.leaving] + beyond
         return Message(Kind.CALL, message.program, message.ints, tensors, message.text, note)
 
-    def _program(self, message: Message) -> Program:
+    def _route(self, message: Message) -> Route:
         """The program of a message; its text comes with the first one."""
-        if message.program not in self.programs:
-            self.programs[message.program] = Program.from_json(message.text)
-        return self.programs[message.program]
+        if message.program not in self.routes:
+            program = Program.from_json(message.text)
+            self.routes[message.program] = Route(program, self.hop)
+        return self.routes[message.program]
 
     def _operate(self, program: Program, message: Message) -> None:
+        if program.operations == NOTHING:
+            return
         operands = message.tensors[: program.num_operands]
         arrived = Arrived(iter(message.ints), operands, self.vault)
         for operation in unflatten(program.operations, arrived):
             self.vault.apply(*operation)
 
-    def _step(self, step: Step, ints: list[int], held: Held) -> tuple[list[torch.Tensor], str]:
-        """Call one layer: the new tensors it returned, and the description of its output."""
-        inputs = [held[slot] for slot in step.slots]
-        arrived = Arrived(iter(ints[step.ints_at :]), inputs, self.vault)
-        args, kwargs = unflatten(step.arguments, arrived)
-        before = [dict(shared) for shared in arrived.shared]
-        value = self.modules[step.module](*args, **kwargs)
-        written = [changes(old, now) for old, now in zip(before, arrived.shared, strict=True)]
-        new: list[torch.Tensor] = []
-        output = describe([value, *written], inputs, new)
-        if step.output is not None and output != step.output:
-            raise InferenceError(
-                f"{step.module} returned {output} where it returned {step.output} for such "
-                "arguments before, so what the master went on with is wrong; run this model on "
-                "one rank."
-            )
-        return new, json.dumps(output)
-
     def _keep_in_step(self, message: Message) -> None:
         """Another stage failed: the operations on caches are still done, here as there."""
         try:
-            self._operate(self._program(message), message)
+            self._operate(self._route(message).program, message)
         except InferenceError:
             pass  # the first error is on its way to the master already
 
@@ -117,3 +170,16 @@ class Stage:
             f"rank {self.rank} ({socket.gethostname()}, pid {os.getpid()}): {doing} raised "
             f"{type(error).__name__}: {error}\nThe traceback over there:\n{trace}"
         )
+
+
+def _as_before(step: Step, call: Call, value: Any) -> list[torch.Tensor]:
+    """The new tensors of what a layer returned, which must be of the form known for such calls."""
+    new: list[torch.Tensor] = []
+    output = call.describe(value, new)
+    if output != step.output:
+        raise InferenceError(
+            f"{step.module} returned {output} where it returned {step.output} for such "
+            "arguments before, so what the master went on with is wrong; run this model on "
+            "one rank."
+        )
+    return new

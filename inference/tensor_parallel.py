@@ -30,7 +30,9 @@ Styles = Mapping[str, str]
 REPLICATED = ("replicate", "replicated_with_grad_allreduce", "moe_tp_experts", "local_params")
 COLUMN = ("colwise", "colwise_gather_output", "colwise_rep")
 ROW = ("rowwise", "rowwise_split_input", "rowwise_rep")
-KNOWN = (*COLUMN, *ROW, "packed_colwise", "packed_rowwise", "embedding_rowwise", *REPLICATED)
+WHOLE = (*REPLICATED, "mla_kv_a_proj", "all_reduce", "moe_identity_expert", "sequence_parallel")
+EMBEDDING = ("embedding_rowwise", "embedding_colwise")
+KNOWN = (*COLUMN, *ROW, "packed_colwise", "packed_rowwise", *EMBEDDING, *WHOLE)
 
 
 def read_plan(model: nn.Module, plan: str | Styles) -> dict[str, str]:
@@ -91,9 +93,9 @@ def _cut(model: nn.Module, name: str, parameter: torch.Tensor, styles: Styles) -
     owner, _, last = name.rpartition(".")
     style = styles.get(name) or styles.get(owner, "replicate")
     is_bias = last.endswith("bias")
-    if style in REPLICATED:
+    if style in WHOLE:
         return ()
-    if style in ROW or style == "packed_rowwise":
+    if style in ROW or style in ("packed_rowwise", "embedding_colwise"):
         factor = 2 if style == "packed_rowwise" else 1
         return () if is_bias else (Split("tp", parameter.dim() - 1, factor),)
     outputs = parameter.dim() - 1 if is_bias else max(parameter.dim() - 2, 0)
@@ -155,6 +157,9 @@ def connect(model: nn.Module, styles: Styles, comm: Communicator) -> None:
     for name, style in styles.items():
         if name in modules:
             modules[name].forward = _FORWARDS[style](modules[name], comm)
+        if style == "mla_kv_a_proj":
+            owner = modules[name.rpartition(".")[0]]
+            modules[name].forward = _latent(modules[name], owner.qk_rope_head_dim, comm)
 
 
 def _column(module: nn.Module, comm: Communicator) -> Callable[..., Any]:
@@ -203,6 +208,36 @@ def _embedding(module: Any, comm: Communicator) -> Callable[..., Any]:
     return forward
 
 
+def _embedding_columns(module: Any, comm: Communicator) -> Callable[..., Any]:
+    """Each rank has a part of every word's vector."""
+    _need(module, nn.Embedding, "embedding_colwise")
+    plain, width = module.forward, int(module.embedding_dim)
+    return lambda ids: gathered(plain(ids), width, comm)
+
+
+def _latent(module: nn.Module, positions: Any, comm: Communicator) -> Callable[..., Any]:
+    """What all heads share: the last columns go to each rank's heads as they are."""
+    plain, width = module.forward, int(positions)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = plain(x)
+        return torch.cat([y[..., :-width], shared(y[..., -width:], comm)], dim=-1)
+
+    return forward
+
+
+def _summed_output(module: nn.Module, comm: Communicator) -> Callable[..., Any]:
+    """For a module whose parameters are cut by styles of their own."""
+    plain = module.forward
+    return lambda *args, **kwargs: summed(plain(*args, **kwargs), comm)
+
+
+def _part_of_identity(module: nn.Module, comm: Communicator) -> Callable[..., Any]:
+    """Among experts whose outputs are summed over ranks: all ranks together give the input once."""
+    plain = module.forward
+    return lambda x, *rest: plain(x / comm.world_size, *rest)
+
+
 def _experts(module: nn.Module, comm: Communicator) -> Callable[..., Any]:
     """Every expert is cut like a small MLP; which experts run is the same on every rank."""
     plain = module.forward
@@ -228,6 +263,24 @@ def _replicated_with_gradient(module: nn.Module, comm: Communicator) -> Callable
     return forward
 
 
+def _sequence_parallel(module: nn.Module, comm: Communicator) -> Callable[..., Any]:
+    """Each rank computes its own tokens, [batch, length, ...], and gets those of the others.
+
+    A pass of fewer tokens than ranks, as in decoding, is computed by all: to gather takes longer.
+    """
+    whole, part = module.forward, _replicated_with_gradient(module, comm)
+
+    def forward(x: torch.Tensor) -> Any:
+        length = x.shape[1] if x.dim() > 2 else 0
+        if length < comm.world_size:
+            return whole(x)
+        begin, end = _bounds(length, comm)
+        mine = part(shared(x, comm)[:, begin:end])
+        return gathered(mine.transpose(1, -1), length, comm).transpose(1, -1)
+
+    return forward
+
+
 def _unchanged(module: nn.Module, comm: Communicator) -> Callable[..., Any]:
     return module.forward
 
@@ -242,6 +295,11 @@ _FORWARDS: dict[str, Callable[[Any, Communicator], Callable[..., Any]]] = {
     "rowwise_split_input": _split_row,
     "rowwise_rep": _split_row,
     "embedding_rowwise": _embedding,
+    "embedding_colwise": _embedding_columns,
+    "mla_kv_a_proj": _unchanged,
+    "all_reduce": _summed_output,
+    "moe_identity_expert": _part_of_identity,
+    "sequence_parallel": _sequence_parallel,
     "moe_tp_experts": _experts,
     "replicated_with_grad_allreduce": _replicated_with_gradient,
     "replicate": _unchanged,

@@ -8,6 +8,7 @@ from typing import Any
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 
 from inference.errors import InferenceError
+from inference.join import join
 from inference.values import CacheLookup
 
 OPERATIONS = (
@@ -49,6 +50,8 @@ class Vault(CacheLookup):
             self.caches[number] = self._build(*arguments[0])
         elif operation == "fork":
             self._fork(number, *arguments)
+        elif operation == "join":
+            join(self.cache(number), [self.cache(part) for part in arguments[0]])
         elif operation == "free":
             self._free(number)
         elif operation in OPERATIONS:

@@ -2,6 +2,8 @@
 
 python -m launcher run -n 4 train.py --steps 10
 python -m launcher run -n 4 -m package.module
+python -m launcher doctor
+python -m launcher trace out.json --png out.png
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import os
 import signal
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 from launcher import devices, dry_run, linux, report, start
 from launcher.errors import LaunchError
@@ -58,11 +62,25 @@ def parser() -> argparse.ArgumentParser:
     )
     run.add_argument("script", help="what each rank runs")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="what it is given")
+    _add_others(commands)
     return whole
+
+
+def _add_others(commands: Any) -> None:
+    """The commands that start nothing."""
+    doctor = commands.add_parser("doctor", help="say what is wrong here", allow_abbrev=False)
+    doctor.add_argument("--json", action="store_true", help="an object per finding, a line each")
+    doctor.add_argument("--quick", action="store_true", help="do not try the backends")
+    trace = commands.add_parser("trace", help="look at a trace", allow_abbrev=False)
+    trace.add_argument("trace", type=Path, help="what `run --trace` has written")
+    drawn = "draw it, as PNG or as SVG; beside the trace if no FILE is said"
+    trace.add_argument("--png", type=Path, metavar="FILE", nargs="?", const=Path(), help=drawn)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options, and what follows the script as it is, where argparse would drop a `--`."""
+    if arguments[:1] != ["run"]:
+        return parser().parse_args(arguments)
     script = _script_at(arguments)
     options = parser().parse_args(arguments[: script + 1])
     options.arguments = list(arguments[script + 1 :])
@@ -89,19 +107,42 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     options = parse(arguments)
     try:
-        job = _job(options)
-        start.check(job, options.launcher, options.trace)
-        if options.dry_run:
-            _show(dry_run.lines(job, options.launcher))
-        else:
-            start.start(job, options.launcher, options.trace, **_extra(options))
+        return COMMANDS[options.command](options)
     except LaunchError as error:
         _complain(report.lines(error))
         return error.exit_code
     except (ValueError, OSError) as error:
         _complain([f"python -m launcher: {error}"])
         return USAGE_CODE
+
+
+def _run(options: argparse.Namespace) -> int:
+    job = _job(options)
+    start.check(job, options.launcher, options.trace)
+    if options.dry_run:
+        _show(dry_run.lines(job, options.launcher))
+    else:
+        start.start(job, options.launcher, options.trace, **_extra(options))
     return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from launcher import doctor  # a launch has no use for it
+
+    return doctor.main(options.json, options.quick)
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from launcher import tracing_picture, tracing_summary
+
+    if options.png is not None:
+        beside = options.trace.with_suffix(".png")
+        tracing_picture.draw(options.trace, beside if options.png == Path() else options.png)
+    _show(tracing_summary.lines(options.trace))
+    return 0
+
+
+COMMANDS = {"run": _run, "doctor": _doctor, "trace": _trace}
 
 
 def _show(lines: Iterable[str]) -> None:

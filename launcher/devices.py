@@ -50,13 +50,14 @@ def of_ranks(nprocs: int, share: bool) -> dict[int, dict[str, str]]:
 
 def every() -> list[Device]:
     """Every GPU of this node; a GPU that is divided (MIG) is listed as its instances."""
-    with _nvml() as nvml:
+    with opened() as nvml:
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
         return [device for handle in handles for device in _divided(nvml, handle)]
 
 
 @contextmanager
-def _nvml() -> Iterator[Any]:
+def opened() -> Iterator[Any]:
+    """NVML as a module, as long as the body runs. Raises ImportError without its bindings."""
     import pynvml
 
     pynvml.nvmlInit()

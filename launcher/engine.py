@@ -32,7 +32,7 @@ STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def run(chosen: Any, job: Job) -> list[Any]:
     """Run the engine's command for this node; results of a function by rank, from this machine."""
     began_s = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="launch-") as folder:
+    with tempfile.TemporaryDirectory(prefix=f"drumline-launch-{os.getpid()}-") as folder:
         job = replace(job, target=target.by_reference(job.target), results_dir=folder)
         if job.log_dir:
             _link_logs(job.log_dir, Path(folder))

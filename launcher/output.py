@@ -33,7 +33,7 @@ class Output:
         self._waiting = 0
         self._lines: dict[tuple[int, str], Lines] = {}
         self._cursor: tuple[int, str] | None = None  # whose unfinished line the terminal shows
-        self._quiet_since = time.monotonic()
+        self._begun = time.monotonic()  # the line that is unfinished, or the last one ended
         self._logs = _open_logs(log_dir, nprocs) if log_dir else {}
 
     @property
@@ -60,7 +60,8 @@ class Output:
             self._put(rank, stream, b"\n".join([*whole, b""]))
         if lines.nbytes > LONGEST_LINE or (lines.nbytes and not data):
             self._put(rank, stream, lines.take() + b"\n")
-        self._quiet_since = time.monotonic()
+        if whole or lines.nbytes == len(data):  # more of the same line does not put it off
+            self._begun = time.monotonic()
 
     def log(self, rank: int, text: str) -> None:
         """Into the rank's log of errors only, if there is one."""
@@ -138,7 +139,7 @@ class Output:
         ]
 
     def _show_prompts(self) -> None:
-        if time.monotonic() - self._quiet_since >= PROMPT_S:
+        if time.monotonic() - self._begun >= PROMPT_S:
             for rank, stream in self._prompts():
                 self._put(rank, stream, self._lines[rank, stream].take())
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launcher import registry, target, tracing
+from launcher import registry, target, tracing_file
 from launcher.errors import LaunchInterrupted
 from launcher.job import LOOPBACK, Job, new_launch_id
 
@@ -86,7 +86,7 @@ def start(
     check(job, name, trace_file)
     if trace_file is None:
         return _start(job, name, **options)
-    with tracing.gathered(Path(trace_file)) as folder:
+    with tracing_file.gathered(Path(trace_file)) as folder:
         return _start(replace(job, trace=str(folder)), name, **options)
 
 

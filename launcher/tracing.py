@@ -8,27 +8,30 @@ The form is Chrome's Trace Event Format: an object with "traceEvents", times in 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
+import inspect
 import json
 import os
-import shutil
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from launcher.info import LaunchInfo
 
-T = TypeVar("T")
 VARIABLE = "DRUMLINE_TRACE"  # the same, under engines that only pass on variables
 EXTRA = "trace"  # in LaunchInfo.extras: the folder in which each rank leaves what it recorded
 FLUSH_EVENTS = 64
-LAUNCHER = -1  # the row of the launcher itself, beside those of ranks
 # Colours that the viewers know by name (catapult, color_scheme.html): waiting apart from work.
-COLOURS = {"wait": "thread_state_iowait", "work": "thread_state_running", "move": "rail_load"}
+COLOURS = {
+    "start": "grey",
+    "wait": "thread_state_iowait",
+    "move": "rail_load",
+    "work": "thread_state_running",
+}
 
 
 class Recorder:
@@ -40,8 +43,9 @@ class Recorder:
         name = f"rank-{info.rank}-{os.getpid()}-{id(self):x}.jsonl"
         self._file = (folder / name).open("x", buffering=1 << 20)
         self._lock = threading.Lock()
-        self._waiting = 0
-        self._rows: dict[int, int] = {}
+        self._waiting: list[dict[str, Any]] = []
+        self._pid = os.getpid()
+        atexit.register(self.close)  # for those who do not come to close it
         self._calls: dict[str, int] = {}
 
     @contextlib.contextmanager
@@ -53,54 +57,70 @@ class Recorder:
         finally:
             self._note(name, kind, start, time.monotonic_ns(), args)
 
-    def follow(self, thing: Any, names: Iterable[str], kind: str) -> None:
-        """Note every call of these methods of thing from now on, with number and bytes."""
-        for name in names:
-            setattr(thing, name, self._followed(getattr(thing, name), kind))
+    def follow(
+        self, thing: Any, names: Iterable[str] | Mapping[str, str], kind: str, **always: Any
+    ) -> None:
+        """Note every call of these methods of thing from now on: its number, its bytes, and those
+        of its arguments that are numbers or text.
+
+        names: of methods, or from those to what a viewer shows. always: noted with each call.
+        """
+        shown = names if isinstance(names, Mapping) else {name: name for name in names}
+        for name in shown:
+            noting = self._followed(thing, name, shown[name], kind, always)
+            setattr(thing, name, noting)
 
     def align(self, offset_ns: int) -> None:
         """Say what must be added to this host's clock to have that of rank 0's host."""
-        self._write({"offset_ns": offset_ns})
+        self._keep({"offset_ns": offset_ns})
 
     def close(self) -> None:
-        with self._lock:
-            self._file.close()
+        if os.getpid() == self._pid:  # a forked child has a copy, and nothing to say with it
+            atexit.unregister(self.close)
+            with self._lock:
+                self._write()
+                self._file.close()
 
-    def _followed(self, method: Callable[..., T], kind: str) -> Callable[..., T]:
-        name = method.__name__
+    def _followed(
+        self, thing: Any, name: str, shown: str, kind: str, always: dict[str, Any]
+    ) -> Callable[..., Any]:
+        method = getattr(thing, name)
+        # Of the class: the method of an object may be native, and then has no signature.
+        parameters = list(inspect.signature(getattr(type(thing), name)).parameters)[1:]
 
         @functools.wraps(method)
-        def noting(*args: Any, **named: Any) -> T:
+        def noting(*args: Any, **named: Any) -> Any:
             start = time.monotonic_ns()
             try:
                 return method(*args, **named)
             finally:
-                number = self._calls[name] = self._calls.get(name, 0) + 1
-                details = {"number": number, **_nbytes(args)}
-                self._note(name, kind, start, time.monotonic_ns(), details)
+                end = time.monotonic_ns()
+                number = self._calls[shown] = self._calls.get(shown, 0) + 1
+                given = {**dict(zip(parameters, args, strict=False)), **named}
+                details = {**always, "number": number, **_nbytes(args), **_plain(given)}
+                self._note(shown, kind, start, end, details)
 
         return noting
 
     def _note(self, name: str, kind: str, start: int, end: int, args: dict[str, Any]) -> None:
-        self._write(_event(name, kind, start, end - start, self._rank, self._row(), args))
+        row = threading.get_native_id()
+        self._keep(event(name, kind, start, end - start, self._rank, row, args))
 
-    def _row(self) -> int:
-        """A small number for this thread; the first to record is row 0."""
-        return self._rows.setdefault(threading.get_ident(), len(self._rows))
-
-    def _write(self, record: dict[str, Any]) -> None:
-        line = json.dumps(record) + "\n"
+    def _keep(self, record: dict[str, Any]) -> None:
         with self._lock:
-            if self._file.closed:
-                return
-            self._file.write(line)
-            self._waiting += 1
-            if self._waiting >= FLUSH_EVENTS:
-                self._waiting = 0
-                self._file.flush()
+            self._waiting.append(record)
+            if len(self._waiting) >= FLUSH_EVENTS:
+                self._write()
+
+    def _write(self) -> None:
+        """Turned into text here, many at once: a call that is timed should not pay for it."""
+        if not self._file.closed:
+            self._file.write("".join(json.dumps(record) + "\n" for record in self._waiting))
+            self._file.flush()
+        self._waiting.clear()
 
 
-def _event(
+def event(
     name: str, kind: str, start: int, took: int, rank: int, row: int, args: dict[str, Any]
 ) -> dict[str, Any]:
     """A complete event of the Trace Event Format, from times in nanoseconds."""
@@ -135,73 +155,6 @@ def _nbytes(args: tuple[Any, ...]) -> dict[str, int]:
     return {}
 
 
-@contextlib.contextmanager
-def gathered(out: Path) -> Iterator[Path]:
-    """A folder for the recordings of a launch, merged into out at the end of the body.
-
-    Raises OSError at once if out cannot be written.
-    """
-    out.open("a").close()
-    launcher = os.getpid()
-    folder = Path(tempfile.mkdtemp(prefix="drumline-trace-"))
-    start = time.monotonic_ns()
-    try:
-        yield folder
-    finally:
-        if os.getpid() == launcher:  # a forked rank that unwinds through here has nothing to do
-            took = time.monotonic_ns() - start
-            merge(folder, out, [_event("launch", "work", start, took, LAUNCHER, 0, {})])
-            shutil.rmtree(folder)
-
-
-def merge(folder: Path, out: Path, launch: Iterable[dict[str, Any]] = ()) -> int:
-    """Write every rank's events to one file, on rank 0's clock; how many there are.
-
-    launch: events of the launcher itself. Raises OSError if out cannot be written.
-    """
-    events = list(launch)
-    for path in sorted(folder.glob("rank-*.jsonl")):
-        events += _aligned(path)
-    ranks = sorted({event["pid"] for event in events})
-    events += [_row_name(rank) for rank in ranks]
-    events.sort(key=lambda event: event.get("ts", 0))
-    beside = out.with_name(out.name + ".part")
-    beside.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}))
-    beside.replace(out)
-    return len(events)
-
-
-def _aligned(path: Path) -> list[dict[str, Any]]:
-    """The events of one file on rank 0's clock. A line cut off by the rank's death is left out."""
-    events, offset_ns = [], 0
-    for line in path.read_text().splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if "offset_ns" in record:
-            offset_ns = record["offset_ns"]
-        else:
-            events.append(record)
-    return [event | {"ts": event["ts"] + offset_ns / 1000} for event in events]
-
-
-def _row_name(rank: int) -> dict[str, Any]:
-    name = "launcher" if rank < 0 else f"rank {rank}"
-    return {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": name}}
-
-
-def problems(trace: Any) -> list[str]:
-    """What is wrong with a trace, by the Trace Event Format; empty if a viewer will open it."""
-    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
-        return ["there is no list of traceEvents"]
-    found = []
-    for number, event in enumerate(trace["traceEvents"]):
-        missing = {"name", "ph", "pid"} - event.keys()
-        if event.get("ph") == "X":
-            missing |= {"ts", "dur", "tid"} - event.keys()
-            if event.get("dur", 0) < 0:
-                found.append(f"event {number} ends before it starts")
-        if missing:
-            found.append(f"event {number} has no {', '.join(sorted(missing))}")
-    return found
+def _plain(given: dict[str, Any]) -> dict[str, Any]:
+    """Those arguments that say something in a line: src=1, op="sum"."""
+    return {name: value for name, value in given.items() if isinstance(value, (bool, int, str))}

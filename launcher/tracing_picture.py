@@ -6,42 +6,47 @@ import json
 from pathlib import Path
 from typing import Any
 
-COLOURS = {"wait": "#d1495b", "work": "#2e933c", "move": "#30638e"}
+from launcher import tracing_spans
+from launcher.tracing_spans import Row, Span
+
+COLOURS = {"start": "#c9c9c9", "wait": "#d1495b", "move": "#30638e", "work": "#8cb369"}
 ROW_INCHES, WIDTH_INCHES = 0.5, 14
 
 
 def draw(trace: Path, picture: Path) -> None:
     """Draw the spans of a merged trace into a PNG (or SVG, by the ending of picture).
 
-    Raises RuntimeError if matplotlib is not installed, ValueError if there is nothing to draw.
+    Raises ValueError if matplotlib is not installed, or if there is nothing to draw.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise RuntimeError("a picture needs matplotlib: pip install matplotlib") from error
-    spans = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
-    if not spans:
+        raise ValueError("a picture needs matplotlib: pip install matplotlib") from error
+    rows = tracing_spans.rows(json.loads(trace.read_text()))
+    if not rows:
         raise ValueError(f"{trace} has no spans: was anything recorded?")
-    rows = sorted({event["pid"] for event in spans})
     figure = Figure(figsize=(WIDTH_INCHES, 1.2 + ROW_INCHES * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
-    _fill(figure.add_subplot(), spans, rows)
+    _fill(figure.add_subplot(), rows)
     figure.savefig(picture, dpi=120)
 
 
-def _fill(axes: Any, spans: list[dict[str, Any]], rows: list[int]) -> None:
-    start = min(event["ts"] for event in spans)
+def _fill(axes: Any, rows: dict[Row, list[Span]]) -> None:
+    start = min(span.event["ts"] for spans in rows.values() for span in spans)
+    for number, spans in enumerate(rows.values()):
+        times = [(span.event["ts"] - start, span.event["dur"]) for span in spans]
+        bars = [(begin / 1000, took / 1000) for begin, took in times]
+        colours = [COLOURS[span.kind] for span in spans]
+        axes.broken_barh(bars, (number - 0.4, 0.8), facecolors=colours)
     for kind, colour in COLOURS.items():
-        for number, row in enumerate(rows):
-            bars = [
-                ((event["ts"] - start) / 1000, event["dur"] / 1000)
-                for event in spans
-                if event["pid"] == row and event["cat"] == kind
-            ]
-            axes.broken_barh(bars, (number - 0.4, 0.8), facecolors=colour)
         axes.plot([], [], color=colour, linewidth=6, label=kind)
-    axes.set_yticks(range(len(rows)), [f"rank {row}" if row >= 0 else "launcher" for row in rows])
+    axes.set_yticks(range(len(rows)), [_name(*row) for row in rows])
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds")
-    axes.legend(loc="upper right", ncols=len(COLOURS))
+    axes.figure.legend(loc="outside upper right", ncols=len(COLOURS))
+
+
+def _name(rank: int, thread: int) -> str:
+    name = f"rank {rank}" if rank >= 0 else "launcher"
+    return f"{name}, thread {thread}" if thread else name

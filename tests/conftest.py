@@ -1,14 +1,21 @@
-"""Ranks for tests: threads of this process, each with a LaunchInfo of its own."""
+"""Ranks for tests: threads of this process, each with a LaunchInfo of its own; and two hosts."""
 
+import os
+import shutil
 import socket
+import subprocess
 import threading
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launcher import LaunchInfo
+
+ROOT = Path(__file__).parents[1]
 
 
 def run_threads(fn: Callable[..., Any], nprocs: int, nodes: list[int] | None = None) -> list[Any]:
@@ -56,6 +63,78 @@ def ranks() -> Callable[..., list[Any]]:
 def ranks_or_errors() -> Callable[..., list[Any]]:
     """Like ranks, but an exception is a result like any other."""
     return run_threads
+
+
+# What an MPI calls instead of ssh: options, a host, a command.
+REMOTE_SHELL = """#!/bin/sh
+while [ "${{1#-}}" != "$1" ]; do shift; done
+case $1 in {b}|10.77.0.2) host={b};; *) host={a};; esac
+shift
+exec {ip} netns exec $host unshare --uts sh -c "hostname $host; $*"
+"""
+
+
+@dataclass
+class Hosts:
+    """Two hosts that reach each other by name; to itself, each is a name of its loopback."""
+
+    names: tuple[str, str]
+    remote_shell: Path
+
+    def command(self, index, command):
+        name = self.names[index]
+        inside = ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c"]
+        return [*inside, f'hostname {name}; exec "$@"', "sh", *command]
+
+    def start(self, index, command, **environ):
+        return subprocess.Popen(
+            self.command(index, command),
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
+        )
+
+    def run(self, command, **environ):
+        """What a command on the first host prints."""
+        process = self.start(0, command, **environ)
+        out, _ = process.communicate(timeout=60)
+        assert process.returncode == 0
+        return out
+
+
+def ip(*arguments):
+    subprocess.run(["ip", *arguments], check=True, timeout=10, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    """Two hosts, made of network namespaces on this machine: 10.77.0.1 and 10.77.0.2."""
+    a, b = (f"dl{os.getpid()}{letter}" for letter in "ab")
+    tables = {a: f"127.0.1.1 {a}\n10.77.0.2 {b}\n", b: f"127.0.1.1 {b}\n10.77.0.1 {a}\n"}
+    made = []
+    try:
+        for name, table in tables.items():
+            try:
+                ip("netns", "add", name)
+            except (OSError, subprocess.CalledProcessError) as error:
+                pytest.skip(f"no network namespaces ({error}): runs as root on Linux with iproute2")
+            made.append(name)
+            folder = Path("/etc/netns", name)  # ip-netns(8): `ip netns exec` mounts it over /etc
+            folder.mkdir(parents=True)
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{table}")
+        ip("link", "add", f"{a}0", "netns", a, "type", "veth", "peer", "name", f"{b}0", "netns", b)
+        for name, address in ((a, "10.77.0.1/24"), (b, "10.77.0.2/24")):
+            ip("-n", name, "addr", "add", address, "dev", f"{name}0")
+            for device in ("lo", f"{name}0"):
+                ip("-n", name, "link", "set", device, "up")
+        remote_shell = tmp_path_factory.mktemp("hosts") / "remote_shell"
+        remote_shell.write_text(REMOTE_SHELL.format(a=a, b=b, ip=shutil.which("ip")))
+        remote_shell.chmod(0o755)
+        yield Hosts((a, b), remote_shell)
+    finally:
+        for name in made:
+            ip("netns", "del", name)
+            shutil.rmtree(f"/etc/netns/{name}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

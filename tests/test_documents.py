@@ -1,12 +1,36 @@
-"""What the documents point at is there."""
+"""What the documents point at is there, and what they tell to type does what they say.
 
+A block of commands has a comment above it that says how it is held to its word:
+
+<!-- test: run -->                   typed here, in a folder with the page's files, and must succeed
+<!-- test: run, needs mpiexec -->    the same, where that is installed
+<!-- test: run, from source -->      the same, beside csrc/ and examples/
+<!-- test: fails -->                 typed here, and must not succeed
+<!-- tested by: FILE::TEST -->       more machines or engines than this: held by that test
+<!-- shown -->                       above a block of text: its lines are what was printed
+"""
+
+import ast
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")])
+PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("docs/reference/*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *PAGES, *ROOT.glob("examples/**/*.md")])
+BLOCK = re.compile(r"(?:<!-- ([^\n]*?) -->\n)?```sh\n(.*?)```", re.DOTALL)
+SHOWN = re.compile(r"\s*<!-- shown -->\n```text\n(.*?)```", re.DOTALL)
+FILE = re.compile(r'```python title="(.*?)"\n(.*?)```', re.DOTALL)
+FLOORS = ("launcher", "coordinator", "communicator", "inference")
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
 
 
 def test_the_map_names_functions_that_exist():
@@ -17,7 +41,105 @@ def test_the_map_names_functions_that_exist():
         assert re.search(rf"\b{name}\b", (ROOT / path).read_text()), f"{path} has no {name}"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
 def test_links_lead_somewhere(document):
     for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
         assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+RUN = [page for page in PAGES if "<!-- test:" in page.read_text()]
+
+
+@pytest.mark.parametrize("page", RUN, ids=_name)
+def test_the_commands_of_a_page_run_as_printed(page, tmp_path):
+    for name, text in FILE.findall(page.read_text()):
+        (tmp_path / name).write_text(text)
+    for block in BLOCK.finditer(page.read_text()):
+        kind, _, condition = (block[1] or "").partition(", ")
+        if not kind.startswith("test: ") or not _can_run(condition, tmp_path):
+            continue
+        done = _typed(block[2], tmp_path)
+        printed = done.stdout + done.stderr
+        assert (done.returncode == 0) == (kind == "test: run"), printed
+        shown = SHOWN.match(page.read_text(), block.end())
+        for line in shown[1].splitlines() if shown else []:
+            assert line in printed
+
+
+def _can_run(condition: str, folder: Path) -> bool:
+    word, _, name = condition.partition(" ")
+    if word == "from":
+        for part in ("csrc", "examples"):
+            (folder / part).symlink_to(ROOT / part)
+    return word != "needs" or shutil.which(name, path=_path()) is not None
+
+
+def _typed(commands: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """As a shell does that stops at the first failure, with this Python first on its path."""
+    own = {"PATH": _path(), "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
+    return subprocess.run(
+        ["bash", "-e", "-c", commands],
+        cwd=folder,
+        env={**os.environ, **own, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+
+
+def _path() -> str:
+    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_every_command_of_a_page_is_held_by_a_test(page):
+    for how, commands in BLOCK.findall(page.read_text()):
+        assert how.startswith(("test: run", "test: fails", "tested by: ")), f"untested: {commands}"
+        if how.startswith("tested by: "):
+            path, _, test = how.removeprefix("tested by: ").partition("::")
+            assert f"def {test}(" in (ROOT / path).read_text(), how
+
+
+def test_the_package_is_what_the_documents_install():
+    _, _, rest = (ROOT / "pyproject.toml").read_text().partition("optional-dependencies]")
+    offered = set(re.findall(r"^(\w+) = \[", rest.partition("\n[")[0], re.MULTILINE))
+    text = "".join(document.read_text() for document in DOCUMENTS)
+    named = {name for extras in re.findall(r'"\.\[(.*?)\]"', text) for name in extras.split(",")}
+    assert named and named <= offered
+
+
+def _exceptions() -> set[str]:
+    """Every public exception of the floors that derives from one that users know.
+
+    Those that derive from Exception alone are caught by the floor that raises them.
+    """
+    bases = {}
+    for floor in FLOORS:
+        for path in (ROOT / floor).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    bases.setdefault(node.name, set()).update(map(ast.unparse, node.bases))
+    found: set[str] = {"RuntimeError", "ValueError", "TypeError", "SystemExit", "OSError"}
+    while more := {name for name in bases if bases[name] & found} - found:
+        found |= more
+    return found & bases.keys()
+
+
+def test_the_page_of_errors_has_every_exception_and_no_other():
+    table = (ROOT / "docs" / "errors.md").read_text()
+    cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    named = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+    assert named == _exceptions()
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_the_page_of_a_floor_is_in_the_navigation_with_its_reference(floor):
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    assert f"- {floor}.md" in navigation and f"- reference/{floor}.md" in navigation
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    assert {page.relative_to(ROOT / "docs").as_posix() for page in PAGES} == set(
+        re.findall(r"- ([\w/-]+\.md)", navigation)
+    )

@@ -66,6 +66,15 @@ def test_a_recipe_runs_unchanged_under_torchrun():
     run(*torchrun, "--nproc-per-node", "2", FOLDER / "tensor_and_data.py")
 
 
+def test_a_recipe_runs_unchanged_under_mpiexec():
+    """Under srun and Ray: tests/launcher/test_slurm.py and test_ray.py, where these are running."""
+    mpiexec = Path(sys.executable).with_name("mpiexec.hydra")
+    if not mpiexec.exists():
+        pytest.skip("no MPICH: runs on Linux (x86-64, arm64) after `pip install mpich`")
+    environ = ("-genv", "PYTHONPATH", str(ROOT))
+    run(mpiexec, *environ, "-n", "2", sys.executable, FOLDER / "tensor_parallel.py")
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_fits_two_screens_says_how_to_run_it_and_is_in_the_readme(path):
     text = path.read_text()

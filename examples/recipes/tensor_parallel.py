@@ -9,14 +9,30 @@ import inference
 from communicator import Communicator
 from coordinator import Coordinator
 
+
+def counted(collective, given):
+    """The same collective, which writes down how many bytes this rank gives to it."""
+
+    def call(tensor, **options):
+        given.append(tensor.nbytes)
+        return collective(tensor, **options)
+
+    return call
+
+
 with Coordinator() as coor, Communicator(coor) as comm:
     device = device_of(coor)
     alone, model = make_model(device), make_model(device)
     words, targets = make_batch(6, device)
     loss_of(expected := alone(words), targets).backward()
 
+    given = []
+    for name in ("allreduce", "allgather"):
+        setattr(comm, name, counted(getattr(comm, name), given))
     splits = inference.parallelize(model, PLAN, comm)
-    loss_of(logits := model(words), targets).backward()
+    logits = model(words)
+    per_token, calls = sum(given) // words.numel(), len(given)
+    loss_of(logits, targets).backward()
 
     mesh = inference.Mesh({"tp": coor.world_size})
     parts = [
@@ -30,3 +46,4 @@ with Coordinator() as coor, Communicator(coor) as comm:
         held, whole = (sum(p.numel() for p in m.parameters()) for m in (model, alone))
         print(f"logits within {error:.0e}, gradients within {slope:.0e}")
         print(f"each rank holds {held} of {whole} parameters")
+        print(f"{per_token} bytes per token into {calls} collectives of a forward pass")

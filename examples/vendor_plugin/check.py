@@ -1,6 +1,6 @@
 """Does a backend keep its promises? One rank of the answer.
 
-python -m launcher run -n 3 examples/vendor_plugin/check.py examples/vendor_plugin/libtoy.so
+python -m launcher run -n 3 check.py ./libtoy.so [CASES]
 """
 
 import sys
@@ -9,7 +9,7 @@ from communicator import Communicator, conformance
 from coordinator import Coordinator
 
 with Coordinator() as coor, Communicator(coor, backend=sys.argv[1]) as comm:
-    report = conformance.check(comm)
+    report = conformance.check(comm, only="".join(sys.argv[2:]))
     if coor.is_master():
         print(report)
     report.raise_if_failed()

@@ -23,6 +23,9 @@
 #ifndef RESULT
 #define RESULT COMM_OK
 #endif
+#ifndef DEVICE_TYPE
+#define DEVICE_TYPE COMM_CPU
+#endif
 #ifndef ID_BYTES
 #define ID_BYTES 0
 #endif
@@ -77,6 +80,14 @@ static comm_result allreduce(comm_t comm, const void* send, void* recv, uint64_t
     return RESULT;
 }
 
+#ifdef MEMORY
+static comm_result mem_alloc(comm_t comm, size_t nbytes, void** pointer) {
+    (void)comm, (void)nbytes;
+    *pointer = &handle;
+    return COMM_OK;
+}
+#endif
+
 static const char* last_error(comm_t comm) {
     (void)comm;
     return text;
@@ -94,17 +105,28 @@ static struct {
             .abi_minor = MINOR,
             .name = NAME,
             .version = "1.0",
-            .device_type = COMM_CPU,
+            .device_type = DEVICE_TYPE,
             .unique_id_bytes = ID_BYTES,
             .caps = CAPS,
+#ifndef LACKS_PROBE
             .probe = probe,
+#endif
+#ifndef LACKS_INIT
             .init = init,
+#endif
+#ifndef LACKS_DESTROY
             .destroy = destroy,
+#endif
 #ifndef LACKS_ALLREDUCE
             .allreduce = allreduce,
 #endif
+#ifndef LACKS_LAST_ERROR
             .last_error = last_error,
+#endif
             .get_unique_id = get_unique_id,
+#ifdef MEMORY
+            .mem_alloc = mem_alloc,
+#endif
 #ifdef GARBAGE_BEYOND_ITS_END
             .broadcast = (void*)1,
             .barrier = (void*)1,

@@ -17,7 +17,7 @@
 
 #define __global__
 #define __device__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 
 struct uint4 {
     uint32_t x, y, z, w;

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from communicator import Communicator, CommunicatorError, CommunicatorTimeout
+from communicator.agreement import FIRST_CALLS
+from communicator.gloo import Gloo
 from coordinator import Coordinator
 
 DISAGREEMENTS = {
@@ -54,11 +56,15 @@ def test_ranks_that_disagree_all_learn_who_asked_for_what(ranks, nodes, words):
     assert ranks(body, 3, nodes) == [3.0] * 3
 
 
+class LooksNoFurther(Gloo):
+    _compare = Communicator._compare
+
+
 def test_only_the_first_calls_are_compared_and_how_many_can_be_said(ranks):
     def body(info):
         with (
             Coordinator(info, timeout_s=20) as coor,
-            Communicator(coor, "gloo", checked_calls=2) as comm,
+            Communicator(coor, LooksNoFurther, checked_calls=2) as comm,
         ):
             for _ in range(2):
                 comm.barrier()
@@ -68,6 +74,21 @@ def test_only_the_first_calls_are_compared_and_how_many_can_be_said(ranks):
             return moved
 
     assert ranks(body, 2) == [[], []]
+
+
+def test_gloo_compares_every_call_for_a_wrong_size_would_end_the_process(ranks):
+    """After the first 32 it did not, and both ranks were gone without a word."""
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor, Communicator(coor, "gloo") as comm:
+            for _ in range(FIRST_CALLS + 1):
+                comm.barrier()
+            words = r"disagree in call 34: rank 0 asked for allreduce of \(3,\).*of \(5000,\)"
+            with pytest.raises(CommunicatorError, match=words):
+                comm.allreduce(torch.ones(5000 if comm.rank else 3))
+            return comm.allreduce(torch.ones(1)).item()
+
+    assert ranks(body, 2) == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("counts", [(10, 5), (5, 10), (100_000, 5), (5, 100_000)])

@@ -1,5 +1,6 @@
 """`python -m communicator check`, as a vendor runs it."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,9 +21,11 @@ class Swapped(Gloo):
         out.copy_(out.flip(0))
 
 
-def check(*arguments):
+def check(*arguments, environ=None):
     command = [sys.executable, "-m", "communicator", "check", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    return subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=100
+    )
 
 
 def test_the_options_are_these_and_no_more():
@@ -32,26 +35,42 @@ def test_the_options_are_these_and_no_more():
     assert options == ["help", "backend", "nprocs", "launcher"]
 
 
-@pytest.mark.parametrize("launcher", ["threads", "multiprocessing"])
-def test_a_backend_that_conforms_ends_with_0_and_every_case_is_listed(launcher):
-    found = check("--backend", "gloo", "-n", "3", "--launcher", launcher)
+@pytest.mark.parametrize(
+    ("backend", "nprocs", "launcher"), [("gloo", "2", "threads"), ("tcp", "3", "multiprocessing")]
+)
+def test_a_backend_that_conforms_ends_with_0_and_every_case_is_listed(backend, nprocs, launcher):
+    found = check("--backend", backend, "-n", nprocs, "--launcher", launcher)
     assert found.returncode == 0, found.stderr
     assert "passed  allreduce, reduce, reduce_scatter bfloat16 sum" in found.stdout
-    assert "gloo, 3 ranks: " in found.stdout and ", 0 FAILED" in found.stdout
+    assert f"{backend}, {nprocs} ranks: " in found.stdout and ", 0 FAILED" in found.stdout
 
 
 def test_a_backend_that_lies_ends_with_1_and_what_is_wrong(monkeypatch, capsys):
     monkeypatch.setitem(cli.rank.__globals__, "Communicator", lambda coor, backend: Swapped(coor))
     assert cli.main(["check", "-n", "2", "--launcher", "threads"]) == 1
     shown = capsys.readouterr().out
-    assert "FAILED  movement float32: rank 0: allgather of 1" in shown
+    assert "FAILED  movement float32: rank 0: allgather of (1,)" in shown
     assert "passed  barrier" in shown
 
 
-def test_a_backend_that_is_not_there_ends_with_1_and_says_what_is():
-    found = check("--backend", "rocket")
-    assert found.returncode == 1
-    assert "no backend is called 'rocket'. There are: " in found.stderr
+def test_a_backend_that_is_not_there_ends_with_2_and_says_what_is(capsys):
+    assert cli.main(["check", "--backend", "rocket", "--launcher", "threads"]) == 2
+    (told,) = capsys.readouterr().err.splitlines()  # no traceback
+    assert "no rank can use rocket: no backend is called 'rocket'. There are: " in told
+
+
+def test_a_launcher_that_is_not_there_ends_with_2_and_says_which_are(capsys):
+    assert cli.main(["check", "--launcher", "rocket"]) == 2
+    assert "choose among multiprocessing, threads, torchrun" in capsys.readouterr().err
+
+
+def test_mpiexec_starts_the_ranks_of_a_check():
+    if not (Path(sys.executable).parent / "mpiexec").exists():
+        pytest.skip("no mpiexec beside this Python: runs after `pip install mpich`")
+    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    found = check("--backend", "mpi", "--launcher", "mpi", environ=environ)
+    assert found.returncode == 0, found.stderr
+    assert "mpi, 2 ranks: " in found.stdout
 
 
 def test_a_number_of_ranks_that_cannot_be_is_wrong_usage(capsys):

@@ -54,6 +54,31 @@ def test_compiled_ranks_agree_with_eager_ones(ranks):
     assert ranks(body, 2) == [[-1.0, 1.0, 3.0, 5.0]] * 2
 
 
+@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+def test_a_tensor_that_needs_a_gradient_is_refused_and_without_grad_it_goes(alone, how):
+    """It used to run, and the gradient to pass by the allreduce without a word."""
+    group, weight = compile.name(alone), torch.ones(3, requires_grad=True)
+
+    def layer(x):
+        return compile.allreduce(x * weight, group)
+
+    if how != "eager":
+        layer = torch.compile(layer, fullgraph=True, backend=how)
+    with pytest.raises(Exception, match=r"rank 0: compile.allreduce of \(3,\).*(?s:.*)no_grad"):
+        layer(torch.ones(3))
+    with torch.no_grad():
+        assert layer(torch.ones(3)).tolist() == [1.0] * 3
+
+
+def test_what_a_gradient_needs_may_not_be_changed_by_it(alone):
+    """The product keeps x for weight's gradient, which would be wrong after the sum."""
+    x, weight = torch.ones(3), torch.ones(3, requires_grad=True)
+    product = x * weight
+    compile.allreduce(x, compile.name(alone))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
 def test_an_input_changed_in_place_is_seen_by_the_caller(alone):
     group = compile.name(alone)
 

@@ -1,4 +1,4 @@
-"""conformance.check must catch a backend that lies. Each fault here is planted in a true one."""
+"""conformance.check must catch a backend that lies. Each fault here is planted in a sound one."""
 
 import threading
 
@@ -7,91 +7,292 @@ import torch
 
 from communicator import Communicator, Unsupported, conformance
 from communicator.gloo import Gloo
+from communicator.native import Shm
 from coordinator import Coordinator
 
-
-class ForgetsTheTail(Gloo):
-    def _allreduce(self, out, tensor, op):
-        before = tensor.clone()
-        super()._allreduce(out, tensor, op)
-        whole = tensor.numel() // 8 * 8
-        out.view(-1)[whole:] = before.view(-1)[whole:]
+LARGE = 5003
+IN_PLACE = ("allreduce", "broadcast", "reduce", "recv")
+TAKES_OP = ("allreduce", "reduce", "reduce_scatter")
 
 
-class IsNotInPlace(Gloo):
-    def allreduce(self, tensor, op="sum", *, out=None):
-        return super().allreduce(tensor.clone(), op, out=out)
+# A fault is fault(comm, call, tensor, *others, **options): call is the sound method.
 
 
-class SwapsRanks(Gloo):
-    def _allgather(self, out, tensor):
-        super()._allgather(out, tensor)
-        out.copy_(out.flip(0))
+def forgets_the_tail(comm, call, tensor, *others, **options):
+    before = tensor.clone()
+    written = call(tensor, *others, **options)
+    flat = written.view(-1)
+    tail = flat.numel() // 8 * 8
+    if written is tensor and not comm._pending:
+        flat[tail:] = before.view(-1)[tail:]
+    elif written is not None:
+        flat[tail:] = 0
+    return written
 
 
-class IgnoresTheOp(Gloo):
-    def _allreduce(self, out, tensor, op):
-        super()._allreduce(out, tensor, "sum")
+def forgets_the_end_of_large_ones(comm, call, tensor, *others, **options):
+    written = call(tensor, *others, **options)
+    if written.numel() > 4096:
+        written.view(-1)[4096:] = 0
+    return written
 
 
-class ReturnsTooEarly(Gloo):
-    def _allreduce(self, out, tensor, op):
-        result = torch.empty_like(tensor)
-        super()._allreduce(result, tensor, op)
-        threading.Timer(0.01, out.copy_, [result]).start()
+def works_on_a_copy(comm, call, tensor, *others, **options):
+    call(tensor.clone(), *others, **options)
+    return options.get("out", tensor)
 
 
-class AddsInItsOwnOrder(Gloo):
-    def _allreduce(self, out, tensor, op):
-        rows = torch.empty((self.world_size, *tensor.shape), dtype=tensor.dtype)
-        self._allgather(rows, tensor)
+def returns_a_copy(comm, call, tensor, *others, **options):
+    return call(tensor, *others, **options).clone()
+
+
+def swaps_ranks(comm, call, tensor, *others, **options):
+    found = call(tensor, *others, **options)
+    return found.copy_(found.flip(0))
+
+
+def gives_the_row_of_another(comm, call, tensor, *others, **options):
+    return call(tensor.roll(1, 0), *others, **options)
+
+
+def ignores_the_op(comm, call, tensor, *others, out=None):
+    others = ["sum" if isinstance(other, str) else other for other in others]
+    return call(tensor, *others) if out is None else call(tensor, *others, out=out)
+
+
+def ignores_the_root(comm, call, tensor, root=0, *others):
+    return call(tensor, 0, *others)
+
+
+def mistakes_the_peer(comm, call, tensor, peer):
+    return call(tensor, peer if comm.rank or comm._pending is not None else 3 - peer)
+
+
+def returns_too_early(comm, call, tensor, *others, **options):
+    out = options.get("out")
+    kept = (tensor if out is None else out).clone()
+    written = call(tensor, *others, **options)
+    if written.shape != kept.shape:
+        kept = torch.zeros_like(written)
+    result = written.clone()
+    written.copy_(kept)
+    threading.Timer(0.2, written.copy_, [result]).start()
+    return written
+
+
+def drops_what_was_for_out(comm, call, tensor, *others, out=None):
+    written = call(tensor, *others)
+    return written if out is None else out
+
+
+def changes_its_input(comm, call, tensor, *others, **options):
+    written = call(tensor, *others, **options)
+    if written is not tensor:
+        tensor.zero_()
+    return written
+
+
+def rounds_through(dtype, of):
+    def rounds(comm, call, tensor, *others, **options):
+        written = call(tensor, *others, **options)
+        return written.copy_(written.to(dtype)) if written.dtype == of else written
+
+    return rounds
+
+
+def clears_on_the_other_ranks(comm, call, tensor, dst=0, *others):
+    call(tensor, dst, *others)
+    return tensor if comm.rank == dst else tensor.zero_()
+
+
+def begins_at_zero(comm, call, tensor, op="sum", **options):
+    """As a maximum that starts from 0 does."""
+    written = call(tensor, op, **options)
+    return written.clamp_(min=0) if op == "max" and written.dtype.is_signed else written
+
+
+def loses_nan(comm, call, tensor, *others, **options):
+    written = call(tensor, *others, **options)
+    return written.nan_to_num_() if written.dtype == torch.float32 else written
+
+
+def takes_bytes_for_signed(comm, call, tensor, op="sum", **options):
+    if tensor.dtype == torch.uint8 and op == "max":
+        tensor.copy_(call(tensor.view(torch.int8).clone(), op).view(torch.uint8))
+        return tensor
+    return call(tensor, op, **options)
+
+
+def adds_in_an_order(order):
+    """order(comm): which rank comes first."""
+
+    def adds(comm, call, tensor, op="sum", **options):
+        rows = comm.allgather(tensor)
+        call(tensor, op, **options)
         if op == "sum":
-            total = rows[self.rank].clone()
-            for step in range(1, self.world_size):
-                total += rows[(self.rank + step) % self.world_size]
-            out.copy_(total)
-        else:
-            super()._allreduce(out, tensor, op)
+            total, begin = rows[order(comm)].clone(), order(comm)
+            for step in range(1, comm.world_size):
+                total += rows[(begin + step) % comm.world_size]
+            tensor.copy_(total)
+        return options.get("out", tensor)
+
+    return adds
 
 
-class WritesBesideTheTensor(Gloo):
-    def _reduce(self, out, tensor, dst, op):
-        scratch = torch.empty_like(tensor)
-        super()._reduce(scratch if self.rank == dst else None, tensor, dst, op)
-        tensor.zero_() if out is None else out.copy_(scratch)
+def its_own(comm):
+    return comm.rank
 
 
-class LosesMessages(Gloo):
-    def _send(self, tensor, dst):
-        super()._send(torch.zeros_like(tensor), dst)
+def another_every_time(comm):
+    comm.turn = getattr(comm, "turn", 0) + 1
+    return comm.turn // 2 % comm.world_size
 
 
-FAULTS = {
-    ForgetsTheTail: "allreduce",
-    IsNotInPlace: "allreduce",
-    SwapsRanks: "movement",
-    IgnoresTheOp: "prod",
-    ReturnsTooEarly: "allreduce",
-    AddsInItsOwnOrder: "same bits",
-    WritesBesideTheTensor: "reduce leaves",
-    LosesMessages: "order",
-}
+def writes_beside_the_tensor(comm, call, tensor, *others, **options):
+    written = call(tensor, *others, **options)
+    size = tensor.untyped_storage().nbytes() // tensor.itemsize
+    if tensor.storage_offset() + tensor.numel() < size:
+        whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+        whole[tensor.storage_offset() + tensor.numel()] = 1
+    return written
 
 
-@pytest.mark.parametrize("backend", FAULTS, ids=lambda backend: backend.__name__)
-def test_a_planted_fault_is_caught_and_named(ranks, backend):
-    def body(info):
-        with Coordinator(info, timeout_s=30) as coor, Communicator(coor, backend) as comm:
-            report = conformance.check(comm, large=1021)
-            coor.barrier()
-            return report
+def takes_what_is_not_contiguous_and_loses_it(comm, call, tensor, *others, **options):
+    call(tensor.contiguous(), *others, **options)
+    return options.get("out", tensor)
 
-    reports = ranks(body, 3)
-    assert reports[0] == reports[1] == reports[2]
-    assert any(FAULTS[backend] in failed.case for failed in reports[0].having("FAILED"))
-    assert "FAILED" in str(reports[0])
+
+def gives_the_result_of_the_call_before(comm, call, tensor, *others, **options):
+    written = call(tensor, *others, **options)
+    last = getattr(comm, "last", None)
+    comm.last = written.clone()
+    if last is not None and last.shape == written.shape and comm.rank == 1:
+        written.copy_(last)
+    return written
+
+
+def mixes_up_messages(comm, call, calls):
+    """Two to one peer arrive in the other order."""
+    return call(list(reversed(calls)) if comm.rank == 0 else calls)
+
+
+def loses_the_message(comm, call, tensor, dst):
+    return call(torch.zeros_like(tensor), dst)
+
+
+def does_not_wait(comm, call):
+    return None
+
+
+def refuses_on_one_rank(comm, call, tensor, *others, **options):
+    call(tensor, *others, **options)
+    if comm.rank == 1:
+        raise Unsupported("not here")
+    return tensor
+
+
+def cannot_have_no_dimensions(comm, call, tensor, *others, **options):
+    return call(tensor, *others, **options) if len(tensor) else tensor
+
+
+# Where each is planted, and a case that must notice: (fault, method, part of the case's name).
+PLANTED = [
+    *((forgets_the_tail, name, "float32 sum") for name in TAKES_OP),
+    *((forgets_the_tail, name, "movement int8") for name in ("broadcast", "allgather", "alltoall")),
+    (forgets_the_tail, "recv", "recv hears"),
+    *((forgets_the_end_of_large_ones, name, f"{name}, large") for name in IN_PLACE[:3]),
+    *(
+        (forgets_the_end_of_large_ones, name, f"{name}, large")
+        for name in ("allgather", "alltoall")
+    ),
+    *((works_on_a_copy, name, f"{name}, shape (3, 5)") for name in IN_PLACE[:3]),
+    (works_on_a_copy, "recv", "recv hears"),
+    *((returns_a_copy, name, f"{name}, shape (3, 5)") for name in IN_PLACE[:3]),
+    *(
+        (returns_a_copy, name, f"{name}, late")
+        for name in ("allgather", "reduce_scatter", "alltoall")
+    ),
+    (returns_a_copy, "recv", "recv hears"),
+    *((swaps_ranks, name, "movement float32") for name in ("allgather", "alltoall")),
+    (gives_the_row_of_another, "reduce_scatter", "reduce_scatter, shape (3, 5)"),
+    *((ignores_the_op, name, op) for name in TAKES_OP for op in ("float32 prod", "int64 max")),
+    (ignores_the_root, "broadcast", "movement float32"),
+    (ignores_the_root, "reduce", "reduce on every rank"),
+    (mistakes_the_peer, "recv", "recv hears"),
+    (mistakes_the_peer, "send", "keep order"),
+    *((returns_too_early, name, f"{name}, late") for name in IN_PLACE[:3]),
+    *((returns_too_early, name, f"{name}, late") for name in ("allgather", "reduce_scatter")),
+    (returns_too_early, "alltoall", "alltoall, late"),
+    (returns_too_early, "recv", "keep order"),
+    (drops_what_was_for_out, "allreduce", "allreduce out of place, shape"),
+    *((drops_what_was_for_out, name, f"{name}, shape") for name in ("allgather", "alltoall")),
+    (drops_what_was_for_out, "reduce_scatter", "reduce_scatter, shape"),
+    (changes_its_input, "allreduce", "allreduce out of place, shape"),
+    *((changes_its_input, name, f"{name}, shape") for name in ("reduce_scatter", "alltoall")),
+    *((rounds_through(torch.float16, torch.float32), name, "float32 sum") for name in TAKES_OP),
+    (rounds_through(torch.float16, torch.float32), "broadcast", "movement float32"),
+    (rounds_through(torch.float32, torch.float64), "allreduce", "float64 sum"),
+    (rounds_through(torch.float64, torch.int64), "allreduce", "int64 max"),
+    (clears_on_the_other_ranks, "reduce", "reduce on every rank"),
+    (begins_at_zero, "allreduce", "float32 max"),
+    (loses_nan, "allreduce", "float32 sum"),
+    (takes_bytes_for_signed, "allreduce", "uint8 max"),
+    (adds_in_an_order(its_own), "allreduce", "same bits"),
+    (adds_in_an_order(another_every_time), "allreduce", "same bits"),
+    (writes_beside_the_tensor, "allreduce", "unaligned"),
+    (takes_what_is_not_contiguous_and_loses_it, "allreduce", "not contiguous"),
+    (gives_the_result_of_the_call_before, "allreduce", "close together"),
+    (mixes_up_messages, "_exchange", "group of both"),
+    (loses_the_message, "send", "keep order"),
+    (does_not_wait, "barrier", "barrier"),
+    (refuses_on_one_rank, "broadcast", "broadcast, shape (3, 5)"),
+    (cannot_have_no_dimensions, "allreduce", "allreduce, shape ()"),
+]
+
+
+def with_fault(fault, method):
+    def faulty(self, *values, **options):
+        return fault(self, getattr(super(backend, self), method), *values, **options)
+
+    backend = type(f"Shm that {fault.__name__}", (Shm,), {method: faulty})
+    return backend
+
+
+@pytest.fixture
+def checked(ranks):
+    """checked(backend, n, only): the report, which must be the same on every rank."""
+
+    def run(backend, world_size=3, only=""):
+        def body(info):
+            with Coordinator(info, timeout_s=30) as coor, Communicator(coor, backend) as comm:
+                report = conformance.check(comm, LARGE, only)
+                coor.barrier()
+                return report
+
+        reports = ranks(body, world_size)
+        assert all(report == reports[0] for report in reports)
+        return reports[0]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("fault", "method", "case"),
+    PLANTED,
+    ids=[f"{method} {fault.__name__}, {case}" for fault, method, case in PLANTED],
+)
+def test_a_planted_fault_is_caught_and_named(checked, fault, method, case):
+    report = checked(with_fault(fault, method), only=case)
+    assert report.having("FAILED"), report
+
+
+def test_the_sound_backend_passes_every_case_and_a_fault_is_told(checked):
+    sound = checked(Shm)
+    assert sound.ok and len(sound.outcomes) > 100 and not sound.having("unsupported")
+    report = checked(with_fault(ignores_the_op, "allreduce"), only="prod")
+    assert "FAILED" in str(report)
     with pytest.raises(RuntimeError, match="does not conform"):
-        reports[0].raise_if_failed()
+        report.raise_if_failed()
 
 
 class OnlySendsAndReceives(Gloo):
@@ -104,31 +305,19 @@ class OnlySendsAndReceives(Gloo):
     _exchange = Communicator._exchange
 
 
-@pytest.mark.parametrize("world_size", [2, 5])
-def test_send_and_recv_alone_make_a_whole_communicator(ranks, world_size):
-    def body(info):
-        with (
-            Coordinator(info, timeout_s=60) as coor,
-            Communicator(coor, OnlySendsAndReceives) as comm,
-        ):
-            report = conformance.check(comm, large=1021)
-            return [str(case) for case in report.outcomes if case.status != conformance.PASSED]
-
-    assert ranks(body, world_size) == [[]] * world_size
+def test_send_and_recv_alone_make_a_whole_communicator(checked):
+    report = checked(OnlySendsAndReceives, 4)
+    assert report.ok and not report.having("unsupported")
 
 
-class CannotSum8Bits(Gloo):
-    def _allreduce(self, out, tensor, op):
+class CannotSum8Bits(Shm):
+    def allreduce(self, tensor, op="sum", *, out=None):
         if tensor.dtype.itemsize == 1:
             raise Unsupported("no reductions of 8-bit types")
-        super()._allreduce(out, tensor, op)
+        return super().allreduce(tensor, op, out=out)
 
 
-def test_what_a_backend_refuses_is_unsupported_and_not_wrong(ranks):
-    def body(info):
-        with Coordinator(info) as coor, Communicator(coor, CannotSum8Bits) as comm:
-            return conformance.check(comm, large=1021)
-
-    report = ranks(body, 2)[0]
+def test_what_a_backend_refuses_is_unsupported_and_not_wrong(checked):
+    report = checked(CannotSum8Bits, 2, "int8")
     assert report.ok and report.having("unsupported")
     assert "no reductions of 8-bit types" in str(report)

@@ -117,7 +117,9 @@ def test_a_failure_of_nccl_is_a_communicator_error(stand_in):
             raise KeyError(6)
 
         comm._comm.allReduce = fail
-        with pytest.raises(CommunicatorError, match="rank 0: allReduce failed: 6"):
+        with pytest.raises(
+            CommunicatorError, match="rank 0: allReduce failed in NCCL: KeyError: 6"
+        ):
             comm.allreduce(torch.ones(3))
 
 
@@ -127,6 +129,16 @@ def test_a_start_that_gets_stuck_is_a_timeout(stand_in):
     with Coordinator(timeout_s=0.2) as coor, late:
         Cupy(coor)
     stand_in.wait.set()
+
+
+def test_a_start_that_raises_anything_is_told_and_not_taken_for_a_wait(stand_in, monkeypatch):
+    def fail(*_):
+        raise OverflowError("too many ranks")
+
+    monkeypatch.setattr(Cupy, "_join", fail)
+    told = pytest.raises(CommunicatorError, match="did not start: OverflowError: too many ranks")
+    with Coordinator() as coor, told:
+        Cupy(coor)
 
 
 def test_a_captured_communicator_is_not_destroyed(stand_in, monkeypatch):

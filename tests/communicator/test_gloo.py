@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from communicator import Communicator, CommunicatorError, PeerLost, Unsupported, conformance
+from communicator import (
+    Communicator,
+    CommunicatorError,
+    CommunicatorTimeout,
+    PeerLost,
+    Unsupported,
+    conformance,
+)
 from coordinator import Coordinator
 from launcher import LaunchInfo
 
@@ -64,13 +71,25 @@ BAD_CALLS = {
     "autograd": lambda comm: comm.allreduce(torch.ones(4, requires_grad=True)),
     "op='mean'": lambda comm: comm.allreduce(torch.ones(4), "mean"),
     "divide": lambda comm: comm.allreduce(torch.ones(4, dtype=torch.int32), "avg"),
+    "moved but not reduced": lambda comm: comm.allreduce(torch.ones(4, dtype=torch.uint16)),
     "src=5": lambda comm: comm.broadcast(torch.ones(4), 5),
     "dst=-1": lambda comm: comm.send(torch.ones(4), -1),
     "itself": lambda comm: comm.send(torch.ones(4), comm.rank),
     "out is": lambda comm: comm.allgather(torch.ones(4), out=torch.ones(4)),
     "one row for each": lambda comm: comm.reduce_scatter(torch.ones(5)),
+    "out shares memory": lambda comm: _swap_within(torch.ones(2, 4), comm),
+    "allgather: out shares": lambda comm: _gather_within(torch.ones(2, 4), comm),
     "meta": lambda comm: comm.allreduce(torch.ones(4, device="meta")),
 }
+
+
+def _swap_within(rows, comm):
+    comm.alltoall(rows, out=rows)
+
+
+def _gather_within(rows, comm):
+    comm.allgather(rows[comm.rank], out=rows)  # in place
+    comm.allgather(rows[1 - comm.rank], out=rows)
 
 
 @pytest.mark.parametrize("words", BAD_CALLS)
@@ -117,12 +136,53 @@ def test_a_peer_that_leaves_is_an_error(ranks_or_errors):
     assert isinstance(found[0], PeerLost) and isinstance(found[2], PeerLost)
 
 
+def test_a_deadline_says_where_the_ranks_are(ranks):
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            comm = Communicator(coor, "gloo", timeout_s=0.5, checked_calls=0)
+            coor.barrier()
+            if comm.rank != 2:
+                with pytest.raises(
+                    CommunicatorTimeout, match=r"(?s)ranks are:.*rank 2 \(host.*seen"
+                ):
+                    comm.allreduce(torch.ones(1))
+            coor.barrier()
+
+    ranks(body, 3)
+
+
 def test_a_group_whose_body_raises_sends_nothing(ranks):
     def body(info):
         with Coordinator(info) as coor, Communicator(coor, backend="gloo") as comm:
             with pytest.raises(KeyError), comm.group():
                 comm.send(torch.ones(1), 1 - comm.rank)
                 raise KeyError
+            return comm.allreduce(torch.ones(1)).item()
+
+    assert ranks(body, 2) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "sent, expected",
+    [
+        (torch.ones(3), torch.zeros(3, dtype=torch.int32)),
+        (torch.ones(0), torch.zeros(3)),
+        (torch.ones(3), torch.zeros(0)),
+    ],
+    ids=["another dtype of the same size", "nothing was sent", "nothing was expected"],
+)
+def test_a_message_that_was_not_expected_is_named_and_dropped(ranks, sent, expected):
+    """Of the same size it was taken for the tensor's, and its receiver waited for the deadline."""
+
+    def body(info):
+        with Coordinator(info, timeout_s=5) as coor, Communicator(coor, backend="gloo") as comm:
+            if comm.rank == 0:
+                comm.send(sent, 1)
+            else:
+                into = expected.clone()
+                with pytest.raises(CommunicatorError, match="was to be received as"):
+                    comm.recv(into, 0)
+                assert into.equal(expected)
             return comm.allreduce(torch.ones(1)).item()
 
     assert ranks(body, 2) == [2.0, 2.0]

@@ -1,9 +1,18 @@
 """Ranks of several nodes: here they are threads that were told so."""
 
+import time
+
 import pytest
 import torch
 
-from communicator import Communicator, PeerLost, Unsupported, conformance
+from communicator import (
+    Communicator,
+    CommunicatorError,
+    CommunicatorTimeout,
+    PeerLost,
+    Unsupported,
+    conformance,
+)
 from coordinator import Coordinator
 from launcher import LaunchInfo
 
@@ -54,7 +63,7 @@ def test_one_rank_on_each_node_takes_the_network(ranks):
         with Coordinator(info) as coor, Communicator(coor) as comm:
             return comm.backend
 
-    assert ranks(body, 2, [1, 1]) == ["gloo"] * 2
+    assert ranks(body, 2, [1, 1]) == ["tcp"] * 2
 
 
 def test_a_rank_that_leaves_ends_the_call_on_every_node(ranks_or_errors):
@@ -68,6 +77,22 @@ def test_a_rank_that_leaves_ends_the_call_on_every_node(ranks_or_errors):
     assert found[4] is None
     assert all(isinstance(error, PeerLost) for error in found[:4]), found
     assert "First it was rank 3 in allgather" in str(found[1])
+
+
+def test_its_own_deadline_holds_inside_a_node_and_between(ranks):
+    """The parts took the Coordinator's, which is minutes."""
+
+    def body(info):
+        with Coordinator(info, timeout_s=30) as coor, Communicator(coor, timeout_s=0.5) as comm:
+            comm.barrier()
+            begun = time.monotonic()
+            if comm.rank:  # rank 1 waits for its node, rank 2 for the network
+                with pytest.raises(CommunicatorTimeout):
+                    comm.recv(torch.ones(3), 0)
+            coor.barrier()  # nobody leaves before
+            return time.monotonic() - begun
+
+    assert max(ranks(body, 3, [2, 1])) < 10
 
 
 def test_groups_of_near_and_far_do_not_wait_for_each_other(ranks):
@@ -89,3 +114,28 @@ def test_groups_of_near_and_far_do_not_wait_for_each_other(ranks):
             return True
 
     assert ranks(body, 5, [3, 2]) == [True] * 5
+
+
+@pytest.mark.parametrize("src", [3, 0], ids=["near", "far"])
+def test_a_message_that_does_not_fit_is_dropped_and_its_sender_named(ranks, src):
+    """It closed the communicator, and rank 3 was called rank 0, its number on its node."""
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor, Communicator(coor) as comm:
+            if comm.rank == src:
+                comm.send(torch.ones(3), 4)
+            elif comm.rank == 4:
+                with pytest.raises(CommunicatorError, match=rf"rank 4.*rank {src}\b"):
+                    comm.recv(torch.ones(2), src)
+            return comm.allreduce(torch.ones(1)).item()
+
+    assert ranks(body, 5, [3, 2]) == [5.0] * 5
+
+
+@pytest.mark.parametrize("call", ["allreduce", "reduce", "reduce_scatter"])
+def test_complex_numbers_are_added_up(ranks, call):
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor, Communicator(coor, timeout_s=5) as comm:
+            return getattr(comm, call)(torch.full((3, 2), 1 + 2j)).flatten()[0].item()
+
+    assert ranks(body, 3, [2, 1])[0] == 3 + 6j

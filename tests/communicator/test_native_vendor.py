@@ -1,27 +1,55 @@
 """The examples for vendors: both doors lead to a backend that conforms."""
 
 import importlib.util
+import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from communicator import Communicator, PeerLost, conformance
+from communicator import (
+    Communicator,
+    CommunicatorError,
+    CommunicatorTimeout,
+    PeerLost,
+    conformance,
+)
 from coordinator import Coordinator
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "vendor_plugin"
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    """The library as the README builds it, elsewhere."""
-    folder = tmp_path_factory.mktemp("vendor")
-    (folder / "toy.c").write_text((EXAMPLE / "toy.c").read_text())
-    header = EXAMPLE.parents[1] / "csrc"
-    make = ["make", "-s", "-C", folder, "-f", EXAMPLE / "Makefile", f"HEADER={header}"]
-    subprocess.run([*make, "CC=cc -Werror"], check=True)
-    return str(folder / "libtoy.so")
+def folder(tmp_path_factory):
+    """What the README has a vendor make, elsewhere: a copy of the example, the header, `make`."""
+    folder = tmp_path_factory.mktemp("vendor") / "acme"
+    shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("*.so", "build"))
+    shutil.copy(EXAMPLE.parents[1] / "csrc" / "communicator.h", folder)
+    subprocess.run(["make", "-s", "-C", folder, "CC=cc -Werror"], check=True)
+    return folder
+
+
+def test_the_header_is_installed_and_the_example_builds_with_it(tmp_path):
+    """As pip does it, but for the compiled parts; then the example with no copy of the header."""
+    root, toy, installed = EXAMPLE.parents[1], tmp_path / "toy", tmp_path / "installed"
+    steps = ["egg_info", "--egg-base", tmp_path, "build_py", "--build-lib", installed]
+    subprocess.run([sys.executable, "setup.py", "-q", *steps], cwd=root, check=True)
+    toy.mkdir()
+    for name in ("Makefile", "toy.c"):
+        shutil.copy(EXAMPLE / name, toy)
+    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    environ = {**os.environ, "PATH": path, "PYTHONPATH": str(installed)}
+    subprocess.run(["make", "-s", "-C", toy], env=environ, check=True)
+    assert not (installed / "communicator" / "communicator.h").is_symlink()
+    assert (toy / "libtoy.so").exists()
+
+
+@pytest.fixture
+def toy(folder):
+    return folder / "libtoy.so"
 
 
 @pytest.fixture
@@ -42,13 +70,25 @@ def conforms(backend):
     return body
 
 
+@pytest.mark.parametrize("name", ["libtoy.so", "./libtoy.so"])
+def test_a_library_is_found_in_this_folder(ranks, folder, monkeypatch, name):
+    """As dlopen reads names, one without a slash was looked for in the system's folders alone."""
+    monkeypatch.chdir(folder)
+
+    def body(info):
+        with Coordinator(info) as coor, Communicator(coor, backend=name) as comm:
+            return comm.allreduce(torch.ones(1)).item()
+
+    assert ranks(body, 2) == [2.0, 2.0]
+
+
 def test_the_library_in_c_conforms(ranks, toy):
     for failed, passed in ranks(conforms(toy), 3):
-        assert failed == [] and passed > 30
+        assert failed == [] and passed > 80
 
 
 def test_the_backend_in_python_conforms(ranks, acme):
-    for failed, passed in ranks(conforms(acme), 3):
+    for failed, passed in ranks(conforms(acme), 2):
         assert failed == [] and passed > 60
 
 
@@ -60,3 +100,61 @@ def test_the_library_in_c_notices_a_peer_that_leaves(ranks_or_errors, toy):
 
     found = ranks_or_errors(body, 3)
     assert isinstance(found[0], PeerLost) and "rank 1 failed: it is gone" in str(found[0])
+
+
+def test_ranks_that_disagree_are_told_who_asked_for_what_and_the_group_goes_on(ranks, toy):
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor, Communicator(coor, backend=toy) as comm:
+            words = (
+                r"disagree in call 1: rank 0 .* \(2,\) float32 sum; rank 1 .* \(3,\) float32 sum"
+            )
+            with pytest.raises(CommunicatorError, match=words):
+                comm.allreduce(torch.ones(2 + comm.rank))
+            words = "call 2: rank 0 asked for broadcast of .* from rank 1; rank 1 asked for barrier"
+            with pytest.raises(CommunicatorError, match=words):
+                comm.barrier() if comm.rank else comm.broadcast(torch.ones(1), src=1)
+            return comm.allreduce(torch.ones(1), op="max").item()
+
+    assert ranks(body, 2) == [1.0, 1.0]
+
+
+def test_only_the_first_calls_are_compared_then_nothing_stands_before_the_library(ranks, toy):
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            with Communicator(coor, backend=toy, checked_calls=0) as comm:
+                assert comm.allreduce == comm._comm.allreduce
+            with Communicator(coor, backend=toy, checked_calls=3) as comm:
+                straight = []
+                for _ in range(4):
+                    straight.append(comm.allreduce == comm._comm.allreduce)
+                    comm.allreduce(torch.ones(1))
+                return straight, "barrier" in comm.__dict__
+
+    assert ranks(body, 2) == [([False, False, False, True], False)] * 2
+
+
+def test_a_rank_that_makes_no_call_is_named_at_the_deadline_and_nothing_has_moved(ranks, toy):
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            with Communicator(coor, backend=toy, timeout_s=1) as comm:
+                if comm.rank == 0:
+                    words = r"waited 1 s to compare call 1, barrier, with rank 1 \(.*, who made no"
+                    with pytest.raises(CommunicatorTimeout, match=words):
+                        comm.barrier()
+                coor.barrier()
+            return True
+
+    assert ranks(body, 2) == [True, True]
+
+
+def test_a_mistake_of_one_rank_is_its_own_and_waits_for_nobody(ranks, toy):
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor, Communicator(coor, backend=toy) as comm:
+            if comm.rank == 0:
+                with pytest.raises(ValueError, match=r"rank 0, allreduce: .* not contiguous"):
+                    comm.allreduce(torch.ones(4, 4).t()[:2])
+                with pytest.raises(ValueError, match="rank 0, allgather: out is"):
+                    comm.allgather(torch.ones(4), out=torch.ones(4))
+            return comm.allreduce(torch.ones(1)).item()
+
+    assert ranks(body, 2) == [2.0, 2.0]

@@ -103,6 +103,23 @@ def test_float8_sums_need_a_library_that_has_them(stand_in):
     assert old.log() == []
 
 
+def test_the_average_of_one_rank_is_a_sum_which_nccl_has_for_every_dtype(stand_in):
+    """For 8-bit floats of one rank it lacks the kernel, and its refusal stays for ever."""
+    alone = Host(stand_in(), nranks=1)
+    alone.log()
+    for dtype in (FLOAT8, FLOAT32):
+        assert alone.call("allreduce", 64, 64, 7, dtype, AVG, STREAM) == 0
+    assert [line.split()[4] for line in alone.log()] == ["op=0", "op=0"]
+
+
+def test_a_scaled_sum_of_float8_on_one_rank_is_refused_before_nccl_is_asked(stand_in):
+    alone, op, scale = Host(stand_in(), nranks=1), ctypes.c_int32(), ctypes.c_uint32(0x38)
+    alone.call("premul_sum_create", ctypes.byref(scale), FLOAT8, ctypes.byref(op))
+    alone.log()
+    assert alone.call("allreduce", 64, 64, 7, FLOAT8, op.value, STREAM) == UNSUPPORTED
+    assert "needs two ranks" in alone.error and alone.log() == []
+
+
 def test_alltoall_is_grouped_from_sends_where_the_library_has_none(stand_in):
     old = Host(stand_in("VERSION=22703", "NO_ALLTOALL"), nranks=2)
     old.log()

@@ -1,13 +1,21 @@
 """How a communicator over NCCL begins and ends, with a stand-in library that moves nothing."""
 
+import contextlib
 import ctypes
 import gc
+import json
+import os
+import subprocess
+import sys
+import threading
 import time
+import types
+from pathlib import Path
 
 import pytest
 import torch
 
-from communicator import CommunicatorError, PeerLost
+from communicator import CommunicatorError, PeerLost, Unsupported, first_calls, nccl
 from communicator.nccl import Nccl
 from coordinator import Coordinator
 from tests.communicator import nccl_host
@@ -18,9 +26,18 @@ pytestmark = pytest.mark.skipif(
 SOON_S = 10.0
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    return str(nccl_host.compile_stand_in(tmp_path_factory.mktemp("stand_in")))
+
+
 @pytest.fixture
-def path(tmp_path):
-    return str(nccl_host.compile_stand_in(tmp_path))
+def path(built):
+    """A stand-in that has been asked nothing yet."""
+    library = ctypes.CDLL(built)
+    library.stand_in_forget()
+    library.stand_in_fail_with(0)
+    return built
 
 
 def log_of(path):
@@ -88,28 +105,98 @@ def test_after_abort_every_call_says_why_and_close_is_quiet(path):
 def test_a_peer_that_is_seen_dead_ends_the_communicator_and_is_named(path, ranks):
     def body(info):
         with Coordinator(info, timeout_s=20) as coor, Nccl(coor, library=path) as comm:
-            gone = f" Gone: rank {1 - info.rank} (host here, pid 7)."
-            comm._lost_peers = lambda: gone
-            deadline = time.monotonic() + SOON_S
-            while not comm._lost and time.monotonic() < deadline:
-                time.sleep(0.02)
-            with pytest.raises(PeerLost, match=rf"a peer died\.{gone[:13]}"):
+            lose_the_other(comm)
+            with pytest.raises(PeerLost, match=rf"a peer died\. Gone: rank {1 - info.rank} "):
                 comm.allreduce(torch.ones(3))
             return True
 
     assert ranks(body, 2) == [True, True]
 
 
-def test_an_error_that_nccl_meets_by_itself_ends_the_communicator(path, ranks):
+def lose_the_other(comm):
+    """Let the watch see the other rank dead, and wait until it has ended the communicator."""
+    comm._farewell.died = lambda: [comm.coor.peers[1 - comm.rank]]
+    deadline = time.monotonic() + SOON_S
+    while not comm._lost and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def test_leaving_after_a_loss_does_not_hide_the_error_that_is_under_way(path):
+    with Coordinator() as coor:
+        warned = pytest.warns(RuntimeWarning, match=r"rank 0: .* a peer died\. Gone: rank 9\.")
+        with warned, pytest.raises(ZeroDivisionError), Nccl(coor, library=path) as comm:
+            comm._lose("a peer died. Gone: rank 9.")
+            raise ZeroDivisionError
+        comm = Nccl(coor, library=path)
+        with pytest.warns(RuntimeWarning), pytest.raises(ZeroDivisionError):
+            try:
+                comm._lose("a peer died. Gone: rank 9.")
+                raise ZeroDivisionError
+            finally:
+                comm.close()
+        assert comm._closed
+
+
+def test_an_end_that_fails_names_the_dead_and_closes(path):
+    with Coordinator() as coor:
+        comm = Nccl(coor, library=path)
+        comm._comm = types.SimpleNamespace(finalize=fail, abort=quietly, close=quietly)
+        comm._lost_peers = lambda: " Gone: rank 9."
+        with pytest.raises(PeerLost, match=r"remote error\. Gone: rank 9\.$"):
+            comm.close()
+        assert comm._closed
+
+
+def test_close_says_who_died_and_takes_nobody_for_dead_who_has_closed(path):
+    """Rank 1 is a process that closes and exits, is killed, or exits without closing."""
+    program = Path(__file__).parent / "programs" / "nccl_ends.py"
+    environ = {**os.environ, "PYTHONPATH": str(program.parents[3])}
+    command = [sys.executable, program, path]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    said = dict(map(json.loads, done.stdout.splitlines()))
+    assert said.pop("leave", None) == "" and len(said) == 2, (said, done.stderr)
+    for text in said.values():
+        assert text.startswith("rank 0: this communicator has ended: a peer died. Gone: rank 1 (")
+
+
+def fail(*values):
+    raise PeerLost("rank 0: remote error.")
+
+
+def quietly():
+    pass
+
+
+def test_an_allreduce_that_fails_names_the_dead_or_says_what_ended_the_communicator(path):
+    with Coordinator() as coor, Nccl(coor, library=path) as comm:
+        kept, comm._comm = comm._comm, types.SimpleNamespace(allreduce=fail)
+        allreduce, comm._comm = nccl._quick_allreduce(comm), kept
+        comm._lost_peers = lambda: " Gone: rank 9."
+        with pytest.raises(PeerLost, match=r"remote error\. Gone: rank 9\.$"):
+            allreduce(torch.ones(3))
+        comm.abort()
+        with pytest.raises(PeerLost, match=r"this communicator has ended: abort\(\) was called"):
+            allreduce(torch.ones(3))
+
+
+def test_an_error_that_nccl_meets_by_itself_ends_the_communicator_and_names_the_dead(path, ranks):
+    """Who is gone may be seen a moment after its sockets are closed."""
+
     def body(info):
-        with Coordinator(info, timeout_s=20) as coor, Nccl(coor, library=path) as comm:
+        with Coordinator(info, timeout_s=20) as coor:
+            comm = Nccl(coor, library=path)
+            failed, looks = threading.Event(), iter([""])
+            comm._lost_peers = lambda: next(looks, " Gone: rank 9.") if failed.is_set() else ""
             coor.barrier()
             ctypes.CDLL(path).stand_in_fail_with(6)
+            failed.set()
             deadline = time.monotonic() + SOON_S
             while not comm._lost and time.monotonic() < deadline:
                 time.sleep(0.02)
             coor.barrier()
-            return "remote error" in comm._lost
+            with pytest.raises(PeerLost, match=r"remote error.*Gone: rank 9\."):
+                comm.close()
+            return True
 
     assert ranks(body, 2) == [True, True]
 
@@ -122,6 +209,18 @@ def test_split_makes_a_child_with_ranks_of_its_own(path):
         with pytest.raises(CommunicatorError, match="split on a closed Communicator"):
             child.split([0])
         assert log_of(path)[1:] == ["CommSplit color=0 key=0", "CommFinalize", "CommDestroy"]
+
+
+@pytest.mark.parametrize("call", ["empty", "split"])
+def test_nothing_is_registered_or_split_inside_a_capture(path, monkeypatch, call):
+    with Coordinator() as coor, Nccl(coor, library=path) as comm:
+        log_of(path)
+        with monkeypatch.context() as capturing:
+            capturing.setattr(torch.cuda, "is_available", lambda: True)
+            capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            with pytest.raises(CommunicatorError, match=f"rank 0: {call} inside the capture"):
+                getattr(comm, call)([0])
+        assert log_of(path) == []
 
 
 def test_a_scaled_sum_is_made_in_the_dtype_it_is_for(path):
@@ -137,3 +236,86 @@ def test_a_tensor_on_the_cpu_is_refused(path):
         with pytest.raises(ValueError, match=r"rank 0, allreduce: the tensor is on cpu, .*cuda:0"):
             comm.allreduce(torch.ones(3))
         assert log_of(path) == []
+
+
+def test_ranks_that_disagree_are_told_before_nccl_is_asked_for_anything(path, ranks):
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor, Nccl(coor, library=path) as comm:
+            comm._check = lambda call, tensor: None  # there is no GPU whose tensors to give
+            coor.barrier()
+            log_of(path)
+            coor.barrier()
+            with pytest.raises(CommunicatorError, match=r"call 1: .* of \(3,\).* of \(4,\)"):
+                comm.allreduce(torch.ones(3 + info.rank))
+            coor.barrier()
+            assert log_of(path) == []
+            coor.barrier()
+
+    ranks(body, 2)
+
+
+def test_a_capture_is_not_compared(path, ranks):
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor, Nccl(coor, library=path) as comm:
+            comm._is_capturing = lambda: True
+            if info.rank == 0:
+                with pytest.raises(ValueError, match="the tensor is on cpu"):  # by the library
+                    comm.allreduce(torch.ones(3))
+            return comm._first_calls._number
+
+    assert ranks(body, 2) == [0, 0]
+
+
+@pytest.mark.parametrize("end", ["abort", "death"])
+def test_a_comparison_that_waits_ends_with_the_communicator(path, ranks, end):
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            comm = Nccl(coor, library=path)
+            comm._check = lambda call, tensor: None
+            if info.rank == 0:
+                if end == "death":
+                    comm._farewell.died = lambda: coor.peers[1:]
+                else:
+                    threading.Timer(0.1, comm.abort).start()
+                start = time.monotonic()
+                words = "abort" if end == "abort" else "Gone: rank 1 "
+                with pytest.raises(PeerLost, match=words):
+                    comm.allreduce(torch.ones(3))
+                assert time.monotonic() - start < SOON_S
+                assert not set(first_calls.HOW) & set(comm.__dict__)
+            coor.barrier()
+            comm.abort()
+            comm.close()
+
+    ranks(body, 2)
+
+
+def test_if_one_rank_has_no_room_no_rank_registers_and_all_are_told(path, ranks, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor, Nccl(coor, library=path) as comm:
+            if info.rank == 1:
+                attempt = comm.library.try_mem_alloc
+                comm.library.try_mem_alloc = lambda nbytes: attempt(1 << 41)
+            coor.barrier()
+            log_of(path)
+            coor.barrier()
+            with pytest.raises(
+                CommunicatorError, match=r"rank 1 \(.* cannot have it: ncclMemAlloc"
+            ):
+                comm.empty(10)
+            coor.barrier()
+            asked = [line.split()[0] for line in log_of(path)] if info.rank == 0 else None
+            coor.barrier()
+            return asked
+
+    assert sorted(ranks(body, 2)[0]) == ["MemAlloc", "MemAlloc", "MemFree"]
+
+
+def test_room_is_only_tried_and_given_back(path):
+    library = nccl.NcclLibrary(path)
+    library.try_mem_alloc(4096)
+    with pytest.raises(Unsupported, match=r"ncclMemAlloc of NCCL 2\.28\.9"):
+        library.try_mem_alloc(1 << 41)
+    assert log_of(path) == ["MemAlloc 4096", "MemFree", f"MemAlloc {1 << 41}"]

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import subprocess
+import types
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,23 @@ def test_whatever_is_chosen_fits_the_arena_and_the_grid(world_size, nbytes, dtyp
         assert world_size in (2, 4, 6, 8)
         assert nbytes % 16 == 0 and 0 < nbytes <= 512 * KIB
         assert 1 <= num_blocks(world_size, nbytes, way) <= oneshot.MAX_BLOCKS
+
+
+HERE_OR_NOT = [(True, 0), (False, 0), (True, 1)]  # is it visible, and how far is its number
+
+
+def test_a_process_of_another_container_is_not_taken_for_this_one_by_its_number():
+    """What a pid means depends on who asks: an address of this process is none of the other's."""
+    pid = os.getpid()
+    peers = [types.SimpleNamespace(is_visible=seen, pid=pid + i) for seen, i in HERE_OR_NOT]
+    group = object.__new__(oneshot.Oneshot)
+    group.coor, group._call, group._imported = types.SimpleNamespace(peers=peers), Call(), []
+    reached, imported = [], []
+    group._kernels = types.SimpleNamespace(
+        reach=reached.append, import_=lambda handle, arena: imported.append(handle)
+    )
+    group._reach([{"device": i, "pointer": 64, "handle": f"0{i}"} for i in range(3)])
+    assert (reached, imported) == ([0], [b"\x01", b"\x02"])
 
 
 HEADER_PROBE = """

@@ -168,6 +168,18 @@ DISAGREEMENTS = {
         lambda comm: comm.allreduce(torch.ones(7)),
         lambda comm: comm.allreduce(torch.ones(8)),
     ),
+    ("0 float32, sum", "4 float32, sum"): (  # the empty call used to be left out
+        lambda comm: comm.allreduce(torch.ones(0)),
+        lambda comm: comm.allreduce(torch.ones(4)),
+    ),
+    ("(2, 3) float32, sum", "(3, 2) float32, sum"): (
+        lambda comm: comm.allreduce(torch.ones(2, 3)),
+        lambda comm: comm.allreduce(torch.ones(3, 2)),
+    ),
+    ("(1, 1, 1, 1, ...) int8", "(1, 1, 1, 1) int8"): (
+        lambda comm: comm.allgather(torch.ones(1, 1, 1, 1, 1, dtype=torch.int8)),
+        lambda comm: comm.allgather(torch.ones(1, 1, 1, 1, dtype=torch.int8)),
+    ),
     ("4 float32, sum", "4 int64, sum"): (
         lambda comm: comm.allreduce(torch.ones(4)),
         lambda comm: comm.allreduce(torch.ones(4, dtype=torch.int64)),

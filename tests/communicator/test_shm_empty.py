@@ -54,9 +54,22 @@ def test_the_sum_has_the_same_bits_wherever_the_tensors_are(with_shm, world_size
 def test_a_tensor_in_shared_memory_has_the_asked_shape_and_dtype(with_shm):
     def body(comm):
         tensor = comm.empty((2, 3), torch.bfloat16)
-        return tuple(tensor.shape), tensor.dtype, comm.empty((0,)).numel()
+        others = [tuple(comm.empty(shape).shape) for shape in ((0,), (), 3)]
+        return tuple(tensor.shape), tensor.dtype, others
 
-    assert with_shm(body, 2) == [((2, 3), torch.bfloat16, 0)] * 2
+    for found in with_shm(body, 1) + with_shm(body, 2):
+        assert found == ((2, 3), torch.bfloat16, [(0,), (), (3,)])
+
+
+def test_more_memory_than_there_is_is_refused_before_any_is_taken(with_shm):
+    """The kernel would promise it, and end processes when it has to keep its word."""
+
+    def body(comm):
+        with pytest.raises(CommunicatorError, match=rf"of {2**52} bytes .*: \d+ bytes are"):
+            comm.empty(2**50)
+        return comm.allreduce(torch.ones(1)).item()
+
+    assert with_shm(body, 2) == [2.0, 2.0]
 
 
 def test_memory_is_given_back_and_used_again(with_shm):

@@ -210,7 +210,7 @@ def test_a_timeout_names_who_did_not_come(ranks_or_errors, operation):
         with Coordinator(info, timeout_s=30) as coor:
             coor.barrier()
             if coor.rank == 2:
-                time.sleep(2.5)
+                time.sleep(0.8)
                 return "late"
             data = [b"x"] if operation == "allgather" else []
             if operation == "broadcast":
@@ -258,7 +258,7 @@ def test_a_broken_group_says_so_at_once(ranks_or_errors):
     def body(info):
         with Coordinator(info, timeout_s=30) as coor:
             if coor.rank == 1:
-                time.sleep(2)
+                time.sleep(0.6)
                 return None
             with pytest.raises(CoordinatorTimeout):
                 coor.barrier(timeout_s=0.2)

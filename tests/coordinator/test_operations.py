@@ -281,6 +281,16 @@ def test_a_world_of_one_has_every_operation():
         assert "alone" in coor.diagnose()
 
 
+def test_torch_may_be_the_only_one_to_keep_a_store():
+    """It keeps the half in C++, so `init_process_group(store=coor.store("x"))` lost the other."""
+    from torch.distributed import PrefixStore
+
+    with Coordinator(LaunchInfo("alone")) as coor:
+        within = PrefixStore("within", coor.store("x"))
+        within.set("a", "b")
+        assert within.get("a") == b"b"
+
+
 def test_a_senseless_request_harms_only_who_makes_it(ranks):
     def body(info):
         with Coordinator(info) as coor:

@@ -34,8 +34,8 @@ def test_a_thousand_and_twenty_four_nodes_are_ten_steps_from_the_root():
     assert max(len(children_of(node, 1024)) for node in range(1024)) == 10
 
 
-@pytest.mark.parametrize("nodes", [[64], [16] * 4], ids=str)
-def test_sixty_four_ranks_meet_in_two_seconds(coordinated, nodes):
+@pytest.mark.parametrize("nodes", [[64], [8] * 4], ids=str)
+def test_many_ranks_meet_in_two_seconds(coordinated, nodes):
     """From the last rank's first line on: what comes before is the forking."""
     begun = time.time()
 
@@ -43,6 +43,6 @@ def test_sixty_four_ranks_meet_in_two_seconds(coordinated, nodes):
         coor.barrier()
         return time.time()
 
-    found = coordinated(body, 64, nodes, timeout_s=30)
+    found = coordinated(body, sum(nodes), nodes, timeout_s=30)
     assert all(outcome.error == "" for outcome in found), found
     assert max(outcome.value for outcome in found) - begun < 2 + 4  # and the forking of 64

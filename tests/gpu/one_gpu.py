@@ -5,10 +5,12 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from launcher import LaunchInfo
 ROOT = Path(__file__).parents[2]
 FIRST_WITH_SHARED_GPUS = 23003
 RESULT = "RESULT "
+AFTER_FAILURE_S = 25.0  # longer than survivors of a killed rank take to notice
 
 needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available(),
@@ -42,47 +45,68 @@ def nccl_environment(launch_id: str, rank: int) -> dict[str, str]:
         "NCCL_NET_PLUGIN": "none",
         "NCCL_RAS_ENABLE": "0",
         "NCCL_MAX_NCHANNELS": "2",
-        "CUDA_MODULE_LOADING": "EAGER",
     }
     if nccl_library.find().version >= FIRST_WITH_SHARED_GPUS:
         return quiet | {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     return quiet | {"NCCL_HOSTID": f"{launch_id}-rank{rank}"}
 
 
-def start(case: str, nprocs: int, *arguments: str) -> list[subprocess.Popen[str]]:
+@dataclass
+class Rank:
+    process: subprocess.Popen[bytes]
+    output: IO[str]  # a file, which unlike a pipe takes whatever NCCL_DEBUG=INFO says
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and output; a rank that still runs is killed."""
+        late = self.process.poll() is None
+        if late:
+            self.process.kill()
+        code = self.process.wait()
+        self.output.seek(0)
+        with self.output:
+            return code, self.output.read() + ("\nkilled: it did not end in time" if late else "")
+
+
+def start(case: str, nprocs: int, *arguments: str) -> list[Rank]:
     """The ranks, started; nobody watches them, so a test may kill one."""
     launch_id = uuid.uuid4().hex
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
-        port, started = listener.getsockname()[1], []
-        for rank in range(nprocs):
-            extras = {"master_fd": str(listener.fileno())} if rank == 0 else {}
-            info = LaunchInfo(launch_id, nprocs, nprocs, rank, rank, "127.0.0.1", port, extras)
-            started.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "tests.gpu.ranks", case, *arguments],
-                    env=os.environ | info.to_env() | nccl_environment(launch_id, rank),
-                    pass_fds=[listener.fileno()] if rank == 0 else [],
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    cwd=ROOT,
-                )
-            )
-    return started
+        return [
+            _start(rank, launch_id, nprocs, listener, [case, *arguments]) for rank in range(nprocs)
+        ]
 
 
-def finish(started: list[subprocess.Popen[str]], timeout_s: float) -> list[tuple[int, str]]:
-    """Exit code and output of every rank; those that do not end in time are killed."""
+def _start(
+    rank: int, launch_id: str, nprocs: int, listener: socket.socket, command: list[str]
+) -> Rank:
+    fd, port = listener.fileno(), listener.getsockname()[1]
+    extras = {"master_fd": str(fd)} if rank == 0 else {}
+    info = LaunchInfo(launch_id, nprocs, nprocs, rank, rank, "127.0.0.1", port, extras)
+    output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - Rank.end() closes it
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.gpu.ranks", *command],
+        env=os.environ | info.to_env() | nccl_environment(launch_id, rank),
+        pass_fds=[fd] if rank == 0 else [],
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        cwd=ROOT,
+    )
+    return Rank(process, output)
+
+
+def finish(started: list[Rank], timeout_s: float) -> list[tuple[int, str]]:
+    """Exit code and output of every rank; those that do not end in time are killed, and soon if
+    another has failed."""
     deadline = time.monotonic() + timeout_s
-    ended = []
-    for process in started:
-        try:
-            output, _ = process.communicate(timeout=max(deadline - time.monotonic(), 0.1))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output = process.communicate()[0] + f"\nkilled after {timeout_s:g} s"
-        ended.append((process.returncode, output))
-    return ended
+    failed = False
+    while (left := deadline - time.monotonic()) > 0:
+        codes = [rank.process.poll() for rank in started]
+        if None not in codes:
+            break
+        if not failed and any(codes):
+            failed, deadline = True, time.monotonic() + min(left, AFTER_FAILURE_S)
+        time.sleep(0.02)
+    return [rank.end() for rank in started]
 
 
 def run(case: str, nprocs: int, *arguments: str, timeout_s: float = 100.0) -> list[Any]:
@@ -94,6 +118,23 @@ def run(case: str, nprocs: int, *arguments: str, timeout_s: float = 100.0) -> li
     if failed:
         pytest.fail("\n".join(failed), pytrace=False)
     return [result_of(text) for _, text in ended]
+
+
+# What one life of a communicator may leave behind: less than any leak that grows with every life.
+# A thread or descriptor of NCCL's may be just ending when they are counted.
+LEFT_BEHIND = {"device_mib": 0.5, "host_mib": 2.0, "descriptors": 0.5, "threads": 0.5}
+
+
+def leaks(left: dict[str, float]) -> list[str]:
+    """What of it is too much."""
+    return [name for name, most in LEFT_BEHIND.items() if left[name] >= most]
+
+
+def wrong_nodes(nodes: dict[str, int], calls: int) -> str:
+    """What is wrong with a graph of so many captured calls: each is one kernel, without copies."""
+    if nodes.get("kernel", 0) != calls:
+        return f"{nodes.get('kernel', 0)} kernels for {calls} calls: {nodes}"
+    return f"something is copied or filled: {nodes}" if {"memcpy", "memset"} & {*nodes} else ""
 
 
 def result_of(output: str) -> Any:

@@ -1,10 +1,13 @@
 """What the ranks of the GPU tests do: python -m tests.gpu.ranks CASE, as started by one_gpu.py."""
 
+import collections
+import ctypes
 import gc
 import json
 import os
 import signal
 import sys
+import threading
 import time
 
 import torch
@@ -15,6 +18,7 @@ from communicator import (
     CommunicatorTimeout,
     PeerLost,
     conformance,
+    oneshot,
 )
 from communicator.cupy import Cupy
 from communicator.nccl import Nccl
@@ -25,6 +29,8 @@ GPU = torch.device("cuda", 0)
 MIB = 1 << 20
 GRAPHS, CALLS_PER_GRAPH = 30, 65
 SOON_S = 20.0
+AFTERMATH_S = 2.0  # NCCL's own abort ends once the graph has, aside, and better before the process
+NODE_KINDS = ("kernel", "memcpy", "memset", "host", "graph", "empty", "wait", "record")  # cuda.h
 
 
 def conform(coor: Coordinator, backend: str = "nccl", *options: str) -> dict[str, int]:
@@ -117,6 +123,35 @@ def _graph(comm, tensor, op, pool):
     return graph
 
 
+def captured_nodes(coor: Coordinator, calls: str = "65") -> dict[str, int]:
+    """How many nodes of each kind a graph of so many allreduces has."""
+    with Nccl(coor, device=0) as comm:
+        scale = comm.scaled_sum(1.0, torch.bfloat16)  # so that one rank launches kernels too
+        tensor = torch.ones(8192, dtype=torch.bfloat16, device=GPU)
+        comm.allreduce(tensor, scale)
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.graph(graph):
+            for _ in range(int(calls)):
+                comm.allreduce(tensor, scale)
+        found = _nodes(graph.raw_cuda_graph())
+        graph.reset()
+        return found
+
+
+def _nodes(graph: int) -> dict[str, int]:
+    driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_size_t()
+    handle = ctypes.c_void_p(graph)
+    assert driver.cuGraphGetNodes(handle, None, ctypes.byref(count)) == 0
+    nodes = (ctypes.c_void_p * count.value)()
+    assert driver.cuGraphGetNodes(handle, nodes, ctypes.byref(count)) == 0
+    kinds = []
+    for node in nodes:
+        kind = ctypes.c_int()
+        assert driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)) == 0
+        kinds.append(NODE_KINDS[kind.value] if kind.value < len(NODE_KINDS) else str(kind.value))
+    return collections.Counter(kinds)
+
+
 def _free(coor: Coordinator) -> int:
     torch.cuda.synchronize()
     coor.barrier()
@@ -165,12 +200,14 @@ def abort_with_a_live_graph(coor: Coordinator) -> float:
         pass
     comm.close()
     assert torch.ones(3, device=GPU).sum().item() == 3.0
+    graph.reset()
+    time.sleep(AFTERMATH_S)
     return took_s
 
 
 def killed_peer(coor: Coordinator) -> list[str | float]:
     """The last rank dies; the others wait for it on the GPU, and must learn its name."""
-    comm = Nccl(coor, device=0)
+    comm = Nccl(coor, device=0, checked_calls=1)
     comm.allreduce(torch.ones(10, device=GPU))
     comm.synchronize()
     coor.barrier()
@@ -198,7 +235,7 @@ def _leave(result) -> None:
 
 def absent_rank(coor: Coordinator) -> list[str | float]:
     """The last rank does not make the call: the others' wait has an end, and so does abort()."""
-    comm = Nccl(coor, device=0)
+    comm = Nccl(coor, device=0, checked_calls=0)
     comm.allreduce(torch.ones(10, device=GPU))
     comm.synchronize()
     start, said = time.monotonic(), ""
@@ -215,6 +252,71 @@ def absent_rank(coor: Coordinator) -> list[str | float]:
     comm.abort()
     comm.close()
     return [said, took_s]
+
+
+def oneshot_sums(coor: Coordinator) -> list[str]:
+    """The one-shot kernel of each process, on arenas that the processes map by CUDA IPC."""
+    with Nccl(coor, device=0, oneshot=True) as comm:
+        problems = [
+            f"{way.name} of {nbytes} bytes of {dtype}"
+            for dtype in oneshot.DTYPES
+            for nbytes in (16, 4096, 262_144, 524_288)
+            for way in oneshot.Algorithm
+            if not _is_exact(comm, nbytes, dtype, way)
+        ]
+        tensor = torch.ones(1000, device=GPU)
+        comm.allreduce(tensor[4:])
+        comm.allreduce(tensor[1:-3])  # not aligned: summed in a copy
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            comm.allreduce(tensor[4:])
+        graph.replay()
+        comm.synchronize()
+        world = float(comm.world_size)
+        if tensor[0] != 1 or tensor[1] != world or (tensor[4:-3] != world**3).any():
+            problems.append(f"in place, beside others, or replayed: {tensor}")
+        graph.reset()
+    return problems + _on_its_own_stream(coor)
+
+
+def _on_its_own_stream(coor: Coordinator) -> list[str]:
+    """Small sums go on the stream that was given, not behind what the current one has to do."""
+    side, tensor = torch.cuda.Stream(), torch.ones(1024, device=GPU)
+    with Nccl(coor, device=0, oneshot=True, stream=side) as comm:
+        torch.cuda.synchronize()
+        torch.cuda._sleep(1_000_000_000)
+        comm.allreduce(tensor)
+        with torch.cuda.stream(side):
+            found = tensor.mean().item()
+        return [] if found == comm.world_size else [f"a sum on a stream of its own gave {found}"]
+
+
+def _is_exact(comm, nbytes, dtype, way) -> bool:
+    generator = torch.Generator(GPU).manual_seed(comm.rank)
+    mine = torch.randn(nbytes // dtype.itemsize, generator=generator, device=GPU).to(dtype)
+    every, found = comm.allgather(mine), torch.empty_like(mine)
+    comm._small.sum(mine, found, way)
+    total = every[0].float()
+    for part in every[1:]:
+        total += part.float()
+    comm.synchronize()
+    return torch.equal(found.view(torch.uint8), total.to(dtype).view(torch.uint8))
+
+
+def oneshot_absent_rank(coor: Coordinator) -> list[str | float]:
+    """The last rank does not make the call: the kernels of the others give up, and say so."""
+    with Nccl(coor, device=0, oneshot=True) as comm:
+        comm._small._call.timeout_ns = int(2e9)
+        start, said = time.monotonic(), ""
+        if coor.rank != coor.world_size - 1:
+            comm.allreduce(torch.ones(1024, device=GPU))
+            try:
+                comm.synchronize()
+            except CommunicatorTimeout as error:
+                said = str(error)
+        took_s = time.monotonic() - start
+        coor.barrier()
+        return [said, took_s, torch.ones(3, device=GPU).sum().item()]
 
 
 def streams(coor: Coordinator) -> list[float]:
@@ -268,18 +370,31 @@ def compiled(coor: Coordinator) -> list[float]:
 
 
 def create_and_destroy(
-    coor: Coordinator, times: str = "20", seconds: str = "100"
+    coor: Coordinator, times: str = "20", seconds: str = "60", leak: str = ""
 ) -> dict[str, float]:
-    """What one life of a communicator leaves behind, over so many, or as many as there is time."""
+    """What one life of a communicator leaves behind, over so many, or as many as there is time.
+
+    leak: anything, to plant one of each kind in every life, which has to be noticed.
+    """
     for _ in range(3):
         Nccl(coor, device=0).close()
     before, lives, end = _holdings(coor), 0, time.monotonic() + float(seconds)
+    planted = []
     while lives < int(times) and time.monotonic() < end:
         Nccl(coor, device=0).close()
+        planted += [_leak()] if leak else []
         lives += 1
     after = _holdings(coor)
     left = {name: (after[name] - before[name]) / lives for name in before}
     return left | {"lives": lives}
+
+
+def _leak() -> object:
+    """One of each, and of memory more than is let pass; the caller keeps what must be kept."""
+    driver, address = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+    assert driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(MIB)) == 0
+    threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
+    return os.open("/dev/null", os.O_RDONLY), b"x" * (4 * MIB)
 
 
 def _holdings(coor: Coordinator) -> dict[str, float]:

@@ -1,29 +1,14 @@
-"""NCCL on a real GPU, shared by the ranks of each test. `make gpu` runs it, without a network."""
+"""NCCL on a real GPU, shared by the ranks of each test. `make gpu` runs it, without a network.
+
+The short tests come first: whoever has the GPU for minutes only learns most from them.
+"""
 
 import pytest
 
 from tests.gpu import one_gpu
-from tests.gpu.one_gpu import finish, needs_gpu, result_of, run, start
+from tests.gpu.one_gpu import finish, leaks, needs_gpu, result_of, run, start, wrong_nodes
 
-pytestmark = [needs_gpu, pytest.mark.timeout(400)]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_nccl_conforms(world_size):
-    found = run("conform", world_size, timeout_s=350)
-    assert all(counts["passed"] > 50 for counts in found)
-
-
-def test_nccl_in_blocking_mode_conforms():
-    found = run("conform", 2, "nccl", "blocking", timeout_s=350)
-    assert all(counts["passed"] > 50 for counts in found)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_nccl_through_cupy_conforms(world_size):
-    pytest.importorskip("cupy", reason="needs cupy-cuda13x or cupy-cuda12x")
-    found = run("conform", world_size, "cupy", timeout_s=350)
-    assert all(counts["passed"] > 40 for counts in found)
+pytestmark = [needs_gpu, pytest.mark.timeout(250)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -49,6 +34,17 @@ def test_a_first_use_inside_a_capture_is_a_clear_error():
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
+def test_a_graph_holds_one_kernel_for_each_captured_call_and_copies_nothing(world_size):
+    for nodes in run("captured_nodes", world_size, "65"):
+        assert wrong_nodes(nodes, 65) == ""
+
+
+def test_a_capture_that_recorded_nothing_is_noticed():
+    (nodes,) = run("captured_nodes", 1, "0")
+    assert "0 kernels for 65 calls" in wrong_nodes(nodes, 65)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_a_graph_of_65_calls_costs_little_memory(world_size):
     assert all(mib < 10 for mib in run("graph_memory", world_size))
 
@@ -59,8 +55,9 @@ def test_close_is_refused_while_a_graph_lives(world_size):
         assert "1 CUDA graph(s)" in said and "reset()" in said
 
 
-def test_abort_is_bounded_although_a_graph_lives():
-    assert run("abort_with_a_live_graph", 1)[0] < 10
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_abort_is_bounded_although_a_graph_lives(world_size):
+    assert all(took_s < 10 for took_s in run("abort_with_a_live_graph", world_size))
 
 
 def test_a_killed_peer_is_named_by_the_survivors_in_time():
@@ -82,13 +79,19 @@ def test_calls_follow_torchs_stream_without_a_wait_of_the_host():
 
 
 def test_a_compiled_function_with_an_allreduce_runs_eagerly_and_captured():
-    assert run("compiled", 2, timeout_s=300) == [[5.0, 5.0]] * 2
+    pytest.importorskip("triton", reason="torch.compile needs triton for a GPU")
+    assert run("compiled", 2, timeout_s=200) == [[5.0, 5.0]] * 2
 
 
 def test_a_communicator_leaves_nothing_behind():
-    (left,) = run("create_and_destroy", 1, timeout_s=200)
-    assert left["device_mib"] < 1 and left["host_mib"] < 2
-    assert left["descriptors"] == 0 and left["threads"] == 0
+    (left,) = run("create_and_destroy", 1)
+    assert leaks(left) == [], left
+
+
+def test_what_a_communicator_left_behind_would_be_noticed():
+    """A MiB of the device, memory of the host, a descriptor and a thread, planted in each life."""
+    (left,) = run("create_and_destroy", 1, "8", "60", "leak")
+    assert leaks(left) == list(one_gpu.LEFT_BEHIND), left
 
 
 def test_mistakes_are_told_before_anything_is_enqueued():
@@ -101,3 +104,21 @@ def test_mistakes_are_told_before_anything_is_enqueued():
 def test_the_harness_says_which_path_shares_the_gpu():
     found = one_gpu.nccl_environment("launch", 3)
     assert ("NCCL_HOSTID" in found) != ("NCCL_MULTI_RANK_GPU_ENABLE" in found)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_nccl_conforms(world_size):
+    found = run("conform", world_size, timeout_s=200)
+    assert all(counts["passed"] > 50 for counts in found)
+
+
+def test_nccl_in_blocking_mode_conforms():
+    found = run("conform", 2, "nccl", "blocking", timeout_s=200)
+    assert all(counts["passed"] > 50 for counts in found)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_nccl_through_cupy_conforms(world_size):
+    pytest.importorskip("cupy", reason="needs cupy-cuda13x or cupy-cuda12x")
+    found = run("conform", world_size, "cupy", timeout_s=200)
+    assert all(counts["passed"] > 40 for counts in found)

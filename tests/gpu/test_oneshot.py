@@ -14,7 +14,7 @@ import launcher
 from communicator import CommunicatorTimeout, oneshot
 from communicator.oneshot import DTYPES, Algorithm, Call, ErrorWord, Kernels, num_blocks
 from tests.gpu import between_gpus
-from tests.gpu.one_gpu import needs_gpu, needs_two_gpus
+from tests.gpu.one_gpu import needs_gpu, needs_two_gpus, run
 
 pytestmark = [
     needs_gpu,
@@ -167,6 +167,17 @@ def test_a_rank_that_never_comes_is_reported_and_the_gpu_goes_on():
         ranks.error.check(0)
     assert torch.ones(3, device="cuda").sum().item() == 3
     ranks.close()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_sums_between_processes_have_the_bits_of_the_sum_in_order_of_rank(world_size):
+    assert run("oneshot_sums", world_size) == [[]] * world_size
+
+
+def test_a_process_that_makes_no_sum_is_named_and_the_gpu_goes_on():
+    (said, took_s, after), _ = run("oneshot_absent_rank", 2)
+    assert "waited in vain for rank 1" in said
+    assert took_s < 10 and after == 3
 
 
 @needs_two_gpus

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from coordinator import Coordinator
-from inference import precompile, same_everywhere
+from inference import precompile_alike, same_everywhere
 
 
 class Net(nn.Module):
@@ -29,13 +29,17 @@ if __name__ == "__main__":
             os.environ.update(CXX="/bin/false", CC="/bin/false")
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = sys.argv[1] + ".inductor"
         torch.manual_seed(coor.rank)
-        model = Net().eval()
+        model, second = Net().eval(), Net().eval()
         start = time.process_time()
         quick = {"aot_inductor.compile_wrapper_opt_level": "O0"}
-        run = precompile(model, (x,), coor, folder=sys.argv[1], options=quick)
+        run, other = precompile_alike(
+            [model, second], (x,), coor, folder=sys.argv[1], options=quick
+        )
         spent = time.process_time() - start
         error = (run(x) - model(x)).abs().max().item()
         assert error < 1e-5, error
+        torch.testing.assert_close(other(x), second(x))
+        assert not torch.allclose(run(x), other(x))
         for tensor in [*model.parameters(), *model.buffers()]:
             coor_bytes = coor.broadcast(tensor.numpy().tobytes())
             tensor.copy_(

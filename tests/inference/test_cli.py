@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from inference.cli import main
+from inference.cli import main, parser
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,6 +28,17 @@ def test_plan_counts_the_cache_that_is_wanted(checkpoints, capsys):
     arguments = ["plan", "--model", path, "--memory", "160KiB", "160KiB", "--batch", "64"]
     assert main([*arguments, "--length", "1000"]) == 1
     assert "bytes" in capsys.readouterr().err
+
+
+def test_plan_shows_the_fastest_cut_and_how_fast_that_is(checkpoints, capsys):
+    """Of equal ranks with slow links one is the fastest, if the model fits there."""
+    path = str(checkpoints.llama()[1])
+    line = ["plan", "--model", path, "--memory", "1MiB", "--ranks", "2", "--hop", "1e6"]
+    rates = []
+    for device_map in ("auto", "fastest"):
+        assert main([*line, "--device-map", device_map]) == 0
+        rates.append(float(capsys.readouterr().out.partition("at most ")[2].split()[0]))
+    assert rates[0] < 1 < rates[1]
 
 
 def test_plan_says_what_is_missing(checkpoints, capsys):
@@ -52,17 +64,87 @@ def test_generate_streams_text_and_ends_with_a_summary(with_tokenizer):
     done = command("generate", "--model", with_tokenizer, "-n", 2, "--prompt", "5 6 7")
     assert done.returncode == 0, done.stderr
     assert "5 6 7" in done.stdout and "tokens/s" in done.stdout and "a hop" in done.stdout
+    assert re.search(r"rank 1: [\d.]+ KiB of model, [\d.]+ MiB of memory at most", done.stdout)
 
 
-def test_an_unmodified_script_runs_over_the_ranks(with_tokenizer, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys, torch\n"
-        "from transformers import AutoModelForCausalLM\n"
-        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], device_map='auto')\n"
-        "print('ranks', getattr(model, 'device_map', None) and model.device_map.ranks)\n"
-        "print(model.generate(torch.arange(3, 9)[None], max_new_tokens=5).shape)\n"
-    )
-    done = command("run", "-n", 2, script, with_tokenizer)
-    assert done.returncode == 0, done.stderr
-    assert "ranks [0, 1]" in done.stdout and done.stdout.count("torch.Size([1, 11])") == 1
+def test_bench_tells_prompt_and_tokens_a_second_memory_and_hops(checkpoints, capsys):
+    sizes = ["--batch", "2", "--prompt-tokens", "16", "--new-tokens", "5"]
+    assert main(["bench", "--model", str(checkpoints.llama()[1]), *sizes]) == 0
+    head, _, row = capsys.readouterr().out.split("\n\n")[2].splitlines()
+    named = dict(zip(head.split("|"), row.split("|"), strict=True))
+    told = {name.strip(): cell.split() for name, cell in named.items()}
+    assert [told[name] for name in ("batch", "prompt (tokens)", "new (tokens)")] == [
+        ["2"], ["16"], ["5"]
+    ]  # fmt: skip
+    first_s, prefill, decode = (float(told[n][0]) for n in told if n.endswith("(ms)") or "/s" in n)
+    assert prefill == pytest.approx(2 * 16 / first_s * 1e3, rel=0.5) and decode > 0
+
+
+OPTIONS = {
+    "plan": "--model --memory --ranks --device-map --dtype --batch --length --bandwidth --hop",
+    "generate": "--model -n --ranks --memory --prompt --max-new-tokens --seed",
+    "bench": "--model -n --ranks --memory --batch --prompt-tokens --new-tokens",
+    "serve": "--model -n --ranks --memory --host --port --api-key-file --max-length --max-running"
+    " --max-waiting",
+    "run": "-n --ranks",
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_options_are_few(name):
+    (commands,) = (action for action in parser()._actions if action.choices)
+    assert set(commands.choices) == set(OPTIONS)
+    known = [name for action in commands.choices[name]._actions for name in action.option_strings]
+    assert known == ["-h", "--help", *OPTIONS[name].split()]
+
+
+SCRIPT = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+path = sys.argv[1]
+model = AutoModelForCausalLM.from_pretrained(path, device_map="auto")
+print("ranks", model.device_map.ranks)
+print(model.generate(torch.arange(3, 9)[None], max_new_tokens=5).shape)
+pipe = pipeline("text-generation", model=model, tokenizer=AutoTokenizer.from_pretrained(path))
+print(pipe("5 6 7", max_new_tokens=3, do_sample=False)[0]["generated_text"])
+try:
+    AutoModelForCausalLM.from_pretrained(path, device_map="auto")
+except RuntimeError as error:
+    print(error)
+sys.exit(7)
+"""
+RUN = "import sys\nfrom inference.cli import main\nsys.exit(main(['run', *sys.argv[1:]]))"
+
+
+def test_an_unmodified_script_runs_over_the_ranks_and_ends_them_with_its_code(
+    with_tokenizer, tmp_path, start
+):
+    script = tmp_path / "unmodified.py"
+    script.write_text(SCRIPT)
+    master, server = start(RUN, 2, script, with_tokenizer)
+    out, err = master.communicate(timeout=90)
+    assert "ranks [0, 1]" in out and "torch.Size([1, 11])" in out and "55 54 10" in out, err
+    assert "other ranks serve its first model" in out
+    assert master.returncode == 7 and server.wait(timeout=10) == 7 and not server.stdout.read()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--host", "0.0.0.0"], "there is no key"),
+        (["--api-key-file", "/dev/null"], "is empty"),
+        (["--max-length", "1000000"], "has positions for"),
+    ],
+)
+def test_a_server_that_cannot_be_as_asked_does_not_start(checkpoints, capsys, options, said):
+    pytest.importorskip("uvicorn", reason="runs after `pip install fastapi uvicorn`")
+    assert main(["serve", "--model", str(checkpoints.llama()[1]), *options]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_continue_text_is_not_served(checkpoints, capsys):
+    pytest.importorskip("uvicorn", reason="runs after `pip install fastapi uvicorn`")
+    small = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 9}
+    _, path = checkpoints.make("t5 to serve", "T5ForConditionalGeneration", **small)
+    assert main(["serve", "--model", str(path)]) == 1
+    assert "serve a decoder" in capsys.readouterr().err

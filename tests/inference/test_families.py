@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from inference import InferenceError, StageError
 from inference.layout import layer_names
 
 BASE = {
@@ -173,12 +174,54 @@ def outcomes(model: Any, static: bool = True) -> Iterator[Any]:
 def test_the_tokens_of_a_family_equal_those_of_one_process(checkpoints, on_master, family):
     cls, config = {**CAUSAL, **ENCODER_DECODERS}[family]
     plain, path = checkpoints.make(family, cls, **config)
-    static = family not in {"mamba", "mpt"}
+    static = family != "mpt"
 
     def work(model: Any) -> list[Any]:
         return list(outcomes(model, static))
 
     assert on_master(path, 2, work, device_map=second_halves(plain)) == work(plain)
+
+
+def test_logits_of_routers_are_refused_where_some_would_be_missing(checkpoints, on_master):
+    plain, path = checkpoints.make("mixtral", CAUSAL["mixtral"][0], **CAUSAL["mixtral"][1])
+
+    def work(model: Any) -> None:
+        with pytest.raises(InferenceError, match="output_router_logits=True, but these are made"):
+            model(**prompt(), output_router_logits=True)
+
+    on_master(path, 2, work, device_map=second_halves(plain))
+
+
+def test_a_layer_that_writes_into_what_it_is_given_is_refused(checkpoints, on_master):
+    """RWKV's layers fill one state, each its own part of it: the other ranks would not know."""
+    config = {**BASE, "attention_hidden_size": 32, "context_length": 64}
+    plain, path = checkpoints.make("rwkv", "RwkvForCausalLM", **config)
+
+    def work(model: Any) -> None:
+        with pytest.raises(StageError, match="it wrote into a tensor of shape"):
+            model.generate(**prompt(), max_new_tokens=2)
+
+    on_master(path, 2, work, device_map=second_halves(plain))
+
+
+BF16_ERROR = 0.05
+"""Of bfloat16 logits against those of float32, as a part of the largest: a bound on rounding."""
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "gemma2", "mixtral", "qwen3_next"])
+def test_in_bfloat16_a_family_rounds_as_one_process_does(checkpoints, on_master, family):
+    cls, config = CAUSAL[family]
+    exact, path = checkpoints.make(family, cls, **config)
+    one = type(exact).from_pretrained(path, dtype=torch.bfloat16)
+
+    @torch.no_grad()
+    def work(model: Any) -> torch.Tensor:
+        return model(**prompt()).logits.float()
+
+    found = on_master(path, 2, work, device_map=second_halves(exact), dtype=torch.bfloat16)
+    reference = work(exact)
+    assert torch.equal(found, work(one))
+    assert (found - reference).abs().max() <= BF16_ERROR * reference.abs().max()
 
 
 VISION = {

@@ -273,6 +273,70 @@ def test_generate_is_exact_with(checkpoints, on_master, feature, nprocs):
     assert on_master(path, nprocs, feature) == feature(plain)
 
 
+def test_a_cache_filled_elsewhere_is_refused(checkpoints, on_master):
+    """Its keys would be used by the master's layers alone, and the tokens be silently wrong."""
+
+    def work(model):
+        layers = [(torch.ones(1, 2, 5, 8), torch.ones(1, 2, 5, 8)) for _ in range(6)]
+        with torch.no_grad(), pytest.raises(InferenceError, match="came with 5 tokens in layer 3"):
+            model(torch.tensor([[7]]), past_key_values=DynamicCache(layers))
+        return tokens(model)
+
+    plain, path = checkpoints.llama()
+    assert on_master(path, 2, work) == tokens(plain)
+
+
+def cut(cache):
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys[:, :, :-3], layer.values[:, :, :-3]
+
+
+def cut_rows(cache):
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys[:1], layer.values[:1]
+
+
+BY_HAND = {
+    "cropped layers": lambda cache: [layer.crop(-3) for layer in cache.layers],
+    "cut keys": cut,
+    "cut rows": cut_rows,
+    "empty layers": lambda cache: [layer.reset() for layer in cache.layers],
+}
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_layers_of_a_cache_changed_by_hand_are_refused(checkpoints, on_master, kind):
+    """Their ranks would not hear of it and keep what was cut, and the tokens be silently wrong."""
+
+    def filled(model):
+        cache = StaticCache(config=model.config, max_cache_len=20)
+        cache = DynamicCache(config=model.config) if kind == "dynamic" else cache
+        model(**prompt(2), past_key_values=cache)
+        return cache
+
+    def work(model):
+        for change in BY_HAND.values() if kind == "dynamic" else [BY_HAND["empty layers"]]:
+            cache = filled(model)
+            change(cache)
+            rows = cache.layers[0].keys.shape[0] if cache.layers[0].keys is not None else 2
+            for use in (
+                lambda: model(torch.full((rows, 1), 7), past_key_values=cache),  # noqa: B023
+                lambda: cache.batch_repeat_interleave(2),  # noqa: B023
+            ):
+                with pytest.raises(InferenceError, match=r"layer 3 .* by hand.*cache\.crop"):
+                    use()
+            cache.reset()
+            model(**prompt(2), past_key_values=cache)
+        keys = torch.ones(2, 2, 1, 8)
+        with pytest.raises(InferenceError, match="call the model with the tokens"):
+            cache.update(keys, keys, 3)
+        return tokens(model)
+
+    plain, path = checkpoints.llama()
+    with torch.no_grad():
+        assert on_master(path, 2, torch.no_grad()(work)) == tokens(plain)
+
+
 def test_five_ranks_are_exact(checkpoints, on_master):
     def work(model):
         return beams_of_a_padded_batch(model), a_static_cache_and_a_padded_batch(model)

@@ -57,6 +57,9 @@ PLACES = {
     "a method with a number": lambda g, x: g.call_method("cuda", (x, 0)),
     "a method of factories": lambda g, x: g.call_method("new_ones", (x, 4), {"device": CUDA}),
     "nested arguments": lambda g, x: g.call_function(pick, ({"where": [CUDA]}, x)),
+    "a number at a position": lambda g, x: g.call_method("to", (x, 0)),
+    "a method called as a function": lambda g, x: g.call_function(torch.Tensor.cuda, (x, 0)),
+    "a list": lambda g, x: g.call_function(pick, ({"where": [CUDA, CUDA]}, x)),
     "a call of torch.device": lambda g, x: g.call_method(
         "to", (x, g.call_function(torch.device, ("cuda", 0)))
     ),
@@ -66,11 +69,11 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 def test_a_device_is_found_in(place):
     module, report = graph_of(PLACES[place]), HoistReport()
-    named = re.compile(r"[.'\"]cuda")
+    named = re.compile(r"[.'\"_]cuda|x.to\(0\)")
     assert named.search(module.code)
     hoist(module, TO_CPU, inputs=(X,), report=report)
     assert not named.search(module.code)
-    assert sum(report.changed.values()) == 1
+    assert sum(report.changed.values()) == (2 if place == "a list" else 1)
     assert module(X).device == torch.device("cpu")
 
 
@@ -145,6 +148,70 @@ def test_autocast_keeps_its_type_unless_the_type_changes():
     )
     assert "'cuda'" in hoist(module, {"cuda:0": "cuda:3"}).code
     assert "'cpu'" in hoist(module, {"cuda:3": "cpu"}).code
+
+
+def test_the_type_of_an_autocast_may_be_given_by_name():
+    enter = torch.amp.autocast_mode._enter_autocast
+    options = {"device_type": "cuda", "dtype": None, "enabled": True, "cache_enabled": True}
+    module = graph_of(lambda g, x: g.call_function(enter, (), options) and x)
+    assert "'cpu'" in hoist(module, TO_CPU).code
+
+
+def test_the_current_device_is_set_to_the_new_one_or_refused():
+    module = graph_of(lambda g, x: g.call_function(torch.cuda.set_device, (0,)) and x)
+    assert "set_device(3)" in hoist(module, {"cuda:0": "cuda:3"}).code
+    default = graph_of(lambda g, x: g.call_function(torch.set_default_device, ("cuda:0",)) and x)
+    assert "'cuda:3'" in hoist(default, {"cuda:0": "cuda:3"}).code
+    with pytest.raises(HoistError, match="set_device for cuda:3"):
+        hoist(module, {"cuda:3": "cpu"})
+
+
+def test_a_string_deep_in_arguments_is_told_of_and_refused_in_strict_mode():
+    """It may be a device or a name: nothing says which."""
+
+    def build():
+        return graph_of(
+            lambda g, x: g.call_function(dict, (), {"where": {"device": "cuda:0"}}) and x
+        )
+
+    report = HoistReport()
+    hoist(build(), {"cuda:0": "cuda:3"}, report=report)
+    assert report.kept == {"node dict_1": "cuda:0"}
+    with pytest.raises(UnmappedDevice, match="dict_1"):
+        hoist(build(), {"cuda:0": "cuda:3"}, strict=True)
+
+
+def branches(x):
+    return torch.cond(
+        x.sum() > 0,
+        lambda x: x + torch.ones(4, device=x.device),
+        lambda x: x * torch.full((4,), 3.0, device=x.device),
+        (x,),
+    )
+
+
+def repeated(x):
+    def body(i, x):
+        return i + 1, x + torch.ones(4, device=x.device)
+
+    start = torch.zeros((), dtype=torch.int64)
+    return torch._higher_order_ops.while_loop(lambda i, x: i < 3, body, (start, x))[1]
+
+
+class Controlled(nn.Module):
+    def forward(self, x):
+        return branches(x) + repeated(x)
+
+
+def test_graphs_inside_control_flow_are_moved_and_a_half_hoisted_one_is_refused():
+    """Propagating the outer graph does not look into every branch."""
+    program = hoist(torch.export.export(Controlled(), (X,)), {"cpu": "meta"}, strict=True)
+    graphs = [m for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
+    assert len(graphs) == 5 and not any("cpu" in graph.code for graph in graphs)
+    node = next(n for graph in graphs[1:] for n in graph.graph.nodes if "full" in n.name)
+    node.update_kwarg("device", torch.device("cpu"))
+    with pytest.raises(HoistError, match="full"):
+        check_devices(program)
 
 
 class Tied(nn.Module):

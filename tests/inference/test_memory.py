@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import inference
 from coordinator import Coordinator
@@ -44,3 +46,64 @@ def test_ranks_of_one_node_share_its_memory(ranks, monkeypatch, nprocs):
 
     expected = {(rank, "cpu"): 900 // nprocs for rank in range(nprocs)}
     assert ranks(rank, nprocs) == [expected] * nprocs
+
+
+def report(local_rank, *ids, node="a"):
+    seen = {f"cuda:{n}": {"id": name, "free": 100 + n} for n, name in enumerate(ids)}
+    return {"node": node, "local_rank": local_rank, "accelerators": seen, "cpu": 1000}
+
+
+@st.composite
+def clusters(draw):
+    """Nodes whose ranks see some of their accelerators, in any order, all alike or one each."""
+    reports = []
+    for node in range(draw(st.integers(1, 2))):
+        ids = [f"unit{n}" for n in range(draw(st.integers(0, 4)))]
+        for local_rank in range(draw(st.integers(1, 4))):
+            seen = draw(st.permutations(ids))[: draw(st.integers(0, len(ids)))]
+            reports.append(report(local_rank, *seen, node=f"node{node}"))
+    return reports
+
+
+@given(clusters())
+def test_an_accelerator_is_counted_once_however_many_see_it(reports):
+    owned = memory.share_out(reports)
+    units = [
+        (reports[rank]["node"], reports[rank]["accelerators"][device]["id"])
+        for rank, devices in enumerate(owned)
+        for device in devices
+    ]
+    seen = {(r["node"], found["id"]) for r in reports for found in r["accelerators"].values()}
+    assert sorted(units) == sorted(seen)
+
+
+def test_ranks_that_see_the_same_accelerators_get_their_own_first():
+    assert memory.share_out([report(0, "x", "y"), report(1, "x", "y")]) == [["cuda:0"], ["cuda:1"]]
+    assert memory.share_out([report(0, "x"), report(1, "y")]) == [["cuda:0"], ["cuda:0"]]
+    assert memory.share_out([report(0, "x"), report(1, "x")]) == [["cuda:0"], []]
+
+
+def test_accelerators_beyond_the_ranks_go_to_ranks_too():
+    units = ["w", "x", "y", "z"]
+    assert memory.share_out([report(0, *units)]) == [["cuda:0", "cuda:1", "cuda:2", "cuda:3"]]
+    assert memory.share_out([report(0, *units), report(1, *units)]) == [
+        ["cuda:0", "cuda:2"],
+        ["cuda:1", "cuda:3"],
+    ]
+
+
+def test_accelerators_come_before_the_cpu_of_their_rank(ranks, monkeypatch):
+    monkeypatch.setattr(memory, "available_cpu", lambda: 1000)
+    seen = {"cuda:0": {"id": "x", "free": 70}, "cuda:1": {"id": "y", "free": 80}}
+    monkeypatch.setattr(memory, "accelerators", lambda: seen)
+
+    def rank(info):
+        with Coordinator(info) as coor:
+            return list(inference.get_max_memory(coor).items())
+
+    assert ranks(rank, 2)[0] == [
+        ((0, "cuda:0"), 70),
+        ((0, "cpu"), 450),
+        ((1, "cuda:1"), 80),
+        ((1, "cpu"), 450),
+    ]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from inference import DeviceMap, Layout, Part, PlanError, plan
-from inference.load import given_room, nbytes
+from inference.memory import given_room, nbytes
 from inference.plan import abbreviate
 
 
@@ -160,3 +162,77 @@ def test_memory_may_be_given_by_place_by_rank_or_as_a_list():
     assert given_room(room, {(0, "cpu"): 4}) == {(0, "cpu"): 4}
     with pytest.raises(PlanError, match=r"ranks \[5\]"):
         given_room(room, {5: 1})
+
+
+OFFLOADING = {(0, "cuda:0"): 450, (0, "cpu"): 700, (1, "cuda:0"): 450, (1, "disk"): 5000}
+
+
+def test_nothing_is_offloaded_and_nothing_reserved_where_the_accelerators_suffice():
+    room = {**OFFLOADING, (0, "cuda:0"): 451, (1, "cuda:0"): 500}
+    chosen = plan(LLAMA, room)
+    assert {device for _, device in chosen.places.values()} == {"cuda:0"}
+
+
+def test_the_cpu_takes_what_the_accelerators_do_not_and_disk_what_the_cpu_does_not():
+    chosen = plan(LLAMA, {**OFFLOADING, (1, "cuda:0"): 200})
+    devices = [chosen.places[part.name] for part in LLAMA.layers]
+    assert devices == [(0, "cuda:0")] * 1 + [(0, "cpu")] * 5 + [(1, "cuda:0")] * 2
+    chosen = plan(LLAMA, {**OFFLOADING, (0, "cpu"): 100, (1, "cuda:0"): 200})
+    devices = [chosen.places[part.name] for part in LLAMA.layers]
+    assert devices == [(0, "cuda:0")] + [(0, "cpu")] + [(1, "disk")] * 6
+
+
+def test_two_layers_of_room_are_kept_where_offloaded_ones_run():
+    chosen = plan(LLAMA, OFFLOADING)
+    assert chosen.used((0, "cuda:0")) <= 450 - 200
+    assert any(device == "cpu" for _, device in chosen.places.values())
+
+
+@given(layouts(), st.lists(st.integers(0, 300), min_size=6, max_size=6))
+def test_offloading_keeps_every_module_within_some_room(model, sizes):
+    places = [(rank, device) for rank in range(2) for device in ("cuda:0", "cpu", "disk")]
+    room = dict(zip(places, sizes, strict=True))
+    try:
+        chosen = plan(model, room)
+    except PlanError:
+        return
+    assert all(chosen.used(place) <= room[place] for place in room)
+    ranks = [chosen.places[part.name][0] for part in model.layers]
+    assert ranks == sorted(ranks)
+    assert all(len({chosen.places[name] for name in tie}) == 1 for tie in model.ties)
+
+
+def test_a_map_of_ones_own_may_name_devices_of_the_master_and_disks():
+    room = {(0, "cuda:0"): 1000, (0, "cpu"): 1000, (1, "cpu"): 1000}
+    given = {
+        "": 0,
+        "model.layers.1": "cpu",
+        "model.layers.2": "disk",
+        "model.layers.3": (1, "disk"),
+    }
+    chosen = plan(LLAMA, room, given)
+    found = [chosen.places[f"model.layers.{n}"] for n in range(4)]
+    assert found == [(0, "cuda:0"), (0, "cpu"), (0, "disk"), (1, "disk")]
+    assert set(chosen.runs_on(0).values()) == {"cuda:0"} and chosen.device_of(1) == "cpu"
+
+
+LOOSE = Layout(LLAMA.layers, (Part("scale", 4), *LLAMA.others), loose=("scale",))
+
+
+def test_a_tensor_that_the_model_uses_by_itself_stays_on_the_master():
+    chosen = plan(LOOSE, {(0, "cpu"): 60, (1, "cpu"): 900})
+    assert chosen.places["scale"] == (0, "cpu") and chosen.places["lm_head"] == (1, "cpu")
+    room = {(0, "cpu"): 1000, (1, "cpu"): 1000}
+    with pytest.raises(PlanError, match=r"'scale'.*uses by itself"):
+        plan(LOOSE, room, {"": 0, "scale": 1})
+
+
+def test_room_to_work_in_is_kept_on_every_place_that_runs_layers():
+    working = dataclasses.replace(LLAMA, working=150)
+    room = {(0, "cpu"): 600, (1, "cpu"): 700}
+    chosen = plan(working, room)
+    assert all(chosen.used(place) <= nbytes - 150 for place, nbytes in room.items())
+    with pytest.raises(PlanError, match="151 of them to work in"):
+        plan(dataclasses.replace(LLAMA, working=151), {(0, "cpu"): 551, (1, "cpu"): 651})
+    with pytest.raises(PlanError, match="1 bytes are missing"):
+        plan(working, {(0, "cpu"): 1050}, {"": 0})

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from coordinator import Coordinator
-from inference import BuildError, fingerprint, get_or_build, same_everywhere
+from inference import BuildError, fingerprint, get_or_build, precompile_alike, same_everywhere
 from inference.artifact_cache import Cache
 
 HERE = Path(__file__).parent
@@ -168,6 +169,16 @@ def test_a_canary_that_sings_differently_on_one_rank_stops_all(ranks_or_errors):
 
     for error in ranks_or_errors(rank, 3):
         assert isinstance(error, BuildError) and "[2]" in str(error)
+
+
+def test_modules_that_are_not_alike_are_not_compiled_as_one(ranks_or_errors):
+    def rank(info):
+        modules = [nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2, bias=False)]
+        with Coordinator(info, timeout_s=20) as coor:
+            precompile_alike(modules, (torch.ones(1, 2),), coor)
+
+    for error in ranks_or_errors(rank, 2):
+        assert isinstance(error, BuildError) and "module 2 is not like the first" in str(error)
 
 
 def test_a_model_compiled_once_runs_everywhere_with_each_ranks_weights_and_no_compiler(tmp_path):

@@ -33,6 +33,22 @@ FAMILIES = {
     "gemma3": ("Gemma3ForCausalLM", {}),
     "phi3": ("Phi3ForCausalLM", {}),
     "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "intermediate_size": 48}),
+    "deepseek v2": (
+        "DeepseekV2ForCausalLM",
+        {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+        },
+    ),
     "qwen3 moe": (
         "Qwen3MoeForCausalLM",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
@@ -46,7 +62,7 @@ def family(checkpoints):
     def make(name):
         kind, config = FAMILIES[name]
         config = {**SIZES, **config}
-        if kind == "Phi3ForCausalLM":
+        if kind in ("Phi3ForCausalLM", "DeepseekV2ForCausalLM"):
             config.pop("head_dim")
         return checkpoints.make(f"tp {name}", kind, **config)
 
@@ -113,15 +129,15 @@ def test_a_rank_without_files_loads_from_rank0(ranks, family, tmp_path):
         torch.testing.assert_close(found, logits(plain), rtol=1e-4, atol=1e-4)
 
 
-def test_load_takes_a_mesh_and_a_meta_device_map_and_nothing_that_contradicts_it(ranks, family):
+def test_load_takes_a_mesh_and_a_meta_device_map(ranks, family):
     plain, path = family("tied")
 
     def rank(info):
-        with Coordinator(info, timeout_s=40) as coor:
-            with pytest.raises(PlanError, match="contradict"):
-                inference.load(path, "sequential", coor, tp=2)
-            with inference.load(path, "meta", coor, mesh={"tp": 2}, build_on="cpu") as model:
-                return logits(model)
+        with (
+            Coordinator(info, timeout_s=40) as coor,
+            inference.load(path, "meta", coor, mesh={"tp": 2}, build_on="cpu") as model,
+        ):
+            return logits(model)
 
     for found in ranks(rank, 2):
         torch.testing.assert_close(found, logits(plain), rtol=1e-4, atol=1e-4)
@@ -184,7 +200,7 @@ def test_one_layer_costs_two_allreduces_and_the_whole_a_gather_more(ranks, famil
     assert calls.count("allgather") == 2
 
 
-@pytest.mark.parametrize("name", ["llama with biases", "qwen3", "mixtral", "phi3"])
+@pytest.mark.parametrize("name", ["llama with biases", "qwen3", "mixtral", "phi3", "deepseek v2"])
 def test_gradients_equal_those_of_one_process(ranks, family, name):
     plain, path = family(name)
     plain.zero_grad()
@@ -204,6 +220,36 @@ def test_gradients_equal_those_of_one_process(ranks, family, name):
             order = [half[part] for part in range(split.factor) for half in halves]
             joined = torch.cat(order, split.dim)
         torch.testing.assert_close(joined, parameter.grad, rtol=1e-3, atol=1e-5, msg=key)
+
+
+def test_norms_of_the_sequence_and_columns_of_an_embedding_compute_what_one_process_does(
+    ranks, family
+):
+    """Norms gather what each rank computed for its tokens; one new token is computed by all."""
+    plain, path = family("llama")
+    plain.zero_grad()
+    plain(IDS, labels=IDS).loss.backward()
+    norm = "sequence_parallel"
+    styles = {
+        "model.embed_tokens": "embedding_colwise",
+        "model.layers.*.input_layernorm": norm,
+        "model.layers.*.mlp.gate_proj": "colwise",
+        "model.layers.*.mlp.up_proj": "colwise",
+        "model.layers.*.mlp.down_proj": "rowwise",
+        "model.norm": norm,
+    }
+
+    def work(model):
+        model(IDS, labels=IDS).loss.backward()
+        found = [model.model.norm.weight.grad, model.model.layers[0].input_layernorm.weight.grad]
+        return logits(model), tokens(model), found, model.model.embed_tokens.weight.shape
+
+    for mine, said, found, shape in on_ranks(ranks, path, 2, work, tp=2, tp_plan=styles):
+        torch.testing.assert_close(mine, logits(plain), rtol=1e-4, atol=1e-4)
+        assert said == tokens(plain) and shape == (65, 16)
+        expected = [plain.model.norm.weight.grad, plain.model.layers[0].input_layernorm.weight.grad]
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
 
 
 class Mlp(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import select
 import signal
 import time
 
@@ -129,6 +130,20 @@ def test_a_prompt_is_shown_on_a_terminal_before_its_line_ends(command):
         shown += os.read(ours, 1000)
     process.wait(timeout=10)
     assert process.returncode == 0 and b"\x1b[36m[0]\x1b[0m name? " in shown
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_a_line_that_never_pauses_is_shown_on_a_terminal_as_it_grows(command):
+    script = command.script(
+        "import launcher, time\nwhile launcher.current().rank == 0:\n"
+        "    print('word', end=' ', flush=True)\n    time.sleep(0.01)"
+    )
+    ours, theirs = pty.openpty()
+    process = command.start("run", "-n", "2", script, stdin=theirs, stdout=theirs, stderr=theirs)
+    assert select.select([ours], [], [], 10)[0] and b"word" in os.read(ours, 1000)
+    process.terminate()
+    process.wait(timeout=10)
     os.close(ours)
     os.close(theirs)
 

@@ -128,3 +128,8 @@ def test_more_ranks_than_the_cluster_has_cpus_is_an_error_at_once(work):
 def test_nodes_that_are_asked_for_get_as_many_ranks_each(work):
     shown = launcher.launch(work.show, nprocs=2, nnodes=2, launcher="ray")
     assert [LaunchInfo.from_bytes(data).local_world_size for data in shown] == [2, 2, 2, 2]
+
+
+def test_a_recipe_runs_unchanged_under_ray(work):
+    recipe = ROOT / "examples" / "recipes" / "model_parallel.py"
+    assert len(launcher.launch(recipe, nprocs=2, launcher="ray", timeout_s=90)) == 2

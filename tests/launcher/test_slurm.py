@@ -194,3 +194,8 @@ def test_mpiexec_inside_srun_wins(slurm):
     infos = _run(["srun", "-n", "1", *inner, sys.executable, "-c", SHOW], slurm)
     assert [info["rank"] for info in infos] == [0, 1, 2]
     assert {info["extras"]["launcher"] for info in infos} == {"mpi"}
+
+
+def test_a_recipe_runs_unchanged_under_srun(slurm):
+    recipe = ROOT / "examples" / "recipes" / "data_parallel.py"
+    assert "gradient" in _output(["srun", "-n", "2", sys.executable, str(recipe)], slurm)

@@ -1,11 +1,12 @@
 """Recording spans, and merging those of all ranks on one clock."""
 
 import json
+import threading
 import time
 
 import pytest
 
-from launcher import LaunchInfo, tracing, tracing_picture
+from launcher import LaunchInfo, cli, tracing, tracing_file, tracing_spans
 
 
 def _info(rank, folder):
@@ -27,9 +28,9 @@ def test_a_launch_that_is_not_traced_has_no_recorder():
 def test_the_spans_of_all_ranks_come_into_one_file_that_viewers_open(tmp_path):
     for rank in range(2):
         _record(tmp_path / "parts", rank)
-    tracing.merge(tmp_path / "parts", tmp_path / "out.json")
+    tracing_file.merge(tmp_path / "parts", tmp_path / "out.json")
     merged = json.loads((tmp_path / "out.json").read_text())
-    assert tracing.problems(merged) == []
+    assert tracing_file.problems(merged) == []
     spans = [event for event in merged["traceEvents"] if event["ph"] == "X"]
     assert [event["pid"] for event in spans] == [0, 1]
     assert all(event["dur"] >= 10_000 for event in spans)
@@ -39,7 +40,7 @@ def test_the_spans_of_all_ranks_come_into_one_file_that_viewers_open(tmp_path):
 def test_another_host_is_shown_on_the_clock_of_rank_0(tmp_path):
     _record(tmp_path / "parts", 0)
     _record(tmp_path / "parts", 1, offset_ns=5_000_000_000)
-    tracing.merge(tmp_path / "parts", tmp_path / "out.json")
+    tracing_file.merge(tmp_path / "parts", tmp_path / "out.json")
     spans = [e for e in json.loads((tmp_path / "out.json").read_text())["traceEvents"] if "ts" in e]
     assert 4.9e6 < spans[1]["ts"] - spans[0]["ts"] < 6e6
 
@@ -48,39 +49,57 @@ def test_a_line_cut_off_by_a_death_loses_only_itself(tmp_path):
     _record(tmp_path / "parts", 0)
     part = next((tmp_path / "parts").iterdir())
     part.write_text(part.read_text() + '{"name": "allred')
-    assert tracing.merge(tmp_path / "parts", tmp_path / "out.json") == 2
+    assert tracing_file.merge(tmp_path / "parts", tmp_path / "out.json") == 3
 
 
 class _Moves:
-    def send(self, data):
+    def send(self, data, dst=0):
         return len(data)
 
 
 def test_followed_methods_still_work_and_are_noted_with_number_and_bytes(tmp_path):
     recorder, moves = tracing.recorder(_info(0, tmp_path)), _Moves()
     recorder.follow(moves, ["send"], "move")
-    assert [moves.send(b"abc"), moves.send(b"")] == [3, 0]
+    assert [moves.send(b"abc", 2), moves.send(b"", dst=1)] == [3, 0]
     recorder.close()
     lines = [json.loads(line) for line in next(tmp_path.iterdir()).read_text().splitlines()]
     assert [line["args"] for line in lines] == [
-        {"number": 1, "bytes": 3},
-        {"number": 2, "bytes": 0},
+        {"number": 1, "bytes": 3, "dst": 2},
+        {"number": 2, "bytes": 0, "dst": 1},
     ]
 
 
-def test_a_trace_that_viewers_would_refuse_is_told_apart():
-    assert tracing.problems([]) and tracing.problems({"traceEvents": [{"name": "x", "ph": "X"}]})
-    backwards = {"name": "x", "ph": "X", "pid": 0, "tid": 0, "ts": 1, "dur": -1}
-    assert tracing.problems({"traceEvents": [backwards]}) == ["event 0 ends before it starts"]
+def _span(start, took, **other):
+    return {"name": "x", "ph": "X", "pid": 0, "tid": 0, "ts": start, "dur": took, **other}
+
+
+@pytest.mark.parametrize(
+    ("events", "said"),
+    [
+        ([{"name": "x", "ph": "X"}], "event 0 has no dur, pid, tid, ts"),
+        ([_span(1, -1)], "event 0 ends before it starts"),
+        ([_span("now", 1)], "which is no number"),
+        ([_span(1, 1, ph="Q")], "of no kind"),
+        ([_span(0, 50), _span(30, 40)], "begins within x and ends after it"),
+    ],
+)
+def test_a_trace_that_viewers_would_refuse_is_told_apart(events, said):
+    (found,) = tracing_file.problems({"traceEvents": events})
+    assert said in found
+
+
+def test_what_is_no_trace_at_all_is_told_apart():
+    assert tracing_file.problems([]) == ["there is no list of traceEvents"]
 
 
 def test_a_trace_is_drawn_as_a_picture(tmp_path):
     pytest.importorskip("matplotlib", reason="runs after `pip install matplotlib`")
     for rank in range(2):
         _record(tmp_path / "parts", rank)
-    tracing.merge(tmp_path / "parts", tmp_path / "out.json")
-    tracing_picture.draw(tmp_path / "out.json", tmp_path / "out.png")
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    tracing_file.merge(tmp_path / "parts", tmp_path / "out.json")
+    for said, drawn in ([], "out.png"), ([str(tmp_path / "mine.png")], "mine.png"):
+        assert cli.main(["trace", str(tmp_path / "out.json"), "--png", *said]) == 0
+        assert (tmp_path / drawn).read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_traced_launch_shows_every_rank_and_what_it_ran(tmp_path, command):
@@ -88,17 +107,20 @@ def test_a_traced_launch_shows_every_rank_and_what_it_ran(tmp_path, command):
     ended = command.run("run", "-n", "2", "--trace", str(out), command.script("print('hello')"))
     assert ended.code == 0, ended.err
     merged = json.loads(out.read_text())
-    assert tracing.problems(merged) == []
-    spans = {event["pid"]: event for event in merged["traceEvents"] if event["ph"] == "X"}
-    assert set(spans) == {-1, 0, 1}
-    assert spans[-1]["dur"] > spans[1]["dur"]
+    assert tracing_file.problems(merged) == []
+    spans = {(event["pid"], event["name"]): event for event in merged["traceEvents"]}
+    ran = next(name for _, name in spans if name.endswith(".py"))
+    assert {(-1, "launch"), (0, ran), (1, ran), (0, "starting"), (1, "starting")} <= spans.keys()
+    whole, starting, running = spans[-1, "launch"], spans[1, "starting"], spans[1, ran]
+    assert whole["ts"] == pytest.approx(starting["ts"], abs=0.01) and starting["ts"] < running["ts"]
+    assert starting["dur"] + running["dur"] < whole["dur"]
 
 
 def test_a_launch_that_fails_is_traced_all_the_same(tmp_path, command):
     out = tmp_path / "out.json"
     script = command.script("import os; os.abort()")
     assert command.run("run", "-n", "2", "--trace", str(out), script).code == 134
-    assert tracing.problems(json.loads(out.read_text())) == []
+    assert tracing_file.problems(json.loads(out.read_text())) == []
 
 
 def test_a_trace_that_cannot_be_written_starts_nothing(command, tmp_path):
@@ -123,4 +145,47 @@ def test_the_calls_of_coordinator_and_communicator_are_traced(tmp_path, command)
     for rank in range(2):
         seen = {event["name"]: event for event in spans if event["pid"] == rank}
         assert seen["barrier"]["cat"] == "wait"
-        assert seen["allreduce"]["args"] == {"number": 1, "bytes": 20}
+        noted = seen["allreduce"]["args"]
+        assert (noted["number"], noted["bytes"]) == (1, 20)
+
+
+def test_a_trace_is_told_in_a_row_for_each_rank(tmp_path, command):
+    work, wait = _span(0, 2e6, cat="work"), _span(1e6, 5e5, cat="wait", name="barrier")
+    (tmp_path / "out.json").write_text(json.dumps({"traceEvents": [work, wait]}))
+    ended = command.run("trace", str(tmp_path / "out.json"))
+    assert ended.code == 0, ended.err
+    row = next(line for line in ended.out.splitlines() if "rank 0" in line)
+    assert " ".join(row.split()) == "rank 0 2 0.000 0.500 0.000 1.500 barrier, 0.500 s"
+
+
+def test_a_file_that_is_no_trace_is_refused(tmp_path, command):
+    (tmp_path / "out.json").write_text("[]")
+    ended = command.run("trace", str(tmp_path / "out.json"))
+    assert ended.code == 2 and "is no trace" in ended.err
+
+
+def test_what_happens_within_a_wait_is_waiting_and_is_counted_once():
+    def span(kind, start, took):
+        return {"ph": "X", "name": kind, "cat": kind, "ts": start, "dur": took, "pid": 0, "tid": 0}
+
+    spans = [span("work", 0, 100), span("wait", 10, 50), span("move", 20, 30), span("move", 70, 5)]
+    (row,) = tracing_spans.rows({"traceEvents": spans}).values()
+    found = [(one.kind, one.own_us) for one in row]
+    assert found == [("work", 45), ("wait", 20), ("wait", 30), ("move", 5)]
+
+
+def test_threads_of_a_rank_have_rows_of_their_own(tmp_path):
+    recorder = tracing.recorder(_info(0, tmp_path / "parts"))
+
+    def waits():
+        with recorder.span("wait", "wait"):
+            pass
+
+    waits()
+    other = threading.Thread(target=waits)
+    other.start()
+    other.join()
+    recorder.close()
+    tracing_file.merge(tmp_path / "parts", tmp_path / "out.json")
+    events = json.loads((tmp_path / "out.json").read_text())["traceEvents"]
+    assert [event["tid"] for event in events if event["ph"] == "X"] == [0, 1]

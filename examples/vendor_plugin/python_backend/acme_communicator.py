@@ -24,6 +24,7 @@ class Acme(Communicator):
 
     def _open(self) -> None:
         listener = socket.create_server(("127.0.0.1", 0), backlog=self.world_size)
+        listener.settimeout(self.timeout_s)
         ports = self.coor.allgather(str(listener.getsockname()[1]).encode())
         self._sockets: dict[int, socket.socket] = {}
         for peer in range(self.rank):

@@ -1,6 +1,9 @@
 """Ranks that are killed in the middle of collectives: processes forked from one that has torch.
 
-python killed.py BACKEND ROUNDS     # prints one line of JSON per round
+    PYTHONPATH=. python tests/communicator/programs/killed.py shm 200
+
+prints one line of JSON per round, and ends with code 1 if in any of them a survivor was not told
+who died, or was told late, or ended badly. The tests run fewer rounds.
 """
 
 import json
@@ -20,18 +23,24 @@ from launcher import LaunchInfo
 
 WORLD = 3
 LIMIT_S = 15
+SOON_S = 5  # generous: the machine may be busy
 
 
 def calls(comm, number):
     """The number-th call: every rank draws the same."""
     chance = random.Random(number)
     count = chance.choice([1, 1000, 300_000])
-    if number % 3 == 0:
-        comm.allreduce(torch.ones(count))
-    elif number % 3 == 1:
-        comm.allgather(torch.ones(count))
-    else:
-        comm.broadcast(torch.ones(count), chance.randrange(WORLD))
+    mine, rows = torch.ones(count), torch.ones(WORLD, count)
+    choice = (
+        lambda: comm.allreduce(mine),
+        lambda: comm.allgather(mine),
+        lambda: comm.broadcast(mine, chance.randrange(WORLD)),
+        lambda: comm.reduce_scatter(rows),
+        lambda: comm.alltoall(rows),
+        lambda: comm.reduce(mine, chance.randrange(WORLD)),
+        comm.barrier,
+    )
+    choice[number % len(choice)]()
 
 
 def live(info, backend, ready):
@@ -80,8 +89,17 @@ def fate(ranks, victim, after_s):
     return {"victim": victim, "codes": codes, "told": told, "took_s": took_s}
 
 
+def is_right(fate):
+    """Did the survivors end well and soon, each told who died?"""
+    victim = fate["victim"]
+    codes = [-signal.SIGKILL if rank == victim else 0 for rank in range(WORLD)]
+    told = [text for rank, text in enumerate(fate["told"]) if rank != victim]
+    named = all(f"rank {victim}" in text for text in told)
+    return named and fate["codes"] == codes and fate["took_s"] < SOON_S
+
+
 def main(backend, rounds):
-    chance = random.Random(1)
+    chance, right = random.Random(1), True
     for _ in range(rounds):
         launch_id = uuid.uuid4().hex
         with socket.create_server(("127.0.0.1", 0), backlog=16) as listener:
@@ -94,7 +112,9 @@ def main(backend, rounds):
             ranks = [start(info, backend) for info in infos]
         found = fate(ranks, chance.randrange(WORLD), chance.uniform(0, 0.03))
         print(json.dumps(found), flush=True)
+        right &= is_right(found)
+    return 0 if right else 1
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

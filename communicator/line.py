@@ -1,0 +1,143 @@
+"""One end of a connection between two ranks, and the messages on it.
+
+A message is a header, a text that says what it is, and its bytes; a small one is one packet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+from collections.abc import Generator
+from typing import TypeVar
+
+T = TypeVar("T")
+Steps = Generator[int, None, T]
+"""Work that yields the events of poll(2) for which it has to wait, and returns what it found."""
+
+HEADER = struct.Struct("<QI")  # bytes of data, bytes of text
+FAREWELL = 2**64 - 1  # in place of a size: the text says why nothing comes any more
+BUFFER = 1 << 16  # of what has come and was not asked for yet
+SMALL = 1 << 14  # bytes that are copied to be sent with their header
+LONGEST_TEXT = 1 << 12
+KEEP_ALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}  # tcp(7); in seconds
+
+
+class Broken(Exception):
+    """The connection has ended; the text says how."""
+
+
+class Line:
+    """One end of a connection. One thread may send while another receives."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        connection.setblocking(False)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for option, value in KEEP_ALIVE.items():
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        self._is_sending = False  # in the middle of a message
+        self._polls = {events: select.poll() for events in (select.POLLIN, select.POLLOUT)}
+        for events, poll in self._polls.items():
+            poll.register(connection, events)
+        self._buffer = memoryview(bytearray(BUFFER))
+        self._begin = self._end = 0  # of what is in it
+
+    def cut(self) -> None:
+        """From any thread: whoever waits at either end is told that it is over."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def wait(self, events: int, timeout_s: float) -> bool:
+        """Whether one of the events has come, after that time at most."""
+        return bool(self._polls[events].poll(timeout_s * 1e3))
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, text: bytes, data: memoryview) -> Steps[None]:
+        """A message."""
+        head = HEADER.pack(len(data), len(text)) + text
+        is_small = len(data) <= SMALL
+        self._is_sending = True
+        for left in [memoryview(head + data)] if is_small else [memoryview(head), data]:
+            while left:
+                try:
+                    left = left[self._socket.send(left) :]
+                except BlockingIOError:
+                    yield select.POLLOUT
+                except OSError as error:
+                    raise Broken(str(error)) from error
+        self._is_sending = False
+
+    def receive_header(self) -> Steps[tuple[int, bytes]]:
+        """The size of the next message, and its text."""
+        yield from self._fill(HEADER.size)
+        nbytes, length = HEADER.unpack(self._take(HEADER.size))
+        if length > LONGEST_TEXT:
+            raise Broken(f"a text of {length} bytes came, which is none of ours")
+        yield from self._fill(length)
+        text = bytes(self._take(length))
+        if nbytes == FAREWELL:
+            raise Broken(text.decode(errors="replace"))
+        return nbytes, text
+
+    def receive_into(self, data: memoryview) -> Steps[None]:
+        """The bytes of the message."""
+        count = min(len(data), self._end - self._begin)
+        data[:count] = self._take(count)
+        while count < len(data):
+            came = self._receive(data[count:])
+            count += came
+            if not came:
+                yield select.POLLIN
+
+    def drop(self, nbytes: int) -> Steps[None]:
+        """Do without the bytes of the message."""
+        waste = memoryview(bytearray(min(nbytes, BUFFER)))
+        while nbytes > 0:
+            yield from self.receive_into(waste[:nbytes])
+            nbytes -= len(waste)
+
+    def _fill(self, nbytes: int) -> Steps[None]:
+        """Wait until so much is in the buffer."""
+        while self._end - self._begin < nbytes:
+            if self._begin + nbytes > BUFFER or self._begin == self._end:
+                left = bytes(self._buffer[self._begin : self._end])
+                self._begin, self._end = 0, len(left)
+                self._buffer[: self._end] = left
+            came = self._receive(self._buffer[self._end :])
+            self._end += came
+            if not came:
+                yield select.POLLIN
+
+    def _take(self, nbytes: int) -> memoryview:
+        self._begin += nbytes
+        return self._buffer[self._begin - nbytes : self._begin]
+
+    def _receive(self, data: memoryview) -> int:
+        """How many bytes came, which may be none yet."""
+        try:
+            count = self._socket.recv_into(data)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise Broken(str(error)) from error
+        if count == 0:
+            raise Broken("it closed the connection")
+        return count
+
+    def say_goodbye(self, why: str) -> None:
+        """Tell the other end why nothing comes any more, if that can be done at once."""
+        text = why.encode()[:LONGEST_TEXT]
+        try:
+            if not self._is_sending:
+                self._socket.send(HEADER.pack(FAREWELL, len(text)) + text)
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits here, too
+        except OSError:
+            pass  # the other end is gone
+
+    def close(self) -> None:
+        self._socket.close()

@@ -1,0 +1,175 @@
+"""What every rank of a group calls alike: bytes, values and agreement, over one exchange."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from coordinator.calls import caller
+from coordinator.errors import CoordinatorError
+from coordinator.group import EVERYBODY, scattered
+from coordinator.values import packed, unpacked, why_unsendable
+
+
+class Collectives:
+    """The collective calls of a Coordinator."""
+
+    ranks: tuple[int, ...]
+    rank: int
+    world_size: int
+
+    @abstractmethod
+    def _exchange(
+        self,
+        name: str,
+        data: bytes,
+        timeout_s: float | None,
+        root: int = EVERYBODY,
+        reader: int = EVERYBODY,
+        is_scattered: bool = False,
+    ) -> list[bytes]: ...
+
+    # ---- bytes ----
+
+    def broadcast(
+        self, data: bytes | None = None, src: int = 0, *, timeout_s: float | None = None
+    ) -> bytes:
+        """The data of rank src, on every rank. Collective; only src needs to give data.
+
+        Raises ValueError if src is no rank of the group or gives no bytes.
+        """
+        self._check_rank(src, "src")
+        mine = self._bytes(data, "broadcasts") if self.rank == src else b""
+        return self._exchange("broadcast", mine, timeout_s, root=src)[src]
+
+    def allgather(self, data: bytes, *, timeout_s: float | None = None) -> list[bytes]:
+        """The data of every rank, in order of rank, on every rank. Collective; sizes may differ."""
+        return self._exchange("allgather", self._bytes(data, "gathers"), timeout_s)
+
+    def gather(
+        self, data: bytes, dst: int = 0, *, timeout_s: float | None = None
+    ) -> list[bytes] | None:
+        """The data of every rank, in order of rank, on rank dst; None elsewhere. Collective."""
+        self._check_rank(dst, "dst")
+        mine = self._bytes(data, "gathers")
+        found = self._exchange("gather", mine, timeout_s, root=dst, reader=dst)
+        return found if self.rank == dst else None
+
+    def scatter(
+        self, data: Sequence[bytes] | None = None, src: int = 0, *, timeout_s: float | None = None
+    ) -> bytes:
+        """data[rank] of rank src. Collective; only src needs to give data, for each rank one."""
+        self._check_rank(src, "src")
+        mine = b""
+        if self.rank == src:
+            given = [self._bytes(part, "scatters") for part in data or ()]
+            if len(given) != self.world_size:
+                raise ValueError(
+                    f"{self._me} scatters {len(given)} parts among {self.world_size} ranks"
+                )
+            mine = scattered(given)
+        found = self._exchange("scatter", mine, timeout_s, root=src, is_scattered=True)
+        return found[src]
+
+    def barrier(self, *, timeout_s: float | None = None) -> None:
+        """Return once every rank of the group has called. Collective."""
+        self._exchange("barrier", b"", timeout_s)
+
+    # ---- agreement ----
+
+    def agree(self, value: Any, *, timeout_s: float | None = None) -> Any:
+        """value, if every rank gave the same. Collective. Values are those of broadcast_object.
+
+        Raises CoordinatorError on every rank, listing who gave what, if not.
+        """
+        mine = self._packed(value)
+        found = self._exchange("agree", mine, timeout_s)
+        self._check_sendable(mine)
+        if any(data != mine for data in found):
+            given: dict[bytes, list[int]] = {}
+            for rank, data in zip(self.ranks, found, strict=True):
+                given.setdefault(data, []).append(rank)
+            values = [(self._unpacked(data), who) for data, who in given.items()]
+            said = "; ".join(f"{value!r:.200} by ranks {who}" for value, who in values)
+            raise CoordinatorError(
+                f"{self._me}: the ranks do not agree ({caller()}). Given were {said}. "
+                "Start all ranks with the same arguments and the same files."
+            )
+        return value
+
+    def vote(self, ok: bool, *, timeout_s: float | None = None) -> bool:
+        """Whether every rank said yes: the same answer on every rank. Collective."""
+        found = self._exchange("vote", b"y" if ok else b"n", timeout_s)
+        return all(data == b"y" for data in found)
+
+    # ---- values: None, bool, int, float, str, bytes, lists and dicts of them ----
+
+    def broadcast_object(
+        self, value: Any = None, src: int = 0, *, timeout_s: float | None = None
+    ) -> Any:
+        """The value of rank src, on every rank; as broadcast. A tuple arrives as a list.
+
+        Of what cannot be sent, every rank hears: ValueError on src, CoordinatorError elsewhere.
+        """
+        data = self._packed(value) if self.rank == src else None
+        found = self.broadcast(data, src, timeout_s=timeout_s)
+        self._check_sendable(data)
+        return self._unpacked(found)
+
+    def allgather_object(self, value: Any, *, timeout_s: float | None = None) -> list[Any]:
+        """The value of every rank, in order of rank; as allgather."""
+        data = self._packed(value)
+        found = self.allgather(data, timeout_s=timeout_s)
+        self._check_sendable(data)
+        return [self._unpacked(data) for data in found]
+
+    def gather_object(
+        self, value: Any, dst: int = 0, *, timeout_s: float | None = None
+    ) -> list[Any] | None:
+        """The value of every rank, in order of rank, on rank dst; as gather."""
+        data = self._packed(value)
+        found = self.gather(data, dst, timeout_s=timeout_s)
+        self._check_sendable(data)
+        return None if found is None else [self._unpacked(data) for data in found]
+
+    def scatter_object(
+        self, values: Sequence[Any] | None = None, src: int = 0, *, timeout_s: float | None = None
+    ) -> Any:
+        """values[rank] of rank src; as scatter."""
+        data = [self._packed(value) for value in values or ()] if self.rank == src else None
+        found = self.scatter(data, src, timeout_s=timeout_s)
+        for part in data or ():
+            self._check_sendable(part)
+        return self._unpacked(found)
+
+    def _packed(self, value: Any) -> bytes:
+        return packed(value, self.ranks[self.rank])
+
+    def _unpacked(self, data: bytes) -> Any:
+        return unpacked(data, self.ranks[self.rank])
+
+    def _check_sendable(self, data: bytes | None) -> None:
+        """Raise if this rank gave what cannot be sent, once the others have heard it."""
+        why = why_unsendable(data or b"")
+        if why:
+            raise ValueError(f"{why}. Only None, bool, int, float, str, bytes, lists and dicts go")
+
+    # ---- arguments ----
+
+    @property
+    def _me(self) -> str:
+        return f"rank {self.ranks[self.rank]}"
+
+    def _bytes(self, data: object, verb: str) -> bytes:
+        if isinstance(data, bytes):
+            return data
+        if isinstance(data, bytearray | memoryview):
+            return bytes(data)
+        raise ValueError(f"{self._me} {verb} {type(data).__name__}, not bytes")
+
+    def _check_rank(self, rank: int, name: str) -> None:
+        if not isinstance(rank, int) or not 0 <= rank < self.world_size:
+            raise ValueError(
+                f"{self._me}: {name}={rank!r} is no rank of this group of {self.world_size}"
+            )

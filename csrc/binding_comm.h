@@ -1,0 +1,87 @@
+// A communicator as Python holds it, and how its library is called.
+#pragma once
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <mutex>
+#include <string>
+
+#include "binding_arguments.h"
+#include "binding_result.h"
+#include "binding_tensor.h"
+#include "communicator.h"
+#include "python_object.h"
+
+struct Comm {
+    PyObject_HEAD PyObject* plugin;
+    const comm_plugin* table;
+    comm_t handle;       // NULL once closed; read and written under `turn`
+    std::mutex* turn;    // one call at a time
+    std::mutex* ending;  // abort() may come in the middle of a call, but not of close()
+    PyObject* kept;      // tensors of sends and receives of an open group
+    int group_depth;
+    CallSite site;
+    KnownPlain known_plain;
+};
+
+inline Comm* comm_of(PyObject* object) { return reinterpret_cast<Comm*>(object); }
+
+inline CallSite site_of(const Comm* self, const char* call) {
+    CallSite site = self->site;
+    site.call = call;
+    return site;
+}
+
+// Both always NULL, with a Python error set.
+PyObject* raise_closed(const CallSite& site);
+PyObject* raise_not_offered(const CallSite& site, const comm_plugin* table);
+
+// Calls the library without the interpreter's lock, so that any call may wait for other ranks.
+template <class Body>
+bool call_library(Comm* self, const CallSite& site, Body body) {
+    comm_result code = COMM_OK;
+    bool open;
+    std::string text;
+    PyThreadState* state = PyEval_SaveThread();
+    {
+        std::lock_guard<std::mutex> turn(*self->turn);
+        open = self->handle != nullptr;
+        if (open) code = body(self->handle);
+        if (code != COMM_OK) {
+            const char* error = self->table->last_error(self->handle);
+            text = error != nullptr ? error : "";
+        }
+    }
+    PyEval_RestoreThread(state);
+    if (!open) return raise_closed(site) != nullptr;
+    if (code != COMM_OK) return raise_result(self->table, code, text.c_str()) != nullptr;
+    return true;
+}
+
+// A call that moves this tensor. Most libraries are not bothered with what moves nothing.
+template <class Body>
+bool move(Comm* self, const CallSite& site, const TensorView& view, Body body) {
+    bool wanted = view.numel != 0 || (self->table->caps & COMM_CAP_EMPTY) != 0;
+    return call_library(self, site, [&](comm_t comm) {
+        if (!wanted) return static_cast<comm_result>(COMM_OK);
+        if (COMM_HAS(self->table, tell_shape)) self->table->tell_shape(comm, view.ndim, view.shape);
+        return body(comm);
+    });
+}
+
+// binding_comm.cpp
+bool make_comm_type();
+// Without a handle yet; NULL with a Python error set.
+Comm* new_comm(PyObject* plugin, const comm_plugin* table, const comm_init_args& args);
+
+// The methods that move tensors; binding_calls.cpp.
+PyObject* comm_allreduce(FASTCALL_ARGUMENTS);
+PyObject* comm_broadcast(FASTCALL_ARGUMENTS);
+PyObject* comm_reduce(FASTCALL_ARGUMENTS);
+PyObject* comm_allgather(FASTCALL_ARGUMENTS);
+PyObject* comm_reduce_scatter(FASTCALL_ARGUMENTS);
+PyObject* comm_alltoall(FASTCALL_ARGUMENTS);
+PyObject* comm_send(FASTCALL_ARGUMENTS);
+PyObject* comm_recv(FASTCALL_ARGUMENTS);
+PyObject* comm_barrier(PyObject* object, PyObject*);

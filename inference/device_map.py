@@ -1,0 +1,183 @@
+"""A model as the planner sees it, and the map that comes out: data, no torch and no communication.
+
+model = Layout(layers=(Part("layers.0", 12), Part("layers.1", 12)), others=(Part("head", 6),))
+print(DeviceMap({"layers.0": (0, "cpu")}, {"layers.0": 12}, {(0, "cpu"): 20}))
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+Place = tuple[int, str]
+"""Where a module lies: a rank, and a device such as "cuda:1" or "cpu", or "disk".
+
+Modules on "disk", and on "cpu" where the rank has an accelerator too, are brought to the rank's
+first device for as long as they run.
+"""
+
+KINDS_OF_DEVICE = ("cpu", "disk")
+
+
+def in_order(room: Mapping[Place, int]) -> dict[Place, int]:
+    """By rank; of a rank its accelerators, then its CPU, then its disk."""
+
+    def key(place: Place) -> tuple[int, int, str, int]:
+        kind, _, number = place[1].partition(":")
+        level = KINDS_OF_DEVICE.index(kind) + 1 if kind in KINDS_OF_DEVICE else 0
+        return place[0], level, kind, int(number or 0)
+
+    return {place: room[place] for place in sorted(room, key=key)}
+
+
+def first_device(devices: Iterable[str]) -> str:
+    """The device on which a rank with these computes what is not on an accelerator."""
+    return next((device for device in devices if device not in KINDS_OF_DEVICE), "cpu")
+
+
+def level(place: Place, room: Iterable[Place]) -> int:
+    """How far from where it runs a module at this place is: 0 there, 1 on the CPU, 2 on disk."""
+    rank, device = place
+    if device == "disk":
+        return 2
+    own = [other for owner, other in room if owner == rank]
+    return int(device == "cpu" and first_device(own) != "cpu")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One module that is never cut: its name and the bytes it needs (weights and cache).
+
+    Of these, `unread` are not touched when a token passes: a table of which rows are looked up.
+    """
+
+    name: str
+    nbytes: int
+    unread: int = 0
+
+    @property
+    def reads(self) -> int:
+        """The bytes that a pass through the model has to read."""
+        return self.nbytes - self.unread
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model as the planner sees it.
+
+    `layers` in the order they run; `others` are embeddings, norms and heads. `ties` name parts with
+    a weight in common, which must be on one place; it is counted once, with the part that loads it.
+    `sharers` name layers that hand each other keys and values, which had better be on one place.
+    `working` is what every place needs beside weights and cache to run a layer, in bytes.
+    `loose` names the others that are tensors and no modules: the model uses them by itself, where
+    its inputs are, so they must be there too.
+    """
+
+    layers: tuple[Part, ...]
+    others: tuple[Part, ...] = ()
+    ties: tuple[tuple[str, ...], ...] = ()
+    sharers: tuple[tuple[str, ...], ...] = ()
+    loose: tuple[str, ...] = ()
+    working: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in (*self.layers, *self.others))
+
+
+@dataclass(frozen=True)
+class DeviceMap:
+    """Which place holds each module, in the order the modules run; prints as a picture."""
+
+    places: dict[str, Place]
+    nbytes: dict[str, int]
+    room: dict[Place, int]
+
+    def of(self, rank: int) -> dict[str, str]:
+        """The modules of one rank, and the device of each."""
+        return {name: device for name, (owner, device) in self.places.items() if owner == rank}
+
+    def device_of(self, rank: int) -> str:
+        """The device that a rank's inputs go to, and where what it holds elsewhere runs."""
+        return first_device(self.of(rank).values())
+
+    def runs_on(self, rank: int) -> dict[str, str]:
+        """The modules of one rank, and the device on which each runs."""
+        main = self.device_of(rank)
+        return {
+            name: main if device in KINDS_OF_DEVICE else device
+            for name, device in self.of(rank).items()
+        }
+
+    def holds(self, rank: int) -> str:
+        """The modules of a rank in words."""
+        return abbreviate(self.of(rank)) or "no module"
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted({rank for rank, _ in self.places.values()})
+
+    def used(self, place: Place) -> int:
+        return sum(self.nbytes[name] for name, where in self.places.items() if where == place)
+
+    def picture(self, width: int = 24) -> str:
+        """One line per place: a bar of its room, the bytes, and what it holds."""
+        places = in_order({**dict.fromkeys(self.places.values(), 0), **self.room})
+        return "\n".join(self._line(place, width) for place in places)
+
+    def _line(self, place: Place, width: int) -> str:
+        used, room = self.used(place), self.room.get(place, 0)
+        filled = min(width, -(-used * width // room)) if room else 0
+        bar = "█" * filled + "░" * (width - filled)
+        names = abbreviate([name for name, where in self.places.items() if where == place])
+        sizes = f"{readable(used):>10} of {readable(room):<10}"
+        return f"rank {place[0]} {place[1]:<7} {bar} {sizes} {names or '(nothing)'}"
+
+    def __str__(self) -> str:
+        return self.picture()
+
+    def to_bytes(self) -> bytes:
+        places = [[name, *place, self.nbytes[name]] for name, place in self.places.items()]
+        room = [[*place, nbytes] for place, nbytes in self.room.items()]
+        return json.dumps([places, room]).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> DeviceMap:
+        places, room = json.loads(data)
+        return cls(
+            {name: (rank, device) for name, rank, device, _ in places},
+            {name: nbytes for name, _, _, nbytes in places},
+            {(rank, device): nbytes for rank, device, nbytes in room},
+        )
+
+
+def readable(nbytes: int) -> str:
+    """12.3 MiB for 12897484."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def abbreviate(names: Iterable[str]) -> str:
+    """model.layers.0-3 for four neighbours; other names as they are."""
+    runs: list[tuple[str, list[int]]] = []
+    for name in names:
+        stem, _, number = name.rpartition(".")
+        if number.isdigit():
+            if runs and runs[-1][0] == stem and runs[-1][1] and runs[-1][1][-1] + 1 == int(number):
+                runs[-1][1].append(int(number))
+            else:
+                runs.append((stem, [int(number)]))
+        else:
+            runs.append((name, []))
+    return ", ".join(_run(stem, numbers) for stem, numbers in runs)
+
+
+def _run(stem: str, numbers: Sequence[int]) -> str:
+    if not numbers:
+        return stem
+    return f"{stem}.{numbers[0]}" + (f"-{numbers[-1]}" if len(numbers) > 1 else "")

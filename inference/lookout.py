@@ -1,0 +1,110 @@
+"""Notices a rank of the ring that is stopped: it neither dies nor answers, so nobody else would.
+
+Whoever waits for a message is asleep in the Communicator. So each rank has a thread that looks
+around now and then: whether a rank of this host is stopped, and whether those of other hosts still
+say that they are there. The master decides, while it waits; all others give up when it does.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import DistNetworkError, DistStoreError
+
+LOOK_S = 0.5
+STOPPED_S = 1.0
+"""So long a process must have been stopped: whoever only looks at it lets it go on at once."""
+
+SILENT_S = 3.0
+VERDICT = "verdict"
+
+
+class Lookout(threading.Thread):
+    """Looks after the ring of one rank until `over` is set.
+
+    waits: whether this rank waits for the others now. give_up: what ends that waiting, given the
+        rank that is at fault and how it is.
+    """
+
+    def __init__(
+        self,
+        coor: Any,
+        store: Any,
+        waits: Callable[[], bool],
+        give_up: Callable[[int, str], None],
+    ):
+        super().__init__(name="drumline-lookout", daemon=True)
+        self.coor, self.store, self.waits, self.give_up = coor, store, waits, give_up
+        self.me = coor.peers[coor.rank]
+        self.over = threading.Event()
+        self.fine_at = dict.fromkeys(range(coor.world_size), time.monotonic())
+        self.beats: dict[int, bytes] = {}
+
+    def run(self) -> None:
+        number = 0
+        while not self.over.wait(LOOK_S):
+            number += 1
+            try:
+                verdict = self._look(number)
+            except (DistNetworkError, DistStoreError):
+                verdict = None if self.coor.rank == 0 else (0, "is gone")
+            if verdict is not None:
+                self.give_up(*verdict)
+                return
+
+    def _look(self, number: int) -> tuple[int, str] | None:
+        """The rank that stops all others, and how it is."""
+        if self.coor.rank != 0:
+            if not _shares_host(self.me, self.coor.peers[0]):
+                self.store.set(f"beat {self.coor.rank}", str(number))
+            return self._verdict()
+        now = time.monotonic()
+        for rank in range(1, self.coor.world_size):
+            how = self._trouble(rank, now)
+            if how and self.waits():
+                self.store.set(VERDICT, f"{rank} {how}")
+                return rank, how
+        return None
+
+    def _verdict(self) -> tuple[int, str] | None:
+        if not self.store.check([VERDICT]):
+            return None
+        rank, how = self.store.get(VERDICT).decode().split(" ", 1)
+        return (int(rank), how) if int(rank) != self.coor.rank else None
+
+    def _trouble(self, rank: int, now: float) -> str:
+        """How a rank is that has not been well for some time; nothing else."""
+        peer = self.coor.peers[rank]
+        is_near = _shares_host(self.me, peer)
+        if not self._is_frozen(peer) if is_near else self._beats(rank):
+            self.fine_at[rank] = now
+        for_s = now - self.fine_at[rank]
+        if for_s < (STOPPED_S if is_near else SILENT_S):
+            return ""
+        return "is stopped" if is_near else f"has said nothing for {for_s:.0f} s: stopped, or stuck"
+
+    def _is_frozen(self, peer: Any) -> bool:
+        return peer.pid != self.me.pid and _state(peer.pid) in ("T", "t")
+
+    def _beats(self, rank: int) -> bool:
+        key = f"beat {rank}"
+        beat = self.store.get(key) if self.store.check([key]) else b"none yet"
+        is_new = beat != self.beats.get(rank)
+        self.beats[rank] = beat
+        return is_new
+
+
+def _shares_host(one: Any, other: Any) -> bool:
+    return bool(one.is_visible and other.is_visible)
+
+
+def _state(pid: int) -> str:
+    """Of a process of this host, by one letter (proc(5)); nothing if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""

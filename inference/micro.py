@@ -1,0 +1,183 @@
+"""Which part of a batch may follow another down the chain, so that all ranks work at once.
+
+Rows of a batch do not know of each other, so groups of them may be computed one after the other
+wherever everything that is given has a row for each, or is the same for all. Where that is not
+sure, nothing is divided.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+SMALLEST_PASS = 256
+"""Tokens of a group in a long pass: with fewer, a matrix product no longer fills its core."""
+
+SMALLEST_STREAM = 16
+"""Rows that are generated together: with fewer, most of the time goes into reading weights."""
+
+ACCELERATED = 16
+"""So much larger are both on a device that is no CPU; a guess, on the side of leaving it whole."""
+
+NEVER = 1 << 40
+
+GROUPS_PER_STAGE = 4
+"""The more groups, the shorter are the times in which the chain fills and empties."""
+
+BY_ROW = {"input_ids": (2,), "attention_mask": (2, 4), "position_ids": (2,), "inputs_embeds": (3,)}
+"""Tensors with a row for each sequence, and how many dimensions they may have."""
+
+SAME_FOR_ALL = {
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+    "return_dict",
+    "output_hidden_states",
+    "output_attentions",
+}
+
+ORDINARY: dict[str, tuple[Any, ...]] = {
+    "do_sample": (None, False),
+    "num_beams": (None, 1),
+    "num_return_sequences": (None, 1),
+    "num_beam_groups": (None, 1),
+    "guidance_scale": (None, 1, 1.0),
+    "return_dict_in_generate": (None, False),
+    "prompt_lookup_num_tokens": (None,),
+    "assistant_early_exit": (None,),
+    "cache_implementation": (None, "dynamic"),
+    "penalty_alpha": (None,),
+    "dola_layers": (None,),
+    "max_time": (None,),
+    "stop_strings": (None,),
+    "watermarking_config": (None,),
+    "custom_generate": (None,),
+    "token_healing": (None, False),
+    "use_mtp": (None, False),
+}
+"""Settings of generate() under which a row's tokens depend on that row alone."""
+
+
+def rows(batch: int, groups: int) -> list[slice]:
+    """Consecutive, nearly equal groups of all rows."""
+    edges = [batch * group // groups for group in range(groups + 1)]
+    return [slice(*pair) for pair in itertools.pairwise(edges)]
+
+
+def groups_of_pass(batch: int, tokens: int, stages: int, scale: int = 1) -> int:
+    """Into how many groups a pass of [batch, tokens] is cut; 1 leaves it whole.
+
+    scale: ACCELERATED if a stage is on a device that is no CPU.
+    """
+    wanted = min(batch, GROUPS_PER_STAGE * stages)
+    return max(1, min(wanted, batch * tokens // (SMALLEST_PASS * scale)))
+
+
+def groups_of_generation(batch: int, stages: int, scale: int = 1) -> int:
+    """How many groups of rows are generated beside each other, so that each rank has one."""
+    return max(1, min(stages, batch // (SMALLEST_STREAM * scale)))
+
+
+def shape(inputs: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and tokens; (0, 0) if neither tokens nor embeddings are given."""
+    main = inputs.get("input_ids")
+    main = inputs.get("inputs_embeds") if main is None else main
+    if not isinstance(main, torch.Tensor) or main.dim() < 2:
+        return 0, 0
+    return main.shape[0], main.shape[1]
+
+
+def is_by_row(inputs: Mapping[str, Any], batch: int) -> bool:
+    """Whether everything has a row for each sequence, or is sure to be the same for all."""
+    return all(_is_sure(name, value, batch) for name, value in inputs.items())
+
+
+def _is_sure(name: str, value: Any, batch: int) -> bool:
+    if value is None:
+        return True
+    if name in BY_ROW and isinstance(value, torch.Tensor):
+        may_be_shared = name == "position_ids" and value.shape[:1] == (1,)
+        return value.dim() in BY_ROW[name] and (value.shape[0] == batch or may_be_shared)
+    return name in SAME_FOR_ALL and not isinstance(value, torch.Tensor)
+
+
+def cut(inputs: Mapping[str, Any], group: slice) -> dict[str, Any]:
+    """The inputs of a group of rows; what is the same for all rows stays."""
+    return {
+        name: value[group] if name in BY_ROW and value is not None and len(value) > 1 else value
+        for name, value in inputs.items()
+    }
+
+
+def chunks(inputs: Mapping[str, Any], past: int, size: int) -> list[dict[str, Any]]:
+    """The inputs of consecutive spans of at most `size` tokens, behind `past` that are cached.
+
+    Only the last gives the logits that are asked for, unless those of all tokens are.
+    """
+    _, tokens = shape(inputs)
+    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    parts = []
+    for start in range(0, tokens, size):
+        end = min(start + size, tokens)
+        part = dict(inputs)
+        for name in ("input_ids", "inputs_embeds"):
+            if inputs.get(name) is not None:
+                part[name] = inputs[name][:, start:end]
+        if mask is not None:
+            part["attention_mask"] = mask[:, : past + end]
+        if positions is not None:
+            part["position_ids"] = positions[:, start:end]
+        if end < tokens and inputs.get("logits_to_keep"):
+            part["logits_to_keep"] = 1
+        parts.append(part)
+    return parts
+
+
+def may_be_chunked(inputs: Mapping[str, Any], past: int, size: int) -> bool:
+    """Whether a pass may be cut along its tokens, as far as its inputs say."""
+    batch, tokens = shape(inputs)
+    mask, keep = inputs.get("attention_mask"), inputs.get("logits_to_keep") or 0
+    is_flat = mask is None or (mask.dim() == 2 and mask.shape[1] == past + tokens)
+    is_short = not keep or 0 < keep <= (tokens - 1) % size + 1
+    is_usual = not inputs.get("output_hidden_states") and inputs.get("return_dict") is not False
+    return is_by_row(inputs, batch) and is_flat and is_short and is_usual
+
+
+def is_ordinary(options: Mapping[str, Any], *defaults: Any) -> bool:
+    """Whether generate() with these options chooses the tokens of each row for itself.
+
+    defaults: what speaks where an option is silent, all of which must be ordinary. Sampling is not
+    so: all rows draw from one stream of random numbers.
+    """
+    rest = [value for name, value in options.items() if name not in BY_ROW]
+    is_plain = all(isinstance(each, (bool, int, float, str, type(None))) for each in rest)
+    return is_plain and all(
+        value in usual
+        for name, usual in ORDINARY.items()
+        for value in _settings(name, options, defaults)
+    )
+
+
+def _settings(name: str, options: Mapping[str, Any], defaults: Sequence[Any]) -> list[Any]:
+    if name in options:
+        return [options[name]]
+    return [getattr(each, name, None) for each in defaults]
+
+
+def keeps_no_state(config: Any) -> bool:
+    """Whether a model's pass leaves nothing behind in the model itself that others would see."""
+    rope = repr(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
+    is_text_alone = config.get_text_config() is config and not config.is_encoder_decoder
+    return is_text_alone and not any(kind in rope for kind in ("dynamic", "longrope"))
+
+
+def pad_together(parts: Sequence[torch.Tensor], padding: int) -> torch.Tensor:
+    """The sequences of all groups as one batch, each row padded to the longest."""
+    longest = max(part.shape[1] for part in parts)
+    padded = [
+        torch.nn.functional.pad(part, (0, longest - part.shape[1]), value=padding) for part in parts
+    ]
+    return torch.cat(padded)

@@ -1,0 +1,203 @@
+"""One model as a chain of stages: whole layers, on the devices of every rank.
+
+model = inference.load("checkpoint", device_map="auto")
+print(model.generate(tokens))
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from communicator import Communicator
+from coordinator import Coordinator
+from inference.agreement import agree_on, facts
+from inference.checkpoint import empty_model, generation_config, load_shard
+from inference.device_map import abbreviate
+from inference.devices import offloaded, place
+from inference.errors import CheckpointError, Served
+from inference.fastest import Step
+from inference.fill import fill, on_disk
+from inference.layout import (
+    cache_nbytes,
+    hidden_width,
+    layout,
+    model_class,
+    skeleton,
+    with_cache,
+    working_nbytes,
+)
+from inference.memory import Memory, cluster_memory, given_room
+from inference.model import distribute
+from inference.nd_load import together
+from inference.plan import DeviceMap, Place, plan
+from inference.renaming import Computed, Description
+from inference.ring import FOREVER_S, Ring
+from inference.session import Session
+from inference.shelf import shelf_of
+from inference.source import Source, find
+from inference.speed import measure_speeds
+from inference.stage import Stage
+
+
+def load_over_stages(
+    path: str | Path,
+    device_map: str | Mapping[str, Place | int] = "auto",
+    coor: Coordinator | None = None,
+    *,
+    max_memory: Memory | None = None,
+    dtype: torch.dtype | str | None = None,
+    cls: type[Any] | None = None,
+    backend: str | None = None,
+    batch: int = 1,
+    length: int = 0,
+    progress: bool | None = None,
+    **options: Any,
+) -> Any:
+    """The model of a checkpoint, its layers spread over every rank. Collective; see `load`."""
+    with contextlib.ExitStack() as stack:
+        if coor is None:
+            coor = stack.enter_context(Coordinator())
+        source = find(coor, path)
+        kind = together(coor, lambda: cls or model_class(source.config))
+        real_dtype = checkpoint_dtype(dtype, source.config)
+        parts = together(coor, lambda: layout(skeleton(kind, source.config, real_dtype)))
+        tokens = (source.config, real_dtype, batch, length)
+        cache, working = (cache_nbytes(*tokens), working_nbytes(*tokens)) if length else (0, 0)
+        step = Step(batch, hidden_width(source.config), real_dtype.itemsize)
+        room = given_room(cluster_memory(coor), max_memory)
+        speeds = (
+            measure_speeds(coor, room, real_dtype, backend) if device_map == "fastest" else None
+        )
+        parts = with_cache(parts, cache, working)
+        chosen = together(coor, lambda: plan(parts, room, device_map, speeds=speeds, step=step))
+        agree_on(coor, {"plan": chosen.to_bytes().decode()})
+        model = _loaded(coor, kind, source, chosen, real_dtype, progress, options)
+        return join(coor, model, chosen, stack, backend)
+
+
+def _loaded(
+    coor: Coordinator,
+    kind: type[Any],
+    source: Source,
+    chosen: DeviceMap,
+    dtype: torch.dtype,
+    progress: bool | None,
+    options: Mapping[str, Any],
+) -> Any:
+    """The model with this rank's part of the weights, streamed if that is possible."""
+    places = {"": "meta", **chosen.runs_on(coor.rank)}
+    together(coor, lambda: _refuse_offload(source, chosen, coor.rank))
+    made = together(coor, lambda: _empty(kind, source, places, dtype, options))
+    if made is None:
+        return together(coor, lambda: _read(kind, source, chosen, coor.rank, dtype, options))
+    model, found = made
+    agree_on(coor, facts(model, dtype))
+    model.loaded = fill(model, found, source, chosen.places, dtype, coor, progress)
+    together(coor, lambda: _settle(model, found, source, chosen, coor.rank, dtype))
+    if coor.is_master():
+        model.config.name_or_path = str(source.path)
+        if model.can_generate():
+            model.generation_config = generation_config(source.path)
+    return model
+
+
+def _empty(
+    kind: type[Any],
+    source: Source,
+    places: Mapping[str, str],
+    dtype: torch.dtype,
+    options: Mapping[str, Any],
+) -> Any:
+    """An empty model to stream weights into; None if transformers has to compute them."""
+    if getattr(source.config, "quantization_config", None) or options.get("quantization_config"):
+        return None
+    try:
+        return empty_model(kind, source.path, source.config, source.index, places, dtype, **options)
+    except Computed:
+        return None
+
+
+def _settle(
+    model: Any, found: Description, source: Source, chosen: DeviceMap, rank: int, dtype: torch.dtype
+) -> None:
+    """Let the modules of this rank run on their devices, and find their weights there."""
+    own = chosen.of(rank)
+    away = {name: own[name] for name in offloaded(chosen, rank)}
+    device = torch.device(chosen.device_of(rank))
+    model._shelf = shelf_of(model, away, device, on_disk(model, found, source, dtype))
+    place(model, chosen, rank, model._shelf)
+
+
+def _refuse_offload(source: Source, chosen: DeviceMap, rank: int) -> None:
+    """Raise for what has to be read while it runs, on a rank that has nothing to read."""
+    stays = [name for name, device in chosen.of(rank).items() if device == "disk"]
+    if stays and rank in source.blind:
+        raise CheckpointError(
+            f"rank {rank}: {abbreviate(stays)} are to stay on disk and be read when they run, and "
+            f"there is no {source.path} on this rank; copy the checkpoint there, or give "
+            'max_memory without "disk" for it.'
+        )
+
+
+def _read(
+    kind: type[Any],
+    source: Source,
+    chosen: DeviceMap,
+    rank: int,
+    dtype: torch.dtype,
+    options: Mapping[str, Any],
+) -> Any:
+    """The model as transformers itself reads it, from files that must be here."""
+    if source.blind or any(offloaded(chosen, rank) for rank in chosen.ranks):
+        raise CheckpointError(
+            f"rank {rank}: the weights of this model are computed from what is stored, which needs "
+            f"the files on every rank (missing on {source.blind}) and room for all of them; copy "
+            'the checkpoint there, and give no "disk" and no "cpu" beside an accelerator.'
+        )
+    model = load_shard(kind, source.path, {"": "meta", **chosen.of(rank)}, dtype, **options)
+    model._shelf = None
+    place(model, chosen, rank, None)
+    return model
+
+
+def join(
+    coor: Coordinator,
+    model: Any,
+    chosen: DeviceMap,
+    stack: contextlib.ExitStack,
+    backend: str | None = None,
+) -> Any:
+    """The master's model with the other ranks behind it; they serve here, and raise Served.
+
+    stack: what to give back when the model is closed.
+    """
+    if coor.world_size == 1:
+        return distribute(model, chosen, None)
+    outward, homeward = [stack.enter_context(_frames(coor, backend)) for _ in range(2)]
+    holds = {rank: chosen.holds(rank) for rank in range(coor.world_size)}
+    ring = Ring(outward, homeward, holds, stack.pop_all())
+    device = torch.device(chosen.device_of(coor.rank))
+    if coor.is_master():
+        return distribute(model, chosen, Session(ring, device))
+    with ring:
+        code = Stage(model, ring, device).serve()
+    raise Served(code)
+
+
+def _frames(coor: Coordinator, backend: str | None) -> Communicator:
+    """What moves the frames, which are packed in the memory of the CPU wherever layers run."""
+    return Communicator(coor, backend, timeout_s=FOREVER_S, device_type="cpu")
+
+
+def checkpoint_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtype:
+    """The dtype that is asked for, else that of the checkpoint."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in (None, "auto"):
+        return getattr(torch, str(dtype).removeprefix("torch."))  # type: ignore[no-any-return]
+    return getattr(config, "dtype", None) or torch.float32

@@ -1,0 +1,141 @@
+"""What cannot be done to a model most of which is on other ranks: each says what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import output_capturing
+
+from inference.errors import InferenceError
+
+MERGE = (
+    "merge the adapter into a checkpoint and load that: AutoPeftModelForCausalLM.from_pretrained("
+    "adapter).merge_and_unload().save_pretrained(directory)"
+)
+NO_TRAINING = "it is for inference, under torch.no_grad(); train on a model that is whole"
+
+
+class Refusals:
+    """Mixed into the class of a model. Where one rank has everything, everything works."""
+
+    def _refuse(self, verb: str, remedy: str) -> None:
+        """Raise InferenceError if parts of the model are elsewhere."""
+        parts = [getattr(self, name, None) for name in ("_session", "_shelf")]
+        if any(part is not None for part in parts):
+            raise InferenceError(
+                f"rank 0: a model with layers on other ranks or on disk cannot be {verb} from "
+                f"here, as that would change a part of it only; {remedy}."
+            )
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """The same model if it is there already."""
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        there = device in (None, self.device)  # type: ignore[attr-defined]
+        if there and dtype in (None, getattr(self, "dtype", None)):
+            return self
+        return super().to(*args, **kwargs)  # type: ignore[misc]
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse("moved or converted", "load it with the dtype= or device_map= that you want")
+        return super()._apply(*args, **kwargs)  # type: ignore[misc]
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse("saved", "copy the checkpoint that it was loaded from")
+        return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse("given other weights", "save them as a checkpoint and load that")
+        return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def add_adapter(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse("given an adapter", MERGE)
+        return super().add_adapter(*args, **kwargs)  # type: ignore[misc]
+
+    def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse("given an adapter", MERGE)
+        return super().load_adapter(*args, **kwargs)  # type: ignore[misc]
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse("batched continuously", "use generate() from several threads, or serve it")
+        return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._refuse("copied", "use it from several threads as it is, each with its own cache")
+        return super().__reduce_ex__(protocol)
+
+    def train(self, mode: bool = True) -> Any:
+        if mode:
+            self._refuse("trained", NO_TRAINING)
+        return super().train(mode)  # type: ignore[misc]
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        if requires_grad:
+            self._refuse("trained", NO_TRAINING)
+        return super().requires_grad_(requires_grad)  # type: ignore[misc]
+
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse("trained", NO_TRAINING)
+        return super().gradient_checkpointing_enable(*args, **kwargs)  # type: ignore[misc]
+
+
+def seal(module: nn.Module, name: str, rank: int) -> None:
+    """Let nobody replace a module or weight inside `module`, which runs on another rank.
+
+    What an adapter library or a quantizer puts there would never be called.
+    """
+    kinds: dict[type[nn.Module], type[nn.Module]] = {}
+    for inner, part in module.named_modules(prefix=name):
+        kind = type(part)
+        if isinstance(part, _Sealed) or not (part._modules or part._parameters):
+            continue  # such as an activation, which may be the same object in all layers
+        if kind not in kinds:
+            names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+            kinds[kind] = type(kind.__name__, (_Sealed, kind), names)
+        part.__dict__["_sealed"] = (inner, rank)
+        part.__class__ = kinds[kind]
+        if part is not module:
+            part.__dict__["forward"] = _Elsewhere(inner, rank)
+
+
+class _Elsewhere:
+    """The forward of a part of a layer: what is here of it has no weights."""
+
+    def __init__(self, name: str, rank: int):
+        self.name, self.rank = name, rank
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise InferenceError(
+            f"rank 0: {self.name} is a part of a layer on rank {self.rank}, and only the whole "
+            "layer can be called from here; give it to rank 0 in device_map to call it by itself."
+        )
+
+
+class _Sealed:
+    def register_forward_hook(self, hook: Any, **kwargs: Any) -> Any:
+        self._refuse(hook)
+        return super().register_forward_hook(hook, **kwargs)  # type: ignore[misc]
+
+    def register_forward_pre_hook(self, hook: Any, **kwargs: Any) -> Any:
+        self._refuse(hook)
+        return super().register_forward_pre_hook(hook, **kwargs)  # type: ignore[misc]
+
+    def _refuse(self, hook: Any) -> None:
+        """transformers hooks every part at once, whichever of its outputs is asked for."""
+        name, rank = self.__dict__["_sealed"]
+        is_a_users = getattr(hook, "__module__", None) != output_capturing.__name__
+        if is_a_users and isinstance(self.__dict__.get("forward"), _Elsewhere):
+            raise InferenceError(
+                f"rank 0: {name} is a part of a layer on rank {rank}, so a hook on it here would "
+                "never be called; hook the whole layer, or give it to rank 0 in device_map."
+            )
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        if isinstance(value, (nn.Module, nn.Parameter)):
+            name, rank = self.__dict__["_sealed"]
+            raise InferenceError(
+                f"rank 0: {name}.{key} runs on rank {rank}, so what is put in its place here would "
+                f"never be used; for an adapter, {MERGE}."
+            )
+        super().__setattr__(key, value)

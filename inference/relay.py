@@ -1,0 +1,100 @@
+"""Threads of the master that take turns at its own work and wait for the other ranks together.
+
+While one waits for its hidden states to come round the ring, the next does the master's layers of
+another group of rows: so every rank has work, and the master has no more than one thread's.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+
+class Cancelled(BaseException):
+    """Ends a runner whose result nobody waits for any more."""
+
+
+class Relay:
+    def __init__(self) -> None:
+        self.turn = threading.Lock()
+        self.here = threading.local()
+
+    def map(self, work: Callable[[Any], Any], items: Iterable[Any], until: Any = None) -> list[Any]:
+        """work(item) for each; one begins when the one before has sent what it has.
+
+        until: the layer whose call must have been sent, where that matters.
+        """
+        mine = self.let_go()
+        runners: list[Runner] = []
+        try:
+            for item in items:
+                runners.append(Runner(self, work, item, until))
+                runners[-1].start()
+                runners[-1].has_left.wait()
+            for runner in runners:
+                runner.join()
+        except BaseException:
+            for runner in runners:
+                runner.is_cancelled = True
+            raise
+        finally:
+            self.take_back(mine)
+        return [runner.result() for runner in runners]
+
+    def let_go(self, sends: Any = None) -> Runner | None:
+        """Give the turn away before waiting, if this thread is one of those that take turns.
+
+        sends: the last layer that is called by what it waits for.
+        """
+        runner: Runner | None = getattr(self.here, "runner", None)
+        if runner is None or runner.until not in (None, sends):
+            return None
+        self.turn.release()
+        runner.has_left.set()
+        return runner
+
+    def take_back(self, runner: Runner | None) -> None:
+        if runner is not None:
+            self.turn.acquire()
+            if runner.is_cancelled:
+                raise Cancelled
+
+
+class Runner(threading.Thread):
+    """One item's work, in the circumstances of the thread that wants it."""
+
+    def __init__(self, relay: Relay, work: Callable[[Any], Any], item: Any, until: Any):
+        super().__init__(name="drumline-relay", daemon=True)
+        self.until = until
+        self.relay, self.has_left, self.is_cancelled = relay, threading.Event(), False
+        self.value: Any = None
+        self.error: BaseException | None = None
+        num_threads, context = torch.get_num_threads(), contextvars.copy_context()
+        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+        def begin() -> None:
+            torch.set_num_threads(num_threads)  # OpenMP asks each thread anew
+            with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+                self.value = context.run(work, item)
+
+        self.begin = begin
+
+    def run(self) -> None:
+        self.relay.here.runner = self
+        self.relay.turn.acquire()
+        try:
+            self.begin()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.relay.turn.release()
+            self.has_left.set()
+
+    def result(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        return self.value

@@ -1,0 +1,176 @@
+"""An HTTP server that speaks OpenAI's API, over one model on every rank.
+
+python -m inference serve --model DIR -n 2
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from coordinator import Coordinator
+from inference.checkpoint import read_config
+from inference.errors import InferenceError, PeerLost
+from inference.load import Memory, load
+from inference.serving.batching import Limits
+
+LONGEST = 4096  # tokens of a row, where the model allows more and the user says nothing
+GRACE_S = 5  # for answers under way when the server is stopped
+WATCH_S = 0.5
+
+
+def serve(
+    model_path: str,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    key_file: str | None = None,
+    memory: Memory | None = None,
+    max_length: int | None = None,
+    max_running: int = 16,
+    max_waiting: int = 64,
+) -> None:
+    """Load the model over all ranks, and answer requests on the master until stopped. Collective.
+
+    host: by default for this machine alone; for another, key_file must hold a key for the clients.
+    port: 0 takes a free one; the first line that is printed says which.
+    max_length: tokens of a prompt with its answer. max_running, max_waiting: prompts at a time.
+
+    Raises PeerLost when a rank is lost, after telling so to those who wait for an answer.
+    """
+    with Coordinator() as coor:
+        key, length = None, 0
+        if coor.is_master():  # which alone has the files, perhaps
+            _import_uvicorn()
+            key = _key(host, key_file)
+            length = _length(model_path, max_length)
+        length = coor.broadcast_object(length)
+        with load(
+            model_path, coor=coor, max_memory=memory, batch=max_running, length=length
+        ) as model:
+            threads = max(2, len(model.device_map.ranks))
+            limits = Limits(length, max_running, max_waiting, threads)
+            _answer(model, model_path, coor, limits, (host, port), key)
+
+
+def _key(host: str, key_file: str | None) -> str | None:
+    key = Path(key_file).read_text().strip() if key_file else None
+    if key == "":
+        raise InferenceError(f"rank 0: the key in {key_file} is empty; write one of 32 letters.")
+    if key is None and not _is_loopback(host):
+        raise InferenceError(
+            f"rank 0: whoever reaches {host} could use the model, for there is no key; put one "
+            "into a file and give --api-key-file FILE, or serve on 127.0.0.1."
+        )
+    return key
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _length(model_path: str, wanted: int | None) -> int:
+    """Tokens of a row: what is wanted, if the model has positions for so many."""
+    config = read_config(model_path)
+    if config.is_encoder_decoder:
+        raise InferenceError(
+            f"rank 0: {model_path} answers a text rather than continuing it, which no request here "
+            "asks for; serve a decoder, or call generate() in a script of your own."
+        )
+    most = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    if wanted is not None and wanted > most:
+        raise InferenceError(
+            f"rank 0: rows of {wanted} tokens were asked for, but the model has positions for "
+            f"{most}; give --max-length {most} or less."
+        )
+    return wanted or min(most, LONGEST)
+
+
+def _import_uvicorn() -> Any:
+    try:
+        import fastapi  # noqa: F401
+        import uvicorn
+    except ImportError as error:
+        raise InferenceError(
+            f"rank 0: serving needs a web server, but {error}; `pip install fastapi uvicorn`."
+        ) from error
+    return uvicorn
+
+
+def _answer(
+    model: Any,
+    path: str,
+    coor: Coordinator,
+    limits: Limits,
+    address: tuple[str, int],
+    key: str | None,
+) -> None:
+    from inference.serving.service import Service, application
+
+    uvicorn = _import_uvicorn()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    name = Path(path).resolve().name
+    with (
+        socket.create_server(address) as listener,
+        contextlib.closing(Service(name, model, tokenizer, limits)) as service,
+    ):
+        options = {"log_level": "warning", "access_log": False, "lifespan": "off"}
+        app = application(service, key)
+        config = uvicorn.Config(app, timeout_graceful_shutdown=GRACE_S, **options)
+        server = uvicorn.Server(config)
+        host, port = listener.getsockname()[:2]
+        print(f"serving {name} at http://{host}:{port}/v1", flush=True)
+        with _stopping(server), _watching(coor, service, server):
+            server.run(sockets=[listener])
+    if service.failure is not None:
+        raise service.failure
+
+
+@contextlib.contextmanager
+def _stopping(server: Any) -> Iterator[None]:
+    """Within, SIGINT and SIGTERM end the server in order, and nothing else."""
+    server.capture_signals = contextlib.nullcontext  # which would raise them again at the end
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, server.handle_exit) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _watching(coor: Coordinator, service: Any, server: Any) -> Iterator[None]:
+    """Within, a rank that is lost ends the server, even one that nobody asks anything."""
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(WATCH_S):
+            gone = [str(peer) for peer in coor.peers if peer.is_seen_dead()]
+            if gone:
+                text = f"rank 0: {' and '.join(gone)} is gone, so nothing can be answered"
+                service.fail(PeerLost(f"{text}; start all ranks again."))
+            if service.failure is not None:
+                server.should_exit = True
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        watcher.join()

@@ -1,0 +1,72 @@
+"""A checkpoint as all ranks see it: who has the files, what is in them, and the config.
+
+source = find(coor, "checkpoint")       # the same answer on every rank, or one error on all
+print(source.readers)                   # by rank, the rank that reads the files for it
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from coordinator import Coordinator
+from inference.checkpoint import read_config
+from inference.errors import CheckpointError
+from inference.nd_load import share_index, together
+from inference.safetensors_index import Index
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint. `readers`: by rank, the rank that reads for it: itself, or the master."""
+
+    path: Path
+    config: Any
+    index: Index
+    readers: Sequence[int]
+
+    @property
+    def blind(self) -> list[int]:
+        """The ranks that have no files."""
+        return [rank for rank, reader in enumerate(self.readers) if reader != rank]
+
+
+def find(coor: Coordinator, path: str | Path) -> Source:
+    """The checkpoint at `path`, where all ranks that have the files must have the same. Collective.
+
+    Ranks without files are served by the master. Raises CheckpointError on every rank if the master
+    has none, or if any file is not whole.
+    """
+    folder = Path(path)
+    has_files = coor.allgather(b"yes" if _holds_weights(folder) else b"")
+    readers = [rank if has else 0 for rank, has in enumerate(has_files)]
+    reads = readers[coor.rank] == coor.rank
+    config = together(coor, lambda: read_config(folder) if reads else None)
+    told = coor.broadcast(_to_json(config) if coor.is_master() else None)
+    config = together(coor, lambda: config or _from_json(told))
+    return Source(folder, config, share_index(coor, folder, reads), readers)
+
+
+def _holds_weights(folder: Path) -> bool:
+    weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
+    return bool(weights) and (folder / "config.json").is_file()
+
+
+def _to_json(config: Any) -> bytes:
+    return str(config.to_json_string(use_diff=False)).encode()
+
+
+def _from_json(data: bytes) -> Any:
+    found = json.loads(data)
+    kind = found["model_type"]
+    if kind not in transformers.CONFIG_MAPPING:
+        raise CheckpointError(
+            f"transformers {transformers.__version__} does not know the model type {kind!r}, and "
+            "this rank has no files with the code of it; copy the checkpoint to this rank too."
+        )
+    return transformers.CONFIG_MAPPING[kind].from_dict(found)

@@ -1,0 +1,173 @@
+"""Stages whose layers are cut over several ranks: a team, which hears of each call as one.
+
+The master only drives: every layer, its own too, is called by a message. It goes to the first team,
+whose ranks all run it, and from there round the ring of the teams' first ranks; each of those says
+what it heard to its team before it runs it. Only first ranks speak to other teams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from communicator import Communicator, CommunicatorError
+from coordinator import CoordinatorError
+from inference.errors import PeerLost
+from inference.frames import Kind, Link, Message
+from inference.program import NOTHING
+from inference.ring import Ring
+from inference.stage import Stage
+
+AGREE_S = 30.0
+"""How long a rank whose step failed waits to hear that it failed alike on the whole team."""
+
+
+class Team:
+    """The ranks of one stage. frames: over them all, the first of the stage being its rank 0."""
+
+    def __init__(self, rank: int, frames: Communicator):
+        self.rank, self.coor = rank, frames.coor
+        self.link = Link(_Aloud(frames), 0)
+
+    def tell(self, message: Message) -> None:
+        """The first rank's message to all others of the team."""
+        if self.coor.world_size > 1:
+            self._guarded(lambda: self.link.send(message))
+
+    def hear(self) -> Message:
+        message: Message = self._guarded(self.link.receive)
+        return message
+
+    def fail_together(self) -> None:
+        """Return if a step failed on all ranks; otherwise some wait in it for ever: PeerLost."""
+        self._guarded(lambda: self.coor.allgather(b"failed", timeout_s=AGREE_S))
+
+    def _guarded(self, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except (CommunicatorError, CoordinatorError) as error:
+            raise PeerLost(
+                f"rank {self.rank}: the ranks {list(self.coor.ranks)}, which compute one stage "
+                "together, are no longer in step or not all there, so the model cannot run any "
+                f"more; start all ranks again. ({error})"
+            ) from error
+
+
+class _Aloud:
+    """What a Link sends to its peer reaches the whole team."""
+
+    def __init__(self, comm: Communicator):
+        self.comm = comm
+
+    def send(self, frame: torch.Tensor, peer: int) -> None:
+        self.comm.broadcast(frame, peer)
+
+    def recv(self, frame: torch.Tensor, peer: int) -> torch.Tensor:
+        return self.comm.broadcast(frame, peer)
+
+
+class Follower:
+    """The ring as a rank hears it that is not the first of its team: results stay here.
+
+    under: the communicators and all that they stand on.
+    """
+
+    def __init__(self, team: Team, under: contextlib.ExitStack):
+        self.rank, self.coor, self._under = team.rank, team.coor, under
+        self.receive = team.hear
+
+    def send(self, message: Message) -> None:
+        """Nowhere: the first of the team has the same."""
+
+    def close(self, error: BaseException | None = None) -> None:
+        self._under.__exit__(type(error) if error else None, error, None)
+
+
+class Leader:
+    """The ring as the first rank of a team has it: what it hears, its team hears."""
+
+    def __init__(self, team: Team, ring: Ring):
+        self.team, self.ring, self.send = team, ring, ring.send
+        self.rank, self.coor, self.close = team.rank, ring.coor, ring.close
+
+    def receive(self) -> Message:
+        message = self.ring.receive()
+        try:
+            self.team.tell(message)
+        except PeerLost as lost:
+            if message.kind is Kind.CALL:
+                self.ring.send(_failed(message, str(lost)))
+            raise
+        return message
+
+
+class TeamStage(Stage):
+    """A stage that several ranks compute together; what fails on one has to fail on all."""
+
+    def __init__(self, model: Any, ring: Any, device: torch.device, hop: int, team: Team):
+        super().__init__(model, ring, device)
+        self.hop, self.team = hop, team
+
+    def _reply(self, message: Message) -> Message:
+        reply = super()._reply(message)
+        if reply.kind is Kind.ERROR:
+            try:
+                self.team.fail_together()
+            except PeerLost as lost:
+                reply.note += str(lost)
+                self.ring.send(reply)
+                raise
+        return reply
+
+
+class Driver:
+    """The master's end: the first team is a stage like the others, and it is here.
+
+    ring: over the first ranks of all teams; None if there is one team.
+    """
+
+    def __init__(self, stage: TeamStage, team: Team, ring: Ring | None):
+        self.stage, self.team, self.ring = stage, team, ring
+        self.rank, self.coor = team.rank, team.coor
+        self.next = team.link if ring is None else ring.next
+        self.close: Callable[..., None] = stage.ring.close if ring is None else ring.close
+        if ring is not None:
+            ring.close = lambda *how: self.close(*how)  # type: ignore[method-assign]
+
+    @torch.no_grad()  # and not inference_mode, as the results are the user's
+    def send(self, message: Message) -> Message | None:
+        """The reply, if no other team has anything to do with it."""
+        self.team.tell(message)
+        reply = self.stage._reply(message)
+        if self.ring is None or self._is_done(message):
+            return reply
+        self.ring.send(reply)
+        return None
+
+    def _is_done(self, message: Message) -> bool:
+        route = self.stage.routes.get(message.program)
+        if route is None or route.program.operations != NOTHING:
+            return False
+        return all(step.rank <= self.stage.hop for step in route.program.steps)
+
+    def receive(self) -> Message:
+        assert self.ring is not None
+        return self.ring.receive()
+
+    def leave(self, code: int) -> None:
+        """Release every team; returns once the goodbye has come round."""
+        try:
+            self.team.tell(Message(Kind.LEAVE, ints=[code]))
+        except PeerLost:
+            pass  # whoever is left of the team sees it too
+        if self.ring is None:
+            self.close()
+        else:
+            self.ring.leave(code)
+
+
+def _failed(message: Message, note: str) -> Message:
+    return Message(Kind.ERROR, message.program, message.ints, text=message.text, note=note)

@@ -1,0 +1,85 @@
+"""Text from a prompt, streamed to the terminal as it comes.
+
+python -m inference generate --model DIR -n 2 --prompt "Once upon"
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, TextStreamer
+
+from inference.load import Memory
+from inference.plan import readable
+from inference.usage import Peaks, describe_peaks, describe_traffic, with_model
+
+
+def generate_text(
+    model_path: str,
+    prompt: str,
+    max_new_tokens: int = 64,
+    seed: int | None = None,
+    memory: Memory | None = None,
+) -> None:
+    """Load the model over all ranks, stream what it says, and say how fast that was. Collective.
+
+    seed: samples with it; greedy if not given. memory: room of each rank, as max_memory of load.
+    """
+    (model, said), peaks = with_model(
+        model_path,
+        lambda model: (model, _say(model, model_path, prompt, max_new_tokens, seed)),
+        memory,
+    )
+    print("\n".join([said, *_memory_lines(model.device_map, peaks)]))
+
+
+def _say(model: Any, path: str, prompt: str, max_new_tokens: int, seed: int | None) -> str:
+    """Stream the text; how fast it was, in words."""
+    print(model.device_map, flush=True)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    if seed is not None:
+        torch.manual_seed(seed)
+    clock = Clock(tokenizer)
+    tokens = model.generate(
+        **inputs, max_new_tokens=max_new_tokens, do_sample=seed is not None, streamer=clock
+    )
+    num_prompt = inputs["input_ids"].shape[1]
+    return clock.summary(num_prompt, tokens.shape[1] - num_prompt, model.traffic)
+
+
+class Clock(TextStreamer):  # type: ignore[misc]
+    """Prints tokens as they come, and notes when the first one did."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer)
+        self.begun = time.monotonic()
+        self.times: list[float] = []  # of the prompt, then of each token
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.monotonic())
+        super().put(value)
+
+    def summary(self, num_prompt: int, num_new: int, traffic: tuple[int, int] | None) -> str:
+        whole_s = time.monotonic() - self.begun
+        line = f"{num_new} tokens in {whole_s:.2f} s, {num_new / whole_s:.1f} tokens/s"
+        if len(self.times) > 2:
+            first_s, rest_s = self.times[1] - self.begun, self.times[-1] - self.times[1]
+            line += (
+                f"; {num_prompt} of prompt and the first token in {1e3 * first_s:.0f} ms, then "
+                f"{(len(self.times) - 2) / rest_s:.1f} tokens/s"
+            )
+        return line + f"; {describe_traffic(traffic)} a hop"
+
+
+def _memory_lines(device_map: Any, peaks: Peaks) -> list[str]:
+    """What each rank was planned to hold, and the most it took with all its libraries."""
+    planned = {rank: 0 for rank in range(len(peaks))}
+    for place in {*device_map.places.values()}:
+        planned[place[0]] += device_map.used(place)
+    return [
+        f"rank {rank}: {readable(planned[rank])} of model, {text} of memory at most"
+        for rank, text in enumerate(describe_peaks(peaks))
+    ]

@@ -1,0 +1,73 @@
+"""One use of a model over all ranks, and what it took of each rank's memory.
+
+tokens, peaks = with_model("checkpoint", lambda model: model.generate(prompt))
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from coordinator import Coordinator
+from inference.errors import Served
+from inference.load import Memory, load
+from inference.plan import readable
+
+T = TypeVar("T")
+Peaks = list[dict[str, int]]
+"""By rank: the most bytes of each of its devices that it held at a time."""
+
+
+def with_model(
+    path: str, work: Callable[[Any], T], memory: Memory | None = None, **options: Any
+) -> tuple[T, Peaks]:
+    """What work(model) returns on the master, and the peaks of all ranks. Collective.
+
+    The other ranks serve, and end with Served as they do in load, which takes the options.
+    """
+    with Coordinator() as coor:
+        try:
+            with load(path, coor=coor, max_memory=memory, **options) as model:
+                result = _closing_with_its_code(model, work)
+        except Served as served:
+            if not served.code:
+                coor.gather_object(_peak())
+            raise
+        return result, coor.gather_object(_peak()) or []
+
+
+def _closing_with_its_code(model: Any, work: Callable[[Any], T]) -> T:
+    try:
+        return work(model)
+    except BaseException:
+        model.close(exit_code=1)
+        raise
+
+
+def _peak() -> dict[str, int]:
+    """Of this process: resident memory (getrusage(2) has it in KiB), and that of accelerators."""
+    found = {"cpu": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    for number in range(torch.cuda.device_count()):
+        if nbytes := torch.cuda.max_memory_allocated(number):
+            found[f"cuda:{number}"] = nbytes
+    return found
+
+
+def describe_peaks(peaks: Peaks) -> list[str]:
+    """For each rank, such as "310 MiB" or "1.2 GiB, cuda:0 14 GiB"."""
+    return [
+        ", ".join(
+            (f"{device} " if device != "cpu" else "") + readable(n) for device, n in of.items()
+        )
+        for of in peaks
+    ]
+
+
+def describe_traffic(traffic: tuple[int, int] | None) -> str:
+    """The bytes of a hop from the master; "-" where nothing is sent."""
+    if traffic is None or not traffic[0]:
+        return "-"
+    return readable(traffic[1] // traffic[0])

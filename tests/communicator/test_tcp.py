@@ -1,0 +1,181 @@
+"""The tcp backend: connections of our own. Killed ranks are in test_killed_ranks.py."""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from communicator import (
+    Communicator,
+    CommunicatorError,
+    CommunicatorTimeout,
+    PeerLost,
+    Unsupported,
+    conformance,
+)
+from communicator.meeting import Meeting
+from communicator.tcp import Tcp
+from coordinator import Coordinator
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_tcp_conforms(ranks, world_size):
+    def body(info):
+        with Coordinator(info, timeout_s=60) as coor, Communicator(coor, "tcp") as comm:
+            report = conformance.check(comm)
+            coor.barrier()
+            return report.having(conformance.FAILED), report.having(conformance.UNSUPPORTED)
+
+    assert ranks(body, world_size) == [([], [])] * world_size
+
+
+@pytest.mark.parametrize(
+    "numel", [4096, (1 << 20) + 3]
+)  # below and above the size that is shared out
+@pytest.mark.parametrize("op", ["sum", "avg", "max"])
+def test_a_large_allreduce_has_the_bits_of_the_sum_in_order_of_rank(ranks, numel, op):
+    rows = torch.randn(3, numel, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor, Communicator(coor, "tcp") as comm:
+            kept, out = rows[comm.rank].clone(), torch.empty(numel, dtype=torch.bfloat16)
+            comm.allreduce(kept, op, out=out)
+            assert torch.equal(kept, rows[comm.rank])
+            return out
+
+    wide = rows.float()
+    total = wide.amax(0) if op == "max" else wide[0] + wide[1] + wide[2]
+    expected = (total / 3 if op == "avg" else total).bfloat16()
+    assert all(torch.equal(found, expected) for found in ranks(body, 3))
+
+
+def test_a_message_at_any_time_that_does_not_fit_is_dropped_and_named(ranks):
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor, Communicator(coor, "tcp") as comm:
+            if comm.rank == 0:
+                for numel in (*[1] * 50, 100_000, 3):
+                    comm.send(torch.ones(numel), 1)
+                return None
+            for _ in range(50):
+                comm.recv(torch.zeros(1), 0)
+            tensor = torch.zeros(5)
+            with pytest.raises(CommunicatorError, match=r"\(100000,\) float32.*\(5,\) float32"):
+                comm.recv(tensor, 0)
+            return tensor.sum().item(), comm.recv(torch.zeros(3), 0).tolist()
+
+    assert ranks(body, 2) == [None, (0.0, [1.0] * 3)]
+
+
+@pytest.mark.parametrize("numel", [3, 1 << 20])  # a large one is shared out
+@pytest.mark.parametrize(
+    "theirs", [("max", torch.float32, 0), ("sum", torch.int32, 0), ("sum", torch.float32, 1)]
+)
+def test_ranks_that_disagree_in_any_call_are_told(ranks, numel, theirs):
+    """After the first calls they had rank 0's op, or waited for each other."""
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            comm = Communicator(coor, "tcp", timeout_s=5, checked_calls=0)
+            op, dtype, less = theirs if comm.rank == 2 else ("sum", torch.float32, 0)
+            with pytest.raises(CommunicatorError, match=r"disagree.*allreduce of .*allreduce of"):
+                comm.allreduce(torch.ones(numel - less, dtype=dtype), op)
+            coor.barrier()
+
+    ranks(body, 3)
+
+
+def test_a_rank_with_nothing_to_add_is_told_too(ranks):
+    """It returned at once, and the others lost it."""
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            comm = Communicator(coor, "tcp", timeout_s=5, checked_calls=0)
+            with pytest.raises(CommunicatorError, match=r"disagree.*\(0,\) float32 sum"):
+                comm.allreduce(torch.ones(3 if comm.rank == 1 else 0))
+            coor.barrier()
+
+    ranks(body, 3)
+
+
+def test_both_directions_go_on_while_a_group_waits_for_somebody_else(ranks):
+    """Each rank sends far more than the system keeps on its way, and to one that sends to it."""
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor, Communicator(coor, "tcp") as comm:
+            found = {src: torch.zeros(3_000_000) for src in range(3) if src != comm.rank}
+            with comm.group():
+                for dst in found:
+                    comm.send(torch.full((3_000_000,), float(comm.rank)), dst)
+                for src, tensor in found.items():
+                    comm.recv(tensor, src)
+            return all((tensor == src).all() for src, tensor in found.items())
+
+    assert ranks(body, 3) == [True] * 3
+
+
+def test_two_threads_send_and_receive_at_the_same_time(ranks):
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor, Communicator(coor, "tcp") as comm:
+            other, data = 1 - comm.rank, torch.full((5_000_000,), float(comm.rank))
+            sender = threading.Thread(target=comm.send, args=(data, other))
+            sender.start()
+            found = comm.recv(torch.zeros(5_000_000), other)
+            sender.join()
+            return bool((found == other).all())
+
+    assert ranks(body, 2) == [True] * 2
+
+
+def test_nobody_comes_before_the_deadline_and_then_it_is_over(ranks):
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            comm = Communicator(coor, "tcp", timeout_s=0.5)
+            if comm.rank == 0:
+                with pytest.raises(CommunicatorTimeout, match=r"0\.5 s in recv from rank 1"):
+                    comm.recv(torch.ones(1), 1)
+                with pytest.raises(CommunicatorTimeout):  # what comes now could be anything
+                    comm.recv(torch.ones(1), 1)
+            coor.barrier()
+            if comm.rank == 1:
+                with pytest.raises(PeerLost, match=r"rank 0 waited 0\.5 s in recv.*\? Start all"):
+                    comm.recv(torch.ones(1), 0)
+
+    ranks(body, 2)
+
+
+def test_a_rank_that_leaves_is_named_by_all(ranks_or_errors):
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor, Communicator(coor, "tcp") as comm:
+            comm.barrier()
+            if comm.rank != 1:
+                comm.allreduce(torch.ones(4))
+
+    begun = time.monotonic()
+    found = ranks_or_errors(body, 3)
+    assert time.monotonic() - begun < 5 and found[1] is None
+    assert all(isinstance(each, PeerLost) for each in (found[0], found[2]))
+    assert all("rank 1 closed its communicator" in str(each) for each in (found[0], found[2]))
+
+
+def test_who_closes_the_communicator_ends_the_wait_of_a_thread_in_it(ranks):
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            comm = Communicator(coor, "tcp")
+            coor.barrier()
+            if comm.rank == 0:
+                threading.Timer(0.2, comm.close).start()
+                with pytest.raises(CommunicatorError):
+                    comm.recv(torch.ones(1), 1)
+            coor.barrier()
+            comm.close()
+
+    ranks(body, 2)
+
+
+def test_ranks_that_met_in_a_store_have_nothing_to_prove_with():
+    alone = Meeting(HashStore(), 0, 1, timeout_s=timedelta(seconds=5).total_seconds())
+    with pytest.raises(Unsupported, match="no secret"):
+        Tcp.probe(alone)

@@ -1,0 +1,128 @@
+"""Every call of a Coordinator in which ranks wait for another, all at once: a thread and a
+Coordinator for each. The victim makes none of them, but enters the turns that it has."""
+
+import contextlib
+import threading
+import time
+
+from coordinator import Coordinator, CoordinatorError
+
+LARGE = 3_000_000
+COLLECTIVE = {
+    "barrier": lambda coor: coor.barrier(),
+    "local_barrier": lambda coor: coor.local_barrier(),
+    "broadcast": lambda coor: coor.broadcast(b"x" * 100, 0),
+    "broadcast object": lambda coor: coor.broadcast_object([1], 1),
+    "allgather": lambda coor: coor.allgather(b"x"),
+    "allgather large": lambda coor: coor.allgather(bytes(LARGE)),
+    "gather": lambda coor: coor.gather(b"x" * 10, 1),
+    "scatter": lambda coor: coor.scatter([b"x"] * coor.world_size if coor.rank == 1 else None, 1),
+    "agree": lambda coor: coor.agree("same"),
+    "vote": lambda coor: coor.vote(True),
+}
+MEETING = {"split": lambda coor: coor.split(range(coor.world_size))}
+WAITING = {"wait": lambda coor: coor.wait("what nobody puts")}
+TURNS = {
+    "once": lambda coor, body: coor.once("work", body),
+    "master_first": lambda coor, body: _first(coor.master_first(), body),
+    "local_master_first": lambda coor, body: _first(coor.local_master_first(), body),
+}
+CALLS = [*COLLECTIVE, *MEETING, *WAITING, *TURNS]
+
+
+def _first(turn, body):
+    with turn:
+        body()
+
+
+def waits_for(name, coor, victim):
+    """Does this rank wait for the victim in this call?"""
+    is_here = victim in coor.nodes[coor.node_index]
+    if name == "master_first":
+        return victim == 0
+    if name == "local_master_first":
+        return is_here and victim == coor.nodes[coor.node_index][0]
+    return is_here or name not in ("once", "local_barrier")
+
+
+def make(name, coor):
+    if name in TURNS:
+        TURNS[name](coor, lambda: b"")
+    else:
+        {**COLLECTIVE, **MEETING, **WAITING}[name](coor)
+
+
+def outcome(name, coor):
+    """What came of the call: the error and its text, and how long it took and ended when."""
+    since, error, text = time.monotonic(), "", ""
+    try:
+        make(name, coor)
+    except CoordinatorError as raised:
+        error, text = type(raised).__name__, str(raised)
+    return [error, text, time.monotonic() - since, time.time()]
+
+
+def together(bodies):
+    threads = [threading.Thread(target=body, daemon=True) for body in bodies]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def fall(name, coor, fault):
+    """The victim's side: in its turn, where it has one."""
+    with contextlib.suppress(Exception), coor:
+        if name in TURNS and waits_for(name, coor, coor.rank):
+            TURNS[name](coor, lambda: fault(coor))
+        else:
+            fault(coor)
+
+
+def made(info, names=CALLS):
+    """A Coordinator for each call, on which all ranks have met."""
+    coors = {name: Coordinator(info, timeout_s=20) for name in names}
+    for coor in coors.values():
+        coor.local_barrier()
+        coor.barrier()
+    return coors
+
+
+def waited(coors, victim, timeout_s):
+    """The outcomes of the calls that wait for the victim, by name, all made at once."""
+    found = {}
+    for coor in coors.values():
+        coor.timeout_s = timeout_s
+    waiting = {name: coor for name, coor in coors.items() if waits_for(name, coor, victim)}
+    threads = together(
+        [
+            lambda name=name, coor=coor: found.update({name: outcome(name, coor)})
+            for name, coor in waiting.items()
+        ]
+    )
+    for thread in threads:
+        thread.join()
+    time.sleep(0.3 * (timeout_s < 5))  # who closes now is no excuse for who is still waiting
+    for coor in coors.values():
+        with contextlib.suppress(CoordinatorError):
+            coor.close(timeout_s=0.3)
+    return found
+
+
+def run(info, names, victim, fault, timeout_s, whole=None):
+    """On a rank: the outcomes of its calls by name. The victim: fault(coor) in each of them, at the
+    same time; or whole() for the whole process, which then stays within its turns."""
+    coors = made(info, names)
+    if info.rank != victim:
+        time.sleep(0.2 * any(name in TURNS for name in names))  # for the victim to take its turns
+        return waited(coors, victim, timeout_s)
+    stay = lambda _: time.sleep(60)  # noqa: E731
+    turns = {name: coor for name, coor in coors.items() if name in TURNS or whole is None}
+    threads = together(
+        [lambda each=each: fall(*each, stay if whole else fault) for each in turns.items()]
+    )
+    if whole is not None:
+        whole()
+        return {}
+    for thread in threads:
+        thread.join()
+    return {}

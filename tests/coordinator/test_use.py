@@ -1,0 +1,379 @@
+"""Uses of a Coordinator that are refused by name, or that share a process with it."""
+
+import contextlib
+import gc
+import os
+import re
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from coordinator import Coordinator, CoordinatorError, CoordinatorTimeout, PeerLost
+from coordinator import session as sessions
+from launcher import LaunchInfo
+
+nodes = pytest.mark.parametrize("nodes", [[2], [1, 1]], ids=str)
+
+
+def in_a_child(body):
+    """What body returns in a forked child, as text."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(writing, str(body()).encode())
+        except BaseException as error:
+            os.write(writing, f"{type(error).__name__}: {error}".encode())
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(pid, 0)
+    text = os.read(reading, 10_000).decode()
+    os.close(reading)
+    return text
+
+
+@nodes
+def test_a_forked_child_can_harm_its_parent_in_no_way(coordinated, nodes):
+    """It uses, closes, collects and leaves the Coordinator that it has inherited."""
+
+    def body(coor):
+        group = coor.split([1, 0])
+        texts = [in_a_child(use) for use in (coor.barrier, lambda: coor.put("x", b""))]
+        texts.append(in_a_child(lambda: (coor.close(), group.close(), "closed")[-1]))
+        texts.append(
+            in_a_child(lambda: (group.__del__(), coor.__del__(), gc.collect(), "gone")[-1])
+        )
+        coor.barrier()
+        group.barrier()
+        coor.put(f"{coor.rank}", b"x")
+        return [*texts, coor.wait("0") == coor.wait("1")]
+
+    for each in coordinated(body, 2, nodes):
+        assert each.error == "", each
+        *used, closed, gone, works = each.value
+        assert all("forked from the rank" in text for text in used), each
+        assert (closed, gone, works) == ("closed", "gone", True), each
+
+
+@nodes
+def test_a_forked_child_keeps_no_connection_open(coordinated, nodes):
+    def connections():
+        found = []
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            try:
+                found.append(os.readlink(f"/proc/self/fd/{fd}").partition(":")[0])
+            except OSError:
+                continue  # the folder itself
+        return found.count("socket") + found.count("anon_inode")
+
+    before = connections()
+
+    def body(coor):
+        coor.barrier()
+        return in_a_child(connections)
+
+    found = coordinated(body, 2, nodes)
+    assert all(int(each.value) <= before + 1 for each in found), found  # the launch's own listener
+
+
+def test_two_processes_that_claim_one_rank_are_both_named(fork):
+    """The second hears of it; the first goes on."""
+
+    def body(info):
+        with Coordinator(info, timeout_s=10) as coor:
+            text = in_a_child(lambda: Coordinator(info, timeout_s=5)) if info.rank else ""
+            coor.barrier()
+            return [text, os.getpid()]
+
+    _, one = fork(body, 2).outcomes()
+    text, pid = one.value
+    assert text.startswith("CoordinatorError: rank 1 came to"), text
+    assert f"host {socket.gethostname()}, pid {pid} is rank 1 already" in text, text
+    assert text.count("pid") == 2, text
+
+
+def test_two_threads_in_one_coordinator_are_told_so(ranks):
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            if coor.rank == 1:
+                time.sleep(0.3)
+                coor.barrier()
+                return None
+            thread = threading.Thread(target=coor.barrier)
+            thread.start()
+            time.sleep(0.1)
+            with pytest.raises(CoordinatorError, match=r"vote \(.*another thread is in barrier #1"):
+                coor.vote(True)
+            thread.join()
+
+    ranks(body, 2)
+
+
+@nodes
+def test_a_value_that_cannot_be_sent_is_heard_of_by_all_and_breaks_nothing(ranks, nodes):
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            value = {object()} if coor.rank == 1 else 1
+            error = ValueError if coor.rank == 1 else CoordinatorError
+            said = "rank 1 gave a set that cannot be sent"
+            with pytest.raises(error, match=said):
+                coor.broadcast_object(value, 1)
+            with pytest.raises(error, match=said):
+                coor.allgather_object(value)
+            with pytest.raises(error, match=said):
+                coor.agree(value)
+            with pytest.raises(error, match=said):
+                coor.scatter_object([value, value] if coor.rank == 1 else None, 1)
+            if coor.rank == 1:
+                with pytest.raises(error, match=said):
+                    coor.gather_object(value, 1)
+            else:
+                coor.gather_object(value, 1)
+            coor.barrier()
+
+    ranks(body, 2, nodes)
+
+
+def test_names_of_keys_do_not_meet(ranks):
+    """Each of these once shared a value with another."""
+
+    def body(info):
+        with Coordinator(info) as coor:
+            if coor.is_master():
+                coor.put("a/who", b"user")
+                coor.store("a").set("0/x", "first")
+            first = coor.store("a") if not coor.is_master() else None
+            coor.barrier()
+            second = coor.store("a/0")
+            assert not second.check(["x"])
+            assert coor.once("a/who", lambda: b"once") == b"once"
+            assert coor.once("a", lambda: b"other") == b"other"
+            assert first is None or (first.num_keys() == 1 and first.get("0/x") == b"first")
+            assert coor.get("a") is None and coor.get("a/who") == b"user"
+            coor.barrier()
+
+    ranks(body, 2)
+
+
+def test_a_store_raises_what_torchs_users_expect(ranks):
+    def body(info):
+        from torch.distributed import DistStoreError
+
+        with Coordinator(info) as coor:
+            store = coor.store("x", timeout_s=0.2)
+            with pytest.raises(DistStoreError) as caught:
+                store.get("nobody")
+            assert isinstance(caught.value, CoordinatorTimeout)
+            assert "store.get #1 (test_use.py:" in str(caught.value)
+            assert "rank 1 (host" in str(caught.value)
+            store.set("text", "no number")
+            with pytest.raises(DistStoreError, match="cannot"):
+                store.add("text", 1)
+            coor.barrier()
+        with pytest.raises(DistStoreError, match="closed"):
+            store.get("nobody")
+
+    ranks(body, 2)
+
+
+def test_who_waits_in_a_store_hears_of_a_death(fork):
+    def body(info):
+        from torch.distributed import DistNetworkError
+
+        with Coordinator(info, timeout_s=20) as coor:
+            store = coor.store("x")
+            coor.barrier()
+            if coor.rank == 1:
+                os.kill(os.getpid(), 9)
+            with pytest.raises(DistNetworkError, match=r"rank 1 \(host .* SIGKILL"):
+                store.get("nobody")
+
+    assert [each.error for each in fork(body, 3).outcomes()] == ["", "", ""]
+
+
+@pytest.mark.parametrize("name", ["local_barrier", "split", "once", "wait", "lock"])
+def test_every_call_has_a_deadline_of_its_own(ranks_or_errors, name):
+    """The first local_barrier on several nodes once had the deadline of the whole Coordinator."""
+    calls = {
+        "local_barrier": lambda coor: coor.local_barrier(timeout_s=0.4),
+        "split": lambda coor: coor.split([1, 0], timeout_s=0.4),
+        "once": lambda coor: coor.once("x", lambda: b"", timeout_s=0.4),
+        "wait": lambda coor: coor.wait("x", timeout_s=0.4),
+        "lock": lambda coor: coor.lock("x", timeout_s=0.4).__enter__(),
+    }
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            if coor.rank == 1:
+                if name == "lock":
+                    with coor.lock("x"):
+                        time.sleep(0.7)
+                else:
+                    (
+                        coor.once("x", lambda: time.sleep(0.7) or b"")
+                        if name == "once"
+                        else time.sleep(0.7)
+                    )
+                return None
+            time.sleep(0.1)
+            since = time.monotonic()
+            try:
+                calls[name](coor)
+            except CoordinatorTimeout as error:
+                return str(error), time.monotonic() - since
+
+    text, took_s = ranks_or_errors(body, 3, [2, 1])[0]
+    assert took_s < 1, text
+    assert f"rank 0 (host {socket.gethostname()}" in text or text.startswith("rank 0 waited"), text
+    assert f"in {name} #1 (test_use.py:" in text, text
+    assert "rank 1 (host" in text, text
+
+
+def test_errors_of_a_group_name_the_ranks_of_the_launch(ranks_or_errors):
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            group = coor.split([3, 1])
+            if group is None or coor.rank == 1:
+                time.sleep(0.6)
+                return None
+            group.barrier(timeout_s=0.3)
+
+    error = ranks_or_errors(body, 4)[3]
+    assert re.match(r"rank 3 waited \d\.\d s in barrier #1", str(error)), error
+    assert "for rank 1 (host" in str(error), error
+
+
+def test_locks_leave_no_file_whoever_dies_holding_one(fork, tmp_path):
+    def body(info):
+        os.environ["TMPDIR"] = str(tmp_path)
+        import tempfile
+
+        tempfile.tempdir = None
+        with Coordinator(info, timeout_s=10) as coor:
+            coor.barrier()
+            if coor.rank == 2:
+                coor.lock("a").__enter__()
+                os.kill(os.getpid(), 9)
+            time.sleep(0.1)
+            with coor.lock("a"):
+                return len(list(tmp_path.rglob("*.lock")))
+
+    found = fork(body, 3).outcomes()
+    assert [each.value for each in found] == [1, 1, None], found
+    assert list(tmp_path.iterdir()) == []
+
+
+@nodes
+@pytest.mark.parametrize("call", ["barrier", "wait"])
+def test_close_ends_the_call_that_another_thread_is_in(ranks, nodes, call):
+    """It once took the memory from under a barrier, and left wait() to its deadline."""
+    calls = {"barrier": lambda coor: coor.barrier(), "wait": lambda coor: coor.wait("nothing")}
+
+    def body(info):
+        coor, said = Coordinator(info, timeout_s=20), []
+        if info.rank == 1:
+            with coor, contextlib.suppress(CoordinatorError):
+                time.sleep(0.4)
+                coor.barrier()
+            return None
+
+        def use():
+            with pytest.raises(CoordinatorError) as caught:
+                calls[call](coor)
+            said.append(str(caught.value))
+
+        thread = threading.Thread(target=use)
+        thread.start()
+        time.sleep(0.1)
+        coor.close()
+        thread.join(2)
+        return said
+
+    (said,) = ranks(body, 2, nodes)[0]
+    assert said.startswith("rank 0") and "close" in said, said
+
+
+def test_once_is_once_among_the_threads_of_a_rank_too():
+    runs = []
+
+    def work():
+        runs.append(1)
+        time.sleep(0.05)
+        return b"found"
+
+    with Coordinator(LaunchInfo("alone")) as coor, ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: coor.once("x", work), range(4)))
+        assert found == [b"found"] * 4 and len(runs) == 1
+        with pytest.raises(CoordinatorTimeout, match=r"once #\d+ .* another thread"):
+            coor.once("y", lambda: coor.once("y", work, timeout_s=0.1))
+
+
+@nodes
+def test_who_comes_to_a_group_that_was_given_up_hears_so(ranks, nodes):
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            with pytest.raises(CoordinatorTimeout) as caught:
+                time.sleep(0.6 * coor.rank)
+                coor.split([0, 1], timeout_s=0.4 if coor.is_master() else 20)
+            coor.barrier()
+            return str(caught.value)
+
+    early, late = ranks(body, 2, nodes)
+    assert early.startswith("rank 0 waited 0.4 s in split #1 (test_use.py:"), early
+    assert "rank 1 came to split #1" in late and "rank 0 had already given up" in late, late
+
+
+def test_a_rank_that_dies_while_others_join_is_named_with_its_process(fork):
+    def body(info):
+        if info.rank == 2:
+            sessions.enter(info, 5)
+            os.kill(os.getpid(), 9)
+        Coordinator(info, timeout_s=20)
+
+    begun, ranks = time.time(), fork(body, 3)
+    pid = ranks.pids[2]
+    for each in ranks.outcomes()[:2]:
+        assert each.error == "PeerLost" and f"rank 2 (host {socket.gethostname()}, pid {pid})" in (
+            each.text
+        ), each
+        assert "in Coordinator #1 (test_use.py:" in each.text and each.at - begun < 2.5, each
+
+
+def test_a_child_forked_while_a_thread_waits_hides_no_death(fork):
+    """Between nodes a death is a connection that ends: the child once kept it open."""
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            coor.barrier()
+            if coor.rank == 1:
+                threading.Thread(target=lambda: coor.wait("nothing"), daemon=True).start()
+                time.sleep(0.1)
+                if os.fork() == 0:
+                    time.sleep(5)
+                    os._exit(0)
+                os.kill(os.getpid(), 9)
+            begun = time.monotonic()
+            with pytest.raises(PeerLost, match=r"for rank 1 \(host"):
+                coor.wait("nothing else")
+            return time.monotonic() - begun
+
+    found = fork(body, 2, [1, 1]).outcomes(stragglers=[1])
+    assert found[0].error == "" and found[0].value < 2, found
+
+
+def test_who_died_is_known_in_groups_of_groups_whose_parents_were_let_go(coordinated):
+    """Rank 0 once left before the other node had heard it, which then took rank 0 for the dead."""
+
+    def body(coor):
+        group = coor
+        for _ in range(3):
+            group = group.split(range(group.world_size))
+        if coor.rank == 1:
+            os.kill(os.getpid(), 9)
+        group.barrier()
+
+    for each in coordinated(body, 4, [2, 2], stragglers=[1]):
+        assert each.status or "for rank 1 (host" in each.text, each

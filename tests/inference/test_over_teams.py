@@ -1,0 +1,177 @@
+"""Stages of ranks that cut their layers: the master drives, and says what one process says."""
+
+import pytest
+import torch
+
+import inference
+import launcher
+from coordinator import Coordinator
+from inference import PlanError, StageError
+
+SIZES = {
+    "vocab_size": 65,
+    "hidden_size": 32,
+    "intermediate_size": 50,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+FAMILIES = {
+    "llama": ("LlamaForCausalLM", {}),
+    "tied": ("LlamaForCausalLM", {"tie_word_embeddings": True}),
+    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "intermediate_size": 48}),
+}
+IDS = torch.randint(3, 65, (2, 9), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture(scope="session")
+def family(checkpoints):
+    def make(name):
+        kind, config = FAMILIES[name]
+        return checkpoints.make(f"team {name}", kind, **{**SIZES, **config})
+
+    return make
+
+
+def on_master(path, nprocs, work, **options):
+    def rank():
+        torch.set_num_threads(1)
+        with inference.load(path, **options) as model:
+            return work(model)
+
+    return launcher.launch(rank, nprocs=nprocs, launcher="threads", timeout_s=60)[0]
+
+
+def said(model):
+    with torch.no_grad():
+        logits = model(IDS).logits
+    return logits, model.generate(IDS, max_new_tokens=8, do_sample=False).tolist()
+
+
+def same(found, plain):
+    torch.testing.assert_close(found[0], said(plain)[0], rtol=1e-4, atol=1e-4)
+    assert found[1] == said(plain)[1]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_stages_of_two_ranks_say_what_one_process_says(family, name):
+    plain, path = family(name)
+    stages, found = on_master(
+        path, 4, lambda m: (m.device_map.ranks, said(m)), tp=2, device_map="auto"
+    )
+    assert stages == [0, 1]
+    same(found, plain)
+
+
+def test_every_rank_holds_its_part_of_its_stage(family, monkeypatch):
+    plain, path = family("llama")
+    shares = {}
+    real = inference.over_teams.load_into
+
+    def counted(model, path, coor, **options):
+        shares[coor.rank] = real(model, path, coor, **options)
+        return shares[coor.rank]
+
+    monkeypatch.setattr(inference.over_teams, "load_into", counted)
+    on_master(path, 4, said, tp=2, device_map="auto")
+    whole = sum(p.nbytes for p in plain.parameters())
+    norms = sum(p.nbytes for p in plain.parameters() if p.dim() == 1)
+    assert max(done.share for done in shares.values()) < 0.35 * whole
+    assert whole <= sum(done.share for done in shares.values()) <= whole + norms
+
+
+def test_stages_without_tensor_parallelism_are_teams_of_one(family):
+    plain, path = family("tied")
+    same(on_master(path, 2, said, mesh={"pp": 2}), plain)
+
+
+def test_one_stage_is_driven_by_its_first_rank(family):
+    plain, path = family("tied")
+    found = on_master(path, 2, said, tp=2, device_map="auto")
+    same(found, plain)
+
+
+def test_the_axes_of_the_mesh_may_come_in_any_order_and_files_from_one_rank(family, tmp_path):
+    """Ranks 0 and 2 are the first stage here; the others have no file at all."""
+    plain, path = family("llama")
+
+    def rank():
+        torch.set_num_threads(1)
+        own = path if launcher.current().rank == 0 else tmp_path / "nowhere"
+        with inference.load(own, mesh={"tp": 2, "pp": 2}, reader="rank0") as model:
+            return said(model), model.device_map.of(1)
+
+    found, second = launcher.launch(rank, nprocs=4, launcher="threads", timeout_s=60)[0]
+    same(found, plain)
+    assert "model.layers.3" in second
+
+
+def test_what_fails_alike_on_a_team_is_an_error_and_the_next_call_works(family):
+    plain, path = family("llama")
+
+    def work(model):
+        for width in (7, 5):
+            with pytest.raises(StageError, match=r"layers\.0 raised RuntimeError"):
+                model(IDS, attention_mask=torch.zeros(2, 1, 9, width))
+        return said(model)
+
+    places = {"": 0, "model.layers.2": 1, "model.layers.3": 1}
+    same(on_master(path, 4, work, tp=2, device_map=places, max_memory=[1 << 30] * 4), plain)
+
+
+def test_what_fails_on_one_rank_of_a_team_ends_the_model_and_says_who(family, monkeypatch):
+    """The others of the team would wait in a sum that it never joins."""
+    _, path = family("llama")
+    real = inference.team.TeamStage._run
+
+    def run(self, route, message, doing):
+        if self.rank == 3:
+            raise MemoryError("no room on this rank alone")
+        return real(self, route, message, doing)
+
+    monkeypatch.setattr(inference.team.TeamStage, "_run", run)
+    monkeypatch.setattr(inference.team, "AGREE_S", 0.5)
+    with pytest.raises(launcher.LaunchError, match=r"rank 3: the ranks \[2, 3\].*no longer in"):
+        on_master(path, 4, said, tp=2, device_map="auto")
+
+
+def test_sampling_beams_and_several_turns_go_through_the_teams(family):
+    plain, path = family("llama")
+
+    def work(model):
+        torch.manual_seed(3)
+        sampled = model.generate(IDS, max_new_tokens=6, do_sample=True, top_k=5)
+        beams = model.generate(IDS, max_new_tokens=6, num_beams=3, do_sample=False)
+        first = model(IDS[:, :5], use_cache=True)
+        second = model(IDS[:, 5:], past_key_values=first.past_key_values)
+        return sampled.tolist(), beams.tolist(), second.logits.detach()
+
+    found = on_master(path, 4, work, mesh={"pp": 2, "tp": 2})
+    expected = work(plain)
+    assert found[:2] == expected[:2]
+    torch.testing.assert_close(found[2], expected[2], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options, match",
+    [
+        ({"mesh": {"pp": 2, "tp": 1, "dp_replicate": 2}}, "leave out the other axes"),
+        ({"tp": 3, "device_map": "auto"}, "does not divide"),
+        ({"tp": 2, "device_map": "fastest"}, "measures single ranks"),
+        ({"mesh": {"pp": 2, "tp": 2}, "tp": 4}, "contradicts"),
+        ({"mesh": {"pp": 2, "tp": 2}, "max_memory": [1 << 10] * 4}, "are missing in all"),
+        ({"tp": 2, "max_memory": [1 << 30] * 4}, "would change nothing"),
+    ],
+)
+def test_what_cannot_be_is_refused_on_every_rank(ranks, family, options, match):
+    _, path = family("llama")
+
+    def rank(info):
+        with Coordinator(info, timeout_s=40) as coor, pytest.raises(PlanError, match=match):
+            inference.load(path, coor=coor, **options)
+
+    ranks(rank, 4)
