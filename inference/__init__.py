@@ -37,7 +37,6 @@ from inference.load import load
 from inference.memory import cluster_memory
 from inference.mesh import Mesh
 from inference.nd_load import Loaded, load_into
-from inference.over_mesh import load_over_mesh
 from inference.plan import DeviceMap, Layout, Part, Place, plan
 from inference.portable import refuse_baked_groups, trace_portable
 from inference.precompile import (
@@ -91,7 +90,6 @@ __all__ = [
     "load",
     "load_checkpoint_and_dispatch",
     "load_into",
-    "load_over_mesh",
     "measure_speeds",
     "parallelize",
     "plan",

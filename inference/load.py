@@ -14,9 +14,10 @@ import torch
 
 from coordinator import Coordinator
 from inference.memory import Memory, nbytes
-from inference.over_mesh import load_over_mesh, refuse_max_memory
+from inference.options import Options
+from inference.over_mesh import load_over_mesh
 from inference.over_stages import checkpoint_dtype, load_over_stages
-from inference.over_teams import has_stages, load_over_teams
+from inference.over_teams import load_over_teams
 from inference.plan import Place
 
 __all__ = ["Memory", "checkpoint_dtype", "load", "nbytes"]
@@ -39,6 +40,7 @@ def load(
     tp_plan: Any = None,
     reader: str | None = None,
     build_on: str | None = None,
+    device: str | None = None,
     **options: Any,
 ) -> Any:
     """The model of a transformers checkpoint, its layers spread over every rank. Collective.
@@ -63,34 +65,20 @@ def load(
     backend: what moves the hidden states, see Communicator; the best that every rank has.
     progress: a bar on the master that counts the bytes of all ranks; on a terminal only, if None.
     tp, mesh: cut the layers themselves instead: every rank gets the model and calls it alike, see
-        `load_over_mesh`, which takes tp_plan, reader and build_on too. With a device_map as well,
-        or an axis `pp` in the mesh, stages are teams of ranks that cut their layers, and the master
-        alone calls the model, see `load_over_teams`.
+        `OverMesh`. tp is how many ranks share one; a mesh is {"dp_replicate": 2, "tp": 2}, or a
+        torch DeviceMesh, which `dp_shard` needs (its parameters are those of FSDP2). With a
+        device_map as well, or an axis `pp` in the mesh, stages are teams of ranks that cut their
+        layers, a rank of the device_map being a stage, and the master alone calls the model.
+    tp_plan: "auto" for the plan that the model carries, or styles by module name.
+    reader: "each", "node" or "rank0" reads for the others, which need no file then.
+    build_on: "meta", or "cpu" for a model whose constructor computes what no file holds.
+    device: of this rank, where layers are cut; cuda:{local_rank} if there is one, else cpu.
     options: for from_pretrained, such as attn_implementation.
 
     Raises PlanError or CheckpointError on every rank before serving starts.
     """
-    cut = {"tp": tp, "mesh": mesh, "tp_plan": tp_plan, "reader": reader, "build_on": build_on}
-    cut = {key: value for key, value in cut.items() if value is not None}
-    cut |= {"dtype": dtype, "cls": cls, **options} if cut else {}
-    if cut and has_stages(device_map, mesh):
-        return load_over_teams(
-            path,
-            device_map or "auto",
-            coor,
-            max_memory=max_memory,
-            backend=backend,
-            batch=batch,
-            length=length,
-            **cut,
-        )
-    if cut:
-        refuse_max_memory(max_memory)
-        return load_over_mesh(path, coor, **cut)
-    return load_over_stages(
-        path,
-        device_map or "auto",
-        coor,
+    asked = Options(
+        device_map=device_map,
         max_memory=max_memory,
         dtype=dtype,
         cls=cls,
@@ -98,5 +86,16 @@ def load(
         batch=batch,
         length=length,
         progress=progress,
-        **options,
+        tp=tp,
+        mesh=mesh,
+        tp_plan=tp_plan,
+        reader=reader,
+        build_on=build_on,
+        device=device,
+        rest=options,
     )
+    if not asked.cuts_layers:
+        return load_over_stages(path, coor, asked)
+    if asked.has_stages:
+        return load_over_teams(path, coor, asked)
+    return load_over_mesh(path, coor, asked)

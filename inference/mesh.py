@@ -90,6 +90,33 @@ def read_mesh(mesh: Any, world_size: int) -> Mesh:
     return found
 
 
+def mesh_for(mesh: Any, tp: int | None, world_size: int, others: str = "dp_replicate") -> Mesh:
+    """The mesh that `load` was given, or teams of `tp` ranks with the `others` axis around them.
+
+    Raises PlanError for a mesh that cannot be, or that contradicts tp.
+    """
+    if mesh is not None:
+        grid = read_mesh(mesh, world_size)
+        if tp is not None and tp != grid.along("tp"):
+            raise PlanError(f"tp={tp} contradicts the mesh {dict(grid.axes)}; give one of them.")
+        return grid
+    size = tp if tp is not None else 1 if others == "pp" else world_size
+    if size < 1 or world_size % size:
+        raise PlanError(
+            f"tp={tp} does not divide the {world_size} ranks of the launch, so some would have no "
+            f"part; start a multiple of {max(size, 1)} ranks."
+        )
+    return Mesh({others: world_size // size, "tp": size})
+
+
+def stages_along(mesh: Any) -> int:
+    """How many stages a mesh has that was not read yet; 1 for what is none."""
+    if mesh is None or not (isinstance(mesh, (Mesh, Mapping)) or hasattr(mesh, "mesh_dim_names")):
+        return 1
+    grid = mesh if isinstance(mesh, Mesh) else _from(mesh)
+    return grid.along("pp")
+
+
 def _from(mesh: Any) -> Mesh:
     if isinstance(mesh, Mapping):
         return Mesh({ALIASES.get(str(axis), str(axis)): int(size) for axis, size in mesh.items()})

@@ -19,7 +19,7 @@ from inference.agreement import agree_on, facts
 from inference.checkpoint import empty_model, generation_config, load_shard
 from inference.device_map import abbreviate
 from inference.devices import offloaded, place
-from inference.errors import CheckpointError, Served
+from inference.errors import CheckpointError, PlanError, Served
 from inference.fastest import Step
 from inference.fill import fill, on_disk
 from inference.layout import (
@@ -31,10 +31,11 @@ from inference.layout import (
     with_cache,
     working_nbytes,
 )
-from inference.memory import Memory, cluster_memory, given_room
+from inference.memory import cluster_memory, given_room
 from inference.model import distribute
 from inference.nd_load import together
-from inference.plan import DeviceMap, Place, plan
+from inference.options import Options
+from inference.plan import DeviceMap, plan
 from inference.renaming import Computed, Description
 from inference.ring import FOREVER_S, Ring
 from inference.session import Session
@@ -44,40 +45,37 @@ from inference.speed import measure_speeds
 from inference.stage import Stage
 
 
-def load_over_stages(
-    path: str | Path,
-    device_map: str | Mapping[str, Place | int] = "auto",
-    coor: Coordinator | None = None,
-    *,
-    max_memory: Memory | None = None,
-    dtype: torch.dtype | str | None = None,
-    cls: type[Any] | None = None,
-    backend: str | None = None,
-    batch: int = 1,
-    length: int = 0,
-    progress: bool | None = None,
-    **options: Any,
-) -> Any:
+def load_over_stages(path: str | Path, coor: Coordinator | None, asked: Options) -> Any:
     """The model of a checkpoint, its layers spread over every rank. Collective; see `load`."""
+    device_map = asked.device_map or "auto"
+    _refuse_device(asked)
     with contextlib.ExitStack() as stack:
         if coor is None:
             coor = stack.enter_context(Coordinator())
         source = find(coor, path)
-        kind = together(coor, lambda: cls or model_class(source.config))
-        real_dtype = checkpoint_dtype(dtype, source.config)
-        parts = together(coor, lambda: layout(skeleton(kind, source.config, real_dtype)))
-        tokens = (source.config, real_dtype, batch, length)
-        cache, working = (cache_nbytes(*tokens), working_nbytes(*tokens)) if length else (0, 0)
-        step = Step(batch, hidden_width(source.config), real_dtype.itemsize)
-        room = given_room(cluster_memory(coor), max_memory)
-        speeds = (
-            measure_speeds(coor, room, real_dtype, backend) if device_map == "fastest" else None
-        )
-        parts = with_cache(parts, cache, working)
+        kind = together(coor, lambda: asked.cls or model_class(source.config))
+        dtype = checkpoint_dtype(asked.dtype, source.config)
+        parts = together(coor, lambda: layout(skeleton(kind, source.config, dtype)))
+        tokens = (source.config, dtype, asked.batch, asked.length)
+        needs = (cache_nbytes(*tokens), working_nbytes(*tokens)) if asked.length else (0, 0)
+        step = Step(asked.batch, hidden_width(source.config), dtype.itemsize)
+        room = given_room(cluster_memory(coor), asked.max_memory)
+        speeds = None
+        if device_map == "fastest":
+            speeds = measure_speeds(coor, room, dtype, asked.backend)
+        parts = with_cache(parts, *needs)
         chosen = together(coor, lambda: plan(parts, room, device_map, speeds=speeds, step=step))
         agree_on(coor, {"plan": chosen.to_bytes().decode()})
-        model = _loaded(coor, kind, source, chosen, real_dtype, progress, options)
-        return join(coor, model, chosen, stack, backend)
+        model = _loaded(coor, kind, source, chosen, dtype, asked.progress, asked.rest)
+        return join(coor, model, chosen, stack, asked.backend)
+
+
+def _refuse_device(asked: Options) -> None:
+    if asked.device is not None:
+        raise PlanError(
+            f"device={asked.device!r} is for ranks that cut layers, with tp= or mesh=; here the "
+            'device_map says where each layer goes: device_map={"": (0, "cpu")}.'
+        )
 
 
 def _loaded(

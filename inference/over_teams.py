@@ -2,12 +2,13 @@
 
 model = inference.load("checkpoint", tp=2, device_map="auto")    # 4 ranks: 2 stages of 2 ranks
 print(model.generate(tokens))                                    # on the master; the others serve
+
+Along `dp_replicate` there is such a model each, which its own first rank calls.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,53 +17,26 @@ import torch
 from communicator import Communicator
 from coordinator import Coordinator
 from inference.agreement import agree_on, facts
-from inference.boxes import local_shape
+from inference.cut_model import CutModel, build, compute_buffers, prepare
 from inference.errors import PlanError, Served
-from inference.layout import cache_nbytes, layout, model_class, owner_of, with_cache
+from inference.layout import cache_nbytes, layout, owner_of, with_cache
 from inference.memory import Memory, cluster_memory, given_room
-from inference.mesh import Mesh, read_mesh
+from inference.mesh import Mesh, mesh_for
 from inference.model import distribute
-from inference.nd_load import aliases, load_into, named_tensors, replace, together
-from inference.over_mesh import (
-    Splits,
-    build,
-    compute_buffers,
-    empty_like,
-    own_device,
-    read_configs,
-)
-from inference.plan import DeviceMap, Layout, Place, plan
-from inference.renaming import sources_of
+from inference.nd_load import aliases, named_tensors, together
+from inference.options import Options
+from inference.plan import DeviceMap, Place, plan
 from inference.ring import FOREVER_S, Ring
 from inference.session import Session
 from inference.team import Driver, Follower, Leader, Team, TeamStage
-from inference.tensor_parallel import connect, read_plan, splits_of
+from inference.tensor_parallel import connect
 
 
-def load_over_teams(
-    path: str | Path,
-    device_map: str | Mapping[str, Place | int] = "auto",
-    coor: Coordinator | None = None,
-    *,
-    tp: int | None = None,
-    mesh: Any = None,
-    max_memory: Memory | None = None,
-    dtype: torch.dtype | str | None = None,
-    cls: type[Any] | None = None,
-    backend: str | None = None,
-    batch: int = 1,
-    length: int = 0,
-    tp_plan: Any = "auto",
-    reader: str = "each",
-    build_on: str = "meta",
-    **options: Any,
-) -> Any:
-    """The model on the master, who calls it; every other rank serves, as with stages. Collective.
+def load_over_teams(path: str | Path, coor: Coordinator | None, asked: Options) -> Any:
+    """The model on the first rank of each replica, who calls it; all others serve. Collective.
 
-    mesh: {"pp": 2, "tp": 2}; or tp alone, and as many stages as there are teams of that many
-        ranks. Ranks that follow each other make a team, so that it lies within a node.
-    device_map: as for `load`, a rank being a stage. Every rank uses one device, of which a stage
-        has as much room as the rank of its team that has least.
+    Ranks that follow each other make a team, so that it lies within a node. A stage has as much
+    room as the rank that has least of those that hold it.
 
     The model has `mesh`, and `loaded`: what loading took here, in bytes. Raises PlanError or
     CheckpointError on every rank before serving starts.
@@ -70,89 +44,92 @@ def load_over_teams(
     with contextlib.ExitStack() as stack:
         if coor is None:
             coor = stack.enter_context(Coordinator())
-        grid = teams(mesh, tp, coor.world_size)
-        where = own_device(coor)
-        config, generation = read_configs(coor, path)
-        model = together(
-            coor, lambda: build(cls or model_class(config), config, dtype, build_on, options)
-        )
-        styles = read_plan(model, tp_plan) if grid.along("tp") > 1 else {}
-        splits = splits_of(model, styles, grid.along("tp"))
-        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        parts = _share(model, splits, grid)
-        if length:
-            needs = cache_nbytes(config, model.dtype, batch, length)
-            parts = with_cache(parts, -(-needs // grid.along("tp")))
-        room = _room_by_stage(coor, grid, where, max_memory)
-        chosen = together(coor, lambda: plan(parts, room, _without_speeds(device_map)))
-        only = together(coor, lambda: stages_of(model, chosen))
-        agree_on(coor, {"plan": chosen.to_bytes().decode(), **facts(model, model.dtype)})
-        together(coor, lambda: compute_buffers(model, where))
-        done = load_into(
-            model,
-            path,
-            coor,
-            mesh=grid,
-            reader=reader,
-            splits=splits,
-            only={name: {"pp": stage} for name, stage in only.items()},
-            shapes=shapes,
-            sources=lambda index: sources_of(model, index),
-            device=where,
-        )
-        members = stack.enter_context(_split(coor, grid.group(coor.rank, "tp")))
-        if styles:
-            connect(model, styles, stack.enter_context(Communicator(members)))
-        team = Team(coor.rank, stack.enter_context(_frames(members, None)))
-        links = _links(coor, grid, backend, stack)
+            stack.push(_patiently(coor))
+        grid = _grid(asked, coor.world_size)
+        cut = prepare(coor, path, grid, asked)
+        chosen = _plan(coor, grid, cut, asked)
+        only = together(coor, lambda: stages_of(cut.model, chosen))
+        done = cut.fill(path, coor, grid, asked.reader, {n: {"pp": at} for n, at in only.items()})
+        mine = grid.group(coor.rank, "pp", "tp")
+        crew = coor if len(mine) == coor.world_size else _split(coor, mine, stack)
+        own = _one_replica(grid, mine)
+        team = _team(crew, own, cut, asked.backend, stack)
+        links = _links(crew, own, asked.backend, stack)
         driver = None
-        if coor.is_master():
-            driver = _driver(type(model), config, dtype, build_on, options, where)
-            driver.generation_config = generation or driver.generation_config
+        if crew.is_master():
+            driver = _driver(cut, asked)
             driver.mesh, driver.loaded = grid, done
         under = stack.pop_all()
     ring = Ring(links[0], links[1], holds(chosen), under) if links else None
-    hears = Leader(team, ring) if ring and not coor.is_master() else Follower(team, under)
-    hop = grid.coordinate(coor.rank)["pp"] + 1
-    stage = TeamStage(model.eval(), hears, torch.device(where), hop, team)
-    if coor.is_master():
-        return _driven(driver, Driver(stage, team, ring), chosen, torch.device(where))
+    hears = Leader(team, ring) if ring and not crew.is_master() else Follower(team, under)
+    device = torch.device(cut.device)
+    hop = own.coordinate(crew.rank)["pp"] + 1
+    stage = TeamStage(cut.model.eval(), hears, device, hop, team)
+    if crew.is_master():
+        return _driven(driver, Driver(stage, team, ring), chosen, device)
     raise Served(_serve(stage))
 
 
-def has_stages(device_map: Any, mesh: Any) -> bool:
-    """Is the model to be spread by layers too? "meta" only says where it is built."""
-    along = mesh.get("pp", 1) if isinstance(mesh, Mapping) else 1
-    names = getattr(mesh, "mesh_dim_names", None) or ()
-    if "pp" in names:
-        along = mesh.shape[names.index("pp")]
-    if isinstance(mesh, Mesh):
-        along = mesh.along("pp")
-    return device_map not in (None, "meta") or int(along) > 1
+def _patiently(coor: Coordinator) -> Any:
+    """What closes a Coordinator that other replicas may still use for a long time."""
+
+    def close(kind: Any, error: Any, trace: Any) -> None:
+        if error is None:
+            coor.close(timeout_s=FOREVER_S)
+
+    return close
 
 
-def teams(mesh: Any, tp: int | None, world_size: int) -> Mesh:
-    """The mesh of `pp` and `tp`, rank 0 first in both. Raises PlanError for any other."""
-    if mesh is None:
-        size = tp or 1
-        if size < 1 or world_size % size:
-            raise PlanError(
-                f"tp={tp} does not divide the {world_size} ranks of the launch, so some would "
-                f"have no part; start a multiple of {tp} ranks."
-            )
-        return Mesh({"pp": world_size // size, "tp": size})
-    grid = read_mesh(mesh, world_size)
-    if tp is not None and tp != grid.along("tp"):
-        raise PlanError(f"tp={tp} contradicts the mesh {dict(grid.axes)}; give one of them.")
-    others = [axis for axis in grid.axes if axis not in ("pp", "tp") and grid.along(axis) > 1]
-    if others or grid.ranks[0] != 0:
+def _grid(asked: Options, world_size: int) -> Mesh:
+    """The mesh with `pp` and `tp`, rank 0 first in both. Raises PlanError for any other."""
+    grid = mesh_for(asked.mesh, asked.tp, world_size, "pp")
+    if grid.along("dp_shard") > 1:
         raise PlanError(
-            f"the mesh {dict(grid.axes)} over the ranks {grid.ranks} has stages, which rank 0 "
-            "drives from its first place, and one model; leave out the other axes "
-            f"({', '.join(others) or 'and put rank 0 first'}), or leave out the stages."
+            f"the mesh {dict(grid.axes)} has stages, which the first rank of each replica drives "
+            "on its own, and shards parameters along 'dp_shard', for which all replicas would have "
+            "to run in step; name that axis 'dp_replicate', or make 'tp' larger, or leave out "
+            "the stages."
         )
+    if grid.ranks[0] != 0:
+        raise PlanError(
+            f"the mesh {dict(grid.axes)} over the ranks {grid.ranks} has stages, which the rank "
+            "at its first place drives, and that has to be the master; put rank 0 first."
+        )
+    return Mesh({**dict.fromkeys({"pp", "tp"} - grid.axes.keys(), 1), **grid.axes}, grid.ranks)
+
+
+def _one_replica(grid: Mesh, ranks: tuple[int, ...]) -> Mesh:
+    """The mesh of these ranks alone, numbered as in their own Coordinator."""
     axes = {axis: size for axis, size in grid.axes.items() if axis in ("pp", "tp")}
-    return Mesh({**dict.fromkeys({"pp", "tp"} - axes.keys(), 1), **axes}, grid.ranks)
+    return Mesh(axes, tuple(range(len(ranks))))
+
+
+def _plan(coor: Coordinator, grid: Mesh, cut: CutModel, asked: Options) -> DeviceMap:
+    """Which stage has which layers, the same on every rank. Collective."""
+    device_map = "auto" if asked.device_map in (None, "meta") else asked.device_map
+    cut.shrink(grid, 0)
+    parts, model = layout(cut.model), cut.model
+    if asked.length:
+        needs = cache_nbytes(cut.config, model.dtype, asked.batch, asked.length)
+        parts = with_cache(parts, -(-needs // grid.along("tp")))
+    room = _room_by_stage(coor, grid, cut.device, asked.max_memory)
+    chosen: DeviceMap = together(coor, lambda: plan(parts, room, _without_speeds(device_map)))
+    agree_on(coor, {"plan": chosen.to_bytes().decode(), **facts(model, model.dtype)})
+    return chosen
+
+
+def _team(
+    crew: Coordinator,
+    grid: Mesh,
+    cut: CutModel,
+    backend: str | None,
+    stack: contextlib.ExitStack,
+) -> Team:
+    """This rank's team, its layers connected."""
+    members = _split(crew, grid.group(crew.rank, "tp"), stack)
+    if cut.styles:
+        connect(cut.model, cut.styles, stack.enter_context(Communicator(members)))
+    return Team(crew.rank, stack.enter_context(_frames(members, None)))
 
 
 def _without_speeds(device_map: Any) -> Any:
@@ -164,28 +141,16 @@ def _without_speeds(device_map: Any) -> Any:
     return device_map
 
 
-def _share(model: Any, splits: Splits, grid: Mesh) -> Layout:
-    """What the planner has to know if every tensor, on meta, is as small as the first rank's."""
-    cut = {
-        id(p): empty_like(p, local_shape(p.shape, splits[name], grid, 0))
-        for name, p in model.named_parameters()
-        if splits[name]
-    }
-    replace(model, cut)
-    return layout(model)
-
-
 def _room_by_stage(
     coor: Coordinator, grid: Mesh, where: str, max_memory: Memory | None
 ) -> dict[Place, int]:
-    """By stage, what the poorest rank of its team has on its own device."""
+    """By stage, what the poorest of all ranks that hold it has on its own device."""
     devices = [name.decode() for name in coor.allgather(where.encode())]
     room = given_room(cluster_memory(coor), max_memory)
     free = [room.get((rank, device), 0) for rank, device in enumerate(devices)]
-    firsts = first_ranks(grid)
     return {
-        (stage, devices[first]): min(free[rank] for rank in grid.group(first, "tp"))
-        for stage, first in enumerate(firsts)
+        (stage, devices[first]): min(free[r] for r in grid.group(first, "tp", "dp_replicate"))
+        for stage, first in enumerate(first_ranks(grid))
     }
 
 
@@ -219,12 +184,11 @@ def _serve(stage: TeamStage) -> int:
     return code
 
 
-def _driver(
-    kind: type[Any], config: Any, dtype: Any, build_on: str, options: Any, where: str
-) -> Any:
+def _driver(cut: CutModel, asked: Options) -> Any:
     """The model that the user calls: what has no weights computes here, all else is on meta."""
-    model = build(kind, config, dtype, build_on, options)
-    compute_buffers(model, where)
+    model = build(type(cut.model), cut.config, asked)
+    compute_buffers(model, cut.device)
+    model.generation_config = cut.generation or model.generation_config
     model._shelf = None
     return model.eval()
 
@@ -250,14 +214,14 @@ def _links(
     firsts = first_ranks(grid)
     if len(firsts) == 1 or coor.rank not in firsts:
         return []
-    leaders = stack.enter_context(_split(coor, firsts))
+    leaders = _split(coor, firsts, stack)
     return [stack.enter_context(_frames(leaders, backend)) for _ in range(2)]
 
 
-def _split(coor: Coordinator, ranks: tuple[int, ...]) -> Coordinator:
+def _split(coor: Coordinator, ranks: tuple[int, ...], stack: contextlib.ExitStack) -> Coordinator:
     group = coor.split(ranks)
     assert group is not None, "this rank is one of them"
-    return group
+    return stack.enter_context(group)
 
 
 def _frames(coor: Coordinator, backend: str | None) -> Communicator:

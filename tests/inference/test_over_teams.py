@@ -1,12 +1,15 @@
 """Stages of ranks that cut their layers: the master drives, and says what one process says."""
 
+import math
+import threading
+
 import pytest
 import torch
 
 import inference
 import launcher
 from coordinator import Coordinator
-from inference import PlanError, StageError
+from inference import Mesh, PlanError, StageError
 
 SIZES = {
     "vocab_size": 65,
@@ -70,13 +73,13 @@ def test_two_stages_of_two_ranks_say_what_one_process_says(family, name):
 def test_every_rank_holds_its_part_of_its_stage(family, monkeypatch):
     plain, path = family("llama")
     shares = {}
-    real = inference.over_teams.load_into
+    real = inference.cut_model.load_into
 
     def counted(model, path, coor, **options):
         shares[coor.rank] = real(model, path, coor, **options)
         return shares[coor.rank]
 
-    monkeypatch.setattr(inference.over_teams, "load_into", counted)
+    monkeypatch.setattr(inference.cut_model, "load_into", counted)
     on_master(path, 4, said, tp=2, device_map="auto")
     whole = sum(p.nbytes for p in plain.parameters())
     norms = sum(p.nbytes for p in plain.parameters() if p.dim() == 1)
@@ -157,9 +160,48 @@ def test_sampling_beams_and_several_turns_go_through_the_teams(family):
 
 
 @pytest.mark.parametrize(
+    "mesh",
+    [
+        {"dp_replicate": 2, "pp": 2},
+        {"pp": 2, "tp": 1, "dp_replicate": 2},
+        {"tp": 2, "dp_replicate": 2, "pp": 2},
+    ],
+)
+def test_replicas_of_stages_are_called_on_their_own(family, tmp_path, mesh):
+    """Each first rank of a replica has a model, and calls it as often as it likes."""
+    plain, path = family("tied")
+    nprocs = math.prod(mesh.values())
+    served = threading.Event()
+
+    def rank():
+        torch.set_num_threads(1)
+        me = launcher.current().rank
+        own = path if me == 0 else tmp_path / "nowhere"
+        try:
+            with inference.load(own, mesh=mesh, reader="rank0") as model:
+                at = model.mesh.coordinate(me)
+                assert at["pp"] == 0 and at["tp"] == 0
+                if me:
+                    served.wait(30)
+                    return said(model)
+                found = [said(model) for _ in range(2)]
+                served.set()
+            return found[1]
+        except inference.Served:
+            return None
+
+    found = launcher.launch(rank, nprocs=nprocs, launcher="threads", timeout_s=60)
+    called = [one for one in found if one is not None]
+    assert len(called) == 2
+    for one in called:
+        same(one, plain)
+
+
+@pytest.mark.parametrize(
     "options, match",
     [
-        ({"mesh": {"pp": 2, "tp": 1, "dp_replicate": 2}}, "leave out the other axes"),
+        ({"mesh": {"pp": 2, "dp_shard": 2}}, "name that axis 'dp_replicate'"),
+        ({"mesh": Mesh({"pp": 2, "tp": 2}, (1, 0, 2, 3))}, "put rank 0 first"),
         ({"tp": 3, "device_map": "auto"}, "does not divide"),
         ({"tp": 2, "device_map": "fastest"}, "measures single ranks"),
         ({"mesh": {"pp": 2, "tp": 2}, "tp": 4}, "contradicts"),

@@ -9,7 +9,6 @@ import inference
 from communicator import Communicator
 from coordinator import Coordinator
 from inference import PlanError
-from inference.over_mesh import load_over_mesh
 from inference.tensor_parallel import connect, read_plan, splits_of
 
 SIZES = {
@@ -74,7 +73,7 @@ def on_ranks(ranks, path, nprocs, work, nodes=None, **options):
         torch.set_num_threads(1)
         with (
             Coordinator(info, timeout_s=40) as coor,
-            load_over_mesh(path, coor, **options) as model,
+            inference.load(path, coor=coor, **options) as model,
         ):
             return work(model)
 
@@ -121,7 +120,7 @@ def test_a_rank_without_files_loads_from_rank0(ranks, family, tmp_path):
     def rank(info):
         with Coordinator(info, timeout_s=40) as coor:
             own = path if info.rank == 0 else tmp_path / "nowhere"
-            with load_over_mesh(own, coor, tp=2, reader="rank0") as model:
+            with inference.load(own, coor=coor, tp=2, reader="rank0") as model:
                 assert model.lm_head.weight is model.model.embed_tokens.weight
                 return logits(model)
 
@@ -184,7 +183,7 @@ def test_one_layer_costs_two_allreduces_and_the_whole_a_gather_more(ranks, famil
     """One behind attention, one behind the MLP, one for the embedding; the head is gathered."""
     _, path = family("llama")
     calls = []
-    monkeypatch.setattr("inference.over_mesh.Communicator", lambda c: Communicator(c, "gloo"))
+    monkeypatch.setattr("inference.over_mesh.Communicator", lambda c, _: Communicator(c, "gloo"))
     for name in ("allreduce", "allgather"):
         real = getattr(Communicator, name)
 
@@ -289,7 +288,7 @@ def test_heads_that_do_not_divide_are_found_before_loading(ranks_or_errors, fami
 
     def rank(info):
         with Coordinator(info, timeout_s=40) as coor:
-            load_over_mesh(path, coor, tp=3)
+            inference.load(path, coor=coor, tp=3)
 
     for error in ranks_or_errors(rank, 3):
         assert isinstance(error, PlanError)
@@ -322,11 +321,12 @@ def test_a_tied_tensor_that_a_plan_cuts_in_two_ways_is_refused():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"mesh": {"pp": 2}}, "pp"),
         ({"mesh": {"dp_shard": 2}}, "DeviceMesh"),
         ({"mesh": {"tp": 2}, "tp": 1}, "contradicts"),
         ({"tp": 3}, "divide"),
         ({"tp": 2, "build_on": "disk"}, "build_on"),
+        ({"tp": 2, "length": 64}, "length=64 says how to spread"),
+        ({"device": "cpu"}, "for ranks that cut layers"),
     ],
 )
 def test_a_mesh_is_used_or_refused(ranks_or_errors, family, options, says):
@@ -334,7 +334,7 @@ def test_a_mesh_is_used_or_refused(ranks_or_errors, family, options, says):
 
     def rank(info):
         with Coordinator(info, timeout_s=40) as coor:
-            load_over_mesh(path, coor, **options)
+            inference.load(path, coor=coor, **options)
 
     for error in ranks_or_errors(rank, 2):
         assert isinstance(error, PlanError) and says in str(error)

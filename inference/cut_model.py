@@ -1,0 +1,171 @@
+"""A transformers checkpoint whose layers are to be cut: built empty, planned, then filled.
+
+cut = prepare(coor, "checkpoint", grid, asked)
+cut.fill("checkpoint", coor, grid, asked.reader)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from coordinator import Coordinator
+from inference.boxes import Split, local_shape
+from inference.checkpoint import building
+from inference.errors import InferenceError, PlanError
+from inference.layout import model_class
+from inference.mesh import Mesh
+from inference.nd_load import Loaded, load_into, named_tensors, replace, together
+from inference.options import Options
+from inference.renaming import kept_wide, sources_of
+from inference.tensor_parallel import read_plan, splits_of
+
+
+@dataclass
+class CutModel:
+    """A model on meta, and how each tensor of it is cut along the mesh.
+
+    `shapes` are those of the whole, whatever becomes of the tensors on meta before they are filled.
+    """
+
+    model: Any
+    config: Any
+    generation: Any
+    styles: Mapping[str, str]
+    splits: Mapping[str, tuple[Split, ...]]
+    shapes: Mapping[str, tuple[int, ...]]
+    device: str
+
+    def shrink(self, grid: Mesh, rank: int) -> None:
+        """Make every tensor on meta as small as the part of `rank`."""
+        cut = {
+            id(p): empty_like(p, local_shape(p.shape, self.splits[name], grid, rank))
+            for name, p in self.model.named_parameters()
+            if self.splits[name]
+        }
+        replace(self.model, cut)
+
+    def fill(
+        self,
+        path: str | Path,
+        coor: Coordinator,
+        grid: Mesh,
+        reader: str | None,
+        only: Mapping[str, Mapping[str, int]] | None = None,
+    ) -> Loaded:
+        """Read this rank's part. Collective."""
+        return load_into(
+            self.model,
+            path,
+            coor,
+            mesh=grid,
+            reader=reader or "each",
+            splits=self.splits,
+            only=only,
+            shapes=self.shapes,
+            sources=lambda index: sources_of(self.model, index),
+            device=self.device,
+        )
+
+
+def prepare(coor: Coordinator, path: str | Path, grid: Mesh, asked: Options) -> CutModel:
+    """The empty model of a checkpoint and how it is cut; PlanError if it cannot be. Collective."""
+    config, generation = read_configs(coor, path)
+    kind = asked.cls or model_class(config)
+    model = together(coor, lambda: build(kind, config, asked))
+    where = asked.device or own_device(coor)
+    size = grid.along("tp")
+    styles = read_plan(model, asked.tp_plan or "auto") if size > 1 else {}
+    splits = splits_of(model, styles, size)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    together(coor, lambda: compute_buffers(model, where))
+    return CutModel(model, config, generation, styles, splits, shapes, where)
+
+
+def own_device(coor: Coordinator) -> str:
+    return f"cuda:{coor.local_rank}" if torch.cuda.is_available() else "cpu"
+
+
+def read_configs(coor: Coordinator, path: str | Path) -> tuple[Any, Any]:
+    """config.json and generation_config.json as rank 0 has them: others may have no file."""
+    mine = together(coor, lambda: read_configs_here(path) if coor.rank == 0 else b"")
+    model, generation = json.loads(coor.broadcast(mine if coor.rank == 0 else None))
+    config = transformers.CONFIG_MAPPING[model["model_type"]].from_dict(model)
+    if generation is None:
+        return config, None
+    return config, transformers.GenerationConfig.from_dict(generation)
+
+
+def read_configs_here(path: str | Path) -> bytes:
+    config = transformers.AutoConfig.from_pretrained(path)
+    generation = None
+    if (Path(path) / "generation_config.json").is_file():
+        generation = json.loads((Path(path) / "generation_config.json").read_text())
+    return json.dumps([json.loads(config.to_json_string(use_diff=False)), generation]).encode()
+
+
+def build(kind: type[Any], config: Any, asked: Options) -> Any:
+    """The model with its weights on meta, in the dtypes it will have."""
+    build_on, dtype = asked.build_on or "meta", asked.dtype
+    if build_on not in ("meta", "cpu"):
+        raise PlanError(f'build_on={build_on!r}: a model is built on "meta" or on "cpu".')
+    if isinstance(dtype, str):
+        dtype = None if dtype == "auto" else getattr(torch, dtype.removeprefix("torch."))
+    chosen = dtype or getattr(config, "dtype", None) or torch.float32
+    with building, torch.device(build_on):
+        model = kind._from_config(config, dtype=chosen, **asked.rest)
+    wide = kept_wide(model, chosen)
+    empty = {id(t): empty_like(t, t.shape, wide.get(name)) for name, t in named_tensors(model)}
+    replace(model, empty)  # the buffers that no file holds stay as they were built
+    return model
+
+
+def empty_like(tensor: torch.Tensor, shape: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    empty = torch.empty(shape, dtype=dtype or tensor.dtype, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty
+
+
+def compute_buffers(model: Any, device: str) -> None:
+    """Give the buffers that are in no checkpoint the values their module's code computes."""
+    for name, module in model.named_modules():
+        buffers = module._buffers
+        todo = [key for key in module._non_persistent_buffers_set if buffers[key] is not None]
+        for key in todo:
+            if buffers[key].is_meta:
+                buffers[key] = torch.full_like(buffers[key], _unset(buffers[key]), device=device)
+            else:
+                buffers[key] = buffers[key].to(device)
+        if todo:
+            model._init_weights(module)
+        for key in todo:
+            if _is_unset(buffers[key]):
+                raise InferenceError(
+                    f"the buffer {name}.{key} is in no checkpoint, and {type(model).__name__} "
+                    'computes it in its constructor only; load with build_on="cpu".'
+                )
+
+
+def _unset(buffer: torch.Tensor) -> Any:
+    """A value that no module computes."""
+    if buffer.is_floating_point() or buffer.is_complex():
+        return math.nan
+    return True if buffer.dtype == torch.bool else torch.iinfo(buffer.dtype).max
+
+
+def _is_unset(buffer: torch.Tensor) -> bool:
+    """Is every element still what it was filled with?"""
+    if not buffer.numel():
+        return False
+    if buffer.is_floating_point() or buffer.is_complex():
+        return bool(buffer.isnan().any())
+    return bool((buffer == _unset(buffer)).all())
