@@ -1,27 +1,33 @@
 """Every layer measured in one run beside what one would use instead; tables, JSON lines, pictures.
 
     python -m benchmarks             # all of it; writes benchmarks/results and benchmarks/README.md
-    python -m benchmarks --quick     # less of everything, to see that it runs
+    python -m benchmarks --quick     # less of everything, into build/benchmarks
     python -m benchmarks startup coordinator
 
-Each step is a command of its own, printed before it runs. One that fails does not keep the others
-from running, but is the exit code of all.
+Each step is a command of its own, printed before it runs, and keeps every row as soon as it is
+measured. One that fails or hangs does not keep the others from running, but is told of at the end,
+on the page and by the exit code.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks import report
+from benchmarks import report, steps
 from benchmarks.table import RESULTS
 
 ROOT = Path(__file__).parents[1]
+TRIAL = ROOT / "build" / "benchmarks"
+STEP_S = 900  # longer than any step takes: one that is not done has hung
 # What each step runs: all of it, and what stands for it in a trial.
 STEPS = {
     "startup": (
@@ -39,6 +45,7 @@ STEPS = {
         ["--sizes", "8", "--operations", "allreduce"],
     ),
     "shm-limits": (["benchmarks.shm_limits"], []),
+    "calls": (["benchmarks.calls"], ["--repeats", "3"]),
     "inference": (["benchmarks.inference"], ["--repeats", "1", "--layers", "2", "--hidden", "96"]),
     "model": (
         ["benchmarks.model"],
@@ -57,31 +64,69 @@ def main() -> int:
     parser.add_argument("steps", nargs="*", metavar="STEP", help=f"of {', '.join(STEPS)}; or all")
     parser.add_argument("--quick", action="store_true", help="less of everything")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # steps end with us
     unknown = set(arguments.steps) - STEPS.keys()
     if unknown:
         parser.error(f"there is no step {', '.join(sorted(unknown))}: choose of {', '.join(STEPS)}")
     every = [name for name in STEPS if not (arguments.quick and name in SLOW)]
-    failed = [name for name in arguments.steps or every if not ran(name, arguments.quick)]
-    if find_spec("matplotlib"):
-        from benchmarks import plots
+    folder = TRIAL if arguments.quick and "BENCHMARK_RESULTS" not in os.environ else RESULTS
+    return run(arguments.steps or every, arguments.quick, folder)
 
-        plots.draw(RESULTS)
-    else:
-        print("no pictures: pip install matplotlib", file=sys.stderr)
-    print(f"written to {report.write()}")
-    for name in failed:
-        print(f"failed: {name}", file=sys.stderr)
+
+def run(names: list[str], quick: bool, folder: Path) -> int:
+    """Run these steps and write the page after each; 1 if one of them failed."""
+    print(steps.expected([] if quick else names, folder), file=sys.stderr)
+    failed = {}
+    try:
+        for name in names:
+            seconds, how = ran(name, quick, folder)
+            steps.note(folder, name, how, seconds)
+            report.write(folder)
+            failed |= {} if how == steps.WELL else {name: how}
+    finally:
+        draw(folder)
+        print(f"written to {report.write(folder)}")
+    for name, how in failed.items():
+        print(f"failed: {name}: {how}", file=sys.stderr)
     return 1 if failed else 0
 
 
-def ran(name: str, quick: bool) -> bool:
-    """Run one step; whether it ended well."""
+def draw(folder: Path) -> None:
+    if not find_spec("matplotlib"):
+        return print("no pictures: pip install matplotlib", file=sys.stderr)
+    from benchmarks import plots
+
+    plots.draw(folder)
+
+
+def ran(name: str, quick: bool, folder: Path) -> tuple[float, str]:
+    """Run one step; how many seconds it took, and how it ended."""
     command = ["-m", *STEPS[name][0], *(STEPS[name][1] if quick else []), "--save"]
     print(f"== python {shlex.join(command)}", file=sys.stderr)
     began = time.monotonic()
-    done = subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL, cwd=ROOT)
-    print(f"== {name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
-    return done.returncode == 0
+    how = ended([sys.executable, *command], {"BENCHMARK_RESULTS": str(folder)})
+    seconds = time.monotonic() - began
+    print(f"== {name}: {how}, {seconds:.0f} s", file=sys.stderr)
+    return seconds, how
+
+
+def ended(command: list[str], more: Mapping[str, str], limit_s: float = STEP_S) -> str:
+    """How a command ended. One that hangs is ended with all that it has started."""
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        cwd=ROOT,
+        env={**os.environ, **more},
+        start_new_session=True,
+    ) as process:
+        try:
+            code = process.wait(limit_s)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                return f"hung, and was ended after {limit_s:.0f} s"
+            raise
+    return steps.WELL if code == 0 else f"ended with {code}"
 
 
 if __name__ == "__main__":

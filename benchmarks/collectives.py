@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -111,22 +112,19 @@ def compare(
     report(comm, **row, times=times, wrong=wrong, floor=floor)
 
 
-def start(command: list[str], arguments: argparse.Namespace, peer: str) -> list[dict[str, Any]]:
-    """Run the ranks under a launcher, and collect what rank 0 measured."""
+def start(command: list[str], arguments: argparse.Namespace, peer: str) -> Iterator[dict[str, Any]]:
+    """Run the ranks under a launcher, and give what rank 0 measures, as it does."""
     sizes = [str(nbytes) for nbytes in arguments.sizes]
     rank = ["-m", "benchmarks.collectives", "--peer", peer, "--sizes", *sizes]
     rank += ["--operations", *arguments.operations, "--dtypes", *arguments.dtypes]
     process = subprocess.Popen([*command, *rank], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    rows = []
     for line in process.stdout:
         _, mark, facts = line.partition(MARK)
         if mark:
-            rows.append(json.loads(facts))
-            print(".", end="", file=sys.stderr, flush=True)
+            yield json.loads(facts)
     if process.wait() != 0:
         sys.exit(f"the ranks beside {peer} failed with code {process.returncode}")
-    return rows
 
 
 def commands(arguments: argparse.Namespace) -> list[tuple[list[str], str]]:
@@ -151,24 +149,23 @@ COLUMNS = (
 )
 
 
-def show(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> Table:
-    table = Table(
-        f"collectives-{arguments.n}-ranks",
-        COLUMNS,
-        "Median and middle half of one call on rank 0, after barriers, each peer in turns with us "
-        "in the same processes. floor: one pass of every rank over its own tensor, reading and "
-        "writing. ratio: ours divided by the peer's.",
-    )
-    for row in rows:
-        (_, ours), (peer, theirs) = row["times"].items()
-        floor = "" if row["floor"] is None else row["floor"]
-        right = f"wrong: {', '.join(row['wrong'])}" if row["wrong"] else "yes"
-        right = "" if row["operation"] == "barrier" else right  # which has no result
-        median = statistics.median(ours)
-        distance = "" if row["floor"] is None else median / row["floor"]
-        head = (row["operation"], row["dtype"], row["nbytes"], right, floor, spread(ours), distance)
-        table.add(*head, peer, spread(theirs), median / statistics.median(theirs))
-    return table
+NOTE = (
+    "Median and middle half of one call on rank 0, after barriers, each peer in turns with us in "
+    "the same processes. floor: one pass of every rank over its own tensor, reading and writing. "
+    "ratio: ours divided by the peer's."
+)
+
+
+def cells(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What rank 0 measured, as a row of the table."""
+    (_, ours), (peer, theirs) = row["times"].items()
+    floor = "" if row["floor"] is None else row["floor"]
+    right = f"wrong: {', '.join(row['wrong'])}" if row["wrong"] else "yes"
+    right = "" if row["operation"] == "barrier" else right  # which has no result
+    median = statistics.median(ours)
+    distance = "" if row["floor"] is None else median / row["floor"]
+    head = (row["operation"], row["dtype"], row["nbytes"], right, floor, spread(ours), distance)
+    return *head, peer, spread(theirs), median / statistics.median(theirs)
 
 
 def main() -> None:
@@ -182,18 +179,18 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.peer:
         return be_rank(arguments)
-    rows = [row for command, peer in commands(arguments) for row in start(command, arguments, peer)]
-    rows.sort(
-        key=lambda row: (
-            OPERATIONS.index(row["operation"]),
-            row["dtype"] != "float32",
-            row["nbytes"],
-        )
-    )
-    table = show(rows, arguments)
-    table.show()
-    if arguments.save:
-        table.save()
+    table = Table(f"collectives-{arguments.n}-ranks", COLUMNS, NOTE, keep=arguments.save)
+    for command, peer in commands(arguments):
+        for row in start(command, arguments, peer):
+            table.add(*cells(row))
+    table.rows.sort(key=place)
+    table.end()
+
+
+def place(cells: tuple[Any, ...]) -> tuple[int, bool, int]:
+    """Where a row stands: the peers of one call beside each other."""
+    operation, dtype, nbytes, *_ = cells
+    return OPERATIONS.index(operation), dtype != "float32", nbytes
 
 
 if __name__ == "__main__":

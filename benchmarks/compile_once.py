@@ -127,7 +127,8 @@ def main():
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--save", action="store_true", help="write the table to benchmarks/results")
     arguments = parser.parse_args()
-    table = Table("compile_once", COLUMNS, f"{DEPTH} layers, CPU, AOTInductor. {NOTE}")
+    note = f"{DEPTH} layers, CPU, AOTInductor. {NOTE}"
+    table = Table("compile_once", COLUMNS, note, keep=arguments.save)
     for ranks in arguments.ranks:
         found = launcher.launch(rank, nprocs=ranks, timeout_s=900)[0]
         theirs = totals(found["each rank for itself"])
@@ -137,9 +138,7 @@ def main():
             right = "yes" if all(ok for _, _, ok in told) else "NO"
             ratios = [one / other for one, other in zip(theirs, ours, strict=True)]
             table.add(way, ranks, right, builders.get(way, "1 rank"), *ours, *ratios)
-    table.show()
-    if arguments.save:
-        table.save()
+    table.end()
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ def main() -> None:
     arguments = parser.parse_args()
     name = f"coordinator-{arguments.ranks}"
     columns = ("operation", "right", "ours (us)", "torch.distributed (us)", "ratio")
-    table = Table(name, columns, NOTE)
+    table = Table(name, columns, NOTE, keep=arguments.save)
     for over_tcp in (False, True):
         with tempfile.TemporaryDirectory() as folder:
             path = f"{folder}/store"
@@ -153,9 +153,7 @@ def main() -> None:
             table.add(operation, "yes" if right else "NO", ours, theirs, ours / theirs)
     for nprocs in (8, 64):
         table.add(f"{nprocs} ranks meet, s", "yes", start_up(nprocs), "-", "-")
-    table.show()
-    if arguments.save:
-        table.save()
+    table.end()
 
 
 if __name__ == "__main__":

@@ -42,16 +42,14 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.peer:
         return be_rank(arguments.peer, arguments.repeats)
-    table = Table(f"coordinator-peers-{arguments.n}", COLUMNS, NOTE)
+    table = Table(f"coordinator-peers-{arguments.n}", COLUMNS, NOTE, keep=arguments.save)
     for name, kind, command in starts(arguments.n):
         for operation, found in measured([*command, "--repeats", str(arguments.repeats)], kind):
             ours, theirs = found["ours"], found["theirs"]
             ratio = statistics.median(ours) / statistics.median(theirs)
             right = "yes" if found["right"] else "NO"
             table.add(operation, right, spread(ours), name, spread(theirs), ratio)
-    table.show()
-    if arguments.save:
-        table.save()
+    table.end()
 
 
 def starts(ranks: int) -> list[tuple[str, str, list[str]]]:

@@ -54,24 +54,18 @@ def main() -> None:
         "--save", action="store_true", help="write the tables to benchmarks/results"
     )
     options = parser.parse_args()
-    tables = [
-        speeds(options.layers, options.hidden, options.repeats),
-        costs(options.layers, 4 * options.repeats),
-    ]
-    for table in tables:
-        table.show()
-        if options.save:
-            table.save()
+    speeds(options)
+    costs(options)
 
 
-def speeds(layers: int, hidden: int, repeats: int) -> Table:
+def speeds(options: argparse.Namespace) -> None:
     columns = ("what", "over", "tokens/s", "first token (ms)", "ms per token", "equal")
     with tempfile.TemporaryDirectory() as folder:
-        parameters = new_model(folder, layers, hidden)
-        found = launch(folder, layers, LARGE, repeats)
+        parameters = new_model(folder, options.layers, options.hidden)
+        found = launch(folder, options.layers, LARGE, options.repeats)
     note = f"Llama of {parameters / 1e6:.0f} M parameters, fp32, half the layers on each rank; "
     note += "median and middle half of rounds in which all take turns; warmed up."
-    table = Table("inference", (*columns, f"{ONE} (ms)", f"{ONE} / this"), note)
+    table = Table("inference", (*columns, f"{ONE} (ms)", f"{ONE} / this"), note, options.save)
     for name, batch, _, new_tokens in LARGE:
         times = found[name]
         for peer in times:
@@ -82,18 +76,19 @@ def speeds(layers: int, hidden: int, repeats: int) -> Table:
             rate = batch * 1000 / statistics.median(per_token)
             cells = (name, peer, rate, spread(first), spread(per_token), equal(times, peer))
             table.add(*cells, spread(alone), ratio)
-    return table
+    table.end()
 
 
-def costs(layers: int, repeats: int) -> Table:
+def costs(options: argparse.Namespace) -> None:
     """What a token pays for being split: its time less that of the same compute in one process."""
+    layers = options.layers
     with tempfile.TemporaryDirectory() as folder:
         new_model(folder, layers, 64, vocabulary=512)
-        found = launch(folder, layers, SMALL, repeats)
+        found = launch(folder, layers, SMALL, 4 * options.repeats)
     columns = ("what", "over", "us per token", "equal", f"{ONE} (us)", "cost (us)", "ours / this")
     note = f"Llama of {layers} layers of width 64, half on each rank; cost of being split: the "
     note += "fastest round less that of the one process."
-    table = Table("inference-split", columns, note)
+    table = Table("inference-split", columns, note, options.save)
     for name, _, _, new_tokens in SMALL:
         times = found[name]
         micros = {
@@ -104,7 +99,7 @@ def costs(layers: int, repeats: int) -> Table:
         for peer in (OURS, PIPELINE, RPC):
             cells = (name, peer, spread(micros[peer]), equal(times, peer), spread(micros[ONE]))
             table.add(*cells, cost[peer], cost[OURS] / cost[peer])
-    return table
+    table.end()
 
 
 def equal(times: Times, peer: str) -> str:

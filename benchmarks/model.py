@@ -43,22 +43,21 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         parameters = new_model(folder, arguments.layers, arguments.hidden)
-        table = measure(folder, arguments.ranks, arguments.repeats, parameters)
-    table.show()
-    if arguments.save:
-        table.save()
+        table = measure(folder, arguments, parameters)
+    table.end()
 
 
-def measure(folder: str, sizes: list[int], repeats: int, parameters: int) -> Table:
+def measure(folder: str, arguments: argparse.Namespace, parameters: int) -> Table:
     note = (
         f"Llama of {parameters / 1e6:.0f} M parameters, {parameters * 4 / MIB:.0f} MiB in fp32; "
         f"batch {BATCH}, {PROMPT} tokens of prompt, {NEW_TOKENS} new ones. plain: from_pretrained "
         "in one process, in turns with us. peak: of resident memory, while loading and generating, "
         "above what the process held before, files it maps included; of the rank with most."
     )
-    table = Table("model", COLUMNS, note)
-    for ranks in sizes:
-        rounds = [(run(plain, 1, folder), run(ours, ranks, folder)) for _ in range(repeats)]
+    table = Table("model", COLUMNS, note, keep=arguments.save)
+    for ranks in arguments.ranks:
+        repeats = range(arguments.repeats)
+        rounds = [(run(plain, 1, folder), run(ours, ranks, folder)) for _ in repeats]
         table.add(ranks, *row([alone for alone, _ in rounds], [found for _, found in rounds]))
     return table
 

@@ -169,16 +169,14 @@ def main():
         "of the slowest rank, building the model included. peak: of memory, its own and mapped "
         "from files, above the start; torch's rank 0 and whoever reads map the file."
     )
-    table = Table("nd_loading", COLUMNS, note)
+    table = Table("nd_loading", COLUMNS, note, keep=arguments.save)
     theirs = statistics.median(found["torch, broadcast_from_rank0"][0])
     for way, (seconds, first, others, sent, ok) in found.items():
         sizes = [size / MIB for size in (first, others, sent)]
         ratio = theirs / statistics.median(seconds)
         right = "yes" if ok else "NO"
         table.add(way, arguments.ranks, right, spread(seconds), *sizes, ratio)
-    table.show()
-    if arguments.save:
-        table.save()
+    table.end()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import speed, steps
 from benchmarks.table import RESULTS
 
 HERE = Path(__file__).parent
@@ -39,11 +40,12 @@ SECTIONS = (
         ("collectives-*-latency", "collectives-*-bandwidth"),
         "collectives collectives-4 shm-limits",
     ),
-    Section("calls", "What a call costs", ("gpu-call-path", "tracing"), (), "tracing"),
+    Section("calls", "What a call costs", ("calls", "tracing"), (), "calls tracing"),
     Section(
         "inference", "One model over ranks", ("inference*", "model"), ("model",), "inference model"
     ),
     Section("loading", "Loading into shards", ("nd_loading",), (), "nd_loading"),
+    Section("compiling", "Compiling once for all", ("compile_once",), (), "compile_once"),
     Section(
         "scale",
         "Growing",
@@ -52,7 +54,7 @@ SECTIONS = (
         "scale",
         "What this says of thousands of ranks: [scale.md](scale.md).\n\n",
     ),
-    Section("gpu", "On a GPU", ("gpu-calls", "gpu-small", "gpu-worlds", "gpu-lives")),
+    Section("gpu", "On a GPU", ("gpu-*",)),
 )
 HEAD = """# Benchmarks
 
@@ -65,13 +67,18 @@ again. Numbers are medians, with the middle half in brackets; `right` or `equal`
 results were compared and were the same. On a machine with few cores believe the ratio, not the
 time. How each is measured: [docs/benchmarks.md](../docs/benchmarks.md).
 """
+LAST = "## The steps of the last run\n\n"
 
 
 def write(results: Path = RESULTS) -> Path:
     """Put together what is in results: beside this file, or in results if they are elsewhere."""
     page = HERE / "README.md" if results.parent == HERE else results / "README.md"
     parts = [shown(each, results, page.parent) for each in SECTIONS]
+    told = steps.page(results)
+    parts.append(LAST + told if told else "")
     page.write_text("\n".join([HEAD, *filter(None, parts)]))
+    if page.parent == HERE:
+        speed.write(HERE.parent / "README.md", results)
     return page
 
 

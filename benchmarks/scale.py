@@ -48,17 +48,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="launches of each size")
     parser.add_argument("--save", action="store_true", help="write the table to benchmarks/results")
     arguments = parser.parse_args()
-    table = Table("scale", COLUMNS, NOTE)
+    table = Table("scale", COLUMNS, NOTE, keep=arguments.save)
     found: Measured = {}
     for layout in LAYOUTS:
         for ranks in arguments.ranks:
             found |= add(table, layout, ranks, arguments.repeats)
-    fitted = fits(found)
-    table.show()
-    fitted.show()
+    fitted = fits(found, arguments.save)
+    table.end()
+    fitted.end()
     if arguments.save:
-        table.save()
-        fitted.save()
         print(f"written to {write(table, fitted)}")
 
 
@@ -118,7 +116,7 @@ def timed(coor: Coordinator, call: Callable[[], bool]) -> Sample:
     return time.monotonic() - start, time.process_time() - spent, right
 
 
-def fits(found: Measured) -> Table:
+def fits(found: Measured, keep: bool) -> Table:
     """For each call and layout: the growth of one rank's work, and what it comes to for many."""
     heads = [f"{count:,} ranks (ms)" for count in PAPER]
     columns = ("what", "layout", "of", "a + b n + c n^2 (ms)", "grows", *heads, "error of the fit")
@@ -127,7 +125,7 @@ def fits(found: Measured) -> Table:
         "nearly as well as all. What it comes to for more ranks than were measured is arithmetic, "
         "and not a measurement."
     )
-    table = Table("scale-fits", columns, note)
+    table = Table("scale-fits", columns, note, keep)
     for what, layout in dict.fromkeys((what, layout) for what, layout, _ in found):
         sizes = [size for name, place, size in found if (name, place) == (what, layout)]
         for column, who in enumerate(("rank 0", "other rank"), 1):

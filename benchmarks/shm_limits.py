@@ -153,6 +153,7 @@ def main() -> None:
         "shm-limits",
         COLUMNS,
         "Median and middle half, and the limit it is held to on two idle cores.",
+        keep=arguments.save,
     )
     for size in ALLREDUCE_US:
         for row in from_ranks(size):
@@ -161,9 +162,7 @@ def main() -> None:
         what = "allreduce of 8 bytes, back to back in C"
         add(table, what, 4, "us", back_to_back(folder, 4), BACK_TO_BACK_US)
         add(table, "a call of a library that does nothing", 1, "ns", call_ns(folder), CALL_NS)
-    table.show()
-    if arguments.save:
-        table.save()
+    table.end()
 
 
 def add(

@@ -28,10 +28,11 @@ MARK = "past the barrier at"
 PRELOADED = ("--preload", "torch", "--preload", "coordinator")
 COLUMNS = ("what", "ranks", "right", "ours (s)", "ours, preloaded (s)", "peer", "(s)", "ratio")
 NOTE = (
-    "Median and middle half. `command to barrier`: from the command until the last rank is past "
-    "its first barrier. `death to the end`: from the SIGKILL of rank 1, while the others wait in a "
-    "barrier, until the command has ended. right: every rank passed (one, where the others die). "
-    "ratio: ours, without preloading, divided by the peer's."
+    "Median and middle half; of a single launch its time. `command to barrier`: from the command "
+    "until the last rank is past its first barrier, what all read being in memory already. `death "
+    "to the end`: from the SIGKILL of rank 1, while the others wait in a barrier, until the "
+    "command has ended. right: every rank passed (one, where the others die). ratio: ours, without "
+    "preloading, divided by the peer's."
 )
 Barrier = Callable[[], object]
 
@@ -50,23 +51,19 @@ def main() -> None:
         return spawn(arguments.spawn, arguments.dies)
     if arguments.rank:
         return be_rank(arguments.rank, arguments.dies)
-    table = measure(arguments.n, arguments.dying, arguments.repeats)
-    table.show()
-    if arguments.save:
-        table.save()
+    table = Table("startup", COLUMNS, NOTE, keep=arguments.save)
+    for command in commands(2, dies=False).values():
+        once(command, dies=False)  # so that what they read is in memory
+    for size in arguments.n:
+        add(table, "command to barrier", size, arguments.repeats, dies=False)
+    for size in arguments.dying:
+        add(table, "death to the end", size, arguments.repeats, dies=True)
+    table.end()
 
 
-def measure(sizes: list[int], dying: list[int], repeats: int) -> Table:
-    table = Table("startup", COLUMNS, NOTE)
-    for size in sizes:
-        add(table, "command to barrier", size, repeats, dies=False)
-    for size in dying:
-        add(table, "death to the end", size, repeats, dies=True)
-    return table
-
-
-def add(table: Table, what: str, size: int, repeats: int, dies: bool) -> None:
-    """A row for each peer."""
+def add(table: Table, what: str, size: int, most: int, dies: bool) -> None:
+    """A row for each peer, of fewer launches the more ranks they have."""
+    repeats = max(1, min(most, most * 4 // size))
     starts = commands(size, dies)
     passed = dict.fromkeys(starts, True)
 

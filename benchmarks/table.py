@@ -1,12 +1,13 @@
 """A table of measurements: where it was measured above it, units in its head, the ratio last.
 
-table = Table("coordinator", ("operation", "bytes", "ours (us)", "gloo (us)", "ratio"))
+table = Table("coordinator", ("operation", "bytes", "ours (us)", "gloo (us)", "ratio"), keep=True)
 table.add("barrier", 0, 3.1, 210.0, 0.015)
-table.show()
+table.end()
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -23,6 +24,9 @@ from typing import Any
 
 # Where tables are kept; a trial keeps its own elsewhere.
 RESULTS = Path(os.environ.get("BENCHMARK_RESULTS", Path(__file__).parent / "results"))
+# What a run writes is no part of what it measures.
+WRITTEN = (":!/benchmarks/results", ":!/*.md")
+UNFINISHED = "unfinished: the run ended before all rows were measured"
 VERSIONS = (
     "torch",
     "transformers",
@@ -37,37 +41,51 @@ VERSIONS = (
 
 @dataclass
 class Table:
-    """Rows of one benchmark. The first columns say what was measured, the last is the ratio."""
+    """Rows of one benchmark. The first columns say what was measured, the last is the ratio.
+
+    keep: the files are written after every row, so that a run which ends early has lost none.
+    """
 
     name: str
     columns: Sequence[str]
     note: str = ""
+    keep: bool = False
     rows: list[tuple[Any, ...]] = field(default_factory=list)
 
     def add(self, *cells: Any) -> None:
         """One row, printed at once so that a long run shows where it is."""
         assert len(cells) == len(self.columns), f"{len(cells)} cells for {self.columns}"
         self.rows.append(cells)
-        print("  ".join(_text(cell) for cell in cells), file=sys.stderr)
+        print("  ".join(text(cell) for cell in cells), file=sys.stderr)
+        if self.keep:
+            self.save(whole=False)
 
-    def markdown(self) -> str:
-        """The whole: title, where and how it was measured, and the rows."""
-        grid = [list(self.columns), *([_text(cell) for cell in row] for row in self.rows)]
+    def end(self) -> None:
+        """Print the whole, and keep it if that was asked for."""
+        self.show()
+        if self.keep:
+            self.save()
+
+    def markdown(self, whole: bool = True) -> str:
+        """Title, where and how it was measured, whether it came to its end, and the rows."""
+        grid = [list(self.columns), *([text(cell) for cell in row] for row in self.rows)]
         widths = [max(len(row[column]) for row in grid) for column in range(len(self.columns))]
         lines = ["| " + " | ".join(map(str.rjust, row, widths)) + " |" for row in grid]
         lines.insert(1, "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|")
         facts = [f"- {name}: {value}" for name, value in where().items()]
+        facts += [] if whole else [f"- {UNFINISHED}"]
         note = ["", self.note] if self.note else []
         return "\n".join([f"## {self.name}", "", *facts, *note, "", *lines, ""])
 
     def show(self) -> None:
         print(self.markdown())
 
-    def save(self, folder: Path = RESULTS) -> Path:
+    def save(self, folder: Path | None = None, whole: bool = True) -> Path:
         """Write NAME.md, and NAME.jsonl with an object per row, into folder; return the first."""
+        folder = folder or RESULTS
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.name}.md"
-        path.write_text(self.markdown())
+        path.write_text(self.markdown(whole))
         facts = where()
         rows = [map(_plain, row) for row in self.rows]
         objects = [{**facts, **dict(zip(self.columns, row, strict=True))} for row in rows]
@@ -76,6 +94,7 @@ class Table:
         return path
 
 
+@functools.cache
 def where() -> dict[str, str]:
     """What a number is worth nothing without: machine, versions, commit and command."""
     return {
@@ -108,7 +127,7 @@ def versions() -> str:
 
 
 def commit() -> str:
-    """The commit that is measured, marked if the tree differs from it.
+    """The commit that is measured, marked if what is measured differs from it.
 
     BENCHMARK_COMMIT says it where the tree was copied without its history.
     """
@@ -116,9 +135,15 @@ def commit() -> str:
         return said
     if shutil.which("git") is None:
         return "unknown"
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    found = _git("rev-parse", "--short=12", "HEAD")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", *WRITTEN)
+    return f"{found}-dirty" if changed else found or "unknown"
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
-    return done.stdout.strip() or "unknown"
+    return done.stdout.strip()
 
 
 def _command() -> list[str]:
@@ -148,8 +173,8 @@ def spread(values: Sequence[float]) -> Spread:
     """Median, and the range of its middle half: 3.1 (2.9-3.4)."""
     median = statistics.median(values)
     low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else [median] * 3
-    range_ = f" ({_text(low)}-{_text(high)})" if len(values) > 1 else ""
-    said = Spread(f"{_text(median)}{range_}")
+    range_ = f" ({text(low)}-{text(high)})" if len(values) > 1 else ""
+    said = Spread(f"{text(median)}{range_}")
     said.median, said.low, said.high = median, low, high
     return said
 
@@ -161,7 +186,7 @@ def _plain(cell: Any) -> Any:
     return cell
 
 
-def _text(cell: Any) -> str:
+def text(cell: Any) -> str:
     if isinstance(cell, float):
         return f"{cell:.3g}" if abs(cell) < 1000 else f"{cell:.0f}"
     return str(cell)

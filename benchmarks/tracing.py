@@ -53,15 +53,13 @@ def main() -> None:
         work = (folder, arguments.repeats)
         found: Times = launcher.launch(measure, nprocs=2, args=work, timeout_s=300)[0]
         recorded = counts(Path(folder))
-    table = Table("tracing", COLUMNS, NOTE)
+    table = Table("tracing", COLUMNS, NOTE, keep=arguments.save)
     for name, times in found.items():
         off, on = (statistics.median(times[kind]) for kind in ("off", "on"))
         right = recorded[METHODS[name]] >= arguments.repeats * (BATCH + 1)
         cells = spread(times["on"]), spread(times["off"]), on - off, on / off
         table.add(name, "yes" if right else "NO", *cells)
-    table.show()
-    if arguments.save:
-        table.save()
+    table.end()
 
 
 def counts(folder: Path) -> Counter[str]:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import plots, report, scale
-from benchmarks.__main__ import STEPS
-from benchmarks.table import Spread, Table, spread
+from benchmarks import plots, report, scale, speed, steps
+from benchmarks.__main__ import STEPS, ended, run
+from benchmarks.table import UNFINISHED, Spread, Table, spread
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,6 +25,47 @@ def test_a_trial_of_some_steps_writes_tables_lines_pictures_and_the_page(tmp_pat
     rows = [json.loads(line) for line in (tmp_path / "tracing.jsonl").read_text().splitlines()]
     assert len(rows) == 5 and {row["right"] for row in rows} == {"yes"}
     assert "quadratic" in (tmp_path / "scale-page.md").read_text()
+
+
+def test_a_command_that_fails_or_hangs_is_told_of():
+    python = [sys.executable, "-c"]
+    assert ended([*python, ""], {}) == steps.WELL
+    assert ended([*python, "raise SystemExit(3)"], {}) == "ended with 3"
+    assert ended([*python, "import time; time.sleep(60)"], {}, 0.2).startswith("hung")
+
+
+def test_a_step_that_failed_is_told_of_on_the_page_and_by_the_exit_code(tmp_path, monkeypatch):
+    took = {"tracing": (2.0, "ended with 1"), "scale": (61.0, steps.WELL)}
+    monkeypatch.setattr("benchmarks.__main__.ran", lambda name, quick, folder: took[name])
+    assert run(["tracing", "scale"], False, tmp_path) == 1
+    page = (tmp_path / "README.md").read_text()
+    assert "**Not whole:** `tracing` ended with 1." in page and "| scale | well | 61 |" in page
+    assert steps.expected(["scale"], tmp_path) == "this takes about 1 min, as the last time"
+    assert run(["tracing", "scale"], False, tmp_path) == 1 and run(["scale"], False, tmp_path) == 0
+
+
+def test_rows_are_kept_as_they_come_and_a_table_without_its_end_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.table.RESULTS", tmp_path)
+    table = Table("one", ("what", "us"), keep=True)
+    table.add("call", 1.0)
+    assert UNFINISHED in (tmp_path / "one.md").read_text()
+    assert len((tmp_path / "one.jsonl").read_text().splitlines()) == 1
+    table.end()
+    assert UNFINISHED not in (tmp_path / "one.md").read_text()
+
+
+def test_the_numbers_of_the_readme_are_those_of_the_tables():
+    page = (ROOT / "README.md").read_text()
+    shown = page.partition(speed.START)[2].partition(speed.END)[0]
+    assert shown == speed.lines(ROOT / "benchmarks" / "results")
+
+
+def test_the_page_of_the_benchmarks_shows_every_table_and_picture_that_is_kept():
+    page = (ROOT / "benchmarks" / "README.md").read_text()
+    for path in (ROOT / "benchmarks" / "results").iterdir():
+        assert (
+            path.suffix not in (".md", ".svg") or f"### {path.stem}\n" in page or path.name in page
+        )
 
 
 def test_an_unknown_step_is_refused_with_those_there_are():

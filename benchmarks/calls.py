@@ -1,0 +1,119 @@
+"""What a call costs from Python until it is in C, beside ctypes and the ways of torch.
+
+    python -m benchmarks.calls
+
+The library that is called counts, and does nothing else; gloo with one rank has nothing to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu import PyncclLike
+from benchmarks.table import Table, alternate, spread
+from communicator.native import library
+from coordinator import Coordinator
+
+ROOT = Path(__file__).parents[1]
+CALLS = 20_000
+SOURCE = """
+static long calls;
+#define RESULT (calls++, COMM_OK)
+#include "abi_plugin.c"
+long counted(void) { return calls; }
+int plain(void* a, void* b, unsigned long n, int d, int o, void* c, void* s) {
+    (void)a, (void)b, (void)n, (void)d, (void)o, (void)c, (void)s;
+    return calls++, 0;
+}
+"""
+COLUMNS = ("call", "right", "ours (ns)", "peer", "(ns)", "ratio")
+NOTE = (
+    "An allreduce of 1024 float32 on the CPU by one rank; processor time of a call, median and "
+    "middle half of rounds in which all take turns. right: every call has reached the library. "
+    "ours: comm.allreduce, through the vendors' door."
+)
+Call = Callable[[torch.Tensor], object]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--save", action="store_true", help="write the table to benchmarks/results")
+    arguments = parser.parse_args()
+    table = Table("calls", COLUMNS, NOTE, keep=arguments.save)
+    with ExitStack() as stack:
+        measure(stack, table, arguments.repeats)
+    table.end()
+
+
+def measure(stack: ExitStack, table: Table, repeats: int) -> None:
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    path = compiled(folder)
+    counting, tensor = ctypes.CDLL(str(path)), torch.ones(1024)
+    coor = stack.enter_context(Coordinator())
+    ours = stack.enter_context(library(str(path))(coor)).allreduce
+    calls = {"ours": ours, **dict(peers(counting)), **dict(gloo(stack))}
+    times = alternate({name: lambda c=call: ns(c, tensor) for name, call in calls.items()}, repeats)
+    mine = times.pop("ours")
+    for name, theirs in times.items():
+        right = arrive(counting, ours, tensor) and arrive(counting, calls[name], tensor)
+        says = "" if name.startswith("torch.distributed") else "yes" if right else "NO"
+        ratio = statistics.median(mine) / statistics.median(theirs)
+        table.add("allreduce", says, spread(mine), name, spread(theirs), ratio)
+
+
+def compiled(folder: Path) -> Path:
+    source, built = folder / "counting.c", folder / "libcounting.so"
+    source.write_text(SOURCE)
+    where = [f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests' / 'communicator'}"]
+    subprocess.run(["cc", "-O2", "-shared", "-fPIC", *where, source, "-o", built], check=True)
+    return built
+
+
+def peers(counting: ctypes.CDLL) -> Iterator[tuple[str, Call]]:
+    """Other ways into the same library."""
+    like = PyncclLike(counting.plain, torch.device("cpu"), lambda: 0)
+    yield "ctypes, as vLLM's pynccl", like.all_reduce
+
+    @torch.library.custom_op("benchmarks::allreduce", mutates_args=("tensor",))
+    def op(tensor: torch.Tensor) -> None:
+        like.all_reduce(tensor)
+
+    yield "torch.library.custom_op around that", op
+
+
+def gloo(stack: ExitStack) -> Iterator[tuple[str, Call]]:
+    """A call of torch.distributed, which has a library of its own."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    stack.callback(dist.destroy_process_group)
+    yield "torch.distributed.all_reduce, gloo", dist.all_reduce
+
+
+def arrive(counting: ctypes.CDLL, call: Call, tensor: torch.Tensor) -> bool:
+    before = counting.counted()
+    for _ in range(3):
+        call(tensor)
+    return bool(counting.counted() == before + 3)
+
+
+def ns(call: Call, tensor: torch.Tensor) -> float:
+    """Of this thread's processor time: nothing here waits, and others may use the machine."""
+    start = time.thread_time_ns()
+    for _ in range(CALLS):
+        call(tensor)
+    return (time.thread_time_ns() - start) / CALLS
+
+
+if __name__ == "__main__":
+    main()
