@@ -38,7 +38,13 @@ def examine(looks: Iterable[Look]) -> Iterator[Finding]:
         except Exception as error:
             area = look.__name__.replace("_", " ")
             found = f"looking at it failed: {type(error).__name__}: {error}"
-            yield Finding(area, "look", False, found, "report this, with the whole output")
+            yield Finding(
+                area,
+                "look",
+                False,
+                found,
+                "python -m launcher doctor --json > doctor.json (and report it with that)",
+            )
 
 
 def lines(findings: Iterable[Finding]) -> Iterator[str]:

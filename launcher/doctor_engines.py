@@ -22,6 +22,10 @@ ENGINES = {
     "srun": (["--version"], "clusters with SLURM have it"),
     "ray": ([], "pip install ray"),
 }
+# What it means if the command is there and tells no version.
+SILENT = {
+    "srun": "of no cluster that this machine knows (no slurm.conf), so it starts nothing here"
+}
 DISTRIBUTIONS = {"torchrun": "torch", "ray": "ray"}
 
 
@@ -42,6 +46,8 @@ def _version(name: str, path: str, ask: list[str]) -> tuple[bool, str]:
     if not ask:
         return True, f"{DISTRIBUTIONS[name]} {metadata.version(DISTRIBUTIONS[name])}"
     done = subprocess.run([path, *ask], capture_output=True, text=True, timeout=ANSWER_S)
+    if done.returncode and name in SILENT:
+        return False, SILENT[name]
     said = (done.stdout + done.stderr).strip().splitlines() or ["it tells nothing"]
     version = [line.split()[-1] for line in said if line.strip().startswith("Version:")]
     told = f"MPICH's process manager {version[0]}" if version else said[0].strip()

@@ -50,7 +50,7 @@ def _version(distribution: str) -> str:
 
 def _system_calls() -> Finding:
     """What old kernels do not have, and strict containers forbid."""
-    remedy = "Linux 5.3 or newer; in a container, a seccomp profile that lets these through"
+    remedy = "docker run --security-opt seccomp=unconfined (outside containers: Linux 5.3 or newer)"
     try:
         os.close(os.memfd_create("doctor"))
         os.close(os.pidfd_open(os.getpid()))
@@ -70,7 +70,9 @@ def ports_free() -> Iterator[Finding]:
 def memory() -> Iterator[Finding]:
     """Shared memory: ours counts as memory of the container, others' comes from /dev/shm."""
     free = _available_mib()
-    more = "end something, or give the container more (docker run --memory=...)"
+    more = (
+        "ps -eo rss,pid,args --sort=-rss | head (the largest; in a container: docker run --memory)"
+    )
     found = f"{free} MiB can be had; shared memory of ours is part of it"
     yield Finding("memory", "available", free >= MEMORY_MIB, found, unless(free < MEMORY_MIB, more))
     space = os.statvfs("/dev/shm")
@@ -95,21 +97,21 @@ def _available_mib() -> int:
 def limits() -> Iterator[Finding]:
     """Those of ulimit that ranks run into."""
     found = f"; rank 0 needs one for each rank, so this is enough for {OPEN_FILES // 2} and more"
-    yield _limit("open files", resource.RLIMIT_NOFILE, "-n", OPEN_FILES, found)
-    yield _limit("processes", resource.RLIMIT_NPROC, "-u", PROCESSES)
+    yield _limit("open files", resource.RLIMIT_NOFILE, "-n", "nofile", OPEN_FILES, found)
+    yield _limit("processes", resource.RLIMIT_NPROC, "-u", "nproc", PROCESSES)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     text = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked >> 10} KiB"
     yield Finding("limits", "locked memory", None, f"{text}; RDMA wants `ulimit -l unlimited`")
 
 
-def _limit(name: str, number: int, flag: str, wanted: int, meaning: str = "") -> Finding:
+def _limit(name: str, number: int, flag: str, long: str, wanted: int, more: str = "") -> Finding:
     soft, hard = resource.getrlimit(number)
     if soft == resource.RLIM_INFINITY:
         return Finding("limits", name, True, "unlimited")
     if soft >= wanted:
-        return Finding("limits", name, True, f"{soft}{meaning}")
+        return Finding("limits", name, True, f"{soft}{more}")
     reachable = hard == resource.RLIM_INFINITY or hard >= wanted
-    remedy = f"ulimit {flag} {wanted}" if reachable else f"ask root to raise ulimit -H{flag[1:]}"
+    remedy = f"ulimit {flag} {wanted}" if reachable else f"sudo prlimit --pid $$ --{long}={wanted}"
     return Finding("limits", name, False, f"{soft}; {wanted} wanted", remedy)
 
 

@@ -37,7 +37,7 @@ def run(chosen: Any, job: Job) -> list[Any]:
         if job.log_dir:
             _link_logs(job.log_dir, Path(folder))
             job = replace(job, log_dir=None)
-        code = _watch(chosen.command(job), environment(chosen, job), job.timeout_s)
+        code = _watch(folder, chosen.command(job), environment(chosen, job), job.timeout_s)
         records = _records(Path(folder))
     failures = _failures(records, began_s)
     if failures:
@@ -81,8 +81,10 @@ def environment(chosen: Any, job: Job) -> dict[str, str]:
     return {**outer, **(chosen.environment(job) if hasattr(chosen, "environment") else {})}
 
 
-def _watch(command: list[str], environ: dict[str, str], timeout_s: float | None) -> int:
-    leash = [sys.executable, "-m", "launcher.leash", str(os.getpid())]
+def _watch(
+    folder: str, command: list[str], environ: dict[str, str], timeout_s: float | None
+) -> int:
+    leash = [sys.executable, "-m", "launcher.leash", str(os.getpid()), folder]
     process = subprocess.Popen([*leash, *command], env=environ, start_new_session=True)
     try:
         with _passing_signals(process) as seen:

@@ -1,15 +1,16 @@
-"""`python -m launcher.leash PARENT COMMAND...`: run COMMAND, and leave nothing of it behind.
+"""`python -m launcher.leash PARENT FOLDER COMMAND...`: run COMMAND, and leave nothing of it behind.
 
 An engine must hear of the launcher's death, even by SIGKILL, to end its ranks; and a rank may be
 deaf, or leave children in sessions of their own, of which no engine knows. The leash stays between
-the two, adopts what descends from the engine on this node, and ends it with the engine. Other nodes
-are the engine's own care.
+the two, adopts what descends from the engine on this node, and ends it with the engine; then it
+removes FOLDER if the launcher, whose it is, has died. Other nodes are the engine's own care.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ UNKILLABLE_S = 2.0  # what the kernel itself holds up is not waited for longer
 STEP_S = 0.02
 
 
-def main(parent: str, *command: str) -> int:
+def main(parent: str, folder: str, *command: str) -> int:
     """The engine's exit code; at a signal, the engine is asked to end, and killed at a second."""
     linux.adopt_orphans(True)
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
@@ -41,6 +42,8 @@ def main(parent: str, *command: str) -> int:
     code = _wait(engine)
     signal.setitimer(signal.ITIMER_REAL, 0)
     end_rest()
+    if os.getppid() != int(parent):
+        shutil.rmtree(folder, ignore_errors=True)
     return code if code >= 0 else 128 - code
 
 

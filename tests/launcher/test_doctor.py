@@ -56,7 +56,7 @@ def test_few_open_files_are_told_with_the_command_that_raises_them(monkeypatch):
 def test_a_limit_that_only_root_can_raise_is_told_so(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda number: (64, 64))
     found = {one.name: one for one in doctor_machine.limits()}
-    assert "root" in found["open files"].remedy
+    assert found["open files"].remedy == "sudo prlimit --pid $$ --nofile=1024"
 
 
 def test_little_shared_memory_is_a_fault(monkeypatch):
@@ -85,6 +85,16 @@ def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(mo
 def test_an_engine_that_is_not_there_is_no_fault(monkeypatch):
     monkeypatch.setattr(doctor_engines, "PATH", "/nowhere")
     assert {one.ok for one in doctor_engines.engines() if one.name != "mpi4py"} == {None}
+
+
+def test_an_srun_of_no_cluster_is_told_in_words_and_is_no_fault(monkeypatch, tmp_path):
+    (tmp_path / "srun").write_text(
+        "#!/bin/sh\necho srun: fatal: DNS SRV lookup failed >&2; exit 1\n"
+    )
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setattr(doctor_engines, "PATH", str(tmp_path))
+    (found,) = [one for one in doctor_engines.engines() if one.name == "srun"]
+    assert found.ok is None and "no slurm.conf" in found.found and "DNS" not in found.found
 
 
 def test_an_address_is_advised_where_the_name_of_the_host_is_its_loopback(monkeypatch):

@@ -105,15 +105,18 @@ time.sleep(60)
 """
 
 
-def test_nothing_is_left_of_deaf_ranks_and_their_children(command):
-    script = command.script(DEAF)
-    with command.start("run", "--launcher", "torchrun", "-n", "2", script) as launcher:
+def test_nothing_is_left_of_deaf_ranks_and_their_children(command, tmp_path):
+    script, folder = command.script(DEAF), tmp_path / "own"
+    folder.mkdir()
+    run = ("run", "--launcher", "torchrun", "-n", "2", script)
+    with command.start(*run, env={"TMPDIR": str(folder)}) as launcher:
         assert sorted(launcher.stdout.readline() for _ in range(2)) == [
             "[0] ready\n",
             "[1] ready\n",
         ]
         launcher.kill()
         assert not command.left(patience_s=15)
+        assert not list(folder.glob("drumline-*"))
 
 
 def test_rank_killed_by_a_signal_is_named(command):
