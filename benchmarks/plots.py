@@ -142,7 +142,9 @@ def model(folder: Path) -> Iterable[Path]:
     panels: dict[str, Lines] = {
         title: {
             "ours": [(row["ranks"], number(row[mine])) for row in table],
-            "one process": [(row["ranks"], number(row[theirs])) for row in table],
+            "one process, in turns with each": [
+                (row["ranks"], number(row[theirs])) for row in table
+            ],
         }
         for title, (mine, theirs) in pairs.items()
     }
@@ -199,13 +201,16 @@ def fill(axes: Any, lines: Lines) -> dict[str, Any]:
 
 def look(name: str) -> dict[str, Any]:
     if name.startswith("ours"):
-        dashed = "--" if "preloaded" in name else "-"
-        return {"color": OURS, "marker": "o", "linewidth": 2.4, "linestyle": dashed, "zorder": 3}
+        usual = {"color": OURS, "marker": "o", "linewidth": 2.4, "zorder": 3}
+        special = {"linestyle": "--", "markerfacecolor": "white"}
+        return usual | (special if "preloaded" in name else {})
     colour, marker = next((PEERS[part] for part in PEERS if part in name), OTHER)
     return {"color": colour, "marker": marker, "linewidth": 1.3, "markersize": 5}
 
 
 def scales(axes: Any, places: list[float], x: str, y: str | None) -> None:
+    from matplotlib.ticker import LogFormatter
+
     axes.set_xscale("log", base=2)
     if x == "size":  # from 8 bytes to 64 MiB: every sixth power has a name
         places = [float(1 << power) for power in range(4, 31, 6) if 1 << power <= 2 * places[-1]]
@@ -215,6 +220,10 @@ def scales(axes: Any, places: list[float], x: str, y: str | None) -> None:
         axes.set_ylim(bottom=0)
     else:
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(LogFormatter())
+        axes.yaxis.set_minor_formatter(
+            LogFormatter(labelOnlyBase=False, minor_thresholds=(1.5, 0.4))
+        )
 
 
 def sized(nbytes: float) -> str:

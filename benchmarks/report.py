@@ -40,7 +40,9 @@ SECTIONS = (
         ("collectives-*-latency", "collectives-*-bandwidth"),
         "collectives collectives-4 shm-limits",
     ),
-    Section("calls", "What a call costs", ("calls", "tracing"), (), "calls tracing"),
+    Section(
+        "calls", "What a call costs", ("calls", "gpu-call-path", "tracing"), (), "calls tracing"
+    ),
     Section(
         "inference", "One model over ranks", ("inference*", "model"), ("model",), "inference model"
     ),
@@ -54,7 +56,9 @@ SECTIONS = (
         "scale",
         "What this says of thousands of ranks: [scale.md](scale.md).\n\n",
     ),
-    Section("gpu", "On a GPU", ("gpu-*",)),
+    Section(
+        "gpu", "On a GPU", ("gpu-calls", "gpu-oneshot", "gpu-sanitizer", "gpu-worlds", "gpu-lives")
+    ),
 )
 HEAD = """# Benchmarks
 
@@ -67,6 +71,7 @@ again. Numbers are medians, with the middle half in brackets; `right` or `equal`
 results were compared and were the same. On a machine with few cores believe the ratio, not the
 time. How each is measured: [docs/benchmarks.md](../docs/benchmarks.md).
 """
+MISSING = "Not measured yet.\n"
 LAST = "## The steps of the last run\n\n"
 
 
@@ -83,15 +88,16 @@ def write(results: Path = RESULTS) -> Path:
 
 
 def shown(section: Section, results: Path, beside: Path) -> str:
-    """Its heading, pictures and tables; nothing if there is no table."""
+    """Its heading, pictures and tables, or that there are none yet."""
     found = files(results, section.tables, ".md")
-    if not found:
-        return ""
     again = f"python -m benchmarks {section.steps}" if section.steps else "make gpu"
     pictures = files(results, section.pictures, ".svg")
     links = [f"![{path.stem}]({path.relative_to(beside)})\n" for path in pictures]
     # The marks let the site show the tables, whose pictures lie elsewhere for it.
-    tables = [f"<!-- --8<-- [start:{section.name}] -->\n", *map(embedded, found)]
+    tables = [
+        f"<!-- --8<-- [start:{section.name}] -->\n",
+        *(map(embedded, found) if found else [MISSING]),
+    ]
     head = f"## {section.title}\n\n    {again}\n\n{section.more}"
     return head + "\n".join([*links, *tables, f"<!-- --8<-- [end:{section.name}] -->\n"])
 

@@ -1,9 +1,11 @@
 """Ranks for tests: threads of this process, each with a LaunchInfo of its own; and two hosts."""
 
 import os
+import re
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import uuid
 from collections.abc import Callable
@@ -93,6 +95,23 @@ class Hosts:
             text=True,
             env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
         )
+
+    def typed(self, page, **words):
+        """What the lines for two machines on a page print, each typed on its own host.
+
+        words: what stands on the page for something of the reader's, and what it is here.
+        """
+        lines = re.findall("^torchrun --nnodes 2 .*", page.read_text(), re.MULTILINE)
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        agents = []
+        for index, line in enumerate(lines):
+            for word, here in words.items():
+                line = line.replace(word, str(here))
+            line = line.replace("10.0.0.1", "10.77.0.1")
+            agents.append(self.start(index, ["bash", "-c", line], PATH=path))
+        told = [agent.communicate(timeout=100)[0] for agent in agents]
+        assert [agent.returncode for agent in agents] == [0, 0]
+        return told
 
     def run(self, command, **environ):
         """What a command on the first host prints."""

@@ -91,6 +91,15 @@ def _path() -> str:
     return f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 
+def test_the_commands_for_two_machines_run_as_printed(hosts, tmp_path):
+    page = ROOT / "docs" / "running.md"
+    (who,) = [text for name, text in FILE.findall(page.read_text()) if name == "who.py"]
+    (tmp_path / "who.py").write_text(who)
+    first, second = hosts.typed(page, **{"who.py": tmp_path / "who.py"})
+    said = sorted([*first.splitlines(), *second.splitlines()])
+    assert said == [f"rank {n} of 8, local rank {n % 4}, hosts 2" for n in range(8)]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_every_command_of_a_page_is_held_by_a_test(page):
     for how, commands in BLOCK.findall(page.read_text()):

@@ -68,6 +68,16 @@ def test_the_page_of_the_benchmarks_shows_every_table_and_picture_that_is_kept()
         )
 
 
+def test_the_document_explains_every_step_and_shows_every_part_of_the_page():
+    document = (ROOT / "docs" / "benchmarks.md").read_text()
+    page = (ROOT / "benchmarks" / "README.md").read_text()
+    for step in STEPS:
+        assert f"`{step}`" in document
+    for section in report.SECTIONS:
+        assert f'--8<-- "benchmarks/README.md:{section.name}"' in document
+        assert f"--8<-- [start:{section.name}]" in page
+
+
 def test_an_unknown_step_is_refused_with_those_there_are():
     command = [sys.executable, "-m", "benchmarks", "speed"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

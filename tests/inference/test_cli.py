@@ -67,6 +67,11 @@ def test_generate_streams_text_and_ends_with_a_summary(with_tokenizer):
     assert re.search(r"rank 1: [\d.]+ KiB of model, [\d.]+ MiB of memory at most", done.stdout)
 
 
+def test_the_commands_for_two_machines_run_as_printed(hosts, with_tokenizer):
+    first, second = hosts.typed(ROOT / "docs" / "inference.md", DIR=with_tokenizer)
+    assert "Once upon" in first and "tokens/s" in first and not second
+
+
 def test_bench_tells_prompt_and_tokens_a_second_memory_and_hops(checkpoints, capsys):
     sizes = ["--batch", "2", "--prompt-tokens", "16", "--new-tokens", "5"]
     assert main(["bench", "--model", str(checkpoints.llama()[1]), *sizes]) == 0
