@@ -220,7 +220,7 @@ def scales(axes: Any, places: list[float], x: str, y: str | None) -> None:
         axes.set_ylim(bottom=0)
     else:
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(LogFormatter())
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter(
             LogFormatter(labelOnlyBase=False, minor_thresholds=(1.5, 0.4))
         )
