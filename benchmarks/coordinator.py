@@ -16,13 +16,13 @@ from typing import Any
 import torch.distributed as dist
 
 import launcher
-from benchmarks.table import Table
+from benchmarks.table import Table, spread
 from coordinator import Coordinator
 
 SIZES = {"16 B": 16, "1 KB": 1 << 10, "64 KB": 64 << 10, "1 MB": 1 << 20, "64 MB": 64 << 20}
 NOTE = (
     "Ranks are processes of one node; `over TCP` splits them into nodes of one rank each, on "
-    "loopback. Median time of a call on rank 0 unless said otherwise, both sides in turns, warm, "
+    "loopback. Median and middle half of a call on rank 0 unless said otherwise, in turns, warm, "
     "each call after barriers that find all ranks awake. Every result is compared with what was "
     "sent."
 )
@@ -30,8 +30,11 @@ KEYS = "put, get 1 KB (TCPStore)"
 Case = tuple[Callable[[], Any], Callable[[], Any]]
 
 
-def work(path: str, over_tcp: bool) -> list[tuple[str, float, float, bool]]:
-    """Of every case: name, our median and theirs (us), whether both gave the right bytes."""
+Measured = tuple[list[float], list[float], bool]  # our times and theirs (us), and whether right
+
+
+def work(path: str, over_tcp: bool) -> list[Any]:
+    """Of every case: its name, and what was measured."""
     info = launcher.current()
     if over_tcp:
         info = replace(info, local_world_size=1, local_rank=0)
@@ -41,7 +44,7 @@ def work(path: str, over_tcp: bool) -> list[tuple[str, float, float, bool]]:
         tcp = _tcp_store(coor)
         rows = []
         for name, (ours, theirs), repeats in _cases(coor, tcp, over_tcp):
-            rows.append((name, *_measure(coor, ours, theirs, repeats)))
+            rows.append([name, *_measure(coor, ours, theirs, repeats)])
         coor.barrier()
     dist.destroy_process_group()
     return rows
@@ -61,6 +64,8 @@ def _tcp_store(coor: Coordinator) -> dist.TCPStore:
 def _cases(coor: Coordinator, tcp: dist.TCPStore, over_tcp: bool) -> Any:
     where = " over TCP" if over_tcp else ""
     yield f"barrier{where}", (coor.barrier, dist.barrier), 300
+    if not over_tcp:
+        yield "local_barrier", (coor.local_barrier, dist.barrier), 300
     for label, nbytes in SIZES.items():
         repeats = 300 if nbytes <= 1 << 16 else 40 if nbytes <= 1 << 20 else 7
         yield f"broadcast {label}{where}", _broadcast(coor, nbytes), repeats
@@ -106,7 +111,7 @@ def _keys(coor: Coordinator, tcp: dist.TCPStore) -> Case:
 
 def _measure(
     coor: Coordinator, ours: Callable[[], Any], theirs: Callable[[], Any], repeats: int
-) -> tuple[float, float, bool]:
+) -> Measured:
     times: tuple[list[float], list[float]] = ([], [])
     results = []
     for _ in range(repeats + 2):
@@ -117,8 +122,8 @@ def _measure(
             results.append(call())
             found.append((time.perf_counter() - start) * 1e6)
         results = results[-2:]
-    medians = [statistics.median(found[2:]) for found in times]
-    return medians[0], medians[1], results[0] == results[1] or results[1] is True
+    right = results[0] == results[1] or results[1] is True
+    return times[0][2:], times[1][2:], right
 
 
 def start_up(nprocs: int) -> float:
@@ -150,9 +155,10 @@ def main() -> None:
             *found[0],
             (f"{KEYS}, last rank", *found[-1][-1][1:]),
         ]:
-            table.add(operation, "yes" if right else "NO", ours, theirs, ours / theirs)
+            ratio = statistics.median(ours) / statistics.median(theirs)
+            table.add(operation, "yes" if right else "NO", spread(ours), spread(theirs), ratio)
     for nprocs in (8, 64):
-        table.add(f"{nprocs} ranks meet, s", "yes", start_up(nprocs), "-", "-")
+        table.add(f"{nprocs} ranks meet", "yes", start_up(nprocs) * 1e6, "-", "-")
     table.end()
 
 

@@ -92,7 +92,7 @@ def in_turns(coor: Coordinator, ours: Call, theirs: Call, repeats: int) -> dict[
 
 
 def our_calls(coor: Coordinator) -> Calls:
-    calls: Calls = {"barrier": coor.barrier}
+    calls: Calls = {"barrier": coor.barrier, "local_barrier": coor.local_barrier}
     for label, nbytes in SIZES.items():
         sent, mine = bytes(nbytes), bytes([coor.rank]) * nbytes
         calls[f"broadcast {label}"] = lambda sent=sent: coor.broadcast(
@@ -109,7 +109,7 @@ def gloo_calls(coor: Coordinator) -> Calls:
     torch.set_num_threads(1)
     store = coor.store("peers")
     dist.init_process_group("gloo", store=store, rank=coor.rank, world_size=coor.world_size)
-    calls: Calls = {"barrier": lambda: dist.barrier()}
+    calls: Calls = dict.fromkeys(("barrier", "local_barrier"), lambda: dist.barrier())
     for label, nbytes in SIZES.items():
         tensor = torch.zeros(nbytes, dtype=torch.uint8)
         mine = torch.full((nbytes,), coor.rank, dtype=torch.uint8)
@@ -131,7 +131,8 @@ def mpi_calls(coor: Coordinator) -> Calls:
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
-    calls: Calls = {"barrier": lambda: world.Barrier()}
+    node = world.Split_type(MPI.COMM_TYPE_SHARED)
+    calls: Calls = {"barrier": lambda: world.Barrier(), "local_barrier": lambda: node.Barrier()}
     for label, nbytes in SIZES.items():
         sent, mine = bytes(nbytes), bytes([coor.rank]) * nbytes
         calls[f"broadcast {label}"] = lambda sent=sent: world.bcast(
