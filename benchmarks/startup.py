@@ -40,7 +40,7 @@ Barrier = Callable[[], object]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("-n", type=int, nargs="+", default=[2, 4, 8, 16], help="ranks")
-    parser.add_argument("--dying", type=int, nargs="+", default=[2, 8], help="ranks, one to die")
+    parser.add_argument("--dying", type=int, nargs="+", default=[2, 4], help="ranks, one to die")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--save", action="store_true", help="write the table to benchmarks/results")
     parser.add_argument("--rank", choices=MEETINGS, help=argparse.SUPPRESS)  # given to the ranks
@@ -63,12 +63,13 @@ def main() -> None:
 
 def add(table: Table, what: str, size: int, most: int, dies: bool) -> None:
     """A row for each peer, of fewer launches the more ranks they have."""
-    repeats = max(1, min(most, most * 4 // size))
+    repeats = max(1, min(most, most * 3 // size))
     starts = commands(size, dies)
     passed = dict.fromkeys(starts, True)
 
     def one(peer: str) -> float:
         seconds, ranks = once(starts[peer], dies)
+        print(f"{what}, {size} ranks, {peer}: {seconds:.2f} s", file=sys.stderr)
         passed[peer] &= ranks == (1 if dies else size)
         return seconds
 
