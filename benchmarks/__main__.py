@@ -77,15 +77,13 @@ def run(names: list[str], quick: bool, folder: Path) -> int:
     """Run these steps and write the page after each; 1 if one of them failed."""
     print(steps.expected([] if quick else names, folder), file=sys.stderr)
     failed = {}
-    try:
-        for name in names:
-            seconds, how = ran(name, quick, folder)
-            steps.note(folder, name, how, seconds)
-            report.write(folder)
-            failed |= {} if how == steps.WELL else {name: how}
-    finally:
-        draw(folder)
-        print(f"written to {report.write(folder)}")
+    for name in names:
+        seconds, how = ran(name, quick, folder)
+        steps.note(folder, name, how, seconds)
+        report.write(folder)
+        failed |= {} if how == steps.WELL else {name: how}
+    draw(folder)
+    print(f"written to {report.write(folder)}")
     for name, how in failed.items():
         print(f"failed: {name}: {how}", file=sys.stderr)
     return 1 if failed else 0
