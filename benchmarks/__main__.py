@@ -28,6 +28,7 @@ from benchmarks.table import RESULTS
 ROOT = Path(__file__).parents[1]
 TRIAL = ROOT / "build" / "benchmarks"
 STEP_S = 900  # longer than any step takes: one that is not done has hung
+FOR_FOUR = ["8", "4096", "65536", "1048576", "67108864"]  # bytes; on two cores they take long
 # What each step runs: all of it, and what stands for it in a trial.
 STEPS = {
     "startup": (
@@ -41,7 +42,7 @@ STEPS = {
         ["--sizes", "8", "65536", "--operations", "allreduce", "--dtypes", "float32"],
     ),
     "collectives-4": (
-        ["benchmarks.collectives", "-n", "4", "--dtypes", "float32"],
+        ["benchmarks.collectives", "-n", "4", "--dtypes", "float32", "--sizes", *FOR_FOUR],
         ["--sizes", "8", "--operations", "allreduce"],
     ),
     "shm-limits": (["benchmarks.shm_limits"], []),
@@ -52,7 +53,7 @@ STEPS = {
         ["--ranks", "1", "2", "--repeats", "1", "--layers", "2", "--hidden", "96"],
     ),
     "nd_loading": (["benchmarks.nd_loading"], ["--ranks", "2"]),
-    "compile_once": (["benchmarks.compile_once"], ["--ranks", "2"]),
+    "compile_once": (["benchmarks.compile_once", "--ranks", "4"], ["--ranks", "2"]),
     "tracing": (["benchmarks.tracing"], ["--repeats", "20"]),
     "scale": (["benchmarks.scale"], ["--ranks", "4", "8", "16", "--repeats", "1"]),
 }

@@ -1,4 +1,7 @@
-"""benchmarks/README.md, written from the tables and pictures of the last run."""
+"""benchmarks/README.md, written from the tables and pictures of the last run.
+
+python -m benchmarks.report      # writes it again, and the numbers of the README
+"""
 
 from __future__ import annotations
 
@@ -116,3 +119,7 @@ def embedded(table: Path) -> str:
     summary = f"<summary>{rows.strip().count(chr(10)) - 1} rows</summary>"
     fold = f'<details markdown="1">{summary}\n{rows}\n\n</details>'
     return f"{text[:start]}\n{fold}{text[end:]}"
+
+
+if __name__ == "__main__":
+    print(write())

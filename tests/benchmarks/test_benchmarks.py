@@ -57,7 +57,7 @@ def test_rows_are_kept_as_they_come_and_a_table_without_its_end_says_so(tmp_path
 def test_the_numbers_of_the_readme_are_those_of_the_tables():
     page = (ROOT / "README.md").read_text()
     shown = page.partition(speed.START)[2].partition(speed.END)[0]
-    assert shown == speed.lines(ROOT / "benchmarks" / "results")
+    assert shown == speed.lines(ROOT / "benchmarks" / "results"), "python -m benchmarks.report"
 
 
 def test_the_page_of_the_benchmarks_shows_every_table_and_picture_that_is_kept():
