@@ -41,7 +41,7 @@ def expected(names: list[str], folder: Path) -> str:
     told = (
         f"this takes about {max(1, round(seconds / 60))} min, as the last time" if seconds else ""
     )
-    unknown = f"how long {', '.join(new)} will take is not known" if new else ""
+    unknown = f"how long {', '.join(new)} will take is not known: minutes each" if new else ""
     return "; ".join(filter(None, (told, unknown))) or "a trial: this takes a few minutes"
 
 

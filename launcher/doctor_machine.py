@@ -96,8 +96,8 @@ def _available_mib() -> int:
 
 def limits() -> Iterator[Finding]:
     """Those of ulimit that ranks run into."""
-    found = f"; rank 0 needs one for each rank, so this is enough for {OPEN_FILES // 2} and more"
-    yield _limit("open files", resource.RLIMIT_NOFILE, "-n", "nofile", OPEN_FILES, found)
+    more = "; rank 0 needs one for each rank"
+    yield _limit("open files", resource.RLIMIT_NOFILE, "-n", "nofile", OPEN_FILES, more)
     yield _limit("processes", resource.RLIMIT_NPROC, "-u", "nproc", PROCESSES)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     text = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked >> 10} KiB"
