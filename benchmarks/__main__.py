@@ -103,7 +103,8 @@ def ran(name: str, quick: bool, folder: Path) -> tuple[float, str]:
     command = ["-m", *STEPS[name][0], *(STEPS[name][1] if quick else []), "--save"]
     print(f"== python {shlex.join(command)}", file=sys.stderr)
     began = time.monotonic()
-    how = ended([sys.executable, *command], {"BENCHMARK_RESULTS": str(folder)})
+    environ = {"BENCHMARK_RESULTS": str(folder), "PYTHONWARNINGS": "ignore"}  # rows alone are shown
+    how = ended([sys.executable, *command], environ)
     seconds = time.monotonic() - began
     print(f"== {name}: {how}, {seconds:.0f} s", file=sys.stderr)
     return seconds, how
