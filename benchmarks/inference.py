@@ -62,21 +62,26 @@ def speeds(options: argparse.Namespace) -> None:
     columns = ("what", "over", "tokens/s", "first token (ms)", "ms per token", "equal")
     with tempfile.TemporaryDirectory() as folder:
         parameters = new_model(folder, options.layers, options.hidden)
-        found = launch(folder, options.layers, LARGE, options.repeats)
-    note = f"Llama of {parameters / 1e6:.0f} M parameters, fp32, half the layers on each rank; "
-    note += "median and middle half of rounds in which all take turns; warmed up."
-    table = Table("inference", (*columns, f"{ONE} (ms)", f"{ONE} / this"), note, options.save)
-    for name, batch, _, new_tokens in LARGE:
-        times = found[name]
-        for peer in times:
-            first = [each["first"] for each in times[peer]]
-            per_token = [each["ms"] / new_tokens for each in times[peer]]
-            alone = [each["ms"] / new_tokens for each in times[ONE]]
-            ratio = statistics.median(a / b for a, b in zip(alone, per_token, strict=True))
-            rate = batch * 1000 / statistics.median(per_token)
-            cells = (name, peer, rate, spread(first), spread(per_token), equal(times, peer))
-            table.add(*cells, spread(alone), ratio)
+        note = f"Llama of {parameters / 1e6:.0f} M parameters, fp32, half the layers on each rank; "
+        note += "median and middle half of rounds in which all take turns; warmed up."
+        table = Table("inference", (*columns, f"{ONE} (ms)", f"{ONE} / this"), note, options.save)
+        for case in LARGE:  # a launch each, so that its rows are kept when it ends
+            found = launch(folder, options.layers, [case], options.repeats)
+            add(table, case, found[case[0]])
     table.end()
+
+
+def add(table: Table, case: Case, times: Times) -> None:
+    """A row for each peer."""
+    name, batch, _, new_tokens = case
+    for peer in times:
+        first = [each["first"] for each in times[peer]]
+        per_token = [each["ms"] / new_tokens for each in times[peer]]
+        alone = [each["ms"] / new_tokens for each in times[ONE]]
+        ratio = statistics.median(a / b for a, b in zip(alone, per_token, strict=True))
+        rate = batch * 1000 / statistics.median(per_token)
+        cells = (name, peer, rate, spread(first), spread(per_token), equal(times, peer))
+        table.add(*cells, spread(alone), ratio)
 
 
 def costs(options: argparse.Namespace) -> None:
@@ -125,6 +130,8 @@ def new_model(folder: str, layers: int, hidden: int, vocabulary: int = 8192) -> 
 
 
 def launch(folder: str, layers: int, cases: list[Case], repeats: int) -> dict[str, Times]:
+    for met in ("pipeline", "rpc"):  # where the ranks of an earlier launch did
+        Path(folder, met).unlink(missing_ok=True)
     work = (folder, layers, [list(case) for case in cases], repeats)
     found: list[Any] = launcher.launch(rank, nprocs=RANKS, args=work, timeout_s=900)
     return found[0]  # type: ignore[no-any-return]
