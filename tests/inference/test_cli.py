@@ -68,8 +68,9 @@ def test_generate_streams_text_and_ends_with_a_summary(with_tokenizer):
 
 
 def test_the_commands_for_two_machines_run_as_printed(hosts, with_tokenizer):
-    first, second = hosts.typed(ROOT / "docs" / "inference.md", DIR=with_tokenizer)
-    assert "Once upon" in first and "tokens/s" in first and not second
+    words = {"DIR": with_tokenizer, "Once upon": "5 6 7"}  # what its tokenizer knows
+    first, second = hosts.typed(ROOT / "docs" / "inference.md", **words)
+    assert "5 6 7" in first and "tokens/s" in first and not second
 
 
 def test_bench_tells_prompt_and_tokens_a_second_memory_and_hops(checkpoints, capsys):
