@@ -172,7 +172,8 @@ class Spread(str):
 def spread(values: Sequence[float]) -> Spread:
     """Median, and the range of its middle half: 3.1 (2.9-3.4)."""
     median = statistics.median(values)
-    low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else [median] * 3
+    ends = [min(values), median, max(values)]  # of one or two values: there is no middle half
+    low, _, high = statistics.quantiles(values, n=4) if len(values) > 2 else ends
     range_ = f" ({text(low)}-{text(high)})" if len(values) > 1 else ""
     said = Spread(f"{text(median)}{range_}")
     said.median, said.low, said.high = median, low, high

@@ -102,6 +102,10 @@ def test_one_value_has_no_range():
     assert spread([2.0]) == "2" and isinstance(spread([2.0]), Spread)
 
 
+def test_the_range_of_two_values_is_no_wider_than_they_are():
+    assert spread([1.0, 3.0]) == "2 (1-3)"
+
+
 @pytest.mark.parametrize(
     ("values", "factors"),
     [([5, 5, 5, 5], [5, 0, 0]), ([8, 16, 32, 64], [0, 1, 0]), ([64, 256, 1024, 4096], [0, 0, 1])],
