@@ -10,6 +10,7 @@ namespace {
 
 constexpr size_t smallest_streamed = 8 << 10;
 constexpr int64_t glance_ns = 100000000;  // between two looks at whether the peers live
+constexpr int64_t shortest_sleep_ns = 100000;
 
 const char* const died = "has died";
 
@@ -83,7 +84,8 @@ Group::Group(const comm_init_args& args)
       sent_(nranks),
       received_(nranks),
       posted_(nranks),
-      taken_(nranks) {
+      taken_(nranks),
+      waited_ns_(nranks) {
     if (nranks == 1) return;
     Bootstrap bootstrap(args.bootstrap, rank, nranks);
     oversubscribed_ = are_oversubscribed(bootstrap);
@@ -306,7 +308,7 @@ void Group::complete(std::vector<Transfer>& transfers) {
                 prefix() +
                     "this communicator was aborted, and its ranks are out of step. Make a new one"};
         Patience patience = transfers.size() == 1 ? patience_with(transfers[0].peer) : patience_;
-        if (!look(patience, [&] { return progress(transfers); })) sleep_until_bell(transfers);
+        if (!look(patience, [&] { return progress(transfers); })) wait_for_letters(transfers);
     }
     for (const Transfer& transfer : transfers)
         if (!transfer.mismatch.empty()) throw Failure{COMM_INVALID_USAGE, transfer.mismatch};
@@ -394,13 +396,27 @@ void Group::ring(int peer) {
     wake_all(&theirs.bell.value);
 }
 
-void Group::sleep_until_bell(std::vector<Transfer>& transfers) {
+// Messages of a conversation come at equal intervals: most of one is slept through, and the end of
+// it is watched for.
+void Group::wait_for_letters(std::vector<Transfer>& transfers) {
+    const Transfer& first = transfers[0];
+    if (oversubscribed_ || transfers.size() > 1 || first.is_send || first.started)
+        return sleep_until_bell(transfers, glance_ns);
+    int64_t& usual_ns = waited_ns_[first.peer];
+    int64_t start = now_ns(), early_ns = usual_ns - watch_ns / 2;
+    if (early_ns > shortest_sleep_ns) sleep_until_bell(transfers, std::min(early_ns, glance_ns));
+    if (!first.started) watch(patience_, now_ns() + watch_ns, [&] { return progress(transfers); });
+    while (!first.started) sleep_until_bell(transfers, glance_ns);
+    usual_ns = now_ns() - start;
+}
+
+void Group::sleep_until_bell(std::vector<Transfer>& transfers, int64_t longest_ns) {
     RankBlock& mine = segment_.block(rank);
     start_deadline();
     mine.asleep.value.store(1, std::memory_order_seq_cst);
     uint32_t seen = mine.bell.value.load(std::memory_order_seq_cst);
     bool moved = progress(transfers);
-    if (!moved) sleep_on(&mine.bell.value, seen, std::min(glance_ns, timeout_ns_));
+    if (!moved) sleep_on(&mine.bell.value, seen, std::min(longest_ns, timeout_ns_));
     mine.asleep.value.store(0, std::memory_order_relaxed);
     if (moved || progress(transfers)) return;
     for (const Transfer& transfer : transfers) {

@@ -109,7 +109,8 @@ class Group {
     bool advance_receive(Transfer& transfer);
     void open_letter(Transfer& transfer, const Envelope& envelope);
     void complete(std::vector<Transfer>& transfers);
-    void sleep_until_bell(std::vector<Transfer>& transfers);
+    void wait_for_letters(std::vector<Transfer>& transfers);
+    void sleep_until_bell(std::vector<Transfer>& transfers, int64_t longest_ns);
     void ring(int peer);
 
     void start_deadline();
@@ -139,6 +140,7 @@ class Group {
     std::vector<Transfer> queued_;
     std::vector<uint64_t> sent_, received_;  // messages by peer
     std::vector<uint32_t> posted_, taken_;   // letters by peer
+    std::vector<int64_t> waited_ns_;         // for the last message of each peer
     std::string last_error_;
     std::string broken_;  // why no further call can work
     std::atomic<bool> aborted_{false};

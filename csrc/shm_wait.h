@@ -87,6 +87,27 @@ bool look(const Patience& patience, Ready ready) {
     return ready();
 }
 
+// To be woken takes 50 us, and to wake somebody as long. So a rank that waits for a letter looks for
+// it longer, about when the last one came, but never longer than this in all.
+constexpr int64_t watch_ns = 1000000;
+
+// Looks until `until_ns`, but for no longer than nobody else wants the core: giving it away then
+// takes a while.
+template <class Ready>
+bool watch(const Patience& patience, int64_t until_ns, Ready ready) {
+    constexpr int64_t taken_ns = 20000;
+    for (int64_t last = now_ns(); last < until_ns;) {
+        for (int i = 0; i < patience.pauses; i += 16) {
+            if (ready()) return true;
+            for (int j = 0; j < 16; ++j) pause_core();
+        }
+        last = now_ns();
+        sched_yield();
+        if (now_ns() - last > taken_ns) break;
+    }
+    return ready();
+}
+
 // Returns when woken, when the word differs from `seen`, after `timeout_ns`, or for no reason at
 // all. The word may be shared between processes.
 inline void sleep_on(std::atomic<uint32_t>* word, uint32_t seen, int64_t timeout_ns) {

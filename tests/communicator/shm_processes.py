@@ -73,6 +73,19 @@ def waits_idly(comm):
     return time.process_time() - start
 
 
+def waits_for_letters(comm):
+    """CPU seconds that rank 0 spends on letters which come every 20 ms, and what was in them."""
+    comm.barrier()
+    start, found = time.process_time(), []
+    for number in range(25):
+        if comm.rank == 1:
+            time.sleep(0.02)
+            comm.send(torch.tensor([number]), 0)
+        else:
+            found.append(comm.recv(torch.zeros(1, dtype=torch.int64), 1).item())
+    return time.process_time() - start, found
+
+
 def forks_a_child_that_takes_part(comm):
     """What the child is told, before it closes, and what the ranks then add up."""
     comm.barrier()
@@ -106,6 +119,7 @@ BODIES = {
         a_receiver_dies,
         a_rank_is_late,
         waits_idly,
+        waits_for_letters,
         forks_a_child_that_takes_part,
     )
 }

@@ -62,6 +62,12 @@ def test_no_core_is_burnt_while_a_rank_is_waited_for():
     assert max(said[:3]) < 0.1
 
 
+def test_a_letter_is_looked_for_no_longer_than_a_millisecond():
+    (seconds, found), _ = run("waits_for_letters", 2)[0]
+    assert seconds < 0.15  # of half a second
+    assert found == [*range(25)]
+
+
 def test_a_forked_child_does_not_speak_for_its_rank():
     """Its steps passed for the rank's own, so that sums were wrong, and others on every rank."""
     said, _ = run("forks_a_child_that_takes_part", 2)
