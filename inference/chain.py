@@ -1,8 +1,11 @@
-"""Calls of remote layers, gathered until something looks at a result, then sent together."""
+"""Calls of remote layers, gathered until something looks at a result, then sent together.
+
+Most calls are repetitions: one layer after another is given the same arguments with the hidden
+state that the one before put out. Such a run is written down once, with the layers it goes through.
+"""
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections import Counter
 from functools import cached_property
@@ -31,7 +34,7 @@ class Chain:
 
     def __init__(self, session: Session):
         self.session, self.sent = session, False
-        self.calls: list[Call] = []
+        self.runs: list[Run] = []
         self.outputs: list[weakref.ref[Lazy]] = []
         self.makers: list[Maker] = []
         self.inputs = Leaves()
@@ -49,18 +52,22 @@ class Chain:
         self.makers.append(maker)
         return lazy
 
-    def repeated(self, layer: RemoteModule, args: Any, kwargs: Any) -> Call | None:
-        """The call if it is like the last one but for the hidden state, which that one put out."""
-        if not self.calls or not args or self.sent:
+    @property
+    def last_layer(self) -> RemoteModule:
+        return self.runs[-1].layers[-1]
+
+    def continued(self, layer: RemoteModule, args: Any, kwargs: Any) -> Run | None:
+        """The last run if this call goes on with it."""
+        if not self.runs or not args or self.sent:
             return None
-        last, hidden = self.calls[-1], args[0]
-        if getattr(hidden, "source", None) is not self or last.layer.rank > layer.rank:
+        run, hidden = self.runs[-1], args[0]
+        if getattr(hidden, "source", None) is not self or run.layers[-1].rank > layer.rank:
             return None
-        return last.repeat(layer, args, kwargs) if last.is_repeated_by(args, kwargs) else None
+        return run if run.is_continued_by(args, kwargs) else None
 
     def flush(self) -> Message | None:
         """Run the calls; every hidden state that somebody still holds gets its value."""
-        if self.sent or not self.calls:
+        if self.sent or not self.runs:
             return None
         self.sent = True
         alive = [ref() for ref in self.outputs]
@@ -69,7 +76,7 @@ class Chain:
         try:
             reply = self.session.exchange(self)
         finally:
-            self.calls, self.inputs = [], Leaves()  # lets go of the caches
+            self.runs, self.inputs = [], Leaves()  # lets go of the caches
         for lazy, value in zip(waiting, reply.tensors, strict=False):
             lazy.value = value.to(lazy.home)
         reply.tensors = reply.tensors[len(waiting) :]
@@ -84,32 +91,30 @@ class Chain:
         self.session.habits.looked_at.add(self.makers[slot])
 
     def place_ints(self, before: list[int]) -> tuple[list[int], list[int]]:
-        """Where each call's integers begin, and all integers; calls with the same share them."""
+        """Where each run's integers begin, and all integers; runs with the same share them."""
         ints = list(before)
         places: dict[tuple[int, ...], int] = {}
         starts: list[int] = []
-        last: list[int] | None = None
-        for call in self.calls:
-            if call.leaves.ints is not last:
-                last = call.leaves.ints
-                start = places.setdefault(tuple(last), len(ints))
-                if start == len(ints):
-                    ints.extend(last)
+        for run in self.runs:
+            start = places.setdefault(tuple(run.ints), len(ints))
+            if start == len(ints):
+                ints.extend(run.ints)
             starts.append(start)
         return starts, ints
 
     def key(self, starts: list[int]) -> tuple[Any, ...]:
         """Equal for chains with the same program."""
-        calls = tuple([call.key for call in self.calls])
-        return len(self.inputs.tensors), self.returns, tuple(starts), calls
+        runs = tuple([run.key() for run in self.runs])
+        return len(self.inputs.tensors), self.returns, tuple(starts), runs
 
     def program(self, operations: Template, num_operands: int, starts: list[int]) -> Program:
         num_inputs = num_operands + len(self.inputs.tensors)
         steps = []
-        for call, start in zip(self.calls, starts, strict=True):
-            slots = tuple(num_operands + s if s >= 0 else num_inputs + ~s for s in call.slots)
-            layer, template = call.layer, call.form.template
-            steps.append(Step(layer.rank, layer.name, template, slots, start, call.output))
+        for run, start in zip(self.runs, starts, strict=True):
+            for layer, given in zip(run.layers, run.slots_by_layer(), strict=True):
+                slots = tuple(num_operands + s if s >= 0 else num_inputs + ~s for s in given)
+                output = layer.outputs.get(run.form)
+                steps.append(Step(layer.rank, layer.name, run.form.template, slots, start, output))
         returns = tuple(num_inputs + position for position in self.returns)
         return Program(operations, num_operands, num_inputs, tuple(steps), returns)
 
@@ -137,36 +142,43 @@ class Form:
         return is_repeatable(self.template)
 
 
-class Call:
-    """One layer called with one set of arguments."""
+class Run:
+    """One set of arguments, given to layer after layer with the hidden state of the one before.
 
-    def __init__(
-        self,
-        layer: RemoteModule,
-        arguments: tuple[tuple[Any, ...], dict[str, Any]],
-        form: Form,
-        leaves: Leaves,
-        slots: tuple[int, ...],
-    ):
-        self.layer, self.arguments, self.form = layer, arguments, form
-        self.leaves, self.slots = leaves, slots
-        self.output = layer.outputs.get(form)
-        self.key = (layer, form, slots, self.output is None)
+    slots: of the tensors that the first layer is given. The hidden states themselves are not kept,
+    so that those which nobody else holds need not be sent here.
+    """
 
-    def repeat(self, layer: RemoteModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """This call of another layer, for the hidden state that leads `args`."""
-        old, hidden = self.leaves, args[0]
-        leaves = Leaves(old.ints, [hidden, *old.tensors[1:]], old.caches)
-        slots = (~hidden.slot, *self.slots[1:])
-        return Call(layer, (args, kwargs), self.form, leaves, slots)
+    def __init__(self, form: Form, leaves: Leaves, slots: tuple[int, ...], args: Any, kwargs: Any):
+        self.form, self.slots = form, slots
+        self.ints, self.caches = leaves.ints, leaves.caches
+        self.layers: list[RemoteModule] = []
+        self.hidden_slots: list[int] = []  # of the hidden state that each further layer is given
+        self.is_learning = False
+        if form.is_repeatable:
+            self.tensors = leaves.tensors[1:]
+            self.given = (args[1:], kwargs)  # held, so that nothing else takes their identity
+            self.identities = _identities(args, kwargs)
 
-    def is_repeated_by(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def is_continued_by(self, args: Any, kwargs: Any) -> bool:
         """Whether these are the same arguments but for the hidden state."""
-        old_args, old_kwargs = self.arguments
-        if len(args) != len(old_args) or kwargs.keys() != old_kwargs.keys():
-            return False
-        for key, value in kwargs.items():
-            if value is not old_kwargs[key]:
-                return False
-        is_same = len(args) == 1 or all(map(operator.is_, args[1:], old_args[1:]))
-        return is_same and self.form.is_repeatable
+        return self.form.is_repeatable and _identities(args, kwargs) == self.identities
+
+    def add(self, layer: RemoteModule, hidden: Any) -> None:
+        """One more layer; `hidden` is what it is given, if it goes on with the run."""
+        if self.layers:
+            self.hidden_slots.append(~hidden.slot)
+        self.layers.append(layer)
+        self.is_learning = self.form not in layer.outputs
+
+    def slots_by_layer(self) -> list[tuple[int, ...]]:
+        return [self.slots, *((hidden, *self.slots[1:]) for hidden in self.hidden_slots)]
+
+    def key(self) -> tuple[Any, ...]:
+        layers = tuple(self.layers)
+        return self.form, self.slots, layers, tuple(self.hidden_slots), self.is_learning
+
+
+def _identities(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Of all arguments but the first."""
+    return [*map(id, args[1:]), *kwargs, *map(id, kwargs.values())]

@@ -143,6 +143,10 @@ class Pattern:
         return cls(HEADER.pack(*numbers) + rest, layout, start)
 
 
+Foresee = Callable[[Message], None]
+"""What is done, while waiting, with the message that is likely to come, whose tensors are empty."""
+
+
 class Link:
     """Messages to or from one peer of a communicator, in order."""
 
@@ -163,7 +167,8 @@ class Link:
         frame = self._room(max(nbytes, self.frame_nbytes))
         ctypes.memmove(frame.data_ptr(), pattern.head, len(pattern.head))
         pattern.layout.write(frame, pattern.start, message.tensors)
-        self.comm.send(frame[: self.frame_nbytes], self.peer)
+        first = frame if frame.numel() == self.frame_nbytes else frame[: self.frame_nbytes]
+        self.comm.send(first, self.peer)
         if nbytes > self.frame_nbytes:
             self.comm.send(frame[self.frame_nbytes : nbytes], self.peer)
         self._count(nbytes)
@@ -198,10 +203,13 @@ class Link:
         self.num_frames += 1 + (nbytes > self.frame_nbytes)
         self.num_bytes += max(nbytes, self.frame_nbytes)
 
-    def receive(self) -> Message:
+    def receive(self, foresee: Foresee | None = None) -> Message:
+        """The next message; if it is as it was `foresee`n but for values, it is that object."""
         frame = torch.empty(self.frame_nbytes, dtype=torch.uint8)
         data = memoryview(frame.numpy())  # type: ignore[arg-type]
         head, guess = self._guess(frame)  # made while there is time
+        if guess is not None and foresee is not None:
+            foresee(guess)
         self.comm.recv(frame, self.peer)
         if guess is not None and data[: len(head)] == head:
             return guess

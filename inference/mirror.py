@@ -38,12 +38,10 @@ class Journal(Protocol):
 
 
 class Advance(NamedTuple):
-    """What the last layer's keys were and have become: its neighbours share both."""
+    """How a layer went on: those of one pass, whose keys were the same before, share the rest."""
 
     before: torch.Tensor | None = None
-    after: torch.Tensor | None = None
-    batch: int = 0
-    length: int = 0
+    shape: tuple[int, int] = (0, 0)
     mark: Mark = EMPTY
 
 
@@ -199,12 +197,13 @@ def advance(cache: Cache, layers: Iterable[int], hidden: torch.Tensor) -> None:
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     assert isinstance(cache, Mirrored)
+    batch, tokens = hidden.shape[-3:-1]
     for index in layers:
         layer = _layer(cache, index)
-        if layer is not None and type(layer) is DynamicLayer and layer.is_initialized:
-            _advance_dynamic(cache, index, layer, hidden)
+        if type(layer) is DynamicLayer and layer.is_initialized:
+            _advance_dynamic(cache, index, layer, batch, tokens)
         else:
-            _advance_layer(cache, index, layer, hidden.shape[-3], hidden.shape[-2])
+            _advance_layer(cache, index, layer, batch, tokens)
 
 
 def _layer(cache: Any, index: int) -> Any:
@@ -212,22 +211,21 @@ def _layer(cache: Any, index: int) -> Any:
 
 
 def _advance_dynamic(
-    cache: Mirrored, index: int, layer: DynamicLayer, hidden: torch.Tensor
+    cache: Mirrored, index: int, layer: DynamicLayer, batch: int, tokens: int
 ) -> None:
     """The layers of one pass share one shadow, so that most need no more than to be given it."""
-    last, known = cache.step, cache.known.get(index, EMPTY)
-    if layer.keys is not known.keys or layer.values is not known.values:
+    known, keys = cache.known.get(index, EMPTY), layer.keys
+    if keys is not known.keys or layer.values is not known.values:
         refuse_change(index, layer, known)
-    if layer.keys is not last.before or hidden.shape[-3] != last.batch:
-        batch, tokens = hidden.shape[-3], hidden.shape[-2]
-        length = last.length if layer.keys is last.after else layer.get_seq_length()
-        length += tokens
-        is_as_last = (batch, length) == (last.batch, last.length)
-        after = last.after if is_as_last else shadow(batch, length)
-        now = Mark(after, after, length)
-        cache.step = last = Advance(layer.keys, after, batch, length, now)
-    layer.keys = layer.values = last.after
-    cache.known[index] = last.mark
+    step = cache.step
+    if keys is not step.before or (batch, tokens) != step.shape:
+        now = step.mark
+        if (step.shape[0], now.length) != (batch, known.length + tokens):
+            after = shadow(batch, known.length + tokens)
+            now = Mark(after, after, known.length + tokens)
+        cache.step = step = Advance(keys, (batch, tokens), now)
+    layer.keys = layer.values = step.mark.keys
+    cache.known[index] = step.mark
 
 
 def _advance_layer(cache: Mirrored, index: int, layer: Any, batch: int, tokens: int) -> None:

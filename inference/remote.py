@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from inference.chain import Call, Chain, Form
+from inference.chain import Chain, Form, Run
 from inference.lazy import Lazy
 from inference.mirror import advance, number_of
 from inference.session import Session
@@ -34,45 +34,53 @@ class RemoteModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         chain = self.session.chain
-        call = chain.repeated(self, args, kwargs)
-        if call is None:
-            call = self._call(args, kwargs)
-            chain = self.session.chain
-        leaves = call.leaves
-        if leaves.caches and leaves.tensors:  # before it is sent: what the cache refuses never is
-            advance(leaves.caches[0], self.cache_layers, leaves.tensors[0])
-        chain.calls.append(call)
-        return self._result(chain, call)
+        run = chain.continued(self, args, kwargs)
+        if run is None:
+            return self._begin(args, kwargs)
+        hidden = args[0]
+        if run.caches:
+            advance(run.caches[0], self.cache_layers, hidden)
+        run.add(self, hidden)
+        if self.outputs.get(run.form) == PLAIN:
+            return chain.lazy("hidden", self.maker, hidden)
+        leaves = Leaves(run.ints, [hidden, *run.tensors], run.caches)
+        return self._result(chain, run.form, leaves)
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The first call of a run. What the cache refuses is never sent."""
         leaves = Leaves()
-        template = flatten([args, kwargs], leaves, self._number_of)
+        form = self.session.form(flatten([args, kwargs], leaves, self._number_of))
         chain = self.session.chain
-        if chain.calls and chain.calls[-1].layer.rank > self.rank:
+        if chain.runs and chain.last_layer.rank > self.rank:
             chain.flush()  # it has passed this rank already
             chain = self.session.chain
         slots = tuple([chain.slot(tensor) for tensor in leaves.tensors])
-        return Call(self, (args, kwargs), self.session.form(template), leaves, slots)
+        run = Run(form, leaves, slots, args, kwargs)
+        if leaves.caches and leaves.tensors:
+            advance(leaves.caches[0], self.cache_layers, leaves.tensors[0])
+        chain.runs.append(run)
+        run.add(self, None)
+        return self._result(chain, form, leaves)
 
     def _number_of(self, cache: Cache) -> int:
         return number_of(cache, self.session, self.cache_layers)
 
-    def _result(self, chain: Chain, call: Call) -> Any:
+    def _result(self, chain: Chain, form: Form, leaves: Leaves) -> Any:
         """What the layer returns, after putting what it wrote into dicts that layers share."""
-        leaves, output = call.leaves, call.output
+        output = self.outputs.get(form)
         if output == PLAIN:
             return chain.lazy("hidden", self.maker, leaves.tensors[0])
-        new = self._learn(chain, call) if output is None else self._later(chain, output, leaves)
-        value, *written = rebuild(self.outputs[call.form], leaves.tensors, iter(new), leaves.caches)
+        new = self._learn(chain, form) if output is None else self._later(chain, output, leaves)
+        value, *written = rebuild(self.outputs[form], leaves.tensors, iter(new), leaves.caches)
         for shared, changes in zip(leaves.shared, written, strict=True):
             shared.update(changes)
         return value
 
-    def _learn(self, chain: Chain, call: Call) -> list[torch.Tensor]:
+    def _learn(self, chain: Chain, form: Form) -> list[torch.Tensor]:
         """Run the call now, for its output and the description of it."""
         reply = chain.flush()
         assert reply is not None
-        self.outputs[call.form] = frozen(json.loads(reply.note))
+        self.outputs[form] = frozen(json.loads(reply.note))
         return [tensor.to(self.session.device) for tensor in reply.tensors]
 
     def _later(self, chain: Chain, output: Template, leaves: Leaves) -> list[Lazy]:

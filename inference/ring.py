@@ -17,7 +17,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 
 from communicator import CommunicatorError, Unsupported
 from inference.errors import PeerLost
-from inference.frames import Kind, Link, Message
+from inference.frames import Foresee, Kind, Link, Message
 from inference.lookout import LOOK_S, Lookout
 
 FOREVER_S = 20.0 * 24 * 3600
@@ -61,10 +61,10 @@ class Ring:
             raise self._lost(self.next.peer, error) from error
         return None
 
-    def receive(self) -> Message:
+    def receive(self, foresee: Foresee | None = None) -> Message:
         self.is_waiting = True
         try:
-            return self.previous.receive()
+            return self.previous.receive(foresee)
         except CommunicatorError as error:
             raise self._lost(self.previous.peer, error) from error
         finally:

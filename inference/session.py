@@ -81,7 +81,7 @@ class Session:
                     self._fall_in()
                 message = self._message(chain, self._operations_now(leaves), leaves)
                 self._tickets.append(ticket)
-                runner = self.relay.let_go(chain.calls[-1].layer)
+                runner = self.relay.let_go(chain.last_layer)
                 ticket.reply = self._guarded(lambda: self.ring.send(message))
                 if ticket.reply is not None:
                     self._tickets.remove(ticket)
@@ -193,8 +193,8 @@ class Session:
 
 def _tear(chain: Chain) -> None:
     """Its layers no longer hold the same tokens in the caches that it was given."""
-    for call in chain.calls:
-        for cache in call.leaves.caches:
+    for run in chain.runs:
+        for cache in run.caches:
             cache.torn = True
 
 

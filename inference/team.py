@@ -16,7 +16,7 @@ import torch
 from communicator import Communicator, CommunicatorError
 from coordinator import CoordinatorError
 from inference.errors import PeerLost
-from inference.frames import Kind, Link, Message
+from inference.frames import Foresee, Kind, Link, Message
 from inference.program import NOTHING
 from inference.ring import Ring
 from inference.stage import Stage
@@ -37,8 +37,8 @@ class Team:
         if self.coor.world_size > 1:
             self._guarded(lambda: self.link.send(message))
 
-    def hear(self) -> Message:
-        message: Message = self._guarded(self.link.receive)
+    def hear(self, foresee: Foresee | None = None) -> Message:
+        message: Message = self._guarded(lambda: self.link.receive(foresee))
         return message
 
     def fail_together(self) -> None:
@@ -93,8 +93,8 @@ class Leader:
         self.team, self.ring, self.send = team, ring, ring.send
         self.rank, self.coor, self.close = team.rank, ring.coor, ring.close
 
-    def receive(self) -> Message:
-        message = self.ring.receive()
+    def receive(self, foresee: Foresee | None = None) -> Message:
+        message = self.ring.receive(foresee)
         try:
             self.team.tell(message)
         except PeerLost as lost:

@@ -363,6 +363,31 @@ def test_a_part_around_the_layers_may_be_elsewhere_too(checkpoints, on_master, p
     assert found == beams_of_a_padded_batch(plain)
 
 
+def test_hidden_states_that_nobody_holds_stay_where_they_are(checkpoints, on_master):
+    """Every one of them came back: the calls that were written down held them."""
+
+    def work(model):
+        ring, sizes = model._session.ring, []
+        receive = ring.receive
+
+        def counting(*how):
+            reply = receive(*how)
+            sizes.append(len(reply.tensors))
+            return reply
+
+        ring.receive = counting
+        tokens(model)
+        held = len(sizes)
+        with torch.no_grad():
+            for _ in range(2):  # the first time, it is learnt what the layers return
+                model(**prompt(1), output_hidden_states=True)
+        return sizes[-1], sizes[held - 6 : held]
+
+    kept, decoded = on_master(checkpoints.llama()[1], 2, work)
+    assert decoded == [1] * 6
+    assert kept == 3
+
+
 @pytest.mark.parametrize("nprocs", RANKS)
 def test_a_decoded_token_is_one_frame_a_hop(checkpoints, on_master, nprocs):
     def work(model):
