@@ -63,17 +63,24 @@ cuda-check:
 # For a machine with a GPU: its own python3 and packages, nothing is fetched. A failed step does not
 # keep the later ones from their results, but is the result of all. In pieces, where a GPU is lent
 # for minutes: make gpu GPU_TABLES= and then make gpu GPU_TESTS= GPU_TABLES="calls small".
+# Of the tests' own packages only pytest is needed; a missing msgpack is taken from inside pip.
 GPU_PYTHON ?= python3
 GPU_TESTS ?= tests/gpu tests/communicator/test_nccl_without_gpu.py
 GPU_TABLES ?= path calls small sanitizer worlds lives
+GPU_PYTEST = $(GPU_PYTHON) -m pytest -v -o addopts="--import-mode=importlib -ra"
 .PHONY: gpu
+gpu: export PYTHONPATH := $(CURDIR):$(CURDIR)/build/gpu:$(PYTHONPATH)
 gpu:
+	@$(GPU_PYTHON) -c 'import msgpack' 2>/dev/null || { \
+	  echo "== msgpack is not here: taking the copy inside pip"; mkdir -p build/gpu; \
+	  found=$$($(GPU_PYTHON) -c 'import pip._vendor.msgpack as m; print(m.__path__[0])'); \
+	  ln -sfn "$$found" build/gpu/msgpack; }
 	@echo "== building the native parts in place"
 	@$(GPU_PYTHON) setup.py --quiet build_ext --inplace
 	@csrc/build_cuda.sh
 	@echo "== testing and measuring on the GPU"
 	@failed=0; \
-	test -z "$(GPU_TESTS)" || $(GPU_PYTHON) -m pytest -v $(GPU_TESTS) || failed=1; \
+	test -z "$(GPU_TESTS)" || $(GPU_PYTEST) $(GPU_TESTS) || failed=1; \
 	test -z "$(GPU_TABLES)" || $(GPU_PYTHON) -m benchmarks.gpu $(GPU_TABLES) || failed=1; \
 	exit $$failed
 

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.table import Table, alternate, spread
-from communicator import nccl_library, oneshot
+from communicator import Communicator, nccl_library, oneshot
 from communicator.cupy import Cupy
 from communicator.errors import CommunicatorError
 from communicator.native import library
@@ -41,6 +41,7 @@ from tests.gpu.test_oneshot import Ranks, in_order, values
 ROOT = Path(__file__).parents[1]
 GPU = torch.device("cuda", 0)
 CALLS, ROUNDS = 2000, 15
+LOOP = range(10 * CALLS)  # of calls that do nothing
 FLOAT32, SUM = 7, 0
 LIVES, LIVES_S = 1000, 120
 CASE_S = 240  # for one case of several ranks
@@ -168,26 +169,47 @@ def path() -> Table:
             ["gcc", "-O2", "-shared", "-fPIC", f"-I{ROOT}/csrc", source, "-o", built], check=True
         )
         comm, tensor = library(str(built))(coor), torch.ones(1024)
-        through_ctypes = _noop_through_ctypes(Path(folder), tensor)
+        pynccl = _noop_through_ctypes(Path(folder), tensor)
+
+        def theirs() -> None:
+            for _ in LOOP:
+                pynccl.all_reduce(tensor)
+
+        def ours() -> None:
+            for _ in LOOP:
+                comm.allreduce(tensor)
+
         found = alternate(
             {
-                "ctypes, as vLLM's pynccl": lambda: _ns(through_ctypes, tensor),
-                "comm.allreduce": lambda: _ns(comm.allreduce, tensor),
+                "ctypes, as vLLM's pynccl": lambda: _ns(theirs),
+                "comm.allreduce": lambda: _ns(ours),
+                "comm.allreduce, each time of a new tensor": lambda: _ns_of_new(comm, tensor),
             },
             ROUNDS,
         )
-        theirs = statistics.median(found["ctypes, as vLLM's pynccl"])
+        median = statistics.median(found["ctypes, as vLLM's pynccl"])
         for name, times in found.items():
-            table.add(name, spread(times), statistics.median(times) / theirs)
+            table.add(name, spread(times), statistics.median(times) / median)
     return table
 
 
-def _ns(call: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> float:
+def _ns(loop: Callable[[], object]) -> float:
     """Of this thread's processor time: nothing here waits, and others may use the machine."""
     start = time.thread_time_ns()
-    for _ in range(10 * CALLS):
-        call(tensor)
-    return (time.thread_time_ns() - start) / (10 * CALLS)
+    loop()
+    return (time.thread_time_ns() - start) / len(LOOP)
+
+
+def _ns_of_new(comm: Communicator, tensor: torch.Tensor) -> float:
+    """The same where every call has a tensor that was never passed before; not to make it."""
+    took, at_once = 0, 100
+    for _ in range(0, len(LOOP), at_once):
+        tensors = [tensor.detach() for _ in range(at_once)]
+        start = time.thread_time_ns()
+        for new in tensors:
+            comm.allreduce(new)
+        took += time.thread_time_ns() - start
+    return took / len(LOOP)
 
 
 class PyncclLike:
@@ -235,15 +257,14 @@ class PyncclLike:
         raise ValueError(f"unsupported op {op}")
 
 
-def _noop_through_ctypes(folder: Path, tensor: torch.Tensor) -> Callable[..., object]:
+def _noop_through_ctypes(folder: Path, tensor: torch.Tensor) -> PyncclLike:
     source, built = folder / "noop.c", folder / "libnoop.so"
     source.write_text(
         "int noop(void *a, void *b, unsigned long n, int d, int o, void *c, void *s) {"
         " (void)a, (void)b, (void)n, (void)d, (void)o, (void)c, (void)s; return 0; }"
     )
     subprocess.run(["gcc", "-O2", "-shared", "-fPIC", source, "-o", built], check=True)
-    like = PyncclLike(ctypes.CDLL(str(built)).noop, tensor.device, lambda: 0)
-    return like.all_reduce
+    return PyncclLike(ctypes.CDLL(str(built)).noop, tensor.device, lambda: 0)
 
 
 # What several ranks show.
@@ -380,7 +401,8 @@ def sanitizer() -> Table:
 
 
 def _sanitize(command: str, tool: str) -> str:
-    options = ["-o", f"timeout={SANITIZER_S}", "-k", "small and 2"]
+    options = ["-o", "addopts=--import-mode=importlib", "-o", f"timeout={SANITIZER_S}"]
+    options += ["-k", "small and 2"]
     tests = ["-m", "pytest", "-q", "-x", "tests/gpu/test_oneshot.py", *options]
     try:
         done = subprocess.run(
@@ -414,6 +436,10 @@ def main() -> int:
     parser.add_argument("tables", nargs="*", choices=[*TABLES, []], help="all if none is named")
     failed = 0
     for name in parser.parse_args().tables or TABLES:
+        if name != "path" and not torch.cuda.is_available():
+            print(f"{name} is left out: {one_gpu.NEEDS_GPU}", file=sys.stderr)
+            failed = 1
+            continue
         try:
             table = TABLES[name]()
             table.show()

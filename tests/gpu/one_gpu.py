@@ -23,10 +23,8 @@ FIRST_WITH_SHARED_GPUS = 23003
 RESULT = "RESULT "
 AFTER_FAILURE_S = 25.0  # longer than survivors of a killed rank take to notice
 
-needs_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available(),
-    reason="needs a machine with an NVIDIA GPU and a CUDA build of torch; run `make gpu` there",
-)
+NEEDS_GPU = "needs a machine with an NVIDIA GPU and a CUDA build of torch; run `make gpu` there"
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason=NEEDS_GPU)
 needs_two_gpus = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason="needs a machine with two GPUs joined by NVLink or PCIe"
 )
