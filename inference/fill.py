@@ -16,12 +16,13 @@ from inference.mesh import Mesh
 from inference.nd_load import (
     PATIENCE_S,
     Loaded,
-    agree_on,
     aliases,
     carry_out,
     like,
     named_tensors,
+    plan_together,
     replace,
+    room,
 )
 from inference.nd_plan import LoadPlan, Wanted, plan_loading
 from inference.plan import Place
@@ -56,8 +57,7 @@ def fill(
     plan, owners = _planned(model, found, source, places, dtypes, coor)
     mine = {name: device for name, (rank, device) in owners.items() if rank == coor.rank}
     shards = {
-        name: torch.empty(tensors[name].shape, dtype=dtypes[name], device=device)
-        for name, device in mine.items()
+        name: room(tensors[name].shape, dtypes[name], device) for name, device in mine.items()
     }
     total = sum(plan.nbytes_of(rank) for rank in range(coor.world_size))
     with Progress(coor, total, progress) as landed:
@@ -120,6 +120,7 @@ def _planned(
         for name, (rank, _) in owners.items()
     }
     mesh = Mesh({AXIS: coor.world_size})
-    plan = plan_loading(wanted, source.index, mesh, source.readers)
-    agree_on(coor, plan)
+    plan = plan_together(
+        coor, lambda: plan_loading(wanted, source.index, mesh, source.readers, coor.rank)
+    )
     return plan, owners

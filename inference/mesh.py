@@ -6,9 +6,11 @@ print(mesh.coordinate(3))                # {"dp_shard": 1, "tp": 1}
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from inference.errors import PlanError
@@ -55,11 +57,14 @@ class Mesh:
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Where a rank is, by axis."""
-        place = self.ranks.index(rank)
-        found = {}
-        for axis, size in reversed(list(self.axes.items())):
-            place, found[axis] = divmod(place, size)
-        return {axis: found[axis] for axis in self.axes}
+        return dict(self._places[rank])
+
+    @cached_property
+    def _places(self) -> dict[int, dict[str, int]]:
+        """By rank, its coordinate: plans ask for it once for every tensor."""
+        ranges = [range(size) for size in self.axes.values()]
+        places = [dict(zip(self.axes, at, strict=True)) for at in itertools.product(*ranges)]
+        return dict(zip(self.ranks, places, strict=True))
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The ranks that differ from `rank` along these axes only, itself among them, in order."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Mapping
+import math
+import mmap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,9 @@ BLOCK = 8 << 20
 
 CARRIER = "gloo"
 """What takes blocks from rank to rank: it reaches every host, and its tensors are on the CPU."""
+
+HUGE = 2 << 20
+"""From this size on memory is asked for in pages of this size, which is that of x86 and Arm."""
 
 PATIENCE_S = 24 * 3600.0
 """How long a rank waits for its turn while others load: files are large, and a death is noticed."""
@@ -114,7 +119,7 @@ def carry_out(
     with contextlib.ExitStack() as stack:
         files = stack.enter_context(Reader(path))
         comm = None
-        if any(len(transfer.route) > 1 for transfer in plan.transfers):
+        if any(reader != rank for rank, reader in enumerate(plan.readers)):
             comm = stack.enter_context(Communicator(coor, CARRIER, timeout_s=PATIENCE_S))
         _Stream(index, files, comm, shards, dtypes, done, landed).run(plan, coor.rank)
         done.nbytes_read = files.nbytes
@@ -152,16 +157,21 @@ def _prepare(
     asked: _Asked,
 ) -> tuple[LoadPlan, Index]:
     """The same plan on every rank, from the index that rank 0 read, or one error on all."""
-    grid = read_mesh({"dp_replicate": coor.world_size} if mesh is None else mesh, coor.world_size)
-    readers = reader_ranks(reader, nodes_of(coor))
+
+    def look() -> tuple[Mesh, list[int]]:
+        whole = {"dp_replicate": coor.world_size}
+        grid = read_mesh(whole if mesh is None else mesh, coor.world_size)
+        return grid, reader_ranks(reader, nodes_of(coor))
+
+    def planned() -> LoadPlan:
+        found = asked.sources(index) if asked.sources else named_alike(model, index)
+        tensors = distinct(model).items()
+        wanted = {name: _wanted(name, tensor, found, grid, asked) for name, tensor in tensors}
+        return plan_loading(wanted, index, grid, readers, coor.rank)
+
+    grid, readers = together(coor, look)
     index = share_index(coor, path, coor.rank in readers)
-    found = asked.sources(index) if asked.sources else named_alike(model, index)
-    wanted = {
-        name: _wanted(name, tensor, found, grid, asked) for name, tensor in distinct(model).items()
-    }
-    plan = plan_loading(wanted, index, grid, readers)
-    agree_on(coor, plan)
-    return plan, index
+    return plan_together(coor, planned), index
 
 
 def nodes_of(coor: Coordinator) -> list[list[int]]:
@@ -171,9 +181,11 @@ def nodes_of(coor: Coordinator) -> list[list[int]]:
 
 def share_index(coor: Coordinator, path: str | Path, reads: bool) -> dict[str, Stored]:
     """What rank 0 finds in the files; a rank that reads must find the same. Collective."""
-    mine = together(coor, lambda: index_to_json(read_index(path)) if reads else b"")
-    found = coor.broadcast(mine if coor.rank == 0 else None)
-    told = coor.allgather(hashlib.sha256(mine).digest() if reads else b"")
+    mine, told = _told(
+        coor,
+        lambda: index_to_json(read_index(path)) if reads else b"",
+        lambda data: data and _digest(data),
+    )
     differ = [rank for rank, digest in enumerate(told) if digest not in (b"", told[0])]
     if differ:
         raise CheckpointError(
@@ -181,35 +193,52 @@ def share_index(coor: Coordinator, path: str | Path, reads: bool) -> dict[str, S
             "parts would not make one model; give every rank the same checkpoint, or read on one: "
             'reader="rank0".'
         )
-    return index_from_json(found)
+    if not all(told):
+        mine = coor.broadcast(mine if coor.rank == 0 else None)
+    return index_from_json(mine)
 
 
 def together(coor: Coordinator, work: Callable[[], Any]) -> Any:
     """Do local work on every rank; all go on, or all raise what the first that failed raised."""
-    error: Exception | None = None
-    result = None
+    return _told(coor, work, lambda result: b"")[0]
+
+
+def _told(
+    coor: Coordinator, work: Callable[[], Any], tell: Callable[[Any], bytes]
+) -> tuple[Any, list[bytes]]:
+    """Like `together`: the result of the work, and what every rank tells of its own."""
     try:
         result = work()
-    except Exception as raised:
-        error = raised
-    told = coor.allgather(b"" if error is None else str(error).encode() or b"error")
-    if error is not None:
-        raise error
+        message = b"+" + tell(result)
+    except Exception as error:
+        coor.allgather(b"-" + str(error).encode())
+        raise
+    told = coor.allgather(message)
     for rank, text in enumerate(told):
-        if text:
-            raise CheckpointError(f"rank {coor.rank}: rank {rank} cannot load: {text.decode()}")
-    return result
+        if text.startswith(b"-"):
+            said = text[1:].decode()
+            raise CheckpointError(f"rank {coor.rank}: rank {rank} cannot load: {said}")
+    return result, [text[1:] for text in told]
 
 
-def agree_on(coor: Coordinator, plan: LoadPlan) -> None:
-    """Ranks with other models or meshes would wait for each other for ever."""
-    digest = hashlib.sha256(repr((plan.mesh, plan.transfers)).encode()).digest()
-    differ = [rank for rank, other in enumerate(coor.allgather(digest)) if other != digest]
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def plan_together(coor: Coordinator, work: Callable[[], LoadPlan]) -> LoadPlan:
+    """The plan that every rank makes: ranks with other models or meshes would wait for ever."""
+
+    def tell(plan: LoadPlan) -> bytes:
+        return _digest(repr((plan.mesh, plan.readers, list(plan.wanted.items()))).encode())
+
+    plan, told = _told(coor, work, tell)
+    differ = [rank for rank, digest in enumerate(told) if digest != told[coor.rank]]
     if differ:
         raise InferenceError(
             f"rank {coor.rank}: ranks {differ} plan to load other parts than this one, so they "
             "would wait for each other; give every rank the same model, mesh and reader."
         )
+    return plan  # type: ignore[no-any-return]
 
 
 def distinct(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -287,8 +316,10 @@ def _splits_of(name: str, tensor: Any, mesh: Mesh) -> tuple[Split, ...]:
         names = list(mesh.axes)
     else:
         names = [ALIASES.get(axis, axis) for axis in axis_names(device_mesh)]
-    cuts = []
-    for axis, size, placement in zip(names, device_mesh.shape, tensor.placements, strict=True):
+    cuts: list[Split] = []
+    for axis, size, placement in reversed(
+        list(zip(names, device_mesh.shape, tensor.placements, strict=True))
+    ):
         if mesh.along(axis) != size:
             raise PlanError(
                 f"{name} lies on a mesh with {size} ranks along {axis!r}, and the mesh given has "
@@ -296,8 +327,14 @@ def _splits_of(name: str, tensor: Any, mesh: Mesh) -> tuple[Split, ...]:
             )
         if placement.is_partial():
             raise PlanError(f"{name} is partial along {axis!r}, and no checkpoint holds a part.")
-        if not placement.is_replicate():
-            cuts.append(Split(axis, placement.dim, getattr(placement, "split_factor", 1)))
+        if placement.is_replicate():
+            continue
+        factor = getattr(placement, "split_factor", 1)
+        inner = math.prod(mesh.along(cut.axis) for cut in cuts if cut.dim == placement.dim)
+        if factor > 1 and factor == inner:  # what FSDP2 does to what another axis has cut
+            cuts.append(Split(axis, placement.dim))
+        else:
+            cuts.insert(0, Split(axis, placement.dim, factor))
     return tuple(cuts)
 
 
@@ -315,7 +352,21 @@ def _empty(
             )
         if tensor.device_mesh.device_type != "cpu":
             device = f"{tensor.device_mesh.device_type}:{coor.local_rank}"
-    return torch.empty(shape, dtype=tensor.dtype, device=device)
+    return room(shape, tensor.dtype, device)
+
+
+def room(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """An empty tensor; a large one on the CPU in huge pages, where the kernel has them.
+
+    Read into memory in pages of 4 KiB, a file costs as much time in faults as in copying.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if torch.device(device).type != "cpu" or nbytes < HUGE:
+        return torch.empty(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(tuple(shape))
 
 
 def like(old: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:

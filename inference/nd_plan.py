@@ -1,7 +1,7 @@
 """Which bytes of a checkpoint go to which rank: pure arithmetic, before a tensor or a message.
 
 plan = plan_loading(wanted, index, mesh, readers)   # raises PlanError or CheckpointError
-print(plan.nbytes_of(rank), plan.sent_by(reader))
+print(plan.nbytes_of(rank), [transfer.route for transfer in plan.transfers])
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 from inference.boxes import Box, Own, Split, local_shape, own_boxes
 from inference.errors import CheckpointError, PlanError
@@ -67,7 +68,7 @@ class Wanted:
     only: Mapping[str, int] = field(default_factory=dict)
 
     def is_held_by(self, mesh: Mesh, rank: int) -> bool:
-        return self.only.items() <= mesh.coordinate(rank).items()
+        return not self.only or self.only.items() <= mesh.coordinate(rank).items()
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,11 @@ class Transfer:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Every transfer in the order of the files, and the shape of every shard."""
+    """Transfers in the order of the files, and the shape of every shard."""
 
     wanted: Mapping[str, Wanted]
     mesh: Mesh
+    readers: tuple[int, ...]
     transfers: tuple[Transfer, ...]
 
     def shape_of(self, name: str, rank: int) -> tuple[int, ...]:
@@ -123,21 +125,30 @@ class LoadPlan:
 
 
 def plan_loading(
-    wanted: Mapping[str, Wanted], index: Index, mesh: Mesh, readers: Sequence[int]
+    wanted: Mapping[str, Wanted],
+    index: Index,
+    mesh: Mesh,
+    readers: Sequence[int],
+    rank: int | None = None,
 ) -> LoadPlan:
     """Who reads and who gets which box. `readers`: by rank, the rank that reads for it.
+
+    rank: plan only what this one has a part in, which is all that it needs; everything, if None.
 
     Raises CheckpointError for keys that are missing or of another shape, and PlanError for a cut
     along an axis that the mesh does not have.
     """
     _check(wanted, index)
-    found = [
-        transfer
-        for name, one in wanted.items()
-        for transfer in _transfers(name, one, index, mesh, readers)
-    ]
+    reads = None if rank is None else readers[rank]
+    ranks = [one for one in sorted(mesh.ranks) if reads is None or readers[one] == reads]
+    owned = cache(lambda shape, splits, rank: own_boxes(shape, splits, mesh, rank))
+    found: list[Transfer] = []
+    for name, one in wanted.items():
+        holders = [rank for rank in ranks if one.is_held_by(mesh, rank)]
+        owns = {rank: owned(one.shape, one.splits, rank) for rank in holders}
+        found += _transfers(name, one, owns, readers)
     found.sort(key=lambda t: (index[t.key].file, index[t.key].offset, t.source.start, t.reader))
-    return LoadPlan(wanted, mesh, tuple(found))
+    return LoadPlan(wanted, mesh, tuple(readers), tuple(found))
 
 
 def _check(wanted: Mapping[str, Wanted], index: Index) -> None:
@@ -170,15 +181,14 @@ def _check_piece(name: str, piece: Piece, stored: Stored) -> None:
 
 
 def _transfers(
-    name: str, wanted: Wanted, index: Index, mesh: Mesh, readers: Sequence[int]
+    name: str, wanted: Wanted, owns: Mapping[int, Sequence[Own]], readers: Sequence[int]
 ) -> Iterator[Transfer]:
     """Each distinct box of each reader's ranks once, with everybody who owns it."""
     owners: dict[tuple[int, Piece, Box], list[tuple[int, tuple[int, ...]]]] = {}
-    for rank in sorted(mesh.ranks):
-        if wanted.is_held_by(mesh, rank):
-            for own in own_boxes(wanted.shape, wanted.splits, mesh, rank):
-                for piece, box, at in _shares(own, wanted.pieces):
-                    owners.setdefault((readers[rank], piece, box), []).append((rank, at))
+    for rank, boxes in owns.items():
+        for own in boxes:
+            for piece, box, at in _shares(own, wanted.pieces):
+                owners.setdefault((readers[rank], piece, box), []).append((rank, at))
     for (reader, piece, box), ranks in owners.items():
         yield Transfer(name, piece.key, piece.in_file(box), box.size, reader, tuple(ranks))
 

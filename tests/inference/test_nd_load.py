@@ -14,7 +14,9 @@ from coordinator import Coordinator
 from inference import CheckpointError, PlanError, Split
 from inference.boxes import Box, local_shape, own_boxes
 from inference.mesh import Mesh
-from inference.safetensors_index import Reader, read_index
+from inference.nd_load import room
+from inference.nd_plan import Wanted, plan_loading, reader_ranks, whole
+from inference.safetensors_index import Reader, Stored, read_index
 
 ROOT = Path(__file__).parents[2]
 READERS = ["each", "node", "rank0"]
@@ -92,8 +94,8 @@ def test_every_shard_equals_a_slice_of_a_full_load(ranks, checkpoint, sizes, rea
     )
     for rank, (model, _) in enumerate(found):
         assert model.head.weight is model.embed.weight
-        for name, whole in full.items():
-            expected = sliced(whole, splits.get(name, ()), mesh, rank)
+        for name, tensor in full.items():
+            expected = sliced(tensor, splits.get(name, ()), mesh, rank)
             assert torch.equal(model.state_dict()[name], expected), (rank, name)
 
 
@@ -222,6 +224,55 @@ def test_an_impossible_request_raises_on_every_rank(
     options = {"mesh": {"tp": 2}, "splits": splits_over({"tp": 2}), **options}
     found = ranks_or_errors(lambda info: loaded(checkpoint, info, **options), 2)
     assert all(isinstance(one, error) and says in str(one) for one in found), found
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_what_one_rank_plans_is_its_part_of_the_whole_plan(sizes, reader):
+    """A rank that planned for all others would take longer the more there are."""
+    shapes = {"embed": (13, 6), "up": (10, 6), "bias": (10,)}
+    index = {name: Stored("a", 8, "F32", shape) for name, shape in shapes.items()}
+    axes = [axis for axis in sizes if axis != "dp_replicate"]
+    cuts = tuple(Split(axis, 0, factor=2) for axis in axes)
+    wanted = {name: Wanted(shape, 4, whole(name, shape), cuts) for name, shape in shapes.items()}
+    readers = reader_ranks(reader, [[0, 1], [2, 3]])
+    everything = plan_loading(wanted, index, Mesh(sizes), readers)
+    for rank in range(4):
+        own = plan_loading(wanted, index, Mesh(sizes), readers, rank)
+        assert list(own.hops(rank)) == list(everything.hops(rank))
+        if reader == "each":
+            assert {transfer.route for transfer in own.transfers} == {(rank,)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_room_for_a_large_tensor_is_an_ordinary_tensor(dtype):
+    tensor = room((1031, 4099), dtype, "cpu")
+    assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == ((1031, 4099), dtype, True)
+    tensor.fill_(1)
+    assert bool((tensor.clone().float() == 1).all())
+    assert nn.Parameter(tensor, requires_grad=dtype.itemsize > 1).data_ptr() == tensor.data_ptr()
+
+
+def test_a_mesh_that_one_rank_has_wrong_is_an_error_on_every_rank(ranks_or_errors, checkpoint):
+    """The others waited for the index of a rank that had gone."""
+    meshes = [{"tp": 2}, {"tp": 3}]
+    found = ranks_or_errors(lambda info: loaded(checkpoint, info, meshes[info.rank]), 2)
+    assert isinstance(found[0], CheckpointError) and isinstance(found[1], PlanError), found
+    assert "rank 1 cannot load" in str(found[0]) and "3 places" in str(found[0])
+
+
+def test_a_model_that_one_rank_has_wrong_is_an_error_on_every_rank(ranks_or_errors, checkpoint):
+    def rank(info):
+        with torch.device("meta"):
+            model = Small()
+            if info.rank == 1:
+                model.more = nn.Linear(2, 2)
+        with Coordinator(info, timeout_s=30) as coor:
+            inference.load_into(model, checkpoint, coor, mesh={"tp": 3})
+
+    found = ranks_or_errors(rank, 3)
+    assert all(isinstance(one, CheckpointError) and "more.weight" in str(one) for one in found)
+    assert "rank 1 cannot load" in str(found[2])
 
 
 def damaged(folder, checkpoint, change):

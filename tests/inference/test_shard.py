@@ -1,20 +1,25 @@
 """The boxes of all ranks tile the tensor, and are what torch itself would cut."""
 
 import itertools
+import math
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from inference.boxes import Split, blocks, local_shape, own_boxes
 from inference.errors import PlanError
-from inference.mesh import Mesh
+from inference.mesh import Mesh, read_mesh
+from inference.nd_load import _splits_of
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 sizes = st.lists(st.integers(1, 3), min_size=1, max_size=3)
@@ -88,12 +93,12 @@ PLACEMENTS = [
 
 @pytest.fixture
 def as_rank():
-    """Become one rank of four, without the others, and without a message."""
+    """Become one rank of several, without the others, and without a message."""
 
-    def become(rank):
+    def become(rank, world_size=4):
         if dist.is_initialized():
             dist.destroy_process_group()
-        dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
+        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
 
     yield become
     dist.destroy_process_group()
@@ -114,6 +119,38 @@ def test_the_boxes_are_the_local_shards_of_dtensor(as_rank):
             )
             found = shard(whole, splits, mesh, rank)
             assert torch.equal(found, expected.to_local()), (placements, shape, rank)
+
+
+def fsdp_over_tp(sizes, outputs):
+    """A layer on meta, cut by tensor parallelism and then by FSDP2."""
+    names = ("dp_replicate", "dp_shard", "tp")
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    with torch.device("meta"):
+        layer = nn.Linear(3, outputs)
+    parallelize_module(layer, mesh["tp"], ColwiseParallel())
+    return mesh, fully_shard(layer, mesh=mesh["dp_replicate", "dp_shard"])
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 2, 2), (1, 4, 2), (2, 3, 2), (1, 2, 3)], ids=str)
+def test_the_shards_of_fsdp_over_tensor_parallel_are_parts_of_parts(as_rank, sizes):
+    """Nine rows over two by four ranks were refused: no equal pieces make the parts of both."""
+    world_size = math.prod(sizes)
+    whole = torch.arange(9)
+    for rank in range(world_size):
+        as_rank(rank, world_size)
+        theirs, layer = fsdp_over_tp(sizes, 9)
+        mesh = read_mesh(theirs, world_size)
+        at = mesh.coordinate(rank)
+        found = shard(whole, _splits_of("bias", layer.bias, mesh), mesh, rank)
+        rows = chunks(whole, sizes[2])[at["tp"]]
+        assert torch.equal(found, chunks(rows, sizes[1])[at["dp_shard"]])
+        assert found.shape == layer.bias._local_tensor.shape
+
+
+def chunks(whole, count):
+    """As many as are asked for: torch.chunk leaves out what would be empty."""
+    found = list(whole.chunk(count))
+    return found + [whole[:0]] * (count - len(found))
 
 
 @settings(max_examples=100, deadline=None)
