@@ -20,7 +20,7 @@ from coordinator import Coordinator
 from inference.cut_model import prepare
 from inference.errors import PlanError
 from inference.layout import layer_names
-from inference.mesh import Mesh, mesh_for
+from inference.mesh import ALIASES, Mesh, mesh_for
 from inference.nd_load import Loaded
 from inference.options import Options
 from inference.tensor_parallel import connect
@@ -122,8 +122,24 @@ def _shard(model: nn.Module, mesh: Any) -> None:
     """Give what tensor parallelism has cut to FSDP2, which cuts it again, layer by layer."""
     from torch.distributed.fsdp import fully_shard
 
-    names = tuple(name for name in mesh.mesh_dim_names or () if name != "tp")
-    outer = mesh[names] if names and names != tuple(mesh.mesh_dim_names) else mesh
+    outer = _over_data(mesh)
     for name in list(layer_names(model)):
         fully_shard(model.get_submodule(name), mesh=outer)
     fully_shard(model, mesh=outer)
+
+
+def _over_data(mesh: Any) -> Any:
+    """The part of a DeviceMesh that FSDP2 takes: what is sharded last, after what is replicated."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    kinds = ("dp_replicate", "dp_shard")
+    names = [name for name in mesh.mesh_dim_names if ALIASES.get(name, name) in kinds]
+    outer = mesh if len(names) == mesh.ndim else mesh[tuple(names)]
+    if [ALIASES.get(name, name) for name in names] != list(reversed(kinds)):
+        return outer
+    return DeviceMesh.from_group(
+        [mesh.get_group(name) for name in reversed(names)],
+        mesh.device_type,
+        mesh=outer.mesh.T.contiguous(),
+        mesh_dim_names=tuple(reversed(names)),
+    )

@@ -100,6 +100,7 @@ def transformers_over(folder, coor):
     meshes = [
         (init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp")), "rank0"),
         (init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")), "node"),
+        (init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp_shard", "dp_replicate")), "rank0"),
         (init_device_mesh("cpu", (4,)), "each"),
     ]
     for mesh, reader in meshes:
