@@ -1,4 +1,8 @@
-"""Every recipe proves on the CPU what it says, on one, two and four ranks."""
+"""Every recipe proves on the CPU what it says, on one, two and four ranks, however started.
+
+Here under torchrun and our own launcher; under MPICH, Open MPI, srun and Ray beside the other tests
+of these: tests/launcher/test_mpi.py, test_slurm.py and test_ray.py.
+"""
 
 import subprocess
 import sys
@@ -50,29 +54,17 @@ def test_a_recipe_proves_what_it_says(shared, capfd, path, nprocs):
     assert capfd.readouterr().out.strip(), "it proves nothing aloud"
 
 
-def run(*command):
+OURS = ("-m", "launcher", "run", "-n", "2")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.mark.parametrize("start", [OURS, TORCHRUN], ids=["ours", "torchrun"])
+def test_every_recipe_runs_unchanged_under(start):
+    command = [sys.executable, *start, ROOT / "tests" / "every_recipe.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.strip()
-
-
-@pytest.mark.parametrize("name", OWN_PROCESSES)
-def test_a_recipe_that_needs_processes_proves_what_it_says(name):
-    run(sys.executable, "-m", "launcher", "run", "-n", "2", FOLDER / f"{name}.py")
-
-
-def test_a_recipe_runs_unchanged_under_torchrun():
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-    run(*torchrun, "--nproc-per-node", "2", FOLDER / "tensor_and_data.py")
-
-
-def test_a_recipe_runs_unchanged_under_mpiexec():
-    """Under srun and Ray: tests/launcher/test_slurm.py and test_ray.py, where these are running."""
-    mpiexec = Path(sys.executable).with_name("mpiexec.hydra")
-    if not mpiexec.exists():
-        pytest.skip("no MPICH: runs on Linux (x86-64, arm64) after `pip install mpich`")
-    environ = ("-genv", "PYTHONPATH", str(ROOT))
-    run(mpiexec, *environ, "-n", "2", sys.executable, FOLDER / "tensor_parallel.py")
+    for recipe in RECIPES:
+        assert done.stdout.count(f"ended: {recipe.stem}\n") == 2, done.stdout
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

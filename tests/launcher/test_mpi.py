@@ -16,6 +16,7 @@ from launcher.job import Job, Target
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).parents[2]
+RECIPES = len(list((ROOT / "examples" / "recipes").glob("*.py"))) - 1  # one is shared
 SHOW = """
 import sys, time, launcher
 info = launcher.current()
@@ -120,6 +121,13 @@ def test_launcher_that_is_killed_takes_its_ranks_with_it(engine, tmp_path):
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_every_recipe_runs_unchanged(engine):
+    command = ["mpiexec", "-n", "2", sys.executable, str(ROOT / "tests" / "every_recipe.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("ended: ") == 2 * RECIPES
 
 
 def test_two_launches_at_once_have_two_names(engine):

@@ -130,6 +130,6 @@ def test_nodes_that_are_asked_for_get_as_many_ranks_each(work):
     assert [LaunchInfo.from_bytes(data).local_world_size for data in shown] == [2, 2, 2, 2]
 
 
-def test_a_recipe_runs_unchanged_under_ray(work):
-    recipe = ROOT / "examples" / "recipes" / "model_parallel.py"
-    assert len(launcher.launch(recipe, nprocs=2, launcher="ray", timeout_s=90)) == 2
+def test_every_recipe_runs_unchanged_under_ray(work):
+    script = ROOT / "tests" / "every_recipe.py"
+    assert len(launcher.launch(script, nprocs=2, launcher="ray", timeout_s=90)) == 2

@@ -17,6 +17,7 @@ from launcher.job import Job, Target
 from launcher.slurm import command, environment
 
 ROOT = Path(__file__).parents[2]
+RECIPES = len(list((ROOT / "examples" / "recipes").glob("*.py"))) - 1  # one is shared
 SHOW = """
 import sys, launcher
 sys.stdout.write(launcher.current().to_bytes().decode() + "\\n")
@@ -196,6 +197,7 @@ def test_mpiexec_inside_srun_wins(slurm):
     assert {info["extras"]["launcher"] for info in infos} == {"mpi"}
 
 
-def test_a_recipe_runs_unchanged_under_srun(slurm):
-    recipe = ROOT / "examples" / "recipes" / "data_parallel.py"
-    assert "gradient" in _output(["srun", "-n", "2", sys.executable, str(recipe)], slurm)
+def test_every_recipe_runs_unchanged_under_srun(slurm):
+    script = ROOT / "tests" / "every_recipe.py"
+    said = _output(["srun", "-n", "2", sys.executable, str(script)], slurm)
+    assert said.count("ended: ") == 2 * RECIPES

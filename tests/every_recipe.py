@@ -1,0 +1,21 @@
+"""Every recipe, one after the other, in one launch: torch is imported once and not nine times.
+
+python -m launcher run -n 2 tests/every_recipe.py
+"""
+
+import runpy
+import sys
+from pathlib import Path
+
+import torch
+
+FOLDER = Path(__file__).parents[1] / "examples" / "recipes"
+RECIPES = sorted(path for path in FOLDER.glob("*.py") if path.name != "model.py")
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(FOLDER))  # as Python does for a script that lies there
+    torch.set_num_threads(1)  # the ranks share the processor
+    for recipe in RECIPES:
+        runpy.run_path(str(recipe), run_name="__main__")
+        sys.stdout.write(f"ended: {recipe.stem}\n")  # at once: the ranks share a pipe
+        sys.stdout.flush()
