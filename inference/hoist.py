@@ -6,7 +6,10 @@ hoist(program, {"cuda:0": f"cuda:{coor.local_rank}"})    # nothing in it names c
 
 from __future__ import annotations
 
+import copy
+import io
 import json
+import pickle
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -28,7 +31,7 @@ STAYING = ("cpu", "meta")
 """Types that a program names on purpose; they move only if the mapping names them."""
 
 
-POSITIONS = {"set_default_device": (0,)}
+POSITIONS = {"set_default_device": (0,), "Generator": (0,)}
 """Where functions of Python that torch has no schema for take a device, beside `device=`."""
 
 
@@ -126,6 +129,14 @@ class _Map:
                 "too, or leave out strict."
             )
 
+    def tell_of_string(self, text: str, where: str) -> None:
+        """Note a string that may mean a device that is moving; nothing says whether it does."""
+        head, _, rest = text.partition(".")
+        if _is_device(text) and _device(text) in self.moving:
+            self.keep(_device(text), where)
+        elif head == "torch" and rest.partition(".")[0] in {old.type for old in self.moving}:
+            self.keep(torch.device(rest.partition(".")[0]), where)
+
     @property
     def moving(self) -> set[torch.device]:
         """The devices that nothing should be on any more."""
@@ -173,11 +184,24 @@ class _Map:
             return self.tensor(value, kind, where)
         if isinstance(value, torch.device):
             return self.device(value, kind, where)
-        if type(value) in (list, tuple):
-            return type(value)(self.value(item, kind, where) for item in value)
-        if type(value) is dict:
-            return {key: self.value(item, kind, where) for key, item in value.items()}
+        if isinstance(value, str):
+            self.tell_of_string(value, where)
+        if isinstance(value, (list, tuple, set, frozenset)):
+            new = [self.value(item, kind, where) for item in value]
+            if all(one is other for one, other in zip(new, value, strict=True)):
+                return value
+            return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
+        if isinstance(value, dict):
+            moved = {key: self.value(item, kind, where) for key, item in value.items()}
+            changed = {key: item for key, item in moved.items() if item is not value[key]}
+            return _with(value, changed) if changed else value
         return value
+
+
+def _with(old: dict[Any, Any], changed: dict[Any, Any]) -> dict[Any, Any]:
+    new = copy.copy(old)
+    new.update(changed)
+    return new
 
 
 def _device(device: str | torch.device) -> torch.device:
@@ -241,7 +265,7 @@ def _hoist_node(node: fx.Node, devices: _Map) -> None:
     def text(value: Any, kind: str) -> Any:
         if isinstance(value, str) and _is_device(value):
             return str(devices.device(torch.device(value), kind, where))
-        if type(value) is int and by_position:  # x.to(0): a number alone is an accelerator's
+        if type(value) is int:  # x.to(0): a number alone is an accelerator's
             return devices.number(value, where)
         return value
 
@@ -282,8 +306,9 @@ def _device_places(node: fx.Node) -> tuple[Iterable[int], Iterable[str]]:
     An operator's schema says; of a function or method of Python, `device=` is one by name, and for
     `.to` every position is tried. Strings anywhere else are not looked at, whatever they say.
     """
-    if isinstance(node.target, torch._ops.OpOverload):
-        arguments = node.target._schema.arguments
+    operator = _only_overload(node.target)
+    if isinstance(operator, torch._ops.OpOverload):
+        arguments = operator._schema.arguments
         found = [n for n, one in enumerate(arguments) if "Device" in str(one.type)]
         return found, [arguments[n].name for n in found]
     if isinstance(node.target, torch._ops.HigherOrderOperator) or node.op == "call_module":
@@ -293,10 +318,22 @@ def _device_places(node: fx.Node) -> tuple[Iterable[int], Iterable[str]]:
     return (range(1, len(node.args)) if name == "to" else by_position), ("device",)
 
 
+def _only_overload(target: Any) -> Any:
+    """What torch.ops.library.name means where there is one operator of that name; else `target`."""
+    if not isinstance(target, torch._ops.OpOverloadPacket):
+        return target
+    names = target.overloads()  # type: ignore[no-untyped-call]
+    return getattr(target, names[0]) if len(names) == 1 else target
+
+
 def _hoist_device_call(node: fx.Node, devices: _Map, where: str) -> None:
-    """torch.device("cuda", 0) in the graph itself."""
-    old = torch.device(*node.args, **node.kwargs)  # type: ignore[arg-type]
-    new = devices.device(old, "literals", where)
+    """torch.device("cuda", 0) in the graph itself, or torch.device(0)."""
+    old: Any = node.args[0] if node.args else None
+    if type(old) is int:
+        new = devices.number(old, where)
+    else:
+        old = torch.device(*node.args, **node.kwargs)  # type: ignore[arg-type]
+        new = devices.device(old, "literals", where)
     if new != old:
         node.args, node.kwargs = (str(new),), {}
 
@@ -325,24 +362,28 @@ def _hoist_cuda_call(node: fx.Node, devices: _Map, where: str) -> None:
 def _hoist_current_device(node: fx.Node, devices: _Map, where: str) -> None:
     """torch.cuda.set_device(0), whose number belongs to the type it is a function of."""
     kind = str(getattr(node.target, "__module__", "")).removeprefix("torch.").partition(".")[0]
-    if kind not in {old.type for old in devices.to} or not node.args:
+    kinds = {old.type for old in devices.to}
+    if kind == "accelerator" and len(kinds - {*STAYING}) == 1:
+        (kind,) = kinds - {*STAYING}
+    value: Any = node.args[0] if node.args else None
+    is_named = isinstance(value, str) and _is_device(value)
+    if kind not in kinds or not (type(value) is int or is_named):
         return
-    if type(node.args[0]) is int:
-        old = torch.device(kind, node.args[0])
-        new = devices.device(old, "literals", where)
-        if new != old:
-            if new.type != kind:
-                raise HoistError(
-                    f"{where} calls {kind}'s {getattr(node.target, '__name__', '')} for {old}, "
-                    f"which {new} has no such thing for; leave it out of the program."
-                )
-            node.args = (new.index, *node.args[1:])
+    old = torch.device(kind, value) if isinstance(value, int) else torch.device(value)
+    new = devices.device(old, "literals", where)
+    if new != old:
+        if new.type != kind:
+            raise HoistError(
+                f"{where} calls {kind}'s {getattr(node.target, '__name__', '')} for {old}, "
+                f"which {new} has no such thing for; leave it out of the program."
+            )
+        node.args = (new.index if isinstance(value, int) else str(new), *node.args[1:])
 
 
 def _hoist_autocast(node: fx.Node, devices: _Map) -> None:
     """autocast("cuda"): a type and no device; it changes only if the type does."""
     name = getattr(node.target, "__name__", "")
-    if name not in ("wrap_with_autocast", "_enter_autocast"):
+    if name not in ("wrap_with_autocast", "_enter_autocast", "autocast"):
         return
     if node.args and isinstance(node.args[0], str):
         node.args = (devices.type(node.args[0]), *node.args[1:])
@@ -351,12 +392,15 @@ def _hoist_autocast(node: fx.Node, devices: _Map) -> None:
 
 
 def _tell_of_strings(node: fx.Node, devices: _Map, where: str) -> None:
-    """A string deep in the arguments of a function without schema may be a device, or may not."""
+    """A string deep in the arguments of a function without schema may be a device, or may not.
+
+    x.type("torch.cuda.FloatTensor") is one of these: it means the current device.
+    """
     if node.op not in ("call_function", "call_method") or hasattr(node.target, "_schema"):
         return
     for value in tree_leaves((node.args, node.kwargs)):
-        if isinstance(value, str) and _is_device(value) and _device(value) in devices.moving:
-            devices.keep(_device(value), where)
+        if isinstance(value, str):
+            devices.tell_of_string(value, where)
 
 
 def check_devices(
@@ -451,8 +495,9 @@ def hoist_package(
 ) -> Report:
     """Write a .pt2 file of torch.export.save with other devices, without loading it.
 
-    So no rank touches the device that the file was made on. Only descriptions change: tensors are
-    stored as bytes. Compiled packages are refused: give aoti_load_package a device_index instead.
+    So no rank touches the device that the file was made on. Only descriptions change: weights are
+    stored as bytes. Example inputs are put on the CPU if loading would put them on a device that is
+    mapped. Compiled packages are refused: give aoti_load_package a device_index instead.
     """
     report = Report()
     devices = _Map(mapping, "explicit", strict, report)
@@ -467,8 +512,29 @@ def hoist_package(
             data = old.read(name)
             if name.endswith(".json"):
                 data = _hoist_json(name, data, devices)
+            elif "/data/sample_inputs/" in name:
+                data = _hoist_inputs(name, data, devices)
             new.writestr(old.getinfo(name), data)
     return report
+
+
+def _hoist_inputs(name: str, data: bytes, devices: _Map) -> bytes:
+    """Example inputs, which loading would put where they were made: on the CPU."""
+    old = [str(one).encode() for one in devices.moving if one.type not in STAYING]
+    if not any(one in data for one in old):
+        return data
+    try:
+        inputs = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        raise HoistError(
+            f"{name} holds example inputs that are more than tensors on {devices.moving}, and "
+            f"loading would put them there ({error}); set program.example_inputs = None before "
+            "torch.export.save."
+        ) from error
+    moved = io.BytesIO()
+    torch.save(inputs, moved)
+    devices.report.count("example_inputs")
+    return moved.getvalue()
 
 
 def _hoist_json(name: str, data: bytes, devices: _Map) -> bytes:
@@ -493,7 +559,12 @@ def _device_entry(entry: dict[str, Any], where: str, devices: _Map) -> dict[str,
 
 def assert_on(device: str | torch.device) -> Callable[[Any], Any]:
     """A check to switch on: assert_on("cuda:3")(values) returns values if all tensors are there."""
-    wanted = torch.device(device)
+    wanted = _device(device)
+    if wanted.type not in STAYING and wanted == torch.device(wanted.type):
+        raise HoistError(
+            f"{device} is any of several devices, so a tensor on another rank's would pass; say "
+            f"which one: assert_on(f'{wanted.type}:{{coor.local_rank}}')."
+        )
 
     def check(values: Any) -> Any:
         for number, tensor in enumerate(_tensors(values)):

@@ -5,7 +5,9 @@ import re
 import subprocess
 import sys
 import zipfile
+from collections import OrderedDict
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -34,6 +36,23 @@ def graph_of(build, root=None):
     return fx.GraphModule(root or nn.Module(), graph)
 
 
+class Where(NamedTuple):
+    devices: list
+
+    def __getitem__(self, name):
+        return self.devices if name == "where" else tuple.__getitem__(self, name)
+
+
+@torch.library.custom_op("hoist_test::filled", mutates_args=())
+def filled(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.ones(4, device=device)
+
+
+@filled.register_fake
+def _(x, device):
+    return torch.empty(4, device=device)
+
+
 def pick(devices, x):
     return x.to(devices["where"][0])
 
@@ -59,6 +78,15 @@ PLACES = {
     "nested arguments": lambda g, x: g.call_function(pick, ({"where": [CUDA]}, x)),
     "a number at a position": lambda g, x: g.call_method("to", (x, 0)),
     "a method called as a function": lambda g, x: g.call_function(torch.Tensor.cuda, (x, 0)),
+    "a number by name": lambda g, x: g.call_method("to", (x,), {"device": 0}),
+    "a number in a factory": lambda g, x: g.call_function(torch.ones, (4,), {"device": 0}),
+    "the only operator of its name": lambda g, x: g.call_function(
+        torch.ops.hoist_test.filled, (x, "cuda:0")
+    ),
+    "a named tuple": lambda g, x: g.call_function(pick, (Where([CUDA]), x)),
+    "a number of torch.device": lambda g, x: g.call_method(
+        "to", (x, g.call_function(torch.device, (0,)))
+    ),
     "a list": lambda g, x: g.call_function(pick, ({"where": [CUDA, CUDA]}, x)),
     "a call of torch.device": lambda g, x: g.call_method(
         "to", (x, g.call_function(torch.device, ("cuda", 0)))
@@ -69,7 +97,7 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 def test_a_device_is_found_in(place):
     module, report = graph_of(PLACES[place]), HoistReport()
-    named = re.compile(r"[.'\"_]cuda|x.to\(0\)")
+    named = re.compile(r"[.'\"_]cuda|to\(0\)|device = 0|device\(0\)")
     assert named.search(module.code)
     hoist(module, TO_CPU, inputs=(X,), report=report)
     assert not named.search(module.code)
@@ -166,6 +194,21 @@ def test_the_current_device_is_set_to_the_new_one_or_refused():
         hoist(module, {"cuda:3": "cpu"})
 
 
+def test_the_number_of_an_accelerator_and_a_name_of_a_device_are_changed_too():
+    number = torch.accelerator.set_device_index
+    module = graph_of(lambda g, x: g.call_function(number, (0,)) and x)
+    assert "set_device_index(3)" in hoist(module, {"cuda:0": "cuda:3"}).code
+    named = graph_of(lambda g, x: g.call_function(torch.cuda.set_device, ("cuda:0",)) and x)
+    assert "'cuda:3'" in hoist(named, {"cuda:0": "cuda:3"}).code
+
+
+def test_a_type_of_tensors_that_means_the_current_device_is_told_of():
+    report = HoistReport()
+    module = graph_of(lambda g, x: g.call_method("type", (x, "torch.cuda.FloatTensor")))
+    hoist(module, {"cuda:0": "cpu"}, report=report)
+    assert report.kept == {"node type_1": "cuda"}
+
+
 def test_a_string_deep_in_arguments_is_told_of_and_refused_in_strict_mode():
     """It may be a device or a name: nothing says which."""
 
@@ -233,9 +276,15 @@ def test_constants_and_attributes_of_a_graph_move_and_stay_shared():
     root.one = torch.ones(4)
     module = graph_of(lambda g, x: g.call_function(operator.add, (x, g.get_attr("one"))), root)
     module.same = [module.one, {"device": CUDA}]
+    module.kinds = {"set": {CUDA}, "ordered": OrderedDict(one=CUDA), "tuple": Where([CUDA])}
+    hooks = module._forward_hooks
     hoist(module, {"cpu": "meta", "cuda:0": "meta"})
     assert module.one.is_meta and module.same[0] is module.one
-    assert module.same[1] == {"device": torch.device("meta")}
+    meta = torch.device("meta")
+    assert module.same[1] == {"device": meta}
+    assert module.kinds == {"set": {meta}, "ordered": {"one": meta}, "tuple": ([meta],)}
+    assert type(module.kinds["ordered"]) is OrderedDict and type(module.kinds["tuple"]) is Where
+    assert module._forward_hooks is hooks, "handles of hooks know the dict they are in"
 
 
 def test_tensors_over_the_same_memory_are_so_afterwards():
@@ -291,6 +340,20 @@ def test_a_package_is_moved_as_a_file_and_computes_the_same(tmp_path):
     assert state["embed.weight"].data_ptr() == state["head.weight"].data_ptr()
 
 
+def test_example_inputs_in_a_package_do_not_touch_the_device_it_was_made_on(tmp_path, monkeypatch):
+    """torch.export.load puts them where they were: on GPU 0, on every rank."""
+    program = torch.export.export(Tied(), (IDS,))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        torch.export.save(program, tmp_path / "0.pt2")
+    report = hoist_package(tmp_path / "0.pt2", tmp_path / "1.pt2", TO_CPU)
+    assert report.changed == {"example_inputs": 1}
+    loaded = torch.export.load(tmp_path / "1.pt2")
+    assert torch.equal(loaded.example_inputs[0][0], IDS)
+    with zipfile.ZipFile(tmp_path / "1.pt2") as package:
+        assert not any(b"cuda:0" in package.read(name) for name in package.namelist())
+
+
 def test_a_compiled_package_is_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.pt2", "w") as package:
         package.writestr("a/data/aotinductor/model/x.so", b"")
@@ -299,7 +362,9 @@ def test_a_compiled_package_is_refused(tmp_path):
 
 
 def test_the_first_tensor_of_a_step_on_another_device_is_named():
-    check = assert_on("cpu")
+    with pytest.raises(HoistError, match="any of several"):
+        assert_on("cuda")
+    check = assert_on("cpu:0")
     assert check((X, [X])) == (X, [X])
     with pytest.raises(HoistError, match="tensor 1 of shape"):
         check((X, {"cache": torch.empty(2, 3, device="meta")}))
