@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import re
 import secrets
 import tempfile
 from pathlib import Path
@@ -37,6 +38,11 @@ class Cache:
             )
 
     def path(self, key: str) -> Path:
+        if not re.fullmatch(r"[\w.-]+", key):
+            raise BuildError(
+                f"the key {key!r} is no name of a file, so its artifact would lie elsewhere or "
+                "nowhere; use inference.fingerprint(...), or letters, digits, '.', '_' and '-'."
+            )
         return self.folder / f"{key}.artifact"
 
     def lock(self, key: str) -> FileLock:
@@ -44,15 +50,15 @@ class Cache:
         return FileLock(self.folder / f"{key}.lock", thread_local=False, is_singleton=False)
 
     def load(self, key: str) -> bytes | None:
-        """The artifact, if it is there and is what was stored; a damaged one is removed."""
+        """The artifact, if it is there and is what was stored.
+
+        A damaged one is left to who builds it again: it may be one that is just being replaced.
+        """
         try:
             data, seal = self.path(key).read_bytes(), self._seal(key).read_text()
         except FileNotFoundError:
             return None
-        if hmac.compare_digest(seal, self._mac(key, data)):
-            return data
-        self.path(key).unlink(missing_ok=True)
-        return None
+        return data if hmac.compare_digest(seal, self._mac(key, data)) else None
 
     def store(self, key: str, data: bytes) -> None:
         """Whole or not at all, whatever happens meanwhile."""

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from coordinator import Coordinator
 from inference.artifact_cache import BuildError, Cache
@@ -30,6 +31,9 @@ from inference.nd_load import nodes_of
 VERSION = 1
 """Of what artifacts look like; part of every key."""
 
+
+PATHS = ("name_or_path", "_name_or_path")
+"""Where a model of transformers says what folder it came from; that is no part of what it is."""
 
 WEIGHTLESS = {
     "aot_inductor.package_constants_in_so": False,
@@ -58,11 +62,22 @@ def fingerprint(*sources: Any, **facts: Any) -> str:
 
 
 def _hardware() -> list[Any]:
-    found: list[Any] = [os.uname().machine, torch.backends.cpu.get_cpu_capability()]
+    capability = torch.backends.cpu.get_cpu_capability()
+    found: list[Any] = [os.uname().machine, capability, _instructions()]
     if torch.cuda.is_available():
         found += [torch.cuda.get_device_name(), torch.cuda.get_device_capability()]
         found += [torch.version.cuda, torch.version.hip]
     return found
+
+
+def _instructions() -> list[str]:
+    """What this CPU can do: Inductor compiles for all of it (-march=native), and it is not asked
+    for again where the artifact is loaded."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return sorted(value.split())
+    return []
 
 
 def get_or_build(
@@ -220,16 +235,8 @@ def precompile_alike(
     device = next(first.parameters()).device
     states = [_state(module) for module in modules]
     _on_all(coor, lambda: _refuse_unlike(modules, states))
-    key = fingerprint(
-        type(first),
-        facts=dict(facts or {}),
-        device=device.type,
-        state=_shapes(states[0]),
-        inputs=[[list(t.shape), str(t.dtype)] for t in inputs],
-        dynamic=str(dynamic_shapes),
-        options=dict(options or {}),
-        model=str(first),
-        config=str(getattr(first, "config", "")),
+    key = key_of(
+        first, inputs, facts=facts or {}, dynamic=str(dynamic_shapes), options=options or {}
     )
 
     def build() -> bytes:
@@ -239,6 +246,61 @@ def precompile_alike(
     runs = _on_all(coor, lambda: [load_compiled(path, state, device) for state in states])
     _on_all(coor, lambda: _compare(runs, modules, inputs))
     return list(runs)
+
+
+def key_of(module: nn.Module, inputs: tuple[Any, ...], **facts: Any) -> str:
+    """The key of what is compiled for a module: its text and that of all modules in it, their
+    settings, and the shapes of its weights and of its inputs; the weights' values do not count."""
+    leaves = [
+        [list(x.shape), list(x.stride()), str(x.dtype), x.device.type]
+        if isinstance(x, torch.Tensor)
+        else repr(x)
+        for x in tree_leaves(inputs)
+    ]
+    return fingerprint(
+        *_texts(module),
+        device=next(module.parameters()).device.type,
+        state=_shapes(_state(module)),
+        inputs=leaves,
+        model=str(module),
+        settings=_settings(module),
+        config=_configuration(module),
+        precision=[torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu")],
+        **facts,
+    )
+
+
+def _texts(module: nn.Module) -> list[Any]:
+    """The files that the classes of a module come from, but torch's own, which has a version."""
+    kinds = {type(inner) for inner in module.modules()}
+    found = {}
+    for kind in sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__)):
+        if kind.__module__.partition(".")[0] != "torch":
+            file = sys.modules.get(kind.__module__)
+            found[kind.__module__] = file if getattr(file, "__file__", None) else kind
+    return list(found.values())
+
+
+def _settings(module: nn.Module) -> dict[str, str]:
+    """Numbers, flags and words that the modules keep, on which their code may depend."""
+    plain = (bool, int, float, str, type(None), torch.dtype)
+    return {
+        f"{name}.{key}": repr(value)
+        for name, inner in module.named_modules()
+        for key, value in vars(inner).items()
+        if key not in PATHS
+        and (
+            type(value) in plain
+            or (type(value) in (tuple, list) and all(type(one) in plain for one in value))
+        )
+    }
+
+
+def _configuration(module: nn.Module) -> dict[str, str]:
+    """What a model of transformers was built from, but for where it lay."""
+    config: Any = getattr(module, "config", None)
+    found = config.to_dict() if hasattr(config, "to_dict") else {"config": config}
+    return {key: str(value) for key, value in found.items() if key not in PATHS}
 
 
 def _state(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -1,5 +1,7 @@
 """An artifact is built once, whoever fails and whatever happens to its file."""
 
+import importlib
+import inspect
 import os
 import signal
 import stat
@@ -16,9 +18,12 @@ from torch import nn
 from coordinator import Coordinator
 from inference import BuildError, fingerprint, get_or_build, precompile_alike, same_everywhere
 from inference.artifact_cache import Cache
+from inference.precompile import _texts, key_of
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+X = torch.ones(2, 3).t().contiguous()
+precompile = importlib.import_module("inference.precompile")  # the package has a function of it
 
 
 class Builds:
@@ -102,6 +107,25 @@ def test_a_file_that_someone_else_made_is_not_believed(tmp_path):
     assert mine.load("key") is None
 
 
+def test_an_artifact_that_is_just_being_replaced_is_not_removed(tmp_path):
+    """Who read between the artifact and its seal took it for damaged, and removed it."""
+    cache = Cache(tmp_path / "c")
+    cache.store("key", b"old")
+    seal = (cache.folder / "key.seal").read_bytes()
+    cache.store("key", b"new")
+    sealed = (cache.folder / "key.seal").read_bytes()
+    (cache.folder / "key.seal").write_bytes(seal)
+    assert cache.load("key") is None
+    (cache.folder / "key.seal").write_bytes(sealed)
+    assert cache.load("key") == b"new"
+
+
+@pytest.mark.parametrize("key", ["../outside", "a/b", ""])
+def test_a_key_that_would_lead_out_of_the_folder_is_refused(tmp_path, key):
+    with pytest.raises(BuildError, match="name of a file"):
+        Cache(tmp_path / "c").store(key, b"data")
+
+
 def test_a_folder_that_others_can_enter_is_refused(tmp_path):
     folder = tmp_path / "open"
     folder.mkdir()
@@ -159,6 +183,73 @@ def test_a_key_says_everything_that_matters_and_nothing_else(monkeypatch, tmp_pa
     assert key != fingerprint(one, shape=[1, 2], mesh={"tp": 4})
     monkeypatch.setattr(torch, "__version__", "9.9")
     assert key != fingerprint(one, shape=[1, 2], mesh={"tp": 2})
+
+
+class Inner(nn.Module):
+    def forward(self, x):
+        return x
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.weight = Inner(), nn.Parameter(torch.ones(2))
+        self.scale, self.name_or_path = 2.0, "here"
+
+    def forward(self, x):
+        return self.inner(x) * self.weight * self.scale
+
+
+def set_to(name, value):
+    return lambda model: setattr(model, name, value)
+
+
+@pytest.mark.parametrize(
+    "change", [set_to("scale", 3.0), set_to("training", False), set_to("sizes", (1, 2))]
+)
+def test_the_key_of_a_model_knows_its_settings(change):
+    """A model in training took what had been compiled for evaluation, and the canary stopped it."""
+    first, second = Outer(), Outer()
+    second.name_or_path = "elsewhere"
+    with torch.no_grad():
+        second.weight.mul_(2)
+    assert key_of(first, (X,)) == key_of(second, (X,))
+    change(second)
+    assert key_of(first, (X,)) != key_of(second, (X,))
+
+
+def test_the_key_of_a_model_knows_the_text_of_the_modules_in_it(monkeypatch):
+    before = key_of(Outer(), (X,))
+    plain = inspect.getsource
+    monkeypatch.setattr(inspect, "getsource", lambda one: plain(one) + "# edited")
+    assert key_of(Outer(), (X,)) != before
+    assert _texts(nn.Sequential(nn.Linear(2, 2))) == []
+    assert _texts(Outer()) == [sys.modules[__name__]]
+
+
+def test_the_key_of_a_model_knows_its_inputs():
+    model = Outer()
+    inputs = [
+        (X,),
+        (X.t(),),
+        (X.t().contiguous().t(),),
+        (X.double(),),
+        (X[:1],),
+        (X, 1),
+        (X, 2),
+        (X, None),
+        (X, {"mask": X}),
+    ]
+    assert len({key_of(model, one) for one in inputs}) == len(inputs)
+
+
+def test_a_key_knows_the_instructions_of_the_processor(monkeypatch):
+    """Inductor compiles for this very processor, and another with AVX-512 has other ones."""
+    key = fingerprint(one)
+    monkeypatch.setattr(precompile, "_instructions", lambda: ["avx512f"])
+    assert fingerprint(one) != key
+    monkeypatch.undo()
+    assert len(precompile._instructions()) > 3 and fingerprint(one) == key
 
 
 def test_a_canary_that_sings_differently_on_one_rank_stops_all(ranks_or_errors):
