@@ -39,7 +39,7 @@ SIZES = {
     "num_hidden_layers": 4,
     "num_attention_heads": 16,
 }
-RUNS = 3
+RUNS = 5
 MIB = 1 << 20
 COLUMNS = (
     *("way", "ranks", "right", "seconds", "peak rank 0 (MiB)", "peak others (MiB)", "sent (MiB)"),
@@ -117,20 +117,32 @@ def right(model, folder, coor):
     )
 
 
-def measure(way, mesh, folder, coor):
+def load_once(way, mesh, folder, coor):
+    """By rank: seconds, peak, bytes sent, correctness. Collective."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # so that this one pays for its memory, too
+    coor.barrier()
+    start = time.monotonic()
+    with Peak(daemon=True) as peak:
+        model, sent = WAYS[way](mesh, folder, coor)
+    mine = [time.monotonic() - start, peak.peak, sent, right(model, folder, coor)]
+    return [json.loads(data) for data in coor.allgather(json.dumps(mine).encode())]
+
+
+def measure(mesh, folder, coor):
+    """By way, what `summed_up` says; in turns, after a round that finds everything imported."""
+    found = {way: [] for way in WAYS}
+    for turn in range(RUNS + 1):
+        for way in WAYS:
+            told = load_once(way, mesh, folder, coor)
+            if turn:
+                found[way].append(told)
+    return {way: summed_up(told) for way, told in found.items()}
+
+
+def summed_up(told):
     """Seconds (the slowest rank), peak of rank 0 and of the others, bytes sent, correctness."""
-    seconds, told = [], []
-    for _ in range(RUNS):
-        model = None  # lets go of the last one
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # so that this one pays for its memory, too
-        coor.barrier()
-        start = time.monotonic()
-        with Peak(daemon=True) as peak:
-            model, sent = WAYS[way](mesh, folder, coor)
-        mine = [time.monotonic() - start, peak.peak, sent, right(model, folder, coor)]
-        told.append([json.loads(data) for data in coor.allgather(json.dumps(mine).encode())])
-        seconds.append(max(one[0] for one in told[-1]))
+    seconds = [max(one[0] for one in ranks) for ranks in told]
     first = max(ranks[0][1] for ranks in told)
     others = max(one[1] for ranks in told for one in ranks[1:])
     sent = sum(one[2] for one in told[-1])
@@ -138,7 +150,7 @@ def measure(way, mesh, folder, coor):
 
 
 def rank():
-    """Of every way: what measure() says; and how large the checkpoint was. Collective."""
+    """What measure() says, and how large the checkpoint was. Collective."""
     with Coordinator() as coor, tempfile.TemporaryDirectory() as own:
         torch.set_num_threads(1)
         folder = Path(coor.broadcast(own.encode()).decode())  # one machine: all read rank 0's
@@ -150,7 +162,7 @@ def rank():
         store = coor.store("process group")
         dist.init_process_group("gloo", store=store, rank=coor.rank, world_size=coor.world_size)
         mesh = init_device_mesh("cpu", (coor.world_size,), mesh_dim_names=("dp_shard",))
-        found = {way: measure(way, mesh, folder, coor) for way in WAYS}
+        found = measure(mesh, folder, coor)
         nbytes = (folder / "model.safetensors").stat().st_size
         coor.barrier()
         dist.destroy_process_group()
@@ -166,8 +178,9 @@ def main():
     share = nbytes / MIB / arguments.ranks
     note = (
         f"A checkpoint of {nbytes / MIB:.0f} MiB, so a share of {share:.0f} MiB a rank. seconds: "
-        "of the slowest rank, building the model included. peak: of memory, its own and mapped "
-        "from files, above the start; torch's rank 0 and whoever reads map the file."
+        "of the slowest rank, building the model included, in turns after a first round. peak: of "
+        "memory, its own and mapped from files, above the start; torch's rank 0 and whoever reads "
+        "map the file."
     )
     table = Table("nd_loading", COLUMNS, note, keep=arguments.save)
     theirs = statistics.median(found["torch, broadcast_from_rank0"][0])
