@@ -128,8 +128,9 @@ def main():
     parser.add_argument("--save", action="store_true", help="write the table to benchmarks/results")
     arguments = parser.parse_args()
     note = f"{DEPTH} layers, CPU, AOTInductor. {NOTE}"
-    table = Table("compile_once", COLUMNS, note, keep=arguments.save)
     for ranks in arguments.ranks:
+        name = f"compile_once-{ranks}-ranks"
+        table = Table(name, COLUMNS, note, keep=arguments.save)
         found = launcher.launch(rank, nprocs=ranks, timeout_s=900)[0]
         theirs = totals(found["each rank for itself"])
         builders = {"each rank for itself": f"{ranks} ranks", "once for all, found again": "nobody"}
@@ -138,7 +139,7 @@ def main():
             right = "yes" if all(ok for _, _, ok in told) else "NO"
             ratios = [one / other for one, other in zip(theirs, ours, strict=True)]
             table.add(way, ranks, right, builders.get(way, "1 rank"), *ours, *ratios)
-    table.end()
+        table.end()
 
 
 if __name__ == "__main__":

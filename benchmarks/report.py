@@ -50,7 +50,7 @@ SECTIONS = (
         "inference", "One model over ranks", ("inference*", "model"), ("model",), "inference model"
     ),
     Section("loading", "Loading into shards", ("nd_loading",), (), "nd_loading"),
-    Section("compiling", "Compiling once for all", ("compile_once",), (), "compile_once"),
+    Section("compiling", "Compiling once for all", ("compile_once-*",), (), "compile_once"),
     Section(
         "scale",
         "Growing",
