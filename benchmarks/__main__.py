@@ -53,7 +53,7 @@ STEPS = {
         ["--ranks", "1", "2", "--repeats", "1", "--layers", "2", "--hidden", "96"],
     ),
     "nd_loading": (["benchmarks.nd_loading"], ["--ranks", "2"]),
-    "compile_once": (["benchmarks.compile_once", "--ranks", "2"], []),
+    "compile_once": (["benchmarks.compile_once"], ["--ranks", "2"]),
     "tracing": (["benchmarks.tracing"], ["--repeats", "20"]),
     "scale": (["benchmarks.scale"], ["--ranks", "4", "8", "16", "--repeats", "1"]),
 }
