@@ -30,6 +30,7 @@ from inference.ring import FOREVER_S, Ring
 from inference.session import Session
 from inference.team import Driver, Follower, Leader, Team, TeamStage
 from inference.tensor_parallel import connect
+from inference.vigil import Vigil
 
 
 def load_over_teams(path: str | Path, coor: Coordinator | None, asked: Options) -> Any:
@@ -53,8 +54,7 @@ def load_over_teams(path: str | Path, coor: Coordinator | None, asked: Options) 
         mine = grid.group(coor.rank, "pp", "tp")
         crew = coor if len(mine) == coor.world_size else _split(coor, mine, stack)
         own = _one_replica(grid, mine)
-        team = _team(crew, own, cut, asked.backend, stack)
-        links = _links(crew, own, asked.backend, stack)
+        team, links = _connect(crew, own, cut, chosen, asked.backend, stack)
         driver = None
         if crew.is_master():
             driver = _driver(cut, asked)
@@ -118,18 +118,26 @@ def _plan(coor: Coordinator, grid: Mesh, cut: CutModel, asked: Options) -> Devic
     return chosen
 
 
-def _team(
+def _connect(
     crew: Coordinator,
     grid: Mesh,
     cut: CutModel,
+    chosen: DeviceMap,
     backend: str | None,
     stack: contextlib.ExitStack,
-) -> Team:
-    """This rank's team, its layers connected."""
+) -> tuple[Team, list[Communicator]]:
+    """This rank's team, its layers connected, and what the ring of first ranks needs."""
     members = _split(crew, grid.group(crew.rank, "tp"), stack)
+    comms = [stack.enter_context(_frames(members, None))]
     if cut.styles:
-        connect(cut.model, cut.styles, stack.enter_context(Communicator(members)))
-    return Team(crew.rank, stack.enter_context(_frames(members, None)))
+        comms.append(stack.enter_context(Communicator(members)))
+        connect(cut.model, cut.styles, comms[1])
+    links = _links(crew, grid, backend, stack)
+    stages = [grid.coordinate(rank)["pp"] for rank in range(crew.world_size)]
+    parts = {rank: chosen.holds(stage) for rank, stage in enumerate(stages)}
+    vigil = Vigil(crew, [*links, *comms], parts)
+    stack.callback(vigil.close)
+    return Team(crew.rank, comms[0], vigil), links
 
 
 def _without_speeds(device_map: Any) -> Any:

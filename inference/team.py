@@ -20,6 +20,7 @@ from inference.frames import Foresee, Kind, Link, Message
 from inference.program import NOTHING
 from inference.ring import Ring
 from inference.stage import Stage
+from inference.vigil import Vigil
 
 AGREE_S = 30.0
 """How long a rank whose step failed waits to hear that it failed alike on the whole team."""
@@ -28,8 +29,8 @@ AGREE_S = 30.0
 class Team:
     """The ranks of one stage. frames: over them all, the first of the stage being its rank 0."""
 
-    def __init__(self, rank: int, frames: Communicator):
-        self.rank, self.coor = rank, frames.coor
+    def __init__(self, rank: int, frames: Communicator, vigil: Vigil):
+        self.rank, self.coor, self.vigil = rank, frames.coor, vigil
         self.link = Link(_Aloud(frames), 0)
 
     def tell(self, message: Message) -> None:
@@ -43,11 +44,13 @@ class Team:
 
     def fail_together(self) -> None:
         """Return if a step failed on all ranks; otherwise some wait in it for ever: PeerLost."""
+        if self.vigil.verdict:
+            raise PeerLost(self.vigil.verdict)
         self._guarded(lambda: self.coor.allgather(b"failed", timeout_s=AGREE_S))
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
         try:
-            return work()
+            return self.vigil.explained(work)
         except (CommunicatorError, CoordinatorError) as error:
             raise PeerLost(
                 f"rank {self.rank}: the ranks {list(self.coor.ranks)}, which compute one stage "
@@ -90,15 +93,18 @@ class Leader:
     """The ring as the first rank of a team has it: what it hears, its team hears."""
 
     def __init__(self, team: Team, ring: Ring):
-        self.team, self.ring, self.send = team, ring, ring.send
+        self.team, self.ring = team, ring
         self.rank, self.coor, self.close = team.rank, ring.coor, ring.close
 
+    def send(self, message: Message) -> None:
+        self.team.vigil.explained(lambda: self.ring.send(message))
+
     def receive(self, foresee: Foresee | None = None) -> Message:
-        message = self.ring.receive(foresee)
+        message = self.team.vigil.explained(lambda: self.ring.receive(foresee))
         try:
             self.team.tell(message)
         except PeerLost as lost:
-            if message.kind is Kind.CALL:
+            if message.kind is Kind.CALL and not self.team.vigil.verdict:
                 self.ring.send(_failed(message, str(lost)))
             raise
         return message
@@ -117,8 +123,9 @@ class TeamStage(Stage):
             try:
                 self.team.fail_together()
             except PeerLost as lost:
-                reply.note += str(lost)
-                self.ring.send(reply)
+                if not self.team.vigil.verdict:  # the driver knows it, and is told nothing else
+                    reply.note += str(lost)
+                    self.ring.send(reply)
                 raise
         return reply
 
@@ -140,11 +147,14 @@ class Driver:
     @torch.no_grad()  # and not inference_mode, as the results are the user's
     def send(self, message: Message) -> Message | None:
         """The reply, if no other team has anything to do with it."""
+        ring, vigil = self.ring, self.team.vigil
+        vigil.is_waiting = True
         self.team.tell(message)
         reply = self.stage._reply(message)
-        if self.ring is None or self._is_done(message):
+        if ring is None or self._is_done(message):
+            vigil.is_waiting = False
             return reply
-        self.ring.send(reply)
+        vigil.explained(lambda: ring.send(reply))
         return None
 
     def _is_done(self, message: Message) -> bool:
@@ -155,7 +165,12 @@ class Driver:
 
     def receive(self) -> Message:
         assert self.ring is not None
-        return self.ring.receive()
+        vigil = self.team.vigil
+        vigil.is_waiting = True
+        try:
+            return vigil.explained(self.ring.receive)
+        finally:
+            vigil.is_waiting = False
 
     def leave(self, code: int) -> None:
         """Release every team; returns once the goodbye has come round."""

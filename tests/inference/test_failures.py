@@ -100,6 +100,35 @@ def test_a_rank_that_is_stopped_is_named_within_seconds(checkpoints, start, vict
     assert processes[victim].wait(timeout=30) == 1  # it finds that nobody is left
 
 
+@pytest.mark.parametrize(("victim", "nprocs"), [(1, 2), (3, 4)])
+def test_a_stopped_rank_that_follows_in_a_team_is_named_within_seconds(
+    checkpoints, start, victim, nprocs
+):
+    """Nobody hears from it but the first of its team, who waits for it in a sum."""
+    body = """
+    coor, model = load(tp=2, device_map="auto")
+    model.generate(prompt, max_new_tokens=2, do_sample=False)
+    os.kill(coor.peers[int(sys.argv[2])].pid, signal.SIGSTOP)
+    begun = time.monotonic()
+    try:
+        model.generate(prompt, max_new_tokens=20, do_sample=False)
+    except inference.PeerLost as lost:
+        print(lost)
+        sys.exit(0 if time.monotonic() - begun < 8 else 7)
+    """
+    processes = start(script(body), nprocs, checkpoints.llama()[1], victim)
+    out, err = processes[0].communicate(timeout=60)
+    assert processes[0].returncode == 0, err
+    named = f"rank {victim} (host {socket.gethostname()}, pid {processes[victim].pid}) is stopped"
+    assert named in out and "model.layers." in out
+    for bystander in range(1, nprocs):
+        if bystander != victim:
+            assert processes[bystander].wait(timeout=30) == 1
+            assert "is stopped" in processes[bystander].communicate()[1]
+    processes[victim].send_signal(signal.SIGCONT)
+    assert processes[victim].wait(timeout=30) == 1  # it finds that nobody is left
+
+
 def test_a_short_stop_is_borne_and_ctrl_c_in_generate_ends_all_ranks(checkpoints, start):
     body = """
     coor, model = load()
