@@ -79,6 +79,7 @@ class CutModel:
 def prepare(coor: Coordinator, path: str | Path, grid: Mesh, asked: Options) -> CutModel:
     """The empty model of a checkpoint and how it is cut; PlanError if it cannot be. Collective."""
     config, generation = read_configs(coor, path)
+    _refuse_quantised(path, config, asked)
     kind = asked.cls or model_class(config)
     model = together(coor, lambda: build(kind, config, asked))
     where = asked.device or own_device(coor)
@@ -88,6 +89,21 @@ def prepare(coor: Coordinator, path: str | Path, grid: Mesh, asked: Options) -> 
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     together(coor, lambda: compute_buffers(model, where))
     return CutModel(model, config, generation, styles, splits, shapes, where)
+
+
+def _refuse_quantised(path: str | Path, config: Any, asked: Options) -> None:
+    """What is stored in blocks with scales has to be computed, so no rank could read its part."""
+    given = getattr(config, "quantization_config", None) or asked.rest.get("quantization_config")
+    if given is None:
+        return
+    told = given if isinstance(given, dict) else given.to_dict()
+    raise PlanError(
+        f"{path} is quantised ({told.get('quant_method')}), so its weights are computed from what "
+        "is stored, and no rank could read its part of them; load whole layers with device_map= "
+        "and no tp= or mesh=, or save it once in the dtype it is to run in, as from_pretrained("
+        "..., quantization_config=FineGrainedFP8Config(dequantize=True)) and save_pretrained(..., "
+        "save_original_format=False) do for fp8."
+    )
 
 
 def own_device(coor: Coordinator) -> str:
