@@ -23,6 +23,7 @@ from communicator import (
 from communicator.cupy import Cupy
 from communicator.nccl import Nccl
 from coordinator import Coordinator
+from tests.gpu import decode
 from tests.gpu.one_gpu import RESULT
 
 GPU = torch.device("cuda", 0)
@@ -365,6 +366,20 @@ def compiled(coor: Coordinator) -> list[float]:
             graph.replay()
             comm.synchronize()
         found.append(out.mean().item())
+        graph.reset()
+        return found
+
+
+def decode_in_a_graph(coor: Coordinator) -> list[list[int]]:
+    """What a model cut over ranks says: whole, step by step, and replayed, sums included."""
+    with Nccl(coor, device=0) as comm:
+        decoder = decode.Decoder(comm, GPU)
+        found = [decode.whole_tokens(GPU), decoder.tokens()]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            decoder.step()
+        found.append(decoder.tokens(graph.replay))
+        comm.synchronize()
         graph.reset()
         return found
 

@@ -28,6 +28,13 @@ def test_captured_calls_wait_for_replay_and_mix_with_eager_ones(mode):
     assert run("capture_and_replay", 2, mode) == [[1.0, 16.0, 2.0]] * 2
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_decoding_a_model_cut_over_ranks_is_replayed_from_a_graph(world_size):
+    """Embedding, attention, MLP and head have their sums and gathers inside the captured step."""
+    for whole, stepped, replayed in run("decode_in_a_graph", world_size):
+        assert stepped == whole and replayed == whole
+
+
 def test_a_first_use_inside_a_capture_is_a_clear_error():
     for said in run("first_use_in_a_capture", 2):
         assert "would run for the first time inside the capture" in said
