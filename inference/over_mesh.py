@@ -51,10 +51,19 @@ class OverMesh:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As ever; the ranks that share a model draw the same samples, those of the first."""
         if self._tp is not None:
-            mine = torch.get_rng_state().numpy().tobytes()
-            state = bytearray(self._tp.broadcast(mine if self._tp.is_master() else None))
-            torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8))
+            _roll_alike(self._tp, self.device)  # type: ignore[attr-defined]
         return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+
+def _roll_alike(coor: Coordinator, device: torch.device) -> None:
+    """Give every rank the state of the first one's generators of random numbers. Collective."""
+    places = [torch.device("cpu"), device] if device.type == "cuda" else [torch.device("cpu")]
+    for place in places:
+        own = torch if place.type == "cpu" else torch.cuda
+        where = [] if place.type == "cpu" else [place]
+        mine = own.get_rng_state(*where).numpy().tobytes() if coor.is_master() else None
+        state = bytearray(coor.broadcast(mine))
+        own.set_rng_state(torch.frombuffer(state, dtype=torch.uint8), *where)
 
 
 def load_over_mesh(path: str | Path, coor: Coordinator | None, asked: Options) -> Any:
