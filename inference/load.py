@@ -69,7 +69,9 @@ def load(
         torch DeviceMesh, which `dp_shard` needs (its parameters are those of FSDP2). With a
         device_map as well, or an axis `pp` in the mesh, stages are teams of ranks that cut their
         layers, a rank of the device_map being a stage, and the master alone calls the model.
-    tp_plan: "auto" for the plan that the model carries, or styles by module name.
+    tp_plan: "auto" for the plan that the model carries; "ep" for the same with the experts of a
+        mixture whole, each on one rank; "sequence" for the same with the tokens parted between
+        norms; or styles by module name, see `read_plan`.
     reader: "each", "node" or "rank0" reads for the others, which need no file then.
     build_on: "meta", or "cpu" for a model whose constructor computes what no file holds.
     device: of this rank, where layers are cut; cuda:{local_rank} if there is one, else cpu.

@@ -22,8 +22,10 @@ from torch.nn import functional as F
 from communicator import Communicator
 from inference.boxes import Box, Split, local_shape, own_boxes
 from inference.errors import PlanError
+from inference.joining import bounds, gathered, shared, summed, with_summed_gradients
 from inference.mesh import Mesh
 from inference.nd_load import replace
+from inference.sequence import PartedTokens, with_norms
 
 Styles = Mapping[str, str]
 
@@ -31,20 +33,33 @@ REPLICATED = ("replicate", "replicated_with_grad_allreduce", "moe_tp_experts", "
 COLUMN = ("colwise", "colwise_gather_output", "colwise_rep")
 ROW = ("rowwise", "rowwise_split_input", "rowwise_rep")
 WHOLE = (*REPLICATED, "mla_kv_a_proj", "all_reduce", "moe_identity_expert", "sequence_parallel")
+EXPERTS = ("grouped_gemm", "ep_dispatch_experts")
 EMBEDDING = ("embedding_rowwise", "embedding_colwise")
-KNOWN = (*COLUMN, *ROW, "packed_colwise", "packed_rowwise", *EMBEDDING, *WHOLE)
+PACKED = ("packed_colwise", "packed_rowwise")
+SUMMED = ("moe_tp_experts", "all_reduce", "ep_dispatch_experts")
+KNOWN = (*COLUMN, *ROW, *PACKED, *EMBEDDING, *EXPERTS, *WHOLE)
+
+
+CARRIED = ("auto", "ep", "sequence")
+"""Plans by name: the one that the model carries; with its experts whole, each on one rank; with the
+tokens parted between its norms."""
 
 
 def read_plan(model: nn.Module, plan: str | Styles) -> dict[str, str]:
     """The style of each module and parameter that the plan names.
 
-    plan: "auto" for the one that the model carries, or styles by name, "*" standing for one part
-    of a name: {"layers.*.up": "colwise", "layers.*.down": "rowwise"}. Raises PlanError for a style
-    that is not known here, and for a rule of yours that nothing matches.
+    plan: a name of CARRIED, or styles by name, "*" standing for one part of a name:
+        {"layers.*.up": "colwise", "layers.*.down": "rowwise"}.
+
+    Raises PlanError for a style that is not known here, and for a rule of yours that nothing
+    matches.
     """
-    if isinstance(plan, str) and plan != "auto":
-        raise PlanError(f'tp_plan={plan!r} is no plan; give "auto" or a dict of name to style.')
-    rules = _carried(model) if isinstance(plan, str) else dict(plan)
+    if isinstance(plan, str) and plan not in CARRIED:
+        raise PlanError(
+            f"tp_plan={plan!r} is no plan; give {', '.join(map(repr, CARRIED))}, or a dict of "
+            "name to style."
+        )
+    rules = _carried(model, plan) if isinstance(plan, str) else dict(plan)
     names = [name for name, _ in [*model.named_modules(), *model.named_parameters()]]
     found: dict[str, str] = {}
     for pattern, style in rules.items():
@@ -55,25 +70,38 @@ def read_plan(model: nn.Module, plan: str | Styles) -> dict[str, str]:
             )
         matching = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
         matched = [name for name in names if matching.fullmatch(name)]
-        if not matched and plan != "auto":
+        if not matched and not isinstance(plan, str):
             raise PlanError(f"tp_plan names {pattern!r}, which the model does not have.")
         found.update(dict.fromkeys(matched, style))
-    return found
+    return with_norms(model, found) if plan == "sequence" else found
 
 
-def _carried(model: Any) -> dict[str, str]:
-    plan = getattr(model, "_tp_plan", None)
-    if not plan:
+def _carried(model: Any, plan: str) -> dict[str, str]:
+    """The plan that a transformers model has; for "ep" with that of its experts in it."""
+    rules = dict(getattr(model, "_tp_plan", None) or {})
+    experts = dict(getattr(model, "_ep_plan", None) or {})
+    if plan == "ep":
+        if not experts:
+            raise PlanError(
+                f"{type(model).__name__} carries no plan for experts on ranks of their own; "
+                'use tp_plan="auto", which cuts each expert if there are any.'
+            )
+        inside = tuple(f"{name}." for name in experts)
+        kept = {n: s for n, s in rules.items() if n not in experts and not n.startswith(inside)}
+        rules = kept | experts
+    if not rules:
         raise PlanError(
             f"{type(model).__name__} carries no tensor-parallel plan, so nothing says how to cut "
             'it; pass tp_plan={"...": "colwise", ...}, or use device_map instead.'
         )
-    return dict(plan)
+    return rules
 
 
 def splits_of(model: nn.Module, styles: Styles, size: int) -> dict[str, tuple[Split, ...]]:
     """How each parameter is cut along "tp". Raises PlanError where that would not compute."""
+    _check_kinds(model, styles)
     _check_heads(model, styles, size)
+    _check_experts(model, styles, size)
     found: dict[str, tuple[Split, ...]] = {}
     owners: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -85,7 +113,39 @@ def splits_of(model: nn.Module, styles: Styles, size: int) -> dict[str, tuple[Sp
                 "styles that cut the same dimension (embedding_rowwise and colwise_gather_output)."
             )
         found[name] = cut
+    _check_sums(styles, found)
     return found
+
+
+def _check_sums(styles: Styles, splits: Mapping[str, tuple[Split, ...]]) -> None:
+    """What every rank computes in full must not be added up."""
+    for name, style in styles.items():
+        if style in SUMMED and not any(splits[p] for p in splits if p.startswith(f"{name}.")):
+            raise PlanError(
+                f"{name} is {style!r}, which adds up what ranks have in part, and nothing in it is "
+                "cut, so the sum would be too large; cut its parameters too, or leave it out."
+            )
+
+
+def _check_kinds(model: nn.Module, styles: Styles) -> None:
+    """A style says how one kind of module computes in part, and tokens need all of their scores."""
+    modules = dict(model.named_modules())
+    for name, style in styles.items():
+        kind = nn.Embedding if style in EMBEDDING else nn.Linear
+        is_cut = style in (*COLUMN, *ROW, *PACKED, *EMBEDDING)
+        if is_cut and name in modules and not isinstance(modules[name], kind):
+            raise PlanError(
+                f"{name} is a {type(modules[name]).__name__} and is to be cut as {style!r}, "
+                f"which is for {kind.__name__}; take it out of the plan."
+            )
+    whole: Any = model
+    head = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
+    for name, module in modules.items():
+        if module is head and head is not None and styles.get(name) == "colwise":
+            raise PlanError(
+                f"{name} is cut as 'colwise', so every rank would choose among its own part of the "
+                "words; cut it as 'colwise_gather_output'."
+            )
 
 
 def _cut(model: nn.Module, name: str, parameter: torch.Tensor, styles: Styles) -> tuple[Split, ...]:
@@ -93,8 +153,10 @@ def _cut(model: nn.Module, name: str, parameter: torch.Tensor, styles: Styles) -
     owner, _, last = name.rpartition(".")
     style = styles.get(name) or styles.get(owner, "replicate")
     is_bias = last.endswith("bias")
-    if style in WHOLE:
+    if style in WHOLE or style == "ep_dispatch_experts":
         return ()
+    if style == "grouped_gemm":
+        return (Split("tp", 0),)
     if style in ROW or style in ("packed_rowwise", "embedding_colwise"):
         factor = 2 if style == "packed_rowwise" else 1
         return () if is_bias else (Split("tp", parameter.dim() - 1, factor),)
@@ -105,12 +167,13 @@ def _cut(model: nn.Module, name: str, parameter: torch.Tensor, styles: Styles) -
 def _check_heads(model: nn.Module, styles: Styles, size: int) -> None:
     """Attention is cut between heads; a head on two ranks would be two other heads."""
     heads: dict[str, int] = {}
+    modules = dict(model.named_modules())
     for name, style in styles.items():
-        if style != "colwise":
+        if style != "colwise" or name not in modules:
             continue
         owner, _, last = name.rpartition(".")
-        width = getattr(model.get_submodule(owner), "head_dim", None)
-        outputs = getattr(model.get_submodule(name), "out_features", None)
+        width = getattr(modules[owner], "head_dim", None)
+        outputs = getattr(modules[name], "out_features", None)
         if isinstance(width, int) and outputs:
             heads[last] = outputs // width
     bad = {name: count for name, count in heads.items() if count % size}
@@ -120,6 +183,26 @@ def _check_heads(model: nn.Module, styles: Styles, size: int) -> None:
         raise PlanError(
             f"attention has {', '.join(f'{n} heads in {name}' for name, n in bad.items())}, which "
             f"{size} ranks cannot share evenly; use tp={' or '.join(map(str, fits))}."
+        )
+
+
+def _check_experts(model: nn.Module, styles: Styles, size: int) -> None:
+    """Experts are whole on their rank, and every rank has as many."""
+    for name, _ in model.named_parameters():
+        owner, style = name.rpartition(".")[0], styles.get(name)
+        if (style == "grouped_gemm") != (styles.get(owner) == "ep_dispatch_experts"):
+            raise PlanError(
+                f"{name} is {style!r} and {owner} {styles.get(owner)!r}, so ranks would run other "
+                "experts than they have; 'grouped_gemm' is for all parameters of a module that is "
+                "'ep_dispatch_experts', and for no others."
+            )
+    counts = {n: model.get_parameter(n).shape[0] for n, s in styles.items() if s == "grouped_gemm"}
+    name, bad = next(((n, count) for n, count in counts.items() if count % size), ("", 0))
+    if bad:
+        fits = [n for n in range(1, bad + 1) if bad % n == 0]
+        raise PlanError(
+            f"{name} holds {bad} experts, which {size} ranks cannot share evenly; use "
+            f'tp={" or ".join(map(str, fits))}, or tp_plan="auto", which cuts each expert.'
         )
 
 
@@ -154,28 +237,30 @@ def connect(model: nn.Module, styles: Styles, comm: Communicator) -> None:
     comm: over the ranks of the "tp" axis, in its order. Gradients flow as they do on one rank.
     """
     modules = dict(model.named_modules())
+    alone = [name for name in modules if styles.get(name) == "sequence_parallel"]
     for name, style in styles.items():
-        if name in modules:
+        if name in modules and name not in alone:
             modules[name].forward = _FORWARDS[style](modules[name], comm)
         if style == "mla_kv_a_proj":
             owner = modules[name.rpartition(".")[0]]
             modules[name].forward = _latent(modules[name], owner.qk_rope_head_dim, comm)
+    if alone:
+        done = PartedTokens(model, styles, comm).install()
+        for name in set(alone) - done:
+            modules[name].forward = _sequence_parallel(modules[name], comm)
 
 
 def _column(module: nn.Module, comm: Communicator) -> Callable[..., Any]:
-    _need(module, nn.Linear, "colwise")
     plain = module.forward
     return lambda x: plain(shared(x, comm))
 
 
 def _gathered_column(module: nn.Module, comm: Communicator) -> Callable[..., Any]:
-    _need(module, nn.Linear, "colwise_gather_output")
     plain, outputs = module.forward, int(module.out_features)  # type: ignore[arg-type]
     return lambda x: gathered(plain(shared(x, comm)), outputs, comm)
 
 
 def _row(module: Any, comm: Communicator) -> Callable[..., Any]:
-    _need(module, nn.Linear, "rowwise")
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         y = summed(F.linear(x, module.weight), comm)
@@ -186,14 +271,13 @@ def _row(module: Any, comm: Communicator) -> Callable[..., Any]:
 
 def _split_row(module: Any, comm: Communicator) -> Callable[..., Any]:
     rows, inputs = _row(module, comm), int(module.in_features)
-    begin, end = _bounds(inputs, comm)
+    begin, end = bounds(inputs, comm)
     return lambda x: rows(shared(x, comm)[..., begin:end])
 
 
 def _embedding(module: Any, comm: Communicator) -> Callable[..., Any]:
     """Each rank looks up the words it has; the others put in zeros."""
-    _need(module, nn.Embedding, "embedding_rowwise")
-    begin, end = _bounds(module.num_embeddings, comm)
+    begin, end = bounds(module.num_embeddings, comm)
     module.padding_idx = None  # it counts from the start of the whole table
     plain = module.forward
 
@@ -210,7 +294,6 @@ def _embedding(module: Any, comm: Communicator) -> Callable[..., Any]:
 
 def _embedding_columns(module: Any, comm: Communicator) -> Callable[..., Any]:
     """Each rank has a part of every word's vector."""
-    _need(module, nn.Embedding, "embedding_colwise")
     plain, width = module.forward, int(module.embedding_dim)
     return lambda ids: gathered(plain(ids), width, comm)
 
@@ -242,39 +325,53 @@ def _experts(module: nn.Module, comm: Communicator) -> Callable[..., Any]:
     """Every expert is cut like a small MLP; which experts run is the same on every rank."""
     plain = module.forward
 
-    def forward(hidden: torch.Tensor, experts: Any, weights: Any, *rest: Any) -> Any:
-        return summed(plain(shared(hidden, comm), experts, shared(weights, comm), *rest), comm)
+    def forward(hidden: torch.Tensor, *routing: Any) -> Any:
+        given = [shared(one, comm) if isinstance(one, torch.Tensor) else one for one in routing]
+        return summed(plain(shared(hidden, comm), *given), comm)
 
     return forward
 
 
-def _replicated_with_gradient(module: nn.Module, comm: Communicator) -> Callable[..., Any]:
-    """The whole parameter on every rank, each seeing some heads: its gradients are summed."""
-    plain = module.forward
+def _own_experts(module: Any, comm: Communicator) -> Callable[..., Any]:
+    """Every rank has some experts, whole, and computes for the tokens that are sent to those."""
+    each = module.num_experts // comm.world_size
+    plain, first = module.forward, comm.rank * each
+    module.num_experts = each
+    skips = hasattr(module, "_is_expert_parallel") and _implementation(module) != "eager"
+    if skips:
+        module._is_expert_parallel = True
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        own = {name: p for name, p in module._parameters.items() if p is not None}
-        module._parameters.update({n: shared(p, comm) for n, p in own.items()})  # type: ignore[misc]
-        try:
-            return plain(*args, **kwargs)
-        finally:
-            module._parameters.update(own)
+    def forward(hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> Any:
+        hidden, weights = shared(hidden, comm), shared(weights, comm)
+        elsewhere = (experts < first) | (experts >= first + each)
+        if skips:
+            own = (experts - first).masked_fill(elsewhere, each)
+            return summed(plain(hidden, own, weights.masked_fill(elsewhere, 0)), comm)
+        token, choice = (~elsewhere).nonzero(as_tuple=True)
+        own = (experts[token, choice] - first)[:, None]
+        rows = plain(hidden[token], own, weights[token, choice][:, None])
+        return summed(torch.zeros_like(hidden).index_add(0, token, rows.to(hidden.dtype)), comm)
 
     return forward
+
+
+def _implementation(module: Any) -> str:
+    """How transformers runs these experts."""
+    return str(getattr(module.config, "_experts_implementation", "eager") or "eager")
 
 
 def _sequence_parallel(module: nn.Module, comm: Communicator) -> Callable[..., Any]:
-    """Each rank computes its own tokens, [batch, length, ...], and gets those of the others.
+    """A norm by itself: each rank computes its own tokens, and gets those of the others.
 
     A pass of fewer tokens than ranks, as in decoding, is computed by all: to gather takes longer.
     """
-    whole, part = module.forward, _replicated_with_gradient(module, comm)
+    whole, part = module.forward, with_summed_gradients(module, comm)
 
     def forward(x: torch.Tensor) -> Any:
         length = x.shape[1] if x.dim() > 2 else 0
         if length < comm.world_size:
             return whole(x)
-        begin, end = _bounds(length, comm)
+        begin, end = bounds(length, comm)
         mine = part(shared(x, comm)[:, begin:end])
         return gathered(mine.transpose(1, -1), length, comm).transpose(1, -1)
 
@@ -301,83 +398,9 @@ _FORWARDS: dict[str, Callable[[Any, Communicator], Callable[..., Any]]] = {
     "moe_identity_expert": _part_of_identity,
     "sequence_parallel": _sequence_parallel,
     "moe_tp_experts": _experts,
-    "replicated_with_grad_allreduce": _replicated_with_gradient,
+    "ep_dispatch_experts": _own_experts,
+    "grouped_gemm": _unchanged,
+    "replicated_with_grad_allreduce": with_summed_gradients,
     "replicate": _unchanged,
     "local_params": _unchanged,
 }
-
-
-def _need(module: nn.Module, kind: type[nn.Module], style: str) -> None:
-    if not isinstance(module, kind):
-        raise PlanError(
-            f"{type(module).__name__} is to be cut as {style!r}, which is for {kind.__name__}; "
-            "take it out of the plan."
-        )
-
-
-def _bounds(size: int, comm: Communicator) -> tuple[int, int]:
-    """Which of `size` this rank has, cut as Split cuts."""
-    each = -(-size // comm.world_size)
-    return min(comm.rank * each, size), min((comm.rank + 1) * each, size)
-
-
-def shared(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
-    """x, which all ranks have, entering what each does a part of: gradients are summed."""
-    return _Shared.apply(x, comm) if _needs_gradient(x) else x  # type: ignore[no-untyped-call]
-
-
-def summed(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
-    """The sum of every rank's x, which is a fresh tensor and may be overwritten."""
-    if _needs_gradient(x):
-        return _Summed.apply(x, comm)  # type: ignore[no-any-return, no-untyped-call]
-    return comm.allreduce(x.contiguous())
-
-
-def gathered(x: torch.Tensor, width: int, comm: Communicator) -> torch.Tensor:
-    """Every rank's columns side by side: [..., width]."""
-    if _needs_gradient(x):
-        return _Gathered.apply(x, width, comm)  # type: ignore[no-any-return, no-untyped-call]
-    return _gather(x, width, comm)
-
-
-def _needs_gradient(x: torch.Tensor) -> bool:
-    return x.requires_grad and torch.is_grad_enabled()
-
-
-def _gather(x: torch.Tensor, width: int, comm: Communicator) -> torch.Tensor:
-    each = -(-width // comm.world_size)
-    rows = comm.allgather(F.pad(x, (0, each - x.shape[-1])).contiguous())
-    return rows.movedim(0, -2).flatten(-2)[..., :width]
-
-
-class _Shared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comm: Communicator) -> torch.Tensor:
-        ctx.comm = comm
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.comm.allreduce(gradients[0].contiguous().clone()), None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comm: Communicator) -> torch.Tensor:
-        return comm.allreduce(x.contiguous().clone())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0], None
-
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, width: int, comm: Communicator) -> torch.Tensor:
-        ctx.bounds = _bounds(width, comm)
-        return _gather(x, width, comm)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        begin, end = ctx.bounds
-        return gradients[0][..., begin:end].contiguous(), None, None

@@ -1,5 +1,8 @@
 """A model cut over ranks computes what it computes whole."""
 
+import json
+import shutil
+
 import pytest
 import torch
 import transformers
@@ -10,6 +13,7 @@ from communicator import Communicator
 from coordinator import Coordinator
 from inference import PlanError
 from inference.tensor_parallel import connect, read_plan, splits_of
+from tests.gpu.decode import Decoder, whole_tokens
 
 SIZES = {
     "vocab_size": 65,
@@ -179,12 +183,12 @@ def test_a_rank_holds_about_its_part_of_the_parameters(ranks, family):
         assert done.share < 0.3 * whole
 
 
-def test_one_layer_costs_two_allreduces_and_the_whole_a_gather_more(ranks, family, monkeypatch):
-    """One behind attention, one behind the MLP, one for the embedding; the head is gathered."""
-    _, path = family("llama")
+@pytest.fixture
+def counts(monkeypatch):
+    """The names of all collectives, of all ranks, in the order of their calls."""
     calls = []
     monkeypatch.setattr("inference.over_mesh.Communicator", lambda c, _: Communicator(c, "gloo"))
-    for name in ("allreduce", "allgather"):
+    for name in ("allreduce", "allgather", "reduce_scatter"):
         real = getattr(Communicator, name)
 
         def counted(self, *args, _name=name, _real=real, **kwargs):
@@ -192,11 +196,26 @@ def test_one_layer_costs_two_allreduces_and_the_whole_a_gather_more(ranks, famil
             return _real(self, *args, **kwargs)
 
         monkeypatch.setattr(Communicator, name, counted)
+    return calls
 
-    on_ranks(ranks, path, 2, lambda m: (calls.clear(), m._tp.barrier(), logits(m)), tp=2)
+
+def test_one_layer_costs_two_allreduces_and_the_whole_a_gather_more(ranks, family, counts):
+    """One behind attention, one behind the MLP, one for the embedding; the head is gathered."""
+    _, path = family("llama")
+    on_ranks(ranks, path, 2, lambda m: (counts.clear(), m._tp.barrier(), logits(m)), tp=2)
     layers = SIZES["num_hidden_layers"]
-    assert calls.count("allreduce") == 2 * (2 * layers + 1)
-    assert calls.count("allgather") == 2
+    assert counts.count("allreduce") == 2 * (2 * layers + 1)
+    assert counts.count("allgather") == 2
+
+
+def put_together(pieces, splits):
+    """The whole of what two ranks have a part of each."""
+    joined = pieces[0]
+    for split in splits:
+        halves = [piece.chunk(split.factor, split.dim) for piece in pieces]
+        order = [half[part] for part in range(split.factor) for half in halves]
+        joined = torch.cat(order, split.dim)
+    return joined
 
 
 @pytest.mark.parametrize("name", ["llama with biases", "qwen3", "mixtral", "phi3", "deepseek v2"])
@@ -212,12 +231,7 @@ def test_gradients_equal_those_of_one_process(ranks, family, name):
     parts = on_ranks(ranks, path, 2, work, tp=2)
     splits = splits_of(plain, read_plan(plain, "auto"), 2)
     for key, parameter in plain.named_parameters():
-        pieces = [grads[key] for grads in parts]
-        joined = pieces[0]
-        for split in splits[key]:
-            halves = [piece.chunk(split.factor, split.dim) for piece in pieces]
-            order = [half[part] for part in range(split.factor) for half in halves]
-            joined = torch.cat(order, split.dim)
+        joined = put_together([grads[key] for grads in parts], splits[key])
         torch.testing.assert_close(joined, parameter.grad, rtol=1e-3, atol=1e-5, msg=key)
 
 
@@ -249,6 +263,175 @@ def test_norms_of_the_sequence_and_columns_of_an_embedding_compute_what_one_proc
         expected = [plain.model.norm.weight.grad, plain.model.layers[0].input_layernorm.weight.grad]
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+PARTED = {
+    "llama with biases": FAMILIES["llama with biases"],
+    "gemma3": FAMILIES["gemma3"],
+    "mixtral": FAMILIES["mixtral"],
+    "phi3": FAMILIES["phi3"],
+    "deepseek v2": FAMILIES["deepseek v2"],
+}
+
+
+@pytest.mark.parametrize("name", PARTED)
+@pytest.mark.parametrize("tp", [2, 4])
+def test_tokens_that_are_parted_between_norms_say_what_one_process_says(ranks, family, name, tp):
+    """Nine tokens do not divide by two or four, and new ones come one by one."""
+    plain, path = family(name)
+
+    def work(model):
+        return logits(model), tokens(model)
+
+    for found, said in on_ranks(ranks, path, tp, work, tp=tp, tp_plan="sequence"):
+        torch.testing.assert_close(found, logits(plain), rtol=1e-4, atol=1e-4)
+        assert said == tokens(plain)
+
+
+@pytest.mark.parametrize("name", ["llama with biases", "gemma3", "mixtral"])
+def test_gradients_of_parted_tokens_equal_those_of_one_process(ranks, family, name):
+    plain, path = family(name)
+    plain.zero_grad()
+    plain(IDS, labels=IDS).loss.backward()
+
+    def work(model):
+        model(IDS, labels=IDS).loss.backward()
+        return {n: p.grad for n, p in model.named_parameters()}
+
+    splits = splits_of(plain, read_plan(plain, "sequence"), 2)
+    parts = on_ranks(ranks, path, 2, work, tp=2, tp_plan="sequence")
+    for key, parameter in plain.named_parameters():
+        joined = put_together([grads[key] for grads in parts], splits[key])
+        torch.testing.assert_close(joined, parameter.grad, rtol=1e-3, atol=1e-5, msg=key)
+
+
+def test_parted_tokens_are_gathered_before_columns_and_scattered_behind_rows(ranks, family, counts):
+    """Two of each in a layer in place of two allreduces; one gather behind the last norm."""
+    _, path = family("llama")
+
+    def work(model):
+        counts.clear()
+        model._tp.barrier()
+        seen = []
+        layer = model.model.layers[1]
+        layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+        logits(model)
+        model(IDS[:, :1])
+        return seen
+
+    for seen in on_ranks(ranks, path, 2, work, tp=2, tp_plan="sequence"):
+        assert seen == [5, 1]
+    layers = SIZES["num_hidden_layers"]
+    prefill = {"reduce_scatter": 2 * layers, "allgather": 2 * layers + 2, "allreduce": 1}
+    decode = {"allreduce": 2 * layers + 1, "allgather": 1}
+    for name in ("allreduce", "allgather", "reduce_scatter"):
+        assert counts.count(name) == 2 * (prefill.get(name, 0) + decode.get(name, 0)), name
+
+
+def test_what_shows_every_layer_or_computes_it_again_sees_all_tokens(ranks, family):
+    plain, path = family("llama")
+    shown = plain(IDS, output_hidden_states=True).hidden_states
+    plain.zero_grad()
+    plain(IDS, labels=IDS).loss.backward()
+    grads = plain.model.layers[0].input_layernorm.weight.grad.clone()
+
+    def work(model):
+        found = model(IDS, output_hidden_states=True).hidden_states
+        model.train().gradient_checkpointing_enable()
+        model(IDS, labels=IDS).loss.backward()
+        return found, model.model.layers[0].input_layernorm.weight.grad
+
+    for found, grad in on_ranks(ranks, path, 2, work, tp=2, tp_plan="sequence"):
+        for one, other in zip(found, shown, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(grad, grads, rtol=1e-3, atol=1e-5)
+
+
+def test_experts_that_are_given_no_routing_are_cut_by_the_plan_they_carry(ranks, checkpoints):
+    """Llama 4 gives its experts the tokens alone, scaled by what the router made of them."""
+    sizes = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 50}
+    plain, path = checkpoints.make("tp llama4", "Llama4ForCausalLM", **sizes)
+    for plan in ("auto", "sequence"):
+        for found in on_ranks(ranks, path, 2, logits, tp=2, tp_plan=plan):
+            torch.testing.assert_close(found, logits(plain), rtol=1e-4, atol=1e-4)
+
+
+EXPERTS = {
+    "mixtral": FAMILIES["mixtral"],
+    "qwen3 moe": FAMILIES["qwen3 moe"],
+    "deepseek v2": FAMILIES["deepseek v2"],
+    "gpt oss": ("GptOssForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+FAMILIES |= EXPERTS
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("way", ["eager", "grouped_mm"])
+def test_experts_on_ranks_of_their_own_say_what_one_process_says(ranks, family, name, way):
+    plain, path = family(name)
+
+    def work(model):
+        shape = next(
+            p.shape for n, p in model.named_parameters() if n.endswith("experts.down_proj")
+        )
+        return logits(model), tokens(model), shape[0]
+
+    options = {"tp": 2, "tp_plan": "ep", "experts_implementation": way}
+    for found, said, experts in on_ranks(ranks, path, 2, work, **options):
+        torch.testing.assert_close(found, logits(plain), rtol=1e-4, atol=1e-4)
+        assert said == tokens(plain) and experts == 2
+
+
+@pytest.mark.parametrize("way", ["eager", "grouped_mm"])
+def test_gradients_of_experts_on_ranks_of_their_own_equal_those_of_one_process(ranks, family, way):
+    plain, path = family("mixtral")
+    plain.zero_grad()
+    plain(IDS, labels=IDS).loss.backward()
+
+    def work(model):
+        model(IDS, labels=IDS).loss.backward()
+        return {n: p.grad for n, p in model.named_parameters()}
+
+    splits = splits_of(plain, read_plan(plain, "ep"), 2)
+    options = {"tp": 2, "tp_plan": "ep", "experts_implementation": way}
+    parts = on_ranks(ranks, path, 2, work, **options)
+    for key, parameter in plain.named_parameters():
+        joined = put_together([grads[key] for grads in parts], splits[key])
+        torch.testing.assert_close(joined, parameter.grad, rtol=1e-3, atol=1e-5, msg=key)
+
+
+def test_experts_that_do_not_divide_are_found_while_planning():
+    kind, config = FAMILIES["mixtral"]
+    with torch.device("meta"):
+        model = getattr(transformers, kind)(transformers.MixtralConfig(**{**SIZES, **config}))
+    styles = {k: v for k, v in read_plan(model, "ep").items() if "experts" in k}
+    with pytest.raises(PlanError, match=r"holds 4 experts, which 3 ranks.*tp=1 or 2 or 4"):
+        splits_of(model, styles, 3)
+
+
+def test_the_decoding_that_gpus_capture_says_what_generate_says(ranks):
+    device = torch.device("cpu")
+
+    def rank(info):
+        with Coordinator(info, timeout_s=40) as coor, Communicator(coor) as comm:
+            return Decoder(comm, device).tokens()
+
+    assert ranks(rank, 2) == [whole_tokens(device)] * 2
+
+
+def test_a_quantised_checkpoint_is_refused_with_what_to_do(ranks_or_errors, family, tmp_path):
+    shutil.copytree(family("llama")[1], tmp_path / "fp8")
+    file = tmp_path / "fp8" / "config.json"
+    quantised = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": quantised}))
+
+    def rank(info):
+        with Coordinator(info, timeout_s=40) as coor:
+            inference.load(tmp_path / "fp8", coor=coor, tp=2)
+
+    for error in ranks_or_errors(rank, 2):
+        assert isinstance(error, PlanError) and "quantised (fp8)" in str(error)
+        assert "device_map=" in str(error) and "save_pretrained" in str(error)
 
 
 class Mlp(nn.Module):
@@ -307,6 +490,23 @@ def test_heads_that_do_not_divide_are_found_before_loading(ranks_or_errors, fami
 def test_a_plan_that_cannot_be_followed_is_refused(plan, says):
     with pytest.raises(PlanError, match=says):
         read_plan(Mlp(), plan)
+
+
+@pytest.mark.parametrize(
+    ("styles", "says"),
+    [
+        ({"lm_head": "colwise"}, "'colwise_gather_output'"),
+        ({"model.norm": "colwise"}, "is a MixtralRMSNorm.*for Linear"),
+        ({"model.layers.*.mlp.experts": "moe_tp_experts"}, "nothing in it is cut"),
+        ({"model.layers.*.mlp.experts": "ep_dispatch_experts"}, "other experts than they have"),
+        ({"model.layers.*.mlp.experts.down_proj": "grouped_gemm"}, "other experts than they have"),
+    ],
+)
+def test_a_plan_that_would_compute_something_else_is_refused(styles, says):
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES))
+    with pytest.raises(PlanError, match=says):
+        splits_of(model, read_plan(model, styles), 2)
 
 
 def test_a_tied_tensor_that_a_plan_cuts_in_two_ways_is_refused():
