@@ -38,8 +38,8 @@ def whole_tokens(device: torch.device) -> list[int]:
 class Decoder:
     """One step at a time on tensors that stay where they are, so that a graph can hold the step."""
 
-    def __init__(self, comm: Any, device: torch.device):
-        self.model = small_model(device)
+    def __init__(self, model: Any, comm: Any):
+        self.model, device = model, model.device
         parallelize(self.model, "auto", comm)
         self.cache = transformers.StaticCache(config=self.model.config, max_cache_len=ROOM)
         self.prompt = torch.tensor(PROMPT, device=device)

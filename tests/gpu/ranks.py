@@ -373,7 +373,7 @@ def compiled(coor: Coordinator) -> list[float]:
 def decode_in_a_graph(coor: Coordinator) -> list[list[int]]:
     """What a model cut over ranks says: whole, step by step, and replayed, sums included."""
     with Nccl(coor, device=0) as comm:
-        decoder = decode.Decoder(comm, GPU)
+        decoder = decode.Decoder(decode.small_model(GPU), comm)
         found = [decode.whole_tokens(GPU), decoder.tokens()]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

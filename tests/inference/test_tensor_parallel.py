@@ -13,7 +13,7 @@ from communicator import Communicator
 from coordinator import Coordinator
 from inference import PlanError
 from inference.tensor_parallel import connect, read_plan, splits_of
-from tests.gpu.decode import Decoder, whole_tokens
+from tests.gpu.decode import Decoder, small_model, whole_tokens
 
 SIZES = {
     "vocab_size": 65,
@@ -360,7 +360,10 @@ EXPERTS = {
     "mixtral": FAMILIES["mixtral"],
     "qwen3 moe": FAMILIES["qwen3 moe"],
     "deepseek v2": FAMILIES["deepseek v2"],
-    "gpt oss": ("GptOssForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt oss": (
+        "GptOssForCausalLM",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48},
+    ),
 }
 FAMILIES |= EXPERTS
 
@@ -411,10 +414,11 @@ def test_experts_that_do_not_divide_are_found_while_planning():
 
 def test_the_decoding_that_gpus_capture_says_what_generate_says(ranks):
     device = torch.device("cpu")
+    models = [small_model(device) for _ in range(2)]
 
     def rank(info):
         with Coordinator(info, timeout_s=40) as coor, Communicator(coor) as comm:
-            return Decoder(comm, device).tokens()
+            return Decoder(models[info.rank], comm).tokens()
 
     assert ranks(rank, 2) == [whole_tokens(device)] * 2
 
