@@ -155,16 +155,33 @@ bool all_share(Group& group, const Call& call, uint64_t where, Stage stage) {
     return false;
 }
 
-// Everyone reads everything: one step, most traffic. For messages where the step is what costs.
+// Everyone reads everything: one step a round, most traffic. The next round is staged before this
+// one is reduced, so that the peers need not wait for it.
 void allreduce_one_shot(Group& group, const char* send, char* recv, const Call& call, size_t size,
                         Reduce reduce) {
-    size_t nbytes = call.count * size;
-    bool worthwhile = send == recv && nbytes >= smallest_reduced_in_place;
-    uint64_t where = worthwhile ? group.memory().where(recv, nbytes) : 0;
-    if (all_share(group, call, where, [&] { group.put(group.slot(group.rank), send, nbytes); }))
+    Operands operands(group);
+    uint64_t whole = group.slot_bytes() / size;
+    auto part = [&](uint64_t first) { return std::min(whole, call.count - first); };
+    auto stage = [&](uint64_t first) {
+        group.put(group.slot(group.rank), send + first * size, part(first) * size);
+    };
+    bool worthwhile = send == recv && call.count * size >= smallest_reduced_in_place;
+    uint64_t where = worthwhile ? group.memory().where(recv, call.count * size) : 0;
+    if (all_share(group, call, where, [&] { stage(0); }))
         return allreduce_in_place(group, call, size, reduce);
-    reduce(recv, Operands(group).at(send, 0), group.nranks, call.count,
-           divisor_for(group, call.op));
+    for (uint64_t first = 0, next = whole;; first = next, next += whole) {
+        const void* const* sources = operands.at(send + first * size, 0);
+        bool more = next < call.count;
+        if (more) {
+            group.next_round();
+            stage(next);
+            group.arrive();
+        }
+        reduce(recv + first * size, sources, group.nranks, part(first),
+               divisor_for(group, call.op));
+        if (!more) return;
+        group.await();
+    }
 }
 
 // One round: everyone reduces its piece and reads the other pieces. Two steps, least traffic.

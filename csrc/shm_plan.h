@@ -9,11 +9,13 @@ namespace shm {
 
 enum class Plan { one_shot, two_shot };
 
-// One shot reads (n + 1) S and writes 2 S per rank with one step; two shots move about 4 S in all
-// with two steps. So the limit falls as ranks are added.
+// One shot reads (n - 1) S of the others with one step, two shots about 2 S with two. For two ranks
+// that is never less, and only one shot may be staged a round ahead: among more, a slower rank may
+// still read the slot.
 inline Plan plan_allreduce(uint64_t nbytes, int nranks, size_t slot_bytes) {
-    uint64_t limit = nranks == 2 ? 256u << 10 : (128u << 10) / nranks;
-    return nbytes <= std::min<uint64_t>(limit, slot_bytes) ? Plan::one_shot : Plan::two_shot;
+    if (nranks == 2) return Plan::one_shot;
+    uint64_t limit = std::min<uint64_t>((128u << 10) / nranks, slot_bytes);
+    return nbytes <= limit ? Plan::one_shot : Plan::two_shot;
 }
 
 // Below this, staging costs less than the second step that reducing in place takes.

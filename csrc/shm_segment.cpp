@@ -214,8 +214,9 @@ Lane& Segment::lane(int src, int dst) const {
     return reinterpret_cast<Lane*>(base_ + layout_.lanes())[src * layout_.nranks + dst];
 }
 
-char* Segment::slot(int rank, unsigned parity) const {
-    return base_ + layout_.slots() + (2 * static_cast<size_t>(rank) + parity) * layout_.slot_bytes;
+char* Segment::slot(int writer, unsigned parity) const {
+    size_t slot = 2 * static_cast<size_t>(writer) + parity;
+    return base_ + layout_.slots() + slot * layout_.slot_bytes;
 }
 
 char* Segment::letter(int src, int dst, uint32_t index) const {

@@ -40,7 +40,7 @@ class Segment {
 
     RankBlock& block(int rank) const;
     Lane& lane(int src, int dst) const;
-    char* slot(int rank, unsigned parity) const;
+    char* slot(int writer, unsigned parity) const;
     char* letter(int src, int dst, uint32_t index) const;
     const Layout& layout() const { return layout_; }
 
