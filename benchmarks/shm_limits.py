@@ -16,18 +16,17 @@ import sys
 import tempfile
 import time
 import timeit
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.collectives import MARK, measure, report
+from benchmarks.floor import ROOT, compiled
 from benchmarks.table import Table, spread
 from communicator import Communicator, _native
 from communicator.native import Shm
 from coordinator import Coordinator
 
-ROOT = Path(__file__).parents[1]
 ALLREDUCE_US = {2: 1.2, 4: 40.0, 8: 100.0}  # of 8 bytes, from Python, by ranks
 BARRIER_US = 1.2
 THERE_AND_BACK_US = 15.0  # of 8 KiB
@@ -107,13 +106,6 @@ def from_ranks(size: int) -> list[dict[str, Any]]:
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     lines = [line.partition(MARK)[2] for line in done.stdout.splitlines() if MARK in line]
     return [json.loads(line) for line in lines]
-
-
-def compiled(source: Path, folder: str, *flags: str) -> Path:
-    target = Path(folder) / source.stem
-    command = ["cc", "-O2", f"-I{ROOT / 'csrc'}", *flags, source, "-o", target, "-ldl"]
-    subprocess.run(command, check=True)
-    return target
 
 
 def back_to_back(folder: str, size: int) -> list[float]:
