@@ -270,7 +270,11 @@ def _give_back(comm: _native.Comm, address: int) -> None:
 
 
 class Shm(Native):
-    """Ranks of one node through shared memory: processes or threads, any number of them."""
+    """Ranks of one node through shared memory: processes or threads, any number of them.
+
+    instructions: "plain", "avx2" or "avx512" for the code that adds, of what the processor has;
+        the best if not given. The results have the same bits.
+    """
 
     name = "shm"
     path = os.path.join(os.path.dirname(__file__), "_shm.abi3.so")

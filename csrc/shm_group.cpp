@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "shm_reduce.h"
-
 namespace shm {
 namespace {
 
@@ -65,6 +63,22 @@ std::string seconds(int64_t ns) {
     return text.substr(0, text.size() - 4) + " s";
 }
 
+// The one option: which of the code that is compiled from one source runs, so that tests compare
+// it.
+Instructions instructions_in(const comm_init_args& args) {
+    static const char key[] = "instructions=";
+    constexpr size_t length = sizeof key - 1;
+    Instructions instructions = best_instructions();
+    for (auto option = args.options; option != nullptr && *option != nullptr; ++option)
+        if (std::strncmp(*option, key, length) != 0 ||
+            !find_instructions(*option + length, &instructions))
+            throw Failure{COMM_INVALID_ARGUMENT,
+                          "rank " + std::to_string(args.rank) +
+                              ": the shared-memory backend has no option \"" + *option +
+                              "\" on this processor, so nothing would come of it. Leave it out"};
+    return instructions;
+}
+
 }  // namespace
 
 std::string describe(const Call& call, const Shape& shape) {
@@ -80,6 +94,7 @@ std::string describe(const Call& call, const Shape& shape) {
 Group::Group(const comm_init_args& args)
     : rank(args.rank),
       nranks(args.nranks),
+      instructions(instructions_in(args)),
       timeout_ns_(args.timeout_ms * INT64_C(1000000)),
       sent_(nranks),
       received_(nranks),

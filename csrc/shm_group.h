@@ -10,6 +10,7 @@
 #include "shm_fork.h"
 #include "shm_layout.h"
 #include "shm_memory.h"
+#include "shm_reduce.h"
 #include "shm_segment.h"
 #include "shm_wait.h"
 
@@ -92,6 +93,7 @@ class Group {
 
     const int rank;
     const int nranks;
+    const Instructions instructions;
 
   private:
     // Of two ranks, each writes where it has read two rounds before: those lines are in its own

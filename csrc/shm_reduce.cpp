@@ -1,6 +1,7 @@
 #include "shm_reduce.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "shm_codec.h"
 #include "shm_half.h"
@@ -158,49 +159,62 @@ FOR_INSTRUCTION_SET(
 #endif
 
 template <class Codec, class Op>
-Reduce for_this_processor() {
+Reduce compiled_for(Instructions instructions) {
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        return reduce_avx512<Codec, Op>;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"))
-        return reduce_avx2<Codec, Op>;
+    if (instructions == Instructions::avx512) return reduce_avx512<Codec, Op>;
+    if (instructions == Instructions::avx2) return reduce_avx2<Codec, Op>;
 #endif
+    (void)instructions;
     return reduce_plain<Codec, Op>;
+}
+
+bool are_here(Instructions instructions) {
+    switch (instructions) {
+#if defined(__x86_64__)
+        case Instructions::avx512:
+            return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+        case Instructions::avx2:
+            return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+#endif
+        default:
+            return instructions == Instructions::plain;
+    }
 }
 
 // Signed numbers wrap like unsigned ones, so they share the code. Whole numbers have no average.
 template <class Codec>
-Reduce find_op(comm_op op) {
+Reduce find_op(comm_op op, Instructions instructions) {
     using Sums = typename Wrapping<Codec>::type;
     switch (op) {
         case COMM_AVG:
             if (std::is_integral<typename Codec::Wide>::value) return nullptr;
             [[fallthrough]];
         case COMM_SUM:
-            return for_this_processor<Sums, Sum>();
+            return compiled_for<Sums, Sum>(instructions);
         case COMM_PROD:
-            return for_this_processor<Sums, Prod>();
+            return compiled_for<Sums, Prod>(instructions);
         case COMM_MAX:
-            return for_this_processor<Codec, Max>();
+            return compiled_for<Codec, Max>(instructions);
         case COMM_MIN:
-            return for_this_processor<Codec, Min>();
+            return compiled_for<Codec, Min>(instructions);
         default:
             return nullptr;
     }
 }
 
 // true is the larger: max is "any", min and prod are "all". A sum of truths is not a truth.
-Reduce find_bool_op(comm_op op) {
+Reduce find_bool_op(comm_op op, Instructions instructions) {
     if (op == COMM_PROD) op = COMM_MIN;
-    return op == COMM_MAX || op == COMM_MIN ? find_op<Native<uint8_t>>(op) : nullptr;
+    bool has_meaning = op == COMM_MAX || op == COMM_MIN;
+    return has_meaning ? find_op<Native<uint8_t>>(op, instructions) : nullptr;
 }
 
 struct Dtype {
     comm_dtype number;
     const char* name;
     size_t size;
-    Reduce (*find)(comm_op);
+    Reduce (*find)(comm_op, Instructions);
 };
 
 const Dtype dtypes[] = {
@@ -228,9 +242,26 @@ const Dtype* find_dtype(comm_dtype number) {
 
 }  // namespace
 
-Reduce find_reduce(comm_dtype number, comm_op op) {
+Instructions best_instructions() {
+    for (Instructions instructions : {Instructions::avx512, Instructions::avx2})
+        if (are_here(instructions)) return instructions;
+    return Instructions::plain;
+}
+
+bool find_instructions(const char* name, Instructions* found) {
+    static const char* const names[] = {"plain", "avx2", "avx512"};
+    for (Instructions instructions :
+         {Instructions::plain, Instructions::avx2, Instructions::avx512}) {
+        if (std::strcmp(name, names[static_cast<int>(instructions)]) != 0) continue;
+        *found = instructions;
+        return are_here(instructions);
+    }
+    return false;
+}
+
+Reduce find_reduce(comm_dtype number, comm_op op, Instructions instructions) {
     const Dtype* dtype = find_dtype(number);
-    return dtype == nullptr ? nullptr : dtype->find(op);
+    return dtype == nullptr ? nullptr : dtype->find(op, instructions);
 }
 
 size_t size_of(comm_dtype number) {

@@ -12,8 +12,16 @@ namespace shm {
 using Reduce = void (*)(void* out, const void* const* sources, int num_sources, size_t count,
                         int divisor);
 
-// The fastest one for this processor; nullptr where the operation means nothing for the type.
-Reduce find_reduce(comm_dtype dtype, comm_op op);
+enum class Instructions { plain, avx2, avx512 };
+
+// The most that this processor has.
+Instructions best_instructions();
+// By name, if this processor has them.
+bool find_instructions(const char* name, Instructions* found);
+
+// nullptr where the operation means nothing for the type. The result has the same bits with any
+// instructions.
+Reduce find_reduce(comm_dtype dtype, comm_op op, Instructions instructions);
 
 // Bytes of an element; 0 for a number that is no dtype.
 size_t size_of(comm_dtype dtype);
