@@ -40,7 +40,6 @@ def taken_in(operation: str, nbytes: int, size: int) -> int:
         "reduce_scatter": share,
         "alltoall": share,
         "allgather": nbytes * (size - 1),
-        "there and back": 2 * nbytes,
         "barrier": 0,
     }.get(operation, nbytes)
 
