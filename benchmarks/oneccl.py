@@ -54,6 +54,8 @@ class OneCcl(Library):
 
 
 def oneccl(comm: Communicator, path: str) -> Library:
+    from mpi4py import MPI  # noqa: F401  # opens MPI and ends it, which oneCCL leaves undone
+
     library = ctypes.CDLL(path)
     library.oneccl_address_bytes.restype = ctypes.c_size_t
     library.oneccl_open.restype = ctypes.c_void_p
