@@ -53,8 +53,8 @@ MARK = "measured: "  # opens the lines that rank 0 prints for the process that s
 
 def repeats(nbytes: int, size: int) -> int:
     """Enough for a median, few enough that the slowest peer ends within seconds."""
-    usual = 400 if nbytes <= 64 << 10 else 60 if nbytes <= 1 << 20 else 9
-    return usual if size == 2 else max(usual // 4, 7)
+    usual = 200 if nbytes <= 64 << 10 else 60 if nbytes <= 1 << 20 else 6
+    return usual if size == 2 else max(usual // 4, 6)
 
 
 def measure(comm: Communicator, calls: dict[str, Call], times: int) -> dict[str, list[float]]:
