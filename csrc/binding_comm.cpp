@@ -58,18 +58,23 @@ PyObject* comm_abort(PyObject* object, PyObject*) {
 }
 
 comm_result destroy(Comm* self) {
-    std::lock_guard<std::mutex> turn(*self->turn);
-    std::lock_guard<std::mutex> ending(*self->ending);
-    comm_t handle = self->handle;
-    self->handle = nullptr;
-    return handle == nullptr ? COMM_OK : self->table->destroy(handle);
+    comm_result code = COMM_OK;
+    self->turn->take();
+    PyThreadState* state = PyEval_SaveThread();
+    {
+        std::lock_guard<std::mutex> ending(*self->ending);
+        comm_t handle = self->handle;
+        self->handle = nullptr;
+        if (handle != nullptr) code = self->table->destroy(handle);
+    }
+    PyEval_RestoreThread(state);
+    self->turn->give();
+    return code;
 }
 
 PyObject* comm_close(PyObject* object, PyObject*) {
     Comm* self = comm_of(object);
-    PyThreadState* state = PyEval_SaveThread();
     comm_result code = destroy(self);
-    PyEval_RestoreThread(state);
     return code == COMM_OK ? returned(Py_None) : raise_result(self->table, code, nullptr);
 }
 
@@ -147,18 +152,16 @@ PyObject* comm_async_error(PyObject* object, PyObject*) {
     Comm* self = comm_of(object);
     CallSite site = site_of(self, "async_error");
     if (!COMM_HAS(self->table, async_error)) return raise_not_offered(site, self->table);
+    if (!self->turn->try_take()) return returned(Py_None);
     comm_result code = COMM_OK;
-    std::string text;
-    PyThreadState* state = PyEval_SaveThread();
-    {
-        std::unique_lock<std::mutex> turn(*self->turn, std::try_to_lock);
-        if (turn.owns_lock() && self->handle != nullptr) {
-            code = self->table->async_error(self->handle);
-            if (code != COMM_OK) text = self->table->last_error(self->handle);
-        }
+    if (self->handle != nullptr) {
+        PyThreadState* state = PyEval_SaveThread();
+        code = self->table->async_error(self->handle);
+        PyEval_RestoreThread(state);
     }
-    PyEval_RestoreThread(state);
-    return code == COMM_OK ? returned(Py_None) : raise_result(self->table, code, text.c_str());
+    if (code != COMM_OK) raise_result(self->table, code, self->table->last_error(self->handle));
+    self->turn->give();
+    return code == COMM_OK ? returned(Py_None) : nullptr;
 }
 
 PyObject* comm_split(PyObject* object, PyObject* args) {
@@ -184,11 +187,7 @@ PyObject* comm_split(PyObject* object, PyObject* args) {
 
 void comm_dealloc(PyObject* object) {
     Comm* self = comm_of(object);
-    if (self->turn != nullptr && self->ending != nullptr) {
-        PyThreadState* state = PyEval_SaveThread();
-        destroy(self);
-        PyEval_RestoreThread(state);
-    }
+    if (self->turn != nullptr && self->ending != nullptr) destroy(self);
     delete self->turn;
     delete self->ending;
     for (PyObject* reference : self->known_plain.references) Py_XDECREF(reference);
@@ -244,7 +243,7 @@ Comm* new_comm(PyObject* plugin, const comm_plugin* table, const comm_init_args&
     if (self == nullptr) return nullptr;
     self->plugin = returned(plugin);
     self->table = table;
-    self->turn = new std::mutex;
+    self->turn = new Turn;
     self->ending = new std::mutex;
     self->kept = PyList_New(0);
     self->site = CallSite{"",

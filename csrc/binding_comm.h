@@ -5,19 +5,19 @@
 #include <Python.h>
 
 #include <mutex>
-#include <string>
 
 #include "binding_arguments.h"
 #include "binding_result.h"
 #include "binding_tensor.h"
+#include "binding_turn.h"
 #include "communicator.h"
 #include "python_object.h"
 
 struct Comm {
     PyObject_HEAD PyObject* plugin;
     const comm_plugin* table;
-    comm_t handle;       // NULL once closed; read and written under `turn`
-    std::mutex* turn;    // one call at a time
+    comm_t handle;  // NULL once closed; read and written in one's turn
+    Turn* turn;
     std::mutex* ending;  // abort() may come in the middle of a call, but not of close()
     PyObject* kept;      // tensors of sends and receives of an open group
     int group_depth;
@@ -40,23 +40,18 @@ PyObject* raise_not_offered(const CallSite& site, const comm_plugin* table);
 // Calls the library without the interpreter's lock, so that any call may wait for other ranks.
 template <class Body>
 bool call_library(Comm* self, const CallSite& site, Body body) {
+    self->turn->take();
+    bool open = self->handle != nullptr;
     comm_result code = COMM_OK;
-    bool open;
-    std::string text;
-    PyThreadState* state = PyEval_SaveThread();
-    {
-        std::lock_guard<std::mutex> turn(*self->turn);
-        open = self->handle != nullptr;
-        if (open) code = body(self->handle);
-        if (code != COMM_OK) {
-            const char* error = self->table->last_error(self->handle);
-            text = error != nullptr ? error : "";
-        }
+    if (open) {
+        PyThreadState* state = PyEval_SaveThread();
+        code = body(self->handle);
+        PyEval_RestoreThread(state);
     }
-    PyEval_RestoreThread(state);
-    if (!open) return raise_closed(site) != nullptr;
-    if (code != COMM_OK) return raise_result(self->table, code, text.c_str()) != nullptr;
-    return true;
+    if (code != COMM_OK) raise_result(self->table, code, self->table->last_error(self->handle));
+    self->turn->give();
+    if (!open) raise_closed(site);
+    return open && code == COMM_OK;
 }
 
 // A call that moves this tensor. Most libraries are not bothered with what moves nothing.

@@ -10,9 +10,11 @@ const DLPackExchangeAPI* exchange;
 PyTypeObject* tensor_type;
 PyTypeObject* parameter_type;
 PyObject* torch_dispatch_of_tensor;
-PyObject* requires_grad;
+PyObject* requires_grad;  // the descriptor, and how it is read
+descrgetfunc get_requires_grad;
 PyObject* is_grad_enabled;
 PyObject* is_neg;
+PyCFunction quick_is_neg;
 PyObject* op_names[5];
 
 PyObject* attribute(const char* module, const char* first, const char* second) {
@@ -48,6 +50,34 @@ int find_exchange() {
     return -1;
 }
 
+// A method without arguments as the C function that it is; NULL if it is something else. Calling it
+// so takes half as long.
+PyCFunction c_method(PyObject* object, const char* name) {
+    PyObject* method = PyObject_GetAttrString(object, name);
+    bool plain = method != NULL && PyCFunction_GetFlags(method) == METH_NOARGS;
+    PyCFunction function = plain ? PyCFunction_GetFunction(method) : NULL;
+    Py_XDECREF(method);
+    PyErr_Clear();
+    return function;
+}
+
+int find_flags() {
+    requires_grad = attribute("torch", "Tensor", "requires_grad");
+    is_neg = attribute("torch", "Tensor", "is_neg");
+    is_grad_enabled = attribute("torch", "is_grad_enabled", NULL);
+    PyObject* empty = attribute("torch", "empty", NULL);
+    PyObject* tensor = empty == NULL ? NULL : PyObject_CallFunction(empty, "i", 0);
+    Py_XDECREF(empty);
+    if (tensor == NULL || PyErr_Occurred()) return -1;
+    get_requires_grad =
+        reinterpret_cast<descrgetfunc>(PyType_GetSlot(Py_TYPE(requires_grad), Py_tp_descr_get));
+    quick_is_neg = c_method(tensor, "is_neg");
+    Py_DECREF(tensor);
+    if (get_requires_grad != NULL) return 0;
+    PyErr_SetString(PyExc_ImportError, "torch.Tensor.requires_grad is no property of this torch");
+    return -1;
+}
+
 // A tensor subclass with a dispatcher of its own wraps something; its own memory is not the data.
 bool is_wrapper(PyObject* object) {
     if (Py_TYPE(object) == tensor_type || Py_TYPE(object) == parameter_type) return false;
@@ -77,7 +107,7 @@ int refuse_type(const CallSite& site, PyObject* object) {
 }
 
 int check_grad(const CallSite& site, PyObject* object) {
-    PyObject* flag = PyObject_GetAttr(object, requires_grad);
+    PyObject* flag = get_requires_grad(requires_grad, object, NULL);
     if (flag == NULL) return -1;
     Py_DECREF(flag);  // True and False live on
     if (flag == Py_False) return 0;
@@ -93,24 +123,31 @@ int check_grad(const CallSite& site, PyObject* object) {
 }
 
 bool is_known_plain(const KnownPlain& known, PyObject* object) {
-    for (PyObject* reference : known.references)
-        if (reference != NULL && PyWeakref_GetObject(reference) == object) return true;
+    for (int place = 0; place < 2; ++place)
+        if (object == known.tensors[place] &&
+            PyWeakref_GetObject(known.references[place]) == object)
+            return true;
     return false;
 }
 
+constexpr unsigned ASKED = 8;  // of so many two are remembered
+
 void remember_plain(KnownPlain* known, PyObject* object) {
+    unsigned place = known->asked++ % ASKED;
+    if (place > 1) return;
     PyObject* reference = PyWeakref_NewRef(object, NULL);
     if (reference == NULL) return PyErr_Clear();
-    PyObject* old = known->references[known->next];
-    known->references[known->next] = reference;
-    known->next ^= 1;
+    PyObject* old = known->references[place];
+    known->tensors[place] = object;
+    known->references[place] = reference;
     Py_XDECREF(old);
 }
 
 // A lazy negative, such as the imaginary part of x.conj(): its memory holds the opposite.
 int check_sign(const CallSite& site, PyObject* object) {
     if (is_known_plain(*site.known_plain, object)) return 0;
-    PyObject* negative = PyObject_CallFunctionObjArgs(is_neg, object, NULL);
+    PyObject* negative = quick_is_neg != NULL ? quick_is_neg(object, NULL)
+                                              : PyObject_CallFunctionObjArgs(is_neg, object, NULL);
     if (negative == NULL) return -1;
     Py_DECREF(negative);
     if (negative == Py_False) return remember_plain(site.known_plain, object), 0;
@@ -282,13 +319,10 @@ int refuse_op(const CallSite& site, PyObject* op, const char* why) {
 int find_torch() {
     static const char* const names[] = {"sum", "prod", "max", "min", "avg"};
     for (int op = 0; op < 5; ++op) op_names[op] = PyUnicode_InternFromString(names[op]);
-    requires_grad = PyUnicode_InternFromString("requires_grad");
-    if (find_exchange() < 0) return -1;
+    if (find_exchange() < 0 || find_flags() < 0) return -1;
     tensor_type = reinterpret_cast<PyTypeObject*>(attribute("torch", "Tensor", NULL));
     parameter_type = reinterpret_cast<PyTypeObject*>(attribute("torch.nn", "Parameter", NULL));
     torch_dispatch_of_tensor = attribute("torch", "Tensor", "__torch_dispatch__");
-    is_grad_enabled = attribute("torch", "is_grad_enabled", NULL);
-    is_neg = attribute("torch", "Tensor", "is_neg");
     return PyErr_Occurred() ? -1 : 0;
 }
 

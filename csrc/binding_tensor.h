@@ -8,11 +8,13 @@
 #include "communicator.h"
 #include "dlpack.h"
 
-// Weak references to the tensors last found to be plain memory: asking torch costs as much as half
-// a call, and small tensors that are passed often are often the same.
+// Weak references to tensors found to be plain memory: asking torch costs a third of a call, and
+// small tensors that are passed often are often the same. Not all of those that are asked about are
+// remembered, for where every call has a new tensor that would cost as much again.
 struct KnownPlain {
-    PyObject* references[2];
-    int next;
+    PyObject* tensors[2];     // what the references were made of, to be compared and no more
+    PyObject* references[2];  // NULL if there is none yet
+    unsigned asked;
 };
 
 // What a call says about itself in errors, and what its tensors must satisfy.

@@ -103,6 +103,19 @@ def test_lazy_negatives_are_seen_whatever_was_passed_before(pair):
     assert pair(body) == [-2.0, -2.0]
 
 
+def test_a_tensor_that_comes_to_need_a_gradient_is_seen_although_it_passed_before(pair):
+    def body(comm):
+        tensor = torch.ones(4)
+        comm.allreduce(tensor)
+        tensor.requires_grad_()
+        with pytest.raises(ValueError, match="autograd"):
+            comm.allreduce(tensor)
+        with torch.no_grad():
+            return comm.allreduce(tensor)[0].item()
+
+    assert pair(body) == [4.0, 4.0]
+
+
 def test_parameters_may_be_written_where_autograd_does_not_look(pair):
     def body(comm):
         parameter = torch.nn.Parameter(torch.full((3,), comm.rank + 1.0))
