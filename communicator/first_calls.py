@@ -17,8 +17,8 @@ import torch
 
 from communicator import agreement
 from communicator.base import Communicator
-from communicator.errors import CommunicatorTimeout, PeerLost
-from coordinator import CoordinatorTimeout
+from communicator.errors import CommunicatorError, CommunicatorTimeout, PeerLost
+from coordinator import CoordinatorError, CoordinatorTimeout
 from coordinator import PeerLost as RankLost
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class FirstCalls:
 
     def __init__(self, comm: Native, count: int) -> None:
         self._comm, self._count, self._number = comm, count, 0
+        self._captured_after = -1  # after how many compared calls this rank last captured one
         self._store = comm.coor.store("first calls", timeout_s=SLICE_S)
         self._kept = {name: comm.__dict__.get(name) for name in HOW}
         for name in HOW:
@@ -57,11 +58,22 @@ class FirstCalls:
     def _comparing(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def compared(*values: Any, **options: Any) -> Any:
-            if self._number < self._count and not self._comm._is_capturing():
-                self._compare(self._describe(name, values, options))
+            if self._number < self._count:
+                if self._comm._is_capturing():
+                    self._note_capture()
+                else:
+                    self._compare(self._describe(name, values, options))
             return method(*values, **options)
 
         return compared
+
+    def _note_capture(self) -> None:
+        """Leave word for ranks that compare a call at this place, and would wait for this one."""
+        if self._captured_after == self._number:
+            return
+        self._captured_after = self._number
+        with suppress(CoordinatorError):  # a capture is no place to learn of it
+            self._store.set(f"captured/{self._comm.rank}", str(self._number))
 
     def step_aside(self) -> None:
         """Give the methods back as they were."""
@@ -110,8 +122,27 @@ class FirstCalls:
             try:
                 return self._exchange(mine)
             except CoordinatorTimeout as error:
+                self._raise_if_captured(call)
                 if time.monotonic() > deadline:
                     raise self._late(call) from error
+
+    def _raise_if_captured(self, call: str) -> None:
+        """Raise if a rank that is waited for has captured a call where this one has not."""
+        before = self._number - 1
+        if self._captured_after == before:
+            return  # they may still be at it
+        with suppress(CoordinatorTimeout):  # rank 0 may be busy: the wait goes on
+            ranks = range(self._comm.world_size)
+            names = [f"captured/{rank}" for rank in ranks]
+            marks = [self._store.get(name) if self._store.check([name]) else b"" for name in names]
+            if found := [rank for rank in ranks if marks[rank] == str(before).encode()]:
+                self._store.set(self._key(self._comm.rank), f"{call}, outside of any capture")
+                who = ", ".join(str(self._comm.coor.peers[rank]) for rank in found)
+                raise CommunicatorError(
+                    f"rank {self._comm.rank}: {call}, is made outside of any capture, and {who} "
+                    "captured a call in a CUDA graph instead. Nothing was enqueued here. All ranks "
+                    "capture, or none: let them make the same calls in the same order."
+                )
 
     def _exchange(self, mine: str) -> list[str]:
         """One try, which may be made again. Who has read all of a call has left the one before."""

@@ -266,6 +266,47 @@ def test_a_capture_is_not_compared(path, ranks):
     assert ranks(body, 2) == [0, 0]
 
 
+def test_a_call_that_others_capture_is_told_long_before_the_deadline(path, ranks):
+    """Who captures compares nothing, so the rank that does not would wait for a word from it."""
+
+    def body(info):
+        with Coordinator(info, timeout_s=60) as coor, Nccl(coor, library=path) as comm:
+            comm._check = lambda call, tensor: None
+            if info.rank == 1:
+                comm._is_capturing = lambda: True
+                with pytest.raises(ValueError, match="the tensor is on cpu"):  # by the library
+                    comm.allreduce(torch.ones(3))
+            else:
+                start = time.monotonic()
+                words = r"rank 0: call 1, allreduce .* and rank 1 .*captured a call in a CUDA graph"
+                with pytest.raises(CommunicatorError, match=words):
+                    comm.allreduce(torch.ones(3))
+                assert time.monotonic() - start < SOON_S
+            coor.barrier()
+            comm._is_capturing = lambda: False
+            if info.rank == 1:
+                with pytest.raises(CommunicatorError, match="outside of any capture"):
+                    comm.allreduce(torch.ones(3))
+
+    ranks(body, 2)
+
+
+def test_ranks_that_have_captured_wait_for_those_that_still_do(path, ranks):
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor, Nccl(coor, library=path) as comm:
+            comm._check = lambda call, tensor: None
+            comm._is_capturing = lambda: True
+            with pytest.raises(ValueError, match="the tensor is on cpu"):
+                comm.allreduce(torch.ones(3))
+            comm._is_capturing = lambda: False
+            if info.rank == 1:
+                time.sleep(1.5 * first_calls.SLICE_S)
+            with pytest.raises(ValueError, match="the tensor is on cpu"):  # compared, and passed on
+                comm.allreduce(torch.ones(3))
+
+    ranks(body, 2)
+
+
 @pytest.mark.parametrize("end", ["abort", "death"])
 def test_a_comparison_that_waits_ends_with_the_communicator(path, ranks, end):
     def body(info):
