@@ -26,7 +26,7 @@ from transformers.cache_utils import (
 from inference.errors import InferenceError
 from inference.join import join
 from inference.known import EMPTY, Mark, mark, refuse_change
-from inference.shadow import hide, shadow
+from inference.shadow import bookkeeping, hide, shadow
 
 
 class Journal(Protocol):
@@ -35,6 +35,7 @@ class Journal(Protocol):
     def record(self, name: str, *arguments: Any) -> None: ...
     def forget(self, number: int) -> None: ...
     def next_cache(self) -> int: ...
+    def rows_and_tokens(self) -> tuple[int, int]: ...
 
 
 class Advance(NamedTuple):
@@ -73,7 +74,8 @@ class Mirrored:
 
     def reset(self) -> None:
         self.journal.record("reset", self.number)
-        super().reset()  # type: ignore[misc]
+        with bookkeeping():
+            super().reset()  # type: ignore[misc]
         self.remember()
 
     def update(self, keys: Any, values: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -88,13 +90,16 @@ class Mirrored:
     def remember(self) -> None:
         """The other ranks have changed their layers as these here were."""
         layers = self.layers  # type: ignore[attr-defined]
-        self.known = {index: mark(layers[index]) for index in self.known}
+        for index in self.known:
+            hide(layers[index])
+            self.known[index] = mark(layers[index])
 
     def _change(self, name: str, *arguments: Any) -> None:
         for index, known in self.known.items():
             refuse_change(index, _layer(self, index), known)
         self.journal.record(name, self.number, *arguments)
-        getattr(super(), name)(*arguments)
+        with bookkeeping():
+            getattr(super(), name)(*arguments)
         self.remember()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -137,6 +142,8 @@ def number_of(cache: Cache, journal: Journal, layers: Iterable[int] = ()) -> int
     _register(cache, journal)
     cache.known = {}
     journal.record("create", cache.number, recipe)
+    if any(getattr(layer, "record_past", False) for layer in cache.layers):
+        journal.record("activate_past_recording", cache.number)
     return cache.number
 
 
@@ -146,7 +153,8 @@ def join_mirrored(whole: Cache, parts: Sequence[Cache]) -> None:
     if isinstance(first, Mirrored):
         number = number_of(whole, first.journal)
         first.journal.record("join", number, [number_of(part, first.journal) for part in parts])
-    join(whole, parts)
+    with bookkeeping():
+        join(whole, parts)
     if isinstance(first, Mirrored) and isinstance(whole, Mirrored):
         whole.known = dict(first.known)
         whole.remember()
@@ -188,16 +196,20 @@ def _recipe(cache: Cache) -> tuple[Any, ...]:
         kind = type(cache).__name__
     raise InferenceError(
         f"a {kind or 'cache that offloads'} cannot be kept on other ranks, so its keys and values "
-        "would be lost; use a dynamic or static cache."
+        "would be lost; use a dynamic or static cache, or, for a model that has only this one, load "
+        "it on one rank."
     )
 
 
 def advance(cache: Cache, layers: Iterable[int], hidden: torch.Tensor) -> None:
-    """Account for the tokens of `hidden`, [..., batch, tokens, width], in layers held elsewhere."""
+    """Account for the tokens of `hidden`, [batch, tokens, width], in layers held elsewhere.
+
+    Some models carry several streams, before or behind these axes (Gemma 3n, DeepSeek-V4).
+    """
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     assert isinstance(cache, Mirrored)
-    batch, tokens = hidden.shape[-3:-1]
+    batch, tokens = hidden.shape[:2] if hidden.dim() == 3 else cache.journal.rows_and_tokens()
     for index in layers:
         layer = _layer(cache, index)
         if type(layer) is DynamicLayer and layer.is_initialized:
@@ -234,7 +246,19 @@ def _advance_layer(cache: Mirrored, index: int, layer: Any, batch: int, tokens: 
         layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
         layer.batch_size = batch
     if layer is None or hasattr(layer, "get_seq_length"):
-        new = shadow(batch, tokens)
-        super(Mirrored, cache).update(new, shadow(batch, tokens), index)  # type: ignore[misc]
+        with bookkeeping():
+            _count(cache, index, shadow(batch, tokens))
         hide(_layer(cache, index))
     cache.known[index] = mark(_layer(cache, index))
+
+
+def _count(cache: Mirrored, index: int, new: torch.Tensor) -> None:
+    try:
+        super(Mirrored, cache).update(new, new, index)  # type: ignore[misc]
+    except (IndexError, RuntimeError) as error:
+        raise InferenceError(
+            f"rank 0: layer {index} of this {type(cache).__name__} has no room for the "
+            f"{new.shape[-2]} tokens of {new.shape[0]} rows that it is called with ({error}), so "
+            "it cannot be kept in step with the rank that holds it; use a dynamic cache, or load "
+            "the model on one rank."
+        ) from error

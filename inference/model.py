@@ -83,7 +83,7 @@ def distribute(
             remote = {name: rank for name, (rank, _) in device_map.places.items() if rank != 0}
         for name, rank in remote.items():
             _replace(model, name, rank, session)
-        _fetch_outputs(model, remote)
+        _fetch_outputs(model, remote, session)
         traced.master(model, session)
     return model
 
@@ -94,14 +94,23 @@ def _replace(model: nn.Module, name: str, rank: int, session: Session) -> None:
     seal(module, name, rank)
 
 
-def _fetch_outputs(model: nn.Module, remote: Mapping[str, int]) -> None:
+def _fetch_outputs(model: nn.Module, remote: Mapping[str, int], session: Session) -> None:
     """What the models around remote layers return to the user is plain tensors."""
     for name, module in model.named_modules():
         if name not in remote and any(
             inner.startswith(f"{name}." if name else "") for inner in remote
         ):
             module.register_forward_pre_hook(_refuse_inner_outputs, with_kwargs=True)
+            module.register_forward_pre_hook(_Note(session), with_kwargs=True)
             module.register_forward_hook(_plain_output)
+
+
+class _Note:
+    def __init__(self, session: Session):
+        self.session = session
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.session.note_pass(args, kwargs)
 
 
 def _refuse_inner_outputs(module: nn.Module, args: Any, kwargs: Any) -> None:

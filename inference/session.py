@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -62,6 +62,22 @@ class Session:
 
     def next_cache(self) -> int:
         return next(self._cache_numbers)
+
+    def note_pass(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Remember what a model of this thread is called with, see `rows_and_tokens`."""
+        for given in (*args[:1], kwargs.get("inputs_embeds"), kwargs.get("input_ids")):
+            if isinstance(given, torch.Tensor) and given.dim() in (2, 3):
+                self._threads.shape = given.shape[0], given.shape[1]
+
+    def rows_and_tokens(self) -> tuple[int, int]:
+        """Of the pass that this thread is in, where a hidden state does not show them."""
+        shape: tuple[int, int] | None = getattr(self._threads, "shape", None)
+        if shape is None:
+            raise InferenceError(
+                "rank 0: a layer was called with a hidden state of more than three axes, outside "
+                "of its model, so its tokens cannot be told from its streams; call the model."
+            )
+        return shape
 
     def form(self, template: Template) -> Form:
         """The one Form of a template, which is quick to compare and to hash."""

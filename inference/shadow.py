@@ -9,27 +9,21 @@ import torch
 
 from inference.errors import InferenceError
 
-BOOKKEEPING = {
+COUNTING = {
     "__get__",
     "__getitem__",
-    "__setitem__",
     "as_subclass",
-    "cat",
     "clone",
-    "copy_",
     "detach",
     "dim",
     "expand",
-    "index_copy_",
     "index_select",
     "numel",
     "repeat_interleave",
-    "roll",
     "size",
     "to",
-    "zero_",
 }
-"""The functions by which a cache counts, cuts and reorders its tokens; none reads a value."""
+"""The functions that count, cut and reorder tokens; none reads a value, and none writes one."""
 
 
 class Shadow(torch.Tensor):
@@ -39,12 +33,12 @@ class Shadow(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func.__name__ not in BOOKKEEPING:
+        if func.__name__ not in COUNTING:
             raise InferenceError(
                 f"{func.__name__}() on the keys or values of a layer that is on another rank, "
-                "where "
-                "they stay; this rank only counts its tokens. Load the model on one rank to read "
-                "them."
+                "where they stay; this rank only counts its tokens. Change a cache with its own "
+                "methods (crop, reset, batch_select_indices, reorder_cache), or load the model on "
+                "one rank to read and write them."
             )
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
@@ -63,8 +57,12 @@ def shadow(batch: int, tokens: int) -> torch.Tensor:
     return torch.Tensor._make_subclass(Shadow, plain)
 
 
+bookkeeping = torch._C.DisableTorchFunctionSubclass
+"""Within this context, of one thread, a cache may do to shadows what it does to keys."""
+
+
 def hide(layer: Any) -> None:
-    """Make shadows of what a layer of a cache allocated itself."""
+    """Make shadows of what a layer of a cache made itself."""
     for name in ("keys", "values"):
         if type(getattr(layer, name, None)) is torch.Tensor:
             setattr(layer, name, getattr(layer, name).as_subclass(Shadow))

@@ -174,14 +174,20 @@ class Stage:
             return
         operands = message.tensors[: program.num_operands]
         arrived = Arrived(iter(message.ints), operands, self.vault)
+        failures = []
         for operation in unflatten(program.operations, arrived):
-            self.vault.apply(*operation)
+            try:
+                self.vault.apply(*operation)
+            except Exception as error:  # the others are done all the same, here as elsewhere
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     def _keep_in_step(self, message: Message) -> None:
         """Another stage failed: the operations on caches are still done, here as there."""
         try:
             self._operate(self._route(message).program, message)
-        except InferenceError:
+        except Exception:
             pass  # the first error is on its way to the master already
 
     def _story(self, error: Exception, doing: str) -> str:

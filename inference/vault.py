@@ -34,8 +34,8 @@ class Vault(CacheLookup):
             return self.caches[number]
         except KeyError:
             raise InferenceError(
-                f"cache {number} is not known here, because the call that created it failed; "
-                "generate again from an empty cache."
+                f"cache {number} is not known here, because the call that created or changed it "
+                "failed; generate again from an empty cache."
             ) from None
 
     def pair(self, own: Cache, cross: Cache) -> EncoderDecoderCache:
@@ -46,6 +46,15 @@ class Vault(CacheLookup):
         return self.pairs[key]
 
     def apply(self, operation: str, number: int, *arguments: Any) -> None:
+        """Do what the master wrote down. A cache that this fails for is not known afterwards, as it
+        would no longer hold what it holds elsewhere."""
+        try:
+            self._apply(operation, number, *arguments)
+        except Exception:
+            self._free(number)
+            raise
+
+    def _apply(self, operation: str, number: int, *arguments: Any) -> None:
         if operation == "create":
             self.caches[number] = self._build(*arguments[0])
         elif operation == "fork":
@@ -69,7 +78,9 @@ class Vault(CacheLookup):
 
     def _change(self, operation: str, number: int, *arguments: Any) -> None:
         cache = self.cache(number)
-        getattr(cache, operation)(*arguments)
+        for layer in cache.layers:
+            if _can(layer, operation):
+                getattr(layer, operation)(*arguments)
         if operation == "reset":
             for pair in self.pairs.values():
                 if cache in (pair.self_attention_cache, pair.cross_attention_cache):
@@ -81,3 +92,15 @@ class Vault(CacheLookup):
     def _free(self, number: int) -> None:
         gone = self.caches.pop(number, None)
         self.pairs = {key: pair for key, pair in self.pairs.items() if id(gone) not in key}
+
+
+def _can(layer: Any, operation: str) -> bool:
+    """Whether there is something to do: the layers of other ranks stay empty here, and transformers
+    expects to find a window or a state in a layer that it crops."""
+    if operation == "activate_past_recording":
+        return hasattr(layer, operation)
+    flags = [
+        getattr(layer, name, {})
+        for name in ("is_conv_states_initialized", "is_recurrent_states_initialized")
+    ]
+    return bool(getattr(layer, "is_initialized", False)) or any(any(f.values()) for f in flags)
