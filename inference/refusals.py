@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from transformers.utils import output_capturing
 
 from inference.errors import InferenceError
@@ -85,6 +86,9 @@ def seal(module: nn.Module, name: str, rank: int) -> None:
 
     What an adapter library or a quantizer puts there would never be called.
     """
+    for inner, tensor in [*module.named_parameters(name), *module.named_buffers(name)]:
+        if tensor.is_meta:
+            _seal_tensor(tensor, inner, rank)
     kinds: dict[type[nn.Module], type[nn.Module]] = {}
     for inner, part in module.named_modules(prefix=name):
         kind = type(part)
@@ -136,6 +140,67 @@ class _Sealed:
             name, rank = self.__dict__["_sealed"]
             raise InferenceError(
                 f"rank 0: {name}.{key} runs on rank {rank}, so what is put in its place here would "
-                f"never be used; for an adapter, {MERGE}."
+                "never be used. If the model does this itself, have its config say beforehand "
+                f"what is to be there; for an adapter, {MERGE}."
             )
         super().__setattr__(key, value)
+
+
+def _seal_tensor(tensor: torch.Tensor, name: str, rank: int) -> None:
+    tensor.__class__ = _SealedWeight if isinstance(tensor, nn.Parameter) else _SealedBuffer
+    tensor.__dict__["_sealed"] = (name, rank)
+
+
+class _SealedTensor:
+    """A weight that has no values here: what is written into it would be lost without a word."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        sealed = [each for each in tree_leaves((args, kwargs)) if isinstance(each, _SealedTensor)]
+        first = (args or list(kwargs.values()))[:1]
+        written = tree_leaves([kwargs.get("out"), first if _writes(func) else None])
+        for tensor in sealed:
+            if any(tensor is each for each in written):
+                name, rank = tensor.__dict__["_sealed"]
+                raise InferenceError(
+                    f"rank 0: {func.__name__} on {name}, which is on rank {rank}, would change "
+                    "nothing there; write the weights that you want into a checkpoint and load "
+                    "that, or give the layer to rank 0 in device_map."
+                )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            if type(result) is torch.Tensor:
+                for tensor in sealed:
+                    if _is_same_memory(result, tensor):  # .data, .detach(), a row
+                        _seal_tensor(result, *tensor.__dict__["_sealed"])
+        return result
+
+
+class _SealedWeight(_SealedTensor, nn.Parameter):
+    pass
+
+
+class _SealedBuffer(_SealedTensor, torch.Tensor):
+    pass
+
+
+def _seal_tensor(tensor: torch.Tensor, name: str, rank: int) -> None:
+    tensor.__class__ = _SealedWeight if isinstance(tensor, nn.Parameter) else _SealedBuffer
+    tensor.__dict__["_sealed"] = (name, rank)
+
+
+def _writes(func: Any) -> bool:
+    """Whether it changes its first argument; in torch, the names of those that do end in "_"."""
+    name: str = func.__name__
+    if name == "__set__":
+        return getattr(func.__self__, "__name__", "") == "data"
+    if name.startswith("__i"):
+        return hasattr(torch.Tensor, f"__{name[3:]}")  # such as __iadd__
+    if name.startswith("__"):
+        return name == "__setitem__"
+    return name.endswith("_") and name not in ("requires_grad_", "share_memory_", "detach_")
+
+
+def _is_same_memory(one: torch.Tensor, other: Any) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata

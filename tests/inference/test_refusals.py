@@ -24,6 +24,10 @@ REFUSED = {
     "checkpointing": (lambda model: model.gradient_checkpointing_enable(), "inference"),
     "surgery": (lambda model: set_query(model, nn.Linear(32, 32)), "never be used"),
     "a weight": (lambda model: set_weight(model), "never be used"),
+    "a weight in place": (lambda model: query(model).data.mul_(2), "would change nothing there"),
+    "rows of a weight": (lambda model: zero_rows(model), "would change nothing there"),
+    "a weight's data": (lambda model: set_data(model), "would change nothing there"),
+    "a weight anew": (lambda model: nn.init.normal_(query(model)), "would change nothing there"),
     "backward": (lambda model: backward(model), "no gradient comes back"),
     "hook inside": (lambda model: hook(model), "hook the whole layer"),
     "part of a layer": (lambda model: call_part(model), "whole layer"),
@@ -39,6 +43,19 @@ def set_query(model, value):
 
 def set_weight(model):
     model.model.layers[-1].self_attn.q_proj.weight = nn.Parameter(torch.zeros(32, 32))
+
+
+def query(model):
+    return model.model.layers[-1].self_attn.q_proj.weight
+
+
+@torch.no_grad()
+def zero_rows(model):
+    query(model)[:3] = 0
+
+
+def set_data(model):
+    query(model).data = torch.zeros(32, 32)
 
 
 def hook(model):
@@ -112,3 +129,16 @@ def test_what_layers_share_is_sealed_once_and_what_holds_nothing_not_at_all():
     assert type(activation) is nn.GELU and isinstance(shared, nn.Linear)
     with pytest.raises(InferenceError, match=r"layers\.0\.0\.weight runs on rank 1"):
         shared.weight = nn.Parameter(torch.zeros(2, 2))
+
+
+def test_the_weights_of_a_sealed_layer_can_be_looked_at_and_computed_with():
+    with torch.device("meta"):
+        layer = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    seal(layer, "layers.0", 1)
+    weight = layer[0].weight
+    assert isinstance(weight, nn.Parameter) and weight.shape == (3, 2) and weight.is_meta
+    layer.requires_grad_(False)
+    assert not weight.requires_grad
+    assert type(weight + 1) is torch.Tensor
+    with pytest.raises(InferenceError, match=r"zero_ on layers\.0\.1\.running_mean"):
+        layer[1].running_mean.zero_()
