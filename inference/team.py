@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed import DistNetworkError, DistStoreError
 
 from communicator import Communicator, CommunicatorError
 from coordinator import CoordinatorError
@@ -32,6 +33,7 @@ class Team:
     def __init__(self, rank: int, frames: Communicator, vigil: Vigil):
         self.rank, self.coor, self.vigil = rank, frames.coor, vigil
         self.link = Link(_Aloud(frames), 0)
+        self.failures, self.num_failures = frames.coor.store("failed steps"), 0
 
     def tell(self, message: Message) -> None:
         """The first rank's message to all others of the team."""
@@ -42,11 +44,27 @@ class Team:
         message: Message = self._guarded(lambda: self.link.receive(foresee))
         return message
 
-    def fail_together(self) -> None:
-        """Return if a step failed on all ranks; otherwise some wait in it for ever: PeerLost."""
+    def fail_together(self, story: str) -> None:
+        """Return if a step failed on all ranks; otherwise some wait in it for ever: PeerLost.
+
+        It tells the story of the rank that failed first. The others fail because that one leaves,
+        and theirs may well be the first to be heard.
+        """
         if self.vigil.verdict:
             raise PeerLost(self.vigil.verdict)
-        self._guarded(lambda: self.coor.allgather(b"failed", timeout_s=AGREE_S))
+        self.num_failures += 1
+        first = self._first_story(story)
+        try:
+            self._guarded(lambda: self.coor.allgather(b"failed", timeout_s=AGREE_S))
+        except PeerLost as lost:
+            raise PeerLost(f"{lost}\nWhat failed first: {first}") from lost
+
+    def _first_story(self, story: str) -> str:
+        try:
+            found: bytes = self.failures.compare_set(str(self.num_failures), "", story)
+            return found.decode()
+        except (DistNetworkError, DistStoreError, CoordinatorError):
+            return story  # the rank that keeps them is gone
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
         try:
@@ -121,7 +139,7 @@ class TeamStage(Stage):
         reply = super()._reply(message)
         if reply.kind is Kind.ERROR:
             try:
-                self.team.fail_together()
+                self.team.fail_together(reply.note)
             except PeerLost as lost:
                 if not self.team.vigil.verdict:  # the driver knows it, and is told nothing else
                     reply.note += str(lost)

@@ -1,6 +1,7 @@
 """Stages of ranks that cut their layers: the master drives, and says what one process says."""
 
 import math
+import re
 import threading
 
 import pytest
@@ -138,8 +139,10 @@ def test_what_fails_on_one_rank_of_a_team_ends_the_model_and_says_who(family, mo
 
     monkeypatch.setattr(inference.team.TeamStage, "_run", run)
     monkeypatch.setattr(inference.team, "AGREE_S", 0.5)
-    with pytest.raises(launcher.LaunchError, match=r"rank [23]: the ranks \[2, 3\].*no longer in"):
+    with pytest.raises(launcher.LaunchError) as raised:
         on_master(path, 4, said, tp=2, device_map="auto")
+    pattern = r"the ranks \[2, 3\].*no longer in.*What failed first: rank 3 .*raised MemoryError"
+    assert re.search(pattern, str(raised.value), re.DOTALL), raised.value
 
 
 def test_sampling_beams_and_several_turns_go_through_the_teams(family):
