@@ -25,6 +25,7 @@ PLACEMENT_S = 300.0  # for a busy cluster to find room
 GRACE_S = 1.0  # after a failure, for the death that caused it to be noticed
 FOR_EVER_S = 1e8
 PRINTED_S = 1.0  # for Ray to bring what ranks printed last; it reads their files now and then
+NO_CLUSTER = "Could not find any running Ray instance"  # ray/_private/services.py
 # Every rank sees every GPU of its node, as under the other launchers.
 ENVIRONMENT = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
 
@@ -94,7 +95,13 @@ def _connected(ray: Any, job: Job, signals: Signals) -> Iterator[None]:
 def _connect(ray: Any, job: Job) -> None:
     try:
         ray.init(address="auto")
-    except ConnectionError:
+    except ConnectionError as error:
+        if NO_CLUSTER not in str(error):  # one that does not answer, or several
+            raise LaunchError(
+                f"Ray has a cluster that cannot be joined: {error}. Ranks elsewhere would be left "
+                "out; start it again, or name the one you mean in RAY_ADDRESS (or unset it, and "
+                "`ray stop`, for a new one on this machine)."
+            ) from error
         ray.init(num_cpus=max(_world_size(job), os.cpu_count() or 1), include_dashboard=False)
 
 

@@ -133,3 +133,30 @@ def test_nodes_that_are_asked_for_get_as_many_ranks_each(work):
 def test_every_recipe_runs_unchanged_under_ray(work):
     script = ROOT / "tests" / "every_recipe.py"
     assert len(launcher.launch(script, nprocs=2, launcher="ray", timeout_s=90)) == 2
+
+
+class Elsewhere:
+    """In place of ray: its init() says what Ray says of the clusters that it finds."""
+
+    def __init__(self, says):
+        self.says, self.started = says, []
+
+    def init(self, **options):
+        if "address" in options:
+            raise ConnectionError(self.says)
+        self.started.append(options)
+
+
+@pytest.mark.parametrize("says", ["Found multiple active Ray instances: {}", "1.2.3.4:6 is gone"])
+def test_a_cluster_that_cannot_be_joined_is_an_error_and_no_new_one(says):
+    """All ranks once ran on this machine, in a cluster of its own, and nothing said so."""
+    ray = Elsewhere(says)
+    with pytest.raises(LaunchError, match=r"a cluster that cannot be joined.*RAY_ADDRESS"):
+        ray_cluster._connect(ray, Job(print, 2))
+    assert ray.started == []
+
+
+def test_without_a_cluster_a_new_one_is_started():
+    ray = Elsewhere("Could not find any running Ray instance. Please specify ...")
+    ray_cluster._connect(ray, Job(print, 2))
+    assert len(ray.started) == 1
