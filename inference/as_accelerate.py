@@ -25,6 +25,9 @@ from inference.plan import DeviceMap, plan
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+HONOURED = {"offload_dir", "preload_module_classes"}
+"""Options of dispatching that hold over ranks too: an offloaded module is always fetched whole."""
+
 
 def _of(name: str) -> Any:
     """A function of Accelerate, or the line that installs it."""
@@ -107,14 +110,10 @@ def dispatch_model(model: Any, device_map: Any, *args: Any, **kwargs: Any) -> An
     """
     if not _is_over_ranks(device_map):
         return _of("dispatch_model")(model, device_map, *args, **kwargs)
-    _refuse_others(
-        "dispatch_model",
-        inspect.signature(dispatch_model)
-        .bind_partial(model, device_map, *args, **kwargs)
-        .arguments,
-        {"model", "device_map"},
-    )
-    return dispatch(model, device_map)
+    bound = inspect.signature(dispatch_model).bind_partial(model, device_map, *args, **kwargs)
+    given = bound.arguments
+    _refuse_others("dispatch_model", given, {"model", "device_map", *HONOURED})
+    return dispatch(model, device_map, offload_dir=given.get("offload_dir"))
 
 
 @_like_accelerate
@@ -134,7 +133,7 @@ def load_checkpoint_and_dispatch(
     )
     given = bound.arguments
     known = {"model", "checkpoint", "device_map", "max_memory", "no_split_module_classes", "dtype"}
-    _refuse_others("load_checkpoint_and_dispatch", given, known)
+    _refuse_others("load_checkpoint_and_dispatch", given, known | HONOURED | {"offload_folder"})
     if hasattr(type(model), "config_class"):
         return load(
             checkpoint,
@@ -149,6 +148,7 @@ def load_checkpoint_and_dispatch(
         checkpoint=checkpoint,
         max_memory=given.get("max_memory"),
         uncut=given.get("no_split_module_classes"),
+        offload_dir=given.get("offload_folder"),
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from coordinator import Coordinator
@@ -21,11 +22,13 @@ from inference.errors import PlanError
 from inference.fill import fill
 from inference.layout import layout, owner_of
 from inference.memory import Memory, cluster_memory, given_room
-from inference.nd_load import aliases, named_alike, replace, share_index, together
+from inference.nd_load import aliases, named_alike, named_tensors, replace, share_index, together
+from inference.nd_plan import whole
 from inference.over_stages import join
 from inference.plan import plan
 from inference.renaming import Description
-from inference.shelf import shelf_of
+from inference.safetensors_index import read_index
+from inference.shelf import OnDisk, shelf_of
 from inference.source import Source
 
 Map = str | Mapping[str, Place | int | str] | DeviceMap
@@ -39,6 +42,7 @@ def dispatch(
     checkpoint: str | Path | None = None,
     max_memory: Memory | None = None,
     uncut: Collection[str] | str | None = None,
+    offload_dir: str | Path | None = None,
 ) -> Any:
     """The model with its modules on the places of the map. Collective; ends as `load` does.
 
@@ -47,6 +51,8 @@ def dispatch(
     checkpoint: a folder or file of safetensors to fill the model from, named as in the model; the
         values that the model has, if not given.
     uncut: classes of modules that stay whole, see `layout`.
+    offload_dir: where each rank writes those of its modules whose place is "disk", in safetensors
+        files of its own, which are read whenever the module runs; yours to delete afterwards.
 
     Raises PlanError or CheckpointError on every rank before serving starts.
     """
@@ -58,7 +64,7 @@ def dispatch(
         agree_on(coor, {"plan": chosen.to_bytes().decode(), "torch": torch.__version__})
         if checkpoint is not None:
             _fill(model, chosen, coor, Path(checkpoint))
-        together(coor, lambda: _keep_own(model, chosen, coor.rank))
+        together(coor, lambda: _keep_own(model, chosen, coor.rank, offload_dir))
         return join(coor, model, chosen, stack)
 
 
@@ -103,23 +109,42 @@ def _fill(model: nn.Module, chosen: DeviceMap, coor: Coordinator, path: Path) ->
     fill(model, found, source, chosen.places, None, coor, None)
 
 
-def _keep_own(model: nn.Module, chosen: DeviceMap, rank: int) -> None:
+def _keep_own(
+    model: nn.Module, chosen: DeviceMap, rank: int, offload_dir: str | Path | None
+) -> None:
     """This rank's tensors on their devices and all others on meta, whatever they were before."""
-    own, parts = chosen.of(rank), set(chosen.places)
+    own, runs_on, parts = chosen.of(rank), chosen.runs_on(rank), set(chosen.places)
     stays = [name for name, device in own.items() if device == "disk"]
-    if stays:
+    if stays and offload_dir is None:
         raise PlanError(
-            f"rank {rank}: {stays[:5]} are to stay on disk, which only a transformers model that "
-            "inference.load reads can do; give them another place."
+            f"rank {rank}: {stays[:5]} are to stay on disk, and nobody said where; give "
+            "offload_dir=, or another place for them."
         )
+    on_disk = {name: _put_away(model, name, Path(offload_dir or "."), rank) for name in stays}
+    filed = {f"{part}.{name}" for part, reader in on_disk.items() for name in reader.shapes}
     new: dict[int, torch.Tensor] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        device = own.get(owner_of(name, parts), "meta")
+        owner = owner_of(name, parts)
+        device = runs_on.get(owner, "meta") if own.get(owner) == "disk" else own.get(owner, "meta")
+        device = "meta" if name in filed else device
         moved = tensor if device == str(tensor.device) else tensor.detach().to(device)
         is_weight = isinstance(tensor, nn.Parameter)
         new[id(tensor)] = nn.Parameter(moved, tensor.requires_grad) if is_weight else moved
     replace(model, new)
     away = {name: own[name] for name in offloaded(chosen, rank)}
-    shelf = shelf_of(model, away, torch.device(chosen.device_of(rank)))
+    where = torch.device(chosen.device_of(rank))
+    shelf = shelf_of(model, away, where, lambda name, tensors: on_disk[name])
     model.__dict__["_shelf"] = shelf
     place(model, chosen, rank, shelf)
+
+
+def _put_away(model: nn.Module, name: str, folder: Path, rank: int) -> OnDisk:
+    """Write the weights of a module into a file; what reads them from there."""
+    tensors = dict(named_tensors(model.get_submodule(name)))
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{name}.rank{rank}.safetensors"
+    save_file({key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}, file)
+    index = read_index(file)
+    pieces = {key: whole(key, tensor.shape) for key, tensor in tensors.items()}
+    dtypes = {key: tensor.dtype for key, tensor in tensors.items()}
+    return OnDisk(file, index, pieces, tensors, dtypes)

@@ -169,6 +169,45 @@ def test_a_module_of_any_kind_is_dispatched_over_ranks(device_map, tied):
     assert torch.equal(over_ranks(rank), expected)
 
 
+ON_DISK = {"linear1": "disk", "batchnorm": (1, "disk"), "linear2": 2, "linear3": "cpu", "shift": 0}
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_modules_of_any_rank_stay_on_disk_and_are_read_when_they_run(is_stored, tmp_path):
+    plain = three(False)
+    safetensors.torch.save_file(plain.state_dict(), tmp_path / "model.safetensors")
+    folder = tmp_path / "offload"
+
+    def rank():
+        with building:
+            model = three(False)
+        with torch.no_grad():
+            if is_stored:
+                given = {"offload_folder": folder, "preload_module_classes": ["Three"]}
+                checkpoint = tmp_path / "model.safetensors"
+                inference.load_checkpoint_and_dispatch(model, checkpoint, ON_DISK, **given)
+            else:
+                inference.dispatch_model(model, ON_DISK, offload_dir=folder)
+            with model:
+                assert model.linear1.weight.is_meta and not model.linear3.weight.is_meta
+                return [model(INPUT) for _ in range(2)]
+
+    for found in over_ranks(rank):
+        assert torch.equal(found, plain(INPUT))
+    assert sorted(file.name for file in folder.iterdir()) == [
+        "batchnorm.rank1.safetensors",
+        "linear1.rank0.safetensors",
+    ]
+
+
+def test_modules_that_are_to_stay_on_disk_need_a_folder():
+    def rank():
+        with pytest.raises(inference.PlanError, match="give offload_dir="):
+            inference.dispatch_model(three(False), ON_DISK)
+
+    over_ranks(rank)
+
+
 @pytest.mark.parametrize("meta", [False, True])
 @pytest.mark.parametrize("device_map", MAPS)
 def test_a_checkpoint_is_loaded_into_a_module_over_ranks(device_map, meta, tmp_path):
@@ -225,7 +264,7 @@ def test_a_map_of_another_module_is_refused():
 
 def test_what_cannot_be_honoured_over_ranks_is_refused():
     def rank():
-        with pytest.raises(TypeError, match="offload_dir"):
-            inference.dispatch_model(three(False), {"": 0}, offload_dir="x")
+        with pytest.raises(TypeError, match="skip_keys"):
+            inference.dispatch_model(three(False), {"": 0}, skip_keys="x")
 
     over_ranks(rank, 2)
