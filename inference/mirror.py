@@ -196,8 +196,8 @@ def _recipe(cache: Cache) -> tuple[Any, ...]:
         kind = type(cache).__name__
     raise InferenceError(
         f"a {kind or 'cache that offloads'} cannot be kept on other ranks, so its keys and values "
-        "would be lost; use a dynamic or static cache, or, for a model that has only this one, load "
-        "it on one rank."
+        "would be lost; use a dynamic or static cache, or, for a model that has no "
+        "other, load it on one rank."
     )
 
 
