@@ -142,7 +142,7 @@ def number_of(cache: Cache, journal: Journal, layers: Iterable[int] = ()) -> int
     _register(cache, journal)
     cache.known = {}
     journal.record("create", cache.number, recipe)
-    if any(getattr(layer, "record_past", False) for layer in cache.layers):
+    if any(getattr(layer, "record_past", False) for layer in cache.layers):  # type: ignore[attr-defined]
         journal.record("activate_past_recording", cache.number)
     return cache.number
 

@@ -146,11 +146,6 @@ class _Sealed:
         super().__setattr__(key, value)
 
 
-def _seal_tensor(tensor: torch.Tensor, name: str, rank: int) -> None:
-    tensor.__class__ = _SealedWeight if isinstance(tensor, nn.Parameter) else _SealedBuffer
-    tensor.__dict__["_sealed"] = (name, rank)
-
-
 class _SealedTensor:
     """A weight that has no values here: what is written into it would be lost without a word."""
 
@@ -203,4 +198,4 @@ def _writes(func: Any) -> bool:
 
 
 def _is_same_memory(one: torch.Tensor, other: Any) -> bool:
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
