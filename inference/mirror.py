@@ -27,6 +27,7 @@ from inference.errors import InferenceError
 from inference.join import join
 from inference.known import EMPTY, Mark, mark, refuse_change
 from inference.shadow import bookkeeping, hide, shadow
+from inference.vault import change
 
 
 class Journal(Protocol):
@@ -99,7 +100,7 @@ class Mirrored:
             refuse_change(index, _layer(self, index), known)
         self.journal.record(name, self.number, *arguments)
         with bookkeeping():
-            getattr(super(), name)(*arguments)
+            change(self, name, *arguments)
         self.remember()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -78,9 +78,7 @@ class Vault(CacheLookup):
 
     def _change(self, operation: str, number: int, *arguments: Any) -> None:
         cache = self.cache(number)
-        for layer in cache.layers:
-            if _can(layer, operation):
-                getattr(layer, operation)(*arguments)
+        change(cache, operation, *arguments)
         if operation == "reset":
             for pair in self.pairs.values():
                 if cache in (pair.self_attention_cache, pair.cross_attention_cache):
@@ -92,6 +90,13 @@ class Vault(CacheLookup):
     def _free(self, number: int) -> None:
         gone = self.caches.pop(number, None)
         self.pairs = {key: pair for key, pair in self.pairs.items() if id(gone) not in key}
+
+
+def change(cache: Cache, operation: str, *arguments: Any) -> None:
+    """What a cache's method of this name does, to those of its layers that hold something here."""
+    for layer in cache.layers:
+        if _can(layer, operation):
+            getattr(layer, operation)(*arguments)
 
 
 def _can(layer: Any, operation: str) -> bool:

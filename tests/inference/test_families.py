@@ -108,6 +108,13 @@ CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+STATES: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": (
+        "Lfm2ForCausalLM",
+        {**KV, "layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False},
+    ),
+}
+
 ENCODER_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "t5": (
         "T5ForConditionalGeneration",
@@ -182,10 +189,10 @@ def test_the_tokens_of_a_family_equal_those_of_one_process(checkpoints, on_maste
     assert on_master(path, 2, work, device_map=second_halves(plain)) == work(plain)
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+@pytest.mark.parametrize("family", ["mistral", "gemma3", "lfm2"])
 def test_tokens_that_were_guessed_wrong_are_taken_back_from_windows(checkpoints, on_master, family):
     """A rank's cache has empty layers too, those of other ranks, which transformers cannot crop."""
-    cls, config = CAUSAL[family]
+    cls, config = {**CAUSAL, **STATES}[family]
     plain, path = checkpoints.make(family, cls, **config)
     ids = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
 
