@@ -246,6 +246,8 @@ def _advance_layer(cache: Mirrored, index: int, layer: Any, batch: int, tokens: 
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
         layer.batch_size = batch
+    if index not in cache.known and getattr(layer, "is_initialized", False):
+        layer.is_initialized = False  # generate() made room for keys, which do not come here
     if layer is None or hasattr(layer, "get_seq_length"):
         with bookkeeping():
             _count(cache, index, shadow(batch, tokens))

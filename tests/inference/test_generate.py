@@ -99,6 +99,10 @@ def a_prompt_in_chunks(model):
     return tokens(model, 2, padded=True, prefill_chunk_size=4)
 
 
+def a_prompt_in_chunks_and_a_static_cache(model):
+    return tokens(model, 2, padded=True, prefill_chunk_size=4, cache_implementation="static")
+
+
 def logits_of_every_step(model):
     out = model.generate(
         **prompt(2, True),
@@ -254,6 +258,7 @@ FEATURES = [
     a_static_cache_and_a_padded_batch,
     prompt_lookup,
     a_prompt_in_chunks,
+    a_prompt_in_chunks_and_a_static_cache,
     logits_of_every_step,
     hidden_states_of_every_layer,
     embeddings_in_place_of_tokens,
