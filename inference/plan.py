@@ -90,12 +90,13 @@ class _Planner:
         self.model, self.room, self.levels = model, dict(room), levels
         self.order = list(in_order(used) if deepest else used)
         self.deepest = deepest
+        self.near = [place for place in self.order if levels[place] == 0] or self.order
         self.groups = _contiguous_groups(model)
-        self.pinned = self._pin_others()
+        self.pinned: dict[str, Place] = {}
 
     def plan(self, sequential: bool) -> DeviceMap | None:
         """None if the model does not fit."""
-        placed = self._fill(1.0)
+        placed = self._fill_somehow()
         if placed is None:
             return None
         if not sequential:
@@ -103,6 +104,8 @@ class _Planner:
         return self._map(placed)
 
     def fastest(self, speeds: Speeds, step: Step) -> DeviceMap:
+        if self._fill_somehow() is None:
+            raise self.impossible()
         unknown = [place for place in self.order if place not in speeds.places]
         if unknown:
             raise PlanError(
@@ -128,16 +131,37 @@ class _Planner:
             [place for n, place in enumerate(self.order) for _ in range(starts[n], ends[n])]
         )
 
-    def _pin_others(self) -> dict[str, Place]:
-        """Every part around the layers: on the first place if it fits there, else the last."""
-        near = [place for place in self.order if self.levels[place] == 0] or self.order
-        first, last = near[0], near[-1]
-        free = {place: self.room[place] - self._reserve(place) for place in (first, last)}
+    def _fill_somehow(self) -> list[Place] | None:
+        """The place of each group, with the parts around the layers where that leaves room.
+
+        That is the first place for as many as possible: generate() runs there. The others go behind
+        the last layer or, if that is too narrow too, to any place that has room.
+        """
+        first, last = self.near[0], self.near[-1]
+        roomiest = max(self.near, key=lambda place: self.room[place] - self._reserve(place))
+        others = _other_groups(self.model)
+        pins = [
+            self._pin(others, [(first, *rest)] * num_first + [(*rest, first)] * len(others))
+            for num_first in range(len(others), -1, -1)
+            for rest in ((last, roomiest), *((place, roomiest) for place in self.near))
+        ]
+        for self.pinned in pins:
+            placed = self._fill(1.0)
+            if placed is not None:
+                return placed
+        self.pinned = pins[0]
+        return None
+
+    def _pin(self, others: list[list[str]], wishes: list[tuple[Place, ...]]) -> dict[str, Place]:
+        """Each group of parts on the first of the places it wishes that has room for it."""
+        free = {place: self.room[place] - self._reserve(place) for place in self.order}
+        sizes = {part.name: part.nbytes for part in self.model.others}
         pinned: dict[str, Place] = {}
-        for names in _other_groups(self.model):
-            need = sum(part.nbytes for part in self.model.others if part.name in names)
+        for names, places in zip(others, wishes, strict=False):
+            need = sum(sizes[name] for name in names)
             is_loose = not set(names).isdisjoint(self.model.loose)
-            place = first if is_loose or need <= free[first] else last
+            fitting = [place for place in places if need <= free[place]] or [places[0]]
+            place = self.near[0] if is_loose else fitting[0]
             free[place] -= need
             pinned.update(dict.fromkeys(names, place))
         return pinned
@@ -198,21 +222,59 @@ class _Planner:
 
     def impossible(self) -> PlanError:
         total, room = self.model.nbytes, sum(self.room.values())
-        rooms = ", ".join(f"rank {r} {d}: {readable(n)}" for (r, d), n in self.room.items())
         if total > room:
             missing = f"{total - room} bytes ({readable(total - room)}) are missing in all"
-        elif self.model.working:
-            missing = f"each place needs {self.model.working} of them to work in"
         else:
-            largest = max((sum(p.nbytes for p in g), g[0].name) for g in self.groups)
-            missing = (
-                "the sum would do, but whole layers do not fit into what is left of each place "
-                f"(the largest, {largest[1]}, needs {largest[0]} bytes)"
-            )
+            missing = f"the sum would do, but {self._shortage()}"
+        if self.model.working:
+            missing += f"; each place needs {self.model.working} bytes more to work in"
         return PlanError(
             f"the model needs {total} bytes ({readable(total)}) and the places have {room} bytes "
-            f"({rooms}): {missing}. Add a rank, raise max_memory, or load with a smaller dtype."
+            f"({_rooms(self.room)}): {missing}. Add a rank, raise max_memory, or load with a "
+            "smaller dtype."
         )
+
+    def _shortage(self) -> str:
+        """What finds no place if places are filled one after the other, and what is missing."""
+        free = [self._capacity(place, 1.0) for place in self.order]
+        least = free.index(min(free))
+        if free[least] < 0:
+            around = [name for name, place in self.pinned.items() if place == self.order[least]]
+            what = abbreviate(around) or "nothing but room to work in"
+            return f"{-free[least]} bytes are missing on {_named(self.order[least])} for {what}"
+        at = 0
+        for group in self.groups:
+            need, name = sum(part.nbytes for part in group), group[0].name
+            fits = [number for number in range(at, len(free)) if need <= free[number]]
+            if not fits:
+                best = max(range(at, len(free)), key=lambda number: free[number])
+                return (
+                    f"{name}, which is not cut, needs {need} bytes and finds {free[best]} on "
+                    f"{_named(self.order[best])}: {need - free[best]} bytes are missing there"
+                )
+            at = fits[0]
+            free[at] -= need
+        return "not in this order"
+
+
+def _named(place: Place) -> str:
+    return f"rank {place[0]} {place[1]}"
+
+
+def _rooms(room: Mapping[Place, int]) -> str:
+    """The room of each place; of neighbours with the same, once."""
+    runs: list[tuple[list[int], str, int]] = []
+    for (rank, device), nbytes in room.items():
+        if runs and runs[-1][1:] == (device, nbytes) and runs[-1][0][-1] == rank - 1:
+            runs[-1][0].append(rank)
+        else:
+            runs.append(([rank], device, nbytes))
+    return ", ".join(
+        f"rank {ranks[0]} {device}: {readable(nbytes)}"
+        if len(ranks) == 1
+        else f"ranks {ranks[0]}-{ranks[-1]} {device}: {readable(nbytes)} each"
+        for ranks, device, nbytes in runs
+    )
 
 
 def _contiguous_groups(model: Layout) -> list[list[Part]]:

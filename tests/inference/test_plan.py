@@ -101,8 +101,22 @@ def test_a_model_that_is_too_large_is_refused_with_the_bytes_that_are_missing():
 
 
 def test_layers_that_fit_into_no_rest_are_refused_with_their_size():
-    with pytest.raises(PlanError, match=r"model\.layers\.7, needs 100 bytes"):
+    with pytest.raises(PlanError, match=r"ranks 1-9 cpu: 99 B each") as raised:
         plan(LLAMA, {(rank, "cpu"): 99 + (101 * (rank == 0)) for rank in range(10)})
+    assert "model.layers.0, which is not cut, needs 100 bytes and finds 99" in str(raised.value)
+
+
+@pytest.mark.parametrize("mode", ["auto", "sequential"])
+@pytest.mark.parametrize(
+    "sizes",
+    [(0, 900, 60), (60, 850, 0), (120, 60, 750, 60)],
+    ids=["nothing on the master", "the head in the middle", "a place too narrow for a layer"],
+)
+def test_the_parts_around_the_layers_go_wherever_that_leaves_room(sizes, mode):
+    """Where they fitted neither at the first nor at the last place, no plan was found."""
+    room = {(rank, "cpu"): size for rank, size in enumerate(sizes)}
+    chosen = plan(LLAMA, room, mode)
+    assert all(chosen.used(place) <= room[place] for place in room)
 
 
 def test_a_map_of_ones_own_is_spread_over_what_its_prefixes_cover():
