@@ -15,7 +15,7 @@ from communicator.errors import CommunicatorError, CommunicatorTimeout, PeerLost
 from communicator.line import Broken, Line, Steps
 from communicator.network import as_bytes
 from communicator.work import Handle, WorkQueue
-from coordinator import Coordinator
+from coordinator import Coordinator, CoordinatorError
 
 LARGE = 1 << 21  # bytes from which all ranks share the work of an allreduce
 SLICE_S = 0.1  # between looks at whether the peers live
@@ -235,6 +235,10 @@ class Tcp(Communicator):
         """Return if there is still reason to wait for them."""
         if time.monotonic() > deadline:
             raise TimeoutError
+        try:
+            self.coor.check()
+        except CoordinatorError as error:
+            raise Lost(next(iter(peers)), str(error)) from error
         for peer in peers:
             if self.coor.peers[peer].is_seen_dead():
                 raise Lost(peer, "it died")

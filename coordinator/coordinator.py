@@ -415,7 +415,23 @@ class Coordinator(Collectives):
             self._group.watch.abandon(traceback_of(error), caller())
         self._broken = self._broken or CoordinatorError(f"left because of {error!r}")
 
+    def accuse(self, rank: int, how: str) -> None:
+        """Break the group, from any thread: this rank of it will not come, for it is `how`.
+
+        Not collective. The calls of all ranks raise PeerLost, those that wait already and all later
+        ones. For who knows better than a deadline, say that a rank is stopped.
+        """
+        if self._group is not None and self._broken is None and not self._closed:
+            self._group.watch.accuse(self.peers[rank], how, caller())
+
     # ---- looking ----
+
+    def check(self) -> None:
+        """Raise what broke the group, if something did. Not collective, from any thread."""
+        if self._broken is not None:
+            raise self._broken
+        if self._group is not None and not self._closed:
+            self._group.watch.check_verdict(self._waiting("check", None))
 
     def diagnose(self, *, stacks_too: bool = True) -> str:
         """Where every rank is, a line each; the other ranks of this node also show their stacks.

@@ -148,6 +148,10 @@ class Watch:
             text = f"{self.me}, which left because of\n{tail}"
             self._give(PeerLost, text, [self.me.rank], where)
 
+    def accuse(self, peer: Peer, how: str, where: str) -> None:
+        """Break the group because one of its ranks, `how` it is, keeps all others waiting."""
+        self._give(PeerLost, str(Culprit(peer, how)), [peer.rank], where)
+
     def _give(self, kind: type[CoordinatorError], text: str, ranks: list[int], where: str) -> bytes:
         text = text[:MAX_TEXT] + text[MAX_TEXT:][-1000:]
         mine = pack((kind.__name__, self.me.rank, where, text, ranks[:256]))
