@@ -167,6 +167,18 @@ def read_config(path: str | Path) -> Any:
     return transformers.AutoConfig.from_pretrained(folder)
 
 
+def read_tokenizer(path: str | Path) -> Any:
+    """What turns text into the tokens of a checkpoint."""
+    try:
+        return transformers.AutoTokenizer.from_pretrained(path)
+    except (ImportError, OSError, ValueError) as error:
+        why = str(error).strip().partition("\n")[0]
+        raise CheckpointError(
+            f"{path} holds no tokenizer that can be read ({why}), so text cannot become tokens; "
+            "save the tokenizer of the model there, or call generate() with tokens in a script."
+        ) from error
+
+
 def generation_config(path: str | Path) -> Any:
     """How the checkpoint wants to be generated with; what its config.json says, in older ones."""
     try:

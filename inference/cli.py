@@ -13,14 +13,16 @@ launcher, a command runs on those ranks; otherwise -n starts them here.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import launcher
 from inference.bench import bench
 from inference.checkpoint import read_config
-from inference.errors import InferenceError
+from inference.errors import InferenceError, PlanError
 from inference.fastest import Step, assumed, estimate
 from inference.layout import (
     cache_nbytes,
@@ -67,54 +69,96 @@ def parser() -> argparse.ArgumentParser:
 def _plan_options(command: argparse.ArgumentParser) -> None:
     command.set_defaults(command=show_plan)
     command.add_argument("--model", type=Path, required=True, metavar="DIR")
-    command.add_argument(
-        "--memory", nargs="+", required=True, metavar="SIZE", help="room of each rank, as 8GiB"
-    )
-    command.add_argument("--ranks", type=int, metavar="N", help="so many with the same memory")
+    _memory_option(command, required=True)
+    command.add_argument("--ranks", type=_from(1), metavar="N", help="so many with the same memory")
     command.add_argument("--device-map", default="auto", metavar="MAP")
     command.add_argument("--dtype", metavar="NAME")
-    command.add_argument("--batch", type=int, default=1, metavar="N")
-    command.add_argument("--length", type=int, default=0, metavar="TOKENS", help="cached, for each")
-    command.add_argument("--bandwidth", default="20GB", metavar="SIZE", help="memory read a second")
-    command.add_argument("--hop", type=float, default=100.0, metavar="MICROSECONDS")
+    command.add_argument("--batch", type=_from(1), default=1, metavar="N")
+    command.add_argument(
+        "--length", type=_from(0), default=0, metavar="TOKENS", help="cached, for each"
+    )
+    command.add_argument(
+        "--bandwidth", type=_speed, default="20GB", metavar="SIZE", help="memory read a second"
+    )
+    command.add_argument("--hop", type=_from(0, float), default=100.0, metavar="MICROSECONDS")
 
 
 def _model_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--model", required=True, metavar="DIR")
-    command.add_argument("-n", "--ranks", type=int, default=1, metavar="N")
-    command.add_argument("--memory", nargs="+", metavar="SIZE", help="room of each rank, as 8GiB")
+    command.add_argument("-n", "--ranks", type=_from(1), default=1, metavar="N")
+    _memory_option(command, required=False)
+
+
+def _memory_option(command: argparse.ArgumentParser, required: bool) -> None:
+    text = "room of each rank, as 8GiB; one size is that of every rank"
+    command.add_argument(
+        "--memory", nargs="+", required=required, type=_size, metavar="SIZE", help=text
+    )
+
+
+def _from(least: int, kind: type = int) -> Callable[[str], Any]:
+    """The type of numbers that are not below `least`."""
+
+    def number(text: str) -> Any:
+        value = kind(text)
+        if not least <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not a number from {least} on")
+        return value
+
+    number.__name__ = kind.__name__
+    return number
+
+
+def _size(text: str) -> str:
+    try:
+        nbytes(text)
+    except PlanError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def _speed(text: str) -> str:
+    if nbytes(_size(text)) < 1:
+        raise argparse.ArgumentTypeError(f"at {text} a second nothing is ever read")
+    return text
+
+
+def _port(text: str) -> int:
+    if int(text) not in range(1 << 16):
+        raise argparse.ArgumentTypeError(f"{text} is no port; they end at 65535")
+    return int(text)
 
 
 def _generate_options(command: argparse.ArgumentParser) -> None:
     command.set_defaults(command=generate)
     _model_options(command)
     command.add_argument("--prompt", required=True, metavar="TEXT")
-    command.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
+    command.add_argument("--max-new-tokens", type=_from(1), default=64, metavar="N")
     command.add_argument("--seed", type=int, metavar="N", help="sample; greedy if not given")
 
 
 def _bench_options(command: argparse.ArgumentParser) -> None:
     command.set_defaults(command=time_model)
     _model_options(command)
-    command.add_argument("--batch", type=int, default=1, metavar="N")
-    command.add_argument("--prompt-tokens", type=int, default=128, metavar="N")
-    command.add_argument("--new-tokens", type=int, default=64, metavar="N")
+    command.add_argument("--batch", type=_from(1), default=1, metavar="N")
+    command.add_argument("--prompt-tokens", type=_from(1), default=128, metavar="N")
+    command.add_argument("--new-tokens", type=_from(2), default=64, metavar="N")
 
 
 def _serve_options(command: argparse.ArgumentParser) -> None:
     command.set_defaults(command=serve_model)
     _model_options(command)
     command.add_argument("--host", default="127.0.0.1", metavar="ADDRESS")
-    command.add_argument("--port", type=int, default=8000, metavar="N", help="0 takes a free one")
+    command.add_argument("--port", type=_port, default=8000, metavar="N", help="0 takes a free one")
     command.add_argument("--api-key-file", metavar="FILE", help="holds what clients must know")
-    command.add_argument("--max-length", type=int, metavar="TOKENS", help="prompt and answer")
-    command.add_argument("--max-running", type=int, default=16, metavar="N", help="at a time")
-    command.add_argument("--max-waiting", type=int, default=64, metavar="N")
+    command.add_argument("--max-length", type=_from(2), metavar="TOKENS", help="prompt and answer")
+    command.add_argument("--max-running", type=_from(1), default=16, metavar="N", help="at a time")
+    command.add_argument("--max-waiting", type=_from(1), default=64, metavar="N")
 
 
 def _run_options(command: argparse.ArgumentParser) -> None:
     command.set_defaults(command=run)
-    command.add_argument("-n", "--ranks", type=int, default=1, metavar="N")
+    command.add_argument("-n", "--ranks", type=_from(1), default=1, metavar="N")
     command.add_argument("script", help="one that calls from_pretrained(..., device_map='auto')")
     command.add_argument("arguments", nargs=argparse.REMAINDER)
 
@@ -126,8 +170,8 @@ def show_plan(options: argparse.Namespace) -> int:
     parts = layout(skeleton(model_class(config), config, dtype))
     tokens = (config, dtype, options.batch, options.length)
     cache, working = cache_nbytes(*tokens), working_nbytes(*tokens)
-    memory = options.memory * (options.ranks or 1) if len(options.memory) == 1 else options.memory
-    room = {(rank, "cpu"): nbytes(size) for rank, size in enumerate(memory)}
+    memory = _memory(options, options.ranks or len(options.memory))
+    room = {(rank, "cpu"): nbytes(size) for rank, size in enumerate(memory or [])}
     speeds = assumed(room, nbytes=nbytes(options.bandwidth), hop_s=options.hop * 1e-6)
     step = Step(options.batch, hidden_width(config), dtype.itemsize)
     whole = with_cache(parts, cache, working)
@@ -153,23 +197,48 @@ def summary(
 
 
 def generate(options: argparse.Namespace) -> int:
-    given = (options.model, options.prompt, options.max_new_tokens, options.seed, options.memory)
+    memory = _checked(options)
+    given = (options.model, options.prompt, options.max_new_tokens, options.seed, memory)
     return _on_ranks(generate_text, options.ranks, given)
 
 
 def time_model(options: argparse.Namespace) -> int:
+    memory = _checked(options)
     sizes = (options.batch, options.prompt_tokens, options.new_tokens)
-    return _on_ranks(bench, options.ranks, (options.model, *sizes, options.memory))
+    return _on_ranks(bench, options.ranks, (options.model, *sizes, memory))
 
 
 def serve_model(options: argparse.Namespace) -> int:
+    memory = _checked(options)
     where = (options.host, options.port, options.api_key_file)
     limits = (options.max_length, options.max_running, options.max_waiting)
-    return _on_ranks(serve, options.ranks, (options.model, *where, options.memory, *limits))
+    return _on_ranks(serve, options.ranks, (options.model, *where, memory, *limits))
 
 
 def run(options: argparse.Namespace) -> int:
+    if not Path(options.script).exists():
+        raise InferenceError(f"{options.script} is not there, so nothing was started.")
     return _on_ranks(run_script, options.ranks, (options.script, options.arguments))
+
+
+def _checked(options: argparse.Namespace) -> list[str] | None:
+    """The room of every rank, if it is given; and what is wrong, before any rank is started."""
+    world_size = launcher.current().world_size
+    if world_size == 1 < options.ranks:
+        read_config(options.model)  # on this machine, which all ranks will share
+    return _memory(options, max(world_size, options.ranks))
+
+
+def _memory(options: argparse.Namespace, num_ranks: int) -> list[str] | None:
+    given: list[str] | None = options.memory
+    if given is None or len(given) == num_ranks:
+        return given
+    if len(given) == 1:
+        return given * num_ranks
+    raise PlanError(
+        f"--memory has {len(given)} sizes for {num_ranks} ranks, so it is not clear who has what; "
+        "give one for each, or one for all."
+    )
 
 
 def _on_ranks(work: object, ranks: int, arguments: tuple[object, ...]) -> int:

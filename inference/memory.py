@@ -95,11 +95,11 @@ def nbytes(size: int | str) -> int:
     """2 GiB as a number, from a number or "2GiB" (1024) or "2GB" (1000)."""
     if isinstance(size, int):
         return size
-    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B?\s*", size, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d+\.?\d*)\s*([KMGTP]?)(i?)B?\s*", size, re.IGNORECASE)
     if match is None:
-        raise PlanError(f'max_memory has {size!r}, which is no size; write bytes or "2GiB".')
+        raise PlanError(f'{size!r} is no size, so it gives nothing room; write bytes or "2GiB".')
     number, prefix, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
+    return int(float(number) * (1024 if binary else 1000) ** " KMGTP".index(prefix.upper() or " "))
 
 
 def _report(coor: Any) -> dict[str, Any]:

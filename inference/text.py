@@ -9,8 +9,10 @@ import time
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, TextStreamer
+from transformers import TextStreamer
 
+from inference.checkpoint import read_tokenizer
+from inference.errors import InferenceError
 from inference.load import Memory
 from inference.plan import readable
 from inference.usage import Peaks, describe_peaks, describe_traffic, with_model
@@ -27,19 +29,24 @@ def generate_text(
 
     seed: samples with it; greedy if not given. memory: room of each rank, as max_memory of load.
     """
+    tokenizers: list[Any] = []
     (model, said), peaks = with_model(
         model_path,
-        lambda model: (model, _say(model, model_path, prompt, max_new_tokens, seed)),
+        lambda model: (model, _say(model, tokenizers[0], prompt, max_new_tokens, seed)),
         memory,
+        before=lambda: tokenizers.append(read_tokenizer(model_path)),
     )
     print("\n".join([said, *_memory_lines(model.device_map, peaks)]))
 
 
-def _say(model: Any, path: str, prompt: str, max_new_tokens: int, seed: int | None) -> str:
+def _say(model: Any, tokenizer: Any, prompt: str, max_new_tokens: int, seed: int | None) -> str:
     """Stream the text; how fast it was, in words."""
     print(model.device_map, flush=True)
-    tokenizer = AutoTokenizer.from_pretrained(path)
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    if inputs["input_ids"].shape[1] == 0:
+        raise InferenceError(
+            f"rank 0: {prompt!r} has no tokens, so there is nothing to continue; give a longer one."
+        )
     if seed is not None:
         torch.manual_seed(seed)
     clock = Clock(tokenizer)

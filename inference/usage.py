@@ -22,13 +22,20 @@ Peaks = list[dict[str, int]]
 
 
 def with_model(
-    path: str, work: Callable[[Any], T], memory: Memory | None = None, **options: Any
+    path: str,
+    work: Callable[[Any], T],
+    memory: Memory | None = None,
+    before: Callable[[], Any] = lambda: None,
+    **options: Any,
 ) -> tuple[T, Peaks]:
     """What work(model) returns on the master, and the peaks of all ranks. Collective.
 
     The other ranks serve, and end with Served as they do in load, which takes the options.
+    before: called on the master, before anything is loaded.
     """
     with Coordinator() as coor:
+        if coor.is_master():
+            before()
         try:
             with load(path, coor=coor, max_memory=memory, **options) as model:
                 result = _closing_with_its_code(model, work)

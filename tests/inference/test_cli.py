@@ -46,6 +46,54 @@ def test_plan_says_what_is_missing(checkpoints, capsys):
     assert "are missing in all" in capsys.readouterr().err
 
 
+def test_one_size_is_that_of_every_rank_and_other_numbers_are_refused(checkpoints, capsys):
+    """Sizes that were too few once gave the other ranks nothing, without a word."""
+    path = str(checkpoints.llama()[1])
+    assert main(["plan", "--model", path, "--memory", "1MiB", "1MiB", "--ranks", "3"]) == 1
+    assert "2 sizes for 3 ranks" in capsys.readouterr().err
+    assert main(["bench", "--model", path, "-n", "2", "--memory", "1MiB", "1MiB", "1MiB"]) == 1
+    assert "3 sizes for 2 ranks" in capsys.readouterr().err
+
+
+BAD = [
+    ("plan", "--memory 1.5.2MiB", "no size"),
+    ("plan", "--memory 1MiB --ranks 0", "not a number from 1 on"),
+    ("plan", "--memory 1MiB --batch -1", "not a number from 1 on"),
+    ("plan", "--memory 1MiB --bandwidth 0", "nothing is ever read"),
+    ("plan", "--memory 1MiB --hop nan", "not a number from 0 on"),
+    ("generate", "--prompt 5 --max-new-tokens 0", "not a number from 1 on"),
+    ("bench", "-n none", "invalid int value"),
+    ("bench", "--new-tokens 1", "not a number from 2 on"),
+    ("serve", "--port 99999", "no port"),
+]
+
+
+@pytest.mark.parametrize(("name", "line", "said"), BAD)
+def test_arguments_that_make_no_sense_are_refused_in_a_line(name, line, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--model", "somewhere", *line.split()])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("plan --model {} --memory 1MiB --dtype float17", "dtype='float17' is none"),
+        ("generate --model {} --prompt 5 --memory 1MiB", "no tokenizer"),
+        ("generate --model {}/nowhere -n 2 --prompt 5", "no config.json"),
+        ("run -n 2 {}/nowhere.py", "is not there"),
+        ("serve --model {} --api-key-file {}/nowhere", "cannot be read"),
+    ],
+)
+def test_what_cannot_be_done_is_an_error_of_one_line(checkpoints, capsys, line, said):
+    small = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 1, "n_positions": 16}
+    _, path = checkpoints.make("without a tokenizer", "GPT2LMHeadModel", **small)
+    assert main(line.format(path, path).split()) == 1
+    told = capsys.readouterr().err
+    assert said in told.splitlines()[-1] and "python -m inference: " in told
+
+
 @pytest.fixture
 def with_tokenizer(checkpoints) -> Path:
     _, path = checkpoints.llama()
