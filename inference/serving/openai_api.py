@@ -113,22 +113,53 @@ class Chat(Asked):
     max_completion_tokens: int | None = Field(None, ge=1)
 
 
+ASKING_NOTHING: dict[str, Any] = {
+    "best_of": 1,
+    "echo": False,
+    "logit_bias": {},
+    "logprobs": False,
+    "response_format": {"type": "text"},
+    "store": False,
+    "tools": [],
+}
+"""Fields that are not supported, and what some clients send in them who do not want them."""
+
+
 def read(kind: type[Any], body: bytes) -> Any:
     """The request; a field that is null is as good as none. Raises ApiError that names a fault."""
     try:
         said = json.loads(body)
-    except ValueError as error:
+        json.dumps(said, ensure_ascii=False).encode()
+    except UnicodeError as error:
+        raise invalid(f"The body holds what is no text: {error}") from error
+    except (ValueError, RecursionError) as error:
         raise invalid(f"The body is no JSON: {error}") from error
     if not isinstance(said, dict):
         raise invalid("The body is no JSON object.")
     try:
-        return kind.model_validate({name: v for name, v in said.items() if v is not None})
+        return kind.model_validate(
+            {name: value for name, value in _said(said).items() if not _asks_nothing(name, value)}
+        )
+    except RecursionError as error:
+        raise invalid("The body holds lists within lists without end.") from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(step) for step in first["loc"])
         unknown = first["type"] == "extra_forbidden"
         what = "is not supported by this server; leave it out." if unknown else f": {first['msg']}"
         raise invalid(f"{where} {what}", where) from error
+
+
+def _said(value: Any) -> Any:
+    """Without what is null."""
+    if isinstance(value, dict):
+        return {name: _said(each) for name, each in value.items() if each is not None}
+    return [_said(each) for each in value] if isinstance(value, list) else value
+
+
+def _asks_nothing(name: str, value: Any) -> bool:
+    known = ASKING_NOTHING.get(name)
+    return type(value) is type(known) and bool(value == known)
 
 
 class Answers:

@@ -12,13 +12,12 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from coordinator import Coordinator
-from inference.checkpoint import read_config
+from inference.checkpoint import read_config, read_tokenizer
 from inference.errors import InferenceError, PeerLost
 from inference.load import Memory, load
 from inference.serving.batching import Limits
@@ -47,22 +46,59 @@ def serve(
     Raises PeerLost when a rank is lost, after telling so to those who wait for an answer.
     """
     with Coordinator() as coor:
-        key, length = None, 0
+        length, front = 0, None
         if coor.is_master():  # which alone has the files, perhaps
             _import_uvicorn()
             key = _key(host, key_file)
             length = _length(model_path, max_length)
+            front = _Front(read_tokenizer(model_path), _bound(host, port), key)
         length = coor.broadcast_object(length)
-        with load(
-            model_path, coor=coor, max_memory=memory, batch=max_running, length=length
-        ) as model:
+        with (
+            front.listener if front else _signals(signal.SIG_IGN),  # the master tells when to end
+            load(
+                model_path, coor=coor, max_memory=memory, batch=max_running, length=length
+            ) as model,
+        ):
+            assert front is not None  # the others serve within load
             threads = max(2, len(model.device_map.ranks))
             limits = Limits(length, max_running, max_waiting, threads)
-            _answer(model, model_path, coor, limits, (host, port), key)
+            _answer(model, model_path, coor, limits, front)
+
+
+@dataclass(frozen=True)
+class _Front:
+    """What the clients meet, apart from the model."""
+
+    tokenizer: Any
+    listener: socket.socket
+    key: str | None
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket at this address, which does not listen before there is a model to answer."""
+    listener = None
+    try:
+        where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        listener = socket.socket(where[0][0], socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(where[0][4])
+    except (OSError, OverflowError) as error:
+        if listener is not None:
+            listener.close()
+        raise InferenceError(
+            f"rank 0: cannot serve at {host}, port {port}: {error}; give another --host or --port."
+        ) from error
+    return listener
 
 
 def _key(host: str, key_file: str | None) -> str | None:
-    key = Path(key_file).read_text().strip() if key_file else None
+    try:
+        key = Path(key_file).read_text().strip() if key_file else None
+    except (OSError, UnicodeError) as error:
+        raise InferenceError(
+            f"rank 0: the key in {key_file} cannot be read ({error}), so nobody would be let in; "
+            "write one of 32 letters there."
+        ) from error
     if key == "":
         raise InferenceError(f"rank 0: the key in {key_file} is empty; write one of 32 letters.")
     if key is None and not _is_loopback(host):
@@ -113,39 +149,41 @@ def _answer(
     path: str,
     coor: Coordinator,
     limits: Limits,
-    address: tuple[str, int],
-    key: str | None,
+    front: _Front,
 ) -> None:
     from inference.serving.service import Service, application
 
     uvicorn = _import_uvicorn()
-    tokenizer = AutoTokenizer.from_pretrained(path)
     name = Path(path).resolve().name
-    with (
-        socket.create_server(address) as listener,
-        contextlib.closing(Service(name, model, tokenizer, limits)) as service,
-    ):
+    with contextlib.closing(Service(name, model, front.tokenizer, limits)) as service:
         options = {"log_level": "warning", "access_log": False, "lifespan": "off"}
-        app = application(service, key)
+        app = application(service, front.key)
         config = uvicorn.Config(app, timeout_graceful_shutdown=GRACE_S, **options)
         server = uvicorn.Server(config)
-        host, port = listener.getsockname()[:2]
+        front.listener.listen()
+        host, port = front.listener.getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
         print(f"serving {name} at http://{host}:{port}/v1", flush=True)
         with _stopping(server), _watching(coor, service, server):
-            server.run(sockets=[listener])
+            server.run(sockets=[front.listener])
     if service.failure is not None:
         raise service.failure
 
 
-@contextlib.contextmanager
-def _stopping(server: Any) -> Iterator[None]:
+def _stopping(server: Any) -> contextlib.AbstractContextManager[None]:
     """Within, SIGINT and SIGTERM end the server in order, and nothing else."""
     server.capture_signals = contextlib.nullcontext  # which would raise them again at the end
+    return _signals(server.handle_exit)
+
+
+@contextlib.contextmanager
+def _signals(handler: Any) -> Iterator[None]:
+    """Within, what SIGINT and SIGTERM do; where threads are ranks, their process decides."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, server.handle_exit) for number in numbers}
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:

@@ -34,6 +34,7 @@ from inference.serving.openai_api import (
 from inference.serving.sampling import Sampling
 
 MAX_BODY = 4 << 20
+BODY_S = 60  # for it to come
 LOOK_S = 0.2  # between looks at whether the client is still there
 
 
@@ -198,7 +199,7 @@ class Service:
     async def _answer(
         self, request: Request, asked: Any, prompts: list[list[int]], max_tokens: int
     ) -> Response:
-        for prompt in prompts:
+        for prompt in prompts or [[]]:
             self._check_length(len(prompt), max_tokens)
         choices = range(asked.choices)
         rows = [(prompt, asked.sampling(max_tokens, c)) for prompt in prompts for c in choices]
@@ -291,6 +292,14 @@ def _lost(error: Exception) -> ApiError:
 
 
 async def _body(request: Request) -> bytes:
+    try:
+        return await asyncio.wait_for(_whole_body(request), BODY_S)
+    except asyncio.TimeoutError as error:
+        text = f"The body did not come within {BODY_S} s."
+        raise ApiError(408, text, "invalid_request_error", "body_too_slow") from error
+
+
+async def _whole_body(request: Request) -> bytes:
     body = bytearray()
     async for piece in request.stream():
         body += piece
@@ -321,6 +330,7 @@ def application(service: Service, key: str | None) -> Any:
         app.add_api_route(path, handler, methods=[method], dependencies=[Depends(authorize)])
     app.add_exception_handler(ApiError, _show_error)
     app.add_exception_handler(HTTPException, _show_http_error)
+    app.add_exception_handler(Exception, _show_unknown_error)
     for status in (404, 405):
         app.add_exception_handler(status, _show_http_error)
     return _Counting(app, service.metrics)
@@ -328,6 +338,11 @@ def application(service: Service, key: str | None) -> Any:
 
 async def _show_error(_: Request, error: ApiError) -> Response:
     return JSONResponse(error.body, error.status)
+
+
+async def _show_unknown_error(_: Request, error: Exception) -> Response:
+    """A mistake of the server's own, which is raised again, and so is in its log."""
+    return await _show_error(_, _lost(error))
 
 
 async def _show_http_error(request: Request, error: HTTPException) -> Response:

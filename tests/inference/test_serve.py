@@ -221,6 +221,7 @@ def test_a_penalty_keeps_tokens_from_coming_again(complete):
         ({"model": "gpt"}, openai.NotFoundError, "'gpt' is not served here"),
         ({"max_tokens": 99}, openai.BadRequestError, "more than the 100"),
         ({"prompt": ""}, openai.BadRequestError, "no tokens"),
+        ({"prompt": []}, openai.BadRequestError, "no tokens"),
         ({"prompt": [70]}, openai.BadRequestError, "70 is no token"),
         ({"temperature": 9}, openai.BadRequestError, "temperature"),
         ({"logprobs": 2}, openai.BadRequestError, "logprobs is not supported"),
@@ -232,6 +233,35 @@ def test_what_cannot_be_answered_is_an_error_of_openais_form(client, options, ki
     with pytest.raises(kind, match=said) as raised:
         client.completions.create(**asked)
     assert raised.value.body["message"] and raised.value.body["type"]
+
+
+def test_fields_that_ask_for_nothing_are_as_good_as_none(complete):
+    """Some clients send all the fields they know."""
+    nothing = {"echo": False, "best_of": 1, "suffix": None, "logit_bias": {}, "logprobs": None}
+    assert complete("5 6 7", **nothing).choices[0].text == complete("5 6 7").choices[0].text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        b"[" * 200_000,
+        b'{"model": "llama", "prompt": ' + b"[" * 900 + b"]" * 900 + b"}",
+        b'{"model": "llama", "prompt": "\\ud800"}',
+        b'{"model": "llama", "prompt": "\xff"}',
+        b'{"model": "llama", "prompt": "5", "temperature": NaN}',
+    ],
+    ids=["cut off", "deep", "a deep prompt", "half a character", "no text", "no number"],
+)
+def test_a_body_that_makes_no_sense_is_an_error_of_openais_form(server, body):
+    """Depth without end, and halves of characters, were once answered as mistakes of the server."""
+    request = urllib.request.Request(
+        f"{server[1]}/v1/completions", data=body, headers={"Authorization": f"Bearer {KEY}"}
+    )
+    with pytest.raises(urllib.error.HTTPError) as raised:
+        urllib.request.urlopen(request, timeout=10)
+    assert raised.value.code == 400
+    assert json.load(raised.value)["error"]["type"] == "invalid_request_error"
 
 
 def test_who_does_not_know_the_key_is_told_so(server):
