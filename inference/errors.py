@@ -34,3 +34,10 @@ class Served(SystemExit):
     It is how `inference.load` ends on every rank but the master: the rest of an ordinary script is
     the master's. Being a SystemExit it ends the process quietly; catch it to do something else.
     """
+
+
+def exit_code(error: BaseException) -> int:
+    """With which code an exception that nobody catches ends a process."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return 130 if isinstance(error, KeyboardInterrupt) else 1

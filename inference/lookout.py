@@ -1,4 +1,4 @@
-"""Notices a rank of the ring that is stopped: it neither dies nor answers, so nobody else would.
+"""Notices a rank that is stopped: it neither dies nor answers, so nobody else would.
 
 Whoever waits for a message is asleep in the Communicator. So each rank has a thread that looks
 around now and then: whether a rank of this host is stopped, and whether those of other hosts still
@@ -7,24 +7,68 @@ say that they are there. The master decides, while it waits; all others give up 
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError
+
+import communicator
+import coordinator
+from inference.errors import PeerLost
 
 LOOK_S = 0.5
 STOPPED_S = 1.0
 """So long a process must have been stopped: whoever only looks at it lets it go on at once."""
 
 SILENT_S = 3.0
+NEAR_END_S, FAR_END_S, END_LOOK_S = 5.0, 1.0, 0.02
 VERDICT = "verdict"
 
 
+@contextlib.contextmanager
+def on_lookout(coor: Any, holds: Callable[[int], str]) -> Iterator[None]:
+    """Within this block, a rank that dies or is stopped is PeerLost on every rank. Collective.
+
+    holds: what a rank has of the model, in words, as far as that is known by then.
+    """
+    over = threading.Event()
+    if spans_processes(coor):
+        store = coor.store("inference loading")
+        Lookout(coor, store, lambda: True, coor.accuse, over).start()
+    try:
+        yield
+    except (coordinator.PeerLost, communicator.PeerLost) as error:
+        named = [rank for rank, peer in enumerate(coor.peers) if str(peer) in str(error)]
+        lost = "".join(f" Rank {rank} was to hold {holds(rank)}." for rank in named if holds(rank))
+        raise PeerLost(f"{error}{lost}") from error
+    finally:
+        over.set()
+
+
+def outlast_master(coor: Any, code: int) -> None:
+    """Let a master that ends with a failure end first, so that this is taken for the cause.
+
+    coor: may be closed already. A master that is not seen from here is given some time.
+    """
+    master = coor.peers[0]
+    is_near = _shares_host(master, coor.peers[coor.rank]) and master.pid != os.getpid()
+    until = time.monotonic() + (NEAR_END_S if is_near else FAR_END_S) * bool(code)
+    while time.monotonic() < until and not (is_near and _state(master.pid) in "ZX"):
+        time.sleep(END_LOOK_S)
+
+
+def spans_processes(coor: Any) -> bool:
+    """Whether one rank can be stopped without the others: they are not all threads of one."""
+    return any(peer.pid != coor.peers[0].pid for peer in coor.peers)
+
+
 class Lookout(threading.Thread):
-    """Looks after the ring of one rank until `over` is set.
+    """Looks after the ranks for one of them until `over` is set.
 
     waits: whether this rank waits for the others now. give_up: what ends that waiting, given the
         rank that is at fault and how it is.
@@ -36,11 +80,12 @@ class Lookout(threading.Thread):
         store: Any,
         waits: Callable[[], bool],
         give_up: Callable[[int, str], None],
+        over: threading.Event | None = None,
     ):
         super().__init__(name="drumline-lookout", daemon=True)
         self.coor, self.store, self.waits, self.give_up = coor, store, waits, give_up
         self.me = coor.peers[coor.rank]
-        self.over = threading.Event()
+        self.over = over or threading.Event()
         self.fine_at = dict.fromkeys(range(coor.world_size), time.monotonic())
         self.beats: dict[int, bytes] = {}
 
@@ -91,9 +136,12 @@ class Lookout(threading.Thread):
         return peer.pid != self.me.pid and _state(peer.pid) in ("T", "t")
 
     def _beats(self, rank: int) -> bool:
+        """Whether a rank has said that it is there, since the last look; or has not come yet."""
         key = f"beat {rank}"
-        beat = self.store.get(key) if self.store.check([key]) else b"none yet"
-        is_new = beat != self.beats.get(rank)
+        if not self.store.check([key]):
+            return True
+        beat = self.store.get(key)
+        is_new: bool = beat != self.beats.get(rank)
         self.beats[rank] = beat
         return is_new
 

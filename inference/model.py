@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from inference import traced
-from inference.errors import InferenceError
+from inference.errors import InferenceError, exit_code
 from inference.lazy import Lazy, fetch_all
 from inference.nd_load import Loaded
 from inference.overlap import Overlapping
@@ -27,7 +27,7 @@ class Distributed(Overlapping, Refusals):
 
     `device_map` says where each module is, `loaded` what loading took on this rank, in bytes.
     Leaving the `with` block, `close()`, the end of the script and the model's end of life all
-    release the other ranks.
+    release the other ranks; an exception that leaves the block ends them with its exit code.
     """
 
     device_map: DeviceMap
@@ -45,8 +45,8 @@ class Distributed(Overlapping, Refusals):
     def __enter__(self) -> Any:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close(0 if error is None else exit_code(error))
 
     @property
     def device(self) -> torch.device:

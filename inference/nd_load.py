@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import math
 import mmap
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +37,9 @@ from inference.safetensors_index import (
 BLOCK = 8 << 20
 """Bytes read and sent at a time. At most two such blocks exist beside the shards."""
 
-CARRIER = "gloo"
-"""What takes blocks from rank to rank: it reaches every host, and its tensors are on the CPU."""
+CARRIER = "tcp"
+"""What takes blocks from rank to rank: it reaches every host, its tensors are on the CPU, and once
+the Coordinator's group is broken nobody waits in it."""
 
 HUGE = 2 << 20
 """From this size on memory is asked for in pages of this size, which is that of x86 and Arm."""
@@ -211,14 +213,21 @@ def _told(
         result = work()
         message = b"+" + tell(result)
     except Exception as error:
-        coor.allgather(b"-" + str(error).encode())
+        coor.allgather(b"-" + _story(coor, error).encode())
         raise
     told = coor.allgather(message)
-    for rank, text in enumerate(told):
+    for text in told:
         if text.startswith(b"-"):
-            said = text[1:].decode()
-            raise CheckpointError(f"rank {coor.rank}: rank {rank} cannot load: {said}")
+            raise CheckpointError(f"rank {coor.rank}: {text[1:].decode()}")
     return result, [text[1:] for text in told]
+
+
+def _story(coor: Coordinator, error: Exception) -> str:
+    """Who cannot load and why; with the traceback, if the message is not one of ours."""
+    why = f"{coor.peers[coor.rank]} cannot load: {type(error).__name__}: {error}"
+    if isinstance(error, InferenceError):
+        return why
+    return f"{why}\nThe traceback over there:\n{''.join(traceback.format_exception(error))}"
 
 
 def _digest(data: bytes) -> bytes:

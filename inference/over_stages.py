@@ -31,6 +31,7 @@ from inference.layout import (
     with_cache,
     working_nbytes,
 )
+from inference.lookout import on_lookout, outlast_master
 from inference.memory import cluster_memory, given_room
 from inference.model import distribute
 from inference.nd_load import together
@@ -47,11 +48,21 @@ from inference.stage import Stage
 
 def load_over_stages(path: str | Path, coor: Coordinator | None, asked: Options) -> Any:
     """The model of a checkpoint, its layers spread over every rank. Collective; see `load`."""
-    device_map = asked.device_map or "auto"
     _refuse_device(asked)
     with contextlib.ExitStack() as stack:
         if coor is None:
             coor = stack.enter_context(Coordinator())
+        model, chosen = _placed_and_loaded(coor, path, asked)
+        return join(coor, model, chosen, stack, asked.backend)
+
+
+def _placed_and_loaded(
+    coor: Coordinator, path: str | Path, asked: Options
+) -> tuple[Any, DeviceMap]:
+    """This rank's part of the model, and where the others are. Collective."""
+    maps: list[DeviceMap] = []
+    device_map = asked.device_map or "auto"
+    with on_lookout(coor, lambda rank: maps[0].holds(rank) if maps else ""):
         source = find(coor, path)
         kind = together(coor, lambda: asked.cls or model_class(source.config))
         dtype = checkpoint_dtype(asked.dtype, source.config)
@@ -65,9 +76,9 @@ def load_over_stages(path: str | Path, coor: Coordinator | None, asked: Options)
             speeds = measure_speeds(coor, room, dtype, asked.backend)
         parts = with_cache(parts, *needs)
         chosen = together(coor, lambda: plan(parts, room, device_map, speeds=speeds, step=step))
+        maps.append(chosen)
         agree_on(coor, {"plan": chosen.to_bytes().decode()})
-        model = _loaded(coor, kind, source, chosen, dtype, asked.progress, asked.rest)
-        return join(coor, model, chosen, stack, asked.backend)
+        return _loaded(coor, kind, source, chosen, dtype, asked.progress, asked.rest), chosen
 
 
 def _refuse_device(asked: Options) -> None:
@@ -176,7 +187,8 @@ def join(
     """
     if coor.world_size == 1:
         return distribute(model, chosen, None)
-    outward, homeward = [stack.enter_context(_frames(coor, backend)) for _ in range(2)]
+    with on_lookout(coor, chosen.holds):
+        outward, homeward = [stack.enter_context(_frames(coor, backend)) for _ in range(2)]
     holds = {rank: chosen.holds(rank) for rank in range(coor.world_size)}
     ring = Ring(outward, homeward, holds, stack.pop_all())
     device = torch.device(chosen.device_of(coor.rank))
@@ -184,6 +196,7 @@ def join(
         return distribute(model, chosen, Session(ring, device))
     with ring:
         code = Stage(model, ring, device).serve()
+    outlast_master(coor, code)
     raise Served(code)
 
 
@@ -194,8 +207,12 @@ def _frames(coor: Coordinator, backend: str | None) -> Communicator:
 
 def checkpoint_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtype:
     """The dtype that is asked for, else that of the checkpoint."""
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype not in (None, "auto"):
-        return getattr(torch, str(dtype).removeprefix("torch."))  # type: ignore[no-any-return]
-    return getattr(config, "dtype", None) or torch.float32
+    if dtype in (None, "auto"):
+        dtype = getattr(config, "dtype", None) or torch.float32
+    found = getattr(torch, str(dtype).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise PlanError(
+            f"dtype={dtype!r} is none that the weights of a model can have, so nothing was loaded; "
+            "give float32, bfloat16 or float16."
+        )
+    return found

@@ -20,6 +20,7 @@ from inference.agreement import agree_on, facts
 from inference.cut_model import CutModel, build, compute_buffers, prepare
 from inference.errors import PlanError, Served
 from inference.layout import cache_nbytes, layout, owner_of, with_cache
+from inference.lookout import outlast_master
 from inference.memory import Memory, cluster_memory, given_room
 from inference.mesh import Mesh, mesh_for
 from inference.model import distribute
@@ -67,7 +68,9 @@ def load_over_teams(path: str | Path, coor: Coordinator | None, asked: Options) 
     stage = TeamStage(cut.model.eval(), hears, device, hop, team)
     if crew.is_master():
         return _driven(driver, Driver(stage, team, ring), chosen, device)
-    raise Served(_serve(stage))
+    code = _serve(stage)
+    outlast_master(crew, code)
+    raise Served(code)
 
 
 def _patiently(coor: Coordinator) -> Any:

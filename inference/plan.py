@@ -6,7 +6,7 @@ print(plan(model, {(0, "cpu"): 20, (1, "cpu"): 20}))
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from inference.device_map import (
     DeviceMap,
@@ -152,7 +152,9 @@ class _Planner:
         self.pinned = pins[0]
         return None
 
-    def _pin(self, others: list[list[str]], wishes: list[tuple[Place, ...]]) -> dict[str, Place]:
+    def _pin(
+        self, others: list[list[str]], wishes: Sequence[tuple[Place, ...]]
+    ) -> dict[str, Place]:
         """Each group of parts on the first of the places it wishes that has room for it."""
         free = {place: self.room[place] - self._reserve(place) for place in self.order}
         sizes = {part.name: part.nbytes for part in self.model.others}

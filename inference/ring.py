@@ -8,23 +8,26 @@ its end; the next one notices that, and follows the accusations to who was lost 
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed import DistNetworkError
 
 from communicator import CommunicatorError, Unsupported
 from inference.errors import PeerLost
 from inference.frames import Foresee, Kind, Link, Message
-from inference.lookout import LOOK_S, Lookout
+from inference.lookout import LOOK_S, Lookout, spans_processes
 
 FOREVER_S = 20.0 * 24 * 3600
 """How long a rank waits for the next message: the master's user may think, a death is noticed."""
 
 ACCUSATION_S = 1.0
 """How long a rank that is gone may have taken to say whom it had lost itself."""
+
+LOOK_AGAIN_S = 0.02
+NOBODY = b"nobody"
 
 
 class Ring:
@@ -46,7 +49,7 @@ class Ring:
         self._lookout = Lookout(
             self.coor, self.accusations, lambda: self.is_waiting, self._stop_waiting
         )
-        if any(peer.pid != self.coor.peers[0].pid for peer in self.coor.peers):
+        if spans_processes(self.coor):
             self._lookout.start()
         last = self.rank == self.world_size - 1
         self.next = Link(homeward if last else outward, (self.rank + 1) % self.world_size)
@@ -132,11 +135,13 @@ class Ring:
 
     def _accused_by(self, peer: int) -> int:
         """Whom `peer` had lost; itself if it lost nobody."""
-        key = str(peer)
-        if not self.accusations.check([key]) and self.coor.peers[peer].is_seen_dead():
-            return peer
-        try:
-            self.accusations.wait([key], timedelta(seconds=ACCUSATION_S))
-        except DistStoreError:
-            return peer
-        return int(self.accusations.get(key))
+        until = time.monotonic() + ACCUSATION_S
+        while True:
+            is_dead = self.coor.peers[peer].is_seen_dead()
+            # as get(), which raises if the group is broken, by whoever left it in an error
+            found = self.accusations.compare_set(str(peer), NOBODY, NOBODY)
+            if found != NOBODY:
+                return int(found)
+            if is_dead or time.monotonic() > until:
+                return peer
+            time.sleep(LOOK_AGAIN_S)

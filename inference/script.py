@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from inference.errors import InferenceError
+from inference.errors import InferenceError, exit_code
 from inference.load import load
 
 PLANS = ("auto", "balanced", "sequential", "fastest")
@@ -29,13 +29,6 @@ def run_script(script: str, arguments: list[str]) -> None:
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     with models_over_all_ranks():
         runpy.run_path(script, run_name="__main__")
-
-
-def exit_code(error: BaseException) -> int:
-    """With which code an exception that nobody catches ends a process."""
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
-    return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
 @contextlib.contextmanager

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import socket
 import traceback
 from typing import Any
 
@@ -191,9 +189,9 @@ class Stage:
             pass  # the first error is on its way to the master already
 
     def _story(self, error: Exception, doing: str) -> str:
-        trace = "".join(traceback.format_exception(error))
+        coor, trace = self.ring.coor, "".join(traceback.format_exception(error))
         return (
-            f"rank {self.rank} ({socket.gethostname()}, pid {os.getpid()}): {doing} raised "
+            f"{coor.peers[coor.rank]}: {doing} raised "
             f"{type(error).__name__}: {error}\nThe traceback over there:\n{trace}"
         )
 

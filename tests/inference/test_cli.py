@@ -83,7 +83,6 @@ def test_arguments_that_make_no_sense_are_refused_in_a_line(name, line, said, ca
         ("generate --model {} --prompt 5 --memory 1MiB", "no tokenizer"),
         ("generate --model {}/nowhere -n 2 --prompt 5", "no config.json"),
         ("run -n 2 {}/nowhere.py", "is not there"),
-        ("serve --model {} --api-key-file {}/nowhere", "cannot be read"),
     ],
 )
 def test_what_cannot_be_done_is_an_error_of_one_line(checkpoints, capsys, line, said):
@@ -187,6 +186,7 @@ def test_an_unmodified_script_runs_over_the_ranks_and_ends_them_with_its_code(
     [
         (["--host", "0.0.0.0"], "there is no key"),
         (["--api-key-file", "/dev/null"], "is empty"),
+        (["--api-key-file", "/dev/null/key"], "cannot be read"),
         (["--max-length", "1000000"], "has positions for"),
     ],
 )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
+import sys
 import textwrap
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import inference
 from coordinator import Coordinator
+from inference import over_stages
+from inference.lookout import outlast_master
 
 HEAD = """
 import os, random, signal, sys, threading, time
@@ -129,6 +133,30 @@ def test_a_stopped_rank_that_follows_in_a_team_is_named_within_seconds(
     assert processes[victim].wait(timeout=30) == 1  # it finds that nobody is left
 
 
+def test_a_rank_that_is_stopped_while_it_loads_is_named_within_seconds(checkpoints, start):
+    """Nobody looked for stopped ranks before the model was there: all waited for minutes."""
+    body = """
+    from inference import fill
+    here = Coordinator()
+    if here.rank == 1:
+        fill.carry_out = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+    if here.rank:
+        sys.argv[1] = "nowhere"  # and is sent what it holds
+    here.barrier()
+    begun = time.monotonic()
+    try:
+        inference.load(sys.argv[1], coor=here, max_memory=[1 << 30] * 3)
+    except inference.PeerLost as lost:
+        print(lost)
+        os._exit(0 if time.monotonic() - begun < 5 else 7)
+    """
+    processes = start(script(body), 3, checkpoints.llama()[1])
+    outputs = [processes[rank].communicate(timeout=60) for rank in (0, 2)]
+    assert [processes[rank].returncode for rank in (0, 2)] == [0, 0], outputs
+    named = f"rank 1 (host {socket.gethostname()}, pid {processes[1].pid}) is stopped"
+    assert all(named in out for out, _ in outputs) and "model.layers." in outputs[0][0]
+
+
 def test_a_short_stop_is_borne_and_ctrl_c_in_generate_ends_all_ranks(checkpoints, start):
     body = """
     coor, model = load()
@@ -160,14 +188,34 @@ def test_servers_end_when_an_idle_master_is_killed(checkpoints, start):
         assert code == 1 and "rank 0" in err and "is gone" in err
 
 
-def test_an_exception_in_the_masters_script_ends_the_servers_with_its_code(checkpoints, start):
-    body = """
+@pytest.mark.parametrize(("line", "code"), [("pass", 1), ("with model: sys.exit(7)", 7)])
+def test_an_exception_in_the_masters_script_ends_the_servers_with_its_code(
+    checkpoints, start, line, code
+):
+    body = f"""
     coor, model = load()
+    {line}
     raise KeyError("in the script of the master")
     """
     results = ended(start(script(body), 2, checkpoints.llama()[1]), within_s=40)
-    assert [code for code, _ in results] == [1, 1]
+    assert [code for code, _ in results] == [code, code]
     assert "KeyError" not in results[1][1]
+
+
+def test_a_server_that_ends_with_a_failure_lets_the_master_end_first():
+    """The launcher shows the first failure, and that was a server's, which had none of its own."""
+    with subprocess.Popen(["sleep", "60"]) as master:
+        near = SimpleNamespace(pid=master.pid, is_visible=True)
+        coor = SimpleNamespace(peers=[near, SimpleNamespace(is_visible=True)], rank=1)
+        outlast_master(coor, 0)
+        assert master.poll() is None
+        thread = threading.Timer(0.3, master.kill)
+        thread.start()
+        outlast_master(
+            coor, 1
+        )  # of which the process is a zombie by then: nobody has waited for it
+        assert master.wait() == -signal.SIGKILL
+        thread.join()
 
 
 def test_a_script_that_ends_releases_the_servers(checkpoints, start):
@@ -265,6 +313,53 @@ def test_a_layer_that_raises_is_named_with_its_traceback_and_the_model_goes_on(
     story = on_master(checkpoints.llama()[1], 3, work)
     assert f"rank {rank}" in story and "model.layers." in story
     assert "ArithmeticError: planted" in story and "in bomb" in story
+
+
+def test_a_rank_that_leaves_in_a_layer_is_the_one_that_is_named(
+    checkpoints, ranks_or_errors, monkeypatch
+):
+    """Each survivor once took the words of who left for the loss of rank 0."""
+    forward, prompt = LlamaMLP.forward, torch.arange(3, 12)[None]
+    here = threading.local()
+
+    def leave(self, x):
+        return sys.exit(5) if getattr(here, "rank", 0) == 2 else forward(self, x)
+
+    def rank(info):
+        here.rank = info.rank
+        with (
+            Coordinator(info) as coor,
+            inference.load(path, coor=coor, max_memory=[1 << 30] * 4) as model,
+        ):
+            monkeypatch.setattr(LlamaMLP, "forward", leave)
+            return model.generate(prompt, max_new_tokens=3)
+
+    path = checkpoints.llama()[1]
+    found = ranks_or_errors(rank, 4)
+    assert isinstance(found[2], SystemExit) and found[2].code == 5
+    for other in (0, 1, 3):
+        assert isinstance(found[other], inference.PeerLost)
+        assert "rank 2 (host" in str(found[other]).partition(" is gone")[0]
+
+
+def test_a_rank_that_cannot_load_is_named_with_its_traceback(
+    checkpoints, ranks_or_errors, monkeypatch
+):
+    settle = over_stages.place
+
+    def bomb(model, chosen, rank, shelf):
+        return 1 // 0 if rank == 1 else settle(model, chosen, rank, shelf)
+
+    monkeypatch.setattr(over_stages, "place", bomb)
+
+    def rank(info):
+        with Coordinator(info) as coor:
+            inference.load(path, coor=coor, max_memory=[1 << 30] * 3)
+
+    path = checkpoints.llama()[1]
+    story = str(ranks_or_errors(rank, 3)[0])
+    assert f"rank 1 (host {socket.gethostname()}" in story
+    assert "ZeroDivisionError" in story and "in bomb" in story
 
 
 def test_a_cache_from_a_call_that_failed_is_refused(checkpoints, on_master, monkeypatch):
