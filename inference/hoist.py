@@ -7,9 +7,7 @@ hoist(program, {"cuda:0": f"cuda:{coor.local_rank}"})    # nothing in it names c
 from __future__ import annotations
 
 import copy
-import io
 import json
-import pickle
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -513,28 +511,19 @@ def hoist_package(
             if name.endswith(".json"):
                 data = _hoist_json(name, data, devices)
             elif "/data/sample_inputs/" in name:
-                data = _hoist_inputs(name, data, devices)
+                data = _hoist_inputs(data, devices)
             new.writestr(old.getinfo(name), data)
     return report
 
 
-def _hoist_inputs(name: str, data: bytes, devices: _Map) -> bytes:
-    """Example inputs, which loading would put where they were made: on the CPU."""
+def _hoist_inputs(data: bytes, devices: _Map) -> bytes:
+    """Example inputs, if loading them would touch no device that moves; else none, as torch leaves
+    them out: they are a pickle, which nothing here opens."""
     old = [str(one).encode() for one in devices.moving if one.type not in STAYING]
     if not any(one in data for one in old):
         return data
-    try:
-        inputs = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError) as error:
-        raise HoistError(
-            f"{name} holds example inputs that are more than tensors on {devices.moving}, and "
-            f"loading would put them there ({error}); set program.example_inputs = None before "
-            "torch.export.save."
-        ) from error
-    moved = io.BytesIO()
-    torch.save(inputs, moved)
     devices.report.count("example_inputs")
-    return moved.getvalue()
+    return b""
 
 
 def _hoist_json(name: str, data: bytes, devices: _Map) -> bytes:

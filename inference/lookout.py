@@ -43,7 +43,11 @@ def on_lookout(coor: Any, holds: Callable[[int], str]) -> Iterator[None]:
     try:
         yield
     except (coordinator.PeerLost, communicator.PeerLost) as error:
-        named = [rank for rank, peer in enumerate(coor.peers) if str(peer) in str(error)]
+        named = [
+            rank
+            for rank, peer in enumerate(coor.peers)
+            if str(peer).removesuffix(")") in str(error)
+        ]
         lost = "".join(f" Rank {rank} was to hold {holds(rank)}." for rank in named if holds(rank))
         raise PeerLost(f"{error}{lost}") from error
     finally:

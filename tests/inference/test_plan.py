@@ -246,7 +246,7 @@ def test_room_to_work_in_is_kept_on_every_place_that_runs_layers():
     room = {(0, "cpu"): 600, (1, "cpu"): 700}
     chosen = plan(working, room)
     assert all(chosen.used(place) <= nbytes - 150 for place, nbytes in room.items())
-    with pytest.raises(PlanError, match="151 of them to work in"):
+    with pytest.raises(PlanError, match="151 bytes more to work in"):
         plan(dataclasses.replace(LLAMA, working=151), {(0, "cpu"): 551, (1, "cpu"): 651})
     with pytest.raises(PlanError, match="1 bytes are missing"):
         plan(working, {(0, "cpu"): 1050}, {"": 0})
