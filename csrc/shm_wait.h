@@ -87,8 +87,8 @@ bool look(const Patience& patience, Ready ready) {
     return ready();
 }
 
-// To be woken takes 50 us, and to wake somebody as long. So a rank that waits for a letter looks for
-// it longer, about when the last one came, but never longer than this in all.
+// To be woken takes 50 us, and to wake somebody as long. So a rank that waits for a letter looks
+// for it longer, about when the last one came, but never longer than this in all.
 constexpr int64_t watch_ns = 1000000;
 
 // Looks until `until_ns`, but for no longer than nobody else wants the core: giving it away then
