@@ -124,7 +124,13 @@ def test_launcher_that_is_killed_takes_its_ranks_with_it(engine, tmp_path):
 
 
 def test_every_recipe_runs_unchanged(engine):
-    command = ["mpiexec", "-n", "2", sys.executable, str(ROOT / "tests" / "every_recipe.py")]
+    command = [
+        "mpiexec",
+        "-n",
+        "2",
+        sys.executable,
+        str(ROOT / "tests" / "programs" / "every_recipe.py"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("ended: ") == 2 * RECIPES

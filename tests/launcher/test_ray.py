@@ -131,7 +131,7 @@ def test_nodes_that_are_asked_for_get_as_many_ranks_each(work):
 
 
 def test_every_recipe_runs_unchanged_under_ray(work):
-    script = ROOT / "tests" / "every_recipe.py"
+    script = ROOT / "tests" / "programs" / "every_recipe.py"
     assert len(launcher.launch(script, nprocs=2, launcher="ray", timeout_s=90)) == 2
 
 

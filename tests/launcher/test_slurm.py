@@ -198,6 +198,6 @@ def test_mpiexec_inside_srun_wins(slurm):
 
 
 def test_every_recipe_runs_unchanged_under_srun(slurm):
-    script = ROOT / "tests" / "every_recipe.py"
+    script = ROOT / "tests" / "programs" / "every_recipe.py"
     said = _output(["srun", "-n", "2", sys.executable, str(script)], slurm)
     assert said.count("ended: ") == 2 * RECIPES

@@ -1,6 +1,8 @@
 """Every recipe, one after the other, in one launch: torch is imported once and not nine times.
 
-python -m launcher run -n 2 tests/every_recipe.py
+python -m launcher run -n 2 tests/programs/every_recipe.py
+
+In a folder of its own: beside `tests/coordinator`, that would be imported for the package.
 """
 
 import runpy
@@ -9,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-FOLDER = Path(__file__).parents[1] / "examples" / "recipes"
+FOLDER = Path(__file__).parents[2] / "examples" / "recipes"
 RECIPES = sorted(path for path in FOLDER.glob("*.py") if path.name != "model.py")
 
 if __name__ == "__main__":
