@@ -29,7 +29,8 @@ demo: .venv/ready
 	@$(BIN)/python -m launcher run -n $(RANKS) examples/demo/generate.py $(MODEL)
 
 # In two halves side by side, for tests of processes mostly wait; what the first half says comes last.
-PROCESSES := tests/launcher tests/coordinator $(wildcard tests/test_*.py)
+PROCESSES := tests/launcher tests/coordinator $(wildcard tests/test_*.py) \
+  $(patsubst %,tests/inference/test_%.py,hosts cli nd_load_processes peak_memory)
 .PHONY: test
 test: .venv/ready
 ifdef TESTS
