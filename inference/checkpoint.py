@@ -170,7 +170,10 @@ def read_config(path: str | Path) -> Any:
 def read_tokenizer(path: str | Path) -> Any:
     """What turns text into the tokens of a checkpoint."""
     try:
-        return transformers.AutoTokenizer.from_pretrained(path)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+            raise ValueError("its vocabulary is empty")  # as transformers makes one of no files
+        return tokenizer
     except (ImportError, OSError, ValueError) as error:
         why = str(error).strip().partition("\n")[0]
         raise CheckpointError(

@@ -494,8 +494,9 @@ def hoist_package(
     """Write a .pt2 file of torch.export.save with other devices, without loading it.
 
     So no rank touches the device that the file was made on. Only descriptions change: weights are
-    stored as bytes. Example inputs are put on the CPU if loading would put them on a device that is
-    mapped. Compiled packages are refused: give aoti_load_package a device_index instead.
+    stored as bytes. Example inputs are left out if loading would put them on a device that is
+    mapped: they are a pickle. Compiled packages are refused: give aoti_load_package a device_index
+    instead.
     """
     report = Report()
     devices = _Map(mapping, "explicit", strict, report)

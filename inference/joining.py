@@ -54,7 +54,7 @@ def own_part(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
 
 
 def all_parts(x: torch.Tensor, length: int, comm: Communicator) -> torch.Tensor:
-    """The tokens of all ranks, each of which has its own."""
+    """The tokens of all ranks, each of which has its own: [batch, length, width]."""
     if _needs_gradient(x):
         return _AllParts.apply(x, length, comm)  # type: ignore[no-any-return, no-untyped-call]
     return _all_rows(x, length, comm)

@@ -80,6 +80,7 @@ def test_arguments_that_make_no_sense_are_refused_in_a_line(name, line, said, ca
     ("line", "said"),
     [
         ("plan --model {} --memory 1MiB --dtype float17", "dtype='float17' is none"),
+        ("generate --model {} --prompt 5 --memory 1MiB", "no tokenizer"),
         ("generate --model {}/nowhere -n 2 --prompt 5", "no config.json"),
         ("run -n 2 {}/nowhere.py", "is not there"),
     ],
