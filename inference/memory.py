@@ -135,10 +135,13 @@ def _meminfo_available() -> int:
 
 
 def _cgroup_room(root: Path = Path("/sys/fs/cgroup"), own: str | None = None) -> list[int]:
-    """What each cgroup above this process still allows, in version 2 or 1 of cgroups."""
+    """What each cgroup above this process still allows, in version 2 or 1 of cgroups.
+
+    own: the lines that say which these are, see cgroups(7); those of this process if not given.
+    """
     files = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
     room = []
-    for folder in _cgroup_folders(root, _own_cgroup() if own is None else own):
+    for folder in _cgroup_folders(root, _own_cgroups() if own is None else own):
         for limit_name, used_name in files:
             limit, used = _number(folder / limit_name), _number(folder / used_name)
             if limit is not None and used is not None:
@@ -147,20 +150,22 @@ def _cgroup_room(root: Path = Path("/sys/fs/cgroup"), own: str | None = None) ->
 
 
 def _cgroup_folders(root: Path, own: str) -> list[Path]:
-    folder = root / own.lstrip("/")
-    return [
-        folder,
-        *[parent for parent in folder.parents if parent.is_relative_to(root)],
-        root / "memory",
-    ]
+    """In a container, the group that the lines name may be mounted as the root itself."""
+    found = {root: None, root / "memory": None}
+    for line in own.splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" or "memory" in controllers.split(","):
+            top = root if number == "0" else root / "memory"
+            folder = top / path.lstrip("/")
+            found.update(dict.fromkeys([folder, *folder.parents]))
+    return [folder for folder in found if folder.is_relative_to(root)]
 
 
-def _own_cgroup() -> str:
+def _own_cgroups() -> str:
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        return Path("/proc/self/cgroup").read_text()
     except OSError:
         return ""
-    return next((line.split(":", 2)[2] for line in lines if line.startswith("0::")), "")
 
 
 def _number(path: Path) -> int | None:
