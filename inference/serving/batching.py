@@ -137,8 +137,13 @@ class Batcher:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Return when what runs and what waits has ended, which is told to end soon."""
+        """Return when what waits has been told that it ends, and what runs has, which it does with
+        its next token: whether a client reads its last ones or not."""
         self._end(InferenceError("rank 0: the server is being stopped; ask another one."))
+        with self._changed:
+            running = [row for batch in self._running for row in batch]
+        for row in running:
+            row.cancel()
         for thread in self._threads:
             thread.join()
 

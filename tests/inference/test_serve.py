@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -19,6 +20,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import launcher
+from inference.serving.batching import Batcher, Limits, Row
+from inference.serving.sampling import Sampling
 
 openai = pytest.importorskip("openai", reason="runs after `pip install openai fastapi uvicorn`")
 pytest.importorskip("uvicorn", reason="runs after `pip install openai fastapi uvicorn`")
@@ -301,6 +304,22 @@ def test_a_client_that_goes_away_stops_what_runs_for_it(plain, server, stream):
         time.sleep(0.05)
     assert metric(server, "drumline_requests_running") == 0
     assert metric(server, "drumline_new_tokens_total") - before < 4 * num_new
+
+
+def test_what_runs_for_a_client_that_reads_nothing_ends_with_the_server(plain):
+    """It ran to its last token before the server ended, which the launcher did not wait for."""
+    began, how = threading.Event(), []
+
+    def hear(_: int) -> bool:
+        began.set()
+        return True
+
+    batcher = Batcher(plain[0], Limits(max_length=2000))
+    row = Row([15], Sampling(max_tokens=1900, temperature=0), hear, how.append)
+    batcher.submit([row])
+    assert began.wait(30)
+    batcher.close()
+    assert how == ["cancelled"] and len(row.new) < 1900
 
 
 def test_health_and_metrics_tell_what_was_done(server, complete):
