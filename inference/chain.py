@@ -16,7 +16,7 @@ import torch
 from inference.frames import Message
 from inference.lazy import Lazy, Withheld, fetched
 from inference.program import Program, Step
-from inference.values import Leaves, Template, is_repeatable
+from inference.values import Leaves, Template, is_repeatable, leaves_of
 
 if TYPE_CHECKING:
     from inference.remote import RemoteModule
@@ -111,9 +111,11 @@ class Chain:
         num_inputs = num_operands + len(self.inputs.tensors)
         steps = []
         for run, start in zip(self.runs, starts, strict=True):
-            for layer, given in zip(run.layers, run.slots_by_layer(), strict=True):
+            outputs: list[Any] = [layer.outputs.get(run.form) for layer in run.layers[:-1]]
+            outputs.append(None if run.is_learning else run.layers[-1].outputs[run.form])
+            calls = zip(run.layers, run.slots_by_layer(), outputs, strict=True)
+            for layer, given, output in calls:
                 slots = tuple(num_operands + s if s >= 0 else num_inputs + ~s for s in given)
-                output = layer.outputs.get(run.form)
                 steps.append(Step(layer.rank, layer.name, run.form.template, slots, start, output))
         returns = tuple(num_inputs + position for position in self.returns)
         return Program(operations, num_operands, num_inputs, tuple(steps), returns)
@@ -139,7 +141,14 @@ class Form:
 
     @cached_property
     def is_repeatable(self) -> bool:
-        return is_repeatable(self.template)
+        return is_repeatable(self.template) and not self.numbers_at
+
+    @cached_property
+    def numbers_at(self) -> tuple[int, ...]:
+        """Where the model's own integers are among those of a call that has a cache too: they may
+        say which layers of the cache are meant."""
+        kinds = [leaf[0] for leaf in leaves_of(self.template) if leaf[0] in ("int", "cache")]
+        return tuple(at for at, kind in enumerate(kinds) if kind == "int" and "cache" in kinds)
 
 
 class Run:
@@ -154,6 +163,7 @@ class Run:
         self.ints, self.caches = leaves.ints, leaves.caches
         self.layers: list[RemoteModule] = []
         self.hidden_slots: list[int] = []  # of the hidden state that each further layer is given
+        self.numbers = tuple([leaves.ints[at] for at in form.numbers_at])
         self.is_learning = False
         if form.is_repeatable:
             self.tensors = leaves.tensors[1:]

@@ -21,6 +21,7 @@ from transformers.cache_utils import (
     EncoderDecoderCache,
     LinearAttentionCacheLayerMixin,
     StaticCache,
+    StaticLayer,
 )
 
 from inference.errors import InferenceError
@@ -37,6 +38,9 @@ class Journal(Protocol):
     def forget(self, number: int) -> None: ...
     def next_cache(self) -> int: ...
     def rows_and_tokens(self) -> tuple[int, int]: ...
+
+    @property
+    def shape_of_pass(self) -> tuple[int, int] | None: ...
 
 
 class Advance(NamedTuple):
@@ -185,14 +189,17 @@ def _refuse_contents(cache: Cache, layers: Iterable[int]) -> None:
 
 
 def _recipe(cache: Cache) -> tuple[Any, ...]:
-    """What the owner needs to build the same cache from its own copy of the config."""
+    """What the owner needs to build the same cache: its kind, its length or whether it has layers
+    from the beginning, and whether these are of the config's kinds or all plain."""
     if cache.offloading:
         kind = None
     elif isinstance(cache, StaticCache):
         lengths = [layer.max_cache_len for layer in cache.layers if hasattr(layer, "max_cache_len")]
-        return ("static", max(lengths, default=1))  # a state takes no room by length
+        is_plain = all(type(layer) is StaticLayer for layer in cache.layers)
+        return ("static", max(lengths, default=1), is_plain)  # a state takes no room by length
     elif type(cache) is DynamicCache:
-        return ("dynamic", bool(cache.layers))
+        is_plain = all(type(layer) is DynamicLayer for layer in cache.layers)
+        return ("dynamic", bool(cache.layers), is_plain)
     else:
         kind = type(cache).__name__
     raise InferenceError(
@@ -205,12 +212,15 @@ def _recipe(cache: Cache) -> tuple[Any, ...]:
 def advance(cache: Cache, layers: Iterable[int], hidden: torch.Tensor) -> None:
     """Account for the tokens of `hidden`, [batch, tokens, width], in layers held elsewhere.
 
-    Some models carry several streams, before or behind these axes (Gemma 3n, DeepSeek-V4).
+    Some models carry several streams, before or behind these axes (Gemma 3n, DeepSeek-V4), and
+    some the tokens first (FSMT).
     """
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     assert isinstance(cache, Mirrored)
     batch, tokens = hidden.shape[:2] if hidden.dim() == 3 else cache.journal.rows_and_tokens()
+    if cache.journal.shape_of_pass == (tokens, batch):
+        batch, tokens = tokens, batch
     for index in layers:
         layer = _layer(cache, index)
         if type(layer) is DynamicLayer and layer.is_initialized:

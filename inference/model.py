@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
+from transformers import PreTrainedModel
 
 from inference import traced
 from inference.errors import InferenceError, exit_code
@@ -17,7 +18,7 @@ from inference.lazy import Lazy, fetch_all
 from inference.nd_load import Loaded
 from inference.overlap import Overlapping
 from inference.plan import DeviceMap
-from inference.refusals import Refusals, seal
+from inference.refusals import Refusals, Unheard, seal
 from inference.remote import RemoteModule
 from inference.session import Session
 
@@ -53,6 +54,13 @@ class Distributed(Overlapping, Refusals):
         """Where inputs go: the first device of the master."""
         return self._first_device
 
+    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
+        """On a GPU, transformers compiles whatever decodes into a static cache. What waits for
+        other ranks, or reads weights from the disk, cannot be compiled."""
+        if self._session is not None or getattr(self, "_shelf", None) is not None:
+            return False
+        return bool(super()._valid_auto_compile_criteria(*args, **kwargs))  # type: ignore[misc]
+
     @property
     def traffic(self) -> tuple[int, int] | None:
         """Messages that the master has sent, and their bytes; None if it is alone."""
@@ -81,20 +89,23 @@ def distribute(
     if session is not None:
         if remote is None:
             remote = {name: rank for name, (rank, _) in device_map.places.items() if rank != 0}
+        unheard: Unheard = []
         for name, rank in remote.items():
-            _replace(model, name, rank, session)
-        _fetch_outputs(model, remote, session)
+            _replace(model, name, rank, session, unheard)
+        _fetch_outputs(model, remote, session, unheard)
         traced.master(model, session)
     return model
 
 
-def _replace(model: nn.Module, name: str, rank: int, session: Session) -> None:
+def _replace(model: nn.Module, name: str, rank: int, session: Session, unheard: Unheard) -> None:
     module = model.get_submodule(name)
     module.forward = RemoteModule(session, name, module, rank)
-    seal(module, name, rank)
+    seal(module, name, rank, unheard)
 
 
-def _fetch_outputs(model: nn.Module, remote: Mapping[str, int], session: Session) -> None:
+def _fetch_outputs(
+    model: nn.Module, remote: Mapping[str, int], session: Session, unheard: Unheard
+) -> None:
     """What the models around remote layers return to the user is plain tensors."""
     for name, module in model.named_modules():
         if name not in remote and any(
@@ -103,6 +114,7 @@ def _fetch_outputs(model: nn.Module, remote: Mapping[str, int], session: Session
             module.register_forward_pre_hook(_refuse_inner_outputs, with_kwargs=True)
             module.register_forward_pre_hook(_Note(session), with_kwargs=True)
             module.register_forward_hook(_plain_output)
+            module.register_forward_hook(_RefuseUnheard(model, unheard), with_kwargs=True)
 
 
 class _Note:
@@ -115,15 +127,49 @@ class _Note:
 
 def _refuse_inner_outputs(module: nn.Module, args: Any, kwargs: Any) -> None:
     for name in ("output_attentions", "output_router_logits"):
-        asked = kwargs.get(name)
-        if asked is None:
-            asked = getattr(getattr(module, "config", None), name, False)
-        if asked:
+        if _is_asked(name, module, kwargs):
             raise InferenceError(
                 f"rank 0: {name}=True, but these are made inside the layers and do not leave their "
                 f"ranks, so some would be missing; pass {name}=False or set it so in model.config, "
                 "or load the model on one rank."
             )
+
+
+def _is_asked(name: str, module: nn.Module, kwargs: Any) -> bool:
+    asked = kwargs.get(name)
+    return bool(getattr(getattr(module, "config", None), name, False) if asked is None else asked)
+
+
+class _RefuseUnheard:
+    """Raises for outputs that transformers records in a part of a layer, as hidden states of Zamba.
+
+    After the pass, for it says where it records in the first one that is asked for any.
+    """
+
+    def __init__(self, model: nn.Module, unheard: Unheard):
+        self.model, self.unheard = model, unheard
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        for key in dict.fromkeys(key for key, _, _ in self.unheard):
+            if _is_asked(f"output_{key}", module, kwargs):
+                self._refuse(key, module)
+
+    def _refuse(self, key: str, module: nn.Module) -> None:
+        for other, part, rank in self.unheard:
+            if key == other and self._recorder(part) is module:
+                raise InferenceError(
+                    f"rank 0: output_{key}=True, but this model makes them inside of layers, as in "
+                    f"{part} on rank {rank}, so some would be missing; pass output_{key}=False, or "
+                    "load the model on one rank."
+                )
+
+    def _recorder(self, part: str) -> nn.Module:
+        """The innermost model around a part, whose output it would go into."""
+        while part:
+            part = part.rpartition(".")[0]
+            if isinstance(self.model.get_submodule(part), PreTrainedModel):
+                break
+        return self.model.get_submodule(part)
 
 
 def _plain_output(module: nn.Module, args: Any, output: Any) -> Any:

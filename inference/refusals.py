@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -81,11 +82,16 @@ class Refusals:
         return super().gradient_checkpointing_enable(*args, **kwargs)  # type: ignore[misc]
 
 
-def seal(module: nn.Module, name: str, rank: int) -> None:
+Unheard = list[tuple[str, str, int]]
+"""The name of an output, and a part, with its rank, where transformers would record it."""
+
+
+def seal(module: nn.Module, name: str, rank: int, unheard: Unheard | None = None) -> None:
     """Let nobody replace a module or weight inside `module`, which runs on another rank.
 
-    What an adapter library or a quantizer puts there would never be called.
+    What an adapter library or a quantizer puts there would never be called. unheard: is added to.
     """
+    unheard = [] if unheard is None else unheard
     for inner, tensor in [*module.named_parameters(name), *module.named_buffers(name)]:
         if tensor.is_meta:
             _seal_tensor(tensor, inner, rank)
@@ -97,7 +103,7 @@ def seal(module: nn.Module, name: str, rank: int) -> None:
         if kind not in kinds:
             names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
             kinds[kind] = type(kind.__name__, (_Sealed, kind), names)
-        part.__dict__["_sealed"] = (inner, rank)
+        part.__dict__["_sealed"], part.__dict__["_unheard"] = (inner, rank), unheard
         part.__class__ = kinds[kind]
         if part is not module:
             part.__dict__["forward"] = _Elsewhere(inner, rank)
@@ -128,8 +134,12 @@ class _Sealed:
     def _refuse(self, hook: Any) -> None:
         """transformers hooks every part at once, whichever of its outputs is asked for."""
         name, rank = self.__dict__["_sealed"]
-        is_a_users = getattr(hook, "__module__", None) != output_capturing.__name__
-        if is_a_users and isinstance(self.__dict__.get("forward"), _Elsewhere):
+        if not isinstance(self.__dict__.get("forward"), _Elsewhere):
+            return
+        if getattr(hook, "__module__", None) == output_capturing.__name__:
+            key = inspect.getclosurevars(hook).nonlocals.get("key", "hidden_states")
+            self.__dict__["_unheard"].append((key, name, rank))
+        else:
             raise InferenceError(
                 f"rank 0: {name} is a part of a layer on rank {rank}, so a hook on it here would "
                 "never be called; hook the whole layer, or give it to rank 0 in device_map."

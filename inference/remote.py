@@ -16,10 +16,13 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from inference.chain import Chain, Form, Run
+from inference.errors import InferenceError
 from inference.lazy import Lazy
 from inference.mirror import advance, number_of
 from inference.session import Session
 from inference.values import PLAIN, Leaves, Template, flatten, frozen, kinds_of_new, rebuild
+
+MOST_FILLS = 1 << 12
 
 
 class RemoteModule:
@@ -28,6 +31,7 @@ class RemoteModule:
     def __init__(self, session: Session, name: str, module: nn.Module, rank: int):
         self.session, self.name, self.rank = session, name, rank
         self.outputs: dict[Form, Template] = {}  # what it returns for arguments of each form
+        self.fills: dict[tuple[Form, tuple[int, ...]], tuple[int, ...]] = {}  # layers of a cache
         self.maker = (name, 0)
         self.cache_layers = _cache_layers(module)
         self.__signature__ = inspect.signature(module.forward)
@@ -56,10 +60,12 @@ class RemoteModule:
             chain = self.session.chain
         slots = tuple([chain.slot(tensor) for tensor in leaves.tensors])
         run = Run(form, leaves, slots, args, kwargs)
-        if leaves.caches and leaves.tensors:
-            advance(leaves.caches[0], self.cache_layers, leaves.tensors[0])
+        fills = self.fills.get((form, run.numbers)) if run.numbers else self.cache_layers
+        if leaves.caches and leaves.tensors and fills is not None:
+            advance(leaves.caches[0], fills, leaves.tensors[0])
         chain.runs.append(run)
         run.add(self, None)
+        run.is_learning |= fills is None
         return self._result(chain, form, leaves)
 
     def _number_of(self, cache: Cache) -> int:
@@ -67,21 +73,55 @@ class RemoteModule:
 
     def _result(self, chain: Chain, form: Form, leaves: Leaves) -> Any:
         """What the layer returns, after putting what it wrote into dicts that layers share."""
-        output = self.outputs.get(form)
+        run = chain.runs[-1]
+        output = None if run.is_learning else self.outputs.get(form)
         if output == PLAIN:
             return chain.lazy("hidden", self.maker, leaves.tensors[0])
-        new = self._learn(chain, form) if output is None else self._later(chain, output, leaves)
+        new = (
+            self._learn(chain, run, leaves)
+            if output is None
+            else self._later(chain, output, leaves)
+        )
         value, *written = rebuild(self.outputs[form], leaves.tensors, iter(new), leaves.caches)
         for shared, changes in zip(leaves.shared, written, strict=True):
             shared.update(changes)
         return value
 
-    def _learn(self, chain: Chain, form: Form) -> list[torch.Tensor]:
+    def _learn(self, chain: Chain, run: Run, leaves: Leaves) -> list[torch.Tensor]:
         """Run the call now, for its output and the description of it."""
         reply = chain.flush()
         assert reply is not None
-        self.outputs[form] = frozen(json.loads(reply.note))
+        output, filled = json.loads(reply.note)
+        if leaves.caches and leaves.tensors:
+            self._learn_layers(run, tuple(filled), leaves)
+        self.outputs[run.form] = frozen(output)
         return [tensor.to(self.session.device) for tensor in reply.tensors]
+
+    def _learn_layers(self, run: Run, filled: tuple[int, ...], leaves: Leaves) -> None:
+        """Note which layers of the cache were filled over there. Some modules do not say (GPT-Neo),
+        and to some an integer says which turn of a recurrence it is (HRM)."""
+        is_usual = set(filled) <= set(self.cache_layers)
+        layers = self.cache_layers if is_usual else filled
+        cache, is_counted = leaves.caches[0], is_usual and not run.numbers
+        try:
+            if not is_usual and self.cache_layers and not run.numbers:
+                raise InferenceError(
+                    f"rank 0: {self.name} on rank {self.rank} put keys into the layers {[*filled]} "
+                    f"of the cache, where its modules have the numbers {[*self.cache_layers]}, so "
+                    "the lengths that masks are made of would be wrong; give it to rank 0 in "
+                    "device_map."
+                )
+            if not is_counted and (run.form, run.numbers) not in self.fills:
+                advance(cache, layers, leaves.tensors[0])
+        except InferenceError:
+            cache.torn = True  # over there it is filled already
+            raise
+        if run.numbers:
+            if len(self.fills) >= MOST_FILLS:
+                self.fills.clear()
+            self.fills[run.form, run.numbers] = layers
+        else:
+            self.cache_layers = layers
 
     def _later(self, chain: Chain, output: Template, leaves: Leaves) -> list[Lazy]:
         hidden = leaves.tensors[0] if leaves.tensors else torch.empty(0)
@@ -95,4 +135,4 @@ class RemoteModule:
 def _cache_layers(module: nn.Module) -> tuple[int, ...]:
     """The layers of the cache that a module fills: those that its attention says are its own."""
     numbers = {getattr(child, "layer_idx", None) for child in module.modules()}
-    return tuple(sorted(number for number in numbers if isinstance(number, int)))
+    return tuple(sorted(number for number in numbers if isinstance(number, int) and number >= 0))

@@ -69,9 +69,14 @@ class Session:
             if isinstance(given, torch.Tensor) and given.dim() in (2, 3):
                 self._threads.shape = given.shape[0], given.shape[1]
 
+    @property
+    def shape_of_pass(self) -> tuple[int, int] | None:
+        """Rows and tokens of the pass that this thread is in, if it is in one."""
+        return getattr(self._threads, "shape", None)
+
     def rows_and_tokens(self) -> tuple[int, int]:
-        """Of the pass that this thread is in, where a hidden state does not show them."""
-        shape: tuple[int, int] | None = getattr(self._threads, "shape", None)
+        """The same, where a hidden state does not show them."""
+        shape = self.shape_of_pass
         if shape is None:
             raise InferenceError(
                 "rank 0: a layer was called with a hidden state of more than three axes, outside "

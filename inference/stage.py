@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import traceback
 from typing import Any
@@ -13,9 +14,18 @@ from torch import nn
 from inference import traced
 from inference.errors import InferenceError
 from inference.frames import Kind, Message
+from inference.known import EMPTY, Mark, mark
 from inference.program import NOTHING, Program, Step
 from inference.ring import Ring
-from inference.values import PLAIN, Arrived, Template, changes, describe, unflatten
+from inference.values import (
+    PLAIN,
+    Arrived,
+    Template,
+    caches_in,
+    changes,
+    describe,
+    unflatten,
+)
 from inference.vault import Vault
 
 
@@ -68,6 +78,20 @@ class Call:
                     "is written here does not reach the other ranks, so their results would be "
                     "wrong; run this model on one rank."
                 )
+
+    def marks(self) -> list[Mark]:
+        """How full the layers are of the first cache among the arguments."""
+        found = next(caches_in((self.args, self.kwargs)), None)
+        return [] if found is None else [mark(layer) for layer in found.layers]
+
+    def filled(self, before: list[Mark]) -> list[int]:
+        """Which of them hold more now."""
+        pairs = itertools.zip_longest(before, self.marks(), fillvalue=EMPTY)
+        return [
+            index
+            for index, (old, new) in enumerate(pairs)
+            if new.length > old.length or new.has_state > old.has_state
+        ]
 
     def describe(self, value: Any, new: list[torch.Tensor]) -> Template:
         written = [changes(old, now) for old, now in zip(self.before, self.shared, strict=True)]
@@ -128,12 +152,12 @@ class Stage:
                 call = self._foreseen[1]
             else:
                 call = Call(step, [held[slot] for slot in step.slots], message.ints, self.vault)
-            given = call.copies() if step.output is None else []
+            given, before = (call.copies(), call.marks()) if step.output is None else ([], [])
             value = self.modules[step.module](*call.args, **call.kwargs)
             if step.output is None:
                 call.refuse_changes(given)
                 beyond = []
-                note = json.dumps(call.describe(value, beyond))
+                note = json.dumps([call.describe(value, beyond), call.filled(before)])
             elif step.output == PLAIN and call.is_plain(value):
                 held[made_at] = value
             else:

@@ -182,6 +182,17 @@ def rebuild(
     return values if kind == "list" else tuple(values)
 
 
+def caches_in(value: Any) -> Iterator[Cache]:
+    """In the order in which `flatten` meets them."""
+    if isinstance(value, EncoderDecoderCache):
+        yield from (value.self_attention_cache, value.cross_attention_cache)
+    elif isinstance(value, Cache):
+        yield value
+    elif isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from caches_in(item)
+
+
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     """What a layer wrote into a dict that layers share."""
     return {key: value for key, value in after.items() if before.get(key) is not value}

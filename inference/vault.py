@@ -5,7 +5,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    EncoderDecoderCache,
+    StaticCache,
+    StaticLayer,
+)
 
 from inference.errors import InferenceError
 from inference.join import join
@@ -70,11 +76,15 @@ class Vault(CacheLookup):
                 f"{operation!r} is no operation on a cache; the ranks run different versions."
             )
 
-    def _build(self, kind: str, detail: int) -> Cache:
+    def _build(self, kind: str, detail: int, is_plain: bool) -> Cache:
+        """As the master's, which may have no windows where the config does: across an encoder."""
         if kind == "static":
-            return StaticCache(config=self.config, max_cache_len=detail)
+            cache = StaticCache(config=self.config, max_cache_len=detail)
+            if is_plain:
+                cache.layers = [StaticLayer(max_cache_len=detail) for _ in cache.layers]
+            return cache
         assert kind == "dynamic", kind
-        return DynamicCache(config=self.config) if detail else DynamicCache()
+        return DynamicCache(config=self.config) if detail and not is_plain else DynamicCache()
 
     def _change(self, operation: str, number: int, *arguments: Any) -> None:
         cache = self.cache(number)
@@ -104,6 +114,11 @@ def _can(layer: Any, operation: str) -> bool:
     expects to find a window or a state in a layer that it crops."""
     if operation == "activate_past_recording":
         return hasattr(layer, operation)
+    return is_filled(layer)
+
+
+def is_filled(layer: Any) -> bool:
+    """Whether a layer of a cache holds keys or a state here."""
     flags = [
         getattr(layer, name, {})
         for name in ("is_conv_states_initialized", "is_recurrent_states_initialized")

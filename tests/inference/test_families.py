@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from inference import InferenceError, StageError
+from inference import InferenceError, StageError, over_stages
 from inference.layout import layer_names
 
 BASE = {
@@ -115,7 +115,61 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "zamba2": (
+        "Zamba2ForCausalLM",
+        {
+            **BASE,
+            "layers_block_type": ["mamba", "hybrid"] * 2,
+            "num_mem_blocks": 1,
+            "mamba_d_state": 8,
+            "mamba_headdim": 16,
+            "n_mamba_heads": 4,
+            "mamba_ngroups": 1,
+            "chunk_size": 16,
+            "adapter_rank": 4,
+        },
+    ),
+    "gpt_neo": (
+        "GPTNeoForCausalLM",
+        {
+            **BASE,
+            "num_layers": 4,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 2]],
+            "window_size": 6,
+        },
+    ),
+    "hrm_text": (
+        "HrmTextForCausalLM",
+        {**BASE, "head_dim": 8, "num_hidden_layers": 2, "H_cycles": 2, "L_cycles": 2},
+    ),
+}
+
+T5GEMMA = {**HEADS, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2}
+
 ENCODER_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "t5gemma": (
+        "T5GemmaForConditionalGeneration",
+        {"encoder": T5GEMMA, "decoder": {**T5GEMMA, "cross_attention_hidden_size": 32}},
+    ),
+    "fsmt": (
+        "FSMTForConditionalGeneration",
+        {
+            "src_vocab_size": 64,
+            "tgt_vocab_size": 64,
+            "d_model": 32,
+            "encoder_layers": 4,
+            "decoder_layers": 4,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 48,
+            "decoder_ffn_dim": 48,
+            "max_position_embeddings": 64,
+            "init_std": 0.4,
+            "forced_eos_token_id": None,
+        },
+    ),
     "t5": (
         "T5ForConditionalGeneration",
         {
@@ -202,6 +256,58 @@ def test_tokens_that_were_guessed_wrong_are_taken_back_from_windows(checkpoints,
 
     device_map = {"": 0, "model.layers.1": 1, "model.layers.2": 2, "model.layers.3": 2}
     assert on_master(path, 3, work, device_map=device_map) == work(plain)
+
+
+@pytest.mark.parametrize("family", UNUSUAL)
+def test_layers_that_do_not_say_which_part_of_the_cache_they_fill_are_counted(
+    checkpoints, on_master, family
+):
+    """The master took the length of the first layer for 0, or for that of all turns together."""
+    cls, config = UNUSUAL[family]
+    plain, path = checkpoints.make(family, cls, **config)
+    everything = {name: int(bool(name)) for name in ["", *layer_names(plain)]}
+
+    def work(model: Any) -> list[Any]:
+        return list(outcomes(model))
+
+    assert on_master(path, 2, work, device_map=everything) == work(plain)
+
+
+def test_a_layer_that_fills_another_part_of_the_cache_than_it_says_is_refused(
+    checkpoints, on_master, monkeypatch
+):
+    settle = over_stages.place
+
+    def mix_up(model: Any, chosen: Any, rank: int, shelf: Any) -> None:
+        if rank == 1:
+            model.model.layers[5].self_attn.layer_idx = 2
+        settle(model, chosen, rank, shelf)
+
+    monkeypatch.setattr(over_stages, "place", mix_up)
+    plain, path = checkpoints.llama()
+
+    def work(model: Any) -> None:
+        said = (
+            r"model.layers.5 on rank 1 put keys into the layers \[2\] of the cache, where .* \[5\]"
+        )
+        with pytest.raises(InferenceError, match=said):
+            model.generate(**prompt(), max_new_tokens=2)
+
+    on_master(path, 2, work, device_map=second_halves(plain))
+
+
+def test_hidden_states_that_are_recorded_inside_of_layers_are_refused(checkpoints, on_master):
+    """Zamba's hybrid layers have the layer whose output counts inside: half of them was missing."""
+    plain, path = checkpoints.make("zamba2", UNUSUAL["zamba2"][0], **UNUSUAL["zamba2"][1])
+    everything = {name: int(bool(name)) for name in ["", *layer_names(plain)]}
+
+    def work(model: Any) -> None:
+        for _ in range(2):
+            with pytest.raises(InferenceError, match=r"inside of layers, as in model\.layers\.1\."):
+                model(**prompt(), output_hidden_states=True)
+        model.generate(**prompt(), max_new_tokens=2)
+
+    on_master(path, 2, work, device_map=everything)
 
 
 def test_logits_of_routers_are_refused_where_some_would_be_missing(checkpoints, on_master):
