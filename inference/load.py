@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from coordinator import Coordinator
+from inference.errors import PlanError
 from inference.memory import Memory, nbytes
 from inference.options import Options
 from inference.over_mesh import load_over_mesh
@@ -34,6 +35,7 @@ def load(
     backend: str | None = None,
     batch: int = 1,
     length: int = 0,
+    cuda_graphs: bool = False,
     progress: bool | None = None,
     tp: int | None = None,
     mesh: Any = None,
@@ -62,6 +64,9 @@ def load(
     dtype: of the weights; what the checkpoint says if not given.
     cls: the class of the model; the one that config.json names if not given.
     batch, length: of the tokens whose keys and values must find room beside the weights.
+    cuda_graphs: let the ranks beside the master launch their layers for one token at once, as a
+        CUDA graph, where keys and values lie in a StaticCache (cache_implementation="static") and
+        all layers of a rank are on one GPU. What cannot be captured runs as ever, with a warning.
     backend: what moves the hidden states, see Communicator; the best that every rank has.
     progress: a bar on the master that counts the bytes of all ranks; on a terminal only, if None.
     tp, mesh: cut the layers themselves instead: every rank gets the model and calls it alike, see
@@ -87,6 +92,7 @@ def load(
         backend=backend,
         batch=batch,
         length=length,
+        cuda_graphs=cuda_graphs,
         progress=progress,
         tp=tp,
         mesh=mesh,
@@ -98,6 +104,11 @@ def load(
     )
     if not asked.cuts_layers:
         return load_over_stages(path, coor, asked)
+    if cuda_graphs:
+        raise PlanError(
+            "cuda_graphs=True is for ranks that hold whole layers, and tp= and mesh= cut them; "
+            "leave one of the two out."
+        )
     if asked.has_stages:
         return load_over_teams(path, coor, asked)
     return load_over_mesh(path, coor, asked)

@@ -24,6 +24,7 @@ class Options:
     backend: str | None = None
     batch: int = 1
     length: int = 0
+    cuda_graphs: bool = False
     progress: bool | None = None
     tp: int | None = None
     mesh: Any = None

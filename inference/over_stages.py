@@ -22,6 +22,7 @@ from inference.devices import offloaded, place
 from inference.errors import CheckpointError, PlanError, Served
 from inference.fastest import Step
 from inference.fill import fill, on_disk
+from inference.graphs import Graphs
 from inference.layout import (
     cache_nbytes,
     hidden_width,
@@ -53,7 +54,7 @@ def load_over_stages(path: str | Path, coor: Coordinator | None, asked: Options)
         if coor is None:
             coor = stack.enter_context(Coordinator())
         model, chosen = _placed_and_loaded(coor, path, asked)
-        return join(coor, model, chosen, stack, asked.backend)
+        return join(coor, model, chosen, stack, asked.backend, asked.cuda_graphs)
 
 
 def _placed_and_loaded(
@@ -77,6 +78,8 @@ def _placed_and_loaded(
         parts = with_cache(parts, *needs)
         chosen = together(coor, lambda: plan(parts, room, device_map, speeds=speeds, step=step))
         maps.append(chosen)
+        if asked.cuda_graphs:
+            together(coor, lambda: _refuse_graphs(chosen))
         agree_on(coor, {"plan": chosen.to_bytes().decode()})
         return _loaded(coor, kind, source, chosen, dtype, asked.progress, asked.rest), chosen
 
@@ -87,6 +90,18 @@ def _refuse_device(asked: Options) -> None:
             f"device={asked.device!r} is for ranks that cut layers, with tp= or mesh=; here the "
             'device_map says where each layer goes: device_map={"": (0, "cpu")}.'
         )
+
+
+def _refuse_graphs(chosen: DeviceMap) -> None:
+    """Raise if the layers of a rank cannot be launched together, as they are on no GPU, or two."""
+    for rank in chosen.ranks:
+        devices = {*chosen.of(rank).values()}
+        if rank and (len(devices) > 1 or not devices.pop().startswith("cuda")):
+            raise PlanError(
+                f"rank {rank}: cuda_graphs=True launches all layers of a rank at once, and those "
+                f"of this one are on {', '.join(sorted({*chosen.of(rank).values()}))}; give a "
+                "device_map or max_memory that puts them on one GPU, or leave it out."
+            )
 
 
 def _loaded(
@@ -180,6 +195,7 @@ def join(
     chosen: DeviceMap,
     stack: contextlib.ExitStack,
     backend: str | None = None,
+    cuda_graphs: bool = False,
 ) -> Any:
     """The master's model with the other ranks behind it; they serve here, and raise Served.
 
@@ -194,8 +210,9 @@ def join(
     device = torch.device(chosen.device_of(coor.rank))
     if coor.is_master():
         return distribute(model, chosen, Session(ring, device))
+    graphs = Graphs(coor.rank, device) if cuda_graphs else None
     with ring:
-        code = Stage(model, ring, device).serve()
+        code = Stage(model, ring, device, graphs).serve()
     outlast_master(coor, code)
     raise Served(code)
 

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import traceback
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from inference import traced
 from inference.errors import InferenceError
 from inference.frames import Kind, Message
+from inference.graphs import Graphs
 from inference.known import EMPTY, Mark, mark
 from inference.program import NOTHING, Program, Step
 from inference.ring import Ring
@@ -99,10 +101,10 @@ class Call:
 
 
 class Stage:
-    """Runs its steps of each program that passes, and hands the rest on."""
+    """Runs its steps of each program that passes, as graphs if given, and hands the rest on."""
 
-    def __init__(self, model: Any, ring: Ring, device: torch.device):
-        self.ring, self.rank, self.device = ring, ring.rank, device
+    def __init__(self, model: Any, ring: Ring, device: torch.device, graphs: Graphs | None = None):
+        self.ring, self.rank, self.device, self.graphs = ring, ring.rank, device, graphs
         self.hop = ring.rank  # by which programs know it
         self.modules: dict[str, nn.Module] = dict(model.named_modules())
         self.vault = Vault(getattr(model, "config", None))
@@ -133,11 +135,25 @@ class Stage:
         try:
             route = self._route(message)
             operands = message.tensors[: route.program.num_operands]
-            return self._run(route, message, doing)
+            return self._replay(route, message, doing) or self._run(route, message, doing)
         except Exception as error:
             failed = Message(Kind.ERROR, message.program, message.ints, operands, message.text)
             failed.note = self._story(error, doing[0])
             return failed
+
+    def _replay(self, route: Route, message: Message, doing: list[str]) -> Message | None:
+        """What _run returns, by a graph; None where there is none for this message."""
+        if self.graphs is None:
+            return None
+
+        def work(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            return self._run(route, replace(message, tensors=tensors), doing).tensors
+
+        doing[0] = "a CUDA graph"
+        leaving = self.graphs.run(route, message, self.vault, work)
+        if leaving is None:
+            return None
+        return replace(message, tensors=[*leaving, *message.tensors[len(route.arriving) :]])
 
     def _run(self, route: Route, message: Message, doing: list[str]) -> Message:
         held = self._held(route, message)
@@ -202,6 +218,8 @@ class Stage:
                 self.vault.apply(*operation)
             except Exception as error:  # the others are done all the same, here as elsewhere
                 failures.append(error)
+        if self.graphs is not None:
+            self.graphs.keep_only(self.vault.caches)
         if failures:
             raise failures[0]
 

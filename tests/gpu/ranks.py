@@ -9,9 +9,11 @@ import signal
 import sys
 import threading
 import time
+from typing import Any
 
 import torch
 
+import inference
 from communicator import (
     Communicator,
     CommunicatorError,
@@ -23,6 +25,7 @@ from communicator import (
 from communicator.cupy import Cupy
 from communicator.nccl import Nccl
 from coordinator import Coordinator
+from inference import graphs, over_stages
 from tests.gpu import decode
 from tests.gpu.one_gpu import RESULT
 
@@ -382,6 +385,35 @@ def decode_in_a_graph(coor: Coordinator) -> list[list[int]]:
         comm.synchronize()
         graph.reset()
         return found
+
+
+def stages_in_graphs(coor: Coordinator, folder: str) -> list[Any]:
+    """Tokens of one process, then of stages; of the other ranks, how many passes were replayed."""
+    made: list[graphs.Graphs] = []
+
+    def make(rank: int, device: torch.device) -> graphs.Graphs:
+        made.append(graphs.Graphs(rank, device))
+        return made[-1]
+
+    over_stages.Graphs = make
+    if coor.is_master():
+        decode.small_model(GPU).save_pretrained(folder)
+    coor.barrier()
+    places = [(rank, "cuda:0") for rank in range(coor.world_size)]
+    device_map = {"": places[0], "model.layers.1": places[1]}
+    room = dict.fromkeys(places, 1 << 28)
+    try:
+        model = inference.load(
+            folder, device_map=device_map, coor=coor, max_memory=room, cuda_graphs=True
+        )
+    except inference.Served:
+        return [each.num_replays for each in made]
+    with model:
+        prompt = torch.tensor(decode.PROMPT, device=GPU)
+        said = model.generate(
+            prompt, max_new_tokens=decode.COUNT, do_sample=False, cache_implementation="static"
+        )
+    return [decode.whole_tokens(GPU), said[0, prompt.shape[1] :].tolist()]
 
 
 def create_and_destroy(
