@@ -17,9 +17,11 @@ import transformers
 
 import inference
 import launcher
+from tests.programs.warm import WarmParent, WarmProcess
 
 ROOT = Path(__file__).parents[2]
-Start = Callable[..., list[subprocess.Popen[str]]]
+Process = WarmProcess | subprocess.Popen[str]
+Start = Callable[..., list[Process]]
 
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 LLAMA = {
@@ -100,12 +102,22 @@ def on_master() -> Callable[..., Any]:
     return run
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Every rank of a script as a process of its own that no launcher looks after."""
-    processes: list[subprocess.Popen[str]] = []
+@pytest.fixture(scope="session")
+def warm() -> Iterator[WarmParent]:
+    parent = WarmParent()
+    yield parent
+    parent.close()
 
-    def run(body: str, nprocs: int, *args: object) -> list[subprocess.Popen[str]]:
+
+@pytest.fixture
+def start(tmp_path: Path, warm: WarmParent) -> Iterator[Start]:
+    """Every rank of a script as a process of its own that no launcher looks after.
+
+    fresh: each in an interpreter of its own, as a user starts them.
+    """
+    processes: list[Process] = []
+
+    def run(body: str, nprocs: int, *args: object, fresh: bool = False) -> list[Process]:
         script = tmp_path / "script.py"
         script.write_text(body)
         with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -114,15 +126,15 @@ def start(tmp_path: Path) -> Iterator[Start]:
         for rank in range(nprocs):
             info = launcher.LaunchInfo(launch_id, nprocs, nprocs, rank, rank, "127.0.0.1", port)
             env = {**os.environ, **info.to_env(), "PYTHONPATH": str(ROOT)}
-            command = [sys.executable, str(script), *map(str, args)]
-            processes.append(
-                subprocess.Popen(
-                    command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-                )
-            )
+            processes.append((cold if fresh else warm.start)(script, *args, env=env))
         return processes
 
     yield run
     for process in processes:
         process.kill()
         process.communicate()
+
+
+def cold(*arguments: object, env: dict[str, str]) -> subprocess.Popen[str]:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, *map(str, arguments)], env=env, text=True, **pipes)

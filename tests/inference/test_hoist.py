@@ -2,8 +2,6 @@
 
 import operator
 import re
-import subprocess
-import sys
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -370,9 +368,8 @@ def test_the_first_tensor_of_a_step_on_another_device_is_named():
         check((X, {"cache": torch.empty(2, 3, device="meta")}))
 
 
-def test_a_llama_exported_for_one_accelerator_runs_on_another_and_on_the_cpu():
-    script = HERE / "hoist_llama.py"
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
+def test_a_llama_exported_for_one_accelerator_runs_on_another_and_on_the_cpu(warm):
+    done = warm.run(HERE / "hoist_llama.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "half-hoisted refused" in done.stdout
     assert done.stdout.count("bitwise equal on the CPU") == 2

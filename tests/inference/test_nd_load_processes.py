@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,14 +24,13 @@ LLAMA = {
 SHAPES = {f"w{number}": [2048, 4096] for number in range(8)} | {"embed": [16384, 2048]}
 
 
-def run(*arguments):
-    command = [sys.executable, "-m", "launcher", "run", "-n", "4", HERE / "nd_ranks.py", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=HERE.parents[1])
+def run(warm, *arguments):
+    done = warm.run("-m", "launcher", "run", "-n", "4", HERE / "nd_ranks.py", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def test_dtensors_and_fully_shard_hold_their_own_shards_and_compute_the_same(tmp_path):
+def test_dtensors_and_fully_shard_hold_their_own_shards_and_compute_the_same(warm, tmp_path):
     shapes = {"head.weight": [11, 10]}
     for block in range(2):
         shapes |= {f"blocks.{block}.up.weight": [18, 10], f"blocks.{block}.up.bias": [18]}
@@ -42,20 +39,20 @@ def test_dtensors_and_fully_shard_hold_their_own_shards_and_compute_the_same(tmp
     state = {name: torch.randn(shape) / 4 for name, shape in shapes.items()}
     save_file(state, tmp_path / "model.safetensors")
     LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(tmp_path / "llama")
-    out = run("dtensor", tmp_path)
+    out = run(warm, "dtensor", tmp_path)
     assert out.count("shards bitwise") == 2
     assert out.count("loss equal") == 4
 
 
 @pytest.fixture(scope="module")
-def over(tmp_path_factory):
+def over(warm, tmp_path_factory):
     """By reader, how far each rank's peak was above its share; a tensor is twice the window."""
     folder = tmp_path_factory.mktemp("large")
     state = {name: torch.ones(shape) for name, shape in SHAPES.items()}
     save_file(state, folder / "model.safetensors")
     (folder / "shapes.json").write_text(json.dumps(SHAPES))
     found = {}
-    for line in run("memory", folder).splitlines():
+    for line in run(warm, "memory", folder).splitlines():
         match = re.search(r"(each|rank0|everything) (\[\[.*)", line)
         if match:
             found[match[1]] = [peak - share for share, peak in json.loads(match[2])]

@@ -2,10 +2,7 @@
 
 import importlib
 import inspect
-import os
-import signal
 import stat
-import subprocess
 import sys
 import threading
 import time
@@ -21,7 +18,6 @@ from inference.artifact_cache import Cache
 from inference.precompile import _texts, key_of
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 X = torch.ones(2, 3).t().contiguous()
 precompile = importlib.import_module("inference.precompile")  # the package has a function of it
 
@@ -149,20 +145,18 @@ def test_racing_launches_build_once(ranks, tmp_path):
     assert len(builds.by) == 1
 
 
-def test_a_builder_that_was_killed_leaves_no_lock(tmp_path):
+def test_a_builder_that_was_killed_leaves_no_lock(start, tmp_path):
     code = (
         "import sys, time; from inference.artifact_cache import Cache\n"
         "with Cache(sys.argv[1]).lock('key'): print('held', flush=True); time.sleep(60)"
     )
-    holder = subprocess.Popen(
-        [sys.executable, "-c", code, tmp_path / "c"], stdout=subprocess.PIPE, cwd=ROOT
-    )
-    assert holder.stdout.readline() == b"held\n"
-    os.kill(holder.pid, signal.SIGKILL)
+    (holder,) = start(code, 1, tmp_path / "c")
+    assert holder.stdout.readline() == "held\n"
+    holder.kill()
     holder.wait()
-    start = time.monotonic()
+    begun = time.monotonic()
     with Cache(tmp_path / "c").lock("key"):
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - begun < 2
 
 
 def one():
@@ -272,9 +266,10 @@ def test_modules_that_are_not_alike_are_not_compiled_as_one(ranks_or_errors):
         assert isinstance(error, BuildError) and "module 2 is not like the first" in str(error)
 
 
-def test_a_model_compiled_once_runs_everywhere_with_each_ranks_weights_and_no_compiler(tmp_path):
+def test_a_model_compiled_once_runs_everywhere_with_each_ranks_weights_and_no_compiler(
+    warm, tmp_path
+):
     script = HERE / "precompile_ranks.py"
-    command = [sys.executable, "-m", "launcher", "run", "-n", "2", script, tmp_path / "cache"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=ROOT)
+    done = warm.run("-m", "launcher", "run", "-n", "2", script, tmp_path / "cache", timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("of its own weights") == 2

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import socket
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -47,22 +45,20 @@ def plain(checkpoints):
 
 
 @pytest.fixture(scope="module")
-def server(plain, tmp_path_factory):
+def server(plain, warm, tmp_path_factory):
     """The processes of the ranks, and the address of what they serve."""
     key_file = tmp_path_factory.mktemp("serve") / "key"
     key_file.write_text(f"{KEY}\n")
     options = ["--port", "0", "--api-key-file", key_file, "--max-length", "100"]
     limits = ["--max-running", "6", "--max-waiting", "8"]
-    command = [sys.executable, "-m", "inference", "serve", "--model", plain[1], "--memory", "1GiB"]
+    command = ["-m", "inference", "serve", "--model", plain[1], "--memory", "1GiB"]
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     ranks, launch_id = [], f"serve-{os.getpid()}"
     for rank in range(2):
         info = launcher.LaunchInfo(launch_id, 2, 2, rank, rank, "127.0.0.1", port)
-        environ = {**os.environ, **info.to_env(), "OMP_NUM_THREADS": "1"}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        line = [str(word) for word in [*command, "1GiB", *options, *limits]]
-        ranks.append(subprocess.Popen(line, cwd=ROOT, env=environ, **pipes))
+        environ = {**os.environ, **info.to_env()}
+        ranks.append(warm.start(*command, "1GiB", *options, *limits, env=environ, cwd=ROOT))
     said = ranks[0].stdout.readline()
     try:
         yield ranks, re.search(r"serving llama at (http://127\.0\.0\.1:\d+)/v1", said)[1]

@@ -1,0 +1,195 @@
+"""Processes that have torch, transformers and the package imported already: forked, not started.
+
+A fresh interpreter takes seconds of CPU for these imports, and a test of what happens among
+processes needs several of them. Run as a program, this file is the parent that forks them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from launcher import linux
+
+ROOT = Path(__file__).parents[2]
+IMPORTS = (
+    "torch",
+    "accelerate",
+    "transformers.models.llama.modeling_llama",
+    "transformers.generation.utils",
+    "inference",
+)
+REQUEST_BYTES = 1 << 17
+
+
+class WarmProcess:
+    """What tests use of subprocess.Popen, for a process that the warm parent has forked."""
+
+    def __init__(self, pid: int, out: int, err: int, ended: int) -> None:
+        self.pid, self.returncode, self._ended = pid, None, ended
+        self.stdout, self.stderr = open(out), open(err)  # noqa: SIM115
+        self._said = {self.stdout: b"", self.stderr: b""}
+        self._open = list(self._said)
+
+    def communicate(self, timeout: float = 1e6) -> tuple[str, ...]:
+        """All that it has written, once it has ended."""
+        deadline = time.monotonic() + timeout
+        while self._open:
+            for stream in self._ready(self._open, deadline - time.monotonic()):
+                data = os.read(stream.fileno(), 1 << 16)
+                self._said[stream] += data
+                if not data:
+                    self._open.remove(stream)
+                    stream.close()
+        self.wait(deadline - time.monotonic())
+        return tuple(said.decode() for said in self._said.values())
+
+    def wait(self, timeout: float = 1e6) -> int:
+        if self.returncode is None:
+            self._ready([self._ended], timeout)
+            self.returncode = int(os.read(self._ended, 16))
+            os.close(self._ended)
+        return self.returncode
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _ready(self, streams: list, timeout: float) -> list:
+        ready, _, _ = select.select(streams, [], [], max(0.0, timeout))
+        if not ready:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+        return ready
+
+
+class WarmParent:
+    """Starts processes like `python *arguments`; they end when it is closed, or killed."""
+
+    def __init__(self) -> None:
+        self._door, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def start(self, *arguments: object, env: dict[str, str], cwd: object = ".") -> WarmProcess:
+        """arguments: of python; a script, or -m and a module, and its own arguments."""
+        request = {"argv": [*map(str, arguments)], "env": env, "cwd": os.path.abspath(str(cwd))}
+        pipes = [os.pipe() for _ in range(3)]
+        theirs = [writing for _, writing in pipes]
+        socket.send_fds(self._door, [json.dumps(request).encode()], theirs)
+        for writing in theirs:
+            os.close(writing)
+        return WarmProcess(int(self._door.recv(16)), *(reading for reading, _ in pipes))
+
+    def run(
+        self, *arguments: object, env: dict[str, str] | None = None, timeout: float = 100
+    ) -> subprocess.CompletedProcess[str]:
+        """`python *arguments` in the folder of the source, from its start to its end."""
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
+        process = self.start(*arguments, env=environ, cwd=ROOT)
+        try:
+            out, err = process.communicate(timeout)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    def close(self) -> None:
+        self._door.close()
+        self._process.wait()
+
+
+def serve(door: socket.socket) -> list[str]:
+    """Fork a process for each request, and say how each ended. Returns its argv in each of them."""
+    parent, ended = os.getpid(), {}
+    woken, waking = os.pipe()
+    os.set_blocking(waking, False)
+    signal.set_wakeup_fd(waking)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    while True:
+        ready, _, _ = select.select([door, woken], [], [])
+        if woken in ready:
+            os.read(woken, 4096)
+            tell(ended)
+        if door not in ready:
+            continue
+        request, pipes, _, _ = socket.recv_fds(door, REQUEST_BYTES, 3)
+        if not request:
+            sys.exit()  # and those that are left die with it
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            for fd in (*ended.values(), pipes[2], woken, waking):
+                os.close(fd)
+            door.close()
+            return become(parent, json.loads(request), *pipes[:2])
+        ended[pid] = pipes.pop()
+        for fd in pipes:
+            os.close(fd)
+        door.send(str(pid).encode())
+
+
+def tell(ended: dict[int, int]) -> None:
+    """Write the exit status of those that have ended into the pipe of each."""
+    while ended:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        os.write(ended[pid], str(os.waitstatus_to_exitcode(status)).encode())
+        os.close(ended.pop(pid))
+
+
+def become(parent: int, request: dict, out: int, err: int) -> list[str]:
+    """In a process just forked: all that Popen and a fresh interpreter would have set up."""
+    linux.die_with(parent)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for fd, number in ((out, 1), (err, 2)):
+        os.dup2(fd, number)
+        os.close(fd)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    return request["argv"]
+
+
+def run(argv: list[str]) -> None:
+    if argv[0] == "-m":
+        sys.argv, sys.path[0] = argv[1:], os.getcwd()
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = argv, os.path.dirname(os.path.abspath(argv[0]))
+        runpy.run_path(argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in IMPORTS:
+        importlib.import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not fork"
+    gc.collect()
+    gc.freeze()  # what is never collected is never written to, so its pages stay shared
+    run(serve(socket.socket(fileno=int(sys.argv[1]))))
