@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -102,22 +101,21 @@ def with_tokenizer(checkpoints) -> Path:
     return path
 
 
-def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "inference", *map(str, arguments)]
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=100)
-
-
-def test_generate_streams_text_and_ends_with_a_summary(with_tokenizer):
-    done = command("generate", "--model", with_tokenizer, "-n", 2, "--prompt", "5 6 7")
+def test_generate_streams_text_and_ends_with_a_summary(warm, with_tokenizer):
+    arguments = ["--model", with_tokenizer, "-n", 2, "--prompt", "5 6 7"]
+    done = warm.run("-m", "inference", "generate", *arguments)
     assert done.returncode == 0, done.stderr
     assert "5 6 7" in done.stdout and "tokens/s" in done.stdout and "a hop" in done.stdout
     assert re.search(r"rank 1: [\d.]+ KiB of model, [\d.]+ MiB of memory at most", done.stdout)
 
 
-def test_the_commands_for_two_machines_run_as_printed(hosts, with_tokenizer):
+def test_the_commands_for_two_machines_run_as_printed(checkpoints, hosts, with_tokenizer):
     words = {"DIR": with_tokenizer, "Once upon": "5 6 7"}  # what its tokenizer knows
     first, second = hosts.typed(ROOT / "docs" / "inference.md", **words)
-    assert "5 6 7" in first and "tokens/s" in first and not second
+    plain, prompt = checkpoints.llama()[0], torch.tensor([[5, 6, 7]])
+    tokens = plain.generate(prompt, max_new_tokens=64, do_sample=False)[0].tolist()
+    assert " ".join(map(str, tokens)) in first
+    assert "rank 1 cpu" in first and "tokens/s" in first and not second
 
 
 def test_bench_tells_prompt_and_tokens_a_second_memory_and_hops(checkpoints, capsys):
@@ -174,7 +172,7 @@ def test_an_unmodified_script_runs_over_the_ranks_and_ends_them_with_its_code(
 ):
     script = tmp_path / "unmodified.py"
     script.write_text(SCRIPT)
-    master, server = start(RUN, 2, script, with_tokenizer)
+    master, server = start(RUN, 2, script, with_tokenizer, fresh=True)
     out, err = master.communicate(timeout=90)
     assert "ranks [0, 1]" in out and "torch.Size([1, 11])" in out and "55 54 10" in out, err
     assert "other ranks serve its first model" in out

@@ -1,4 +1,7 @@
-"""One model over two hosts, with 2 ranks and 1, under each engine: the tokens of one process."""
+"""One model over two hosts, with 2 ranks and 1, under an engine: the tokens of one process.
+
+Under torchrun: test_cli.py, test_the_commands_for_two_machines_run_as_printed.
+"""
 
 import json
 import secrets
@@ -51,21 +54,6 @@ def script(tmp_path_factory):
     path = tmp_path_factory.mktemp("ranks") / "ray_ranks.py"
     path.write_text(RANK)
     return path
-
-
-def test_torchrun(hosts, expected, script):
-    path, said = expected
-    start = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
-    meet = ["--master-addr", "10.77.0.1", "--master-port", "29518"]
-    agents = [
-        hosts.start(
-            node, [*start, *meet, "--node-rank", f"{node}", "--nproc-per-node", n, script, path]
-        )
-        for node, n in enumerate(("2", "1"))
-    ]
-    outs = [agent.communicate(timeout=100)[0] for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0]
-    assert json.loads("".join(outs)) == said
 
 
 def test_mpi(hosts, expected, script):
