@@ -95,9 +95,10 @@ def test_the_commands_for_two_machines_run_as_printed(hosts, tmp_path):
     page = ROOT / "docs" / "running.md"
     (who,) = [text for name, text in FILE.findall(page.read_text()) if name == "who.py"]
     (tmp_path / "who.py").write_text(who)
-    first, second = hosts.typed(page, **{"who.py": tmp_path / "who.py"})
+    words = {"who.py": tmp_path / "who.py", "--nproc-per-node 4": "--nproc-per-node 2"}
+    first, second = hosts.typed(page, **words)
     said = sorted([*first.splitlines(), *second.splitlines()])
-    assert said == [f"rank {n} of 8, local rank {n % 4}, hosts 2" for n in range(8)]
+    assert said == [f"rank {n} of 4, local rank {n % 2}, hosts 2" for n in range(4)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
