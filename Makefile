@@ -3,11 +3,15 @@
 
 PYTHON ?= python3
 RANKS ?= 2
+TRAINING_STEPS ?= 300
 MODEL ?= demo/llama
 
 BIN := .venv/bin
 FLOORS := launcher coordinator communicator inference
 CODE := $(FLOORS) tests examples benchmarks setup.py
+
+# Where that is set, as in many containers, every process compiles anew what it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help
 help:
@@ -24,7 +28,7 @@ help:
 demo: .venv/ready
 	@if test -e $(MODEL)/config.json; then echo "== found the trained model in $(MODEL)"; else \
 	  echo "== training a character-level Llama on $(RANKS) ranks (about a minute)"; \
-	  $(BIN)/python -m launcher run -n $(RANKS) examples/demo/train.py $(MODEL); fi
+	  $(BIN)/python -m launcher run -n $(RANKS) examples/demo/train.py $(MODEL) $(TRAINING_STEPS); fi
 	@echo "== generating with the model split over $(RANKS) ranks"
 	@$(BIN)/python -m launcher run -n $(RANKS) examples/demo/generate.py $(MODEL)
 
@@ -91,7 +95,7 @@ gpu:
 	@flock .venv.lock sh -ec '\
 	  if test -e $@ && test -z "$$(find $^ -newer $@)"; then exit 0; fi; \
 	  test -x $(BIN)/python || $(PYTHON) -m venv .venv; \
-	  $(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test,lint]"; \
+	  $(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -c constraints.txt -e ".[test,lint]"; \
 	  touch $@'
 
 .PHONY: bench

@@ -1,6 +1,6 @@
 """Train a small character-level Llama on all ranks, and save it as a sharded checkpoint.
 
-python -m launcher run -n 2 examples/demo/train.py FOLDER
+python -m launcher run -n 2 examples/demo/train.py FOLDER [STEPS]
 """
 
 import sys
@@ -19,7 +19,8 @@ from transformers.utils import logging
 from communicator import Communicator
 from coordinator import Coordinator
 
-STEPS, BATCH, LENGTH, LEARNING_RATE = 300, 16, 128, 3e-3
+STEPS = int(sys.argv[2]) if len(sys.argv) > 2 else 300
+BATCH, LENGTH, LEARNING_RATE = 16, 128, 3e-3
 REPORTS, BAR = 15, 30  # lines of progress, characters of the bar
 
 
