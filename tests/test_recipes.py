@@ -54,7 +54,7 @@ def test_a_recipe_proves_what_it_says(shared, capfd, path, nprocs):
     assert capfd.readouterr().out.strip(), "it proves nothing aloud"
 
 
-OURS = ("-m", "launcher", "run", "-n", "2", "--preload", "torch")
+OURS = ("-m", "launcher", "run", "-n", "2", "--preload", "inference")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
