@@ -225,8 +225,7 @@ def test_a_script_that_ends_releases_the_servers(checkpoints, start):
     coor, model = load()
     print(model.generate(prompt, max_new_tokens=2).shape)
     """
-    processes = start(script(body), 2, checkpoints.llama()[1], fresh=True)
-    results = ended(processes, within_s=40)
+    results = ended(start(script(body), 2, checkpoints.llama()[1]), within_s=40)
     assert [code for code, _ in results] == [0, 0], results
 
 
