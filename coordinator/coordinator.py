@@ -105,7 +105,8 @@ class Coordinator(Collectives):
         stacks.listen()
         self._recorder = launcher.recorder(self.info)
         if self._recorder is not None:
-            self._recorder.align(self._behind_master_ns())
+            if parent is None:  # of a part of the ranks, the first need not be rank 0 of the launch
+                self._recorder.align(self._behind_master_ns())
             self._recorder.follow(self, TRACED, "wait", group=key)
 
     def _behind_master_ns(self) -> int:

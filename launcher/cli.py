@@ -4,6 +4,7 @@ python -m launcher run -n 4 train.py --steps 10
 python -m launcher run -n 4 -m package.module
 python -m launcher doctor
 python -m launcher trace out.json --png out.png
+python -m launcher trace first.json second.json --into both.json
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 from launcher import devices, dry_run, linux, report, start
 from launcher.errors import LaunchError
-from launcher.job import LOOPBACK, Job, Target, new_launch_id
+from launcher.job import LOOPBACK, Job, Target
 
 USAGE_CODE = 2
 WITHOUT_VALUE = ("--", "-h", "--help", "-m", "--bind", "--dry-run")
@@ -72,7 +73,11 @@ def _add_others(commands: Any) -> None:
     doctor.add_argument("--json", action="store_true", help="an object per finding, a line each")
     doctor.add_argument("--quick", action="store_true", help="do not try the backends")
     trace = commands.add_parser("trace", help="look at a trace", allow_abbrev=False)
-    trace.add_argument("trace", type=Path, help="what `run --trace` has written")
+    trace.add_argument(
+        "traces", type=Path, metavar="TRACE", nargs="+", help="what `run --trace` has written"
+    )
+    joined = "write those of several nodes into one"
+    trace.add_argument("--into", type=Path, metavar="FILE", help=joined)
     drawn = "draw it, as PNG or as SVG; beside the trace if no FILE is said"
     trace.add_argument("--png", type=Path, metavar="FILE", nargs="?", const=Path(), help=drawn)
 
@@ -133,12 +138,15 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _trace(options: argparse.Namespace) -> int:
-    from launcher import tracing_picture, tracing_summary
+    from launcher import tracing_file, tracing_picture, tracing_summary
 
+    trace, shown = tracing_file.read(options.traces), options.into or options.traces[0]
+    if options.into is not None:
+        tracing_file.write(trace, options.into)
     if options.png is not None:
-        beside = options.trace.with_suffix(".png")
-        tracing_picture.draw(options.trace, beside if options.png == Path() else options.png)
-    _show(tracing_summary.lines(options.trace))
+        beside = shown.with_suffix(".png")
+        tracing_picture.draw(trace, beside if options.png == Path() else options.png)
+    _show([*tracing_summary.lines(trace), f"open {shown} in {tracing_summary.VIEWERS}"])
     return 0
 
 
@@ -170,12 +178,18 @@ def _job(options: argparse.Namespace) -> Job:
         node_rank=options.node_rank,
         master_addr=options.master_addr,
         master_port=options.master_port,
-        launch_id=new_launch_id() if options.launch_id is None else options.launch_id,
+        launch_id=_launch_id(options),
         log_dir=options.log_dir,
         timeout_s=options.timeout,
         bind=options.bind,
         preload=tuple(options.preload),
     )
+
+
+def _launch_id(options: argparse.Namespace) -> str:
+    if options.launch_id is None:
+        return start.own_launch_id(options.nnodes, options.launcher)
+    return str(options.launch_id)
 
 
 def _nprocs(text: str) -> int:

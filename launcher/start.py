@@ -64,7 +64,7 @@ def launch(
         node_rank=node_rank,
         master_addr=master_addr,
         master_port=master_port,
-        launch_id=new_launch_id() if launch_id is None else launch_id,
+        launch_id=own_launch_id(nnodes, launcher) if launch_id is None else launch_id,
         log_dir=log_dir,
         timeout_s=timeout_s,
         bind=bind,
@@ -86,8 +86,21 @@ def start(
     check(job, name, trace_file)
     if trace_file is None:
         return _start(job, name, **options)
-    with tracing_file.gathered(Path(trace_file)) as folder:
+    with tracing_file.gathered(Path(trace_file), job.nnodes) as folder:
         return _start(replace(job, trace=str(folder)), name, **options)
+
+
+def own_launch_id(nnodes: int, name: str) -> str:
+    """A new one. Raises ValueError if each of several nodes would draw its own, and none meet."""
+    chosen = registry.find(name)
+    starts_one = not getattr(chosen, "STARTS_ALL_NODES", False)
+    if nnodes > 1 and starts_one and "nnodes" in getattr(chosen, "HONOURS", OPTIONS):
+        raise ValueError(
+            f"each of {nnodes} nodes is started by a command of its own, and these must be told "
+            "the same, so nothing was started. Give --master-addr ADDRESS, of the first, and "
+            "--launch-id ID, any word, on each of them."
+        )
+    return new_launch_id()
 
 
 def check(job: Job, name: str, trace_file: str | os.PathLike[str] | None = None) -> None:

@@ -14,8 +14,10 @@ import functools
 import inspect
 import json
 import os
+import platform
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,12 +40,11 @@ class Recorder:
     """Notes spans of one rank, and writes them to a file of its own. Safe to use from threads."""
 
     def __init__(self, folder: Path, info: LaunchInfo) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self._rank = info.rank
         name = f"rank-{info.rank}-{os.getpid()}-{id(self):x}.jsonl"
         self._file = (folder / name).open("x", buffering=1 << 20)
         self._lock = threading.Lock()
-        self._waiting: list[dict[str, Any]] = []
+        self._waiting: list[dict[str, Any]] = [clock()]
         self._pid = os.getpid()
         atexit.register(self.close)  # for those who do not come to close it
         self._calls: dict[str, int] = {}
@@ -71,7 +72,10 @@ class Recorder:
             setattr(thing, name, noting)
 
     def align(self, offset_ns: int) -> None:
-        """Say what must be added to this host's clock to have that of rank 0's host."""
+        """Say what must be added to this host's clock to have that of rank 0's host.
+
+        It holds for all that ranks record here, by whatever recorder.
+        """
         self._keep({"offset_ns": offset_ns})
 
     def close(self) -> None:
@@ -130,9 +134,31 @@ def event(
     }
 
 
+def clock() -> dict[str, Any]:
+    """Which clock times are read from here, that of one boot of one kernel, and how far behind the
+    time of day it is: the first line of every recording."""
+    names = ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/time")
+    with contextlib.suppress(OSError):
+        boot, namespace = Path(names[0]).read_text().strip(), os.readlink(names[1])
+        return {"clock": f"{boot} {namespace}", "day_ns": time.time_ns() - time.monotonic_ns()}
+    return {"clock": platform.node(), "day_ns": time.time_ns() - time.monotonic_ns()}
+
+
 def recorder(info: LaunchInfo) -> Recorder | None:
     """A new recorder for this rank, if its launch is traced; what is not traced costs nothing."""
-    return Recorder(Path(info.extras[EXTRA]), info) if EXTRA in info.extras else None
+    if EXTRA not in info.extras:
+        return None
+    folder = Path(info.extras[EXTRA])
+    if folder.is_dir():
+        return Recorder(folder, info)
+    warnings.warn(
+        f"rank {info.rank}: the folder {folder}, where the trace is put together, is not on this "
+        "host, so what this rank does is not in it. Give --trace a file in a folder that all hosts "
+        "share, or trace each host by itself with --launcher torchrun.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return None
 
 
 @contextlib.contextmanager

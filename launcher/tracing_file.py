@@ -10,26 +10,29 @@ import json
 import math
 import os
 import shutil
+import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher.tracing import event
+from launcher.tracing import clock, event
 
 LAUNCHER = -1  # the row of the launcher itself, beside those of ranks
 
 
 @contextlib.contextmanager
-def gathered(out: Path) -> Iterator[Path]:
+def gathered(out: Path, nnodes: int = 1) -> Iterator[Path]:
     """A folder for the recordings of a launch, merged into out at the end of the body.
 
+    For several nodes it lies beside out, where they are likelier to find it than in one's /tmp.
     Raises OSError at once if out cannot be written.
     """
     out.open("a").close()
-    launcher = os.getpid()
-    folder = Path(tempfile.mkdtemp(prefix=f"drumline-trace-{launcher}-"))
+    launcher, beside = os.getpid(), out.absolute().parent
+    prefix = f"drumline-trace-{launcher}-"
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=beside if nnodes > 1 else None))
     start = time.monotonic_ns()
     try:
         yield folder
@@ -45,17 +48,39 @@ def merge(folder: Path, out: Path, launch: Iterable[dict[str, Any]] = ()) -> int
 
     launch: events of the launcher itself. Raises OSError if out cannot be written.
     """
-    events = list(launch)
-    for path in sorted(folder.glob("rank-*.jsonl")):
-        events += _aligned(path)
+    recordings = [_recording(path) for path in sorted(folder.glob("rank-*.jsonl"))]
+    events = _aligned([*filter(None, recordings), [clock(), *launch]])
     events += list(_starting(events))
     events += list(_numbered(events))
     events += [_row_name(rank) for rank in sorted({one["pid"] for one in events})]
-    events.sort(key=lambda one: float(one.get("ts", 0)))
-    beside = out.with_name(out.name + ".part")
-    beside.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}))
-    beside.replace(out)
+    write({"traceEvents": events}, out)
     return len(events)
+
+
+def write(trace: dict[str, Any], out: Path) -> None:
+    """Put a trace into a file, in order of time. Raises OSError if it cannot be written."""
+    trace["traceEvents"].sort(key=lambda one: float(one.get("ts", 0)))
+    beside = out.with_name(out.name + ".part")
+    beside.write_text(json.dumps({**trace, "displayTimeUnit": "ns"}))
+    beside.replace(out)
+
+
+def read(files: Sequence[Path]) -> dict[str, Any]:
+    """One trace of those that the nodes of a launch have written, each with its own launcher.
+
+    Raises ValueError if one of them is none that a viewer opens.
+    """
+    events: list[dict[str, Any]] = []
+    for number, file in enumerate(files):
+        try:
+            trace = json.loads(file.read_text())
+        except ValueError as error:
+            raise ValueError(f"{file} is no trace: {error}") from error
+        if wrong := problems(trace):
+            raise ValueError(f"{file} is no trace: {'; '.join(wrong[:3])}")
+        for one in trace["traceEvents"]:
+            events.append({**one, "pid": one["pid"] - (number if one["pid"] < 0 else 0)})
+    return {"traceEvents": events}
 
 
 def _starting(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -88,19 +113,36 @@ def _numbered(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         }
 
 
-def _aligned(path: Path) -> list[dict[str, Any]]:
-    """The events of one file on rank 0's clock. A line cut off by the rank's death is left out."""
-    events, offset_ns = [], 0
+def _recording(path: Path) -> list[dict[str, Any]]:
+    """What a rank wrote. A line cut off by its death is left out."""
+    records = []
     for line in path.read_text().splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if "offset_ns" in record:
-            offset_ns = record["offset_ns"]
-        else:
-            events.append(record)
-    return [event | {"ts": event["ts"] + offset_ns / 1000} for event in events]
+        with contextlib.suppress(ValueError):
+            records.append(json.loads(line))
+    return records
+
+
+def _aligned(recordings: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The events of all on rank 0's clock. Each recording begins with which clock it reads."""
+    offsets, events = _offsets(recordings), []
+    for which, *records in recordings:
+        offset_us = offsets[which["clock"]] / 1000
+        events += [one | {"ts": one["ts"] + offset_us} for one in records if "ts" in one]
+    return events
+
+
+def _offsets(recordings: list[list[dict[str, Any]]]) -> dict[str, float]:
+    """What to add to each clock to have rank 0's: as Coordinators measured it, whoever of that host
+    did so; by the time of day where none has."""
+    measured: dict[str, list[int]] = {}
+    days: dict[str, int] = {}
+    for which, *records in recordings:
+        days.setdefault(which["clock"], which["day_ns"])
+        found = measured.setdefault(which["clock"], [])
+        found += [one["offset_ns"] for one in records if "offset_ns" in one]
+    known = {name: statistics.median(found) for name, found in measured.items() if found}
+    of_rank_0 = [days[name] - offset for name, offset in known.items()] or list(days.values())
+    return {name: known.get(name, day - of_rank_0[0]) for name, day in days.items()}
 
 
 def _row_name(rank: int) -> dict[str, Any]:

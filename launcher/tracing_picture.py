@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ COLOURS = {"start": "#c9c9c9", "wait": "#d1495b", "move": "#30638e", "work": "#8
 ROW_INCHES, WIDTH_INCHES = 0.5, 14
 
 
-def draw(trace: Path, picture: Path) -> None:
+def draw(trace: dict[str, Any], picture: Path) -> None:
     """Draw the spans of a merged trace into a PNG (or SVG, by the ending of picture).
 
     Raises ValueError if matplotlib is not installed, or if there is nothing to draw.
@@ -23,9 +22,9 @@ def draw(trace: Path, picture: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError("a picture needs matplotlib: pip install matplotlib") from error
-    rows = tracing_spans.rows(json.loads(trace.read_text()))
+    rows = tracing_spans.rows(trace)
     if not rows:
-        raise ValueError(f"{trace} has no spans: was anything recorded?")
+        raise ValueError("the trace has no spans: was anything recorded?")
     figure = Figure(figsize=(WIDTH_INCHES, 1.2 + ROW_INCHES * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
     _fill(figure.add_subplot(), rows)

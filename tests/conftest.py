@@ -96,12 +96,12 @@ class Hosts:
             env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
         )
 
-    def typed(self, page, **words):
+    def typed(self, page, start="torchrun --nnodes 2", **words):
         """What the lines for two machines on a page print, each typed on its own host.
 
         words: what stands on the page for something of the reader's, and what it is here.
         """
-        lines = re.findall("^torchrun --nnodes 2 .*", page.read_text(), re.MULTILINE)
+        lines = re.findall(f"^{start} .*", page.read_text(), re.MULTILINE)
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         agents = []
         for index, line in enumerate(lines):

@@ -11,14 +11,21 @@ A block of commands has a comment above it that says how it is held to its word:
 """
 
 import ast
+import contextlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
+
+import communicator.cli
+import inference.cli
+import launcher.cli
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("docs/reference/*.md")])
@@ -91,14 +98,35 @@ def _path() -> str:
     return f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 
-def test_the_commands_for_two_machines_run_as_printed(hosts, tmp_path):
-    page = ROOT / "docs" / "running.md"
-    (who,) = [text for name, text in FILE.findall(page.read_text()) if name == "who.py"]
-    (tmp_path / "who.py").write_text(who)
-    words = {"who.py": tmp_path / "who.py", "--nproc-per-node 4": "--nproc-per-node 2"}
-    first, second = hosts.typed(page, **words)
+RUNNING = ROOT / "docs" / "running.md"
+
+
+@pytest.fixture
+def who(tmp_path):
+    (text,) = [text for name, text in FILE.findall(RUNNING.read_text()) if name == "who.py"]
+    (tmp_path / "who.py").write_text(text)
+    return tmp_path / "who.py"
+
+
+def test_the_commands_for_two_machines_run_as_printed(hosts, who):
+    words = {"who.py": who, "--nproc-per-node 4": "--nproc-per-node 2"}
+    first, second = hosts.typed(RUNNING, **words)
     said = sorted([*first.splitlines(), *second.splitlines()])
     assert said == [f"rank {n} of 4, local rank {n % 2}, hosts 2" for n in range(4)]
+
+
+def test_our_commands_for_two_machines_run_as_printed_and_their_traces_are_joined(hosts, who):
+    """With a rank on each, and --trace as well."""
+    start = "python -m launcher run --launcher torchrun --nnodes 2"
+    traces = f"{who.parent}/$(hostname).json"
+    words = {"-n 4": f"-n 1 --trace {traces}", "who.py": who}
+    assert hosts.typed(RUNNING, start, **words) == [
+        f"[{n}] rank {n} of 2, local rank 0, hosts 2\n" for n in range(2)
+    ]
+    files = sorted(map(str, who.parent.glob("*.json")))
+    joined = [sys.executable, "-m", "launcher", "trace", *files, "--into", who.parent / "both.json"]
+    told = subprocess.run(joined, capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"launcher|rank \d", told) == ["launcher", "launcher", "rank 0", "rank 1"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
@@ -108,6 +136,40 @@ def test_every_command_of_a_page_is_held_by_a_test(page):
         if how.startswith("tested by: "):
             path, _, test = how.removeprefix("tested by: ").partition("::")
             assert f"def {test}(" in (ROOT / path).read_text(), how
+
+
+PARSERS = {
+    "python -m launcher": launcher.cli.parse,
+    "python -m communicator": communicator.cli.parser().parse_args,
+    "python -m inference": inference.cli.parser().parse_args,
+    "torchrun": get_args_parser().parse_args,
+}
+
+
+def _lines(document: Path) -> list[list[str]]:
+    """The commands of a document, in words: lines in fences, or set in by four."""
+    fenced = re.findall(r"^```\w*\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
+    lines = [line.strip() for block in fenced for line in block.splitlines()]
+    lines += [line.strip() for line in re.findall(r"^    .*", document.read_text(), re.MULTILINE)]
+    starts = ("make ", *(f"{command} " for command in PARSERS))
+    return [shlex.split(line, comments=True) for line in lines if line.startswith(starts)]
+
+
+WITH_COMMANDS = [document for document in DOCUMENTS if _lines(document)]
+
+
+@pytest.mark.parametrize("document", WITH_COMMANDS, ids=_name)
+def test_every_command_of_a_document_has_options_that_are_known(document, capsys):
+    """Also those that are too long, or need too many machines, to be run by a test."""
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for words in _lines(document):
+        if words[0] == "make":
+            assert "-C" in words or all(word in targets or "=" in word for word in words[1:])
+            continue
+        command = next(name for name in PARSERS if words[: len(name.split())] == name.split())
+        with contextlib.suppress(SystemExit):
+            PARSERS[command](words[len(command.split()) :])
+        assert capsys.readouterr().err == "", words
 
 
 def test_the_package_is_what_the_documents_install():

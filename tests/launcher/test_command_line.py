@@ -113,6 +113,7 @@ def test_a_script_that_catches_nothing_exits_like_python_itself(command):
         (["-n", "2", "--nnodes", "0"], "less than one"),
         (["-n", "2", "--nnodes", "2", "--node-rank", "2"], "not among 2 nodes"),
         (["-n", "2", "--nnodes", "2"], "--launcher"),
+        (["--launcher", "torchrun", "--nnodes", "2"], "on each of them"),
         (["-n", "2", "--master-port", "70000"], "not in [0, 65535]"),
         (["-n", "2", "--timeout", "0"], "no time"),
         (["-n", "2", "--launcher", "nobody"], "no launcher is called 'nobody'"),

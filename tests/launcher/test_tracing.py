@@ -1,6 +1,7 @@
 """Recording spans, and merging those of all ranks on one clock."""
 
 import json
+import sys
 import threading
 import time
 
@@ -13,9 +14,11 @@ def _info(rank, folder):
     return LaunchInfo("t", 2, 2, rank, rank, "127.0.0.1", 1, {"trace": str(folder)})
 
 
-def _record(folder, rank, offset_ns=0):
+def _record(folder, rank, offset_ns=None):
+    folder.mkdir(exist_ok=True)
     recorder = tracing.recorder(_info(rank, folder))
-    recorder.align(offset_ns)
+    if offset_ns is not None:
+        recorder.align(offset_ns)
     with recorder.span("barrier", "wait", number=1):
         time.sleep(0.01)
     recorder.close()
@@ -37,19 +40,95 @@ def test_the_spans_of_all_ranks_come_into_one_file_that_viewers_open(tmp_path):
     assert spans[0]["args"] == {"number": 1} and spans[0]["cname"]
 
 
-def test_another_host_is_shown_on_the_clock_of_rank_0(tmp_path):
-    _record(tmp_path / "parts", 0)
-    _record(tmp_path / "parts", 1, offset_ns=5_000_000_000)
-    tracing_file.merge(tmp_path / "parts", tmp_path / "out.json")
-    spans = [e for e in json.loads((tmp_path / "out.json").read_text())["traceEvents"] if "ts" in e]
-    assert 4.9e6 < spans[1]["ts"] - spans[0]["ts"] < 6e6
+def _starts(folder):
+    """When each span of the merged recordings begins, in seconds."""
+    tracing_file.merge(folder, folder.parent / "out.json")
+    merged = json.loads((folder.parent / "out.json").read_text())
+    return [event["ts"] / 1e6 for event in merged["traceEvents"] if "ts" in event]
+
+
+def test_all_that_another_host_records_is_shown_on_the_clock_of_rank_0(tmp_path, monkeypatch):
+    """Once only the recordings that said their offset were: not those of its Communicators."""
+    for host, offset_ns in (("a", 0), ("b", 5_000_000_000)):
+        monkeypatch.setattr(tracing, "clock", lambda host=host: {"clock": host, "day_ns": 0})
+        _record(tmp_path / "parts", "ab".index(host), offset_ns)
+        _record(tmp_path / "parts", "ab".index(host))
+    one, two, three, four = _starts(tmp_path / "parts")
+    assert two - one < 1 and 4.9 < three - two < 6 and four - three < 1
+
+
+def test_a_host_that_no_coordinator_has_compared_is_shown_by_the_time_of_day(tmp_path, monkeypatch):
+    for rank, day_s in ((0, 1000), (1, 1007)):
+        which = {"clock": f"host {rank}", "day_ns": day_s * 10**9}
+        monkeypatch.setattr(tracing, "clock", lambda which=which: which)
+        _record(tmp_path / "parts", rank)
+    first, second = _starts(tmp_path / "parts")
+    assert 6.9 < second - first < 8
+
+
+COMPARED = """
+import launcher
+from coordinator import Coordinator
+with Coordinator(timeout_s=30) as coor:
+    launcher.recorder(coor.info).follow(coor, ["agree"], "move")
+    part = coor.split([1])
+    coor.agree("after this one ends, both go on")
+    coor.barrier()
+"""
+
+
+def test_hosts_whose_clocks_are_a_day_apart_are_merged_onto_one(hosts, tmp_path):
+    """Clocks count from each host's start. Parts of the ranks may have another master."""
+    script, folder = tmp_path / "script.py", tmp_path / "parts"
+    script.write_text(COMPARED)
+    folder.mkdir()
+    later = ["unshare", "--time", "--fork", "--monotonic", "86400", "--boottime", "86400"]
+    environ = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29531", "DRUMLINE_TRACE": str(folder)}
+    environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    ranks = [
+        hosts.start(rank, [*before, sys.executable, str(script)], RANK=str(rank), **environ)
+        for rank, before in enumerate(([], later))
+    ]
+    assert [rank.wait(60) for rank in ranks] == [0, 0]
+    tracing_file.merge(folder, tmp_path / "out.json")
+    merged = json.loads((tmp_path / "out.json").read_text())
+    assert tracing_file.problems(merged) == []
+    spans = [event for event in merged["traceEvents"] if event["ph"] == "X"]
+    for name in ("agree", "barrier"):
+        ends = [event["ts"] + event["dur"] for event in spans if event["name"] == name]
+        assert max(ends) - min(ends) < 1e6, name
+
+
+def test_a_rank_that_does_not_find_the_folder_of_the_trace_says_so(tmp_path):
+    with pytest.warns(RuntimeWarning, match="rank 1: the folder .* is not on this host"):
+        assert tracing.recorder(_info(1, tmp_path / "elsewhere")) is None
+
+
+def test_over_several_nodes_the_recordings_lie_beside_the_trace(tmp_path):
+    with tracing_file.gathered(tmp_path / "out.json", nnodes=2) as folder:
+        assert folder.parent == tmp_path
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_the_traces_of_two_nodes_are_joined_into_one(tmp_path, command):
+    for rank in range(2):
+        _record(tmp_path / f"parts{rank}", rank)
+        launch = tracing.event("launch", "start", 0, 10, -1, 0, {})
+        tracing_file.merge(tmp_path / f"parts{rank}", tmp_path / f"{rank}.json", [launch])
+    files = [str(tmp_path / name) for name in ("0.json", "1.json", "both.json")]
+    ended = command.run("trace", *files[:2], "--into", files[2])
+    assert ended.code == 0, ended.err
+    rows = [line.split()[0] for line in ended.out.splitlines()[1:]]
+    assert rows == ["launcher", "launcher", "rank", "rank", "open"]
+    assert f"open {files[2]} in" in ended.out
+    assert tracing_file.problems(json.loads((tmp_path / "both.json").read_text())) == []
 
 
 def test_a_line_cut_off_by_a_death_loses_only_itself(tmp_path):
     _record(tmp_path / "parts", 0)
     part = next((tmp_path / "parts").iterdir())
     part.write_text(part.read_text() + '{"name": "allred')
-    assert tracing_file.merge(tmp_path / "parts", tmp_path / "out.json") == 3
+    assert tracing_file.merge(tmp_path / "parts", tmp_path / "out.json") == 3  # two names of rows
 
 
 class _Moves:
@@ -63,7 +142,7 @@ def test_followed_methods_still_work_and_are_noted_with_number_and_bytes(tmp_pat
     assert [moves.send(b"abc", 2), moves.send(b"", dst=1)] == [3, 0]
     recorder.close()
     lines = [json.loads(line) for line in next(tmp_path.iterdir()).read_text().splitlines()]
-    assert [line["args"] for line in lines] == [
+    assert [line["args"] for line in lines[1:]] == [
         {"number": 1, "bytes": 3, "dst": 2},
         {"number": 2, "bytes": 0, "dst": 1},
     ]
@@ -159,9 +238,10 @@ def test_a_trace_is_told_in_a_row_for_each_rank(tmp_path, command):
 
 
 def test_a_file_that_is_no_trace_is_refused(tmp_path, command):
-    (tmp_path / "out.json").write_text("[]")
-    ended = command.run("trace", str(tmp_path / "out.json"))
-    assert ended.code == 2 and "is no trace" in ended.err
+    for text in ("[]", "print('hello')"):
+        (tmp_path / "out.json").write_text(text)
+        ended = command.run("trace", str(tmp_path / "out.json"))
+        assert ended.code == 2 and "out.json is no trace" in ended.err
 
 
 def test_what_happens_within_a_wait_is_waiting_and_is_counted_once():
@@ -175,6 +255,7 @@ def test_what_happens_within_a_wait_is_waiting_and_is_counted_once():
 
 
 def test_threads_of_a_rank_have_rows_of_their_own(tmp_path):
+    (tmp_path / "parts").mkdir()
     recorder = tracing.recorder(_info(0, tmp_path / "parts"))
 
     def waits():
