@@ -39,6 +39,7 @@ def extension(
 
 
 setup(
+    license="Apache-2.0",
     ext_modules=[
         extension("coordinator._board", ["csrc/board.cpp", "csrc/board_binding.cpp"]),
         extension("communicator._native", sorted(glob("csrc/binding*.cpp")), ("dl",), ("-O3",)),
