@@ -44,7 +44,7 @@ def engines() -> Iterator[Finding]:
 def _version(name: str, path: str, ask: list[str]) -> tuple[bool, str]:
     """Whether the command answers, and what."""
     if not ask:
-        return True, f"{DISTRIBUTIONS[name]} {metadata.version(DISTRIBUTIONS[name])}"
+        return _installed(DISTRIBUTIONS[name])
     done = subprocess.run([path, *ask], capture_output=True, text=True, timeout=ANSWER_S)
     if done.returncode and name in SILENT:
         return False, SILENT[name]
@@ -52,6 +52,13 @@ def _version(name: str, path: str, ask: list[str]) -> tuple[bool, str]:
     version = [line.split()[-1] for line in said if line.strip().startswith("Version:")]
     told = f"MPICH's process manager {version[0]}" if version else said[0].strip()
     return done.returncode == 0, told
+
+
+def _installed(distribution: str) -> tuple[bool, str]:
+    try:
+        return True, f"{distribution} {metadata.version(distribution)}"
+    except metadata.PackageNotFoundError:
+        return False, f"of another Python: this one has no {distribution}"
 
 
 def _mpi4py() -> Finding:

@@ -30,6 +30,11 @@ def gpus() -> Iterator[Finding]:
             yield from _seen(nvml)
     except ImportError:
         yield Finding("gpu", "NVML", False, "its bindings are missing", "pip install nvidia-ml-py")
+    except Exception as error:  # NVML has a class for each of its codes
+        remedy = (
+            "nvidia-smi (it fails alike; after an update of the driver start the machine again)"
+        )
+        yield Finding("gpu", "NVML", False, f"{type(error).__name__}: {error}", remedy)
 
 
 def _seen(nvml: Any) -> Iterator[Finding]:

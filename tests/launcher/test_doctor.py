@@ -87,6 +87,16 @@ def test_an_engine_that_is_not_there_is_no_fault(monkeypatch):
     assert {one.ok for one in doctor_engines.engines() if one.name != "mpi4py"} == {None}
 
 
+def test_an_engine_of_another_python_is_told_in_words_and_is_no_fault(monkeypatch, tmp_path):
+    """It used to be a fault of this machine, with nothing to type for it."""
+    (tmp_path / "ray").write_text("#!/bin/sh\n")
+    (tmp_path / "ray").chmod(0o755)
+    monkeypatch.setattr(doctor_engines, "PATH", str(tmp_path))
+    monkeypatch.setitem(doctor_engines.DISTRIBUTIONS, "ray", "no-such-package")
+    (found,) = [one for one in doctor_engines.engines() if one.name == "ray"]
+    assert found.ok is None and found.found.startswith("of another Python")
+
+
 def test_an_srun_of_no_cluster_is_told_in_words_and_is_no_fault(monkeypatch, tmp_path):
     (tmp_path / "srun").write_text(
         "#!/bin/sh\necho srun: fatal: DNS SRV lookup failed >&2; exit 1\n"
@@ -156,6 +166,19 @@ def test_gpus_are_told_by_uuid_with_memory_and_what_lies_between(monkeypatch, tm
     found = {one.name: one for one in doctor_gpu.gpus()}
     assert "80896 of 81920 MiB free" in found["GPU-a"].found
     assert found["0 and 1"].found == "across NUMA nodes"
+
+
+def test_a_driver_that_does_not_answer_is_a_fault_in_its_own_words(monkeypatch, tmp_path):
+    nvml = driver([], 50)
+
+    def mismatched():
+        raise nvml.NVMLError("Driver/library version mismatch")
+
+    nvml.nvmlInit = mismatched
+    monkeypatch.setattr(devices, "DRIVER", tmp_path)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    (found,) = doctor_gpu.gpus()
+    assert found.ok is False and "version mismatch" in found.found and "nvidia-smi" in found.remedy
 
 
 def test_a_machine_without_a_driver_has_no_gpu_and_that_is_no_fault(monkeypatch, tmp_path):
