@@ -150,14 +150,15 @@ def version_text(version: int) -> str:
 
 def check_complete(path: str) -> None:
     """Raise Unsupported if an ELF file ends before its segments do: loading it would crash."""
-    with open(path, "rb") as file:
-        header = file.read(64)
-        if len(header) < 64 or header[:6] != b"\x7fELF\x02\x01":
-            raise Unsupported(f"{path} is no 64-bit shared library. Give the path of libnccl.so.2.")
-        start, size, count = struct.unpack_from("<Q14xHH", header, 32)
-        file.seek(start)
-        table = file.read(size * count)
-        length = os.fstat(file.fileno()).st_size
+    try:
+        with open(path, "rb") as file:
+            header = file.read(64)
+            start, size, count = _segments_of(header, path)
+            file.seek(start)
+            table = file.read(size * count)
+            length = os.fstat(file.fileno()).st_size
+    except OSError as error:  # a folder, or one that others keep to themselves
+        raise Unsupported(f"{path} cannot be read: {error.strerror}") from error
     for offset in range(0, len(table) - 55, size):
         kind, _, begin, _, _, nbytes = struct.unpack_from("<IIQQQQ", table, offset)
         if kind == LOADABLE and begin + nbytes > length:
@@ -169,3 +170,11 @@ def check_complete(path: str) -> None:
         f"{path} is cut off: it ends after {length} bytes, in the middle of what is to be loaded. "
         "Install it again."
     )
+
+
+def _segments_of(header: bytes, path: str) -> tuple[int, int, int]:
+    """Where the table of segments begins, how long a row is, and how many there are."""
+    if len(header) < 64 or header[:6] != b"\x7fELF\x02\x01":
+        raise Unsupported(f"{path} is no 64-bit shared library. Give the path of libnccl.so.2.")
+    start, size, count = struct.unpack_from("<Q14xHH", header, 32)
+    return start, size, count

@@ -116,6 +116,19 @@ def test_a_path_where_nothing_is_says_so(tmp_path):
         nccl_library.find(str(tmp_path / "libnccl.so.2"))
 
 
+def test_a_folder_in_place_of_a_library_is_told_to_all(tmp_path, stand_in, ranks):
+    """It was an IsADirectoryError on one rank, and a wait until the deadline on the others."""
+
+    def body(info):
+        path = tmp_path if info.rank == 1 else stand_in
+        with Coordinator(info, timeout_s=20) as coor:
+            with pytest.raises(Unsupported, match=f"rank 1 .*{tmp_path} cannot be read: Is a dir"):
+                Nccl(coor, library=str(path))
+            return True
+
+    assert ranks(body, 2) == [True, True]
+
+
 @needs_wheel
 @pytest.mark.parametrize("nbytes", [40, 4096, 1_000_000, 100_000_000])
 def test_a_library_cut_off_anywhere_is_refused_without_a_crash(tmp_path, real, nbytes):
