@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-import inference
 from communicator import (
     Communicator,
     CommunicatorError,
@@ -25,8 +24,6 @@ from communicator import (
 from communicator.cupy import Cupy
 from communicator.nccl import Nccl
 from coordinator import Coordinator
-from inference import graphs, over_stages
-from tests.gpu import decode
 from tests.gpu.one_gpu import RESULT
 
 GPU = torch.device("cuda", 0)
@@ -375,6 +372,8 @@ def compiled(coor: Coordinator) -> list[float]:
 
 def decode_in_a_graph(coor: Coordinator) -> list[list[int]]:
     """What a model cut over ranks says: whole, step by step, and replayed, sums included."""
+    from tests.gpu import decode  # transformers, which no other case needs
+
     with Nccl(coor, device=0) as comm:
         decoder = decode.Decoder(decode.small_model(GPU), comm)
         found = [decode.whole_tokens(GPU), decoder.tokens()]
@@ -389,6 +388,10 @@ def decode_in_a_graph(coor: Coordinator) -> list[list[int]]:
 
 def stages_in_graphs(coor: Coordinator, folder: str) -> list[Any]:
     """Tokens of one process, then of stages; of the other ranks, how many passes were replayed."""
+    import inference
+    from inference import graphs, over_stages
+    from tests.gpu import decode
+
     made: list[graphs.Graphs] = []
 
     def make(rank: int, device: torch.device) -> graphs.Graphs:

@@ -31,6 +31,7 @@ def test_captured_calls_wait_for_replay_and_mix_with_eager_ones(mode):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_decoding_a_model_cut_over_ranks_is_replayed_from_a_graph(world_size):
     """Embedding, attention, MLP and head have their sums and gathers inside the captured step."""
+    pytest.importorskip("transformers", reason="needs transformers, 5 or newer")
     for whole, stepped, replayed in run("decode_in_a_graph", world_size):
         assert stepped == whole and replayed == whole
 

@@ -2,9 +2,11 @@
 
 import pytest
 
+from tests.gpu.one_gpu import needs_gpu, run
+
+pytest.importorskip("transformers", reason="needs transformers, 5 or newer")
 from inference.graphs import WARM_UPS
 from tests.gpu import decode
-from tests.gpu.one_gpu import needs_gpu, run
 
 pytestmark = [needs_gpu, pytest.mark.timeout(250)]
 
