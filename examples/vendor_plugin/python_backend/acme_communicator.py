@@ -60,6 +60,8 @@ class Acme(Communicator):
                 room = room[received:]
         except TimeoutError as error:
             raise CommunicatorTimeout(f"rank {self.rank}: rank {src} does not send") from error
+        except OSError as error:
+            raise PeerLost(f"rank {self.rank}: rank {src} is gone") from error
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
