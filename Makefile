@@ -72,7 +72,7 @@ cuda-check:
 # Of the tests' own packages only pytest is needed; a missing msgpack is taken from inside pip.
 GPU_PYTHON ?= python3
 GPU_TESTS ?= tests/gpu tests/communicator/test_nccl_without_gpu.py
-GPU_TABLES ?= path calls small sanitizer worlds lives
+GPU_TABLES ?= calls small sanitizer worlds lives
 GPU_PYTEST = $(GPU_PYTHON) -m pytest -v -o addopts="--import-mode=importlib -ra"
 .PHONY: gpu
 gpu: export PYTHONPATH := $(CURDIR):$(CURDIR)/build/gpu:$(PYTHONPATH)

@@ -15,18 +15,20 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu import PyncclLike
 from benchmarks.table import Table, alternate, spread
 from communicator.native import library
 from coordinator import Coordinator
 
 ROOT = Path(__file__).parents[1]
-CALLS = 20_000
+CALLS, AT_ONCE = 20_000, 100
+FLOAT32, SUM = 7, 0  # as NCCL numbers them
 SOURCE = """
 static long calls;
 #define RESULT (calls++, COMM_OK)
@@ -41,8 +43,10 @@ COLUMNS = ("call", "right", "ours (ns)", "peer", "(ns)", "ratio")
 NOTE = (
     "An allreduce of 1024 float32 on the CPU by one rank; processor time of a call, median and "
     "middle half of rounds in which all take turns. right: every call has reached the library. "
-    "ours: comm.allreduce, through the vendors' door."
+    "ours: comm.allreduce, through the vendors' door. new tensors: none was ever passed before; "
+    "making them is not timed."
 )
+OURS, CTYPES, NEW = "ours", "ctypes, as vLLM's pynccl", "allreduce of new tensors"
 Call = Callable[[torch.Tensor], object]
 
 
@@ -63,14 +67,18 @@ def measure(stack: ExitStack, table: Table, repeats: int) -> None:
     counting, tensor = ctypes.CDLL(str(path)), torch.ones(1024)
     coor = stack.enter_context(Coordinator())
     ours = stack.enter_context(library(str(path))(coor)).allreduce
-    calls = {"ours": ours, **dict(peers(counting)), **dict(gloo(stack))}
-    times = alternate({name: lambda c=call: ns(c, tensor) for name, call in calls.items()}, repeats)
-    mine = times.pop("ours")
-    for name, theirs in times.items():
+    calls = {OURS: ours, **dict(peers(counting)), **dict(gloo(stack))}
+    cases = {("allreduce", name): partial(ns, call, tensor) for name, call in calls.items()}
+    new = {(NEW, name): partial(ns_of_new, calls[name], tensor) for name in (OURS, CTYPES)}
+    times = alternate({**cases, **new}, repeats)
+    for (what, name), theirs in times.items():
+        if name == OURS:
+            mine = theirs
+            continue
         right = arrive(counting, ours, tensor) and arrive(counting, calls[name], tensor)
         says = "" if name.startswith("torch.distributed") else "yes" if right else "NO"
         ratio = statistics.median(mine) / statistics.median(theirs)
-        table.add("allreduce", says, spread(mine), name, spread(theirs), ratio)
+        table.add(what, says, spread(mine), name, spread(theirs), ratio)
 
 
 def compiled(folder: Path) -> Path:
@@ -84,7 +92,7 @@ def compiled(folder: Path) -> Path:
 def peers(counting: ctypes.CDLL) -> Iterator[tuple[str, Call]]:
     """Other ways into the same library."""
     like = PyncclLike(counting.plain, torch.device("cpu"), lambda: 0)
-    yield "ctypes, as vLLM's pynccl", like.all_reduce
+    yield CTYPES, like.all_reduce
 
     @torch.library.custom_op("benchmarks::allreduce", mutates_args=("tensor",))
     def op(tensor: torch.Tensor) -> None:
@@ -113,6 +121,63 @@ def ns(call: Call, tensor: torch.Tensor) -> float:
     for _ in range(CALLS):
         call(tensor)
     return (time.thread_time_ns() - start) / CALLS
+
+
+def ns_of_new(call: Call, tensor: torch.Tensor) -> float:
+    """The same where every call has a tensor of its own."""
+    took = 0
+    for _ in range(0, CALLS, AT_ONCE):
+        tensors = [tensor.detach() for _ in range(AT_ONCE)]
+        start = time.thread_time_ns()
+        for each in tensors:
+            call(each)
+        took += time.thread_time_ns() - start
+    return took / CALLS
+
+
+class PyncclLike:
+    """What vLLM's pynccl does for a call, as its two layers are: look, wrap, call, check."""
+
+    def __init__(self, function: Any, device: torch.device, stream: Callable[[], int]) -> None:
+        pointer, integer = ctypes.c_void_p, ctypes.c_int
+        function.argtypes = [pointer, pointer, ctypes.c_size_t, integer, integer, pointer, pointer]
+        function.restype = ctypes.c_int
+        self.functions, self.device, self.stream = {"ncclAllReduce": function}, device, stream
+        self.comm, self.disabled = pointer(0), False
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
+        if self.disabled:
+            return
+        assert tensor.device == self.device, f"{tensor.device} is not {self.device}"
+        address = ctypes.c_void_p(tensor.data_ptr())
+        kind, number = self.kind_of(tensor.dtype), self.number_of(op)
+        stream = ctypes.c_void_p(self.stream())
+        self.call(address, address, tensor.numel(), kind, number, self.comm, stream)
+
+    def call(self, *arguments: Any) -> None:
+        self.check(self.functions["ncclAllReduce"](*arguments))
+
+    def check(self, code: int) -> None:
+        if code != 0:
+            raise RuntimeError(f"NCCL error {code}")
+
+    @classmethod
+    def kind_of(cls, dtype: torch.dtype) -> int:
+        if dtype == torch.int8:
+            return 0
+        if dtype == torch.uint8:
+            return 1
+        if dtype == torch.float16:
+            return 6
+        if dtype == torch.float32:
+            return FLOAT32
+        raise ValueError(f"unsupported dtype {dtype}")
+
+    @classmethod
+    def number_of(cls, op: str) -> int:
+        if op == "sum":
+            return SUM
+        raise ValueError(f"unsupported op {op}")
 
 
 if __name__ == "__main__":

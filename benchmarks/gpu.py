@@ -16,7 +16,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -27,11 +26,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.calls import FLOAT32, SUM, PyncclLike
 from benchmarks.table import Table, alternate, spread
-from communicator import Communicator, nccl_library, oneshot
+from communicator import nccl_library, oneshot
 from communicator.cupy import Cupy
 from communicator.errors import CommunicatorError
-from communicator.native import library
 from communicator.nccl import Nccl
 from communicator.oneshot import Algorithm
 from coordinator import Coordinator
@@ -41,8 +40,6 @@ from tests.gpu.test_oneshot import Ranks, in_order, values
 ROOT = Path(__file__).parents[1]
 GPU = torch.device("cuda", 0)
 CALLS, ROUNDS = 2000, 15
-LOOP = range(10 * CALLS)  # of calls that do nothing
-FLOAT32, SUM = 7, 0
 LIVES, LIVES_S = 1000, 120
 CASE_S = 240  # for one case of several ranks
 SANITIZERS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
@@ -157,114 +154,6 @@ def _optional(
         )
     except (ImportError, AttributeError, TypeError) as reason:
         print(f"nccl4py is left out: {reason}", file=sys.stderr)
-
-
-def path() -> Table:
-    """From a tensor on the CPU to a C function that does nothing, and back."""
-    table = Table("gpu-call-path", ("call", "ns", "ratio"))
-    with tempfile.TemporaryDirectory() as folder, Coordinator() as coor:
-        built = Path(folder, "libnothing.so")
-        source = ROOT / "tests" / "communicator" / "abi_plugin.c"
-        subprocess.run(
-            ["gcc", "-O2", "-shared", "-fPIC", f"-I{ROOT}/csrc", source, "-o", built], check=True
-        )
-        comm, tensor = library(str(built))(coor), torch.ones(1024)
-        pynccl = _noop_through_ctypes(Path(folder), tensor)
-
-        def theirs() -> None:
-            for _ in LOOP:
-                pynccl.all_reduce(tensor)
-
-        def ours() -> None:
-            for _ in LOOP:
-                comm.allreduce(tensor)
-
-        found = alternate(
-            {
-                "ctypes, as vLLM's pynccl": lambda: _ns(theirs),
-                "comm.allreduce": lambda: _ns(ours),
-                "comm.allreduce, each time of a new tensor": lambda: _ns_of_new(comm, tensor),
-            },
-            ROUNDS,
-        )
-        median = statistics.median(found["ctypes, as vLLM's pynccl"])
-        for name, times in found.items():
-            table.add(name, spread(times), statistics.median(times) / median)
-    return table
-
-
-def _ns(loop: Callable[[], object]) -> float:
-    """Of this thread's processor time: nothing here waits, and others may use the machine."""
-    start = time.thread_time_ns()
-    loop()
-    return (time.thread_time_ns() - start) / len(LOOP)
-
-
-def _ns_of_new(comm: Communicator, tensor: torch.Tensor) -> float:
-    """The same where every call has a tensor that was never passed before; not to make it."""
-    took, at_once = 0, 100
-    for _ in range(0, len(LOOP), at_once):
-        tensors = [tensor.detach() for _ in range(at_once)]
-        start = time.thread_time_ns()
-        for new in tensors:
-            comm.allreduce(new)
-        took += time.thread_time_ns() - start
-    return took / len(LOOP)
-
-
-class PyncclLike:
-    """What vLLM's pynccl does for a call, as its two layers are: look, wrap, call, check."""
-
-    def __init__(self, function: Any, device: torch.device, stream: Callable[[], int]) -> None:
-        pointer, integer = ctypes.c_void_p, ctypes.c_int
-        function.argtypes = [pointer, pointer, ctypes.c_size_t, integer, integer, pointer, pointer]
-        function.restype = ctypes.c_int
-        self.functions, self.device, self.stream = {"ncclAllReduce": function}, device, stream
-        self.comm, self.disabled = pointer(0), False
-
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
-        if self.disabled:
-            return
-        assert tensor.device == self.device, f"{tensor.device} is not {self.device}"
-        address = ctypes.c_void_p(tensor.data_ptr())
-        kind, number = self.kind_of(tensor.dtype), self.number_of(op)
-        stream = ctypes.c_void_p(self.stream())
-        self.call(address, address, tensor.numel(), kind, number, self.comm, stream)
-
-    def call(self, *arguments: Any) -> None:
-        self.check(self.functions["ncclAllReduce"](*arguments))
-
-    def check(self, code: int) -> None:
-        if code != 0:
-            raise RuntimeError(f"NCCL error {code}")
-
-    @classmethod
-    def kind_of(cls, dtype: torch.dtype) -> int:
-        if dtype == torch.int8:
-            return 0
-        if dtype == torch.uint8:
-            return 1
-        if dtype == torch.float16:
-            return 6
-        if dtype == torch.float32:
-            return FLOAT32
-        raise ValueError(f"unsupported dtype {dtype}")
-
-    @classmethod
-    def number_of(cls, op: str) -> int:
-        if op == "sum":
-            return SUM
-        raise ValueError(f"unsupported op {op}")
-
-
-def _noop_through_ctypes(folder: Path, tensor: torch.Tensor) -> PyncclLike:
-    source, built = folder / "noop.c", folder / "libnoop.so"
-    source.write_text(
-        "int noop(void *a, void *b, unsigned long n, int d, int o, void *c, void *s) {"
-        " (void)a, (void)b, (void)n, (void)d, (void)o, (void)c, (void)s; return 0; }"
-    )
-    subprocess.run(["gcc", "-O2", "-shared", "-fPIC", source, "-o", built], check=True)
-    return PyncclLike(ctypes.CDLL(str(built)).noop, tensor.device, lambda: 0)
 
 
 # What several ranks show.
@@ -422,7 +311,6 @@ def _sanitize(command: str, tool: str) -> str:
 
 
 TABLES = {
-    "path": path,
     "calls": calls,
     "small": small,
     "sanitizer": sanitizer,
@@ -436,7 +324,7 @@ def main() -> int:
     parser.add_argument("tables", nargs="*", choices=[*TABLES, []], help="all if none is named")
     failed = 0
     for name in parser.parse_args().tables or TABLES:
-        if name != "path" and not torch.cuda.is_available():
+        if not torch.cuda.is_available():
             print(f"{name} is left out: {one_gpu.NEEDS_GPU}", file=sys.stderr)
             failed = 1
             continue

@@ -43,9 +43,7 @@ SECTIONS = (
         ("collectives-*-latency", "collectives-*-bandwidth"),
         "collectives collectives-4 shm-limits",
     ),
-    Section(
-        "calls", "What a call costs", ("calls", "gpu-call-path", "tracing"), (), "calls tracing"
-    ),
+    Section("calls", "What a call costs", ("calls", "tracing"), (), "calls tracing"),
     Section(
         "inference", "One model over ranks", ("inference*", "model"), ("model",), "inference model"
     ),

@@ -5,7 +5,8 @@
 
 The ranks are forked from one process and share the cores of one machine, so times of theirs add up.
 What carries over to a cluster is the work of one rank: the processor time that rank 0, to which all
-come, and an ordinary rank spend. It is fitted to a + b n + c n^2, and extrapolated on paper.
+come, and an ordinary rank spend. It is fitted to a + b log n + c n + d n^2, and extrapolated on
+paper.
 """
 
 from __future__ import annotations
@@ -30,11 +31,17 @@ LAYOUTS = {"one node": None, "a node each": 1}
 COLUMNS = ("what", "layout", "ranks", "right", "all ranks (ms)", "rank 0 (ms)", "other rank (ms)")
 NOTE = (
     "all ranks: wall time until the last is done. rank 0, other rank: processor time of one rank, "
-    "the median of the others. `a node each` lets every rank speak to rank 0 and to its "
+    "the median of the others; of a call that of the thread which makes it, for rank 0 goes on "
+    "hearing from all ranks meanwhile. `a node each` lets every rank speak to rank 0 and to its "
     "neighbours in the tree over TCP on loopback, as the first ranks of nodes do in a cluster."
 )
 NEAR = 0.04  # so much more relative error is worth a term less
-POWERS = ("constant", "linear", "quadratic")
+GROWTHS = {
+    "constant": lambda n: n**0.0,
+    "logarithmic": np.log2,
+    "linear": lambda n: n,
+    "quadratic": lambda n: n**2,
+}
 Sample = tuple[
     float, float, bool
 ]  # when done (s), processor time (s), whether the result was right
@@ -53,11 +60,11 @@ def main() -> None:
     for layout in LAYOUTS:
         for ranks in arguments.ranks:
             found |= add(table, layout, ranks, arguments.repeats)
-    fitted = fits(found, arguments.save)
+    growth = fits(found, arguments.save)
     table.end()
-    fitted.end()
+    growth.end()
     if arguments.save:
-        print(f"written to {write(table, fitted)}")
+        print(f"written to {write(table, growth)}")
 
 
 def add(table: Table, layout: str, ranks: int, repeats: int) -> Measured:
@@ -111,15 +118,15 @@ def rank(local: int | None, began: float) -> Samples:
 def timed(coor: Coordinator, call: Callable[[], bool]) -> Sample:
     """One call, straight after a barrier."""
     coor.barrier()
-    start, spent = time.monotonic(), time.process_time()
+    start, spent = time.monotonic(), time.thread_time()
     right = call()
-    return time.monotonic() - start, time.process_time() - spent, right
+    return time.monotonic() - start, time.thread_time() - spent, right
 
 
 def fits(found: Measured, keep: bool) -> Table:
     """For each call and layout: the growth of one rank's work, and what it comes to for many."""
     heads = [f"{count:,} ranks (ms)" for count in PAPER]
-    columns = ("what", "layout", "of", "a + b n + c n^2 (ms)", "grows", *heads, "error of the fit")
+    columns = ("what", "layout", "of", "fit (ms)", "grows", *heads, "error of the fit")
     note = (
         "Processor time of one rank. Least squares of the relative error, with as few terms as fit "
         "nearly as well as all. What it comes to for more ranks than were measured is arithmetic, "
@@ -131,20 +138,21 @@ def fits(found: Measured, keep: bool) -> Table:
         for column, who in enumerate(("rank 0", "other rank"), 1):
             values = [found[what, layout, size][column] for size in sizes]
             factors, error = fit(sizes, values)
-            at = [float(polynomial(factors, count)) for count in PAPER]
-            shape = POWERS[max((p for p in range(3) if factors[p] > 0), default=0)]
+            at = [float(fitted(factors, count)) for count in PAPER]
+            shape = [name for name, factor in zip(GROWTHS, factors, strict=True) if factor][-1]
             table.add(what, layout, who, formula(factors), shape, *at, f"{error:.0%}")
     return table
 
 
 def fit(sizes: list[int], values: list[float]) -> tuple[list[float], float]:
-    """Factors of 1, n and n^2, none negative, and the relative error that they leave.
+    """Factors of each growth, none negative, and the relative error that they leave.
 
-    Of the choices of terms, the one with the fewest that comes near the best.
+    Of the choices of terms, the one with the fewest that comes near the best; of those the slowest.
     """
-    choices = [terms for count in (1, 2, 3) for terms in combinations(range(3), count)]
-    tried = [(terms, *least_squares(sizes, values, terms)) for terms in choices]
-    allowed = [(factors, error) for _, factors, error in tried if min(factors) >= 0]
+    terms = range(len(GROWTHS))
+    choices = [chosen for count in (1, 2, 3) for chosen in combinations(terms, count)]
+    tried = [least_squares(sizes, values, chosen) for chosen in choices]
+    allowed = [(factors, error) for factors, error in tried if min(factors) >= 0]
     best = min(error for _, error in allowed)
     return next((f, error) for f, error in allowed if error <= max(1.5 * best, best + NEAR))
 
@@ -153,20 +161,22 @@ def least_squares(
     sizes: list[int], values: list[float], terms: tuple[int, ...]
 ) -> tuple[list[float], float]:
     n, measured = np.array(sizes, dtype=float), np.maximum(np.array(values), 1e-9)
-    matrix = np.stack([n**term for term in terms], axis=1) / measured[:, None]
+    growths = list(GROWTHS.values())
+    matrix = np.stack([growths[term](n) for term in terms], axis=1) / measured[:, None]
     solved, *_ = np.linalg.lstsq(matrix, np.ones(len(n)), rcond=None)
-    factors = [0.0, 0.0, 0.0]
+    factors = [0.0] * len(growths)
     for term, factor in zip(terms, solved, strict=True):
         factors[term] = float(factor)
     return factors, float(np.sqrt(np.mean((matrix @ solved - 1) ** 2)))
 
 
-def polynomial(factors: list[float], n: int) -> float:
-    return sum(factor * n**power for power, factor in enumerate(factors))
+def fitted(factors: list[float], n: int) -> float:
+    growths = zip(factors, GROWTHS.values(), strict=True)
+    return sum(factor * float(growth(float(n))) for factor, growth in growths)
 
 
 def formula(factors: list[float]) -> str:
-    terms = zip(factors, ("", " n", " n^2"), strict=True)
+    terms = zip(factors, ("", " log2 n", " n", " n^2"), strict=True)
     return " + ".join(f"{factor:.3g}{term}" for factor, term in terms if factor) or "0"
 
 

@@ -35,6 +35,8 @@ CHANGED = """## What was changed because of it
   there are ranks: `ulimit -n`. `python -m launcher doctor` says how many there may be.
 - Every rank proves the launch secret to rank 0, and learns who the others are: their number times
   what one of them weighs, to each of them. This is the start-up of rank 0 in the table.
+- Every rank tells rank 0 twice a second that it lives, and hears of the others: less often from 256
+  ranks on, so that rank 0 never takes more than 512 such messages a second in all.
 - An allgather brings every rank what every other gave; that is what it is for.
 """
 
@@ -51,7 +53,7 @@ def write(table: Table, fitted: Table) -> Path:
 def said(fitted: Table) -> str:
     """Which grow how, in words, as the fits say it: a line for each growth and rank."""
     lines = []
-    for growth in ("quadratic", "linear", "constant"):
+    for growth in ("quadratic", "linear", "logarithmic", "constant"):
         for who in ("rank 0", "other rank"):
             found = [
                 f"{what} ({layout})"

@@ -108,7 +108,12 @@ def test_the_range_of_two_values_is_no_wider_than_they_are():
 
 @pytest.mark.parametrize(
     ("values", "factors"),
-    [([5, 5, 5, 5], [5, 0, 0]), ([8, 16, 32, 64], [0, 1, 0]), ([64, 256, 1024, 4096], [0, 0, 1])],
+    [
+        ([5, 5, 5, 5], [5, 0, 0, 0]),
+        ([6, 8, 10, 12], [0, 2, 0, 0]),
+        ([8, 16, 32, 64], [0, 0, 1, 0]),
+        ([64, 256, 1024, 4096], [0, 0, 0, 1]),
+    ],
 )
 def test_growth_is_fitted_with_as_few_terms_as_will_do(values, factors):
     found, error = scale.fit([8, 16, 32, 64], values)
