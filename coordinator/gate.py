@@ -112,7 +112,7 @@ def knock(
         welcome = link.read_exactly(WELCOME.size, deadline, idle)
         verdict, name, answer = WELCOME.unpack(welcome)
     except LinkBroken as error:
-        raise TryAgain(str(error)) from error
+        raise TryAgain(f"what listens there has not answered as rank 0 does: {error}") from error
     if verdict == REFUSED:
         raise NotAdmitted("it refused the launch secret of this rank")
     if not hmac.compare_digest(answer, proof.mac(b"server", _told(verdict, name), mac + theirs)):

@@ -27,10 +27,11 @@ def listen(launch_id: str, address: str = "127.0.0.1", port: int = 0) -> socket.
             if not isinstance(error, OSError) or error.errno not in TAKEN:
                 raise _explained(error, address) from error
             refused = error
-    which = f"port {port}" if port else f"no port from {FIRST_PORT} to {END_PORT}"
+    span = f"no port from {FIRST_PORT} to {END_PORT} of {address} can be bound"
+    which = f"port {port} of {address} cannot be bound" if port else span
     raise OSError(
         refused.errno,
-        f"{which} of {address} could be bound ({refused.strerror}), and the ranks would not find "
+        f"{which} ({refused.strerror}), and the ranks would not find "
         "each other. Free one, or choose another with --master-port.",
     )
 

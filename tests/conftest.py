@@ -1,5 +1,6 @@
 """Ranks for tests: threads of this process, each with a LaunchInfo of its own; and two hosts."""
 
+import functools
 import os
 import re
 import shutil
@@ -65,6 +66,37 @@ def ranks() -> Callable[..., list[Any]]:
 def ranks_or_errors() -> Callable[..., list[Any]]:
     """Like ranks, but an exception is a result like any other."""
     return run_threads
+
+
+@pytest.fixture
+def documented(tmp_path) -> Callable[[str, str], Callable[..., str]]:
+    """documented(page, start): types the one line of a page of the documents that begins so, in a
+    folder with the page's files; words and environ are what differs here."""
+
+    def line(page: str, start: str) -> Callable[..., str]:
+        text = (ROOT / "docs" / page).read_text()
+        for name, content in re.findall(r'```python title="(.*?)"\n(.*?)```', text, re.DOTALL):
+            (tmp_path / name).write_text(content)
+        (found,) = re.findall(f"^{start} .*", text, re.MULTILINE)
+        return functools.partial(typed, found)
+
+    def typed(found: str, around: tuple[str, ...] = (), words=(), environ=os.environ) -> str:
+        for word, here in words:
+            assert word in found
+            found = found.replace(word, here)
+        path = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
+        done = subprocess.run(
+            [*around, "bash", "-c", found],
+            env={**environ, "PATH": path, "PYTHONPATH": str(ROOT)},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return line
 
 
 # What an MPI calls instead of ssh: options, a host, a command.

@@ -210,6 +210,24 @@ def test_the_page_of_a_floor_is_in_the_navigation_with_its_reference(floor):
     assert f"- {floor}.md" in navigation and f"- reference/{floor}.md" in navigation
 
 
+def _source(name: str) -> str:
+    """The text of a module, or of the __init__ of a package; nothing if it is neither."""
+    path = ROOT.joinpath(*name.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return file.read_text() if file.exists() else ""
+
+
+def test_what_pages_name_in_full_is_there_and_in_the_reference():
+    text = "".join(page.read_text() for page in PAGES)
+    reference = "".join(page.read_text() for page in ROOT.glob("docs/reference/*.md"))
+    shown = set(re.findall(r"^::: ([\w.]+)", reference, re.MULTILINE))
+    named = set(re.findall(rf"`((?:{'|'.join(FLOORS)})\.[\w.]*\w)[`(]", text))
+    for name in named - {"communicator.h", "communicator.backends"}:
+        above, _, last = name.rpartition(".")
+        assert _source(name) or re.search(rf"\b{last}\b", _source(above)), f"there is no {name}"
+        assert {name, above} & shown, f"the reference leaves out {name}"
+
+
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text()
     assert {page.relative_to(ROOT / "docs").as_posix() for page in PAGES} == set(

@@ -1,7 +1,9 @@
 """A real Ray cluster on this machine, of two nodes with room for 3 and 2 ranks."""
 
 import os
+import re
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -125,9 +127,14 @@ def test_more_ranks_than_the_cluster_has_cpus_is_an_error_at_once(work):
         launcher.launch(work.show, nprocs=6, launcher="ray")
 
 
-def test_nodes_that_are_asked_for_get_as_many_ranks_each(work):
-    shown = launcher.launch(work.show, nprocs=2, nnodes=2, launcher="ray")
-    assert [LaunchInfo.from_bytes(data).local_world_size for data in shown] == [2, 2, 2, 2]
+def test_the_command_of_the_documents_gives_every_node_its_ranks(work, documented):
+    """As printed, but with room for two ranks on a node."""
+    line = documented("running.md", "python -m launcher run --launcher ray --nnodes 2")
+    address = sys.modules["ray"].get_runtime_context().gcs_address
+    said = line(words=[("-n 4", "-n 2")], environ={**os.environ, "RAY_ADDRESS": address})
+    assert sorted(re.findall(r"rank (\d) of 4, local rank (\d)", said)) == [
+        (str(rank), str(rank % 2)) for rank in range(4)
+    ]
 
 
 def test_every_recipe_runs_unchanged_under_ray(work):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -125,6 +126,16 @@ def test_tasks_spread_unevenly_over_nodes_know_each_other(slurm):
     common = {(i["launch_id"], i["world_size"], i["master_addr"], i["master_port"]) for i in infos}
     assert len(common) == 1
     assert infos[0]["master_addr"] == "n1"
+
+
+@pytest.mark.parametrize(
+    "start", ["srun --nodes 2", "python -m launcher run --launcher slurm --nnodes 2"]
+)
+def test_the_commands_of_the_documents_run_as_printed(slurm, documented, start):
+    said = documented("running.md", start)(environ={**slurm, "MASTER_ADDR": "127.0.0.1"})
+    assert sorted(re.findall(r"rank (\d) of 8, local rank (\d), hosts 1", said)) == [
+        (str(rank), str(rank % 4)) for rank in range(8)
+    ]
 
 
 def test_step_that_speaks_pmi2_is_srun_s(slurm):

@@ -1,6 +1,7 @@
 """Two hosts, made of network namespaces on this machine, with 3 and 2 ranks. None imports torch."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -48,6 +49,20 @@ OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
 }
+
+
+def test_the_command_of_the_documents_for_mpich_runs_as_printed(hosts, documented):
+    if not (BIN / "mpiexec.hydra").exists():
+        pytest.skip("no MPICH: runs on Linux (x86-64, arm64) after `pip install mpich`")
+    shell = {"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": str(hosts.remote_shell)}
+    said = documented("running.md", "mpiexec -n 8 -ppn 4")(
+        around=hosts.command(0, []),
+        words=[("a,b", "10.77.0.1,10.77.0.2"), ("10.0.0.1", "10.77.0.1")],
+        environ={**os.environ, **shell},
+    )
+    assert sorted(said.splitlines()) == [
+        f"rank {rank} of 8, local rank {rank % 4}, hosts 2" for rank in range(8)
+    ]
 
 
 def test_five_ranks_of_mpich_meet_at_the_master_given(hosts):
