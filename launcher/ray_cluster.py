@@ -216,7 +216,7 @@ def infos(launch_id: str, nodes: Sequence[str], addr: str, port: int) -> list[La
 def _call(job: Job, seats: Sequence[_Seat], infos: Sequence[LaunchInfo]) -> dict[Any, LaunchInfo]:
     """Start every rank's target: Ray's reference to each result, and whose it is."""
     launch_secret = secrets.token_bytes(secret.NBYTES)
-    what = (job.target.kind, job.target.name, values.dumps(list(job.args)))
+    what = (os.getcwd(), job.target.kind, job.target.name, values.dumps(list(job.args)))
     return {
         seat.actor.run.remote(info.to_bytes(), launch_secret, *what): info
         for seat, info in zip(seats, infos, strict=True)

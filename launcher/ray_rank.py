@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -24,8 +26,16 @@ class Rank:
         self._listener = ports.listen(launch_id, address, port)
         return int(self._listener.getsockname()[1])
 
-    def run(self, info: bytes, launch_secret: bytes, kind: str, name: str, arguments: str) -> str:
-        """Run the target; returns a record, {"result": ...} or {"failure": ...}, as text."""
+    def run(
+        self, info: bytes, launch_secret: bytes, folder: str, kind: str, name: str, arguments: str
+    ) -> str:
+        """Run the target; returns a record, {"result": ...} or {"failure": ...}, as text.
+
+        folder: in which the launcher was started; Ray's processes begin where its cluster was.
+        """
+        with contextlib.suppress(OSError):  # not on this host: functions do without
+            os.chdir(folder)
+            sys.path.insert(0, folder)
         extras = {"secret_fd": str(secret.store(launch_secret)), **self._master_fd()}
         me = LaunchInfo.from_bytes(info)
         me = replace(me, extras={**me.extras, **extras})
