@@ -33,6 +33,16 @@ def check_tensor(rank: int, call: str, tensor: torch.Tensor, device_type: str) -
             f"{where}: a FakeTensor has no data to move. Inside a function for torch.compile call "
             "communicator.compile.allreduce, or call from outside of it."
         )
+    if _is_wrapper(tensor):
+        raise TypeError(
+            f"{where}: a {type(tensor).__name__} is a wrapper here and has no data of its own to "
+            "move. Pass the tensor inside it; call from outside of torch.func's transforms."
+        )
+    if tensor.is_nested:
+        raise ValueError(
+            f"{where}: a nested tensor is no one piece of memory that others could read. Pass its "
+            "parts, one by one: tensor.unbind()"
+        )
     if tensor.is_meta:
         raise ValueError(
             f"{where}: a tensor on meta has a shape and no data to move. Make a real one: "
@@ -47,6 +57,11 @@ def check_tensor(rank: int, call: str, tensor: torch.Tensor, device_type: str) -
         raise ValueError(
             f"{where}: a tensor of layout {tensor.layout} is not one plain piece of memory that "
             "others could read. Pass tensor.to_dense()"
+        )
+    if tensor.is_quantized:
+        raise ValueError(
+            f"{where}: {tensor.dtype} means something only with its scale, which others do not "
+            "have. Pass tensor.dequantize(), or tensor.int_repr() and the scale."
         )
     if tensor.is_neg() or tensor.is_conj():
         lazy = "conj" if tensor.is_conj() else "neg"
@@ -64,6 +79,19 @@ def check_tensor(rank: int, call: str, tensor: torch.Tensor, device_type: str) -
             f"{where}: autograd does not see what a communicator writes. Pass tensor.detach(), or "
             "call under torch.no_grad()."
         )
+    if tensor.numel() and not tensor.data_ptr():
+        raise ValueError(
+            f"{where}: the tensor has no memory: it was given back, as resize_(0) of a storage "
+            "does, or never made. Pass it while it has its data."
+        )
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """Does it stand for another tensor? By a dispatcher of its own, or inside vmap and grad."""
+    kind = type(tensor)
+    if kind is not torch.Tensor and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return True
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def check_like(

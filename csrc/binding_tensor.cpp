@@ -89,6 +89,10 @@ bool is_wrapper(PyObject* object) {
     return own;
 }
 
+const char* name_of_type(const CallSite& site) {
+    return site.device_type == COMM_CPU ? "cpu" : "cuda";
+}
+
 int refuse_type(const CallSite& site, PyObject* object) {
     PyObject* name =
         PyObject_GetAttrString(reinterpret_cast<PyObject*>(Py_TYPE(object)), "__name__");
@@ -158,37 +162,24 @@ int check_sign(const CallSite& site, PyObject* object) {
     return -1;
 }
 
-// Is str(object.name) this text? No if there is no such attribute.
-bool reads(PyObject* object, const char* name, const char* text) {
-    PyObject* value = PyObject_GetAttrString(object, name);
-    PyObject* words = value == NULL ? NULL : PyObject_Str(value);
-    bool same = words != NULL && PyUnicode_CompareWithASCIIString(words, text) == 0;
-    Py_XDECREF(words);
-    Py_XDECREF(value);
-    PyErr_Clear();
-    return same;
-}
-
-// What torch does not give out: said in a line of ours, for its own holds a trace of C++.
+// What torch does not give out. Its own words hold a trace of C++; ours are in Python, where one
+// can look at what it is.
 int refuse_unreadable(const CallSite& site, PyObject* object) {
     PyErr_Clear();
-    if (reads(object, "device", "meta")) {
-        PyErr_Format(PyExc_ValueError,
-                     "rank %d, %s: a tensor on meta has a shape and no data to move. Make a real "
-                     "one: torch.empty_like(tensor, device=comm.device)",
-                     site.rank, site.call);
-        return -1;
-    }
-    bool strided = reads(object, "layout", "torch.strided");
-    const char* what = strided ? "dtype" : "layout";
-    PyObject* value = PyObject_GetAttrString(object, what);
-    if (value == NULL) return -1;
+    PyObject* check = attribute("communicator.checks", "check_tensor", NULL);
+    PyObject* found = check == NULL ? NULL
+                                    : PyObject_CallFunction(check, "isOs", site.rank, site.call,
+                                                            object, name_of_type(site));
+    Py_XDECREF(check);
+    if (found == NULL) return -1;
+    Py_DECREF(found);
+    PyObject* dtype = PyObject_GetAttrString(object, "dtype");
+    if (dtype == NULL) return -1;
     PyErr_Format(PyExc_ValueError,
-                 "rank %d, %s: a tensor of %s %S is not one plain piece of memory that others "
-                 "could read. Pass %s",
-                 site.rank, site.call, what, value,
-                 strided ? "a view of it, such as tensor.view(torch.uint8)" : "tensor.to_dense()");
-    Py_DECREF(value);
+                 "rank %d, %s: a tensor of dtype %S is not one plain piece of memory that others "
+                 "could read. Pass a view of it, such as tensor.view(torch.uint8)",
+                 site.rank, site.call, dtype);
+    Py_DECREF(dtype);
     return -1;
 }
 
@@ -242,12 +233,11 @@ int refuse_dtype(const CallSite& site, PyObject* object) {
 int refuse_device(const CallSite& site, PyObject* object) {
     PyObject* device = PyObject_GetAttrString(object, "device");
     if (device == NULL) return -1;
-    const char* type = site.device_type == COMM_CPU ? "cpu" : "cuda";
     PyErr_Format(
         PyExc_ValueError,
         "rank %d, %s: the tensor is on %S, this communicator moves tensors on %s:%d. Move it "
         "with .to(...), or choose another backend",
-        site.rank, site.call, device, type, site.device < 0 ? 0 : site.device);
+        site.rank, site.call, device, name_of_type(site), site.device < 0 ? 0 : site.device);
     Py_DECREF(device);
     return -1;
 }
@@ -342,7 +332,7 @@ int read_tensor(const CallSite& site, PyObject* object, TensorView* view) {
     view->itemsize = tensor.dtype.bits / 8;
     view->ndim = tensor.ndim;
     view->shape = tensor.shape;
-    if (tensor.data == NULL && view->numel != 0) return refuse_type(site, object);
+    if (tensor.data == NULL && view->numel != 0) return refuse_unreadable(site, object);
     return check_grad(site, object) < 0 ? -1 : check_sign(site, object);
 }
 
