@@ -3,9 +3,12 @@
 import json
 import os
 import resource
+import signal
+import subprocess
 import sys
 import types
 from collections import namedtuple
+from pathlib import Path
 
 import pytest
 
@@ -64,6 +67,46 @@ def test_little_shared_memory_is_a_fault(monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda path: space)
     found = {one.name: one for one in doctor_machine.memory()}
     assert found["/dev/shm"].ok is False and "--shm-size" in found["/dev/shm"].remedy
+
+
+def test_little_memory_is_a_fault(monkeypatch):
+    monkeypatch.setattr(doctor_machine, "_available_mib", lambda: 100)
+    found = {one.name: one for one in doctor_machine.memory()}
+    assert found["available"].ok is False and found["available"].remedy.startswith("ps ")
+
+
+def test_a_container_that_forbids_what_launches_need_is_a_fault(monkeypatch):
+    def forbidden(name):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", forbidden)
+    found = {one.name: one for one in doctor_machine.software()}
+    assert found["system calls"].ok is False and "seccomp" in found["system calls"].remedy
+
+
+ORPHAN = """
+import os, sys, time
+from launcher import linux
+if os.fork() == 0:
+    linux.name_process("launch-test")
+    sys.stdout.write(f"{os.getpid()}\\n")
+    sys.stdout.flush()
+    os.close(1)
+    time.sleep(60)
+"""
+
+
+def test_a_process_that_has_outlived_its_launcher_is_told_with_how_to_end_it():
+    started = [sys.executable, "-c", ORPHAN]
+    orphan = int(subprocess.run(started, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    try:
+        told = {one.name: one for one in doctor_machine.left_behind()}["processes"]
+        parent = Path(f"/proc/{orphan}/stat").read_text().rpartition(")")[2].split()[1]
+        if parent != "1":
+            pytest.skip(f"process {parent} takes in orphans here: runs where init does")
+        assert told.ok is False and str(orphan) in told.remedy.split()
+    finally:
+        os.kill(orphan, signal.SIGKILL)
 
 
 def test_folders_of_dead_launches_are_told_and_those_of_living_ones_are_not(tmp_path, monkeypatch):
