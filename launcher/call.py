@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from launcher import attendant, detection, seat, target, torchrun, values
+from launcher import attendant, detection, seat, target, torchrun, tracing, values
 from launcher.info import LaunchInfo
 from launcher.job import Job, Target
 
@@ -56,7 +56,8 @@ def _close_input() -> None:
 def outcome(job: Job, info: LaunchInfo) -> dict[str, Any]:
     """Run the job's target; how that went is {"result": ...} or {"failure": ...}."""
     try:
-        result = target.call(job)
+        with tracing.whole(info, job.target.name):
+            result = target.call(job)
         values.dumps(result)  # what cannot travel is this rank's failure
         return {"result": result}
     except BaseException as error:
