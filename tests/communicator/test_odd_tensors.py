@@ -58,6 +58,7 @@ def toy(tmp_path_factory):
     return folder / "libtoy.so"
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of what it means to drop
 @pytest.mark.parametrize("backend", ["shm", "tcp", "gloo", "toy", "acme"])
 def test_odd_tensors_are_told_at_once_and_the_others_hear_nothing_of_them(ranks, toy, backend):
     def body(info):
