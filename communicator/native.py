@@ -273,7 +273,9 @@ class Shm(Native):
     """Ranks of one node through shared memory: processes or threads, any number of them.
 
     instructions: "plain", "avx2" or "avx512" for the code that adds, of what the processor has;
-        the best if not given. The results have the same bits.
+        the best if not given.
+    stores: "ordinary" or "streaming" for those that hand tensors over; measured if not given. The
+        results have the same bits with any.
     """
 
     name = "shm"

@@ -68,7 +68,7 @@ size_t checked_size(const Group& group, comm_dtype dtype) {
 
 Reduce checked_reduce(const Group& group, comm_dtype dtype, comm_op op) {
     checked_size(group, dtype);
-    Reduce reduce = find_reduce(dtype, op, group.instructions);
+    Reduce reduce = find_reduce(dtype, op, group.choices.instructions);
     if (reduce == nullptr)
         throw Failure{COMM_UNSUPPORTED,
                       "rank " + std::to_string(group.rank) + ": " + name_of_op(op) +
@@ -93,6 +93,16 @@ class Operands {
         for (int rank = 0; rank < group_.nranks; ++rank)
             pointers_[rank] = group_.slot(rank) + offset;
         pointers_[group_.rank] = mine;
+        return pointers_;
+    }
+    const void* const* here() const { return pointers_; }
+    void advance(size_t nbytes) {
+        for (int rank = 0; rank < group_.nranks; ++rank)
+            pointers_[rank] = static_cast<const char*>(pointers_[rank]) + nbytes;
+    }
+    // Of a call whose operands travel in its records.
+    const void* const* words() {
+        for (int rank = 0; rank < group_.nranks; ++rank) pointers_[rank] = group_.word(rank);
         return pointers_;
     }
 
@@ -155,12 +165,40 @@ bool all_share(Group& group, const Call& call, uint64_t where, Stage stage) {
     return false;
 }
 
+// What fits a word travels in the record, and so in the cache line of the step.
+void allreduce_word(Group& group, const char* send, char* recv, const Call& call, size_t size,
+                    Reduce reduce) {
+    uint64_t mine = 0;
+    std::memcpy(&mine, send, call.count * size);
+    group.begin(call, mine);
+    group.step();
+    Operands operands(group);
+    reduce(recv, operands.words(), group.nranks, call.count, divisor_for(group, call.op));
+}
+
+// From so many bytes on, what a rank needs next lies in memory, and not in a cache.
+constexpr size_t smallest_foreseen = 4 << 20;
+
+// Reduces a whole round while memory, which idles when lines come from the peer, brings `later`:
+// what is staged after the next round. In strips, so that neither keeps the other waiting.
+void reduce_foreseeing(const Group& group, Reduce reduce, char* out, Operands& operands,
+                       size_t size, int divisor, const char* later, size_t later_bytes) {
+    constexpr size_t strip = 1 << 10;
+    for (size_t i = 0; i < group.slot_bytes(); i += strip) {
+        for (size_t j = i; j < std::min(i + strip, later_bytes); j += 64)
+            __builtin_prefetch(later + j);
+        reduce(out + i, operands.here(), group.nranks, strip / size, divisor);
+        operands.advance(strip);
+    }
+}
+
 // Everyone reads everything: one step a round, most traffic. The next round is staged before this
 // one is reduced, so that the peers need not wait for it.
 void allreduce_one_shot(Group& group, const char* send, char* recv, const Call& call, size_t size,
                         Reduce reduce) {
     Operands operands(group);
     uint64_t whole = group.slot_bytes() / size;
+    int divisor = divisor_for(group, call.op);
     auto part = [&](uint64_t first) { return std::min(whole, call.count - first); };
     auto stage = [&](uint64_t first) {
         group.put(group.slot(group.rank), send + first * size, part(first) * size);
@@ -169,6 +207,7 @@ void allreduce_one_shot(Group& group, const char* send, char* recv, const Call& 
     uint64_t where = worthwhile ? group.memory().where(recv, call.count * size) : 0;
     if (all_share(group, call, where, [&] { stage(0); }))
         return allreduce_in_place(group, call, size, reduce);
+    bool foresees = call.count * size >= smallest_foreseen;
     for (uint64_t first = 0, next = whole;; first = next, next += whole) {
         const void* const* sources = operands.at(send + first * size, 0);
         bool more = next < call.count;
@@ -177,8 +216,12 @@ void allreduce_one_shot(Group& group, const char* send, char* recv, const Call& 
             stage(next);
             group.arrive();
         }
-        reduce(recv + first * size, sources, group.nranks, part(first),
-               divisor_for(group, call.op));
+        uint64_t later = next + whole;
+        if (foresees && later < call.count)
+            reduce_foreseeing(group, reduce, recv + first * size, operands, size, divisor,
+                              send + later * size, part(later) * size);
+        else
+            reduce(recv + first * size, sources, group.nranks, part(first), divisor);
         if (!more) return;
         group.await();
     }
@@ -247,6 +290,8 @@ void allreduce(Group& group, const char* send, char* recv, uint64_t count, comm_
     size_t size = size_of(dtype);
     if (group.nranks == 1) return copy(recv, send, count * size);
     Call call{Kind::allreduce, count, dtype, op, 0};
+    if (count <= sizeof(uint64_t) / size)
+        return allreduce_word(group, send, recv, call, size, reduce);
     bool small = plan_allreduce(count * size, group.nranks, group.slot_bytes()) == Plan::one_shot;
     (small ? allreduce_one_shot : allreduce_two_shot)(group, send, recv, call, size, reduce);
 }

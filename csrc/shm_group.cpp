@@ -63,20 +63,25 @@ std::string seconds(int64_t ns) {
     return text.substr(0, text.size() - 4) + " s";
 }
 
-// The one option: which of the code that is compiled from one source runs, so that tests compare
-// it.
-Instructions instructions_in(const comm_init_args& args) {
-    static const char key[] = "instructions=";
-    constexpr size_t length = sizeof key - 1;
-    Instructions instructions = best_instructions();
-    for (auto option = args.options; option != nullptr && *option != nullptr; ++option)
-        if (std::strncmp(*option, key, length) != 0 ||
-            !find_instructions(*option + length, &instructions))
+// What tests compare, and what is best by itself if nothing is said.
+Choices choices_in(const comm_init_args& args) {
+    static const std::string instructions = "instructions=";
+    Choices choices;
+    choices.instructions = best_instructions();
+    for (auto option = args.options; option != nullptr && *option != nullptr; ++option) {
+        std::string text = *option;
+        if (text == "stores=ordinary")
+            choices.stores = Stores::ordinary;
+        else if (text == "stores=streaming")
+            choices.stores = Stores::streaming;
+        else if (text.compare(0, instructions.size(), instructions) != 0 ||
+                 !find_instructions(text.c_str() + instructions.size(), &choices.instructions))
             throw Failure{COMM_INVALID_ARGUMENT,
                           "rank " + std::to_string(args.rank) +
-                              ": the shared-memory backend has no option \"" + *option +
+                              ": the shared-memory backend has no option \"" + text +
                               "\" on this processor, so nothing would come of it. Leave it out"};
-    return instructions;
+    }
+    return choices;
 }
 
 }  // namespace
@@ -94,7 +99,7 @@ std::string describe(const Call& call, const Shape& shape) {
 Group::Group(const comm_init_args& args)
     : rank(args.rank),
       nranks(args.nranks),
-      instructions(instructions_in(args)),
+      choices(choices_in(args)),
       timeout_ns_(args.timeout_ms * INT64_C(1000000)),
       sent_(nranks),
       received_(nranks),
@@ -107,6 +112,7 @@ Group::Group(const comm_init_args& args)
     patience_ = patience(oversubscribed_);
     segment_ = Segment(bootstrap, layout_for(nranks, oversubscribed_));
     if (!oversubscribed_) streaming_ = prefers_streaming(bootstrap);
+    if (choices.stores != Stores::measured) streaming_ = choices.stores == Stores::streaming;
 }
 
 Group::~Group() {
@@ -130,7 +136,7 @@ void Group::check_process() const {
 
 // ---- steps ----
 
-void Group::begin(const Call& call, uint64_t where) {
+void Group::begin(const Call& call, uint64_t word) {
     check_process();
     if (!broken_.empty()) throw Failure{COMM_INVALID_USAGE, broken_};
     if (aborted_.load(std::memory_order_relaxed))
@@ -146,7 +152,7 @@ void Group::begin(const Call& call, uint64_t where) {
     Arrival& arrival = segment_.block(rank).arrival;
     Record& record = arrival.records[call_number_ & 1];
     arrival.call.store(call_number_, std::memory_order_relaxed);
-    record.where.store(where, std::memory_order_relaxed);
+    record.word.store(word, std::memory_order_relaxed);
     record.what.store(pack(call, shape_), std::memory_order_relaxed);
     segment_.block(rank).shapes[call_number_ & 1] = shape_;
     record.count.store(call.count, std::memory_order_relaxed);
@@ -236,14 +242,14 @@ void Group::throw_mismatch(int peer, const Record& theirs) {
 int Group::num_shared_tensors() const {
     int found = 0;
     for (int peer = 0; peer < nranks; ++peer)
-        found += segment_.block(peer).arrival.records[call_number_ & 1].where.load(
+        found += segment_.block(peer).arrival.records[call_number_ & 1].word.load(
                      std::memory_order_relaxed) != 0;
     return found;
 }
 
 char* Group::shared_tensor(int of_rank) {
     const Record& record = segment_.block(of_rank).arrival.records[call_number_ & 1];
-    return memory_.at(of_rank, record.where.load(std::memory_order_relaxed));
+    return memory_.at(of_rank, record.word.load(std::memory_order_relaxed));
 }
 
 void Group::put(char* slot, const char* from, size_t nbytes) const {

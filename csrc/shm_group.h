@@ -42,6 +42,14 @@ struct Transfer {
     std::string mismatch;  // what the sender sent, if it was something else
 };
 
+// Which code adds, and with which stores a slot is filled: the same bits, whatever it is.
+enum class Stores { measured, ordinary, streaming };
+
+struct Choices {
+    Instructions instructions = Instructions::plain;
+    Stores stores = Stores::measured;
+};
+
 class Group {
   public:
     Group(const comm_init_args& args);
@@ -53,7 +61,8 @@ class Group {
     // steps a rank may write its own slot() and, after step(), read everyone's. Slots alternate by
     // round, so nobody overwrites what a slower rank still reads and no step is needed for that
     // alone.
-    void begin(const Call& call, uint64_t where = 0);
+    // word: where the tensor is, if in shared memory; or the tensor itself, if that fits.
+    void begin(const Call& call, uint64_t word = 0);
     void next_round() { ++round_; }
     void step() {
         arrive();
@@ -69,6 +78,10 @@ class Group {
     // tensor.
     int num_shared_tensors() const;
     char* shared_tensor(int of_rank);
+    // Once the first step is taken: the word that a rank gave to begin().
+    const void* word(int of_rank) const {
+        return &segment_.block(of_rank).arrival.records[call_number_ & 1].word;
+    }
     Memory& memory() { return memory_; }
     size_t slot_bytes() const { return segment_.layout().slot_bytes; }
 
@@ -93,7 +106,7 @@ class Group {
 
     const int rank;
     const int nranks;
-    const Instructions instructions;
+    const Choices choices;
 
   private:
     // Of two ranks, each writes where it has read two rounds before: those lines are in its own

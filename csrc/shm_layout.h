@@ -38,7 +38,8 @@ enum class Kind : uint8_t {
 struct Record {
     std::atomic<uint64_t> what;
     std::atomic<uint64_t> count;
-    std::atomic<uint64_t> where;  // the tensor, if it lies in shared memory; see Memory
+    // The tensor itself, if it fits; else where it is, if that is in shared memory: see Memory.
+    std::atomic<uint64_t> word;
 };
 
 // The record travels in the cache line of the step: checking it costs no transfer of its own.

@@ -1,4 +1,4 @@
-"""Whatever instructions the processor has, a reduction has the bits of the plain code."""
+"""Whatever instructions the processor has, and whatever stores, a reduction has the same bits."""
 
 from pathlib import Path
 
@@ -65,3 +65,44 @@ def test_every_reduction_has_the_bits_of_the_plain_code(ranks, instructions, wor
                 return all(map(torch.equal, plain, reduced(comm)))
 
     assert all(ranks(body, world_size))
+
+
+SLOT = 128 << 10  # bytes of a round of two ranks that have a core each
+ROUNDS = {  # bytes, and elements more
+    "a tail in the third round": (2 * SLOT, 1),
+    "three whole rounds": (3 * SLOT, 0),
+    "many rounds and a tail": (6 * SLOT, 1021),
+}
+
+
+def added(count, dtype):
+    """The sum of two ranks, rounded once."""
+    parts = [values(rank, count, dtype) for rank in range(2)]
+    if dtype in (torch.float16, torch.bfloat16):
+        return (parts[0].float() + parts[1].float()).to(dtype)
+    return parts[0] + parts[1]
+
+
+@pytest.mark.parametrize("stores", ["ordinary", "streaming"])
+@pytest.mark.parametrize("instructions", ["plain", *UNITS])
+def test_many_rounds_have_the_bits_of_one(ranks, instructions, stores):
+    """While a round is reduced, one that comes later is fetched; it must change nothing."""
+    if not UNITS.get(instructions, set()) <= flags():
+        pytest.skip(f"this processor has no {instructions}; one that has it compares the bits")
+
+    def body(info):
+        options = {"instructions": instructions, "stores": stores}
+        with Coordinator(info) as coor, Communicator(coor, backend="shm", **options) as comm:
+            wrong = []
+            for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int8):
+                for name, (nbytes, more) in ROUNDS.items():
+                    count = nbytes // dtype.itemsize + more
+                    mine, out = values(comm.rank, count, dtype), torch.empty(count, dtype=dtype)
+                    comm.allreduce(mine, out=out)
+                    comm.allreduce(mine)
+                    expected = added(count, dtype).view(torch.uint8)
+                    if not all(torch.equal(x.view(torch.uint8), expected) for x in (mine, out)):
+                        wrong.append((dtype, name))
+            return wrong
+
+    assert ranks(body, 2) == [[], []]
