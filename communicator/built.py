@@ -53,10 +53,10 @@ class Built:
 
     def _total(self, parts: Iterable[torch.Tensor], op: str) -> torch.Tensor:
         """The reduction of the parts of all ranks, which are in order of rank."""
-        wide = map(_wide, parts)
-        total = next(wide)
-        for part in wide:
-            total = _combine(total, part, op)
+        each = iter(parts)
+        total = _wide(next(each))
+        for part in each:
+            total = _combine(total, part.to(total.dtype), op)
         return total / self.world_size if op == "avg" else total
 
     def _allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
@@ -108,7 +108,7 @@ class Built:
 
 
 def _wide(part: torch.Tensor) -> torch.Tensor:
-    """As float32 if part is of a small float: sums of many would lose their last bits."""
+    """A copy, in float32 if part is of a small float: sums of many would lose their last bits."""
     return part.float() if part.dtype in WIDE else part.clone()
 
 

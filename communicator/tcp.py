@@ -18,9 +18,13 @@ from communicator.work import Handle, WorkQueue
 from coordinator import Coordinator, CoordinatorError
 
 LARGE = 1 << 21  # bytes from which all ranks share the work of an allreduce
+KEPT = 1 << 24  # bytes of room that is kept between two of those
+ALIGNED = 64
 SLICE_S = 0.1  # between looks at whether the peers live
 GRACE_S = 0.5  # its sockets close a little before a process that dies is seen dead
 POLL_S = 0.005
+
+ENDED = select.POLLERR | select.POLLHUP | select.POLLNVAL  # which come unasked
 
 WAY = {"send": "send to rank", "recv": "recv from rank"}
 
@@ -56,6 +60,7 @@ class Tcp(Communicator):
     def _open(self) -> None:
         self._failure: CommunicatorError | None = None
         self._doing = ""  # the collective under way, of which its messages tell
+        self._room = torch.empty(0, dtype=torch.uint8)
         self._queue = WorkQueue()
         links = self.coor.connections(timeout_s=self.timeout_s)
         self._lines = {rank: Line(link) for rank, link in links.items()}
@@ -120,10 +125,23 @@ class Tcp(Communicator):
             return super()._allreduce(out, tensor, op)
         given, made = (each.view(-1).tensor_split(self.world_size) for each in (tensor, out))
         mine = given[self.rank]
-        parts = [mine if r == self.rank else torch.empty_like(mine) for r in range(self.world_size)]
+        parts = self._room_for_all(mine)
+        parts[self.rank] = mine
         self._swap_all(given, parts)
         made[self.rank].copy_(self._total(parts, op))
         self._swap_all([made[self.rank]] * self.world_size, made)
+
+    def _room_for_all(self, like: torch.Tensor) -> list[torch.Tensor]:
+        """A tensor for each rank, like this one; kept for the next call unless it is much: pages
+        that are new each time cost as much as what they are filled with."""
+        nbytes = -(-like.nbytes // ALIGNED) * ALIGNED
+        room = self._room
+        if room.numel() < nbytes * self.world_size:
+            room = torch.empty(nbytes * self.world_size, dtype=torch.uint8)
+        if room.numel() <= KEPT:
+            self._room = room
+        rows = room[: nbytes * self.world_size].view(self.world_size, nbytes)[:, : like.nbytes]
+        return [row.view(like.dtype).view(like.shape) for row in rows]
 
     def _swap_all(self, given: Sequence[torch.Tensor], taken: Sequence[torch.Tensor]) -> None:
         """given[r] to each other rank r, and taken[r] from it."""
@@ -207,29 +225,35 @@ class Tcp(Communicator):
     def _walk(self, ways: list[tuple[int, Steps[str]]], deadline: float) -> str:
         """Take steps wherever one can be taken, until all are done."""
         problem = ""
-        while ways:
-            waiting = []
-            for peer, steps in ways:
+        waiting = [(peer, steps, 0) for peer, steps in ways]
+        came: dict[int, int] = {}
+        while waiting:
+            before, waiting = waiting, []
+            for peer, steps, events in before:
                 try:
-                    waiting.append((peer, steps, next(steps)))
+                    if not events or came.get(peer, 0) & (events | ENDED):
+                        events = next(steps)
+                    waiting.append((peer, steps, events))
                 except StopIteration as ended:
                     problem = problem or ended.value
                 except Broken as broken:
                     raise Lost(peer, str(broken)) from broken
-            ways = [(peer, steps) for peer, steps, _ in waiting]
-            if ways:
-                self._wait([(peer, events) for peer, _, events in waiting], deadline)
+            if waiting:
+                came = self._wait([(peer, events) for peer, _, events in waiting], deadline)
         return problem
 
-    def _wait(self, wanted: list[tuple[int, int]], deadline: float) -> None:
-        """Until one of the peers can go on. Raises TimeoutError, or Lost if one has died."""
+    def _wait(self, wanted: list[tuple[int, int]], deadline: float) -> dict[int, int]:
+        """The events that came, by peer. Raises TimeoutError, or Lost if one has died."""
         poll = select.poll()
         masks: dict[int, int] = {}
+        peers = {}
         for peer, events in wanted:
             masks[peer] = masks.get(peer, 0) | events
+            peers[self._lines[peer].fileno()] = peer
             poll.register(self._lines[peer], masks[peer])
-        while not poll.poll(SLICE_S * 1e3):
+        while not (came := poll.poll(SLICE_S * 1e3)):
             self._look_at(masks, deadline)
+        return {peers[place]: events for place, events in came}
 
     def _look_at(self, peers: Iterable[int], deadline: float) -> None:
         """Return if there is still reason to wait for them."""

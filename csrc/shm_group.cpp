@@ -145,17 +145,11 @@ void Group::begin(const Call& call, uint64_t word) {
             prefix() +
                 "this communicator was aborted, and its ranks are out of step. Make a new one"};
     call_ = call;
+    word_ = word;
     deadline_ns_ = 0;
     ++call_number_;
     unchecked_ = true;
     next_round();
-    Arrival& arrival = segment_.block(rank).arrival;
-    Record& record = arrival.records[call_number_ & 1];
-    arrival.call.store(call_number_, std::memory_order_relaxed);
-    record.word.store(word, std::memory_order_relaxed);
-    record.what.store(pack(call, shape_), std::memory_order_relaxed);
-    segment_.block(rank).shapes[call_number_ & 1] = shape_;
-    record.count.store(call.count, std::memory_order_relaxed);
 }
 
 void Group::await() {
@@ -164,11 +158,22 @@ void Group::await() {
     if (unchecked_) check_records();
 }
 
-// Either the sleeper's count is seen here, or the new step is seen there: both are sequentially
-// consistent, so that nobody sleeps through it.
+// The record is written in one go with the step: each peer that looks at their cache line takes it
+// away. Either the sleeper's count is seen here, or the new step is seen there: both are
+// sequentially consistent, so that nobody sleeps through it.
 void Group::arrive() {
     RankBlock& mine = segment_.block(rank);
-    mine.arrival.core.store(Place::core(), std::memory_order_relaxed);
+    uint32_t core = Place::core();
+    uint64_t what = pack(call_, shape_);
+    if (unchecked_) {
+        Record& record = mine.arrival.records[call_number_ & 1];
+        mine.shapes[call_number_ & 1] = shape_;
+        mine.arrival.call.store(call_number_, std::memory_order_relaxed);
+        record.what.store(what, std::memory_order_relaxed);
+        record.count.store(call_.count, std::memory_order_relaxed);
+        record.word.store(word_, std::memory_order_relaxed);
+    }
+    mine.arrival.core.store(core, std::memory_order_relaxed);
     mine.arrival.step.exchange(++step_, std::memory_order_seq_cst);
     if (mine.sleepers.value.load(std::memory_order_seq_cst) != 0) wake_all(&mine.arrival.step);
 }

@@ -154,6 +154,7 @@ class Group {
     uint64_t call_number_ = 0;
     bool unchecked_ = false;  // the records of this call are still to be compared
     Call call_;
+    uint64_t word_ = 0;
     Shape shape_;
     int64_t deadline_ns_ = 0;  // of this call; 0 until it has to sleep
     int group_depth_ = 0;

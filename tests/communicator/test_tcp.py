@@ -52,6 +52,25 @@ def test_a_large_allreduce_has_the_bits_of_the_sum_in_order_of_rank(ranks, numel
     assert all(torch.equal(found, expected) for found in ranks(body, 3))
 
 
+def test_large_allreduces_of_any_kind_after_one_another_do_not_meet(ranks):
+    """They share room that is kept from call to call, but for the last, which needs too much."""
+    kinds = [
+        (torch.float32, 600_011),
+        (torch.int8, 4_000_003),
+        (torch.float64, 300_007),
+        (torch.float32, 5_000_000),
+    ]
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor, Communicator(coor, "tcp") as comm:
+            for dtype, numel in kinds:
+                ramp = torch.arange(numel) % 7
+                found = comm.allreduce((ramp + comm.rank).to(dtype))
+                assert torch.equal(found, (3 * ramp + 3).to(dtype)), dtype
+
+    ranks(body, 3)
+
+
 def test_a_message_at_any_time_that_does_not_fit_is_dropped_and_named(ranks):
     def body(info):
         with Coordinator(info, timeout_s=20) as coor, Communicator(coor, "tcp") as comm:
