@@ -165,7 +165,7 @@ class _Map:
 
     def _move(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Moved; two tensors over the same memory are over the same memory afterwards."""
-        if isinstance(tensor, FakeTensor):
+        if isinstance(_innermost(tensor), FakeTensor):
             return _fake_on(tensor, device)
         memory = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype)
         key = (*memory, tensor.shape, tensor.stride())
@@ -208,10 +208,17 @@ def _device(device: str | torch.device) -> torch.device:
     return torch.device("cpu") if found.type == "cpu" else found
 
 
-def _fake_on(fake: FakeTensor, device: torch.device) -> torch.Tensor:
+def _innermost(tensor: torch.Tensor) -> torch.Tensor:
+    """What is in a tensor that vmap has wrapped: associative_scan and flex_attention trace so."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def _fake_on(fake: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A fake tensor like this one elsewhere, made and not moved: moving would start the device."""
     inner = torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device="meta")
-    moved = FakeTensor(fake.fake_mode, inner, device)
+    moved = FakeTensor(_innermost(fake).fake_mode, inner, device)  # type: ignore[attr-defined]
     if isinstance(fake, torch.nn.Parameter):
         return torch.nn.Parameter(moved, requires_grad=fake.requires_grad)
     return moved
@@ -394,7 +401,7 @@ def _tell_of_strings(node: fx.Node, devices: _Map, where: str) -> None:
 
     x.type("torch.cuda.FloatTensor") is one of these: it means the current device.
     """
-    if node.op not in ("call_function", "call_method") or hasattr(node.target, "_schema"):
+    if hasattr(node.target, "_schema"):
         return
     for value in tree_leaves((node.args, node.kwargs)):
         if isinstance(value, str):

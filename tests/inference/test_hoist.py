@@ -10,6 +10,10 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import fx, nn
+from torch._higher_order_ops.associative_scan import associative_scan
+from torch._higher_order_ops.map import map as control_map
+from torch._higher_order_ops.scan import scan
+from torch.utils._pytree import tree_leaves
 
 from inference import (
     HoistError,
@@ -207,6 +211,14 @@ def test_a_type_of_tensors_that_means_the_current_device_is_told_of():
     assert report.kept == {"node type_1": "cuda"}
 
 
+def test_a_string_that_is_the_default_of_an_input_is_told_of():
+    graph, report = fx.Graph(), HoistReport()
+    x = graph.placeholder("x")
+    graph.output(graph.call_method("to", (x, graph.placeholder("d", default_value="cuda:0"))))
+    hoist(fx.GraphModule(nn.Module(), graph), TO_CPU, inputs=(X, "cpu"), report=report)
+    assert report.kept == {"node d": "cuda:0"}
+
+
 def test_a_string_deep_in_arguments_is_told_of_and_refused_in_strict_mode():
     """It may be a device or a name: nothing says which."""
 
@@ -253,6 +265,46 @@ def test_graphs_inside_control_flow_are_moved_and_a_half_hoisted_one_is_refused(
     node.update_kwarg("device", torch.device("cpu"))
     with pytest.raises(HoistError, match="full"):
         check_devices(program)
+
+
+def ones_like(x):
+    return torch.ones(x.shape[-1:], device=x.device)
+
+
+def combined(x):
+    def add(one, other):
+        return one + other * torch.ones((), device=one.device)
+
+    return associative_scan(add, x, 0, combine_mode="generic")
+
+
+LOOPS = {
+    "map": lambda x: control_map(lambda row: row + ones_like(row), x),
+    "scan": lambda x: scan(lambda c, row: (c + row, c * ones_like(c)), torch.zeros(4), x)[1],
+    "associative_scan": combined,
+}
+
+
+class Loops(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def forward(self, x):
+        return LOOPS[self.name](x)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_graphs_inside_loops_are_moved(name):
+    """Those of associative_scan are traced under vmap, whose tensors cannot be moved as others."""
+    rows = torch.arange(12.0).reshape(3, 4)
+    program = hoist(torch.export.export(Loops(name), (rows,)), {"cpu": "meta"}, strict=True)
+    graphs = [m for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
+    assert len(graphs) == 2 and not any("cpu" in graph.code for graph in graphs)
+    known = [node.meta.get("val") for graph in graphs for node in graph.graph.nodes]
+    tensors = [leaf for leaf in tree_leaves(known) if isinstance(leaf, torch.Tensor)]
+    assert tensors and all(tensor.device.type == "meta" for tensor in tensors)
+    assert program.module()(rows.to("meta")).shape == rows.shape
 
 
 class Tied(nn.Module):
