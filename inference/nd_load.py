@@ -471,7 +471,8 @@ class _Stream:
             return buffer.to(wire)
         assert self.comm is not None
         self.done.nbytes_received += buffer.nbytes
-        return self.comm.recv(buffer, before)
+        self.comm.recv(_raw(buffer), before)
+        return buffer
 
     def _scratch(self, box: Box, dtype: torch.dtype) -> torch.Tensor:
         """The same memory every time: what an allocator keeps would count against the peak."""
@@ -480,8 +481,13 @@ class _Stream:
     def _pass_on(self, buffer: torch.Tensor, after: int | None) -> None:
         if after is not None:
             assert self.comm is not None
-            self.comm.send(buffer, after)
+            self.comm.send(_raw(buffer), after)
             self.done.nbytes_sent += buffer.nbytes
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes, whatever its dtype."""
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _can_receive(target: torch.Tensor, wire: torch.dtype) -> bool:

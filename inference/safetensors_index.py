@@ -26,8 +26,11 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "F8_E8M0": torch.float8_e8m0fnu,
+    "F4": torch.float4_e2m1fn_x2,
     "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,
@@ -117,7 +120,12 @@ def _header(file: Path) -> Iterator[tuple[str, Stored]]:
         header.pop("__metadata__", None)
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
-            stored = Stored(file.name, 8 + length + begin, entry["dtype"], tuple(entry["shape"]))
+            if entry["dtype"] not in DTYPES:
+                raise ValueError(f"{name} is of dtype {entry['dtype']}, which torch does not have")
+            shape = tuple(entry["shape"])
+            if entry["dtype"] == "F4":  # two of them are one element for torch
+                shape = (*shape[:-1], shape[-1] // 2)
+            stored = Stored(file.name, 8 + length + begin, entry["dtype"], shape)
             if end - begin != stored.nbytes or 8 + length + end > size:
                 raise ValueError(f"{name} does not fit into the file of {size} bytes")
             yield name, stored

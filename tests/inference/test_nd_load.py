@@ -151,7 +151,10 @@ def test_the_dtype_is_converted_on_the_way(ranks, checkpoint, reader, dtype):
         assert found[0][1].nbytes_sent == found[1][1].share, "sent wider than needed"
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.bool, torch.complex64])
+DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2fnuz, torch.int8, torch.bool, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dtype_arrives_bit_for_bit(ranks, tmp_path, dtype):
     whole = (torch.arange(35).reshape(7, 5) - 17).to(dtype)
     save_file({"weight": whole}, tmp_path / "w.safetensors")
