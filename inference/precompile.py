@@ -32,6 +32,9 @@ VERSION = 1
 """Of what artifacts look like; part of every key."""
 
 
+BUILD_S = 24 * 3600.0
+"""How long ranks wait for a builder: compilers take their time, and a death is noticed."""
+
 PATHS = ("name_or_path", "_name_or_path")
 """Where a model of transformers says what folder it came from; that is no part of what it is."""
 
@@ -102,21 +105,21 @@ def get_or_build(
     has = [bool(one) for one in coor.allgather(b"1" if data is not None else b"")]
     sources = _sources(keys, leaders, has)
     if sources[key] == coor.rank and data is None:
-        data = _on_all(coor, lambda: _build(cache, key, build))
+        data = _on_all(coor, lambda: _build(cache, key, build), BUILD_S)
     else:
-        _on_all(coor, lambda: None)
+        _on_all(coor, lambda: None, BUILD_S)
     _spread(coor, cache, key, keys, leaders, sources, data)
     return Path(coor.allgather(str(cache.path(key)).encode())[mine].decode())
 
 
-def _on_all(coor: Coordinator, work: Callable[[], Any]) -> Any:
+def _on_all(coor: Coordinator, work: Callable[[], Any], timeout_s: float | None = None) -> Any:
     """What work() returns here; if it fails on any rank, all raise what the first one raised."""
     result, error = None, ""
     try:
         result = work()
     except Exception:
         error = traceback.format_exc()
-    for rank, data in enumerate(coor.allgather(error.encode())):
+    for rank, data in enumerate(coor.allgather(error.encode(), timeout_s=timeout_s)):
         if data:
             raise BuildError(
                 f"rank {coor.rank}: {coor.peers[rank]} failed, so no rank has the artifact; "

@@ -84,6 +84,19 @@ def test_a_builder_that_fails_reaches_every_rank_at_once(ranks_or_errors, tmp_pa
     assert time.monotonic() - start < 10
 
 
+def test_a_builder_may_take_longer_than_any_other_call(ranks, tmp_path, monkeypatch):
+    """Compiling a large model takes longer than the Coordinator's deadline."""
+    real, deadlines = Coordinator.allgather, []
+
+    def allgather(self, data, *, timeout_s=None):
+        deadlines.append(timeout_s)
+        return real(self, data, timeout_s=timeout_s)
+
+    monkeypatch.setattr(Coordinator, "allgather", allgather)
+    ranks(fetch(Builds(), [tmp_path] * 2), 2)
+    assert deadlines.count(precompile.BUILD_S) == 2, "one of each rank, while one of them builds"
+
+
 @pytest.mark.parametrize("damage", [lambda d: d[:-1], lambda d: b"x" + d[1:], lambda d: b""])
 def test_a_damaged_file_is_built_again(ranks, tmp_path, damage):
     builds = Builds()
