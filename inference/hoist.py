@@ -276,6 +276,8 @@ def _hoist_node(node: fx.Node, devices: _Map) -> None:
 
     if node.target is torch.device:
         _hoist_device_call(node, devices, where)
+    elif _is_cuda_call(node, devices):
+        _hoist_cuda_call(node, devices, where)
     else:
         args = list(node.args)
         for position in by_position:
@@ -283,18 +285,24 @@ def _hoist_node(node: fx.Node, devices: _Map) -> None:
                 args[position] = text(args[position], "strings")
         kwargs = {k: text(v, "strings") if k in by_name else v for k, v in node.kwargs.items()}
         node.args, node.kwargs = map_aggregate(tuple(args), literal), map_aggregate(kwargs, literal)
-    _hoist_cuda_call(node, devices, where)
     _hoist_current_device(node, devices, where)
     _hoist_autocast(node, devices)
     _tell_of_strings(node, devices, where)
-    for key in ("val", "example_value"):
-        if key in node.meta:
-            node.meta[key] = tree_map(
-                lambda v: (
-                    devices.tensor(v, "metadata", where) if isinstance(v, torch.Tensor) else v
-                ),
-                node.meta[key],
-            )
+    _hoist_metadata(node, devices, where)
+
+
+def _hoist_metadata(node: fx.Node, devices: _Map, where: str) -> None:
+    """What the tracer knew of the values, and whatever else a user noted."""
+
+    def moved(value: Any) -> Any:
+        is_tensor = isinstance(value, torch.Tensor)
+        return devices.tensor(value, "metadata", where) if is_tensor else value
+
+    for key, noted in node.meta.items():
+        if key in ("val", "example_value"):
+            node.meta[key] = tree_map(moved, noted)
+        else:
+            node.meta[key] = devices.value(noted, "metadata", where)
 
 
 def _is_device(text: str) -> bool:
@@ -343,16 +351,23 @@ def _hoist_device_call(node: fx.Node, devices: _Map, where: str) -> None:
         node.args, node.kwargs = (str(new),), {}
 
 
+def _name_of(node: fx.Node) -> str:
+    return str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
+
+
+def _is_cuda_call(node: fx.Node, devices: _Map) -> bool:
+    name = _name_of(node)
+    is_method = node.op == "call_method" or node.target is getattr(torch.Tensor, name, None)
+    return is_method and name in {old.type for old in devices.to}
+
+
 def _hoist_cuda_call(node: fx.Node, devices: _Map, where: str) -> None:
     """x.cuda(0), which has its device in its name."""
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-    is_method = node.op == "call_method" or node.target is getattr(torch.Tensor, str(name), None)
-    if name not in {old.type for old in devices.to} or not is_method:
-        return
+    name = _name_of(node)
     index = node.args[1] if len(node.args) > 1 else node.kwargs.get("device")
-    old = torch.device(str(name), index) if isinstance(index, int) else None
+    old = torch.device(name, index) if isinstance(index, int) else None
     if old is None:
-        old = torch.device(index or str(name))  # type: ignore[arg-type]
+        old = torch.device(index or name)  # type: ignore[arg-type]
     new = devices.device(old, "literals", where)
     if new != old:
         rest = {key: value for key, value in node.kwargs.items() if key != "device"}
