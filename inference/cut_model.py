@@ -26,7 +26,11 @@ from inference.mesh import Mesh
 from inference.nd_load import Loaded, load_into, named_tensors, replace, together
 from inference.options import Options
 from inference.renaming import kept_wide, sources_of
+from inference.source import config_from
 from inference.tensor_parallel import read_plan, splits_of
+
+FEW = 16 << 20
+"""As many weights as may be made, and thrown away, for the sake of a buffer beside them."""
 
 
 @dataclass
@@ -114,7 +118,7 @@ def read_configs(coor: Coordinator, path: str | Path) -> tuple[Any, Any]:
     """config.json and generation_config.json as rank 0 has them: others may have no file."""
     mine = together(coor, lambda: read_configs_here(path) if coor.rank == 0 else b"")
     model, generation = json.loads(coor.broadcast(mine if coor.rank == 0 else None))
-    config = transformers.CONFIG_MAPPING[model["model_type"]].from_dict(model)
+    config = config_from(model)
     if generation is None:
         return config, None
     return config, transformers.GenerationConfig.from_dict(generation)
@@ -165,10 +169,26 @@ def compute_buffers(model: Any, device: str) -> None:
             model._init_weights(module)
         for key in todo:
             if _is_unset(buffers[key]):
+                buffers[key] = _constructed(module, key, device)
+            if _is_unset(buffers[key]):
                 raise InferenceError(
                     f"the buffer {name}.{key} is in no checkpoint, and {type(model).__name__} "
                     'computes it in its constructor only; load with build_on="cpu".'
                 )
+
+
+def _constructed(module: nn.Module, key: str, device: str) -> torch.Tensor:
+    """A buffer that the constructor computes, from one that is given the same config; as it is, if
+    that is not how the module was made, or if it were made with more weights than are borne."""
+    buffer = module._buffers[key]
+    assert buffer is not None
+    if sum(p.numel() for p in module.parameters()) > FEW:
+        return buffer
+    try:
+        made = type(module)(getattr(module, "config", None))._buffers[key]
+    except Exception:
+        return buffer
+    return buffer if made is None or made.shape != buffer.shape else made.to(device, buffer.dtype)
 
 
 def _unset(buffer: torch.Tensor) -> Any:

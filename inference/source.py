@@ -7,7 +7,7 @@ print(source.readers)                   # by rank, the rank that reads the files
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ def find(coor: Coordinator, path: str | Path) -> Source:
     reads = readers[coor.rank] == coor.rank
     config = together(coor, lambda: read_config(folder) if reads else None)
     told = coor.broadcast(_to_json(config) if coor.is_master() else None)
-    config = together(coor, lambda: config or _from_json(told))
+    config = together(coor, lambda: config or config_from(json.loads(told)))
     return Source(folder, config, share_index(coor, folder, reads), readers)
 
 
@@ -61,12 +61,13 @@ def _to_json(config: Any) -> bytes:
     return str(config.to_json_string(use_diff=False)).encode()
 
 
-def _from_json(data: bytes) -> Any:
-    found = json.loads(data)
+def config_from(found: Mapping[str, Any]) -> Any:
+    """The config that another rank wrote as JSON, which has no infinity of its own."""
     kind = found["model_type"]
     if kind not in transformers.CONFIG_MAPPING:
         raise CheckpointError(
             f"transformers {transformers.__version__} does not know the model type {kind!r}, and "
             "this rank has no files with the code of it; copy the checkpoint to this rank too."
         )
-    return transformers.CONFIG_MAPPING[kind].from_dict(found)
+    plain = transformers.PreTrainedConfig._decode_special_floats(found)
+    return transformers.CONFIG_MAPPING[kind].from_dict(plain)
