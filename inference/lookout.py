@@ -2,7 +2,8 @@
 
 Whoever waits for a message is asleep in the Communicator. So each rank has a thread that looks
 around now and then: whether a rank of this host is stopped, and whether those of other hosts still
-say that they are there. The master decides, while it waits; all others give up when it does.
+say that they are there. The master decides, while it waits; all others give up when it does. Where
+any rank may keep all others waiting, the master too, each decides by what it sees on its own host.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def on_lookout(coor: Any, holds: Callable[[int], str]) -> Iterator[None]:
     over = threading.Event()
     if spans_processes(coor):
         store = coor.store("inference loading")
-        Lookout(coor, store, lambda: True, coor.accuse, over).start()
+        Lookout(coor, store, lambda: True, coor.accuse, over, is_mutual=True).start()
     try:
         yield
     except (coordinator.PeerLost, communicator.PeerLost) as error:
@@ -75,7 +76,8 @@ class Lookout(threading.Thread):
     """Looks after the ranks for one of them until `over` is set.
 
     waits: whether this rank waits for the others now. give_up: what ends that waiting, given the
-        rank that is at fault and how it is.
+        rank that is at fault and how it is. is_mutual: whether ranks wait for the master too, so
+        that each looks at those of its own host.
     """
 
     def __init__(
@@ -85,18 +87,28 @@ class Lookout(threading.Thread):
         waits: Callable[[], bool],
         give_up: Callable[[int, str], None],
         over: threading.Event | None = None,
+        *,
+        is_mutual: bool = False,
     ):
         super().__init__(name="drumline-lookout", daemon=True)
         self.coor, self.store, self.waits, self.give_up = coor, store, waits, give_up
         self.me = coor.peers[coor.rank]
         self.over = over or threading.Event()
-        self.fine_at = dict.fromkeys(range(coor.world_size), time.monotonic())
+        others = [rank for rank in range(coor.world_size) if rank != coor.rank]
+        near = [rank for rank in others if _shares_host(self.me, coor.peers[rank])]
+        self.watched = others if coor.rank == 0 else near if is_mutual else []
+        self.sees_all = is_mutual and near == others
+        self.fine_at = dict.fromkeys(others, time.monotonic())
         self.beats: dict[int, bytes] = {}
 
     def run(self) -> None:
-        number = 0
+        number, looked_at = 0, time.monotonic()
         while not self.over.wait(LOOK_S):
             number += 1
+            now, before = time.monotonic(), looked_at
+            looked_at = now
+            if now - before > LOOK_S + STOPPED_S:  # this one was stopped, perhaps all were
+                self.fine_at = dict.fromkeys(self.fine_at, now)
             try:
                 verdict = self._look(number)
             except (DistNetworkError, DistStoreError):
@@ -107,17 +119,18 @@ class Lookout(threading.Thread):
 
     def _look(self, number: int) -> tuple[int, str] | None:
         """The rank that stops all others, and how it is."""
-        if self.coor.rank != 0:
-            if not _shares_host(self.me, self.coor.peers[0]):
-                self.store.set(f"beat {self.coor.rank}", str(number))
-            return self._verdict()
         now = time.monotonic()
-        for rank in range(1, self.coor.world_size):
+        for rank in self.watched:
             how = self._trouble(rank, now)
             if how and self.waits():
-                self.store.set(VERDICT, f"{rank} {how}")
+                if self.coor.rank == 0 and not self.sees_all:
+                    self.store.set(VERDICT, f"{rank} {how}")
                 return rank, how
-        return None
+        if self.coor.rank == 0 or self.sees_all:
+            return None
+        if not _shares_host(self.me, self.coor.peers[0]):
+            self.store.set(f"beat {self.coor.rank}", str(number))
+        return self._verdict()
 
     def _verdict(self) -> tuple[int, str] | None:
         if not self.store.check([VERDICT]):

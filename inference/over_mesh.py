@@ -12,18 +12,23 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from communicator import Communicator
 from coordinator import Coordinator
-from inference.cut_model import prepare
-from inference.errors import PlanError
+from inference.alike import drawn_alike, stopping_alike
+from inference.cut_model import CutModel, prepare
+from inference.errors import PeerLost, PlanError
 from inference.layout import layer_names
+from inference.lookout import on_lookout
 from inference.mesh import ALIASES, Mesh, mesh_for
 from inference.nd_load import Loaded
 from inference.options import Options
 from inference.tensor_parallel import connect
+from inference.vigil import Vigil, Watched
+
+ITS_PART = "every layer"
+"""What each rank has of a model whose layers are cut, in words."""
 
 
 class OverMesh:
@@ -34,11 +39,12 @@ class OverMesh:
 
     mesh: Mesh
     loaded: Loaded
-    _tp: Coordinator | None
+    _vigil: Vigil | None
     _leave: Any
 
     def close(self) -> None:
-        """Give back the connections to the other ranks. Collective; harmless when done twice."""
+        """Give back the connections to the other ranks. Collective, unless one of them was lost;
+        harmless when done twice."""
         self._leave()
 
     def __enter__(self) -> Any:
@@ -49,21 +55,18 @@ class OverMesh:
             self.close()
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As ever; the ranks that share a model draw the same samples, those of the first."""
-        if self._tp is not None:
-            _roll_alike(self._tp, self.device)  # type: ignore[attr-defined]
-        return super().generate(*args, **kwargs)  # type: ignore[misc]
+        """As ever; the ranks that share a model draw the samples of the first, and stop with it."""
+        if self.mesh.along("dp_shard") > 1:  # each needs the shards of all others until the end
+            kwargs.setdefault("synced_gpus", True)
+        said = super().generate  # type: ignore[misc]
+        if self._vigil is None:
+            return said(*args, **kwargs)
+        with drawn_alike(self._vigil, self.device):  # type: ignore[attr-defined]
+            return said(*args, **kwargs)
 
-
-def _roll_alike(coor: Coordinator, device: torch.device) -> None:
-    """Give every rank the state of the first one's generators of random numbers. Collective."""
-    places = [torch.device("cpu"), device] if device.type == "cuda" else [torch.device("cpu")]
-    for place in places:
-        own = torch if place.type == "cpu" else torch.cuda
-        where = [] if place.type == "cpu" else [place]
-        mine = own.get_rng_state(*where).numpy().tobytes() if coor.is_master() else None
-        state = bytearray(coor.broadcast(mine))
-        own.set_rng_state(torch.frombuffer(state, dtype=torch.uint8), *where)
+    def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._get_stopping_criteria(*args, **kwargs)  # type: ignore[misc]
+        return found if self._vigil is None else stopping_alike(found, self._vigil)
 
 
 def load_over_mesh(path: str | Path, coor: Coordinator | None, asked: Options) -> Any:
@@ -72,18 +75,30 @@ def load_over_mesh(path: str | Path, coor: Coordinator | None, asked: Options) -
         if coor is None:
             coor = stack.enter_context(Coordinator())
         grid = _grid(asked, coor.world_size)
-        cut = prepare(coor, path, grid, asked)
-        if grid.along("dp_shard") > 1:
-            cut.shrink(grid, coor.rank)
-            _shard(cut.model, asked.mesh)
-        done = cut.fill(path, coor, grid, asked.reader)
-        team = coor.split(grid.group(coor.rank, "tp")) if cut.styles else None
-        if team is not None:
-            comm = Communicator(stack.enter_context(team), asked.backend)
-            connect(cut.model, cut.styles, stack.enter_context(comm))
+        with on_lookout(coor, lambda rank: f"its part of {ITS_PART}"):
+            cut = prepare(coor, path, grid, asked)
+            if grid.along("dp_shard") > 1:
+                cut.shrink(grid, coor.rank)
+                _shard(cut.model, asked.mesh)
+            done = cut.fill(path, coor, grid, asked.reader)
+            vigil = _team(cut, coor, grid, asked.backend, stack) if cut.styles else None
         if cut.generation is not None:
             cut.model.generation_config = cut.generation
-        return _dress(cut.model.eval(), grid, done, team, stack.pop_all())
+        return _dress(cut.model.eval(), grid, done, vigil, stack.pop_all())
+
+
+def _team(
+    cut: CutModel, coor: Coordinator, grid: Mesh, backend: str | None, stack: contextlib.ExitStack
+) -> Vigil:
+    """Connect the ranks that share a model, and look after them. Collective."""
+    team = coor.split(grid.group(coor.rank, "tp"))
+    assert team is not None, "this rank is one of them"
+    comm = stack.enter_context(Communicator(stack.enter_context(team), backend))
+    vigil = Vigil(team, [comm], dict.fromkeys(range(comm.world_size), ITS_PART), is_driven=False)
+    stack.callback(vigil.close)
+    watched: Any = Watched(comm, vigil)
+    connect(cut.model, cut.styles, watched)
+    return vigil
 
 
 def _grid(asked: Options, world_size: int) -> Mesh:
@@ -111,19 +126,22 @@ def _refuse_room(asked: Options) -> None:
 
 
 def _dress(
-    model: Any, mesh: Mesh, done: Loaded, team: Coordinator | None, stack: contextlib.ExitStack
+    model: Any, mesh: Mesh, done: Loaded, vigil: Vigil | None, stack: contextlib.ExitStack
 ) -> Any:
     kind = type(model)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     model.__class__ = type(kind.__name__, (OverMesh, kind), names)
-    model.mesh, model.loaded, model._tp = mesh, done, team
-    model._leave = weakref.finalize(model, _leave, stack)
+    model.mesh, model.loaded, model._vigil = mesh, done, vigil
+    model._leave = weakref.finalize(model, _leave, stack, vigil)
     return model
 
 
-def _leave(stack: contextlib.ExitStack) -> None:
-    """Wait for the others, unless this rank is on its way out with an error."""
-    if getattr(sys, "last_value", None) is None:
+def _leave(stack: contextlib.ExitStack, vigil: Vigil | None) -> None:
+    """Wait for the others, unless one is lost or this rank is on its way out with an error."""
+    if vigil is not None and vigil.verdict:
+        lost = PeerLost(vigil.verdict)
+        stack.__exit__(type(lost), lost, None)
+    elif getattr(sys, "last_value", None) is None:
         stack.close()
 
 

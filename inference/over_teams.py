@@ -20,7 +20,7 @@ from inference.agreement import agree_on, facts
 from inference.cut_model import CutModel, build, compute_buffers, prepare
 from inference.errors import PlanError, Served
 from inference.layout import cache_nbytes, layout, owner_of, with_cache
-from inference.lookout import outlast_master
+from inference.lookout import on_lookout, outlast_master
 from inference.memory import Memory, cluster_memory, given_room
 from inference.mesh import Mesh, mesh_for
 from inference.model import distribute
@@ -48,10 +48,12 @@ def load_over_teams(path: str | Path, coor: Coordinator | None, asked: Options) 
             coor = stack.enter_context(Coordinator())
             stack.push(_patiently(coor))
         grid = _grid(asked, coor.world_size)
-        cut = prepare(coor, path, grid, asked)
-        chosen = _plan(coor, grid, cut, asked)
-        only = together(coor, lambda: stages_of(cut.model, chosen))
-        done = cut.fill(path, coor, grid, asked.reader, {n: {"pp": at} for n, at in only.items()})
+        with on_lookout(coor, lambda rank: "its part of a stage"):
+            cut = prepare(coor, path, grid, asked)
+            chosen = _plan(coor, grid, cut, asked)
+            stages = together(coor, lambda: stages_of(cut.model, chosen))
+            only = {name: {"pp": stage} for name, stage in stages.items()}
+            done = cut.fill(path, coor, grid, asked.reader, only)
         mine = grid.group(coor.rank, "pp", "tp")
         crew = coor if len(mine) == coor.world_size else _split(coor, mine, stack)
         own = _one_replica(grid, mine)

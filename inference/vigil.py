@@ -2,6 +2,7 @@
 
 vigil = Vigil(coor, comms, holds)        # coor: over the ranks of all teams, the driver first
 vigil.explained(work)                    # what fails meanwhile names the rank that is stopped
+comm = Watched(comm, vigil)              # for ranks that call each other without a driver
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+import torch
+
 from communicator import Communicator, CommunicatorError, Unsupported
 from coordinator import Coordinator, CoordinatorError
 from inference.errors import PeerLost
-from inference.lookout import LOOK_S, Lookout
+from inference.lookout import LOOK_S, Lookout, spans_processes
 
 T = TypeVar("T")
 
@@ -23,16 +26,25 @@ class Vigil:
     """Looks after all ranks of a model while its driver waits for them.
 
     comms: in which this rank waits for others. holds: what each rank has, for errors.
+    is_driven: whether only the first rank calls the model, and the others always wait for it.
     """
 
-    def __init__(self, coor: Coordinator, comms: Iterable[Communicator], holds: Mapping[int, str]):
+    def __init__(
+        self,
+        coor: Coordinator,
+        comms: Iterable[Communicator],
+        holds: Mapping[int, str],
+        *,
+        is_driven: bool = True,
+    ):
         self.coor, self.holds, self._comms = coor, holds, list(comms)
-        self.is_waiting = coor.rank != 0
+        self.is_driven = is_driven
+        self.is_waiting = is_driven and coor.rank != 0
         self.verdict = ""
         self._is_decided = threading.Event()
         store = coor.store("inference teams")
-        self._lookout = Lookout(coor, store, lambda: self.is_waiting, self._give_up)
-        if any(peer.pid != coor.peers[0].pid for peer in coor.peers):
+        self._lookout = Lookout(coor, store, self._waits, self._give_up, is_mutual=not is_driven)
+        if spans_processes(coor):
             self._lookout.start()
 
     def close(self) -> None:
@@ -49,6 +61,21 @@ class Vigil:
                 raise PeerLost(self.verdict) from error
             raise
 
+    def waited(self, work: Callable[[], T]) -> T:
+        """What work returns, which waits for ranks that nobody drives; see `explained`."""
+        self.is_waiting = True
+        try:
+            return self.explained(work)
+        finally:
+            self.is_waiting = False
+
+    def first_of(self, mine: bytes) -> bytes:
+        """What the first rank gives. Collective."""
+        return self.waited(lambda: self.coor.broadcast(mine))
+
+    def _waits(self) -> bool:
+        return self.is_waiting or any(map(_is_behind, self._comms))
+
     def _give_up(self, culprit: int, how: str) -> None:
         self.verdict = (
             f"rank {self.coor.ranks[self.coor.rank]}: {self.coor.peers[culprit]} {how}. It holds "
@@ -60,9 +87,34 @@ class Vigil:
             self._lookout.over.wait(2 * LOOK_S)  # until the others have heard of it
         for comm in self._comms:
             self._abort(comm)
+        if not self.is_driven:
+            self.coor.accuse(culprit, how)
 
     def _abort(self, comm: Any) -> None:
         try:
             comm.abort()
         except Unsupported as error:  # gloo and MPI: all that can be done is to say so
             warnings.warn(f"{self.verdict} ({error})", stacklevel=2)
+
+
+def _is_behind(comm: Communicator) -> bool:
+    """On CUDA a call is only enqueued, and what waits is the stream."""
+    device = comm.device
+    return device.type == "cuda" and not torch.cuda.default_stream(device).query()
+
+
+class Watched:
+    """The collectives that cut layers call, as a Communicator has them, under a vigil."""
+
+    def __init__(self, comm: Communicator, vigil: Vigil):
+        self.comm, self.vigil = comm, vigil
+        self.rank, self.world_size = comm.rank, comm.world_size
+
+    def allreduce(self, x: torch.Tensor) -> torch.Tensor:
+        return self.vigil.waited(lambda: self.comm.allreduce(x))
+
+    def allgather(self, x: torch.Tensor) -> torch.Tensor:
+        return self.vigil.waited(lambda: self.comm.allgather(x))
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        return self.vigil.waited(lambda: self.comm.reduce_scatter(x))

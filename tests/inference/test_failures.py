@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import inference
 from coordinator import Coordinator
-from inference import over_stages
+from inference import lookout, over_stages
 from inference.lookout import outlast_master
 
 HEAD = """
@@ -132,6 +132,43 @@ def test_a_stopped_rank_that_follows_in_a_team_is_named_within_seconds(
             assert "is stopped" in processes[bystander].communicate()[1]
     processes[victim].send_signal(signal.SIGCONT)
     assert processes[victim].wait(timeout=30) == 1  # it finds that nobody is left
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stopped_rank_of_a_cut_model_is_named_within_seconds(checkpoints, start, victim):
+    """Nobody drives: each rank waits for every other in each layer, the first one like any."""
+    body = """
+    coor = Coordinator()
+    model = inference.load(sys.argv[1], coor=coor, tp=2)
+    model.generate(prompt, max_new_tokens=2, do_sample=False)
+    if coor.rank == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    begun = time.monotonic()
+    try:
+        model.generate(prompt, max_new_tokens=20, do_sample=False)
+    except inference.PeerLost as lost:
+        print(lost)
+        sys.exit(0 if time.monotonic() - begun < 5 else 7)
+    """
+    processes = start(script(body), 2, checkpoints.llama()[1], victim)
+    out, err = processes[1 - victim].communicate(timeout=60)
+    assert processes[1 - victim].returncode == 0, err
+    named = f"rank {victim} (host {socket.gethostname()}, pid {processes[victim].pid}) is stopped"
+    assert named in out and "its part of every layer" in out
+    processes[victim].send_signal(signal.SIGCONT)
+    assert processes[victim].wait(timeout=30) == 1  # it finds that nobody is left
+
+
+def test_who_was_stopped_itself_accuses_nobody(monkeypatch):
+    """All ranks of a launch are stopped and go on, one a moment before the other."""
+    clock, looks, accused = [0.0], [0.5, 60.0, 60.5, 61.0], []
+    over = SimpleNamespace(wait=lambda _: not looks or clock.__setitem__(0, looks.pop(0)))
+    monkeypatch.setattr(lookout, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(lookout, "_state", lambda pid: "T" if clock[0] == 60.0 else "S")
+    peers = [SimpleNamespace(pid=pid, is_visible=True) for pid in (1, 2)]
+    coor = SimpleNamespace(rank=0, world_size=2, peers=peers)
+    lookout.Lookout(coor, None, lambda: True, lambda *told: accused.append(told), over).run()
+    assert not looks and not accused
 
 
 def test_a_rank_that_is_stopped_while_it_loads_is_named_within_seconds(checkpoints, start):
