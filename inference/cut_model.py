@@ -6,6 +6,7 @@ cut.fill("checkpoint", coor, grid, asked.reader)
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ from inference.layout import model_class
 from inference.mesh import Mesh
 from inference.nd_load import Loaded, load_into, named_tensors, replace, together
 from inference.options import Options
+from inference.rehearsal import rehearse, shortened
 from inference.renaming import kept_wide, sources_of
 from inference.source import config_from
 from inference.tensor_parallel import read_plan, splits_of
@@ -50,12 +52,7 @@ class CutModel:
 
     def shrink(self, grid: Mesh, rank: int) -> None:
         """Make every tensor on meta as small as the part of `rank`."""
-        cut = {
-            id(p): empty_like(p, local_shape(p.shape, self.splits[name], grid, rank))
-            for name, p in self.model.named_parameters()
-            if self.splits[name]
-        }
-        replace(self.model, cut)
+        shrink(self.model, self.splits, grid, rank)
 
     def fill(
         self,
@@ -91,8 +88,35 @@ def prepare(coor: Coordinator, path: str | Path, grid: Mesh, asked: Options) -> 
     styles = read_plan(model, asked.tp_plan or "auto") if size > 1 else {}
     splits = splits_of(model, styles, size)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    together(coor, lambda: _rehearse(model, styles, splits, grid, coor.rank))
     together(coor, lambda: compute_buffers(model, where))
     return CutModel(model, config, generation, styles, splits, shapes, where)
+
+
+def shrink(
+    model: nn.Module, splits: Mapping[str, tuple[Split, ...]], grid: Mesh, rank: int
+) -> None:
+    cut = {
+        id(p): empty_like(p, local_shape(p.shape, splits[name], grid, rank))
+        for name, p in model.named_parameters()
+        if splits[name]
+    }
+    replace(model, cut)
+
+
+def _rehearse(
+    model: Any,
+    styles: Mapping[str, str],
+    splits: Mapping[str, tuple[Split, ...]],
+    grid: Mesh,
+    rank: int,
+) -> None:
+    """PlanError if the model, cut so, would fail in its first call; the model stays as it is."""
+    if styles:
+        whole = shortened(model, styles)
+        part = copy.deepcopy(whole)
+        shrink(part, splits, grid, rank)
+        rehearse(whole, part, styles, grid.coordinate(rank)["tp"], grid.along("tp"))
 
 
 def _refuse_quantised(path: str | Path, config: Any, asked: Options) -> None:

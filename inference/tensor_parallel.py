@@ -10,6 +10,7 @@ The names of the styles are those of transformers, so that the plan a model carr
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,9 @@ WHOLE = (*REPLICATED, "mla_kv_a_proj", "all_reduce", "moe_identity_expert", "seq
 EXPERTS = ("grouped_gemm", "ep_dispatch_experts")
 EMBEDDING = ("embedding_rowwise", "embedding_colwise")
 PACKED = ("packed_colwise", "packed_rowwise")
+LEAVING_PARTS = ("colwise", "packed_colwise")
+TAKING_PARTS = ("rowwise", "packed_rowwise")
+ATTENTION = ("q_proj", "k_proj", "v_proj")
 SUMMED = ("moe_tp_experts", "all_reduce", "ep_dispatch_experts")
 KNOWN = (*COLUMN, *ROW, *PACKED, *EMBEDDING, *EXPERTS, *WHOLE)
 
@@ -101,6 +105,8 @@ def splits_of(model: nn.Module, styles: Styles, size: int) -> dict[str, tuple[Sp
     """How each parameter is cut along "tp". Raises PlanError where that would not compute."""
     _check_kinds(model, styles)
     _check_heads(model, styles, size)
+    _check_attention(model, styles)
+    _check_partners(model, styles)
     _check_experts(model, styles, size)
     found: dict[str, tuple[Split, ...]] = {}
     owners: dict[int, str] = {}
@@ -184,6 +190,49 @@ def _check_heads(model: nn.Module, styles: Styles, size: int) -> None:
             f"attention has {', '.join(f'{n} heads in {name}' for name, n in bad.items())}, which "
             f"{size} ranks cannot share evenly; use tp={' or '.join(map(str, fits))}."
         )
+
+
+def _check_attention(model: nn.Module, styles: Styles) -> None:
+    """A part of the queries with all keys would be one head with many, and nobody would notice."""
+    for owner, module in model.named_modules():
+        names = [f"{owner}.{name}" for name, _ in module.named_children() if name in ATTENTION]
+        cut = [name for name in names if styles.get(name) in LEAVING_PARTS]
+        rest = [name for name in names if name not in cut]
+        if cut and rest:
+            raise PlanError(
+                f"{cut[0]} is cut into heads and {rest[0]} is not ({_style(styles, rest[0])}), so "
+                "heads would be paired with those of other ranks; cut q_proj, k_proj and v_proj "
+                "alike."
+            )
+
+
+def _check_partners(model: nn.Module, styles: Styles) -> None:
+    """What columns leave in part is taken by rows, and by nothing that is whole."""
+    for owner, module in model.named_modules():
+        linears = {
+            f"{owner}.{name}" if owner else name: child
+            for name, child in module.named_children()
+            if isinstance(child, nn.Linear)
+        }
+        columns = [name for name in linears if styles.get(name) in LEAVING_PARTS]
+        rows = [name for name in linears if styles.get(name) in TAKING_PARTS]
+        if bool(columns) == bool(rows):
+            continue
+        rest = [name for name in linears if name not in (*columns, *rows)]
+        for name, other in itertools.product(columns or rows, rest):
+            gives, takes = (name, other) if columns else (other, name)
+            width = linears[takes].in_features
+            if linears[gives].out_features in (width, 2 * width if gives in columns else width):
+                raise PlanError(
+                    f"{gives} ({_style(styles, gives)}) gives {linears[gives].out_features} "
+                    f"features and {takes} ({_style(styles, takes)}) takes {width}, and only one "
+                    "of them is cut, so what one rank has would not fit the other; cut both "
+                    "('colwise', then 'rowwise'), or neither."
+                )
+
+
+def _style(styles: Styles, name: str) -> str:
+    return styles.get(name, "whole")
 
 
 def _check_experts(model: nn.Module, styles: Styles, size: int) -> None:

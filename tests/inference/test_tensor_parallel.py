@@ -1,6 +1,8 @@
 """A model cut over ranks computes what it computes whole."""
 
 import json
+import math
+import re
 import shutil
 
 import pytest
@@ -11,7 +13,9 @@ from torch import nn
 import inference
 from communicator import Communicator
 from coordinator import Coordinator
-from inference import PlanError
+from inference import InferenceError, PlanError
+from inference.cut_model import compute_buffers
+from inference.source import config_from
 from inference.tensor_parallel import connect, read_plan, splits_of
 from tests.gpu.decode import Decoder, small_model, whole_tokens
 
@@ -102,6 +106,81 @@ def test_logits_and_tokens_equal_those_of_one_process(ranks, family, name, tp):
         assert said == tokens(plain)
 
 
+PADDED = {"input_ids": IDS.clone(), "attention_mask": torch.ones_like(IDS)}
+PADDED["input_ids"][1, :3] = PADDED["attention_mask"][1, :3] = 0
+TWICE = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
+
+
+def generated(model, draws=True):
+    """Every way to choose words, several rows of which one is padded on the left."""
+
+    def say(**options):
+        torch.manual_seed(3)
+        return model.generate(**{**PADDED, **options}, max_new_tokens=7).tolist()
+
+    one = {"input_ids": TWICE, "attention_mask": torch.ones_like(TWICE)}
+    guesses = {**one, "prompt_lookup_num_tokens": 3}
+    yield "padded", say(do_sample=False)
+    yield "beams", say(do_sample=False, num_beams=3)
+    yield "static", say(do_sample=False, cache_implementation="static")
+    yield "guessed", say(do_sample=False, **guesses)
+    if not draws:
+        return
+    yield "sampled", say(do_sample=True, top_k=9)
+    yield "sampled again", say(do_sample=True, temperature=2.0, num_return_sequences=3)
+    yield "sampled beams", say(do_sample=True, num_beams=2)
+    yield "sampled guesses", say(do_sample=True, **guesses)
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 3}, {"dp_replicate": 2, "tp": 2}])
+def test_generate_says_what_it_says_on_one_process(ranks, checkpoints, mesh):
+    """Ranks that are threads have one generator of random numbers, and took turns at it."""
+    sizes = {**SIZES, "num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 48}
+    plain, path = checkpoints.make("tp six heads", "LlamaForCausalLM", **sizes)
+    draws = "dp_replicate" not in mesh  # each replica on its own, and here they share a generator
+    expected = list(generated(plain, draws))
+    nprocs = math.prod(mesh.values())
+    for found in on_ranks(ranks, path, nprocs, lambda m: list(generated(m, draws)), mesh=mesh):
+        assert found == expected
+
+
+class AfterTokens(transformers.StoppingCriteria):
+    def __init__(self, length):
+        self.length = length
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
+
+
+def test_ranks_stop_when_the_first_one_says_so(ranks, family):
+    """A clock, or a user who has gone, is not the same everywhere: the others waited in a sum."""
+    _, path = family("llama")
+    heard = []
+
+    def work(model):
+        rank = model._vigil.coor.rank
+        ends = transformers.StoppingCriteriaList([AfterTokens(14 - 3 * rank)])
+        streamer = Heard(heard) if rank == 0 else None
+        options = {"max_new_tokens": 20, "eos_token_id": None, "do_sample": False}
+        said = model.generate(IDS[:1], stopping_criteria=ends, streamer=streamer, **options)
+        timed = model.generate(IDS, max_time=60.0 * (1 - rank), **options)
+        return said.shape[1], timed.shape[1]
+
+    assert on_ranks(ranks, path, 2, work, tp=2) == [(14, 29)] * 2
+    assert len(heard) == 7, "the prompt, each word as it was said, and the end"
+
+
+class Heard(transformers.generation.BaseStreamer):
+    def __init__(self, heard):
+        self.heard = heard
+
+    def put(self, value):
+        self.heard.append(value)
+
+    def end(self):
+        self.heard.append(None)
+
+
 @pytest.mark.parametrize("reader", ["each", "node", "rank0"])
 def test_replicas_of_a_cut_model_come_from_any_reader(ranks, family, reader):
     plain, path = family("mixtral")
@@ -176,6 +255,40 @@ def test_what_a_model_wants_wider_stays_wide(ranks, checkpoints):
         torch.testing.assert_close(mine, logits(plain), rtol=0.1, atol=0.1)
 
 
+class Positions(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.register_buffer("ids", torch.arange(config), persistent=False)
+
+
+class Around(nn.Module):
+    def __init__(self, *inner):
+        super().__init__()
+        self.inner = nn.ModuleList(inner)
+
+    def _init_weights(self, module):
+        """As in the vision towers of transformers, nothing but the constructor knows the ids."""
+
+
+def test_a_buffer_that_only_a_constructor_computes_is_made_by_one():
+    """Models that see could be loaded over a mesh with build_on="cpu" only."""
+    with torch.device("meta"):
+        model = Around(Positions(5))
+        other = Around(Positions(5))
+    other.inner[0].config = None
+    compute_buffers(model, "cpu")
+    assert model.inner[0].ids.tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(InferenceError, match=r"inner\.0\.ids is in no checkpoint.*build_on"):
+        compute_buffers(other, "cpu")
+
+
+def test_a_config_with_an_infinite_number_reaches_every_rank():
+    config = transformers.FalconH1Config()
+    found = config_from(json.loads(config.to_json_string(use_diff=False)))
+    assert found.time_step_limit[1] == math.inf
+
+
 def test_a_rank_holds_about_its_part_of_the_parameters(ranks, family):
     plain, path = family("llama")
     whole = sum(p.nbytes for p in plain.parameters())
@@ -202,7 +315,7 @@ def counts(monkeypatch):
 def test_one_layer_costs_two_allreduces_and_the_whole_a_gather_more(ranks, family, counts):
     """One behind attention, one behind the MLP, one for the embedding; the head is gathered."""
     _, path = family("llama")
-    on_ranks(ranks, path, 2, lambda m: (counts.clear(), m._tp.barrier(), logits(m)), tp=2)
+    on_ranks(ranks, path, 2, lambda m: (counts.clear(), m._vigil.coor.barrier(), logits(m)), tp=2)
     layers = SIZES["num_hidden_layers"]
     assert counts.count("allreduce") == 2 * (2 * layers + 1)
     assert counts.count("allgather") == 2
@@ -311,7 +424,7 @@ def test_parted_tokens_are_gathered_before_columns_and_scattered_behind_rows(ran
 
     def work(model):
         counts.clear()
-        model._tp.barrier()
+        model._vigil.coor.barrier()
         seen = []
         layer = model.model.layers[1]
         layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
@@ -470,6 +583,43 @@ def test_any_module_can_be_cut_by_a_plan_of_ones_own(ranks):
         torch.testing.assert_close(found, plain(x))
 
 
+@pytest.mark.parametrize(
+    "styles",
+    [{"up": "colwise"}, {"down": "rowwise"}, {"up": "colwise", "down": "rowwise_split_input"}],
+)
+def test_a_cut_into_columns_without_one_into_rows_is_refused(styles):
+    """It failed in the first forward, on every rank, with shapes and no names."""
+    says = r"up .* gives 7 features and down .* takes 7, and only one"
+    with pytest.raises(PlanError, match=says):
+        splits_of(Mlp(), read_plan(Mlp(), styles), 2)
+
+
+MLP = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+
+
+@pytest.mark.parametrize(
+    ("styles", "says"),
+    [
+        ({**MLP, "gate_proj": "replicate"}, r"layers\.0\.mlp cannot compute.*50.*up_proj colwise"),
+        ({**MLP, "up_proj": "colwise_gather_output"}, r"layers\.0\.mlp cannot compute"),
+        ({**MLP, "down_proj": "rowwise_split_input"}, "only one of them is cut"),
+    ],
+)
+def test_a_plan_whose_shapes_disagree_is_found_before_loading(
+    ranks_or_errors, family, tmp_path, styles, says
+):
+    shutil.copy(family("llama")[1] / "config.json", tmp_path)  # there are no weights to read
+    plan = {f"model.layers.*.mlp.{name}": style for name, style in styles.items()}
+
+    def rank(info):
+        with Coordinator(info, timeout_s=40) as coor:
+            inference.load(tmp_path, coor=coor, tp=2, tp_plan=plan)
+
+    for error in ranks_or_errors(rank, 2):
+        assert isinstance(error, PlanError), error
+        assert re.search(says, str(error)), error
+
+
 def test_heads_that_do_not_divide_are_found_before_loading(ranks_or_errors, family):
     _, path = family("llama")
 
@@ -504,6 +654,14 @@ def test_a_plan_that_cannot_be_followed_is_refused(plan, says):
         ({"model.layers.*.mlp.experts": "moe_tp_experts"}, "nothing in it is cut"),
         ({"model.layers.*.mlp.experts": "ep_dispatch_experts"}, "other experts than they have"),
         ({"model.layers.*.mlp.experts.down_proj": "grouped_gemm"}, "other experts than they have"),
+        (
+            {"model.layers.*.self_attn.q_proj": "colwise"},
+            "self_attn.q_proj is cut into heads and .*k_proj is not .whole.",
+        ),
+        (
+            {f"model.layers.*.self_attn.{n}_proj": "colwise" for n in "qkv"},
+            r"q_proj \(colwise\) gives 32 features and .*o_proj \(whole\) takes 32",
+        ),
     ],
 )
 def test_a_plan_that_would_compute_something_else_is_refused(styles, says):

@@ -1,0 +1,113 @@
+"""Runs a cut model on shapes alone: a plan that does not fit is found before anything is read.
+
+whole = shortened(model, styles)              # on meta, with one layer of each kind
+rehearse(whole, part, styles, rank, size)     # part: a copy of it, cut
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from inference.errors import PlanError
+from inference.layout import layer_names
+from inference.tensor_parallel import connect
+
+
+class Pretended:
+    """What a communicator gives back, as far as its shape goes; there are no other ranks."""
+
+    def __init__(self, rank: int, world_size: int):
+        self.rank, self.world_size = rank, world_size
+
+    def allreduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def allgather(self, x: torch.Tensor) -> torch.Tensor:
+        return x.new_empty((self.world_size, *x.shape))
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        return x[0]
+
+
+def shortened(model: Any, styles: Mapping[str, str]) -> Any:
+    """A copy on meta with as many layers as show each kind there is."""
+    short = copy.deepcopy(model).to("meta")
+    stacks: dict[str, list[str]] = {}
+    for name in layer_names(short):
+        stacks.setdefault(name.rpartition(".")[0], []).append(name)
+    for stack, names in stacks.items():
+        kinds = [_kind(short.get_submodule(name), name, styles) for name in names]
+        needed = max(kinds.index(kind) for kind in kinds) + 1
+        layers = short.get_submodule(stack)
+        if isinstance(layers, nn.ModuleList) and len(layers) == len(names):
+            del layers[needed:]
+    return short
+
+
+def _kind(layer: nn.Module, name: str, styles: Mapping[str, str]) -> list[Any]:
+    """What layers that compute alike, and are cut alike, have in common."""
+    parts = [(n, type(part), styles.get(f"{name}.{n}")) for n, part in layer.named_modules()]
+    return [parts, [(n, p.shape, styles.get(f"{name}.{n}")) for n, p in layer.named_parameters()]]
+
+
+@torch.no_grad()
+def rehearse(whole: Any, part: Any, styles: Mapping[str, str], rank: int, size: int) -> None:
+    """Raise PlanError if `part` cannot compute what `whole` computes. Both are used up.
+
+    A model that needs values, or more than tokens, to run at all is left to its first call.
+    """
+    tokens = torch.zeros(1, 2 * size, dtype=torch.int64, device="meta")
+    try:
+        expected = _shapes(whole.eval()(input_ids=tokens))
+    except Exception:  # meta tensors have no values, and some models take other inputs
+        return
+    inside = _followed(part)
+    pretended: Any = Pretended(rank, size)
+    connect(part, styles, pretended)
+    try:
+        found = _shapes(part.eval()(input_ids=tokens))
+    except Exception as error:
+        if isinstance(error, NotImplementedError) or "meta tensor" in str(error):
+            return  # for want of values, in what is done to parts only
+        raise PlanError(_story(part, inside[-1], styles, size, str(error))) from error
+    if found != expected:
+        raise PlanError(
+            f"a forward gives {found} where the model uncut gives {expected}, so what leaves it is "
+            "one rank's part; cut what comes last as 'colwise_gather_output', or not at all."
+        )
+
+
+def _followed(model: Any) -> list[str]:
+    """The modules that compute at any time, the innermost last; those that fail stay in it."""
+    inside: list[str] = []
+
+    def leave(*unused: Any) -> None:
+        inside.pop()
+
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(lambda *_, name=name: inside.append(name))
+        module.register_forward_hook(leave)
+    return inside
+
+
+def _shapes(outputs: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of what is to be the same on every rank; caches are not."""
+    found = outputs.items()
+    return {name: tuple(x.shape) for name, x in found if isinstance(x, torch.Tensor)}
+
+
+def _story(model: Any, name: str, styles: Mapping[str, str], size: int, why: str) -> str:
+    is_leaf = not any(True for _ in model.get_submodule(name).children())
+    owner = name.rpartition(".")[0] if is_leaf else name
+    near = {n: style for n, style in styles.items() if n.startswith(f"{owner}.")}
+    cut = ", ".join(f"{n.removeprefix(owner + '.')} {style}" for n, style in near.items())
+    return (
+        f"{name} cannot compute its part of {size} ranks ({why.splitlines()[0]}); cut in {owner} "
+        f"are {cut or 'no modules'}. Cut what gives its inputs and what takes its outputs alike, "
+        "or leave them out of tp_plan."
+    )
