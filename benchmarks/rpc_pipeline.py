@@ -41,8 +41,12 @@ class Owner:
 
 @contextlib.contextmanager
 def joined(coor: Coordinator, folder: str) -> Iterator[None]:
+    """Over sockets: what RPC does in shared memory keeps a core of each process busy all the time,
+    and so slows whoever else has its turn, and itself."""
     store = f"file://{Path(folder) / 'rpc'}"
-    options = rpc.TensorPipeRpcBackendOptions(init_method=store, num_worker_threads=4)
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=store, num_worker_threads=4, _transports=["uv"]
+    )
     rpc.init_rpc(
         f"rank-{coor.rank}",
         rank=coor.rank,
