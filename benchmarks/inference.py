@@ -33,7 +33,7 @@ from benchmarks.table import Table, spread
 from coordinator import Coordinator
 
 RANKS = 2
-OURS, ONE = "ours", "one process"
+OURS, CUT, ONE = "ours", "ours, tp=2", "one process"
 PIPELINE, RPC = "transformers' pipeline parallel", "torch RPC, as in Accelerate's PR 4066"
 Case = tuple[str, int, int, int]  # name, batch, prompt, new tokens
 LARGE: list[Case] = [
@@ -62,7 +62,8 @@ def speeds(options: argparse.Namespace) -> None:
     columns = ("what", "over", "tokens/s", "first token (ms)", "ms per token", "equal")
     with tempfile.TemporaryDirectory() as folder:
         parameters = new_model(folder, options.layers, options.hidden)
-        note = f"Llama of {parameters / 1e6:.0f} M parameters, fp32, half the layers on each rank; "
+        note = f"Llama of {parameters / 1e6:.0f} M parameters, fp32, half the layers on each rank, "
+        note += "with tp=2 half of each layer; "
         note += "median and middle half of rounds in which all take turns; warmed up."
         table = Table("inference", (*columns, f"{ONE} (ms)", f"{ONE} / this"), note, options.save)
         for case in LARGE:  # a launch each, so that its rows are kept when it ends
@@ -141,19 +142,24 @@ def rank(folder: str, layers: int, cases: list[Case], repeats: int) -> dict[str,
     """Both ranks hold their part of every peer; the master says whose turn it is."""
     torch.set_num_threads(1)
     halves = {"": 0, **{f"model.layers.{n}": 1 for n in range(layers // 2, layers)}}
-    with Coordinator() as orders, rpc_pipeline.joined(orders, folder):
+    with (
+        Coordinator() as orders,
+        rpc_pipeline.joined(orders, folder),
+        inference.load(folder, tp=RANKS) as cut,
+    ):
         served = threading.Thread(target=serve, args=(folder, halves))
         if not orders.is_master():
             served.start()
-        split = pipeline_parallel(folder, orders)
+        both = {CUT: cut, PIPELINE: pipeline_parallel(folder, orders)}
         if not orders.is_master():
-            obey(orders, split)
+            obey(orders, both)
             served.join()
             return None
         with inference.load(folder, halves, max_memory=[1 << 34] * RANKS) as ours:
             plain = accelerate.dispatch_model(LlamaForCausalLM.from_pretrained(folder), {"": "cpu"})
             over_rpc = rpc_pipeline.master(LlamaForCausalLM.from_pretrained(folder), layers // 2)
-            peers = {ONE: plain, OURS: ours, PIPELINE: Ordering(orders, split), RPC: over_rpc}
+            alike = {name: Alike(orders, name, each) for name, each in both.items()}
+            peers = {ONE: plain, OURS: ours, **alike, RPC: over_rpc}
             found = take_turns(peers, cases, repeats)
             orders.broadcast_object(None)
         return found
@@ -177,20 +183,21 @@ def pipeline_parallel(folder: str, orders: Coordinator) -> Any:
     return LlamaForCausalLM.from_pretrained(folder, distributed_config=config)
 
 
-class Ordering:
-    """generate() of a model that every rank has to call."""
+class Alike:
+    """generate() of a model that every rank has to call alike."""
 
-    def __init__(self, orders: Coordinator, model: Any):
-        self.orders, self.model = orders, model
+    def __init__(self, orders: Coordinator, name: str, model: Any):
+        self.orders, self.name, self.model = orders, name, model
 
     def generate(self, ids: torch.Tensor, max_new_tokens: int, **options: Any) -> torch.Tensor:
-        self.orders.broadcast_object([*ids.shape, max_new_tokens])
+        self.orders.broadcast_object([self.name, *ids.shape, max_new_tokens])
         return greedy(self.model, *ids.shape, max_new_tokens)
 
 
-def obey(orders: Coordinator, model: Any) -> None:
-    while (call := orders.broadcast_object(None)) is not None:
-        greedy(model, *call)
+def obey(orders: Coordinator, models: dict[str, Any]) -> None:
+    while (order := orders.broadcast_object(None)) is not None:
+        name, *call = order
+        greedy(models[name], *call)
 
 
 def take_turns(peers: dict[str, Any], cases: list[Case], repeats: int) -> dict[str, Times]:

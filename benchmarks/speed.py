@@ -47,10 +47,11 @@ def allreduce(size: str, nbytes: int, peer: str) -> Pick:
     return beside(what, "collectives-2-ranks", "us", peer, row, "ours (us)", "(us)")
 
 
-def decode(batch: int, peer: str) -> Pick:
+def decode(batch: int, peer: str, ours: str = "ours") -> Pick:
     column, what = "ms per token", f"decode, batch {batch}"
-    sides = [(column, {"what": what, "over": over}) for over in ("ours", peer)]
-    return Pick(f"{what}, 2 ranks", "inference", "ms a token", peer, *sides)
+    sides = [(column, {"what": what, "over": over}) for over in (ours, peer)]
+    how = ours.removeprefix("ours")
+    return Pick(f"{what}, 2 ranks{how}", "inference", "ms a token", peer, *sides)
 
 
 RPC = "torch RPC, as in Accelerate's PR 4066"
@@ -72,6 +73,8 @@ PICKS = (
     decode(1, "one process"),
     decode(1, RPC),
     decode(32, "one process"),
+    decode(1, "one process", "ours, tp=2"),
+    decode(32, "one process", "ours, tp=2"),
     beside(
         *("peak memory of a rank, model over 4", "model", "MiB", "from_pretrained in one process"),
         *({"ranks": 4}, "peak of a rank (MiB)", "plain peak (MiB)"),
