@@ -40,9 +40,7 @@ def extension(
 
 setup(
     license="Apache-2.0",
-    ext_modules=[
-        extension("coordinator._board", ["csrc/board.cpp", "csrc/board_binding.cpp"]),
-        extension("communicator._native", sorted(glob("csrc/binding*.cpp")), ("dl",), ("-O3",)),
+    ext_modules=[  # two are built at a time: the longest first
         # Not a Python module: a vendor library like any other, opened through communicator.h.
         extension(
             "communicator._shm",
@@ -55,6 +53,8 @@ setup(
             sorted(glob("csrc/nccl*.cpp")),
             ("dl", "pthread"),
         ),
+        extension("communicator._native", sorted(glob("csrc/binding*.cpp")), ("dl",), ("-O3",)),
+        extension("coordinator._board", ["csrc/board.cpp", "csrc/board_binding.cpp"]),
     ],
     options={"build_ext": {"parallel": 2}},
     cmdclass={"bdist_wheel": Abi3Wheel} if not sysconfig.get_config_var("Py_GIL_DISABLED") else {},
