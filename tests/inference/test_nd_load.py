@@ -171,6 +171,23 @@ def test_every_dtype_arrives_bit_for_bit(ranks, tmp_path, dtype):
     assert torch.equal(torch.cat(parts, 1), whole.view(torch.uint8).reshape(7, -1))
 
 
+def test_numbers_that_share_a_byte_arrive_bit_for_bit(ranks, tmp_path):
+    """The file counts numbers of four bits, and torch the bytes that hold two of them."""
+    whole = torch.arange(42, dtype=torch.uint8).reshape(7, 6)
+    save_file({"weight": whole.view(torch.float4_e2m1fn_x2)}, tmp_path / "w.safetensors")
+
+    def rank(info):
+        model = nn.Module()
+        empty = torch.empty(7, 6, dtype=torch.float4_e2m1fn_x2, device="meta")
+        model.register_buffer("weight", empty)
+        with Coordinator(info, timeout_s=30) as coor:
+            cuts = {"weight": (Split("tp", 1),)}
+            inference.load_into(model, tmp_path, coor, mesh={"tp": 3}, reader="rank0", splits=cuts)
+        return model.weight.view(torch.uint8)
+
+    assert torch.equal(torch.cat(ranks(rank, 3), 1), whole)
+
+
 @pytest.mark.parametrize("reader", READERS)
 def test_tensors_larger_than_a_block_arrive_in_blocks(ranks, tmp_path, monkeypatch, reader):
     monkeypatch.setattr("inference.nd_load.BLOCK", 64)
