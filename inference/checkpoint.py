@@ -164,7 +164,15 @@ def read_config(path: str | Path) -> Any:
         )
     _refuse_pickles(folder)
     read_index(folder)
-    return transformers.AutoConfig.from_pretrained(folder)
+    try:
+        return transformers.AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = str(error).strip().partition("\n")[0]
+        raise CheckpointError(
+            f"{folder}/config.json describes no model that transformers "
+            f"{transformers.__version__} knows ({why}); copy it again, or install the version that "
+            "wrote it."
+        ) from error
 
 
 def read_tokenizer(path: str | Path) -> Any:

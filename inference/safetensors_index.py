@@ -118,8 +118,12 @@ def _header(file: Path) -> Iterator[tuple[str, Stored]]:
                 raise ValueError(f"its header claims {length} bytes")
             header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
-        for name, entry in header.items():
+        last = 0
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             begin, end = entry["data_offsets"]
+            if begin != last:
+                raise ValueError(f"{name} does not begin where the one before it ends")
+            last = end
             if entry["dtype"] not in DTYPES:
                 raise ValueError(f"{name} is of dtype {entry['dtype']}, which torch does not have")
             shape = tuple(entry["shape"])
@@ -129,7 +133,7 @@ def _header(file: Path) -> Iterator[tuple[str, Stored]]:
             if end - begin != stored.nbytes or 8 + length + end > size:
                 raise ValueError(f"{name} does not fit into the file of {size} bytes")
             yield name, stored
-    except (OSError, ValueError, KeyError, struct.error) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise CheckpointError(
             f"{file} is no whole .safetensors file ({error}), so what it holds is unknown; "
             "copy it again."

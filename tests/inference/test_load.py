@@ -264,6 +264,37 @@ def test_a_truncated_file_is_an_error_on_every_rank(sharded, ranks_or_errors):
     assert all(file.name in text for text in complaints(ranks_or_errors, sharded))
 
 
+def rewritten(file, change):
+    """A .safetensors file with another header."""
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    text = json.dumps(change(header)).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+def overlapping(header):
+    """The second tensor lies where the first does: wrong weights, of the right shapes."""
+    second = [name for name in header if name != "__metadata__"][1]
+    begin, end = header[second]["data_offsets"]
+    header[second]["data_offsets"] = [0, end - begin]
+    return header
+
+
+@pytest.mark.parametrize("change", [overlapping, list, lambda header: dict.fromkeys(header, 3)])
+def test_a_header_that_makes_no_sense_is_an_error_on_every_rank(sharded, ranks_or_errors, change):
+    file = sorted(sharded.glob("*.safetensors"))[-1]
+    rewritten(file, change)
+    assert all(file.name in text for text in complaints(ranks_or_errors, sharded))
+
+
+@pytest.mark.parametrize("config", ["{", '{"model_type": "nobody"}'])
+def test_a_config_of_no_model_is_an_error_on_every_rank(sharded, ranks_or_errors, config):
+    (sharded / "config.json").write_text(config)
+    for text in complaints(ranks_or_errors, sharded):
+        assert "config.json describes no model" in text
+
+
 def test_a_missing_file_is_an_error_on_every_rank(sharded, ranks_or_errors):
     file = sorted(sharded.glob("*.safetensors"))[-1]
     file.unlink()
