@@ -7,8 +7,10 @@ from typing import Any
 
 from transformers.cache_utils import (
     Cache,
+    CacheLayerMixin,
     DynamicCache,
     EncoderDecoderCache,
+    LinearAttentionCacheLayerMixin,
     StaticCache,
     StaticLayer,
 )
@@ -106,7 +108,16 @@ def change(cache: Cache, operation: str, *arguments: Any) -> None:
     """What a cache's method of this name does, to those of its layers that hold something here."""
     for layer in cache.layers:
         if _can(layer, operation):
-            getattr(layer, operation)(*arguments)
+            getattr(_filled_part(layer, operation), operation)(layer, *arguments)
+
+
+def _filled_part(layer: Any, operation: str) -> type[Any]:
+    """The class of a layer, or of its keys alone, if its states are on another rank (Inkling)."""
+    for kind in type(layer).__mro__ if not _has_states(layer) else ():
+        is_of_keys = issubclass(kind, CacheLayerMixin) and hasattr(kind, operation)
+        if is_of_keys and not issubclass(kind, LinearAttentionCacheLayerMixin):
+            return kind
+    return type(layer)
 
 
 def _can(layer: Any, operation: str) -> bool:
@@ -119,8 +130,12 @@ def _can(layer: Any, operation: str) -> bool:
 
 def is_filled(layer: Any) -> bool:
     """Whether a layer of a cache holds keys or a state here."""
+    return bool(getattr(layer, "is_initialized", False)) or _has_states(layer)
+
+
+def _has_states(layer: Any) -> bool:
     flags = [
         getattr(layer, name, {})
         for name in ("is_conv_states_initialized", "is_recurrent_states_initialized")
     ]
-    return bool(getattr(layer, "is_initialized", False)) or any(any(f.values()) for f in flags)
+    return any(any(each.values()) for each in flags)

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.cache_utils import DynamicCache, LinearAttentionAndSlidingWindowAttentionLayer
 
 from inference import InferenceError, StageError, over_stages
 from inference.layout import layer_names
+from inference.shadow import bookkeeping, shadow
+from inference.vault import change
 
 BASE = {
     "vocab_size": 64,
@@ -256,6 +259,17 @@ def test_tokens_that_were_guessed_wrong_are_taken_back_from_windows(checkpoints,
 
     device_map = {"": 0, "model.layers.1": 1, "model.layers.2": 2, "model.layers.3": 2}
     assert on_master(path, 3, work, device_map=device_map) == work(plain)
+
+
+def test_tokens_are_taken_back_from_a_layer_that_has_a_window_and_a_state_elsewhere():
+    """Inkling's layers have both, and what stands for them on the master has no state to crop."""
+    layer, cache = LinearAttentionAndSlidingWindowAttentionLayer(sliding_window=6), DynamicCache()
+    cache.layers = [layer]
+    layer.activate_past_recording()
+    with bookkeeping():
+        layer.update(shadow(2, 9), shadow(2, 9))
+        change(cache, "crop", -2)
+    assert layer.get_seq_length() == 7 and layer.keys.shape[-2] == 5
 
 
 @pytest.mark.parametrize("family", UNUSUAL)
