@@ -128,12 +128,18 @@ ALWAYS_INLINE void reduce_block(typename Codec::Stored* out, const void* const* 
     narrow<Codec, Set>(out + offset, total, count);
 }
 
+// The most usual case, for which code is spent: two operands, each element in one go.
+template <class Codec, class Set>
+constexpr bool has_pairs =
+    Set::fast && (std::is_same<typename Codec::Stored, typename Codec::Wide>::value ||
+                  std::is_same<Codec, Bfloat16>::value);
+
 template <class Codec, class Op, class Set>
 ALWAYS_INLINE void reduce(void* out, const void* const* sources, int num_sources, size_t count,
                           int divisor) {
     using Stored = typename Codec::Stored;
     Stored* to = static_cast<Stored*>(out);
-    if constexpr (Set::fast && std::is_same<Stored, typename Codec::Wide>::value)
+    if constexpr (has_pairs<Codec, Set>)
         if (num_sources == 2 && divisor <= 1)
             return reduce_two<Codec, Op>(to, static_cast<const Stored*>(sources[0]),
                                          static_cast<const Stored*>(sources[1]), count);

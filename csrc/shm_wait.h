@@ -74,11 +74,13 @@ class Place {
     int64_t last_move_ns_ = 0;
 };
 
+// Who comes at about the same time is seen at once: a pause may take as long as such a wait.
 template <class Ready>
 bool look(const Patience& patience, Ready ready) {
+    constexpr int eager = 64;
     for (int i = 0; i < patience.pauses; ++i) {
         if (ready()) return true;
-        pause_core();
+        if (i >= eager) pause_core();
     }
     for (int i = 0; i < patience.yields; ++i) {
         if (ready()) return true;
