@@ -122,7 +122,7 @@ void in_rounds(Group& group, const Call& call, size_t elements_per_round, Body b
     group.begin(call);
     uint64_t first = 0;
     do {
-        if (first != 0) group.next_round();
+        group.next_round();
         uint64_t part = std::min<uint64_t>(elements_per_round, call.count - first);
         body(first, part);
         first += part;
@@ -156,6 +156,7 @@ void allreduce_in_place(Group& group, const Call& call, size_t size, Reduce redu
 template <class Stage>
 bool all_share(Group& group, const Call& call, uint64_t where, Stage stage) {
     group.begin(call, where);
+    group.next_round();
     if (where == 0) stage();
     group.step();
     int shared = group.num_shared_tensors();

@@ -149,7 +149,6 @@ void Group::begin(const Call& call, uint64_t word) {
     deadline_ns_ = 0;
     ++call_number_;
     unchecked_ = true;
-    next_round();
 }
 
 void Group::await() {
@@ -226,8 +225,10 @@ void Group::check_records() {
     for (int peer = 0; peer < nranks; ++peer) {
         const Record& theirs = segment_.block(peer).arrival.records[call_number_ & 1];
         if (theirs.what.load(std::memory_order_relaxed) != what ||
-            theirs.count.load(std::memory_order_relaxed) != call_.count)
+            theirs.count.load(std::memory_order_relaxed) != call_.count) {
+            round_ = 0;  // some had a round and some had none; all of them come by here
             throw_mismatch(peer, theirs);
+        }
     }
 }
 

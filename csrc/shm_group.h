@@ -63,6 +63,8 @@ class Group {
     // alone.
     // word: where the tensor is, if in shared memory; or the tensor itself, if that fits.
     void begin(const Call& call, uint64_t word = 0);
+    // Before each use of the slots, and only then: writer() counts on rounds that follow each
+    // other.
     void next_round() { ++round_; }
     void step() {
         arrive();
