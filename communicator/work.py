@@ -45,10 +45,11 @@ class Handle(Work):
     def end(self, error: Exception | None = None) -> None:
         self._error = error
         self._ended.set()
-        if error is None:
-            self._future.set_result(self._result)
-        else:
-            self._future.set_exception(error)  # type: ignore[arg-type]  # declared too narrowly
+        with torch.inference_mode(False):  # what others do when they hear of it is theirs
+            if error is None:
+                self._future.set_result(self._result)
+            else:
+                self._future.set_exception(error)  # type: ignore[arg-type]  # declared too narrowly
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """True once the result is there. timeout 0: the deadline of the call itself."""
@@ -88,8 +89,13 @@ class WorkQueue:
         self._thread: threading.Thread | None = None
 
     def put(self, call: Callable[[], object], result: list[torch.Tensor]) -> Handle:
-        """Do the call after those before it, and return at once."""
+        """Do the call after those before it, and return at once.
+
+        One that is made when another ends (Future.then) comes next on all ranks: it is done here.
+        """
         handle = Handle(result)
+        if threading.current_thread() is self._thread:
+            return handle.run(call)
         self._calls.put(lambda: handle.run(call))
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(self._calls,), daemon=True)

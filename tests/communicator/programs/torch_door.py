@@ -130,6 +130,22 @@ def calls_in_flight_end_in_order():
 
 
 @program(3)
+def calls_made_when_another_ends():
+    """PowerSGD does so, in the thread of the group, and waited there for itself for ever."""
+
+    def again(future):
+        total = future.value()[0]
+        return dist.all_reduce(total, async_op=True).get_future().wait()[0] + 1
+
+    work = dist.all_reduce(mine(200_000), async_op=True)
+    ended = work.get_future().then(again)
+    other = mine(5)
+    dist.all_reduce(other, async_op=True).wait()
+    found = ended.wait()
+    return [found, other, found.is_inference()]
+
+
+@program(3)
 def messages_cross():
     """Everyone sends to the next before receiving from the one before: large enough to block."""
     world, rank = dist.get_world_size(), dist.get_rank()
