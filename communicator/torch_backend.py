@@ -7,10 +7,12 @@ dist.init_process_group("drumline")     # or "cpu:drumline,cuda:drumline"
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 from communicator import lists
 from communicator.base import Communicator
@@ -315,4 +317,16 @@ def _create(options: Any, _: Any) -> Group:
     return Group(Meeting(store, rank, world_size, timeout_s))
 
 
+def _leave_untraced(kind: type) -> None:
+    """Let torch.compile run a class's methods, and all that they call, as they are.
+
+    torch.compiler.disable does the same, and imports the compiler, which takes seconds.
+    """
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    for method in vars(kind).values():
+        if isinstance(method, FunctionType):
+            set_code_exec_strategy(method.__code__, skip)
+
+
+_leave_untraced(Group)
 dist.Backend.register_backend(NAME, _create, extended_api=True, devices=list(DEVICE_TYPES))

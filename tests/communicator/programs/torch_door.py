@@ -404,6 +404,9 @@ def data_parallel_in_its_other_ways():
     with with_buffers.no_sync():
         with_buffers(mine(4, 8)).sum().backward()
     found += train(with_buffers)
+    torch._dynamo.reset()
+    buffers = DistributedDataParallel(nn.Sequential(network(), nn.BatchNorm1d(4)))
+    found += train(torch.compile(buffers, backend="eager"))  # which calls the group while it traces
     uneven = DistributedDataParallel(network())
     with uneven.join():
         for step in range(1 + dist.get_rank()):
