@@ -105,7 +105,9 @@ class Sights:
 
     def gone_missing(self) -> list[Culprit]:
         """Those that are waited for and will not come any more."""
-        return self.gone({*self.missing(), *self._remote})
+        gone = self.gone({*self.missing(), *self._remote})
+        awaited = {*self.missing(), *self._remote} if gone else ()  # some came first, and then left
+        return [culprit for culprit in gone if culprit.peer.rank in awaited]
 
     def _gone_here(self, rank: int) -> Culprit | None:
         status, _, calls, name, number, site, ago_s = self._glimpse(rank)

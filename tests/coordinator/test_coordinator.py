@@ -1,5 +1,6 @@
 """The Coordinator with ranks as threads: no global may stand between them."""
 
+import threading
 import time
 
 import pytest
@@ -30,6 +31,30 @@ def test_allgather_keeps_order_and_uneven_sizes(ranks):
             return coor.allgather(b"x" * SIZES[coor.rank])
 
     assert ranks(body, 5) == [[b"x" * size for size in SIZES[:5]]] * 5
+
+
+def test_who_comes_and_leaves_while_another_looks_for_it_is_not_lost(ranks):
+    looks, has_left = threading.Event(), threading.Event()
+
+    def body(info):
+        with Coordinator(info) as coor:
+            if coor.rank == 0:
+                sights = coor._group.watch.sights
+                gone = sights.gone
+
+                def looked(among):
+                    looks.set()
+                    assert not among or has_left.wait(10)
+                    return gone(among)
+
+                sights.gone = looked
+            else:
+                assert looks.wait(10)
+            coor.barrier()
+        has_left.set()
+        return True
+
+    assert ranks(body, 2) == [True, True]
 
 
 def test_nobody_leaves_a_barrier_before_the_last_came(ranks):
