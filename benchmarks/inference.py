@@ -39,7 +39,7 @@ Case = tuple[str, int, int, int]  # name, batch, prompt, new tokens
 LARGE: list[Case] = [
     ("decode, batch 1", 1, 16, 24),
     ("decode, batch 32", 32, 16, 12),
-    ("prefill, 8 x 256", 8, 256, 1),
+    ("prefill, 8 x 512", 8, 512, 1),
 ]
 SMALL: list[Case] = [("a token of a tiny model", 1, 16, 64)]
 Times = dict[str, list[dict[str, Any]]]  # by peer

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 from communicator import lists
 from communicator.base import Communicator
@@ -320,8 +319,17 @@ def _create(options: Any, _: Any) -> Group:
 def _leave_untraced(kind: type) -> None:
     """Let torch.compile run a class's methods, and all that they call, as they are.
 
-    torch.compiler.disable does the same, and imports the compiler, which takes seconds.
+    torch.compiler.disable does the same, and imports the compiler, which takes seconds. This much
+    of it is torch's own affair: without it only what is compiled around our calls is lost.
     """
+    try:
+        from torch._C._dynamo.eval_frame import (
+            _FrameAction,
+            _FrameExecStrategy,
+            set_code_exec_strategy,
+        )
+    except ImportError:
+        return
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     for method in vars(kind).values():
         if isinstance(method, FunctionType):

@@ -91,11 +91,13 @@ class WorkQueue:
     def put(self, call: Callable[[], object], result: list[torch.Tensor]) -> Handle:
         """Do the call after those before it, and return at once.
 
-        One that is made when another ends (Future.then) comes next on all ranks: it is done here.
+        One that is made when another ends (Future.then) is done here, and so comes next on all
+        ranks if each asked for that end before it made any further call.
         """
         handle = Handle(result)
         if threading.current_thread() is self._thread:
-            return handle.run(call)
+            with torch.inference_mode():  # as what it serves, which end() has left
+                return handle.run(call)
         self._calls.put(lambda: handle.run(call))
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(self._calls,), daemon=True)

@@ -104,9 +104,13 @@ class Coordinator(Collectives):
         self.local_world_size = len(self._mine)
         stacks.listen()
         self._recorder = launcher.recorder(self.info)
+        if parent is None and any(peer.is_traced for peer in self.peers):
+            # Of a part of the ranks, the first need not be rank 0 of the launch. All take part, for
+            # some may have no folder to record in.
+            behind_ns = self._behind_master_ns()
+            if self._recorder is not None:
+                self._recorder.align(behind_ns)
         if self._recorder is not None:
-            if parent is None:  # of a part of the ranks, the first need not be rank 0 of the launch
-                self._recorder.align(self._behind_master_ns())
             self._recorder.follow(self, TRACED, "wait", group=key)
 
     def _behind_master_ns(self) -> int:

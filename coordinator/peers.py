@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from launcher import LaunchInfo
+from launcher import LaunchInfo, tracing
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Peer:
     """One rank as the others see it: enough to name it in an error and to find it on its host.
 
     memory: equal for processes that can share memory: one kernel, one view of pids, one user.
-    address: by which the others reach its host.
+    address: by which the others reach its host. is_traced: is what it does to be recorded?
     """
 
     rank: int
@@ -29,6 +29,7 @@ class Peer:
     start_ticks: int
     memory: str = ""
     address: str = ""
+    is_traced: bool = False
 
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
@@ -53,6 +54,7 @@ class Peer:
             start_ticks(pid) or 0,
             f"{boot_id()}/{_namespace('pid')}/{_namespace('user')}/{os.getuid()}",
             address,
+            tracing.EXTRA in info.extras,
         )
 
     @property

@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 from transformers.generation import stopping_criteria as stopping
 
+from inference.errors import InferenceError
+from inference.lookout import process_of
 from inference.vigil import Vigil
 
 SURE = (
@@ -34,8 +36,7 @@ SURE = (
 def drawn_alike(vigil: Vigil, device: torch.device) -> Iterator[None]:
     """Within this block every rank draws what the first one draws. Collective, and so is each draw
     if ranks are threads of one process: those have one generator, and only the first may use it."""
-    pids = [peer.pid for peer in vigil.coor.peers]
-    if len(set(pids)) == len(pids):
+    if len({process_of(peer) for peer in vigil.coor.peers}) == vigil.coor.world_size:
         _share_state(vigil, device)
         yield
         return
@@ -72,12 +73,22 @@ class _FirstDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not _draws(func):
             return func(*args, **kwargs)
         if self.vigil.coor.is_master():
-            found = func(*args, **kwargs)
+            try:
+                found = func(*args, **kwargs)
+            except Exception:
+                self.vigil.first_of(b"")  # for which the others wait
+                raise
             drawn = found if isinstance(found, (tuple, list)) else [found]
             self.vigil.first_of(save({str(n): x.contiguous() for n, x in enumerate(drawn)}))
             return found
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        told = load(self.vigil.first_of(b""))
+        data = self.vigil.first_of(b"")
+        if not data:
+            raise InferenceError(
+                f"rank {self.vigil.coor.rank}: the first rank could not draw for all, so no rank "
+                "has its token; its own error says why."
+            )
+        told = load(data)
         where = given[0].device if given else torch.device("cpu")
         values = [told[str(n)].to(where) for n in range(len(told))]
         if func._schema.is_mutable:
@@ -87,8 +98,9 @@ class _FirstDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _draws(func: Any) -> bool:
     """Is what it returns random? Attention is tagged so too, for what it leaves out in training."""
-    given = (argument.name for argument in func._schema.arguments)
-    return torch.Tag.nondeterministic_seeded in func.tags and not any("dropout" in n for n in given)
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        return False
+    return not any("dropout" in argument.name for argument in func._schema.arguments)
 
 
 def stopping_alike(

@@ -165,6 +165,7 @@ class Run:
         self.hidden_slots: list[int] = []  # of the hidden state that each further layer is given
         self.numbers = tuple([leaves.ints[at] for at in form.numbers_at])
         self.is_learning = False
+        self.fills: tuple[int, ...] | None = ()  # layers of the cache counted for the last call
         if form.is_repeatable:
             self.tensors = leaves.tensors[1:]
             self.given = (args[1:], kwargs)  # held, so that nothing else takes their identity

@@ -7,6 +7,7 @@ cut.fill("checkpoint", coor, grid, asked.reader)
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import math
 from collections.abc import Mapping
@@ -208,8 +209,11 @@ def _constructed(module: nn.Module, key: str, device: str) -> torch.Tensor:
     assert buffer is not None
     if sum(p.numel() for p in module.parameters()) > FEW:
         return buffer
+    if set(inspect.signature(type(module)).parameters) - {"config", "device"}:
+        return buffer  # made with more than the config, perhaps
     try:
-        made = type(module)(getattr(module, "config", None))._buffers[key]
+        with torch.random.fork_rng(devices=[]):
+            made = type(module)(getattr(module, "config", None))._buffers[key]
     except Exception:
         return buffer
     return buffer if made is None or made.shape != buffer.shape else made.to(device, buffer.dtype)

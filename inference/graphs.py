@@ -37,6 +37,8 @@ MOST_GRAPHS = 8
 MOST_CHANGES = 2
 """So often a program is captured anew for a cache before it is left alone."""
 
+TOO_MANY = f"what they are given changes, or over {MOST_GRAPHS} caches take turns"
+
 NEVER = -(1 << 60)
 
 Use = tuple[int, tuple[int, ...]]
@@ -151,7 +153,7 @@ class Graphs:
         if self._captured.pop(use, None) is not None:
             self._changes[use] += 1
         if self._changes[use] > MOST_CHANGES:
-            self._refuse(its, use, "what they are given changes with the tokens")
+            self._refuse(its, use, TOO_MANY)
             return None
         inputs = [torch.empty_like(tensor, device=self.device) for tensor in arrived]
         graph = self.make()
@@ -162,7 +164,9 @@ class Graphs:
             self._refuse(its, use, f"they cannot be captured ({why})")
             return None
         while len(self._captured) >= MOST_GRAPHS:
-            del self._captured[next(iter(self._captured))]
+            oldest = next(iter(self._captured))
+            del self._captured[oldest]
+            self._changes[oldest] += 1
         self._captured[use] = Captured(graph, inputs, list(ints), state)
         return self._captured[use]
 

@@ -69,7 +69,12 @@ def outlast_master(coor: Any, code: int) -> None:
 
 def spans_processes(coor: Any) -> bool:
     """Whether one rank can be stopped without the others: they are not all threads of one."""
-    return any(peer.pid != coor.peers[0].pid for peer in coor.peers)
+    return len({process_of(peer) for peer in coor.peers}) > 1
+
+
+def process_of(peer: Any) -> tuple[str, str, str, int]:
+    """The same for ranks that are threads of one process; containers may count pids alike."""
+    return peer.host, peer.boot_id, peer.memory, peer.pid
 
 
 class Lookout(threading.Thread):
@@ -114,7 +119,8 @@ class Lookout(threading.Thread):
             except (DistNetworkError, DistStoreError):
                 verdict = None if self.coor.rank == 0 else (0, "is gone")
             if verdict is not None:
-                self.give_up(*verdict)
+                if not self.over.is_set():  # the store may have gone with the group
+                    self.give_up(*verdict)
                 return
 
     def _look(self, number: int) -> tuple[int, str] | None:

@@ -31,6 +31,10 @@ ITS_PART = "every layer"
 """What each rank has of a model whose layers are cut, in words."""
 
 
+SYNCED_AT = 6
+"""The place of synced_gpus among the arguments of generate()."""
+
+
 class OverMesh:
     """Mixed into the class of the model. Every rank calls it alike, with the same inputs along tp.
 
@@ -56,7 +60,8 @@ class OverMesh:
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As ever; the ranks that share a model draw the samples of the first, and stop with it."""
-        if self.mesh.along("dp_shard") > 1:  # each needs the shards of all others until the end
+        if self.mesh.along("dp_shard") > 1 and len(args) < SYNCED_AT:
+            # Each needs the shards of all others until the end.
             kwargs.setdefault("synced_gpus", True)
         said = super().generate  # type: ignore[misc]
         if self._vigil is None:

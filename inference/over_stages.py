@@ -78,9 +78,10 @@ def _placed_and_loaded(
         parts = with_cache(parts, *needs)
         chosen = together(coor, lambda: plan(parts, room, device_map, speeds=speeds, step=step))
         maps.append(chosen)
+        told = {"plan": chosen.to_bytes().decode(), "cuda_graphs": str(asked.cuda_graphs)}
+        agree_on(coor, told)
         if asked.cuda_graphs:
-            together(coor, lambda: _refuse_graphs(chosen))
-        agree_on(coor, {"plan": chosen.to_bytes().decode()})
+            _refuse_graphs(chosen)
         return _loaded(coor, kind, source, chosen, dtype, asked.progress, asked.rest), chosen
 
 
@@ -210,7 +211,7 @@ def join(
     device = torch.device(chosen.device_of(coor.rank))
     if coor.is_master():
         return distribute(model, chosen, Session(ring, device))
-    graphs = Graphs(coor.rank, device) if cuda_graphs else None
+    graphs = Graphs(coor.rank, device) if cuda_graphs and coor.rank in chosen.ranks else None
     with ring:
         code = Stage(model, ring, device, graphs).serve()
     outlast_master(coor, code)

@@ -42,8 +42,9 @@ class RemoteModule:
         if run is None:
             return self._begin(args, kwargs)
         hidden = args[0]
+        run.fills = self.cache_layers
         if run.caches:
-            advance(run.caches[0], self.cache_layers, hidden)
+            advance(run.caches[0], run.fills, hidden)
         run.add(self, hidden)
         if self.outputs.get(run.form) == PLAIN:
             return chain.lazy("hidden", self.maker, hidden)
@@ -66,6 +67,7 @@ class RemoteModule:
         chain.runs.append(run)
         run.add(self, None)
         run.is_learning |= fills is None
+        run.fills = fills
         return self._result(chain, form, leaves)
 
     def _number_of(self, cache: Cache) -> int:
@@ -102,7 +104,7 @@ class RemoteModule:
         and to some an integer says which turn of a recurrence it is (HRM)."""
         is_usual = set(filled) <= set(self.cache_layers)
         layers = self.cache_layers if is_usual else filled
-        cache, is_counted = leaves.caches[0], is_usual and not run.numbers
+        cache = leaves.caches[0]
         try:
             if not is_usual and self.cache_layers and not run.numbers:
                 raise InferenceError(
@@ -111,7 +113,7 @@ class RemoteModule:
                     "the lengths that masks are made of would be wrong; give it to rank 0 in "
                     "device_map."
                 )
-            if not is_counted and (run.form, run.numbers) not in self.fills:
+            if run.fills != layers:
                 advance(cache, layers, leaves.tensors[0])
         except InferenceError:
             cache.torn = True  # over there it is filled already

@@ -99,8 +99,12 @@ class Vigil:
 
 def _is_behind(comm: Communicator) -> bool:
     """On CUDA a call is only enqueued, and what waits is the stream."""
-    device = comm.device
-    return device.type == "cuda" and not torch.cuda.default_stream(device).query()
+    if comm.device.type != "cuda":
+        return False
+    try:
+        return not torch.cuda.default_stream(comm.device).query()
+    except RuntimeError:  # it is broken, or a graph is captured
+        return True
 
 
 class Watched:

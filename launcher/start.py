@@ -94,7 +94,7 @@ def own_launch_id(nnodes: int, name: str) -> str:
     """A new one. Raises ValueError if each of several nodes would draw its own, and none meet."""
     chosen = registry.find(name)
     starts_one = not getattr(chosen, "STARTS_ALL_NODES", False)
-    if nnodes > 1 and starts_one and "nnodes" in getattr(chosen, "HONOURS", OPTIONS):
+    if nnodes > 1 and starts_one and "nnodes" in getattr(chosen, "HONOURS", ()):
         raise ValueError(
             f"each of {nnodes} nodes is started by a command of its own, and these must be told "
             "the same, so nothing was started. Give --master-addr ADDRESS, of the first, and "

@@ -71,7 +71,8 @@ def read(files: Sequence[Path]) -> dict[str, Any]:
     Raises ValueError if one of them is none that a viewer opens.
     """
     events: list[dict[str, Any]] = []
-    for number, file in enumerate(files):
+    for file in files:
+        lowest = min([0, *(one["pid"] for one in events)])
         try:
             trace = json.loads(file.read_text())
         except ValueError as error:
@@ -79,7 +80,7 @@ def read(files: Sequence[Path]) -> dict[str, Any]:
         if wrong := problems(trace):
             raise ValueError(f"{file} is no trace: {'; '.join(wrong[:3])}")
         for one in trace["traceEvents"]:
-            events.append({**one, "pid": one["pid"] - (number if one["pid"] < 0 else 0)})
+            events.append({**one, "pid": one["pid"] + (lowest if one["pid"] < 0 else 0)})
     return {"traceEvents": events}
 
 
@@ -133,7 +134,8 @@ def _aligned(recordings: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 def _offsets(recordings: list[list[dict[str, Any]]]) -> dict[str, float]:
     """What to add to each clock to have rank 0's: as Coordinators measured it, whoever of that host
-    did so; by the time of day where none has."""
+    did so; by the time of day where none has. If nobody has, it is the time of day that is shown,
+    which the files of several launchers share."""
     measured: dict[str, list[int]] = {}
     days: dict[str, int] = {}
     for which, *records in recordings:
@@ -141,7 +143,7 @@ def _offsets(recordings: list[list[dict[str, Any]]]) -> dict[str, float]:
         found = measured.setdefault(which["clock"], [])
         found += [one["offset_ns"] for one in records if "offset_ns" in one]
     known = {name: statistics.median(found) for name, found in measured.items() if found}
-    of_rank_0 = [days[name] - offset for name, offset in known.items()] or list(days.values())
+    of_rank_0 = [days[name] - offset for name, offset in known.items()] or [0]
     return {name: known.get(name, day - of_rank_0[0]) for name, day in days.items()}
 
 
@@ -175,6 +177,8 @@ def _wrong(one: Any) -> Iterator[str]:
     missing = NEEDED[kind] - one.keys()
     if missing:
         yield f"has no {', '.join(sorted(missing))}"
+    if not isinstance(one.get("pid", 0), int):
+        yield f"has {one['pid']!r} for pid, which is no whole number"
     for name in ("ts", "dur"):
         if not isinstance(one.get(name, 0), (int, float)):
             yield f"has {one[name]!r} for {name}, which is no number"

@@ -81,7 +81,7 @@ def train(coor: Coordinator, comm: Communicator) -> LlamaForCausalLM:
         average_gradients(model, comm)
         optimizer.step()
         schedule.step()
-        if coor.is_master() and (step == 1 or step % (STEPS // REPORTS) == 0):
+        if coor.is_master() and (step == 1 or step % max(STEPS // REPORTS, 1) == 0):
             report(step, loss.item(), start)
     return model
 

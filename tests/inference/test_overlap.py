@@ -165,6 +165,31 @@ def test_windows_that_slide_are_put_together_too(checkpoints, on_master, small, 
     assert groups
 
 
+@pytest.mark.parametrize("work", [greedy, no_cache, a_static_cache])
+def test_layers_that_do_not_say_where_they_keep_their_keys_are_learned_of_by_each_group(
+    checkpoints, on_master, small, groups, work
+):
+    """The groups of the first call are all under way before the first answer says it."""
+    plain, path = checkpoints.make(
+        "gpt-neo-groups",
+        "GPTNeoForCausalLM",
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=4,
+        num_heads=4,
+        attention_types=[[["global", "local"], 2]],
+        window_size=6,
+        initializer_range=0.4,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    remote = {"": 0, **{f"transformer.h.{layer}": 1 for layer in range(4)}}
+    assert on_master(path, 2, work, device_map=remote) == work(plain)
+    assert groups
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_a_cache_filled_in_groups_goes_on_as_one(checkpoints, on_master, small, groups, kind):
     def work(model):

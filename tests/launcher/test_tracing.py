@@ -104,6 +104,25 @@ def test_a_rank_that_does_not_find_the_folder_of_the_trace_says_so(tmp_path):
         assert tracing.recorder(_info(1, tmp_path / "elsewhere")) is None
 
 
+def test_hosts_without_the_folder_of_the_trace_stay_in_step_with_those_that_have_it(
+    hosts, tmp_path
+):
+    script = tmp_path / "script.py"
+    script.write_text("""if True:
+        from coordinator import Coordinator
+        with Coordinator(timeout_s=20) as coor:
+            print(coor.allgather(str(coor.rank).encode()))
+    """)
+    environ = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29533"}
+    environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    started = []
+    for rank, folder in enumerate((tmp_path, tmp_path / "elsewhere")):
+        own = {"RANK": str(rank), "DRUMLINE_TRACE": str(folder)}
+        command = [sys.executable, str(script)]
+        started.append(hosts.start(rank, command, **own, **environ))
+    assert [rank.communicate(timeout=60)[0] for rank in started] == ["[b'0', b'1']\n"] * 2
+
+
 def test_over_several_nodes_the_recordings_lie_beside_the_trace(tmp_path):
     with tracing_file.gathered(tmp_path / "out.json", nnodes=2) as folder:
         assert folder.parent == tmp_path
