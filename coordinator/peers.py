@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from launcher import LaunchInfo, tracing
+from launcher import LaunchInfo
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Peer:
             start_ticks(pid) or 0,
             f"{boot_id()}/{_namespace('pid')}/{_namespace('user')}/{os.getuid()}",
             address,
-            tracing.EXTRA in info.extras,
+            info.is_traced,
         )
 
     @property

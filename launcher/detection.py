@@ -7,7 +7,7 @@ import socket
 from dataclasses import replace
 
 from launcher import context, linux, registry, secret, tracing
-from launcher.info import CHOICE, LaunchInfo, LaunchInfoError
+from launcher.info import CHOICE, TRACE, LaunchInfo, LaunchInfoError
 
 
 def current(launcher: str | None = None) -> LaunchInfo:
@@ -24,7 +24,7 @@ def current(launcher: str | None = None) -> LaunchInfo:
     if "secret_fd" not in extras and (secret_fd := secret.take(os.environ)) is not None:
         extras["secret_fd"] = str(secret_fd)
     if tracing.VARIABLE in os.environ:
-        extras.setdefault(tracing.EXTRA, os.environ[tracing.VARIABLE])
+        extras.setdefault(TRACE, os.environ[tracing.VARIABLE])
     return replace(info, extras=extras)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 
 ENV_PREFIX = "DRUMLINE_"
+TRACE = "trace"  # in extras: the folder in which each rank leaves what it recorded
 CHOICE = ENV_PREFIX + "LAUNCHER"  # names the launcher to believe, where several have left variables
 MAX_PORT = 65535
 
@@ -54,6 +55,11 @@ class LaunchInfo:
     def __reduce__(self) -> tuple[Callable[[bytes], LaunchInfo], tuple[bytes]]:
         """How copy.deepcopy copies it, which cannot copy a mapping proxy."""
         return LaunchInfo.from_bytes, (self.to_bytes(),)
+
+    @property
+    def is_traced(self) -> bool:
+        """Is this a launch with --trace, where every rank records its calls?"""
+        return TRACE in self.extras
 
     def to_dict(self) -> dict[str, object]:
         values = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from launcher import devices, nesting, tracing
-from launcher.info import LaunchInfo
+from launcher import devices, nesting
+from launcher.info import TRACE, LaunchInfo
 from launcher.job import Job
 
 
@@ -14,7 +14,7 @@ def of_node(
 ) -> list[LaunchInfo]:
     """The LaunchInfo of every rank of this node, with first_extras for the first."""
     gpus = devices.of_ranks(job.nprocs, job.share_devices)
-    common = {**nesting.extras(os.environ), **({tracing.EXTRA: job.trace} if job.trace else {})}
+    common = {**nesting.extras(os.environ), **({TRACE: job.trace} if job.trace else {})}
     return [
         LaunchInfo(
             launch_id=job.launch_id,

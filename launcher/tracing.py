@@ -22,10 +22,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from launcher.info import LaunchInfo
+from launcher.info import TRACE, LaunchInfo
 
 VARIABLE = "DRUMLINE_TRACE"  # the same, under engines that only pass on variables
-EXTRA = "trace"  # in LaunchInfo.extras: the folder in which each rank leaves what it recorded
 FLUSH_EVENTS = 64
 # Colours that the viewers know by name (catapult, color_scheme.html): waiting apart from work.
 COLOURS = {
@@ -146,9 +145,9 @@ def clock() -> dict[str, Any]:
 
 def recorder(info: LaunchInfo) -> Recorder | None:
     """A new recorder for this rank, if its launch is traced; what is not traced costs nothing."""
-    if EXTRA not in info.extras:
+    if not info.is_traced:
         return None
-    folder = Path(info.extras[EXTRA])
+    folder = Path(info.extras[TRACE])
     if folder.is_dir():
         return Recorder(folder, info)
     warnings.warn(
