@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ReduceOp
 
 from benchmarks.table import Table, alternate, spread
 from communicator.native import library
@@ -136,7 +137,8 @@ def ns_of_new(call: Call, tensor: torch.Tensor) -> float:
 
 
 class PyncclLike:
-    """What vLLM's pynccl does for a call, as its two layers are: look, wrap, call, check."""
+    """What vLLM's pynccl does for a call in place, in two layers: look, find the numbers of dtype
+    and operation, wrap, call, check."""
 
     def __init__(self, function: Any, device: torch.device, stream: Callable[[], int]) -> None:
         pointer, integer = ctypes.c_void_p, ctypes.c_int
@@ -145,14 +147,19 @@ class PyncclLike:
         self.functions, self.device, self.stream = {"ncclAllReduce": function}, device, stream
         self.comm, self.disabled = pointer(0), False
 
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
         if self.disabled:
             return
         assert tensor.device == self.device, f"{tensor.device} is not {self.device}"
-        address = ctypes.c_void_p(tensor.data_ptr())
-        kind, number = self.kind_of(tensor.dtype), self.number_of(op)
-        stream = ctypes.c_void_p(self.stream())
-        self.call(address, address, tensor.numel(), kind, number, self.comm, stream)
+        self.call(
+            ctypes.c_void_p(tensor.data_ptr()),
+            ctypes.c_void_p(tensor.data_ptr()),
+            tensor.numel(),
+            self.kind_of(tensor.dtype),
+            self.number_of(op),
+            self.comm,
+            ctypes.c_void_p(self.stream()),
+        )
 
     def call(self, *arguments: Any) -> None:
         self.check(self.functions["ncclAllReduce"](*arguments))
@@ -167,6 +174,10 @@ class PyncclLike:
             return 0
         if dtype == torch.uint8:
             return 1
+        if dtype == torch.int32:
+            return 2
+        if dtype == torch.int64:
+            return 4
         if dtype == torch.float16:
             return 6
         if dtype == torch.float32:
@@ -174,8 +185,8 @@ class PyncclLike:
         raise ValueError(f"unsupported dtype {dtype}")
 
     @classmethod
-    def number_of(cls, op: str) -> int:
-        if op == "sum":
+    def number_of(cls, op: ReduceOp) -> int:
+        if op == ReduceOp.SUM:
             return SUM
         raise ValueError(f"unsupported op {op}")
 
