@@ -23,6 +23,7 @@ from inference.ring import Ring
 from inference.stage import Stage
 from inference.vigil import Vigil
 
+NOBODY = "nobody"
 AGREE_S = 30.0
 """How long a rank whose step failed waits to hear that it failed alike on the whole team."""
 
@@ -45,35 +46,34 @@ class Team:
         return message
 
     def fail_together(self, story: str) -> None:
-        """Return if a step failed on all ranks; otherwise some wait in it for ever: PeerLost.
-
-        It tells the story of the rank that failed first. The others fail because that one leaves,
-        and theirs may well be the first to be heard.
-        """
+        """Return if a step failed on all ranks; otherwise some wait in it for ever: PeerLost."""
         if self.vigil.verdict:
             raise PeerLost(self.vigil.verdict)
+        self._failed_first(story)
+        self._guarded(lambda: self.coor.allgather(b"failed", timeout_s=AGREE_S))
         self.num_failures += 1
-        first = self._first_story(story)
-        try:
-            self._guarded(lambda: self.coor.allgather(b"failed", timeout_s=AGREE_S))
-        except PeerLost as lost:
-            raise PeerLost(f"{lost}\nWhat failed first: {first}") from lost
 
-    def _first_story(self, story: str) -> str:
+    def _failed_first(self, story: str = "") -> str:
+        """The story of the rank that was first to fail in this step; if none was, `story`, which is
+        kept. Those of others, who lost that one because it left, may well be the first to be heard.
+        """
+        expected = "" if story else NOBODY  # which only looks
         try:
-            found: bytes = self.failures.compare_set(str(self.num_failures), "", story)
-            return found.decode()
+            found = self.failures.compare_set(str(self.num_failures), expected, story or NOBODY)
         except (DistNetworkError, DistStoreError, CoordinatorError):
             return story  # the rank that keeps them is gone
+        return "" if found == NOBODY.encode() else found.decode()
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
         try:
             return self.vigil.explained(work)
         except (CommunicatorError, CoordinatorError) as error:
+            story = self._failed_first()
             raise PeerLost(
                 f"rank {self.rank}: the ranks {list(self.coor.ranks)}, which compute one stage "
                 "together, are no longer in step or not all there, so the model cannot run any "
                 f"more; start all ranks again. ({error})"
+                + (f"\nWhat failed first: {story}" if story else "")
             ) from error
 
 
@@ -142,7 +142,7 @@ class TeamStage(Stage):
                 self.team.fail_together(reply.note)
             except PeerLost as lost:
                 if not self.team.vigil.verdict:  # the driver knows it, and is told nothing else
-                    reply.note += str(lost)
+                    reply.note = str(lost)  # which has the story of who was first
                     self.ring.send(reply)
                 raise
         return reply

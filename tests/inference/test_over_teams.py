@@ -3,14 +3,18 @@
 import math
 import re
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import inference
 import launcher
+from communicator import Communicator
 from coordinator import Coordinator
 from inference import Mesh, PlanError, StageError
+from inference.frames import Kind, Message
+from inference.team import Team
 
 SIZES = {
     "vocab_size": 65,
@@ -143,6 +147,33 @@ def test_what_fails_on_one_rank_of_a_team_ends_the_model_and_says_who(family, mo
         on_master(path, 4, said, tp=2, device_map="auto")
     pattern = r"the ranks \[2, 3\].*no longer in.*What failed first: rank 3 .*raised MemoryError"
     assert re.search(pattern, str(raised.value), re.DOTALL), raised.value
+
+
+@pytest.mark.parametrize("call", ["tell", "hear", "fail_together"])
+def test_who_hears_that_the_team_is_lost_hears_what_failed_first(
+    ranks_or_errors, monkeypatch, call
+):
+    """Who was slow was still in an earlier step of the call, and told only of its own loss."""
+    monkeypatch.setattr(inference.team, "AGREE_S", 0.2)
+    has_left = threading.Event()
+    vigil = SimpleNamespace(verdict="", explained=lambda work: work())
+    calls = {"tell": Message(Kind.CALL), "hear": None, "fail_together": "the loss of rank 1"}
+
+    def rank(info):
+        try:
+            with Coordinator(info) as coor, Communicator(coor, timeout_s=30) as comm:
+                team = Team(info.rank, comm, vigil)
+                if info.rank == 1:
+                    team.fail_together("no room on this rank alone")
+                has_left.wait(30)
+                getattr(team, call)(*filter(None, [calls[call]]))
+        finally:
+            has_left.set()
+
+    found = ranks_or_errors(rank, 2)
+    for error in found:
+        assert isinstance(error, inference.PeerLost)
+        assert "What failed first: no room on this rank alone" in str(error)
 
 
 def test_sampling_beams_and_several_turns_go_through_the_teams(family):
