@@ -63,6 +63,33 @@ class Lazy(torch.Tensor):
         return repr(self.fetch())
 
 
+def _of_value(name: str) -> Callable[..., Any]:
+    def method(self: Lazy, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.fetch(), name)(*args, **kwargs)
+
+    return method
+
+
+READS_MEMORY = (
+    "__array__",
+    "__deepcopy__",
+    "__dlpack__",
+    "__dlpack_device__",
+    "__reduce_ex__",
+    "data_ptr",
+    "numpy",
+    "share_memory_",
+    "storage",
+    "tolist",
+    "untyped_storage",
+)
+"""Methods that look for the memory of a tensor without an operation: a lazy one has none, and some
+of them end the process."""
+
+for _name in READS_MEMORY:
+    setattr(Lazy, _name, _of_value(_name))
+
+
 class Withheld(Lazy):
     """Any other tensor that a layer returned, of unknown shape: whatever is asked fetches it.
 

@@ -15,11 +15,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers.cache_utils import (
+    BaseQuantizedLayer,
     Cache,
     DynamicCache,
     DynamicLayer,
     EncoderDecoderCache,
     LinearAttentionCacheLayerMixin,
+    QuantizedCache,
     StaticCache,
     StaticLayer,
 )
@@ -28,7 +30,7 @@ from inference.errors import InferenceError
 from inference.join import join
 from inference.known import EMPTY, Mark, mark, refuse_change
 from inference.shadow import bookkeeping, hide, shadow
-from inference.vault import change
+from inference.vault import QUANTIZED, change, quantization
 
 
 class Journal(Protocol):
@@ -100,6 +102,11 @@ class Mirrored:
             self.known[index] = mark(layers[index])
 
     def _change(self, name: str, *arguments: Any) -> None:
+        if isinstance(self, QuantizedCache) and name != "reorder_cache":
+            raise InferenceError(
+                f"rank 0: {name}() of a quantized cache would change only those of its tokens that "
+                "are not quantized yet; use a dynamic cache, or start from an empty one."
+            )
         for index, known in self.known.items():
             refuse_change(index, _layer(self, index), known)
         self.journal.record(name, self.number, *arguments)
@@ -200,6 +207,8 @@ def _recipe(cache: Cache) -> tuple[Any, ...]:
     elif type(cache) is DynamicCache:
         is_plain = all(type(layer) is DynamicLayer for layer in cache.layers)
         return ("dynamic", bool(cache.layers), is_plain)
+    elif type(cache) is QuantizedCache and type(cache.layers[0]) in QUANTIZED:
+        return ("quantized", *quantization(cache.layers[0]))
     else:
         kind = type(cache).__name__
     raise InferenceError(
@@ -258,6 +267,8 @@ def _advance_layer(cache: Mirrored, index: int, layer: Any, batch: int, tokens: 
         layer.batch_size = batch
     if index not in cache.known and getattr(layer, "is_initialized", False):
         layer.is_initialized = False  # generate() made room for keys, which do not come here
+    if isinstance(layer, BaseQuantizedLayer):
+        layer = cache.layers[index] = DynamicLayer()  # type: ignore[attr-defined]  # counts as well
     if layer is None or hasattr(layer, "get_seq_length"):
         with bookkeeping():
             _count(cache, index, shadow(batch, tokens))

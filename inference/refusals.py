@@ -63,6 +63,13 @@ class Refusals:
         self._refuse("batched continuously", "use generate() from several threads, or serve it")
         return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
 
+    def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        """Nothing if it is so already. The masks made here would not be those meant elsewhere."""
+        if attn_implementation == self.config._attn_implementation:  # type: ignore[attr-defined]
+            return
+        self._refuse("given another attention", "load it with attn_implementation=")
+        super().set_attn_implementation(attn_implementation, *args, **kwargs)  # type: ignore[misc]
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         self._refuse("copied", "use it from several threads as it is, each with its own cache")
         return super().__reduce_ex__(protocol)

@@ -53,6 +53,12 @@ class RemoteModule:
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first call of a run. What the cache refuses is never sent."""
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            raise InferenceError(
+                f"rank 0: {self.name} was called under torch.autocast, of which rank {self.rank} "
+                "knows nothing, so its layers would compute in another dtype; load the model with "
+                "dtype=torch.bfloat16, or call it outside of autocast."
+            )
         leaves = Leaves()
         form = self.session.form(flatten([args, kwargs], leaves, self._number_of))
         chain = self.session.chain

@@ -10,7 +10,11 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
     EncoderDecoderCache,
+    Fp8QuantizedLayer,
+    HQQQuantizedLayer,
     LinearAttentionCacheLayerMixin,
+    QuantizedCache,
+    QuantoQuantizedLayer,
     StaticCache,
     StaticLayer,
 )
@@ -27,6 +31,22 @@ OPERATIONS = (
     "batch_select_indices",
     "activate_past_recording",
 )
+
+
+QUANTIZED = {
+    Fp8QuantizedLayer: "fp8",
+    HQQQuantizedLayer: "hqq",
+    QuantoQuantizedLayer: "quanto",
+}
+"""The backend of a QuantizedCache, which keeps only its layers."""
+
+GROUP_WISE = ("nbits", "axis_key", "axis_value", "q_group_size", "residual_length")
+
+
+def quantization(layer: Any) -> tuple[str, dict[str, int]]:
+    """What QuantizedCache is made with to have such layers: the backend, and its options."""
+    options = {name: getattr(layer, name) for name in GROUP_WISE if hasattr(layer, name)}
+    return QUANTIZED[type(layer)], options
 
 
 class Vault(CacheLookup):
@@ -78,8 +98,11 @@ class Vault(CacheLookup):
                 f"{operation!r} is no operation on a cache; the ranks run different versions."
             )
 
-    def _build(self, kind: str, detail: int, is_plain: bool) -> Cache:
+    def _build(self, kind: str, detail: Any, rest: Any) -> Cache:
         """As the master's, which may have no windows where the config does: across an encoder."""
+        if kind == "quantized":
+            return QuantizedCache(detail, self.config, **rest)
+        is_plain = rest
         if kind == "static":
             cache = StaticCache(config=self.config, max_cache_len=detail)
             if is_plain:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy
 import pytest
 import tokenizers
 import torch
@@ -15,6 +17,7 @@ from transformers import (
     LlamaForCausalLM,
     LogitsProcessorList,
     PreTrainedTokenizerFast,
+    QuantizedCache,
     StaticCache,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -183,6 +186,37 @@ def a_static_cache_used_again_after_reset(model):
     return first, tokens(model, 1, past_key_values=cache)
 
 
+def contrastive_search_as_a_function_of_ones_own(model):
+    """transformers has it on the Hub only; it repeats and selects rows, and reads hidden states."""
+
+    def search(model, input_ids, **_):
+        cache = DynamicCache(config=model.config)
+        step = {"past_key_values": cache, "use_cache": True, "output_hidden_states": True}
+        out = model(input_ids, **step)
+        seen, scores = out.hidden_states[-1], out.logits[:, -1]
+        for _ in range(6):
+            likely, words = scores.softmax(-1).topk(3)
+            cache.batch_repeat_interleave(3)
+            out = model(words.view(-1, 1), **step)
+            states, before = out.hidden_states[-1], seen.repeat_interleave(3, dim=0)
+            alike = torch.cosine_similarity(states, before, dim=-1).amax(-1).view(-1, 3)
+            best = (0.4 * likely - 0.6 * alike).argmax(-1)
+            rows = torch.arange(len(best)) * 3 + best
+            cache.batch_select_indices(rows)
+            seen = torch.cat([seen, states[rows]], dim=1)
+            scores = out.logits[rows, -1]
+            input_ids = torch.cat([input_ids, words.gather(1, best[:, None])], dim=1)
+        return input_ids
+
+    return tokens(model, 2, custom_generate=search)
+
+
+def quantized_keys_and_values(model):
+    quantized = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
+    greedy = tokens(model, 3, padded=True, **quantized)
+    return greedy, tokens(model, 3, padded=True, num_beams=3, **quantized)
+
+
 def two_batches_of_different_size_in_turn(model):
     return tokens(model, 3, padded=True), tokens(model, 1), tokens(model, 3, padded=True)
 
@@ -267,6 +301,8 @@ FEATURES = [
     a_common_prefix_copied_for_each_prompt,
     a_cache_cropped_by_hand,
     a_static_cache_used_again_after_reset,
+    quantized_keys_and_values,
+    contrastive_search_as_a_function_of_ones_own,
     two_batches_of_different_size_in_turn,
 ]
 
@@ -320,6 +356,18 @@ WRITES = [
     set_a_token,
 ]
 """Into memory that stays the same, so that nobody could tell later."""
+
+
+def test_a_quantized_cache_is_not_cut_in_part(checkpoints, on_master):
+    def work(model):
+        cache = QuantizedCache("fp8", model.config)
+        with torch.no_grad():
+            model(prompt(2)["input_ids"], past_key_values=cache)
+        with pytest.raises(InferenceError, match=r"crop\(\) of a quantized cache"):
+            cache.crop(-2)
+        return cache.get_seq_length()
+
+    assert on_master(checkpoints.llama()[1], 2, work) == 9
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
@@ -408,6 +456,35 @@ def test_hidden_states_that_nobody_holds_stay_where_they_are(checkpoints, on_mas
     kept, decoded = on_master(checkpoints.llama()[1], 2, work)
     assert decoded == [1] * 6
     assert kept == 3
+
+
+READS = {
+    "tolist": lambda state: state.tolist(),
+    "numpy": lambda state: state.cpu().numpy().tolist(),
+    "array": lambda state: numpy.asarray(state).tolist(),
+    "dlpack": lambda state: torch.from_dlpack(state).tolist(),
+    "deepcopy": lambda state: copy.deepcopy(state).tolist(),
+    "pickle": lambda state: pickle.loads(pickle.dumps(state)).tolist(),
+    "memory": lambda state: state.share_memory_().data_ptr() > 0,
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_hook_reads_the_memory_of_a_hidden_state_that_was_elsewhere(checkpoints, on_master, read):
+    """It had no memory here, and some of these ended the process."""
+
+    def work(model):
+        seen = []
+        hook = model.model.layers[4].register_forward_hook(
+            lambda module, given, state: seen.append(READS[read](state))
+        )
+        with torch.no_grad():
+            logits = model(**prompt(2, True)).logits.tolist()
+        hook.remove()
+        return seen, logits
+
+    plain, path = checkpoints.llama()
+    assert on_master(path, 2, work) == work(plain)
 
 
 @pytest.mark.parametrize("nprocs", RANKS)

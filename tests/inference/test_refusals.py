@@ -31,6 +31,8 @@ REFUSED = {
     "backward": (lambda model: backward(model), "no gradient comes back"),
     "hook inside": (lambda model: hook(model), "hook the whole layer"),
     "part of a layer": (lambda model: call_part(model), "whole layer"),
+    "attention": (lambda model: model.set_attn_implementation("eager"), "attn_implementation="),
+    "autocast": (lambda model: autocast(model), "dtype="),
     "copy": (lambda model: copy.deepcopy(model), "several threads"),
     "continuous batch": (lambda model: model.generate_batch([[5, 6]]), "several threads"),
 }
@@ -68,6 +70,11 @@ def call_part(model):
 
 def backward(model):
     model(IDS, labels=IDS).loss.backward()
+
+
+def autocast(model):
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        model(IDS)
 
 
 @pytest.fixture(scope="module")
