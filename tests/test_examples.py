@@ -9,27 +9,21 @@ import pytest
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
 SCREEN = 60
-LAUNCH = (sys.executable, "-m", "launcher", "run", "-n", "4")
+OURS = ("-m", "launcher", "run", "-n", "4", "--preload", "inference")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+EVERY = ROOT / "tests" / "programs" / "every_script.py"
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_runs_on_four_ranks(path):
-    heaviest = "inference" if "import inference" in path.read_text() else "torch"
-    done = _run(*LAUNCH, "--preload", heaviest, str(path))  # imported once, and not four times
+@pytest.mark.parametrize(("start", "ranks"), [(OURS, 4), (TORCHRUN, 2)], ids=["ours", "torchrun"])
+def test_every_example_runs_under(start, ranks):
+    done = _run(sys.executable, *start, str(EVERY), str(ROOT / "examples"))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout
-
-
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_runs_under_torchrun(path):
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-    done = _run(*torchrun, "--nproc-per-node", "2", str(path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout
+    for path in EXAMPLES:
+        assert done.stdout.count(f"ended: {path.stem}\n") == ranks, done.stdout
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

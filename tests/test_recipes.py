@@ -60,7 +60,8 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 @pytest.mark.parametrize("start", [OURS, TORCHRUN], ids=["ours", "torchrun"])
 def test_every_recipe_runs_unchanged_under(start):
-    command = [sys.executable, *start, ROOT / "tests" / "programs" / "every_recipe.py"]
+    script = ROOT / "tests" / "programs" / "every_script.py"
+    command = [sys.executable, *start, script, FOLDER]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     for recipe in RECIPES:

@@ -129,7 +129,8 @@ def test_every_recipe_runs_unchanged(engine):
         "-n",
         "2",
         sys.executable,
-        str(ROOT / "tests" / "programs" / "every_recipe.py"),
+        str(ROOT / "tests" / "programs" / "every_script.py"),
+        str(ROOT / "examples" / "recipes"),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr

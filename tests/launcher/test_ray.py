@@ -138,8 +138,9 @@ def test_the_command_of_the_documents_gives_every_node_its_ranks(work, documente
 
 
 def test_every_recipe_runs_unchanged_under_ray(work):
-    script = ROOT / "tests" / "programs" / "every_recipe.py"
-    assert len(launcher.launch(script, nprocs=2, launcher="ray", timeout_s=90)) == 2
+    script = ROOT / "tests" / "programs" / "every_script.py"
+    recipes = [str(ROOT / "examples" / "recipes")]
+    assert len(launcher.launch(script, 2, launcher="ray", args=recipes, timeout_s=90)) == 2
 
 
 class Elsewhere:

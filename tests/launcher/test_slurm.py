@@ -215,6 +215,7 @@ def test_mpiexec_inside_srun_wins(slurm):
 
 
 def test_every_recipe_runs_unchanged_under_srun(slurm):
-    script = ROOT / "tests" / "programs" / "every_recipe.py"
-    said = _output(["srun", "-n", "2", sys.executable, str(script)], slurm)
+    script = ROOT / "tests" / "programs" / "every_script.py"
+    folder = ROOT / "examples" / "recipes"
+    said = _output(["srun", "-n", "2", sys.executable, str(script), str(folder)], slurm)
     assert said.count("ended: ") == 2 * RECIPES
