@@ -7,6 +7,7 @@ hoist(program, {"cuda:0": f"cuda:{coor.local_rank}"})    # nothing in it names c
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
@@ -98,6 +99,7 @@ class _Map:
         self.explicit, self.strict, self.report = indexless == "explicit", strict, report
         self.memo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.moved: dict[Any, torch.Tensor] = {}
+        self.inside: set[int] = set()
 
     def device(self, device: torch.device, kind: str, where: str) -> torch.device:
         new = self._find(device)
@@ -193,7 +195,23 @@ class _Map:
             moved = {key: self.value(item, kind, where) for key, item in value.items()}
             changed = {key: item for key, item in moved.items() if item is not value[key]}
             return _with(value, changed) if changed else value
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return self._fields(value, kind, where)
         return value
+
+    def _fields(self, value: Any, kind: str, where: str) -> Any:
+        """A dataclass with its fields moved, unless it holds itself."""
+        if id(value) in self.inside:
+            return value
+        self.inside.add(id(value))
+        old = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+        moved = {key: self.value(item, kind, where) for key, item in old.items()}
+        self.inside.remove(id(value))
+        changed = {key: item for key, item in moved.items() if item is not old[key]}
+        new = copy.copy(value) if changed else value
+        for key, item in changed.items():
+            object.__setattr__(new, key, item)  # whether or not it is frozen
+        return new
 
 
 def _with(old: dict[Any, Any], changed: dict[Any, Any]) -> dict[Any, Any]:
@@ -322,13 +340,18 @@ def _device_places(node: fx.Node) -> tuple[Iterable[int], Iterable[str]]:
     operator = _only_overload(node.target)
     if isinstance(operator, torch._ops.OpOverload):
         arguments = operator._schema.arguments
-        found = [n for n, one in enumerate(arguments) if "Device" in str(one.type)]
+        found = [n for n, one in enumerate(arguments) if _is_place(one)]
         return found, [arguments[n].name for n in found]
     if isinstance(node.target, torch._ops.HigherOrderOperator) or node.op == "call_module":
         return (), ()
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
     by_position = POSITIONS.get(str(name), ())
     return (range(1, len(node.args)) if name == "to" else by_position), ("device",)
+
+
+def _is_place(argument: Any) -> bool:
+    """Does an operator's schema say that the argument is a device, by its type or its name?"""
+    return "Device" in str(argument.type) or argument.name == "device"
 
 
 def _only_overload(target: Any) -> Any:
@@ -443,7 +466,7 @@ def check_devices(
 
 def _check_graph(artifact: fx.GraphModule, inputs: tuple[Any, ...] | None, report: Report) -> None:
     """One graph by itself; those of control flow are, as propagation does not enter them all."""
-    fakes = [node.meta.get("val") for node in artifact.graph.nodes if node.op == "placeholder"]
+    fakes = [_noted(node) for node in artifact.graph.nodes if node.op == "placeholder"]
     known = [one for one in tree_leaves(fakes) if isinstance(one, FakeTensor)]
     mode = known[0].fake_mode if known else FakeTensorMode(allow_non_fake_inputs=True)
     if inputs is not None:
@@ -459,6 +482,11 @@ def _check_graph(artifact: fx.GraphModule, inputs: tuple[Any, ...] | None, repor
         mode.allow_non_fake_inputs = allowed
 
 
+def _noted(node: fx.Node) -> Any:
+    """The value that was traced: torch.export keeps it under one name and Dynamo under another."""
+    return node.meta.get("val", node.meta.get("example_value"))
+
+
 class _Checker(fx.Interpreter):
     """Runs a graph on fake tensors, and compares each node's device with its metadata."""
 
@@ -467,7 +495,7 @@ class _Checker(fx.Interpreter):
         self.report = report
 
     def run_node(self, node: fx.Node) -> Any:
-        expected = node.meta.get("val")
+        expected = _noted(node)
         try:
             result = super().run_node(node)
         except Exception as error:

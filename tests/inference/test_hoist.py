@@ -4,6 +4,7 @@ import operator
 import re
 import zipfile
 from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,6 +56,16 @@ def _(x, device):
     return torch.empty(4, device=device)
 
 
+@torch.library.custom_op("hoist_test::named", mutates_args=())
+def named(x: torch.Tensor, device: str) -> torch.Tensor:
+    return torch.ones(4, device=device)
+
+
+@named.register_fake
+def _(x, device):
+    return torch.empty(4, device=device)
+
+
 def pick(devices, x):
     return x.to(devices["where"][0])
 
@@ -85,6 +96,9 @@ PLACES = {
     "a method called as a function": lambda g, x: g.call_function(torch.Tensor.cuda, (x, 0)),
     "a number by name": lambda g, x: g.call_method("to", (x,), {"device": 0}),
     "a number in a factory": lambda g, x: g.call_function(torch.ones, (4,), {"device": 0}),
+    "a string that an operator names a device": lambda g, x: g.call_function(
+        torch.ops.hoist_test.named.default, (x, "cuda:0")
+    ),
     "the only operator of its name": lambda g, x: g.call_function(
         torch.ops.hoist_test.filled, (x, "cuda:0")
     ),
@@ -222,6 +236,24 @@ def test_what_a_user_noted_of_a_node_moves_too():
     noted = [node.meta["custom"] for node in module.graph.nodes]
     assert [one["where"] for one in noted] == [[torch.device("cpu")]] * 3
     assert noted[1]["name"] == "relu"
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    where: torch.device
+    inside: list
+
+
+def test_what_a_user_noted_in_dataclasses_moves_too_even_if_one_holds_itself():
+    module = graph_of(lambda g, x: g.call_function(torch.relu, (x,)))
+    note = Note(CUDA, [])
+    note.inside.append(note)
+    module.note = Note(CUDA, [Note(CUDA, [])])
+    next(iter(module.graph.nodes)).meta["custom"] = note
+    hoist(module, TO_CPU)
+    cpu = torch.device("cpu")
+    assert module.note == Note(cpu, [Note(cpu, [])])
+    assert next(iter(module.graph.nodes)).meta["custom"].where == cpu
 
 
 def test_a_string_that_is_the_default_of_an_input_is_told_of():
@@ -378,6 +410,10 @@ def test_a_half_hoisted_graph_is_refused():
     ones.update_kwarg("device", torch.device("meta"))
     with pytest.raises(HoistError, match="ones"):
         check_devices(program)
+    for node in program.graph.nodes:  # as Dynamo notes what it saw
+        node.meta["example_value"] = node.meta.pop("val", None)
+    with pytest.raises(HoistError, match="ones"):
+        check_devices(program.graph_module)
 
 
 def test_what_is_no_graph_is_refused():
