@@ -10,7 +10,7 @@ import copy
 import inspect
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -191,7 +191,7 @@ def compute_buffers(model: Any, device: str) -> None:
             else:
                 buffers[key] = buffers[key].to(device)
         if todo:
-            model._init_weights(module)
+            _initialiser(model, name)(module)
         for key in todo:
             if _is_unset(buffers[key]):
                 buffers[key] = _constructed(module, key, device)
@@ -200,6 +200,14 @@ def compute_buffers(model: Any, device: str) -> None:
                     f"the buffer {name}.{key} is in no checkpoint, and {type(model).__name__} "
                     'computes it in its constructor only; load with build_on="cpu".'
                 )
+
+
+def _initialiser(model: nn.Module, name: str) -> Callable[[nn.Module], None]:
+    """What gives a module its first values: of the innermost model around it that knows how."""
+    while name and not hasattr(model.get_submodule(name), "_init_weights"):
+        name = name.rpartition(".")[0]
+    around: Any = model.get_submodule(name)
+    return around._init_weights  # type: ignore[no-any-return]
 
 
 def _constructed(module: nn.Module, key: str, device: str) -> torch.Tensor:

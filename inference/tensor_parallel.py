@@ -40,6 +40,17 @@ PACKED = ("packed_colwise", "packed_rowwise")
 LEAVING_PARTS = ("colwise", "packed_colwise")
 TAKING_PARTS = ("rowwise", "packed_rowwise")
 ATTENTION = ("q_proj", "k_proj", "v_proj")
+GATED = ("gate_up_proj", "gate_up_proj_bias")
+"""What transformers calls the columns of a gate and of what it lets through, in one tensor."""
+
+PARTNERS = {
+    "colwise_gather_output": "embedding_rowwise",
+    "rowwise_split_input": "embedding_colwise",
+    "embedding_rowwise": "colwise_gather_output",
+    "embedding_colwise": "rowwise_split_input",
+}
+"""Of a head and an embedding that are one tensor: the styles that cut it alike."""
+
 SUMMED = ("moe_tp_experts", "all_reduce", "ep_dispatch_experts")
 KNOWN = (*COLUMN, *ROW, *PACKED, *EMBEDDING, *EXPERTS, *WHOLE)
 
@@ -77,7 +88,45 @@ def read_plan(model: nn.Module, plan: str | Styles) -> dict[str, str]:
         if not matched and not isinstance(plan, str):
             raise PlanError(f"tp_plan names {pattern!r}, which the model does not have.")
         found.update(dict.fromkeys(matched, style))
+    if not isinstance(plan, str):
+        return found
+    found = {name: _packed(model, name, style) for name, style in found.items()}
+    found |= _tied(model, found)
     return with_norms(model, found) if plan == "sequence" else found
+
+
+def _packed(model: nn.Module, name: str, style: str) -> str:
+    """The style that a carried plan means for experts whose gate and up are one tensor.
+
+    Some say "colwise", as of the two that it is made of; then a rank would have the gate of all
+    columns and the next one all of what it lets through.
+    """
+    return f"packed_{style}" if style == "colwise" and _is_packed(model, name) else style
+
+
+def _is_packed(model: nn.Module, name: str) -> bool:
+    """Does the parameter hold a gate and, behind it, what it lets through?"""
+    owner, _, last = name.rpartition(".")
+    return last in GATED and getattr(model.get_submodule(owner), "is_concatenated", False) is True
+
+
+def _tied(model: nn.Module, styles: Styles) -> dict[str, str]:
+    """Styles for embeddings and heads that a plan leaves out and that are one tensor with what it
+    cuts."""
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+    found: dict[str, str] = {}
+    for names in owners.values():
+        given = {styles[name] for name in names if name in styles}
+        style = given.pop() if len(given) == 1 else ""
+        if style not in PARTNERS:
+            continue
+        for name in names:
+            is_table = isinstance(model.get_submodule(name), nn.Embedding)
+            if name not in styles:
+                found[name] = style if is_table == (style in EMBEDDING) else PARTNERS[style]
+    return found
 
 
 def _carried(model: Any, plan: str) -> dict[str, str]:
@@ -216,6 +265,10 @@ def _check_partners(model: nn.Module, styles: Styles) -> None:
         }
         columns = [name for name in linears if styles.get(name) in LEAVING_PARTS]
         rows = [name for name in linears if styles.get(name) in TAKING_PARTS]
+        for name, other in itertools.product(columns[:1], rows[:1]):
+            is_pair = len(columns) == len(rows) == 1 and styles[name] == "colwise"
+            if is_pair and linears[name].out_features == 2 * linears[other].in_features:
+                raise PlanError(_halves(name, other))
         if bool(columns) == bool(rows):
             continue
         rest = [name for name in linears if name not in (*columns, *rows)]
@@ -231,14 +284,24 @@ def _check_partners(model: nn.Module, styles: Styles) -> None:
                 )
 
 
+def _halves(name: str, partner: str) -> str:
+    return (
+        f"{name} gives two features, a gate and what it lets through, for each that {partner} "
+        "takes, and is cut as 'colwise', so ranks would pair columns that do not belong together; "
+        "cut it as 'packed_colwise'."
+    )
+
+
 def _style(styles: Styles, name: str) -> str:
     return styles.get(name, "whole")
 
 
 def _check_experts(model: nn.Module, styles: Styles, size: int) -> None:
-    """Experts are whole on their rank, and every rank has as many."""
+    """Experts are whole on their rank, and every rank has as many; or each is cut like an MLP."""
     for name, _ in model.named_parameters():
         owner, style = name.rpartition(".")[0], styles.get(name)
+        if style == "colwise" and _is_packed(model, name):
+            raise PlanError(_halves(name, f"{owner}.down_proj"))
         if (style == "grouped_gemm") != (styles.get(owner) == "ep_dispatch_experts"):
             raise PlanError(
                 f"{name} is {style!r} and {owner} {styles.get(owner)!r}, so ranks would run other "
@@ -290,7 +353,7 @@ def connect(model: nn.Module, styles: Styles, comm: Communicator) -> None:
     for name, style in styles.items():
         if name in modules and name not in alone:
             modules[name].forward = _FORWARDS[style](modules[name], comm)
-        if style == "mla_kv_a_proj":
+        if style == "mla_kv_a_proj" and name in modules:
             owner = modules[name.rpartition(".")[0]]
             modules[name].forward = _latent(modules[name], owner.qk_rope_head_dim, comm)
     if alone:

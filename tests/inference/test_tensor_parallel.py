@@ -15,6 +15,7 @@ from communicator import Communicator
 from coordinator import Coordinator
 from inference import InferenceError, PlanError
 from inference.cut_model import compute_buffers
+from inference.rehearsal import Pretended, shortened
 from inference.source import config_from
 from inference.tensor_parallel import connect, read_plan, splits_of
 from tests.gpu.decode import Decoder, small_model, whole_tokens
@@ -281,6 +282,20 @@ def test_a_buffer_that_only_a_constructor_computes_is_made_by_one():
     assert model.inner[0].ids.tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(InferenceError, match=r"inner\.0\.ids is in no checkpoint.*build_on"):
         compute_buffers(other, "cpu")
+
+
+class Knows(Around):
+    def _init_weights(self, module):
+        module.ids = torch.arange(module.config)
+
+
+def test_a_buffer_is_computed_by_the_innermost_model_that_knows_how():
+    """Gemma 3n asks itself for its width, and the causal model around it has none."""
+    with torch.device("meta"):
+        model = Around(Knows(Positions(4)))
+    model.inner[0].inner[0].config = torch.tensor(4)  # so that no constructor can help
+    compute_buffers(model, "cpu")
+    assert model.inner[0].inner[0].ids.tolist() == [0, 1, 2, 3]
 
 
 def test_a_config_with_an_infinite_number_reaches_every_rank():
@@ -669,6 +684,50 @@ def test_a_plan_that_would_compute_something_else_is_refused(styles, says):
         model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES))
     with pytest.raises(PlanError, match=says):
         splits_of(model, read_plan(model, styles), 2)
+
+
+def test_gate_and_up_of_experts_in_one_tensor_are_cut_alike():
+    """Inkling's plan says "colwise" of it, and every rank gave other logits without a word."""
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES))
+    styles = read_plan(model, "auto")
+    model._tp_plan = {n.replace(".1.", ".*."): s.removeprefix("packed_") for n, s in styles.items()}
+    assert read_plan(model, "auto") == styles and styles[name] == "packed_colwise"
+    with pytest.raises(PlanError, match=r"gate_up_proj gives two features.*'packed_colwise'"):
+        splits_of(model, read_plan(model, {**styles, name: "colwise"}), 2)
+
+
+def test_gate_and_up_of_an_mlp_in_one_tensor_are_not_cut_in_the_middle():
+    """Phi-3 with a plan of one's own gave other logits without a word."""
+    with torch.device("meta"):
+        model = transformers.Phi3ForCausalLM(transformers.Phi3Config(num_hidden_layers=1))
+    mlp = "model.layers.0.mlp"
+    styles = {f"{mlp}.gate_up_proj": "colwise", f"{mlp}.down_proj": "rowwise"}
+    with pytest.raises(PlanError, match=r"gate_up_proj gives two features.*'packed_colwise'"):
+        splits_of(model, styles, 2)
+    assert splits_of(model, {**styles, f"{mlp}.gate_up_proj": "packed_colwise"}, 2)
+
+
+def test_layers_like_others_are_left_out_of_the_rehearsal_whatever_their_styles():
+    """MiniCPM 3, whose layers are all alike, was looked for in a layer that was left out."""
+    alike = {"num_hidden_layers": 3, "first_k_dense_replace": 3}
+    config = {**SIZES, **FAMILIES["deepseek v2"][1], **alike}
+    with torch.device("meta"):
+        model = transformers.DeepseekV2ForCausalLM(transformers.DeepseekV2Config(**config))
+    styles = read_plan(model, "auto")
+    short = shortened(model, styles)
+    assert len(short.model.layers) == 1
+    connect(short, styles, Pretended(0, 2))
+
+
+def test_a_head_is_cut_as_the_embedding_that_it_is_one_tensor_with(ranks, checkpoints):
+    """The plan of LFM2 names its head alone, and its checkpoints have no other."""
+    kinds = ["conv", "full_attention"]
+    sizes = {"tie_word_embeddings": True, "layer_types": kinds, "block_auto_adjust_ff_dim": False}
+    plain, path = checkpoints.make("tp lfm2", "Lfm2ForCausalLM", **{**SIZES, **sizes})
+    for found in on_ranks(ranks, path, 2, logits, tp=2):
+        torch.testing.assert_close(found, logits(plain), rtol=1e-4, atol=1e-4)
 
 
 def test_a_tied_tensor_that_a_plan_cuts_in_two_ways_is_refused():
