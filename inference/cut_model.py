@@ -1,7 +1,8 @@
 """A transformers checkpoint whose layers are to be cut: built empty, planned, then filled.
 
-cut = prepare(coor, "checkpoint", grid, asked)
-cut.fill("checkpoint", coor, grid, asked.reader)
+files, configs = find(coor, "checkpoint", grid, asked)
+model = cut_checkpoint(coor, files, configs, grid, asked)
+model.fill(coor, model.plan(grid, coor.rank))
 """
 
 from __future__ import annotations
@@ -25,7 +26,18 @@ from inference.checkpoint import building
 from inference.errors import InferenceError, PlanError
 from inference.layout import model_class
 from inference.mesh import Mesh
-from inference.nd_load import Loaded, load_into, named_tensors, replace, together
+from inference.nd_load import (
+    Asked,
+    Files,
+    Loaded,
+    load_planned,
+    named_tensors,
+    plan_files,
+    replace,
+    share_files,
+    who_reads,
+)
+from inference.nd_plan import LoadPlan
 from inference.options import Options
 from inference.rehearsal import rehearse, shortened
 from inference.renaming import kept_wide, sources_of
@@ -50,48 +62,52 @@ class CutModel:
     splits: Mapping[str, tuple[Split, ...]]
     shapes: Mapping[str, tuple[int, ...]]
     device: str
+    files: Files
 
     def shrink(self, grid: Mesh, rank: int) -> None:
         """Make every tensor on meta as small as the part of `rank`."""
         shrink(self.model, self.splits, grid, rank)
 
-    def fill(
-        self,
-        path: str | Path,
-        coor: Coordinator,
-        grid: Mesh,
-        reader: str | None,
-        only: Mapping[str, Mapping[str, int]] | None = None,
-    ) -> Loaded:
-        """Read this rank's part. Collective."""
-        return load_into(
-            self.model,
-            path,
-            coor,
-            mesh=grid,
-            reader=reader or "each",
-            splits=self.splits,
-            only=only,
-            shapes=self.shapes,
-            sources=lambda index: sources_of(self.model, index),
-            device=self.device,
+    def plan(
+        self, grid: Mesh, rank: int, only: Mapping[str, Mapping[str, int]] | None = None
+    ) -> LoadPlan:
+        """What `rank` has a part in of filling it. only: see load_into."""
+        asked = Asked(
+            self.splits, only or {}, self.shapes, lambda index: sources_of(self.model, index)
         )
+        return plan_files(self.model, self.files, grid, rank, asked)
+
+    def fill(self, coor: Coordinator, plan: LoadPlan) -> Loaded:
+        """Read this rank's part. Collective."""
+        return load_planned(self.model, plan, self.files, coor, self.device)
 
 
-def prepare(coor: Coordinator, path: str | Path, grid: Mesh, asked: Options) -> CutModel:
-    """The empty model of a checkpoint and how it is cut; PlanError if it cannot be. Collective."""
-    config, generation = read_configs(coor, path)
-    _refuse_quantised(path, config, asked)
-    kind = asked.cls or model_class(config)
-    model = together(coor, lambda: build(kind, config, asked))
+def find(coor: Coordinator, path: str | Path, grid: Mesh, asked: Options) -> tuple[Files, Any]:
+    """The files of a checkpoint and its configs, the same on every rank. Collective."""
+    files, configs = share_files(
+        coor,
+        path,
+        lambda: who_reads(coor, grid, asked.reader or "each")[1],
+        lambda: read_configs(path),
+    )
+    return files, json.loads(configs)
+
+
+def cut_checkpoint(
+    coor: Coordinator, files: Files, configs: Any, grid: Mesh, asked: Options
+) -> CutModel:
+    """The empty model of a checkpoint and how it is cut; PlanError if it cannot be."""
+    config, generation = configs_from(*configs)
+    _refuse_quantised(files.path, config, asked)
+    model = build(asked.cls or model_class(config), config, asked)
     where = asked.device or own_device(coor)
     size = grid.along("tp")
     styles = read_plan(model, asked.tp_plan or "auto") if size > 1 else {}
     splits = splits_of(model, styles, size)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    together(coor, lambda: _rehearse(model, styles, splits, grid, coor.rank))
-    together(coor, lambda: compute_buffers(model, where))
-    return CutModel(model, config, generation, styles, splits, shapes, where)
+    _rehearse(model, styles, splits, grid, coor.rank)
+    compute_buffers(model, where)
+    return CutModel(model, config, generation, styles, splits, shapes, where, files)
 
 
 def shrink(
@@ -139,22 +155,22 @@ def own_device(coor: Coordinator) -> str:
     return f"cuda:{coor.local_rank}" if torch.cuda.is_available() else "cpu"
 
 
-def read_configs(coor: Coordinator, path: str | Path) -> tuple[Any, Any]:
-    """config.json and generation_config.json as rank 0 has them: others may have no file."""
-    mine = together(coor, lambda: read_configs_here(path) if coor.rank == 0 else b"")
-    model, generation = json.loads(coor.broadcast(mine if coor.rank == 0 else None))
+def read_configs(path: str | Path) -> bytes:
+    """config.json and generation_config.json in one line, for ranks that may have no file."""
+    config = json.loads((Path(path) / "config.json").read_text())
+    if config.get("model_type") not in transformers.CONFIG_MAPPING:
+        config = json.loads(transformers.AutoConfig.from_pretrained(path).to_json_string(False))
+    generation = Path(path) / "generation_config.json"
+    return json.dumps(
+        [config, json.loads(generation.read_text()) if generation.is_file() else None]
+    ).encode()
+
+
+def configs_from(model: Any, generation: Any) -> tuple[Any, Any]:
     config = config_from(model)
     if generation is None:
         return config, None
     return config, transformers.GenerationConfig.from_dict(generation)
-
-
-def read_configs_here(path: str | Path) -> bytes:
-    config = transformers.AutoConfig.from_pretrained(path)
-    generation = None
-    if (Path(path) / "generation_config.json").is_file():
-        generation = json.loads((Path(path) / "generation_config.json").read_text())
-    return json.dumps([json.loads(config.to_json_string(use_diff=False)), generation]).encode()
 
 
 def build(kind: type[Any], config: Any, asked: Options) -> Any:

@@ -22,7 +22,7 @@ from inference.errors import PlanError
 from inference.fill import fill
 from inference.layout import layout, owner_of
 from inference.memory import Memory, cluster_memory, given_room
-from inference.nd_load import aliases, named_alike, named_tensors, replace, share_index, together
+from inference.nd_load import aliases, named_alike, named_tensors, replace, share_files, together
 from inference.nd_plan import whole
 from inference.over_stages import join
 from inference.plan import plan
@@ -100,7 +100,7 @@ def _fill(model: nn.Module, chosen: DeviceMap, coor: Coordinator, path: Path) ->
     """Read the tensors of this rank; ranks that do not see the files get them from the master."""
     has_files = coor.allgather(b"yes" if path.exists() else b"")
     readers = [rank if has else 0 for rank, has in enumerate(has_files)]
-    index = share_index(coor, path, readers[coor.rank] == coor.rank)
+    index = share_files(coor, path, lambda: readers)[0].index
     pieces = together(coor, lambda: named_alike(model, index))
     names = aliases(model)
     everywhere = {name: pieces[first] for first in names for name in names[first]}

@@ -22,12 +22,12 @@ from inference.nd_load import (
     named_tensors,
     plan_together,
     replace,
-    room,
 )
 from inference.nd_plan import LoadPlan, Wanted, plan_loading
 from inference.plan import Place
 from inference.progress import Progress
 from inference.renaming import Description, by_first_name, kept_wide
+from inference.rooms import rooms
 from inference.shelf import OnDisk
 from inference.source import Source
 
@@ -56,9 +56,9 @@ def fill(
     dtypes = dtypes_of(model, dtype)
     plan, owners = _planned(model, found, source, places, dtypes, coor)
     mine = {name: device for name, (rank, device) in owners.items() if rank == coor.rank}
-    shards = {
-        name: room(tensors[name].shape, dtypes[name], device) for name, device in mine.items()
-    }
+    shards = rooms(
+        {name: (tensors[name].shape, dtypes[name], device) for name, device in mine.items()}
+    )
     total = sum(plan.nbytes_of(rank) for rank in range(coor.world_size))
     with Progress(coor, total, progress) as landed:
         coor.barrier()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import mmap
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from inference.boxes import Box, Split, blocks
 from inference.errors import CheckpointError, InferenceError, PlanError
 from inference.mesh import ALIASES, Mesh, axis_names, read_mesh
 from inference.nd_plan import LoadPlan, Piece, Transfer, Wanted, plan_loading, reader_ranks, whole
+from inference.rooms import Wish, rooms
 from inference.safetensors_index import (
     Index,
     Reader,
@@ -40,9 +40,6 @@ BLOCK = 8 << 20
 CARRIER = "tcp"
 """What takes blocks from rank to rank: it reaches every host, its tensors are on the CPU, and once
 the Coordinator's group is broken nobody waits in it."""
-
-HUGE = 2 << 20
-"""From this size on memory is asked for in pages of this size, which is that of x86 and Arm."""
 
 PATIENCE_S = 24 * 3600.0
 """How long a rank waits for its turn while others load: files are large, and a death is noticed."""
@@ -92,14 +89,56 @@ def load_into(
     Needs the share plus a few blocks of 8 MiB. Raises PlanError or CheckpointError on every rank
     before a tensor moves.
     """
-    asked = _Asked(splits or {}, only or {}, shapes or {}, sources)
-    plan, index = _prepare(model, path, coor, mesh, reader, asked)
-    mine = {n: w for n, w in plan.wanted.items() if w.is_held_by(plan.mesh, coor.rank)}
+    files, _ = share_files(coor, path, lambda: who_reads(coor, mesh, reader)[1])
+    grid, _ = who_reads(coor, mesh, reader)
+    asked = Asked(splits or {}, only or {}, shapes or {}, sources)
+    plan = plan_together(coor, lambda: plan_files(model, files, grid, coor.rank, asked))
+    return load_planned(model, plan, files, coor, device)
+
+
+@dataclass(frozen=True)
+class Files:
+    """A checkpoint as all ranks see it. `readers`: by rank, the rank that reads for it."""
+
+    path: Path
+    index: Index
+    readers: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What load_into was asked for, by name of tensor."""
+
+    splits: Mapping[str, tuple[Split, ...]]
+    only: Mapping[str, Mapping[str, int]]
+    shapes: Mapping[str, tuple[int, ...]]
+    sources: Callable[[Index], Sources] | None
+
+
+def plan_files(model: nn.Module, files: Files, grid: Mesh, rank: int, asked: Asked) -> LoadPlan:
+    """What this rank has a part in of loading a model that is on meta."""
+    found = asked.sources(files.index) if asked.sources else named_alike(model, files.index)
+    tensors = distinct(model).items()
+    wanted = {name: _wanted(name, tensor, found, grid, asked) for name, tensor in tensors}
+    return plan_loading(wanted, files.index, grid, files.readers, rank)
+
+
+def load_planned(
+    model: nn.Module,
+    plan: LoadPlan,
+    files: Files,
+    coor: Coordinator,
+    device: torch.device | str = "cpu",
+) -> Loaded:
+    """Give a model that is on meta what a plan that all ranks share says. Collective."""
     tensors = distinct(model)
-    shards = {name: _empty(tensors[name], name, plan, coor, device) for name in mine}
+    mine = [name for name, one in plan.wanted.items() if one.is_held_by(plan.mesh, coor.rank)]
+    shards = rooms({name: _wish(tensors[name], name, plan, coor, device) for name in mine})
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-    done = carry_out(plan, index, path, coor, shards, dtypes)
-    replace(model, {id(tensors[name]): like(tensors[name], shards.pop(name)) for name in mine})
+    done = carry_out(plan, files.index, files.path, coor, shards, dtypes)
+    with torch.no_grad():
+        new = {id(tensors[name]): like(tensors[name], shards.pop(name)) for name in mine}
+    replace(model, new)
     return done
 
 
@@ -140,40 +179,11 @@ def read_here(
         _Stream(index, files, None, shards, dtypes, Loaded(0), lambda nbytes: None).run(plan, 0)
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What load_into was asked for, by name of tensor."""
-
-    splits: Mapping[str, tuple[Split, ...]]
-    only: Mapping[str, Mapping[str, int]]
-    shapes: Mapping[str, tuple[int, ...]]
-    sources: Callable[[Index], Sources] | None
-
-
-def _prepare(
-    model: nn.Module,
-    path: str | Path,
-    coor: Coordinator,
-    mesh: Any,
-    reader: str,
-    asked: _Asked,
-) -> tuple[LoadPlan, Index]:
-    """The same plan on every rank, from the index that rank 0 read, or one error on all."""
-
-    def look() -> tuple[Mesh, list[int]]:
-        whole = {"dp_replicate": coor.world_size}
-        grid = read_mesh(whole if mesh is None else mesh, coor.world_size)
-        return grid, reader_ranks(reader, nodes_of(coor))
-
-    def planned() -> LoadPlan:
-        found = asked.sources(index) if asked.sources else named_alike(model, index)
-        tensors = distinct(model).items()
-        wanted = {name: _wanted(name, tensor, found, grid, asked) for name, tensor in tensors}
-        return plan_loading(wanted, index, grid, readers, coor.rank)
-
-    grid, readers = together(coor, look)
-    index = share_index(coor, path, coor.rank in readers)
-    return plan_together(coor, planned), index
+def who_reads(coor: Coordinator, mesh: Any, reader: str) -> tuple[Mesh, list[int]]:
+    """The mesh that is meant, one axis over all ranks if None, and by rank who reads for it."""
+    whole = {"dp_replicate": coor.world_size}
+    grid = read_mesh(whole if mesh is None else mesh, coor.world_size)
+    return grid, reader_ranks(reader, nodes_of(coor))
 
 
 def nodes_of(coor: Coordinator) -> list[list[int]]:
@@ -181,23 +191,40 @@ def nodes_of(coor: Coordinator) -> list[list[int]]:
     return [[coor.ranks.index(rank) for rank in node] for node in nodes(coor.peers)]
 
 
-def share_index(coor: Coordinator, path: str | Path, reads: bool) -> dict[str, Stored]:
-    """What rank 0 finds in the files; a rank that reads must find the same. Collective."""
-    mine, told = _told(
-        coor,
-        lambda: index_to_json(read_index(path)) if reads else b"",
-        lambda data: data and _digest(data),
-    )
-    differ = [rank for rank, digest in enumerate(told) if digest not in (b"", told[0])]
+def share_files(
+    coor: Coordinator,
+    path: str | Path,
+    readers: Callable[[], Sequence[int]],
+    along: Callable[[], bytes] = bytes,
+) -> tuple[Files, bytes]:
+    """What rank 0 finds in the files, and what it makes with `along`, which has no newline in it.
+
+    Collective, and the only exchange that this takes. Raises CheckpointError if a rank that reads
+    finds other files, and on every rank what either function or the files raise on any.
+    """
+
+    def look() -> tuple[Sequence[int], Index | None]:
+        found = readers()
+        return found, read_index(path) if found[coor.rank] == coor.rank else None
+
+    def tell(looked: tuple[Sequence[int], Index | None]) -> bytes:
+        found, index = looked
+        data = b"" if index is None else index_to_json(index)
+        if coor.rank:
+            return _digest(data) if data else b""
+        blind = any(reader != rank for rank, reader in enumerate(found))
+        return b"\n".join([_digest(data), along(), data if blind else b""])
+
+    (found, index), told = _told(coor, look, tell)
+    first, extra, data = told[0].split(b"\n", 2)
+    differ = [rank for rank, digest in enumerate(told[1:], 1) if digest not in (b"", first)]
     if differ:
         raise CheckpointError(
             f"rank {coor.rank}: ranks {differ} find other files in {path} than rank 0, so the "
             "parts would not make one model; give every rank the same checkpoint, or read on one: "
             'reader="rank0".'
         )
-    if not all(told):
-        mine = coor.broadcast(mine if coor.rank == 0 else None)
-    return index_from_json(mine)
+    return Files(Path(path), index_from_json(data) if index is None else index, found), extra
 
 
 def together(coor: Coordinator, work: Callable[[], Any]) -> Any:
@@ -231,23 +258,24 @@ def _story(coor: Coordinator, error: Exception) -> str:
 
 
 def _digest(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
+    return hashlib.sha256(data).hexdigest().encode()
 
 
-def plan_together(coor: Coordinator, work: Callable[[], LoadPlan]) -> LoadPlan:
-    """The plan that every rank makes: ranks with other models or meshes would wait for ever."""
+def plan_together(
+    coor: Coordinator, work: Callable[[], Any], plan_of: Callable[[Any], LoadPlan] = lambda it: it
+) -> Any:
+    """What work gives, and the plan in it is the same on every rank. Collective.
 
-    def tell(plan: LoadPlan) -> bytes:
-        return _digest(repr((plan.mesh, plan.readers, list(plan.wanted.items()))).encode())
-
-    plan, told = _told(coor, work, tell)
+    Ranks with other models or meshes would wait for each other for ever.
+    """
+    result, told = _told(coor, work, lambda it: _digest(plan_of(it).written().encode()))
     differ = [rank for rank, digest in enumerate(told) if digest != told[coor.rank]]
     if differ:
         raise InferenceError(
             f"rank {coor.rank}: ranks {differ} plan to load other parts than this one, so they "
             "would wait for each other; give every rank the same model, mesh and reader."
         )
-    return plan  # type: ignore[no-any-return]
+    return result
 
 
 def distinct(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -300,7 +328,7 @@ def named_alike(model: nn.Module, index: Index) -> Sources:
     return found
 
 
-def _wanted(name: str, tensor: torch.Tensor, sources: Sources, mesh: Mesh, asked: _Asked) -> Wanted:
+def _wanted(name: str, tensor: torch.Tensor, sources: Sources, mesh: Mesh, asked: Asked) -> Wanted:
     cuts = asked.splits.get(name, ())
     if is_dtensor(tensor):
         cuts = (*cuts, *_splits_of(name, tensor, mesh))
@@ -347,10 +375,10 @@ def _splits_of(name: str, tensor: Any, mesh: Mesh) -> tuple[Split, ...]:
     return tuple(cuts)
 
 
-def _empty(
+def _wish(
     tensor: Any, name: str, plan: LoadPlan, coor: Coordinator, device: torch.device | str
-) -> torch.Tensor:
-    """Room for this rank's shard, where it will be used."""
+) -> Wish:
+    """What this rank's shard needs, where it will be used."""
     shape = plan.shape_of(name, coor.rank)
     if is_dtensor(tensor):
         if tuple(tensor._local_tensor.shape) != shape:
@@ -361,21 +389,7 @@ def _empty(
             )
         if tensor.device_mesh.device_type != "cpu":
             device = f"{tensor.device_mesh.device_type}:{coor.local_rank}"
-    return room(shape, tensor.dtype, device)
-
-
-def room(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """An empty tensor; a large one on the CPU in huge pages, where the kernel has them.
-
-    Read into memory in pages of 4 KiB, a file costs as much time in faults as in copying.
-    """
-    nbytes = math.prod(shape) * dtype.itemsize
-    if torch.device(device).type != "cpu" or nbytes < HUGE:
-        return torch.empty(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(tuple(shape))
+    return shape, tensor.dtype, device
 
 
 def like(old: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:

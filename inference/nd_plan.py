@@ -113,6 +113,17 @@ class LoadPlan:
             for own in own_boxes(wanted.shape, wanted.splits, self.mesh, rank)
         )
 
+    def written(self) -> str:
+        """What all ranks have in common of it."""
+        wanted = [
+            (
+                *(name, one.shape, one.itemsize, one.splits, tuple(one.only.items())),
+                [(p.key, p.at.start, p.at.size, p.origin, p.lead) for p in one.pieces],
+            )
+            for name, one in self.wanted.items()
+        ]
+        return repr((self.mesh, self.readers, wanted))
+
     def hops(self, rank: int) -> Iterator[tuple[Transfer, int | None, int | None]]:
         """What passes `rank`, in order: the transfer, whom it comes from and whom it goes to."""
         for transfer in self.transfers:

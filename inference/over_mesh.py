@@ -7,6 +7,7 @@ print(model.generate(tokens))
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import weakref
 from pathlib import Path
@@ -17,12 +18,13 @@ from torch import nn
 from communicator import Communicator
 from coordinator import Coordinator
 from inference.alike import drawn_alike, stopping_alike
-from inference.cut_model import CutModel, prepare
+from inference.cut_model import CutModel, cut_checkpoint, find
 from inference.errors import PeerLost, PlanError
 from inference.layout import layer_names
 from inference.lookout import on_lookout
 from inference.mesh import ALIASES, Mesh, mesh_for
-from inference.nd_load import Loaded
+from inference.nd_load import Files, Loaded, plan_together
+from inference.nd_plan import LoadPlan
 from inference.options import Options
 from inference.tensor_parallel import connect
 from inference.vigil import Vigil, Watched
@@ -81,15 +83,26 @@ def load_over_mesh(path: str | Path, coor: Coordinator | None, asked: Options) -
             coor = stack.enter_context(Coordinator())
         grid = _grid(asked, coor.world_size)
         with on_lookout(coor, lambda rank: f"its part of {ITS_PART}"):
-            cut = prepare(coor, path, grid, asked)
-            if grid.along("dp_shard") > 1:
-                cut.shrink(grid, coor.rank)
-                _shard(cut.model, asked.mesh)
-            done = cut.fill(path, coor, grid, asked.reader)
-            vigil = _team(cut, coor, grid, asked.backend, stack) if cut.styles else None
-        if cut.generation is not None:
-            cut.model.generation_config = cut.generation
-        return _dress(cut.model.eval(), grid, done, vigil, stack.pop_all())
+            files, configs = find(coor, path, grid, asked)
+            made, plan = plan_together(
+                coor, lambda: _planned(coor, files, configs, grid, asked), lambda it: it[1]
+            )
+            done = made.fill(coor, plan)
+            vigil = _team(made, coor, grid, asked.backend, stack) if made.styles else None
+        if made.generation is not None:
+            made.model.generation_config = made.generation
+        return _dress(made.model.eval(), grid, done, vigil, stack.pop_all())
+
+
+def _planned(
+    coor: Coordinator, files: Files, configs: Any, grid: Mesh, asked: Options
+) -> tuple[CutModel, LoadPlan]:
+    """The empty model, cut along the mesh, and what this rank is to read of it."""
+    made = cut_checkpoint(coor, files, configs, grid, asked)
+    if grid.along("dp_shard") > 1:
+        made.shrink(grid, coor.rank)
+        _shard(made.model, asked.mesh)
+    return made, made.plan(grid, coor.rank)
 
 
 def _team(
@@ -133,12 +146,17 @@ def _refuse_room(asked: Options) -> None:
 def _dress(
     model: Any, mesh: Mesh, done: Loaded, vigil: Vigil | None, stack: contextlib.ExitStack
 ) -> Any:
-    kind = type(model)
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    model.__class__ = type(kind.__name__, (OverMesh, kind), names)
+    kind: Any = type(model)
+    model.__class__ = _over_mesh(kind)
     model.mesh, model.loaded, model._vigil = mesh, done, vigil
     model._leave = weakref.finalize(model, _leave, stack, vigil)
     return model
+
+
+@functools.cache  # transformers takes some time to make a class
+def _over_mesh(kind: type[Any]) -> type[Any]:
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (OverMesh, kind), names)
 
 
 def _leave(stack: contextlib.ExitStack, vigil: Vigil | None) -> None:

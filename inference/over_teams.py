@@ -17,14 +17,14 @@ import torch
 from communicator import Communicator
 from coordinator import Coordinator
 from inference.agreement import agree_on, facts
-from inference.cut_model import CutModel, build, compute_buffers, prepare
+from inference.cut_model import CutModel, build, compute_buffers, cut_checkpoint, find
 from inference.errors import PlanError, Served
 from inference.layout import cache_nbytes, layout, owner_of, with_cache
 from inference.lookout import on_lookout, outlast_master
 from inference.memory import Memory, cluster_memory, given_room
 from inference.mesh import Mesh, mesh_for
 from inference.model import distribute
-from inference.nd_load import aliases, named_tensors, together
+from inference.nd_load import aliases, named_tensors, plan_together, together
 from inference.options import Options
 from inference.plan import DeviceMap, Place, plan
 from inference.ring import FOREVER_S, Ring
@@ -49,11 +49,13 @@ def load_over_teams(path: str | Path, coor: Coordinator | None, asked: Options) 
             stack.push(_patiently(coor))
         grid = _grid(asked, coor.world_size)
         with on_lookout(coor, lambda rank: "its part of a stage"):
-            cut = prepare(coor, path, grid, asked)
+            files, configs = find(coor, path, grid, asked)
+            cut = together(coor, lambda: cut_checkpoint(coor, files, configs, grid, asked))
             chosen = _plan(coor, grid, cut, asked)
             stages = together(coor, lambda: stages_of(cut.model, chosen))
             only = {name: {"pp": stage} for name, stage in stages.items()}
-            done = cut.fill(path, coor, grid, asked.reader, only)
+            parts = plan_together(coor, lambda: cut.plan(grid, coor.rank, only))
+            done = cut.fill(coor, parts)
         mine = grid.group(coor.rank, "pp", "tp")
         crew = coor if len(mine) == coor.world_size else _split(coor, mine, stack)
         own = _one_replica(grid, mine)

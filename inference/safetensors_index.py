@@ -12,7 +12,7 @@ import math
 import os
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -141,13 +141,13 @@ def _header(file: Path) -> Iterator[tuple[str, Stored]]:
 
 
 def index_to_json(index: Index) -> bytes:
-    return json.dumps({name: asdict(stored) for name, stored in index.items()}).encode()
+    return json.dumps({k: (s.file, s.offset, s.dtype, s.shape) for k, s in index.items()}).encode()
 
 
 def index_from_json(data: bytes) -> dict[str, Stored]:
     return {
-        name: Stored(**{**entry, "shape": tuple(entry["shape"])})
-        for name, entry in json.loads(data).items()
+        name: Stored(file, offset, dtype, tuple(shape))
+        for name, (file, offset, dtype, shape) in json.loads(data).items()
     }
 
 

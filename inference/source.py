@@ -17,7 +17,7 @@ import transformers
 from coordinator import Coordinator
 from inference.checkpoint import read_config
 from inference.errors import CheckpointError
-from inference.nd_load import share_index, together
+from inference.nd_load import share_files, together
 from inference.safetensors_index import Index
 
 
@@ -49,7 +49,8 @@ def find(coor: Coordinator, path: str | Path) -> Source:
     config = together(coor, lambda: read_config(folder) if reads else None)
     told = coor.broadcast(_to_json(config) if coor.is_master() else None)
     config = together(coor, lambda: config or config_from(json.loads(told)))
-    return Source(folder, config, share_index(coor, folder, reads), readers)
+    files, _ = share_files(coor, folder, lambda: readers)
+    return Source(folder, config, files.index, readers)
 
 
 def _holds_weights(folder: Path) -> bool:

@@ -152,6 +152,8 @@ def _carried(model: Any, plan: str) -> dict[str, str]:
 
 def splits_of(model: nn.Module, styles: Styles, size: int) -> dict[str, tuple[Split, ...]]:
     """How each parameter is cut along "tp". Raises PlanError where that would not compute."""
+    if not styles:
+        return {name: () for name, _ in model.named_parameters(remove_duplicate=False)}
     _check_kinds(model, styles)
     _check_heads(model, styles, size)
     _check_attention(model, styles)

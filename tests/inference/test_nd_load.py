@@ -14,8 +14,8 @@ from coordinator import Coordinator
 from inference import CheckpointError, PlanError, Split
 from inference.boxes import Box, local_shape, own_boxes
 from inference.mesh import Mesh
-from inference.nd_load import room
 from inference.nd_plan import Wanted, plan_loading, reader_ranks, whole
+from inference.rooms import rooms
 from inference.safetensors_index import Reader, Stored, read_index
 
 ROOT = Path(__file__).parents[2]
@@ -264,13 +264,43 @@ def test_what_one_rank_plans_is_its_part_of_the_whole_plan(sizes, reader):
             assert {transfer.route for transfer in own.transfers} == {(rank,)}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-def test_room_for_a_large_tensor_is_an_ordinary_tensor(dtype):
-    tensor = room((1031, 4099), dtype, "cpu")
-    assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == ((1031, 4099), dtype, True)
-    tensor.fill_(1)
-    assert bool((tensor.clone().float() == 1).all())
-    assert nn.Parameter(tensor, requires_grad=dtype.itemsize > 1).data_ptr() == tensor.data_ptr()
+def test_rooms_are_ordinary_tensors_that_lie_apart():
+    """Small ones, large ones, none at all, and more than share a mapping."""
+    kinds = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool]
+    shapes = [(), (0, 3), (7,), (1031, 4099), (3, 5), (1031, 4099), (2, 1, 513)]
+    wishes = {
+        f"{number} {dtype}": (shape, dtype, "cpu")
+        for number, shape in enumerate(shapes)
+        for dtype in kinds
+    }
+    wishes["elsewhere"] = ((4, 4), torch.float32, "meta")
+    found = rooms(wishes)
+    assert found.keys() == wishes.keys() and found["elsewhere"].is_meta
+    del found["elsewhere"]
+    for number, (name, tensor) in enumerate(found.items()):
+        shape, dtype, _ = wishes[name]
+        assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == (shape, dtype, True)
+        assert tensor.data_ptr() % 64 == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
+        tensor.view(torch.uint8).fill_(number) if shape else tensor.fill_(1)
+    for number, (name, tensor) in enumerate(found.items()):
+        expected = number if tensor.dim() else 1
+        seen = tensor.view(torch.uint8) if tensor.dim() else tensor.float()
+        assert bool((seen == expected).all()), name
+
+
+def own_memory():
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("RssAnon:")[1].split()[0]) * 1024
+
+
+def test_rooms_take_no_more_memory_than_their_tensors():
+    """With huge pages of its own for each of them, a third of it would be for nothing."""
+    before = own_memory()
+    found = rooms({str(number): ((700, 1024), torch.float32, "cpu") for number in range(24)})
+    for tensor in found.values():
+        tensor.fill_(1)
+    took, share = own_memory() - before, sum(tensor.nbytes for tensor in found.values())
+    assert took < 1.1 * share, (took, share)
 
 
 def test_a_mesh_that_one_rank_has_wrong_is_an_error_on_every_rank(ranks_or_errors, checkpoint):

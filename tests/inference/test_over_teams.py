@@ -78,13 +78,13 @@ def test_two_stages_of_two_ranks_say_what_one_process_says(family, name):
 def test_every_rank_holds_its_part_of_its_stage(family, monkeypatch):
     plain, path = family("llama")
     shares = {}
-    real = inference.cut_model.load_into
+    real = inference.cut_model.load_planned
 
-    def counted(model, path, coor, **options):
-        shares[coor.rank] = real(model, path, coor, **options)
+    def counted(model, plan, files, coor, *rest):
+        shares[coor.rank] = real(model, plan, files, coor, *rest)
         return shares[coor.rank]
 
-    monkeypatch.setattr(inference.cut_model, "load_into", counted)
+    monkeypatch.setattr(inference.cut_model, "load_planned", counted)
     on_master(path, 4, said, tp=2, device_map="auto")
     whole = sum(p.nbytes for p in plain.parameters())
     norms = sum(p.nbytes for p in plain.parameters() if p.dim() == 1)
