@@ -7,7 +7,7 @@ rehearse(whole, part, styles, rank, size)     # part: a copy of it, cut
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -59,27 +59,36 @@ def _kind(layer: nn.Module, name: str, styles: Mapping[str, str]) -> list[Any]:
 def rehearse(whole: Any, part: Any, styles: Mapping[str, str], rank: int, size: int) -> None:
     """Raise PlanError if `part` cannot compute what `whole` computes. Both are used up.
 
-    A model that needs values, or more than tokens, to run at all is left to its first call.
+    A model that needs values, or more than tokens, to run at all is left to its first call from
+    where it does.
     """
     tokens = torch.zeros(1, 2 * size, dtype=torch.int64, device="meta")
-    try:
-        expected = _shapes(whole.eval()(input_ids=tokens))
-    except Exception:  # meta tensors have no values, and some models take other inputs
-        return
-    inside = _followed(part)
+    expected, end, _ = _run(whole, tokens)
     pretended: Any = Pretended(rank, size)
-    connect(part, styles, pretended)
-    try:
-        found = _shapes(part.eval()(input_ids=tokens))
-    except Exception as error:
-        if isinstance(error, NotImplementedError) or "meta tensor" in str(error):
-            return  # for want of values, in what is done to parts only
-        raise PlanError(_story(part, inside[-1], styles, size, str(error))) from error
-    if found != expected:
+    found, place, error = _run(part, tokens, lambda: connect(part, styles, pretended))
+    if error is not None and not _wants_values(error) and place != end:
+        raise PlanError(_story(part, place, styles, size, str(error))) from error
+    if error is None and end is None and found != expected:
         raise PlanError(
             f"a forward gives {found} where the model uncut gives {expected}, so what leaves it is "
             "one rank's part; cut what comes last as 'colwise_gather_output', or not at all."
         )
+
+
+def _run(
+    model: Any, tokens: torch.Tensor, prepare: Callable[[], None] = lambda: None
+) -> tuple[dict[str, tuple[int, ...]], str | None, Exception | None]:
+    """What a forward gives; or the module in which it fails, and how."""
+    inside = _followed(model)
+    prepare()
+    try:
+        return _shapes(model.eval()(input_ids=tokens)), None, None
+    except Exception as error:  # meta tensors have no values, and some models take other inputs
+        return {}, inside[-1], error
+
+
+def _wants_values(error: Exception) -> bool:
+    return isinstance(error, NotImplementedError) or "meta tensor" in str(error)
 
 
 def _followed(model: Any) -> list[str]:
@@ -104,10 +113,12 @@ def _shapes(outputs: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def _story(model: Any, name: str, styles: Mapping[str, str], size: int, why: str) -> str:
     is_leaf = not any(True for _ in model.get_submodule(name).children())
     owner = name.rpartition(".")[0] if is_leaf else name
-    near = {n: style for n, style in styles.items() if n.startswith(f"{owner}.")}
-    cut = ", ".join(f"{n.removeprefix(owner + '.')} {style}" for n, style in near.items())
+    inside = f"{owner}." if owner else ""
+    near = {n: style for n, style in styles.items() if n.startswith(inside)}
+    cut = ", ".join(f"{n.removeprefix(inside)} {style}" for n, style in near.items())
+    where = owner or type(model).__name__
     return (
-        f"{name} cannot compute its part of {size} ranks ({why.splitlines()[0]}); cut in {owner} "
+        f"{name} cannot compute its part of {size} ranks ({why.splitlines()[0]}); cut in {where} "
         f"are {cut or 'no modules'}. Cut what gives its inputs and what takes its outputs alike, "
         "or leave them out of tp_plan."
     )

@@ -171,6 +171,9 @@ def splits_of(model: nn.Module, styles: Styles, size: int) -> dict[str, tuple[Sp
             )
         found[name] = cut
     _check_sums(styles, found)
+    for name, style in styles.items():
+        if style == "rowwise" and styles.get(name.rpartition(".")[0]) == "moe_tp_experts":
+            _check_alignment(model, name, size)
     return found
 
 
@@ -229,10 +232,9 @@ def _check_heads(model: nn.Module, styles: Styles, size: int) -> None:
         if style != "colwise" or name not in modules:
             continue
         owner, _, last = name.rpartition(".")
-        width = getattr(modules[owner], "head_dim", None)
-        outputs = getattr(modules[name], "out_features", None)
-        if isinstance(width, int) and outputs:
-            heads[last] = outputs // width
+        count = _heads_in(modules[owner], getattr(modules[name], "out_features", 0))
+        if count:
+            heads[last] = count
     bad = {name: count for name, count in heads.items() if count % size}
     if bad:
         common = math.gcd(*heads.values())
@@ -241,6 +243,14 @@ def _check_heads(model: nn.Module, styles: Styles, size: int) -> None:
             f"attention has {', '.join(f'{n} heads in {name}' for name, n in bad.items())}, which "
             f"{size} ranks cannot share evenly; use tp={' or '.join(map(str, fits))}."
         )
+
+
+def _heads_in(attention: Any, outputs: int) -> int:
+    """How many heads so many features are, as far as the module around them says; 0 if not."""
+    width, count = getattr(attention, "head_dim", None), getattr(attention, "num_heads", None)
+    if isinstance(width, int):
+        return outputs // width
+    return count if isinstance(count, int) and count and outputs % count == 0 else 0
 
 
 def _check_attention(model: nn.Module, styles: Styles) -> None:
@@ -317,6 +327,27 @@ def _check_experts(model: nn.Module, styles: Styles, size: int) -> None:
         raise PlanError(
             f"{name} holds {bad} experts, which {size} ranks cannot share evenly; use "
             f'tp={" or ".join(map(str, fits))}, or tp_plan="auto", which cuts each expert.'
+        )
+
+
+ALIGNED = 16
+"""Bytes of which torch's multiplication of groups of rows wants a multiple in every row."""
+
+
+def _check_alignment(model: nn.Module, name: str, size: int) -> None:
+    """The part of a rank is what torch.nn.functional.grouped_mm can multiply with."""
+    parameter, owner = model.get_parameter(name), model.get_submodule(name.rpartition(".")[0])
+    inner, itemsize = parameter.shape[-1], parameter.element_size()
+    if parameter.dim() != 3 or _implementation(owner) != "grouped_mm":
+        return
+    parts = [local_shape((inner,), [Split("tp", 0)], Mesh({"tp": size}), r)[0] for r in range(size)]
+    bad = next((part for part in parts if part * itemsize % ALIGNED), None)
+    if bad is not None:
+        raise PlanError(
+            f"{name} would leave a rank {bad} of {inner} features of each expert, which are "
+            f"{bad * itemsize} bytes, and torch multiplies experts in multiples of {ALIGNED} bytes "
+            'only; use another tp, tp_plan="ep", or experts_implementation="eager", which is '
+            "slower."
         )
 
 
@@ -471,7 +502,8 @@ def _own_experts(module: Any, comm: Communicator) -> Callable[..., Any]:
 
 def _implementation(module: Any) -> str:
     """How transformers runs these experts."""
-    return str(getattr(module.config, "_experts_implementation", "eager") or "eager")
+    config = getattr(module, "config", None)
+    return str(getattr(config, "_experts_implementation", "eager") or "eager")
 
 
 def _sequence_parallel(module: nn.Module, comm: Communicator) -> Callable[..., Any]:

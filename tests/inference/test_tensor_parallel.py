@@ -15,7 +15,7 @@ from communicator import Communicator
 from coordinator import Coordinator
 from inference import InferenceError, PlanError
 from inference.cut_model import compute_buffers
-from inference.rehearsal import Pretended, shortened
+from inference.rehearsal import Pretended, rehearse, shortened
 from inference.source import config_from
 from inference.tensor_parallel import connect, read_plan, splits_of
 from tests.gpu.decode import Decoder, small_model, whole_tokens
@@ -646,6 +646,41 @@ def test_heads_that_do_not_divide_are_found_before_loading(ranks_or_errors, fami
     for error in ranks_or_errors(rank, 3):
         assert isinstance(error, PlanError)
         assert "4 heads in k_proj" in str(error) and "tp=1 or 2 or 4" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("deepseek v2", "4 heads in q_b_proj, 4 heads in kv_b_proj.*tp=1 or 2 or 4"),
+        ("qwen3 moe", r"down_proj would leave a rank 6 of 16 features.*multiples of 16 bytes"),
+    ],
+)
+def test_what_a_mixture_cannot_share_is_found_while_planning(name, says):
+    """Latent attention failed in the first call; experts on one rank only, and the rest waited."""
+    kind, sizes = FAMILIES[name]
+    kind = getattr(transformers, kind)
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 6} if name == "qwen3 moe" else {}
+    with torch.device("meta"):
+        model = kind(kind.config_class(**{**SIZES, **sizes, **heads}))
+    with pytest.raises(PlanError, match=says):
+        splits_of(model, read_plan(model, "auto"), 3)
+
+
+class Looks(Mlp):
+    """Needs a value, behind what is cut."""
+
+    def forward(self, input_ids):
+        x = super().forward(input_ids.new_ones(2, 5, dtype=torch.float32))
+        return {"logits": x if x.sum() > 0 else -x}
+
+
+def test_shapes_that_disagree_are_found_before_the_first_value_is_wanted():
+    with torch.device("meta"):
+        whole, part, fitting = Looks(), Looks(), Looks()
+        part.up = nn.Linear(5, 4)
+    rehearse(whole, fitting, {}, 0, 2)
+    with pytest.raises(PlanError, match="cut in Looks are up colwise"):
+        rehearse(Looks().to("meta"), part, {"up": "colwise"}, 0, 2)
 
 
 @pytest.mark.parametrize(
