@@ -66,6 +66,17 @@ class Mesh:
         places = [dict(zip(self.axes, at, strict=True)) for at in itertools.product(*ranges)]
         return dict(zip(self.ranks, places, strict=True))
 
+    @cached_property
+    def unsorted(self) -> frozenset[str]:
+        """The axes along which ranks do not ascend everywhere."""
+        found, step = set(), self.size
+        for axis, size in self.axes.items():
+            step //= size
+            behind = [place for place in range(self.size) if place // step % size]
+            if any(self.ranks[place] < self.ranks[place - step] for place in behind):
+                found.add(axis)
+        return frozenset(found)
+
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The ranks that differ from `rank` along these axes only, itself among them, in order."""
         mine = self.coordinate(rank)

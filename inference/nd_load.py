@@ -366,6 +366,12 @@ def _splits_of(name: str, tensor: Any, mesh: Mesh) -> tuple[Split, ...]:
             raise PlanError(f"{name} is partial along {axis!r}, and no checkpoint holds a part.")
         if placement.is_replicate():
             continue
+        if axis in mesh.unsorted:
+            raise PlanError(
+                f"{name} is cut along {axis!r}, along which the ranks {mesh.ranks} do not ascend, "
+                "and torch counts those of a process group in ascending order, so their parts "
+                "would be exchanged; give a DeviceMesh whose ranks ascend along every axis."
+            )
         factor = getattr(placement, "split_factor", 1)
         inner = math.prod(mesh.along(cut.axis) for cut in cuts if cut.dim == placement.dim)
         if factor > 1 and factor == inner:  # what FSDP2 does to what another axis has cut

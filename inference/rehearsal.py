@@ -67,7 +67,7 @@ def rehearse(whole: Any, part: Any, styles: Mapping[str, str], rank: int, size: 
     pretended: Any = Pretended(rank, size)
     found, place, error = _run(part, tokens, lambda: connect(part, styles, pretended))
     if error is not None and not _wants_values(error) and place != end:
-        raise PlanError(_story(part, place, styles, size, str(error))) from error
+        raise PlanError(_story(part, place or "", styles, size, str(error))) from error
     if error is None and end is None and found != expected:
         raise PlanError(
             f"a forward gives {found} where the model uncut gives {expected}, so what leaves it is "

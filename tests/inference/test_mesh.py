@@ -25,6 +25,14 @@ def test_ranks_may_lie_in_any_order():
     assert mesh.group(3, "tp") == (3, 2)
 
 
+def test_axes_along_which_ranks_do_not_ascend_are_known():
+    """torch sorts the ranks of a process group: FSDP2 put rows together in another order."""
+    axes = {"dp_shard": 2, "tp": 2}
+    assert not Mesh(axes).unsorted and not Mesh(axes, (0, 2, 1, 3)).unsorted
+    assert Mesh(axes, (1, 0, 3, 2)).unsorted == {"tp"}
+    assert Mesh(axes, (0, 3, 2, 1)).unsorted == {"dp_shard", "tp"}
+
+
 def test_the_name_that_transformers_gives_an_axis_is_understood():
     assert read_mesh({"fsdp": 2, "tp": 2}, 4).axes == {"dp_shard": 2, "tp": 2}
 

@@ -147,6 +147,16 @@ def test_the_shards_of_fsdp_over_tensor_parallel_are_parts_of_parts(as_rank, siz
         assert found.shape == layer.bias._local_tensor.shape
 
 
+def test_a_device_mesh_whose_ranks_descend_is_refused(as_rank):
+    """torch sorts the ranks of a group: every logit was wrong, and nothing said so."""
+    as_rank(0, 4)
+    theirs = DeviceMesh("cpu", [[2, 0], [3, 1]], mesh_dim_names=("tp", "dp_shard"))
+    with torch.device("meta"):
+        layer = fully_shard(nn.Linear(3, 4), mesh=theirs["dp_shard"])
+    with pytest.raises(PlanError, match=r"weight is cut along 'dp_shard'.*do not ascend"):
+        _splits_of("weight", layer.weight, read_mesh(theirs, 4))
+
+
 def chunks(whole, count):
     """As many as are asked for: torch.chunk leaves out what would be empty."""
     found = list(whole.chunk(count))
