@@ -43,6 +43,7 @@ from inference.rehearsal import rehearse, shortened
 from inference.renaming import kept_wide, sources_of
 from inference.source import config_from
 from inference.tensor_parallel import read_plan, splits_of
+from inference.unfilled import on_meta
 
 FEW = 16 << 20
 """As many weights as may be made, and thrown away, for the sake of a buffer beside them."""
@@ -181,7 +182,7 @@ def build(kind: type[Any], config: Any, asked: Options) -> Any:
     if isinstance(dtype, str):
         dtype = None if dtype == "auto" else getattr(torch, dtype.removeprefix("torch."))
     chosen = dtype or getattr(config, "dtype", None) or torch.float32
-    with building, torch.device(build_on):
+    with building, on_meta() if build_on == "meta" else torch.device(build_on):
         model = kind._from_config(config, dtype=chosen, **asked.rest)
     wide = kept_wide(model, chosen)
     empty = {id(t): empty_like(t, t.shape, wide.get(name)) for name, t in named_tensors(model)}

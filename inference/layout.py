@@ -13,6 +13,7 @@ from torch import nn
 from inference.checkpoint import building
 from inference.errors import CheckpointError
 from inference.plan import Layout, Part
+from inference.unfilled import on_meta
 
 
 def model_class(config: Any) -> type[Any]:
@@ -30,7 +31,7 @@ def model_class(config: Any) -> type[Any]:
 
 def skeleton(cls: type[Any], config: Any, dtype: torch.dtype) -> Any:
     """The model on meta: names, shapes and ties, and no weights."""
-    with building, torch.device("meta"):
+    with building, on_meta():
         return cls._from_config(config, dtype=dtype)
 
 

@@ -416,16 +416,10 @@ def replace(model: nn.Module, new: Mapping[int, torch.Tensor]) -> None:
 
 
 def _dtensor(shard: torch.Tensor, like: Any) -> torch.Tensor:
+    """What DTensor.from_local makes, which works out anew what is known of the one on meta."""
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(
-        shard,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+    return DTensor(shard, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 class _Stream:
