@@ -33,7 +33,7 @@ class Chain:
     """Calls gathered by one thread, in order, and the lazy tensors they will put out."""
 
     def __init__(self, session: Session):
-        self.session, self.sent = session, False
+        self.session, self.sent, self.is_for_states = session, False, False
         self.runs: list[Run] = []
         self.outputs: list[weakref.ref[Lazy]] = []
         self.makers: list[Maker] = []
@@ -69,7 +69,7 @@ class Chain:
         """Run the calls; every hidden state that somebody still holds gets its value."""
         if self.sent or not self.runs:
             return None
-        self.sent = True
+        self.sent, self.is_for_states = True, self.session.is_for_states
         alive = [ref() for ref in self.outputs]
         waiting = [lazy for lazy in alive if type(lazy) is Lazy or self._is_wanted(lazy)]
         self.returns = tuple(lazy.slot for lazy in waiting)
@@ -85,10 +85,11 @@ class Chain:
     def _is_wanted(self, lazy: Lazy | None) -> TypeGuard[Lazy]:
         if type(lazy) is not Withheld:
             return lazy is not None
-        return self.session.habits.is_wanted(self.makers[lazy.slot])
+        return self.session.habits.is_wanted((*self.makers[lazy.slot], self.is_for_states))
 
     def touched(self, slot: int) -> None:
-        self.session.habits.looked_at.add(self.makers[slot])
+        is_for_states = self.is_for_states if self.sent else self.session.is_for_states
+        self.session.habits.looked_at.add((*self.makers[slot], is_for_states))
 
     def place_ints(self, before: list[int]) -> tuple[list[int], list[int]]:
         """Where each run's integers begin, and all integers; runs with the same share them."""
@@ -122,15 +123,18 @@ class Chain:
 
 
 class Habits:
-    """Which tensors of layers, besides hidden states, the master looks at: the others stay away."""
+    """Which tensors of layers, besides hidden states, the master looks at: the others stay away.
+
+    Each is known by its maker, and whether hidden states were asked for, which may hold it.
+    """
 
     def __init__(self) -> None:
-        self.looked_at: set[Maker] = set()
-        self.returned: Counter[Maker] = Counter()
+        self.looked_at: set[tuple[str, int, bool]] = set()
+        self.returned: Counter[tuple[str, int, bool]] = Counter()
 
-    def is_wanted(self, maker: Maker) -> bool:
-        self.returned[maker] += 1
-        return maker in self.looked_at or self.returned[maker] <= TRIALS
+    def is_wanted(self, tensor: tuple[str, int, bool]) -> bool:
+        self.returned[tensor] += 1
+        return tensor in self.looked_at or self.returned[tensor] <= TRIALS
 
 
 class Form:

@@ -65,6 +65,8 @@ class Session:
 
     def note_pass(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Remember what a model of this thread is called with, see `rows_and_tokens`."""
+        if "output_hidden_states" in kwargs:
+            self._threads.is_for_states = bool(kwargs["output_hidden_states"])
         for given in (*args[:1], kwargs.get("inputs_embeds"), kwargs.get("input_ids")):
             if isinstance(given, torch.Tensor) and given.dim() in (2, 3):
                 self._threads.shape = given.shape[0], given.shape[1]
@@ -73,6 +75,11 @@ class Session:
     def shape_of_pass(self) -> tuple[int, int] | None:
         """Rows and tokens of the pass that this thread is in, if it is in one."""
         return getattr(self._threads, "shape", None)
+
+    @property
+    def is_for_states(self) -> bool:
+        """Whether this thread last asked for hidden states, and so looks at more than otherwise."""
+        return getattr(self._threads, "is_for_states", False)
 
     def rows_and_tokens(self) -> tuple[int, int]:
         """The same, where a hidden state does not show them."""

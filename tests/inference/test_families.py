@@ -324,6 +324,25 @@ def test_hidden_states_that_are_recorded_inside_of_layers_are_refused(checkpoint
     on_master(path, 2, work, device_map=everything)
 
 
+def test_hidden_states_may_be_asked_for_after_passes_that_looked_at_none(checkpoints, on_master):
+    """They hold tokens of the layers' own here, which stayed away once nobody had looked."""
+    names = ("attention_heads", "layers", "ffn_dim")
+    sizes = {f"{side}_{name}": 4 for side in ("encoder", "decoder") for name in names}
+    config = {**BASE, **sizes, "d_model": 32, "block_size": 8, "num_global_tokens": 4}
+    plain, path = checkpoints.make("pegasus_x", "PegasusXForConditionalGeneration", **config)
+    ids = prompt()["input_ids"]
+
+    @torch.no_grad()
+    def work(model: Any) -> Any:
+        inputs = {"input_ids": ids, "decoder_input_ids": ids, "use_cache": False}
+        for _ in range(4):
+            model(**inputs)
+        found = model(**inputs, output_hidden_states=True).encoder_hidden_states
+        return torch.utils._pytree.tree_map(torch.Tensor.tolist, found)
+
+    assert on_master(path, 2, work, device_map=second_halves(plain)) == work(plain)
+
+
 def test_logits_of_routers_are_refused_where_some_would_be_missing(checkpoints, on_master):
     plain, path = checkpoints.make("mixtral", CAUSAL["mixtral"][0], **CAUSAL["mixtral"][1])
 
