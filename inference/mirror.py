@@ -19,7 +19,6 @@ from transformers.cache_utils import (
     Cache,
     DynamicCache,
     DynamicLayer,
-    EncoderDecoderCache,
     LinearAttentionCacheLayerMixin,
     QuantizedCache,
     StaticCache,
@@ -218,16 +217,17 @@ def _recipe(cache: Cache) -> tuple[Any, ...]:
     )
 
 
-def advance(cache: Cache, layers: Iterable[int], hidden: torch.Tensor) -> None:
+def advance(
+    cache: Cache, layers: Iterable[int], hidden: torch.Tensor, by_pass: bool | None = False
+) -> None:
     """Account for the tokens of `hidden`, [batch, tokens, width], in layers held elsewhere.
 
-    Some models carry several streams, before or behind these axes (Gemma 3n, DeepSeek-V4), and
-    some the tokens first (FSMT).
+    by_pass: those of the pass, see `counts_pass`. Some models carry several streams, before or
+    behind these axes (Gemma 3n, DeepSeek-V4), and some the tokens first (FSMT).
     """
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
     assert isinstance(cache, Mirrored)
-    batch, tokens = hidden.shape[:2] if hidden.dim() == 3 else cache.journal.rows_and_tokens()
+    is_plain = hidden.dim() == 3 and not by_pass
+    batch, tokens = hidden.shape[:2] if is_plain else cache.journal.rows_and_tokens()
     if cache.journal.shape_of_pass == (tokens, batch):
         batch, tokens = tokens, batch
     for index in layers:
@@ -236,6 +236,29 @@ def advance(cache: Cache, layers: Iterable[int], hidden: torch.Tensor) -> None:
             _advance_dynamic(cache, index, layer, batch, tokens)
         else:
             _advance_layer(cache, index, layer, batch, tokens)
+
+
+def counts_pass(
+    shape_of_pass: tuple[int, int] | None, hidden: torch.Tensor, filled: Sequence[Sequence[int]]
+) -> bool:
+    """Whether layers were filled with the tokens of the pass, and `hidden` has more: streams behind
+    each other (ProphetNet). filled: a layer of the cache, its tokens before, and now."""
+    if shape_of_pass is None or hidden.dim() != 3:
+        return False
+    tokens, grown = shape_of_pass[1], {now - before for _, before, now in filled if now > before}
+    return tokens not in hidden.shape[:2] and grown == {tokens}
+
+
+def refuse_other_lengths(cache: Cache, filled: Sequence[Sequence[int]], where: str) -> None:
+    """Raise InferenceError unless layers have as many tokens here as on their rank."""
+    for index, _, length in filled:
+        here = mark(_layer(cache, index)).length
+        if here != length:
+            raise InferenceError(
+                f"rank 0: {where} has {length} tokens in layer {index} of the cache, where its "
+                f"hidden states had {here}, so the lengths that masks are made of would be wrong; "
+                "give it to rank 0 in device_map."
+            )
 
 
 def _layer(cache: Any, index: int) -> Any:

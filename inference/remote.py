@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from inference.chain import Chain, Form, Run
 from inference.errors import InferenceError
 from inference.lazy import Lazy
-from inference.mirror import advance, number_of
+from inference.mirror import advance, counts_pass, number_of, refuse_other_lengths
 from inference.session import Session
 from inference.values import PLAIN, Leaves, Template, flatten, frozen, kinds_of_new, rebuild
 
@@ -34,6 +34,7 @@ class RemoteModule:
         self.fills: dict[tuple[Form, tuple[int, ...]], tuple[int, ...]] = {}  # layers of a cache
         self.maker = (name, 0)
         self.cache_layers = _cache_layers(module)
+        self.by_pass: bool | None = None  # how its tokens are counted, once it has filled a cache
         self.__signature__ = inspect.signature(module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -42,9 +43,9 @@ class RemoteModule:
         if run is None:
             return self._begin(args, kwargs)
         hidden = args[0]
-        run.fills = self.cache_layers
-        if run.caches:
-            advance(run.caches[0], run.fills, hidden)
+        run.fills = None if self.by_pass is None else self.cache_layers
+        if run.caches and run.fills is not None:
+            advance(run.caches[0], run.fills, hidden, self.by_pass)
         run.add(self, hidden)
         if self.outputs.get(run.form) == PLAIN:
             return chain.lazy("hidden", self.maker, hidden)
@@ -68,8 +69,11 @@ class RemoteModule:
         slots = tuple([chain.slot(tensor) for tensor in leaves.tensors])
         run = Run(form, leaves, slots, args, kwargs)
         fills = self.fills.get((form, run.numbers)) if run.numbers else self.cache_layers
-        if leaves.caches and leaves.tensors and fills is not None:
-            advance(leaves.caches[0], fills, leaves.tensors[0])
+        if leaves.caches and leaves.tensors:
+            if self.by_pass is None:
+                fills = None
+            if fills is not None:
+                advance(leaves.caches[0], fills, leaves.tensors[0], self.by_pass)
         chain.runs.append(run)
         run.add(self, None)
         run.is_learning |= fills is None
@@ -101,26 +105,30 @@ class RemoteModule:
         assert reply is not None
         output, filled = json.loads(reply.note)
         if leaves.caches and leaves.tensors:
-            self._learn_layers(run, tuple(filled), leaves)
+            self._learn_layers(run, filled, leaves)
         self.outputs[run.form] = frozen(output)
         return [tensor.to(self.session.device) for tensor in reply.tensors]
 
-    def _learn_layers(self, run: Run, filled: tuple[int, ...], leaves: Leaves) -> None:
+    def _learn_layers(self, run: Run, filled: list[list[int]], leaves: Leaves) -> None:
         """Note which layers of the cache were filled over there. Some modules do not say (GPT-Neo),
         and to some an integer says which turn of a recurrence it is (HRM)."""
-        is_usual = set(filled) <= set(self.cache_layers)
-        layers = self.cache_layers if is_usual else filled
-        cache = leaves.caches[0]
+        indices = tuple(index for index, _, _ in filled)
+        is_usual = set(indices) <= set(self.cache_layers)
+        layers = self.cache_layers if is_usual else indices
+        cache, hidden = leaves.caches[0], leaves.tensors[0]
         try:
             if not is_usual and self.cache_layers and not run.numbers:
                 raise InferenceError(
-                    f"rank 0: {self.name} on rank {self.rank} put keys into the layers {[*filled]} "
-                    f"of the cache, where its modules have the numbers {[*self.cache_layers]}, so "
-                    "the lengths that masks are made of would be wrong; give it to rank 0 in "
-                    "device_map."
+                    f"rank 0: {self.name} on rank {self.rank} put keys into the layers "
+                    f"{[*indices]} of the cache, where its modules have the numbers "
+                    f"{[*self.cache_layers]}, so the lengths that masks are made of would be "
+                    "wrong; give it to rank 0 in device_map."
                 )
+            if self.by_pass is None:
+                self.by_pass = counts_pass(self.session.shape_of_pass, hidden, filled)
             if run.fills != layers:
-                advance(cache, layers, leaves.tensors[0])
+                advance(cache, layers, hidden, self.by_pass)
+            refuse_other_lengths(cache, filled, f"{self.name} on rank {self.rank}")
         except InferenceError:
             cache.torn = True  # over there it is filled already
             raise

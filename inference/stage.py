@@ -86,11 +86,11 @@ class Call:
         found = next(caches_in((self.args, self.kwargs)), None)
         return [] if found is None else [mark(layer) for layer in found.layers]
 
-    def filled(self, before: list[Mark]) -> list[int]:
-        """Which of them hold more now."""
+    def filled(self, before: list[Mark]) -> list[tuple[int, int, int]]:
+        """Which of them hold more now: their tokens before, and now."""
         pairs = itertools.zip_longest(before, self.marks(), fillvalue=EMPTY)
         return [
-            index
+            (index, old.length, new.length)
             for index, (old, new) in enumerate(pairs)
             if new.length > old.length or new.has_state > old.has_state
         ]

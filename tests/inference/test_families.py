@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.cache_utils import DynamicCache, LinearAttentionAndSlidingWindowAttentionLayer
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
 
 from inference import InferenceError, StageError, over_stages
 from inference.layout import layer_names
@@ -25,6 +29,7 @@ BASE = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+SIZES = {name: size for name, size in BASE.items() if name != "num_hidden_layers"}
 KV = {**BASE, "num_key_value_heads": 2}
 HEADS = {**KV, "head_dim": 8}
 WINDOW = {"sliding_window": 6}
@@ -149,6 +154,22 @@ UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "prophetnet": (
+        "ProphetNetForConditionalGeneration",
+        {
+            **SIZES,
+            **dict.fromkeys(["num_encoder_layers", "num_decoder_layers"], 4),
+            **dict.fromkeys(["num_encoder_attention_heads", "num_decoder_attention_heads"], 4),
+            **dict.fromkeys(["encoder_ffn_dim", "decoder_ffn_dim"], 48),
+            "max_position_embeddings": 64,
+            "init_std": 0.4,
+            "decoder_start_token_id": 2,
+        },
+    ),
+}
+"""Hidden states in which a token is several times, one stream behind the other."""
+
 T5GEMMA = {**HEADS, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2}
 
 ENCODER_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -272,17 +293,17 @@ def test_tokens_are_taken_back_from_a_layer_that_has_a_window_and_a_state_elsewh
     assert layer.get_seq_length() == 7 and layer.keys.shape[-2] == 5
 
 
-@pytest.mark.parametrize("family", UNUSUAL)
+@pytest.mark.parametrize("family", [*UNUSUAL, *STREAMS])
 def test_layers_that_do_not_say_which_part_of_the_cache_they_fill_are_counted(
     checkpoints, on_master, family
 ):
     """The master took the length of the first layer for 0, or for that of all turns together."""
-    cls, config = UNUSUAL[family]
+    cls, config = {**UNUSUAL, **STREAMS}[family]
     plain, path = checkpoints.make(family, cls, **config)
     everything = {name: int(bool(name)) for name in ["", *layer_names(plain)]}
 
     def work(model: Any) -> list[Any]:
-        return list(outcomes(model))
+        return list(outcomes(model, static=family not in STREAMS))
 
     assert on_master(path, 2, work, device_map=everything) == work(plain)
 
@@ -307,6 +328,32 @@ def test_a_layer_that_fills_another_part_of_the_cache_than_it_says_is_refused(
         with pytest.raises(InferenceError, match=said):
             model.generate(**prompt(), max_new_tokens=2)
 
+    on_master(path, 2, work, device_map=second_halves(plain))
+
+
+def test_a_layer_that_counts_other_tokens_than_its_rank_is_refused(
+    checkpoints, on_master, monkeypatch
+):
+    """The masks made here would be of other lengths than the keys over there."""
+    update = DynamicLayer.update
+
+    def twice(self: Any, keys: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
+        new = [
+            torch.cat([each, each], dim=-2) if each.shape[1] > 1 else each
+            for each in (keys, values)
+        ]
+        found = update(self, *new, *args, **kwargs)
+        return tuple(each[..., : -keys.shape[-2], :] for each in found)
+
+    plain, path = checkpoints.llama()
+
+    def work(model: Any) -> None:
+        with pytest.raises(
+            InferenceError, match=r"has 18 tokens in layer 3 .* hidden states had 9"
+        ):
+            model(**prompt())
+
+    monkeypatch.setattr(DynamicLayer, "update", twice)
     on_master(path, 2, work, device_map=second_halves(plain))
 
 
