@@ -170,6 +170,7 @@ class Run:
         self.numbers = tuple([leaves.ints[at] for at in form.numbers_at])
         self.is_learning = False
         self.fills: tuple[int, ...] | None = ()  # layers of the cache counted for the last call
+        self.lengths: dict[int, int] = {}  # of these, if what the call returns is not known yet
         if form.is_repeatable:
             self.tensors = leaves.tensors[1:]
             self.given = (args[1:], kwargs)  # held, so that nothing else takes their identity

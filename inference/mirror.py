@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -222,8 +222,8 @@ def advance(
 ) -> None:
     """Account for the tokens of `hidden`, [batch, tokens, width], in layers held elsewhere.
 
-    by_pass: those of the pass, see `counts_pass`. Some models carry several streams, before or
-    behind these axes (Gemma 3n, DeepSeek-V4), and some the tokens first (FSMT).
+    by_pass: those of the pass instead, see `counts_pass`. Some models carry several streams, before
+    or behind these axes (Gemma 3n, DeepSeek-V4), and some the tokens first (FSMT).
     """
     assert isinstance(cache, Mirrored)
     is_plain = hidden.dim() == 3 and not by_pass
@@ -238,26 +238,38 @@ def advance(
             _advance_layer(cache, index, layer, batch, tokens)
 
 
+def shows_pass(shape_of_pass: tuple[int, int] | None, hidden: torch.Tensor) -> bool:
+    """Whether [batch, tokens, width] are those of the pass; ProphetNet has several streams of them
+    behind each other, so what these put into a cache has to be seen first."""
+    if shape_of_pass is None or hidden.dim() != 3:
+        return True
+    rows_and_tokens = tuple(hidden.shape[:2])
+    return shape_of_pass in (rows_and_tokens, rows_and_tokens[::-1])
+
+
 def counts_pass(
     shape_of_pass: tuple[int, int] | None, hidden: torch.Tensor, filled: Sequence[Sequence[int]]
 ) -> bool:
-    """Whether layers were filled with the tokens of the pass, and `hidden` has more: streams behind
-    each other (ProphetNet). filled: a layer of the cache, its tokens before, and now."""
-    if shape_of_pass is None or hidden.dim() != 3:
-        return False
-    tokens, grown = shape_of_pass[1], {now - before for _, before, now in filled if now > before}
-    return tokens not in hidden.shape[:2] and grown == {tokens}
+    """Whether the tokens of the pass went into a cache, and not those of a hidden state that has
+    others. filled: a layer of the cache, its tokens before, and now."""
+    grown = {now - before for _, before, now in filled if now > before}
+    return not shows_pass(shape_of_pass, hidden) and grown == {(shape_of_pass or (0, 0))[1]}
 
 
-def refuse_other_lengths(cache: Cache, filled: Sequence[Sequence[int]], where: str) -> None:
-    """Raise InferenceError unless layers have as many tokens here as on their rank."""
+def lengths(cache: Cache, layers: Iterable[int]) -> dict[int, int]:
+    return {index: mark(_layer(cache, index)).length for index in layers}
+
+
+def refuse_other_lengths(
+    here: Mapping[int, int], filled: Sequence[Sequence[int]], where: str
+) -> None:
+    """Raise InferenceError unless layers of a cache have as many tokens on their rank as `here`."""
     for index, _, length in filled:
-        here = mark(_layer(cache, index)).length
-        if here != length:
+        if here[index] != length:
             raise InferenceError(
                 f"rank 0: {where} has {length} tokens in layer {index} of the cache, where its "
-                f"hidden states had {here}, so the lengths that masks are made of would be wrong; "
-                "give it to rank 0 in device_map."
+                f"hidden states had {here[index]}, so the lengths that masks are made of would be "
+                "wrong; give it to rank 0 in device_map."
             )
 
 

@@ -18,7 +18,14 @@ from transformers.cache_utils import Cache
 from inference.chain import Chain, Form, Run
 from inference.errors import InferenceError
 from inference.lazy import Lazy
-from inference.mirror import advance, counts_pass, number_of, refuse_other_lengths
+from inference.mirror import (
+    advance,
+    counts_pass,
+    lengths,
+    number_of,
+    refuse_other_lengths,
+    shows_pass,
+)
 from inference.session import Session
 from inference.values import PLAIN, Leaves, Template, flatten, frozen, kinds_of_new, rebuild
 
@@ -43,9 +50,9 @@ class RemoteModule:
         if run is None:
             return self._begin(args, kwargs)
         hidden = args[0]
-        run.fills = None if self.by_pass is None else self.cache_layers
-        if run.caches and run.fills is not None:
-            advance(run.caches[0], run.fills, hidden, self.by_pass)
+        run.fills = self.cache_layers
+        if run.caches:
+            self._advance(run, hidden)
         run.add(self, hidden)
         if self.outputs.get(run.form) == PLAIN:
             return chain.lazy("hidden", self.maker, hidden)
@@ -69,16 +76,23 @@ class RemoteModule:
         slots = tuple([chain.slot(tensor) for tensor in leaves.tensors])
         run = Run(form, leaves, slots, args, kwargs)
         fills = self.fills.get((form, run.numbers)) if run.numbers else self.cache_layers
-        if leaves.caches and leaves.tensors:
-            if self.by_pass is None:
-                fills = None
-            if fills is not None:
-                advance(leaves.caches[0], fills, leaves.tensors[0], self.by_pass)
+        run.fills = fills
+        if leaves.caches and leaves.tensors and fills is not None:
+            self._advance(run, leaves.tensors[0])
         chain.runs.append(run)
         run.add(self, None)
         run.is_learning |= fills is None
-        run.fills = fills
         return self._result(chain, form, leaves)
+
+    def _advance(self, run: Run, hidden: torch.Tensor) -> None:
+        """Count what the call puts into the cache, unless that has to be seen first."""
+        is_new = run.form not in self.outputs
+        if is_new and self.by_pass is None and not shows_pass(self.session.shape_of_pass, hidden):
+            run.fills = None
+        elif run.fills is not None:
+            advance(run.caches[0], run.fills, hidden, self.by_pass)
+            if is_new:
+                run.lengths = lengths(run.caches[0], run.fills)
 
     def _number_of(self, cache: Cache) -> int:
         return number_of(cache, self.session, self.cache_layers)
@@ -128,7 +142,8 @@ class RemoteModule:
                 self.by_pass = counts_pass(self.session.shape_of_pass, hidden, filled)
             if run.fills != layers:
                 advance(cache, layers, hidden, self.by_pass)
-            refuse_other_lengths(cache, filled, f"{self.name} on rank {self.rank}")
+                run.lengths = lengths(cache, layers)
+            refuse_other_lengths(run.lengths, filled, f"{self.name} on rank {self.rank}")
         except InferenceError:
             cache.torn = True  # over there it is filled already
             raise
