@@ -15,6 +15,7 @@ import torch
 
 from inference.frames import Message
 from inference.lazy import Lazy, Withheld, fetched
+from inference.mirror import foresee
 from inference.program import Program, Step
 from inference.values import Leaves, Template, is_repeatable, leaves_of
 
@@ -81,6 +82,12 @@ class Chain:
             lazy.value = value.to(lazy.home)
         reply.tensors = reply.tensors[len(waiting) :]
         return reply
+
+    def foresee(self) -> None:
+        """Prepare for the next token of the same caches, while this one is on its way."""
+        for run in self.runs:
+            for cache in run.caches:
+                foresee(cache)
 
     def _is_wanted(self, lazy: Lazy | None) -> TypeGuard[Lazy]:
         if type(lazy) is not Withheld:

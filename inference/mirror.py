@@ -59,6 +59,7 @@ class Mirrored:
     number: int
     torn = False
     step = Advance()
+    ahead: tuple[int, Mark] = (0, EMPTY)  # rows, and a layer with one token more than now
 
     known: dict[int, Mark]
     """The layers that are on other ranks, as those know them."""
@@ -116,7 +117,8 @@ class Mirrored:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         twin = object.__new__(type(self))
         memo[id(self)] = twin
-        own = {key: value for key, value in vars(self).items() if key not in ("journal", "number")}
+        others = ("journal", "number", "ahead")
+        own = {key: value for key, value in vars(self).items() if key not in others}
         twin.__dict__.update(copy.deepcopy(own, memo))
         _register(twin, self.journal)
         self.journal.record("fork", twin.number, self.number)
@@ -288,11 +290,27 @@ def _advance_dynamic(
     if keys is not step.before or (batch, tokens) != step.shape:
         now = step.mark
         if (step.shape[0], now.length) != (batch, known.length + tokens):
-            after = shadow(batch, known.length + tokens)
-            now = Mark(after, after, known.length + tokens)
+            now = _full(cache, batch, known.length + tokens)
         cache.step = step = Advance(keys, (batch, tokens), now)
     layer.keys = layer.values = step.mark.keys
     cache.known[index] = step.mark
+
+
+def _full(cache: Mirrored, batch: int, tokens: int) -> Mark:
+    rows, now = cache.ahead
+    if (rows, now.length) == (batch, tokens):
+        return now
+    keys = shadow(batch, tokens)
+    return Mark(keys, keys, tokens)
+
+
+def foresee(cache: Cache) -> None:
+    """Make the shadow of the next token while there is time: of all that is done for a token before
+    it is sent, that takes longest."""
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    if isinstance(cache, Mirrored) and (step := cache.step).mark is not EMPTY:
+        cache.ahead = step.shape[0], _full(cache, step.shape[0], step.mark.length + 1)
 
 
 def _advance_layer(cache: Mirrored, index: int, layer: Any, batch: int, tokens: int) -> None:

@@ -113,6 +113,7 @@ class Session:
                 ticket.reply = self._guarded(lambda: self.ring.send(message))
                 if ticket.reply is not None:
                     self._tickets.remove(ticket)
+            chain.foresee()
             reply = self._answer(ticket, chain)
         except (KeyboardInterrupt, SystemExit):
             self._is_out_of_step = True  # nobody knows whether it was sent, or had come back
@@ -135,11 +136,12 @@ class Session:
         starts, ints = chain.place_ints(leaves.ints)
         key = (operations, len(leaves.tensors), chain.key(starts))
         text = ""
-        if key not in self._programs:
+        known = self._programs.get(key)
+        if known is None:
             program = chain.program(operations.template, len(leaves.tensors), starts)
-            self._programs[key] = program, next(self._program_numbers)
+            known = self._programs[key] = program, next(self._program_numbers)
             text = program.to_json()
-        program, number = self._programs[key]
+        program, number = known
         tensors = leaves.tensors + chain.inputs.tensors
         sent = [tensors[slot] for slot in program.leaving(0)]
         return Message(Kind.CALL, number, ints, sent, text)
