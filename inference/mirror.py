@@ -307,8 +307,6 @@ def _full(cache: Mirrored, batch: int, tokens: int) -> Mark:
 def foresee(cache: Cache) -> None:
     """Make the shadow of the next token while there is time: of all that is done for a token before
     it is sent, that takes longest."""
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
     if isinstance(cache, Mirrored) and (step := cache.step).mark is not EMPTY:
         cache.ahead = step.shape[0], _full(cache, step.shape[0], step.mark.length + 1)
 
