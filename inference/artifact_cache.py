@@ -18,6 +18,9 @@ from filelock import FileLock
 
 from inference.errors import InferenceError
 
+SECRET = 32
+"""Bytes of the key that artifacts are authenticated with."""
+
 
 class BuildError(InferenceError):
     """An artifact could not be built, or is not what was built; every rank raises this."""
@@ -55,10 +58,10 @@ class Cache:
         A damaged one is left to who builds it again: it may be one that is just being replaced.
         """
         try:
-            data, seal = self.path(key).read_bytes(), self._seal(key).read_text()
+            data, seal = self.path(key).read_bytes(), self._seal(key).read_bytes()
         except FileNotFoundError:
             return None
-        return data if hmac.compare_digest(seal, self._mac(key, data)) else None
+        return data if hmac.compare_digest(seal, self._mac(key, data).encode()) else None
 
     def store(self, key: str, data: bytes) -> None:
         """Whole or not at all, whatever happens meanwhile."""
@@ -81,10 +84,14 @@ class Cache:
 
     def _secret(self) -> bytes:
         path = self.folder / "secret"
+        if path.exists() and path.stat().st_size != SECRET:  # cut short by a crash: no secret
+            path.unlink(missing_ok=True)
         if not path.exists():
             handle, name = tempfile.mkstemp(dir=self.folder)
             with os.fdopen(handle, "wb") as file:
-                file.write(secrets.token_bytes(32))
+                file.write(secrets.token_bytes(SECRET))
+                file.flush()
+                os.fsync(handle)
             try:
                 os.link(name, path)  # the first of several wins
             except FileExistsError:

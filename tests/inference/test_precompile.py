@@ -107,6 +107,25 @@ def test_a_damaged_file_is_built_again(ranks, tmp_path, damage):
     assert builds.by == [0, 0]
 
 
+@pytest.mark.parametrize("damage", [lambda d: b"\xff" + d[1:], lambda d: "é".encode() * 32])
+def test_a_seal_that_is_no_text_is_a_damaged_one(tmp_path, damage):
+    """Every launch failed from then on, until someone removed the file."""
+    cache = Cache(tmp_path / "c")
+    cache.store("key", b"data")
+    seal = cache.folder / "key.seal"
+    seal.write_bytes(damage(seal.read_bytes()))
+    assert cache.load("key") is None
+
+
+def test_a_secret_that_was_cut_short_authenticates_nothing(tmp_path):
+    cache = Cache(tmp_path / "c")
+    cache.store("key", b"data")
+    (cache.folder / "secret").write_bytes(b"")
+    assert cache.load("key") is None
+    cache.store("key", b"data")
+    assert cache.load("key") == b"data" and (cache.folder / "secret").stat().st_size == 32
+
+
 def test_a_file_that_someone_else_made_is_not_believed(tmp_path):
     """A right digest is no proof of who wrote the file; the secret of another cache is not ours."""
     mine, other = Cache(tmp_path / "mine"), Cache(tmp_path / "other")
