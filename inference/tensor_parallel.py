@@ -52,6 +52,7 @@ PARTNERS = {
 """Of a head and an embedding that are one tensor: the styles that cut it alike."""
 
 SUMMED = ("moe_tp_experts", "all_reduce", "ep_dispatch_experts")
+OF_MODULES = (*COLUMN, *ROW, *PACKED, *EMBEDDING)
 KNOWN = (*COLUMN, *ROW, *PACKED, *EMBEDDING, *EXPERTS, *WHOLE)
 
 
@@ -192,11 +193,17 @@ def _check_kinds(model: nn.Module, styles: Styles) -> None:
     modules = dict(model.named_modules())
     for name, style in styles.items():
         kind = nn.Embedding if style in EMBEDDING else nn.Linear
-        is_cut = style in (*COLUMN, *ROW, *PACKED, *EMBEDDING)
+        is_cut = style in OF_MODULES
         if is_cut and name in modules and not isinstance(modules[name], kind):
             raise PlanError(
                 f"{name} is a {type(modules[name]).__name__} and is to be cut as {style!r}, "
                 f"which is for {kind.__name__}; take it out of the plan."
+            )
+        is_row = style in (*ROW, "packed_rowwise") and name in modules
+        if is_row and type(modules[name]).forward is not nn.Linear.forward:
+            raise PlanError(
+                f"{name} is a {type(modules[name]).__name__}, which multiplies in its own way, and "
+                f"is to be cut as {style!r}, which would leave that out; take it out of the plan."
             )
     whole: Any = model
     head = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
@@ -213,6 +220,8 @@ def _cut(model: nn.Module, name: str, parameter: torch.Tensor, styles: Styles) -
     owner, _, last = name.rpartition(".")
     style = styles.get(name) or styles.get(owner, "replicate")
     is_bias = last.endswith("bias")
+    if name not in styles and style in OF_MODULES and last not in ("weight", "bias"):
+        return ()  # what a kind of its own has beside them
     if style in WHOLE or style == "ep_dispatch_experts":
         return ()
     if style == "grouped_gemm":
@@ -420,27 +429,66 @@ def _split_row(module: Any, comm: Communicator) -> Callable[..., Any]:
     return lambda x: rows(shared(x, comm)[..., begin:end])
 
 
+class _PartedTable(nn.Embedding):
+    """Stands below a model's own kind of embedding, which makes more of the vectors it looks up."""
+
+    look_up: Callable[[torch.Tensor], torch.Tensor]
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.look_up(ids)
+
+
+def _with_lookup(module: Any, look_up: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """The module's forward with another way to look up, whatever is done to what was found: that
+    may need whole vectors (a norm) and the words themselves (a vector of its own for one)."""
+    kind, seen = type(module), [False]
+    if kind.forward is nn.Embedding.forward:
+        return look_up
+    if not issubclass(kind, _PartedTable):
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        module.__class__ = type(kind.__name__, (kind, _PartedTable), names)
+    plain = module.forward
+
+    def noted(ids: torch.Tensor) -> torch.Tensor:
+        seen[0] = True
+        return look_up(ids)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        seen[0] = False
+        found = plain(*args, **kwargs)
+        if not seen[0]:
+            raise PlanError(
+                f"{kind.__name__} looks words up in its own way, so a part of its table would "
+                "give other words; take it out of tp_plan."
+            )
+        return found
+
+    module.look_up = noted
+    return forward
+
+
 def _embedding(module: Any, comm: Communicator) -> Callable[..., Any]:
     """Each rank looks up the words it has; the others put in zeros."""
     begin, end = bounds(module.num_embeddings, comm)
     module.padding_idx = None  # it counts from the start of the whole table
-    plain = module.forward
 
-    def forward(ids: torch.Tensor) -> torch.Tensor:
+    def look_up(ids: torch.Tensor) -> torch.Tensor:
         elsewhere = (ids < begin) | (ids >= end)
         if begin == end:
             found = module.weight.new_zeros(*ids.shape, module.embedding_dim)
         else:
-            found = plain((ids - begin).masked_fill(elsewhere, 0))
+            found = nn.Embedding.forward(module, (ids - begin).masked_fill(elsewhere, 0))
         return summed(found.masked_fill(elsewhere[..., None], 0), comm)
 
-    return forward
+    return _with_lookup(module, look_up)
 
 
 def _embedding_columns(module: Any, comm: Communicator) -> Callable[..., Any]:
     """Each rank has a part of every word's vector."""
-    plain, width = module.forward, int(module.embedding_dim)
-    return lambda ids: gathered(plain(ids), width, comm)
+    width = int(module.embedding_dim)
+    return _with_lookup(
+        module, lambda ids: gathered(nn.Embedding.forward(module, ids), width, comm)
+    )
 
 
 def _latent(module: nn.Module, positions: Any, comm: Communicator) -> Callable[..., Any]:

@@ -1,5 +1,6 @@
 """A model cut over ranks computes what it computes whole."""
 
+import copy
 import json
 import math
 import re
@@ -596,6 +597,53 @@ def test_any_module_can_be_cut_by_a_plan_of_ones_own(ranks):
 
     for found in ranks(rank, 3):
         torch.testing.assert_close(found, plain(x))
+
+
+class Marked(nn.Embedding):
+    """Looks at whole vectors and at the words themselves, as Inkling's and T5Gemma 2's do."""
+
+    def __init__(self):
+        super().__init__(11, 6)
+        self.mark = nn.Parameter(torch.arange(6.0))
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, ids):
+        found = self.norm(super().forward(ids))
+        return torch.where((ids == 5)[..., None], self.mark, found)
+
+
+class Indexed(nn.Embedding):
+    def forward(self, ids):
+        return self.weight[ids]
+
+
+@pytest.mark.parametrize("style", ["embedding_rowwise", "embedding_colwise"])
+def test_what_an_embedding_makes_of_its_vectors_it_makes_of_whole_ones(ranks, style):
+    """Every rank looked for the marked word among those that it had counted from its own first."""
+    torch.manual_seed(0)
+    plain, ids = nn.Sequential(Marked()), torch.arange(11).view(1, 11)
+
+    def rank(info):
+        model = copy.deepcopy(plain)
+        with Coordinator(info, timeout_s=40) as coor, Communicator(coor) as comm:
+            assert not inference.parallelize(model, {"0": style}, comm)["0.mark"]
+            model(ids).sum().backward()
+            with torch.no_grad():
+                return model(ids), model[0].mark.grad
+
+    plain(ids).sum().backward()
+    for found, gradient in ranks(rank, 3):
+        torch.testing.assert_close(found, plain(ids))
+        torch.testing.assert_close(gradient, plain[0].mark.grad)
+
+
+def test_kinds_of_modules_that_compute_in_a_way_of_their_own_are_refused():
+    model = nn.Sequential(Indexed(11, 6), type("Doubled", (nn.Linear,), {"forward": len})(6, 6))
+    connect(model, {"0": "embedding_rowwise"}, Pretended(0, 2))
+    with pytest.raises(PlanError, match="Indexed looks words up in its own way"):
+        model[0](torch.arange(3))
+    with pytest.raises(PlanError, match="1 is a Doubled, which multiplies in its own way"):
+        splits_of(model, {"1": "rowwise_split_input"}, 2)
 
 
 @pytest.mark.parametrize(
