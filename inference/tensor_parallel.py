@@ -24,6 +24,7 @@ from communicator import Communicator
 from inference.boxes import Box, Split, local_shape, own_boxes
 from inference.errors import PlanError
 from inference.joining import bounds, gathered, shared, summed, with_summed_gradients
+from inference.leaving_out import leave_out_alike
 from inference.mesh import Mesh
 from inference.nd_load import replace
 from inference.sequence import PartedTokens, with_norms
@@ -398,6 +399,10 @@ def connect(model: nn.Module, styles: Styles, comm: Communicator) -> None:
         if style == "mla_kv_a_proj" and name in modules:
             owner = modules[name.rpartition(".")[0]]
             modules[name].forward = _latent(modules[name], owner.qk_rope_head_dim, comm)
+    cut = {name: style for name, style in styles.items() if name in modules}
+    opening = [modules[name] for name, style in cut.items() if style in LEAVING_PARTS]
+    closing = [modules[name] for name, style in cut.items() if style in TAKING_PARTS]
+    leave_out_alike(model, opening, closing, comm)
     if alone:
         done = PartedTokens(model, styles, comm).install()
         for name in set(alone) - done:

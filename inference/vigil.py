@@ -112,7 +112,7 @@ class Watched:
 
     def __init__(self, comm: Communicator, vigil: Vigil):
         self.comm, self.vigil = comm, vigil
-        self.rank, self.world_size = comm.rank, comm.world_size
+        self.rank, self.world_size, self.coor = comm.rank, comm.world_size, comm.coor
 
     def allreduce(self, x: torch.Tensor) -> torch.Tensor:
         return self.vigil.waited(lambda: self.comm.allreduce(x))

@@ -1,0 +1,64 @@
+"""Ranks that share a model leave out the same of what all of them have."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import inference
+from coordinator import Coordinator
+from inference import InferenceError
+
+HERE = Path(__file__).parent
+PHI = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "embd_pdrop": 0.1,
+    "resid_pdrop": 0.2,
+    "attention_dropout": 0.3,
+}
+
+
+@pytest.fixture(scope="module")
+def found(warm, checkpoints):
+    """By rank, losses and gradients of two ranks that were seeded differently."""
+    _, path = checkpoints.make("dropping phi", "PhiForCausalLM", **PHI)
+    done = warm.run("-m", "launcher", "run", "-n", "2", HERE / "dropout_ranks.py", path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line.partition("found ")[2] for line in done.stdout.splitlines() if "found " in line]
+    return json.loads(lines[0])
+
+
+def test_ranks_train_one_model(found):
+    """Each left out other numbers of what all have, and nobody was told."""
+    assert found[0]["steps"] == found[1]["steps"]
+    first, second = found[0]["steps"]
+    assert first != second, "two steps left out the same"
+
+
+def test_what_is_computed_again_leaves_out_the_same_again(found):
+    for rank in found:
+        torch.testing.assert_close(torch.tensor(rank["once"][1]), torch.tensor(rank["again"][1]))
+        assert rank["once"][0] == pytest.approx(rank["again"][0])
+
+
+def test_a_rank_draws_for_itself_what_it_has_alone(found):
+    assert found[0]["own"] != found[1]["own"]
+    assert found[0]["y"] == found[1]["y"]
+
+
+def test_threads_cannot_leave_out_alike_and_say_so(ranks_or_errors, checkpoints):
+    _, path = checkpoints.make("dropping phi", "PhiForCausalLM", **PHI)
+
+    def rank(info):
+        with Coordinator(info, timeout_s=30) as coor:
+            model = inference.load(path, coor=coor, tp=2)
+            model(torch.ones(1, 3, dtype=torch.int64))  # nothing is left out here
+            model.train()(torch.ones(1, 3, dtype=torch.int64))
+
+    for error in ranks_or_errors(rank, 2):
+        assert isinstance(error, InferenceError) and "start ranks as processes" in str(error)
