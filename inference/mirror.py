@@ -109,9 +109,13 @@ class Mirrored:
             )
         for index, known in self.known.items():
             refuse_change(index, _layer(self, index), known)
+        try:
+            with bookkeeping():
+                change(self, name, *arguments)
+        except Exception:
+            self.torn = True  # some layers were changed; nobody else is told
+            raise
         self.journal.record(name, self.number, *arguments)
-        with bookkeeping():
-            change(self, name, *arguments)
         self.remember()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

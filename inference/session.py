@@ -14,6 +14,7 @@ import torch
 from inference.chain import Chain, Form, Habits
 from inference.errors import InferenceError, StageError
 from inference.frames import Kind, Message
+from inference.interrupt import Uninterrupted
 from inference.mirror import number_of
 from inference.program import NOTHING, Program
 from inference.relay import Relay
@@ -100,6 +101,10 @@ class Session:
 
     def exchange(self, chain: Chain) -> Message:
         """Send a chain, and the operations that wait, round the ring; what comes back."""
+        with Uninterrupted():
+            return self._exchange(chain)
+
+    def _exchange(self, chain: Chain) -> Message:
         ticket, leaves, runner = Ticket(), Leaves(), None
         try:
             with self._sending:
@@ -206,7 +211,7 @@ class Session:
 
     def leave(self, code: int = 0) -> None:
         """Release the other ranks. Every later use of the model is an error."""
-        with self._sending:
+        with Uninterrupted(), self._sending:
             if self._failure is None and self._is_out_of_step:
                 with contextlib.suppress(InferenceError):
                     self._fall_in()

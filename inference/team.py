@@ -70,9 +70,9 @@ class Team:
         except (CommunicatorError, CoordinatorError) as error:
             story = self._failed_first()
             raise PeerLost(
-                f"rank {self.rank}: the ranks {list(self.coor.ranks)}, which compute one stage "
-                "together, are no longer in step or not all there, so the model cannot run any "
-                f"more; start all ranks again. ({error})"
+                f"rank {self.rank}: the ranks {list(self.coor.ranks)}, which compute "
+                f"{self.vigil.holds[self.rank]} together, are no longer in step or not all there, "
+                f"so the model cannot run any more; start all ranks again. ({error})"
                 + (f"\nWhat failed first: {story}" if story else "")
             ) from error
 

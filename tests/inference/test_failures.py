@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 import inference
 from coordinator import Coordinator
 from inference import lookout, over_stages
+from inference.interrupt import Uninterrupted
 from inference.lookout import outlast_master
 
 HEAD = """
@@ -197,22 +198,51 @@ def test_a_rank_that_is_stopped_while_it_loads_is_named_within_seconds(checkpoin
 
 
 def test_a_short_stop_is_borne_and_ctrl_c_in_generate_ends_all_ranks(checkpoints, start):
+    """Ctrl-C between two frames of a message once had the second one taken for another message."""
     body = """
     coor, model = load()
     before = model.generate(prompt, max_new_tokens=8, do_sample=False)
     os.kill(coor.peers[1].pid, signal.SIGSTOP)
     threading.Timer(0.7, os.kill, (coor.peers[1].pid, signal.SIGCONT)).start()
     after = model.generate(prompt, max_new_tokens=8, do_sample=False)
-    print(before.tolist() == after.tolist(), flush=True)
+    comm, long = model._session.ring.previous.comm, prompt.repeat(3, 12)
+    real = comm.recv
+    def recv(*given):
+        del comm.recv
+        real(*given)
+        signal.raise_signal(signal.SIGINT)  # as if it had come while this waited
+    right = model.generate(long, max_new_tokens=3, do_sample=False)
+    for ids in (long, prompt):
+        comm.recv = recv
+        try:
+            model.generate(ids, max_new_tokens=8, do_sample=False)
+        except KeyboardInterrupt:
+            continue
+    again = model.generate(long, max_new_tokens=3, do_sample=False)
+    print(before.tolist() == after.tolist(), right.tolist() == again.tolist(), flush=True)
     model.generate(prompt, max_new_tokens=100000, do_sample=False, eos_token_id=None)
     """
     processes = start(script(body), 3, checkpoints.llama()[1])
-    assert processes[0].stdout.readline() == "True\n"
+    assert processes[0].stdout.readline() == "True True\n"
     time.sleep(0.3)
     processes[0].send_signal(signal.SIGINT)
     results = ended(processes, within_s=30)
     assert "KeyboardInterrupt" in results[0][1]
     assert [code for code, _ in results] == [-signal.SIGINT, 1, 1], results
+
+
+def test_an_interrupt_waits_for_the_end_of_a_message_and_a_second_one_does_not():
+    done = []
+    with pytest.raises(KeyboardInterrupt), Uninterrupted():
+        signal.raise_signal(signal.SIGINT)
+        done.append("the rest")
+    with pytest.raises(KeyboardInterrupt), Uninterrupted():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        done.append("never")
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert done == ["the rest"]
 
 
 def test_servers_end_when_an_idle_master_is_killed(checkpoints, start):

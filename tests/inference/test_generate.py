@@ -358,6 +358,21 @@ WRITES = [
 """Into memory that stays the same, so that nobody could tell later."""
 
 
+def test_an_operation_that_fails_here_fails_nobody_elses_call(checkpoints, on_master):
+    def work(model):
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(prompt(1)["input_ids"], past_key_values=cache)
+            with pytest.raises(IndexError):
+                cache.batch_select_indices(torch.tensor([7]))
+            with pytest.raises(InferenceError, match="empty cache"):
+                model(prompt(1)["input_ids"], past_key_values=cache)
+        return tokens(model)
+
+    plain, path = checkpoints.llama()
+    assert on_master(path, 2, work) == tokens(plain)
+
+
 def test_a_quantized_cache_is_not_cut_in_part(checkpoints, on_master):
     def work(model):
         cache = QuantizedCache("fp8", model.config)

@@ -156,7 +156,8 @@ def test_who_hears_that_the_team_is_lost_hears_what_failed_first(
     """Who was slow was still in an earlier step of the call, and told only of its own loss."""
     monkeypatch.setattr(inference.team, "AGREE_S", 0.2)
     has_left = threading.Event()
-    vigil = SimpleNamespace(verdict="", explained=lambda work: work())
+    holds = {0: "model.layers.0", 1: "model.layers.0"}
+    vigil = SimpleNamespace(verdict="", holds=holds, explained=lambda work: work())
     calls = {"tell": Message(Kind.CALL), "hear": None, "fail_together": "the loss of rank 1"}
 
     def rank(info):
@@ -174,6 +175,7 @@ def test_who_hears_that_the_team_is_lost_hears_what_failed_first(
     for error in found:
         assert isinstance(error, inference.PeerLost)
         assert "What failed first: no room on this rank alone" in str(error)
+        assert "which compute model.layers.0 together" in str(error)
 
 
 def test_sampling_beams_and_several_turns_go_through_the_teams(family):
