@@ -410,17 +410,32 @@ def _hoist_current_device(node: fx.Node, devices: _Map, where: str) -> None:
         (kind,) = kinds - {*STAYING}
     value: Any = node.args[0] if node.args else None
     is_named = isinstance(value, str) and _is_device(value)
+    if value is None and not node.kwargs.get("device"):
+        _refuse_waiting(node, kind, devices, where)
     if kind not in kinds or not (type(value) is int or is_named):
         return
     old = torch.device(kind, value) if isinstance(value, int) else torch.device(value)
     new = devices.device(old, "literals", where)
     if new != old:
         if new.type != kind:
-            raise HoistError(
-                f"{where} calls {kind}'s {getattr(node.target, '__name__', '')} for {old}, "
-                f"which {new} has no such thing for; leave it out of the program."
-            )
+            raise _no_such_thing(node, kind, f"for {old}", new, where)
         node.args = (new.index if isinstance(value, int) else str(new), *node.args[1:])
+
+
+def _refuse_waiting(node: fx.Node, kind: str, devices: _Map, where: str) -> None:
+    """torch.cuda.synchronize() names no device, and raises where there is none of its type."""
+    moved = {new for old, new in devices.to.items() if old.type == kind}
+    if _name_of(node) == "synchronize" and moved and all(new.type != kind for new in moved):
+        raise _no_such_thing(node, kind, "for the current device", next(iter(moved)), where)
+
+
+def _no_such_thing(
+    node: fx.Node, kind: str, whose: str, new: torch.device, where: str
+) -> HoistError:
+    return HoistError(
+        f"{where} calls {kind}'s {getattr(node.target, '__name__', '')} {whose}, "
+        f"which {new} has no such thing for; leave it out of the program."
+    )
 
 
 def _hoist_autocast(node: fx.Node, devices: _Map) -> None:

@@ -213,6 +213,15 @@ def test_the_current_device_is_set_to_the_new_one_or_refused():
         hoist(module, {"cuda:3": "cpu"})
 
 
+@pytest.mark.parametrize("waits", [torch.cuda.synchronize, torch.accelerator.synchronize])
+def test_to_wait_for_a_device_where_there_is_none_is_refused_before_it_runs(waits):
+    """It named no device, so it went through, and raised on ranks without any when it ran."""
+    module = graph_of(lambda g, x: g.call_function(waits) and x)
+    assert "synchronize()" in hoist(module, {"cuda:0": "cuda:3"}).code
+    with pytest.raises(HoistError, match=r"synchronize for the current device.*cpu has no such"):
+        hoist(module, {"cuda:0": "cpu"})
+
+
 def test_the_number_of_an_accelerator_and_a_name_of_a_device_are_changed_too():
     number = torch.accelerator.set_device_index
     module = graph_of(lambda g, x: g.call_function(number, (0,)) and x)
