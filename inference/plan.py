@@ -7,6 +7,7 @@ print(plan(model, {(0, "cpu"): 20, (1, "cpu"): 20}))
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 from inference.device_map import (
     DeviceMap,
@@ -138,25 +139,27 @@ class _Planner:
         the last layer or, if that is too narrow too, to any place that has room.
         """
         first, last = self.near[0], self.near[-1]
-        roomiest = max(self.near, key=lambda place: self.room[place] - self._reserve(place))
+        roomiest = max(self.near, key=lambda place: self.room[place] - self._reserves[place])
         others = _other_groups(self.model)
-        pins = [
+        pins = (
             self._pin(others, [(first, *rest)] * num_first + [(*rest, first)] * len(others))
             for num_first in range(len(others), -1, -1)
             for rest in ((last, roomiest), *((place, roomiest) for place in self.near))
-        ]
+        )
+        wanted: dict[str, Place] | None = None
         for self.pinned in pins:
+            wanted = wanted or self.pinned
             placed = self._fill(1.0)
             if placed is not None:
                 return placed
-        self.pinned = pins[0]
+        self.pinned = wanted or {}
         return None
 
     def _pin(
         self, others: list[list[str]], wishes: Sequence[tuple[Place, ...]]
     ) -> dict[str, Place]:
         """Each group of parts on the first of the places it wishes that has room for it."""
-        free = {place: self.room[place] - self._reserve(place) for place in self.order}
+        free = {place: self.room[place] - self._reserves[place] for place in self.order}
         sizes = {part.name: part.nbytes for part in self.model.others}
         pinned: dict[str, Place] = {}
         for names, places in zip(others, wishes, strict=False):
@@ -171,18 +174,19 @@ class _Planner:
     def _capacity(self, place: Place, fraction: float) -> int:
         pinned = sum(p.nbytes for p in self.model.others if self.pinned[p.name] == place)
         part = fraction if self.levels[place] == self.deepest else 1.0
-        return int(self.room[place] * part) - pinned - self._reserve(place)
+        return int(self.room[place] * part) - pinned - self._reserves[place]
 
-    def _reserve(self, place: Place) -> int:
+    @cached_property
+    def _reserves(self) -> dict[Place, int]:
         """Room to work in; where layers from elsewhere run, for one at work and one on its way."""
-        if self.levels[place]:
-            return 0
         ranks = {rank for rank, device in self.order if self.levels[(rank, device)]}
-        near = [other for other in self.order if other[0] == place[0] and not self.levels[other]]
-        if place[0] not in ranks or place != near[0]:
-            return self.model.working
         largest = max((part.nbytes for part in self.model.layers), default=0)
-        return self.model.working + 2 * largest
+        kept = dict.fromkeys(self.order, 0)
+        for place in self.order:
+            if not self.levels[place]:
+                kept[place] = self.model.working + 2 * largest * (place[0] in ranks)
+                ranks.discard(place[0])  # its first device is where they run
+        return kept
 
     def _fill(self, fraction: float) -> list[Place] | None:
         """The place of each group if places are filled to `fraction`; None if some do not fit."""

@@ -84,6 +84,13 @@ def test_auto_fills_every_rank_to_the_same_part_of_its_room():
     assert layers_by_rank(plan(LLAMA, room)) == [1, 2, 5]
 
 
+def test_many_ranks_are_planned_for_in_a_moment():
+    """It took the third power of their number: two seconds for a hundred, minutes for 400."""
+    room = {(rank, "cpu"): 600 for rank in range(1000)}
+    found = layers_by_rank(plan(LLAMA, room))
+    assert sum(found) == 8 and max(found) == 1
+
+
 def test_sequential_fills_one_rank_after_the_other():
     room = {(0, "cpu"): 700, (1, "cpu"): 1200, (2, "cpu"): 1200}
     assert layers_by_rank(plan(LLAMA, room, "sequential")) == [5, 3]
