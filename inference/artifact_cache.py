@@ -84,17 +84,7 @@ class Cache:
 
     def _secret(self) -> bytes:
         path = self.folder / "secret"
-        if path.exists() and path.stat().st_size != SECRET:  # cut short by a crash: no secret
-            path.unlink(missing_ok=True)
-        if not path.exists():
-            handle, name = tempfile.mkstemp(dir=self.folder)
-            with os.fdopen(handle, "wb") as file:
-                file.write(secrets.token_bytes(SECRET))
-                file.flush()
-                os.fsync(handle)
-            try:
-                os.link(name, path)  # the first of several wins
-            except FileExistsError:
-                pass
-            os.unlink(name)
+        with self.lock("secret"):
+            if not path.exists() or path.stat().st_size != SECRET:  # cut short by a crash
+                self._write(path, secrets.token_bytes(SECRET))
         return path.read_bytes()

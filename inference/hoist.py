@@ -204,7 +204,8 @@ class _Map:
         if id(value) in self.inside:
             return value
         self.inside.add(id(value))
-        old = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+        names = [one.name for one in dataclasses.fields(value) if hasattr(value, one.name)]
+        old = {name: getattr(value, name) for name in names}
         moved = {key: self.value(item, kind, where) for key, item in old.items()}
         self.inside.remove(id(value))
         changed = {key: item for key, item in moved.items() if item is not old[key]}

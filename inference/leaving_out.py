@@ -11,6 +11,7 @@ again for its gradient leaves out the same again.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -32,19 +33,21 @@ def leave_out_alike(
     closing: Sequence[nn.Module],
     comm: Communicator,
 ) -> None:
-    """From the first forward in training on that leaves anything out.
+    """From the first forward in training on that leaves anything out, of the model or its trunk.
 
     opening: the modules that leave each rank a part of its own. closing: those that take it.
     """
     draws = _Draws(comm)
+    whole = weakref.ref(model)  # its memory goes with its last user, not when garbage is collected
 
     def begin(module: nn.Module, *unused: Any) -> None:
         if module.training and leaves_out(module):
             if not draws.are_parted:
-                _part(model, opening, closing, draws)
+                _part(whole() or module, opening, closing, draws)
             draws.begin(next(module.parameters()).device)
 
-    model.register_forward_pre_hook(begin)
+    for module in {model, getattr(model, "base_model", model)}:  # for those who call the trunk
+        module.register_forward_pre_hook(begin)
 
 
 def leaves_out(model: nn.Module) -> bool:
@@ -70,8 +73,9 @@ def _part(
 ) -> None:
     """Have each rank draw for itself from the first opening to the closing module of an owner."""
 
-    def open_(*unused: Any) -> None:
-        draws.own()
+    def open_(module: nn.Module, *unused: Any) -> None:
+        if module.training:
+            draws.own()
 
     def close(*unused: Any) -> None:
         draws.alike()

@@ -112,10 +112,10 @@ class Mirrored:
         try:
             with bookkeeping():
                 change(self, name, *arguments)
-        except Exception:
+            self.journal.record(name, self.number, *arguments)
+        except BaseException:
             self.torn = True  # some layers were changed; nobody else is told
             raise
-        self.journal.record(name, self.number, *arguments)
         self.remember()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -258,8 +258,11 @@ def counts_pass(
 ) -> bool:
     """Whether the tokens of the pass went into a cache, and not those of a hidden state that has
     others. filled: a layer of the cache, its tokens before, and now."""
+    if shape_of_pass is None or shows_pass(shape_of_pass, hidden):
+        return False
+    rows, tokens = shape_of_pass
     grown = {now - before for _, before, now in filled if now > before}
-    return not shows_pass(shape_of_pass, hidden) and grown == {(shape_of_pass or (0, 0))[1]}
+    return hidden.shape[0] == rows and grown == {tokens}
 
 
 def lengths(cache: Cache, layers: Iterable[int]) -> dict[int, int]:

@@ -217,6 +217,11 @@ def share_files(
 
     (found, index), told = _told(coor, look, tell)
     first, extra, data = told[0].split(b"\n", 2)
+    if not data and b"" in told[1:]:
+        raise InferenceError(
+            f"rank {coor.rank}: rank {told.index(b'')} counts on what rank 0 reads, and rank 0 has "
+            "every rank read for itself; give every rank the same model, mesh and reader."
+        )
     differ = [rank for rank, digest in enumerate(told[1:], 1) if digest not in (b"", first)]
     if differ:
         raise CheckpointError(

@@ -138,7 +138,7 @@ class RemoteModule:
                     f"{[*self.cache_layers]}, so the lengths that masks are made of would be "
                     "wrong; give it to rank 0 in device_map."
                 )
-            if self.by_pass is None:
+            if filled and self.by_pass is None:
                 self.by_pass = counts_pass(self.session.shape_of_pass, hidden, filled)
             if run.fills != layers:
                 advance(cache, layers, hidden, self.by_pass)

@@ -101,8 +101,12 @@ class Session:
 
     def exchange(self, chain: Chain) -> Message:
         """Send a chain, and the operations that wait, round the ring; what comes back."""
-        with Uninterrupted():
-            return self._exchange(chain)
+        try:
+            with Uninterrupted():
+                return self._exchange(chain)
+        except (KeyboardInterrupt, SystemExit):
+            _tear(chain)  # what follows these layers will not get their tokens
+            raise
 
     def _exchange(self, chain: Chain) -> Message:
         ticket, leaves, runner = Ticket(), Leaves(), None
@@ -122,7 +126,6 @@ class Session:
             reply = self._answer(ticket, chain)
         except (KeyboardInterrupt, SystemExit):
             self._is_out_of_step = True  # nobody knows whether it was sent, or had come back
-            _tear(chain)
             raise
         finally:
             self.relay.take_back(runner)

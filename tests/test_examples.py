@@ -15,7 +15,7 @@ EVERY = ROOT / "tests" / "programs" / "every_script.py"
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=ROOT)
 
 
 @pytest.mark.parametrize(("start", "ranks"), [(OURS, 4), (TORCHRUN, 2)], ids=["ours", "torchrun"])

@@ -1,12 +1,16 @@
 """Ranks that share a model leave out the same of what all of them have."""
 
+import gc
 import json
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import inference
+from communicator import Communicator
 from coordinator import Coordinator
 from inference import InferenceError
 
@@ -62,3 +66,22 @@ def test_threads_cannot_leave_out_alike_and_say_so(ranks_or_errors, checkpoints)
 
     for error in ranks_or_errors(rank, 2):
         assert isinstance(error, InferenceError) and "start ranks as processes" in str(error)
+
+
+def test_a_cut_model_goes_with_its_last_user(ranks):
+    """What was to begin its passes once held it until the next collection of garbage."""
+
+    def rank(info):
+        with Coordinator(info, timeout_s=30) as coor, Communicator(coor, backend="tcp") as comm:
+            pair = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+            inference.parallelize(pair, {"0": "colwise", "2": "rowwise"}, comm)
+            pair.eval()(torch.ones(1, 4))
+            seen = weakref.ref(pair)
+            del pair
+            return seen() is None
+
+    gc.disable()
+    try:
+        assert ranks(rank, 2) == [True, True]
+    finally:
+        gc.enable()

@@ -99,6 +99,17 @@ def test_every_shard_equals_a_slice_of_a_full_load(ranks, checkpoint, sizes, rea
             assert torch.equal(model.state_dict()[name], expected), (rank, name)
 
 
+@pytest.mark.parametrize("readers", [("each", "rank0"), ("rank0", "each")])
+def test_ranks_that_say_otherwise_who_reads_all_raise(ranks_or_errors, checkpoint, readers):
+    """One found nothing to read in what rank 0 told, and the other waited for it."""
+
+    def rank(info):
+        return loaded(checkpoint, info, {"dp_shard": 2}, reader=readers[info.rank])
+
+    for error in ranks_or_errors(rank, 2):
+        assert "the same model, mesh and reader" in str(error)
+
+
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_each_rank_reads_its_share_and_sends_nothing(ranks, checkpoint, sizes):
     splits = splits_over(sizes)
