@@ -33,7 +33,8 @@ demo: .venv/ready
 	@$(BIN)/python -m launcher run -n $(RANKS) examples/demo/generate.py $(MODEL)
 
 # In two halves side by side, for tests of processes mostly wait; what the first half says comes last.
-PROCESSES := tests/launcher tests/coordinator $(wildcard tests/test_*.py) tests/inference/test_hosts.py
+PROCESSES := tests/launcher tests/coordinator $(wildcard tests/test_*.py) tests/communicator/test_mpi.py \
+  tests/inference/test_cli.py tests/inference/test_hosts.py
 .PHONY: test
 # Ranks share the cores here: no thread of OpenMP spins while it has nothing to do.
 test: export OMP_WAIT_POLICY := passive
