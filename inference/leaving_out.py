@@ -46,8 +46,10 @@ def leave_out_alike(
                 _part(whole() or module, opening, closing, draws)
             draws.begin(next(module.parameters()).device)
 
-    for module in {model, getattr(model, "base_model", model)}:  # for those who call the trunk
-        module.register_forward_pre_hook(begin)
+    model.register_forward_pre_hook(begin)
+    trunk = getattr(model, "base_model", model)
+    if isinstance(trunk, nn.Module) and trunk is not model:  # some call it, or model.forward
+        trunk.register_forward_pre_hook(begin)
 
 
 def leaves_out(model: nn.Module) -> bool:

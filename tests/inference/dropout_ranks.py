@@ -44,6 +44,8 @@ def look(folder):
         steps = [step(model), step(model)]
         torch.manual_seed(7)
         once = step(model)
+        torch.manual_seed(coor.rank)
+        trunk = model.model(IDS).last_hidden_state.sum().item()
         torch.manual_seed(7)
         model.gradient_checkpointing_enable()
         again = step(model)
@@ -55,7 +57,8 @@ def look(folder):
             torch.manual_seed(coor.rank)
             y = pair(torch.ones(3, 6))
             own = pair.own.tolist()
-        found = {"steps": steps, "once": once, "again": again, "y": y.tolist(), "own": own}
+        found = {"steps": steps, "trunk": trunk, "once": once, "again": again}
+        found |= {"y": y.tolist(), "own": own}
         told = coor.allgather(json.dumps(found).encode())
         if coor.is_master():
             print("found", json.dumps([json.loads(data) for data in told]))

@@ -44,6 +44,11 @@ def test_ranks_train_one_model(found):
     assert first != second, "two steps left out the same"
 
 
+def test_whoever_calls_the_trunk_trains_one_model_too(found):
+    """The model's own hook is passed by, as by losses of one's own and by PEFT."""
+    assert found[0]["trunk"] == found[1]["trunk"]
+
+
 def test_what_is_computed_again_leaves_out_the_same_again(found):
     for rank in found:
         torch.testing.assert_close(torch.tensor(rank["once"][1]), torch.tensor(rank["again"][1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -102,10 +103,14 @@ if __name__ == "__main__":
 
 def test_64_launches_at_once_of_equal_and_of_different_ids_all_run(command):
     """Of processes forked from one that has imported all: so they come at once, and cost little."""
-    done = subprocess.run(
-        [sys.executable, command.script(LAUNCHES)], capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
+    program = [sys.executable, command.script(LAUNCHES)]
+    with subprocess.Popen(program, stderr=subprocess.PIPE, start_new_session=True) as all_of_them:
+        try:
+            _, error = all_of_them.communicate(timeout=100)
+        except subprocess.TimeoutExpired:
+            os.killpg(all_of_them.pid, signal.SIGKILL)
+            raise
+    assert all_of_them.returncode == 0, error.decode()
 
 
 def test_only_rank_0_holds_the_socket_of_the_master():
