@@ -32,9 +32,8 @@ demo: .venv/ready
 	@echo "== generating with the model split over $(RANKS) ranks"
 	@$(BIN)/python -m launcher run -n $(RANKS) examples/demo/generate.py $(MODEL)
 
-# In two halves side by side, for tests of processes mostly wait; what the first half says comes last.
-PROCESSES := tests/launcher tests/coordinator $(wildcard tests/test_*.py) tests/communicator/test_mpi.py \
-  tests/inference/test_cli.py tests/inference/test_hosts.py
+# In several processes side by side, for tests of processes mostly wait.
+SIDE_BY_SIDE ?= 3
 .PHONY: test
 # Ranks share the cores here: no thread of OpenMP spins while it has nothing to do.
 test: export OMP_WAIT_POLICY := passive
@@ -43,9 +42,7 @@ ifdef TESTS
 	@$(BIN)/python -m pytest $(TESTS)
 else
 	@echo "== running the tests"
-	@$(BIN)/python -m pytest $(PROCESSES) >.tests.log 2>&1 & half=$$!; failed=0; \
-	$(BIN)/python -m pytest $(PROCESSES:%=--ignore=%) || failed=1; \
-	wait $$half || failed=1; cat .tests.log; exit $$failed
+	@$(BIN)/python tests/programs/side_by_side.py $(SIDE_BY_SIDE)
 endif
 
 .PHONY: lint

@@ -8,8 +8,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,26 @@ def hosts(tmp_path_factory):
             shutil.rmtree(f"/etc/netns/{name}")
 
 
+@pytest.fixture
+def no_memory_left() -> Iterator[None]:
+    """The test fails if it leaves shared memory; that of tests beside it goes by itself."""
+    before = _segments()
+    yield
+    deadline = time.monotonic() + 10
+    left = _segments() - before
+    while left and time.monotonic() < deadline:
+        time.sleep(0.02)
+        left &= _segments()
+    assert not left
+
+
+def _segments() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if "drumline" in name}
+
+
+FORKING = ("launcher", "coordinator")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The launcher's tests first: some fork, and a process with threads (torch's, say) must not."""
-    items.sort(key=lambda item: "launcher" not in item.path.parts[-2:])
+    """First those that fork here and there: a process with threads (torch's, say) must not."""
+    items.sort(key=lambda item: item.path.parent.name not in FORKING)

@@ -25,12 +25,7 @@ def run(body, world_size):
     return found["said"], found["pids"]
 
 
-@pytest.fixture(autouse=True)
-def nothing_stays_behind():
-    before = set(os.listdir("/dev/shm"))
-    yield
-    left = {name for name in set(os.listdir("/dev/shm")) - before if "drumline" in name}
-    assert not left
+pytestmark = pytest.mark.usefixtures("no_memory_left")
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
