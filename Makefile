@@ -42,7 +42,7 @@ ifdef TESTS
 	@$(BIN)/python -m pytest $(TESTS)
 else
 	@echo "== running the tests"
-	@$(BIN)/python tests/programs/side_by_side.py $(SIDE_BY_SIDE)
+	@$(BIN)/python -m tests.programs.side_by_side $(SIDE_BY_SIDE)
 endif
 
 .PHONY: lint

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from launcher import LaunchInfo
+from tests.programs.warm import WARM, WarmParent
 
 ROOT = Path(__file__).parents[1]
 
@@ -107,6 +108,16 @@ case $1 in {b}|10.77.0.2) host={b};; *) host={a};; esac
 shift
 exec {ip} netns exec $host unshare --uts sh -c "hostname $host; $*"
 """
+
+
+@pytest.fixture(scope="session")
+def warm(pytestconfig: pytest.Config) -> Iterator[WarmParent]:
+    """Starts processes that have torch and transformers imported already."""
+    found = pytestconfig.pluginmanager.get_plugin(WARM)
+    parent = found or WarmParent()
+    yield parent
+    if not found:
+        parent.close()
 
 
 @dataclass

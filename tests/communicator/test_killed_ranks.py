@@ -3,9 +3,6 @@
 For two hundred of them, and not as few as here: see programs/killed.py.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,10 +13,8 @@ PROGRAM = HERE / "programs" / "killed.py"
 
 @pytest.mark.parametrize(("backend", "rounds"), [("shm", 20), ("gloo", 4), ("tcp", 4)])
 def test_every_survivor_of_a_killed_rank_is_told_and_nothing_is_left(
-    no_memory_left, backend, rounds
+    warm, no_memory_left, backend, rounds
 ):
-    environ = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
-    command = [sys.executable, PROGRAM, backend, str(rounds)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100)
+    done = warm.run(PROGRAM, backend, rounds)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(done.stdout.splitlines()) == rounds

@@ -4,9 +4,6 @@ import contextlib
 import ctypes
 import gc
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 import types
@@ -147,12 +144,10 @@ def test_an_end_that_fails_names_the_dead_and_closes(path):
         assert comm._closed
 
 
-def test_close_says_who_died_and_takes_nobody_for_dead_who_has_closed(path):
+def test_close_says_who_died_and_takes_nobody_for_dead_who_has_closed(warm, path):
     """Rank 1 is a process that closes and exits, is killed, or exits without closing."""
     program = Path(__file__).parent / "programs" / "nccl_ends.py"
-    environ = {**os.environ, "PYTHONPATH": str(program.parents[3])}
-    command = [sys.executable, program, path]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    done = warm.run(program, path)
     said = dict(map(json.loads, done.stdout.splitlines()))
     assert said.pop("leave", None) == "" and len(said) == 2, (said, done.stderr)
     for text in said.values():

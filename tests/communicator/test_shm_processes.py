@@ -1,41 +1,37 @@
 """The shared-memory backend with ranks as processes: who is told what when one of them dies."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 SCRIPT = Path(__file__).with_name("shm_processes.py")
-ROOT = Path(__file__).parents[2]
 
 
-def run(body, world_size):
-    """What the ranks said, and their pids."""
-    done = subprocess.run(
-        [sys.executable, SCRIPT, body, str(world_size)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        timeout=100,
-        check=True,
-    )
-    found = json.loads(done.stdout)
-    return found["said"], found["pids"]
+@pytest.fixture
+def run(warm):
+    """run(body, world_size): what the ranks said, and their pids."""
+
+    def run(body, world_size):
+        done = warm.run(SCRIPT, body, world_size)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        return found["said"], found["pids"]
+
+    return run
 
 
 pytestmark = pytest.mark.usefixtures("no_memory_left")
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_processes_conform(world_size):
+def test_processes_conform(run, world_size):
     said, _ = run("conforms", world_size)
     assert said == [[]] * world_size
 
 
 @pytest.mark.parametrize("body", ["a_rank_dies", "a_sender_dies", "a_receiver_dies"])
-def test_a_killed_peer_is_named_within_two_seconds(body):
+def test_a_killed_peer_is_named_within_two_seconds(run, body):
     said, pids = run(body, 3)
     assert said[2] == "died"
     for kind, text, seconds in said[:2]:
@@ -44,7 +40,7 @@ def test_a_killed_peer_is_named_within_two_seconds(body):
         assert seconds < 2
 
 
-def test_a_rank_that_is_late_is_named_with_the_call_it_is_missed_in():
+def test_a_rank_that_is_late_is_named_with_the_call_it_is_missed_in(run):
     said, pids = run("a_rank_is_late", 3)
     for kind, text, seconds in said[:2]:
         assert kind == "CommunicatorTimeout" and 0.9 < seconds < 2.5
@@ -52,18 +48,18 @@ def test_a_rank_that_is_late_is_named_with_the_call_it_is_missed_in():
         assert f"Not there yet: rank 2 (pid {pids[2]}, last seen in call 1, barrier)" in text
 
 
-def test_no_core_is_burnt_while_a_rank_is_waited_for():
+def test_no_core_is_burnt_while_a_rank_is_waited_for(run):
     said, _ = run("waits_idly", 4)
     assert max(said[:3]) < 0.1
 
 
-def test_a_letter_is_looked_for_no_longer_than_a_millisecond():
+def test_a_letter_is_looked_for_no_longer_than_a_millisecond(run):
     (seconds, found), _ = run("waits_for_letters", 2)[0]
     assert seconds < 0.15  # of half a second
     assert found == [*range(25)]
 
 
-def test_a_forked_child_does_not_speak_for_its_rank():
+def test_a_forked_child_does_not_speak_for_its_rank(run):
     """Its steps passed for the rank's own, so that sums were wrong, and others on every rank."""
     said, _ = run("forks_a_child_that_takes_part", 2)
     for rank, (told, *sums) in enumerate(said):
@@ -71,7 +67,7 @@ def test_a_forked_child_does_not_speak_for_its_rank():
         assert sums == [2.0, 2.0]
 
 
-def test_memory_that_is_not_there_is_an_error_with_the_bytes_needed():
+def test_memory_that_is_not_there_is_an_error_with_the_bytes_needed(run):
     said, _ = run("has_little_memory", 2)
     for kind, text, _ in said:
         assert kind == "CommunicatorError"

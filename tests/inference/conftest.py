@@ -102,13 +102,6 @@ def on_master() -> Callable[..., Any]:
     return run
 
 
-@pytest.fixture(scope="session")
-def warm() -> Iterator[WarmParent]:
-    parent = WarmParent()
-    yield parent
-    parent.close()
-
-
 @pytest.fixture
 def start(tmp_path: Path, warm: WarmParent) -> Iterator[Start]:
     """Every rank of a script as a process of its own that no launcher looks after.

@@ -1,6 +1,6 @@
 """All tests in a few processes at once, each of which takes the next file that no other has taken.
 
-    python tests/programs/side_by_side.py 3 [options of pytest]
+    python -m tests.programs.side_by_side 3 [options of pytest]
 
 Most tests of processes wait for something, so there may be one more than cores. What all need is
 imported once, and they are forked from that. One of them takes the files from the last one on, for
@@ -10,8 +10,6 @@ the tests that compute come last. What the first says comes at once, and that of
 from __future__ import annotations
 
 import contextlib
-import gc
-import importlib
 import os
 import random
 import shutil
@@ -20,9 +18,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from warm import IMPORTS
 
 from launcher import linux
+from tests.programs.warm import WARM, WarmParent, prepare
 
 QUIETLY = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # of plugins imported already
 
@@ -33,6 +31,13 @@ class Share:
     def __init__(self, taken: Path, from_the_end: bool) -> None:
         self._taken, self._from_the_end = taken, from_the_end
         self._ours: dict[Path, bool] = {}
+        self._warm = WarmParent(forked=True)
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        config.pluginmanager.register(self._warm, WARM)
+
+    def pytest_unconfigure(self) -> None:
+        self._warm.close()
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -52,17 +57,6 @@ class Share:
             (self._taken / "-".join(path.parts[1:])).touch(exist_ok=False)
             return True
         return False
-
-
-def prepare() -> None:
-    """What every process would import. OpenBLAS would start threads, which a fork does not take."""
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"
-    for name in IMPORTS:
-        importlib.import_module(name)
-    del os.environ["OPENBLAS_NUM_THREADS"]
-    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not fork"
-    gc.collect()
-    gc.freeze()
 
 
 def forked(count: int) -> tuple[int, list[int]]:

@@ -31,6 +31,7 @@ IMPORTS = (
     "inference",
 )
 REQUEST_BYTES = 1 << 17
+WARM = "warm parent"  # the name of the plugin of pytest that is one
 
 
 class WarmProcess:
@@ -82,18 +83,37 @@ class WarmProcess:
 
 
 class WarmParent:
-    """Starts processes like `python *arguments`; they end when it is closed, or killed."""
+    """Starts processes like `python *arguments`; they end when it is closed, or killed.
 
-    def __init__(self) -> None:
+    forked: from this process, which has called prepare(), rather than as a program.
+    """
+
+    def __init__(self, forked: bool = False) -> None:
         self._door, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            self._pid = self._forked(theirs) if forked else self._started(theirs)
+
+    def _started(self, theirs: socket.socket) -> int:
+        process = subprocess.Popen(
+            [sys.executable, __file__, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        process.returncode = 0  # awaited in close()
+        return process.pid
+
+    def _forked(self, theirs: socket.socket) -> int:
+        parent, pid = os.getpid(), os.fork()
+        if pid:
+            return pid
+        self._door.close()
+        linux.die_with(parent)
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        run(serve(theirs))
+        sys.exit()
 
     def start(self, *arguments: object, env: dict[str, str], cwd: object = ".") -> WarmProcess:
         """arguments: of python; a script, or -m and a module, and its own arguments."""
@@ -119,11 +139,25 @@ class WarmParent:
 
     def close(self) -> None:
         self._door.close()
-        self._process.wait()
+        os.waitpid(self._pid, 0)
+
+
+def prepare() -> None:
+    """Import what tests need, with no thread of OpenBLAS: what has threads must not fork."""
+    environ = dict(os.environ)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for name in IMPORTS:
+        importlib.import_module(name)
+    os.environ.clear()
+    os.environ.update(environ)
+    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not fork"
+    gc.collect()
+    gc.freeze()  # what is never collected is never written to, so its pages stay shared
 
 
 def serve(door: socket.socket) -> list[str]:
     """Fork a process for each request, and say how each ended. Returns its argv in each of them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent, ended = os.getpid(), {}
     woken, waking = os.pipe()
     os.set_blocking(waking, False)
@@ -177,7 +211,10 @@ def become(parent: int, request: dict, out: int, err: int) -> list[str]:
 
 
 def run(argv: list[str]) -> None:
-    if argv[0] == "-m":
+    if argv[0] == "-c":
+        sys.argv, sys.path[0] = ["-c", *argv[2:]], os.getcwd()
+        exec(compile(argv[1], "<string>", "exec"), sys.modules["__main__"].__dict__)
+    elif argv[0] == "-m":
         sys.argv, sys.path[0] = argv[1:], os.getcwd()
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
     else:
@@ -186,10 +223,5 @@ def run(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in IMPORTS:
-        importlib.import_module(name)
-    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not fork"
-    gc.collect()
-    gc.freeze()  # what is never collected is never written to, so its pages stay shared
+    prepare()
     run(serve(socket.socket(fileno=int(sys.argv[1]))))

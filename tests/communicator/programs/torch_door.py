@@ -12,8 +12,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+import torch.distributed.checkpoint as checkpoint
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import communicator.torch_backend  # noqa: F401
 from communicator import CommunicatorTimeout, PeerLost, Unsupported
@@ -374,16 +382,12 @@ def train(model, steps=3):
 
 @program(2)
 def data_parallel():
-    from torch.nn.parallel import DistributedDataParallel
-
     model = DistributedDataParallel(network(), bucket_cap_mb=0.0005)  # several buckets
     return [*train(model), *(parameter.detach() for parameter in model.parameters())]
 
 
 @program(2)
 def fully_sharded():
-    from torch.distributed.fsdp import fully_shard
-
     model = network()
     mesh = init_device_mesh("cpu", (2,))
     for layer in (model[0], model[2]):
@@ -395,9 +399,6 @@ def fully_sharded():
 
 @program(2)
 def data_parallel_in_its_other_ways():
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-    from torch.nn.parallel import DistributedDataParallel
-
     hooked = DistributedDataParallel(network())
     hooked.register_comm_hook(None, fp16_compress_hook)
     found = train(hooked)
@@ -418,14 +419,6 @@ def data_parallel_in_its_other_ways():
 
 @program(4)
 def sharded_over_a_mesh_and_saved():
-    import torch.distributed.checkpoint as checkpoint
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model, both = network(), network()
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -443,8 +436,6 @@ def sharded_over_a_mesh_and_saved():
 
 @program(2)
 def a_pipeline():
-    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-
     rank, model = dist.get_rank(), network()
     part = model[:2] if rank == 0 else model[2:]
     stage = PipelineStage(part, rank, 2, torch.device("cpu"))
@@ -457,8 +448,6 @@ def a_pipeline():
 
 @program(2)
 def distributed_tensors():
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
     left, right = torch.randn(6, 5), torch.randn(5, 7)
@@ -471,8 +460,6 @@ def distributed_tensors():
 
 @program(2)
 def transformers_tensor_parallel():
-    from transformers import LlamaForCausalLM
-
     folder = Path(sys.argv[1], "llama")
     model = LlamaForCausalLM.from_pretrained(folder, tp_plan="auto")
     shard = model.model.layers[0].self_attn.q_proj.weight
@@ -486,8 +473,6 @@ def transformers_tensor_parallel():
 
 
 def save_llama(folder):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=32,
