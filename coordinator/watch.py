@@ -153,6 +153,7 @@ class Watch:
         self._give(PeerLost, str(Culprit(peer, how)), [peer.rank], where)
 
     def _give(self, kind: type[CoordinatorError], text: str, ranks: list[int], where: str) -> bytes:
+        text = text.encode(errors="backslashreplace").decode()  # names of files need not be UTF-8
         text = text[:MAX_TEXT] + text[MAX_TEXT:][-1000:]
         mine = pack((kind.__name__, self.me.rank, where, text, ranks[:256]))
         board = self.sights.board

@@ -7,6 +7,13 @@ InferenceError
  `- PeerLost        a rank died or left while others needed it
 """
 
+from __future__ import annotations
+
+import traceback
+
+MOST_TOLD = 16_000
+"""Characters of a text about an exception that go to another rank."""
+
 
 class InferenceError(RuntimeError):
     """The distributed model could not do what was asked; the message starts with the rank."""
@@ -34,6 +41,28 @@ class Served(SystemExit):
     It is how `inference.load` ends on every rank but the master: the rest of an ordinary script is
     the master's. Being a SystemExit it ends the process quietly; catch it to do something else.
     """
+
+
+def said(error: BaseException) -> str:
+    """The last line of a traceback, to be told to other ranks."""
+    try:
+        text = str(error)
+    except Exception as second:
+        text = f"(its own text cannot be had: {type(second).__name__})"
+    return _told(f"{type(error).__name__}: {text}")
+
+
+def story(error: BaseException) -> str:
+    """The same, and where it was raised."""
+    trace = "".join(traceback.format_exception(error))
+    return f"{said(error)}\nThe traceback over there:\n{_told(trace)}"
+
+
+def _told(text: str) -> str:
+    """The text if it is UTF-8, which names of files need not be, and not endless."""
+    text = text.encode(errors="backslashreplace").decode()
+    half, more = MOST_TOLD // 2, len(text) - MOST_TOLD
+    return text if more <= 0 else f"{text[:half]}\n... {more} characters ...\n{text[-half:]}"
 
 
 def exit_code(error: BaseException) -> int:

@@ -18,6 +18,7 @@ from inference.nd_load import (
     Loaded,
     aliases,
     carry_out,
+    leaving_aloud,
     like,
     named_tensors,
     plan_together,
@@ -56,11 +57,11 @@ def fill(
     dtypes = dtypes_of(model, dtype)
     plan, owners = _planned(model, found, source, places, dtypes, coor)
     mine = {name: device for name, (rank, device) in owners.items() if rank == coor.rank}
-    shards = rooms(
-        {name: (tensors[name].shape, dtypes[name], device) for name, device in mine.items()}
-    )
     total = sum(plan.nbytes_of(rank) for rank in range(coor.world_size))
-    with Progress(coor, total, progress) as landed:
+    with leaving_aloud(coor), Progress(coor, total, progress) as landed:
+        shards = rooms(
+            {name: (tensors[name].shape, dtypes[name], device) for name, device in mine.items()}
+        )
         coor.barrier()
         done = carry_out(plan, source.index, source.path, coor, shards, dtypes, landed)
         landed.tell()

@@ -45,6 +45,7 @@ class Kind(enum.IntEnum):
     ERROR = 1
     LEAVE = 2
     MARK = 3  # goes round unchanged: what was sent before it has come back
+    LOST = 4  # a team is no longer whole, so this is the end for all who hear of it
 
 
 KINDS = tuple(Kind)

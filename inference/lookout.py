@@ -24,7 +24,8 @@ from inference.errors import PeerLost
 
 LOOK_S = 0.5
 STOPPED_S = 1.0
-"""So long a process must have been stopped: whoever only looks at it lets it go on at once."""
+"""So long at least a process must have been stopped: a debugger lets it go on before. It may have
+been well until a moment before it was first seen stopped."""
 
 SILENT_S = 3.0
 NEAR_END_S, FAR_END_S, END_LOOK_S = 5.0, 1.0, 0.02
@@ -44,15 +45,21 @@ def on_lookout(coor: Any, holds: Callable[[int], str]) -> Iterator[None]:
     try:
         yield
     except (coordinator.PeerLost, communicator.PeerLost) as error:
-        named = [
-            rank
-            for rank, peer in enumerate(coor.peers)
-            if str(peer).removesuffix(")") in str(error)
-        ]
+        why = str(_verdict(coor) or error)
+        named = [rank for rank, peer in enumerate(coor.peers) if str(peer).removesuffix(")") in why]
         lost = "".join(f" Rank {rank} was to hold {holds(rank)}." for rank in named if holds(rank))
-        raise PeerLost(f"{error}{lost}") from error
+        raise PeerLost(f"{why}{lost}") from error
     finally:
         over.set()
+
+
+def _verdict(coor: Any) -> coordinator.CoordinatorError | None:
+    """What broke the group, of which others may hear by a connection that was closed."""
+    try:
+        coor.check()
+    except coordinator.CoordinatorError as error:
+        return error
+    return None
 
 
 def outlast_master(coor: Any, code: int) -> None:
@@ -151,7 +158,7 @@ class Lookout(threading.Thread):
         if not self._is_frozen(peer) if is_near else self._beats(rank):
             self.fine_at[rank] = now
         for_s = now - self.fine_at[rank]
-        if for_s < (STOPPED_S if is_near else SILENT_S):
+        if for_s < (STOPPED_S + LOOK_S if is_near else SILENT_S):
             return ""
         return "is stopped" if is_near else f"has said nothing for {for_s:.0f} s: stopped, or stuck"
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from torch import nn
 from communicator import Communicator
 from coordinator import Coordinator, nodes
 from inference.boxes import Box, Split, blocks
-from inference.errors import CheckpointError, InferenceError, PlanError
+from inference.errors import CheckpointError, InferenceError, PlanError, said, story
 from inference.mesh import ALIASES, Mesh, axis_names, read_mesh
 from inference.nd_plan import LoadPlan, Piece, Transfer, Wanted, plan_loading, reader_ranks, whole
 from inference.rooms import Wish, rooms
@@ -133,12 +132,13 @@ def load_planned(
     """Give a model that is on meta what a plan that all ranks share says. Collective."""
     tensors = distinct(model)
     mine = [name for name, one in plan.wanted.items() if one.is_held_by(plan.mesh, coor.rank)]
-    shards = rooms({name: _wish(tensors[name], name, plan, coor, device) for name in mine})
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-    done = carry_out(plan, files.index, files.path, coor, shards, dtypes)
-    with torch.no_grad():
-        new = {id(tensors[name]): like(tensors[name], shards.pop(name)) for name in mine}
-    replace(model, new)
+    with leaving_aloud(coor):
+        shards = rooms({name: _wish(tensors[name], name, plan, coor, device) for name in mine})
+        done = carry_out(plan, files.index, files.path, coor, shards, dtypes)
+        with torch.no_grad():
+            new = {id(tensors[name]): like(tensors[name], shards.pop(name)) for name in mine}
+        replace(model, new)
     return done
 
 
@@ -157,7 +157,7 @@ def carry_out(
     landed: called with the bytes of every block that has reached a shard here.
     """
     done = Loaded(sum(shard.nbytes for shard in shards.values()))
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, leaving_aloud(coor):
         files = stack.enter_context(Reader(path))
         comm = None
         if any(reader != rank for rank, reader in enumerate(plan.readers)):
@@ -232,6 +232,17 @@ def share_files(
     return Files(Path(path), index_from_json(data) if index is None else index, found), extra
 
 
+@contextlib.contextmanager
+def leaving_aloud(coor: Coordinator) -> Iterator[None]:
+    """What is raised in this block, on this rank alone, ends the waiting of all others, and says so
+    to them: their Coordinators cannot be used any more."""
+    try:
+        yield
+    except BaseException as error:
+        coor.accuse(coor.rank, f"cannot load: {story(error)}")
+        raise
+
+
 def together(coor: Coordinator, work: Callable[[], Any]) -> Any:
     """Do local work on every rank; all go on, or all raise what the first that failed raised."""
     return _told(coor, work, lambda result: b"")[0]
@@ -256,10 +267,8 @@ def _told(
 
 def _story(coor: Coordinator, error: Exception) -> str:
     """Who cannot load and why; with the traceback, if the message is not one of ours."""
-    why = f"{coor.peers[coor.rank]} cannot load: {type(error).__name__}: {error}"
-    if isinstance(error, InferenceError):
-        return why
-    return f"{why}\nThe traceback over there:\n{''.join(traceback.format_exception(error))}"
+    why = said(error) if isinstance(error, InferenceError) else story(error)
+    return f"{coor.peers[coor.rank]} cannot load: {why}"
 
 
 def _digest(data: bytes) -> bytes:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from inference.chain import Chain, Form, Habits
-from inference.errors import InferenceError, StageError
+from inference.errors import InferenceError, PeerLost, StageError
 from inference.frames import Kind, Message
 from inference.interrupt import Uninterrupted
 from inference.mirror import number_of
@@ -175,7 +175,7 @@ class Session:
         self._is_listening = True
         self._arrival.release()
         try:
-            reply = self._guarded(self.ring.receive)
+            reply = self._guarded(self._received)
             if reply.kind is Kind.MARK:
                 self._give_up_tickets()
             else:
@@ -184,6 +184,12 @@ class Session:
             self._arrival.acquire()
             self._is_listening = False
             self._arrival.notify_all()
+
+    def _received(self) -> Message:
+        message = self.ring.receive()
+        if message.kind is Kind.LOST:
+            raise PeerLost(message.note)
+        return message
 
     def _fall_in(self) -> None:
         """After an interruption: wait until all that was sent has come back, whosever it was."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import traceback
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from inference import traced
-from inference.errors import InferenceError
+from inference.errors import InferenceError, PeerLost, story
 from inference.frames import Kind, Message
 from inference.graphs import Graphs
 from inference.known import EMPTY, Mark, mark
@@ -127,6 +126,8 @@ class Stage:
                 self.ring.send(message)
                 if message.kind is Kind.LEAVE:
                     return message.ints[0]
+                if message.kind is Kind.LOST:
+                    raise PeerLost(message.note)
 
     def _reply(self, message: Message) -> Message:
         """The message for the next rank, or the story of what went wrong here."""
@@ -231,11 +232,8 @@ class Stage:
             pass  # the first error is on its way to the master already
 
     def _story(self, error: Exception, doing: str) -> str:
-        coor, trace = self.ring.coor, "".join(traceback.format_exception(error))
-        return (
-            f"{coor.peers[coor.rank]}: {doing} raised "
-            f"{type(error).__name__}: {error}\nThe traceback over there:\n{trace}"
-        )
+        coor = self.ring.coor
+        return f"{coor.peers[coor.rank]}: {doing} raised {story(error)}"
 
 
 def _as_before(step: Step, call: Call, value: Any) -> list[torch.Tensor]:

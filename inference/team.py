@@ -24,8 +24,10 @@ from inference.stage import Stage
 from inference.vigil import Vigil
 
 NOBODY = "nobody"
-AGREE_S = 30.0
-"""How long a rank whose step failed waits to hear that it failed alike on the whole team."""
+AGREE_S = 2.0
+"""How long a rank whose step failed waits to hear that it failed alike on the whole team, the ranks
+of which do the same at the same time: whoever has not failed by then waits for this one in a sum.
+"""
 
 
 class Team:
@@ -70,11 +72,20 @@ class Team:
         except (CommunicatorError, CoordinatorError) as error:
             story = self._failed_first()
             raise PeerLost(
-                f"rank {self.rank}: the ranks {list(self.coor.ranks)}, which compute "
-                f"{self.vigil.holds[self.rank]} together, are no longer in step or not all there, "
-                f"so the model cannot run any more; start all ranks again. ({error})"
+                f"rank {self.rank}: {self._what_is_lost()}, so the model cannot run any more; "
+                f"start all ranks again. ({error})"
                 + (f"\nWhat failed first: {story}" if story else "")
             ) from error
+
+    def _what_is_lost(self) -> str:
+        holds = self.vigil.holds[self.rank]
+        dead = [str(peer) for peer in self.coor.peers if peer.is_seen_dead()]
+        if dead:
+            return f"{' and '.join(dead)} is gone. It held its part of {holds}"
+        return (
+            f"the ranks {list(self.coor.ranks)}, which compute {holds} together, are no longer in "
+            "step or not all there"
+        )
 
 
 class _Aloud:
@@ -123,7 +134,7 @@ class Leader:
             self.team.tell(message)
         except PeerLost as lost:
             if message.kind is Kind.CALL and not self.team.vigil.verdict:
-                self.ring.send(_failed(message, str(lost)))
+                self.ring.send(Message(Kind.LOST, note=str(lost)))
             raise
         return message
 
@@ -142,8 +153,7 @@ class TeamStage(Stage):
                 self.team.fail_together(reply.note)
             except PeerLost as lost:
                 if not self.team.vigil.verdict:  # the driver knows it, and is told nothing else
-                    reply.note = str(lost)  # which has the story of who was first
-                    self.ring.send(reply)
+                    self.ring.send(Message(Kind.LOST, note=str(lost)))
                 raise
         return reply
 
@@ -200,7 +210,3 @@ class Driver:
             self.close()
         else:
             self.ring.leave(code)
-
-
-def _failed(message: Message, note: str) -> Message:
-    return Message(Kind.ERROR, message.program, message.ints, text=message.text, note=note)

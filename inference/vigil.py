@@ -55,7 +55,7 @@ class Vigil:
         try:
             return work()
         except (CommunicatorError, CoordinatorError, PeerLost) as error:
-            if self._lookout.is_alive():
+            if self._lookout.is_alive() and not isinstance(error, TimeoutError):
                 self._is_decided.wait(2 * LOOK_S)  # who hears of it first leaves the others
             if self.verdict:
                 raise PeerLost(self.verdict) from error

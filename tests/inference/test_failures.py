@@ -19,7 +19,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import inference
 from coordinator import Coordinator
-from inference import lookout, over_stages
+from inference import lookout, nd_load, over_stages
+from inference.errors import story
 from inference.interrupt import Uninterrupted
 from inference.lookout import outlast_master
 
@@ -135,6 +136,29 @@ def test_a_stopped_rank_that_follows_in_a_team_is_named_within_seconds(
     assert processes[victim].wait(timeout=30) == 1  # it finds that nobody is left
 
 
+def test_a_rank_that_is_killed_where_it_follows_in_a_later_team_is_named_at_once(
+    checkpoints, start
+):
+    """It was a StageError first, after which nothing worked."""
+    body = """
+    coor, model = load(tp=2, device_map="auto")
+    model.generate(prompt, max_new_tokens=2, do_sample=False)
+    os.kill(coor.peers[3].pid, signal.SIGKILL)
+    begun = time.monotonic()
+    try:
+        model.generate(prompt, max_new_tokens=20, do_sample=False)
+    except inference.PeerLost as lost:
+        print(lost)
+        sys.exit(0 if time.monotonic() - begun < 5 else 7)
+    """
+    processes = start(script(body), 4, checkpoints.llama()[1])
+    out, err = processes[0].communicate(timeout=60)
+    assert processes[0].returncode == 0, err
+    assert f"rank 3 (host {socket.gethostname()}, pid {processes[3].pid}) is gone" in out
+    assert "model.layers.3-5" in out
+    assert [code for code, _ in ended(processes[1:3], within_s=30)] == [1, 1]
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_stopped_rank_of_a_cut_model_is_named_within_seconds(checkpoints, start, victim):
     """Nobody drives: each rank waits for every other in each layer, the first one like any."""
@@ -160,16 +184,27 @@ def test_a_stopped_rank_of_a_cut_model_is_named_within_seconds(checkpoints, star
     assert processes[victim].wait(timeout=30) == 1  # it finds that nobody is left
 
 
-def test_who_was_stopped_itself_accuses_nobody(monkeypatch):
-    """All ranks of a launch are stopped and go on, one a moment before the other."""
-    clock, looks, accused = [0.0], [0.5, 60.0, 60.5, 61.0], []
-    over = SimpleNamespace(wait=lambda _: not looks or clock.__setitem__(0, looks.pop(0)))
+@pytest.mark.parametrize(
+    ("looks", "stopped", "is_accused"),
+    [
+        pytest.param([0.5, 60.0, 60.5, 61.0], {60.0}, False, id="both, and this one went on first"),
+        pytest.param([0.5, 1.0, 1.5, 2.0, 2.5], {1.0, 1.5}, False, id="for less than a second"),
+        pytest.param([0.5, 1.0, 1.5, 2.0], {1.0, 1.5, 2.0}, True, id="for a second"),
+    ],
+)
+def test_only_who_is_stopped_for_a_second_is_accused(monkeypatch, looks, stopped, is_accused):
+    """A stop of half a second once ended the model, if it began just before a look."""
+    clock, accused = [0.0], []
+    over = SimpleNamespace(
+        wait=lambda _: not looks or clock.__setitem__(0, looks.pop(0)), is_set=lambda: False
+    )
     monkeypatch.setattr(lookout, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(lookout, "_state", lambda pid: "T" if clock[0] == 60.0 else "S")
+    monkeypatch.setattr(lookout, "_state", lambda pid: "T" if clock[0] in stopped else "S")
     peers = [SimpleNamespace(pid=pid, is_visible=True) for pid in (1, 2)]
     coor = SimpleNamespace(rank=0, world_size=2, peers=peers)
-    lookout.Lookout(coor, None, lambda: True, lambda *told: accused.append(told), over).run()
-    assert not looks and not accused
+    store = SimpleNamespace(set=lambda key, value: None)
+    lookout.Lookout(coor, store, lambda: True, lambda *told: accused.append(told), over).run()
+    assert not looks and accused == [(1, "is stopped")] * is_accused
 
 
 def test_a_rank_that_is_stopped_while_it_loads_is_named_within_seconds(checkpoints, start):
@@ -440,6 +475,47 @@ def test_a_rank_that_cannot_load_is_named_with_its_traceback(
     story = str(ranks_or_errors(rank, 3)[0])
     assert f"rank 1 (host {socket.gethostname()}" in story
     assert "ZeroDivisionError" in story and "in bomb" in story
+
+
+def test_who_reads_for_others_and_fails_tells_them_at_once(
+    checkpoints, ranks_or_errors, monkeypatch
+):
+    """Where the user had made the Coordinator, and went on, the others waited for hours."""
+    have_heard = threading.Barrier(3)
+
+    def bomb(self, plan, rank):
+        return 1 // 0 if rank == 0 else real(self, plan, rank)
+
+    real = nd_load._Stream.run
+    monkeypatch.setattr(nd_load._Stream, "run", bomb)
+
+    def rank(info):
+        path = checkpoints.llama()[1] if info.rank == 0 else "nowhere"
+        with Coordinator(info) as coor:
+            try:
+                inference.load(path, coor=coor, max_memory=[1 << 30] * 3)
+            finally:
+                have_heard.wait(30)
+
+    errors = ranks_or_errors(rank, 3)
+    assert isinstance(errors[0], ZeroDivisionError)
+    for error in errors[1:]:
+        assert isinstance(error, inference.PeerLost)
+        assert re.search(r"rank 0 \(host .*cannot load: ZeroDivisionError", str(error)), error
+        assert "in bomb" in str(error) and "Rank 0 was to hold model.embed_tokens" in str(error)
+
+
+def test_what_is_told_of_an_error_can_always_be_sent():
+    """Text that is no UTF-8 ended the rank whose layer had raised, in place of its error."""
+
+    class Mute(Exception):
+        def __str__(self):
+            raise KeyError("within")
+
+    for error in (OSError("\udcff"), ValueError("x" * 10**7), Mute()):
+        told = story(error)
+        assert type(error).__name__ in told
+        assert len(told.encode()) < 50_000
 
 
 def test_a_cache_from_a_call_that_failed_is_refused(checkpoints, on_master, monkeypatch):
