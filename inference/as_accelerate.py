@@ -20,13 +20,14 @@ from coordinator import Coordinator
 from inference.dispatch import dispatch
 from inference.layout import layout
 from inference.load import load
-from inference.memory import cluster_memory, nbytes
-from inference.plan import DeviceMap, plan
+from inference.memory import cluster_memory, given_room
+from inference.plan import DeviceMap, Place, plan
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-HONOURED = {"offload_dir", "preload_module_classes"}
-"""Options of dispatching that hold over ranks too: an offloaded module is always fetched whole."""
+HONOURED = {"offload_dir", "preload_module_classes", "offload_buffers", "force_hooks", "strict"}
+"""Options of dispatching that hold over ranks too: an offloaded module is always fetched whole,
+and a checkpoint has to have what the model has."""
 
 
 def _of(name: str) -> Any:
@@ -56,48 +57,51 @@ def get_max_memory(max_memory: Any = None) -> Any:
     """Bytes free, by device of this process; given a Coordinator, by place of the cluster.
 
     max_memory: what Accelerate takes (nothing, or sizes by device, which are read and put in
-        order); or a Coordinator, and then the call is collective and the answer is
-        {(rank, device): bytes} over all ranks, each device counted once.
+        order); sizes by (rank, device), likewise; or a Coordinator, and then the call is
+        collective and the answer is {(rank, device): bytes} over all ranks, each device counted
+        once.
     """
     if isinstance(max_memory, Coordinator):
         return cluster_memory(max_memory)
+    if _names_places(max_memory):
+        return _room(max_memory)
     return _of("get_max_memory")(max_memory)
 
 
 @_like_accelerate
 def get_balanced_memory(*args: Any, **kwargs: Any) -> Any:
     """Accelerate's: room by device, lowered so that "auto" spreads a model evenly."""
+    if any(map(_names_places, [*args, *kwargs.values()])):
+        raise TypeError(
+            "get_balanced_memory is given places of several ranks, which Accelerate does not know; "
+            'leave it out: inference.plan and inference.load spread evenly with "auto".'
+        )
     return _of("get_balanced_memory")(*args, **kwargs)
 
 
 @_like_accelerate
-def infer_auto_device_map(model: Any, max_memory: Any = None, *args: Any, **kwargs: Any) -> Any:
+def infer_auto_device_map(model: Any, *args: Any, **kwargs: Any) -> Any:
     """A device map of `model` within `max_memory`.
 
     With {device: size} it is Accelerate's answer. With {(rank, device): size}, such as
     get_max_memory(coor) gives, it is the DeviceMap that `plan` makes; raises PlanError if that
     cannot be.
     """
-    if not _names_places(max_memory):
-        return _of("infer_auto_device_map")(model, max_memory, *args, **kwargs)
-    return _over_places(model, max_memory, *args, **kwargs)
+    if not any(map(_names_places, [*args, *kwargs.values()])):
+        return _of("infer_auto_device_map")(model, *args, **kwargs)
+    known = {"model", "max_memory", "no_split_module_classes", "clean_result"}
+    given = _given(infer_auto_device_map, known, model, *args, **kwargs)
+    return plan(layout(model, given.get("no_split_module_classes")), _room(given["max_memory"]))
 
 
 def _names_places(keyed: Any) -> bool:
     return isinstance(keyed, Mapping) and any(isinstance(key, tuple) for key in keyed)
 
 
-def _over_places(
-    model: Any, max_memory: Mapping[Any, Any], no_split_module_classes: Any = None, **others: Any
-) -> DeviceMap:
-    surplus = sorted(key for key, value in others.items() if value not in (None, False))
-    if surplus:
-        raise TypeError(
-            f"infer_auto_device_map over places of several ranks does not know {surplus}, so it "
-            "would ignore them; leave them out, or give max_memory by device for Accelerate's map."
-        )
-    room = {place: nbytes(size) for place, size in max_memory.items()}
-    return plan(layout(model, no_split_module_classes), room)
+def _room(max_memory: Mapping[Any, Any]) -> dict[Place, int]:
+    """In bytes and in order; a rank alone stands for its CPU."""
+    named = [key[0] if isinstance(key, tuple) else key for key in max_memory]
+    return given_room({(rank, "cpu"): 0 for rank in named}, max_memory)
 
 
 @_like_accelerate
@@ -110,9 +114,8 @@ def dispatch_model(model: Any, device_map: Any, *args: Any, **kwargs: Any) -> An
     """
     if not _is_over_ranks(device_map):
         return _of("dispatch_model")(model, device_map, *args, **kwargs)
-    bound = inspect.signature(dispatch_model).bind_partial(model, device_map, *args, **kwargs)
-    given = bound.arguments
-    _refuse_others("dispatch_model", given, {"model", "device_map", *HONOURED})
+    known = {"model", "device_map", *HONOURED}
+    given = _given(dispatch_model, known, model, device_map, *args, **kwargs)
     return dispatch(model, device_map, offload_dir=given.get("offload_dir"))
 
 
@@ -128,12 +131,11 @@ def load_checkpoint_and_dispatch(
     """
     if device_map is None or not _is_over_ranks(device_map):
         return _of("load_checkpoint_and_dispatch")(model, checkpoint, device_map, *args, **kwargs)
-    bound = inspect.signature(load_checkpoint_and_dispatch).bind_partial(
-        model, checkpoint, device_map, *args, **kwargs
+    own = {"model", "checkpoint", "device_map", "max_memory", "no_split_module_classes", "dtype"}
+    known = own | HONOURED | {"offload_folder"}
+    given = _given(
+        load_checkpoint_and_dispatch, known, model, checkpoint, device_map, *args, **kwargs
     )
-    given = bound.arguments
-    known = {"model", "checkpoint", "device_map", "max_memory", "no_split_module_classes", "dtype"}
-    _refuse_others("load_checkpoint_and_dispatch", given, known | HONOURED | {"offload_folder"})
     if hasattr(type(model), "config_class"):
         return load(
             checkpoint,
@@ -160,10 +162,14 @@ def _is_over_ranks(device_map: Any) -> bool:
     )
 
 
-def _refuse_others(name: str, given: Mapping[str, Any], known: set[str]) -> None:
-    surplus = sorted(key for key in set(given) - known if given[key] not in (None, False, True))
-    if surplus:
+def _given(function: Any, known: set[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments by name. Raises TypeError for those that are not known and say something."""
+    signature = inspect.signature(function)
+    given = signature.bind_partial(*args, **kwargs).arguments
+    says = {key for key in given if given[key] is not signature.parameters[key].default}
+    if surplus := sorted(says - known):
         raise TypeError(
-            f"{name} over the ranks of a launch does not know {surplus}, so it would ignore them; "
-            "leave them out, or see inference.load."
+            f"{function.__name__} over the ranks of a launch does not know {surplus}, so it would "
+            "ignore them; leave them out, or see inference.plan and inference.load."
         )
+    return given

@@ -101,11 +101,29 @@ def test_places_of_ranks_are_planned_for_by_the_cluster():
     assert found.places == {str(n): (n // 2, "cpu") for n in range(4)}
 
 
-def test_an_option_that_the_cluster_does_not_know_is_refused():
-    with pytest.raises(TypeError, match="fallback_allocation"):
-        inference.infer_auto_device_map(
-            nn.Linear(2, 2), {(0, "cpu"): 900}, fallback_allocation=True
-        )
+def test_sizes_by_place_are_read_and_a_rank_alone_is_its_cpu():
+    found = inference.get_max_memory({1: "2KB", (0, "disk"): "1KiB", (0, "cpu"): 3})
+    assert list(found.items()) == [((0, "cpu"), 3), ((0, "disk"), 1024), ((1, "cpu"), 2000)]
+
+
+def test_options_as_they_are_if_not_given_are_as_good_as_not_given():
+    model, room = nn.Linear(2, 2), {(0, "cpu"): 900, 1: 900}
+    plain = {"no_split_module_classes": None, "clean_result": True, "verbose": False}
+    assert inference.infer_auto_device_map(model, max_memory=room, **plain).ranks == [0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("infer_auto_device_map", {"fallback_allocation": True}),
+        ("infer_auto_device_map", {"dtype": torch.float16}),
+        ("infer_auto_device_map", {"special_dtypes": {"weight": torch.float16}}),
+        ("get_balanced_memory", {}),
+    ],
+)
+def test_an_option_that_the_cluster_does_not_know_is_refused(name, options):
+    with pytest.raises(TypeError, match=next(iter(options), "places of several ranks")):
+        getattr(inference, name)(nn.Linear(2, 2), {(0, "cpu"): 900}, **options)
 
 
 @pytest.mark.parametrize("name", ["get_max_memory"])
@@ -262,9 +280,12 @@ def test_a_map_of_another_module_is_refused():
     over_ranks(rank, 2)
 
 
-def test_what_cannot_be_honoured_over_ranks_is_refused():
+@pytest.mark.parametrize("options", [{"skip_keys": "x"}, {"main_device": 1}])
+def test_what_cannot_be_honoured_over_ranks_is_refused(options):
+    """main_device=1 was ignored, for 1 is as good as True."""
+
     def rank():
-        with pytest.raises(TypeError, match="skip_keys"):
-            inference.dispatch_model(three(False), {"": 0}, skip_keys="x")
+        with pytest.raises(TypeError, match=next(iter(options))):
+            inference.dispatch_model(three(False), {"": 0}, **options)
 
     over_ranks(rank, 2)
