@@ -13,6 +13,7 @@ launcher, a command runs on those ranks; otherwise -n starts them here.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -23,9 +24,10 @@ import launcher
 from inference.bench import bench
 from inference.checkpoint import read_config
 from inference.errors import InferenceError, PlanError
-from inference.fastest import Step, assumed, estimate
+from inference.fastest import Step, assumed, estimate, trips
 from inference.layout import (
     cache_nbytes,
+    each_token,
     hidden_width,
     layout,
     model_class,
@@ -167,7 +169,8 @@ def show_plan(options: argparse.Namespace) -> int:
     """Print the device map as a picture, and what a token would cost."""
     config = read_config(options.model)
     dtype = checkpoint_dtype(options.dtype, config)
-    parts = layout(skeleton(model_class(config), config, dtype))
+    model = skeleton(model_class(config), config, dtype)
+    parts = layout(model)
     tokens = (config, dtype, options.batch, options.length)
     cache, working = cache_nbytes(*tokens), working_nbytes(*tokens)
     memory = _memory(options, options.ranks or len(options.memory))
@@ -176,17 +179,25 @@ def show_plan(options: argparse.Namespace) -> int:
     step = Step(options.batch, hidden_width(config), dtype.itemsize)
     whole = with_cache(parts, cache, working)
     chosen = plan(whole, room, options.device_map, speeds=speeds, step=step)
-    rate = estimate(whole, chosen, speeds, step).tokens_a_second
+    passed = each_token(model, whole)
+    names = {part.name for part in (*passed.others, *passed.layers) if part.nbytes}
+    route = [chosen.places[name][0] for name, _ in model.named_modules() if name in names]
+    step = dataclasses.replace(step, trips=trips(route))
+    rate = estimate(passed, chosen, speeds, step).tokens_a_second
     print(chosen)
-    print(summary(parts, chosen, cache, rate, options))
+    print(summary(parts, chosen, cache, step.trips * len(memory or []), rate, options))
     return 0
 
 
 def summary(
-    parts: Layout, chosen: DeviceMap, cache: int, rate: float, options: argparse.Namespace
+    parts: Layout,
+    chosen: DeviceMap,
+    cache: int,
+    hops: int,
+    rate: float,
+    options: argparse.Namespace,
 ) -> str:
     """Hops, room that is left, and an upper bound of the speed: weights and cache are read."""
-    hops = len(chosen.ranks) if len(chosen.ranks) > 1 else 0
     left = sum(room - chosen.used(place) for place, room in chosen.room.items())
     return (
         f"{readable(parts.nbytes)} of weights, {readable(cache * len(parts.layers))} of cache "

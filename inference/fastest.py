@@ -65,13 +65,15 @@ class Step:
     """One pass through the model: `batch` tokens with hidden states of `width` elements.
 
     `itemsize` is the bytes of an element of weights and hidden states; `streams` how many such
-    passes are on their way at once, in the calls of several threads.
+    passes are on their way at once, in the calls of several threads; `trips` how often a pass goes
+    round the ring: once, unless other parts than layers are not on the master, see `trips`.
     """
 
     batch: int = 1
     width: int = 0
     itemsize: int = 4
     streams: int = 1
+    trips: int = 1
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,15 @@ def seconds(part: Part, speed: Speed, step: Step) -> float:
     return max(part.reads / speed.nbytes, operations / speed.flops)
 
 
+def trips(ranks: Iterable[int]) -> int:
+    """How often a pass goes round the ring if its parts run on these ranks, one after the other."""
+    count = last = 0
+    for rank in ranks:
+        count += rank > 0 and (last == 0 or rank < last)
+        last = rank
+    return count
+
+
 def _estimate(
     places: Sequence[Place], stages: Sequence[float], speeds: Speeds, step: Step
 ) -> Estimate:
@@ -113,9 +124,9 @@ def _estimate(
 
 
 def _hops(speeds: Speeds, step: Step) -> float:
-    """Once round the ring, which passes every rank."""
+    """All trips round the ring, each of which passes every rank."""
     nbytes = step.batch * step.width * step.itemsize
-    return sum(link.seconds(nbytes) for link in speeds.links.values())
+    return step.trips * sum(link.seconds(nbytes) for link in speeds.links.values())
 
 
 class Fastest:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers import PreTrainedModel
 
 from inference.checkpoint import building
 from inference.errors import CheckpointError
@@ -21,8 +22,8 @@ def model_class(config: Any) -> type[Any]:
     names = getattr(config, "architectures", None) or []
     for name in names:
         found = getattr(transformers, name, None)
-        if found is not None:
-            return found  # type: ignore[no-any-return]
+        if isinstance(found, type) and issubclass(found, PreTrainedModel):
+            return found
     raise CheckpointError(
         f"config.json names the architectures {names}, none of which transformers "
         f"{transformers.__version__} has, so no model can be built; pass the class as cls=."
@@ -31,8 +32,14 @@ def model_class(config: Any) -> type[Any]:
 
 def skeleton(cls: type[Any], config: Any, dtype: torch.dtype) -> Any:
     """The model on meta: names, shapes and ties, and no weights."""
-    with building, on_meta():
-        return cls._from_config(config, dtype=dtype)
+    try:
+        with building, on_meta():
+            return cls._from_config(config, dtype=dtype)
+    except Exception as error:  # each model checks its sizes in a way of its own, or not at all
+        raise CheckpointError(
+            f"no {cls.__name__} can be built from its config.json ({error!r}), so there is nothing "
+            "to load; copy it again, or install the transformers that wrote it."
+        ) from error
 
 
 def layout(
@@ -50,7 +57,7 @@ def layout(
     others = list(_around(model, "", set(layers)))
     sizes = _sizes(model, [*others, *layers])
     return Layout(
-        layers=tuple(Part(name, sizes[name]) for name in layers),
+        layers=tuple(Part(name, sizes[name], _unread_experts(model, name)) for name in layers),
         others=tuple(Part(name, sizes[name], _unread(model, name)) for name in others),
         ties=tuple(_ties(model, [*others, *layers])),
         sharers=tuple(_sharers(model, layers)),
@@ -147,6 +154,22 @@ def _unread(model: nn.Module, name: str) -> int:
     return module.weight.numel() * module.weight.element_size()
 
 
+def _unread_experts(model: nn.Module, name: str) -> int:
+    """The bytes of the experts that a token does not go to; transformers stacks a layer's."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
+    chosen = getattr(text, "num_experts_per_tok", None)
+    if not isinstance(chosen, int):
+        return 0
+    unread = 0
+    for module in model.get_submodule(name).modules():
+        num = getattr(module, "num_experts", 0)
+        for tensor in module.parameters(recurse=False):
+            if tensor.dim() == 3 and tensor.shape[0] == num > chosen:
+                unread += tensor.numel() * tensor.element_size() * (num - chosen) // num
+    return unread
+
+
 def _tensors(model: nn.Module) -> set[str]:
     return {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
 
@@ -213,6 +236,17 @@ def working_nbytes(config: Any, dtype: torch.dtype, batch: int, length: int) -> 
     inner = getattr(text, "intermediate_size", None) or 4 * width
     inner = max(inner) if isinstance(inner, (list, tuple)) else inner
     return int(batch * length * (6 * width + 3 * inner) * dtype.itemsize)
+
+
+def each_token(model: Any, parts: Layout) -> Layout:
+    """The parts that each new token passes, without those that only see the prompt: encoders."""
+    if not model.can_generate():
+        return parts
+    passed = {*(model.get_decoder() or model).modules(), model.get_output_embeddings()}
+    names = {n for n, m in model.named_modules() if not passed.isdisjoint(m.modules())}
+    layers = tuple(part for part in parts.layers if part.name in names)
+    others = tuple(part for part in parts.others if part.name in names)
+    return dataclasses.replace(parts, layers=layers, others=others)
 
 
 def with_cache(model: Layout, nbytes: int, working: int = 0) -> Layout:

@@ -228,7 +228,8 @@ def checkpoint_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtyp
     if dtype in (None, "auto"):
         dtype = getattr(config, "dtype", None) or torch.float32
     found = getattr(torch, str(dtype).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    usual = found in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    if not isinstance(found, torch.dtype) or not usual:
         raise PlanError(
             f"dtype={dtype!r} is none that the weights of a model can have, so nothing was loaded; "
             "give float32, bfloat16 or float16."

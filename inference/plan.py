@@ -250,12 +250,12 @@ class _Planner:
             return f"{-free[least]} bytes are missing on {_named(self.order[least])} for {what}"
         at = 0
         for group in self.groups:
-            need, name = sum(part.nbytes for part in group), group[0].name
+            need, name = sum(part.nbytes for part in group), abbreviate([p.name for p in group])
             fits = [number for number in range(at, len(free)) if need <= free[number]]
             if not fits:
                 best = max(range(at, len(free)), key=lambda number: free[number])
                 return (
-                    f"{name}, which is not cut, needs {need} bytes and finds {free[best]} on "
+                    f"{name}, which is kept whole, needs {need} bytes and finds {free[best]} on "
                     f"{_named(self.order[best])}: {need - free[best]} bytes are missing there"
                 )
             at = fits[0]

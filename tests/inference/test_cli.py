@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from inference.cli import main, parser
+from tests.inference.conftest import LLAMA
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,6 +21,25 @@ def test_plan_prints_the_map_the_room_and_the_hops(checkpoints, capsys):
     assert main(["plan", "--model", path, "--memory", "160KiB", "--ranks", "2"]) == 0
     out = capsys.readouterr().out
     assert "rank 0 cpu" in out and "rank 1 cpu" in out and "2 hops a token" in out
+
+
+def test_plan_counts_hops_of_every_rank_and_trips_to_a_head_that_is_elsewhere(checkpoints, capsys):
+    path = str(checkpoints.llama()[1])
+    for sizes, hops in [(["1MiB"] * 5, 5), (["40KiB", "40KiB", "180KiB"], 6), (["1MiB"], 0)]:
+        assert main(["plan", "--model", path, "--memory", *sizes]) == 0
+        assert f"{hops} hops a token" in capsys.readouterr().out
+
+
+def test_plan_expects_that_only_what_a_token_passes_is_read(checkpoints, capsys):
+    """ "At most" so many tokens a second was less than what experts and encoders leave possible."""
+    half = {"d_ff": 64, "num_layers": 4, "num_decoder_layers": 4, "vocab_size": 9, "d_model": 32}
+    mixture = {**LLAMA, "num_local_experts": 8, "num_experts_per_tok": 2}
+    for name, sizes in (("T5ForConditionalGeneration", half), ("MixtralForCausalLM", mixture)):
+        model, path = checkpoints.make(f"{name} to plan", name, **sizes)
+        line = ["plan", "--model", str(path), "--memory", "1GiB", "--bandwidth", "1GB"]
+        assert main(line) == 0
+        rate = float(capsys.readouterr().out.partition("at most ")[2].split()[0])
+        assert rate > 1.5e9 / (4 * model.num_parameters())
 
 
 def test_plan_counts_the_cache_that_is_wanted(checkpoints, capsys):
@@ -79,6 +99,7 @@ def test_arguments_that_make_no_sense_are_refused_in_a_line(name, line, said, ca
     ("line", "said"),
     [
         ("plan --model {} --memory 1MiB --dtype float17", "dtype='float17' is none"),
+        ("plan --model {} --memory 1MiB --dtype float8_e4m3fn", "'float8_e4m3fn' is none"),
         ("generate --model {} --prompt 5 --memory 1MiB", "no tokenizer"),
         ("generate --model {}/nowhere -n 2 --prompt 5", "no config.json"),
         ("run -n 2 {}/nowhere.py", "is not there"),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference import DeviceMap, Layout, Part, PlanError, plan
-from inference.fastest import Link, Speed, Speeds, Step, assumed, estimate
+from inference.fastest import Link, Speed, Speeds, Step, assumed, estimate, trips
 
 sizes = st.integers(1, 40)
 
@@ -113,3 +114,33 @@ def test_assumed_speeds_are_those_of_every_place():
     found = estimate(MODEL, chosen, assumed(ROOM, nbytes=100.0, hop_s=0.25))
     assert found.pass_s == pytest.approx(9 + 0.5) and found.hops_s == pytest.approx(0.5)
     assert found.tokens_a_second == pytest.approx(1 / 9.5)
+
+
+@pytest.mark.parametrize(
+    ("device_map", "expected"),
+    [
+        ({"": 0, "model.layers.3": 1, "model.layers.4": 2}, 1),
+        ({"": 0, "model.layers": 1, "lm_head": 2}, 2),
+        ({"": 0, "model.embed_tokens": 2, "model.layers": 1, "lm_head": 1}, 3),
+    ],
+    ids=["a layer in the middle", "a head elsewhere", "embeddings and a head elsewhere"],
+)
+def test_trips_round_the_ring_are_those_that_a_token_makes(
+    checkpoints, on_master, device_map, expected
+):
+    """A plan said that a token passes each rank once, wherever the head was."""
+    plain, path = checkpoints.llama()
+    sent = []
+
+    def generate(model):
+        for num_new in (2, 2, 6):
+            before = model.traffic[0]
+            ids = torch.arange(3, 9)[None]
+            model.generate(ids, min_new_tokens=num_new, max_new_tokens=num_new)
+            sent.append(model.traffic[0] - before)
+        return model.device_map.places
+
+    places = on_master(path, 3, generate, device_map=device_map)
+    route = [places[name][0] for name, _ in plain.named_modules() if name in places]
+    route.remove(places["model.rotary_emb"][0])  # which runs before the layers, and is here
+    assert (sent[2] - sent[1]) / 4 == trips(route) == expected

@@ -288,11 +288,24 @@ def test_a_header_that_makes_no_sense_is_an_error_on_every_rank(sharded, ranks_o
     assert all(file.name in text for text in complaints(ranks_or_errors, sharded))
 
 
-@pytest.mark.parametrize("config", ["{", '{"model_type": "nobody"}'])
-def test_a_config_of_no_model_is_an_error_on_every_rank(sharded, ranks_or_errors, config):
+LLAMA = '{"model_type": "llama", "architectures": ["LlamaForCausalLM"], '
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("{", "config.json describes no model"),
+        ('{"model_type": "nobody"}', "config.json describes no model"),
+        (f'{LLAMA} "hidden_size": "x"}}', "Field 'hidden_size' expected int"),
+        (f'{LLAMA} "num_attention_heads": 0}}', "describes no model"),
+        ('{"model_type": "llama", "architectures": ["pipeline"]}', "['pipeline'], none of which"),
+        (f'{LLAMA} "vocab_size": -5}}', "no LlamaForCausalLM can be built"),
+    ],
+)
+def test_a_config_of_no_model_is_an_error_on_every_rank(sharded, ranks_or_errors, config, said):
     (sharded / "config.json").write_text(config)
     for text in complaints(ranks_or_errors, sharded):
-        assert "config.json describes no model" in text
+        assert said in text
 
 
 def test_a_missing_file_is_an_error_on_every_rank(sharded, ranks_or_errors):

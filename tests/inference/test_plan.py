@@ -110,7 +110,7 @@ def test_a_model_that_is_too_large_is_refused_with_the_bytes_that_are_missing():
 def test_layers_that_fit_into_no_rest_are_refused_with_their_size():
     with pytest.raises(PlanError, match=r"ranks 1-9 cpu: 99 B each") as raised:
         plan(LLAMA, {(rank, "cpu"): 99 + (101 * (rank == 0)) for rank in range(10)})
-    assert "model.layers.0, which is not cut, needs 100 bytes and finds 99" in str(raised.value)
+    assert "model.layers.0, which is kept whole, needs 100 bytes and finds 99" in str(raised.value)
 
 
 @pytest.mark.parametrize("mode", ["auto", "sequential"])
