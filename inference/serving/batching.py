@@ -49,6 +49,10 @@ class Busy(InferenceError):
     """So much waits already that another request had better come later."""
 
 
+class TooMany(InferenceError):
+    """So much will never find room, however long it waits."""
+
+
 class Row:
     """One prompt that is being continued.
 
@@ -80,10 +84,23 @@ class Row:
         if self.is_cancelled:
             return self.end("cancelled")
         self.new.append(token)
-        if token in ends or not self._heard(token):
+        try:
+            goes_on = token not in ends and self._heard(token)
+        except Exception as error:  # which is no matter of the other rows
+            return self.end(error)
+        if not goes_on:
             self.end("stop")
         elif self.num_left == 0:
             self.end("length")
+
+    def choose(self, scores: torch.Tensor) -> int:
+        """The next token; any if it is done, as it is if there is none to be chosen."""
+        if not self.is_done:
+            try:
+                return self.chooser.choose(scores)
+            except Exception as error:  # scores that are no numbers: no matter of the other rows
+                self.end(error)
+        return 0
 
     def end(self, how: str | Exception) -> None:
         if not self.is_done:
@@ -124,10 +141,15 @@ class Batcher:
             return sum(not row.is_done for batch in self._running for row in batch)
 
     def submit(self, rows: Sequence[Row]) -> None:
-        """Run them when there is room. Raises Busy if too much waits; then none is taken."""
+        """Run them when there is room. Raises Busy or TooMany if there is none, and takes none."""
         with self._changed:
             if self._over is not None:
                 raise self._over
+            if len(rows) > self.limits.max_waiting:
+                raise TooMany(
+                    f"rank 0: {len(rows)} prompts at a time are more than the "
+                    f"{self.limits.max_waiting} that may wait here; ask for fewer."
+                )
             if len(self._waiting) + len(rows) > self.limits.max_waiting:
                 raise Busy(
                     f"rank 0: {len(self._waiting)} requests wait already, and {len(rows)} more "
@@ -269,7 +291,7 @@ class _Choice(LogitsProcessor):  # type: ignore[misc]
             return scores
         left = torch.full_like(scores, -torch.inf)
         for number, row in enumerate(self.rows):
-            left[number, 0 if row.is_done else row.chooser.choose(scores[number])] = 0
+            left[number, row.choose(scores[number])] = 0
         return left
 
 

@@ -143,11 +143,13 @@ def read(kind: type[Any], body: bytes) -> Any:
     except RecursionError as error:
         raise invalid("The body holds lists within lists without end.") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(step) for step in first["loc"])
-        unknown = first["type"] == "extra_forbidden"
-        what = "is not supported by this server; leave it out." if unknown else f": {first['msg']}"
-        raise invalid(f"{where} {what}", where) from error
+        deepest = max(error.errors(), key=lambda each: len(each["loc"]))
+        where = ".".join(str(step) for step in deepest["loc"])
+        unknown = deepest["type"] == "extra_forbidden"
+        what = (
+            " is not supported by this server; leave it out." if unknown else f": {deepest['msg']}"
+        )
+        raise invalid(where + what, where) from error
 
 
 def _said(value: Any) -> Any:

@@ -50,7 +50,9 @@ class Chooser:
         if self.sampling.temperature == 0:
             token = int(scores.argmax())
         else:
-            chances = torch.softmax(self._allowed(scores / self.sampling.temperature), 0)
+            least = torch.finfo(scores.dtype).tiny  # as good as 0, and dividing by that is not
+            scores = (scores - scores.max()) / max(self.sampling.temperature, least)
+            chances = torch.softmax(self._allowed(scores), 0)
             token = int(torch.multinomial(chances.cpu(), 1, generator=self.random))
         self.counts[token] += 1
         return token
@@ -73,6 +75,7 @@ class Chooser:
         if top_p < 1:
             ordered, places = scores.sort(descending=True)
             chances = ordered.softmax(0)
-            beyond = places[chances.cumsum(0) - chances >= top_p]
-            scores = scores.index_fill(0, beyond, -torch.inf)
+            is_beyond = chances.cumsum(0) - chances >= top_p
+            is_beyond[0] = False
+            scores = scores.index_fill(0, places[is_beyond], -torch.inf)
         return scores

@@ -18,7 +18,7 @@ from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from inference.errors import InferenceError, PeerLost
-from inference.serving.batching import Batcher, Busy, Limits, Row
+from inference.serving.batching import Batcher, Busy, Limits, Row, TooMany
 from inference.serving.detokenize import Text
 from inference.serving.metrics import Metrics
 from inference.serving.openai_api import (
@@ -65,7 +65,7 @@ class Conversation:
             return not text.is_stopped
 
         def ended(how: str | Exception) -> None:
-            self._tell(Event(number, text.rest(), how))
+            self._tell(Event(number, "" if isinstance(how, Exception) else text.rest(), how))
 
         return Row(prompt, sampling, heard, ended)
 
@@ -206,6 +206,8 @@ class Service:
         talk = Conversation(self.tokenizer, rows)
         try:
             self.batcher.submit(talk.rows)
+        except TooMany as error:
+            raise invalid(str(error)) from error
         except Busy as busy:
             raise ApiError(429, str(busy), "rate_limit_error", "server_busy") from busy
         except InferenceError as error:

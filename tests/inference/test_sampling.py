@@ -35,6 +35,9 @@ def test_tokens_come_as_often_as_they_are_likely():
         ({"top_p": 0.51}, {1, 3}),
         ({"top_p": 0.85}, {0, 1, 3}),
         ({"top_k": 3, "top_p": 0.6}, {1, 3}),
+        ({"temperature": 1e-40}, {1}),
+        ({"temperature": 1e-300}, {1}),
+        ({"top_p": 1e-300}, {1}),
     ],
 )
 def test_only_what_is_allowed_is_drawn(wishes, left):

@@ -224,7 +224,8 @@ def test_a_penalty_keeps_tokens_from_coming_again(complete):
         ({"prompt": [70]}, openai.BadRequestError, "70 is no token"),
         ({"temperature": 9}, openai.BadRequestError, "temperature"),
         ({"logprobs": 2}, openai.BadRequestError, "logprobs is not supported"),
-        ({"prompt": ["5"] * 9}, openai.RateLimitError, "limit of 8"),
+        ({"prompt": ["5"] * 9}, openai.BadRequestError, "more than the 8"),
+        ({"prompt": [5, "x"]}, openai.BadRequestError, r"prompt.list\[int\].1: .* valid integer"),
     ],
 )
 def test_what_cannot_be_answered_is_an_error_of_openais_form(client, options, kind, said):
@@ -232,6 +233,17 @@ def test_what_cannot_be_answered_is_an_error_of_openais_form(client, options, ki
     with pytest.raises(kind, match=said) as raised:
         client.completions.create(**asked)
     assert raised.value.body["message"] and raised.value.body["type"]
+
+
+def test_who_finds_too_many_in_line_is_told_to_come_again(complete):
+    def ask(_):
+        try:
+            return complete("15", n=8, max_tokens=95).choices[7].finish_reason
+        except openai.RateLimitError as error:
+            return re.search("limit of 8", str(error))[0]
+
+    with ThreadPoolExecutor(10) as threads:
+        assert {*threads.map(ask, range(10))} == {"length", "limit of 8"}
 
 
 def test_fields_that_ask_for_nothing_are_as_good_as_none(complete):
@@ -300,6 +312,31 @@ def test_a_client_that_goes_away_stops_what_runs_for_it(plain, server, stream):
         time.sleep(0.05)
     assert metric(server, "drumline_requests_running") == 0
     assert metric(server, "drumline_new_tokens_total") - before < 4 * num_new
+
+
+def test_a_row_that_fails_ends_alone(plain):
+    """Scores that are no numbers, or a text that cannot be made, ended all rows of the batch."""
+    new, how, all_there = [], [], threading.Barrier(2)
+
+    def hear(token: int) -> bool:
+        new.append(token)
+        return True
+
+    def fail(_: int) -> bool:
+        raise ValueError("no text")
+
+    wild = Sampling(max_tokens=9, temperature=float("nan"))
+    rows = [
+        Row([5], Sampling(max_tokens=9, temperature=0), fail, how.append),
+        Row([5], wild, hear, how.append),
+        Row([5, 6, 7], Sampling(max_tokens=9, temperature=0), hear, lambda end: all_there.wait(30)),
+    ]
+    batcher = Batcher(plain[0], Limits(max_length=100))
+    batcher.submit(rows)
+    all_there.wait(30)
+    batcher.close()
+    assert [type(error) for error in how] == [RuntimeError, ValueError]
+    assert " ".join(map(str, new)) == expected(plain, "5 6 7", 9)[0] and batcher.largest_batch == 3
 
 
 def test_what_runs_for_a_client_that_reads_nothing_ends_with_the_server(plain):
