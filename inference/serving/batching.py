@@ -69,20 +69,21 @@ class Row:
     ) -> None:
         self.prompt, self.sampling, self.chooser = prompt, sampling, Chooser(sampling)
         self.new: list[int] = []
-        self.is_done = self.is_cancelled = False
+        self.is_done = False
+        self.cancelled: str | Exception | None = None
         self._heard, self._ended = heard, ended
 
     @property
     def num_left(self) -> int:
         return self.sampling.max_tokens - len(self.new)
 
-    def cancel(self) -> None:
-        """Nobody listens any more, so it ends with the next token, or before the first."""
-        self.is_cancelled = True
+    def cancel(self, why: str | Exception = "cancelled") -> None:
+        """It ends so with the next token, or before the first: nobody listens any more, say."""
+        self.cancelled = self.cancelled or why
 
     def take(self, token: int, ends: set[int]) -> None:
-        if self.is_cancelled:
-            return self.end("cancelled")
+        if self.cancelled is not None:
+            return self.end(self.cancelled)
         self.new.append(token)
         try:
             goes_on = token not in ends and self._heard(token)
@@ -161,11 +162,12 @@ class Batcher:
     def close(self) -> None:
         """Return when what waits has been told that it ends, and what runs has, which it does with
         its next token: whether a client reads its last ones or not."""
-        self._end(InferenceError("rank 0: the server is being stopped; ask another one."))
+        why = InferenceError("rank 0: the server is being stopped; ask another one.")
+        self._end(why)
         with self._changed:
             running = [row for batch in self._running for row in batch]
         for row in running:
-            row.cancel()
+            row.cancel(why)
         for thread in self._threads:
             thread.join()
 

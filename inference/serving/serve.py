@@ -24,6 +24,7 @@ from inference.serving.batching import Limits
 
 LONGEST = 4096  # tokens of a row, where the model allows more and the user says nothing
 GRACE_S = 5  # for answers under way when the server is stopped
+REGRET_S = 3  # for those who wait after that to hear that no more comes
 WATCH_S = 0.5
 
 
@@ -158,7 +159,7 @@ def _answer(
     with contextlib.closing(Service(name, model, front.tokenizer, limits)) as service:
         options = {"log_level": "warning", "access_log": False, "lifespan": "off"}
         app = application(service, front.key)
-        config = uvicorn.Config(app, timeout_graceful_shutdown=GRACE_S, **options)
+        config = uvicorn.Config(app, timeout_graceful_shutdown=GRACE_S + REGRET_S, **options)
         server = uvicorn.Server(config)
         front.listener.listen()
         host, port = front.listener.getsockname()[:2]
@@ -193,10 +194,12 @@ def _signals(handler: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _watching(coor: Coordinator, service: Any, server: Any) -> Iterator[None]:
-    """Within, a rank that is lost ends the server, even one that nobody asks anything."""
+    """Within, a rank that is lost ends the server, even one that nobody asks anything; and a server
+    that ends tells so to those whose answers are not done in time."""
     is_over = threading.Event()
 
     def watch() -> None:
+        grace_s = float(GRACE_S)
         while not is_over.wait(WATCH_S):
             gone = [str(peer) for peer in coor.peers if peer.is_seen_dead()]
             if gone:
@@ -204,6 +207,10 @@ def _watching(coor: Coordinator, service: Any, server: Any) -> Iterator[None]:
                 service.fail(PeerLost(f"{text}; start all ranks again."))
             if service.failure is not None:
                 server.should_exit = True
+            grace_s -= WATCH_S * server.should_exit
+            if grace_s < 0:
+                service.close()
+                return
 
     watcher = threading.Thread(target=watch)
     watcher.start()
