@@ -1,4 +1,4 @@
-"""Every example runs as its first lines say, under our launcher and under torchrun, unchanged."""
+"""Every example and recipe runs as it stands, under our launcher and under torchrun."""
 
 import subprocess
 import sys
@@ -7,23 +7,33 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
+FOLDERS = (ROOT / "examples" / "recipes", ROOT / "examples")  # whose last is of another launcher
+EXAMPLES = sorted(FOLDERS[1].glob("[0-9]*.py"))
+SCRIPTS = [path for folder in FOLDERS for path in folder.glob("*.py") if path.name != "model.py"]
 SCREEN = 60
-OURS = ("-m", "launcher", "run", "-n", "4", "--preload", "inference")
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-EVERY = ROOT / "tests" / "programs" / "every_script.py"
+EVERY = (ROOT / "tests" / "programs" / "every_script.py", *FOLDERS)
 
 
-def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=ROOT)
+def _run(*command: object) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, *map(str, command)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=150, cwd=ROOT)
 
 
-@pytest.mark.parametrize(("start", "ranks"), [(OURS, 4), (TORCHRUN, 2)], ids=["ours", "torchrun"])
-def test_every_example_runs_under(start, ranks):
-    done = _run(sys.executable, *start, str(EVERY), str(ROOT / "examples"))
+def _have_all_ended(done: subprocess.CompletedProcess[str], ranks: int) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
-    for path in EXAMPLES:
+    for path in SCRIPTS:
         assert done.stdout.count(f"ended: {path.stem}\n") == ranks, done.stdout
+
+
+@pytest.mark.timeout(160)
+def test_every_example_and_recipe_runs_under_our_launcher(warm):
+    _have_all_ended(warm.run("-m", "launcher", "run", "-n", "4", *EVERY, timeout=150), 4)
+
+
+@pytest.mark.timeout(160)
+def test_every_example_and_recipe_runs_under_torchrun():
+    start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    _have_all_ended(_run(*start, *EVERY), 2)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -38,6 +48,6 @@ def test_the_snippet_of_the_readme_runs(tmp_path):
     snippet = readme.split("```python\n")[1].split("```")[0]
     script = tmp_path / "snippet.py"
     script.write_text(snippet)
-    done = _run(sys.executable, "-m", "launcher", "run", "-n", "2", str(script))
+    done = _run("-m", "launcher", "run", "-n", "2", script)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[2.0, 2.0, 2.0, 2.0]" in done.stdout

@@ -1,10 +1,10 @@
 """Every recipe proves on the CPU what it says, on one, two and four ranks, however started.
 
-Here under torchrun and our own launcher; under MPICH, Open MPI, srun and Ray beside the other tests
-of these: tests/launcher/test_mpi.py, test_slurm.py and test_ray.py.
+Here as threads; under torchrun and our own launcher with the examples: test_examples.py; under
+MPICH, Open MPI, srun and Ray beside the other tests of these: tests/launcher/test_mpi.py,
+test_slurm.py and test_ray.py.
 """
 
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -52,20 +52,6 @@ THREADED = [path for path in RECIPES if path.stem not in OWN_PROCESSES]
 def test_a_recipe_proves_what_it_says(shared, capfd, path, nprocs):
     run_as_threads(path, nprocs)
     assert capfd.readouterr().out.strip(), "it proves nothing aloud"
-
-
-OURS = ("-m", "launcher", "run", "-n", "2", "--preload", "inference")
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-
-
-@pytest.mark.parametrize("start", [OURS, TORCHRUN], ids=["ours", "torchrun"])
-def test_every_recipe_runs_unchanged_under(start):
-    script = ROOT / "tests" / "programs" / "every_script.py"
-    command = [sys.executable, *start, script, FOLDER]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    for recipe in RECIPES:
-        assert done.stdout.count(f"ended: {recipe.stem}\n") == 2, done.stdout
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

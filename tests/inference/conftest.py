@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,8 +18,7 @@ import launcher
 from tests.programs.warm import WarmParent, WarmProcess
 
 ROOT = Path(__file__).parents[2]
-Process = WarmProcess | subprocess.Popen[str]
-Start = Callable[..., list[Process]]
+Start = Callable[..., list[WarmProcess]]
 
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 LLAMA = {
@@ -104,13 +101,10 @@ def on_master() -> Callable[..., Any]:
 
 @pytest.fixture
 def start(tmp_path: Path, warm: WarmParent) -> Iterator[Start]:
-    """Every rank of a script as a process of its own that no launcher looks after.
+    """Every rank of a script as a process of its own that no launcher looks after."""
+    processes: list[WarmProcess] = []
 
-    fresh: each in an interpreter of its own, as a user starts them.
-    """
-    processes: list[Process] = []
-
-    def run(body: str, nprocs: int, *args: object, fresh: bool = False) -> list[Process]:
+    def run(body: str, nprocs: int, *args: object) -> list[WarmProcess]:
         script = tmp_path / "script.py"
         script.write_text(body)
         with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -119,15 +113,10 @@ def start(tmp_path: Path, warm: WarmParent) -> Iterator[Start]:
         for rank in range(nprocs):
             info = launcher.LaunchInfo(launch_id, nprocs, nprocs, rank, rank, "127.0.0.1", port)
             env = {**os.environ, **info.to_env(), "PYTHONPATH": str(ROOT)}
-            processes.append((cold if fresh else warm.start)(script, *args, env=env))
+            processes.append(warm.start(script, *args, env=env))
         return processes
 
     yield run
     for process in processes:
         process.kill()
         process.communicate()
-
-
-def cold(*arguments: object, env: dict[str, str]) -> subprocess.Popen[str]:
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, *map(str, arguments)], env=env, text=True, **pipes)

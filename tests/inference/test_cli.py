@@ -193,7 +193,7 @@ def test_an_unmodified_script_runs_over_the_ranks_and_ends_them_with_its_code(
 ):
     script = tmp_path / "unmodified.py"
     script.write_text(SCRIPT)
-    master, server = start(RUN, 2, script, with_tokenizer, fresh=True)
+    master, server = start(RUN, 2, script, with_tokenizer)
     out, err = master.communicate(timeout=90)
     assert "ranks [0, 1]" in out and "torch.Size([1, 11])" in out and "55 54 10" in out, err
     assert "other ranks serve its first model" in out

@@ -1,4 +1,4 @@
-"""Every script of a folder, one after the other, in one launch: torch is imported once.
+"""Every script of some folders, one after the other, in one launch: torch is imported once.
 
 python -m launcher run -n 2 tests/programs/every_script.py examples/recipes
 
@@ -14,10 +14,12 @@ import torch
 HELPERS = ("model.py",)  # what scripts import
 
 if __name__ == "__main__":
-    folder = Path(sys.argv.pop(1)).resolve()
-    sys.path.insert(0, str(folder))  # as Python does for a script that lies there
+    folders = [Path(folder).resolve() for folder in sys.argv[1:]]
+    del sys.argv[1:]
+    sys.path[:0] = map(str, folders)  # as Python does for a script that lies there
     torch.set_num_threads(1)  # the ranks share the processor
-    for script in sorted(path for path in folder.glob("*.py") if path.name not in HELPERS):
+    scripts = [path for folder in folders for path in sorted(folder.glob("*.py"))]
+    for script in (path for path in scripts if path.name not in HELPERS):
         try:
             runpy.run_path(str(script), run_name="__main__")
         except SystemExit as end:  # how a rank ends that has served a model
