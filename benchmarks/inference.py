@@ -34,6 +34,7 @@ from coordinator import Coordinator
 
 RANKS = 2
 OURS, CUT, ONE = "ours", "ours, tp=2", "one process"
+FASTEST = 'ours, "fastest"'
 WAKING = "one process, waking twice a token"
 PIPELINE, RPC = "transformers' pipeline parallel", "torch RPC, as in Accelerate's PR 4066"
 Case = tuple[str, int, int, int]  # name, batch, prompt, new tokens
@@ -60,13 +61,14 @@ def main() -> None:
 
 
 def speeds(options: argparse.Namespace) -> None:
-    columns = ("what", "over", "tokens/s", "first token (ms)", "ms per token", "equal")
+    columns = ("what", "over", "ranks a layer", "tokens/s", "first token (ms)", "ms per token")
     with tempfile.TemporaryDirectory() as folder:
         parameters = new_model(folder, options.layers, options.hidden)
         note = f"Llama of {parameters / 1e6:.0f} M parameters, fp32, half the layers on each rank, "
-        note += "with tp=2 half of each layer; "
+        note += 'with tp=2 half of each layer, with "fastest" what it finds to be faster; '
         note += "median and middle half of rounds in which all take turns; warmed up."
-        table = Table("inference", (*columns, f"{ONE} (ms)", f"{ONE} / this"), note, options.save)
+        columns = (*columns, "equal", f"{ONE} (ms)", f"{ONE} / this")
+        table = Table("inference", columns, note, options.save)
         for case in LARGE:  # a launch each, so that its rows are kept when it ends
             found = launch(folder, options.layers, [case], options.repeats)
             add(table, case, found[case[0]])
@@ -82,7 +84,8 @@ def add(table: Table, case: Case, times: Times) -> None:
         alone = [each["ms"] / new_tokens for each in times[ONE]]
         ratio = statistics.median(a / b for a, b in zip(alone, per_token, strict=True))
         rate = batch * 1000 / statistics.median(per_token)
-        cells = (name, peer, rate, spread(first), spread(per_token), equal(times, peer))
+        sharing = times[peer][0]["ranks a layer"]
+        cells = (name, peer, sharing, rate, spread(first), spread(per_token), equal(times, peer))
         table.add(*cells, spread(alone), ratio)
 
 
@@ -143,36 +146,57 @@ def launch(folder: str, layers: int, cases: list[Case], repeats: int) -> dict[st
 def rank(folder: str, layers: int, cases: list[Case], repeats: int) -> dict[str, Times] | None:
     """Both ranks hold their part of every peer; the master says whose turn it is."""
     torch.set_num_threads(1)
+    is_small = cases == [list(case) for case in SMALL]
     halves = {"": 0, **{f"model.layers.{n}": 1 for n in range(layers // 2, layers)}}
     with (
         Coordinator() as orders,
         rpc_pipeline.joined(orders, folder),
         inference.load(folder, tp=RANKS) as cut,
+        contextlib.ExitStack() as stack,
     ):
-        served = threading.Thread(target=serve, args=(folder, halves))
-        if not orders.is_master():
-            served.start()
+        maps = {OURS: halves} if is_small else {OURS: halves, FASTEST: "fastest"}
+        driven = {name: over_both(orders, folder, how, stack) for name, how in maps.items()}
         both = {CUT: cut, PIPELINE: pipeline_parallel(folder, orders)}
         if not orders.is_master():
             obey(orders, both)
-            served.join()
             return None
-        with inference.load(folder, halves, max_memory=[1 << 34] * RANKS) as ours:
-            plain = accelerate.dispatch_model(LlamaForCausalLM.from_pretrained(folder), {"": "cpu"})
-            over_rpc = rpc_pipeline.master(LlamaForCausalLM.from_pretrained(folder), layers // 2)
-            alike = {name: Alike(orders, name, each) for name, each in both.items()}
-            peers = {ONE: plain, OURS: ours, **alike, RPC: over_rpc}
-            if cases == [list(case) for case in SMALL]:
-                peers[WAKING] = Waking(plain)
-            found = take_turns(peers, cases, repeats)
-            orders.broadcast_object(None)
+        plain = accelerate.dispatch_model(LlamaForCausalLM.from_pretrained(folder), {"": "cpu"})
+        over_rpc = rpc_pipeline.master(LlamaForCausalLM.from_pretrained(folder), layers // 2)
+        alike = {name: Alike(orders, name, each) for name, each in both.items()}
+        peers = {ONE: plain, **driven, **alike, RPC: over_rpc}
+        if is_small:
+            peers[WAKING] = Waking(plain)
+        found = take_turns(peers, cases, repeats)
+        orders.broadcast_object(None)
         return found
 
 
-def serve(folder: str, device_map: dict[str, int]) -> None:
+def over_both(
+    orders: Coordinator, folder: str, device_map: Any, stack: contextlib.ExitStack
+) -> Any:
+    """The model on the master; on the other rank, None, and a thread that serves it."""
+    group = orders.split((0, 1))
+    assert group is not None, "there are two ranks"
+    stack.enter_context(group)
+    model = None
+    if orders.is_master():
+        model = stack.enter_context(loaded(folder, device_map, group))
+    else:
+        serving = threading.Thread(target=serve, args=(folder, device_map, group))
+        serving.start()
+        stack.callback(serving.join)
+    orders.barrier()  # nothing disturbs while speeds are measured
+    return model
+
+
+def serve(folder: str, device_map: Any, group: Coordinator) -> None:
     torch.set_num_threads(1)
     with contextlib.suppress(inference.Served):
-        inference.load(folder, device_map, max_memory=[1 << 34] * RANKS)
+        loaded(folder, device_map, group)
+
+
+def loaded(folder: str, device_map: Any, group: Coordinator) -> Any:
+    return inference.load(folder, device_map, group, max_memory=[1 << 34] * RANKS)
 
 
 def pipeline_parallel(folder: str, orders: Coordinator) -> Any:
@@ -246,7 +270,14 @@ def timed(model: Any, batch: int, length: int, new_tokens: int) -> dict[str, Any
     if new_tokens > 1:
         took_ms, tokens = clock(lambda: greedy(model, batch, length, new_tokens))
         took_ms -= 1000 * (getattr(model, "slept_s", 0.0) - slept_s)
-    return {"first": first_ms, "ms": took_ms, "tokens": tokens[:, length:].tolist()}
+    found = {"first": first_ms, "ms": took_ms, "tokens": tokens[:, length:].tolist()}
+    return {**found, "ranks a layer": sharing(model)}
+
+
+def sharing(model: Any) -> int:
+    """How many ranks work on one layer together."""
+    mesh = getattr(model.model if isinstance(model, Alike) else model, "mesh", None)
+    return mesh.along("tp") if isinstance(mesh, inference.Mesh) else 1
 
 
 def clock(work: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:

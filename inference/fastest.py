@@ -98,6 +98,35 @@ def estimate(
     return _estimate(list(stages), list(stages.values()), speeds, step)
 
 
+@dataclass(frozen=True)
+class Together:
+    """`size` ranks of a node at work on the same layer: the slowest of them, and what it takes to
+    add up what each has, a hidden state at a time."""
+
+    size: int
+    speed: Speed
+    sums: Link
+
+
+def estimate_together(
+    model: Layout, team: Together, speeds: Speeds, step: Step | None = None
+) -> Estimate:
+    """How fast the model is expected to be with every layer cut over a team of ranks.
+
+    A layer adds up twice, after attention and after the feed-forward block (Megatron-LM, 2019), and
+    the embedding and the head once. Stages of teams follow each other, equal in size.
+    """
+    step = step or Step()
+    nbytes = step.batch * step.width * step.itemsize
+    alone = sum(seconds(part, team.speed, step) for part in (*model.others, *model.layers))
+    work = alone / team.size + 2 * (len(model.layers) + 1) * team.sums.seconds(nbytes)
+    lasts = range(team.size - 1, len(speeds.links), team.size)  # of each team, its last rank
+    hops = sum(speeds.links[rank].seconds(nbytes) for rank in lasts) if len(lasts) > 1 else 0.0
+    slowest = work / max(1, len(lasts))
+    pace = max((work + hops) / step.streams, slowest)
+    return Estimate(work + hops, slowest, hops, step.batch / pace if pace else math.inf)
+
+
 def seconds(part: Part, speed: Speed, step: Step) -> float:
     """What one pass spends on a part of the model."""
     operations = 2 * step.batch * part.reads / step.itemsize

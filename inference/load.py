@@ -14,12 +14,14 @@ import torch
 
 from coordinator import Coordinator
 from inference.errors import PlanError
+from inference.fastest_cut import load_fastest
 from inference.memory import Memory, nbytes
 from inference.options import Options
 from inference.over_mesh import load_over_mesh
-from inference.over_stages import checkpoint_dtype, load_over_stages
+from inference.over_stages import load_over_stages
 from inference.over_teams import load_over_teams
 from inference.plan import Place
+from inference.survey import checkpoint_dtype
 
 __all__ = ["Memory", "checkpoint_dtype", "load", "nbytes"]
 
@@ -55,7 +57,8 @@ def load(
     path: a directory with config.json and .safetensors files, the same on every rank that has it.
         Ranks without it are sent their part by the master, which must have it.
     device_map: how to plan, see `plan`: "auto", which is what is meant if none is given,
-        "sequential", or "fastest", which first measures what devices and links do; or a module
+        "sequential", or "fastest", which first measures what devices and links do, and cuts the
+        layers over ranks of a node, as tp= does, where that is a tenth faster; or a module
         (or prefix) to rank, or to (rank, device). On the device "disk", weights are read whenever
         a layer runs, the next layer's meanwhile.
     coor: who the ranks are; made from the launch, and closed with the model, if not given.
@@ -103,6 +106,8 @@ def load(
         rest=options,
     )
     if not asked.cuts_layers:
+        if device_map == "fastest":
+            return load_fastest(path, coor, asked)
         return load_over_stages(path, coor, asked)
     if cuda_graphs:
         raise PlanError(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from inference.fastest import Speeds
 from inference.memory import Memory
 from inference.mesh import stages_along
 from inference.plan import Place
@@ -15,7 +16,10 @@ from inference.plan import Place
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of `load`, where they are explained; `rest` is for transformers."""
+    """The arguments of `load`, where they are explained; `rest` is for transformers.
+
+    `speeds` are of this cluster, if they have been measured already.
+    """
 
     device_map: str | Mapping[str, Place | int] | None = None
     max_memory: Memory | None = None
@@ -33,6 +37,7 @@ class Options:
     build_on: str | None = None
     device: str | None = None
     rest: Mapping[str, Any] = field(default_factory=dict)
+    speeds: Speeds | None = None
 
     @property
     def cuts_layers(self) -> bool:

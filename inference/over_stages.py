@@ -20,31 +20,20 @@ from inference.checkpoint import empty_model, generation_config, load_shard
 from inference.device_map import abbreviate
 from inference.devices import offloaded, place
 from inference.errors import CheckpointError, PlanError, Served
-from inference.fastest import Step
 from inference.fill import fill, on_disk
 from inference.graphs import Graphs
-from inference.layout import (
-    cache_nbytes,
-    hidden_width,
-    layout,
-    model_class,
-    skeleton,
-    with_cache,
-    working_nbytes,
-)
 from inference.lookout import on_lookout, outlast_master
-from inference.memory import cluster_memory, given_room
 from inference.model import distribute
 from inference.nd_load import together
 from inference.options import Options
-from inference.plan import DeviceMap, plan
+from inference.plan import DeviceMap
 from inference.renaming import Computed, Description
 from inference.ring import FOREVER_S, Ring
 from inference.session import Session
 from inference.shelf import shelf_of
-from inference.source import Source, find
-from inference.speed import measure_speeds
+from inference.source import Source
 from inference.stage import Stage
+from inference.survey import survey
 
 
 def load_over_stages(path: str | Path, coor: Coordinator | None, asked: Options) -> Any:
@@ -64,25 +53,15 @@ def _placed_and_loaded(
     maps: list[DeviceMap] = []
     device_map = asked.device_map or "auto"
     with on_lookout(coor, lambda rank: maps[0].holds(rank) if maps else ""):
-        source = find(coor, path)
-        kind = together(coor, lambda: asked.cls or model_class(source.config))
-        dtype = checkpoint_dtype(asked.dtype, source.config)
-        parts = together(coor, lambda: layout(skeleton(kind, source.config, dtype)))
-        tokens = (source.config, dtype, asked.batch, asked.length)
-        needs = (cache_nbytes(*tokens), working_nbytes(*tokens)) if asked.length else (0, 0)
-        step = Step(asked.batch, hidden_width(source.config), dtype.itemsize)
-        room = given_room(cluster_memory(coor), asked.max_memory)
-        speeds = None
-        if device_map == "fastest":
-            speeds = measure_speeds(coor, room, dtype, asked.backend)
-        parts = with_cache(parts, *needs)
-        chosen = together(coor, lambda: plan(parts, room, device_map, speeds=speeds, step=step))
+        found = survey(coor, path, asked)
+        chosen = together(coor, lambda: found.plan(device_map, asked.speeds))
         maps.append(chosen)
         told = {"plan": chosen.to_bytes().decode(), "cuda_graphs": str(asked.cuda_graphs)}
         agree_on(coor, told)
         if asked.cuda_graphs:
             _refuse_graphs(chosen)
-        return _loaded(coor, kind, source, chosen, dtype, asked.progress, asked.rest), chosen
+        loaded = (found.kind, found.source, chosen, found.dtype)
+        return _loaded(coor, *loaded, asked.progress, asked.rest), chosen
 
 
 def _refuse_device(asked: Options) -> None:
@@ -221,17 +200,3 @@ def join(
 def _frames(coor: Coordinator, backend: str | None) -> Communicator:
     """What moves the frames, which are packed in the memory of the CPU wherever layers run."""
     return Communicator(coor, backend, timeout_s=FOREVER_S, device_type="cpu")
-
-
-def checkpoint_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtype:
-    """The dtype that is asked for, else that of the checkpoint."""
-    if dtype in (None, "auto"):
-        dtype = getattr(config, "dtype", None) or torch.float32
-    found = getattr(torch, str(dtype).removeprefix("torch."), None)
-    usual = found in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-    if not isinstance(found, torch.dtype) or not usual:
-        raise PlanError(
-            f"dtype={dtype!r} is none that the weights of a model can have, so nothing was loaded; "
-            "give float32, bfloat16 or float16."
-        )
-    return found

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple
+from statistics import median
 
 import torch
 
 from communicator import Communicator
 from coordinator import Coordinator
 from inference.device_map import Place, first_device
-from inference.fastest import Link, Speed, Speeds
+from inference.fastest import Link, Speed, Speeds, Together
 
 BUDGET_S = 0.05
 """How long each measurement goes on, after one round to warm up."""
@@ -25,10 +26,19 @@ WEIGHTS = 32 << 20
 """Bytes of the matrix that is read: more than caches hold, and little beside a model."""
 
 TOKENS = 256
+NOISE = 0.15
+"""Devices of one make differ by up to this in such short measurements."""
+
 SMALL, LARGE = 64, 1 << 20
 """Bytes of the messages that give latency and bandwidth."""
 
 ROUNDS = 8
+PAUSE_S = 2e-3
+"""Before a message: the one who waits for it has gone to sleep by then, as between tokens."""
+
+OPERATIONS = 16
+"""Before a sum: ranks reach it as unevenly as after the many small operations of a layer."""
+
 DISK_BYTES_A_SECOND = 1e9
 """Assumed, not measured: what is read from disk is slower than anything else."""
 
@@ -54,7 +64,23 @@ def measure_speeds(
         for rank, data in enumerate(told)
         for device, numbers in json.loads(data).items()
     }
-    return Speeds(places, links(coor, backend))
+    return Speeds(as_of_one_make(places), links(coor, backend))
+
+
+def as_of_one_make(places: Mapping[Place, Speed]) -> dict[Place, Speed]:
+    """The same speed for devices of a kind that differ by little: those are alike, and one of them
+    was disturbed. A layer is not worth sending away for that."""
+    found = {}
+    for place, speed in places.items():
+        kind = place[1].partition(":")[0]
+        like = [other for (_, name), other in places.items() if name.partition(":")[0] == kind]
+        numbers = zip(astuple(speed), *map(astuple, like), strict=True)
+        found[place] = Speed(*(_snapped(mine, max(others)) for mine, *others in numbers))
+    return found
+
+
+def _snapped(mine: float, best: float) -> float:
+    return best if mine > (1 - NOISE) * best else mine
 
 
 def _number(value: int) -> bytes:
@@ -116,19 +142,85 @@ def links(coor: Coordinator, backend: str | None = None) -> dict[int, Link]:
     return {rank: Link(*json.loads(data)) for rank, data in enumerate(told)}
 
 
+def measure_together(coor: Coordinator, device: str, dtype: torch.dtype) -> list[Together]:
+    """What ranks of a node do at once, by every number of them that divides all nodes. Collective.
+
+    They share memory and what moves their sums, so that two are not twice as fast as one. The teams
+    of a node take turns. device: of this rank. The same answer on every rank.
+    """
+    return [_as_team(coor, size, device, dtype) for size in _team_sizes(coor.nodes)]
+
+
+def _team_sizes(nodes: Sequence[Sequence[int]]) -> list[int]:
+    """How many ranks can be a team, as ranks in a row and within one node."""
+    in_a_row = all(list(node) == [*range(node[0], node[0] + len(node))] for node in nodes)
+    most = min(len(node) for node in nodes) if in_a_row else 1
+    return [n for n in range(2, most + 1) if not any(len(node) % n for node in nodes)]
+
+
+def _as_team(coor: Coordinator, size: int, device: str, dtype: torch.dtype) -> Together:
+    first = coor.rank - coor.rank % size
+    mine: tuple[Speed, Link] | None = None
+    group = coor.split(tuple(range(first, first + size)))
+    assert group is not None, "this rank is one of them"
+    with group, Communicator(group) as comm:
+        for turn in range(max(map(len, coor.nodes)) // size):
+            if turn == coor.local_rank // size:
+                group.barrier()
+                mine = device_speed(device, dtype), _sums(comm, device, dtype)
+            coor.barrier()
+    assert mine is not None, "every team had its turn"
+    told = coor.allgather(json.dumps([astuple(part) for part in mine]).encode())
+    found = [json.loads(data) for data in told]
+    speeds, sums = zip(*found, strict=True)
+    return Together(
+        size,
+        Speed(*(min(column) for column in zip(*speeds, strict=True))),
+        Link(max(latency for latency, _ in sums), min(nbytes for _, nbytes in sums)),
+    )
+
+
+def _sums(comm: Communicator, device: str, dtype: torch.dtype) -> Link:
+    """Between sums each rank computes, as in a model, so they do not come at the same moment."""
+    small, large = [_sum_s(comm, device, dtype, nbytes) for nbytes in (SMALL, LARGE)]
+    return Link(small, LARGE / max(large - small, 1e-9))
+
+
+@torch.inference_mode()
+def _sum_s(comm: Communicator, device: str, dtype: torch.dtype, nbytes: int) -> float:
+    hidden = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)
+    small = torch.zeros(64, dtype=dtype, device=device)
+    took = []
+    for _ in range(4 * ROUNDS):
+        for _ in range(OPERATIONS):
+            small = torch.nn.functional.silu(small) + 1
+        _wait_for(device)
+        start = time.perf_counter()
+        comm.allreduce(hidden)
+        _wait_for(device)
+        took.append(time.perf_counter() - start)
+    return median(took)
+
+
 def _pair(comm: Communicator, src: int, dst: int) -> Link | None:
     """What `src` finds of its link to `dst`, which answers; None on all other ranks."""
     if comm.rank not in (src, dst):
         return None
-    small, large = [_echo(comm, src, dst, nbytes) for nbytes in (SMALL, LARGE)]
-    return Link(small, LARGE / max(large - small, 1e-9)) if comm.rank == src else None
+    slept, small, large = (
+        _echo(comm, src, dst, *how) for how in ((SMALL, PAUSE_S), (SMALL, 0), (LARGE, 0))
+    )
+    if comm.rank != src:
+        return None
+    return Link(median(slept) - min(small) / 2, LARGE / max((min(large) - min(small)) / 2, 1e-9))
 
 
-def _echo(comm: Communicator, src: int, dst: int, nbytes: int) -> float:
-    """Seconds of one way: half of the quickest round trip."""
+def _echo(comm: Communicator, src: int, dst: int, nbytes: int, pause_s: float) -> list[float]:
+    """Seconds of each round trip, sent after a pause."""
     message = torch.zeros(nbytes, dtype=torch.uint8)
-    best = float("inf")
+    took = []
     for _ in range(ROUNDS):
+        if comm.rank == src:
+            time.sleep(pause_s)
         start = time.perf_counter()
         if comm.rank == src:
             comm.send(message, dst)
@@ -136,5 +228,5 @@ def _echo(comm: Communicator, src: int, dst: int, nbytes: int) -> float:
         else:
             comm.recv(message, src)
             comm.send(message, src)
-        best = min(best, time.perf_counter() - start)
-    return best / 2
+        took.append(time.perf_counter() - start)
+    return took

@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference import DeviceMap, Layout, Part, PlanError, plan
-from inference.fastest import Link, Speed, Speeds, Step, assumed, estimate, trips
+from inference.fastest import (
+    Link,
+    Speed,
+    Speeds,
+    Step,
+    Together,
+    assumed,
+    estimate,
+    estimate_together,
+    trips,
+)
 
 sizes = st.integers(1, 40)
 
@@ -144,3 +154,15 @@ def test_trips_round_the_ring_are_those_that_a_token_makes(
     route = [places[name][0] for name, _ in plain.named_modules() if name in places]
     route.remove(places["model.rotary_emb"][0])  # which runs before the layers, and is here
     assert (sent[2] - sent[1]) / 4 == trips(route) == expected
+
+
+def test_a_team_reads_at_the_same_time_and_pays_for_its_sums():
+    """900 bytes over 2 ranks, 18 sums, and from stage to stage if there are two."""
+    team = Together(2, Speed(1e9, 50.0), Link(0.25, 8.0))
+    links = {rank: Link(0.5, 1e9) for rank in range(4)}
+    step = Step(width=1, itemsize=4)
+    one = estimate_together(MODEL, team, Speeds({}, {0: links[0], 1: links[1]}), step)
+    assert one.pass_s == pytest.approx(900 / 50 / 2 + 18 * (0.25 + 4 / 8)) and one.hops_s == 0
+    two = estimate_together(MODEL, team, Speeds({}, links), step)
+    assert two.pass_s == pytest.approx(one.pass_s + 2 * 0.5)
+    assert two.slowest_s == pytest.approx(one.slowest_s / 2)

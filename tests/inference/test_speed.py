@@ -9,7 +9,15 @@ import torch
 
 import inference
 from coordinator import Coordinator
-from inference.speed import device_speed, measure_speeds, place_speed
+from inference import fastest_cut
+from inference.fastest import Link, Speed, Together
+from inference.speed import (
+    as_of_one_make,
+    device_speed,
+    measure_speeds,
+    measure_together,
+    place_speed,
+)
 
 
 def test_all_ranks_have_the_same_speeds_of_every_place_and_link(ranks):
@@ -23,6 +31,28 @@ def test_all_ranks_have_the_same_speeds_of_every_place_and_link(ranks):
     assert found[0].links.keys() == {0, 1, 2}
     numbers = [*found[0].places.values(), *found[0].links.values()]
     assert all(value > 0 for number in numbers for value in vars(number).values())
+
+
+def test_teams_are_measured_by_every_number_of_ranks_that_a_node_has(ranks):
+    def rank(info):
+        torch.set_num_threads(1)
+        with Coordinator(info) as coor:
+            return measure_together(coor, "cpu", torch.float32)
+
+    found = ranks(rank, 4)
+    assert found[0] == found[1] == found[2] == found[3]
+    assert [team.size for team in found[0]] == [2, 4]
+    assert all(value > 0 for team in found[0] for value in vars(team.sums).values())
+
+
+def test_devices_that_differ_by_little_count_as_alike():
+    """A disturbed measurement would send layers away for nothing."""
+    found = {
+        (0, "cpu"): Speed(90.0, 5.0),
+        (1, "cpu"): Speed(100.0, 10.0),
+        (1, "cuda:0"): Speed(101.0, 99.0),
+    }
+    assert as_of_one_make(found) == {**found, (0, "cpu"): Speed(100.0, 5.0)}
 
 
 def test_what_is_read_from_disk_is_slower_than_what_is_in_memory():
@@ -55,3 +85,35 @@ def test_the_fastest_plan_is_loaded_and_its_tokens_are_exact(checkpoints, ranks)
                 return expected
 
     assert ranks(rank, 3) == [expected] * 3
+
+
+FAST = Together(2, Speed(1e15, 1e15), Link(1e-9, 1e12))
+
+
+def on_two_ranks(path, ranks):
+    """How many ranks share a layer, and the tokens, for what "fastest" has loaded."""
+    ids = torch.arange(3, 12)[None]
+
+    def rank(info):
+        torch.set_num_threads(1)
+        with Coordinator(info, timeout_s=20) as coor:
+            try:
+                with inference.load(path, "fastest", coor) as model:
+                    tokens = model.generate(ids, max_new_tokens=6, do_sample=False).tolist()
+                    return model.mesh.along("tp") if hasattr(model, "mesh") else 1, tokens
+            except inference.Served:
+                return None
+
+    return ranks(rank, 2)[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "speeds", "sharing"),
+    [("llama", [FAST], 2), ("llama", [], 1), ("gpt2", [FAST], 1)],
+    ids=["shared where that is faster", "whole where it is not", "whole where it cannot be cut"],
+)
+def test_ranks_of_a_node_share_layers(checkpoints, ranks, monkeypatch, make, speeds, sharing):
+    plain, path = getattr(checkpoints, make)()
+    monkeypatch.setattr(fastest_cut, "measure_together", lambda *_: speeds)
+    tokens = plain.generate(torch.arange(3, 12)[None], max_new_tokens=6, do_sample=False)
+    assert on_two_ranks(path, ranks) == (sharing, tokens.tolist())
