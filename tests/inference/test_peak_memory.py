@@ -1,8 +1,10 @@
-"""A rank's memory is its own share, measured after it has run: mapped pages count once touched."""
+"""A rank's memory is its own share, read from outside once it has run: mapped pages count then."""
 
 from __future__ import annotations
 
-import json
+import re
+import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,25 +17,17 @@ SPARE = 64 << 20
 """What a rank may take beside its share: blocks on their way, and code that is loaded late."""
 
 SCRIPT = """
-import json, sys, threading
+import signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})  # before there is any other thread
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 import inference
 from coordinator import Coordinator
 
-def memory():
-    '''Bytes of this process: now, at the peak, and in pages of the checkpoint.'''
-    status = dict(line.split(":") for line in open("/proc/self/status"))
-    names = {"anonymous": "RssAnon", "peak": "VmHWM"}
-    found = {key: int(status[name].split()[0]) * 1024 for key, name in names.items()}
-    found["file"] = 0
-    for line in open("/proc/self/smaps"):
-        words = line.split()
-        if "-" in words[0] and not words[0].endswith(":"):
-            ours = line.rstrip().endswith(".safetensors")
-        elif words[0] == "Rss:" and ours:
-            found["file"] += int(words[1]) * 1024
-    return found
+def stand_still():
+    '''Until this process has been measured.'''
+    print("still", flush=True)
+    signal.sigwait({signal.SIGUSR2})
 
 def small():
     '''A model of the same kind, so that all code is loaded before anything is measured.'''
@@ -44,28 +38,25 @@ def small():
     return MixtralForCausalLM(config)
 
 torch.set_num_threads(1)
-path, everything = sys.argv[1], sys.argv[2] == "everything"
-where = {"": 0, "model.layers": (0, "disk")} if sys.argv[2] == "on disk" else "auto"
+path, kind, blind = sys.argv[1:]
+where = {"": 0, "model.layers": (0, "disk")} if kind == "on disk" else "auto"
 coor = Coordinator()
-if coor.rank == 2:
+if str(coor.rank) in blind:
     path = "nowhere"  # the master sends what this rank holds
 tokens = torch.arange(3, 40)[None]
 small().generate(tokens, max_new_tokens=3)
-coor.barrier()
-open("/proc/self/clear_refs", "w").write("5")
-before = memory()
+stand_still()
 try:
-    if everything:
-        MixtralForCausalLM.from_pretrained(path).generate(tokens, max_new_tokens=3)
+    if kind == "everything":
+        model = MixtralForCausalLM.from_pretrained(path)
     else:
         model = inference.load(path, where, coor, max_memory=[1 << 30] * coor.world_size)
-        model.generate(tokens, max_new_tokens=3)
-    after = memory()
-    if not everything:
+    model.generate(tokens, max_new_tokens=3)
+    stand_still()
+    if kind != "everything":
         model.close()
 except inference.Served:
-    after = memory()
-print(json.dumps({key: after[key] - before[key] for key in before}))
+    stand_still()
 """
 
 
@@ -87,12 +78,42 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-def growth(start, checkpoint, nprocs: int, kind: str) -> list[dict[str, int]]:
-    """By how much the memory of each rank grew."""
-    processes = start(SCRIPT, nprocs, checkpoint, kind)
+def growth(start, checkpoint, nprocs: int, kind: str, blind: str = "") -> list[dict[str, int]]:
+    """By how much the memory of each rank grew, seen from here. blind: who has no files."""
+    processes = start(SCRIPT, nprocs, checkpoint, kind, blind)
+    before = [measured(process, is_first=True) for process in processes]
+    for process in processes:
+        process.send_signal(signal.SIGUSR2)
+    after = []
+    for process in processes:  # the master first: the others serve until it closes the model
+        after.append(measured(process))
+        process.send_signal(signal.SIGUSR2)
     outputs = [process.communicate(timeout=100) for process in processes]
     assert all(process.returncode == 0 for process in processes), outputs
-    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    return [
+        {key: now[key] - then[key] for key in now} for then, now in zip(before, after, strict=True)
+    ]
+
+
+def measured(process, is_first: bool = False) -> dict[str, int]:
+    """Bytes of a process that stands still: in anonymous and in file-backed pages, and the peak.
+
+    is_first: the peak begins anew here (proc(5), clear_refs).
+    """
+    line = process.stdout.readline()
+    assert line == "still\n", (line, process.communicate(timeout=100))
+    folder = Path("/proc") / str(process.pid)
+    if is_first:
+        (folder / "clear_refs").write_text("5")
+    pages, status = numbers(folder / "smaps_rollup"), numbers(folder / "status")
+    anonymous = pages["Anonymous"]
+    return {"anonymous": anonymous, "file": pages["Rss"] - anonymous, "peak": status["VmHWM"]}
+
+
+def numbers(path: Path) -> dict[str, int]:
+    """The sizes that a file of /proc tells, in bytes."""
+    found = re.findall(r"^(\w+):\s+(\d+) kB$", path.read_text(), re.MULTILINE)
+    return {name: int(size) * 1024 for name, size in found}
 
 
 @pytest.fixture(scope="module")
@@ -105,12 +126,15 @@ def shares(checkpoint) -> list[int]:
     return [chosen.used(place) for place in room]
 
 
+@pytest.mark.parametrize(
+    "blind", ["", "12"], ids=["each reads its own", "the master reads for all"]
+)
 def test_a_rank_takes_its_own_share_and_little_more_wherever_the_files_are(
-    start, checkpoint, shares
+    start, checkpoint, shares, blind
 ):
-    found = growth(start, checkpoint, 3, "its own")
+    found = growth(start, checkpoint, 3, "its own", blind)
     for share, grown in zip(shares, found, strict=True):
-        assert grown["anonymous"] + grown["file"] >= share, "the weights are not there yet"
+        assert grown["anonymous"] >= share, "the weights are not there yet"
         assert grown["anonymous"] + grown["file"] <= share + SPARE
         assert grown["peak"] <= share + SPARE
 
