@@ -28,9 +28,9 @@ help:
 demo: .venv/ready
 	@if test -e $(MODEL)/config.json; then echo "== found the trained model in $(MODEL)"; else \
 	  echo "== training a character-level Llama on $(RANKS) ranks (about a minute)"; \
-	  $(BIN)/python -m launcher run -n $(RANKS) examples/demo/train.py $(MODEL) $(TRAINING_STEPS); fi
+	  $(BIN)/python -m launcher run -n $(RANKS) --preload inference examples/demo/train.py $(MODEL) $(TRAINING_STEPS); fi
 	@echo "== generating with the model split over $(RANKS) ranks"
-	@$(BIN)/python -m launcher run -n $(RANKS) examples/demo/generate.py $(MODEL)
+	@$(BIN)/python -m launcher run -n $(RANKS) --preload inference examples/demo/generate.py $(MODEL)
 
 # In several processes side by side, for tests of processes mostly wait.
 SIDE_BY_SIDE ?= 3
