@@ -1,31 +1,23 @@
 """`python -m communicator check`, as a vendor runs it."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from communicator import cli
-from communicator.gloo import Gloo
+from communicator.tcp import Tcp
 
-ROOT = Path(__file__).parents[2]
+CHECK = ("-m", "communicator", "check")
 
 
-class Swapped(Gloo):
+class Swapped(Tcp):
     """A backend that lies."""
 
     def _allgather(self, out, tensor):
         super()._allgather(out, tensor)
         out.copy_(out.flip(0))
-
-
-def check(*arguments, environ=None):
-    command = [sys.executable, "-m", "communicator", "check", *arguments]
-    return subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=100
-    )
 
 
 def test_the_options_are_these_and_no_more():
@@ -38,8 +30,10 @@ def test_the_options_are_these_and_no_more():
 @pytest.mark.parametrize(
     ("backend", "nprocs", "launcher"), [("gloo", "2", "threads"), ("tcp", "3", "multiprocessing")]
 )
-def test_a_backend_that_conforms_ends_with_0_and_every_case_is_listed(backend, nprocs, launcher):
-    found = check("--backend", backend, "-n", nprocs, "--launcher", launcher)
+def test_a_backend_that_conforms_ends_with_0_and_every_case_is_listed(
+    warm, backend, nprocs, launcher
+):
+    found = warm.run(*CHECK, "--backend", backend, "-n", nprocs, "--launcher", launcher)
     assert found.returncode == 0, found.stderr
     assert "passed  allreduce, reduce, reduce_scatter bfloat16 sum" in found.stdout
     assert f"{backend}, {nprocs} ranks: " in found.stdout and ", 0 FAILED" in found.stdout
@@ -64,11 +58,11 @@ def test_a_launcher_that_is_not_there_ends_with_2_and_says_which_are(capsys):
     assert "choose among multiprocessing, threads, torchrun" in capsys.readouterr().err
 
 
-def test_mpiexec_starts_the_ranks_of_a_check():
+def test_mpiexec_starts_the_ranks_of_a_check(warm):
     if not (Path(sys.executable).parent / "mpiexec").exists():
         pytest.skip("no mpiexec beside this Python: runs after `pip install mpich`")
-    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    found = check("--backend", "mpi", "--launcher", "mpi", environ=environ)
+    environ = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    found = warm.run(*CHECK, "--backend", "mpi", "--launcher", "mpi", env=environ)
     assert found.returncode == 0, found.stderr
     assert "mpi, 2 ranks: " in found.stdout
 

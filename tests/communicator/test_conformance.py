@@ -306,7 +306,7 @@ class OnlySendsAndReceives(Gloo):
 
 
 def test_send_and_recv_alone_make_a_whole_communicator(checked):
-    report = checked(OnlySendsAndReceives, 4)
+    report = checked(OnlySendsAndReceives)
     assert report.ok and not report.having("unsupported")
 
 

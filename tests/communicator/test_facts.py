@@ -1,7 +1,7 @@
 """What `python -m launcher doctor` asks of the backends."""
 
 from communicator import facts
-from communicator.gloo import Gloo
+from communicator.tcp import Tcp
 from launcher import doctor_floors, launch
 
 
@@ -24,9 +24,9 @@ def test_a_backend_that_lies_fails(monkeypatch):
         plain(self, out, tensor)
         out.copy_(out.flip(0))
 
-    plain = Gloo._allgather
-    monkeypatch.setattr(Gloo, "_allgather", flipped)
-    assert told("gloo")[0] == facts.FAILS
+    plain = Tcp._allgather
+    monkeypatch.setattr(Tcp, "_allgather", flipped)
+    assert told("tcp")[0] == facts.FAILS
 
 
 def test_the_doctor_knows_the_words():
