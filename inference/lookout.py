@@ -40,7 +40,7 @@ def on_lookout(coor: Any, holds: Callable[[int], str]) -> Iterator[None]:
     """
     over = threading.Event()
     if spans_processes(coor):
-        store = coor.store("inference loading")
+        store = coor.store("inference loading", timeout_s=SILENT_S)
         Lookout(coor, store, lambda: True, coor.accuse, over, is_mutual=True).start()
     try:
         yield
@@ -89,7 +89,7 @@ class Lookout(threading.Thread):
 
     waits: whether this rank waits for the others now. give_up: what ends that waiting, given the
         rank that is at fault and how it is. is_mutual: whether ranks wait for the master too, so
-        that each looks at those of its own host.
+        that each looks at those of its own host, and at whether the store answers, within SILENT_S.
     """
 
     def __init__(
@@ -109,12 +109,14 @@ class Lookout(threading.Thread):
         others = [rank for rank in range(coor.world_size) if rank != coor.rank]
         near = [rank for rank in others if _shares_host(self.me, coor.peers[rank])]
         self.watched = others if coor.rank == 0 else near if is_mutual else []
-        self.sees_all = is_mutual and near == others
+        self.is_mutual, self.sees_all = is_mutual, is_mutual and near == others
         self.fine_at = dict.fromkeys(others, time.monotonic())
         self.beats: dict[int, bytes] = {}
 
     def run(self) -> None:
         number, looked_at = 0, time.monotonic()
+        with contextlib.suppress(DistNetworkError, DistStoreError):
+            self._beat(number)  # for whoever is not heard of is not missed either
         while not self.over.wait(LOOK_S):
             number += 1
             now, before = time.monotonic(), looked_at
@@ -123,8 +125,8 @@ class Lookout(threading.Thread):
                 self.fine_at = dict.fromkeys(self.fine_at, now)
             try:
                 verdict = self._look(number)
-            except (DistNetworkError, DistStoreError):
-                verdict = None if self.coor.rank == 0 else (0, "is gone")
+            except (DistNetworkError, DistStoreError) as error:
+                verdict = self._without_answer(error, time.monotonic() - now)
             if verdict is not None:
                 if not self.over.is_set():  # the store may have gone with the group
                     self.give_up(*verdict)
@@ -141,9 +143,24 @@ class Lookout(threading.Thread):
                 return rank, how
         if self.coor.rank == 0 or self.sees_all:
             return None
+        self._beat(number)
+        return self._verdict()
+
+    def _beat(self, number: int) -> None:
+        """Say that this rank is there, if the master cannot see it."""
         if not _shares_host(self.me, self.coor.peers[0]):
             self.store.set(f"beat {self.coor.rank}", str(number))
-        return self._verdict()
+
+    def _without_answer(self, error: Exception, for_s: float) -> tuple[int, str] | None:
+        """What it means that the store failed, which rank 0 keeps."""
+        if self.coor.rank == 0:
+            return None
+        if not isinstance(error, TimeoutError):
+            return 0, "is gone"
+        was_stopped_itself = for_s > SILENT_S + STOPPED_S
+        if not self.is_mutual or was_stopped_itself or not self.waits():
+            return None
+        return 0, _silent(for_s)
 
     def _verdict(self) -> tuple[int, str] | None:
         if not self.store.check([VERDICT]):
@@ -160,7 +177,7 @@ class Lookout(threading.Thread):
         for_s = now - self.fine_at[rank]
         if for_s < (STOPPED_S + LOOK_S if is_near else SILENT_S):
             return ""
-        return "is stopped" if is_near else f"has said nothing for {for_s:.0f} s: stopped, or stuck"
+        return "is stopped" if is_near else _silent(for_s)
 
     def _is_frozen(self, peer: Any) -> bool:
         return peer.pid != self.me.pid and _state(peer.pid) in ("T", "t")
@@ -174,6 +191,10 @@ class Lookout(threading.Thread):
         is_new: bool = beat != self.beats.get(rank)
         self.beats[rank] = beat
         return is_new
+
+
+def _silent(for_s: float) -> str:
+    return f"has said nothing for {for_s:.0f} s: stopped, or stuck"
 
 
 def _shares_host(one: Any, other: Any) -> bool:

@@ -17,7 +17,7 @@ import torch
 from communicator import Communicator, CommunicatorError, Unsupported
 from coordinator import Coordinator, CoordinatorError
 from inference.errors import PeerLost
-from inference.lookout import LOOK_S, Lookout, spans_processes
+from inference.lookout import LOOK_S, SILENT_S, Lookout, spans_processes
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ class Vigil:
         self.is_waiting = is_driven and coor.rank != 0
         self.verdict = ""
         self._is_decided = threading.Event()
-        store = coor.store("inference teams")
+        store = coor.store("inference teams", timeout_s=None if is_driven else SILENT_S)
         self._lookout = Lookout(coor, store, self._waits, self._give_up, is_mutual=not is_driven)
         if spans_processes(coor):
             self._lookout.start()

@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import inference
 from coordinator import Coordinator
+from coordinator.torch_store import StoreTimeout
 from inference import lookout, nd_load, over_stages
 from inference.errors import story
 from inference.interrupt import Uninterrupted
@@ -205,6 +206,35 @@ def test_only_who_is_stopped_for_a_second_is_accused(monkeypatch, looks, stopped
     store = SimpleNamespace(set=lambda key, value: None)
     lookout.Lookout(coor, store, lambda: True, lambda *told: accused.append(told), over).run()
     assert not looks and accused == [(1, "is stopped")] * is_accused
+
+
+@pytest.mark.parametrize(
+    ("is_mutual", "is_waiting", "for_s", "is_accused"),
+    [(True, True, 3.0, True), (True, False, 3.0, False), (True, True, 60.0, False)]
+    + [(False, True, 300.0, False)],
+)
+def test_a_master_on_another_host_that_does_not_answer_is_missed_where_it_is_waited_for(
+    monkeypatch, is_mutual, is_waiting, for_s, is_accused
+):
+    """A first rank that was stopped was named after 300 s only; not at all if all were stopped,
+    nor where it is the user who drives."""
+    clock, beats, accused, looks = [0.0], [], [], [0.5, 1.0]
+
+    def check(keys):
+        clock[0] += for_s
+        raise StoreTimeout("rank 1 waited")
+
+    over = SimpleNamespace(
+        wait=lambda _: not looks or clock.__setitem__(0, looks.pop(0)), is_set=lambda: False
+    )
+    monkeypatch.setattr(lookout, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    peers = [SimpleNamespace(pid=pid, is_visible=pid == 2) for pid in (1, 2)]
+    coor = SimpleNamespace(rank=1, world_size=2, peers=peers)
+    store = SimpleNamespace(set=lambda key, value: beats.append(key), check=check)
+    told = lambda *how: accused.append(how)  # noqa: E731
+    lookout.Lookout(coor, store, lambda: is_waiting, told, over, is_mutual=is_mutual).run()
+    silent = [(0, "has said nothing for 3 s: stopped, or stuck")]
+    assert beats[0] == "beat 1" and accused == silent * is_accused
 
 
 def test_a_rank_that_is_stopped_while_it_loads_is_named_within_seconds(checkpoints, start):
