@@ -34,10 +34,10 @@ def with_shm(ranks):
     return run
 
 
-@pytest.mark.parametrize(
-    "world_size", [1, 3, 7]
-)  # two and four, as processes: test_shm_processes.py
+@pytest.mark.parametrize("world_size", [1, 3, 7])
 def test_shm_conforms(with_shm, world_size):
+    """On two and four, as processes: test_shm_processes.py."""
+
     def body(comm):
         report = conformance.check(comm)
         return report.having(conformance.FAILED), report.having(conformance.UNSUPPORTED)
