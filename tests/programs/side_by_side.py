@@ -28,16 +28,12 @@ QUIETLY = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # of plugins impo
 class Share:
     """The tests of the files that this process was the first to come to."""
 
-    def __init__(self, taken: Path, from_the_end: bool) -> None:
-        self._taken, self._from_the_end = taken, from_the_end
+    def __init__(self, taken: Path, warm: WarmParent, from_the_end: bool) -> None:
+        self._taken, self._warm, self._from_the_end = taken, warm, from_the_end
         self._ours: dict[Path, bool] = {}
-        self._warm = WarmParent(forked=True)
 
     def pytest_configure(self, config: pytest.Config) -> None:
         config.pluginmanager.register(self._warm, WARM)
-
-    def pytest_unconfigure(self) -> None:
-        self._warm.close()
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -75,15 +71,18 @@ def main(count: int, options: list[str]) -> int:
     prepare()
     folder = Path(tempfile.mkdtemp(prefix="tests-"))
     logs = [folder / f"{number}.log" for number in range(1, count)]
+    parents = [WarmParent(forked=True) for _ in range(count)]  # ours: tests count their children
     number, pids = forked(count)
     if number < count:
-        share = Share(folder, from_the_end=number == count - 1)
+        share = Share(folder, parents[number], from_the_end=number == count - 1)
         if number:
             with logs[number - 1].open("w") as log:
                 os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)
         return pytest.main([*QUIETLY, *options], plugins=[share])
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    for warm in reversed(parents):  # each has the doors of those before it
+        warm.close()
     for log in logs:
         sys.stdout.write(log.read_text())
     shutil.rmtree(folder)
