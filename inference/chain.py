@@ -47,8 +47,11 @@ class Chain:
         return self.inputs.tensor(fetched(tensor))
 
     def lazy(self, kind: str, maker: Maker, hidden: torch.Tensor) -> Lazy:
-        """The next tensor that the last call will put out; `hidden` is like it or on its device."""
-        lazy = (Lazy if kind == "hidden" else Withheld).like(hidden, self, len(self.outputs))
+        """The next tensor that the last call will put out; `hidden` is like it or on its device.
+
+        Like a tensor of unknown shape is one of unknown shape."""
+        is_known = kind == "hidden" and type(hidden) is not Withheld
+        lazy = (Lazy if is_known else Withheld).like(hidden, self, len(self.outputs))
         self.outputs.append(weakref.ref(lazy))
         self.makers.append(maker)
         return lazy
@@ -63,6 +66,8 @@ class Chain:
             return None
         run, hidden = self.runs[-1], args[0]
         if getattr(hidden, "source", None) is not self or run.layers[-1].rank > layer.rank:
+            return None
+        if run.caches and type(hidden) is Withheld:
             return None
         return run if run.is_continued_by(args, kwargs) else None
 

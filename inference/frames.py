@@ -21,6 +21,7 @@ HEADER = struct.Struct("<QBBHHIII")
 ALIGNMENT = 16
 SMALLEST_FRAME, LARGEST_FRAME, FRAME_STEP = 1024, 1 << 20, 256
 MOST_LAYOUTS = 512
+ORDERED = 0x80  # beside the number of axes: their order in memory follows
 
 DTYPES = (
     torch.float32,
@@ -66,22 +67,32 @@ class Message:
     note: str = ""
 
 
+Spec = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
+"""Of a tensor: its dtype, shape, and the order of its axes in memory if that is another one.
+
+That order is kept, as kernels round by it: those of convolutions have one for channels last.
+"""
+
+
 class Layout:
     """Where tensors of some dtypes and shapes lie, counted from the end of the header.
 
     Worked out once for all messages that are alike: what a token costs is mostly such work.
     """
 
-    def __init__(self, specs: tuple[tuple[torch.dtype, tuple[int, ...]], ...]):
+    def __init__(self, specs: tuple[Spec, ...]):
         self.described = b"".join(
-            struct.pack(f"<BB{len(shape)}I", DTYPE_CODES[dtype], len(shape), *shape)
-            for dtype, shape in specs
+            struct.pack(
+                f"<BB{len(shape)}I{len(order)}B",
+                *(DTYPE_CODES[dtype], len(shape) | (ORDERED if order else 0), *shape, *order),
+            )
+            for dtype, shape, order in specs
         )
         self.parts: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int, int]] = []
         self.nbytes = 0
-        for dtype, shape in specs:
+        for dtype, shape, order in specs:
             size = math.prod(shape) * dtype.itemsize
-            self.parts.append((dtype, shape, _strides(shape), self.nbytes, size))
+            self.parts.append((dtype, shape, _strides(shape, order), self.nbytes, size))
             self.nbytes += size + -size % ALIGNMENT
 
     @classmethod
@@ -89,10 +100,11 @@ class Layout:
         specs = []
         position = 0
         while position < len(described):
-            code, dim = described[position], described[position + 1]
-            shape = struct.unpack_from(f"<{dim}I", described, position + 2)
-            specs.append((DTYPES[code], shape))
-            position += 2 + 4 * dim
+            code, dim = described[position], described[position + 1] & ~ORDERED
+            form = f"<{dim}I{dim if described[position + 1] & ORDERED else 0}B"
+            numbers = struct.unpack_from(form, described, position + 2)
+            specs.append((DTYPES[code], numbers[:dim], numbers[dim:]))
+            position += 2 + struct.calcsize(form)
         return cls(tuple(specs))
 
     def write(self, frame: torch.Tensor, start: int, tensors: list[torch.Tensor]) -> None:
@@ -112,9 +124,20 @@ class Layout:
         ]
 
 
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+def _strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a tensor without gaps."""
+    axes = order or tuple(range(len(shape)))
+    by_axis = {axis: math.prod(shape[a] for a in axes[at + 1 :]) for at, axis in enumerate(axes)}
+    return tuple(by_axis[axis] for axis in range(len(shape)))
+
+
+def _order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Its axes from the outermost in memory on; none if that is as usual, or it has gaps."""
+    if tensor.is_contiguous():
+        return ()
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda axis: -strides[axis]))
+    return order if tensor.permute(order).is_contiguous() else ()
 
 
 @dataclass
@@ -176,7 +199,7 @@ class Link:
         self.frame_nbytes = _next_frame(nbytes)
 
     def _pattern_of(self, message: Message) -> Pattern:
-        specs = tuple([(tensor.dtype, tensor.shape) for tensor in message.tensors])
+        specs = tuple([(t.dtype, t.shape, _order(t)) for t in message.tensors])
         rest = (message.kind, message.program, message.ints, message.text, message.note)
         if self._pattern is None or self._sent != (specs, *rest):
             self._sent = (specs, *rest)

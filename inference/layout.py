@@ -104,9 +104,16 @@ def _entries(model: nn.Module) -> Iterator[str]:
     outer = [(name, m) for name, m in lists.items() if not _is_inside(name, lists)]
     stacks: list[tuple[str, nn.Module]] = [*outer] or [("", model)]
     for name, module in stacks:
-        for key, child in module.named_children():
-            if _has_weights(child):
-                yield f"{name}.{key}" if name else key
+        yield from _called(module, f"{name}." if name else "")
+
+
+def _called(module: nn.Module, prefix: str) -> Iterator[str]:
+    """Its children with weights; for a list among them, whose entries are called, those of it."""
+    for key, child in module.named_children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _called(child, f"{prefix}{key}.")
+        elif _has_weights(child):
+            yield f"{prefix}{key}"
 
 
 def _has_weights(module: nn.Module) -> bool:

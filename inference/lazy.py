@@ -98,6 +98,11 @@ class Withheld(Lazy):
     """
 
     @classmethod
+    def like(cls, hidden: torch.Tensor, source: Source, slot: int) -> Lazy:
+        with torch._C.DisableTorchFunctionSubclass():  # which would fetch a withheld `hidden`
+            return super().like(hidden, source, slot)
+
+    @classmethod
     def __torch_function__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from inference.chain import Chain, Form, Run
 from inference.errors import InferenceError
-from inference.lazy import Lazy
+from inference.lazy import Lazy, Withheld
 from inference.mirror import (
     advance,
     counts_pass,
@@ -69,6 +69,8 @@ class RemoteModule:
             )
         leaves = Leaves()
         form = self.session.form(flatten([args, kwargs], leaves, self._number_of))
+        if leaves.caches and leaves.tensors:
+            _show_shape(leaves.tensors[0])
         chain = self.session.chain
         if chain.runs and chain.last_layer.rank > self.rank:
             chain.flush()  # it has passed this rank already
@@ -161,6 +163,12 @@ class RemoteModule:
 
     def __deepcopy__(self, memo: Any) -> RemoteModule:
         return self
+
+
+def _show_shape(hidden: torch.Tensor) -> None:
+    """Its tokens are counted into a cache."""
+    if type(hidden) is Withheld:
+        hidden.fetch()
 
 
 def _cache_layers(module: nn.Module) -> tuple[int, ...]:

@@ -7,12 +7,14 @@ is ever pickled.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache, KVSharingDict
+from transformers.utils import ModelOutput
 
 from inference.errors import InferenceError
 
@@ -53,7 +55,8 @@ def flatten(value: Any, leaves: Leaves, handle: Callable[[Cache], int]) -> Templ
         kind = "list" if isinstance(value, list) else "tuple"
         return (kind, *[flatten(item, leaves, handle) for item in value])
     if isinstance(value, dict):
-        return ("dict", *[(_key(k), flatten(v, leaves, handle)) for k, v in value.items()])
+        items = ("dict", *[(_key(k), flatten(v, leaves, handle)) for k, v in value.items()])
+        return _made(value, items)
     if isinstance(value, Cache):
         return _flatten_cache(value, leaves, handle)
     if isinstance(value, KVSharingDict):
@@ -75,6 +78,31 @@ def _flatten_cache(cache: Cache, leaves: Leaves, handle: Callable[[Cache], int])
     leaves.caches.append(cache)
     leaves.ints.append(handle(cache))
     return ("cache",)
+
+
+def _made(value: dict[str, Any], items: Template) -> Template:
+    """The items of a dict, with the name of what is made of them where that is an output of a model,
+    as of ViTMAE's decoder."""
+    kind = type(value)
+    return ("made", _full_name(kind), items) if issubclass(kind, ModelOutput) else items
+
+
+def _full_name(kind: type[Any]) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+@functools.cache
+def _output_class(name: str) -> type[ModelOutput]:
+    """By its name, among those that the model here has brought along: nothing is imported."""
+    kinds = [ModelOutput]
+    for kind in kinds:
+        if _full_name(kind) == name:
+            return kind
+        kinds.extend(kind.__subclasses__())
+    raise InferenceError(
+        f"{name}, which a layer on another rank takes or returns, is not known on this one; import "
+        "it where the model is loaded, the same on every rank."
+    )
 
 
 def _key(key: Any) -> str:
@@ -118,6 +146,8 @@ def unflatten(template: Any, arrived: Arrived) -> Any:
         return arrived.caches.cache(next(arrived.ints))
     if kind == "dtype":
         return getattr(torch, template[1])
+    if kind == "made":
+        return _output_class(template[1])(**unflatten(template[2], arrived))
     if kind in ("dict", "shared"):
         items = {key: unflatten(item, arrived) for key, item in template[1:]}
         return items if kind == "dict" else _shared(items, arrived)
@@ -153,7 +183,7 @@ def describe(value: Any, inputs: Sequence[torch.Tensor], new: list[torch.Tensor]
         kind = "list" if isinstance(value, list) else "tuple"
         return (kind, *[describe(item, inputs, new) for item in value])
     if isinstance(value, dict):
-        return ("dict", *[(_key(k), describe(v, inputs, new)) for k, v in value.items()])
+        return _made(value, ("dict", *[(_key(k), describe(v, inputs, new)) for k, v in value.items()]))
     if isinstance(value, Cache):
         return ("cache",)
     raise InferenceError(
@@ -175,6 +205,8 @@ def rebuild(
         return template[1]
     if kind == "cache":
         return caches[0]
+    if kind == "made":
+        return _output_class(template[1])(**rebuild(template[2], inputs, new, caches))
     items = template[1:]
     if kind == "dict":
         return {key: rebuild(item, inputs, new, caches) for key, item in items}
@@ -200,6 +232,8 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
 
 def kinds_of_new(template: Any) -> list[str]:
     """ "hidden" or "extra" for each new tensor of an output, in order."""
+    if template[0] == "made":
+        return kinds_of_new(template[2])
     if template[0] == "dict":
         return [kind for _, item in template[1:] for kind in kinds_of_new(item)]
     if template[0] in ("tuple", "list"):
@@ -226,6 +260,8 @@ def leaves_of(template: Any) -> Iterator[tuple[Any, ...]]:
     if template[0] in ("dict", "shared"):
         for _, item in template[1:]:
             yield from leaves_of(item)
+    elif template[0] == "made":
+        yield from leaves_of(template[2])
     elif template[0] in ("tuple", "list", "pair"):
         for item in template[1:]:
             yield from leaves_of(item)

@@ -60,6 +60,20 @@ def test_every_dtype_travels(dtype):
     assert got[1].shape == (2, 4)
 
 
+@pytest.mark.parametrize("axes", [(0, 2, 3, 1), (3, 1, 0, 2), (1, 0, 2, 3)])
+def test_tensors_arrive_with_their_axes_in_the_same_order_in_memory(axes):
+    """Convolutions round by it: ConvNeXt's channels lie last, and its logits differed by an ulp."""
+    _, sender, receiver = link()
+    dense = torch.randn(2, 3, 4, 5).permute(axes)
+    gaps = torch.randn(4, 6).t()[::2]
+    for _ in range(2):
+        sender.send(Message(Kind.CALL, tensors=[dense, gaps, torch.ones(3)]))
+        got = receiver.receive().tensors
+        assert torch.equal(got[0], dense) and got[0].stride() == dense.stride()
+        assert torch.equal(got[1], gaps) and got[1].is_contiguous()
+        assert got[2].tolist() == [1, 1, 1]
+
+
 def decoded_token(cached: int, width: int = 4096) -> Message:
     """What one token of a padded batch sends: hidden, cos, sin, positions, mask."""
     hidden = torch.zeros(4, 1, width, dtype=torch.bfloat16)
