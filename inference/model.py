@@ -18,7 +18,7 @@ from inference.lazy import Lazy, fetch_all
 from inference.nd_load import Loaded
 from inference.overlap import Overlapping
 from inference.plan import DeviceMap
-from inference.refusals import Refusals, Unheard, seal
+from inference.refusals import Attention, Refusals, Unheard, seal
 from inference.remote import RemoteModule
 from inference.session import Session
 
@@ -107,21 +107,23 @@ def _fetch_outputs(
     model: nn.Module, remote: Mapping[str, int], session: Session, unheard: Unheard
 ) -> None:
     """What the models around remote layers return to the user is plain tensors."""
+    attention = Attention({name: model.get_submodule(name) for name in remote})
     for name, module in model.named_modules():
         if name not in remote and any(
             inner.startswith(f"{name}." if name else "") for inner in remote
         ):
             module.register_forward_pre_hook(_refuse_inner_outputs, with_kwargs=True)
-            module.register_forward_pre_hook(_Note(session), with_kwargs=True)
+            module.register_forward_pre_hook(_Note(session, attention), with_kwargs=True)
             module.register_forward_hook(_plain_output)
             module.register_forward_hook(_RefuseUnheard(model, unheard), with_kwargs=True)
 
 
 class _Note:
-    def __init__(self, session: Session):
-        self.session = session
+    def __init__(self, session: Session, attention: Attention):
+        self.session, self.attention = session, attention
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.attention.refuse_change()
         self.session.note_pass(args, kwargs)
 
 

@@ -18,6 +18,7 @@ from inference import micro
 from inference.errors import InferenceError
 from inference.join import can_be_joined, is_known
 from inference.mirror import join_mirrored
+from inference.refusals import Misplaced
 from inference.remote import RemoteModule
 from inference.session import Session
 
@@ -42,6 +43,14 @@ class Overlapping:
     _session: Session | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._pass(*args, **kwargs)
+        except Misplaced as error:  # BigBird changes its layers, one by one, for a short text
+            if self._session is not None:
+                self._session.half_changed = error
+            raise
+
+    def _pass(self, *args: Any, **kwargs: Any) -> Any:
         whole: Whole = super().__call__  # type: ignore[misc]
         groups = [] if args else self._groups_of_pass(kwargs)
         if len(groups) < 2:

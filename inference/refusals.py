@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedConfig
 from transformers.utils import output_capturing
 
 from inference.errors import InferenceError
@@ -17,6 +19,36 @@ MERGE = (
     "adapter).merge_and_unload().save_pretrained(directory)"
 )
 NO_TRAINING = "it is for inference, under torch.no_grad(); train on a model that is whole"
+
+
+class Misplaced(InferenceError):
+    """Something was to be put into a layer on another rank."""
+
+
+class Attention:
+    """How the layers on other ranks attend, as their configs here say; they do not hear of others.
+
+    Masks are made here in the form that an implementation takes, so a mixture would be wrong.
+    """
+
+    def __init__(self, layers: Mapping[str, nn.Module]):
+        self.known: dict[int, tuple[Any, str | None, str]] = {}
+        for name, layer in layers.items():
+            for part in layer.modules():
+                config = getattr(part, "config", None)
+                if isinstance(config, PreTrainedConfig):
+                    self.known.setdefault(id(config), (config, config._attn_implementation, name))
+
+    def refuse_change(self) -> None:
+        for config, loaded, name in self.known.values():
+            now = config._attn_implementation
+            if now != loaded:
+                raise InferenceError(
+                    f"rank 0: the attention of {name} was changed from {loaded} to {now} after "
+                    "loading, of which the rank that runs it knows nothing, so masks would not be "
+                    f"those that it takes; load the model with attn_implementation={now!r}, or "
+                    f"set it back to {loaded!r}."
+                )
 
 
 class Refusals:
@@ -155,7 +187,7 @@ class _Sealed:
     def __setattr__(self, key: str, value: Any) -> None:
         if isinstance(value, (nn.Module, nn.Parameter)):
             name, rank = self.__dict__["_sealed"]
-            raise InferenceError(
+            raise Misplaced(
                 f"rank 0: {name}.{key} runs on rank {rank}, so what is put in its place here would "
                 "never be used. If the model does this itself, have its config say beforehand "
                 f"what is to be there; for an adapter, {MERGE}."

@@ -43,6 +43,7 @@ class Session:
         self.relay = Relay()
         self._threads = threading.local()
         self._failure: InferenceError | None = None
+        self.half_changed: InferenceError | None = None  # by a pass of its own, until it was refused
 
     @property
     def chain(self) -> Chain:
@@ -66,6 +67,11 @@ class Session:
 
     def note_pass(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Remember what a model of this thread is called with, see `rows_and_tokens`."""
+        if self.half_changed is not None:
+            raise InferenceError(
+                f"{self.half_changed} A pass that began with it has changed the layers before "
+                "this one already, so load the model again."
+            )
         if "output_hidden_states" in kwargs:
             self._threads.is_for_states = bool(kwargs["output_hidden_states"])
         for given in (*args[:1], kwargs.get("inputs_embeds"), kwargs.get("input_ids")):

@@ -442,6 +442,18 @@ VISION = {
 }
 
 
+NARROWING = {
+    "image_size": 64,
+    "depths": [1, 2, 1, 1],
+    "num_heads": [1, 2, 2, 2],
+    "num_attention_heads": [1, 2, 2, 2],
+    "initializer_range": 0.4,
+}
+"""Of models whose layers return hidden states of another shape than they are given."""
+
+SWIN = {**NARROWING, "embed_dim": 8, "patch_size": 2, "window_size": 4}
+
+
 def pixels(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(3))
 
@@ -452,6 +464,18 @@ def bert(model: Any) -> Any:
 
 def vit(model: Any) -> Any:
     return model(pixel_values=pixels(2, 3, 16, 16)).last_hidden_state
+
+
+def twice(model: Any) -> Any:
+    """The second pass knows what layers return, and with hidden states, more of it is looked at."""
+    image = pixels(2, 3, 64, 64)
+    logits = model(image).logits
+    again = model(image, output_hidden_states=True)
+    return torch.cat([each.flatten() for each in (logits, again.logits, *again.hidden_states)])
+
+
+def vit_mae(model: Any) -> Any:
+    return model(pixels(2, 3, 16, 16), noise=pixels(2, 4)).logits
 
 
 def clip(model: Any) -> Any:
@@ -495,6 +519,18 @@ def qwen3_vl(model: Any) -> Any:
 OTHERS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "bert": ("BertForMaskedLM", BASE, bert),
     "vit": ("ViTModel", {**VISION, "initializer_range": 0.4}, vit),
+    "swin": ("SwinForImageClassification", SWIN, twice),
+    "pvt": ("PvtForImageClassification", {**NARROWING, "hidden_sizes": [8, 16, 16, 32]}, twice),
+    "convnext": (
+        "ConvNextForImageClassification",
+        {**NARROWING, "hidden_sizes": [8, 8, 16, 16]},
+        twice,
+    ),
+    "vit_mae": (
+        "ViTMAEForPreTraining",
+        {**VISION, **{f"decoder_{name}": size for name, size in VISION.items()}},
+        vit_mae,
+    ),
     "clip": ("CLIPModel", {"text_config": BASE, "vision_config": VISION}, clip),
     "whisper": (
         "WhisperForConditionalGeneration",

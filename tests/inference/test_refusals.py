@@ -32,6 +32,7 @@ REFUSED = {
     "hook inside": (lambda model: hook(model), "hook the whole layer"),
     "part of a layer": (lambda model: call_part(model), "whole layer"),
     "attention": (lambda model: model.set_attn_implementation("eager"), "attn_implementation="),
+    "attention in the config": (lambda model: attend(model), "attn_implementation="),
     "autocast": (lambda model: autocast(model), "dtype="),
     "copy": (lambda model: copy.deepcopy(model), "several threads"),
     "continuous batch": (lambda model: model.generate_batch([[5, 6]]), "several threads"),
@@ -72,6 +73,16 @@ def backward(model):
     model(IDS, labels=IDS).loss.backward()
 
 
+@torch.no_grad()
+def attend(model):
+    """The other ranks went on with theirs, and took a mask that was not meant for it."""
+    model.config._attn_implementation = "eager"
+    try:
+        model(IDS)
+    finally:
+        model.config._attn_implementation = "sdpa"
+
+
 def autocast(model):
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         model(IDS)
@@ -109,6 +120,24 @@ def test_a_model_that_is_there_already_may_be_moved_there(checkpoints, on_master
         assert model.eval() is model
 
     on_master(checkpoints.llama()[1], 2, work)
+
+
+def test_a_model_that_has_changed_some_of_its_layers_by_itself_is_refused_from_then_on(
+    checkpoints, on_master
+):
+    """BigBird did so for a short text, was refused, and failed over there the next time."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    config = {**sizes, "vocab_size": 64, "num_hidden_layers": 4, "block_size": 4}
+    _, path = checkpoints.make("big_bird", "BigBirdModel", **config)
+
+    def work(model):
+        with pytest.raises(InferenceError, match="have its config say beforehand"):
+            model(IDS)
+        for _ in range(2):
+            with pytest.raises(InferenceError, match="so load the model again"):
+                model(IDS)
+
+    on_master(path, 2, work)
 
 
 def test_on_one_rank_all_of_it_works(checkpoints, on_master, tmp_path):
