@@ -56,10 +56,14 @@ def layout(
     layers = list(layer_names(model, uncut) if names is None else names)
     others = list(_around(model, "", set(layers)))
     sizes = _sizes(model, [*others, *layers])
+    ties = tuple(_ties(model, [*others, *layers]))
+    bound = {name for tie in ties if not {*layers}.issuperset(tie) for name in tie}
+    others += [name for name in layers if name in bound]  # such as embeddings, tied to a head
+    layers = [name for name in layers if name not in bound]
     return Layout(
         layers=tuple(Part(name, sizes[name], _unread_experts(model, name)) for name in layers),
         others=tuple(Part(name, sizes[name], _unread(model, name)) for name in others),
-        ties=tuple(_ties(model, [*others, *layers])),
+        ties=ties,
         sharers=tuple(_sharers(model, layers)),
         loose=tuple(name for name in others if name in _tensors(model)),
     )

@@ -43,7 +43,9 @@ class Session:
         self.relay = Relay()
         self._threads = threading.local()
         self._failure: InferenceError | None = None
-        self.half_changed: InferenceError | None = None  # by a pass of its own, until it was refused
+        self.half_changed: InferenceError | None = (
+            None  # by a pass of its own, until it was refused
+        )
 
     @property
     def chain(self) -> Chain:

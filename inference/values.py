@@ -81,8 +81,7 @@ def _flatten_cache(cache: Cache, leaves: Leaves, handle: Callable[[Cache], int])
 
 
 def _made(value: dict[str, Any], items: Template) -> Template:
-    """The items of a dict, with the name of what is made of them where that is an output of a model,
-    as of ViTMAE's decoder."""
+    """The items of a dict, and what is made of them for an output, as of ViTMAE's decoder."""
     kind = type(value)
     return ("made", _full_name(kind), items) if issubclass(kind, ModelOutput) else items
 
@@ -92,9 +91,9 @@ def _full_name(kind: type[Any]) -> str:
 
 
 @functools.cache
-def _output_class(name: str) -> type[ModelOutput]:
+def _output_class(name: str) -> type[Any]:
     """By its name, among those that the model here has brought along: nothing is imported."""
-    kinds = [ModelOutput]
+    kinds: list[type[Any]] = [ModelOutput]
     for kind in kinds:
         if _full_name(kind) == name:
             return kind
@@ -183,7 +182,9 @@ def describe(value: Any, inputs: Sequence[torch.Tensor], new: list[torch.Tensor]
         kind = "list" if isinstance(value, list) else "tuple"
         return (kind, *[describe(item, inputs, new) for item in value])
     if isinstance(value, dict):
-        return _made(value, ("dict", *[(_key(k), describe(v, inputs, new)) for k, v in value.items()]))
+        return _made(
+            value, ("dict", *[(_key(k), describe(v, inputs, new)) for k, v in value.items()])
+        )
     if isinstance(value, Cache):
         return ("cache",)
     raise InferenceError(

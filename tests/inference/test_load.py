@@ -70,8 +70,17 @@ def test_a_layer_is_not_cut_where_the_model_names_only_its_attention(checkpoints
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     kind = "RobertaPreLayerNormForMaskedLM"
     plain, _ = checkpoints.make("prelayernorm", kind, num_attention_heads=4, vocab_size=64, **sizes)
-    names = [part.name for part in layout(plain).layers]
-    assert names[1:] == [f"roberta_prelayernorm.encoder.layer.{n}" for n in range(2)]
+    found = layout(plain)
+    names = [part.name for part in found.layers]
+    assert names == [f"roberta_prelayernorm.encoder.layer.{n}" for n in range(2)]
+    _assert_tied_around(found, "roberta_prelayernorm.embeddings", "lm_head")
+
+
+def _assert_tied_around(found, *names):
+    """BERT's class of embeddings is one that is not cut; planned as a layer, on another rank than
+    the head that is tied to it, it left that without weights, and any numbers came out."""
+    assert {name for tie in found.ties for name in tie} == {*names}
+    assert {*names} <= {part.name for part in found.others}
 
 
 def test_tied_weights_are_on_one_rank_wherever_they_are(checkpoints, on_master):
