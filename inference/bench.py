@@ -16,7 +16,7 @@ import transformers
 
 from inference.load import Memory
 from inference.plan import readable
-from inference.usage import describe_peaks, describe_traffic, with_model
+from inference.usage import describe_peaks, describe_traffic, read_generator, with_model
 
 REPEATS = 3  # after one that warms up
 
@@ -54,6 +54,7 @@ def bench(
         model_path,
         lambda model: (model, _repeated(model, batch, prompt_tokens, new_tokens)),
         memory,
+        before=lambda: read_generator(model_path, prompt_tokens + new_tokens),
         batch=batch,
         length=prompt_tokens + new_tokens,
     )

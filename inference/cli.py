@@ -41,6 +41,7 @@ from inference.script import run_script
 from inference.serving import serve
 from inference.text import generate_text
 
+MENDABLE = ("CheckpointError", "InferenceError", "PlanError")
 INTERRUPTED_CODE = 130  # 128 and SIGINT, as shells have it
 
 
@@ -48,12 +49,24 @@ def main(arguments: Sequence[str]) -> int:
     options = parser().parse_args(arguments)
     try:
         return int(options.command(options))
-    except (InferenceError, launcher.LaunchError) as error:
+    except InferenceError as error:
         print(f"python -m inference: {error}", file=sys.stderr)
-        return getattr(error, "exit_code", 1) or 1
+        return 1
+    except launcher.LaunchError as error:
+        told = str(error) if options.command is run else in_short(error)
+        print(f"python -m inference: {told}", file=sys.stderr)
+        return error.exit_code or 1
     except KeyboardInterrupt:
         print("python -m inference: stopped", file=sys.stderr)
         return INTERRUPTED_CODE
+
+
+def in_short(error: launcher.LaunchError) -> str:
+    """What the user can mend, without the traceback of our code; other errors whole."""
+    first = next(iter(error.failures), None)
+    if first and first.type in MENDABLE:
+        return first.message
+    return str(error)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -125,6 +138,12 @@ def _speed(text: str) -> str:
     return text
 
 
+def _seed(text: str) -> int:
+    if not -(1 << 63) <= int(text) < 1 << 64:  # as torch takes them
+        raise argparse.ArgumentTypeError(f"{text} has more than the 64 bits of a seed")
+    return int(text)
+
+
 def _port(text: str) -> int:
     if int(text) not in range(1 << 16):
         raise argparse.ArgumentTypeError(f"{text} is no port; they end at 65535")
@@ -134,9 +153,11 @@ def _port(text: str) -> int:
 def _generate_options(command: argparse.ArgumentParser) -> None:
     command.set_defaults(command=generate)
     _model_options(command)
-    command.add_argument("--prompt", required=True, metavar="TEXT")
+    command.add_argument(
+        "--prompt", required=True, metavar="TEXT", help="a dash reads the standard input"
+    )
     command.add_argument("--max-new-tokens", type=_from(1), default=64, metavar="N")
-    command.add_argument("--seed", type=int, metavar="N", help="sample; greedy if not given")
+    command.add_argument("--seed", type=_seed, metavar="N", help="sample; greedy if not given")
 
 
 def _bench_options(command: argparse.ArgumentParser) -> None:
@@ -209,7 +230,10 @@ def summary(
 
 def generate(options: argparse.Namespace) -> int:
     memory = _checked(options)
-    given = (options.model, options.prompt, options.max_new_tokens, options.seed, memory)
+    prompt = options.prompt
+    if prompt == "-" and launcher.current().rank == 0:  # which alone looks at it
+        prompt = sys.stdin.read().removesuffix("\n")
+    given = (options.model, prompt, options.max_new_tokens, options.seed, memory)
     return _on_ranks(generate_text, options.ranks, given)
 
 
@@ -227,7 +251,8 @@ def serve_model(options: argparse.Namespace) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    if not Path(options.script).exists():
+    script = Path(options.script)
+    if not (script / "__main__.py" if script.is_dir() else script).exists():
         raise InferenceError(f"{options.script} is not there, so nothing was started.")
     return _on_ranks(run_script, options.ranks, (options.script, options.arguments))
 

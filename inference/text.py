@@ -15,7 +15,7 @@ from inference.checkpoint import read_tokenizer
 from inference.errors import InferenceError
 from inference.load import Memory
 from inference.plan import readable
-from inference.usage import Peaks, describe_peaks, describe_traffic, with_model
+from inference.usage import Peaks, describe_peaks, describe_traffic, read_generator, with_model
 
 
 def generate_text(
@@ -29,24 +29,42 @@ def generate_text(
 
     seed: samples with it; greedy if not given. memory: room of each rank, as max_memory of load.
     """
-    tokenizers: list[Any] = []
+    asked: list[tuple[Any, Any]] = []
+
+    def prepare() -> None:
+        tokenizer = read_tokenizer(model_path)
+        inputs = _tokens(tokenizer, prompt)
+        read_generator(model_path, inputs["input_ids"].shape[1] + max_new_tokens)
+        asked.append((tokenizer, inputs))
+
     (model, said), peaks = with_model(
         model_path,
-        lambda model: (model, _say(model, tokenizers[0], prompt, max_new_tokens, seed)),
+        lambda model: (model, _say(model, *asked[0], max_new_tokens, seed)),
         memory,
-        before=lambda: tokenizers.append(read_tokenizer(model_path)),
+        before=prepare,
     )
     print("\n".join([said, *_memory_lines(model.device_map, peaks)]))
 
 
-def _say(model: Any, tokenizer: Any, prompt: str, max_new_tokens: int, seed: int | None) -> str:
-    """Stream the text; how fast it was, in words."""
-    print(model.device_map, flush=True)
-    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+def _tokens(tokenizer: Any, prompt: str) -> Any:
+    try:
+        prompt.encode()
+    except UnicodeError as error:
+        raise InferenceError(
+            f"rank 0: {prompt!r} holds what is no text ({error}); write the prompt in UTF-8."
+        ) from error
+    inputs = tokenizer(prompt, return_tensors="pt")
     if inputs["input_ids"].shape[1] == 0:
         raise InferenceError(
             f"rank 0: {prompt!r} has no tokens, so there is nothing to continue; give a longer one."
         )
+    return inputs
+
+
+def _say(model: Any, tokenizer: Any, inputs: Any, max_new_tokens: int, seed: int | None) -> str:
+    """Stream the text; how fast it was, in words."""
+    print(model.device_map, flush=True)
+    inputs = inputs.to(model.device)
     if seed is not None:
         torch.manual_seed(seed)
     clock = Clock(tokenizer)

@@ -12,13 +12,37 @@ from typing import Any, TypeVar
 import torch
 
 from coordinator import Coordinator
-from inference.errors import Served
+from inference.checkpoint import read_config
+from inference.errors import InferenceError, Served
+from inference.layout import model_class
 from inference.load import Memory, load
+from inference.nd_load import together
 from inference.plan import readable
 
 T = TypeVar("T")
 Peaks = list[dict[str, int]]
 """By rank: the most bytes of each of its devices that it held at a time."""
+
+
+def read_generator(path: str, num_tokens: int = 0) -> Any:
+    """The config of a model that generates text, so many tokens with the prompt.
+
+    Raises InferenceError for one that does not, or has fewer positions.
+    """
+    config = read_config(path)
+    kind = model_class(config)
+    if not kind.can_generate():
+        raise InferenceError(
+            f"rank 0: {path} holds a {kind.__name__}, which does not generate text; give one that "
+            "does, or call this one in a script of your own."
+        )
+    most = getattr(config.get_text_config(), "max_position_embeddings", None) or num_tokens
+    if num_tokens > most and not config.is_encoder_decoder:
+        raise InferenceError(
+            f"rank 0: {num_tokens} tokens were asked for, prompt and new ones, but {path} has "
+            f"positions for {most}; ask for fewer."
+        )
+    return config
 
 
 def with_model(
@@ -34,8 +58,7 @@ def with_model(
     before: called on the master, before anything is loaded.
     """
     with Coordinator() as coor:
-        if coor.is_master():
-            before()
+        together(coor, lambda: before() if coor.is_master() else None)
         try:
             with load(path, coor=coor, max_memory=memory, **options) as model:
                 result = _closing_with_its_code(model, work)

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from coordinator import Coordinator
-from inference.checkpoint import read_config, read_tokenizer
+from inference.checkpoint import read_tokenizer
 from inference.errors import InferenceError, PeerLost
 from inference.load import Memory, load
+from inference.nd_load import together
 from inference.serving.batching import Limits
+from inference.usage import read_generator
 
 LONGEST = 4096  # tokens of a row, where the model allows more and the user says nothing
 GRACE_S = 5  # for answers under way when the server is stopped
@@ -47,12 +49,16 @@ def serve(
     Raises PeerLost when a rank is lost, after telling so to those who wait for an answer.
     """
     with Coordinator() as coor:
-        length, front = 0, None
-        if coor.is_master():  # which alone has the files, perhaps
+
+        def prepare() -> tuple[int, _Front | None]:
+            if not coor.is_master():  # which alone has the files, perhaps
+                return 0, None
             _import_uvicorn()
             key = _key(host, key_file)
             length = _length(model_path, max_length)
-            front = _Front(read_tokenizer(model_path), _bound(host, port), key)
+            return length, _Front(read_tokenizer(model_path), _bound(host, port), key)
+
+        length, front = together(coor, prepare)
         length = coor.broadcast_object(length)
         with (
             front.listener if front else _signals(signal.SIG_IGN),  # the master tells when to end
@@ -119,7 +125,7 @@ def _is_loopback(host: str) -> bool:
 
 def _length(model_path: str, wanted: int | None) -> int:
     """Tokens of a row: what is wanted, if the model has positions for so many."""
-    config = read_config(model_path)
+    config = read_generator(model_path)
     if config.is_encoder_decoder:
         raise InferenceError(
             f"rank 0: {model_path} answers a text rather than continuing it, which no request here "

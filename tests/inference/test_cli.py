@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,7 @@ BAD = [
     ("plan", "--memory 1MiB --batch -1", "not a number from 1 on"),
     ("plan", "--memory 1MiB --bandwidth 0", "nothing is ever read"),
     ("plan", "--memory 1MiB --hop nan", "not a number from 0 on"),
+    ("generate", "--prompt 5 --seed 18446744073709551616", "64 bits"),
     ("generate", "--prompt 5 --max-new-tokens 0", "not a number from 1 on"),
     ("bench", "-n none", "invalid int value"),
     ("bench", "--new-tokens 1", "not a number from 2 on"),
@@ -101,8 +104,15 @@ def test_arguments_that_make_no_sense_are_refused_in_a_line(name, line, said, ca
         ("plan --model {} --memory 1MiB --dtype float17", "dtype='float17' is none"),
         ("plan --model {} --memory 1MiB --dtype float8_e4m3fn", "'float8_e4m3fn' is none"),
         ("generate --model {} --prompt 5 --memory 1MiB", "no tokenizer"),
+        (
+            "bench --model {} -n 2 --new-tokens 2 --prompt-tokens 2 --memory 1KiB",
+            "are missing in all",
+        ),
         ("generate --model {}/nowhere -n 2 --prompt 5", "no config.json"),
         ("run -n 2 {}/nowhere.py", "is not there"),
+        ("run {}", "is not there"),
+        ("bench --model {} --prompt-tokens 9 --new-tokens 8", "has positions for 16"),
+        ("bench --model {} -n 2 --prompt-tokens 9 --new-tokens 8", "has positions for 16"),
     ],
 )
 def test_what_cannot_be_done_is_an_error_of_one_line(checkpoints, capsys, line, said):
@@ -110,7 +120,8 @@ def test_what_cannot_be_done_is_an_error_of_one_line(checkpoints, capsys, line, 
     _, path = checkpoints.make("without a tokenizer", "GPT2LMHeadModel", **small)
     assert main([word.format(path) for word in line.split()]) == 1
     told = capsys.readouterr().err
-    assert said in told.splitlines()[-1] and "python -m inference: " in told
+    assert said in told.strip().splitlines()[-1] and "python -m inference: " in told
+    assert "Traceback" not in told
 
 
 @pytest.fixture
@@ -122,12 +133,28 @@ def with_tokenizer(checkpoints) -> Path:
     return path
 
 
+def test_a_prompt_of_a_dash_is_read_from_the_standard_input(with_tokenizer, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("5 6 7\n"))
+    given = ["--model", str(with_tokenizer), "--prompt", "-", "--max-new-tokens", "3"]
+    assert main(["generate", *given]) == 0
+    assert "5 6 7 55 54 10" in capsys.readouterr().out
+
+
 def test_generate_streams_text_and_ends_with_a_summary(warm, with_tokenizer):
     arguments = ["--model", with_tokenizer, "-n", 2, "--prompt", "5 6 7"]
     done = warm.run("-m", "inference", "generate", *arguments)
     assert done.returncode == 0, done.stderr
     assert "5 6 7" in done.stdout and "tokens/s" in done.stdout and "a hop" in done.stdout
     assert re.search(r"rank 1: [\d.]+ KiB of model, [\d.]+ MiB of memory at most", done.stdout)
+
+
+@pytest.mark.parametrize(("prompt", "said"), [("", "no tokens"), ("5 \udcff", "is no text")])
+def test_a_prompt_that_is_none_is_refused_before_anything_is_loaded(
+    with_tokenizer, capsys, prompt, said
+):
+    assert main(["generate", "--model", str(with_tokenizer), "--prompt", prompt]) == 1
+    told = capsys.readouterr()
+    assert said in told.err and not told.out
 
 
 def test_the_commands_for_two_machines_run_as_printed(checkpoints, hosts, with_tokenizer):
@@ -213,6 +240,14 @@ def test_a_server_that_cannot_be_as_asked_does_not_start(checkpoints, capsys, op
     pytest.importorskip("uvicorn", reason="runs after `pip install fastapi uvicorn`")
     assert main(["serve", "--model", str(checkpoints.llama()[1]), *options]) == 1
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["serve", "bench -n 2"])
+def test_a_model_that_makes_no_text_is_refused(checkpoints, capsys, line):
+    pytest.importorskip("uvicorn", reason="runs after `pip install fastapi uvicorn`")
+    _, path = checkpoints.make("bert to serve", "BertForMaskedLM", **LLAMA)
+    assert main([*line.split(), "--model", str(path)]) == 1
+    assert "does not generate text" in capsys.readouterr().err
 
 
 def test_a_model_that_does_not_continue_text_is_not_served(checkpoints, capsys):
