@@ -49,7 +49,9 @@ class Chain:
     def lazy(self, kind: str, maker: Maker, hidden: torch.Tensor) -> Lazy:
         """The next tensor that the last call will put out; `hidden` is like it or on its device.
 
-        Like a tensor of unknown shape is one of unknown shape."""
+        Like a tensor of unknown shape is one of unknown shape, until that has been fetched."""
+        if type(hidden) is Withheld and hidden.value is not None:
+            hidden = hidden.value
         is_known = kind == "hidden" and type(hidden) is not Withheld
         lazy = (Lazy if is_known else Withheld).like(hidden, self, len(self.outputs))
         self.outputs.append(weakref.ref(lazy))
