@@ -34,6 +34,7 @@ def load(
     max_memory: Memory | None = None,
     dtype: torch.dtype | str | None = None,
     cls: type[Any] | None = None,
+    config: Any = None,
     backend: str | None = None,
     batch: int = 1,
     length: int = 0,
@@ -63,9 +64,11 @@ def load(
         a layer runs, the next layer's meanwhile.
     coor: who the ranks are; made from the launch, and closed with the model, if not given.
     max_memory: bytes (or "2GiB") by place {(rank, "cpu"): ..., (rank, "disk"): ...}, by rank
-        {0: ...}, or a list by rank; what is free if not given, and nothing on disk.
+        {0: ...}, by device of the master {"cpu": ...}, or a list by rank; what is free if not
+        given, and nothing on disk.
     dtype: of the weights; what the checkpoint says if not given.
     cls: the class of the model; the one that config.json names if not given.
+    config: of the model, an object, the same on every rank; what config.json says if not given.
     batch, length: of the tokens whose keys and values must find room beside the weights.
     cuda_graphs: let the ranks beside the master launch their layers for one token at once, as a
         CUDA graph, where keys and values lie in a StaticCache (cache_implementation="static") and
@@ -92,6 +95,7 @@ def load(
         max_memory=max_memory,
         dtype=dtype,
         cls=cls,
+        config=config,
         backend=backend,
         batch=batch,
         length=length,
@@ -113,6 +117,11 @@ def load(
         raise PlanError(
             "cuda_graphs=True is for ranks that hold whole layers, and tp= and mesh= cut them; "
             "leave one of the two out."
+        )
+    if config is not None:
+        raise PlanError(
+            "config= is for ranks that hold whole layers, and tp= and mesh= read the one beside "
+            "the weights; write yours there with config.save_pretrained(path)."
         )
     if asked.has_stages:
         return load_over_teams(path, coor, asked)

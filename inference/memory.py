@@ -18,7 +18,7 @@ from inference.device_map import Place, in_order
 from inference.errors import PlanError
 
 Memory = Mapping[Any, Any] | Sequence[Any]
-"""Sizes by place, by rank, or as a list by rank."""
+"""Sizes by place, by rank, by device of the master, or as a list by rank."""
 
 CPU_SHARE = 0.9
 """The part of the free memory that weights and cache may take; the rest is for activations."""
@@ -78,6 +78,8 @@ def given_room(room: Mapping[Place, int], max_memory: Memory | None) -> dict[Pla
     pairs = max_memory.items() if isinstance(max_memory, Mapping) else enumerate(max_memory)
     given: dict[Place, int] = {}
     for key, value in pairs:
+        if isinstance(key, str):
+            key = (0, key)
         if isinstance(key, int):
             key = next((place for place in room if place[0] == key), (key, "cpu"))
         given[(int(key[0]), str(key[1]))] = nbytes(value)

@@ -25,6 +25,7 @@ class Options:
     max_memory: Memory | None = None
     dtype: torch.dtype | str | None = None
     cls: type[Any] | None = None
+    config: Any = None
     backend: str | None = None
     batch: int = 1
     length: int = 0

@@ -163,7 +163,8 @@ def _read(
             f"the files on every rank (missing on {source.blind}) and room for all of them; copy "
             'the checkpoint there, and give no "disk" and no "cpu" beside an accelerator.'
         )
-    model = load_shard(kind, source.path, {"": "meta", **chosen.of(rank)}, dtype, **options)
+    places = {"": "meta", **chosen.of(rank)}
+    model = load_shard(kind, source.path, places, dtype, config=source.config, **options)
     model._shelf = None
     place(model, chosen, rank, None)
     return model

@@ -10,9 +10,10 @@ import os
 import runpy
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from inference.errors import InferenceError, exit_code
 from inference.load import load
@@ -44,7 +45,7 @@ def models_over_all_ranks() -> Iterator[None]:
         if options.get("device_map") not in PLANS:
             return original.__func__(cls, path, *args, **options)
         _refuse_second(loaded, path)
-        loaded.append(_load_everywhere(cls, path, options))
+        loaded.append(load_everywhere(cls, path, options))
         return loaded[0]
 
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)
@@ -69,8 +70,16 @@ def _refuse_second(loaded: list[Any], path: Any) -> None:
         )
 
 
-def _load_everywhere(cls: Any, path: Any, options: dict[str, Any]) -> Any:
-    options.pop("config", None)
+def load_everywhere(cls: Any, path: Any, options: dict[str, Any]) -> Any:
+    """What from_pretrained with these options gives, over all ranks.
+
+    Some of them are the config's, as attn_implementation is, and AutoModel has put them there.
+    """
+    folder = Path(path, options.pop("subfolder", None) or "")
+    config = options.pop("config", None)
     dtype = options.pop("dtype", options.pop("torch_dtype", None))
     known = {key: options.pop(key) for key in ("device_map", "max_memory") if key in options}
-    return load(path, cls=cls, dtype=dtype, **known, **options)
+    if not isinstance(config, PreTrainedConfig) and (folder / "config.json").is_file():
+        read = cls.config_class.from_pretrained
+        config, options = read(config or folder, return_unused_kwargs=True, **options)
+    return load(folder, cls=cls, dtype=dtype, config=config, **known, **options)

@@ -7,7 +7,7 @@ chosen = found.plan("auto")
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,8 @@ class Survey:
 def survey(coor: Coordinator, path: str | Path, asked: Options) -> Survey:
     """Look at the checkpoint and at every rank's memory. Collective."""
     source = find(coor, path)
+    if asked.config is not None:
+        source = replace(source, config=asked.config)
     kind = together(coor, lambda: asked.cls or model_class(source.config))
     dtype = checkpoint_dtype(asked.dtype, source.config)
     parts = together(coor, lambda: layout(skeleton(kind, source.config, dtype)))

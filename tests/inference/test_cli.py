@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import io
 import re
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
+import launcher
 from inference.cli import main, parser
+from inference.script import load_everywhere
 from tests.inference.conftest import LLAMA
 
 ROOT = Path(__file__).parents[2]
@@ -225,6 +228,28 @@ def test_an_unmodified_script_runs_over_the_ranks_and_ends_them_with_its_code(
     assert "ranks [0, 1]" in out and "torch.Size([1, 11])" in out and "55 54 10" in out, err
     assert "other ranks serve its first model" in out
     assert master.returncode == 7 and server.wait(timeout=10) == 7 and not server.stdout.read()
+
+
+@pytest.mark.parametrize("is_read_before", [True, False])
+def test_what_a_script_says_of_the_config_is_heard(checkpoints, tmp_path, is_read_before):
+    """AutoModel puts attn_implementation into a config, which was dropped: sdpa ran, silently."""
+    plain, path = checkpoints.llama()
+    shutil.copytree(path, tmp_path / "inner")
+    settings = {"attn_implementation": "eager", "use_cache": False}
+    options = {"subfolder": "inner", "revision": "main", "torch_dtype": "bfloat16"}
+    options |= {"low_cpu_mem_usage": True, "offload_folder": str(tmp_path), "device_map": "auto"}
+    options |= {"max_memory": {0: "1GiB", 1: "1GiB"}}
+    if is_read_before:
+        settings = {"config": AutoConfig.from_pretrained(path, **settings)}
+
+    def rank():
+        with load_everywhere(type(plain), tmp_path, {**options, **settings}) as model:
+            config = model.config
+            logits = model(torch.tensor([[5, 6, 7]])).logits
+            return config._attn_implementation, config.use_cache, logits.dtype, model.device_map
+
+    found = launcher.launch(rank, nprocs=2, launcher="threads", timeout_s=60)[0]
+    assert found[:3] == ("eager", False, torch.bfloat16) and found[3].ranks == [0, 1]
 
 
 @pytest.mark.parametrize(

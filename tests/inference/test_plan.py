@@ -181,6 +181,7 @@ def test_memory_may_be_given_by_place_by_rank_or_as_a_list():
     assert given_room(room, [1, "2"]) == {(0, "cuda:0"): 1, (1, "cpu"): 2}
     assert given_room(room, {1: 3}) == {(1, "cpu"): 3}
     assert given_room(room, {(0, "cpu"): 4}) == {(0, "cpu"): 4}
+    assert given_room(room, {0: "1KiB", "cpu": 5}) == {(0, "cuda:0"): 1024, (0, "cpu"): 5}
     with pytest.raises(PlanError, match=r"ranks \[5\]"):
         given_room(room, {5: 1})
 
