@@ -160,7 +160,7 @@ class Hosts:
     def run(self, command, **environ):
         """What a command on the first host prints."""
         process = self.start(0, command, **environ)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=100)
         assert process.returncode == 0
         return out
 
