@@ -87,6 +87,8 @@ def _extras(environ: Mapping[str, str]) -> dict[str, str]:
 def command(job: Job) -> list[str]:
     """torchrun's command line for this node; each of several nodes runs its own."""
     options = ["--nproc-per-node", str(job.nprocs), "--rdzv-id", job.launch_id, *_rendezvous(job)]
+    if job.results_dir:  # else it leaves a folder of its own in /tmp
+        options += ["--log-dir", f"{job.results_dir}/torchrun"]
     start = [sys.executable, "-m", "torch.distributed.run"]
     return [*start, *options, *job.python_arguments()]
 
