@@ -268,11 +268,11 @@ def test_a_server_that_cannot_be_as_asked_does_not_start(checkpoints, capsys, op
 
 
 @pytest.mark.parametrize("line", ["serve", "bench -n 2"])
-def test_a_model_that_makes_no_text_is_refused(checkpoints, capsys, line):
+def test_a_model_that_makes_no_text_is_refused(checkpoints, warm, line):
     pytest.importorskip("uvicorn", reason="runs after `pip install fastapi uvicorn`")
     _, path = checkpoints.make("bert to serve", "BertForMaskedLM", **LLAMA)
-    assert main([*line.split(), "--model", str(path)]) == 1
-    assert "does not generate text" in capsys.readouterr().err
+    done = warm.run("-m", "inference", *line.split(), "--model", path)
+    assert done.returncode == 1 and "does not generate text" in done.stderr
 
 
 def test_a_model_that_does_not_continue_text_is_not_served(checkpoints, capsys):
