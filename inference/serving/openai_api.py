@@ -41,6 +41,7 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 class StreamOptions(BaseModel):  # type: ignore[misc]
     model_config = ConfigDict(extra="forbid")
     include_usage: bool = False
+    include_obfuscation: Literal[False] = False
 
 
 class Asked(BaseModel):  # type: ignore[misc]
@@ -118,9 +119,14 @@ ASKING_NOTHING: dict[str, Any] = {
     "echo": False,
     "logit_bias": {},
     "logprobs": False,
+    "metadata": {},
+    "modalities": ["text"],
     "response_format": {"type": "text"},
+    "service_tier": "auto",
     "store": False,
+    "tool_choice": "none",
     "tools": [],
+    "top_logprobs": 0,
 }
 """Fields that are not supported, and what some clients send in them who do not want them."""
 

@@ -256,7 +256,16 @@ def test_who_finds_too_many_in_line_is_told_to_come_again(complete):
 def test_fields_that_ask_for_nothing_are_as_good_as_none(complete):
     """Some clients send all the fields they know."""
     nothing = {"echo": False, "best_of": 1, "suffix": None, "logit_bias": {}, "logprobs": None}
-    assert complete("5 6 7", **nothing).choices[0].text == complete("5 6 7").choices[0].text
+    chats = {"metadata": {}, "tool_choice": "none", "tools": [], "service_tier": "auto"}
+    stream = complete(
+        "5 6 7",
+        **nothing,
+        extra_body={**chats, "top_logprobs": 0, "modalities": ["text"]},
+        stream=True,
+        stream_options={"include_obfuscation": False},
+    )
+    said = "".join(chunk.choices[0].text for chunk in stream)
+    assert said == complete("5 6 7").choices[0].text
 
 
 @pytest.mark.parametrize(
