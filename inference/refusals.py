@@ -19,6 +19,7 @@ MERGE = (
     "adapter).merge_and_unload().save_pretrained(directory)"
 )
 NO_TRAINING = "it is for inference, under torch.no_grad(); train on a model that is whole"
+NOT_COMPILED = "leave its forward as it is, for it waits for other ranks in every pass"
 
 
 class Misplaced(InferenceError):
@@ -101,6 +102,16 @@ class Refusals:
             return
         self._refuse("given another attention", "load it with attn_implementation=")
         super().set_attn_implementation(attn_implementation, *args, **kwargs)  # type: ignore[misc]
+
+    def compile(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse("compiled", NOT_COMPILED)
+        return super().compile(*args, **kwargs)  # type: ignore[misc]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """model.forward = torch.compile(model.forward): generate() failed inside of the tracing."""
+        if name == "forward" and hasattr(value, "_torchdynamo_orig_callable"):
+            self._refuse("compiled", NOT_COMPILED)
+        super().__setattr__(name, value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self._refuse("copied", "use it from several threads as it is, each with its own cache")

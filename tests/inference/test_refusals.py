@@ -33,6 +33,8 @@ REFUSED = {
     "part of a layer": (lambda model: call_part(model), "whole layer"),
     "attention": (lambda model: model.set_attn_implementation("eager"), "attn_implementation="),
     "attention in the config": (lambda model: attend(model), "attn_implementation="),
+    "compile": (lambda model: model.compile(), "leave its forward"),
+    "compiled forward": (lambda model: compile_forward(model), "leave its forward"),
     "autocast": (lambda model: autocast(model), "dtype="),
     "copy": (lambda model: copy.deepcopy(model), "several threads"),
     "continuous batch": (lambda model: model.generate_batch([[5, 6]]), "several threads"),
@@ -81,6 +83,10 @@ def attend(model):
         model(IDS)
     finally:
         model.config._attn_implementation = "sdpa"
+
+
+def compile_forward(model):
+    model.forward = torch.compile(model.forward, backend="eager")
 
 
 def autocast(model):
