@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -93,6 +93,7 @@ def distribute(
         for name, rank in remote.items():
             _replace(model, name, rank, session, unheard)
         _fetch_outputs(model, remote, session, unheard)
+        _fetch_inputs(model, remote)
         traced.master(model, session)
     return model
 
@@ -116,6 +117,26 @@ def _fetch_outputs(
             module.register_forward_pre_hook(_Note(session, attention), with_kwargs=True)
             module.register_forward_hook(_plain_output)
             module.register_forward_hook(_RefuseUnheard(model, unheard), with_kwargs=True)
+
+
+def _fetch_inputs(model: nn.Module, remote: Mapping[str, int]) -> None:
+    """What computes with the state of remote layers, as a norm, is given its value: an operation on
+    a lazy tensor takes longer. What has no weights may hand it on to the next layer as it is."""
+    around = {"", *(outer for name in remote for outer in _outer(name))}
+    for name, module in model.named_modules():
+        is_beside = name.rpartition(".")[0] in around and name not in around
+        if is_beside and name not in remote and any(True for _ in module.parameters()):
+            module.register_forward_pre_hook(_plain_input)
+
+
+def _outer(name: str) -> Iterator[str]:
+    """The names of the modules around one, from the innermost."""
+    while name := name.rpartition(".")[0]:
+        yield name
+
+
+def _plain_input(module: nn.Module, args: Any) -> Any:
+    return (args[0].fetch(), *args[1:]) if args and isinstance(args[0], Lazy) else None
 
 
 class _Note:

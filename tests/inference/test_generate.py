@@ -473,6 +473,18 @@ def test_hidden_states_that_nobody_holds_stay_where_they_are(checkpoints, on_mas
     assert kept == 3
 
 
+def test_a_norm_after_remote_layers_is_given_plain_memory(checkpoints, on_master):
+    """Each operation of it on a lazy tensor took longer than all of them on a plain one."""
+
+    def work(model):
+        kinds = []
+        model.model.norm.register_forward_pre_hook(lambda _, given: kinds.append(type(given[0])))
+        tokens(model)
+        return set(kinds)
+
+    assert on_master(checkpoints.llama()[1], 2, work) == {torch.Tensor}
+
+
 READS = {
     "tolist": lambda state: state.tolist(),
     "numpy": lambda state: state.cpu().numpy().tolist(),
