@@ -66,8 +66,9 @@ def speeds(options: argparse.Namespace) -> None:
         parameters = new_model(folder, options.layers, options.hidden)
         note = f"Llama of {parameters / 1e6:.0f} M parameters, fp32, half the layers on each rank, "
         note += 'with tp=2 half of each layer, with "fastest" what it finds to be faster; '
-        note += "median and middle half of rounds in which all take turns; warmed up."
-        columns = (*columns, "equal", f"{ONE} (ms)", f"{ONE} / this")
+        note += "median and middle half of rounds in which all take turns; warmed up. Cost: what "
+        note += "a token takes more than in the one process."
+        columns = (*columns, "equal", f"{ONE} (ms)", "cost (ms)", f"{ONE} / this")
         table = Table("inference", columns, note, options.save)
         for case in LARGE:  # a launch each, so that its rows are kept when it ends
             found = launch(folder, options.layers, [case], options.repeats)
@@ -82,11 +83,13 @@ def add(table: Table, case: Case, times: Times) -> None:
         first = [each["first"] for each in times[peer]]
         per_token = [each["ms"] / new_tokens for each in times[peer]]
         alone = [each["ms"] / new_tokens for each in times[ONE]]
-        ratio = statistics.median(a / b for a, b in zip(alone, per_token, strict=True))
+        rounds = [*zip(alone, per_token, strict=True)]
+        ratio = statistics.median(a / b for a, b in rounds)
+        cost = statistics.median(b - a for a, b in rounds)
         rate = batch * 1000 / statistics.median(per_token)
         sharing = times[peer][0]["ranks a layer"]
         cells = (name, peer, sharing, rate, spread(first), spread(per_token), equal(times, peer))
-        table.add(*cells, spread(alone), ratio)
+        table.add(*cells, spread(alone), cost, ratio)
 
 
 def costs(options: argparse.Namespace) -> None:

@@ -54,6 +54,7 @@ def decode(batch: int, peer: str, ours: str = "ours") -> Pick:
     return Pick(f"{what}, 2 ranks{how}", "inference", "ms a token", peer, *sides)
 
 
+FASTEST = 'ours, "fastest"'
 RPC = "torch RPC, as in Accelerate's PR 4066"
 PICKS = (
     started("command to barrier", 4, "torchrun"),
@@ -73,8 +74,8 @@ PICKS = (
     decode(1, "one process"),
     decode(1, RPC),
     decode(32, "one process"),
-    decode(1, "one process", "ours, tp=2"),
-    decode(32, "one process", "ours, tp=2"),
+    decode(1, "one process", FASTEST),
+    decode(32, "one process", FASTEST),
     beside(
         *("peak memory of a rank, model over 4", "model", "MiB", "from_pretrained in one process"),
         *({"ranks": 4}, "peak of a rank (MiB)", "plain peak (MiB)"),

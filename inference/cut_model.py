@@ -99,6 +99,7 @@ def cut_checkpoint(
 ) -> CutModel:
     """The empty model of a checkpoint and how it is cut; PlanError if it cannot be."""
     config, generation = configs_from(*configs)
+    config = config if asked.config is None else copy.deepcopy(asked.config)
     _refuse_quantised(files.path, config, asked)
     model = build(asked.cls or model_class(config), config, asked)
     where = asked.device or own_device(coor)

@@ -15,7 +15,7 @@ from coordinator import Coordinator
 from inference.cut_model import own_device
 from inference.device_map import first_device
 from inference.errors import PlanError
-from inference.fastest import Together, estimate, estimate_together
+from inference.fastest import Speeds, Together, estimate, estimate_together
 from inference.lookout import on_lookout
 from inference.nd_load import together
 from inference.options import Options
@@ -30,15 +30,16 @@ WORTH_IT = 1.1
 
 def load_fastest(path: str | Path, coor: Coordinator | None, asked: Options) -> Any:
     """The model as it is expected to be fastest. Collective; see `load`."""
-    asked = _measured(path, coor, asked)
-    if asked.cuts_layers:
+    whole, *cut = _in_order(path, coor, asked)
+    for over_teams in cut:
         with contextlib.suppress(PlanError):  # this model cannot be cut so, or has no room
-            return load_over_teams(path, coor, asked)
-    return load_over_stages(path, coor, replace(asked, device_map="fastest", tp=None, reader=None))
+            return load_over_teams(path, coor, over_teams)
+    return load_over_stages(path, coor, whole)
 
 
-def _measured(path: str | Path, coor: Coordinator | None, asked: Options) -> Options:
-    """With the speeds of this cluster, and how many ranks are to share a layer if any."""
+def _in_order(path: str | Path, coor: Coordinator | None, asked: Options) -> list[Options]:
+    """What was asked for, with the speeds of this cluster; and over teams, the fastest first, where
+    that is worth it."""
     with contextlib.ExitStack() as stack:
         if coor is None:
             coor = stack.enter_context(Coordinator())
@@ -46,14 +47,13 @@ def _measured(path: str | Path, coor: Coordinator | None, asked: Options) -> Opt
         found = survey(coor, path, asked)
         speeds = measure_speeds(coor, found.room, found.dtype, asked.backend)
         asked = replace(asked, speeds=speeds)
-        if asked.cuda_graphs or not _have_one_device_each(coor, found):
-            return asked
+        stays_whole = asked.cuda_graphs or asked.device is not None
+        if stays_whole or not _have_one_device_each(coor, found):
+            return [asked]
         teams = measure_together(coor, own_device(coor), found.dtype)
-        best = together(coor, lambda: _best(found, teams, asked))
-    if best is None:
-        return asked
+        sizes = together(coor, lambda: _worth_it(found, teams, speeds))
     reader = "rank0" if found.source.blind else None
-    return replace(asked, device_map="auto", tp=best.size, reader=reader)
+    return [asked, *(replace(asked, device_map="auto", tp=n, reader=reader) for n in sizes)]
 
 
 def _have_one_device_each(coor: Coordinator, found: Survey) -> bool:
@@ -62,13 +62,12 @@ def _have_one_device_each(coor: Coordinator, found: Survey) -> bool:
     return coor.vote(len(mine) < 2 and first_device(mine) == own_device(coor))
 
 
-def _best(found: Survey, teams: list[Together], asked: Options) -> Together | None:
-    """The team that is worth it most, if one is."""
-    assert asked.speeds is not None, "they have been measured"
-    alone = estimate(found.parts, found.plan("fastest", asked.speeds), asked.speeds, found.step)
+def _worth_it(found: Survey, teams: list[Together], speeds: Speeds) -> list[int]:
+    """How many ranks had better share a layer, if several; the fastest first."""
+    alone = estimate(found.parts, found.plan("fastest", speeds), speeds, found.step)
     rates = {
-        each: estimate_together(found.parts, each, asked.speeds, found.step).tokens_a_second
-        for each in teams
+        team.size: estimate_together(found.parts, team, speeds, found.step).tokens_a_second
+        for team in teams
     }
-    best = max(rates, key=lambda each: rates[each], default=None)
-    return best if best and rates[best] > WORTH_IT * alone.tokens_a_second else None
+    wanted = [size for size, rate in rates.items() if rate > WORTH_IT * alone.tokens_a_second]
+    return sorted(wanted, key=lambda size: -rates[size])

@@ -118,11 +118,6 @@ def load(
             "cuda_graphs=True is for ranks that hold whole layers, and tp= and mesh= cut them; "
             "leave one of the two out."
         )
-    if config is not None:
-        raise PlanError(
-            "config= is for ranks that hold whole layers, and tp= and mesh= read the one beside "
-            "the weights; write yours there with config.save_pretrained(path)."
-        )
     if asked.has_stages:
         return load_over_teams(path, coor, asked)
     return load_over_mesh(path, coor, asked)

@@ -1,5 +1,6 @@
 """Stages of ranks that cut their layers: the master drives, and says what one process says."""
 
+import copy
 import math
 import re
 import threading
@@ -95,6 +96,15 @@ def test_every_rank_holds_its_part_of_its_stage(family, monkeypatch):
 def test_stages_without_tensor_parallelism_are_teams_of_one(family):
     plain, path = family("tied")
     same(on_master(path, 2, said, mesh={"pp": 2}), plain)
+
+
+def test_a_config_of_ones_own_is_that_of_every_rank(family):
+    plain, path = family("llama")
+    config = copy.deepcopy(plain.config)
+    config.rms_norm_eps = 0.5
+    changed = type(plain).from_pretrained(path, config=config)
+    assert said(changed)[1] != said(plain)[1]
+    same(on_master(path, 2, said, tp=2, device_map="auto", config=config), changed)
 
 
 def test_one_stage_is_driven_by_its_first_rank(family):

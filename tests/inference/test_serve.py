@@ -374,6 +374,7 @@ def test_what_runs_for_a_client_that_reads_nothing_ends_with_the_server(plain):
 def test_who_waits_when_the_grace_is_over_hears_that_the_server_ends(plain, monkeypatch):
     """A stream was cut off, without a word, and the log was full of tracebacks."""
     monkeypatch.setattr(serve, "GRACE_S", 0)
+    monkeypatch.setattr(plain[0].generation_config, "eos_token_id", None)  # it goes on and on
     has_ended, how = threading.Event(), []
 
     def end(why) -> None:

@@ -88,6 +88,7 @@ def test_the_fastest_plan_is_loaded_and_its_tokens_are_exact(checkpoints, ranks)
 
 
 FAST = Together(2, Speed(1e15, 1e15), Link(1e-9, 1e12))
+SLOW = Together(2, Speed(1e15, 1e15), Link(1.0, 1e12))
 
 
 def on_two_ranks(path, ranks):
@@ -109,7 +110,7 @@ def on_two_ranks(path, ranks):
 
 @pytest.mark.parametrize(
     ("make", "speeds", "sharing"),
-    [("llama", [FAST], 2), ("llama", [], 1), ("gpt2", [FAST], 1)],
+    [("llama", [FAST], 2), ("llama", [SLOW], 1), ("gpt2", [FAST], 1)],
     ids=["shared where that is faster", "whole where it is not", "whole where it cannot be cut"],
 )
 def test_ranks_of_a_node_share_layers(checkpoints, ranks, monkeypatch, make, speeds, sharing):

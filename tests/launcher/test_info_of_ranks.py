@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import launcher
-from launcher import binding, devices, nesting, secret, values, wire
+from launcher import binding, devices, nesting, registry, secret, values, wire
 from launcher.info import LaunchInfo
 
 ranks = st.integers(1, 50).flatmap(
@@ -187,7 +187,8 @@ def test_a_secret_in_the_environment_is_gone_once_it_was_read():
     assert first == text and text not in rest, shown.stderr
 
 
-def test_registered_launchers_are_asked_and_can_start_ranks():
+def test_registered_launchers_are_asked_and_can_start_ranks(monkeypatch):
+    monkeypatch.setattr(registry, "_registered", {})  # other tests list all that there are
     info = LaunchInfo("mine", 4, 2, 3, 1, master_port=1)
     mine = types.SimpleNamespace(
         NAME="a-launcher-of-a-test",
@@ -195,11 +196,9 @@ def test_registered_launchers_are_asked_and_can_start_ranks():
         run=lambda job: [job.target.function(*job.args)] * job.nprocs,
     )
     launcher.register(mine)
-    os.environ["MINE"] = "1"
-    try:
-        assert launcher.current() == info
-    finally:
-        del os.environ["MINE"]
+    monkeypatch.setenv("MINE", "1")
+    assert launcher.current() == info
+    monkeypatch.delenv("MINE")
     assert launcher.launch(abs, 2, launcher=mine.NAME, args=(-3,)) == [3, 3]
 
 
