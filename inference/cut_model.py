@@ -41,7 +41,7 @@ from inference.nd_plan import LoadPlan
 from inference.options import Options
 from inference.rehearsal import rehearse, shortened
 from inference.renaming import kept_wide, sources_of
-from inference.source import config_from
+from inference.source import config_from, own_config
 from inference.tensor_parallel import read_plan, splits_of
 from inference.unfilled import on_meta
 
@@ -99,7 +99,7 @@ def cut_checkpoint(
 ) -> CutModel:
     """The empty model of a checkpoint and how it is cut; PlanError if it cannot be."""
     config, generation = configs_from(*configs)
-    config = config if asked.config is None else copy.deepcopy(asked.config)
+    config = own_config(config, asked.config)
     _refuse_quantised(files.path, config, asked)
     model = build(asked.cls or model_class(config), config, asked)
     where = asked.device or own_device(coor)

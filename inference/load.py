@@ -68,13 +68,15 @@ def load(
         given, and nothing on disk.
     dtype: of the weights; what the checkpoint says if not given.
     cls: the class of the model; the one that config.json names if not given.
-    config: of the model, an object, the same on every rank; what config.json says if not given.
+    config: of the model, an object, the same on every rank, which is copied; what config.json says
+        if not given.
     batch, length: of the tokens whose keys and values must find room beside the weights.
     cuda_graphs: let the ranks beside the master launch their layers for one token at once, as a
         CUDA graph, where keys and values lie in a StaticCache (cache_implementation="static") and
         all layers of a rank are on one GPU. What cannot be captured runs as ever, with a warning.
     backend: what moves the hidden states, see Communicator; the best that every rank has.
     progress: a bar on the master that counts the bytes of all ranks; on a terminal only, if None.
+        There is none where layers are cut.
     tp, mesh: cut the layers themselves instead: every rank gets the model and calls it alike, see
         `OverMesh`. tp is how many ranks share one; a mesh is {"dp_replicate": 2, "tp": 2}, or a
         torch DeviceMesh, which `dp_shard` needs (its parameters are those of FSDP2). With a

@@ -38,7 +38,7 @@ from inference.survey import survey
 
 def load_over_stages(path: str | Path, coor: Coordinator | None, asked: Options) -> Any:
     """The model of a checkpoint, its layers spread over every rank. Collective; see `load`."""
-    _refuse_device(asked)
+    refuse_device(asked)
     with contextlib.ExitStack() as stack:
         if coor is None:
             coor = stack.enter_context(Coordinator())
@@ -64,7 +64,7 @@ def _placed_and_loaded(
         return _loaded(coor, *loaded, asked.progress, asked.rest), chosen
 
 
-def _refuse_device(asked: Options) -> None:
+def refuse_device(asked: Options) -> None:
     if asked.device is not None:
         raise PlanError(
             f"device={asked.device!r} is for ranks that cut layers, with tp= or mesh=; here the "

@@ -150,8 +150,8 @@ def _connect(
 def _without_speeds(device_map: Any) -> Any:
     if device_map == "fastest":
         raise PlanError(
-            'device_map="fastest" measures single ranks, and here a team of them computes a stage, '
-            'so its speed is not known; use "auto", or a dict of module to stage.'
+            'device_map="fastest" decides itself how many ranks share a layer, and tp= or mesh= do '
+            'so too; leave these out, or use "auto", or a dict of module to stage.'
         )
     return device_map
 

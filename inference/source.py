@@ -6,6 +6,7 @@ print(source.readers)                   # by rank, the rank that reads the files
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,18 @@ def find(coor: Coordinator, path: str | Path) -> Source:
     config = together(coor, lambda: config or config_from(json.loads(told)))
     files, _ = share_files(coor, folder, lambda: readers)
     return Source(folder, config, files.index, readers)
+
+
+def own_config(found: Any, given: Any) -> Any:
+    """The config to build with: a copy of the one the user gives, or the one that was found. What
+    the given one leaves open, which class and which dtype, is as found."""
+    if given is None:
+        return found
+    config = copy.deepcopy(given)
+    for name in ("architectures", "dtype"):
+        if getattr(config, name, None) is None:
+            setattr(config, name, getattr(found, name, None))
+    return config
 
 
 def _holds_weights(folder: Path) -> bool:

@@ -14,7 +14,7 @@ from statistics import median
 
 import torch
 
-from communicator import Communicator
+from communicator import Communicator, Unsupported
 from coordinator import Coordinator
 from inference.device_map import Place, first_device
 from inference.fastest import Link, Speed, Speeds, Together
@@ -33,6 +33,7 @@ SMALL, LARGE = 64, 1 << 20
 """Bytes of the messages that give latency and bandwidth."""
 
 ROUNDS = 8
+OfRounds = Callable[[list[float]], float]
 PAUSE_S = 2e-3
 """Before a message: the one who waits for it has gone to sleep by then, as between tokens."""
 
@@ -93,35 +94,39 @@ def place_speed(device: str, main: str, dtype: torch.dtype) -> Speed:
         return Speed(device_speed(main, dtype).flops, DISK_BYTES_A_SECOND)
     if device == "cpu" and main != "cpu":
         weights = torch.ones(WEIGHTS, dtype=torch.uint8)
-        copying_s = _fastest_round(lambda: weights.to(main), main)
+        copying_s = min(_rounds(lambda: weights.to(main), main))
         return Speed(device_speed(main, dtype).flops, WEIGHTS / copying_s)
     return device_speed(device, dtype)
 
 
-def device_speed(device: str, dtype: torch.dtype) -> Speed:
-    """Of one device of this process: a matrix times a vector for bytes, times many for FLOPs."""
+def device_speed(device: str, dtype: torch.dtype, of_rounds: OfRounds = min) -> Speed:
+    """Of one device of this process: a matrix times a vector for bytes, times many for FLOPs.
+
+    of_rounds: which of the times counts; what disturbs can only make one longer.
+    """
     rows = WEIGHTS // (1024 * dtype.itemsize)
     weights = torch.ones(rows, 1024, dtype=dtype, device=device)
     vector = torch.ones(1024, 1, dtype=dtype, device=device)
     tokens = torch.ones(1024, TOKENS, dtype=dtype, device=device)
-    reading_s = _fastest_round(lambda: weights @ vector, device)
+    reading_s = of_rounds(_rounds(lambda: weights @ vector, device))
     square = weights[:1024]
-    multiplying_s = _fastest_round(lambda: square @ tokens, device)
+    multiplying_s = of_rounds(_rounds(lambda: square @ tokens, device))
     return Speed(2.0 * square.numel() * TOKENS / multiplying_s, weights.nbytes / reading_s)
 
 
 @torch.inference_mode()
-def _fastest_round(work: Callable[[], object], device: str) -> float:
-    """Seconds of the quickest round: what disturbs can only make it longer."""
+def _rounds(work: Callable[[], object], device: str) -> list[float]:
+    """Seconds of each round."""
     work()
-    best, deadline = float("inf"), time.perf_counter() + BUDGET_S
-    while time.perf_counter() < deadline:
+    took: list[float] = []
+    deadline = time.perf_counter() + BUDGET_S
+    while not took or time.perf_counter() < deadline:
         _wait_for(device)
         start = time.perf_counter()
         work()
         _wait_for(device)
-        best = min(best, time.perf_counter() - start)
-    return best
+        took.append(time.perf_counter() - start)
+    return took
 
 
 def _wait_for(device: str) -> None:
@@ -146,9 +151,13 @@ def measure_together(coor: Coordinator, device: str, dtype: torch.dtype) -> list
     """What ranks of a node do at once, by every number of them that divides all nodes. Collective.
 
     They share memory and what moves their sums, so that two are not twice as fast as one. The teams
-    of a node take turns. device: of this rank. The same answer on every rank.
+    of a node take turns. device: of this rank. The same answer on every rank: none, where nothing
+    could move their sums.
     """
-    return [_as_team(coor, size, device, dtype) for size in _team_sizes(coor.nodes)]
+    try:
+        return [_as_team(coor, size, device, dtype) for size in _team_sizes(coor.nodes)]
+    except Unsupported:
+        return []
 
 
 def _team_sizes(nodes: Sequence[Sequence[int]]) -> list[int]:
@@ -163,11 +172,11 @@ def _as_team(coor: Coordinator, size: int, device: str, dtype: torch.dtype) -> T
     mine: tuple[Speed, Link] | None = None
     group = coor.split(tuple(range(first, first + size)))
     assert group is not None, "this rank is one of them"
-    with group, Communicator(group) as comm:
+    with group, Communicator(group, device_type=torch.device(device).type) as comm:
         for turn in range(max(map(len, coor.nodes)) // size):
             if turn == coor.local_rank // size:
                 group.barrier()
-                mine = device_speed(device, dtype), _sums(comm, device, dtype)
+                mine = device_speed(device, dtype, median), _sums(comm, device, dtype)
             coor.barrier()
     assert mine is not None, "every team had its turn"
     told = coor.allgather(json.dumps([astuple(part) for part in mine]).encode())

@@ -30,7 +30,7 @@ from inference.memory import cluster_memory, given_room
 from inference.nd_load import together
 from inference.options import Options
 from inference.plan import plan
-from inference.source import Source, find
+from inference.source import Source, find, own_config
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,7 @@ class Survey:
 def survey(coor: Coordinator, path: str | Path, asked: Options) -> Survey:
     """Look at the checkpoint and at every rank's memory. Collective."""
     source = find(coor, path)
-    if asked.config is not None:
-        source = replace(source, config=asked.config)
+    source = replace(source, config=own_config(source.config, asked.config))
     kind = together(coor, lambda: asked.cls or model_class(source.config))
     dtype = checkpoint_dtype(asked.dtype, source.config)
     parts = together(coor, lambda: layout(skeleton(kind, source.config, dtype)))

@@ -249,7 +249,7 @@ def test_replicas_of_stages_are_called_on_their_own(family, tmp_path, mesh):
         ({"mesh": {"pp": 2, "dp_shard": 2}}, "name that axis 'dp_replicate'"),
         ({"mesh": Mesh({"pp": 2, "tp": 2}, (1, 0, 2, 3))}, "put rank 0 first"),
         ({"tp": 3, "device_map": "auto"}, "does not divide"),
-        ({"tp": 2, "device_map": "fastest"}, "measures single ranks"),
+        ({"tp": 2, "device_map": "fastest"}, "decides itself"),
         ({"mesh": {"pp": 2, "tp": 2}, "tp": 4}, "contradicts"),
         ({"mesh": {"pp": 2, "tp": 2}, "max_memory": [1 << 10] * 4}, "are missing in all"),
         ({"tp": 2, "max_memory": [1 << 30] * 4}, "would change nothing"),

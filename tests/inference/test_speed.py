@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 import inference
 from coordinator import Coordinator
@@ -18,6 +20,7 @@ from inference.speed import (
     measure_together,
     place_speed,
 )
+from tests.inference.conftest import LLAMA
 
 
 def test_all_ranks_have_the_same_speeds_of_every_place_and_link(ranks):
@@ -91,7 +94,7 @@ FAST = Together(2, Speed(1e15, 1e15), Link(1e-9, 1e12))
 SLOW = Together(2, Speed(1e15, 1e15), Link(1.0, 1e12))
 
 
-def on_two_ranks(path, ranks):
+def on_two_ranks(path, ranks, **options):
     """How many ranks share a layer, and the tokens, for what "fastest" has loaded."""
     ids = torch.arange(3, 12)[None]
 
@@ -99,7 +102,7 @@ def on_two_ranks(path, ranks):
         torch.set_num_threads(1)
         with Coordinator(info, timeout_s=20) as coor:
             try:
-                with inference.load(path, "fastest", coor) as model:
+                with inference.load(path, "fastest", coor, **options) as model:
                     tokens = model.generate(ids, max_new_tokens=6, do_sample=False).tolist()
                     return model.mesh.along("tp") if hasattr(model, "mesh") else 1, tokens
             except inference.Served:
@@ -109,12 +112,52 @@ def on_two_ranks(path, ranks):
 
 
 @pytest.mark.parametrize(
-    ("make", "speeds", "sharing"),
-    [("llama", [FAST], 2), ("llama", [SLOW], 1), ("gpt2", [FAST], 1)],
-    ids=["shared where that is faster", "whole where it is not", "whole where it cannot be cut"],
+    ("make", "speeds", "options", "sharing"),
+    [
+        ("llama", [FAST], {}, {2}),
+        ("llama", [SLOW], {}, {1}),
+        ("llama", None, {}, {1, 2}),
+        ("llama", [FAST], {"use_safetensors": True}, {1}),
+        ("gpt2", [FAST], {}, {1}),
+    ],
+    ids=["faster", "not faster", "as measured", "options for whole layers", "it cannot be cut"],
 )
-def test_ranks_of_a_node_share_layers(checkpoints, ranks, monkeypatch, make, speeds, sharing):
+def test_ranks_of_a_node_share_layers_where_that_is_faster(
+    checkpoints, ranks, monkeypatch, make, speeds, options, sharing
+):
     plain, path = getattr(checkpoints, make)()
+    if speeds is not None:
+        monkeypatch.setattr(fastest_cut, "measure_together", lambda *_: speeds)
+    expected = plain.generate(torch.arange(3, 12)[None], max_new_tokens=6, do_sample=False)
+    shared, tokens = on_two_ranks(path, ranks, **options)
+    assert shared in sharing and tokens == expected.tolist()
+
+
+@pytest.mark.parametrize("speeds", [[FAST], []], ids=["shared", "whole"])
+def test_a_config_of_ones_own_is_used_however_the_model_is_divided(
+    checkpoints, ranks, monkeypatch, speeds
+):
+    """It was left out where ranks shared layers, and was changed where they did not."""
+    plain, path = checkpoints.llama()
+    config = LlamaConfig(**{**LLAMA, "rms_norm_eps": 0.5})
+    changed = type(plain).from_pretrained(path, config=config)
     monkeypatch.setattr(fastest_cut, "measure_together", lambda *_: speeds)
-    tokens = plain.generate(torch.arange(3, 12)[None], max_new_tokens=6, do_sample=False)
-    assert on_two_ranks(path, ranks) == (sharing, tokens.tolist())
+    ids = torch.arange(3, 12)[None]
+    expected = changed.generate(ids, max_new_tokens=6, do_sample=False).tolist()
+    assert expected != plain.generate(ids, max_new_tokens=6, do_sample=False).tolist()
+    given = LlamaConfig(**{**LLAMA, "rms_norm_eps": 0.5})
+    before = given.to_dict()
+    assert on_two_ranks(path, ranks, config=given)[1] == expected
+    assert given.to_dict() == before
+
+
+def test_ranks_that_are_asked_for_different_things_are_told(checkpoints, ranks_or_errors):
+    """Each would have measured and chosen for itself."""
+    _, path = checkpoints.llama()
+
+    def rank(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            inference.load(path, "fastest", coor, batch=1 + info.rank)
+
+    found = ranks_or_errors(rank, 2)
+    assert all(re.search("batch is 1 on rank 0 and 2 on rank 1", str(each)) for each in found)
