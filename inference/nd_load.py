@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from communicator import Communicator
-from coordinator import Coordinator, nodes
+from communicator import Communicator, PeerLost
+from coordinator import Coordinator, CoordinatorError, nodes
 from inference.boxes import Box, Split, blocks
 from inference.errors import CheckpointError, InferenceError, PlanError, said, story
 from inference.mesh import ALIASES, Mesh, axis_names, read_mesh
@@ -235,9 +235,11 @@ def share_files(
 @contextlib.contextmanager
 def leaving_aloud(coor: Coordinator) -> Iterator[None]:
     """What is raised in this block, on this rank alone, ends the waiting of all others, and says so
-    to them: their Coordinators cannot be used any more."""
+    to them: their Coordinators cannot be used any more. Who lost another is not at fault."""
     try:
         yield
+    except (PeerLost, CoordinatorError):
+        raise
     except BaseException as error:
         coor.accuse(coor.rank, f"cannot load: {story(error)}")
         raise

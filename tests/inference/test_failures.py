@@ -17,6 +17,8 @@ import torch
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+import communicator
+import coordinator
 import inference
 from coordinator import Coordinator
 from coordinator.torch_store import StoreTimeout
@@ -533,6 +535,20 @@ def test_who_reads_for_others_and_fails_tells_them_at_once(
         assert isinstance(error, inference.PeerLost)
         assert re.search(r"rank 0 \(host .*cannot load: ZeroDivisionError", str(error)), error
         assert "in bomb" in str(error) and "Rank 0 was to hold model.embed_tokens" in str(error)
+
+
+@pytest.mark.parametrize("loss", [communicator.PeerLost, coordinator.PeerLost])
+def test_who_lost_another_while_it_loaded_is_not_accused(ranks, loss):
+    """Which of the others noticed first that a rank was killed was itself named to the master."""
+
+    def rank(info):
+        with Coordinator(info) as coor:
+            if info.rank == 1:
+                with pytest.raises(loss), nd_load.leaving_aloud(coor):
+                    raise loss("rank 1: rank 2 is gone")
+            return coor.allgather(b"well")
+
+    assert ranks(rank, 3) == [[b"well"] * 3] * 3
 
 
 def test_what_is_told_of_an_error_can_always_be_sent():
