@@ -133,8 +133,9 @@ class Leader:
         try:
             self.team.tell(message)
         except PeerLost as lost:
-            if message.kind is Kind.CALL and not self.team.vigil.verdict:
-                self.ring.send(Message(Kind.LOST, note=str(lost)))
+            if message.kind is not Kind.LEAVE and not self.team.vigil.verdict:
+                is_told = message.kind is Kind.LOST
+                self.ring.send(message if is_told else Message(Kind.LOST, note=str(lost)))
             raise
         return message
 

@@ -24,8 +24,10 @@ from coordinator import Coordinator
 from coordinator.torch_store import StoreTimeout
 from inference import lookout, nd_load, over_stages
 from inference.errors import story
+from inference.frames import Kind, Message
 from inference.interrupt import Uninterrupted
 from inference.lookout import outlast_master
+from inference.team import Leader
 
 HEAD = """
 import os, random, signal, sys, threading, time
@@ -549,6 +551,31 @@ def test_who_lost_another_while_it_loaded_is_not_accused(ranks, loss):
             return coor.allgather(b"well")
 
     assert ranks(rank, 3) == [[b"well"] * 3] * 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (Kind.CALL, ["the team is not whole"]),
+        (Kind.ERROR, ["the team is not whole"]),
+        (Kind.MARK, ["the team is not whole"]),
+        (Kind.LOST, ["an earlier team is lost"]),
+        (Kind.LEAVE, []),
+    ],
+)
+def test_whatever_passes_a_team_that_is_not_whole_becomes_the_news_of_it(kind, told):
+    """Where it was not a call, nothing went on, and the team's first rank was taken for lost."""
+    sent = []
+
+    def tell(message):
+        raise inference.PeerLost("the team is not whole")
+
+    vigil = SimpleNamespace(verdict="", explained=lambda work: work())
+    arrived = Message(kind, note="an earlier team is lost")
+    ring = SimpleNamespace(coor=None, close=None, receive=lambda _: arrived, send=sent.append)
+    with pytest.raises(inference.PeerLost, match="not whole"):
+        Leader(SimpleNamespace(rank=2, vigil=vigil, tell=tell), ring).receive()
+    assert [(message.kind, message.note) for message in sent] == [(Kind.LOST, why) for why in told]
 
 
 def test_what_is_told_of_an_error_can_always_be_sent():
