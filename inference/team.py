@@ -24,10 +24,10 @@ from inference.stage import Stage
 from inference.vigil import Vigil
 
 NOBODY = "nobody"
-AGREE_S = 2.0
-"""How long a rank whose step failed waits to hear that it failed alike on the whole team, the ranks
-of which do the same at the same time: whoever has not failed by then waits for this one in a sum.
-"""
+AGREE_S = 4.0
+"""How long a rank whose step failed waits to hear that it failed alike on the whole team. Its ranks
+do the same, but not at the same time: the first step loads libraries, and cores are shared. Whoever
+has not failed by then is taken to wait for this one in a sum. The master is to hear within 5 s."""
 
 
 class Team:
