@@ -28,6 +28,11 @@ STOPPED_S = 1.0
 been well until a moment before it was first seen stopped."""
 
 SILENT_S = 3.0
+LOADING_S = 10.0
+"""How long ranks of other hosts wait for an answer of rank 0 while a model is loaded: starting on
+all GPUs may keep it from all else for seconds. It names a silent one of them after SILENT_S even
+then, for the master's call is to raise within 5 s."""
+
 NEAR_END_S, FAR_END_S, END_LOOK_S = 5.0, 1.0, 0.02
 VERDICT = "verdict"
 
@@ -40,8 +45,11 @@ def on_lookout(coor: Any, holds: Callable[[int], str]) -> Iterator[None]:
     """
     over = threading.Event()
     if spans_processes(coor):
-        store = coor.store("inference loading", timeout_s=SILENT_S)
-        Lookout(coor, store, lambda: True, coor.accuse, over, is_mutual=True).start()
+        store = coor.store("inference loading", timeout_s=LOADING_S)
+        out = Lookout(
+            coor, store, lambda: True, coor.accuse, over, is_mutual=True, patience_s=LOADING_S
+        )
+        out.start()
     try:
         yield
     except (coordinator.PeerLost, communicator.PeerLost) as error:
@@ -89,7 +97,8 @@ class Lookout(threading.Thread):
 
     waits: whether this rank waits for the others now. give_up: what ends that waiting, given the
         rank that is at fault and how it is. is_mutual: whether ranks wait for the master too, so
-        that each looks at those of its own host, and at whether the store answers, within SILENT_S.
+        that each looks at those of its own host, and at whether the store answers.
+    patience_s: the timeout of the store, which rank 0 keeps.
     """
 
     def __init__(
@@ -101,6 +110,7 @@ class Lookout(threading.Thread):
         over: threading.Event | None = None,
         *,
         is_mutual: bool = False,
+        patience_s: float = SILENT_S,
     ):
         super().__init__(name="drumline-lookout", daemon=True)
         self.coor, self.store, self.waits, self.give_up = coor, store, waits, give_up
@@ -110,6 +120,7 @@ class Lookout(threading.Thread):
         near = [rank for rank in others if _shares_host(self.me, coor.peers[rank])]
         self.watched = others if coor.rank == 0 else near if is_mutual else []
         self.is_mutual, self.sees_all = is_mutual, is_mutual and near == others
+        self.patience_s = patience_s
         self.fine_at = dict.fromkeys(others, time.monotonic())
         self.beats: dict[int, bytes] = {}
 
@@ -157,7 +168,7 @@ class Lookout(threading.Thread):
             return None
         if not isinstance(error, TimeoutError):
             return 0, "is gone"
-        was_stopped_itself = for_s > SILENT_S + STOPPED_S
+        was_stopped_itself = for_s > self.patience_s + STOPPED_S
         if not self.is_mutual or was_stopped_itself or not self.waits():
             return None
         return 0, _silent(for_s)

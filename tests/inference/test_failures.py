@@ -213,12 +213,12 @@ def test_only_who_is_stopped_for_a_second_is_accused(monkeypatch, looks, stopped
 
 
 @pytest.mark.parametrize(
-    ("is_mutual", "is_waiting", "for_s", "is_accused"),
-    [(True, True, 3.0, True), (True, False, 3.0, False), (True, True, 60.0, False)]
-    + [(False, True, 300.0, False)],
+    ("is_mutual", "is_waiting", "patience_s", "for_s", "is_accused"),
+    [(True, True, 3.0, 3.0, True), (True, False, 3.0, 3.0, False), (True, True, 3.0, 60.0, False)]
+    + [(True, True, 10.0, 10.0, True), (False, True, 3.0, 300.0, False)],
 )
 def test_a_master_on_another_host_that_does_not_answer_is_missed_where_it_is_waited_for(
-    monkeypatch, is_mutual, is_waiting, for_s, is_accused
+    monkeypatch, is_mutual, is_waiting, patience_s, for_s, is_accused
 ):
     """A first rank that was stopped was named after 300 s only; not at all if all were stopped,
     nor where it is the user who drives."""
@@ -235,9 +235,10 @@ def test_a_master_on_another_host_that_does_not_answer_is_missed_where_it_is_wai
     peers = [SimpleNamespace(pid=pid, is_visible=pid == 2) for pid in (1, 2)]
     coor = SimpleNamespace(rank=1, world_size=2, peers=peers)
     store = SimpleNamespace(set=lambda key, value: beats.append(key), check=check)
-    told = lambda *how: accused.append(how)  # noqa: E731
-    lookout.Lookout(coor, store, lambda: is_waiting, told, over, is_mutual=is_mutual).run()
-    silent = [(0, "has said nothing for 3 s: stopped, or stuck")]
+    told = lambda *verdict: accused.append(verdict)  # noqa: E731
+    how = {"is_mutual": is_mutual, "patience_s": patience_s}
+    lookout.Lookout(coor, store, lambda: is_waiting, told, over, **how).run()
+    silent = [(0, f"has said nothing for {patience_s:.0f} s: stopped, or stuck")]
     assert beats[0] == "beat 1" and accused == silent * is_accused
 
 
