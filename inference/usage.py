@@ -6,6 +6,7 @@ tokens, peaks = with_model("checkpoint", lambda model: model.generate(prompt))
 from __future__ import annotations
 
 import resource
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -36,13 +37,19 @@ def read_generator(path: str, num_tokens: int = 0) -> Any:
             f"rank 0: {path} holds a {kind.__name__}, which does not generate text; give one that "
             "does, or call this one in a script of your own."
         )
-    most = getattr(config.get_text_config(), "max_position_embeddings", None) or num_tokens
+    most = num_positions(config)
     if num_tokens > most and not config.is_encoder_decoder:
         raise InferenceError(
             f"rank 0: {num_tokens} tokens were asked for, prompt and new ones, but {path} has "
             f"positions for {most}; ask for fewer."
         )
     return config
+
+
+def num_positions(config: Any) -> int:
+    """The most tokens of a row; a config may say in several ways that there is no limit."""
+    found: int = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    return found if found > 0 else sys.maxsize  # XLNet's is -1
 
 
 def with_model(

@@ -9,7 +9,6 @@ import contextlib
 import ipaddress
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from inference.errors import InferenceError, PeerLost
 from inference.load import Memory, load
 from inference.nd_load import together
 from inference.serving.batching import Limits
-from inference.usage import read_generator
+from inference.usage import num_positions, read_generator
 
 LONGEST = 4096  # tokens of a row, where the model allows more and the user says nothing
 GRACE_S = 5  # for answers under way when the server is stopped
@@ -131,7 +130,7 @@ def _length(model_path: str, wanted: int | None) -> int:
             f"rank 0: {model_path} answers a text rather than continuing it, which no request here "
             "asks for; serve a decoder, or call generate() in a script of your own."
         )
-    most = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    most = num_positions(config)
     if wanted is not None and wanted > most:
         raise InferenceError(
             f"rank 0: rows of {wanted} tokens were asked for, but the model has positions for "

@@ -11,14 +11,27 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    LlamaConfig,
+    MambaConfig,
+    PreTrainedTokenizerFast,
+    XLNetConfig,
+)
 
 import launcher
 from inference.cli import main, parser
 from inference.script import load_everywhere
+from inference.usage import num_positions
 from tests.inference.conftest import LLAMA
 
 ROOT = Path(__file__).parents[2]
+
+
+def test_a_config_may_have_no_limit_of_positions():
+    """XLNet's says -1, and whatever was asked for was more than that."""
+    assert num_positions(LlamaConfig(max_position_embeddings=16)) == 16
+    assert num_positions(XLNetConfig()) == num_positions(MambaConfig()) == sys.maxsize
 
 
 def test_plan_prints_the_map_the_room_and_the_hops(checkpoints, capsys):
