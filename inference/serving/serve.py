@@ -24,8 +24,8 @@ from inference.serving.batching import Limits
 from inference.usage import num_positions, read_generator
 
 LONGEST = 4096  # tokens of a row, where the model allows more and the user says nothing
-GRACE_S = 5  # for answers under way when the server is stopped
-REGRET_S = 3  # for those who wait after that to hear that no more comes
+GRACE_S = 2  # for answers under way when the server is stopped; an engine's launcher kills after 5
+REGRET_S = 2  # for those who wait after that to hear that no more comes
 WATCH_S = 0.5
 
 

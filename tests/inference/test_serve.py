@@ -24,6 +24,7 @@ import launcher
 from coordinator import Coordinator
 from inference.serving.batching import Batcher, Limits, Row
 from inference.serving.sampling import Sampling
+from launcher import leash
 
 openai = pytest.importorskip("openai", reason="runs after `pip install openai fastapi uvicorn`")
 pytest.importorskip("uvicorn", reason="runs after `pip install openai fastapi uvicorn`")
@@ -388,6 +389,11 @@ def test_who_waits_when_the_grace_is_over_hears_that_the_server_ends(plain, monk
         with serve._watching(coor, service, SimpleNamespace(should_exit=True)):
             assert has_ended.wait(30)
     assert "is being stopped" in how[0] and len(row.new) < 1900
+
+
+def test_who_waits_hears_that_the_server_ends_before_an_engines_launcher_kills_it():
+    """Answers had five seconds to end, as many as the launcher grants before it kills."""
+    assert serve.GRACE_S + serve.WATCH_S + serve.REGRET_S < leash.GRACE_S
 
 
 def test_health_and_metrics_tell_what_was_done(server, complete):
