@@ -3,8 +3,9 @@
     python -m tests.programs.side_by_side 3 [options of pytest]
 
 Most tests of processes wait for something, so there may be one more than cores. What all need is
-imported once, and they are forked from that. One of them takes the files from the last one on, for
-the tests that compute come last. What the first says comes at once, and that of the others below.
+imported once, and they are forked from that. The last of several takes the files from the
+last one on, for the tests that compute come last. What the first says comes at once, and that of
+the others below.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def main(count: int, options: list[str]) -> int:
     parents = [WarmParent(forked=True) for _ in range(count)]  # ours: tests count their children
     number, pids = forked(count)
     if number < count:
-        share = Share(folder, parents[number], from_the_end=number == count - 1)
+        share = Share(folder, parents[number], from_the_end=0 < number == count - 1)
         if number:
             with logs[number - 1].open("w") as log:
                 os.dup2(log.fileno(), 1)
