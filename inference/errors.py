@@ -4,6 +4,8 @@ InferenceError
  |- PlanError       the model does not fit, or a device map names what is not there
  |- CheckpointError a file or tensor is missing, surplus, truncated or of another shape
  |- StageError      a layer raised on the rank that owns it
+ |- Misplaced       something was to be put into a layer on another rank (refusals.py)
+ |- Busy, TooMany   a server has no room for a request now, or never will (serving/batching.py)
  `- PeerLost        a rank died or left while others needed it
 """
 

@@ -43,9 +43,8 @@ class Session:
         self.relay = Relay()
         self._threads = threading.local()
         self._failure: InferenceError | None = None
-        self.half_changed: InferenceError | None = (
-            None  # by a pass of its own, until it was refused
-        )
+        # Why a pass was refused that had begun to change the layers.
+        self.half_changed: InferenceError | None = None
 
     @property
     def chain(self) -> Chain:
