@@ -98,6 +98,21 @@ def test_stages_without_tensor_parallelism_are_teams_of_one(family):
     same(on_master(path, 2, said, mesh={"pp": 2}), plain)
 
 
+def test_a_token_is_two_messages(family):
+    """Embeddings and layers in one, and the head, whose input the model cuts itself."""
+
+    def sent(model, new):
+        before = model.traffic[0]
+        model.generate(IDS[:1], min_new_tokens=new, max_new_tokens=new, do_sample=False)
+        return model.traffic[0] - before
+
+    path = family("llama")[1]
+    few, many = on_master(
+        path, 2, lambda m: [sent(m, new) for new in (2, 3, 9)], tp=2, device_map="auto"
+    )[1:]
+    assert many - few == 2 * 6
+
+
 def test_a_config_of_ones_own_is_that_of_every_rank(family):
     plain, path = family("llama")
     config = copy.deepcopy(plain.config)
