@@ -41,7 +41,7 @@ class RemoteModule:
         self.fills: dict[tuple[Form, tuple[int, ...]], tuple[int, ...]] = {}  # layers of a cache
         self.maker = (name, 0)
         self.cache_layers = _cache_layers(module)
-        self.row = _row(module)
+        self.table = _table(module)
         self.by_pass: bool | None = None  # how its tokens are counted, once it has filled a cache
         self.__signature__ = inspect.signature(module.forward)
 
@@ -159,9 +159,11 @@ class RemoteModule:
 
     def _later(self, chain: Chain, output: Template, leaves: Leaves) -> list[Lazy]:
         hidden = leaves.tensors[0] if leaves.tensors else torch.empty(0)
-        if self.row is not None and kinds_of_new(output) == ["extra"]:  # its shape is known
-            found = self.row.to(hidden.device).expand(*hidden.shape, -1)
-            return [chain.lazy("hidden", self.maker, found)]
+        if self.table is not None and kinds_of_new(output) == ["extra"]:  # its shape is known
+            like = hidden.new_empty((), dtype=self.table.dtype)
+            return [
+                chain.lazy("hidden", self.maker, like.expand(*hidden.shape, self.table.shape[1]))
+            ]
         kinds = enumerate(kinds_of_new(output))
         return [chain.lazy(kind, (self.name, number), hidden) for number, kind in kinds]
 
@@ -169,13 +171,10 @@ class RemoteModule:
         return self
 
 
-def _row(module: nn.Module) -> torch.Tensor | None:
-    """Something like what a table of embeddings has for a token."""
-    if type(module).forward is not nn.Embedding.forward:
-        return None
-    weight = module.weight
-    assert isinstance(weight, torch.Tensor)
-    return torch.zeros((), dtype=weight.dtype).expand(weight.shape[-1])
+def _table(module: nn.Module) -> torch.Tensor | None:
+    """[tokens, width]: the weights, on meta, of a table of embeddings; None for other modules."""
+    is_table = type(module).forward is nn.Embedding.forward
+    return module.weight if is_table and isinstance(module.weight, torch.Tensor) else None
 
 
 def _show_shape(hidden: torch.Tensor) -> None:

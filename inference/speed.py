@@ -32,8 +32,10 @@ NOISE = 0.15
 SMALL, LARGE = 64, 1 << 20
 """Bytes of the messages that give latency and bandwidth."""
 
-ROUNDS = 8
 OfRounds = Callable[[list[float]], float]
+"""What a series of times comes to: its min, or median."""
+
+ROUNDS = 8
 PAUSE_S = 2e-3
 """Before a message: the one who waits for it has gone to sleep by then, as between tokens."""
 
