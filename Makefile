@@ -7,7 +7,7 @@ TRAINING_STEPS ?= 300
 MODEL ?= demo/llama
 
 BIN := .venv/bin
-FLOORS := launcher coordinator communicator inference
+FLOORS := launcher coordinator communicator drumline
 CODE := $(FLOORS) tests examples benchmarks setup.py
 
 # Where that is set, as in many containers, every process compiles anew what it imports.
@@ -28,9 +28,9 @@ help:
 demo: .venv/ready
 	@if test -e $(MODEL)/config.json; then echo "== found the trained model in $(MODEL)"; else \
 	  echo "== training a character-level Llama on $(RANKS) ranks (about a minute)"; \
-	  $(BIN)/python -m launcher run -n $(RANKS) --preload inference examples/demo/train.py $(MODEL) $(TRAINING_STEPS); fi
+	  $(BIN)/python -m launcher run -n $(RANKS) --preload drumline examples/demo/train.py $(MODEL) $(TRAINING_STEPS); fi
 	@echo "== generating with the model split over $(RANKS) ranks"
-	@$(BIN)/python -m launcher run -n $(RANKS) --preload inference examples/demo/generate.py $(MODEL)
+	@$(BIN)/python -m launcher run -n $(RANKS) --preload drumline examples/demo/generate.py $(MODEL)
 
 # In several processes side by side, for tests of processes mostly wait.
 SIDE_BY_SIDE ?= 3
@@ -51,18 +51,18 @@ lint: .venv/ready
 	@$(BIN)/ruff format --check $(CODE)
 	@$(BIN)/ruff check $(CODE)
 	@$(BIN)/mypy
-	@$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu examples/vendor_plugin/*.c)
+	@$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*/*.h csrc/*/*/*.h csrc/*/*.cpp csrc/*/*/*.cpp csrc/*/*.cu examples/vendor_plugin/*.c)
 
 .PHONY: format
 format: .venv/ready
 	@$(BIN)/ruff format $(CODE)
 	@$(BIN)/ruff check --fix $(CODE)
-	@$(BIN)/clang-format -i $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu examples/vendor_plugin/*.c)
+	@$(BIN)/clang-format -i $(wildcard csrc/*/*.h csrc/*/*/*.h csrc/*/*.cpp csrc/*/*/*.cpp csrc/*/*.cu examples/vendor_plugin/*.c)
 
 .PHONY: cuda-check
 cuda-check:
 	@echo "== compiling the vendor header and the CUDA code"
-	@csrc/check.sh
+	@csrc/scripts/check.sh
 
 # For a machine with a GPU: its own python3 and packages, nothing is fetched. A failed step does not
 # keep the later ones from their results, but is the result of all. In pieces, where a GPU is lent
@@ -81,7 +81,7 @@ gpu:
 	  ln -sfn "$$found" build/gpu/msgpack; }
 	@echo "== building the native parts in place"
 	@$(GPU_PYTHON) setup.py --quiet build_ext --inplace
-	@csrc/build_cuda.sh
+	@csrc/scripts/build_cuda.sh
 	@echo "== testing and measuring on the GPU"
 	@failed=0; \
 	test -z "$(GPU_TESTS)" || $(GPU_PYTEST) $(GPU_TESTS) || failed=1; \
@@ -89,7 +89,7 @@ gpu:
 	exit $$failed
 
 # One at a time, for two makes may run at once; the second finds nothing left to do.
-.venv/ready: pyproject.toml constraints.txt setup.py $(wildcard csrc/*.h csrc/*.cpp)
+.venv/ready: pyproject.toml constraints.txt setup.py $(wildcard csrc/*/*.h csrc/*/*/*.h csrc/*/*.cpp csrc/*/*/*.cpp)
 	@echo "== setting up .venv: packages and native parts (minutes the first time)"
 	@flock .venv.lock sh -ec '\
 	  if test -e $@ && test -z "$$(find $^ -newer $@)"; then exit 0; fi; \
@@ -110,4 +110,4 @@ docs: .venv/ready
 
 .PHONY: clean
 clean:
-	rm -rf .venv .venv.lock build demo site *.egg-info communicator/*.so
+	rm -rf .venv .venv.lock build demo site *.egg-info coordinator/*.so communicator/*.so communicator/backends/*.so communicator/backends/nccl/*.so

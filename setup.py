@@ -25,14 +25,18 @@ class Abi3Wheel(bdist_wheel):
         super().finalize_options()
 
 
+def sources(*folders: str) -> list[str]:
+    return sorted(path for folder in folders for path in glob(f"csrc/{folder}/*.cpp"))
+
+
 def extension(
-    name: str, sources: list[str], libraries: tuple[str, ...] = (), flags: tuple[str, ...] = ()
+    name: str, files: list[str], libraries: tuple[str, ...] = (), flags: tuple[str, ...] = ()
 ) -> Extension:
     return Extension(
         name,
-        sources,
+        files,
         include_dirs=["csrc"],
-        depends=glob("csrc/*.h"),
+        depends=glob("csrc/**/*.h", recursive=True),
         define_macros=[LIMITED_API],
         extra_compile_args=[*FLAGS, *flags],
         libraries=list(libraries),
@@ -46,18 +50,18 @@ setup(
     ext_modules=[  # two are built at a time: the longest first
         # Not a Python module: a vendor library like any other, opened through communicator.h.
         extension(
-            "communicator._shm",
-            sorted(glob("csrc/shm*.cpp")),
+            "communicator.backends._shm",
+            sources("shm", "reduce", "system"),
             ("pthread", "rt"),
             VECTORS,
         ),
         extension(
-            "communicator._nccl",
-            sorted(glob("csrc/nccl*.cpp")),
+            "communicator.backends.nccl._nccl",
+            sources("nccl"),
             ("dl", "pthread"),
         ),
-        extension("communicator._native", sorted(glob("csrc/binding*.cpp")), ("dl",), ("-O3",)),
-        extension("coordinator._board", ["csrc/board.cpp", "csrc/board_binding.cpp"]),
+        extension("communicator._native", sources("python", "python/convert"), ("dl",), ("-O3",)),
+        extension("coordinator._node_shm", sources("node_shm")),
     ],
     options={"build_ext": {"parallel": 2}},
     cmdclass={"bdist_wheel": Abi3Wheel} if not sysconfig.get_config_var("Py_GIL_DISABLED") else {},

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from benchmarks.table import Table, alternate, spread
-from communicator.native import library
+from communicator.backends.plugin import library
 from coordinator import Coordinator
 
 ROOT = Path(__file__).parents[1]
@@ -85,7 +85,7 @@ def measure(stack: ExitStack, table: Table, repeats: int) -> None:
 def compiled(folder: Path) -> Path:
     source, built = folder / "counting.c", folder / "libcounting.so"
     source.write_text(SOURCE)
-    where = [f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests' / 'communicator'}"]
+    where = [f"-I{ROOT / 'csrc' / 'abi'}", f"-I{ROOT / 'tests' / 'communicator'}"]
     subprocess.run(["cc", "-O2", "-shared", "-fPIC", *where, source, "-o", built], check=True)
     return built
 

@@ -15,11 +15,11 @@ from torch import nn
 from torch._inductor.utils import fresh_cache
 from torch.nn import functional as F
 
-import inference
+import drumline
 import launcher
 from benchmarks.table import Table
 from coordinator import Coordinator
-from inference.precompile import compile_weightless, load_compiled
+from drumline.compile_once.precompile import compile_weightless, load_compiled
 
 WIDTH, HEADS, DEPTH, BATCH, LENGTH = 64, 4, 6, 2, 16
 COLUMNS = (
@@ -64,11 +64,11 @@ def each(model, x, coor, folder):
 
 
 def once(model, x, coor, folder):
-    return inference.precompile(model, (x,), coor, folder=folder / "cache")
+    return drumline.precompile(model, (x,), coor, folder=folder / "cache")
 
 
 def layer(model, x, coor, folder):
-    runs = inference.precompile_alike(list(model.layers), (x,), coor, folder=folder / "cache")
+    runs = drumline.precompile_alike(list(model.layers), (x,), coor, folder=folder / "cache")
 
     def run(x):
         for one in runs:
@@ -101,7 +101,7 @@ def measure(way, coor, folder):
         run = WAYS[way](model, x, coor, folder)
         took = [time.monotonic() - start, spent() - before]
         result = run(x)
-        inference.same_everywhere(coor, result)
+        drumline.same_everywhere(coor, result)
         took.append(bool(torch.allclose(result, model(x), rtol=1e-3, atol=1e-3)))
     return [json.loads(data) for data in coor.allgather(json.dumps(took).encode())]
 

@@ -27,7 +27,17 @@ CACHED = 1 << 20  # of more than this, a pass over the own tensor is a floor too
 
 def compiled(source: Path, folder: str, *flags: str) -> Path:
     target = Path(folder) / source.stem
-    command = ["cc", "-O2", f"-I{ROOT / 'csrc'}", *flags, source, "-o", target, "-ldl"]
+    command = [
+        "cc",
+        "-O2",
+        f"-I{ROOT / 'csrc'}",
+        f"-I{ROOT / 'csrc' / 'abi'}",
+        *flags,
+        source,
+        "-o",
+        target,
+        "-ldl",
+    ]
     subprocess.run(command, check=True)
     return target
 

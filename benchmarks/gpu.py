@@ -28,11 +28,10 @@ import torch.distributed as dist
 
 from benchmarks.calls import FLOAT32, SUM, PyncclLike
 from benchmarks.table import Table, alternate, spread
-from communicator import nccl_library, oneshot
-from communicator.cupy import Cupy
+from communicator.backends.nccl import Nccl, nccl_library, oneshot
+from communicator.backends.nccl.cupy import Cupy
+from communicator.backends.nccl.oneshot import Algorithm
 from communicator.errors import CommunicatorError
-from communicator.nccl import Nccl
-from communicator.oneshot import Algorithm
 from coordinator import Coordinator
 from tests.gpu import one_gpu
 from tests.gpu.test_oneshot import Ranks, in_order, values

@@ -26,7 +26,7 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import inference
+import drumline
 import launcher
 from benchmarks import rpc_pipeline
 from benchmarks.table import Table, spread
@@ -155,7 +155,7 @@ def rank(folder: str, layers: int, cases: list[Case], repeats: int) -> dict[str,
     with (
         Coordinator() as orders,
         rpc_pipeline.joined(orders, folder),
-        inference.load(folder, tp=RANKS) as cut,
+        drumline.load(folder, tp=RANKS) as cut,
         contextlib.ExitStack() as stack,
     ):
         maps = {OURS: halves} if is_small else {OURS: halves, FASTEST: "fastest"}
@@ -195,12 +195,12 @@ def over_both(
 
 def serve(folder: str, device_map: Any, group: Coordinator) -> None:
     torch.set_num_threads(1)
-    with contextlib.suppress(inference.Served):
+    with contextlib.suppress(drumline.Served):
         loaded(folder, device_map, group)
 
 
 def loaded(folder: str, device_map: Any, group: Coordinator) -> Any:
-    return inference.load(folder, device_map, group, max_memory=[1 << 34] * RANKS)
+    return drumline.load(folder, device_map, group, max_memory=[1 << 34] * RANKS)
 
 
 def pipeline_parallel(folder: str, orders: Coordinator) -> Any:
@@ -281,7 +281,7 @@ def timed(model: Any, batch: int, length: int, new_tokens: int) -> dict[str, Any
 def sharing(model: Any) -> int:
     """How many ranks work on one layer together."""
     mesh = getattr(model.model if isinstance(model, Alike) else model, "mesh", None)
-    return mesh.along("tp") if isinstance(mesh, inference.Mesh) else 1
+    return mesh.along("tp") if isinstance(mesh, drumline.Mesh) else 1
 
 
 def clock(work: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:

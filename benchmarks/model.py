@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM
 
-import inference
+import drumline
 import launcher
 from benchmarks.inference import new_model
 from benchmarks.memory import Peak
@@ -86,8 +86,8 @@ def run(work: Callable[[str], Found], ranks: int, folder: str) -> list[Found]:
 def ours(folder: str) -> Found:
     try:
         with Peak() as peak:
-            found = timed(lambda: inference.load(folder))
-    except inference.Served:  # a rank that is not the master
+            found = timed(lambda: drumline.load(folder))
+    except drumline.Served:  # a rank that is not the master
         found = {}
     return {**found, "peak_mib": peak.nbytes / MIB}
 

@@ -2,7 +2,7 @@
 
 python -m benchmarks.nd_loading [--save] [--ranks 4]
 
-ours          inference.load over a DeviceMesh, reader "each" and "rank0"
+ours          drumline.load over a DeviceMesh, reader "each" and "rank0"
 torch         set_model_state_dict(full_state_dict=True, broadcast_from_rank0=True)
 transformers  from_pretrained(distributed_config=DistributedConfig(fsdp_size=...))
 """
@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
-import inference
+import drumline
 import launcher
 from benchmarks.table import Table, spread
 from coordinator import Coordinator
@@ -95,7 +95,7 @@ def by_transformers(mesh, folder, coor):
 
 def by_us(reader):
     def load(mesh, folder, coor):
-        model = inference.load(folder, coor=coor, mesh=mesh, reader=reader)
+        model = drumline.load(folder, coor=coor, mesh=mesh, reader=reader)
         return model, model.loaded.nbytes_sent
 
     return load

@@ -5,8 +5,8 @@ with Communicator(Coordinator()) as comm:
 """
 
 from communicator.base import Communicator
-from communicator.choice import backend_class, names
 from communicator.errors import CommunicatorError, CommunicatorTimeout, PeerLost, Unsupported
+from communicator.selection import backend_class, names
 
 __all__ = [
     "Communicator",

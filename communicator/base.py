@@ -18,9 +18,8 @@ from typing import Any, ClassVar
 import torch
 
 import launcher
-from communicator import agreement
-from communicator.built import Built
-from communicator.checks import (
+from communicator import call_check
+from communicator.arguments import (
     check_apart,
     check_like,
     check_op,
@@ -28,6 +27,7 @@ from communicator.checks import (
     check_peer,
     check_tensor,
 )
+from communicator.default_collectives import Built
 from communicator.errors import CommunicatorError, Unsupported
 from coordinator import Coordinator
 
@@ -76,7 +76,7 @@ class Communicator(Built):
     ) -> Communicator:
         if cls is not Communicator:
             return super().__new__(cls)
-        from communicator.choice import choose  # the table of backends imports this class
+        from communicator.selection import choose  # the table of backends imports this class
 
         return super().__new__(choose(coor, backend, device_type))
 
@@ -289,7 +289,7 @@ class Communicator(Built):
     _calls = 0  # collectives compared so far
     _takes_empty = False  # does it compare messages of 0 elements, too?
     _compares_moves = False  # is it by what moves that collectives of 0 elements are compared?
-    _checked_calls = agreement.FIRST_CALLS
+    _checked_calls = call_check.FIRST_CALLS
     _pending: list[tuple[str, torch.Tensor, int]] | None = None
     _recorder: launcher.Recorder | None = None
 
@@ -318,8 +318,8 @@ class Communicator(Built):
         compared."""
         if self._calls < self._checked_calls and self.world_size > 1:
             self._calls += 1
-            what = "" if tensor is None else f"of {agreement.describe(tensor)}"
-            agreement.compare(self, self._calls, " ".join(filter(None, (call, what, how))))
+            what = "" if tensor is None else f"of {call_check.describe(tensor)}"
+            call_check.compare(self, self._calls, " ".join(filter(None, (call, what, how))))
 
     def _check(self, call: str, tensor: torch.Tensor) -> None:
         self._check_open(call)

@@ -1,1 +1,1 @@
-../csrc/communicator.h
+../csrc/abi/communicator.h

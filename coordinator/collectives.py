@@ -6,10 +6,10 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from coordinator.calls import caller
+from coordinator.call_site import caller
+from coordinator.control.object_codec import packed, unpacked, why_unsendable
 from coordinator.errors import CoordinatorError
-from coordinator.group import EVERYBODY, scattered
-from coordinator.values import packed, unpacked, why_unsendable
+from coordinator.transport.group import EVERYBODY, scattered
 
 
 class Collectives:

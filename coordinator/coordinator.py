@@ -19,21 +19,21 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 import launcher
-from coordinator import lock as locks
-from coordinator import session as sessions
-from coordinator import stacks
 from coordinator.addresses import candidates, source_towards
-from coordinator.blame import CLOSED, FORGOTTEN
-from coordinator.calls import Waiting, caller, traceback_of, waiting
+from coordinator.call_site import Waiting, caller, traceback_of, waiting
 from coordinator.collectives import Collectives
-from coordinator.connections import Crossing
+from coordinator.control import session as sessions
+from coordinator.control.session import Session
 from coordinator.errors import CoordinatorError, CoordinatorTimeout
-from coordinator.group import EVERYBODY, Group, parts
-from coordinator.keys import Keys
+from coordinator.failure import stack_dump
+from coordinator.failure.detector import Watch
+from coordinator.failure.peer_monitor import CLOSED, FORGOTTEN
 from coordinator.peers import Peer, nodes
-from coordinator.session import Session
-from coordinator.turns import Turns
-from coordinator.watch import Watch
+from coordinator.store import lock as locks
+from coordinator.store.prefix_store import Keys
+from coordinator.store.sequencer import Turns
+from coordinator.transport.connections import Crossing
+from coordinator.transport.group import EVERYBODY, Group, parts
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -102,7 +102,7 @@ class Coordinator(Collectives):
         self._mine = self.nodes[self.node_index]
         self.local_rank = self._mine.index(self.rank)
         self.local_world_size = len(self._mine)
-        stacks.listen()
+        stack_dump.listen()
         self._recorder = launcher.recorder(self.info)
         if parent is None and any(peer.is_traced for peer in self.peers):
             # Of a part of the ranks, the first need not be rank 0 of the launch. All take part, for
@@ -267,7 +267,7 @@ class Coordinator(Collectives):
         Collective in this: the n-th call with a name gives every rank the same store, empty before.
         timeout_s: of each call on it. Its errors are torch's kinds and ours.
         """
-        from coordinator.torch_store import TorchStore
+        from coordinator.store.torch_store import TorchStore
 
         self._check_open("store")
         keys = self._keys.below("lent", name, str(self._count(("store", name))))
@@ -450,7 +450,7 @@ class Coordinator(Collectives):
         if not stacks_too:
             return self._group.watch.short_table()
         me = self.peers[self.rank]
-        stacks.ask(peer for peer in self.peers if peer.pid != me.pid)
+        stack_dump.ask(peer for peer in self.peers if peer.pid != me.pid)
         return self._group.watch.table()
 
     # ---- within ----

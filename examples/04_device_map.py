@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-import inference
+import drumline
 from coordinator import Coordinator
 
 
@@ -37,7 +37,7 @@ whole = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
 room = [int(whole / coor.world_size * 1.5)] * coor.world_size
 
 # The other ranks serve inside load() until this block ends; what follows is the master's alone.
-with inference.load(folder, device_map="auto", coor=coor, max_memory=room) as model:
+with drumline.load(folder, device_map="auto", coor=coor, max_memory=room) as model:
     print(model.device_map)
     prompt = torch.arange(10, 20)[None]
     tokens = model.generate(prompt, max_new_tokens=20, do_sample=False)

@@ -6,18 +6,12 @@ results = launcher.launch(work, nprocs=4)
 """
 
 from launcher.detection import current
-from launcher.errors import (
-    Failure,
-    LaunchError,
-    LaunchInterrupted,
-    LaunchTimeout,
-    TargetError,
-)
-from launcher.info import LaunchInfo, LaunchInfoError
+from launcher.errors import Failure, LaunchError, LaunchInterrupted, LaunchTimeout, TargetError
+from launcher.launch_info import LaunchInfo, LaunchInfoError
+from launcher.launch_job import launch
 from launcher.ports import listen
 from launcher.registry import register
-from launcher.start import launch
-from launcher.tracing import Recorder, recorder
+from launcher.trace.recorder import Recorder, recorder
 
 __all__ = [
     "Failure",

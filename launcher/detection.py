@@ -6,8 +6,10 @@ import os
 import socket
 from dataclasses import replace
 
-from launcher import context, linux, registry, secret, tracing
-from launcher.info import CHOICE, TRACE, LaunchInfo, LaunchInfoError
+from launcher import launch_context, launch_secret, registry
+from launcher.launch_info import CHOICE, TRACE, LaunchInfo, LaunchInfoError
+from launcher.system import linux
+from launcher.trace import recorder
 
 
 def current(launcher: str | None = None) -> LaunchInfo:
@@ -19,12 +21,12 @@ def current(launcher: str | None = None) -> LaunchInfo:
     Raises LaunchInfoError if variables are half set, contradict each other, or are not there for
     the launcher named.
     """
-    info = _insist(launcher) if launcher else context.current() or _from_environment()
+    info = _insist(launcher) if launcher else launch_context.current() or _from_environment()
     extras = dict(info.extras)
-    if "secret_fd" not in extras and (secret_fd := secret.take(os.environ)) is not None:
+    if "secret_fd" not in extras and (secret_fd := launch_secret.take(os.environ)) is not None:
         extras["secret_fd"] = str(secret_fd)
-    if tracing.VARIABLE in os.environ:
-        extras.setdefault(TRACE, os.environ[tracing.VARIABLE])
+    if recorder.VARIABLE in os.environ:
+        extras.setdefault(TRACE, os.environ[recorder.VARIABLE])
     return replace(info, extras=extras)
 
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from launcher import values
-from launcher.info import MAX_PORT
+from launcher.launch_info import MAX_PORT
+from launcher.records import json_values
 
 LOOPBACK = "127.0.0.1"
 YEAR_S = 366 * 24 * 3600.0  # more seconds than this are no time a clock is waited for with
@@ -58,9 +58,8 @@ class Job:
     log_dir: a folder for one file per rank and stream. preload: modules to import once, before the
     ranks are forked.
     bind: pin each rank to cores of its own. share_devices: more ranks than GPUs is meant.
-    trace: the folder in which each rank leaves what it records, see launcher/tracing.py.
-    results_dir: where `python -m launcher.call` leaves how each rank ended, if an engine runs
-    it.
+    trace: the folder in which each rank leaves what it records, see launcher/trace/recorder.py.
+    results_dir: where launcher.external.rank_main leaves how each rank ended, if an engine runs it.
     """
 
     target: Target
@@ -140,9 +139,18 @@ class Job:
     def python_arguments(self) -> list[str]:
         """rank_command without its `python`, for engines that bring the interpreter themselves."""
         if self.results_dir:
-            call = ["-m", "launcher.call", self.results_dir, self.target.kind, self.target.name]
+            call = [
+                "-m",
+                "launcher.external.rank_main",
+                self.results_dir,
+                self.target.kind,
+                self.target.name,
+            ]
             plain = self.target.kind != "function"
-            return [*call, *(map(str, self.args) if plain else [values.dumps(list(self.args))])]
+            return [
+                *call,
+                *(map(str, self.args) if plain else [json_values.dumps(list(self.args))]),
+            ]
         assert self.target.kind != "function", "an engine needs a place for a function's results"
         module = ["-m"] if self.target.kind == "module" else []
         return [*module, self.target.name, *map(str, self.args)]

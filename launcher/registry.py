@@ -4,10 +4,12 @@
 - detect(environ) -> LaunchInfo | None: who this process is, if this launcher started it; raises
   LaunchInfoError if its variables are half set
 - run(job) -> list: start the ranks, and return their results by rank; or
-- command(job) -> list[str]: the engine's own command line that does so (see launcher/engine.py)
+- command(job) -> list[str]: the engine's own command line that does so (see
+  launcher/external/backend_launcher.py)
 - HONOURS, optional: which of start.OPTIONS it honours, if not all; the others are refused
 - environment(job) -> dict[str, str], optional: what the engine needs beside os.environ
-- HONOURS, STARTS_ALL_NODES, foreseen(job), optional: see launcher/start.py and launcher/dry_run.py
+- HONOURS, STARTS_ALL_NODES, foreseen(job), optional: see launcher/launch_job.py and
+  launcher/cli/dry_run.py
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ ENTRY_POINTS = "launcher.launchers"
 
 # Innermost first: a rank of a launcher further up may well have the variables of one further down.
 BUILT_IN = {
-    "multiprocessing": "launcher.multiprocessing",
-    "threads": "launcher.threads",
-    "torchrun": "launcher.torchrun",
-    "ray": "launcher.ray",
-    "mpi": "launcher.mpi",
-    "slurm": "launcher.slurm",
+    "multiprocessing": "launcher.backends.multiprocessing",
+    "threads": "launcher.backends.threads",
+    "torchrun": "launcher.backends.torchrun",
+    "ray": "launcher.backends.ray",
+    "mpi": "launcher.backends.mpi",
+    "slurm": "launcher.backends.slurm",
 }
 
 # Registering is for the life of the process, like importing: the one table here that grows.

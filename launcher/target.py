@@ -13,8 +13,8 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from launcher.errors import TargetError
-from launcher.info import LaunchInfo
 from launcher.job import Job, Target
+from launcher.launch_info import LaunchInfo
 
 
 def of(work: Callable[..., Any] | str | os.PathLike[str]) -> Target:

@@ -24,7 +24,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 import communicator.cli
-import inference.cli
+import drumline.cli
 import launcher.cli
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +33,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *PAGES, *ROOT.glob("examples/**/*.md")])
 BLOCK = re.compile(r"(?:<!-- ([^\n]*?) -->\n)?```sh\n(.*?)```", re.DOTALL)
 SHOWN = re.compile(r"\s*<!-- shown -->\n```text\n(.*?)```", re.DOTALL)
 FILE = re.compile(r'```python title="(.*?)"\n(.*?)```', re.DOTALL)
-FLOORS = ("launcher", "coordinator", "communicator", "inference")
+FLOORS = ("launcher", "coordinator", "communicator", "drumline")
 
 
 def _name(path: Path) -> str:
@@ -141,7 +141,7 @@ def test_every_command_of_a_page_is_held_by_a_test(page):
 PARSERS = {
     "python -m launcher": launcher.cli.parse,
     "python -m communicator": communicator.cli.parser().parse_args,
-    "python -m inference": inference.cli.parser().parse_args,
+    "python -m drumline": drumline.cli.parser().parse_args,
     "torchrun": get_args_parser().parse_args,
 }
 

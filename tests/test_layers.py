@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FLOORS = ("launcher", "coordinator", "communicator", "inference")
+FLOORS = ("launcher", "coordinator", "communicator", "drumline")
 FILES = [path for floor in FLOORS for path in sorted((ROOT / floor).rglob("*.py"))]
 
 

@@ -13,7 +13,7 @@ from text import decode, encode
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-import inference
+import drumline
 import launcher
 
 PROMPT = "The try statement "
@@ -38,7 +38,7 @@ logging.disable_progress_bar()
 folder = Path(sys.argv[1])
 room = room_for_a_part(folder, launcher.current().world_size)
 
-with inference.load(folder, device_map="auto", max_memory=room) as model:
+with drumline.load(folder, device_map="auto", max_memory=room) as model:
     # From here on this is the master's script: the other ranks serve inside load().
     print(model.device_map)
     prompt = encode(PROMPT)[None]

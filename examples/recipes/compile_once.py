@@ -10,7 +10,7 @@ import time
 import torch
 from model import DEPTH, INNER, WIDTH, Model, device_of, make_batch, make_model
 
-import inference
+import drumline
 from coordinator import Coordinator
 
 with Coordinator() as coor, torch.no_grad(), tempfile.TemporaryDirectory() as folder:
@@ -23,17 +23,17 @@ with Coordinator() as coor, torch.no_grad(), tempfile.TemporaryDirectory() as fo
         torch.export.save(program, data)
         return data.getvalue()
 
-    key = inference.fingerprint(Model, sizes=[WIDTH, INNER, DEPTH], batch=list(words.shape))
+    key = drumline.fingerprint(Model, sizes=[WIDTH, INNER, DEPTH], batch=list(words.shape))
     start = time.monotonic()
-    path = inference.get_or_build(key, build, coor, folder=folder)
+    path = drumline.get_or_build(key, build, coor, folder=folder)
     waited = time.monotonic() - start
 
     device = device_of(coor)
-    inference.hoist_package(path, f"{folder}/own.pt2", {"cpu": device})
+    drumline.hoist_package(path, f"{folder}/own.pt2", {"cpu": device})
     run = torch.export.load(f"{folder}/own.pt2").module()
-    logits = inference.assert_on(device)(run(words.to(device)))
+    logits = drumline.assert_on(device)(run(words.to(device)))
     torch.testing.assert_close(logits.cpu(), model(words))
-    inference.same_everywhere(coor, logits)
+    drumline.same_everywhere(coor, logits)
     counts = [len(data) for data in coor.allgather(b"x" * len(builds))]
     assert sum(counts) == 1, f"built {counts} times"
     if coor.is_master():

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import communicator.torch_backend  # noqa: F401  registers "drumline"
-import inference
+import communicator.torch_interop.process_group  # noqa: F401  registers "drumline"
+import drumline
 from coordinator import Coordinator
 
 with Coordinator() as coor, tempfile.TemporaryDirectory() as folder:
@@ -34,7 +34,7 @@ with Coordinator() as coor, tempfile.TemporaryDirectory() as folder:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    done = inference.load_into(model, folder, coor, mesh=mesh, reader="rank0")
+    done = drumline.load_into(model, folder, coor, mesh=mesh, reader="rank0")
 
     inputs, targets = make_batch(24, device)
     loss_of(alone(inputs), targets).backward()

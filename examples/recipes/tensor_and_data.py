@@ -5,7 +5,7 @@ python -m launcher run -n 4 examples/recipes/tensor_and_data.py
 
 from model import PLAN, device_of, largest_error, loss_of, make_batch, make_model
 
-import inference
+import drumline
 from communicator import Communicator
 from coordinator import Coordinator
 
@@ -13,7 +13,7 @@ BATCH = 24
 
 with Coordinator() as coor:
     tp = 2 if coor.world_size % 2 == 0 else 1
-    mesh = inference.Mesh({"dp": coor.world_size // tp, "tp": tp})
+    mesh = drumline.Mesh({"dp": coor.world_size // tp, "tp": tp})
     device, place = device_of(coor), mesh.coordinate(coor.rank)
     with (
         coor.split(mesh.group(coor.rank, "tp")) as team,
@@ -25,14 +25,14 @@ with Coordinator() as coor:
         inputs, targets = make_batch(BATCH, device)
         loss_of(alone(inputs), targets).backward()
 
-        splits = inference.parallelize(model, PLAN, along_tp)
+        splits = drumline.parallelize(model, PLAN, along_tp)
         rows = [whole.chunk(mesh.along("dp"))[place["dp"]] for whole in (inputs, targets)]
         loss_of(model(rows[0]), rows[1]).backward()
         for parameter in model.parameters():
             along_dp.allreduce(parameter.grad.mul_(len(rows[0]) / BATCH))
 
         parts = [
-            inference.shard_of(p.grad, splits[name], mesh, coor.rank)
+            drumline.shard_of(p.grad, splits[name], mesh, coor.rank)
             for name, p in alone.named_parameters()
         ]
         error = largest_error([p.grad for p in model.parameters()], parts)

@@ -5,7 +5,7 @@ python -m launcher run -n 2 examples/recipes/tensor_parallel.py
 
 from model import PLAN, device_of, largest_error, loss_of, make_batch, make_model
 
-import inference
+import drumline
 from communicator import Communicator
 from coordinator import Coordinator
 
@@ -29,14 +29,14 @@ with Coordinator() as coor, Communicator(coor) as comm:
     given = []
     for name in ("allreduce", "allgather"):
         setattr(comm, name, counted(getattr(comm, name), given))
-    splits = inference.parallelize(model, PLAN, comm)
+    splits = drumline.parallelize(model, PLAN, comm)
     logits = model(words)
     per_token, calls = sum(given) // words.numel(), len(given)
     loss_of(logits, targets).backward()
 
-    mesh = inference.Mesh({"tp": coor.world_size})
+    mesh = drumline.Mesh({"tp": coor.world_size})
     parts = [
-        inference.shard_of(p.grad, splits[name], mesh, coor.rank)
+        drumline.shard_of(p.grad, splits[name], mesh, coor.rank)
         for name, p in alone.named_parameters()
     ]
     error = (logits - expected).abs().max().item()

@@ -1,4 +1,4 @@
-// As much of CUDA as csrc/oneshot.cu uses, on threads of the CPU: a thread for each of the GPU's,
+// As much of CUDA as csrc/cuda/oneshot.cu uses, on threads of the CPU: a thread for each of the GPU's,
 // in blocks with a barrier. Slow, and its memory order is that of the CPU: it shows that the steps
 // are right, not that the GPU's fences are. Named memory functions of the kernel are replaced by
 // the test that includes this.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from communicator import Communicator, CommunicatorError, Unsupported, _native
-from communicator.native import library
+from communicator.backends.plugin import library
 from coordinator import Coordinator
 from launcher import LaunchInfo
 
@@ -24,7 +24,7 @@ def build(tmp_path):
     def compile_library(*definitions):
         path = tmp_path / f"lib{len(list(tmp_path.iterdir()))}.so"
         flags = [f"-D{definition}" for definition in definitions]
-        command = ["cc", "-std=c11", "-shared", "-fPIC", f"-I{ROOT / 'csrc'}", *flags]
+        command = ["cc", "-std=c11", "-shared", "-fPIC", f"-I{ROOT / 'csrc' / 'abi'}", *flags]
         subprocess.run([*command, SOURCE, "-o", path], check=True)
         return str(path)
 
@@ -51,7 +51,7 @@ class Pair:
 def test_the_header_compiles_alone(compiler):
     command, standard, language = compiler
     flags = [standard, "-Wall", "-Wextra", "-Werror", "-pedantic", "-fsyntax-only", "-x", language]
-    subprocess.run([command, *flags, ROOT / "csrc/communicator.h"], check=True)
+    subprocess.run([command, *flags, ROOT / "csrc/abi/communicator.h"], check=True)
 
 
 def test_an_older_smaller_table_is_read_no_further_than_it_says(build, alone):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from communicator import Communicator, CommunicatorError, CommunicatorTimeout
-from communicator.agreement import FIRST_CALLS
-from communicator.gloo import Gloo
+from communicator.backends.gloo import Gloo
+from communicator.call_check import FIRST_CALLS
 from coordinator import Coordinator
 
 DISAGREEMENTS = {

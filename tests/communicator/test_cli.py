@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from communicator import cli
-from communicator.tcp import Tcp
+from communicator.backends.tcp import Tcp
 
 CHECK = ("-m", "communicator", "check")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from communicator import Communicator, Unsupported, conformance
-from communicator.gloo import Gloo
-from communicator.native import Shm
+from communicator.backends.gloo import Gloo
+from communicator.backends.plugin import Shm
 from coordinator import Coordinator
 
 LARGE = 5003

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from communicator import Communicator, CommunicatorError, Unsupported
-from communicator.cupy import Cupy
+from communicator.backends.nccl.cupy import Cupy
 from coordinator import Coordinator
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.distributed import ReduceOp
 
-from communicator import Communicator, Unsupported, lists
+from communicator import Communicator, Unsupported
+from communicator.torch_interop import list_collectives
 from coordinator import Coordinator
 
 
@@ -24,8 +25,8 @@ def test_lazy_signs_are_done_before_they_are_added_and_kept_in_the_tensor(pair):
     def body(comm):
         lazy = torch.complex(torch.full((2,), 1.0 + comm.rank), torch.full((2,), 2.0)).conj()
         negative = torch._neg_view(torch.full((3,), 1.0 + comm.rank))
-        lists.allreduce(comm, lazy, ReduceOp.SUM)
-        lists.allreduce(comm, negative, ReduceOp.SUM)
+        list_collectives.allreduce(comm, lazy, ReduceOp.SUM)
+        list_collectives.allreduce(comm, negative, ReduceOp.SUM)
         return lazy.tolist(), negative.tolist(), lazy.is_conj() and negative.is_neg()
 
     assert pair(body) == [([3 - 4j] * 2, [-3.0] * 3, True)] * 2
@@ -35,12 +36,12 @@ def test_ranks_may_hold_the_same_numbers_in_other_shapes(pair):
     def body(comm):
         shape = (2, 3) if comm.rank else (6,)
         mine = torch.arange(6.0).view(shape)
-        lists.allreduce(comm, mine, ReduceOp.SUM)
-        lists.broadcast(comm, mine, 1)
+        list_collectives.allreduce(comm, mine, ReduceOp.SUM)
+        list_collectives.broadcast(comm, mine, 1)
         outs = [torch.zeros(3, 2) for _ in range(2)]
-        lists.allgather(comm, outs, mine)
+        list_collectives.allgather(comm, outs, mine)
         theirs = torch.zeros(6, 1)
-        lists.exchange(comm, [mine, mine], [theirs, theirs])
+        list_collectives.exchange(comm, [mine, mine], [theirs, theirs])
         return tuple(mine.shape) == shape and outs[0].flatten().tolist(), theirs.flatten().tolist()
 
     expected = [2.0 * number for number in range(6)]
@@ -50,8 +51,12 @@ def test_ranks_may_hold_the_same_numbers_in_other_shapes(pair):
 def test_parts_of_tensors_are_written_where_they_lie(pair):
     def body(comm):
         whole = torch.zeros(4, 2)
-        lists.reduce_scatter(comm, whole[:, 1], [torch.ones(4), torch.ones(4)], ReduceOp.SUM)
-        lists.scatter(comm, whole[:, 0], [torch.ones(4, 1).t()[0]] * 2 if comm.rank else [], 1)
+        list_collectives.reduce_scatter(
+            comm, whole[:, 1], [torch.ones(4), torch.ones(4)], ReduceOp.SUM
+        )
+        list_collectives.scatter(
+            comm, whole[:, 0], [torch.ones(4, 1).t()[0]] * 2 if comm.rank else [], 1
+        )
         return whole.tolist()
 
     assert pair(body) == [[[1.0, 2.0]] * 4] * 2
@@ -62,12 +67,12 @@ def test_complex_numbers_are_added_and_neither_multiplied_nor_compared(pair):
 
     def body(comm):
         mine = torch.full((2,), 1.0 + 2.0j)
-        lists.reduce(comm, mine, comm.world_size - 1, ReduceOp.SUM)
+        list_collectives.reduce(comm, mine, comm.world_size - 1, ReduceOp.SUM)
         for op in (ReduceOp.PRODUCT, ReduceOp.MAX, ReduceOp.BAND):
             with pytest.raises(Unsupported, match="Use one of SUM, AVG"):
-                lists.reduce(comm, mine, 0, op)
+                list_collectives.reduce(comm, mine, 0, op)
             with pytest.raises(Unsupported, match="Use one of SUM, AVG"):
-                lists.reduce_scatter(comm, mine[:1].clone(), [mine[:1], mine[1:]], op)
+                list_collectives.reduce_scatter(comm, mine[:1].clone(), [mine[:1], mine[1:]], op)
         return mine[0].item()
 
     assert pair(body) == [1 + 2j, 2 + 4j]
@@ -76,8 +81,8 @@ def test_complex_numbers_are_added_and_neither_multiplied_nor_compared(pair):
 def test_bits_are_reduced_to_one_rank_too(pair):
     def body(comm):
         mine, flag = torch.tensor([6 - comm.rank]), torch.tensor([True, comm.rank == 0])
-        lists.reduce(comm, mine, 1, ReduceOp.BXOR)
-        lists.allreduce(comm, flag, ReduceOp.BXOR)
+        list_collectives.reduce(comm, mine, 1, ReduceOp.BXOR)
+        list_collectives.allreduce(comm, flag, ReduceOp.BXOR)
         return mine.item(), flag.tolist()
 
     assert pair(body) == [(6, [False, True]), (6 ^ 5, [False, True])]

@@ -10,13 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from communicator import (
-    Communicator,
-    CommunicatorError,
-    CommunicatorTimeout,
-    PeerLost,
-    conformance,
-)
+from communicator import Communicator, CommunicatorError, CommunicatorTimeout, PeerLost, conformance
 from coordinator import Coordinator
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "vendor_plugin"
@@ -27,7 +21,7 @@ def folder(tmp_path_factory):
     """What the README has a vendor make, elsewhere: a copy of the example, the header, `make`."""
     folder = tmp_path_factory.mktemp("vendor") / "acme"
     shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("*.so", "build"))
-    shutil.copy(EXAMPLE.parents[1] / "csrc" / "communicator.h", folder)
+    shutil.copy(EXAMPLE.parents[1] / "csrc" / "abi" / "communicator.h", folder)
     subprocess.run(["make", "-s", "-C", folder, "CC=cc -Werror"], check=True)
     return folder
 

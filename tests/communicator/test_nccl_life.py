@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from communicator import CommunicatorError, PeerLost, Unsupported, first_calls, nccl
-from communicator.nccl import Nccl
+from communicator import CommunicatorError, PeerLost, Unsupported, first_call_check
+from communicator.backends import nccl
+from communicator.backends.nccl import Nccl
 from coordinator import Coordinator
 from tests.communicator import nccl_host
 
@@ -295,7 +296,7 @@ def test_ranks_that_have_captured_wait_for_those_that_still_do(path, ranks):
                 comm.allreduce(torch.ones(3))
             comm._is_capturing = lambda: False
             if info.rank == 1:
-                time.sleep(1.5 * first_calls.SLICE_S)
+                time.sleep(1.5 * first_call_check.SLICE_S)
             with pytest.raises(ValueError, match="the tensor is on cpu"):  # compared, and passed on
                 comm.allreduce(torch.ones(3))
 
@@ -318,7 +319,7 @@ def test_a_comparison_that_waits_ends_with_the_communicator(path, ranks, end):
                 with pytest.raises(PeerLost, match=words):
                     comm.allreduce(torch.ones(3))
                 assert time.monotonic() - start < SOON_S
-                assert not set(first_calls.HOW) & set(comm.__dict__)
+                assert not set(first_call_check.HOW) & set(comm.__dict__)
             coor.barrier()
             comm.abort()
             comm.close()

@@ -11,10 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from communicator import CommunicatorError, Unsupported, oneshot
-from communicator.oneshot import Algorithm, Call, Kernels, choose, num_blocks
+from communicator import CommunicatorError, Unsupported
+from communicator.backends.nccl import oneshot
+from communicator.backends.nccl.oneshot import Algorithm, Call, Kernels, choose, num_blocks
 
-CSRC = Path(oneshot.__file__).parents[1] / "csrc"
+CSRC = Path(oneshot.__file__).parents[3] / "csrc"
 KIB = 1024
 SIZES = st.integers(0, 2**21)
 WORLDS = st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 16])
@@ -98,12 +99,13 @@ def test_python_and_the_header_agree_on_the_layout_of_a_call(tmp_path):
 
 
 def test_a_kernel_that_was_not_built_says_how_to_build_it(tmp_path):
-    with pytest.raises(Unsupported, match=r"csrc/build_cuda\.sh"):
+    with pytest.raises(Unsupported, match=r"csrc/scripts/build_cuda\.sh"):
         Kernels(str(tmp_path / "_oneshot.so"))
 
 
 @pytest.mark.skipif(
-    not os.path.exists(oneshot.LIBRARY), reason="needs nvcc and csrc/build_cuda.sh run before"
+    not os.path.exists(oneshot.LIBRARY),
+    reason="needs nvcc and csrc/scripts/build_cuda.sh run before",
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_oneshot.py has a GPU")
 def test_without_a_gpu_the_kernels_load_and_say_what_cuda_says():

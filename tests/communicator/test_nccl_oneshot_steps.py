@@ -1,4 +1,4 @@
-"""The steps of csrc/oneshot.cu, run on threads of the CPU (oneshot_on_cpu.h), without a GPU.
+"""The steps of csrc/cuda/oneshot.cu, run on threads of the CPU (oneshot_on_cpu.h), without a GPU.
 
 What it cannot show, the order in which a GPU sees memory, is for tests/gpu/test_oneshot.py.
 """
@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from communicator import CommunicatorTimeout, oneshot
-from communicator.oneshot import DTYPES, Algorithm, Call, ErrorWord, Kernels
+from communicator import CommunicatorTimeout
+from communicator.backends.nccl import oneshot
+from communicator.backends.nccl.oneshot import DTYPES, Algorithm, Call, ErrorWord, Kernels
 
-CSRC = Path(oneshot.__file__).parents[1] / "csrc"
+CSRC = Path(oneshot.__file__).parents[3] / "csrc"
 HERE = Path(__file__).parent
 THREADS = 8  # of a block; the GPU has 512
 WAYS = list(Algorithm)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from communicator import Communicator, CommunicatorError, Unsupported, nccl_library
-from communicator.nccl import Nccl
+from communicator import Communicator, CommunicatorError, Unsupported
+from communicator.backends.nccl import Nccl, nccl_library
 from coordinator import Coordinator
 from tests.communicator import nccl_host
 from tests.communicator.nccl_host import Host
@@ -228,7 +228,7 @@ def test_group_calls_work_and_one_end_too_many_is_refused(real):
 
 @needs_wheel
 def test_the_plugin_finds_every_function_it_knows_in_this_version(real):
-    source = (Path(nccl_host.PLUGIN).parents[1] / "csrc" / "nccl_library.h").read_text()
+    source = (Path(nccl_host.PLUGIN).parents[3] / "csrc" / "nccl" / "library.h").read_text()
     names = re.findall(r"X\((\w+), (\d+), ", source)
     library = ctypes.CDLL(real)
     assert len(names) > 25

@@ -16,8 +16,8 @@ from communicator import (
     Unsupported,
     conformance,
 )
-from communicator.meeting import Meeting
-from communicator.tcp import Tcp
+from communicator.backends.tcp import Tcp
+from communicator.torch_interop.store_coordinator import Meeting
 from coordinator import Coordinator
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from coordinator import Coordinator, CoordinatorError
-from coordinator.connections import Crossing
+from coordinator.transport.connections import Crossing
 
 
 def word(sender, receiver):

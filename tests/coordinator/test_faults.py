@@ -123,7 +123,9 @@ def check_told_of_exception(row, victim):
     name, _, error, text, _, _ = row
     assert error == ("CoordinatorError" if name in TURNS else "PeerLost"), row
     assert f"rank {victim} (host" in text, row
-    assert "by nothing" in text and "in fail" in text and "/coordinator/turns.py" not in text, row
+    assert (
+        "by nothing" in text and "in fail" in text and "/coordinator/store/sequencer.py" not in text
+    ), row
 
 
 def check_told_of_leaving(row, victim):

@@ -12,10 +12,10 @@ import filelock
 import pytest
 
 from coordinator import Coordinator, CoordinatorError, CoordinatorTimeout
-from coordinator import lock as locks
-from coordinator.calls import traceback_of, waiting
+from coordinator.call_site import traceback_of, waiting
+from coordinator.control.process_monitor import Process
 from coordinator.peers import Peer, start_ticks
-from coordinator.vitals import Process
+from coordinator.store import lock as locks
 from launcher import LaunchInfo
 
 

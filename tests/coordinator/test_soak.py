@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from coordinator import Coordinator, CoordinatorError
-from coordinator.client import Client
-from coordinator.lock import Locks
+from coordinator.control.client import Client
+from coordinator.store.lock import Locks
 
 RUNS = [25, pytest.param(200, marks=pytest.mark.soak)]
 AT_ONCE = 20

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from coordinator import Coordinator, CoordinatorError
-from coordinator.client import connect
-from coordinator.gate import (
+from coordinator.control.client import connect
+from coordinator.control.handshake import (
     GREETING,
     HELLO,
     MAGIC,
@@ -26,7 +26,7 @@ from coordinator.gate import (
     Proof,
     purpose_of,
 )
-from coordinator.hub import Hub
+from coordinator.control.server import Hub
 from launcher import LaunchInfo
 
 

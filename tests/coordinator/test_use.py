@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from coordinator import Coordinator, CoordinatorError, CoordinatorTimeout, PeerLost
-from coordinator import session as sessions
+from coordinator.control import session as sessions
 from launcher import LaunchInfo
 
 nodes = pytest.mark.parametrize("nodes", [[2], [1, 1]], ids=str)

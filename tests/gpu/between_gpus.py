@@ -2,8 +2,7 @@
 
 import torch
 
-from communicator import oneshot
-from communicator.nccl import Nccl
+from communicator.backends.nccl import Nccl, oneshot
 from coordinator import Coordinator
 
 

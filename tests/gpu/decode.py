@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from inference import parallelize
+from drumline import parallelize
 
 SIZES = {
     "vocab_size": 65,

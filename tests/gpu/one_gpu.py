@@ -15,7 +15,7 @@ from typing import IO, Any
 import pytest
 import torch
 
-from communicator import nccl_library
+from communicator.backends.nccl import nccl_library
 from launcher import LaunchInfo
 
 ROOT = Path(__file__).parents[2]

@@ -13,16 +13,9 @@ from typing import Any
 
 import torch
 
-from communicator import (
-    Communicator,
-    CommunicatorError,
-    CommunicatorTimeout,
-    PeerLost,
-    conformance,
-    oneshot,
-)
-from communicator.cupy import Cupy
-from communicator.nccl import Nccl
+from communicator import Communicator, CommunicatorError, CommunicatorTimeout, PeerLost, conformance
+from communicator.backends.nccl import Nccl, oneshot
+from communicator.backends.nccl.cupy import Cupy
 from coordinator import Coordinator
 from tests.gpu.one_gpu import RESULT
 
@@ -63,21 +56,21 @@ def capture_and_replay(coor: Coordinator, mode: str = "waiting") -> list[float]:
     with Nccl(coor, device=0, blocking=mode == "blocking") as comm:
         tensor, found = torch.ones(1000, device=GPU), []
         comm.allreduce(tensor.clone())
-        graphs = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()]
-        for graph in graphs:
+        cuda_graphs = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()]
+        for graph in cuda_graphs:
             with torch.cuda.graph(graph):
                 comm.allreduce(tensor)
         found.append(tensor.mean().item())
-        for graph in graphs:
+        for graph in cuda_graphs:
             graph.replay()
             comm.allreduce(tensor)
         comm.synchronize()
         found.append(tensor.mean().item())
         tensor.fill_(1)
-        graphs[0].replay()
+        cuda_graphs[0].replay()
         comm.synchronize()
         found.append(tensor.mean().item())
-        for graph in graphs:
+        for graph in cuda_graphs:
             graph.reset()
         return found
 
@@ -104,14 +97,14 @@ def graph_memory(coor: Coordinator) -> float:
         scale = comm.scaled_sum(1.0, torch.bfloat16)  # so that one rank launches kernels too
         tensor = torch.ones(8192, dtype=torch.bfloat16, device=GPU)
         comm.allreduce(tensor, scale)
-        graphs, pool = [_graph(comm, tensor, scale, None)], None
-        pool = graphs[0].pool()
+        cuda_graphs, pool = [_graph(comm, tensor, scale, None)], None
+        pool = cuda_graphs[0].pool()
         before = _free(coor)
-        graphs += [_graph(comm, tensor, scale, pool) for _ in range(GRAPHS)]
+        cuda_graphs += [_graph(comm, tensor, scale, pool) for _ in range(GRAPHS)]
         used = before - _free(coor)
-        graphs[-1].replay()
+        cuda_graphs[-1].replay()
         comm.synchronize()
-        for graph in graphs:
+        for graph in cuda_graphs:
             graph.reset()
         return used / MIB / GRAPHS / comm.world_size
 
@@ -347,7 +340,7 @@ def streams(coor: Coordinator) -> list[float]:
 
 def compiled(coor: Coordinator) -> list[float]:
     """One call inside a compiled function, eager and captured."""
-    from communicator import compile as group
+    from communicator.torch_interop import compile as group
 
     with Nccl(coor, device=0) as comm:
         name = group.name(comm)
@@ -388,17 +381,18 @@ def decode_in_a_graph(coor: Coordinator) -> list[list[int]]:
 
 def stages_in_graphs(coor: Coordinator, folder: str) -> list[Any]:
     """Tokens of one process, then of stages; of the other ranks, how many passes were replayed."""
-    import inference
-    from inference import graphs, over_stages
+    import drumline
+    from drumline.stages import cuda_graphs
+    from drumline.strategies import pipeline_parallel
     from tests.gpu import decode
 
-    made: list[graphs.Graphs] = []
+    made: list[cuda_graphs.Graphs] = []
 
-    def make(rank: int, device: torch.device) -> graphs.Graphs:
-        made.append(graphs.Graphs(rank, device))
+    def make(rank: int, device: torch.device) -> cuda_graphs.Graphs:
+        made.append(cuda_graphs.Graphs(rank, device))
         return made[-1]
 
-    over_stages.Graphs = make
+    pipeline_parallel.Graphs = make
     if coor.is_master():
         decode.small_model(GPU).save_pretrained(folder)
     coor.barrier()
@@ -406,10 +400,10 @@ def stages_in_graphs(coor: Coordinator, folder: str) -> list[Any]:
     device_map = {"": places[0], "model.layers.1": places[1]}
     room = dict.fromkeys(places, 1 << 28)
     try:
-        model = inference.load(
+        model = drumline.load(
             folder, device_map=device_map, coor=coor, max_memory=room, cuda_graphs=True
         )
-    except inference.Served:
+    except drumline.Served:
         return [each.num_replays for each in made]
     with model:
         prompt = torch.tensor(decode.PROMPT, device=GPU)

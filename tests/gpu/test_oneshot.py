@@ -11,8 +11,16 @@ import pytest
 import torch
 
 import launcher
-from communicator import CommunicatorTimeout, oneshot
-from communicator.oneshot import DTYPES, Algorithm, Call, ErrorWord, Kernels, num_blocks
+from communicator import CommunicatorTimeout
+from communicator.backends.nccl import oneshot
+from communicator.backends.nccl.oneshot import (
+    DTYPES,
+    Algorithm,
+    Call,
+    ErrorWord,
+    Kernels,
+    num_blocks,
+)
 from tests.gpu import between_gpus
 from tests.gpu.one_gpu import needs_gpu, needs_two_gpus, run
 
@@ -20,7 +28,7 @@ pytestmark = [
     needs_gpu,
     pytest.mark.skipif(
         not os.path.exists(oneshot.LIBRARY),
-        reason="needs the kernel: run csrc/build_cuda.sh on a machine with nvcc",
+        reason="needs the kernel: run csrc/scripts/build_cuda.sh on a machine with nvcc",
     ),
 ]
 

@@ -5,7 +5,7 @@ import pytest
 from tests.gpu.one_gpu import needs_gpu, run
 
 pytest.importorskip("transformers", reason="needs transformers, 5 or newer")
-from inference.graphs import WARM_UPS
+from drumline.stages.cuda_graphs import WARM_UPS
 from tests.gpu import decode
 
 pytestmark = [needs_gpu, pytest.mark.timeout(250)]

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from launcher import LaunchInfoError, mpi
+from launcher import LaunchInfoError
+from launcher.backends import mpi
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "1",

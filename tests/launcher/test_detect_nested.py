@@ -2,7 +2,9 @@
 
 import pytest
 
-from launcher import LaunchInfo, mpi, multiprocessing, nesting, registry, slurm, torchrun
+from launcher import LaunchInfo, registry
+from launcher.backends import mpi, multiprocessing, slurm, torchrun
+from launcher.system import nesting
 
 SRUN = {
     "SLURM_JOB_ID": "17",

@@ -2,8 +2,9 @@
 
 import pytest
 
-from launcher import LaunchInfo, LaunchInfoError, ray, registry
-from launcher.ray_cluster import infos
+from launcher import LaunchInfo, LaunchInfoError, registry
+from launcher.backends import ray
+from launcher.backends.ray.ray_cluster import infos
 
 WORKER = {"RAY_JOB_ID": "01000000", "RAY_RAYLET_PID": "9948"}
 TRAIN = {

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher import LaunchInfoError, slurm
-from launcher.nodelist import expand_nodes, expand_tasks
+from launcher import LaunchInfoError
+from launcher.backends import slurm
+from launcher.backends.slurm_nodelist import expand_nodes, expand_tasks
 
 # Task 4 of `srun -N 4 -n 7`, on the third of nodes with 2, 2, 2 and 1 tasks.
 TASK = {

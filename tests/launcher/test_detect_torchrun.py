@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from launcher import LaunchInfoError, torchrun
+from launcher import LaunchInfoError
+from launcher.backends import torchrun
 
 # The second rank on the second of two nodes, with 3 and 2 ranks.
 RANK = {

@@ -12,15 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher import (
-    devices,
-    doctor,
-    doctor_engines,
-    doctor_floors,
-    doctor_gpu,
-    doctor_machine,
-)
-from launcher.doctor_finding import Finding
+from launcher import doctor
+from launcher.doctor import gpu_checks, launcher_checks, layer_checks, machine_checks
+from launcher.doctor.finding import Finding
+from launcher.system import gpus
 
 
 def test_it_ends_with_0_where_nothing_is_wrong_and_json_says_the_same(command):
@@ -52,26 +47,26 @@ def test_a_look_that_fails_is_a_finding_and_not_the_end():
 
 def test_few_open_files_are_told_with_the_command_that_raises_them(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda number: (64, 4096))
-    found = {one.name: one for one in doctor_machine.limits()}
+    found = {one.name: one for one in machine_checks.limits()}
     assert found["open files"].ok is False and found["open files"].remedy == "ulimit -n 1024"
 
 
 def test_a_limit_that_only_root_can_raise_is_told_so(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda number: (64, 64))
-    found = {one.name: one for one in doctor_machine.limits()}
+    found = {one.name: one for one in machine_checks.limits()}
     assert found["open files"].remedy == "sudo prlimit --pid $$ --nofile=1024"
 
 
 def test_little_shared_memory_is_a_fault(monkeypatch):
     space = namedtuple("space", "f_bavail f_frsize")(16, 1 << 20)
     monkeypatch.setattr(os, "statvfs", lambda path: space)
-    found = {one.name: one for one in doctor_machine.memory()}
+    found = {one.name: one for one in machine_checks.memory()}
     assert found["/dev/shm"].ok is False and "--shm-size" in found["/dev/shm"].remedy
 
 
 def test_little_memory_is_a_fault(monkeypatch):
-    monkeypatch.setattr(doctor_machine, "_available_mib", lambda: 100)
-    found = {one.name: one for one in doctor_machine.memory()}
+    monkeypatch.setattr(machine_checks, "_available_mib", lambda: 100)
+    found = {one.name: one for one in machine_checks.memory()}
     assert found["available"].ok is False and found["available"].remedy.startswith("ps ")
 
 
@@ -80,7 +75,7 @@ def test_a_container_that_forbids_what_launches_need_is_a_fault(monkeypatch):
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "memfd_create", forbidden)
-    found = {one.name: one for one in doctor_machine.software()}
+    found = {one.name: one for one in machine_checks.software()}
     assert found["system calls"].ok is False and "seccomp" in found["system calls"].remedy
 
 
@@ -100,7 +95,7 @@ def test_a_process_that_has_outlived_its_launcher_is_told_with_how_to_end_it():
     started = [sys.executable, "-c", ORPHAN]
     orphan = int(subprocess.run(started, stdout=subprocess.PIPE, text=True, check=True).stdout)
     try:
-        told = {one.name: one for one in doctor_machine.left_behind()}["processes"]
+        told = {one.name: one for one in machine_checks.left_behind()}["processes"]
         parent = Path(f"/proc/{orphan}/stat").read_text().rpartition(")")[2].split()[1]
         if parent != "1":
             pytest.skip(f"process {parent} takes in orphans here: runs where init does")
@@ -114,29 +109,29 @@ def test_folders_of_dead_launches_are_told_and_those_of_living_ones_are_not(tmp_
     dead = tmp_path / "drumline-launch-4194304-x"  # one more than the highest pid there can be
     dead.mkdir()
     (tmp_path / f"drumline-trace-{os.getpid()}-y").mkdir()
-    found = next(doctor_machine.left_behind())
+    found = next(machine_checks.left_behind())
     assert found.ok is False and found.remedy == f"rm -r {dead}"
 
 
 def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(monkeypatch):
-    monkeypatch.setattr(doctor_machine, "NEEDED", ("torch", "no-such-package"))
-    found = {one.name: one for one in doctor_machine.software()}
+    monkeypatch.setattr(machine_checks, "NEEDED", ("torch", "no-such-package"))
+    found = {one.name: one for one in machine_checks.software()}
     assert found["packages"].ok is False
     assert found["packages"].remedy == "pip install no-such-package"
 
 
 def test_an_engine_that_is_not_there_is_no_fault(monkeypatch):
-    monkeypatch.setattr(doctor_engines, "PATH", "/nowhere")
-    assert {one.ok for one in doctor_engines.engines() if one.name != "mpi4py"} == {None}
+    monkeypatch.setattr(launcher_checks, "PATH", "/nowhere")
+    assert {one.ok for one in launcher_checks.engines() if one.name != "mpi4py"} == {None}
 
 
 def test_an_engine_of_another_python_is_told_in_words_and_is_no_fault(monkeypatch, tmp_path):
     """It used to be a fault of this machine, with nothing to type for it."""
     (tmp_path / "ray").write_text("#!/bin/sh\n")
     (tmp_path / "ray").chmod(0o755)
-    monkeypatch.setattr(doctor_engines, "PATH", str(tmp_path))
-    monkeypatch.setitem(doctor_engines.DISTRIBUTIONS, "ray", "no-such-package")
-    (found,) = [one for one in doctor_engines.engines() if one.name == "ray"]
+    monkeypatch.setattr(launcher_checks, "PATH", str(tmp_path))
+    monkeypatch.setitem(launcher_checks.DISTRIBUTIONS, "ray", "no-such-package")
+    (found,) = [one for one in launcher_checks.engines() if one.name == "ray"]
     assert found.ok is None and found.found.startswith("of another Python")
 
 
@@ -145,14 +140,14 @@ def test_an_srun_of_no_cluster_is_told_in_words_and_is_no_fault(monkeypatch, tmp
         "#!/bin/sh\necho srun: fatal: DNS SRV lookup failed >&2; exit 1\n"
     )
     (tmp_path / "srun").chmod(0o755)
-    monkeypatch.setattr(doctor_engines, "PATH", str(tmp_path))
-    (found,) = [one for one in doctor_engines.engines() if one.name == "srun"]
+    monkeypatch.setattr(launcher_checks, "PATH", str(tmp_path))
+    (found,) = [one for one in launcher_checks.engines() if one.name == "srun"]
     assert found.ok is None and "no slurm.conf" in found.found and "DNS" not in found.found
 
 
 def test_an_address_is_advised_where_the_name_of_the_host_is_its_loopback(monkeypatch):
     monkeypatch.setattr("socket.gethostbyname", lambda name: "127.0.1.1")
-    told = doctor_floors._host_name(["192.0.2.7"])
+    told = layer_checks._host_name(["192.0.2.7"])
     assert told.ok is None and told.remedy.endswith("--master-addr 192.0.2.7")
 
 
@@ -161,15 +156,15 @@ def test_an_address_is_advised_where_the_name_of_the_host_is_its_loopback(monkey
 )
 def test_a_backend_is_shown_as_its_check_ended(monkeypatch, verdict, ok):
     told = {"backends": {"acme": [verdict, "as it said"]}}
-    monkeypatch.setattr(doctor_floors, "_ask", lambda *arguments: told)
-    (found,) = doctor_floors.backends()
+    monkeypatch.setattr(layer_checks, "_ask", lambda *arguments: told)
+    (found,) = layer_checks.backends()
     assert (found.ok, found.found) == (ok, "as it said")
     assert bool(found.remedy) == (ok is False)
 
 
 def test_floors_that_do_not_import_are_a_fault_with_the_last_line_they_said(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    (found,) = doctor_floors.nccl()
+    (found,) = layer_checks.nccl()
     assert found.ok is False and "failed" in found.found and found.remedy
 
 
@@ -204,9 +199,9 @@ def driver(uuids, level):
 
 
 def test_gpus_are_told_by_uuid_with_memory_and_what_lies_between(monkeypatch, tmp_path):
-    monkeypatch.setattr(devices, "DRIVER", tmp_path)
+    monkeypatch.setattr(gpus, "DRIVER", tmp_path)
     monkeypatch.setitem(sys.modules, "pynvml", driver(["GPU-a", "GPU-b"], 50))
-    found = {one.name: one for one in doctor_gpu.gpus()}
+    found = {one.name: one for one in gpu_checks.gpu_devices()}
     assert "80896 of 81920 MiB free" in found["GPU-a"].found
     assert found["0 and 1"].found == "across NUMA nodes"
 
@@ -218,12 +213,12 @@ def test_a_driver_that_does_not_answer_is_a_fault_in_its_own_words(monkeypatch, 
         raise nvml.NVMLError("Driver/library version mismatch")
 
     nvml.nvmlInit = mismatched
-    monkeypatch.setattr(devices, "DRIVER", tmp_path)
+    monkeypatch.setattr(gpus, "DRIVER", tmp_path)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    (found,) = doctor_gpu.gpus()
+    (found,) = gpu_checks.gpu_devices()
     assert found.ok is False and "version mismatch" in found.found and "nvidia-smi" in found.remedy
 
 
 def test_a_machine_without_a_driver_has_no_gpu_and_that_is_no_fault(monkeypatch, tmp_path):
-    monkeypatch.setattr(devices, "DRIVER", tmp_path / "nothing")
-    assert [one.ok for one in doctor_gpu.gpus()] == [None]
+    monkeypatch.setattr(gpus, "DRIVER", tmp_path / "nothing")
+    assert [one.ok for one in gpu_checks.gpu_devices()] == [None]

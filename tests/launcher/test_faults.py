@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher import verdict
 from launcher.errors import Failure
+from launcher.runtime import outcome
 
 FAULTY = str(Path(__file__).parent / "faulty.py")
 
@@ -52,7 +52,7 @@ def test_the_launch_ends_soon_with_the_code_and_the_name_of_the_rank_that_failed
 @pytest.mark.parametrize("fault", ["raises", "sigsegv"])
 def test_the_box_shows_the_line_that_failed(command, fault):
     ended = command.run("run", "-n", "2", FAULTY, fault, "1")
-    assert "faulty.py" in ended.err and "launcher/seat.py" not in ended.err
+    assert "faulty.py" in ended.err and "launcher/runtime/rank_process.py" not in ended.err
 
 
 def test_a_line_without_an_end_is_not_lost_at_death(command):
@@ -144,4 +144,4 @@ def failure(rank, time_s, **how):
     ],
 )
 def test_the_cause_is_the_earliest_but_a_silent_death_is_earlier_than_it_was_seen(failures, first):
-    assert min(failures, key=verdict.blame).rank == first
+    assert min(failures, key=outcome.blame).rank == first

@@ -13,8 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import launcher
-from launcher import binding, devices, nesting, registry, secret, values, wire
-from launcher.info import LaunchInfo
+from launcher import launch_secret, registry
+from launcher.launch_info import LaunchInfo
+from launcher.local import cpu_affinity
+from launcher.records import json_values, pipe_records
+from launcher.system import gpus, nesting
 
 ranks = st.integers(1, 50).flatmap(
     lambda size: st.tuples(st.just(size), st.integers(0, size - 1), st.integers(1, size))
@@ -59,7 +62,7 @@ def test_extras_in_the_environment_that_are_no_object_are_an_error(extras):
 @pytest.mark.parametrize("text", ["", "zz", "ab", "ab" * 31, "é" * 64])
 def test_a_secret_in_the_environment_that_is_none_is_an_error_that_does_not_show_it(text):
     with pytest.raises(launcher.LaunchInfoError, match="DRUMLINE_SECRET") as raised:
-        secret.take({"DRUMLINE_SECRET": text})
+        launch_secret.take({"DRUMLINE_SECRET": text})
     assert not text or f"'{text}'" not in str(raised.value)
 
 
@@ -93,7 +96,7 @@ def test_a_launch_info_that_contradicts_itself_cannot_be_made(wrong):
         LaunchInfo(**(right | wrong))
 
 
-json_values = st.recursive(
+values = st.recursive(
     st.none()
     | st.booleans()
     | st.integers()
@@ -105,20 +108,20 @@ json_values = st.recursive(
 )
 
 
-@given(json_values)
+@given(values)
 def test_values_that_travel_arrive_equal(value):
-    assert values.loads(values.dumps(value)) == value
+    assert json_values.loads(json_values.dumps(value)) == value
 
 
 @pytest.mark.parametrize("value", [{1: 2}, {"a": {3}}, [object()], {"__bytes__": "x"}])
 def test_values_that_would_arrive_different_are_refused(value):
     with pytest.raises(TypeError):
-        values.dumps(value)
+        json_values.dumps(value)
 
 
 @given(st.lists(st.binary(), max_size=6))
 def test_lines_come_out_as_they_went_in_however_they_were_cut(parts):
-    lines = wire.Lines()
+    lines = pipe_records.Lines()
     found = [line for part in parts for line in lines.feed(part)]
     assert b"\n".join([*found, lines.take()]) == b"".join(parts)
 
@@ -179,7 +182,7 @@ def test_a_secret_in_the_environment_is_gone_once_it_was_read():
         "print(os.pread(fd, 100, 0).hex())\n"
         "print(open('/proc/self/environ').read(), dict(os.environ))\n"
     )
-    variables = secret.variables()
+    variables = launch_secret.variables()
     (text,) = variables.values()
     run = [sys.executable, "-c", code]
     shown = subprocess.run(run, env=os.environ | variables, capture_output=True, text=True)
@@ -213,20 +216,20 @@ def machine(folder, nodes, threads_per_core):
     for number, cpus in enumerate(nodes):
         node = folder / "node" / f"node{number}"
         node.mkdir(parents=True)
-        (node / "cpulist").write_text(binding.ranges(cpus) + "\n")
+        (node / "cpulist").write_text(cpu_affinity.ranges(cpus) + "\n")
     every = sorted(cpu for cpus in nodes for cpu in cpus)
     half = len(every) // threads_per_core
     for cpu in every:
         topology = folder / "cpu" / f"cpu{cpu}" / "topology"
         topology.mkdir(parents=True)
         siblings = range(cpu % half, len(every), half)
-        (topology / "thread_siblings_list").write_text(binding.ranges(siblings))
+        (topology / "thread_siblings_list").write_text(cpu_affinity.ranges(siblings))
     return folder
 
 
 def test_ranks_fill_numa_nodes_and_keep_the_threads_of_a_core_together(tmp_path):
     nodes = [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
-    places = binding.places(4, range(16), machine(tmp_path, nodes, threads_per_core=2))
+    places = cpu_affinity.places(4, range(16), machine(tmp_path, nodes, threads_per_core=2))
     assert [place.cpus for place in places] == [
         (0, 1, 8, 9), (2, 3, 10, 11), (4, 5, 12, 13), (6, 7, 14, 15),
     ]  # fmt: skip
@@ -237,9 +240,9 @@ def test_ranks_fill_numa_nodes_and_keep_the_threads_of_a_core_together(tmp_path)
 def test_places_share_out_every_core_once(nprocs, count):
     if nprocs > count:
         with pytest.raises(ValueError, match=f"{count} cores"):
-            binding.places(nprocs, range(count), system=types_path())
+            cpu_affinity.places(nprocs, range(count), system=types_path())
         return
-    places = binding.places(nprocs, range(count), system=types_path())
+    places = cpu_affinity.places(nprocs, range(count), system=types_path())
     assert sorted(cpu for place in places for cpu in place.cpus) == list(range(count))
     assert all(place.num_cores >= 1 for place in places)
 
@@ -252,7 +255,7 @@ def types_path():
 
 @given(st.sets(st.integers(0, 200)))
 def test_ranges_of_processors_are_written_as_the_kernel_writes_them(numbers):
-    assert binding.parse_ranges(binding.ranges(numbers)) == sorted(numbers)
+    assert cpu_affinity.parse_ranges(cpu_affinity.ranges(numbers)) == sorted(numbers)
 
 
 A, B, C = "GPU-aaaa", "GPU-aabb", "GPU-cc"
@@ -262,9 +265,9 @@ class NoSuchThing(Exception):
     pass
 
 
-def driver(*gpus, divided=()):
+def driver(*devices, divided=()):
     """What pynvml would be on a machine with these GPUs, those in divided as two instances each."""
-    names = dict(enumerate(gpus))
+    names = dict(enumerate(devices))
 
     def instance(handle, index):
         if index > 1:
@@ -277,7 +280,7 @@ def driver(*gpus, divided=()):
         NVMLError_NotFound=NoSuchThing,
         nvmlInit=lambda: None,
         nvmlShutdown=lambda: None,
-        nvmlDeviceGetCount=lambda: len(gpus),
+        nvmlDeviceGetCount=lambda: len(devices),
         nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetUUID=lambda handle: names.get(handle, handle),
         nvmlDeviceGetMigMode=lambda handle: (int(names[handle] in divided), 0),
@@ -287,10 +290,10 @@ def driver(*gpus, divided=()):
 
 
 @pytest.fixture
-def gpus(monkeypatch, tmp_path):
+def two_gpus(monkeypatch, tmp_path):
     """Pretend that there are three GPUs, the last of them divided."""
     (tmp_path / "driver").touch()
-    monkeypatch.setattr(devices, "DRIVER", tmp_path / "driver")
+    monkeypatch.setattr(gpus, "DRIVER", tmp_path / "driver")
     monkeypatch.setitem(sys.modules, "pynvml", driver(A, B, C, divided=(C,)))
 
 
@@ -308,18 +311,18 @@ def gpus(monkeypatch, tmp_path):
         ("nonsense", []),
     ],
 )
-def test_visible_devices_are_read_as_cuda_reads_them(gpus, chosen, expected):
+def test_visible_devices_are_read_as_cuda_reads_them(two_gpus, chosen, expected):
     environ = {} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}
-    assert [device.uuid for device in devices.visible(environ)] == expected
+    assert [device.uuid for device in gpus.visible(environ)] == expected
 
 
-def test_no_two_ranks_get_one_device_unless_asked_for(gpus, monkeypatch):
+def test_no_two_ranks_get_one_device_unless_asked_for(two_gpus, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert devices.of_ranks(3, share=False) == {0: {"device": A}, 1: {"device": B}}
-    shared = devices.of_ranks(3, share=True)
+    assert gpus.of_ranks(3, share=False) == {0: {"device": A}, 1: {"device": B}}
+    shared = gpus.of_ranks(3, share=True)
     assert shared == {0: {"device": A}, 1: {"device": B}, 2: {"device": A}}
 
 
 def test_a_machine_without_a_driver_has_no_devices(monkeypatch, tmp_path):
-    monkeypatch.setattr(devices, "DRIVER", tmp_path / "none")
-    assert devices.visible() == [] and devices.of_ranks(2, share=True) == {}
+    monkeypatch.setattr(gpus, "DRIVER", tmp_path / "none")
+    assert gpus.visible() == [] and gpus.of_ranks(2, share=True) == {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import launcher
-from launcher import cli, registry, start
+from launcher import cli, launch_job, registry
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_an_option_that_a_launcher_would_ignore_is_refused_by_its_name(
 
 def test_every_launcher_says_what_it_honours_and_the_rest_is_refused():
     for name in registry.BUILT_IN:
-        assert set(start.OPTIONS) - registry.find(name).HONOURS == set(IGNORED[name])
+        assert set(launch_job.OPTIONS) - registry.find(name).HONOURS == set(IGNORED[name])
 
 
 def test_threads_of_a_program_write_no_logs(tmp_path):

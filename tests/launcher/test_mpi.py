@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import mpi
+from launcher.backends import mpi
 from launcher.job import Job, Target
 
 BIN = Path(sys.executable).parent
@@ -237,7 +237,7 @@ def test_dry_run_shows_what_mpiexec_will_start_on_all_nodes(engine, command):
     script = command.script("import launcher\nprint(launcher.current().to_bytes().decode())")
     asked = ["run", "--launcher", "mpi", "-n", "2", "--launch-id", "tuesday", "--dry-run"]
     first, *infos = command.run(*asked, script).out.splitlines()
-    assert "-m launcher.call FOLDER script" in first
+    assert "-m launcher.external.rank_main FOLDER script" in first
     assert [json.loads(info)["extras"] for info in infos] == [{"launcher": "mpi"}] * 2
     two_nodes = command.run(*asked, "--nnodes", "2", "--node-rank", "1", script).out.splitlines()
     assert [json.loads(info)["rank"] for info in two_nodes[1:]] == [0, 1, 2, 3]

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 import launcher
-from launcher import ray_cluster, target
+from launcher import target
+from launcher.backends.ray import ray_cluster
 from launcher.errors import LaunchError, LaunchInterrupted, LaunchTimeout
-from launcher.info import LaunchInfo
 from launcher.job import Job
+from launcher.launch_info import LaunchInfo
 
 ROOT = Path(__file__).parents[2]
 WORK = """

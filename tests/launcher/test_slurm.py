@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from launcher.backends.slurm import command, environment
 from launcher.job import Job, Target
-from launcher.slurm import command, environment
 
 ROOT = Path(__file__).parents[2]
 RECIPES = len(list((ROOT / "examples" / "recipes").glob("*.py"))) - 1  # one is shared

@@ -43,7 +43,11 @@ def test_the_text_given_to_sys_exit_is_printed_once(command, name):
 def test_the_box_shows_the_line_that_failed_in_a_thread(command):
     script = command.script("def divide():\n    1 / 0\ndivide()")
     ended = command.run("run", "-n", "2", "--launcher", "threads", script)
-    assert ended.code == 1 and "in divide" in ended.err and "launcher/threads.py" not in ended.err
+    assert (
+        ended.code == 1
+        and "in divide" in ended.err
+        and "launcher/backends/threads.py" not in ended.err
+    )
 
 
 def test_ctrl_c_ends_threads_with_a_line_and_not_a_traceback(command):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import torchrun
+from launcher.backends import torchrun
 from launcher.job import Job, Target
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +73,7 @@ def test_dry_run_shows_what_the_ranks_will_have_and_what_torchrun_chooses(failed
     script.touch()
     run = [sys.executable, "-m", "launcher", "run", "--launcher", "torchrun", "-n", "2"]
     first, *shown = _run([*run, "--dry-run", str(script)]).stdout.splitlines()
-    assert f"-m launcher.call FOLDER script {script}" in first
+    assert f"-m launcher.external.rank_main FOLDER script {script}" in first
     real = min(_infos(failed.stdout), key=lambda info: info["rank"])
     foreseen = json.loads(shown[0])
     chosen = {name for name, value in foreseen.items() if value == "chosen by torchrun"}

@@ -7,7 +7,10 @@ import time
 
 import pytest
 
-from launcher import LaunchInfo, cli, tracing, tracing_file, tracing_spans
+from launcher import LaunchInfo, cli
+from launcher.trace import merge
+from launcher.trace import recorder as tracing
+from launcher.trace import spans as trace_spans
 
 
 def _info(rank, folder):
@@ -31,9 +34,9 @@ def test_a_launch_that_is_not_traced_has_no_recorder():
 def test_the_spans_of_all_ranks_come_into_one_file_that_viewers_open(tmp_path):
     for rank in range(2):
         _record(tmp_path / "parts", rank)
-    tracing_file.merge(tmp_path / "parts", tmp_path / "out.json")
+    merge.merge(tmp_path / "parts", tmp_path / "out.json")
     merged = json.loads((tmp_path / "out.json").read_text())
-    assert tracing_file.problems(merged) == []
+    assert merge.problems(merged) == []
     spans = [event for event in merged["traceEvents"] if event["ph"] == "X"]
     assert [event["pid"] for event in spans] == [0, 1]
     assert all(event["dur"] >= 10_000 for event in spans)
@@ -42,7 +45,7 @@ def test_the_spans_of_all_ranks_come_into_one_file_that_viewers_open(tmp_path):
 
 def _starts(folder):
     """When each span of the merged recordings begins, in seconds."""
-    tracing_file.merge(folder, folder.parent / "out.json")
+    merge.merge(folder, folder.parent / "out.json")
     merged = json.loads((folder.parent / "out.json").read_text())
     return [event["ts"] / 1e6 for event in merged["traceEvents"] if "ts" in event]
 
@@ -90,9 +93,9 @@ def test_hosts_whose_clocks_are_a_day_apart_are_merged_onto_one(hosts, tmp_path)
         for rank, before in enumerate(([], later))
     ]
     assert [rank.wait(60) for rank in ranks] == [0, 0]
-    tracing_file.merge(folder, tmp_path / "out.json")
+    merge.merge(folder, tmp_path / "out.json")
     merged = json.loads((tmp_path / "out.json").read_text())
-    assert tracing_file.problems(merged) == []
+    assert merge.problems(merged) == []
     spans = [event for event in merged["traceEvents"] if event["ph"] == "X"]
     for name in ("agree", "barrier"):
         ends = [event["ts"] + event["dur"] for event in spans if event["name"] == name]
@@ -124,7 +127,7 @@ def test_hosts_without_the_folder_of_the_trace_stay_in_step_with_those_that_have
 
 
 def test_over_several_nodes_the_recordings_lie_beside_the_trace(tmp_path):
-    with tracing_file.gathered(tmp_path / "out.json", nnodes=2) as folder:
+    with merge.gathered(tmp_path / "out.json", nnodes=2) as folder:
         assert folder.parent == tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
@@ -133,21 +136,21 @@ def test_the_traces_of_two_nodes_are_joined_into_one(tmp_path, command):
     for rank in range(2):
         _record(tmp_path / f"parts{rank}", rank)
         launch = tracing.event("launch", "start", 0, 10, -1, 0, {})
-        tracing_file.merge(tmp_path / f"parts{rank}", tmp_path / f"{rank}.json", [launch])
+        merge.merge(tmp_path / f"parts{rank}", tmp_path / f"{rank}.json", [launch])
     files = [str(tmp_path / name) for name in ("0.json", "1.json", "both.json")]
     ended = command.run("trace", *files[:2], "--into", files[2])
     assert ended.code == 0, ended.err
     rows = [line.split()[0] for line in ended.out.splitlines()[1:]]
     assert rows == ["launcher", "launcher", "rank", "rank", "open"]
     assert f"open {files[2]} in" in ended.out
-    assert tracing_file.problems(json.loads((tmp_path / "both.json").read_text())) == []
+    assert merge.problems(json.loads((tmp_path / "both.json").read_text())) == []
 
 
 def test_a_line_cut_off_by_a_death_loses_only_itself(tmp_path):
     _record(tmp_path / "parts", 0)
     part = next((tmp_path / "parts").iterdir())
     part.write_text(part.read_text() + '{"name": "allred')
-    assert tracing_file.merge(tmp_path / "parts", tmp_path / "out.json") == 3  # two names of rows
+    assert merge.merge(tmp_path / "parts", tmp_path / "out.json") == 3  # two names of rows
 
 
 class _Moves:
@@ -182,19 +185,19 @@ def _span(start, took, **other):
     ],
 )
 def test_a_trace_that_viewers_would_refuse_is_told_apart(events, said):
-    (found,) = tracing_file.problems({"traceEvents": events})
+    (found,) = merge.problems({"traceEvents": events})
     assert said in found
 
 
 def test_what_is_no_trace_at_all_is_told_apart():
-    assert tracing_file.problems([]) == ["there is no list of traceEvents"]
+    assert merge.problems([]) == ["there is no list of traceEvents"]
 
 
 def test_a_trace_is_drawn_as_a_picture(tmp_path):
     pytest.importorskip("matplotlib", reason="runs after `pip install matplotlib`")
     for rank in range(2):
         _record(tmp_path / "parts", rank)
-    tracing_file.merge(tmp_path / "parts", tmp_path / "out.json")
+    merge.merge(tmp_path / "parts", tmp_path / "out.json")
     for said, drawn in ([], "out.png"), ([str(tmp_path / "mine.png")], "mine.png"):
         assert cli.main(["trace", str(tmp_path / "out.json"), "--png", *said]) == 0
         assert (tmp_path / drawn).read_bytes().startswith(b"\x89PNG")
@@ -205,7 +208,7 @@ def test_a_traced_launch_shows_every_rank_and_what_it_ran(tmp_path, command):
     ended = command.run("run", "-n", "2", "--trace", str(out), command.script("print('hello')"))
     assert ended.code == 0, ended.err
     merged = json.loads(out.read_text())
-    assert tracing_file.problems(merged) == []
+    assert merge.problems(merged) == []
     spans = {(event["pid"], event["name"]): event for event in merged["traceEvents"]}
     ran = next(name for _, name in spans if name.endswith(".py"))
     assert {(-1, "launch"), (0, ran), (1, ran), (0, "starting"), (1, "starting")} <= spans.keys()
@@ -218,7 +221,7 @@ def test_a_launch_that_fails_is_traced_all_the_same(tmp_path, command):
     out = tmp_path / "out.json"
     script = command.script("import os; os.abort()")
     assert command.run("run", "-n", "2", "--trace", str(out), script).code == 134
-    assert tracing_file.problems(json.loads(out.read_text())) == []
+    assert merge.problems(json.loads(out.read_text())) == []
 
 
 def test_a_trace_that_cannot_be_written_starts_nothing(command, tmp_path):
@@ -268,7 +271,7 @@ def test_what_happens_within_a_wait_is_waiting_and_is_counted_once():
         return {"ph": "X", "name": kind, "cat": kind, "ts": start, "dur": took, "pid": 0, "tid": 0}
 
     spans = [span("work", 0, 100), span("wait", 10, 50), span("move", 20, 30), span("move", 70, 5)]
-    (row,) = tracing_spans.rows({"traceEvents": spans}).values()
+    (row,) = trace_spans.rows({"traceEvents": spans}).values()
     found = [(one.kind, one.own_us) for one in row]
     assert found == [("work", 45), ("wait", 20), ("wait", 30), ("move", 5)]
 
@@ -286,6 +289,6 @@ def test_threads_of_a_rank_have_rows_of_their_own(tmp_path):
     other.start()
     other.join()
     recorder.close()
-    tracing_file.merge(tmp_path / "parts", tmp_path / "out.json")
+    merge.merge(tmp_path / "parts", tmp_path / "out.json")
     events = json.loads((tmp_path / "out.json").read_text())["traceEvents"]
     assert [event["tid"] for event in events if event["ph"] == "X"] == [0, 1]

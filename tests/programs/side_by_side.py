@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import linux
+from launcher.system import linux
 from tests.programs.warm import WARM, WarmParent, prepare
 
 QUIETLY = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # of plugins imported already

@@ -20,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-from launcher import linux
+from launcher.system import linux
 
 ROOT = Path(__file__).parents[2]
 IMPORTS = (
@@ -28,7 +28,7 @@ IMPORTS = (
     "accelerate",
     "transformers.models.llama.modeling_llama",
     "transformers.generation.utils",
-    "inference",
+    "drumline",
 )
 REQUEST_BYTES = 1 << 17
 WARM = "warm parent"  # the name of the plugin of pytest that is one

@@ -16,8 +16,9 @@ import uuid
 
 import torch
 
-from communicator import PeerLost, nccl
-from communicator.nccl import Nccl
+from communicator import PeerLost
+from communicator.backends import nccl
+from communicator.backends.nccl import Nccl
 from coordinator import Coordinator
 from launcher import LaunchInfo
 

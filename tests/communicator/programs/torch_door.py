@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import communicator.torch_backend  # noqa: F401
+import communicator.torch_interop.process_group  # noqa: F401
 from communicator import CommunicatorTimeout, PeerLost, Unsupported
 
 PROGRAMS = {}

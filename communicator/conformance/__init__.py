@@ -1,0 +1,373 @@
+"""What every communicator must do, as a function that a vendor, our tests and the doctor run.
+
+report = conformance.check(Communicator(coor, backend="acme"))
+print(report)
+report.raise_if_failed()
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Size
+
+from communicator.base import Communicator
+from communicator.conformance.call_tester import Trial, differs, first, raw
+from communicator.conformance.test_data import Shape
+from communicator.errors import CommunicatorError, Unsupported
+from coordinator import CoordinatorError
+
+PASSED, UNSUPPORTED, FAILED = "passed", "unsupported", "FAILED"
+
+# Zero, one, a prime, an odd tail after whole vectors, a page and a bit.
+COUNTS = (0, 1, 7, 67, 1021)
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+)
+OPS = ("sum", "prod", "max", "min", "avg")
+SHAPES = ((), (1,), (3, 5), (2, 1, 7))
+LATE_S = 0.05
+NAP_S = 0.015
+TURNS = 30
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One case: its name, how it ended on the worst rank, and what that rank had to say."""
+
+    case: str
+    status: str
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.status:>11}  {self.case}" + (f": {self.detail}" if self.detail else "")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a backend can do, the same on every rank."""
+
+    backend: str
+    world_size: int
+    outcomes: tuple[Outcome, ...]
+
+    def having(self, status: str) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if outcome.status == status]
+
+    @property
+    def ok(self) -> bool:
+        return not self.having(FAILED)
+
+    def __str__(self) -> str:
+        head = f"{self.backend}, {self.world_size} ranks: " + ", ".join(
+            f"{len(self.having(status))} {status}" for status in (PASSED, UNSUPPORTED, FAILED)
+        )
+        rest = self.having(FAILED) + self.having(UNSUPPORTED)
+        return "\n".join([head, *map(str, rest)])
+
+    def raise_if_failed(self) -> None:
+        """Raise CommunicatorError with the failed cases, if there are any."""
+        if not self.ok:
+            raise CommunicatorError(f"the backend does not conform:\n{self}")
+
+
+def check(comm: Communicator, large: int = 300_007, only: str = "") -> Report:
+    """Run every case on a communicator and say what passed, what is unsupported, what is wrong.
+
+    Collective. large: the elements of the largest tensor. only: run the cases with this in their
+    names. A backend that hangs is told on by its own deadline (coor.timeout_s).
+    """
+    outcomes = []
+    for name, body in _cases(comm, large):
+        if only not in name:
+            continue
+        outcomes.append(_run(comm, name, body))
+        if outcomes[-1].status == FAILED and "out of step" in outcomes[-1].detail:
+            break
+    return Report(comm.backend, comm.world_size, tuple(outcomes))
+
+
+Body = Callable[[], str]  # returns what is wrong, or "" if nothing is
+
+
+def _run(comm: Communicator, name: str, body: Body) -> Outcome:
+    """One case on every rank, and the worst of what they say."""
+    try:
+        detail = body()
+        mine = Outcome(name, FAILED if detail else PASSED, detail)
+    except Unsupported as reason:
+        mine = Outcome(name, UNSUPPORTED, str(reason))
+    except CommunicatorError as error:
+        mine = Outcome(name, FAILED, f"out of step: {error}")
+    except Exception as error:
+        mine = Outcome(name, FAILED, f"{type(error).__name__}: {error}")
+    try:
+        said = comm.coor.allgather(json.dumps([mine.status, mine.detail]).encode())
+    except CoordinatorError as error:
+        raise CommunicatorError(
+            f"rank {comm.rank}: the check cannot go on after {mine}. The ranks are out of step, "
+            f"for not all made the same calls, or one is gone. Mend this case first. {error}"
+        ) from error
+    return _worst(name, [tuple(json.loads(data)) for data in said])
+
+
+def _worst(name: str, said: list[tuple[str, str]]) -> Outcome:
+    statuses = {status for status, _ in said}
+    if statuses == {PASSED, UNSUPPORTED}:
+        return Outcome(name, FAILED, "unsupported on some ranks only, which strands the others")
+    for wanted in (FAILED, UNSUPPORTED):
+        for rank, (status, detail) in enumerate(said):
+            if status == wanted:
+                return Outcome(
+                    name, status, f"rank {rank}: {detail}" if status == FAILED else detail
+                )
+    return Outcome(name, PASSED)
+
+
+def _cases(comm: Communicator, large: int) -> Iterator[tuple[str, Body]]:
+    yield from _reductions(comm)
+    for dtype in DTYPES:
+        yield f"movement {_name(dtype)}", partial(_movement, comm, dtype)
+    yield from _every_operation(comm, "large", (large,), (-(-large // comm.world_size),))
+    for shape in SHAPES:
+        yield from _every_operation(comm, f"shape {shape}", shape, shape)
+    lates = (0, comm.world_size - 1)
+    yield from _every_operation(comm, "late ranks", (67,), (67,), lates)
+    yield "reduce on every rank", lambda: _reduce_everywhere(comm)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        case = f"same bits on every rank, every time, {_name(dtype)}"
+        yield case, partial(_same_bits, comm, dtype, large)
+    yield "calls close together", lambda: _close_together(comm)
+    for dtype in (torch.float32, torch.uint8):
+        yield f"unaligned tensors, {_name(dtype)}", partial(_unaligned, comm, dtype)
+    yield "allgather and reduce_scatter in place", lambda: _in_place(comm)
+    yield "tensors that are not contiguous", lambda: _not_contiguous(comm)
+    yield "send and recv keep order", lambda: _ordered(comm)
+    yield "recv hears the rank it names", lambda: _hears(comm)
+    yield "large send and recv", lambda: _large_ring(comm, large)
+    yield "group of both directions", lambda: _both_ways(comm)
+    yield "barrier", lambda: _barrier(comm)
+
+
+def _reductions(comm: Communicator) -> Iterator[tuple[str, Body]]:
+    for dtype in DTYPES:
+        for op in OPS:
+            if op == "avg" and not dtype.is_floating_point:
+                continue
+            if dtype == torch.bool and op == "sum":
+                continue
+            name = f"allreduce, reduce, reduce_scatter {_name(dtype)} {op}"
+            yield name, partial(_reduction, comm, dtype, op)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _reduction(comm: Communicator, dtype: torch.dtype, op: str) -> str:
+    trial = Trial(comm, max(*COUNTS, comm.world_size * 67), dtype, op)
+    found = [trial.allreduce((count,)) for count in COUNTS]
+    found.append(trial.allreduce_out((67,)))
+    found.append(trial.reduce((67,), comm.world_size - 1))
+    return first([*found, trial.reduce_scatter((67,))])
+
+
+def _movement(comm: Communicator, dtype: torch.dtype) -> str:
+    trial, found = Trial(comm, comm.world_size * max(COUNTS), dtype), []
+    for count in COUNTS:
+        found += [trial.broadcast((count,), src) for src in range(comm.world_size)]
+        found += [trial.allgather((count,)), trial.alltoall((count,))]
+    return first([*found, trial.ring((67,))])
+
+
+def _every_operation(
+    comm: Communicator, what: str, shape: Shape, rows: Shape, lates: Sequence[int] = (-1,)
+) -> Iterator[tuple[str, Body]]:
+    """rows: the shape of each row, for calls that take or give rows.
+    lates: ranks that come late, in turn. What the others read at once must be there.
+    """
+    trial = Trial(comm, max(Size(shape).numel(), comm.world_size * Size(rows).numel()))
+    for name in ("allreduce", "allreduce_out", "broadcast", "reduce"):
+        label = f"{name.replace('_out', ' out of place')}, {what}"
+        yield label, partial(_tried, trial, name, shape, lates)
+    for name in ("allgather", "reduce_scatter", "alltoall", "ring"):
+        yield f"{name}, {what}", partial(_tried, trial, name, rows, lates)
+
+
+def _tried(trial: Trial, name: str, shape: Shape, lates: Sequence[int]) -> str:
+    trial.prepare()
+    found = []
+    for late in lates:
+        if trial.comm.rank == late:
+            time.sleep(NAP_S)
+        found.append(getattr(trial, name)(shape))
+    return first(found)
+
+
+def _reduce_everywhere(comm: Communicator) -> str:
+    trial = Trial(comm, 67)
+    return first([trial.reduce((67,), dst) for dst in range(comm.world_size)])
+
+
+def _same_bits(comm: Communicator, dtype: torch.dtype, large: int) -> str:
+    """Values whose sum depends on the order of adding: every rank must still have the same bits,
+    whoever comes first."""
+    found = []
+    for count in (67, large):
+        sums = {_bits_of_sum(comm, dtype, count, late) for late in range(comm.world_size)}
+        said = comm.coor.allgather(json.dumps(sorted(sums)).encode())
+        what = f"allreduce of {count} {_name(dtype)}"
+        if len(sums) > 1:
+            found.append(f"{what} gave different bits when it was called again")
+        elif len(set(said)) > 1:
+            found.append(f"{what} gave ranks different bits")
+    return first(found)
+
+
+def _bits_of_sum(comm: Communicator, dtype: torch.dtype, count: int, late: int) -> int:
+    generator = torch.Generator().manual_seed(comm.rank)
+    tensor = (torch.randn(count, generator=generator) * 1000).to(dtype).to(comm.device)
+    if comm.rank == late:
+        time.sleep(NAP_S)
+    comm.allreduce(tensor)
+    return zlib.crc32(raw(tensor).cpu().numpy().tobytes())
+
+
+def _close_together(comm: Communicator) -> str:
+    """Calls that follow each other at once, none of them looked at before the last: a fast rank
+    must not write into what a slow one still reads, nor one call take the other's data."""
+    trials = [Trial(comm, comm.world_size * 1021, seed=seed) for seed in range(4)]
+    for trial in trials:
+        trial.prepare()
+    checks = []
+    for turn in range(TURNS):
+        if turn % 8 == comm.rank:
+            time.sleep(NAP_S / 10)
+        name = ("allreduce", "broadcast", "allgather", "reduce_scatter", "alltoall")[turn % 5]
+        shape = ((67,), (1021,), (1,))[turn // 10]
+        checks.append(trials[turn % 4].begin(name, shape))
+    return first([check() for check in checks])
+
+
+def _unaligned(comm: Communicator, dtype: torch.dtype) -> str:
+    """A tensor in the middle of another, at an odd address; what is beside it stays as it is."""
+    trial = Trial(comm, 1023, dtype)
+    whole = trial.mine(trial.numbers, (1023,))
+    before, inside = whole.clone(), whole[1:-1]
+    comm.allreduce(inside)
+    found = [trial.numbers.wrong(inside, trial.numbers.total((1023,))[1:-1], "allreduce", 1)]
+    for place in (0, 1022):
+        found.append(differs(whole[place], before[place], f"element {place} beside an allreduce"))
+    return first(found)
+
+
+def _in_place(comm: Communicator) -> str:
+    """out is a row of the tensor, or the tensor a row of out: as torch's sharding calls them."""
+    trial = Trial(comm, comm.world_size * 67)
+    rows = trial.mine(trial.numbers, (comm.world_size, 67))
+    comm.reduce_scatter(rows, out=rows[comm.rank])
+    total = trial.numbers.total((comm.world_size, 67))[comm.rank]
+    wrong = trial.numbers.wrong(rows[comm.rank], total, "reduce_scatter in place", 67 * comm.rank)
+    every = trial.blank((comm.world_size, 67))
+    every[comm.rank] = trial.mine(trial.bits, (67,))
+    comm.allgather(every[comm.rank], out=every)
+    return first([wrong, differs(every, trial.everyones((67,)), "allgather in place")])
+
+
+def _not_contiguous(comm: Communicator) -> str:
+    """Refused on every rank before anything moves, or done right; never lost in a copy."""
+    shape = (comm.world_size, 3, 4)
+    trial, found = Trial(comm, Size(shape).numel()), []
+    for name, problem in trial.plain_answers(shape).items():
+        tensor = trial.mine(trial.numbers, shape).permute(1, 2, 0).contiguous().permute(2, 0, 1)
+        try:
+            result = getattr(comm, name)(tensor)
+        except ValueError:
+            continue
+        what = f"{name} of a tensor that is not contiguous"
+        found.append(problem(tensor if name in ("allreduce", "broadcast") else result, what))
+    return first(found)
+
+
+def _ordered(comm: Communicator) -> str:
+    """Rank 0 sends each other rank ten tensors; they arrive in that order."""
+    problems = []
+    for number in range(10):
+        for dst in range(1, comm.world_size):
+            expected = torch.full((number % 3 + 1,), number + 100 * dst, device=comm.device)
+            if comm.rank == 0:
+                comm.send(expected, dst)
+            elif comm.rank == dst:
+                found = comm.recv(torch.zeros_like(expected), 0)
+                problems.append(differs(found, expected, f"message {number} to rank {dst}"))
+    return first(problems)
+
+
+def _hears(comm: Communicator) -> str:
+    """Rank 0 asks the last rank first, when the others may have sent already."""
+    if comm.rank:
+        comm.send(torch.full((5,), float(comm.rank), device=comm.device), 0)
+        return ""
+    problems = []
+    for src in reversed(range(1, comm.world_size)):
+        expected = torch.full((5,), float(src), device=comm.device)
+        tensor = torch.zeros_like(expected)
+        if comm.recv(tensor, src) is not tensor:
+            problems.append("recv did not return the tensor it was given")
+        problems.append(differs(tensor, expected, f"recv from rank {src}"))
+    return first(problems)
+
+
+def _large_ring(comm: Communicator, large: int) -> str:
+    return Trial(comm, large).ring((large,))
+
+
+def _both_ways(comm: Communicator) -> str:
+    """Every pair exchanges in both directions in one group, two messages of one size each."""
+    others = [rank for rank in range(comm.world_size) if rank != comm.rank]
+    found = {rank: torch.zeros(2, 5, device=comm.device) for rank in others}
+    with comm.group():
+        for rank in others:
+            for number in range(2):
+                value = float(10 * comm.rank + number)
+                comm.send(torch.full((5,), value, device=comm.device), rank)
+                comm.recv(found[rank][number], rank)
+    wrong = {
+        rank: tensor.tolist()
+        for rank, tensor in found.items()
+        if tensor.tolist() != [[10.0 * rank] * 5, [10.0 * rank + 1] * 5]
+    }
+    return f"group: {wrong}" if wrong else ""
+
+
+def _barrier(comm: Communicator) -> str:
+    """Nobody leaves before the last has come; clocks are compared on one node only."""
+    if comm.rank == comm.world_size - 1:
+        time.sleep(LATE_S)
+    came = time.monotonic()
+    comm.barrier()
+    if comm.device_type == "cuda":
+        torch.cuda.synchronize()
+    left = time.monotonic()
+    if comm.coor.local_world_size != comm.world_size:
+        return ""
+    times = [json.loads(data) for data in comm.coor.allgather(json.dumps([came, left]).encode())]
+    early = min(left for _, left in times) < max(came for came, _ in times)
+    return "a rank left the barrier before the last had come" if early else ""

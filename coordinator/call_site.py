@@ -1,0 +1,83 @@
+"""Which call a rank is in, until when, and where in the user's code it was made."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+_HERE = str(Path(__file__).parent)
+
+
+class Call(NamedTuple):
+    """The number-th call of this rank on this Coordinator."""
+
+    name: str
+    number: int
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.name} #{self.number} ({self.where})"
+
+
+class Waiting(NamedTuple):
+    """A call that this rank is in, and its one deadline."""
+
+    call: Call
+    since: float
+    timeout_s: float
+
+    @property
+    def deadline(self) -> float:
+        return self.since + self.timeout_s
+
+    @property
+    def left_s(self) -> float:
+        return max(self.deadline - time.monotonic(), 0.0)
+
+    @property
+    def waited_s(self) -> float:
+        return time.monotonic() - self.since
+
+    def anew(self, timeout_s: float | None = None) -> Waiting:
+        """The same call with all its time, or another time, from now on."""
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        return Waiting(self.call, time.monotonic(), limit_s)
+
+
+def waiting(name: str, number: int, timeout_s: float) -> Waiting:
+    """A call that begins now, where the user made it."""
+    return Waiting(Call(name, number, caller()), time.monotonic(), timeout_s)
+
+
+def caller() -> str:
+    """file.py:line of the nearest frame outside this package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return "unknown"
+    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+
+
+def _is_ours(filename: str) -> bool:
+    """Frames between the user's call and ours are not the user's either."""
+    return filename.startswith(_HERE) or filename.endswith(
+        ("contextlib.py", "launcher/trace/recorder.py")
+    )
+
+
+def traceback_of(error: BaseException) -> str:
+    """The traceback as the user would want it: without the frames of this package."""
+    whole = traceback.TracebackException.from_exception(error)
+    left: list[traceback.TracebackException | None] = [whole]
+    while left:
+        each = left.pop()
+        if each is not None:
+            theirs = [frame for frame in each.stack if not _is_ours(frame.filename)]
+            each.stack = traceback.StackSummary.from_list(theirs)
+            left += [each.__cause__, each.__context__]
+    return "".join(whole.format())

@@ -1,0 +1,103 @@
+#include "nccl/device.h"
+
+#include <dlfcn.h>
+
+#include <initializer_list>
+
+namespace {
+
+constexpr int CAPTURE_ACTIVE = 1;           // CU_STREAM_CAPTURE_STATUS_ACTIVE
+constexpr unsigned NO_DESTRUCTOR_SYNC = 1;  // CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
+constexpr unsigned MOVE = 1;                // CU_GRAPH_USER_OBJECT_MOVE
+
+using Names = std::initializer_list<const char*>;
+
+// Only among what is loaded: opening CUDA is torch's business.
+template <class Function>
+void look_up(Names libraries, Names symbols, Function* function) {
+    *function = nullptr;
+    for (const char* symbol : symbols) {
+        *function = reinterpret_cast<Function>(dlsym(RTLD_DEFAULT, symbol));
+        for (const char* name : libraries) {
+            void* library =
+                *function != nullptr ? nullptr : dlopen(name, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
+            if (library != nullptr) *function = reinterpret_cast<Function>(dlsym(library, symbol));
+        }
+        if (*function != nullptr) return;
+    }
+}
+
+const Names HIP = {"libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"};
+const Names RUNTIME = {"libcudart.so.13",  "libcudart.so.12",  "libcudart.so.11.0",
+                       "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"};
+const Names DRIVER = {"libcuda.so.1", "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"};
+
+struct Payload {
+    std::shared_ptr<std::atomic<int>> live;
+};
+
+void count_out(void* payload) {
+    Payload* mine = static_cast<Payload*>(payload);
+    mine->live->fetch_sub(1, std::memory_order_acq_rel);
+    delete mine;
+}
+
+}  // namespace
+
+bool is_rocm_loaded() {
+    for (const char* name : HIP)
+        if (dlopen(name, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD) != nullptr) return true;
+    return false;
+}
+
+DeviceLibrary find_device_library() {
+    DeviceLibrary library;
+    look_up(RUNTIME, {"cudaSetDevice", "hipSetDevice"}, &library.set_device);
+    look_up(RUNTIME, {"cudaGetDevice", "hipGetDevice"}, &library.get_device);
+    look_up(RUNTIME, {"cudaMalloc", "hipMalloc"}, &library.allocate);
+    look_up(RUNTIME, {"cudaFree", "hipFree"}, &library.release);
+    look_up(RUNTIME, {"cudaDeviceGetAttribute"}, &library.attribute);  // HIP numbers them otherwise
+    int device;
+    if (library.get_device != nullptr) library.get_device(&device);  // loads the driver
+    // Of the driver, for its symbols never change their arguments; the runtime's did in CUDA 13.
+    look_up(DRIVER, {"cuStreamGetCaptureInfo_v2", "hipStreamGetCaptureInfo_v2"},
+            &library.capture_info);
+    look_up(DRIVER, {"cuUserObjectCreate", "hipUserObjectCreate"}, &library.create_object);
+    look_up(DRIVER, {"cuGraphRetainUserObject", "hipGraphRetainUserObject"},
+            &library.retain_object);
+    return library;
+}
+
+CurrentDevice::CurrentDevice(const DeviceLibrary& library, int device) : library_(library) {
+    if (library.set_device == nullptr || library.get_device == nullptr) return;
+    if (library.get_device(&before_) != 0) before_ = -1;
+    if (before_ == device)
+        before_ = -1;
+    else
+        library.set_device(device);
+}
+
+CurrentDevice::~CurrentDevice() {
+    if (before_ >= 0) library_.set_device(before_);
+}
+
+bool GraphCount::is_capturing(const DeviceLibrary& library, void* stream) {
+    if (library.capture_info == nullptr) return false;
+    int status = 0;
+    unsigned long long id = 0;
+    void* graph = nullptr;
+    if (library.capture_info(stream, &status, &id, &graph, nullptr, nullptr) != 0) return false;
+    if (status != CAPTURE_ACTIVE) return false;
+    if (id == last_ || library.create_object == nullptr || library.retain_object == nullptr)
+        return true;
+    void* object = nullptr;
+    Payload* payload = new Payload{live_};
+    if (library.create_object(&object, payload, count_out, 1, NO_DESTRUCTOR_SYNC) != 0) {
+        delete payload;
+        return true;
+    }
+    live_->fetch_add(1, std::memory_order_acq_rel);
+    last_ = id;
+    library.retain_object(graph, object, 1, MOVE);
+    return true;
+}

@@ -1,0 +1,200 @@
+// The calls that move tensors. Each does the same: read the arguments, call the library, report.
+#include "python/comm.h"
+
+PyObject* comm_allreduce(FASTCALL_ARGUMENTS) {
+    static const char* const names[] = {"tensor", "op", "out", nullptr};
+    PyObject* values[3];
+    if (!parse("allreduce", args, nargs, keywords, names, values, 1)) return nullptr;
+    Comm* self = comm_of(object);
+    CallSite site = site_of(self, "allreduce");
+    TensorView from, to;
+    comm_op op;
+    comm_stream stream;
+    if (read_tensor(site, values[0], &from) < 0 || read_op(site, values[1], from.dtype, &op) < 0)
+        return nullptr;
+    to = from;
+    if (values[2] != nullptr &&
+        (read_tensor(site, values[2], &to) < 0 || check_shape(site, to, from, 0, 0) < 0 ||
+         check_overlap(site, from, to, true) < 0))
+        return nullptr;
+    if (current_stream(site, &stream) < 0) return nullptr;
+    if (!move(self, site, from, [&](comm_t comm) {
+            return self->table->allreduce(comm, from.data, to.data, from.numel, from.dtype, op,
+                                          stream);
+        }))
+        return nullptr;
+    return returned(values[2] != nullptr ? values[2] : values[0]);
+}
+
+PyObject* comm_broadcast(FASTCALL_ARGUMENTS) {
+    static const char* const names[] = {"tensor", "src", nullptr};
+    PyObject* values[2];
+    if (!parse("broadcast", args, nargs, keywords, names, values, 1)) return nullptr;
+    Comm* self = comm_of(object);
+    CallSite site = site_of(self, "broadcast");
+    if (!COMM_HAS(self->table, broadcast)) return raise_not_offered(site, self->table);
+    TensorView view;
+    int32_t src;
+    comm_stream stream;
+    if (read_tensor(site, values[0], &view) < 0 || read_peer(site, values[1], "src", &src) < 0 ||
+        current_stream(site, &stream) < 0)
+        return nullptr;
+    if (!move(self, site, view, [&](comm_t comm) {
+            return self->table->broadcast(comm, view.data, view.numel, view.dtype, src, stream);
+        }))
+        return nullptr;
+    return returned(values[0]);
+}
+
+PyObject* comm_reduce(FASTCALL_ARGUMENTS) {
+    static const char* const names[] = {"tensor", "dst", "op", nullptr};
+    PyObject* values[3];
+    if (!parse("reduce", args, nargs, keywords, names, values, 1)) return nullptr;
+    Comm* self = comm_of(object);
+    CallSite site = site_of(self, "reduce");
+    if (!COMM_HAS(self->table, reduce)) return raise_not_offered(site, self->table);
+    TensorView view;
+    int32_t dst;
+    comm_op op;
+    comm_stream stream;
+    if (read_tensor(site, values[0], &view) < 0 || read_peer(site, values[1], "dst", &dst) < 0 ||
+        read_op(site, values[2], view.dtype, &op) < 0 || current_stream(site, &stream) < 0)
+        return nullptr;
+    void* to = dst == site.rank ? view.data : nullptr;
+    if (!move(self, site, view, [&](comm_t comm) {
+            return self->table->reduce(comm, view.data, to, view.numel, view.dtype, op, dst,
+                                       stream);
+        }))
+        return nullptr;
+    return returned(values[0]);
+}
+
+PyObject* comm_allgather(FASTCALL_ARGUMENTS) {
+    static const char* const names[] = {"tensor", "out", nullptr};
+    PyObject* values[2];
+    if (!parse("allgather", args, nargs, keywords, names, values, 2)) return nullptr;
+    Comm* self = comm_of(object);
+    CallSite site = site_of(self, "allgather");
+    if (!COMM_HAS(self->table, allgather)) return raise_not_offered(site, self->table);
+    TensorView from, to;
+    comm_stream stream;
+    if (read_tensor(site, values[0], &from) < 0 || read_tensor(site, values[1], &to) < 0 ||
+        check_shape(site, to, from, site.nranks, 0) < 0 || current_stream(site, &stream) < 0)
+        return nullptr;
+    bool in_place = from.data == to.data + site.rank * from.nbytes();
+    if (!in_place && check_overlap(site, from, to, false) < 0) return nullptr;
+    if (!move(self, site, from, [&](comm_t comm) {
+            return self->table->allgather(comm, from.data, to.data, from.numel, from.dtype, stream);
+        }))
+        return nullptr;
+    return returned(values[1]);
+}
+
+PyObject* comm_reduce_scatter(FASTCALL_ARGUMENTS) {
+    static const char* const names[] = {"tensor", "op", "out", nullptr};
+    PyObject* values[3];
+    if (!parse("reduce_scatter", args, nargs, keywords, names, values, 3)) return nullptr;
+    Comm* self = comm_of(object);
+    CallSite site = site_of(self, "reduce_scatter");
+    if (!COMM_HAS(self->table, reduce_scatter)) return raise_not_offered(site, self->table);
+    TensorView from, to;
+    comm_op op;
+    comm_stream stream;
+    if (read_tensor(site, values[0], &from) < 0 || read_op(site, values[1], from.dtype, &op) < 0 ||
+        check_rows(site, from) < 0 || read_tensor(site, values[2], &to) < 0 ||
+        check_shape(site, to, from, 0, 1) < 0 || current_stream(site, &stream) < 0)
+        return nullptr;
+    bool in_place = to.data == from.data + site.rank * to.nbytes();
+    if (!in_place && check_overlap(site, from, to, false) < 0) return nullptr;
+    if (!move(self, site, from, [&](comm_t comm) {
+            return self->table->reduce_scatter(comm, from.data, to.data, to.numel, to.dtype, op,
+                                               stream);
+        }))
+        return nullptr;
+    return returned(values[2]);
+}
+
+PyObject* comm_alltoall(FASTCALL_ARGUMENTS) {
+    static const char* const names[] = {"tensor", "out", nullptr};
+    PyObject* values[2];
+    if (!parse("alltoall", args, nargs, keywords, names, values, 2)) return nullptr;
+    Comm* self = comm_of(object);
+    CallSite site = site_of(self, "alltoall");
+    if (!COMM_HAS(self->table, alltoall)) return raise_not_offered(site, self->table);
+    TensorView from, to;
+    comm_stream stream;
+    if (read_tensor(site, values[0], &from) < 0 || check_rows(site, from) < 0 ||
+        read_tensor(site, values[1], &to) < 0 || check_shape(site, to, from, 0, 0) < 0 ||
+        check_overlap(site, from, to, false) < 0 || current_stream(site, &stream) < 0)
+        return nullptr;
+    uint64_t count = from.numel / site.nranks;
+    if (!move(self, site, from, [&](comm_t comm) {
+            return self->table->alltoall(comm, from.data, to.data, count, from.dtype, stream);
+        }))
+        return nullptr;
+    return returned(values[1]);
+}
+
+namespace {
+
+bool read_point(Comm* self, const CallSite& site, PyObject** values, const char* name,
+                TensorView* view, int32_t* peer, comm_stream* stream) {
+    if (read_tensor(site, values[0], view) < 0 || read_peer(site, values[1], name, peer) < 0 ||
+        current_stream(site, stream) < 0)
+        return false;
+    if (*peer == site.rank) {
+        PyErr_Format(PyExc_ValueError, "rank %d, %s: the peer is this rank itself. Copy the tensor",
+                     site.rank, site.call);
+        return false;
+    }
+    return self->group_depth == 0 || PyList_Append(self->kept, values[0]) == 0;
+}
+
+}  // namespace
+
+PyObject* comm_send(FASTCALL_ARGUMENTS) {
+    static const char* const names[] = {"tensor", "dst", nullptr};
+    PyObject* values[2];
+    if (!parse("send", args, nargs, keywords, names, values, 2)) return nullptr;
+    Comm* self = comm_of(object);
+    CallSite site = site_of(self, "send");
+    if (!COMM_HAS(self->table, send)) return raise_not_offered(site, self->table);
+    TensorView view;
+    int32_t dst;
+    comm_stream stream;
+    if (!read_point(self, site, values, "dst", &view, &dst, &stream)) return nullptr;
+    if (!move(self, site, view, [&](comm_t comm) {
+            return self->table->send(comm, view.data, view.numel, view.dtype, dst, stream);
+        }))
+        return nullptr;
+    return returned(Py_None);
+}
+
+PyObject* comm_recv(FASTCALL_ARGUMENTS) {
+    static const char* const names[] = {"tensor", "src", nullptr};
+    PyObject* values[2];
+    if (!parse("recv", args, nargs, keywords, names, values, 2)) return nullptr;
+    Comm* self = comm_of(object);
+    CallSite site = site_of(self, "recv");
+    if (!COMM_HAS(self->table, recv)) return raise_not_offered(site, self->table);
+    TensorView view;
+    int32_t src;
+    comm_stream stream;
+    if (!read_point(self, site, values, "src", &view, &src, &stream)) return nullptr;
+    if (!move(self, site, view, [&](comm_t comm) {
+            return self->table->recv(comm, view.data, view.numel, view.dtype, src, stream);
+        }))
+        return nullptr;
+    return returned(values[0]);
+}
+
+PyObject* comm_barrier(PyObject* object, PyObject*) {
+    Comm* self = comm_of(object);
+    CallSite site = site_of(self, "barrier");
+    if (!COMM_HAS(self->table, barrier)) return raise_not_offered(site, self->table);
+    comm_stream stream;
+    if (current_stream(site, &stream) < 0) return nullptr;
+    if (!call_library(self, site, [&](comm_t comm) { return self->table->barrier(comm, stream); }))
+        return nullptr;
+    return returned(Py_None);
+}

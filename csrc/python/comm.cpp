@@ -1,0 +1,257 @@
+// What a Comm does besides moving tensors: groups, memory, reductions of its own, and its end.
+#include "python/comm.h"
+
+PyObject* raise_closed(const CallSite& site) {
+    PyErr_Format(errors.base,
+                 "rank %d: %s on a closed Communicator, which has given its memory back. Make a "
+                 "new one, or close later",
+                 site.rank, site.call);
+    return nullptr;
+}
+
+PyObject* raise_not_offered(const CallSite& site, const comm_plugin* table) {
+    PyErr_Format(errors.unsupported,
+                 "rank %d: the backend %s does not offer %s, and nothing else stands in for it. "
+                 "Choose another backend",
+                 site.rank, table->name, site.call);
+    return nullptr;
+}
+
+namespace {
+
+PyTypeObject* comm_type;
+
+PyObject* comm_group_start(PyObject* object, PyObject*) {
+    Comm* self = comm_of(object);
+    CallSite site = site_of(self, "group_start");
+    if (!COMM_HAS(self->table, group_start)) return raise_not_offered(site, self->table);
+    if (!call_library(self, site, [&](comm_t comm) { return self->table->group_start(comm); }))
+        return nullptr;
+    ++self->group_depth;
+    return returned(Py_None);
+}
+
+PyObject* comm_group_end(PyObject* object, PyObject*) {
+    Comm* self = comm_of(object);
+    CallSite site = site_of(self, "group_end");
+    if (!COMM_HAS(self->table, group_end)) return raise_not_offered(site, self->table);
+    bool done = call_library(self, site, [&](comm_t comm) { return self->table->group_end(comm); });
+    if (self->group_depth > 0) --self->group_depth;
+    if (self->group_depth == 0 &&
+        PyList_SetSlice(self->kept, 0, PyList_Size(self->kept), nullptr) < 0)
+        return nullptr;
+    return done ? returned(Py_None) : nullptr;
+}
+
+PyObject* comm_abort(PyObject* object, PyObject*) {
+    Comm* self = comm_of(object);
+    CallSite site = site_of(self, "abort");
+    if (!COMM_HAS(self->table, abort)) return raise_not_offered(site, self->table);
+    comm_result code = COMM_OK;
+    PyThreadState* state = PyEval_SaveThread();
+    {
+        std::lock_guard<std::mutex> ending(*self->ending);
+        if (self->handle != nullptr) code = self->table->abort(self->handle);
+    }
+    PyEval_RestoreThread(state);
+    return code == COMM_OK ? returned(Py_None) : raise_result(self->table, code, nullptr);
+}
+
+comm_result destroy(Comm* self) {
+    comm_result code = COMM_OK;
+    self->turn->take();
+    PyThreadState* state = PyEval_SaveThread();
+    {
+        std::lock_guard<std::mutex> ending(*self->ending);
+        comm_t handle = self->handle;
+        self->handle = nullptr;
+        if (handle != nullptr) code = self->table->destroy(handle);
+    }
+    PyEval_RestoreThread(state);
+    self->turn->give();
+    return code;
+}
+
+PyObject* comm_close(PyObject* object, PyObject*) {
+    Comm* self = comm_of(object);
+    comm_result code = destroy(self);
+    return code == COMM_OK ? returned(Py_None) : raise_result(self->table, code, nullptr);
+}
+
+PyObject* comm_mem_alloc(PyObject* object, PyObject* argument) {
+    Comm* self = comm_of(object);
+    CallSite site = site_of(self, "mem_alloc");
+    if (!COMM_HAS(self->table, mem_alloc)) return raise_not_offered(site, self->table);
+    size_t nbytes = PyLong_AsSize_t(argument);
+    if (PyErr_Occurred()) return nullptr;
+    void* pointer = nullptr;
+    if (!call_library(self, site,
+                      [&](comm_t comm) { return self->table->mem_alloc(comm, nbytes, &pointer); }))
+        return nullptr;
+    return PyLong_FromVoidPtr(pointer);
+}
+
+PyObject* comm_mem_free(PyObject* object, PyObject* argument) {
+    Comm* self = comm_of(object);
+    CallSite site = site_of(self, "mem_free");
+    if (!COMM_HAS(self->table, mem_free)) return raise_not_offered(site, self->table);
+    void* pointer = PyLong_AsVoidPtr(argument);
+    if (PyErr_Occurred()) return nullptr;
+    if (!call_library(self, site,
+                      [&](comm_t comm) { return self->table->mem_free(comm, pointer); }))
+        return nullptr;
+    return returned(Py_None);
+}
+
+// One element of a dtype, and the reduction that multiplies by it before it sums.
+PyObject* comm_scaled_sum(PyObject* object, PyObject* argument) {
+    Comm* self = comm_of(object);
+    CallSite site = site_of(self, "scaled_sum");
+    if (!COMM_HAS(self->table, premul_sum_create)) return raise_not_offered(site, self->table);
+    CallSite on_cpu = site;
+    on_cpu.device_type = COMM_CPU;
+    TensorView scale;
+    if (read_tensor(on_cpu, argument, &scale) < 0) return nullptr;
+    if (scale.numel != 1) {
+        PyErr_Format(PyExc_ValueError, "rank %d, scaled_sum: needs one number, not %llu", site.rank,
+                     static_cast<unsigned long long>(scale.numel));
+        return nullptr;
+    }
+    comm_op op = 0;
+    if (!call_library(self, site, [&](comm_t comm) {
+            return self->table->premul_sum_create(comm, scale.data, scale.dtype, &op);
+        }))
+        return nullptr;
+    return PyLong_FromLong(op);
+}
+
+PyObject* comm_free_op(PyObject* object, PyObject* argument) {
+    Comm* self = comm_of(object);
+    CallSite site = site_of(self, "free_op");
+    if (!COMM_HAS(self->table, op_destroy)) return raise_not_offered(site, self->table);
+    long op = PyLong_AsLong(argument);
+    if (PyErr_Occurred()) return nullptr;
+    if (!call_library(self, site, [&](comm_t comm) {
+            return self->table->op_destroy(comm, static_cast<comm_op>(op));
+        }))
+        return nullptr;
+    return returned(Py_None);
+}
+
+PyObject* comm_finalize(PyObject* object, PyObject*) {
+    Comm* self = comm_of(object);
+    CallSite site = site_of(self, "finalize");
+    if (!COMM_HAS(self->table, finalize)) return raise_not_offered(site, self->table);
+    if (!call_library(self, site, [&](comm_t comm) { return self->table->finalize(comm); }))
+        return nullptr;
+    return returned(Py_None);
+}
+
+// From a thread that watches: while a call is being made there is nothing to say yet.
+PyObject* comm_async_error(PyObject* object, PyObject*) {
+    Comm* self = comm_of(object);
+    CallSite site = site_of(self, "async_error");
+    if (!COMM_HAS(self->table, async_error)) return raise_not_offered(site, self->table);
+    if (!self->turn->try_take()) return returned(Py_None);
+    comm_result code = COMM_OK;
+    if (self->handle != nullptr) {
+        PyThreadState* state = PyEval_SaveThread();
+        code = self->table->async_error(self->handle);
+        PyEval_RestoreThread(state);
+    }
+    if (code != COMM_OK) raise_result(self->table, code, self->table->last_error(self->handle));
+    self->turn->give();
+    return code == COMM_OK ? returned(Py_None) : nullptr;
+}
+
+PyObject* comm_split(PyObject* object, PyObject* args) {
+    Comm* self = comm_of(object);
+    CallSite site = site_of(self, "split");
+    if (!COMM_HAS(self->table, split)) return raise_not_offered(site, self->table);
+    comm_init_args child = {};
+    child.device = site.device;
+    int color, key;
+    if (!PyArg_ParseTuple(args, "iiii", &color, &key, &child.rank, &child.nranks)) return nullptr;
+    comm_t handle = nullptr;
+    if (!call_library(self, site,
+                      [&](comm_t comm) { return self->table->split(comm, color, key, &handle); }))
+        return nullptr;
+    if (handle == nullptr) return returned(Py_None);
+    Comm* made = new_comm(self->plugin, self->table, child);
+    if (made == nullptr)
+        self->table->destroy(handle);
+    else
+        made->handle = handle;
+    return reinterpret_cast<PyObject*>(made);
+}
+
+void comm_dealloc(PyObject* object) {
+    Comm* self = comm_of(object);
+    if (self->turn != nullptr && self->ending != nullptr) destroy(self);
+    delete self->turn;
+    delete self->ending;
+    for (PyObject* reference : self->known_plain.references) Py_XDECREF(reference);
+    Py_XDECREF(self->kept);
+    Py_XDECREF(self->plugin);
+    free_object(object);
+}
+
+constexpr int FAST = METH_FASTCALL | METH_KEYWORDS;
+
+PyMethodDef comm_methods[] = {
+    {"allreduce", as_method(comm_allreduce), FAST,
+     "allreduce(tensor, op='sum', out=None) -> out or tensor"},
+    {"broadcast", as_method(comm_broadcast), FAST, "broadcast(tensor, src=0) -> tensor"},
+    {"reduce", as_method(comm_reduce), FAST, "reduce(tensor, dst=0, op='sum') -> tensor"},
+    {"allgather", as_method(comm_allgather), FAST, "allgather(tensor, out) -> out"},
+    {"reduce_scatter", as_method(comm_reduce_scatter), FAST,
+     "reduce_scatter(tensor, op, out) -> out"},
+    {"alltoall", as_method(comm_alltoall), FAST, "alltoall(tensor, out) -> out"},
+    {"send", as_method(comm_send), FAST, "send(tensor, dst)"},
+    {"recv", as_method(comm_recv), FAST, "recv(tensor, src) -> tensor"},
+    {"barrier", comm_barrier, METH_NOARGS, "barrier()"},
+    {"group_start", comm_group_start, METH_NOARGS, "group_start()"},
+    {"group_end", comm_group_end, METH_NOARGS, "group_end()"},
+    {"abort", comm_abort, METH_NOARGS,
+     "From any thread: end pending and later calls with PeerLost."},
+    {"close", comm_close, METH_NOARGS, "Free everything; harmless when repeated."},
+    {"mem_alloc", comm_mem_alloc, METH_O, "mem_alloc(nbytes) -> address"},
+    {"mem_free", comm_mem_free, METH_O, "mem_free(address)"},
+    {"scaled_sum", comm_scaled_sum, METH_O, "scaled_sum(tensor of one number) -> op"},
+    {"free_op", comm_free_op, METH_O, "free_op(op)"},
+    {"split", comm_split, METH_VARARGS, "split(color, key, rank, nranks) -> Comm or None"},
+    {"finalize", comm_finalize, METH_NOARGS, "The orderly end; close() comes after."},
+    {"async_error", comm_async_error, METH_NOARGS,
+     "From any thread: raise what an enqueued operation ended with, if it failed."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot comm_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(comm_dealloc)},
+                            {Py_tp_methods, comm_methods},
+                            {0, nullptr}};
+PyType_Spec comm_spec = {"communicator._native.Comm", sizeof(Comm), 0,
+                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, comm_slots};
+
+}  // namespace
+
+bool make_comm_type() {
+    comm_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&comm_spec));
+    return comm_type != nullptr;
+}
+
+Comm* new_comm(PyObject* plugin, const comm_plugin* table, const comm_init_args& args) {
+    Comm* self = reinterpret_cast<Comm*>(PyType_GenericAlloc(comm_type, 0));
+    if (self == nullptr) return nullptr;
+    self->plugin = returned(plugin);
+    self->table = table;
+    self->turn = new Turn;
+    self->ending = new std::mutex;
+    self->kept = PyList_New(0);
+    self->site = CallSite{"",
+                          args.rank,
+                          args.nranks,
+                          self->table->device_type,
+                          args.device,
+                          COMM_HAS(self->table, premul_sum_create),
+                          &self->known_plain};
+    return self;
+}

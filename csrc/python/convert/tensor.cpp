@@ -1,0 +1,410 @@
+#include "python/convert/tensor.h"
+
+#include <string.h>
+
+#include <initializer_list>
+
+namespace {
+
+const DLPackExchangeAPI* exchange;
+PyTypeObject* tensor_type;
+PyTypeObject* parameter_type;
+PyObject* torch_dispatch_of_tensor;
+PyObject* requires_grad;  // the descriptor, and how it is read
+descrgetfunc get_requires_grad;
+PyObject* is_grad_enabled;
+PyObject* is_neg;
+PyCFunction quick_is_neg;
+PyObject* op_names[5];
+
+PyObject* attribute(const char* module, const char* first, const char* second) {
+    PyObject* found = PyImport_ImportModule(module);
+    for (const char* name : {first, second}) {
+        if (found == NULL || name == NULL) continue;
+        PyObject* next = PyObject_GetAttrString(found, name);
+        Py_DECREF(found);
+        found = next;
+    }
+    return found;
+}
+
+int find_exchange() {
+    PyObject* capsule = attribute("torch", "Tensor", "__dlpack_c_exchange_api__");
+    if (capsule == NULL) {
+        PyErr_Clear();
+        PyErr_SetString(
+            PyExc_ImportError,
+            "this torch has no DLPack C exchange table, through which tensors are read. "
+            "Install torch 2.11 or newer");
+        return -1;
+    }
+    exchange = static_cast<const DLPackExchangeAPI*>(
+        PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));  // torch.Tensor keeps it alive
+    Py_DECREF(capsule);
+    if (exchange == NULL) return -1;
+    if (exchange->header.version.major == 1 && exchange->dltensor_from_py_object_no_sync != NULL)
+        return 0;
+    PyErr_Format(PyExc_ImportError,
+                 "torch offers DLPack %u.%u; version 1 with direct access to tensors is needed",
+                 exchange->header.version.major, exchange->header.version.minor);
+    return -1;
+}
+
+// A method without arguments as the C function that it is; NULL if it is something else. Calling it
+// so takes half as long.
+PyCFunction c_method(PyObject* object, const char* name) {
+    PyObject* method = PyObject_GetAttrString(object, name);
+    bool plain = method != NULL && PyCFunction_GetFlags(method) == METH_NOARGS;
+    PyCFunction function = plain ? PyCFunction_GetFunction(method) : NULL;
+    Py_XDECREF(method);
+    PyErr_Clear();
+    return function;
+}
+
+int find_flags() {
+    requires_grad = attribute("torch", "Tensor", "requires_grad");
+    is_neg = attribute("torch", "Tensor", "is_neg");
+    is_grad_enabled = attribute("torch", "is_grad_enabled", NULL);
+    PyObject* empty = attribute("torch", "empty", NULL);
+    PyObject* tensor = empty == NULL ? NULL : PyObject_CallFunction(empty, "i", 0);
+    Py_XDECREF(empty);
+    if (tensor == NULL || PyErr_Occurred()) return -1;
+    get_requires_grad =
+        reinterpret_cast<descrgetfunc>(PyType_GetSlot(Py_TYPE(requires_grad), Py_tp_descr_get));
+    quick_is_neg = c_method(tensor, "is_neg");
+    Py_DECREF(tensor);
+    if (get_requires_grad != NULL) return 0;
+    PyErr_SetString(PyExc_ImportError, "torch.Tensor.requires_grad is no property of this torch");
+    return -1;
+}
+
+// A tensor subclass with a dispatcher of its own wraps something; its own memory is not the data.
+bool is_wrapper(PyObject* object) {
+    if (Py_TYPE(object) == tensor_type || Py_TYPE(object) == parameter_type) return false;
+    PyObject* dispatch =
+        PyObject_GetAttrString(reinterpret_cast<PyObject*>(Py_TYPE(object)), "__torch_dispatch__");
+    bool own = dispatch != torch_dispatch_of_tensor;
+    Py_XDECREF(dispatch);
+    if (PyErr_Occurred()) PyErr_Clear();
+    return own;
+}
+
+const char* name_of_type(const CallSite& site) {
+    return site.device_type == COMM_CPU ? "cpu" : "cuda";
+}
+
+int refuse_type(const CallSite& site, PyObject* object) {
+    PyObject* name =
+        PyObject_GetAttrString(reinterpret_cast<PyObject*>(Py_TYPE(object)), "__name__");
+    if (name == NULL) return -1;
+    if (PyType_IsSubtype(Py_TYPE(object), tensor_type))
+        PyErr_Format(
+            PyExc_TypeError,
+            "rank %d, %s: a %U is a wrapper and has no data of its own to move. Pass the "
+            "tensor inside it; under torch.compile call from outside the compiled function",
+            site.rank, site.call, name);
+    else
+        PyErr_Format(PyExc_TypeError, "rank %d, %s: needs a torch.Tensor, not %U", site.rank,
+                     site.call, name);
+    Py_DECREF(name);
+    return -1;
+}
+
+int check_grad(const CallSite& site, PyObject* object) {
+    PyObject* flag = get_requires_grad(requires_grad, object, NULL);
+    if (flag == NULL) return -1;
+    Py_DECREF(flag);  // True and False live on
+    if (flag == Py_False) return 0;
+    PyObject* enabled = PyObject_CallObject(is_grad_enabled, NULL);
+    if (enabled == NULL) return -1;
+    Py_DECREF(enabled);
+    if (enabled == Py_False) return 0;
+    PyErr_Format(PyExc_ValueError,
+                 "rank %d, %s: autograd does not see what a communicator writes. Pass "
+                 "tensor.detach(), or call under torch.no_grad()",
+                 site.rank, site.call);
+    return -1;
+}
+
+bool is_known_plain(const KnownPlain& known, PyObject* object) {
+    for (int place = 0; place < 2; ++place)
+        if (object == known.tensors[place] &&
+            PyWeakref_GetObject(known.references[place]) == object)
+            return true;
+    return false;
+}
+
+constexpr unsigned ASKED = 8;  // of so many two are remembered
+
+void remember_plain(KnownPlain* known, PyObject* object) {
+    unsigned place = known->asked++ % ASKED;
+    if (place > 1) return;
+    PyObject* reference = PyWeakref_NewRef(object, NULL);
+    if (reference == NULL) return PyErr_Clear();
+    PyObject* old = known->references[place];
+    known->tensors[place] = object;
+    known->references[place] = reference;
+    Py_XDECREF(old);
+}
+
+// A lazy negative, such as the imaginary part of x.conj(): its memory holds the opposite.
+int check_sign(const CallSite& site, PyObject* object) {
+    if (is_known_plain(*site.known_plain, object)) return 0;
+    PyObject* negative = quick_is_neg != NULL ? quick_is_neg(object, NULL)
+                                              : PyObject_CallFunctionObjArgs(is_neg, object, NULL);
+    if (negative == NULL) return -1;
+    Py_DECREF(negative);
+    if (negative == Py_False) return remember_plain(site.known_plain, object), 0;
+    PyErr_Format(PyExc_ValueError,
+                 "rank %d, %s: the tensor is a view whose numbers are negated only when they are "
+                 "read, so others would get them with the wrong sign. Pass tensor.resolve_neg()",
+                 site.rank, site.call);
+    return -1;
+}
+
+// What torch does not give out. Its own words hold a trace of C++; ours are in Python, where one
+// can look at what it is.
+int refuse_unreadable(const CallSite& site, PyObject* object) {
+    PyErr_Clear();
+    PyObject* check = attribute("communicator.arguments", "check_tensor", NULL);
+    PyObject* found = check == NULL ? NULL
+                                    : PyObject_CallFunction(check, "isOs", site.rank, site.call,
+                                                            object, name_of_type(site));
+    Py_XDECREF(check);
+    if (found == NULL) return -1;
+    Py_DECREF(found);
+    PyObject* dtype = PyObject_GetAttrString(object, "dtype");
+    if (dtype == NULL) return -1;
+    PyErr_Format(PyExc_ValueError,
+                 "rank %d, %s: a tensor of dtype %S is not one plain piece of memory that others "
+                 "could read. Pass a view of it, such as tensor.view(torch.uint8)",
+                 site.rank, site.call, dtype);
+    Py_DECREF(dtype);
+    return -1;
+}
+
+struct DtypeRow {
+    uint8_t code, bits;
+    comm_dtype dtype;
+};
+
+const DtypeRow dtype_rows[] = {
+    {DL_FLOAT, 32, COMM_FLOAT32},
+    {DL_BFLOAT, 16, COMM_BFLOAT16},
+    {DL_FLOAT, 16, COMM_FLOAT16},
+    {DL_FLOAT, 64, COMM_FLOAT64},
+    {DL_INT, 64, COMM_INT64},
+    {DL_INT, 32, COMM_INT32},
+    {DL_INT, 16, COMM_INT16},
+    {DL_INT, 8, COMM_INT8},
+    {DL_UINT, 8, COMM_UINT8},
+    {DL_UINT, 32, COMM_UINT32},
+    {DL_UINT, 64, COMM_UINT64},
+    {DL_BOOL, 8, COMM_BOOL},
+    {DL_FLOAT8_E4M3FN, 8, COMM_FLOAT8_E4M3},
+    {DL_FLOAT8_E5M2, 8, COMM_FLOAT8_E5M2},
+};
+
+bool find_dtype(const DLDataType& found, comm_dtype* dtype) {
+    for (const DtypeRow& row : dtype_rows) {
+        if (row.code != found.code || row.bits != found.bits || found.lanes != 1) continue;
+        *dtype = row.dtype;
+        return true;
+    }
+    return false;
+}
+
+bool is_floating(comm_dtype dtype) {
+    return dtype == COMM_FLOAT32 || dtype == COMM_BFLOAT16 || dtype == COMM_FLOAT16 ||
+           dtype == COMM_FLOAT64 || dtype == COMM_FLOAT8_E4M3 || dtype == COMM_FLOAT8_E5M2;
+}
+
+int refuse_dtype(const CallSite& site, PyObject* object) {
+    PyObject* dtype = PyObject_GetAttrString(object, "dtype");
+    if (dtype == NULL) return -1;
+    PyErr_Format(PyExc_ValueError,
+                 "rank %d, %s: %S is no dtype that this communicator knows. To add, convert the "
+                 "tensor; only to move it, pass .view(torch.uint8)",
+                 site.rank, site.call, dtype);
+    Py_DECREF(dtype);
+    return -1;
+}
+
+int refuse_device(const CallSite& site, PyObject* object) {
+    PyObject* device = PyObject_GetAttrString(object, "device");
+    if (device == NULL) return -1;
+    PyErr_Format(
+        PyExc_ValueError,
+        "rank %d, %s: the tensor is on %S, this communicator moves tensors on %s:%d. Move it "
+        "with .to(...), or choose another backend",
+        site.rank, site.call, device, name_of_type(site), site.device < 0 ? 0 : site.device);
+    Py_DECREF(device);
+    return -1;
+}
+
+bool is_contiguous(const DLTensor& tensor) {
+    int64_t expected = 1;
+    for (int32_t dim = tensor.ndim - 1; dim >= 0; --dim) {
+        if (tensor.shape[dim] == 0) return true;
+        if (tensor.shape[dim] != 1 && tensor.strides[dim] != expected) return false;
+        expected *= tensor.shape[dim];
+    }
+    return true;
+}
+
+int refuse_strides(const CallSite& site) {
+    PyErr_Format(
+        PyExc_ValueError,
+        "rank %d, %s: a tensor that is not contiguous in memory would be changed in a copy, "
+        "and the result lost. Pass tensor.contiguous()",
+        site.rank, site.call);
+    return -1;
+}
+
+bool is_on_device(const CallSite& site, const DLDevice& device) {
+    return device.device_type == site.device_type &&
+           (site.device_type == COMM_CPU || device.device_id == site.device);
+}
+
+PyObject* shape_of(const TensorView& view) {
+    PyObject* shape = PyTuple_New(view.ndim);
+    for (int32_t dim = 0; shape != NULL && dim < view.ndim; ++dim)
+        PyTuple_SetItem(shape, dim, PyLong_FromLongLong(view.shape[dim]));
+    return shape;
+}
+
+int refuse_shape(const CallSite& site, const TensorView& view, const char* what,
+                 const char* wanted) {
+    PyObject* shape = shape_of(view);
+    if (shape == NULL) return -1;
+    PyErr_Format(PyExc_ValueError, "rank %d, %s: %s is %S in a group of %d ranks, but must be %s",
+                 site.rank, site.call, what, shape, site.nranks, wanted);
+    Py_DECREF(shape);
+    return -1;
+}
+
+int find_op(PyObject* object) {
+    for (int op = 0; op < 5; ++op)
+        if (object == op_names[op]) return op;
+    for (int op = 0; op < 5 && PyUnicode_Check(object); ++op)
+        if (PyUnicode_Compare(object, op_names[op]) == 0) return op;
+    return -1;
+}
+
+// Made by premul_sum_create; the library knows which dtype it is for. -1 if it cannot be one.
+int read_scaled_sum(PyObject* object) {
+    long op = PyLong_AsLong(object);
+    if (op > COMM_AVG && op <= INT32_MAX) return static_cast<int>(op);
+    PyErr_Clear();
+    return -1;
+}
+
+int refuse_op(const CallSite& site, PyObject* op, const char* why) {
+    PyErr_Format(PyExc_ValueError, "rank %d, %s: op=%R %s", site.rank, site.call, op, why);
+    return -1;
+}
+
+}  // namespace
+
+int find_torch() {
+    static const char* const names[] = {"sum", "prod", "max", "min", "avg"};
+    for (int op = 0; op < 5; ++op) op_names[op] = PyUnicode_InternFromString(names[op]);
+    if (find_exchange() < 0 || find_flags() < 0) return -1;
+    tensor_type = reinterpret_cast<PyTypeObject*>(attribute("torch", "Tensor", NULL));
+    parameter_type = reinterpret_cast<PyTypeObject*>(attribute("torch.nn", "Parameter", NULL));
+    torch_dispatch_of_tensor = attribute("torch", "Tensor", "__torch_dispatch__");
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+int read_tensor(const CallSite& site, PyObject* object, TensorView* view) {
+    if (Py_TYPE(object) != tensor_type &&
+        (!PyType_IsSubtype(Py_TYPE(object), tensor_type) || is_wrapper(object)))
+        return refuse_type(site, object);
+    DLTensor tensor;
+    if (exchange->dltensor_from_py_object_no_sync(object, &tensor) != 0)
+        return refuse_unreadable(site, object);
+    if (!is_on_device(site, tensor.device)) return refuse_device(site, object);
+    if (!find_dtype(tensor.dtype, &view->dtype)) return refuse_dtype(site, object);
+    if (!is_contiguous(tensor)) return refuse_strides(site);
+    view->data = static_cast<char*>(tensor.data) + tensor.byte_offset;
+    view->numel = 1;
+    for (int32_t dim = 0; dim < tensor.ndim; ++dim) view->numel *= tensor.shape[dim];
+    view->itemsize = tensor.dtype.bits / 8;
+    view->ndim = tensor.ndim;
+    view->shape = tensor.shape;
+    if (tensor.data == NULL && view->numel != 0) return refuse_unreadable(site, object);
+    return check_grad(site, object) < 0 ? -1 : check_sign(site, object);
+}
+
+int current_stream(const CallSite& site, comm_stream* stream) {
+    *stream = NULL;
+    if (site.device_type == COMM_CPU) return 0;
+    return exchange->current_work_stream(site.device_type, site.device, stream);
+}
+
+int check_shape(const CallSite& site, const TensorView& out, const TensorView& like, int64_t lead,
+                int32_t skip) {
+    int32_t leads = lead > 0;
+    bool same = out.ndim == leads + like.ndim - skip && (leads == 0 || out.shape[0] == lead);
+    for (int32_t dim = leads; same && dim < out.ndim; ++dim)
+        same = out.shape[dim] == like.shape[dim - leads + skip];
+    if (!same)
+        return refuse_shape(site, out, "the shape of out",
+                            lead > 0   ? "[world_size, *tensor.shape]"
+                            : skip > 0 ? "tensor.shape[1:]"
+                                       : "that of the tensor");
+    if (out.dtype == like.dtype) return 0;
+    PyErr_Format(PyExc_ValueError,
+                 "rank %d, %s: the dtype of out is not that of the tensor. Make out like it",
+                 site.rank, site.call);
+    return -1;
+}
+
+int check_rows(const CallSite& site, const TensorView& view) {
+    if (view.ndim > 0 && view.shape[0] == site.nranks) return 0;
+    return refuse_shape(site, view, "the shape of the tensor",
+                        "one row for each rank, [world_size, ...]");
+}
+
+int check_overlap(const CallSite& site, const TensorView& from, const TensorView& to,
+                  bool may_be_same) {
+    if (may_be_same && from.data == to.data) return 0;
+    if (from.nbytes() == 0 || to.nbytes() == 0) return 0;
+    if (from.data + from.nbytes() <= to.data || to.data + to.nbytes() <= from.data) return 0;
+    PyErr_Format(PyExc_ValueError,
+                 "rank %d, %s: out shares memory with the tensor, so one would overwrite the other "
+                 "while it is read. Pass an out of its own",
+                 site.rank, site.call);
+    return -1;
+}
+
+int read_op(const CallSite& site, PyObject* object, comm_dtype dtype, comm_op* op) {
+    *op = COMM_SUM;
+    if (object == NULL) object = op_names[COMM_SUM];
+    *op = site.scaled_sums && PyLong_Check(object) ? read_scaled_sum(object) : find_op(object);
+    if (*op > COMM_AVG) return 0;
+    if (*op < 0) return refuse_op(site, object, "is none of sum, prod, max, min, avg");
+    if (*op == COMM_AVG && !is_floating(dtype))
+        return refuse_op(site, object,
+                         "of whole numbers is not a whole number. Use op='sum' and divide");
+    if (dtype == COMM_BOOL && *op == COMM_SUM)
+        return refuse_op(
+            site, object,
+            "of bool is not defined. Use 'max' for any, 'min' for all, or convert to an "
+            "integer first");
+    return 0;
+}
+
+int read_peer(const CallSite& site, PyObject* object, const char* name, int32_t* peer) {
+    *peer = 0;
+    if (object == NULL) return 0;
+    long value = PyLong_CheckExact(object) ? PyLong_AsLong(object) : -1;
+    if (value >= 0 && value < site.nranks) {
+        *peer = static_cast<int32_t>(value);
+        return 0;
+    }
+    PyErr_Clear();
+    PyErr_Format(PyExc_ValueError, "rank %d, %s: %s=%R is no rank of this communicator of %d",
+                 site.rank, site.call, name, object, site.nranks);
+    return -1;
+}

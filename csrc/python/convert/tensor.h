@@ -1,0 +1,59 @@
+// From a Python object to a checked pointer, in well under a microsecond.
+#pragma once
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+
+#include "abi/communicator.h"
+#include "abi/dlpack.h"
+
+// Weak references to tensors found to be plain memory: asking torch costs a third of a call, and
+// small tensors that are passed often are often the same. Not all of those that are asked about are
+// remembered, for where every call has a new tensor that would cost as much again.
+struct KnownPlain {
+    PyObject* tensors[2];     // what the references were made of, to be compared and no more
+    PyObject* references[2];  // NULL if there is none yet
+    unsigned asked;
+};
+
+// What a call says about itself in errors, and what its tensors must satisfy.
+struct CallSite {
+    const char* call;
+    int32_t rank;
+    int32_t nranks;
+    int32_t device_type;
+    int32_t device;
+    bool scaled_sums;  // does the library make reductions of its own?
+    KnownPlain* known_plain;
+};
+
+struct TensorView {
+    char* data;
+    uint64_t numel;
+    comm_dtype dtype;
+    uint32_t itemsize;
+    int32_t ndim;
+    const int64_t* shape;
+
+    uint64_t nbytes() const { return numel * itemsize; }
+};
+
+// Finds torch's exchange table and types. Returns -1 with a Python error set.
+int find_torch();
+// Reads and checks a tensor. Returns -1 with a Python error set, and then nothing has been touched.
+int read_tensor(const CallSite& site, PyObject* object, TensorView* view);
+// The stream torch works on now; NULL on the CPU.
+int current_stream(const CallSite& site, comm_stream* stream);
+
+// out has [lead, *like's dimensions from `skip` on] (no lead if 0), and its dtype.
+int check_shape(const CallSite& site, const TensorView& out, const TensorView& like, int64_t lead,
+                int32_t skip);
+// The first dimension has one row for each rank.
+int check_rows(const CallSite& site, const TensorView& view);
+// Their memory is apart, or the same to the byte where that is allowed.
+int check_overlap(const CallSite& site, const TensorView& from, const TensorView& to,
+                  bool may_be_same);
+
+int read_op(const CallSite& site, PyObject* object, comm_dtype dtype, comm_op* op);
+int read_peer(const CallSite& site, PyObject* object, const char* name, int32_t* peer);

@@ -1,0 +1,104 @@
+#include "system/memory_limit.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "system/proc_file.h"
+
+namespace shm {
+namespace {
+
+constexpr uint64_t unbounded = UINT64_MAX;
+
+// The number after `key` at the start of a line; `missing` if there is none.
+uint64_t number_in(const std::string& text, const std::string& key, uint64_t missing) {
+    for (size_t line = 0; line < text.size();) {
+        if (text.compare(line, key.size(), key) == 0)
+            return strtoull(text.c_str() + line + key.size(), nullptr, 10);
+        size_t end = text.find('\n', line);
+        line = end == std::string::npos ? text.size() : end + 1;
+    }
+    return missing;
+}
+
+// What a control group leaves; cached files count as used, but are given back when needed.
+uint64_t left_of_group(const std::string& folder, const char* limit_name, const char* used_name) {
+    std::string limit = read_file(folder + limit_name);
+    if (limit.empty() || limit.compare(0, 3, "max") == 0) return unbounded;
+    std::string stat = read_file(folder + "/memory.stat");
+    uint64_t most = strtoull(limit.c_str(), nullptr, 10);
+    uint64_t used = strtoull(read_file(folder + used_name).c_str(), nullptr, 10);
+    uint64_t cached = number_in(stat, "inactive_file ", 0) + number_in(stat, "active_file ", 0);
+    used -= std::min(used, cached);
+    return most - std::min(most, used);
+}
+
+// A group is bounded by those it lies in, too.
+uint64_t left_up_to(const std::string& mount, std::string path, const char* limit_name,
+                    const char* used_name) {
+    uint64_t left = unbounded;
+    while (true) {
+        left = std::min(left, left_of_group(mount + path, limit_name, used_name));
+        if (path.empty()) return left;
+        path.erase(path.rfind('/'));
+    }
+}
+
+// Lines of "number:controllers:path", cgroups(7); version 2 has the number 0 and no controllers.
+uint64_t left_of_groups(const std::string& root) {
+    std::string text = read_file(root + "/proc/self/cgroup");
+    uint64_t left = unbounded;
+    for (size_t line = 0; line < text.size();) {
+        size_t end = std::min(text.find('\n', line), text.size());
+        size_t first = text.find(':', line), second = text.find(':', first + 1);
+        if (first < end && second < end) {
+            std::string names = "," + text.substr(first + 1, second - first - 1) + ",";
+            std::string path = text.substr(second + 1, end - second - 1);
+            if (path.empty() || path[0] != '/' || path == "/") path.clear();
+            std::string mount = root + "/sys/fs/cgroup";
+            if (names == ",,")
+                left = std::min(left, left_up_to(mount, path, "/memory.max", "/memory.current"));
+            else if (names.find(",memory,") != std::string::npos)
+                left = std::min(left, left_up_to(mount + "/memory", path, "/memory.limit_in_bytes",
+                                                 "/memory.usage_in_bytes"));
+        }
+        line = end + 1;
+    }
+    return left;
+}
+
+}  // namespace
+
+Room find_room(const std::string& root) {
+    constexpr uint64_t unknown = unbounded >> 10;
+    std::string machine = read_file(root + "/proc/meminfo");
+    uint64_t available = 1024 * number_in(machine, "MemAvailable:", unknown);
+    uint64_t left = left_of_groups(root);
+    if (left < available) return {left, "left of the memory limit of this container"};
+    return {available, "free on this machine"};
+}
+
+int take_memory(int fd, size_t nbytes, Room* room) {
+    constexpr size_t piece = size_t{256} << 20;
+    for (size_t taken = 0; taken < nbytes;) {
+        *room = find_room();
+        if (room->nbytes < nbytes - taken) return ENOMEM;
+        size_t part = std::min(piece, nbytes - taken);
+        int error = posix_fallocate(fd, static_cast<off_t>(taken), static_cast<off_t>(part));
+        if (error != 0) return error;
+        taken += part;
+    }
+    return 0;
+}
+
+std::string describe_lack(int error, const Room& room) {
+    std::string text = std::strerror(error);
+    if (error != ENOMEM || room.bound == nullptr) return text;
+    return text + ": " + std::to_string(room.nbytes) + " bytes are " + room.bound;
+}
+
+}  // namespace shm

@@ -1,0 +1,233 @@
+"""One rank's model: empty for its weights to be streamed in, or read by transformers itself.
+
+Keys are renamed, split and fused by transformers' own tables (a loader that matched key prefixes
+would be wrong for the experts of Mixtral, for one). Where those only say where a tensor lies, the
+model is made empty here and filled block by block; where they compute, transformers reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import textwrap
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.modeling_utils import LoadStateDictInfo
+
+from drumline.checkpoint.safetensors_index import Index, read_index
+from drumline.checkpoint.shard_loader import named_tensors
+from drumline.checkpoint.shard_plan import fills
+from drumline.checkpoint.weight_map import Description, describe
+from drumline.errors import CheckpointError
+from drumline.pipeline.unsupported import MERGE
+
+building = threading.Lock()
+"""transformers sets torch's default dtype and replaces functions of torch while it builds a model,
+for the whole process: ranks that are threads take turns."""
+
+
+def empty_model(
+    cls: type[Any],
+    path: str | Path,
+    config: Any,
+    index: Index,
+    places: Mapping[str, str],
+    dtype: torch.dtype,
+    **options: Any,
+) -> tuple[Any, Description]:
+    """A model with its weights on meta, and what each of them is made of.
+
+    Tied weights are tied, and the buffers that modules compute are real where `places` has a device
+    for them. Raises Computed for a model whose weights cannot be streamed, and CheckpointError for
+    tensors that are missing, surplus or of another shape or kind.
+    """
+    found: list[Description] = []
+
+    def read(model: Any, *unused: Any) -> tuple[Any, None]:
+        found.append(describe(model, index))
+        _refuse_mismatches(path, dict(named_tensors(model)), found[0], index)
+        for _, tensor in named_tensors(model):
+            tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # it will be
+        return _report(found[0]), None
+
+    with building:
+        model, report = _reading(cls, dict(places), read).from_pretrained(
+            None,
+            config=config,
+            state_dict={},
+            dtype=dtype,
+            device_map={"": "cpu"},
+            output_loading_info=True,
+            **options,
+        )
+    _check(path, report, index, found[0].stored_as)
+    model.__class__ = cls
+    return model, found[0]
+
+
+def load_shard(
+    cls: type[Any], path: str | Path, places: Mapping[str, str], dtype: torch.dtype, **options: Any
+) -> Any:
+    """A model with the modules in `places` loaded on their devices, and all others on meta.
+
+    Read by transformers, which maps the files into memory: what it converts is there twice for a
+    while.
+    """
+    with building:
+        model, report = _reading(cls, dict(places), None).from_pretrained(
+            path,
+            dtype=dtype,
+            device_map={"": "cpu"},
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report, and an error below
+            **options,
+        )
+    _check(path, report, read_index(path), {})
+    model.__class__ = cls
+    return model
+
+
+def _reading(
+    cls: type[Any], places: dict[str, Any], instead: Callable[..., Any] | None
+) -> type[Any]:
+    """`cls`, reading with the device map `places` where it believes that it reads everything.
+
+    instead: what reads, in place of transformers' own. A subclass rather than a replaced function:
+    nothing outside this call sees it. It keeps the name of `cls`, by which transformers looks
+    things up.
+    """
+
+    def own(config: Any) -> Any:
+        return dataclasses.replace(config, device_map=places)
+
+    def read(model: Any, state_dict: Any, files: Any, config: Any, *rest: Any) -> Any:
+        reader = instead or cls._load_pretrained_model
+        return reader(model, state_dict, files, own(config), *rest)
+
+    def finish(model: Any, config: Any, report: Any) -> Any:
+        return cls._finalize_model_loading(model, own(config), report)
+
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    methods = {
+        "_load_pretrained_model": staticmethod(read),
+        "_finalize_model_loading": staticmethod(finish),
+    }
+    return type(cls.__name__, (cls,), {**names, **methods})
+
+
+def _report(found: Description) -> Any:
+    """What transformers would say of a checkpoint after loading it."""
+    kinds = {"error_msgs": list, "conversion_errors": dict}
+    names = [field.name for field in dataclasses.fields(LoadStateDictInfo)]
+    report = LoadStateDictInfo(**{name: kinds.get(name, set)() for name in names})
+    report.missing_keys, report.unexpected_keys = set(found.missing), set(found.surplus)
+    return report
+
+
+def _refuse_mismatches(
+    path: str | Path, state: Mapping[str, torch.Tensor], found: Description, index: Index
+) -> None:
+    """Raise for tensors of another shape, and for numbers in place of whole ones or the reverse."""
+    wrong = [
+        f"{piece.key} in {stored.file} is {stored.dtype} {list(stored.shape)} where {name} is "
+        f"{str(state[name].dtype).removeprefix('torch.')} {list(state[name].shape)}"
+        for name, pieces in found.pieces.items()
+        for piece, stored in [(piece, index[piece.key]) for piece in pieces]
+        if not fills(pieces, state[name].shape)
+        or stored.torch_dtype.is_floating_point != state[name].dtype.is_floating_point
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{path}: {len(wrong)} tensors are mismatched ({'; '.join(wrong[:3])}), so the model "
+            "would not be the one that was saved; give the checkpoint that belongs to its "
+            "config.json."
+        )
+
+
+def read_config(path: str | Path) -> Any:
+    """The config of a checkpoint, once its files are seen to be whole."""
+    folder = Path(path)
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder} holds an adapter and no model, and layers on several ranks take no "
+            f"adapters; {MERGE}."
+        )
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder} holds no config.json, so there is no model in it; give the directory that "
+            "save_pretrained() wrote, or that a download of the model ended in."
+        )
+    _refuse_pickles(folder)
+    read_index(folder)
+    try:
+        return transformers.AutoConfig.from_pretrained(folder)
+    except Exception as error:  # each kind of config checks its fields in a way of its own
+        why = textwrap.shorten(str(error), 300)
+        raise CheckpointError(
+            f"{folder}/config.json describes no model that transformers "
+            f"{transformers.__version__} knows ({why}); copy it again, or install the version that "
+            "wrote it."
+        ) from error
+
+
+def read_tokenizer(path: str | Path) -> Any:
+    """What turns text into the tokens of a checkpoint."""
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+            raise ValueError("its vocabulary is empty")  # as transformers makes one of no files
+        return tokenizer
+    except (ImportError, OSError, ValueError) as error:
+        why = str(error).strip().partition("\n")[0]
+        raise CheckpointError(
+            f"{path} holds no tokenizer that can be read ({why}), so text cannot become tokens; "
+            "save the tokenizer of the model there, or call generate() with tokens in a script."
+        ) from error
+
+
+def generation_config(path: str | Path) -> Any:
+    """How the checkpoint wants to be generated with; what its config.json says, in older ones."""
+    try:
+        return transformers.GenerationConfig.from_pretrained(path)
+    except OSError:
+        return transformers.GenerationConfig.from_pretrained(
+            path, config_file_name="config.json", _from_model_config=True
+        )
+
+
+def _refuse_pickles(folder: Path) -> None:
+    pickles = sorted(file.name for file in folder.glob("*.bin"))
+    if pickles and not any(folder.glob("*.safetensors")):
+        names = json.loads((folder / "config.json").read_text()).get("architectures") or [
+            "AutoModel"
+        ]
+        code = (
+            f"from transformers import {names[0]} as M; "
+            f"M.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+        )
+        raise CheckpointError(
+            f"{folder} holds {', '.join(pickles)}, pickles that would run whatever code is in "
+            f"them; convert once, where you trust the file: python -c {shlex.quote(code)}"
+        )
+
+
+def _check(
+    path: str | Path, report: Mapping[str, Any], index: Index, stored_as: Mapping[str, str]
+) -> None:
+    """Raise unless checkpoint and model have the same tensors."""
+    for kind in ("missing", "unexpected", "mismatched"):
+        keys = [key if isinstance(key, str) else key[0] for key in report[f"{kind}_keys"] or ()]
+        if keys:
+            known = [(key, index.get(stored_as.get(key, key))) for key in sorted(keys)[:5]]
+            places = [f"{key} in {stored.file}" if stored else key for key, stored in known]
+            raise CheckpointError(
+                f"{path}: {len(keys)} tensors are {kind} ({', '.join(places)}), so the model would "
+                "not be the one that was saved; give the checkpoint that belongs to its "
+                "config.json."
+            )

@@ -1,0 +1,217 @@
+"""What is in the .safetensors files of a checkpoint, and the bytes of any box of it.
+
+The format (https://huggingface.co/docs/safetensors): eight bytes of length, that much JSON, data.
+Boxes are read with pread into memory that is there already: no page of a file is ever mapped, so
+what a rank has read does not count against its memory, and not a byte too much is read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from drumline.core.shards import Box
+from drumline.errors import CheckpointError
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F4": torch.float4_e2m1fn_x2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+MAX_HEADER = 100_000_000
+"""The format's own limit."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of a checkpoint: which file, where in it, and what it is."""
+
+    file: str
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+
+Index = Mapping[str, Stored]
+
+
+def read_index(path: str | Path) -> dict[str, Stored]:
+    """Every tensor of a folder of .safetensors files (or of one file), by name."""
+    folder = Path(path)
+    listed = {} if folder.is_file() else _listing(folder)
+    files = [folder / name for name in sorted(set(listed.values()))] or _files(folder)
+    index = {name: stored for file in files for name, stored in _header(file)}
+    absent = [name for name, file in listed.items() if getattr(index.get(name), "file", "") != file]
+    if absent:
+        where = ", ".join(f"{name} in {listed[name]}" for name in absent[:5])
+        raise CheckpointError(
+            f"{folder}: {len(absent)} tensors are missing from the files that the index says they "
+            f"are in ({where}), so the model would be incomplete; copy the checkpoint again."
+        )
+    return index
+
+
+def _listing(folder: Path) -> dict[str, str]:
+    """The file of each tensor as the index of a sharded checkpoint has it; nothing without one."""
+    listing = folder / "model.safetensors.index.json"
+    if not listing.is_file():
+        return {}
+    try:
+        return dict(json.loads(listing.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{listing} is no index of a checkpoint ({error!r}), so its files are unknown; "
+            "copy it again."
+        ) from error
+
+
+def _files(folder: Path) -> list[Path]:
+    """All the files that are there."""
+    if folder.is_file():
+        return [folder]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(
+            f"{folder} holds no .safetensors file, so there is nothing to load; check the path."
+        )
+    return files
+
+
+def _header(file: Path) -> Iterator[tuple[str, Stored]]:
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > min(MAX_HEADER, size - 8):
+                raise ValueError(f"its header claims {length} bytes")
+            header = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        last = 0
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            begin, end = entry["data_offsets"]
+            if begin != last:
+                raise ValueError(f"{name} does not begin where the one before it ends")
+            last = end
+            if entry["dtype"] not in DTYPES:
+                raise ValueError(f"{name} is of dtype {entry['dtype']}, which torch does not have")
+            shape = tuple(entry["shape"])
+            if entry["dtype"] == "F4":  # two of them are one element for torch
+                shape = (*shape[:-1], shape[-1] // 2)
+            stored = Stored(file.name, 8 + length + begin, entry["dtype"], shape)
+            if end - begin != stored.nbytes or 8 + length + end > size:
+                raise ValueError(f"{name} does not fit into the file of {size} bytes")
+            yield name, stored
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise CheckpointError(
+            f"{file} is no whole .safetensors file ({error}), so what it holds is unknown; "
+            "copy it again."
+        ) from error
+
+
+def index_to_json(index: Index) -> bytes:
+    return json.dumps({k: (s.file, s.offset, s.dtype, s.shape) for k, s in index.items()}).encode()
+
+
+def index_from_json(data: bytes) -> dict[str, Stored]:
+    return {
+        name: Stored(file, offset, dtype, tuple(shape))
+        for name, (file, offset, dtype, shape) in json.loads(data).items()
+    }
+
+
+class Reader:
+    """Reads boxes of stored tensors; counts every byte. Use in a `with` block."""
+
+    def __init__(self, path: str | Path):
+        self.path, self.nbytes = Path(path), 0
+        self._open: dict[str, int] = {}
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def read(self, stored: Stored, box: Box, out: torch.Tensor) -> None:
+        """Fill `out` (contiguous, on the CPU, of the stored dtype) with a box of the tensor."""
+        assert out.is_contiguous() and out.dtype == stored.torch_dtype, (out.dtype, stored)
+        buffer = memoryview(out.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        item = stored.torch_dtype.itemsize
+        filled = 0
+        for start, count in _runs(stored.shape, box):
+            end = filled + count * item
+            self._fill(stored, buffer[filled:end], stored.offset + start * item)
+            filled = end
+
+    def _fill(self, stored: Stored, buffer: memoryview, offset: int) -> None:
+        file = self._file(stored.file)
+        while buffer:
+            count = os.preadv(file, [buffer], offset)
+            if count == 0:
+                raise CheckpointError(
+                    f"{self.path / stored.file} ends at byte {offset}, inside a tensor; "
+                    "did it change while it was read? Copy it again."
+                )
+            self.nbytes += count
+            buffer, offset = buffer[count:], offset + count
+
+    def _file(self, name: str) -> int:
+        if name not in self._open:
+            path = self.path if self.path.is_file() else self.path / name
+            self._open[name] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return self._open[name]
+
+
+def _runs(shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, int]]:
+    """The contiguous stretches of a box in a tensor: first element and length of each."""
+    split = len(shape)
+    run = 1
+    while split and run == math.prod(shape[split:]):
+        split -= 1
+        run *= box.size[split]
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    base = sum(at * stride for at, stride in zip(box.start, strides, strict=True))
+    yield from _walk(base, strides[:split], box.size[:split], run)
+
+
+def _walk(
+    base: int, strides: list[int], size: tuple[int, ...], run: int
+) -> Iterator[tuple[int, int]]:
+    if not size:
+        yield base, run
+        return
+    for index in range(size[0]):
+        yield from _walk(base + index * strides[0], strides[1:], size[1:], run)

@@ -1,0 +1,216 @@
+"""What the parameters of a transformers model are made of, in the names its checkpoint uses.
+
+transformers renames, stacks and joins tensors while it loads (the experts of Mixtral are one stored
+tensor each). Here its own tables are read, and what they would do to tensors is done to boxes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    build_glob_alternation,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from drumline.checkpoint.safetensors_index import Index
+from drumline.checkpoint.shard_loader import Sources, aliases, named_tensors
+from drumline.checkpoint.shard_plan import Piece, whole
+from drumline.core.shards import Box
+from drumline.errors import CheckpointError
+
+Part = tuple[tuple[int, ...], tuple[Piece, ...]]
+"""A tensor that is only described: its shape, and what fills it."""
+
+
+class Computed(CheckpointError):
+    """A parameter is computed from what is stored, so no part of it can be read alone."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What the tensors of a model are made of, by every name they have, before they are tied."""
+
+    pieces: Mapping[str, tuple[Piece, ...]]
+    missing: frozenset[str]
+    surplus: frozenset[str]
+    stored_as: Mapping[str, str]
+    """By name of a tensor, surplus ones too: the first key of what it is made of."""
+
+
+def describe(model: Any, index: Index) -> Description:
+    """What each parameter and persistent buffer is made of, and what is left over or missing.
+
+    Raises Computed for conversions that change more than where a tensor lies.
+    """
+    state = dict(named_tensors(model))
+    transforms = get_model_conversion_mapping(model)
+    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+    converters = [one for one in transforms if isinstance(one, WeightConverter)]
+    plain: dict[str, Sequence[Piece]] = {}
+    joined: dict[str, dict[str, list[str]]] = {}
+    for key in sorted(index, key=dot_natural_key):
+        prefix = model.base_model_prefix
+        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if name not in state and key in state:
+            name, pattern = rename_source_key(key, [], [], prefix, state)
+        if pattern is None:
+            plain[name] = whole(key, index[key].shape)
+        else:
+            joined.setdefault(name, {}).setdefault(pattern, []).append(key)
+    for name, keys in joined.items():
+        plain.update(_convert(name, keys, converters, index))
+    pieces = {name: tuple(found) for name, found in plain.items() if name in state}
+    missing, surplus = state.keys() - plain.keys(), plain.keys() - state.keys()
+    stored_as = {name: found[0].key for name, found in plain.items()}
+    return Description(pieces, frozenset(missing), frozenset(surplus), stored_as)
+
+
+def sources_of(model: Any, index: Index) -> Sources:
+    """The pieces of every parameter and persistent buffer that the index has something for.
+
+    Raises CheckpointError for stored tensors that the model has no place for, and Computed.
+    """
+    found = describe(model, index)
+    _refuse_surplus(model, sorted(found.surplus))
+    return by_first_name(model, found.pieces)
+
+
+def by_first_name(model: Any, pieces: Mapping[str, tuple[Piece, ...]]) -> dict[str, Any]:
+    """Once for tensors that are tied: under their first name, what any of their names has."""
+    names = aliases(model)
+    found = {first: [name for name in names[first] if name in pieces] for first in names}
+    return {first: pieces[alike[0]] for first, alike in found.items() if alike}
+
+
+def kept_wide(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The tensors that the model wants in another dtype than the one it is loaded in."""
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return {}
+    pattern, by_group, _ = build_glob_alternation(list(plan))
+    found = {name: pattern.search(name) for name, _ in named_tensors(model)}
+    return {name: plan[by_group[match.lastgroup]] for name, match in found.items() if match}
+
+
+def _refuse_surplus(model: Any, surplus: list[str]) -> None:
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    left = [name for name in surplus if not any(re.search(one, name) for one in ignored)]
+    if left:
+        raise CheckpointError(
+            f"{len(left)} tensors of the checkpoint have no place in {type(model).__name__} "
+            f"({', '.join(left[:5])}), so this is another model; load the class that was saved."
+        )
+
+
+def _convert(
+    name: str, keys: dict[str, list[str]], converters: Sequence[Any], index: Index
+) -> dict[str, Sequence[Piece]]:
+    """What a chain of operations makes of stored tensors, which come by the pattern they matched.
+
+    `name` is that of the first result; the others follow from the target patterns.
+    """
+    converter = next(one for one in converters if set(keys) <= set(one.source_patterns))
+    parts = {
+        pattern: [(index[key].shape, whole(key, index[key].shape)) for key in keys[pattern]]
+        for pattern in converter.source_patterns
+        if pattern in keys
+    }
+    for operation in converter.operations:
+        parts = _operate(name, operation, parts, converter.target_patterns)
+    if len(parts) == 1:
+        (((_, pieces),),) = parts.values()
+        return {name: pieces}
+    before, _, after = next(name.partition(target) for target in parts if target in name)
+    return {f"{before}{target}{after}": part[0][1] for target, part in parts.items()}
+
+
+def _operate(
+    name: str, operation: Any, parts: dict[str, list[Part]], targets: Sequence[str]
+) -> dict[str, list[Part]]:
+    """One operation of transformers, done to tensors that are only described."""
+    kind = type(operation).__name__
+    tensors = [tensor for tensors in parts.values() for tensor in tensors]
+    counted = getattr(operation, "num_shards_attribute", None) is not None
+    if kind == "MergeModulelist" and operation.dim == 0:
+        return {pattern: [_stack(name, tensors)] for pattern, tensors in parts.items()}
+    if kind == "Concatenate":
+        return {name: [_concatenate(name, tensors, operation.dim)]}
+    if kind == "Chunk" and len(tensors) == 1 and not counted:
+        chunks = _chunks(tensors[0], operation.dim, len(targets))
+        return {target: [chunk] for target, chunk in zip(targets, chunks, strict=True)}
+    raise Computed(
+        f"{name} is made by {kind}, which computes what it loads, so no rank could read "
+        "its own part only; load this model with device_map, without a mesh."
+    )
+
+
+def _chunks(tensor: Part, dim: int, count: int) -> list[Part]:
+    """A tensor cut as torch.chunk cuts it: into fewer than `count` if there is too little."""
+    shape, pieces = tensor
+    step = -(-shape[dim] // count)
+    found = []
+    for start in range(0, shape[dim], step):
+        size = min(step, shape[dim] - start)
+        at = (*(0 for _ in shape[:dim]), start, *(0 for _ in shape[dim + 1 :]))
+        box = Box(at, (*shape[:dim], size, *shape[dim + 1 :]))
+        found.append((box.size, tuple(_within(box, pieces))))
+    return found
+
+
+def _within(box: Box, pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """What of the pieces lies in a box, seen from the box."""
+    zeros = (0,) * len(box.start)
+    for piece in pieces:
+        common = box.overlap(piece.at)
+        if common is not None:
+            origin = piece.in_file(common).start
+            yield Piece(piece.key, common.moved(box.start, zeros), origin, piece.lead)
+
+
+def _stack(name: str, tensors: Sequence[Part]) -> Part:
+    """Tensors of one shape as rows of a new first dimension."""
+    (shape,) = _same(name, {shape for shape, _ in tensors})
+    pieces = [
+        Piece(
+            piece.key,
+            Box((row, *piece.at.start), (1, *piece.at.size)),
+            piece.origin,
+            piece.lead + 1,
+        )
+        for row, (_, filled) in enumerate(tensors)
+        for piece in filled
+    ]
+    return (len(tensors), *shape), tuple(pieces)
+
+
+def _concatenate(name: str, tensors: Sequence[Part], dim: int) -> Part:
+    """Tensors one behind the other in an existing dimension."""
+    _same(name, {shape[:dim] + shape[dim + 1 :] for shape, _ in tensors})
+    pieces, passed = [], 0
+    for shape, filled in tensors:
+        for piece in filled:
+            start = list(piece.at.start)
+            start[dim] += passed
+            at = Box(tuple(start), piece.at.size)
+            pieces.append(Piece(piece.key, at, piece.origin, piece.lead))
+        passed += shape[dim]
+    first = tensors[0][0]
+    return (*first[:dim], passed, *first[dim + 1 :]), tuple(pieces)
+
+
+def _same(name: str, shapes: set[tuple[int, ...]]) -> set[tuple[int, ...]]:
+    if len(shapes) > 1:
+        raise CheckpointError(
+            f"{name} is joined from tensors of the shapes {sorted(shapes)}, which do not fit "
+            "together; load the checkpoint that belongs to its config.json."
+        )
+    return shapes

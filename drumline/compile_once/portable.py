@@ -1,0 +1,118 @@
+"""Traces a tensor-parallel program once so that it is right on every rank, or refuses it.
+
+program = trace_portable(build, world_size=2)    # in a process that has no process group
+program(*tensors, mesh)                          # on every rank, with its own DeviceMesh
+
+A device is one of three things that a trace bakes in; hoist() moves that. The other two are the
+rank's coordinate (an offset into a vocabulary, silently wrong elsewhere) and its process groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from drumline.compile_once.hoist import HoistError
+
+
+def trace_portable(build: Callable[[], fx.GraphModule], world_size: int) -> fx.GraphModule:
+    """What `build` traces, the same on every rank, its meshes turned into inputs behind the others.
+
+    build: traces on a mesh that it makes itself, with symbolic shapes (make_fx with tracing_mode=
+        "symbolic"), so that a coordinate stays a question. It is called as the first and as the
+        last of `world_size` ranks that are only pretended: no other process takes part.
+
+    Raises HoistError if the two graphs differ, or name a process group.
+    """
+    first, last = (_as_rank(rank, world_size, build) for rank in (0, world_size - 1))
+    for graph in (first, last):
+        refuse_baked_groups(graph)
+    difference = _difference(first, last)
+    if difference:
+        raise HoistError(
+            f"the program depends on the rank that traced it ({difference}), so it would be wrong "
+            "elsewhere; trace with symbolic shapes, and ask the mesh and not dist.get_rank()."
+        )
+    return _meshes_as_inputs(first)
+
+
+def _as_rank(rank: int, world_size: int, build: Callable[[], fx.GraphModule]) -> fx.GraphModule:
+    from torch.distributed import config
+
+    with _pretended(rank, world_size), config.patch(compile_on_one_rank=True):
+        return build()
+
+
+@contextmanager
+def _pretended(rank: int, world_size: int) -> Iterator[None]:
+    """A process group whose other ranks do not exist, and whose collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise HoistError(
+            f"rank {dist.get_rank()}: this process has a process group already, so it cannot "
+            "pretend to be another rank; trace before init_process_group, or in a process apart."
+        )
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def refuse_baked_groups(program: fx.GraphModule) -> None:
+    """Raise HoistError if a collective of the program names the process group of who traced it."""
+    for node in program.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or "c10d" not in schema.name:
+            continue
+        for argument, value in zip(schema.arguments, node.args, strict=False):
+            if argument.name == "group_name" and isinstance(value, str):
+                raise HoistError(
+                    f"node {node.name} names the process group {value!r}, which on another rank "
+                    "is another group; trace under torch.distributed.config.compile_on_one_rank."
+                )
+
+
+def _difference(first: fx.GraphModule, last: fx.GraphModule) -> str:
+    """The first line in which two graphs differ, or a constant that does."""
+    lines = zip(first.code.splitlines(), last.code.splitlines(), strict=False)
+    for one, other in lines:
+        if one != other:
+            return f"{one.strip()} against {other.strip()}"
+    for name, constant in vars(first).items():
+        if isinstance(constant, torch.Tensor) and not _alike(constant, vars(last).get(name)):
+            return f"constant {name}"
+    return ""
+
+
+def _alike(one: torch.Tensor, other: object) -> bool:
+    return isinstance(other, torch.Tensor) and torch.equal(one, other)
+
+
+def _meshes_as_inputs(program: fx.GraphModule) -> fx.GraphModule:
+    """Each mesh that the trace keeps as a constant becomes an input, in order of first use."""
+    graph = program.graph
+    inputs: dict[str, fx.Node] = {}
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    for node in list(graph.nodes):
+        if node.op == "get_attr" and _is_mesh(getattr(program, str(node.target), None)):
+            if node.target not in inputs:
+                with graph.inserting_after(last):
+                    last = inputs[node.target] = graph.placeholder(f"mesh_{len(inputs)}")
+            node.replace_all_uses_with(inputs[node.target])
+            graph.erase_node(node)
+    for name in inputs:
+        delattr(program, name)
+    program.recompile()
+    return program
+
+
+def _is_mesh(value: object) -> bool:
+    """Is it a DeviceMesh, or what tracing wraps around one?"""
+    return isinstance(value, DeviceMesh) or isinstance(getattr(value, "real_obj", None), DeviceMesh)

@@ -1,0 +1,172 @@
+"""Which part of a tensor a rank owns, as boxes: pure arithmetic over numbers.
+
+own = own_boxes((8, 6), (Split("tp", 0),), mesh, rank=1)    # boxes of the whole, and where they go
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from drumline.core.mesh import Mesh
+from drumline.errors import PlanError
+
+Ranges = list[tuple[int, int]]
+"""Half-open intervals of one dimension, in the order in which they lie in the shard."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Dimension `dim` is cut along a mesh axis, as torch.chunk cuts: the last may get less.
+
+    With `factor` > 1 the dimension is first cut into that many equal parts, and each of them along
+    the axis, so that a shard holds a piece of every part (gate and up in one tensor; FSDP over what
+    tensor parallelism has cut, which DTensor writes _StridedShard).
+    """
+
+    axis: str
+    dim: int
+    factor: int = 1
+
+
+@dataclass(frozen=True)
+class Box:
+    """A block of a tensor."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.size)
+
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))
+
+    def overlap(self, other: Box) -> Box | None:
+        """What two boxes have in common, if anything."""
+        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
+        stop = tuple(
+            min(a + n, b + m)
+            for a, n, b, m in zip(self.start, self.size, other.start, other.size, strict=True)
+        )
+        size = tuple(end - begin for begin, end in zip(start, stop, strict=True))
+        return Box(start, size) if all(n > 0 for n in size) else None
+
+    def moved(self, old: Sequence[int], new: Sequence[int]) -> Box:
+        """The same block seen from an origin that was at `old` and is now at `new`."""
+        start = zip(self.start, old, new, strict=True)
+        return Box(tuple(a - o + n for a, o, n in start), self.size)
+
+
+@dataclass(frozen=True)
+class Own:
+    """A box of the whole tensor, and where it starts in the shard."""
+
+    box: Box
+    at: tuple[int, ...]
+
+
+def own_boxes(
+    shape: Sequence[int], splits: Sequence[Split], mesh: Mesh, rank: int
+) -> tuple[Own, ...]:
+    """What `rank` owns of a tensor. Splits apply one after the other, each to what is left."""
+    return tuple(_products(_kept(shape, splits, mesh, rank)))
+
+
+def local_shape(
+    shape: Sequence[int], splits: Sequence[Split], mesh: Mesh, rank: int
+) -> tuple[int, ...]:
+    """The shape of a rank's shard."""
+    return tuple(_length(ranges) for ranges in _kept(shape, splits, mesh, rank))
+
+
+def _kept(shape: Sequence[int], splits: Sequence[Split], mesh: Mesh, rank: int) -> list[Ranges]:
+    """The intervals of every dimension that `rank` owns; the shard is their product."""
+    here = mesh.coordinate(rank)
+    kept: list[Ranges] = [[(0, size)] for size in shape]
+    for split in splits:
+        dim = _dim(split, shape, mesh)
+        kept[dim] = _cut(kept[dim], split.factor, mesh.along(split.axis), here[split.axis])
+    return kept
+
+
+def _dim(split: Split, shape: Sequence[int], mesh: Mesh) -> int:
+    if split.axis not in mesh.axes:
+        raise PlanError(
+            f"a tensor is to be cut along {split.axis!r}, and the mesh has only "
+            f"{list(mesh.axes)}; add the axis to the mesh, or leave out what asks for it."
+        )
+    if not -len(shape) <= split.dim < len(shape):
+        raise PlanError(
+            f"a tensor of shape {tuple(shape)} is to be cut in dimension {split.dim}, which it "
+            "does not have; correct the plan."
+        )
+    return split.dim % len(shape)
+
+
+def _cut(ranges: Ranges, factor: int, count: int, index: int) -> Ranges:
+    """Piece `index` of `count` of each of the `factor` parts, one after the other."""
+    parts = [_chunk(ranges, factor, part) for part in range(factor)]
+    return _merged([r for part in parts for r in _chunk(part, count, index)])
+
+
+def _chunk(ranges: Ranges, count: int, index: int) -> Ranges:
+    """Chunk `index` of the intervals laid end to end, sizes as torch.chunk has them."""
+    size = -(-_length(ranges) // count)
+    begin, end = index * size, (index + 1) * size
+    found, passed = [], 0
+    for start, stop in ranges:
+        low, high = max(begin - passed, 0), min(end - passed, stop - start)
+        if low < high:
+            found.append((start + low, start + high))
+        passed += stop - start
+    return found
+
+
+def _length(ranges: Ranges) -> int:
+    return sum(stop - start for start, stop in ranges)
+
+
+def _merged(ranges: Ranges) -> Ranges:
+    found: Ranges = []
+    for start, stop in ranges:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return found
+
+
+def _products(kept: Sequence[Ranges]) -> Iterator[Own]:
+    """One box for each choice of an interval in every dimension."""
+    placed = []
+    for ranges in kept:
+        offsets = itertools.accumulate((stop - start for start, stop in ranges), initial=0)
+        placed.append(list(zip(ranges, offsets, strict=False)))
+    for choice in itertools.product(*placed):
+        start = tuple(interval[0] for interval, _ in choice)
+        size = tuple(interval[1] - interval[0] for interval, _ in choice)
+        if all(size):
+            yield Own(Box(start, size), tuple(offset for _, offset in choice))
+
+
+def blocks(size: Sequence[int], limit: int) -> Iterator[Box]:
+    """A box of this size cut into blocks of at most `limit` elements, whole rows where it can be.
+
+    A block is contiguous in the box, so a transfer of it needs no more than `limit` of room.
+    """
+    inner = math.prod(size[1:])
+    if math.prod(size) <= limit:
+        yield Box((0,) * len(size), tuple(size))
+    elif inner <= limit:
+        rows = limit // inner
+        for row in range(0, size[0], rows):
+            n = min(rows, size[0] - row)
+            yield Box((row, *(0 for _ in size[1:])), (n, *size[1:]))
+    else:
+        for row in range(size[0]):
+            for block in blocks(size[1:], limit):
+                yield Box((row, *block.start), (1, *block.size))

@@ -1,0 +1,164 @@
+"""The caches of one rank, by the number that the master gave them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    EncoderDecoderCache,
+    Fp8QuantizedLayer,
+    HQQQuantizedLayer,
+    LinearAttentionCacheLayerMixin,
+    QuantizedCache,
+    QuantoQuantizedLayer,
+    StaticCache,
+    StaticLayer,
+)
+
+from drumline.core.pytree import CacheLookup
+from drumline.errors import InferenceError
+from drumline.kv_cache.merge import join
+
+OPERATIONS = (
+    "reorder_cache",
+    "crop",
+    "reset",
+    "batch_repeat_interleave",
+    "batch_select_indices",
+    "activate_past_recording",
+)
+
+
+QUANTIZED = {
+    Fp8QuantizedLayer: "fp8",
+    HQQQuantizedLayer: "hqq",
+    QuantoQuantizedLayer: "quanto",
+}
+"""The backend of a QuantizedCache, which keeps only its layers."""
+
+GROUP_WISE = ("nbits", "axis_key", "axis_value", "q_group_size", "residual_length")
+
+
+def quantization(layer: Any) -> tuple[str, dict[str, int]]:
+    """What QuantizedCache is made with to have such layers: the backend, and its options."""
+    options = {name: getattr(layer, name) for name in GROUP_WISE if hasattr(layer, name)}
+    return QUANTIZED[type(layer)], options
+
+
+class Vault(CacheLookup):
+    """Holds the keys and values of the layers that are here; they never leave."""
+
+    def __init__(self, config: Any):
+        self.config = config
+        self.caches: dict[int, Cache] = {}
+        self.pairs: dict[tuple[int, int], EncoderDecoderCache] = {}
+
+    def cache(self, number: int) -> Cache:
+        try:
+            return self.caches[number]
+        except KeyError:
+            raise InferenceError(
+                f"cache {number} is not known here, because the call that created or changed it "
+                "failed; generate again from an empty cache."
+            ) from None
+
+    def pair(self, own: Cache, cross: Cache) -> EncoderDecoderCache:
+        """The two as one, the same object each time, since it remembers which layers are filled."""
+        key = (id(own), id(cross))
+        if key not in self.pairs:
+            self.pairs[key] = EncoderDecoderCache(own, cross)
+        return self.pairs[key]
+
+    def apply(self, operation: str, number: int, *arguments: Any) -> None:
+        """Do what the master wrote down. A cache that this fails for is not known afterwards, as it
+        would no longer hold what it holds elsewhere."""
+        try:
+            self._apply(operation, number, *arguments)
+        except Exception:
+            self._free(number)
+            raise
+
+    def _apply(self, operation: str, number: int, *arguments: Any) -> None:
+        if operation == "create":
+            self.caches[number] = self._build(*arguments[0])
+        elif operation == "fork":
+            self._fork(number, *arguments)
+        elif operation == "join":
+            join(self.cache(number), [self.cache(part) for part in arguments[0]])
+        elif operation == "free":
+            self._free(number)
+        elif operation in OPERATIONS:
+            self._change(operation, number, *arguments)
+        else:
+            raise InferenceError(
+                f"{operation!r} is no operation on a cache; the ranks run different versions."
+            )
+
+    def _build(self, kind: str, detail: Any, rest: Any) -> Cache:
+        """As the master's, which may have no windows where the config does: across an encoder."""
+        if kind == "quantized":
+            return QuantizedCache(detail, self.config, **rest)
+        is_plain = rest
+        if kind == "static":
+            cache = StaticCache(config=self.config, max_cache_len=detail)
+            if is_plain:
+                cache.layers = [StaticLayer(max_cache_len=detail) for _ in cache.layers]
+            return cache
+        assert kind == "dynamic", kind
+        return DynamicCache(config=self.config) if detail and not is_plain else DynamicCache()
+
+    def _change(self, operation: str, number: int, *arguments: Any) -> None:
+        cache = self.cache(number)
+        change(cache, operation, *arguments)
+        if operation == "reset":
+            for pair in self.pairs.values():
+                if cache in (pair.self_attention_cache, pair.cross_attention_cache):
+                    pair.is_updated = dict.fromkeys(pair.is_updated, False)
+
+    def _fork(self, number: int, source: int) -> None:
+        self.caches[number] = copy.deepcopy(self.cache(source))
+
+    def _free(self, number: int) -> None:
+        gone = self.caches.pop(number, None)
+        self.pairs = {key: pair for key, pair in self.pairs.items() if id(gone) not in key}
+
+
+def change(cache: Cache, operation: str, *arguments: Any) -> None:
+    """What a cache's method of this name does, to those of its layers that hold something here."""
+    for layer in cache.layers:
+        if _can(layer, operation):
+            getattr(_filled_part(layer, operation), operation)(layer, *arguments)
+
+
+def _filled_part(layer: Any, operation: str) -> type[Any]:
+    """The class of a layer, or of its keys alone, if its states are on another rank (Inkling)."""
+    for kind in type(layer).__mro__ if not _has_states(layer) else ():
+        is_of_keys = issubclass(kind, CacheLayerMixin) and hasattr(kind, operation)
+        if is_of_keys and not issubclass(kind, LinearAttentionCacheLayerMixin):
+            return kind
+    return type(layer)
+
+
+def _can(layer: Any, operation: str) -> bool:
+    """Whether there is something to do: the layers of other ranks stay empty here, and transformers
+    expects to find a window or a state in a layer that it crops."""
+    if operation == "activate_past_recording":
+        return hasattr(layer, operation)
+    return is_filled(layer)
+
+
+def is_filled(layer: Any) -> bool:
+    """Whether a layer of a cache holds keys or a state here."""
+    return bool(getattr(layer, "is_initialized", False)) or _has_states(layer)
+
+
+def _has_states(layer: Any) -> bool:
+    flags = [
+        getattr(layer, name, {})
+        for name in ("is_conv_states_initialized", "is_recurrent_states_initialized")
+    ]
+    return any(any(each.values()) for each in flags)

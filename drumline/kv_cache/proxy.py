@@ -1,0 +1,346 @@
+"""The master's side of a cache whose layers live on other ranks.
+
+The cache object stays the one that transformers made, so lengths, masks, windows and croppings are
+its own. A layer held elsewhere is kept in step with one byte per token in place of keys and values,
+and what changes a cache outside the layers (reorder, crop, repeat...) is written down and sent
+along with the next call.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from transformers.cache_utils import (
+    BaseQuantizedLayer,
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionCacheLayerMixin,
+    QuantizedCache,
+    StaticCache,
+    StaticLayer,
+)
+
+from drumline.errors import InferenceError
+from drumline.kv_cache.merge import join
+from drumline.kv_cache.owner import QUANTIZED, change, quantization
+from drumline.kv_cache.placeholder import bookkeeping, hide, shadow
+from drumline.kv_cache.version import EMPTY, Mark, mark, refuse_change
+
+
+class Journal(Protocol):
+    """Where operations wait for the next message."""
+
+    def record(self, name: str, *arguments: Any) -> None: ...
+    def forget(self, number: int) -> None: ...
+    def next_cache(self) -> int: ...
+    def rows_and_tokens(self) -> tuple[int, int]: ...
+
+    @property
+    def shape_of_pass(self) -> tuple[int, int] | None: ...
+
+
+class Advance(NamedTuple):
+    """How a layer went on: those of one pass, whose keys were the same before, share the rest."""
+
+    before: torch.Tensor | None = None
+    shape: tuple[int, int] = (0, 0)
+    mark: Mark = EMPTY
+
+
+class Mirrored:
+    """Mixed into the class of a cache once it is known to other ranks."""
+
+    journal: Journal
+    number: int
+    torn = False
+    step = Advance()
+    ahead: tuple[int, Mark] = (0, EMPTY)  # rows, and a layer with one token more than now
+
+    known: dict[int, Mark]
+    """The layers that are on other ranks, as those know them."""
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._change("reorder_cache", beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self._change("crop", int(tokens_to_remove))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change("batch_repeat_interleave", int(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._change("batch_select_indices", indices)
+
+    def activate_past_recording(self) -> None:
+        self._change("activate_past_recording")
+
+    def reset(self) -> None:
+        self.journal.record("reset", self.number)
+        with bookkeeping():
+            super().reset()  # type: ignore[misc]
+        self.remember()
+
+    def update(self, keys: Any, values: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        if layer_idx in self.known:
+            raise InferenceError(
+                f"rank 0: layer {layer_idx} of this cache is on another rank, which would not get "
+                "keys and values that are put in here; call the model with the tokens, and it "
+                "makes them where they belong."
+            )
+        return super().update(keys, values, layer_idx, *args, **kwargs)  # type: ignore[misc]
+
+    def remember(self) -> None:
+        """The other ranks have changed their layers as these here were."""
+        layers = self.layers  # type: ignore[attr-defined]
+        for index in self.known:
+            hide(layers[index])
+            self.known[index] = mark(layers[index])
+
+    def _change(self, name: str, *arguments: Any) -> None:
+        if isinstance(self, QuantizedCache) and name != "reorder_cache":
+            raise InferenceError(
+                f"rank 0: {name}() of a quantized cache would change only those of its tokens that "
+                "are not quantized yet; use a dynamic cache, or start from an empty one."
+            )
+        for index, known in self.known.items():
+            refuse_change(index, _layer(self, index), known)
+        try:
+            with bookkeeping():
+                change(self, name, *arguments)
+            self.journal.record(name, self.number, *arguments)
+        except BaseException:
+            self.torn = True  # some layers were changed; nobody else is told
+            raise
+        self.remember()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        others = ("journal", "number", "ahead")
+        own = {key: value for key, value in vars(self).items() if key not in others}
+        twin.__dict__.update(copy.deepcopy(own, memo))
+        _register(twin, self.journal)
+        self.journal.record("fork", twin.number, self.number)
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InferenceError(
+            "a cache with layers on other ranks cannot be pickled, as most of it is not here; use "
+            "copy.deepcopy for a copy, or keep the tokens."
+        )
+
+
+def number_of(cache: Cache, journal: Journal, layers: Iterable[int] = ()) -> int:
+    """The number by which other ranks know this cache; the first time, they create it.
+
+    layers: those of the cache that another rank is about to fill, so they must be empty till then.
+    """
+    if isinstance(cache, Mirrored):
+        if cache.journal is not journal:
+            raise InferenceError(
+                "this cache belongs to another distributed model, whose ranks hold its keys and "
+                "values; start from an empty cache."
+            )
+        if cache.torn:
+            raise InferenceError(
+                "a call with this cache failed half-way, so its layers no longer hold the same "
+                "tokens; start from an empty cache."
+            )
+        return cache.number
+    _refuse_contents(cache, layers)
+    recipe = _recipe(cache)
+    cache.__class__ = _mirrored(type(cache))
+    assert isinstance(cache, Mirrored)
+    _register(cache, journal)
+    cache.known = {}
+    journal.record("create", cache.number, recipe)
+    if any(getattr(layer, "record_past", False) for layer in cache.layers):  # type: ignore[attr-defined]
+        journal.record("activate_past_recording", cache.number)
+    return cache.number
+
+
+def join_mirrored(whole: Cache, parts: Sequence[Cache]) -> None:
+    """Put the caches of groups of rows together, here and wherever the other ranks hold them."""
+    first = parts[0]
+    if isinstance(first, Mirrored):
+        number = number_of(whole, first.journal)
+        first.journal.record("join", number, [number_of(part, first.journal) for part in parts])
+    with bookkeeping():
+        join(whole, parts)
+    if isinstance(first, Mirrored) and isinstance(whole, Mirrored):
+        whole.known = dict(first.known)
+        whole.remember()
+
+
+def _register(cache: Mirrored, journal: Journal) -> None:
+    cache.journal, cache.number = journal, journal.next_cache()
+    weakref.finalize(cache, journal.forget, cache.number).atexit = False
+
+
+def _mirrored(kind: type[Any]) -> type[Any]:
+    return type(kind.__name__, (Mirrored, kind), {"__module__": kind.__module__})
+
+
+def _refuse_contents(cache: Cache, layers: Iterable[int]) -> None:
+    for index in layers:
+        layer = _layer(cache, index)
+        states = getattr(layer, "has_previous_state", None) or {}
+        length = getattr(layer, "get_seq_length", int)()
+        if int(length) or any(states.values()):
+            raise InferenceError(
+                f"this cache came with {int(length)} tokens in layer {index}, which another rank "
+                "holds and knows nothing of them, so its tokens would be wrong; start from an "
+                "empty cache, and change one with its own methods (crop, batch_select_indices, "
+                "reorder_cache) or copy.deepcopy."
+            )
+
+
+def _recipe(cache: Cache) -> tuple[Any, ...]:
+    """What the owner needs to build the same cache: its kind, its length or whether it has layers
+    from the beginning, and whether these are of the config's kinds or all plain."""
+    if cache.offloading:
+        kind = None
+    elif isinstance(cache, StaticCache):
+        lengths = [layer.max_cache_len for layer in cache.layers if hasattr(layer, "max_cache_len")]
+        is_plain = all(type(layer) is StaticLayer for layer in cache.layers)
+        return ("static", max(lengths, default=1), is_plain)  # a state takes no room by length
+    elif type(cache) is DynamicCache:
+        is_plain = all(type(layer) is DynamicLayer for layer in cache.layers)
+        return ("dynamic", bool(cache.layers), is_plain)
+    elif type(cache) is QuantizedCache and type(cache.layers[0]) in QUANTIZED:
+        return ("quantized", *quantization(cache.layers[0]))
+    else:
+        kind = type(cache).__name__
+    raise InferenceError(
+        f"a {kind or 'cache that offloads'} cannot be kept on other ranks, so its keys and values "
+        "would be lost; use a dynamic or static cache, or, for a model that has no "
+        "other, load it on one rank."
+    )
+
+
+def advance(
+    cache: Cache, layers: Iterable[int], hidden: torch.Tensor, by_pass: bool | None = False
+) -> None:
+    """Account for the tokens of `hidden`, [batch, tokens, width], in layers held elsewhere.
+
+    by_pass: those of the pass instead, see `counts_pass`. Some models carry several streams, before
+    or behind these axes (Gemma 3n, DeepSeek-V4), and some the tokens first (FSMT).
+    """
+    assert isinstance(cache, Mirrored)
+    is_plain = hidden.dim() == 3 and not by_pass
+    batch, tokens = hidden.shape[:2] if is_plain else cache.journal.rows_and_tokens()
+    if cache.journal.shape_of_pass == (tokens, batch):
+        batch, tokens = tokens, batch
+    for index in layers:
+        layer = _layer(cache, index)
+        if type(layer) is DynamicLayer and layer.is_initialized:
+            _advance_dynamic(cache, index, layer, batch, tokens)
+        else:
+            _advance_layer(cache, index, layer, batch, tokens)
+
+
+def shows_pass(shape_of_pass: tuple[int, int] | None, hidden: torch.Tensor) -> bool:
+    """Whether [batch, tokens, width] are those of the pass; ProphetNet has several streams of them
+    behind each other, so what these put into a cache has to be seen first."""
+    if shape_of_pass is None or hidden.dim() != 3:
+        return True
+    rows_and_tokens = tuple(hidden.shape[:2])
+    return shape_of_pass in (rows_and_tokens, rows_and_tokens[::-1])
+
+
+def counts_pass(
+    shape_of_pass: tuple[int, int] | None, hidden: torch.Tensor, filled: Sequence[Sequence[int]]
+) -> bool:
+    """Whether the tokens of the pass went into a cache, and not those of a hidden state that has
+    others. filled: a layer of the cache, its tokens before, and now."""
+    if shape_of_pass is None or shows_pass(shape_of_pass, hidden):
+        return False
+    rows, tokens = shape_of_pass
+    grown = {now - before for _, before, now in filled if now > before}
+    return hidden.shape[0] == rows and grown == {tokens}
+
+
+def lengths(cache: Cache, layers: Iterable[int]) -> dict[int, int]:
+    return {index: mark(_layer(cache, index)).length for index in layers}
+
+
+def refuse_other_lengths(
+    here: Mapping[int, int], filled: Sequence[Sequence[int]], where: str
+) -> None:
+    """Raise InferenceError unless layers of a cache have as many tokens on their rank as `here`."""
+    for index, _, length in filled:
+        if here[index] != length:
+            raise InferenceError(
+                f"rank 0: {where} has {length} tokens in layer {index} of the cache, where its "
+                f"hidden states had {here[index]}, so the lengths that masks are made of would be "
+                "wrong; give it to rank 0 in device_map."
+            )
+
+
+def _layer(cache: Any, index: int) -> Any:
+    return cache.layers[index] if index < len(cache.layers) else None
+
+
+def _advance_dynamic(
+    cache: Mirrored, index: int, layer: DynamicLayer, batch: int, tokens: int
+) -> None:
+    """The layers of one pass share one shadow, so that most need no more than to be given it."""
+    known, keys = cache.known.get(index, EMPTY), layer.keys
+    if keys is not known.keys or layer.values is not known.values:
+        refuse_change(index, layer, known)
+    step = cache.step
+    if keys is not step.before or (batch, tokens) != step.shape:
+        now = step.mark
+        if (step.shape[0], now.length) != (batch, known.length + tokens):
+            now = _full(cache, batch, known.length + tokens)
+        cache.step = step = Advance(keys, (batch, tokens), now)
+    layer.keys = layer.values = step.mark.keys
+    cache.known[index] = step.mark
+
+
+def _full(cache: Mirrored, batch: int, tokens: int) -> Mark:
+    rows, now = cache.ahead
+    if (rows, now.length) == (batch, tokens):
+        return now
+    keys = shadow(batch, tokens)
+    return Mark(keys, keys, tokens)
+
+
+def foresee(cache: Cache) -> None:
+    """Make the shadow of the next token while there is time: of all that is done for a token before
+    it is sent, that takes longest."""
+    if isinstance(cache, Mirrored) and (step := cache.step).mark is not EMPTY:
+        cache.ahead = step.shape[0], _full(cache, step.shape[0], step.mark.length + 1)
+
+
+def _advance_layer(cache: Mirrored, index: int, layer: Any, batch: int, tokens: int) -> None:
+    refuse_change(index, layer, cache.known.get(index, EMPTY))
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
+        layer.batch_size = batch
+    if index not in cache.known and getattr(layer, "is_initialized", False):
+        layer.is_initialized = False  # generate() made room for keys, which do not come here
+    if isinstance(layer, BaseQuantizedLayer):
+        layer = cache.layers[index] = DynamicLayer()  # type: ignore[attr-defined]  # counts as well
+    if layer is None or hasattr(layer, "get_seq_length"):
+        with bookkeeping():
+            _count(cache, index, shadow(batch, tokens))
+        hide(_layer(cache, index))
+    cache.known[index] = mark(_layer(cache, index))
+
+
+def _count(cache: Mirrored, index: int, new: torch.Tensor) -> None:
+    try:
+        super(Mirrored, cache).update(new, new, index)  # type: ignore[misc]
+    except (IndexError, RuntimeError) as error:
+        raise InferenceError(
+            f"rank 0: layer {index} of this {type(cache).__name__} has no room for the "
+            f"{new.shape[-2]} tokens of {new.shape[0]} rows that it is called with ({error}), so "
+            "it cannot be kept in step with the rank that holds it; use a dynamic cache, or load "
+            "the model on one rank."
+        ) from error

@@ -1,0 +1,214 @@
+"""Calls of remote layers, gathered until something looks at a result, then sent together.
+
+Most calls are repetitions: one layer after another is given the same arguments with the hidden
+state that the one before put out. Such a run is written down once, with the layers it goes through.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+
+from drumline.core.pytree import Leaves, Template, is_repeatable, leaves_of
+from drumline.kv_cache.proxy import foresee
+from drumline.pipeline.lazy_tensor import Lazy, Withheld, fetched
+from drumline.stages.messages import Message
+from drumline.stages.program import Program, Step
+
+if TYPE_CHECKING:
+    from drumline.pipeline.driver import Session
+    from drumline.pipeline.remote_layer import RemoteModule
+
+Maker = tuple[str, int]
+"""A module, and which of its new tensors."""
+
+TRIALS = 2
+"""So often a tensor of unknown use is sent to the master before it is left where it is."""
+
+
+class Chain:
+    """Calls gathered by one thread, in order, and the lazy tensors they will put out."""
+
+    def __init__(self, session: Session):
+        self.session, self.sent, self.is_for_states = session, False, False
+        self.runs: list[Run] = []
+        self.outputs: list[weakref.ref[Lazy]] = []
+        self.makers: list[Maker] = []
+        self.inputs = Leaves()
+
+    def slot(self, tensor: torch.Tensor) -> int:
+        """An input's position, or ~n for the n-th output of the calls so far."""
+        if isinstance(tensor, Lazy) and tensor.source is self:
+            return ~tensor.slot
+        return self.inputs.tensor(fetched(tensor))
+
+    def lazy(self, kind: str, maker: Maker, hidden: torch.Tensor) -> Lazy:
+        """The next tensor that the last call will put out; `hidden` is like it or on its device.
+
+        Like a tensor of unknown shape is one of unknown shape, until that has been fetched."""
+        if type(hidden) is Withheld and hidden.value is not None:
+            hidden = hidden.value
+        is_known = kind == "hidden" and type(hidden) is not Withheld
+        lazy = (Lazy if is_known else Withheld).like(hidden, self, len(self.outputs))
+        self.outputs.append(weakref.ref(lazy))
+        self.makers.append(maker)
+        return lazy
+
+    @property
+    def last_layer(self) -> RemoteModule:
+        return self.runs[-1].layers[-1]
+
+    def continued(self, layer: RemoteModule, args: Any, kwargs: Any) -> Run | None:
+        """The last run if this call goes on with it."""
+        if not self.runs or not args or self.sent:
+            return None
+        run, hidden = self.runs[-1], args[0]
+        if getattr(hidden, "source", None) is not self or run.layers[-1].rank > layer.rank:
+            return None
+        if run.caches and type(hidden) is Withheld:
+            return None
+        return run if run.is_continued_by(args, kwargs) else None
+
+    def flush(self) -> Message | None:
+        """Run the calls; every hidden state that somebody still holds gets its value."""
+        if self.sent or not self.runs:
+            return None
+        self.sent, self.is_for_states = True, self.session.is_for_states
+        alive = [ref() for ref in self.outputs]
+        waiting = [lazy for lazy in alive if type(lazy) is Lazy or self._is_wanted(lazy)]
+        self.returns = tuple(lazy.slot for lazy in waiting)
+        try:
+            reply = self.session.exchange(self)
+        finally:
+            self.runs, self.inputs = [], Leaves()  # lets go of the caches
+        for lazy, value in zip(waiting, reply.tensors, strict=False):
+            lazy.value = value.to(lazy.home)
+        reply.tensors = reply.tensors[len(waiting) :]
+        return reply
+
+    def foresee(self) -> None:
+        """Prepare for the next token of the same caches, while this one is on its way."""
+        for run in self.runs:
+            for cache in run.caches:
+                foresee(cache)
+
+    def _is_wanted(self, lazy: Lazy | None) -> TypeGuard[Lazy]:
+        if type(lazy) is not Withheld:
+            return lazy is not None
+        return self.session.habits.is_wanted((*self.makers[lazy.slot], self.is_for_states))
+
+    def touched(self, slot: int) -> None:
+        is_for_states = self.is_for_states if self.sent else self.session.is_for_states
+        self.session.habits.looked_at.add((*self.makers[slot], is_for_states))
+
+    def place_ints(self, before: list[int]) -> tuple[list[int], list[int]]:
+        """Where each run's integers begin, and all integers; runs with the same share them."""
+        ints = list(before)
+        places: dict[tuple[int, ...], int] = {}
+        starts: list[int] = []
+        for run in self.runs:
+            start = places.setdefault(tuple(run.ints), len(ints))
+            if start == len(ints):
+                ints.extend(run.ints)
+            starts.append(start)
+        return starts, ints
+
+    def key(self, starts: list[int]) -> tuple[Any, ...]:
+        """Equal for chains with the same program."""
+        runs = tuple([run.key() for run in self.runs])
+        return len(self.inputs.tensors), self.returns, tuple(starts), runs
+
+    def program(self, operations: Template, num_operands: int, starts: list[int]) -> Program:
+        num_inputs = num_operands + len(self.inputs.tensors)
+        steps = []
+        for run, start in zip(self.runs, starts, strict=True):
+            outputs: list[Any] = [layer.outputs.get(run.form) for layer in run.layers[:-1]]
+            outputs.append(None if run.is_learning else run.layers[-1].outputs[run.form])
+            calls = zip(run.layers, run.slots_by_layer(), outputs, strict=True)
+            for layer, given, output in calls:
+                slots = tuple(num_operands + s if s >= 0 else num_inputs + ~s for s in given)
+                steps.append(Step(layer.rank, layer.name, run.form.template, slots, start, output))
+        returns = tuple(num_inputs + position for position in self.returns)
+        return Program(operations, num_operands, num_inputs, tuple(steps), returns)
+
+
+class Habits:
+    """Which tensors of layers, besides hidden states, the master looks at: the others stay away.
+
+    Each is known by its maker, and whether hidden states were asked for, which may hold it.
+    """
+
+    def __init__(self) -> None:
+        self.looked_at: set[tuple[str, int, bool]] = set()
+        self.returned: Counter[tuple[str, int, bool]] = Counter()
+
+    def is_wanted(self, tensor: tuple[str, int, bool]) -> bool:
+        self.returned[tensor] += 1
+        return tensor in self.looked_at or self.returned[tensor] <= TRIALS
+
+
+class Form:
+    """A template, compared by identity."""
+
+    def __init__(self, template: Template):
+        self.template = template
+
+    @cached_property
+    def is_repeatable(self) -> bool:
+        return is_repeatable(self.template) and not self.numbers_at
+
+    @cached_property
+    def numbers_at(self) -> tuple[int, ...]:
+        """Where the model's own integers are among those of a call that has a cache too: they may
+        say which layers of the cache are meant."""
+        kinds = [leaf[0] for leaf in leaves_of(self.template) if leaf[0] in ("int", "cache")]
+        return tuple(at for at, kind in enumerate(kinds) if kind == "int" and "cache" in kinds)
+
+
+class Run:
+    """One set of arguments, given to layer after layer with the hidden state of the one before.
+
+    slots: of the tensors that the first layer is given. The hidden states themselves are not kept,
+    so that those which nobody else holds need not be sent here.
+    """
+
+    def __init__(self, form: Form, leaves: Leaves, slots: tuple[int, ...], args: Any, kwargs: Any):
+        self.form, self.slots = form, slots
+        self.ints, self.caches = leaves.ints, leaves.caches
+        self.layers: list[RemoteModule] = []
+        self.hidden_slots: list[int] = []  # of the hidden state that each further layer is given
+        self.numbers = tuple([leaves.ints[at] for at in form.numbers_at])
+        self.is_learning = False
+        self.fills: tuple[int, ...] | None = ()  # layers of the cache counted for the last call
+        self.lengths: dict[int, int] = {}  # of these, if what the call returns is not known yet
+        if form.is_repeatable:
+            self.tensors = leaves.tensors[1:]
+            self.given = (args[1:], kwargs)  # held, so that nothing else takes their identity
+            self.identities = _identities(args, kwargs)
+
+    def is_continued_by(self, args: Any, kwargs: Any) -> bool:
+        """Whether these are the same arguments but for the hidden state."""
+        return self.form.is_repeatable and _identities(args, kwargs) == self.identities
+
+    def add(self, layer: RemoteModule, hidden: Any) -> None:
+        """One more layer; `hidden` is what it is given, if it goes on with the run."""
+        if self.layers:
+            self.hidden_slots.append(~hidden.slot)
+        self.layers.append(layer)
+        self.is_learning = self.form not in layer.outputs
+
+    def slots_by_layer(self) -> list[tuple[int, ...]]:
+        return [self.slots, *((hidden, *self.slots[1:]) for hidden in self.hidden_slots)]
+
+    def key(self) -> tuple[Any, ...]:
+        layers = tuple(self.layers)
+        return self.form, self.slots, layers, tuple(self.hidden_slots), self.is_learning
+
+
+def _identities(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Of all arguments but the first."""
+    return [*map(id, args[1:]), *kwargs, *map(id, kwargs.values())]

@@ -1,0 +1,123 @@
+"""Tensors that are still on another rank, or not computed yet.
+
+A remote layer returns them at once. Passing one on to the next remote layer does not touch it; the
+first operation that does fetches its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_map
+
+from drumline.errors import InferenceError
+
+CONTAINERS = (tuple, list, dict)
+
+
+class Source(Protocol):
+    """The calls that will compute a lazy tensor."""
+
+    def flush(self) -> Any: ...
+    def touched(self, slot: int) -> None: ...
+
+
+class Lazy(torch.Tensor):
+    """A hidden state: a tensor of known shape whose value `source` sets when it is flushed."""
+
+    source: Source
+    slot: int
+    value: torch.Tensor | None = None
+    home: torch.device
+
+    @classmethod
+    def like(cls, hidden: torch.Tensor, source: Source, slot: int) -> Lazy:
+        lazy: Lazy = torch.Tensor._make_wrapper_subclass(
+            cls, hidden.shape, dtype=hidden.dtype, device=hidden.device
+        )
+        lazy.source, lazy.slot, lazy.home = source, slot, hidden.device
+        return lazy
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return func(*fetch_all(args), **fetch_all(kwargs or {}))
+
+    def fetch(self) -> torch.Tensor:
+        self.source.touched(self.slot)
+        if self.value is None:
+            self.source.flush()
+        if self.value is None:
+            raise InferenceError(
+                "a tensor of a layer on another rank is not here: the call that was to compute it "
+                "failed, or it had not been looked at before and was left there; run again."
+            )
+        return self.value
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.fetch())
+
+
+def _of_value(name: str) -> Callable[..., Any]:
+    def method(self: Lazy, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.fetch(), name)(*args, **kwargs)
+
+    return method
+
+
+READS_MEMORY = (
+    "__array__",
+    "__deepcopy__",
+    "__dlpack__",
+    "__dlpack_device__",
+    "__reduce_ex__",
+    "data_ptr",
+    "numpy",
+    "share_memory_",
+    "storage",
+    "tolist",
+    "untyped_storage",
+)
+"""Methods that look for the memory of a tensor without an operation: a lazy one has none, and some
+of them end the process."""
+
+for _name in READS_MEMORY:
+    setattr(Lazy, _name, _of_value(_name))
+
+
+class Withheld(Lazy):
+    """Any other tensor that a layer returned, of unknown shape: whatever is asked fetches it.
+
+    Most are never looked at (the attention weights that some layers return), or only by the next
+    layer on the same rank, so they are not sent here once that is known.
+    """
+
+    @classmethod
+    def like(cls, hidden: torch.Tensor, source: Source, slot: int) -> Lazy:
+        with torch._C.DisableTorchFunctionSubclass():  # which would fetch a withheld `hidden`
+            return super().like(hidden, source, slot)
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return func(*fetch_all(args), **fetch_all(kwargs or {}))
+
+
+def fetched(value: Any) -> Any:
+    """A plain tensor for a lazy one; anything else as it is."""
+    return value.fetch() if isinstance(value, Lazy) else value
+
+
+def fetch_all(value: Any) -> Any:
+    """The same structure with every lazy tensor replaced by its value."""
+    if type(value) is tuple and not any(isinstance(item, CONTAINERS) for item in value):
+        return tuple([fetched(item) for item in value])
+    if type(value) is dict and not value:
+        return value
+    return tree_map(fetched, value)

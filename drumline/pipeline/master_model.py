@@ -1,0 +1,234 @@
+"""What a transformers model on the master can do once parts of it live on other ranks."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+from transformers import PreTrainedModel
+
+from drumline.checkpoint.shard_loader import Loaded
+from drumline.errors import InferenceError, exit_code
+from drumline.pipeline.driver import Session
+from drumline.pipeline.lazy_tensor import Lazy, fetch_all
+from drumline.pipeline.overlap import Overlapping
+from drumline.pipeline.remote_layer import RemoteModule
+from drumline.pipeline.unsupported import Attention, Refusals, Unheard, seal
+from drumline.planner.plan import DeviceMap
+from drumline.stages import message_trace
+
+
+class Distributed(Overlapping, Refusals):
+    """Mixed into the class of the model: everything of transformers works, and it can be closed.
+
+    `device_map` says where each module is, `loaded` what loading took on this rank, in bytes.
+    Leaving the `with` block, `close()`, the end of the script and the model's end of life all
+    release the other ranks; an exception that leaves the block ends them with its exit code.
+    """
+
+    device_map: DeviceMap
+    loaded: Loaded | None = None
+    _session: Session | None
+    _first_device: torch.device
+    _leave: Any
+
+    def close(self, exit_code: int = 0) -> None:
+        """Release the other ranks, which end with exit_code. Harmless when done twice."""
+        if exit_code and self._session is not None:
+            self._session.leave(exit_code)
+        self._leave()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close(0 if error is None else exit_code(error))
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs go: the first device of the master."""
+        return self._first_device
+
+    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
+        """On a GPU, transformers compiles whatever decodes into a static cache. What waits for
+        other ranks, or reads weights from the disk, cannot be compiled."""
+        if self._session is not None or getattr(self, "_shelf", None) is not None:
+            return False
+        return bool(super()._valid_auto_compile_criteria(*args, **kwargs))  # type: ignore[misc]
+
+    @property
+    def traffic(self) -> tuple[int, int] | None:
+        """Messages that the master has sent, and their bytes; None if it is alone."""
+        if self._session is None:
+            return None
+        link = self._session.ring.next
+        return link.num_messages, link.num_bytes
+
+
+def distribute(
+    model: Any,
+    device_map: DeviceMap,
+    session: Session | None,
+    remote: Mapping[str, int] | None = None,
+) -> Any:
+    """The model with its remote modules replaced by calls over the ring.
+
+    remote: module to the hop of the ring that runs it; those that are not on rank 0 if not given.
+    """
+    kind = type(model)
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    model.__class__ = type(kind.__name__, (Distributed, kind), names)
+    model.device_map, model._session = device_map, session
+    model._first_device = torch.device(device_map.device_of(0))
+    model._leave = weakref.finalize(model, _leave, session)
+    if session is not None:
+        if remote is None:
+            remote = {name: rank for name, (rank, _) in device_map.places.items() if rank != 0}
+        unheard: Unheard = []
+        for name, rank in remote.items():
+            _replace(model, name, rank, session, unheard)
+        _fetch_outputs(model, remote, session, unheard)
+        _fetch_inputs(model, remote)
+        message_trace.master(model, session)
+    return model
+
+
+def _replace(model: nn.Module, name: str, rank: int, session: Session, unheard: Unheard) -> None:
+    module = model.get_submodule(name)
+    module.forward = RemoteModule(session, name, module, rank)
+    seal(module, name, rank, unheard)
+
+
+def _fetch_outputs(
+    model: nn.Module, remote: Mapping[str, int], session: Session, unheard: Unheard
+) -> None:
+    """What the models around remote layers return to the user is plain tensors."""
+    attention = Attention({name: model.get_submodule(name) for name in remote})
+    for name, module in model.named_modules():
+        if name not in remote and any(
+            inner.startswith(f"{name}." if name else "") for inner in remote
+        ):
+            module.register_forward_pre_hook(_refuse_inner_outputs, with_kwargs=True)
+            module.register_forward_pre_hook(_Note(session, attention), with_kwargs=True)
+            module.register_forward_hook(_plain_output)
+            module.register_forward_hook(_RefuseUnheard(model, unheard), with_kwargs=True)
+
+
+def _fetch_inputs(model: nn.Module, remote: Mapping[str, int]) -> None:
+    """What computes with the state of remote layers, as a norm, is given its value: an operation on
+    a lazy tensor takes longer. What has no weights may hand it on to the next layer as it is."""
+    around = {"", *(outer for name in remote for outer in _outer(name))}
+    for name, module in model.named_modules():
+        is_beside = name.rpartition(".")[0] in around and name not in around
+        if is_beside and name not in remote and any(True for _ in module.parameters()):
+            module.register_forward_pre_hook(_plain_input)
+
+
+def _outer(name: str) -> Iterator[str]:
+    """The names of the modules around one, from the innermost."""
+    while name := name.rpartition(".")[0]:
+        yield name
+
+
+def _plain_input(module: nn.Module, args: Any) -> Any:
+    return (args[0].fetch(), *args[1:]) if args and isinstance(args[0], Lazy) else None
+
+
+class _Note:
+    def __init__(self, session: Session, attention: Attention):
+        self.session, self.attention = session, attention
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.attention.refuse_change()
+        self.session.note_pass(args, kwargs)
+
+
+def _refuse_inner_outputs(module: nn.Module, args: Any, kwargs: Any) -> None:
+    for name in ("output_attentions", "output_router_logits"):
+        if _is_asked(name, module, kwargs):
+            raise InferenceError(
+                f"rank 0: {name}=True, but these are made inside the layers and do not leave their "
+                f"ranks, so some would be missing; pass {name}=False or set it so in model.config, "
+                "or load the model on one rank."
+            )
+
+
+def _is_asked(name: str, module: nn.Module, kwargs: Any) -> bool:
+    asked = kwargs.get(name)
+    return bool(getattr(getattr(module, "config", None), name, False) if asked is None else asked)
+
+
+class _RefuseUnheard:
+    """Raises for outputs that transformers records in a part of a layer, as hidden states of Zamba.
+
+    After the pass, for it says where it records in the first one that is asked for any.
+    """
+
+    def __init__(self, model: nn.Module, unheard: Unheard):
+        self.model, self.unheard = model, unheard
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        for key in dict.fromkeys(key for key, _, _ in self.unheard):
+            if _is_asked(f"output_{key}", module, kwargs):
+                self._refuse(key, module)
+
+    def _refuse(self, key: str, module: nn.Module) -> None:
+        for other, part, rank in self.unheard:
+            if key == other and self._recorder(part) is module:
+                raise InferenceError(
+                    f"rank 0: output_{key}=True, but this model makes them inside of layers, as in "
+                    f"{part} on rank {rank}, so some would be missing; pass output_{key}=False, or "
+                    "load the model on one rank."
+                )
+
+    def _recorder(self, part: str) -> nn.Module:
+        """The innermost model around a part, whose output it would go into."""
+        while part:
+            part = part.rpartition(".")[0]
+            if isinstance(self.model.get_submodule(part), PreTrainedModel):
+                break
+        return self.model.get_submodule(part)
+
+
+def _plain_output(module: nn.Module, args: Any, output: Any) -> Any:
+    if torch.is_grad_enabled():
+        return tree_map(_cut_off, fetch_all(output))
+    return fetch_all(output) if _has_lazy(output) else None
+
+
+def _has_lazy(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(_has_lazy(item) for item in value)
+    if isinstance(value, dict):
+        return any(_has_lazy(item) for item in value.values())
+    return isinstance(value, Lazy)
+
+
+def _cut_off(value: Any) -> Any:
+    """A tensor whose gradient, if one is asked for, is an error rather than half of the truth."""
+    if isinstance(value, torch.Tensor) and value.requires_grad:
+        return _NoGradient.apply(value)  # type: ignore[no-untyped-call]
+    return value
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise InferenceError(
+            "rank 0: no gradient comes back from layers on other ranks, so this one would be "
+            "wrong; use the distributed model for inference only, under torch.no_grad()."
+        )
+
+
+def _leave(session: Session | None) -> None:
+    if session is not None:
+        session.leave(1 if getattr(sys, "last_value", None) is not None else 0)

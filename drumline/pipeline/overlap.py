@@ -1,0 +1,197 @@
+"""How a batch keeps all ranks at work: groups of its rows follow each other round the ring.
+
+In a long pass the groups are parts of one call of the model, and their caches are put together
+afterwards. In a greedy generate() they are generations of their own, so that one rank works on the
+next token of some rows while another works on that of the others.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from drumline.errors import InferenceError
+from drumline.kv_cache.merge import can_be_joined, is_known
+from drumline.kv_cache.proxy import join_mirrored
+from drumline.pipeline import microbatch
+from drumline.pipeline.driver import Session
+from drumline.pipeline.remote_layer import RemoteModule
+from drumline.pipeline.unsupported import Misplaced
+
+Whole = Callable[..., Any]
+
+
+class Overlapping:
+    """Mixed into the class of a model: its passes and generations are cut where that is sure.
+
+    Each row's tokens are those of the whole batch; as with another batch size, the last bits of a
+    logit may differ. `model.micro_batches = False` leaves every batch whole.
+
+    `model.prefill_chunk = 512` cuts longer prompts of a causal model into spans of so many tokens
+    that follow each other. Attention then adds up in another order, so it is not done unasked.
+    """
+
+    micro_batches = True
+    prefill_chunk = 0
+    device_map: Any
+    config: Any
+    generation_config: Any
+    _session: Session | None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._pass(*args, **kwargs)
+        except Misplaced as error:  # BigBird changes its layers, one by one, for a short text
+            if self._session is not None:
+                self._session.half_changed = error
+            raise
+
+    def _pass(self, *args: Any, **kwargs: Any) -> Any:
+        whole: Whole = super().__call__  # type: ignore[misc]
+        groups = [] if args else self._groups_of_pass(kwargs)
+        if len(groups) < 2:
+            chunks = [] if args or not self.prefill_chunk else self._chunks(kwargs)
+            return self._follow(whole, chunks) if len(chunks) > 1 else whole(*args, **kwargs)
+        assert self._session is not None
+        cache = kwargs.get("past_key_values")
+        parts = []
+        for group in groups:
+            parts.append(microbatch.cut(kwargs, group))
+            parts[-1]["past_key_values"] = copy.deepcopy(cache)
+        outputs = self._session.relay.map(lambda part: whole(**part), parts)
+        if cache is not None:
+            join_mirrored(cache, [part["past_key_values"] for part in parts])
+        return _together(outputs, cache)
+
+    def generate(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        whole: Whole = super().generate  # type: ignore[misc]
+        is_tokens = getattr(self, "main_input_name", "") == "input_ids"
+        if is_tokens and not args and inputs is not None and "input_ids" not in kwargs:
+            inputs, kwargs = None, {**kwargs, "input_ids": inputs}
+        streams = [] if args or inputs is not None else self._groups_of_generation(kwargs)
+        if len(streams) < 2:
+            given = (inputs, *args) if args or inputs is not None else ()
+            return whole(*given, **kwargs)
+        assert self._session is not None
+        parts = [{**kwargs, **microbatch.cut(_tensors(kwargs), group)} for group in streams]
+        found = self._session.relay.map(lambda part: whole(**part), parts)
+        return microbatch.pad_together(found, self._padding(kwargs))
+
+    def _groups_of_pass(self, inputs: Mapping[str, Any]) -> list[slice]:
+        if self._session is None or not self.micro_batches:
+            return []
+        batch, tokens = microbatch.shape(inputs)
+        groups = microbatch.groups_of_pass(batch, tokens, *self._stages)
+        if groups < 2 or torch.is_grad_enabled() or inputs.get("return_dict") is False:
+            return []
+        cache = inputs.get("past_key_values")
+        fits = inputs.get("use_cache") is False if cache is None else can_be_joined(cache)
+        sure = fits and microbatch.is_by_row(inputs, batch) and self._keeps_no_state
+        return microbatch.rows(batch, groups) if sure else []
+
+    def _chunks(self, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The inputs of consecutive spans of a prompt, if a pass may be cut so."""
+        cache, (_, tokens) = inputs.get("past_key_values"), microbatch.shape(inputs)
+        if tokens <= self.prefill_chunk or self._session is None or torch.is_grad_enabled():
+            return []
+        if cache is None or not is_known(cache):
+            return []
+        if not self._keeps_no_state or self._last_layer is None:
+            return []
+        past = int(cache.get_seq_length())
+        if not microbatch.may_be_chunked(inputs, past, self.prefill_chunk):
+            return []
+        return microbatch.chunks(inputs, past, self.prefill_chunk)
+
+    def _follow(self, whole: Whole, chunks: list[dict[str, Any]]) -> Any:
+        """One cache for all: a chunk begins when the last layer of the one before is called."""
+        assert self._session is not None
+        work = self._session.relay.map(lambda chunk: whole(**chunk), chunks, self._last_layer)
+        last = dict(work[-1])
+        for name in ("logits", "last_hidden_state"):
+            if name in last and not chunks[-1].get("logits_to_keep"):
+                last[name] = torch.cat([each[name] for each in work], dim=1)
+        return type(work[-1])(**last)
+
+    @cached_property
+    def _last_layer(self) -> Any:
+        """The remote layer that is called last; None if layers of the master come behind others."""
+        owners = {
+            number: module.forward
+            for module in self.modules()  # type: ignore[attr-defined]
+            if isinstance(module.forward, RemoteModule)
+            for number in module.forward.cache_layers
+        }
+        ranks = [
+            owners[number].rank if number in owners else 0
+            for number in range(self.config.num_hidden_layers)
+        ]
+        return owners[len(ranks) - 1] if ranks == sorted(ranks) and ranks[-1] else None
+
+    def _groups_of_generation(self, options: Mapping[str, Any]) -> list[slice]:
+        if self._session is None or not self.micro_batches:
+            return []
+        tensors = _tensors(options)
+        batch, _ = microbatch.shape(tensors)
+        groups = microbatch.groups_of_generation(batch, *self._stages)
+        if groups < 2 or not microbatch.is_by_row(tensors, batch):
+            return []
+        defaults = (options.get("generation_config"), self.generation_config)
+        rest = {name: value for name, value in options.items() if name != "generation_config"}
+        sure = microbatch.is_ordinary(rest, *defaults) and self._keeps_no_state
+        return microbatch.rows(batch, groups) if sure else []
+
+    @cached_property
+    def _keeps_no_state(self) -> bool:
+        return microbatch.keeps_no_state(self.config)
+
+    @cached_property
+    def _stages(self) -> tuple[int, int]:
+        """How many there are, and how much larger groups have to be for their devices.
+
+        A rank with layers on more than one device fetches weights for each group anew.
+        """
+        ranks = self.device_map.ranks
+        devices = [set(self.device_map.of(rank).values()) for rank in ranks]
+        if any(len(each) > 1 or "disk" in each for each in devices):
+            return 1, microbatch.NEVER
+        return len(ranks), 1 if all(each == {"cpu"} for each in devices) else microbatch.ACCELERATED
+
+    def _padding(self, options: Mapping[str, Any]) -> int:
+        """What generate() writes behind the end of a row."""
+        defaults = options.get("generation_config") or self.generation_config
+        for name in ("pad_token_id", "eos_token_id"):
+            value = options.get(name, getattr(defaults, name, None))
+            value = getattr(self.generation_config, name, None) if value is None else value
+            if value is not None:
+                return int(value[0] if isinstance(value, (list, tuple)) else value)
+        return 0  # rows without an end are all of one length
+
+
+def _tensors(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if isinstance(value, torch.Tensor)}
+
+
+def _together(outputs: Sequence[Any], cache: Any) -> Any:
+    """One output of all rows from those of the groups."""
+    first = outputs[0]
+    joined = {
+        name: cache if name == "past_key_values" else _cat(name, [each[name] for each in outputs])
+        for name in first
+    }
+    return type(first)(**joined)
+
+
+def _cat(name: str, values: Sequence[Any]) -> Any:
+    if isinstance(values[0], torch.Tensor):
+        return torch.cat(list(values))
+    if isinstance(values[0], tuple):
+        return tuple(_cat(name, column) for column in zip(*values, strict=True))
+    raise InferenceError(
+        f"rank 0: the model returned {name} as a {type(values[0]).__name__}, which cannot be put "
+        "together from groups of rows; set model.micro_batches = False to compute batches whole."
+    )

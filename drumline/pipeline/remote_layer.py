@@ -1,0 +1,189 @@
+"""What stands in for a layer that another rank holds.
+
+It answers at once with a lazy hidden state, so the calls of one forward pass gather in a chain and
+go round the ring together when something looks at the result. Only the first call of a layer with
+arguments of a new form waits, to learn what the layer returns.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+
+from drumline.core.pytree import PLAIN, Leaves, Template, flatten, frozen, kinds_of_new, rebuild
+from drumline.errors import InferenceError
+from drumline.kv_cache.proxy import (
+    advance,
+    counts_pass,
+    lengths,
+    number_of,
+    refuse_other_lengths,
+    shows_pass,
+)
+from drumline.pipeline.deferred_calls import Chain, Form, Run
+from drumline.pipeline.driver import Session
+from drumline.pipeline.lazy_tensor import Lazy, Withheld
+
+MOST_FILLS = 1 << 12
+
+
+class RemoteModule:
+    """Stands in for the forward of a module that another rank holds."""
+
+    def __init__(self, session: Session, name: str, module: nn.Module, rank: int):
+        self.session, self.name, self.rank = session, name, rank
+        self.outputs: dict[Form, Template] = {}  # what it returns for arguments of each form
+        self.fills: dict[tuple[Form, tuple[int, ...]], tuple[int, ...]] = {}  # layers of a cache
+        self.maker = (name, 0)
+        self.cache_layers = _cache_layers(module)
+        self.table = _table(module)
+        self.by_pass: bool | None = None  # how its tokens are counted, once it has filled a cache
+        self.__signature__ = inspect.signature(module.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        chain = self.session.chain
+        run = chain.continued(self, args, kwargs)
+        if run is None:
+            return self._begin(args, kwargs)
+        hidden = args[0]
+        run.fills = self.cache_layers
+        if run.caches:
+            self._advance(run, hidden)
+        run.add(self, hidden)
+        if self.outputs.get(run.form) == PLAIN:
+            return chain.lazy("hidden", self.maker, hidden)
+        leaves = Leaves(run.ints, [hidden, *run.tensors], run.caches)
+        return self._result(chain, run.form, leaves)
+
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The first call of a run. What the cache refuses is never sent."""
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            raise InferenceError(
+                f"rank 0: {self.name} was called under torch.autocast, of which rank {self.rank} "
+                "knows nothing, so its layers would compute in another dtype; load the model with "
+                "dtype=torch.bfloat16, or call it outside of autocast."
+            )
+        leaves = Leaves()
+        form = self.session.form(flatten([args, kwargs], leaves, self._number_of))
+        if leaves.caches and leaves.tensors:
+            _show_shape(leaves.tensors[0])
+        chain = self.session.chain
+        if chain.runs and chain.last_layer.rank > self.rank:
+            chain.flush()  # it has passed this rank already
+            chain = self.session.chain
+        slots = tuple([chain.slot(tensor) for tensor in leaves.tensors])
+        run = Run(form, leaves, slots, args, kwargs)
+        fills = self.fills.get((form, run.numbers)) if run.numbers else self.cache_layers
+        run.fills = fills
+        if leaves.caches and leaves.tensors and fills is not None:
+            self._advance(run, leaves.tensors[0])
+        chain.runs.append(run)
+        run.add(self, None)
+        run.is_learning |= fills is None
+        return self._result(chain, form, leaves)
+
+    def _advance(self, run: Run, hidden: torch.Tensor) -> None:
+        """Count what the call puts into the cache, unless that has to be seen first."""
+        is_new = run.form not in self.outputs
+        if is_new and self.by_pass is None and not shows_pass(self.session.shape_of_pass, hidden):
+            run.fills = None
+        elif run.fills is not None:
+            advance(run.caches[0], run.fills, hidden, self.by_pass)
+            if is_new:
+                run.lengths = lengths(run.caches[0], run.fills)
+
+    def _number_of(self, cache: Cache) -> int:
+        return number_of(cache, self.session, self.cache_layers)
+
+    def _result(self, chain: Chain, form: Form, leaves: Leaves) -> Any:
+        """What the layer returns, after putting what it wrote into dicts that layers share."""
+        run = chain.runs[-1]
+        output = None if run.is_learning else self.outputs.get(form)
+        if output == PLAIN:
+            return chain.lazy("hidden", self.maker, leaves.tensors[0])
+        new = (
+            self._learn(chain, run, leaves)
+            if output is None
+            else self._later(chain, output, leaves)
+        )
+        value, *written = rebuild(self.outputs[form], leaves.tensors, iter(new), leaves.caches)
+        for shared, changes in zip(leaves.shared, written, strict=True):
+            shared.update(changes)
+        return value
+
+    def _learn(self, chain: Chain, run: Run, leaves: Leaves) -> list[torch.Tensor]:
+        """Run the call now, for its output and the description of it."""
+        reply = chain.flush()
+        assert reply is not None
+        output, filled = json.loads(reply.note)
+        if leaves.caches and leaves.tensors:
+            self._learn_layers(run, filled, leaves)
+        self.outputs[run.form] = frozen(output)
+        return [tensor.to(self.session.device) for tensor in reply.tensors]
+
+    def _learn_layers(self, run: Run, filled: list[list[int]], leaves: Leaves) -> None:
+        """Note which layers of the cache were filled over there. Some modules do not say (GPT-Neo),
+        and to some an integer says which turn of a recurrence it is (HRM)."""
+        indices = tuple(index for index, _, _ in filled)
+        is_usual = set(indices) <= set(self.cache_layers)
+        layers = self.cache_layers if is_usual else indices
+        cache, hidden = leaves.caches[0], leaves.tensors[0]
+        try:
+            if not is_usual and self.cache_layers and not run.numbers:
+                raise InferenceError(
+                    f"rank 0: {self.name} on rank {self.rank} put keys into the layers "
+                    f"{[*indices]} of the cache, where its modules have the numbers "
+                    f"{[*self.cache_layers]}, so the lengths that masks are made of would be "
+                    "wrong; give it to rank 0 in device_map."
+                )
+            if filled and self.by_pass is None:
+                self.by_pass = counts_pass(self.session.shape_of_pass, hidden, filled)
+            if run.fills != layers:
+                advance(cache, layers, hidden, self.by_pass)
+                run.lengths = lengths(cache, layers)
+            refuse_other_lengths(run.lengths, filled, f"{self.name} on rank {self.rank}")
+        except InferenceError:
+            cache.torn = True  # over there it is filled already
+            raise
+        if run.numbers:
+            if len(self.fills) >= MOST_FILLS:
+                self.fills.clear()
+            self.fills[run.form, run.numbers] = layers
+        else:
+            self.cache_layers = layers
+
+    def _later(self, chain: Chain, output: Template, leaves: Leaves) -> list[Lazy]:
+        hidden = leaves.tensors[0] if leaves.tensors else torch.empty(0)
+        if self.table is not None and kinds_of_new(output) == ["extra"]:  # its shape is known
+            like = hidden.new_empty((), dtype=self.table.dtype)
+            return [
+                chain.lazy("hidden", self.maker, like.expand(*hidden.shape, self.table.shape[1]))
+            ]
+        kinds = enumerate(kinds_of_new(output))
+        return [chain.lazy(kind, (self.name, number), hidden) for number, kind in kinds]
+
+    def __deepcopy__(self, memo: Any) -> RemoteModule:
+        return self
+
+
+def _table(module: nn.Module) -> torch.Tensor | None:
+    """[tokens, width]: the weights, on meta, of a table of embeddings; None for other modules."""
+    is_table = type(module).forward is nn.Embedding.forward
+    return module.weight if is_table and isinstance(module.weight, torch.Tensor) else None
+
+
+def _show_shape(hidden: torch.Tensor) -> None:
+    """Its tokens are counted into a cache."""
+    if type(hidden) is Withheld:
+        hidden.fetch()
+
+
+def _cache_layers(module: nn.Module) -> tuple[int, ...]:
+    """The layers of the cache that a module fills: those that its attention says are its own."""
+    numbers = {getattr(child, "layer_idx", None) for child in module.modules()}
+    return tuple(sorted(number for number in numbers if isinstance(number, int) and number >= 0))

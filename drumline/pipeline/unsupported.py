@@ -1,0 +1,261 @@
+"""What cannot be done to a model most of which is on other ranks: each says what to do instead."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedConfig
+from transformers.utils import output_capturing
+
+from drumline.errors import InferenceError
+
+MERGE = (
+    "merge the adapter into a checkpoint and load that: AutoPeftModelForCausalLM.from_pretrained("
+    "adapter).merge_and_unload().save_pretrained(directory)"
+)
+NO_TRAINING = "it is for inference, under torch.no_grad(); train on a model that is whole"
+NOT_COMPILED = "leave its forward as it is, for it waits for other ranks in every pass"
+
+
+class Misplaced(InferenceError):
+    """Something was to be put into a layer on another rank."""
+
+
+class Attention:
+    """How the layers on other ranks attend, as their configs here say; they do not hear of others.
+
+    Masks are made here in the form that an implementation takes, so a mixture would be wrong.
+    """
+
+    def __init__(self, layers: Mapping[str, nn.Module]):
+        self.known: dict[int, tuple[Any, str | None, str]] = {}
+        for name, layer in layers.items():
+            for part in layer.modules():
+                config = getattr(part, "config", None)
+                if isinstance(config, PreTrainedConfig):
+                    self.known.setdefault(id(config), (config, config._attn_implementation, name))
+
+    def refuse_change(self) -> None:
+        for config, loaded, name in self.known.values():
+            now = config._attn_implementation
+            if now != loaded:
+                raise InferenceError(
+                    f"rank 0: the attention of {name} was changed from {loaded} to {now} after "
+                    "loading, of which the rank that runs it knows nothing, so masks would not be "
+                    f"those that it takes; load the model with attn_implementation={now!r}, or "
+                    f"set it back to {loaded!r}."
+                )
+
+
+class Refusals:
+    """Mixed into the class of a model. Where one rank has everything, everything works."""
+
+    def _refuse(self, verb: str, remedy: str) -> None:
+        """Raise InferenceError if parts of the model are elsewhere."""
+        parts = [getattr(self, name, None) for name in ("_session", "_shelf")]
+        if any(part is not None for part in parts):
+            raise InferenceError(
+                f"rank 0: a model with layers on other ranks or on disk cannot be {verb} from "
+                f"here, as that would change a part of it only; {remedy}."
+            )
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """The same model if it is there already."""
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        there = device in (None, self.device)  # type: ignore[attr-defined]
+        if there and dtype in (None, getattr(self, "dtype", None)):
+            return self
+        return super().to(*args, **kwargs)  # type: ignore[misc]
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse("moved or converted", "load it with the dtype= or device_map= that you want")
+        return super()._apply(*args, **kwargs)  # type: ignore[misc]
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse("saved", "copy the checkpoint that it was loaded from")
+        return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse("given other weights", "save them as a checkpoint and load that")
+        return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def add_adapter(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse("given an adapter", MERGE)
+        return super().add_adapter(*args, **kwargs)  # type: ignore[misc]
+
+    def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse("given an adapter", MERGE)
+        return super().load_adapter(*args, **kwargs)  # type: ignore[misc]
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse("batched continuously", "use generate() from several threads, or serve it")
+        return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
+
+    def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        """Nothing if it is so already. The masks made here would not be those meant elsewhere."""
+        if attn_implementation == self.config._attn_implementation:  # type: ignore[attr-defined]
+            return
+        self._refuse("given another attention", "load it with attn_implementation=")
+        super().set_attn_implementation(attn_implementation, *args, **kwargs)  # type: ignore[misc]
+
+    def compile(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse("compiled", NOT_COMPILED)
+        return super().compile(*args, **kwargs)  # type: ignore[misc]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """model.forward = torch.compile(model.forward): generate() failed inside of the tracing."""
+        if name == "forward" and hasattr(value, "_torchdynamo_orig_callable"):
+            self._refuse("compiled", NOT_COMPILED)
+        super().__setattr__(name, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._refuse("copied", "use it from several threads as it is, each with its own cache")
+        return super().__reduce_ex__(protocol)
+
+    def train(self, mode: bool = True) -> Any:
+        if mode:
+            self._refuse("trained", NO_TRAINING)
+        return super().train(mode)  # type: ignore[misc]
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        if requires_grad:
+            self._refuse("trained", NO_TRAINING)
+        return super().requires_grad_(requires_grad)  # type: ignore[misc]
+
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse("trained", NO_TRAINING)
+        return super().gradient_checkpointing_enable(*args, **kwargs)  # type: ignore[misc]
+
+
+Unheard = list[tuple[str, str, int]]
+"""The name of an output, and a part, with its rank, where transformers would record it."""
+
+
+def seal(module: nn.Module, name: str, rank: int, unheard: Unheard | None = None) -> None:
+    """Let nobody replace a module or weight inside `module`, which runs on another rank.
+
+    What an adapter library or a quantizer puts there would never be called. unheard: is added to.
+    """
+    unheard = [] if unheard is None else unheard
+    for inner, tensor in [*module.named_parameters(name), *module.named_buffers(name)]:
+        if tensor.is_meta:
+            _seal_tensor(tensor, inner, rank)
+    kinds: dict[type[nn.Module], type[nn.Module]] = {}
+    for inner, part in module.named_modules(prefix=name):
+        kind = type(part)
+        if isinstance(part, _Sealed) or not (part._modules or part._parameters):
+            continue  # such as an activation, which may be the same object in all layers
+        if kind not in kinds:
+            names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+            kinds[kind] = type(kind.__name__, (_Sealed, kind), names)
+        part.__dict__["_sealed"], part.__dict__["_unheard"] = (inner, rank), unheard
+        part.__class__ = kinds[kind]
+        if part is not module:
+            part.__dict__["forward"] = _Elsewhere(inner, rank)
+
+
+class _Elsewhere:
+    """The forward of a part of a layer: what is here of it has no weights."""
+
+    def __init__(self, name: str, rank: int):
+        self.name, self.rank = name, rank
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise InferenceError(
+            f"rank 0: {self.name} is a part of a layer on rank {self.rank}, and only the whole "
+            "layer can be called from here; give it to rank 0 in device_map to call it by itself."
+        )
+
+
+class _Sealed:
+    def register_forward_hook(self, hook: Any, **kwargs: Any) -> Any:
+        self._refuse(hook)
+        return super().register_forward_hook(hook, **kwargs)  # type: ignore[misc]
+
+    def register_forward_pre_hook(self, hook: Any, **kwargs: Any) -> Any:
+        self._refuse(hook)
+        return super().register_forward_pre_hook(hook, **kwargs)  # type: ignore[misc]
+
+    def _refuse(self, hook: Any) -> None:
+        """transformers hooks every part at once, whichever of its outputs is asked for."""
+        name, rank = self.__dict__["_sealed"]
+        if not isinstance(self.__dict__.get("forward"), _Elsewhere):
+            return
+        if getattr(hook, "__module__", None) == output_capturing.__name__:
+            key = inspect.getclosurevars(hook).nonlocals.get("key", "hidden_states")
+            self.__dict__["_unheard"].append((key, name, rank))
+        else:
+            raise InferenceError(
+                f"rank 0: {name} is a part of a layer on rank {rank}, so a hook on it here would "
+                "never be called; hook the whole layer, or give it to rank 0 in device_map."
+            )
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        if isinstance(value, (nn.Module, nn.Parameter)):
+            name, rank = self.__dict__["_sealed"]
+            raise Misplaced(
+                f"rank 0: {name}.{key} runs on rank {rank}, so what is put in its place here would "
+                "never be used. If the model does this itself, have its config say beforehand "
+                f"what is to be there; for an adapter, {MERGE}."
+            )
+        super().__setattr__(key, value)
+
+
+class _SealedTensor:
+    """A weight that has no values here: what is written into it would be lost without a word."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        sealed = [each for each in tree_leaves((args, kwargs)) if isinstance(each, _SealedTensor)]
+        first = (args or list(kwargs.values()))[:1]
+        written = tree_leaves([kwargs.get("out"), first if _writes(func) else None])
+        for tensor in sealed:
+            if any(tensor is each for each in written):
+                name, rank = tensor.__dict__["_sealed"]
+                raise InferenceError(
+                    f"rank 0: {func.__name__} on {name}, which is on rank {rank}, would change "
+                    "nothing there; write the weights that you want into a checkpoint and load "
+                    "that, or give the layer to rank 0 in device_map."
+                )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            if type(result) is torch.Tensor:
+                for tensor in sealed:
+                    if _is_same_memory(result, tensor):  # .data, .detach(), a row
+                        _seal_tensor(result, *tensor.__dict__["_sealed"])
+        return result
+
+
+class _SealedWeight(_SealedTensor, nn.Parameter):
+    pass
+
+
+class _SealedBuffer(_SealedTensor, torch.Tensor):
+    pass
+
+
+def _seal_tensor(tensor: torch.Tensor, name: str, rank: int) -> None:
+    tensor.__class__ = _SealedWeight if isinstance(tensor, nn.Parameter) else _SealedBuffer
+    tensor.__dict__["_sealed"] = (name, rank)
+
+
+def _writes(func: Any) -> bool:
+    """Whether it changes its first argument; in torch, the names of those that do end in "_"."""
+    name: str = func.__name__
+    if name == "__set__":
+        return getattr(func.__self__, "__name__", "") == "data"
+    if name.startswith("__i"):
+        return hasattr(torch.Tensor, f"__{name[3:]}")  # such as __iadd__
+    if name.startswith("__"):
+        return name == "__setitem__"
+    return name.endswith("_") and name not in ("requires_grad_", "share_memory_", "detach_")
+
+
+def _is_same_memory(one: torch.Tensor, other: Any) -> bool:
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)

@@ -1,0 +1,259 @@
+"""The cut of a model that gives the most tokens a second: pure arithmetic over measured speeds.
+
+speeds = Speeds({(0, "cpu"): Speed(5e10, 1e10), (1, "cpu"): Speed(5e10, 1e10)}, {0: hop, 1: hop})
+print(estimate(layout, plan(layout, room, "fastest", speeds=speeds), speeds).tokens_a_second)
+
+A place spends on a part of the model the time to read its weights or to multiply with them, the
+longer of the two (the roofline of Williams et al., 2009). A token passes all stages one after the
+other; with several conversations at once the slowest stage sets the pace.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from drumline.core.device_map import DeviceMap, Layout, Part, Place
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What one place does a second: floating point operations, and bytes of weights read."""
+
+    flops: float
+    nbytes: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """From one rank to the next: seconds for a message of nothing, and bytes a second."""
+
+    latency_s: float
+    nbytes: float
+
+    def seconds(self, nbytes: int) -> float:
+        return self.latency_s + nbytes / self.nbytes
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Measured or assumed: each place, and the link from each rank to the next one of the ring."""
+
+    places: Mapping[Place, Speed]
+    links: Mapping[int, Link] = field(default_factory=dict)
+
+
+def assumed(
+    room: Iterable[Place],
+    *,
+    nbytes: float,
+    flops: float = math.inf,
+    hop_s: float = 0.0,
+    link_nbytes: float = math.inf,
+) -> Speeds:
+    """Equal speeds for all places, for a plan of ranks that have not been started."""
+    places = dict.fromkeys(room, Speed(flops, nbytes))
+    ranks = sorted({rank for rank, _ in places})
+    links = dict.fromkeys(ranks, Link(hop_s, link_nbytes)) if len(ranks) > 1 else {}
+    return Speeds(places, links)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pass through the model: `batch` tokens with hidden states of `width` elements.
+
+    `itemsize` is the bytes of an element of weights and hidden states; `streams` how many such
+    passes are on their way at once, in the calls of several threads; `trips` how often a pass goes
+    round the ring: once, unless other parts than layers are not on the master, see `trips`.
+    """
+
+    batch: int = 1
+    width: int = 0
+    itemsize: int = 4
+    streams: int = 1
+    trips: int = 1
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a device map will do, as far as the speeds are right. Seconds are for one pass."""
+
+    pass_s: float
+    slowest_s: float
+    hops_s: float
+    tokens_a_second: float
+
+
+def estimate(
+    model: Layout, chosen: DeviceMap, speeds: Speeds, step: Step | None = None
+) -> Estimate:
+    """How fast a device map is expected to be; an upper bound, as only weights and hops count."""
+    step = step or Step()
+    stages = dict.fromkeys(chosen.places.values(), 0.0)
+    for part in (*model.others, *model.layers):
+        place = chosen.places[part.name]
+        stages[place] += seconds(part, speeds.places[place], step)
+    return _estimate(list(stages), list(stages.values()), speeds, step)
+
+
+@dataclass(frozen=True)
+class Together:
+    """`size` ranks of a node at work on the same layer: the slowest of them, and what it takes to
+    add up what each has, a hidden state at a time."""
+
+    size: int
+    speed: Speed
+    sums: Link
+
+
+def estimate_together(
+    model: Layout, team: Together, speeds: Speeds, step: Step | None = None
+) -> Estimate:
+    """How fast the model is expected to be with every layer cut over a team of ranks.
+
+    A layer adds up twice, after attention and after the feed-forward block (Megatron-LM, 2019), and
+    the embedding and the head once. Stages of teams follow each other, equal in size.
+    """
+    step = step or Step()
+    nbytes = step.batch * step.width * step.itemsize
+    alone = sum(seconds(part, team.speed, step) for part in (*model.others, *model.layers))
+    work = alone / team.size + 2 * (len(model.layers) + 1) * team.sums.seconds(nbytes)
+    lasts = range(team.size - 1, len(speeds.links), team.size)  # of each team, its last rank
+    hops = sum(speeds.links[rank].seconds(nbytes) for rank in lasts) if len(lasts) > 1 else 0.0
+    slowest = work / max(1, len(lasts))
+    pace = max((work + hops) / step.streams, slowest)
+    return Estimate(work + hops, slowest, hops, step.batch / pace if pace else math.inf)
+
+
+def seconds(part: Part, speed: Speed, step: Step) -> float:
+    """What one pass spends on a part of the model."""
+    operations = 2 * step.batch * part.reads / step.itemsize
+    return max(part.reads / speed.nbytes, operations / speed.flops)
+
+
+def trips(ranks: Iterable[int]) -> int:
+    """How often a pass goes round the ring if its parts run on these ranks, one after the other."""
+    count = last = 0
+    for rank in ranks:
+        count += rank > 0 and (last == 0 or rank < last)
+        last = rank
+    return count
+
+
+def _estimate(
+    places: Sequence[Place], stages: Sequence[float], speeds: Speeds, step: Step
+) -> Estimate:
+    ranks = {rank for rank, _ in places}
+    hops = _hops(speeds, step) if ranks - {0} else 0.0
+    whole, slowest = sum(stages) + hops, max(stages)
+    pace = max(whole / step.streams, slowest)
+    return Estimate(whole, slowest, hops, step.batch / pace if pace else math.inf)
+
+
+def _hops(speeds: Speeds, step: Step) -> float:
+    """All trips round the ring, each of which passes every rank."""
+    nbytes = step.batch * step.width * step.itemsize
+    return step.trips * sum(link.seconds(nbytes) for link in speeds.links.values())
+
+
+class Fastest:
+    """Places groups of layers on places, in order, so that most tokens pass a second.
+
+    times: of each group on each place. fixed: what each place spends on other parts anyway.
+    needs, capacity: bytes of each group, and what each place has left for them.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        times: Sequence[Sequence[float]],
+        fixed: Sequence[float],
+        needs: Sequence[int],
+        capacity: Sequence[int],
+    ):
+        self.places, self.fixed, self.capacity = places, fixed, capacity
+        self.count = len(needs)
+        self.passed = [list(itertools.accumulate(of_place, initial=0.0)) for of_place in times]
+        self.filled = list(itertools.accumulate(needs, initial=0))
+
+    def best(self, speeds: Speeds, step: Step) -> list[int] | None:
+        """Where the groups of each place end; None if they do not fit."""
+        near = sum(1 for rank, _ in self.places if rank == 0)
+        hops = _hops(speeds, step)
+        found = [*self._candidates(len(self.places), step, hops), *self._candidates(near, step, 0)]
+        return max(found, key=lambda ends: self._rate(ends, speeds, step), default=None)
+
+    def _rate(self, ends: Sequence[int], speeds: Speeds, step: Step) -> float:
+        starts = [0, *ends[:-1]]
+        used = [n for n, _ in enumerate(self.places) if ends[n] > starts[n] or self.fixed[n]]
+        stages = [self._spent(n, starts[n], ends[n]) for n in used]
+        return _estimate([self.places[n] for n in used], stages, speeds, step).tokens_a_second
+
+    def _candidates(self, num_places: int, step: Step, hops: float) -> Iterator[list[int]]:
+        """Cuts over the first places, one of which is best among those that use only these.
+
+        For a limit on the slowest stage, one cut has the shortest pass; as the limit falls the pass
+        grows. So the best is on one side or the other of where they cross, found by bisection.
+        """
+        limits = self._limits(num_places) if step.streams > 1 else [math.inf]
+        low, high = 0, len(limits) - 1
+        while low <= high:
+            middle = (low + high) // 2
+            ends = self._shortest(num_places, limits[middle])
+            if ends is not None:
+                yield ends
+            if ends is None or (self._passes(ends) + hops) / step.streams > limits[middle]:
+                low = middle + 1
+            else:
+                high = middle - 1
+
+    def _limits(self, num_places: int) -> list[float]:
+        """Every time that a stage can take, in order."""
+        return sorted(
+            {
+                self._spent(n, start, end)
+                for n in range(num_places)
+                for start in range(self.count + 1)
+                for end in range(start, self.count + 1)
+            }
+        )
+
+    def _spent(self, place: int, start: int, end: int) -> float:
+        return self.fixed[place] + self.passed[place][end] - self.passed[place][start]
+
+    def _passes(self, ends: Sequence[int]) -> float:
+        return sum(
+            self._spent(n, *cut) for n, cut in enumerate(zip([0, *ends], ends, strict=False))
+        )
+
+    def _shortest(self, num_places: int, limit: float) -> list[int] | None:
+        """The cut with the shortest pass whose stages take no longer than `limit`."""
+        best: list[tuple[float, list[int]] | None] = [None] * (self.count + 1)
+        best[0] = (0.0, [])
+        for place in range(num_places):
+            best = [self._extended(best, place, end, limit) for end in range(self.count + 1)]
+        rest = len(self.places) - num_places
+        done = best[self.count]
+        if done is None or any(spent > limit for spent in self.fixed[num_places:]):
+            return None
+        return [*done[1], *[self.count] * rest]
+
+    def _extended(
+        self,
+        best: Sequence[tuple[float, list[int]] | None],
+        place: int,
+        end: int,
+        limit: float,
+    ) -> tuple[float, list[int]] | None:
+        """The shortest way to have the first `end` groups on the places up to this one."""
+        found: tuple[float, list[int]] | None = None
+        for start in range(end, -1, -1):
+            spent = self._spent(place, start, end)
+            if spent > limit or self.filled[end] - self.filled[start] > self.capacity[place]:
+                break  # with more groups it only grows
+            before = best[start]
+            if before is not None and (found is None or before[0] + spent < found[0]):
+                found = before[0] + spent, [*before[1], end]
+        return found

@@ -1,0 +1,52 @@
+"""What `drumline.load` was asked for, as every way of loading sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from drumline.core.mesh import stages_along
+from drumline.planner.cost_model import Speeds
+from drumline.planner.memory import Memory
+from drumline.planner.plan import Place
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `load`, where they are explained; `rest` is for transformers.
+
+    `speeds` are of this cluster, if they have been measured already.
+    """
+
+    device_map: str | Mapping[str, Place | int] | None = None
+    max_memory: Memory | None = None
+    dtype: torch.dtype | str | None = None
+    cls: type[Any] | None = None
+    config: Any = None
+    backend: str | None = None
+    batch: int = 1
+    length: int = 0
+    cuda_graphs: bool = False
+    progress: bool | None = None
+    tp: int | None = None
+    mesh: Any = None
+    tp_plan: Any = None
+    reader: str | None = None
+    build_on: str | None = None
+    device: str | None = None
+    rest: Mapping[str, Any] = field(default_factory=dict)
+    speeds: Speeds | None = None
+
+    @property
+    def cuts_layers(self) -> bool:
+        """Are the layers themselves to be cut?"""
+        cut = (self.tp, self.mesh, self.tp_plan, self.reader, self.build_on)
+        return any(given is not None for given in cut)
+
+    @property
+    def has_stages(self) -> bool:
+        """Is the model to be spread by layers? "meta" only says where it is built."""
+        return self.device_map not in (None, "meta") or stages_along(self.mesh) > 1

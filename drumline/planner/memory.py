@@ -1,0 +1,186 @@
+"""How much room every device of every rank has, each device counted once.
+
+room = cluster_memory(coor)     # {(0, "cuda:0"): 84906147840, (0, "cpu"): 33554432000, ...}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from drumline.core.device_map import Place, in_order
+from drumline.core.gpu_memory import accelerators
+from drumline.errors import PlanError
+
+Memory = Mapping[Any, Any] | Sequence[Any]
+"""Sizes by place, by rank, by device of the master, or as a list by rank."""
+
+CPU_SHARE = 0.9
+"""The part of the free memory that weights and cache may take; the rest is for activations."""
+
+
+def cluster_memory(coor: Any) -> dict[Place, int]:
+    """Bytes free on every place of the cluster, accelerators before the CPU. Collective.
+
+    The ranks of a node share its CPU memory equally. An accelerator belongs to one of the ranks
+    that see it, so that it is counted once however many see it, see `share_out`.
+    """
+    reports = [json.loads(data) for data in coor.allgather(json.dumps(_report(coor)).encode())]
+    sharers = [sum(other["node"] == mine["node"] for other in reports) for mine in reports]
+    owned = share_out(reports)
+    room: dict[Place, int] = {}
+    for rank, report in enumerate(reports):
+        for device in owned[rank]:
+            room[(rank, device)] = report["accelerators"][device]["free"]
+        room[(rank, "cpu")] = int(report["cpu"] * CPU_SHARE) // sharers[rank]
+    return in_order(room)
+
+
+def share_out(reports: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """By rank, the accelerators that are its own, under the names that it has for them.
+
+    A rank first gets the one with its local_rank; what is left goes to whoever sees it and has the
+    fewest. What two ranks see is the same if it has the same id on the same node.
+    """
+    seen: dict[Any, dict[int, str]] = {
+        (report["node"], found["id"]): {}
+        for report in reports
+        for found in report["accelerators"].values()
+    }
+    for rank, report in enumerate(reports):
+        for device, found in report["accelerators"].items():
+            seen[(report["node"], found["id"])][rank] = device
+    owned: list[list[str]] = [[] for _ in reports]
+    for first in (True, False):
+        for unit, names in list(seen.items()):
+            wanting = [r for r in names if not first or _prefers(reports[r], names[r])]
+            if wanting:
+                rank = min(wanting, key=lambda r: (len(owned[r]), r))
+                owned[rank].append(names[rank])
+                del seen[unit]
+    return owned
+
+
+def _prefers(report: Mapping[str, Any], device: str) -> bool:
+    devices = list(report["accelerators"])
+    return bool(devices.index(device) == report["local_rank"])
+
+
+def given_room(room: Mapping[Place, int], max_memory: Memory | None) -> dict[Place, int]:
+    """What the user allows, by place; places that the user does not mention get nothing."""
+    if max_memory is None:
+        return dict(room)
+    pairs = max_memory.items() if isinstance(max_memory, Mapping) else enumerate(max_memory)
+    given: dict[Place, int] = {}
+    for key, value in pairs:
+        if isinstance(key, str):
+            key = (0, key)
+        if isinstance(key, int):
+            key = next((place for place in room if place[0] == key), (key, "cpu"))
+        given[(int(key[0]), str(key[1]))] = nbytes(value)
+    ranks = {rank for rank, _ in room}
+    strangers = sorted({rank for rank, _ in given} - ranks)
+    if strangers:
+        raise PlanError(
+            f"max_memory gives room to ranks {strangers}, but the ranks are {sorted(ranks)}; leave "
+            "them out, or start more ranks."
+        )
+    return in_order(given)
+
+
+def nbytes(size: int | str) -> int:
+    """2 GiB as a number, from a number or "2GiB" (1024) or "2GB" (1000)."""
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"\s*(\d+\.?\d*)\s*([KMGTP]?)(i?)B?\s*", size, re.IGNORECASE)
+    if match is None:
+        raise PlanError(f'{size!r} is no size, so it gives nothing room; write bytes or "2GiB".')
+    number, prefix, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGTP".index(prefix.upper() or " "))
+
+
+def _report(coor: Any) -> dict[str, Any]:
+    return {
+        "node": _node(),
+        "local_rank": coor.local_rank,
+        "cpu": available_cpu(),
+        "accelerators": accelerators(),
+    }
+
+
+def _node() -> str:
+    """The same for the ranks that draw on the same memory: one boot of one host."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def available_cpu() -> int:
+    """Bytes that can still be taken here: the kernel's estimate, or the cgroup's if less."""
+    return min([_meminfo_available(), *_cgroup_room()])
+
+
+def _meminfo_available() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _cgroup_room(root: Path = Path("/sys/fs/cgroup"), own: str | None = None) -> list[int]:
+    """What each cgroup above this process still allows, in version 2 or 1 of cgroups.
+
+    own: the lines that say which these are, see cgroups(7); those of this process if not given.
+    """
+    files = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+    room = []
+    for folder in _cgroup_folders(root, _own_cgroups() if own is None else own):
+        for limit_name, used_name in files:
+            limit, used = _number(folder / limit_name), _number(folder / used_name)
+            if limit is not None and used is not None:
+                room.append(max(0, limit - used + _reclaimable(folder)))
+    return room
+
+
+def _cgroup_folders(root: Path, own: str) -> list[Path]:
+    """In a container, the group that the lines name may be mounted as the root itself."""
+    found = {root: None, root / "memory": None}
+    for line in own.splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" or "memory" in controllers.split(","):
+            top = root if number == "0" else root / "memory"
+            folder = top / path.lstrip("/")
+            found.update(dict.fromkeys([folder, *folder.parents]))
+    return [folder for folder in found if folder.is_relative_to(root)]
+
+
+def _own_cgroups() -> str:
+    try:
+        return Path("/proc/self/cgroup").read_text()
+    except OSError:
+        return ""
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _reclaimable(folder: Path) -> int:
+    """Page cache counts as used in a cgroup, but the kernel gives it back before it refuses."""
+    try:
+        lines = (folder / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))

@@ -1,0 +1,266 @@
+"""The Layout of a transformers model on meta: its layers, their sizes, what is tied."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+from drumline.checkpoint.empty_model import building
+from drumline.core.meta_init import on_meta
+from drumline.errors import CheckpointError
+from drumline.planner.plan import Layout, Part
+
+
+def model_class(config: Any) -> type[Any]:
+    """The class that wrote the checkpoint, by its name in config.json."""
+    names = getattr(config, "architectures", None) or []
+    for name in names:
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel):
+            return found
+    raise CheckpointError(
+        f"config.json names the architectures {names}, none of which transformers "
+        f"{transformers.__version__} has, so no model can be built; pass the class as cls=."
+    )
+
+
+def skeleton(cls: type[Any], config: Any, dtype: torch.dtype) -> Any:
+    """The model on meta: names, shapes and ties, and no weights."""
+    try:
+        with building, on_meta():
+            return cls._from_config(config, dtype=dtype)
+    except Exception as error:  # each model checks its sizes in a way of its own, or not at all
+        raise CheckpointError(
+            f"no {cls.__name__} can be built from its config.json ({error!r}), so there is nothing "
+            "to load; copy it again, or install the transformers that wrote it."
+        ) from error
+
+
+def layout(
+    model: nn.Module,
+    uncut: Collection[str] | str | None = None,
+    names: Collection[str] | None = None,
+) -> Layout:
+    """What the planner has to know of a model, which may be on meta.
+
+    uncut: names of classes whose modules stay whole; those that the model names if not given. A
+        model that names none is cut between the entries of its lists of modules, or its children.
+    names: of the modules that are to stay whole, instead.
+    """
+    layers = list(layer_names(model, uncut) if names is None else names)
+    others = list(_around(model, "", set(layers)))
+    sizes = _sizes(model, [*others, *layers])
+    ties = tuple(_ties(model, [*others, *layers]))
+    bound = {name for tie in ties if not {*layers}.issuperset(tie) for name in tie}
+    others += [name for name in layers if name in bound]  # such as embeddings, tied to a head
+    layers = [name for name in layers if name not in bound]
+    return Layout(
+        layers=tuple(Part(name, sizes[name], _unread_experts(model, name)) for name in layers),
+        others=tuple(Part(name, sizes[name], _unread(model, name)) for name in others),
+        ties=ties,
+        sharers=tuple(_sharers(model, layers)),
+        loose=tuple(name for name in others if name in _tensors(model)),
+    )
+
+
+def layer_names(model: nn.Module, uncut: Collection[str] | str | None = None) -> Iterator[str]:
+    """The outermost modules that must not be cut, in the order they were registered."""
+    given = uncut or getattr(model, "_no_split_modules", None) or ()
+    kinds = {given} if isinstance(given, str) else set(given)
+    if not kinds:
+        yield from _entries(model)
+        return
+    names = [n for n, m in model.named_modules() if type(m).__name__ in kinds and _has_weights(m)]
+    entries = {
+        f"{name}.{key}"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        for key in module._modules
+    }
+    whole = dict.fromkeys(_entry_around(name, entries) for name in names)
+    yield from (name for name in whole if not _is_inside(name, whole))
+
+
+def _entry_around(name: str, entries: Collection[str]) -> str:
+    """The innermost entry of a list of modules that holds it, else itself.
+
+    Some models name only the attention of a layer; to cut beside it would double the hops.
+    """
+    around = name
+    while around and around not in entries:
+        around = around.rpartition(".")[0]
+    return around or name
+
+
+def _is_inside(name: str, others: Collection[str]) -> bool:
+    return any(name.startswith(f"{outer}.") for outer in others)
+
+
+def _entries(model: nn.Module) -> Iterator[str]:
+    """The modules in lists of a model that says nothing; its children if it has no list."""
+    lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    outer = [(name, m) for name, m in lists.items() if not _is_inside(name, lists)]
+    stacks: list[tuple[str, nn.Module]] = [*outer] or [("", model)]
+    for name, module in stacks:
+        yield from _called(module, f"{name}." if name else "")
+
+
+def _called(module: nn.Module, prefix: str) -> Iterator[str]:
+    """Its children with weights; for a list among them, whose entries are called, those of it."""
+    for key, child in module.named_children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _called(child, f"{prefix}{key}.")
+        elif _has_weights(child):
+            yield f"{prefix}{key}"
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _around(module: nn.Module, prefix: str, layers: set[str]) -> Iterator[str]:
+    """The largest modules, and loose tensors, that hold no layer."""
+    for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+        yield f"{prefix}{name}"
+    for name, child in module.named_children():
+        full = f"{prefix}{name}"
+        if full in layers:
+            continue
+        if any(layer.startswith(f"{full}.") for layer in layers):
+            yield from _around(child, f"{full}.", layers)
+        else:
+            yield full
+
+
+def owner_of(tensor_name: str, parts: set[str]) -> str:
+    """The part that a parameter or buffer belongs to."""
+    prefix = tensor_name
+    while prefix and prefix not in parts:
+        prefix = prefix.rpartition(".")[0]
+    return prefix
+
+
+def _sizes(model: nn.Module, parts: list[str]) -> dict[str, int]:
+    sizes = dict.fromkeys(parts, 0)
+    known = set(parts)
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name not in tied:
+            sizes[owner_of(name, known)] += tensor.numel() * tensor.element_size()
+    return sizes
+
+
+def _unread(model: nn.Module, name: str) -> int:
+    """The bytes of a table of embeddings, unless a head multiplies with it too."""
+    module = dict(model.named_modules()).get(name)
+    heads = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
+    if not isinstance(module, nn.Embedding) or id(module.weight) in heads:
+        return 0
+    return module.weight.numel() * module.weight.element_size()
+
+
+def _unread_experts(model: nn.Module, name: str) -> int:
+    """The bytes of the experts that a token does not go to; transformers stacks a layer's."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
+    chosen = getattr(text, "num_experts_per_tok", None)
+    if not isinstance(chosen, int):
+        return 0
+    unread = 0
+    for module in model.get_submodule(name).modules():
+        num = getattr(module, "num_experts", 0)
+        for tensor in module.parameters(recurse=False):
+            if tensor.dim() == 3 and tensor.shape[0] == num > chosen:
+                unread += tensor.numel() * tensor.element_size() * (num - chosen) // num
+    return unread
+
+
+def _tensors(model: nn.Module) -> set[str]:
+    return {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def _sharers(model: nn.Module, layers: list[str]) -> Iterator[tuple[str, ...]]:
+    """Layers that hand keys and values to each other, which would cross with every token."""
+    stacks: dict[str, list[str]] = {}
+    for name in layers:
+        if any(_shares(module) for module in model.get_submodule(name).modules()):
+            stacks.setdefault(name.rpartition(".")[0], []).append(name)
+    yield from (tuple(names) for names in stacks.values() if len(names) > 1)
+
+
+def _shares(module: nn.Module) -> bool:
+    flags = ("is_kv_shared_layer", "store_full_length_kv")
+    return any(getattr(module, flag, False) is True for flag in flags)
+
+
+def _ties(model: nn.Module, parts: list[str]) -> Iterator[tuple[str, ...]]:
+    """Groups of parts that share a parameter, each group once."""
+    known = set(parts)
+    groups: list[set[str]] = []
+    for target, source in _tied_names(model):
+        pair = {owner_of(target, known), owner_of(source, known)}
+        for group in [group for group in groups if group & pair]:
+            groups.remove(group)
+            pair |= group
+        groups.append(pair)
+    for group in groups:
+        if len(group) > 1:
+            yield tuple(part for part in parts if part in group)
+
+
+def _tied_names(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Pairs of names of one parameter, as transformers declares them or as the module has them."""
+    yield from (getattr(model, "all_tied_weights_keys", None) or {}).items()
+    first: dict[int, str] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(tensor), name) != name:
+            yield name, first[id(tensor)]
+
+
+def cache_nbytes(config: Any, dtype: torch.dtype, batch: int, length: int) -> int:
+    """What the keys and values of one layer take at most, for `batch` times `length` tokens."""
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(2 * batch * length * heads * width * dtype.itemsize)
+
+
+def hidden_width(config: Any) -> int:
+    """The elements of a token's hidden state."""
+    return int(getattr(config.get_text_config(decoder=True), "hidden_size", 0))
+
+
+def working_nbytes(config: Any, dtype: torch.dtype, batch: int, length: int) -> int:
+    """What a layer holds at most while it runs over `batch` times `length` tokens at once.
+
+    The hidden state, what is added to it, queries, keys, values and their product, and the wide
+    inner states of the feed-forward block; the scores of attention are not kept by the kernels.
+    """
+    text = config.get_text_config(decoder=True)
+    width = hidden_width(config)
+    inner = getattr(text, "intermediate_size", None) or 4 * width
+    inner = max(inner) if isinstance(inner, (list, tuple)) else inner
+    return int(batch * length * (6 * width + 3 * inner) * dtype.itemsize)
+
+
+def each_token(model: Any, parts: Layout) -> Layout:
+    """The parts that each new token passes, without those that only see the prompt: encoders."""
+    if not model.can_generate():
+        return parts
+    passed = {*(model.get_decoder() or model).modules(), model.get_output_embeddings()}
+    names = {n for n, m in model.named_modules() if not passed.isdisjoint(m.modules())}
+    layers = tuple(part for part in parts.layers if part.name in names)
+    others = tuple(part for part in parts.others if part.name in names)
+    return dataclasses.replace(parts, layers=layers, others=others)
+
+
+def with_cache(model: Layout, nbytes: int, working: int = 0) -> Layout:
+    """The same layout with room for so many bytes of cache beside each layer, and to work in."""
+    layers = tuple(dataclasses.replace(part, nbytes=part.nbytes + nbytes) for part in model.layers)
+    return dataclasses.replace(model, layers=layers, working=working)

@@ -1,0 +1,317 @@
+"""Who holds which layer: pure arithmetic over module sizes and room, no torch and no communication.
+
+model = Layout(layers=(Part("layers.0", 12), Part("layers.1", 12)), others=(Part("head", 6),))
+print(plan(model, {(0, "cpu"): 20, (1, "cpu"): 20}))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+from drumline.core.device_map import (
+    DeviceMap,
+    Layout,
+    Part,
+    Place,
+    abbreviate,
+    in_order,
+    level,
+    readable,
+)
+from drumline.errors import PlanError
+from drumline.planner.cost_model import Fastest, Speeds, Step, seconds
+from drumline.planner.user_map import explicit
+
+__all__ = ["DeviceMap", "Layout", "Part", "Place", "abbreviate", "plan", "readable"]
+
+BISECTIONS = 50
+"""Enough to tell a kilobyte of a petabyte."""
+
+KINDS = ("auto", "balanced", "sequential", "fastest")
+
+
+def plan(
+    model: Layout,
+    room: Mapping[Place, int],
+    device_map: str | Mapping[str, Place | int | str] = "auto",
+    *,
+    speeds: Speeds | None = None,
+    step: Step | None = None,
+) -> DeviceMap:
+    """The device map of `model` over `room` (bytes free on each place), in the order given there.
+
+    "auto" and "balanced" fill every place to the same fraction of its room; "sequential" fills one
+    after the other; "fastest" gives the most tokens a second at the given `speeds`, for passes such
+    as `step`, and may leave slow places empty; a mapping of module names (or prefixes) to a place
+    or rank is checked and completed. Layers stay contiguous; the parts around them go to the first
+    place, where generate() runs, if they fit (a head elsewhere sends a vocabulary back per token),
+    else to the last one.
+
+    The CPU of a rank that has an accelerator, and "disk", are used only if the model does not fit
+    without; then room for two layers is kept free where they run: one at work, one on its way.
+
+    Raises PlanError, which says how many bytes are missing and where.
+    """
+    if not isinstance(device_map, str):
+        return explicit(model, dict(room), device_map)
+    if device_map not in KINDS:
+        raise PlanError(
+            f"device_map={device_map!r} is not a plan, so no layer has a place; give one of "
+            f"{', '.join(KINDS)}, or a dict of module name to (rank, device)."
+        )
+    if not room:
+        raise PlanError("no place has any room, so no layer can be placed; give max_memory.")
+    levels = {place: level(place, room) for place in room}
+    if device_map == "fastest":
+        planner = _Planner(model, room, levels, max(levels.values()))
+        return planner.fastest(speeds or Speeds({}), step or Step())
+    for deepest in sorted(set(levels.values())):
+        planner = _Planner(model, room, levels, deepest)
+        chosen = planner.plan(sequential=device_map == "sequential")
+        if chosen is not None:
+            return chosen
+    raise planner.impossible()
+
+
+class _Planner:
+    """Finds the lowest equal fill of all places at which every group of layers finds room.
+
+    Only places up to the level `deepest` are used; those that are nearer are filled up first.
+    """
+
+    def __init__(
+        self,
+        model: Layout,
+        room: Mapping[Place, int],
+        levels: Mapping[Place, int],
+        deepest: int,
+    ):
+        used = {place: nbytes for place, nbytes in room.items() if levels[place] <= deepest}
+        self.model, self.room, self.levels = model, dict(room), levels
+        self.order = list(in_order(used) if deepest else used)
+        self.deepest = deepest
+        self.near = [place for place in self.order if levels[place] == 0] or self.order
+        self.groups = _contiguous_groups(model)
+        self.pinned: dict[str, Place] = {}
+
+    def plan(self, sequential: bool) -> DeviceMap | None:
+        """None if the model does not fit."""
+        placed = self._fill_somehow()
+        if placed is None:
+            return None
+        if not sequential:
+            placed = self._lowest_fill(placed)
+        return self._map(placed)
+
+    def fastest(self, speeds: Speeds, step: Step) -> DeviceMap:
+        if self._fill_somehow() is None:
+            raise self.impossible()
+        unknown = [place for place in self.order if place not in speeds.places]
+        if unknown:
+            raise PlanError(
+                f'device_map="fastest", and nothing is known of the speed of {unknown}; give '
+                "speeds for every place, as measure_speeds(coor, ...) finds them."
+            )
+        spend = [speeds.places[place] for place in self.order]
+        fixed = [0.0] * len(self.order)
+        for part in self.model.others:
+            number = self.order.index(self.pinned[part.name])
+            fixed[number] += seconds(part, spend[number], step)
+        ends = Fastest(
+            self.order,
+            [[sum(seconds(p, speed, step) for p in g) for g in self.groups] for speed in spend],
+            fixed,
+            [sum(part.nbytes for part in group) for group in self.groups],
+            [self._capacity(place, 1.0) for place in self.order],
+        ).best(speeds, step)
+        if ends is None:
+            raise self.impossible()
+        starts = [0, *ends[:-1]]
+        return self._map(
+            [place for n, place in enumerate(self.order) for _ in range(starts[n], ends[n])]
+        )
+
+    def _fill_somehow(self) -> list[Place] | None:
+        """The place of each group, with the parts around the layers where that leaves room.
+
+        That is the first place for as many as possible: generate() runs there. The others go behind
+        the last layer or, if that is too narrow too, to any place that has room.
+        """
+        first, last = self.near[0], self.near[-1]
+        roomiest = max(self.near, key=lambda place: self.room[place] - self._reserves[place])
+        others = _other_groups(self.model)
+        pins = (
+            self._pin(others, [(first, *rest)] * num_first + [(*rest, first)] * len(others))
+            for num_first in range(len(others), -1, -1)
+            for rest in ((last, roomiest), *((place, roomiest) for place in self.near))
+        )
+        wanted: dict[str, Place] | None = None
+        for self.pinned in pins:
+            wanted = wanted or self.pinned
+            placed = self._fill(1.0)
+            if placed is not None:
+                return placed
+        self.pinned = wanted or {}
+        return None
+
+    def _pin(
+        self, others: list[list[str]], wishes: Sequence[tuple[Place, ...]]
+    ) -> dict[str, Place]:
+        """Each group of parts on the first of the places it wishes that has room for it."""
+        free = {place: self.room[place] - self._reserves[place] for place in self.order}
+        sizes = {part.name: part.nbytes for part in self.model.others}
+        pinned: dict[str, Place] = {}
+        for names, places in zip(others, wishes, strict=False):
+            need = sum(sizes[name] for name in names)
+            is_loose = not set(names).isdisjoint(self.model.loose)
+            fitting = [place for place in places if need <= free[place]] or [places[0]]
+            place = self.near[0] if is_loose else fitting[0]
+            free[place] -= need
+            pinned.update(dict.fromkeys(names, place))
+        return pinned
+
+    def _capacity(self, place: Place, fraction: float) -> int:
+        pinned = sum(p.nbytes for p in self.model.others if self.pinned[p.name] == place)
+        part = fraction if self.levels[place] == self.deepest else 1.0
+        return int(self.room[place] * part) - pinned - self._reserves[place]
+
+    @cached_property
+    def _reserves(self) -> dict[Place, int]:
+        """Room to work in; where layers from elsewhere run, for one at work and one on its way."""
+        ranks = {rank for rank, device in self.order if self.levels[(rank, device)]}
+        largest = max((part.nbytes for part in self.model.layers), default=0)
+        kept = dict.fromkeys(self.order, 0)
+        for place in self.order:
+            if not self.levels[place]:
+                kept[place] = self.model.working + 2 * largest * (place[0] in ranks)
+                ranks.discard(place[0])  # its first device is where they run
+        return kept
+
+    def _fill(self, fraction: float) -> list[Place] | None:
+        """The place of each group if places are filled to `fraction`; None if some do not fit."""
+        if any(self._capacity(place, 1.0) < 0 for place in self.order):
+            return None
+        placed: list[Place] = []
+        places = iter(self.order)
+        place = next(places)
+        free = self._capacity(place, fraction)
+        for group in self.groups:
+            need = sum(part.nbytes for part in group)
+            while need > free:
+                after = next(places, None)
+                if after is None:
+                    return None
+                place, free = after, self._capacity(after, fraction)
+            free -= need
+            placed.append(place)
+        return placed
+
+    def _lowest_fill(self, placed: list[Place]) -> list[Place]:
+        low, high = 0.0, 1.0
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            attempt = self._fill(middle)
+            if attempt is None:
+                low = middle
+            else:
+                high, placed = middle, attempt
+        return placed
+
+    def _map(self, placed: list[Place]) -> DeviceMap:
+        where = dict(self.pinned)
+        for group, place in zip(self.groups, placed, strict=True):
+            where.update({part.name: place for part in group})
+        parts = [*self.model.others, *self.model.layers]
+        sizes = {part.name: part.nbytes for part in parts}
+        return DeviceMap({part.name: where[part.name] for part in parts}, sizes, self.room)
+
+    def impossible(self) -> PlanError:
+        total, room = self.model.nbytes, sum(self.room.values())
+        if total > room:
+            missing = f"{total - room} bytes ({readable(total - room)}) are missing in all"
+        else:
+            missing = f"the sum would do, but {self._shortage()}"
+        if self.model.working:
+            missing += f"; each place needs {self.model.working} bytes more to work in"
+        return PlanError(
+            f"the model needs {total} bytes ({readable(total)}) and the places have {room} bytes "
+            f"({_rooms(self.room)}): {missing}. Add a rank, raise max_memory, or load with a "
+            "smaller dtype."
+        )
+
+    def _shortage(self) -> str:
+        """What finds no place if places are filled one after the other, and what is missing."""
+        free = [self._capacity(place, 1.0) for place in self.order]
+        least = free.index(min(free))
+        if free[least] < 0:
+            around = [name for name, place in self.pinned.items() if place == self.order[least]]
+            what = abbreviate(around) or "nothing but room to work in"
+            return f"{-free[least]} bytes are missing on {_named(self.order[least])} for {what}"
+        at = 0
+        for group in self.groups:
+            need, name = sum(part.nbytes for part in group), abbreviate([p.name for p in group])
+            fits = [number for number in range(at, len(free)) if need <= free[number]]
+            if not fits:
+                best = max(range(at, len(free)), key=lambda number: free[number])
+                return (
+                    f"{name}, which is kept whole, needs {need} bytes and finds {free[best]} on "
+                    f"{_named(self.order[best])}: {need - free[best]} bytes are missing there"
+                )
+            at = fits[0]
+            free[at] -= need
+        return "not in this order"
+
+
+def _named(place: Place) -> str:
+    return f"rank {place[0]} {place[1]}"
+
+
+def _rooms(room: Mapping[Place, int]) -> str:
+    """The room of each place; of neighbours with the same, once."""
+    runs: list[tuple[list[int], str, int]] = []
+    for (rank, device), nbytes in room.items():
+        if runs and runs[-1][1:] == (device, nbytes) and runs[-1][0][-1] == rank - 1:
+            runs[-1][0].append(rank)
+        else:
+            runs.append(([rank], device, nbytes))
+    return ", ".join(
+        f"rank {ranks[0]} {device}: {readable(nbytes)}"
+        if len(ranks) == 1
+        else f"ranks {ranks[0]}-{ranks[-1]} {device}: {readable(nbytes)} each"
+        for ranks, device, nbytes in runs
+    )
+
+
+def _contiguous_groups(model: Layout) -> list[list[Part]]:
+    """The layers in order; those from the first to the last of a tie are one group."""
+    index = {part.name: position for position, part in enumerate(model.layers)}
+    together = (*model.ties, *model.sharers)
+    spans = [sorted(index[name] for name in names if name in index) for names in together]
+    groups: list[list[Part]] = []
+    reach = -1
+    for position, part in enumerate(model.layers):
+        if position <= reach:
+            groups[-1].append(part)
+        else:
+            groups.append([part])
+        for span in spans:
+            if span and span[0] <= position < span[-1]:
+                reach = max(reach, span[-1])
+    return groups
+
+
+def _other_groups(model: Layout) -> list[list[str]]:
+    """The parts around the layers, tied ones together, in the order of the model."""
+    groups: list[list[str]] = []
+    seen: set[str] = set()
+    for part in model.others:
+        if part.name in seen:
+            continue
+        tied = {name for tie in model.ties if part.name in tie for name in tie} | {part.name}
+        group = [
+            other.name for other in model.others if other.name in tied and other.name not in seen
+        ]
+        seen.update(group)
+        groups.append(group)
+    return groups

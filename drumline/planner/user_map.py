@@ -1,0 +1,92 @@
+"""The user's own device map, checked and completed: pure arithmetic.
+
+chosen = explicit(model, room, {"": 0, "model.layers.3": (1, "cuda:0")})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from drumline.core.device_map import DeviceMap, Layout, Place, level
+from drumline.errors import PlanError
+
+
+def explicit(
+    model: Layout, room: dict[Place, int], device_map: Mapping[str, Place | int | str]
+) -> DeviceMap:
+    """The user's own map, prefixes spread over the parts they cover, checked against the room.
+
+    A place may be (rank, device), a rank (its first device), or a device (of the master).
+    Nothing is known of the room on disk, so it is taken as enough.
+    """
+    parts = [*model.others, *model.layers]
+    named = [place for place in device_map.values() if isinstance(place, (tuple, list, str))]
+    disks = {_place(place, room) for place in named}
+    for place in disks - set(room):
+        if place[1] == "disk":
+            room = {**room, place: model.nbytes}
+    places = {part.name: _lookup(part.name, device_map, room) for part in parts}
+    result = DeviceMap(places, {part.name: part.nbytes for part in parts}, room)
+    _check_ties(model, places)
+    _check_loose(model, places, room)
+    for place in set(places.values()):
+        working = 0 if level(place, room) else model.working
+        needed = result.used(place) + working
+        if needed > room[place]:
+            raise PlanError(
+                f"rank {place[0]}: device_map puts {result.used(place)} bytes on {place[1]}, which "
+                f"has room for {room[place]}, {working} of them to work in: {needed - room[place]} "
+                "bytes are missing. Move modules to another rank or raise max_memory."
+            )
+    return result
+
+
+def _lookup(
+    name: str, device_map: Mapping[str, Place | int | str], room: dict[Place, int]
+) -> Place:
+    prefix = name
+    while prefix not in device_map:
+        if not prefix:
+            raise PlanError(
+                f"device_map has no place for {name!r}, so it would not be loaded; add {name!r} or "
+                "a prefix of it (the empty name covers everything)."
+            )
+        prefix = prefix.rpartition(".")[0]
+    place = _place(device_map[prefix], room)
+    if place not in room:
+        raise PlanError(
+            f"device_map puts {name!r} on rank {place[0]} {place[1]}, which does not exist or has "
+            f"no room; the places are {', '.join(f'{rank} {device}' for rank, device in room)}."
+        )
+    return place
+
+
+def _place(given: Place | int | str, room: Mapping[Place, int]) -> Place:
+    if isinstance(given, str):
+        return 0, given
+    if isinstance(given, int):
+        return next((known for known in room if known[0] == given), (given, "cpu"))
+    return int(given[0]), str(given[1])
+
+
+def _check_ties(model: Layout, places: dict[str, Place]) -> None:
+    for tie in model.ties:
+        if len({places[name] for name in tie}) > 1:
+            spread = ", ".join(
+                f"{name} on rank {places[name][0]} {places[name][1]}" for name in tie
+            )
+            raise PlanError(
+                f"device_map separates modules that share tensors ({spread}), so one of them would "
+                "be left without its weights; put them on the same place."
+            )
+
+
+def _check_loose(model: Layout, places: Mapping[str, Place], room: Mapping[Place, int]) -> None:
+    for name in model.loose:
+        rank, device = places[name]
+        if rank or level(places[name], room):
+            raise PlanError(
+                f"device_map puts {name!r} on rank {rank} {device}, but it is a tensor that the "
+                "model uses by itself, outside of any module that could be called there; put it "
+                "on the first device of rank 0."
+            )

@@ -1,0 +1,91 @@
+"""The route of one message round the ring: which rank calls which layer, and which tensors go on.
+
+Every rank derives from the same program what arrives, what it does and what it passes on, so a
+message itself is only numbers and tensors.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from drumline.core.pytree import Template, frozen, is_repeatable, kinds_of_new
+
+NOTHING: Template = ("list",)
+"""The operations of a program that has none."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One layer called on one rank.
+
+    `slots` are the tensors it is given: those the master sent first, then the new ones that earlier
+    steps put out. `ints_at` is where its integers begin. `output` describes what it must return, or
+    is None where that is to be found out and everything it returns sent back.
+    """
+
+    rank: int
+    module: str
+    arguments: Template
+    slots: tuple[int, ...]
+    ints_at: int
+    output: Template | None
+
+    def repeats(self, last: Step) -> bool:
+        """Whether all arguments but the first, which is the first tensor, are those of `last`."""
+        return (
+            self.arguments == last.arguments
+            and self.slots[1:] == last.slots[1:]
+            and self.ints_at == last.ints_at
+            and is_repeatable(self.arguments)
+        )
+
+
+@dataclass(frozen=True)
+class Program:
+    """Operations on caches for every rank, then steps; `returns` are the slots the master wants.
+
+    The first `num_operands` slots belong to the operations and visit every rank.
+    """
+
+    operations: Template
+    num_operands: int
+    num_inputs: int
+    steps: tuple[Step, ...]
+    returns: tuple[int, ...]
+    _leaving: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
+
+    def leaving(self, rank: int) -> tuple[int, ...]:
+        """The slots that `rank` passes on, in the order they travel."""
+        if rank not in self._leaving:
+            wanted = {*range(self.num_operands), *self.returns}
+            wanted.update(slot for step in self.steps if step.rank > rank for slot in step.slots)
+            self._leaving[rank] = tuple(sorted(s for s in wanted if self._made_by(s) <= rank))
+        return self._leaving[rank]
+
+    @cached_property
+    def outputs_at(self) -> list[int]:
+        """The slot of each step's first new tensor, and the first slot after all of them."""
+        slots = [self.num_inputs]
+        for step in self.steps:
+            slots.append(slots[-1] + (len(kinds_of_new(step.output)) if step.output else 0))
+        return slots
+
+    def _made_by(self, slot: int) -> int:
+        if slot < self.num_inputs:
+            return 0
+        return self.steps[bisect.bisect_right(self.outputs_at, slot) - 1].rank
+
+    def to_json(self) -> str:
+        steps = [list(vars(step).values()) for step in self.steps]
+        counts = [self.num_operands, self.num_inputs]
+        return json.dumps([self.operations, counts, steps, self.returns])
+
+    @classmethod
+    def from_json(cls, text: str) -> Program:
+        operations, counts, steps, returns = (frozen(part) for part in json.loads(text))
+        num_operands, num_inputs = counts
+        route = tuple(Step(*step) for step in steps)
+        return cls(operations, num_operands, num_inputs, route, returns)

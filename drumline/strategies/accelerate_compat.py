@@ -1,0 +1,175 @@
+"""Accelerate's planning and dispatch functions, under their names and with their answers.
+
+device_map = drumline.infer_auto_device_map(model, max_memory={0: "10GiB", "cpu": "30GiB"})
+device_map = drumline.infer_auto_device_map(model, max_memory=drumline.get_max_memory(coor))
+
+In one process they are Accelerate's own functions, called and not written again. Where a place is
+(rank, device), which Accelerate would refuse, the planner of the cluster answers instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import launcher
+from coordinator import Coordinator
+from drumline.planner.memory import cluster_memory, given_room
+from drumline.planner.model_profile import layout
+from drumline.planner.plan import DeviceMap, Place, plan
+from drumline.strategies.existing_model import dispatch
+from drumline.strategies.load import load
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+HONOURED = {"offload_dir", "preload_module_classes", "offload_buffers", "force_hooks", "strict"}
+"""Options of dispatching that hold over ranks too: an offloaded module is always fetched whole,
+and a checkpoint has to have what the model has."""
+
+
+def _of(name: str) -> Any:
+    """A function of Accelerate, or the line that installs it."""
+    try:
+        return getattr(importlib.import_module("accelerate.utils"), name, None) or getattr(
+            importlib.import_module("accelerate"), name
+        )
+    except ImportError as missing:
+        raise ImportError(
+            f"drumline.{name} is Accelerate's function for one process, and accelerate is not "
+            'installed ("pip install accelerate"); drumline.plan and drumline.load '
+            "plan and load over all ranks without it."
+        ) from missing
+
+
+def _like_accelerate(function: Function) -> Function:
+    """With the signature that the installed Accelerate has, if one is installed."""
+    with contextlib.suppress(ImportError):
+        signature = inspect.signature(_of(function.__name__))
+        function.__signature__ = signature  # type: ignore[attr-defined]
+    return function
+
+
+@_like_accelerate
+def get_max_memory(max_memory: Any = None) -> Any:
+    """Bytes free, by device of this process; given a Coordinator, by place of the cluster.
+
+    max_memory: what Accelerate takes (nothing, or sizes by device, which are read and put in
+        order); sizes by (rank, device), likewise; or a Coordinator, and then the call is
+        collective and the answer is {(rank, device): bytes} over all ranks, each device counted
+        once.
+    """
+    if isinstance(max_memory, Coordinator):
+        return cluster_memory(max_memory)
+    if _names_places(max_memory):
+        return _room(max_memory)
+    return _of("get_max_memory")(max_memory)
+
+
+@_like_accelerate
+def get_balanced_memory(*args: Any, **kwargs: Any) -> Any:
+    """Accelerate's: room by device, lowered so that "auto" spreads a model evenly."""
+    if any(map(_names_places, [*args, *kwargs.values()])):
+        raise TypeError(
+            "get_balanced_memory is given places of several ranks, which Accelerate does not know; "
+            'leave it out: drumline.plan and drumline.load spread evenly with "auto".'
+        )
+    return _of("get_balanced_memory")(*args, **kwargs)
+
+
+@_like_accelerate
+def infer_auto_device_map(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """A device map of `model` within `max_memory`.
+
+    With {device: size} it is Accelerate's answer. With {(rank, device): size}, such as
+    get_max_memory(coor) gives, it is the DeviceMap that `plan` makes; raises PlanError if that
+    cannot be.
+    """
+    if not any(map(_names_places, [*args, *kwargs.values()])):
+        return _of("infer_auto_device_map")(model, *args, **kwargs)
+    known = {"model", "max_memory", "no_split_module_classes", "clean_result"}
+    given = _given(infer_auto_device_map, known, model, *args, **kwargs)
+    return plan(layout(model, given.get("no_split_module_classes")), _room(given["max_memory"]))
+
+
+def _names_places(keyed: Any) -> bool:
+    return isinstance(keyed, Mapping) and any(isinstance(key, tuple) for key in keyed)
+
+
+def _room(max_memory: Mapping[Any, Any]) -> dict[Place, int]:
+    """In bytes and in order; a rank alone stands for its CPU."""
+    named = [key[0] if isinstance(key, tuple) else key for key in max_memory]
+    return given_room({(rank, "cpu"): 0 for rank in named}, max_memory)
+
+
+@_like_accelerate
+def dispatch_model(model: Any, device_map: Any, *args: Any, **kwargs: Any) -> Any:
+    """The model with its modules where the map says.
+
+    In a launch of one rank it is Accelerate's. In a launch of several, numbers are ranks (places
+    may be (rank, device) too), every rank calls it with the same model, and it ends as
+    `drumline.load` does: the master has the model, and the others serve.
+    """
+    if not _is_over_ranks(device_map):
+        return _of("dispatch_model")(model, device_map, *args, **kwargs)
+    known = {"model", "device_map", *HONOURED}
+    given = _given(dispatch_model, known, model, device_map, *args, **kwargs)
+    return dispatch(model, device_map, offload_dir=given.get("offload_dir"))
+
+
+@_like_accelerate
+def load_checkpoint_and_dispatch(
+    model: Any, checkpoint: Any, device_map: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """The model, which may be on meta, with the weights of a checkpoint where the map says.
+
+    In a launch of one rank, or without a device map, it is Accelerate's. In a launch of several it
+    spreads the model over all ranks as dispatch_model does, each reading its own part of a
+    safetensors checkpoint only; a transformers model is loaded by `drumline.load`.
+    """
+    if device_map is None or not _is_over_ranks(device_map):
+        return _of("load_checkpoint_and_dispatch")(model, checkpoint, device_map, *args, **kwargs)
+    own = {"model", "checkpoint", "device_map", "max_memory", "no_split_module_classes", "dtype"}
+    known = own | HONOURED | {"offload_folder"}
+    given = _given(
+        load_checkpoint_and_dispatch, known, model, checkpoint, device_map, *args, **kwargs
+    )
+    if hasattr(type(model), "config_class"):
+        return load(
+            checkpoint,
+            device_map,
+            max_memory=given.get("max_memory"),
+            dtype=given.get("dtype"),
+            cls=type(model),
+        )
+    return dispatch(
+        model,
+        device_map,
+        checkpoint=checkpoint,
+        max_memory=given.get("max_memory"),
+        uncut=given.get("no_split_module_classes"),
+        offload_dir=given.get("offload_folder"),
+    )
+
+
+def _is_over_ranks(device_map: Any) -> bool:
+    if isinstance(device_map, DeviceMap) or launcher.current().world_size > 1:
+        return True
+    return isinstance(device_map, Mapping) and any(
+        isinstance(place, tuple) for place in device_map.values()
+    )
+
+
+def _given(function: Any, known: set[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments by name. Raises TypeError for those that are not known and say something."""
+    signature = inspect.signature(function)
+    given = signature.bind_partial(*args, **kwargs).arguments
+    says = {key for key in given if given[key] is not signature.parameters[key].default}
+    if surplus := sorted(says - known):
+        raise TypeError(
+            f"{function.__name__} over the ranks of a launch does not know {surplus}, so it would "
+            "ignore them; leave them out, or see drumline.plan and drumline.strategies.load."
+        )
+    return given

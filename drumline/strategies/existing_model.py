@@ -1,0 +1,157 @@
+"""A model that every rank has built, or has on meta, spread over the ranks.
+
+model = dispatch(model, {"encoder": 0, "decoder": 1})
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from coordinator import Coordinator
+from drumline.checkpoint.safetensors_index import read_index
+from drumline.checkpoint.shard_loader import (
+    aliases,
+    named_alike,
+    named_tensors,
+    replace,
+    share_files,
+    together,
+)
+from drumline.checkpoint.shard_plan import whole
+from drumline.checkpoint.source import Source
+from drumline.checkpoint.weight_map import Description
+from drumline.core.consistency import agree_on
+from drumline.core.device_map import DeviceMap, Layout, Place
+from drumline.errors import PlanError
+from drumline.offload.placement import offloaded, place
+from drumline.offload.prefetcher import OnDisk, shelf_of
+from drumline.planner.memory import Memory, cluster_memory, given_room
+from drumline.planner.model_profile import layout, owner_of
+from drumline.planner.plan import plan
+from drumline.stages.stage_weights import fill
+from drumline.strategies.pipeline_parallel import join
+
+Map = str | Mapping[str, Place | int | str] | DeviceMap
+
+
+def dispatch(
+    model: nn.Module,
+    device_map: Map = "auto",
+    coor: Coordinator | None = None,
+    *,
+    checkpoint: str | Path | None = None,
+    max_memory: Memory | None = None,
+    uncut: Collection[str] | str | None = None,
+    offload_dir: str | Path | None = None,
+) -> Any:
+    """The model with its modules on the places of the map. Collective; ends as `load` does.
+
+    model: any module, alike on every rank. Each rank keeps its own modules and lets go of the rest.
+    device_map: as for `load`; modules that it names are kept whole.
+    checkpoint: a folder or file of safetensors to fill the model from, named as in the model; the
+        values that the model has, if not given.
+    uncut: classes of modules that stay whole, see `layout`.
+    offload_dir: where each rank writes those of its modules whose place is "disk", in safetensors
+        files of its own, which are read whenever the module runs; yours to delete afterwards.
+
+    Raises PlanError or CheckpointError on every rank before serving starts.
+    """
+    with contextlib.ExitStack() as stack:
+        if coor is None:
+            coor = stack.enter_context(Coordinator())
+        room = given_room(cluster_memory(coor), max_memory)
+        chosen = together(coor, lambda: _planned(model, device_map, room, uncut))
+        agree_on(coor, {"plan": chosen.to_bytes().decode(), "torch": torch.__version__})
+        if checkpoint is not None:
+            _fill(model, chosen, coor, Path(checkpoint))
+        together(coor, lambda: _keep_own(model, chosen, coor.rank, offload_dir))
+        return join(coor, model, chosen, stack)
+
+
+def _planned(
+    model: nn.Module, device_map: Map, room: dict[Place, int], uncut: Collection[str] | str | None
+) -> DeviceMap:
+    if isinstance(device_map, DeviceMap):
+        device_map = device_map.places
+    if isinstance(device_map, str):
+        return plan(layout(model, uncut), room, device_map)
+    return plan(_parts(model, device_map), room, device_map)
+
+
+def _parts(model: nn.Module, named: Collection[str]) -> Layout:
+    """The modules that a map names, and the largest ones that hold none of those."""
+    modules = dict(model.named_modules())
+    tensors = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+    strangers = [name for name in named if name not in modules and name not in tensors]
+    if strangers:
+        raise PlanError(
+            f"device_map names {strangers}, which are not in {type(model).__name__}, so it may be "
+            "that of another model; its modules are those of named_modules()."
+        )
+    whole = [n for n in named if n in modules and n and not _is_inside(n, named)]
+    return layout(model, names=whole)
+
+
+def _is_inside(name: str, named: Collection[str]) -> bool:
+    return any(name.startswith(f"{other}.") for other in named if other)
+
+
+def _fill(model: nn.Module, chosen: DeviceMap, coor: Coordinator, path: Path) -> None:
+    """Read the tensors of this rank; ranks that do not see the files get them from the master."""
+    has_files = coor.allgather(b"yes" if path.exists() else b"")
+    readers = [rank if has else 0 for rank, has in enumerate(has_files)]
+    index = share_files(coor, path, lambda: readers)[0].index
+    pieces = together(coor, lambda: named_alike(model, index))
+    names = aliases(model)
+    everywhere = {name: pieces[first] for first in names for name in names[first]}
+    found = Description(everywhere, frozenset(), frozenset(), {})
+    source = Source(path, None, index, readers)
+    fill(model, found, source, chosen.places, None, coor, None)
+
+
+def _keep_own(
+    model: nn.Module, chosen: DeviceMap, rank: int, offload_dir: str | Path | None
+) -> None:
+    """This rank's tensors on their devices and all others on meta, whatever they were before."""
+    own, runs_on, parts = chosen.of(rank), chosen.runs_on(rank), set(chosen.places)
+    stays = [name for name, device in own.items() if device == "disk"]
+    if stays and offload_dir is None:
+        raise PlanError(
+            f"rank {rank}: {stays[:5]} are to stay on disk, and nobody said where; give "
+            "offload_dir=, or another place for them."
+        )
+    on_disk = {name: _put_away(model, name, Path(offload_dir or "."), rank) for name in stays}
+    filed = {f"{part}.{name}" for part, reader in on_disk.items() for name in reader.shapes}
+    new: dict[int, torch.Tensor] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        owner = owner_of(name, parts)
+        device = runs_on.get(owner, "meta") if own.get(owner) == "disk" else own.get(owner, "meta")
+        device = "meta" if name in filed else device
+        moved = tensor if device == str(tensor.device) else tensor.detach().to(device)
+        is_weight = isinstance(tensor, nn.Parameter)
+        new[id(tensor)] = nn.Parameter(moved, tensor.requires_grad) if is_weight else moved
+    replace(model, new)
+    away = {name: own[name] for name in offloaded(chosen, rank)}
+    where = torch.device(chosen.device_of(rank))
+    shelf = shelf_of(model, away, where, lambda name, tensors: on_disk[name])
+    model.__dict__["_shelf"] = shelf
+    place(model, chosen, rank, shelf)
+
+
+def _put_away(model: nn.Module, name: str, folder: Path, rank: int) -> OnDisk:
+    """Write the weights of a module into a file; what reads them from there."""
+    tensors = dict(named_tensors(model.get_submodule(name)))
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{name}.rank{rank}.safetensors"
+    save_file({key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}, file)
+    index = read_index(file)
+    pieces = {key: whole(key, tensor.shape) for key, tensor in tensors.items()}
+    dtypes = {key: tensor.dtype for key, tensor in tensors.items()}
+    return OnDisk(file, index, pieces, tensors, dtypes)

@@ -1,0 +1,125 @@
+"""One model over the devices of every rank.
+
+model = drumline.load("checkpoint", device_map="auto")
+print(model.generate(tokens))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coordinator import Coordinator
+from drumline.errors import PlanError
+from drumline.planner.load_options import Options
+from drumline.planner.memory import Memory, nbytes
+from drumline.planner.plan import Place
+from drumline.strategies.auto import load_fastest
+from drumline.strategies.mesh_parallel import load_over_mesh
+from drumline.strategies.pipeline_parallel import load_over_stages
+from drumline.strategies.pipeline_tp import load_over_teams
+from drumline.strategies.plan_inputs import checkpoint_dtype
+
+__all__ = ["Memory", "checkpoint_dtype", "load", "nbytes"]
+
+
+def load(
+    path: str | Path,
+    device_map: str | Mapping[str, Place | int] | None = None,
+    coor: Coordinator | None = None,
+    *,
+    max_memory: Memory | None = None,
+    dtype: torch.dtype | str | None = None,
+    cls: type[Any] | None = None,
+    config: Any = None,
+    backend: str | None = None,
+    batch: int = 1,
+    length: int = 0,
+    cuda_graphs: bool = False,
+    progress: bool | None = None,
+    tp: int | None = None,
+    mesh: Any = None,
+    tp_plan: Any = None,
+    reader: str | None = None,
+    build_on: str | None = None,
+    device: str | None = None,
+    **options: Any,
+) -> Any:
+    """The model of a transformers checkpoint, its layers spread over every rank. Collective.
+
+    On the master it is an ordinary transformers model whose call and generate() work unchanged.
+    Every other rank serves inside this call until the master leaves and then raises Served, a
+    SystemExit: the rest of the script is the master's alone, and the same script runs with a world
+    of one.
+
+    path: a directory with config.json and .safetensors files, the same on every rank that has it.
+        Ranks without it are sent their part by the master, which must have it.
+    device_map: how to plan, see `plan`: "auto", which is what is meant if none is given,
+        "sequential", or "fastest", which first measures what devices and links do, and cuts the
+        layers over ranks of a node, as tp= does, where that is a tenth faster; or a module
+        (or prefix) to rank, or to (rank, device). On the device "disk", weights are read whenever
+        a layer runs, the next layer's meanwhile.
+    coor: who the ranks are; made from the launch, and closed with the model, if not given.
+    max_memory: bytes (or "2GiB") by place {(rank, "cpu"): ..., (rank, "disk"): ...}, by rank
+        {0: ...}, by device of the master {"cpu": ...}, or a list by rank; what is free if not
+        given, and nothing on disk.
+    dtype: of the weights; what the checkpoint says if not given.
+    cls: the class of the model; the one that config.json names if not given.
+    config: of the model, an object, the same on every rank, which is copied; what config.json says
+        if not given.
+    batch, length: of the tokens whose keys and values must find room beside the weights.
+    cuda_graphs: let the ranks beside the master launch their layers for one token at once, as a
+        CUDA graph, where keys and values lie in a StaticCache (cache_implementation="static") and
+        all layers of a rank are on one GPU. What cannot be captured runs as ever, with a warning.
+    backend: what moves the hidden states, see Communicator; the best that every rank has.
+    progress: a bar on the master that counts the bytes of all ranks; on a terminal only, if None.
+        There is none where layers are cut.
+    tp, mesh: cut the layers themselves instead: every rank gets the model and calls it alike, see
+        `OverMesh`. tp is how many ranks share one; a mesh is {"dp_replicate": 2, "tp": 2}, or a
+        torch DeviceMesh, which `dp_shard` needs (its parameters are those of FSDP2). With a
+        device_map as well, or an axis `pp` in the mesh, stages are teams of ranks that cut their
+        layers, a rank of the device_map being a stage, and the master alone calls the model.
+    tp_plan: "auto" for the plan that the model carries; "ep" for the same with the experts of a
+        mixture whole, each on one rank; "sequence" for the same with the tokens parted between
+        norms; or styles by module name, see `read_plan`.
+    reader: "each", "node" or "rank0" reads for the others, which need no file then.
+    build_on: "meta", or "cpu" for a model whose constructor computes what no file holds.
+    device: of this rank, where layers are cut; cuda:{local_rank} if there is one, else cpu.
+    options: for from_pretrained, such as attn_implementation.
+
+    Raises PlanError or CheckpointError on every rank before serving starts.
+    """
+    asked = Options(
+        device_map=device_map,
+        max_memory=max_memory,
+        dtype=dtype,
+        cls=cls,
+        config=config,
+        backend=backend,
+        batch=batch,
+        length=length,
+        cuda_graphs=cuda_graphs,
+        progress=progress,
+        tp=tp,
+        mesh=mesh,
+        tp_plan=tp_plan,
+        reader=reader,
+        build_on=build_on,
+        device=device,
+        rest=options,
+    )
+    if not asked.cuts_layers:
+        if device_map == "fastest":
+            return load_fastest(path, coor, asked)
+        return load_over_stages(path, coor, asked)
+    if cuda_graphs:
+        raise PlanError(
+            "cuda_graphs=True is for ranks that hold whole layers, and tp= and mesh= cut them; "
+            "leave one of the two out."
+        )
+    if asked.has_stages:
+        return load_over_teams(path, coor, asked)
+    return load_over_mesh(path, coor, asked)

@@ -1,0 +1,78 @@
+"""What a plan of whole layers is made from: the model's sizes, and the room of every place.
+
+found = survey(coor, "checkpoint", asked)     # the same answer on every rank
+chosen = found.plan("auto")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coordinator import Coordinator
+from drumline.checkpoint.shard_loader import together
+from drumline.checkpoint.source import Source, find, own_config
+from drumline.core.device_map import DeviceMap, Layout, Place
+from drumline.errors import PlanError
+from drumline.planner.cost_model import Speeds, Step
+from drumline.planner.load_options import Options
+from drumline.planner.memory import cluster_memory, given_room
+from drumline.planner.model_profile import (
+    cache_nbytes,
+    hidden_width,
+    layout,
+    model_class,
+    skeleton,
+    with_cache,
+    working_nbytes,
+)
+from drumline.planner.plan import plan
+
+
+@dataclass(frozen=True)
+class Survey:
+    """`room` in bytes by place, of which `parts` take what they need, cache included."""
+
+    source: Source
+    kind: type[Any]
+    dtype: torch.dtype
+    parts: Layout
+    room: dict[Place, int]
+    step: Step
+
+    def plan(
+        self, device_map: str | Mapping[str, Place | int], speeds: Speeds | None = None
+    ) -> DeviceMap:
+        return plan(self.parts, self.room, device_map, speeds=speeds, step=self.step)
+
+
+def survey(coor: Coordinator, path: str | Path, asked: Options) -> Survey:
+    """Look at the checkpoint and at every rank's memory. Collective."""
+    source = find(coor, path)
+    source = replace(source, config=own_config(source.config, asked.config))
+    kind = together(coor, lambda: asked.cls or model_class(source.config))
+    dtype = checkpoint_dtype(asked.dtype, source.config)
+    parts = together(coor, lambda: layout(skeleton(kind, source.config, dtype)))
+    tokens = (source.config, dtype, asked.batch, asked.length)
+    needs = (cache_nbytes(*tokens), working_nbytes(*tokens)) if asked.length else (0, 0)
+    step = Step(asked.batch, hidden_width(source.config), dtype.itemsize)
+    room = given_room(cluster_memory(coor), asked.max_memory)
+    return Survey(source, kind, dtype, with_cache(parts, *needs), room, step)
+
+
+def checkpoint_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtype:
+    """The dtype that is asked for, else that of the checkpoint."""
+    if dtype in (None, "auto"):
+        dtype = getattr(config, "dtype", None) or torch.float32
+    found = getattr(torch, str(dtype).removeprefix("torch."), None)
+    usual = found in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    if not isinstance(found, torch.dtype) or not usual:
+        raise PlanError(
+            f"dtype={dtype!r} is none that the weights of a model can have, so nothing was loaded; "
+            "give float32, bfloat16 or float16."
+        )
+    return found

@@ -1,0 +1,110 @@
+"""One use of a model over all ranks, and what it took of each rank's memory.
+
+tokens, peaks = with_model("checkpoint", lambda model: model.generate(prompt))
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from coordinator import Coordinator
+from drumline.checkpoint.empty_model import read_config
+from drumline.checkpoint.shard_loader import together
+from drumline.errors import InferenceError, Served
+from drumline.planner.model_profile import model_class
+from drumline.planner.plan import readable
+from drumline.strategies.load import Memory, load
+
+T = TypeVar("T")
+Peaks = list[dict[str, int]]
+"""By rank: the most bytes of each of its devices that it held at a time."""
+
+
+def read_generator(path: str, num_tokens: int = 0) -> Any:
+    """The config of a model that generates text, so many tokens with the prompt.
+
+    Raises InferenceError for one that does not, or has fewer positions.
+    """
+    config = read_config(path)
+    kind = model_class(config)
+    if not kind.can_generate():
+        raise InferenceError(
+            f"rank 0: {path} holds a {kind.__name__}, which does not generate text; give one that "
+            "does, or call this one in a script of your own."
+        )
+    most = num_positions(config)
+    if num_tokens > most and not config.is_encoder_decoder:
+        raise InferenceError(
+            f"rank 0: {num_tokens} tokens were asked for, prompt and new ones, but {path} has "
+            f"positions for {most}; ask for fewer."
+        )
+    return config
+
+
+def num_positions(config: Any) -> int:
+    """The most tokens of a row; a config may say in several ways that there is no limit."""
+    found: int = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    return found if found > 0 else sys.maxsize  # XLNet's is -1
+
+
+def with_model(
+    path: str,
+    work: Callable[[Any], T],
+    memory: Memory | None = None,
+    before: Callable[[], Any] = lambda: None,
+    **options: Any,
+) -> tuple[T, Peaks]:
+    """What work(model) returns on the master, and the peaks of all ranks. Collective.
+
+    The other ranks serve, and end with Served as they do in load, which takes the options.
+    before: called on the master, before anything is loaded.
+    """
+    with Coordinator() as coor:
+        together(coor, lambda: before() if coor.is_master() else None)
+        try:
+            with load(path, coor=coor, max_memory=memory, **options) as model:
+                result = _closing_with_its_code(model, work)
+        except Served as served:
+            if not served.code:
+                coor.gather_object(_peak())
+            raise
+        return result, coor.gather_object(_peak()) or []
+
+
+def _closing_with_its_code(model: Any, work: Callable[[Any], T]) -> T:
+    try:
+        return work(model)
+    except BaseException:
+        model.close(exit_code=1)
+        raise
+
+
+def _peak() -> dict[str, int]:
+    """Of this process: resident memory (getrusage(2) has it in KiB), and that of accelerators."""
+    found = {"cpu": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    for number in range(torch.cuda.device_count()):
+        if nbytes := torch.cuda.max_memory_allocated(number):
+            found[f"cuda:{number}"] = nbytes
+    return found
+
+
+def describe_peaks(peaks: Peaks) -> list[str]:
+    """For each rank, such as "310 MiB" or "1.2 GiB, cuda:0 14 GiB"."""
+    return [
+        ", ".join(
+            (f"{device} " if device != "cpu" else "") + readable(n) for device, n in of.items()
+        )
+        for of in peaks
+    ]
+
+
+def describe_traffic(traffic: tuple[int, int] | None) -> str:
+    """The bytes of a hop from the master; "-" where nothing is sent."""
+    if traffic is None or not traffic[0]:
+        return "-"
+    return readable(traffic[1] // traffic[0])

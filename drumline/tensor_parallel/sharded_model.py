@@ -1,0 +1,261 @@
+"""A transformers checkpoint whose layers are to be cut: built empty, planned, then filled.
+
+files, configs = find(coor, "checkpoint", grid, asked)
+model = cut_checkpoint(coor, files, configs, grid, asked)
+model.fill(coor, model.plan(grid, coor.rank))
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from coordinator import Coordinator
+from drumline.checkpoint.empty_model import building
+from drumline.checkpoint.shard_loader import (
+    Asked,
+    Files,
+    Loaded,
+    load_planned,
+    named_tensors,
+    plan_files,
+    replace,
+    share_files,
+    who_reads,
+)
+from drumline.checkpoint.shard_plan import LoadPlan
+from drumline.checkpoint.source import config_from, own_config
+from drumline.checkpoint.weight_map import kept_wide, sources_of
+from drumline.core.mesh import Mesh
+from drumline.core.meta_init import on_meta
+from drumline.core.shards import Split, local_shape
+from drumline.errors import InferenceError, PlanError
+from drumline.planner.load_options import Options
+from drumline.planner.model_profile import model_class
+from drumline.tensor_parallel.dry_run_forward import rehearse, shortened
+from drumline.tensor_parallel.parallelize import read_plan, splits_of
+
+FEW = 16 << 20
+"""As many weights as may be made, and thrown away, for the sake of a buffer beside them."""
+
+
+@dataclass
+class CutModel:
+    """A model on meta, and how each tensor of it is cut along the mesh.
+
+    `shapes` are those of the whole, whatever becomes of the tensors on meta before they are filled.
+    """
+
+    model: Any
+    config: Any
+    generation: Any
+    styles: Mapping[str, str]
+    splits: Mapping[str, tuple[Split, ...]]
+    shapes: Mapping[str, tuple[int, ...]]
+    device: str
+    files: Files
+
+    def shrink(self, grid: Mesh, rank: int) -> None:
+        """Make every tensor on meta as small as the part of `rank`."""
+        shrink(self.model, self.splits, grid, rank)
+
+    def plan(
+        self, grid: Mesh, rank: int, only: Mapping[str, Mapping[str, int]] | None = None
+    ) -> LoadPlan:
+        """What `rank` has a part in of filling it. only: see load_into."""
+        asked = Asked(
+            self.splits, only or {}, self.shapes, lambda index: sources_of(self.model, index)
+        )
+        return plan_files(self.model, self.files, grid, rank, asked)
+
+    def fill(self, coor: Coordinator, plan: LoadPlan) -> Loaded:
+        """Read this rank's part. Collective."""
+        return load_planned(self.model, plan, self.files, coor, self.device)
+
+
+def find(coor: Coordinator, path: str | Path, grid: Mesh, asked: Options) -> tuple[Files, Any]:
+    """The files of a checkpoint and its configs, the same on every rank. Collective."""
+    files, configs = share_files(
+        coor,
+        path,
+        lambda: who_reads(coor, grid, asked.reader or "each")[1],
+        lambda: read_configs(path),
+    )
+    return files, json.loads(configs)
+
+
+def cut_checkpoint(
+    coor: Coordinator, files: Files, configs: Any, grid: Mesh, asked: Options
+) -> CutModel:
+    """The empty model of a checkpoint and how it is cut; PlanError if it cannot be."""
+    config, generation = configs_from(*configs)
+    config = own_config(config, asked.config)
+    _refuse_quantised(files.path, config, asked)
+    model = build(asked.cls or model_class(config), config, asked)
+    where = asked.device or own_device(coor)
+    size = grid.along("tp")
+    styles = read_plan(model, asked.tp_plan or "auto") if size > 1 else {}
+    splits = splits_of(model, styles, size)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    _rehearse(model, styles, splits, grid, coor.rank)
+    compute_buffers(model, where)
+    return CutModel(model, config, generation, styles, splits, shapes, where, files)
+
+
+def shrink(
+    model: nn.Module, splits: Mapping[str, tuple[Split, ...]], grid: Mesh, rank: int
+) -> None:
+    cut = {
+        id(p): empty_like(p, local_shape(p.shape, splits[name], grid, rank))
+        for name, p in model.named_parameters()
+        if splits[name]
+    }
+    replace(model, cut)
+
+
+def _rehearse(
+    model: Any,
+    styles: Mapping[str, str],
+    splits: Mapping[str, tuple[Split, ...]],
+    grid: Mesh,
+    rank: int,
+) -> None:
+    """PlanError if the model, cut so, would fail in its first call; the model stays as it is."""
+    if styles:
+        whole = shortened(model, styles)
+        part = copy.deepcopy(whole)
+        shrink(part, splits, grid, rank)
+        rehearse(whole, part, styles, grid.coordinate(rank)["tp"], grid.along("tp"))
+
+
+def _refuse_quantised(path: str | Path, config: Any, asked: Options) -> None:
+    """What is stored in blocks with scales has to be computed, so no rank could read its part."""
+    given = getattr(config, "quantization_config", None) or asked.rest.get("quantization_config")
+    if given is None:
+        return
+    told = given if isinstance(given, dict) else given.to_dict()
+    raise PlanError(
+        f"{path} is quantised ({told.get('quant_method')}), so its weights are computed from what "
+        "is stored, and no rank could read its part of them; load whole layers with device_map= "
+        "and no tp= or mesh=, or save it once in the dtype it is to run in, as from_pretrained("
+        "..., quantization_config=FineGrainedFP8Config(dequantize=True)) and save_pretrained(..., "
+        "save_original_format=False) do for fp8."
+    )
+
+
+def own_device(coor: Coordinator) -> str:
+    return f"cuda:{coor.local_rank}" if torch.cuda.is_available() else "cpu"
+
+
+def read_configs(path: str | Path) -> bytes:
+    """config.json and generation_config.json in one line, for ranks that may have no file."""
+    config = json.loads((Path(path) / "config.json").read_text())
+    if config.get("model_type") not in transformers.CONFIG_MAPPING:
+        config = json.loads(transformers.AutoConfig.from_pretrained(path).to_json_string(False))
+    generation = Path(path) / "generation_config.json"
+    return json.dumps(
+        [config, json.loads(generation.read_text()) if generation.is_file() else None]
+    ).encode()
+
+
+def configs_from(model: Any, generation: Any) -> tuple[Any, Any]:
+    config = config_from(model)
+    if generation is None:
+        return config, None
+    return config, transformers.GenerationConfig.from_dict(generation)
+
+
+def build(kind: type[Any], config: Any, asked: Options) -> Any:
+    """The model with its weights on meta, in the dtypes it will have."""
+    build_on, dtype = asked.build_on or "meta", asked.dtype
+    if build_on not in ("meta", "cpu"):
+        raise PlanError(f'build_on={build_on!r}: a model is built on "meta" or on "cpu".')
+    if isinstance(dtype, str):
+        dtype = None if dtype == "auto" else getattr(torch, dtype.removeprefix("torch."))
+    chosen = dtype or getattr(config, "dtype", None) or torch.float32
+    with building, on_meta() if build_on == "meta" else torch.device(build_on):
+        model = kind._from_config(config, dtype=chosen, **asked.rest)
+    wide = kept_wide(model, chosen)
+    empty = {id(t): empty_like(t, t.shape, wide.get(name)) for name, t in named_tensors(model)}
+    replace(model, empty)  # the buffers that no file holds stay as they were built
+    return model
+
+
+def empty_like(tensor: torch.Tensor, shape: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    empty = torch.empty(shape, dtype=dtype or tensor.dtype, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty
+
+
+def compute_buffers(model: Any, device: str) -> None:
+    """Give the buffers that are in no checkpoint the values their module's code computes."""
+    for name, module in model.named_modules():
+        buffers = module._buffers
+        todo = [key for key in module._non_persistent_buffers_set if buffers[key] is not None]
+        for key in todo:
+            if buffers[key].is_meta:
+                buffers[key] = torch.full_like(buffers[key], _unset(buffers[key]), device=device)
+            else:
+                buffers[key] = buffers[key].to(device)
+        if todo:
+            _initialiser(model, name)(module)
+        for key in todo:
+            if _is_unset(buffers[key]):
+                buffers[key] = _constructed(module, key, device)
+            if _is_unset(buffers[key]):
+                raise InferenceError(
+                    f"the buffer {name}.{key} is in no checkpoint, and {type(model).__name__} "
+                    'computes it in its constructor only; load with build_on="cpu".'
+                )
+
+
+def _initialiser(model: nn.Module, name: str) -> Callable[[nn.Module], None]:
+    """What gives a module its first values: of the innermost model around it that knows how."""
+    while name and not hasattr(model.get_submodule(name), "_init_weights"):
+        name = name.rpartition(".")[0]
+    around: Any = model.get_submodule(name)
+    return around._init_weights  # type: ignore[no-any-return]
+
+
+def _constructed(module: nn.Module, key: str, device: str) -> torch.Tensor:
+    """A buffer that the constructor computes, from one that is given the same config; as it is, if
+    that is not how the module was made, or if it were made with more weights than are borne."""
+    buffer = module._buffers[key]
+    assert buffer is not None
+    if sum(p.numel() for p in module.parameters()) > FEW:
+        return buffer
+    if set(inspect.signature(type(module)).parameters) - {"config", "device"}:
+        return buffer  # made with more than the config, perhaps
+    try:
+        with torch.random.fork_rng(devices=[]):
+            made = type(module)(getattr(module, "config", None))._buffers[key]
+    except Exception:
+        return buffer
+    return buffer if made is None or made.shape != buffer.shape else made.to(device, buffer.dtype)
+
+
+def _unset(buffer: torch.Tensor) -> Any:
+    """A value that no module computes."""
+    if buffer.is_floating_point() or buffer.is_complex():
+        return math.nan
+    return True if buffer.dtype == torch.bool else torch.iinfo(buffer.dtype).max
+
+
+def _is_unset(buffer: torch.Tensor) -> bool:
+    """Is every element still what it was filled with?"""
+    if not buffer.numel():
+        return False
+    if buffer.is_floating_point() or buffer.is_complex():
+        return bool(buffer.isnan().any())
+    return bool((buffer == _unset(buffer)).all())

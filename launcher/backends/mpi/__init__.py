@@ -1,0 +1,138 @@
+"""MPI: the variables of Open MPI, MPICH and Intel MPI, and the command that starts them.
+
+mpiexec -n 2 python script.py       # launcher.current() works inside script.py
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from launcher.backends.env_table import build, family, numbers
+from launcher.backends.mpi import mpi_rendezvous
+from launcher.backends.torch_rendezvous import environment, meeting_point
+from launcher.job import LOOPBACK, Job
+from launcher.launch_info import LaunchInfo, LaunchInfoError
+
+__all__ = ["NAME", "command", "detect", "environment"]
+
+NAME = "mpi"
+STARTS_ALL_NODES = True
+HONOURS = frozenset({"bind", "log_dir", "nnodes", "trace"})
+# OMPI_COMM_WORLD_NODE_RANK is no node's index: it is this rank among all the jobs of its node.
+OPEN_MPI = {
+    "rank": "OMPI_COMM_WORLD_RANK",
+    "world_size": "OMPI_COMM_WORLD_SIZE",
+    "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK",
+    "local_world_size": "OMPI_COMM_WORLD_LOCAL_SIZE",
+}
+HYDRA = {  # the process manager of MPICH and of Intel MPI
+    "rank": "PMI_RANK",
+    "world_size": "PMI_SIZE",
+    "local_rank": "MPI_LOCALRANKID",
+    "local_world_size": "MPI_LOCALNRANKS",
+}
+
+
+def detect(environ: Mapping[str, str]) -> LaunchInfo | None:
+    """The rank that mpiexec made of this process; None if no mpiexec started it.
+
+    On one node the environment says all. Over several nodes no MPI says there where rank 0 is: set
+    MASTER_ADDR (and, under MPICH, LAUNCH_ID), or have mpi4py installed: then the ranks agree
+    through it, which makes the first call collective.
+    """
+    return _open_mpi(environ) or _hydra(environ)
+
+
+def _open_mpi(environ: Mapping[str, str]) -> LaunchInfo | None:
+    names = (*OPEN_MPI.values(), "PMIX_NAMESPACE")
+    found = family(environ, "Open MPI's mpiexec", OPEN_MPI.values(), names)
+    if found is None:
+        return None
+    # Its suffix @N stays: it tells a spawned job from the job that spawned it.
+    return _info(environ, found, OPEN_MPI, found["PMIX_NAMESPACE"])
+
+
+def _hydra(environ: Mapping[str, str]) -> LaunchInfo | None:
+    if "SLURM_STEP_ID" in environ and not {"MPI_LOCALRANKID", "MPI_LOCALNRANKS"} & environ.keys():
+        return None  # srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE: slurm.py answers
+    found = family(environ, "mpiexec", HYDRA.values(), HYDRA.values())
+    if found is None:
+        return None
+    return _info(environ, found, HYDRA, environ.get("I_MPI_HYDRA_UUID", ""))
+
+
+def _info(
+    environ: Mapping[str, str], found: dict[str, str], table: Mapping[str, str], launch_id: str
+) -> LaunchInfo:
+    sizes = numbers(found, table)
+    one_node = sizes["local_world_size"] == sizes["world_size"]
+    launch_id = environ.get("LAUNCH_ID") or launch_id
+    if one_node and not launch_id:
+        launch_id = mpi_rendezvous.starter(environ)
+    addr = LOOPBACK if one_node else environ.get("MASTER_ADDR")
+    if not (launch_id and addr):
+        agreed_id, agreed_addr = mpi_rendezvous.agree(sizes["world_size"], _host(environ))
+        launch_id, addr = launch_id or agreed_id, addr or agreed_addr
+    point = meeting_point(environ, launch_id, addr)
+    return build(NAME, found, **sizes, **point, extras={"launcher": NAME})
+
+
+def _host(environ: Mapping[str, str]) -> str:
+    """This node by the name that mpiexec reached it by."""
+    name = environ.get("PMIX_HOSTNAME") or environ.get("PMI_HOSTNAME")
+    return name or socket.gethostname()
+
+
+def command(job: Job) -> list[str]:
+    """The command line of the mpiexec found on PATH, which starts the ranks of all nodes at once.
+
+    The nodes are those of the allocation, or of the host file that this MPI's own variables name.
+    Raises LaunchInfoError if there is no mpiexec, or one of no MPI known here.
+    """
+    mpiexec = shutil.which("mpiexec") or ""
+    size = ["-n", str(job.nnodes * job.nprocs)]
+    if _is_open_mpi(mpiexec):
+        return [mpiexec, *size, *_open_mpi_options(job), *job.rank_command()]
+    guard = [sys.executable, "-m", "launcher.backends.mpi.mpi_abort"]
+    return [mpiexec, *size, *_hydra_options(job), *guard, *job.rank_command()]
+
+
+def _open_mpi_options(job: Job) -> list[str]:
+    """More ranks than cores is no mistake here, and this MPI exports nothing unasked."""
+    where = f"ppr:{job.nprocs}:node" if job.nnodes > 1 else ""
+    options = ["--map-by", f"{where}:OVERSUBSCRIBE"]
+    if not job.bind:
+        options += ["--bind-to", "none"]
+    return options + [word for name in environment(job) for word in ("-x", name)]
+
+
+def _hydra_options(job: Job) -> list[str]:
+    options = ["-ppn", str(job.nprocs)] if job.nnodes > 1 else []
+    if job.bind:
+        options += ["-bind-to", "core"]
+    return options
+
+
+@functools.cache
+def _is_open_mpi(mpiexec: str) -> bool:
+    """Whether mpiexec is Open MPI's; False for the Hydra of MPICH and Intel MPI."""
+    if not mpiexec:
+        raise LaunchInfoError(
+            "no mpiexec on PATH: no ranks can be started under MPI. Load the module of an MPI, or "
+            "`pip install mpich`."
+        )
+    shown = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=30)
+    if "Open MPI" in shown.stdout:
+        return True
+    if "HYDRA" in shown.stdout or "Intel(R) MPI" in shown.stdout:
+        return False
+    raise LaunchInfoError(
+        f"{mpiexec} is neither Open MPI's nor MPICH's nor Intel MPI's, so its options are unknown "
+        f"(it says {shown.stdout[:80]!r}). Put one of theirs first on PATH, or start the ranks "
+        "with this one yourself: `launcher.current()` may well know them."
+    )

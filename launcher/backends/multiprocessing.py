@@ -1,0 +1,31 @@
+"""Ranks as processes of this machine: the launcher that needs nothing but Python.
+
+python -m launcher run -n 4 train.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from launcher.job import Job
+from launcher.launch_info import LaunchInfo
+from launcher.system import nesting
+
+NAME = "multiprocessing"
+HONOURS = frozenset({"bind", "log_dir", "preload", "trace"})
+
+
+def detect(environ: Mapping[str, str]) -> LaunchInfo | None:
+    """The rank that we made of this process; None if an engine started inside that rank made it."""
+    info = LaunchInfo.from_env(environ)
+    if info is None or nesting.is_inside_another(info.extras, environ):
+        return None
+    return info
+
+
+def run(job: Job, owns_process: bool = False) -> list[Any]:
+    """Each rank's result, by rank; see launcher/local/launch_local.py."""
+    from launcher.local import launch_local  # not needed to know who one is
+
+    return launch_local.run(job, owns_process)

@@ -1,0 +1,55 @@
+"""Ray: a worker's variables, and one actor per rank.
+
+results = launcher.launch(work, nprocs=5, launcher="ray")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from launcher.backends.env_table import build, family, numbers
+from launcher.job import Job
+from launcher.launch_info import LaunchInfo
+
+NAME = "ray"
+STARTS_ALL_NODES = True
+HONOURS = frozenset({"nnodes"})
+TRAIN = {
+    "rank": "RANK",
+    "world_size": "WORLD_SIZE",
+    "local_rank": "LOCAL_RANK",
+    "local_world_size": "LOCAL_WORLD_SIZE",
+    "master_port": "MASTER_PORT",
+}
+
+
+def detect(environ: Mapping[str, str]) -> LaunchInfo | None:
+    """The rank that this worker of Ray is, started by run or by Ray Train; None in any other."""
+    info = LaunchInfo.from_env(environ)
+    if info is not None:
+        return info if info.extras.get("launcher") == NAME else None
+    return _detect_train(environ) if "RAY_JOB_ID" in environ else None
+
+
+def _detect_train(environ: Mapping[str, str]) -> LaunchInfo | None:
+    """A worker of Ray Train's TorchTrainer, whose process group has its store at the master."""
+    names = (*TRAIN.values(), "MASTER_ADDR", "NODE_RANK", "RAY_JOB_ID")
+    found = family(environ, "Ray Train", (TRAIN["rank"], TRAIN["world_size"]), names)
+    if found is None:
+        return None
+    return build(
+        NAME,
+        found,
+        launch_id="-".join(found[name] for name in ("RAY_JOB_ID", "MASTER_ADDR", "MASTER_PORT")),
+        master_addr=found["MASTER_ADDR"],
+        extras={"launcher": NAME, "store": "agent"},
+        **numbers(found, TRAIN),
+    )
+
+
+def run(job: Job) -> list[Any]:
+    """Each rank's result, by rank; see launcher/backends/ray/ray_cluster.py."""
+    from launcher.backends.ray import ray_cluster  # not needed to know who one is
+
+    return ray_cluster.run(job)

@@ -1,0 +1,39 @@
+"""What a launch is called and where its rank 0 listens, where the engine leaves that open."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from launcher import launch_secret, ports
+from launcher.job import LOOPBACK, Job
+from launcher.launch_info import integer
+
+
+def meeting_point(environ: Mapping[str, str], launch_id: str, addr: str) -> dict[str, object]:
+    """launch_id, master_addr and master_port of a LaunchInfo, the same on every rank.
+
+    LAUNCH_ID, MASTER_ADDR and MASTER_PORT go before what the engine offers, each if it is set; the
+    port is otherwise the first that hashes from the launch_id.
+    """
+    name = environ.get("LAUNCH_ID") or launch_id
+    port = environ.get("MASTER_PORT")
+    return {
+        "launch_id": name,
+        "master_addr": environ.get("MASTER_ADDR") or addr,
+        "master_port": integer(port, "MASTER_PORT") if port else ports.candidates(name)[0],
+    }
+
+
+def environment(job: Job) -> dict[str, str]:
+    """What one command that starts every rank must pass on: where to meet, and a fresh secret.
+
+    A job that only shows what would be run has no secret, lest it be shown, too.
+    """
+    variables = {"LAUNCH_ID": job.launch_id}
+    if job.results_dir:
+        variables.update(launch_secret.variables())
+    if job.master_addr != LOOPBACK:
+        variables["MASTER_ADDR"] = job.master_addr
+    if job.master_port:
+        variables["MASTER_PORT"] = str(job.master_port)
+    return variables

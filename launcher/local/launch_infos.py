@@ -1,0 +1,34 @@
+"""The LaunchInfo of every rank that one node gets, where we start the ranks."""
+
+from __future__ import annotations
+
+import os
+
+from launcher.job import Job
+from launcher.launch_info import TRACE, LaunchInfo
+from launcher.system import gpus, nesting
+
+
+def of_node(
+    job: Job, port: int, extras: dict[str, str], first_extras: dict[str, str]
+) -> list[LaunchInfo]:
+    """The LaunchInfo of every rank of this node, with first_extras for the first."""
+    devices = gpus.of_ranks(job.nprocs, job.share_devices)
+    common = {**nesting.extras(os.environ), **({TRACE: job.trace} if job.trace else {})}
+    return [
+        LaunchInfo(
+            launch_id=job.launch_id,
+            world_size=job.nprocs * job.nnodes,
+            local_world_size=job.nprocs,
+            rank=job.node_rank * job.nprocs + local_rank,
+            local_rank=local_rank,
+            master_addr=job.master_addr,
+            master_port=port,
+            extras={
+                **common,
+                **(extras if local_rank else first_extras),
+                **devices.get(local_rank, {}),
+            },
+        )
+        for local_rank in range(job.nprocs)
+    ]

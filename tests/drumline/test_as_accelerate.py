@@ -1,0 +1,291 @@
+"""Accelerate's names give Accelerate's answers in one process, and the cluster's for its places."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+import threading
+
+import accelerate
+import pytest
+import safetensors.torch
+import torch
+from accelerate import utils
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import drumline
+import launcher
+from coordinator import Coordinator
+from drumline.planner import memory
+
+NAMES = [
+    "get_max_memory",
+    "get_balanced_memory",
+    "infer_auto_device_map",
+    "dispatch_model",
+    "load_checkpoint_and_dispatch",
+]
+
+
+def theirs(name):
+    return getattr(utils, name, None) or getattr(accelerate, name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_function_has_the_signature_that_accelerate_gives_it(name):
+    mine = inspect.signature(getattr(drumline, name)).parameters
+    assert list(mine.items()) == list(inspect.signature(theirs(name)).parameters.items())
+
+
+class Stack(nn.Module):
+    """Layers of the given widths, two of them tied if asked."""
+
+    def __init__(self, widths, tied):
+        super().__init__()
+        self.embed = nn.Linear(widths[0], 3, device="meta")
+        self.blocks = nn.Sequential(*[nn.Linear(3, width, device="meta") for width in widths])
+        self.head = nn.Linear(widths[0], 3, device="meta")
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+stacks = st.builds(Stack, st.lists(st.integers(1, 40), min_size=1, max_size=6), st.booleans())
+rooms = st.lists(st.integers(0, 900), max_size=4).map(
+    lambda sizes: {**dict(enumerate(sizes)), "cpu": 5000}
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(stacks, rooms, st.booleans(), st.booleans())
+def test_maps_and_room_are_those_of_accelerate(model, room, low_zero, fallback):
+    uncut = ["Linear"]
+    mine = drumline.get_balanced_memory(model, room, uncut, low_zero=low_zero)
+    assert mine == utils.get_balanced_memory(model, room, uncut, low_zero=low_zero)
+    found, expected = [
+        outcome(infer, model, dict(mine), uncut, fallback_allocation=fallback)
+        for infer in (drumline.infer_auto_device_map, utils.infer_auto_device_map)
+    ]
+    assert found == expected
+
+
+def outcome(infer, *arguments, **options):
+    """The map in its order, or the error: for some of these models Accelerate has one."""
+    try:
+        return list(infer(*arguments, **options).items())
+    except Exception as error:
+        return repr(error)
+
+
+@given(st.dictionaries(st.sampled_from(["cpu", "disk"]), st.sampled_from(["1GiB", "2GB", 3])))
+def test_sizes_are_read_as_accelerate_reads_them(given):
+    assert drumline.get_max_memory(dict(given)) == utils.get_max_memory(dict(given))
+
+
+def test_a_coordinator_is_asked_for_the_room_of_all_ranks(ranks, monkeypatch):
+    monkeypatch.setattr(memory, "available_cpu", lambda: 4000)
+
+    def rank(info):
+        with Coordinator(info) as coor:
+            return drumline.get_max_memory(coor)
+
+    assert ranks(rank, 4) == [{(rank, "cpu"): 900 for rank in range(4)}] * 4
+
+
+def test_places_of_ranks_are_planned_for_by_the_cluster():
+    model = nn.Sequential(*[nn.Linear(4, 4, bias=False, device="meta") for _ in range(4)])
+    room = {(0, "cpu"): "200", (1, "cpu"): 200}
+    found = drumline.infer_auto_device_map(model, room)
+    assert found.places == {str(n): (n // 2, "cpu") for n in range(4)}
+
+
+def test_sizes_by_place_are_read_and_a_rank_alone_is_its_cpu():
+    found = drumline.get_max_memory({1: "2KB", (0, "disk"): "1KiB", (0, "cpu"): 3})
+    assert list(found.items()) == [((0, "cpu"), 3), ((0, "disk"), 1024), ((1, "cpu"), 2000)]
+
+
+def test_options_as_they_are_if_not_given_are_as_good_as_not_given():
+    model, room = nn.Linear(2, 2), {(0, "cpu"): 900, 1: 900}
+    plain = {"no_split_module_classes": None, "clean_result": True, "verbose": False}
+    assert drumline.infer_auto_device_map(model, max_memory=room, **plain).ranks == [0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("infer_auto_device_map", {"fallback_allocation": True}),
+        ("infer_auto_device_map", {"dtype": torch.float16}),
+        ("infer_auto_device_map", {"special_dtypes": {"weight": torch.float16}}),
+        ("get_balanced_memory", {}),
+    ],
+)
+def test_an_option_that_the_cluster_does_not_know_is_refused(name, options):
+    with pytest.raises(TypeError, match=next(iter(options), "places of several ranks")):
+        getattr(drumline, name)(nn.Linear(2, 2), {(0, "cpu"): 900}, **options)
+
+
+@pytest.mark.parametrize("name", ["get_max_memory"])
+def test_without_accelerate_the_error_says_what_to_install(monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "accelerate.utils", None)
+    with pytest.raises(ImportError, match="pip install accelerate"):
+        getattr(drumline, name)()
+
+
+class Three(nn.Module):
+    """What Accelerate's own tests dispatch, with buffers of both kinds and a tie."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        self.linear1 = nn.Linear(3, 4)
+        self.batchnorm = nn.BatchNorm1d(4)
+        self.linear2 = nn.Linear(4, 3)
+        self.linear3 = nn.Linear(3, 4)
+        self.register_buffer("shift", torch.ones(3) / 7, persistent=False)
+        if tied:
+            self.linear3.weight = self.linear1.weight
+
+    def forward(self, x):
+        x = self.linear2(self.batchnorm(self.linear1(x))) + self.shift
+        return self.linear3(x)
+
+
+INPUT = torch.randn(2, 3, generator=torch.Generator().manual_seed(1))
+MAPS = [
+    {"linear1": 0, "batchnorm": 1, "linear2": 0, "linear3": 0, "shift": 0},
+    {"": 0, "linear1": 1, "batchnorm": 1, "linear2": 2, "linear3": 1},
+    {"": (0, "cpu"), "batchnorm": (2, "cpu")},
+    "auto",
+]
+
+
+def over_ranks(work, nprocs=3):
+    """What work() returns on the master."""
+    return launcher.launch(work, nprocs=nprocs, launcher="threads", timeout_s=60)[0]
+
+
+def three(tied):
+    torch.manual_seed(0)
+    return Three(tied).eval()
+
+
+building = threading.Lock()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("device_map", MAPS)
+def test_a_module_of_any_kind_is_dispatched_over_ranks(device_map, tied):
+    expected = three(tied)(INPUT)
+
+    def rank():
+        with building:
+            model = three(tied)
+        with torch.no_grad(), drumline.dispatch_model(model, device_map) as spread:
+            return spread(INPUT)
+
+    assert torch.equal(over_ranks(rank), expected)
+
+
+ON_DISK = {"linear1": "disk", "batchnorm": (1, "disk"), "linear2": 2, "linear3": "cpu", "shift": 0}
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_modules_of_any_rank_stay_on_disk_and_are_read_when_they_run(is_stored, tmp_path):
+    plain = three(False)
+    safetensors.torch.save_file(plain.state_dict(), tmp_path / "model.safetensors")
+    folder = tmp_path / "offload"
+
+    def rank():
+        with building:
+            model = three(False)
+        with torch.no_grad():
+            if is_stored:
+                given = {"offload_folder": folder, "preload_module_classes": ["Three"]}
+                checkpoint = tmp_path / "model.safetensors"
+                drumline.load_checkpoint_and_dispatch(model, checkpoint, ON_DISK, **given)
+            else:
+                drumline.dispatch_model(model, ON_DISK, offload_dir=folder)
+            with model:
+                assert model.linear1.weight.is_meta and not model.linear3.weight.is_meta
+                return [model(INPUT) for _ in range(2)]
+
+    for found in over_ranks(rank):
+        assert torch.equal(found, plain(INPUT))
+    assert sorted(file.name for file in folder.iterdir()) == [
+        "batchnorm.rank1.safetensors",
+        "linear1.rank0.safetensors",
+    ]
+
+
+def test_modules_that_are_to_stay_on_disk_need_a_folder():
+    def rank():
+        with pytest.raises(drumline.InferenceError, match="give offload_dir="):
+            drumline.dispatch_model(three(False), ON_DISK)
+
+    over_ranks(rank)
+
+
+@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize("device_map", MAPS)
+def test_a_checkpoint_is_loaded_into_a_module_over_ranks(device_map, meta, tmp_path):
+    plain = three(False)
+    safetensors.torch.save_file(plain.state_dict(), tmp_path / "model.safetensors")
+
+    def rank():
+        with building:
+            torch.manual_seed(launcher.current().rank + 5)
+            with accelerate.init_empty_weights() if meta else contextlib.nullcontext():
+                model = Three().eval()
+        found = drumline.load_checkpoint_and_dispatch(model, tmp_path, device_map)
+        with torch.no_grad(), found as spread:
+            assert isinstance(device_map, str) or spread.linear2.weight.is_meta == (
+                spread.device_map.places["linear2"][0] != 0
+            )
+            return spread(INPUT)
+
+    assert torch.equal(over_ranks(rank), plain(INPUT))
+
+
+def test_a_transformers_model_on_meta_is_loaded_over_ranks(checkpoints):
+    plain, path = checkpoints.llama()
+    ids = torch.arange(3, 12)[None]
+
+    def rank():
+        with building, torch.device("meta"):
+            model = type(plain)(plain.config)
+        room = [1 << 30] * 2
+        found = drumline.load_checkpoint_and_dispatch(model, path, "auto", max_memory=room)
+        with found as spread:
+            return spread.generate(ids, max_new_tokens=5, do_sample=False)
+
+    assert torch.equal(over_ranks(rank, 2), plain.generate(ids, max_new_tokens=5, do_sample=False))
+
+
+def test_in_one_process_it_is_the_dispatch_of_accelerate(tmp_path):
+    model = three(False)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = drumline.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    assert found is model and hasattr(model, "_hf_hook")
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
+    again = drumline.load_checkpoint_and_dispatch(Three().eval(), tmp_path, {"": "cpu"})
+    assert torch.equal(again(INPUT), three(False)(INPUT))
+
+
+def test_a_map_of_another_module_is_refused():
+    def rank():
+        with pytest.raises(drumline.PlanError, match="lineal"):
+            drumline.dispatch_model(three(False), {"": 0, "lineal": 1})
+
+    over_ranks(rank, 2)
+
+
+@pytest.mark.parametrize("options", [{"skip_keys": "x"}, {"main_device": 1}])
+def test_what_cannot_be_honoured_over_ranks_is_refused(options):
+    """main_device=1 was ignored, for 1 is as good as True."""
+
+    def rank():
+        with pytest.raises(TypeError, match=next(iter(options))):
+            drumline.dispatch_model(three(False), {"": 0}, **options)
+
+    over_ranks(rank, 2)

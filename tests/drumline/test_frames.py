@@ -1,0 +1,106 @@
+"""Messages keep every value, and those of a generation are one frame each."""
+
+from __future__ import annotations
+
+import queue
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drumline.stages.messages import DTYPES, HEADER, Kind, Link, Message
+
+
+class Pipe:
+    """A communicator from one thread to itself, which counts the frames."""
+
+    def __init__(self) -> None:
+        self.frames: queue.Queue[torch.Tensor] = queue.Queue()
+        self.sizes: list[int] = []
+
+    def send(self, tensor: torch.Tensor, dst: int) -> None:
+        self.sizes.append(tensor.numel())
+        self.frames.put(tensor.clone())
+
+    def recv(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
+        return tensor.copy_(self.frames.get_nowait())
+
+
+def link() -> tuple[Pipe, Link, Link]:
+    pipe = Pipe()
+    return pipe, Link(pipe, 1), Link(pipe, 0)
+
+
+@given(
+    st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=20),
+    st.lists(st.lists(st.integers(0, 5), max_size=4), max_size=4),
+    st.text(max_size=3000),
+    st.text(max_size=50),
+)
+def test_a_message_arrives_as_it_was_sent(ints, shapes, text, note):
+    _, sender, receiver = link()
+    tensors = [torch.randn(shape) for shape in shapes]
+    for kind in Kind:
+        sender.send(Message(kind, 5, ints, tensors, text, note))
+        got = receiver.receive()
+        assert (got.kind, got.program, got.ints) == (kind, 5, ints)
+        assert (got.text, got.note) == (text, note)
+        assert all(torch.equal(a, b) for a, b in zip(got.tensors, tensors, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_travels(dtype):
+    _, sender, receiver = link()
+    tensor = torch.arange(6).reshape(2, 3).to(dtype)
+    sender.send(Message(Kind.CALL, tensors=[tensor.t(), tensor[:, :1].expand(2, 4)]))
+    got = receiver.receive().tensors
+    as_bytes = [part.contiguous().view(torch.uint8) for part in (got[0], tensor.t().contiguous())]
+    assert got[0].dtype == dtype and torch.equal(*as_bytes)
+    assert got[1].shape == (2, 4)
+
+
+@pytest.mark.parametrize("axes", [(0, 2, 3, 1), (3, 1, 0, 2), (1, 0, 2, 3)])
+def test_tensors_arrive_with_their_axes_in_the_same_order_in_memory(axes):
+    """Convolutions round by it: ConvNeXt's channels lie last, and its logits differed by an ulp."""
+    _, sender, receiver = link()
+    dense = torch.randn(2, 3, 4, 5).permute(axes)
+    gaps = torch.randn(4, 6).t()[::2]
+    for _ in range(2):
+        sender.send(Message(Kind.CALL, tensors=[dense, gaps, torch.ones(3)]))
+        got = receiver.receive().tensors
+        assert torch.equal(got[0], dense) and got[0].stride() == dense.stride()
+        assert torch.equal(got[1], gaps) and got[1].is_contiguous()
+        assert got[2].tolist() == [1, 1, 1]
+
+
+def decoded_token(cached: int, width: int = 4096) -> Message:
+    """What one token of a padded batch sends: hidden, cos, sin, positions, mask."""
+    hidden = torch.zeros(4, 1, width, dtype=torch.bfloat16)
+    angles = torch.zeros(4, 1, 128, dtype=torch.bfloat16)
+    mask = torch.zeros(4, 1, 1, cached, dtype=torch.bool)
+    positions = torch.zeros(4, 1, dtype=torch.int64)
+    return Message(Kind.CALL, 3, [1], [hidden, angles, angles.clone(), positions, mask])
+
+
+def test_the_tokens_of_a_generation_are_one_frame_each():
+    pipe, sender, receiver = link()
+    for cached in range(100, 400):
+        sender.send(decoded_token(cached))
+        receiver.receive()
+    assert len(pipe.sizes) == 301  # the first message had to say how large it is
+
+
+def test_what_a_token_adds_to_its_tensors_is_less_than_a_hundred_bytes():
+    message = decoded_token(100)
+    del message.tensors[-1]  # no mask: the usual case of one prompt
+    described = sum(2 + 4 * tensor.dim() for tensor in message.tensors)
+    assert HEADER.size + described + 4 * len(message.ints) < 100
+
+
+def test_a_long_prompt_does_not_make_the_following_frames_long():
+    pipe, sender, receiver = link()
+    for message in (decoded_token(1, width=1 << 20), decoded_token(1), decoded_token(1)):
+        sender.send(message)
+        receiver.receive()
+    assert pipe.sizes[-1] < 2 * 4 * 4096 * 2

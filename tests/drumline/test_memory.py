@@ -1,0 +1,115 @@
+"""Room is what is really left, and nothing is counted twice."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import drumline
+from coordinator import Coordinator
+from drumline.planner import memory
+
+
+def cgroup(folder, **files):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in files.items():
+        (folder / name.replace("_", ".", 1)).write_text(f"{value}\n")
+
+
+def test_the_tightest_cgroup_above_the_process_counts(tmp_path):
+    cgroup(tmp_path / "a", memory_max=1000, memory_current=300)
+    cgroup(tmp_path / "a" / "b", memory_max="max", memory_current=200)
+    assert min(memory._cgroup_room(tmp_path, "0::/a/b\n")) == 700
+
+
+def test_page_cache_that_the_kernel_can_give_back_is_room(tmp_path):
+    cgroup(tmp_path / "a", memory_max=1000, memory_current=900)
+    (tmp_path / "a" / "memory.stat").write_text("anon 400\ninactive_file 500\n")
+    assert memory._cgroup_room(tmp_path, "0::/a\n") == [600]
+
+
+def test_a_cgroup_of_the_first_version_counts_too(tmp_path):
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("5000")
+    (tmp_path / "memory" / "memory.usage_in_bytes").write_text("1000")
+    assert memory._cgroup_room(tmp_path, "") == [4000]
+    own = tmp_path / "memory" / "a"
+    own.mkdir()
+    (own / "memory.limit_in_bytes").write_text("2000")
+    (own / "memory.usage_in_bytes").write_text("500")
+    lines = "5:devices:/b\n4:cpu,memory:/a\n0::/\n"
+    assert sorted(memory._cgroup_room(tmp_path, lines)) == [1500, 4000]
+
+
+@pytest.mark.parametrize("nprocs", [1, 3])
+def test_ranks_of_one_node_share_its_memory(ranks, monkeypatch, nprocs):
+    monkeypatch.setattr(memory, "available_cpu", lambda: 1000)
+
+    def rank(info):
+        with Coordinator(info) as coor:
+            return drumline.get_max_memory(coor)
+
+    expected = {(rank, "cpu"): 900 // nprocs for rank in range(nprocs)}
+    assert ranks(rank, nprocs) == [expected] * nprocs
+
+
+def report(local_rank, *ids, node="a"):
+    seen = {f"cuda:{n}": {"id": name, "free": 100 + n} for n, name in enumerate(ids)}
+    return {"node": node, "local_rank": local_rank, "accelerators": seen, "cpu": 1000}
+
+
+@st.composite
+def clusters(draw):
+    """Nodes whose ranks see some of their accelerators, in any order, all alike or one each."""
+    reports = []
+    for node in range(draw(st.integers(1, 2))):
+        ids = [f"unit{n}" for n in range(draw(st.integers(0, 4)))]
+        for local_rank in range(draw(st.integers(1, 4))):
+            seen = draw(st.permutations(ids))[: draw(st.integers(0, len(ids)))]
+            reports.append(report(local_rank, *seen, node=f"node{node}"))
+    return reports
+
+
+@given(clusters())
+def test_an_accelerator_is_counted_once_however_many_see_it(reports):
+    owned = memory.share_out(reports)
+    units = [
+        (reports[rank]["node"], reports[rank]["accelerators"][device]["id"])
+        for rank, devices in enumerate(owned)
+        for device in devices
+    ]
+    seen = {(r["node"], found["id"]) for r in reports for found in r["accelerators"].values()}
+    assert sorted(units) == sorted(seen)
+
+
+def test_ranks_that_see_the_same_accelerators_get_their_own_first():
+    assert memory.share_out([report(0, "x", "y"), report(1, "x", "y")]) == [["cuda:0"], ["cuda:1"]]
+    assert memory.share_out([report(0, "x"), report(1, "y")]) == [["cuda:0"], ["cuda:0"]]
+    assert memory.share_out([report(0, "x"), report(1, "x")]) == [["cuda:0"], []]
+
+
+def test_accelerators_beyond_the_ranks_go_to_ranks_too():
+    units = ["w", "x", "y", "z"]
+    assert memory.share_out([report(0, *units)]) == [["cuda:0", "cuda:1", "cuda:2", "cuda:3"]]
+    assert memory.share_out([report(0, *units), report(1, *units)]) == [
+        ["cuda:0", "cuda:2"],
+        ["cuda:1", "cuda:3"],
+    ]
+
+
+def test_accelerators_come_before_the_cpu_of_their_rank(ranks, monkeypatch):
+    monkeypatch.setattr(memory, "available_cpu", lambda: 1000)
+    seen = {"cuda:0": {"id": "x", "free": 70}, "cuda:1": {"id": "y", "free": 80}}
+    monkeypatch.setattr(memory, "accelerators", lambda: seen)
+
+    def rank(info):
+        with Coordinator(info) as coor:
+            return list(drumline.get_max_memory(coor).items())
+
+    assert ranks(rank, 2)[0] == [
+        ((0, "cuda:0"), 70),
+        ((0, "cpu"), 450),
+        ((1, "cuda:1"), 80),
+        ((1, "cpu"), 450),
+    ]

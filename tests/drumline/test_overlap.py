@@ -1,0 +1,364 @@
+"""Groups of rows follow each other round the ring, and no token is another one for it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import DynamicCache, GenerationConfig, StaticCache
+
+from drumline.pipeline import microbatch
+from drumline.pipeline.microbatch_runner import Relay
+from drumline.stages.stage import Stage
+
+ROWS = 9
+
+
+@given(st.integers(1, 200), st.integers(1, 50))
+def test_groups_are_all_rows_once_in_order_and_nearly_equal(batch, groups):
+    groups = min(batch, groups)
+    found = microbatch.rows(batch, groups)
+    assert [row for part in found for row in range(batch)[part]] == list(range(batch))
+    sizes = {part.stop - part.start for part in found}
+    assert len(found) == groups and max(sizes) - min(sizes) <= 1
+
+
+@given(st.integers(1, 500), st.integers(1, 4096), st.integers(2, 16))
+def test_a_pass_is_cut_only_into_groups_that_are_worth_it(batch, tokens, stages):
+    groups = microbatch.groups_of_pass(batch, tokens, stages)
+    assert 1 <= groups <= batch
+    assert groups == 1 or batch * tokens >= groups * microbatch.SMALLEST_PASS
+
+
+dims = st.lists(st.integers(1, 6), min_size=1, max_size=5)
+
+
+@given(st.integers(2, 6), st.sampled_from([*microbatch.BY_ROW, "cu_seqlens", "pixel_values"]), dims)
+def test_what_is_cut_has_a_row_for_each_sequence(batch, name, shape):
+    inputs = {"input_ids": torch.zeros(batch, 3), name: torch.zeros(shape)}
+    if not microbatch.is_by_row(inputs, batch):
+        return
+    assert name in microbatch.BY_ROW and len(shape) in microbatch.BY_ROW[name]
+    parts = [microbatch.cut(inputs, group) for group in microbatch.rows(batch, 2)]
+    if shape[0] == batch:
+        assert torch.equal(torch.cat([part[name] for part in parts]), inputs[name])
+    else:
+        assert (name, shape[0]) == ("position_ids", 1) and parts[0][name] is inputs[name]
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"do_sample": True},
+        {"num_beams": 2},
+        {"streamer": object()},
+        {"return_dict_in_generate": True},
+        {"logits_processor": [len]},
+        {"max_time": 3.0},
+        {"prompt_lookup_num_tokens": 3},
+        {"past_key_values": object()},
+    ],
+    ids=str,
+)
+def test_a_generation_whose_rows_may_know_of_each_other_is_left_whole(option):
+    ordinary = {"input_ids": torch.zeros(9, 3), "max_new_tokens": 4}
+    assert microbatch.is_ordinary(ordinary, None)
+    assert not microbatch.is_ordinary({**ordinary, **option}, None)
+
+
+def test_a_default_that_the_given_settings_leave_open_counts_too():
+    given, own = GenerationConfig(max_new_tokens=4), GenerationConfig(do_sample=True)
+    assert not microbatch.is_ordinary({}, given, own)
+    assert microbatch.is_ordinary({"do_sample": False}, given, own)
+
+
+def prompt(padded: bool) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 64, (ROWS, 7), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones_like(ids)
+    if padded:
+        for row in range(ROWS):
+            mask[row, : row % 5] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Groups of any size are worth it."""
+    monkeypatch.setattr(microbatch, "SMALLEST_PASS", 7)
+    monkeypatch.setattr(microbatch, "SMALLEST_STREAM", 2)
+
+
+@pytest.fixture
+def groups(monkeypatch) -> list[int]:
+    """How many groups went round, for each batch that was cut."""
+    found: list[int] = []
+    whole = Relay.map
+
+    def count(self, work, items, *until):
+        items = list(items)
+        found.append(len(items))
+        return whole(self, work, items, *until)
+
+    monkeypatch.setattr(Relay, "map", count)
+    return found
+
+
+def greedy(model: Any) -> Any:
+    return [
+        model.generate(**prompt(padded), max_new_tokens=12, do_sample=False).tolist()
+        for padded in (False, True)
+    ]
+
+
+def sampled(model: Any) -> Any:
+    torch.manual_seed(3)
+    return model.generate(**prompt(True), max_new_tokens=8, do_sample=True).tolist()
+
+
+def beams(model: Any) -> Any:
+    return model.generate(**prompt(True), max_new_tokens=8, num_beams=3, do_sample=False).tolist()
+
+
+def a_static_cache(model: Any) -> Any:
+    options = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static"}
+    return model.generate(**prompt(True), **options).tolist()
+
+
+def no_cache(model: Any) -> Any:
+    return model.generate(
+        **prompt(True), max_new_tokens=4, do_sample=False, use_cache=False
+    ).tolist()
+
+
+@pytest.mark.parametrize("nprocs", [2, 3])
+@pytest.mark.parametrize("work", [greedy, sampled, beams, a_static_cache, no_cache])
+def test_tokens_of_groups_are_those_of_the_whole(
+    checkpoints, on_master, small, groups, work, nprocs
+):
+    plain, path = checkpoints.llama()
+    assert on_master(path, nprocs, work) == work(plain)
+    assert groups and min(groups) > 1
+
+
+def test_windows_that_slide_are_put_together_too(checkpoints, on_master, small, groups):
+    plain, path = checkpoints.make(
+        "mistral-window",
+        "MistralForCausalLM",
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=5,
+        initializer_range=0.5,
+        pad_token_id=0,
+    )
+    for work in (beams, a_static_cache):
+        assert on_master(path, 2, work) == work(plain)
+    assert groups
+
+
+@pytest.mark.parametrize("work", [greedy, no_cache, a_static_cache])
+def test_layers_that_do_not_say_where_they_keep_their_keys_are_learned_of_by_each_group(
+    checkpoints, on_master, small, groups, work
+):
+    """The groups of the first call are all under way before the first answer says it."""
+    plain, path = checkpoints.make(
+        "gpt-neo-groups",
+        "GPTNeoForCausalLM",
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=4,
+        num_heads=4,
+        attention_types=[[["global", "local"], 2]],
+        window_size=6,
+        initializer_range=0.4,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    remote = {"": 0, **{f"transformer.h.{layer}": 1 for layer in range(4)}}
+    assert on_master(path, 2, work, device_map=remote) == work(plain)
+    assert groups
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_a_cache_filled_in_groups_goes_on_as_one(checkpoints, on_master, small, groups, kind):
+    def work(model):
+        cache = DynamicCache(config=model.config)
+        if kind == "static":
+            cache = StaticCache(config=model.config, max_cache_len=20)
+        inputs = prompt(False)
+        with torch.no_grad():
+            first = model(**inputs, past_key_values=cache, output_hidden_states=True)
+            assert first.past_key_values is cache and int(cache.get_seq_length(5)) == 7
+            cache.reorder_cache(torch.arange(ROWS).flip(0))
+            mask = torch.ones(ROWS, 8, dtype=torch.long)
+            ids = inputs["input_ids"][:, :1]
+            then = model(ids, past_key_values=cache, attention_mask=mask)
+        return first.logits, torch.stack(first.hidden_states), then.logits
+
+    plain, path = checkpoints.llama()
+    for found, wanted in zip(on_master(path, 3, work), work(plain), strict=True):
+        torch.testing.assert_close(found, wanted)
+    assert groups[0] > 1
+
+
+def test_batches_stay_whole_if_that_is_wanted(checkpoints, on_master, small, groups):
+    def work(model):
+        model.micro_batches = False
+        return greedy(model)
+
+    plain, path = checkpoints.llama()
+    assert on_master(path, 2, work) == greedy(plain)
+    assert not groups
+
+
+def test_rows_that_end_early_are_padded_as_in_the_whole(checkpoints, on_master, small, groups):
+    plain, path = checkpoints.llama()
+    first = plain.generate(**prompt(False), max_new_tokens=3, do_sample=False)
+
+    def work(model):
+        ends = int(first[0, -1])  # the first row ends with its third token
+        found = []
+        for limit in (12, 40):
+            options = {"max_new_tokens": limit, "do_sample": False, "eos_token_id": ends}
+            found.append(model.generate(**prompt(False), **options).tolist())
+        return found
+
+    assert on_master(path, 2, work) == work(plain)
+    assert groups
+
+
+def test_an_error_in_one_group_is_raised_and_the_model_goes_on(checkpoints, on_master, small):
+    def work(model):
+        before = greedy(model)
+        with pytest.raises(IndexError):
+            model.generate(torch.full((ROWS, 7), 1000), max_new_tokens=3, do_sample=False)
+        return before, greedy(model)
+
+    before, after = on_master(checkpoints.llama()[1], 2, work)
+    assert before == after
+
+
+@given(st.integers(1, 40), st.integers(0, 9), st.integers(1, 12), st.integers(0, 3))
+def test_chunks_are_all_tokens_once_in_order_with_what_came_before(tokens, past, size, keep):
+    ids = torch.arange(tokens)[None]
+    mask = torch.ones(1, past + tokens)
+    inputs = {"input_ids": ids, "attention_mask": mask, "logits_to_keep": keep}
+    parts = microbatch.chunks(inputs, past, size)
+    assert torch.equal(torch.cat([part["input_ids"] for part in parts], dim=1), ids)
+    assert all(part["input_ids"].shape[1] <= size for part in parts)
+    seen = past
+    for part in parts:
+        seen += part["input_ids"].shape[1]
+        assert part["attention_mask"].shape[1] == seen
+    assert parts[-1]["logits_to_keep"] == keep
+
+
+@pytest.mark.parametrize("nprocs", [2, 3])
+@pytest.mark.parametrize("implementation", [None, "static"])
+def test_a_long_prompt_in_chunks_gives_the_same_tokens(
+    checkpoints, on_master, monkeypatch, groups, nprocs, implementation
+):
+    ids = torch.randint(3, 64, (1, 41), generator=torch.Generator().manual_seed(5))
+    spans = Spans(monkeypatch)
+
+    def work(model):
+        options = {"do_sample": False, "cache_implementation": implementation}
+        for _ in range(2):  # the second time it is known what layers return
+            spans.overlaps()
+            found = model.generate(ids, max_new_tokens=6, **options).tolist()
+        with torch.no_grad():
+            cache = DynamicCache(config=model.config)
+            logits = model(input_ids=ids, past_key_values=cache).logits
+        return found, logits, spans.overlaps()
+
+    def in_chunks(model):
+        model.prefill_chunk = 8
+        return work(model)
+
+    plain, path = checkpoints.llama()
+    wanted = work(plain)
+    found = on_master(path, nprocs, in_chunks)
+    assert found[0] == wanted[0]
+    torch.testing.assert_close(found[1], wanted[1], rtol=1e-3, atol=1e-4)
+    assert groups == [6, 6, 6]
+    assert found[2] >= (nprocs > 2)  # the master's own layers are not counted
+
+
+def test_chunks_are_not_made_where_layers_come_back_to_the_master(checkpoints, on_master, groups):
+    device_map = {"": 0, "model.layers.3": 1}
+
+    def work(model):
+        model.prefill_chunk = 4
+        return model.generate(prompt(True)["input_ids"][:1], max_new_tokens=4).tolist()
+
+    plain, path = checkpoints.llama()
+    assert on_master(path, 2, work, device_map=device_map) == work(plain)
+    assert not groups
+
+
+class Spans:
+    """When each stage worked; every piece of work is made long enough to be seen."""
+
+    def __init__(self, monkeypatch):
+        self.found: list[tuple[float, float]] = []
+        reply = Stage._reply
+
+        def timed(stage, message):
+            begun = time.monotonic()
+            time.sleep(0.01)
+            answer = reply(stage, message)
+            self.found.append((begun, time.monotonic()))
+            return answer
+
+        monkeypatch.setattr(Stage, "_reply", timed)
+
+    def overlaps(self) -> int:
+        """How often a stage began before another, that had begun earlier, was done."""
+        spans = sorted(self.found)
+        self.found = []
+        return sum(later[0] < earlier[1] for earlier, later in itertools.pairwise(spans))
+
+
+def test_several_conversations_keep_several_ranks_at_work(checkpoints, on_master, monkeypatch):
+    spans = Spans(monkeypatch)
+
+    def talk(model):
+        torch.set_num_threads(1)
+        ids = prompt(False)["input_ids"][:1]
+        return model.generate(ids, max_new_tokens=10, do_sample=False).tolist()
+
+    def work(model):
+        alone, overlaps = talk(model), spans.overlaps()
+        with ThreadPoolExecutor(2) as threads:
+            assert list(threads.map(talk, [model, model])) == [alone, alone]
+        return overlaps, spans.overlaps()
+
+    one, two = on_master(checkpoints.llama()[1], 3, work)
+    assert one == 0 and two >= 5
+
+
+def test_groups_of_a_batch_keep_several_ranks_at_work(checkpoints, on_master, monkeypatch, small):
+    spans = Spans(monkeypatch)
+
+    def short(model):
+        model.generate(**prompt(False), max_new_tokens=4, do_sample=False)
+        return spans.overlaps()
+
+    def work(model):
+        for model.micro_batches in (False, True):
+            short(model)  # learns what layers return
+            yield short(model)
+
+    whole, groups = on_master(checkpoints.llama()[1], 3, lambda model: list(work(model)))
+    assert whole == 0 and groups >= 3

@@ -1,0 +1,186 @@
+"""What a model over several ranks cannot do, it refuses with what to do instead."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from drumline import InferenceError
+from drumline.pipeline.unsupported import seal
+
+REFUSED = {
+    "half": (lambda model: model.half(), "dtype="),
+    "to a dtype": (lambda model: model.to(torch.float16), "dtype="),
+    "to a device": (lambda model: model.to("cuda:0"), "device_map="),
+    "save": (lambda model: model.save_pretrained("x"), "copy the checkpoint"),
+    "weights": (lambda model: model.load_state_dict({}), "save them as a checkpoint"),
+    "adapter": (lambda model: model.load_adapter("x"), "merge_and_unload"),
+    "new adapter": (lambda model: model.add_adapter({}), "merge_and_unload"),
+    "train": (lambda model: model.train(), "inference"),
+    "gradients": (lambda model: model.requires_grad_(), "inference"),
+    "checkpointing": (lambda model: model.gradient_checkpointing_enable(), "inference"),
+    "surgery": (lambda model: set_query(model, nn.Linear(32, 32)), "never be used"),
+    "a weight": (lambda model: set_weight(model), "never be used"),
+    "a weight in place": (lambda model: query(model).data.mul_(2), "would change nothing there"),
+    "rows of a weight": (lambda model: zero_rows(model), "would change nothing there"),
+    "a weight's data": (lambda model: set_data(model), "would change nothing there"),
+    "a weight anew": (lambda model: nn.init.normal_(query(model)), "would change nothing there"),
+    "backward": (lambda model: backward(model), "no gradient comes back"),
+    "hook inside": (lambda model: hook(model), "hook the whole layer"),
+    "part of a layer": (lambda model: call_part(model), "whole layer"),
+    "attention": (lambda model: model.set_attn_implementation("eager"), "attn_implementation="),
+    "attention in the config": (lambda model: attend(model), "attn_implementation="),
+    "compile": (lambda model: model.compile(), "leave its forward"),
+    "compiled forward": (lambda model: compile_forward(model), "leave its forward"),
+    "autocast": (lambda model: autocast(model), "dtype="),
+    "copy": (lambda model: copy.deepcopy(model), "several threads"),
+    "continuous batch": (lambda model: model.generate_batch([[5, 6]]), "several threads"),
+}
+IDS = torch.arange(3, 12)[None]
+
+
+def set_query(model, value):
+    model.model.layers[-1].self_attn.q_proj = value
+
+
+def set_weight(model):
+    model.model.layers[-1].self_attn.q_proj.weight = nn.Parameter(torch.zeros(32, 32))
+
+
+def query(model):
+    return model.model.layers[-1].self_attn.q_proj.weight
+
+
+@torch.no_grad()
+def zero_rows(model):
+    query(model)[:3] = 0
+
+
+def set_data(model):
+    query(model).data = torch.zeros(32, 32)
+
+
+def hook(model):
+    model.model.layers[-1].mlp.register_forward_hook(lambda *given: None)
+
+
+def call_part(model):
+    model.model.layers[-1].mlp(torch.ones(1, 2, 32))
+
+
+def backward(model):
+    model(IDS, labels=IDS).loss.backward()
+
+
+@torch.no_grad()
+def attend(model):
+    """The other ranks went on with theirs, and took a mask that was not meant for it."""
+    model.config._attn_implementation = "eager"
+    try:
+        model(IDS)
+    finally:
+        model.config._attn_implementation = "sdpa"
+
+
+def compile_forward(model):
+    model.forward = torch.compile(model.forward, backend="eager")
+
+
+def autocast(model):
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        model(IDS)
+
+
+@pytest.fixture(scope="module")
+def complaints(checkpoints, on_master):
+    """What each attempt raises, all on one model, which works on afterwards."""
+    plain, path = checkpoints.llama()
+
+    def work(model):
+        found = {}
+        for name, (attempt, _) in REFUSED.items():
+            try:
+                attempt(model)
+            except Exception as error:
+                found[name] = error
+        assert torch.equal(
+            model.generate(IDS, max_new_tokens=4), plain.generate(IDS, max_new_tokens=4)
+        )
+        return found
+
+    return on_master(path, 2, work)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_change_a_part_only_is_refused_with_what_to_do(complaints, name):
+    assert isinstance(complaints.get(name), InferenceError), complaints.get(name)
+    assert str(complaints[name]).startswith("rank 0:") and REFUSED[name][1] in str(complaints[name])
+
+
+def test_a_model_that_is_there_already_may_be_moved_there(checkpoints, on_master):
+    def work(model):
+        assert model.to("cpu") is model and model.to(model.device, torch.float32) is model
+        assert model.eval() is model
+
+    on_master(checkpoints.llama()[1], 2, work)
+
+
+def test_a_model_that_has_changed_some_of_its_layers_by_itself_is_refused_from_then_on(
+    checkpoints, on_master
+):
+    """BigBird did so for a short text, was refused, and failed over there the next time."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    config = {**sizes, "vocab_size": 64, "num_hidden_layers": 4, "block_size": 4}
+    _, path = checkpoints.make("big_bird", "BigBirdModel", **config)
+
+    def work(model):
+        with pytest.raises(InferenceError, match="have its config say beforehand"):
+            model(IDS)
+        for _ in range(2):
+            with pytest.raises(InferenceError, match="so load the model again"):
+                model(IDS)
+
+    on_master(path, 2, work)
+
+
+def test_on_one_rank_all_of_it_works(checkpoints, on_master, tmp_path):
+    plain, path = checkpoints.llama()
+
+    def work(model):
+        model.save_pretrained(tmp_path)
+        set_query(model, copy.deepcopy(plain.model.layers[-1].self_attn.q_proj))
+        model.train()(IDS, labels=IDS).loss.backward()
+        model.load_state_dict(plain.state_dict())
+        return model.half().dtype
+
+    assert on_master(path, 1, work) == torch.float16
+    again = type(plain).from_pretrained(tmp_path)
+    assert all(
+        torch.equal(a, b) for a, b in zip(plain.parameters(), again.parameters(), strict=True)
+    )
+
+
+def test_what_layers_share_is_sealed_once_and_what_holds_nothing_not_at_all():
+    shared, activation = nn.Linear(2, 2), nn.GELU()
+    layers = [nn.Sequential(shared, activation) for _ in range(2)]
+    for number, layer in enumerate(layers):
+        seal(layer, f"layers.{number}", 1)
+    assert type(activation) is nn.GELU and isinstance(shared, nn.Linear)
+    with pytest.raises(InferenceError, match=r"layers\.0\.0\.weight runs on rank 1"):
+        shared.weight = nn.Parameter(torch.zeros(2, 2))
+
+
+def test_the_weights_of_a_sealed_layer_can_be_looked_at_and_computed_with():
+    with torch.device("meta"):
+        layer = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    seal(layer, "layers.0", 1)
+    weight = layer[0].weight
+    assert isinstance(weight, nn.Parameter) and weight.shape == (3, 2) and weight.is_meta
+    layer.requires_grad_(False)
+    assert not weight.requires_grad
+    assert type(weight + 1) is torch.Tensor
+    with pytest.raises(InferenceError, match=r"zero_ on layers\.0\.1\.running_mean"):
+        layer[1].running_mean.zero_()
