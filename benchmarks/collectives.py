@@ -126,7 +126,7 @@ def compare(
     wrong = [
         library.name
         for library in libraries
-        if not comm.coor.vote(is_right(library, operation, nbytes, dtype))
+        if not comm.coor.all_true(is_right(library, operation, nbytes, dtype))
     ]
     times = measure(comm, calls, repeats(nbytes, comm.world_size))
     least = floor.us(operation, nbytes)

@@ -68,7 +68,7 @@ def once(model, x, coor, folder):
 
 
 def layer(model, x, coor, folder):
-    runs = drumline.precompile_alike(list(model.layers), (x,), coor, folder=folder / "cache")
+    runs = drumline.precompile_modules(list(model.layers), (x,), coor, folder=folder / "cache")
 
     def run(x):
         for one in runs:
@@ -101,7 +101,7 @@ def measure(way, coor, folder):
         run = WAYS[way](model, x, coor, folder)
         took = [time.monotonic() - start, spent() - before]
         result = run(x)
-        drumline.same_everywhere(coor, result)
+        drumline.assert_identical_on_ranks(coor, result)
         took.append(bool(torch.allclose(result, model(x), rtol=1e-3, atol=1e-3)))
     return [json.loads(data) for data in coor.allgather(json.dumps(took).encode())]
 

@@ -31,7 +31,7 @@ from benchmarks.table import Table, alternate, spread
 from communicator.backends.nccl import Nccl, nccl_library, oneshot
 from communicator.backends.nccl.cupy import Cupy
 from communicator.backends.nccl.oneshot import Algorithm
-from communicator.errors import CommunicatorError
+from communicator.errors import DrumlineError
 from coordinator import Coordinator
 from tests.gpu import one_gpu
 from tests.gpu.test_oneshot import Ranks, in_order, values
@@ -141,7 +141,7 @@ def _optional(
             "cupy.cuda.nccl, addresses ready",
             lambda: through_cupy.allReduce(at, at, count, FLOAT32, SUM, stream),
         )
-    except CommunicatorError as reason:
+    except DrumlineError as reason:
         print(f"cupy is left out: {reason}", file=sys.stderr)
     try:
         import nccl.core as nccl4py

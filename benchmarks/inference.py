@@ -195,7 +195,7 @@ def over_both(
 
 def serve(folder: str, device_map: Any, group: Coordinator) -> None:
     torch.set_num_threads(1)
-    with contextlib.suppress(drumline.Served):
+    with contextlib.suppress(drumline.WorkerExit):
         loaded(folder, device_map, group)
 
 

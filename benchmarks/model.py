@@ -87,7 +87,7 @@ def ours(folder: str) -> Found:
     try:
         with Peak() as peak:
             found = timed(lambda: drumline.load(folder))
-    except drumline.Served:  # a rank that is not the master
+    except drumline.WorkerExit:  # a rank that is not the master
         found = {}
     return {**found, "peak_mib": peak.nbytes / MIB}
 

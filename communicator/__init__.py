@@ -6,7 +6,7 @@ with Communicator(Coordinator()) as comm:
 
 from communicator.base import Communicator
 from communicator.errors import CommunicatorError, CommunicatorTimeout, PeerLost, Unsupported
-from communicator.selection import backend_class, names
+from communicator.selection import backend_class, backend_names
 
 __all__ = [
     "Communicator",
@@ -15,5 +15,5 @@ __all__ = [
     "PeerLost",
     "Unsupported",
     "backend_class",
-    "names",
+    "backend_names",
 ]

@@ -13,7 +13,7 @@ import json
 from communicator import conformance, selection
 from communicator.backends.nccl import nccl_library
 from communicator.base import Communicator
-from communicator.errors import CommunicatorError, Unsupported
+from communicator.errors import DrumlineError, Unsupported
 from coordinator import Coordinator
 from launcher import LaunchError, current, launch
 
@@ -39,7 +39,7 @@ def checked(name: str) -> Verdict:
             coor.barrier()  # nobody closes while others still compare
     except Unsupported as reason:
         return UNUSABLE, _reason(name, str(reason))
-    except CommunicatorError as error:
+    except DrumlineError as error:
         return FAILS, str(error)
     return CONFORMS if report.ok else FAILS, str(report).splitlines()[-1]
 
@@ -70,7 +70,7 @@ def main() -> None:
         if current().rank == 0:
             print(json.dumps({options.rank: found}))
     else:
-        print(json.dumps({"backends": {name: verdict(name) for name in selection.names()}}))
+        print(json.dumps({"backends": {name: verdict(name) for name in selection.backend_names()}}))
 
 
 if __name__ == "__main__":

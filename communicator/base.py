@@ -310,7 +310,7 @@ class Communicator(Built):
 
     def _lost_peers(self) -> str:
         """The peers of this host that are seen dead, for an error; empty if none is."""
-        dead = [str(peer) for peer in self.coor.peers if peer.is_seen_dead()]
+        dead = [str(peer) for peer in self.coor.peers if peer.is_known_dead()]
         return f" Gone: {', '.join(dead)}." if dead else ""
 
     def _compare(self, call: str, tensor: torch.Tensor | None = None, how: str = "") -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from communicator.errors import CommunicatorError
+from communicator.errors import CommunicatorError, DrumlineError
 
 if TYPE_CHECKING:
     from communicator.base import Communicator
@@ -35,7 +35,7 @@ def compare(comm: Communicator, number: int, mine: str) -> None:
     rows = torch.empty((comm.world_size, NBYTES), dtype=torch.uint8, device=comm._device())
     try:
         comm._allgather(rows, pack(mine).to(rows.device))
-    except CommunicatorError as error:
+    except DrumlineError as error:
         raise type(error)(
             f"{error} (It was comparing call {number}, {mine}, with theirs.)"
         ) from error

@@ -17,9 +17,8 @@ import torch
 
 from communicator import call_check
 from communicator.base import Communicator
-from communicator.errors import CommunicatorError, CommunicatorTimeout, PeerLost
-from coordinator import CoordinatorError, CoordinatorTimeout
-from coordinator import PeerLost as RankLost
+from communicator.errors import CommunicatorError, CommunicatorTimeout
+from coordinator import CoordinatorError, CoordinatorTimeout, PeerLost
 
 if TYPE_CHECKING:
     from communicator.backends.plugin import Native
@@ -107,7 +106,7 @@ class FirstCalls:
         call = f"call {self._number}, {mine}"
         try:
             said = self._await(mine[: call_check.NBYTES], call)
-        except RankLost as error:
+        except PeerLost as error:
             raise PeerLost(f"{error} (It was comparing {call}, with theirs.)") from error
         number = self._number
         if number == self._count:

@@ -28,7 +28,7 @@ BUILTIN = {
 }
 
 
-def names() -> list[str]:
+def backend_names() -> list[str]:
     """Every backend that could be asked for by name, built in or installed."""
     return sorted({*BUILTIN, *(point.name for point in _entry_points())})
 
@@ -42,8 +42,9 @@ def backend_class(name: str) -> type[Communicator]:
         if point.name == name:
             return _import(name, point.load)
     raise Unsupported(
-        f"no backend is called {name!r}. There are: {', '.join(names())}. A vendor's package adds "
-        "one through the entry-point group 'communicator.backends'; a library is given by its path."
+        f"no backend is called {name!r}. There are: {', '.join(backend_names())}. "
+        "A vendor's package adds one through the entry-point group 'communicator.backends'; "
+        "a library is given by its path."
     )
 
 
@@ -53,7 +54,7 @@ def choose(coor: Coordinator, backend: Any, device_type: str | None = None) -> t
     device_type: whose memory it must move, if that matters.
     Raises Unsupported on every rank if the backend asked for cannot be used on one of them.
     """
-    wanted = names() if backend is None else [backend]
+    wanted = backend_names() if backend is None else [backend]
     why_not = _filter(backend, device_type)
     scores = {_label(item): _score(coor, item, why_not) for item in wanted}
     votes = [json.loads(data) for data in coor.allgather(json.dumps(scores).encode())]

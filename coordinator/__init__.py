@@ -5,7 +5,15 @@ with Coordinator() as coor:
 """
 
 from coordinator.coordinator import Coordinator
-from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost
-from coordinator.peers import Peer, nodes
+from coordinator.errors import CoordinatorError, CoordinatorTimeout, DrumlineError, PeerLost
+from coordinator.peers import Peer, group_by_node
 
-__all__ = ["Coordinator", "CoordinatorError", "CoordinatorTimeout", "Peer", "PeerLost", "nodes"]
+__all__ = [
+    "Coordinator",
+    "CoordinatorError",
+    "CoordinatorTimeout",
+    "DrumlineError",
+    "Peer",
+    "PeerLost",
+    "group_by_node",
+]

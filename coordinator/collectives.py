@@ -98,9 +98,9 @@ class Collectives:
             )
         return value
 
-    def vote(self, ok: bool, *, timeout_s: float | None = None) -> bool:
+    def all_true(self, ok: bool, *, timeout_s: float | None = None) -> bool:
         """Whether every rank said yes: the same answer on every rank. Collective."""
-        found = self._exchange("vote", b"y" if ok else b"n", timeout_s)
+        found = self._exchange("all_true", b"y" if ok else b"n", timeout_s)
         return all(data == b"y" for data in found)
 
     # ---- values: None, bool, int, float, str, bytes, lists and dicts of them ----

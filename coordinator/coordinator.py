@@ -28,7 +28,7 @@ from coordinator.errors import CoordinatorError, CoordinatorTimeout
 from coordinator.failure import stack_dump
 from coordinator.failure.detector import Watch
 from coordinator.failure.peer_monitor import CLOSED, FORGOTTEN
-from coordinator.peers import Peer, nodes
+from coordinator.peers import Peer, group_by_node
 from coordinator.store import lock as locks
 from coordinator.store.prefix_store import Keys
 from coordinator.store.sequencer import Turns
@@ -41,7 +41,16 @@ if TYPE_CHECKING:
 DEFAULT_TIMEOUT_S = 300.0
 CLOCK_READINGS = 9
 TRACED = (
-    *("broadcast", "allgather", "gather", "scatter", "barrier", "local_barrier", "agree", "vote"),
+    *(
+        "broadcast",
+        "allgather",
+        "gather",
+        "scatter",
+        "barrier",
+        "local_barrier",
+        "agree",
+        "all_true",
+    ),
     *("once", "split", "put", "get", "wait"),
 )
 LINGER_S = 2.0  # of rank 0 in a broken group, for the others to hear why it broke
@@ -97,7 +106,9 @@ class Coordinator(Collectives):
         self.peers: tuple[Peer, ...] = (me,)
         if self.world_size > 1:
             self.peers = self._meet(key, me, parent, call)
-        self.nodes = [[self.ranks.index(rank) for rank in node] for node in nodes(self.peers)]
+        self.nodes = [
+            [self.ranks.index(rank) for rank in node] for node in group_by_node(self.peers)
+        ]
         self.node_index = next(i for i, node in enumerate(self.nodes) if self.rank in node)
         self._mine = self.nodes[self.node_index]
         self.local_rank = self._mine.index(self.rank)
@@ -420,14 +431,14 @@ class Coordinator(Collectives):
             self._group.watch.abandon(traceback_of(error), caller())
         self._broken = self._broken or CoordinatorError(f"left because of {error!r}")
 
-    def accuse(self, rank: int, how: str) -> None:
+    def report_failure(self, rank: int, how: str) -> None:
         """Break the group, from any thread: this rank of it will not come, for it is `how`.
 
         Not collective. The calls of all ranks raise PeerLost, those that wait already and all later
         ones. For who knows better than a deadline, say that a rank is stopped.
         """
         if self._group is not None and self._broken is None and not self._closed:
-            self._group.watch.accuse(self.peers[rank], how, caller())
+            self._group.watch.report_failure(self.peers[rank], how, caller())
 
     # ---- looking ----
 

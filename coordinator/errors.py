@@ -1,14 +1,21 @@
-"""What can go wrong among ranks.
+"""Errors of the ranks, and the base of those of the layers above.
 
-- CoordinatorError (RuntimeError)
-  - CoordinatorTimeout (also TimeoutError): a deadline passed
-  - PeerLost: a rank died or left, so that the call cannot end
+DrumlineError (RuntimeError)  every error of the layers above the launcher
+ |- CoordinatorError          the ranks could not agree
+ |   |- CoordinatorTimeout    a deadline passed (also a TimeoutError)
+ |   `- PeerLost              a rank died, left or closed; the one class of it in all layers
+ |- CommunicatorError         communicator/errors.py
+ `- PlanError, ...            drumline/errors.py
 """
 
 from __future__ import annotations
 
 
-class CoordinatorError(RuntimeError):
+class DrumlineError(RuntimeError):
+    """The base of every error of the layers above the launcher; its text starts with the rank."""
+
+
+class CoordinatorError(DrumlineError):
     """The ranks could not agree. The message starts with the rank that says so."""
 
 

@@ -64,7 +64,7 @@ class Peer:
             not self.memory or self.memory.split("/")[1] == _namespace("pid")
         )
 
-    def is_seen_dead(self) -> bool:
+    def is_known_dead(self) -> bool:
         """Did the process run on this host, and no longer does? False where we cannot see."""
         return self.is_visible and start_ticks(self.pid) != (self.start_ticks or None)
 
@@ -99,7 +99,7 @@ def start_ticks(pid: int) -> int | None:
     return None if not fields or fields[0] in "ZX" else int(fields[19])
 
 
-def nodes(peers: Sequence[Peer]) -> list[list[int]]:
+def group_by_node(peers: Sequence[Peer]) -> list[list[int]]:
     """The ranks of each node, nodes in order of their first rank.
 
     A node is what the launcher counted as one: a set of ranks on one machine whose local_ranks are

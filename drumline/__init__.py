@@ -10,31 +10,31 @@ from drumline.compile_once.artifact_cache import BuildError
 from drumline.compile_once.hoist import (
     HoistError,
     UnmappedDevice,
-    assert_on,
+    assert_device,
     check_devices,
     hoist,
     hoist_package,
 )
 from drumline.compile_once.hoist import Report as HoistReport
-from drumline.compile_once.portable import refuse_baked_groups, trace_portable
+from drumline.compile_once.portable import check_no_process_groups, trace_portable
 from drumline.compile_once.precompile import (
+    assert_identical_on_ranks,
     fingerprint,
     get_or_build,
     precompile,
-    precompile_alike,
-    same_everywhere,
+    precompile_modules,
 )
 from drumline.core.mesh import Mesh
 from drumline.core.shards import Split
 from drumline.errors import (
     CheckpointError,
-    InferenceError,
+    DrumlineError,
     PeerLost,
     PlanError,
-    Served,
     StageError,
+    WorkerExit,
 )
-from drumline.planner.cost_model import Estimate, Link, Speed, Speeds, Step, assumed, estimate
+from drumline.planner.cost_model import DeviceSpeeds, Estimate, Link, Speed, Step, assumed, estimate
 from drumline.planner.measure import measure_speeds
 from drumline.planner.memory import cluster_memory
 from drumline.planner.plan import DeviceMap, Layout, Part, Place, plan
@@ -49,20 +49,21 @@ from drumline.strategies.existing_model import dispatch
 from drumline.strategies.load import load
 from drumline.tensor_parallel.parallelize import (
     connect,
+    local_shard,
     parallelize,
     read_plan,
-    shard_of,
-    splits_of,
+    shard_specs,
 )
 
 __all__ = [
     "BuildError",
     "CheckpointError",
     "DeviceMap",
+    "DeviceSpeeds",
+    "DrumlineError",
     "Estimate",
     "HoistError",
     "HoistReport",
-    "InferenceError",
     "Layout",
     "Link",
     "Loaded",
@@ -71,16 +72,17 @@ __all__ = [
     "PeerLost",
     "Place",
     "PlanError",
-    "Served",
     "Speed",
-    "Speeds",
     "Split",
     "StageError",
     "Step",
     "UnmappedDevice",
-    "assert_on",
+    "WorkerExit",
+    "assert_device",
+    "assert_identical_on_ranks",
     "assumed",
     "check_devices",
+    "check_no_process_groups",
     "cluster_memory",
     "connect",
     "dispatch",
@@ -96,15 +98,13 @@ __all__ = [
     "load",
     "load_checkpoint_and_dispatch",
     "load_into",
+    "local_shard",
     "measure_speeds",
     "parallelize",
     "plan",
     "precompile",
-    "precompile_alike",
+    "precompile_modules",
     "read_plan",
-    "refuse_baked_groups",
-    "same_everywhere",
-    "shard_of",
-    "splits_of",
+    "shard_specs",
     "trace_portable",
 ]

@@ -1,43 +1,49 @@
 """What can go wrong in one model over several ranks.
 
-InferenceError
- |- PlanError       the model does not fit, or a device map names what is not there
- |- CheckpointError a file or tensor is missing, surplus, truncated or of another shape
- |- StageError      a layer raised on the rank that owns it
- |- Misplaced       something was to be put into a layer on another rank (refusals.py)
- |- Busy, TooMany   a server has no room for a request now, or never will (serving/batching.py)
- `- PeerLost        a rank died or left while others needed it
+DrumlineError
+ |- PlanError              the model does not fit, or a device map names what is not there
+ |- CheckpointError        a file or tensor is missing, surplus, truncated or of another shape
+ |- StageError             a layer raised on the rank that owns it
+ |- RemoteLayerError       assignment to a layer on another rank (pipeline/unsupported.py)
+ |- Busy, RequestTooLarge  a server has no room for a request (serving/scheduler.py)
+ `- PeerLost               a rank died or left while others needed it: the Coordinator's class
 """
 
 from __future__ import annotations
 
 import traceback
 
+from coordinator import DrumlineError, PeerLost
+
+__all__ = [
+    "CheckpointError",
+    "DrumlineError",
+    "PeerLost",
+    "PlanError",
+    "StageError",
+    "WorkerExit",
+    "exit_code",
+    "said",
+    "story",
+]
+
 MOST_TOLD = 16_000
 """Characters of a text about an exception that go to another rank."""
 
 
-class InferenceError(RuntimeError):
-    """The distributed model could not do what was asked; the message starts with the rank."""
-
-
-class PlanError(InferenceError, ValueError):
+class PlanError(DrumlineError, ValueError):
     """No device map exists, or the one given cannot hold; nothing was loaded."""
 
 
-class CheckpointError(InferenceError):
+class CheckpointError(DrumlineError):
     """The checkpoint and the model disagree; every rank raises this before serving starts."""
 
 
-class StageError(InferenceError):
+class StageError(DrumlineError):
     """A layer raised on its owner; the message carries the remote traceback."""
 
 
-class PeerLost(InferenceError):
-    """A rank is gone, so the model that it held a part of is gone too."""
-
-
-class Served(SystemExit):
+class WorkerExit(SystemExit):
     """The master has left, so this rank, which only served it, has nothing more to do.
 
     It is how `drumline.load` ends on every rank but the master: the rest of an ordinary script is

@@ -14,7 +14,7 @@ from torch.distributed import AllreduceOptions, BarrierOptions, ProcessGroupGloo
 
 from communicator import call_check
 from communicator.backends.tagged_p2p import Network, as_bytes
-from communicator.errors import CommunicatorError, CommunicatorTimeout, PeerLost
+from communicator.errors import CommunicatorTimeout, DrumlineError, PeerLost
 from coordinator import Coordinator, CoordinatorError
 
 GRACE_S = 0.5  # its sockets close a little before a process that dies is seen dead
@@ -126,7 +126,7 @@ class Gloo(Network):
         except RuntimeError as error:
             raise self._failure(call, time.monotonic() - begun, error) from error
 
-    def _failure(self, call: str, waited_s: float, error: RuntimeError) -> CommunicatorError:
+    def _failure(self, call: str, waited_s: float, error: RuntimeError) -> DrumlineError:
         text = str(error)
         timed_out = "timed out" in text.lower()
         lost = self._lost_peers() if timed_out else self._lost_peers_soon()

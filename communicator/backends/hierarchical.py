@@ -20,7 +20,7 @@ from communicator.backends.tagged_p2p import Network
 from communicator.backends.tcp import Tcp
 from communicator.base import Communicator
 from communicator.default_collectives import WIDE
-from communicator.errors import CommunicatorError, Unsupported
+from communicator.errors import CommunicatorError, DrumlineError, Unsupported
 from communicator.selection import backend_class
 from coordinator import Coordinator
 
@@ -39,7 +39,7 @@ class Part:
         def numbered(*values: Any) -> Any:
             try:
                 return call(*values)
-            except (CommunicatorError, ValueError) as error:
+            except (DrumlineError, ValueError) as error:
                 raise type(error)(PLACE.sub(self._of_whole, str(error))) from error
 
         return numbered
@@ -81,10 +81,10 @@ class Hybrid(Communicator):
         self._node_of = {rank: k for k, node in enumerate(self._nodes) for rank in node}
         self._mine = self._nodes[self._node_of[self.rank]]
         self._failures = self.coor.store("hybrid failures")
-        error: CommunicatorError | None = None
+        error: DrumlineError | None = None
         try:
             self._join(backend_class(between))
-        except CommunicatorError as caught:
+        except DrumlineError as caught:
             error = caught
         said = self.coor.allgather(str(error or "").encode())
         if any(said):
@@ -243,7 +243,7 @@ class Hybrid(Communicator):
             begun = self._everyone._begin(far)  # moves on while this rank waits for its node
             try:
                 self._inside._exchange(near)
-            except CommunicatorError as error:
+            except DrumlineError as error:
                 if _is_harmless(error):
                     self._everyone._finish(begun)
                 raise
@@ -263,14 +263,14 @@ class Hybrid(Communicator):
             yield
         except Unsupported:
             raise
-        except CommunicatorError as error:
+        except DrumlineError as error:
             if _is_harmless(error) and not is_collective:
                 raise
             failure = self._failure(call, error)  # noted before the others hear of it
             self._under.close()
             raise failure from error
 
-    def _failure(self, call: str, error: CommunicatorError) -> CommunicatorError:
+    def _failure(self, call: str, error: DrumlineError) -> DrumlineError:
         mine = f"rank {self.rank} in {call}: {error}"
         try:
             first = self._failures.compare_set("first", "", mine).decode()
@@ -283,7 +283,7 @@ class Hybrid(Communicator):
         )
 
 
-def _is_harmless(error: CommunicatorError) -> bool:
+def _is_harmless(error: DrumlineError) -> bool:
     """Of a message: is this rank still in step with the others? Only what did not fit is plain."""
     return type(error) is CommunicatorError
 

@@ -16,7 +16,12 @@ from typing import Any
 import torch
 
 from communicator.backends.tagged_p2p import Network, as_bytes
-from communicator.errors import CommunicatorError, CommunicatorTimeout, PeerLost, Unsupported
+from communicator.errors import (
+    CommunicatorTimeout,
+    DrumlineError,
+    PeerLost,
+    Unsupported,
+)
 from coordinator import Coordinator
 
 # MPI's names for what it reduces (MPI 4.1, section 6.9.2). bool travels as bytes: max is any.
@@ -165,7 +170,7 @@ class Mpi(Network):
         if not lost and waited_s < self.timeout_s:
             return
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(request))  # for ever: MPI may still write
-        kind: type[CommunicatorError] = PeerLost if lost else CommunicatorTimeout
+        kind: type[DrumlineError] = PeerLost if lost else CommunicatorTimeout
         raise kind(
             f"rank {self.rank} waited {waited_s:.1f} s in {call} (mpi, {self.world_size} ranks)."
             f"{lost} Are all ranks in the same call, with tensors of the same "

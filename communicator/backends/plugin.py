@@ -19,7 +19,7 @@ import torch
 
 from communicator import _native
 from communicator.base import Communicator
-from communicator.errors import CommunicatorError, PeerLost, Unsupported
+from communicator.errors import CommunicatorError, DrumlineError, PeerLost, Unsupported
 from communicator.first_call_check import FirstCalls
 from coordinator import Coordinator
 
@@ -85,7 +85,7 @@ class Native(Communicator):
                 unique_id=unique_id,
                 options=[f"{key}={value}" for key, value in options.items()],
             )
-        except (CommunicatorError, ValueError) as caught:
+        except (DrumlineError, ValueError) as caught:
             error = caught
         self._all_or_none(error)
         if type(self).allreduce is Native.allreduce:  # called most, so without a step in between
@@ -265,7 +265,7 @@ _ENTRIES = (
 def _give_back(comm: _native.Comm, address: int) -> None:
     try:
         comm.mem_free(address)
-    except CommunicatorError:
+    except DrumlineError:
         pass  # closed before: the process gives it back
 
 

@@ -14,7 +14,13 @@ from communicator.async_work import Handle, WorkQueue
 from communicator.backends.tagged_p2p import as_bytes
 from communicator.backends.tensor_socket import Broken, Line, Steps
 from communicator.base import Communicator
-from communicator.errors import CommunicatorError, CommunicatorTimeout, PeerLost, Unsupported
+from communicator.errors import (
+    CommunicatorError,
+    CommunicatorTimeout,
+    DrumlineError,
+    PeerLost,
+    Unsupported,
+)
 from coordinator import Coordinator, CoordinatorError
 
 LARGE = 1 << 21  # bytes from which all ranks share the work of an allreduce
@@ -58,7 +64,7 @@ class Tcp(Communicator):
         return 20
 
     def _open(self) -> None:
-        self._failure: CommunicatorError | None = None
+        self._failure: DrumlineError | None = None
         self._doing = ""  # the collective under way, of which its messages tell
         self._room = torch.empty(0, dtype=torch.uint8)
         self._queue = WorkQueue()
@@ -264,7 +270,7 @@ class Tcp(Communicator):
         except CoordinatorError as error:
             raise Lost(next(iter(peers)), str(error)) from error
         for peer in peers:
-            if self.coor.peers[peer].is_seen_dead():
+            if self.coor.peers[peer].is_known_dead():
                 raise Lost(peer, "it died")
 
     # What goes wrong in the middle leaves the ranks out of step, so it ends the communicator.
@@ -280,7 +286,7 @@ class Tcp(Communicator):
         for line in self._lines.values():
             line.say_goodbye(why)
 
-    def _describe(self, error: BaseException, call: str) -> CommunicatorError:
+    def _describe(self, error: BaseException, call: str) -> DrumlineError:
         where = f"{call} (tcp, {self.world_size} ranks)"
         if isinstance(error, TimeoutError):
             return CommunicatorTimeout(

@@ -20,7 +20,7 @@ from torch import Size
 from communicator.base import Communicator
 from communicator.conformance.call_tester import Trial, differs, first, raw
 from communicator.conformance.test_data import Shape
-from communicator.errors import CommunicatorError, Unsupported
+from communicator.errors import CommunicatorError, DrumlineError, Unsupported
 from coordinator import CoordinatorError
 
 PASSED, UNSUPPORTED, FAILED = "passed", "unsupported", "FAILED"
@@ -114,7 +114,7 @@ def _run(comm: Communicator, name: str, body: Body) -> Outcome:
         mine = Outcome(name, FAILED if detail else PASSED, detail)
     except Unsupported as reason:
         mine = Outcome(name, UNSUPPORTED, str(reason))
-    except CommunicatorError as error:
+    except DrumlineError as error:
         mine = Outcome(name, FAILED, f"out of step: {error}")
     except Exception as error:
         mine = Outcome(name, FAILED, f"{type(error).__name__}: {error}")

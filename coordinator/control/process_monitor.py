@@ -32,14 +32,14 @@ class Process:
             self._fd = os.pidfd_open(peer.pid)
         except OSError:
             return  # gone already, or a kernel or container without pidfds: /proc must do
-        if peer.is_seen_dead() and not _is_signalled(self._fd):
+        if peer.is_known_dead() and not _is_signalled(self._fd):
             self.close()  # the number belongs to another process by now
 
     def is_dead(self) -> bool:
         if self._how:
             return True
         fd = self._fd
-        is_dead = _is_signalled(fd) if fd >= 0 else self.peer.is_seen_dead()
+        is_dead = _is_signalled(fd) if fd >= 0 else self.peer.is_known_dead()
         if is_dead:
             self._how = _ending(self._exit_status())
         return is_dead

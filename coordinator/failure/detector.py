@@ -148,7 +148,7 @@ class Watch:
             text = f"{self.me}, which left because of\n{tail}"
             self._give(PeerLost, text, [self.me.rank], where)
 
-    def accuse(self, peer: Peer, how: str, where: str) -> None:
+    def report_failure(self, peer: Peer, how: str, where: str) -> None:
         """Break the group because one of its ranks, `how` it is, keeps all others waiting."""
         self._give(PeerLost, str(Culprit(peer, how)), [peer.rank], where)
 

@@ -24,7 +24,7 @@ def ask(peers: Iterable[Peer]) -> list[Peer]:
     """Have processes of this host show their stacks; those that will."""
     asked = {}
     for peer in peers:
-        if peer.is_visible and not peer.is_seen_dead() and _catches(peer.pid):
+        if peer.is_visible and not peer.is_known_dead() and _catches(peer.pid):
             asked[peer.pid] = peer
     for pid in asked:
         os.kill(pid, SIGNAL)

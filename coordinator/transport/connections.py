@@ -83,7 +83,7 @@ class Crossing:
 
     def _check_alive(self) -> None:
         lost = self._session.lost
-        gone = [str(peer) for peer in self._peers if peer.rank in lost or peer.is_seen_dead()]
+        gone = [str(peer) for peer in self._peers if peer.rank in lost or peer.is_known_dead()]
         if gone:
             raise PeerLost(
                 f"rank {self._me.rank} was connecting to its peers, but gone are "

@@ -15,7 +15,7 @@ from coordinator.control.framing import Late, pack, unpack
 from coordinator.control.session import Session
 from coordinator.errors import CoordinatorError, CoordinatorTimeout
 from coordinator.failure.detector import Watch
-from coordinator.peers import Peer, nodes
+from coordinator.peers import Peer, group_by_node
 from coordinator.transport.rendezvous import Meetings
 from coordinator.transport.tree import (
     EVERYWHERE,
@@ -307,7 +307,7 @@ def _islands(peers: Sequence[Peer]) -> list[list[int]]:
     """Places of the group that may share memory: of one node, one kernel, one user."""
     by_rank = {peer.rank: place for place, peer in enumerate(peers)}
     found: dict[tuple[int, str], list[int]] = {}
-    for number, node in enumerate(nodes(peers)):
+    for number, node in enumerate(group_by_node(peers)):
         for rank in node:
             place = by_rank[rank]
             found.setdefault((number, peers[place].memory), []).append(place)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from communicator import Communicator, PeerLost
-from coordinator import Coordinator, CoordinatorError, nodes
+from coordinator import Coordinator, CoordinatorError, group_by_node
 from drumline.checkpoint.hugepages import Wish, rooms
 from drumline.checkpoint.safetensors_index import (
     Index,
@@ -39,7 +39,7 @@ from drumline.checkpoint.shard_plan import (
 )
 from drumline.core.mesh import ALIASES, Mesh, axis_names, read_mesh
 from drumline.core.shards import Box, Split, blocks
-from drumline.errors import CheckpointError, InferenceError, PlanError, said, story
+from drumline.errors import CheckpointError, DrumlineError, PlanError, said, story
 
 BLOCK = 8 << 20
 """Bytes read and sent at a time. At most two such blocks exist beside the shards."""
@@ -196,7 +196,7 @@ def who_reads(coor: Coordinator, mesh: Any, reader: str) -> tuple[Mesh, list[int
 
 def nodes_of(coor: Coordinator) -> list[list[int]]:
     """The ranks of each node, by rank of this coordinator."""
-    return [[coor.ranks.index(rank) for rank in node] for node in nodes(coor.peers)]
+    return [[coor.ranks.index(rank) for rank in node] for node in group_by_node(coor.peers)]
 
 
 def share_files(
@@ -226,7 +226,7 @@ def share_files(
     (found, index), told = _told(coor, look, tell)
     first, extra, data = told[0].split(b"\n", 2)
     if not data and b"" in told[1:]:
-        raise InferenceError(
+        raise DrumlineError(
             f"rank {coor.rank}: rank {told.index(b'')} counts on what rank 0 reads, and rank 0 has "
             "every rank read for itself; give every rank the same model, mesh and reader."
         )
@@ -249,7 +249,7 @@ def leaving_aloud(coor: Coordinator) -> Iterator[None]:
     except (PeerLost, CoordinatorError):
         raise
     except BaseException as error:
-        coor.accuse(coor.rank, f"cannot load: {story(error)}")
+        coor.report_failure(coor.rank, f"cannot load: {story(error)}")
         raise
 
 
@@ -277,7 +277,7 @@ def _told(
 
 def _story(coor: Coordinator, error: Exception) -> str:
     """Who cannot load and why; with the traceback, if the message is not one of ours."""
-    why = said(error) if isinstance(error, InferenceError) else story(error)
+    why = said(error) if isinstance(error, DrumlineError) else story(error)
     return f"{coor.peers[coor.rank]} cannot load: {why}"
 
 
@@ -295,7 +295,7 @@ def plan_together(
     result, told = _told(coor, work, lambda it: _digest(plan_of(it).written().encode()))
     differ = [rank for rank, digest in enumerate(told) if digest != told[coor.rank]]
     if differ:
-        raise InferenceError(
+        raise DrumlineError(
             f"rank {coor.rank}: ranks {differ} plan to load other parts than this one, so they "
             "would wait for each other; give every rank the same model, mesh and reader."
         )

@@ -25,7 +25,7 @@ from drumline.checkpoint.empty_model import read_config
 from drumline.cli.bench import bench
 from drumline.cli.generate import generate_text
 from drumline.cli.run_script import run_script
-from drumline.errors import InferenceError, PlanError
+from drumline.errors import DrumlineError, PlanError
 from drumline.planner.cost_model import Step, assumed, estimate, trips
 from drumline.planner.model_profile import (
     cache_nbytes,
@@ -41,7 +41,7 @@ from drumline.planner.plan import DeviceMap, Layout, plan, readable
 from drumline.serving import server
 from drumline.strategies.load import checkpoint_dtype, nbytes
 
-MENDABLE = ("CheckpointError", "InferenceError", "PlanError")
+MENDABLE = ("CheckpointError", "DrumlineError", "PlanError")
 INTERRUPTED_CODE = 130  # 128 and SIGINT, as shells have it
 
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser().parse_args(arguments)
     try:
         return int(options.command(options))
-    except InferenceError as error:
+    except DrumlineError as error:
         print(f"python -m drumline: {error}", file=sys.stderr)
         return 1
     except launcher.LaunchError as error:
@@ -253,7 +253,7 @@ def serve_model(options: argparse.Namespace) -> int:
 def run(options: argparse.Namespace) -> int:
     script = Path(options.script)
     if not (script / "__main__.py" if script.is_dir() else script).exists():
-        raise InferenceError(f"{options.script} is not there, so nothing was started.")
+        raise DrumlineError(f"{options.script} is not there, so nothing was started.")
     return _on_ranks(run_script, options.ranks, (options.script, options.arguments))
 
 

@@ -12,7 +12,7 @@ import torch
 from transformers import TextStreamer
 
 from drumline.checkpoint.empty_model import read_tokenizer
-from drumline.errors import InferenceError
+from drumline.errors import DrumlineError
 from drumline.planner.plan import readable
 from drumline.strategies.load import Memory
 from drumline.strategies.with_model import (
@@ -56,12 +56,12 @@ def _tokens(tokenizer: Any, prompt: str) -> Any:
     try:
         prompt.encode()
     except UnicodeError as error:
-        raise InferenceError(
+        raise DrumlineError(
             f"rank 0: {prompt!r} holds what is no text ({error}); write the prompt in UTF-8."
         ) from error
     inputs = tokenizer(prompt, return_tensors="pt")
     if inputs["input_ids"].shape[1] == 0:
-        raise InferenceError(
+        raise DrumlineError(
             f"rank 0: {prompt!r} has no tokens, so there is nothing to continue; give a longer one."
         )
     return inputs

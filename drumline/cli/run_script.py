@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from drumline.errors import InferenceError, exit_code
+from drumline.errors import DrumlineError, exit_code
 from drumline.strategies.load import load
 
 PLANS = ("auto", "balanced", "sequential", "fastest")
@@ -63,7 +63,7 @@ def models_over_all_ranks() -> Iterator[None]:
 
 def _refuse_second(loaded: list[Any], path: Any) -> None:
     if loaded and loaded[0].traffic is not None:
-        raise InferenceError(
+        raise DrumlineError(
             f"rank 0: the script loads {str(path)!r} with a device_map, but the other ranks serve "
             "its first model until the script ends; load the second without a device_map, here, "
             "or in a script of its own."

@@ -16,13 +16,13 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from drumline.errors import InferenceError
+from drumline.errors import DrumlineError
 
 SECRET = 32
 """Bytes of the key that artifacts are authenticated with."""
 
 
-class BuildError(InferenceError):
+class BuildError(DrumlineError):
     """An artifact could not be built, or is not what was built; every rank raises this."""
 
 

@@ -22,7 +22,7 @@ from torch.export import ExportedProgram
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_leaves, tree_map
 
-from drumline.errors import InferenceError
+from drumline.errors import DrumlineError
 
 Devices = Mapping[str, str] | Mapping[torch.device, torch.device]
 
@@ -34,7 +34,7 @@ POSITIONS = {"set_default_device": (0,), "Generator": (0,)}
 """Where functions of Python that torch has no schema for take a device, beside `device=`."""
 
 
-class HoistError(InferenceError, ValueError):
+class HoistError(DrumlineError, ValueError):
     """The program would not run on the device it was moved to; it must not be used."""
 
 
@@ -613,13 +613,13 @@ def _device_entry(entry: dict[str, Any], where: str, devices: _Map) -> dict[str,
     return entry if new == old else {"type": new.type, "index": new.index}
 
 
-def assert_on(device: str | torch.device) -> Callable[[Any], Any]:
-    """A check to switch on: assert_on("cuda:3")(values) returns values if all tensors are there."""
+def assert_device(device: str | torch.device) -> Callable[[Any], Any]:
+    """A check: assert_device("cuda:3")(values) returns values if all tensors are there."""
     wanted = _device(device)
     if wanted.type not in STAYING and wanted == torch.device(wanted.type):
         raise HoistError(
             f"{device} is any of several devices, so a tensor on another rank's would pass; say "
-            f"which one: assert_on(f'{wanted.type}:{{coor.local_rank}}')."
+            f"which one: assert_device(f'{wanted.type}:{{coor.local_rank}}')."
         )
 
     def check(values: Any) -> Any:

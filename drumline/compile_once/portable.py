@@ -31,7 +31,7 @@ def trace_portable(build: Callable[[], fx.GraphModule], world_size: int) -> fx.G
     """
     first, last = (_as_rank(rank, world_size, build) for rank in (0, world_size - 1))
     for graph in (first, last):
-        refuse_baked_groups(graph)
+        check_no_process_groups(graph)
     difference = _difference(first, last)
     if difference:
         raise HoistError(
@@ -65,7 +65,7 @@ def _pretended(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def refuse_baked_groups(program: fx.GraphModule) -> None:
+def check_no_process_groups(program: fx.GraphModule) -> None:
     """Raise HoistError if a collective of the program names the process group of who traced it."""
     for node in program.graph.nodes:
         schema = getattr(node.target, "_schema", None)

@@ -207,7 +207,7 @@ def precompile(
     facts: what else the code depends on, such as the sizes of the mesh.
     options: of Inductor, beside those that make the artifact weightless.
     """
-    return precompile_alike(
+    return precompile_modules(
         [model],
         inputs,
         coor,
@@ -218,7 +218,7 @@ def precompile(
     )[0]
 
 
-def precompile_alike(
+def precompile_modules(
     modules: Sequence[nn.Module],
     inputs: tuple[Any, ...],
     coor: Coordinator,
@@ -369,7 +369,7 @@ def _compare(
             torch.testing.assert_close(run(*inputs), module(*inputs), rtol=1e-3, atol=1e-3)
 
 
-def same_everywhere(coor: Coordinator, value: torch.Tensor) -> None:
+def assert_identical_on_ranks(coor: Coordinator, value: torch.Tensor) -> None:
     """Raise BuildError on every rank unless all have the same bits. Collective.
 
     For a canary whose result the ranks share, before any answer is given to a user.

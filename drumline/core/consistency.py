@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from coordinator import Coordinator
-from drumline.errors import InferenceError
+from drumline.errors import DrumlineError
 
 
 def facts(model: Any, dtype: torch.dtype) -> dict[str, str]:
@@ -33,7 +33,7 @@ def agree_on(coor: Coordinator, mine: Mapping[str, str]) -> None:
     for rank, theirs in enumerate(told):
         for what, first in told[0].items():
             if theirs[what] != first:
-                raise InferenceError(
+                raise DrumlineError(
                     f"rank {coor.rank}: {what} is {_excerpt(first, theirs[what])} on rank 0 and "
                     f"{_excerpt(theirs[what], first)} on rank {rank}, so the parts would not make "
                     "one model; give every rank the same files, options and versions."

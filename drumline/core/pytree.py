@@ -16,7 +16,7 @@ import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache, KVSharingDict
 from transformers.utils import ModelOutput
 
-from drumline.errors import InferenceError
+from drumline.errors import DrumlineError
 
 Template = tuple[Any, ...]
 
@@ -64,7 +64,7 @@ def flatten(value: Any, leaves: Leaves, handle: Callable[[Cache], int]) -> Templ
         return ("shared", *[(_key(k), flatten(v, leaves, handle)) for k, v in value.items()])
     if isinstance(value, torch.dtype):
         return ("dtype", str(value).removeprefix("torch."))
-    raise InferenceError(
+    raise DrumlineError(
         f"a layer on another rank was given a {type(value).__module__}.{type(value).__qualname__}, "
         "which cannot be sent; only numbers, text, tensors, caches, and tuples, lists and dicts "
         "of them travel."
@@ -98,7 +98,7 @@ def _output_class(name: str) -> type[Any]:
         if _full_name(kind) == name:
             return kind
         kinds.extend(kind.__subclasses__())
-    raise InferenceError(
+    raise DrumlineError(
         f"{name}, which a layer on another rank takes or returns, is not known on this one; import "
         "it where the model is loaded, the same on every rank."
     )
@@ -107,7 +107,7 @@ def _output_class(name: str) -> type[Any]:
 def _key(key: Any) -> str:
     if isinstance(key, str):
         return key
-    raise InferenceError(
+    raise DrumlineError(
         f"a layer on another rank was given a dict with the key {key!r}, which cannot be sent; use "
         "text for the keys."
     )
@@ -187,7 +187,7 @@ def describe(value: Any, inputs: Sequence[torch.Tensor], new: list[torch.Tensor]
         )
     if isinstance(value, Cache):
         return ("cache",)
-    raise InferenceError(
+    raise DrumlineError(
         f"a layer returned a {type(value).__module__}.{type(value).__qualname__}, which cannot be "
         "sent back; only numbers, text, tensors, and tuples, lists and dicts of them travel."
     )

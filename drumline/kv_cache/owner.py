@@ -20,7 +20,7 @@ from transformers.cache_utils import (
 )
 
 from drumline.core.pytree import CacheLookup
-from drumline.errors import InferenceError
+from drumline.errors import DrumlineError
 from drumline.kv_cache.merge import join
 
 OPERATIONS = (
@@ -61,7 +61,7 @@ class Vault(CacheLookup):
         try:
             return self.caches[number]
         except KeyError:
-            raise InferenceError(
+            raise DrumlineError(
                 f"cache {number} is not known here, because the call that created or changed it "
                 "failed; generate again from an empty cache."
             ) from None
@@ -94,7 +94,7 @@ class Vault(CacheLookup):
         elif operation in OPERATIONS:
             self._change(operation, number, *arguments)
         else:
-            raise InferenceError(
+            raise DrumlineError(
                 f"{operation!r} is no operation on a cache; the ranks run different versions."
             )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from drumline.errors import InferenceError
+from drumline.errors import DrumlineError
 
 COUNTING = {
     "__get__",
@@ -34,7 +34,7 @@ class Shadow(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func.__name__ not in COUNTING:
-            raise InferenceError(
+            raise DrumlineError(
                 f"{func.__name__}() on the keys or values of a layer that is on another rank, "
                 "where they stay; this rank only counts its tokens. Change a cache with its own "
                 "methods (crop, reset, batch_select_indices, reorder_cache), or load the model on "

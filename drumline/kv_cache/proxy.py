@@ -25,7 +25,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from drumline.errors import InferenceError
+from drumline.errors import DrumlineError
 from drumline.kv_cache.merge import join
 from drumline.kv_cache.owner import QUANTIZED, change, quantization
 from drumline.kv_cache.placeholder import bookkeeping, hide, shadow
@@ -87,7 +87,7 @@ class Mirrored:
 
     def update(self, keys: Any, values: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         if layer_idx in self.known:
-            raise InferenceError(
+            raise DrumlineError(
                 f"rank 0: layer {layer_idx} of this cache is on another rank, which would not get "
                 "keys and values that are put in here; call the model with the tokens, and it "
                 "makes them where they belong."
@@ -103,7 +103,7 @@ class Mirrored:
 
     def _change(self, name: str, *arguments: Any) -> None:
         if isinstance(self, QuantizedCache) and name != "reorder_cache":
-            raise InferenceError(
+            raise DrumlineError(
                 f"rank 0: {name}() of a quantized cache would change only those of its tokens that "
                 "are not quantized yet; use a dynamic cache, or start from an empty one."
             )
@@ -129,7 +129,7 @@ class Mirrored:
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise InferenceError(
+        raise DrumlineError(
             "a cache with layers on other ranks cannot be pickled, as most of it is not here; use "
             "copy.deepcopy for a copy, or keep the tokens."
         )
@@ -142,12 +142,12 @@ def number_of(cache: Cache, journal: Journal, layers: Iterable[int] = ()) -> int
     """
     if isinstance(cache, Mirrored):
         if cache.journal is not journal:
-            raise InferenceError(
+            raise DrumlineError(
                 "this cache belongs to another distributed model, whose ranks hold its keys and "
                 "values; start from an empty cache."
             )
         if cache.torn:
-            raise InferenceError(
+            raise DrumlineError(
                 "a call with this cache failed half-way, so its layers no longer hold the same "
                 "tokens; start from an empty cache."
             )
@@ -192,7 +192,7 @@ def _refuse_contents(cache: Cache, layers: Iterable[int]) -> None:
         states = getattr(layer, "has_previous_state", None) or {}
         length = getattr(layer, "get_seq_length", int)()
         if int(length) or any(states.values()):
-            raise InferenceError(
+            raise DrumlineError(
                 f"this cache came with {int(length)} tokens in layer {index}, which another rank "
                 "holds and knows nothing of them, so its tokens would be wrong; start from an "
                 "empty cache, and change one with its own methods (crop, batch_select_indices, "
@@ -216,7 +216,7 @@ def _recipe(cache: Cache) -> tuple[Any, ...]:
         return ("quantized", *quantization(cache.layers[0]))
     else:
         kind = type(cache).__name__
-    raise InferenceError(
+    raise DrumlineError(
         f"a {kind or 'cache that offloads'} cannot be kept on other ranks, so its keys and values "
         "would be lost; use a dynamic or static cache, or, for a model that has no "
         "other, load it on one rank."
@@ -272,10 +272,10 @@ def lengths(cache: Cache, layers: Iterable[int]) -> dict[int, int]:
 def refuse_other_lengths(
     here: Mapping[int, int], filled: Sequence[Sequence[int]], where: str
 ) -> None:
-    """Raise InferenceError unless layers of a cache have as many tokens on their rank as `here`."""
+    """Raise DrumlineError unless layers of a cache have as many tokens on their rank as `here`."""
     for index, _, length in filled:
         if here[index] != length:
-            raise InferenceError(
+            raise DrumlineError(
                 f"rank 0: {where} has {length} tokens in layer {index} of the cache, where its "
                 f"hidden states had {here[index]}, so the lengths that masks are made of would be "
                 "wrong; give it to rank 0 in device_map."
@@ -338,7 +338,7 @@ def _count(cache: Mirrored, index: int, new: torch.Tensor) -> None:
     try:
         super(Mirrored, cache).update(new, new, index)  # type: ignore[misc]
     except (IndexError, RuntimeError) as error:
-        raise InferenceError(
+        raise DrumlineError(
             f"rank 0: layer {index} of this {type(cache).__name__} has no room for the "
             f"{new.shape[-2]} tokens of {new.shape[0]} rows that it is called with ({error}), so "
             "it cannot be kept in step with the rank that holds it; use a dynamic cache, or load "

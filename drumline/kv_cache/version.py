@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from drumline.errors import InferenceError
+from drumline.errors import DrumlineError
 
 
 class Mark(NamedTuple):
@@ -27,13 +27,13 @@ def mark(layer: Any) -> Mark:
 
 
 def refuse_change(index: int, layer: Any, known: Mark) -> None:
-    """Raise InferenceError unless the layer, None if it is gone, is as its rank knows it."""
+    """Raise DrumlineError unless the layer, None if it is gone, is as its rank knows it."""
     now = mark(layer)
     if known is EMPTY and (now.length, now.has_state) == (0, False):
         return
     is_same = now.keys is known.keys and now.values is known.values
     if not is_same or now[2:] != known[2:]:
-        raise InferenceError(
+        raise DrumlineError(
             f"rank 0: layer {index} of this cache was changed by hand: it has {now.length} tokens "
             f"here, of the {known.length} that the rank which holds it has in it and keeps, so "
             "what follows would be wrong; change the whole cache, with cache.crop(-3), "

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from communicator import Communicator, CommunicatorError, Unsupported
-from coordinator import Coordinator, CoordinatorError
+from communicator import Communicator, Unsupported
+from coordinator import Coordinator, DrumlineError
 from drumline.errors import PeerLost
 from drumline.liveness.stopped_ranks import LOOK_S, SILENT_S, Lookout, spans_processes
 
@@ -54,7 +54,7 @@ class Vigil:
         """What work returns. If others are lost in it, PeerLost names the rank that is stopped."""
         try:
             return work()
-        except (CommunicatorError, CoordinatorError, PeerLost) as error:
+        except DrumlineError as error:
             if self._lookout.is_alive() and not isinstance(error, TimeoutError):
                 self._is_decided.wait(2 * LOOK_S)  # who hears of it first leaves the others
             if self.verdict:
@@ -88,7 +88,7 @@ class Vigil:
         for comm in self._comms:
             self._abort(comm)
         if not self.is_driven:
-            self.coor.accuse(culprit, how)
+            self.coor.report_failure(culprit, how)
 
     def _abort(self, comm: Any) -> None:
         try:

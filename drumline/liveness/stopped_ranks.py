@@ -47,7 +47,13 @@ def on_lookout(coor: Any, holds: Callable[[int], str]) -> Iterator[None]:
     if spans_processes(coor):
         store = coor.store("inference loading", timeout_s=LOADING_S)
         out = Lookout(
-            coor, store, lambda: True, coor.accuse, over, is_mutual=True, patience_s=LOADING_S
+            coor,
+            store,
+            lambda: True,
+            coor.report_failure,
+            over,
+            is_mutual=True,
+            patience_s=LOADING_S,
         )
         out.start()
     try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from drumline.core.pytree import Leaves, Template, flatten
-from drumline.errors import InferenceError, PeerLost, StageError
+from drumline.errors import DrumlineError, PeerLost, StageError
 from drumline.kv_cache.proxy import number_of
 from drumline.pipeline.deferred_calls import Chain, Form, Habits
 from drumline.pipeline.interrupt import Uninterrupted
@@ -42,9 +42,9 @@ class Session:
         self._is_listening = self._is_out_of_step = False
         self.relay = Relay()
         self._threads = threading.local()
-        self._failure: InferenceError | None = None
+        self._failure: DrumlineError | None = None
         # Why a pass was refused that had begun to change the layers.
-        self.half_changed: InferenceError | None = None
+        self.half_changed: DrumlineError | None = None
 
     @property
     def chain(self) -> Chain:
@@ -69,7 +69,7 @@ class Session:
     def note_pass(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Remember what a model of this thread is called with, see `rows_and_tokens`."""
         if self.half_changed is not None:
-            raise InferenceError(
+            raise DrumlineError(
                 f"{self.half_changed} A pass that began with it has changed the layers before "
                 "this one already, so load the model again."
             )
@@ -93,7 +93,7 @@ class Session:
         """The same, where a hidden state does not show them."""
         shape = self.shape_of_pass
         if shape is None:
-            raise InferenceError(
+            raise DrumlineError(
                 "rank 0: a layer was called with a hidden state of more than three axes, outside "
                 "of its model, so its tokens cannot be told from its streams; call the model."
             )
@@ -219,7 +219,7 @@ class Session:
             if self._failure is not None:
                 raise self._failure
             return work()
-        except InferenceError as lost:
+        except DrumlineError as lost:
             if self._failure is None:
                 self._failure = lost
                 self.ring.close(lost)
@@ -229,10 +229,10 @@ class Session:
         """Release the other ranks. Every later use of the model is an error."""
         with Uninterrupted(), self._sending:
             if self._failure is None and self._is_out_of_step:
-                with contextlib.suppress(InferenceError):
+                with contextlib.suppress(DrumlineError):
                     self._fall_in()
             if self._failure is None:
-                self._failure = InferenceError(
+                self._failure = DrumlineError(
                     f"rank {self.ring.rank}: the model was closed and its other ranks have left, "
                     "so it cannot run; load it again."
                 )

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_map
 
-from drumline.errors import InferenceError
+from drumline.errors import DrumlineError
 
 CONTAINERS = (tuple, list, dict)
 
@@ -53,7 +53,7 @@ class Lazy(torch.Tensor):
         if self.value is None:
             self.source.flush()
         if self.value is None:
-            raise InferenceError(
+            raise DrumlineError(
                 "a tensor of a layer on another rank is not here: the call that was to compute it "
                 "failed, or it had not been looked at before and was left there; run again."
             )

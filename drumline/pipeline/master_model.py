@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from drumline.checkpoint.shard_loader import Loaded
-from drumline.errors import InferenceError, exit_code
+from drumline.errors import DrumlineError, exit_code
 from drumline.pipeline.driver import Session
 from drumline.pipeline.lazy_tensor import Lazy, fetch_all
 from drumline.pipeline.overlap import Overlapping
@@ -151,7 +151,7 @@ class _Note:
 def _refuse_inner_outputs(module: nn.Module, args: Any, kwargs: Any) -> None:
     for name in ("output_attentions", "output_router_logits"):
         if _is_asked(name, module, kwargs):
-            raise InferenceError(
+            raise DrumlineError(
                 f"rank 0: {name}=True, but these are made inside the layers and do not leave their "
                 f"ranks, so some would be missing; pass {name}=False or set it so in model.config, "
                 "or load the model on one rank."
@@ -180,7 +180,7 @@ class _RefuseUnheard:
     def _refuse(self, key: str, module: nn.Module) -> None:
         for other, part, rank in self.unheard:
             if key == other and self._recorder(part) is module:
-                raise InferenceError(
+                raise DrumlineError(
                     f"rank 0: output_{key}=True, but this model makes them inside of layers, as in "
                     f"{part} on rank {rank}, so some would be missing; pass output_{key}=False, or "
                     "load the model on one rank."
@@ -223,7 +223,7 @@ class _NoGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise InferenceError(
+        raise DrumlineError(
             "rank 0: no gradient comes back from layers on other ranks, so this one would be "
             "wrong; use the distributed model for inference only, under torch.no_grad()."
         )

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from drumline.errors import InferenceError
+from drumline.errors import DrumlineError
 from drumline.kv_cache.merge import can_be_joined, is_known
 from drumline.kv_cache.proxy import join_mirrored
 from drumline.pipeline import microbatch
 from drumline.pipeline.driver import Session
 from drumline.pipeline.remote_layer import RemoteModule
-from drumline.pipeline.unsupported import Misplaced
+from drumline.pipeline.unsupported import RemoteLayerError
 
 Whole = Callable[..., Any]
 
@@ -45,7 +45,7 @@ class Overlapping:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return self._pass(*args, **kwargs)
-        except Misplaced as error:  # BigBird changes its layers, one by one, for a short text
+        except RemoteLayerError as error:  # BigBird changes its layers for a short text
             if self._session is not None:
                 self._session.half_changed = error
             raise
@@ -191,7 +191,7 @@ def _cat(name: str, values: Sequence[Any]) -> Any:
         return torch.cat(list(values))
     if isinstance(values[0], tuple):
         return tuple(_cat(name, column) for column in zip(*values, strict=True))
-    raise InferenceError(
+    raise DrumlineError(
         f"rank 0: the model returned {name} as a {type(values[0]).__name__}, which cannot be put "
         "together from groups of rows; set model.micro_batches = False to compute batches whole."
     )

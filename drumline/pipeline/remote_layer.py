@@ -16,7 +16,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from drumline.core.pytree import PLAIN, Leaves, Template, flatten, frozen, kinds_of_new, rebuild
-from drumline.errors import InferenceError
+from drumline.errors import DrumlineError
 from drumline.kv_cache.proxy import (
     advance,
     counts_pass,
@@ -63,7 +63,7 @@ class RemoteModule:
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first call of a run. What the cache refuses is never sent."""
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-            raise InferenceError(
+            raise DrumlineError(
                 f"rank 0: {self.name} was called under torch.autocast, of which rank {self.rank} "
                 "knows nothing, so its layers would compute in another dtype; load the model with "
                 "dtype=torch.bfloat16, or call it outside of autocast."
@@ -135,7 +135,7 @@ class RemoteModule:
         cache, hidden = leaves.caches[0], leaves.tensors[0]
         try:
             if not is_usual and self.cache_layers and not run.numbers:
-                raise InferenceError(
+                raise DrumlineError(
                     f"rank 0: {self.name} on rank {self.rank} put keys into the layers "
                     f"{[*indices]} of the cache, where its modules have the numbers "
                     f"{[*self.cache_layers]}, so the lengths that masks are made of would be "
@@ -147,7 +147,7 @@ class RemoteModule:
                 advance(cache, layers, hidden, self.by_pass)
                 run.lengths = lengths(cache, layers)
             refuse_other_lengths(run.lengths, filled, f"{self.name} on rank {self.rank}")
-        except InferenceError:
+        except DrumlineError:
             cache.torn = True  # over there it is filled already
             raise
         if run.numbers:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 from transformers.utils import output_capturing
 
-from drumline.errors import InferenceError
+from drumline.errors import DrumlineError
 
 MERGE = (
     "merge the adapter into a checkpoint and load that: AutoPeftModelForCausalLM.from_pretrained("
@@ -22,7 +22,7 @@ NO_TRAINING = "it is for inference, under torch.no_grad(); train on a model that
 NOT_COMPILED = "leave its forward as it is, for it waits for other ranks in every pass"
 
 
-class Misplaced(InferenceError):
+class RemoteLayerError(DrumlineError):
     """Something was to be put into a layer on another rank."""
 
 
@@ -44,7 +44,7 @@ class Attention:
         for config, loaded, name in self.known.values():
             now = config._attn_implementation
             if now != loaded:
-                raise InferenceError(
+                raise DrumlineError(
                     f"rank 0: the attention of {name} was changed from {loaded} to {now} after "
                     "loading, of which the rank that runs it knows nothing, so masks would not be "
                     f"those that it takes; load the model with attn_implementation={now!r}, or "
@@ -56,10 +56,10 @@ class Refusals:
     """Mixed into the class of a model. Where one rank has everything, everything works."""
 
     def _refuse(self, verb: str, remedy: str) -> None:
-        """Raise InferenceError if parts of the model are elsewhere."""
+        """Raise DrumlineError if parts of the model are elsewhere."""
         parts = [getattr(self, name, None) for name in ("_session", "_shelf")]
         if any(part is not None for part in parts):
-            raise InferenceError(
+            raise DrumlineError(
                 f"rank 0: a model with layers on other ranks or on disk cannot be {verb} from "
                 f"here, as that would change a part of it only; {remedy}."
             )
@@ -166,7 +166,7 @@ class _Elsewhere:
         self.name, self.rank = name, rank
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise InferenceError(
+        raise DrumlineError(
             f"rank 0: {self.name} is a part of a layer on rank {self.rank}, and only the whole "
             "layer can be called from here; give it to rank 0 in device_map to call it by itself."
         )
@@ -190,7 +190,7 @@ class _Sealed:
             key = inspect.getclosurevars(hook).nonlocals.get("key", "hidden_states")
             self.__dict__["_unheard"].append((key, name, rank))
         else:
-            raise InferenceError(
+            raise DrumlineError(
                 f"rank 0: {name} is a part of a layer on rank {rank}, so a hook on it here would "
                 "never be called; hook the whole layer, or give it to rank 0 in device_map."
             )
@@ -198,7 +198,7 @@ class _Sealed:
     def __setattr__(self, key: str, value: Any) -> None:
         if isinstance(value, (nn.Module, nn.Parameter)):
             name, rank = self.__dict__["_sealed"]
-            raise Misplaced(
+            raise RemoteLayerError(
                 f"rank 0: {name}.{key} runs on rank {rank}, so what is put in its place here would "
                 "never be used. If the model does this itself, have its config say beforehand "
                 f"what is to be there; for an adapter, {MERGE}."
@@ -218,7 +218,7 @@ class _SealedTensor:
         for tensor in sealed:
             if any(tensor is each for each in written):
                 name, rank = tensor.__dict__["_sealed"]
-                raise InferenceError(
+                raise DrumlineError(
                     f"rank 0: {func.__name__} on {name}, which is on rank {rank}, would change "
                     "nothing there; write the weights that you want into a checkpoint and load "
                     "that, or give the layer to rank 0 in device_map."

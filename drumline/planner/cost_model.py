@@ -1,6 +1,7 @@
 """The cut of a model that gives the most tokens a second: pure arithmetic over measured speeds.
 
-speeds = Speeds({(0, "cpu"): Speed(5e10, 1e10), (1, "cpu"): Speed(5e10, 1e10)}, {0: hop, 1: hop})
+rank_0, rank_1 = Speed(5e10, 1e10), Speed(5e10, 1e10)
+speeds = DeviceSpeeds({(0, "cpu"): rank_0, (1, "cpu"): rank_1}, {0: hop, 1: hop})
 print(estimate(layout, plan(layout, room, "fastest", speeds=speeds), speeds).tokens_a_second)
 
 A place spends on a part of the model the time to read its weights or to multiply with them, the
@@ -38,7 +39,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Speeds:
+class DeviceSpeeds:
     """Measured or assumed: each place, and the link from each rank to the next one of the ring."""
 
     places: Mapping[Place, Speed]
@@ -52,12 +53,12 @@ def assumed(
     flops: float = math.inf,
     hop_s: float = 0.0,
     link_nbytes: float = math.inf,
-) -> Speeds:
+) -> DeviceSpeeds:
     """Equal speeds for all places, for a plan of ranks that have not been started."""
     places = dict.fromkeys(room, Speed(flops, nbytes))
     ranks = sorted({rank for rank, _ in places})
     links = dict.fromkeys(ranks, Link(hop_s, link_nbytes)) if len(ranks) > 1 else {}
-    return Speeds(places, links)
+    return DeviceSpeeds(places, links)
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Estimate:
 
 
 def estimate(
-    model: Layout, chosen: DeviceMap, speeds: Speeds, step: Step | None = None
+    model: Layout, chosen: DeviceMap, speeds: DeviceSpeeds, step: Step | None = None
 ) -> Estimate:
     """How fast a device map is expected to be; an upper bound, as only weights and hops count."""
     step = step or Step()
@@ -109,7 +110,7 @@ class Together:
 
 
 def estimate_together(
-    model: Layout, team: Together, speeds: Speeds, step: Step | None = None
+    model: Layout, team: Together, speeds: DeviceSpeeds, step: Step | None = None
 ) -> Estimate:
     """How fast the model is expected to be with every layer cut over a team of ranks.
 
@@ -143,7 +144,7 @@ def trips(ranks: Iterable[int]) -> int:
 
 
 def _estimate(
-    places: Sequence[Place], stages: Sequence[float], speeds: Speeds, step: Step
+    places: Sequence[Place], stages: Sequence[float], speeds: DeviceSpeeds, step: Step
 ) -> Estimate:
     ranks = {rank for rank, _ in places}
     hops = _hops(speeds, step) if ranks - {0} else 0.0
@@ -152,7 +153,7 @@ def _estimate(
     return Estimate(whole, slowest, hops, step.batch / pace if pace else math.inf)
 
 
-def _hops(speeds: Speeds, step: Step) -> float:
+def _hops(speeds: DeviceSpeeds, step: Step) -> float:
     """All trips round the ring, each of which passes every rank."""
     nbytes = step.batch * step.width * step.itemsize
     return step.trips * sum(link.seconds(nbytes) for link in speeds.links.values())
@@ -178,14 +179,14 @@ class Fastest:
         self.passed = [list(itertools.accumulate(of_place, initial=0.0)) for of_place in times]
         self.filled = list(itertools.accumulate(needs, initial=0))
 
-    def best(self, speeds: Speeds, step: Step) -> list[int] | None:
+    def best(self, speeds: DeviceSpeeds, step: Step) -> list[int] | None:
         """Where the groups of each place end; None if they do not fit."""
         near = sum(1 for rank, _ in self.places if rank == 0)
         hops = _hops(speeds, step)
         found = [*self._candidates(len(self.places), step, hops), *self._candidates(near, step, 0)]
         return max(found, key=lambda ends: self._rate(ends, speeds, step), default=None)
 
-    def _rate(self, ends: Sequence[int], speeds: Speeds, step: Step) -> float:
+    def _rate(self, ends: Sequence[int], speeds: DeviceSpeeds, step: Step) -> float:
         starts = [0, *ends[:-1]]
         used = [n for n, _ in enumerate(self.places) if ends[n] > starts[n] or self.fixed[n]]
         stages = [self._spent(n, starts[n], ends[n]) for n in used]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from drumline.core.mesh import stages_along
-from drumline.planner.cost_model import Speeds
+from drumline.planner.cost_model import DeviceSpeeds
 from drumline.planner.memory import Memory
 from drumline.planner.plan import Place
 
@@ -38,7 +38,7 @@ class Options:
     build_on: str | None = None
     device: str | None = None
     rest: Mapping[str, Any] = field(default_factory=dict)
-    speeds: Speeds | None = None
+    speeds: DeviceSpeeds | None = None
 
     @property
     def cuts_layers(self) -> bool:

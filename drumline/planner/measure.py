@@ -17,7 +17,7 @@ import torch
 from communicator import Communicator, Unsupported
 from coordinator import Coordinator
 from drumline.core.device_map import Place, first_device
-from drumline.planner.cost_model import Link, Speed, Speeds, Together
+from drumline.planner.cost_model import DeviceSpeeds, Link, Speed, Together
 
 BUDGET_S = 0.05
 """How long each measurement goes on, after one round to warm up."""
@@ -48,7 +48,7 @@ DISK_BYTES_A_SECOND = 1e9
 
 def measure_speeds(
     coor: Coordinator, room: Iterable[Place], dtype: torch.dtype, backend: str | None = None
-) -> Speeds:
+) -> DeviceSpeeds:
     """The speed of every place in `room`, and of the links of the ring. Collective.
 
     The ranks of a node take turns, as they do when they serve one conversation. Takes about a
@@ -67,7 +67,7 @@ def measure_speeds(
         for rank, data in enumerate(told)
         for device, numbers in json.loads(data).items()
     }
-    return Speeds(as_of_one_make(places), links(coor, backend))
+    return DeviceSpeeds(as_of_one_make(places), links(coor, backend))
 
 
 def as_of_one_make(places: Mapping[Place, Speed]) -> dict[Place, Speed]:

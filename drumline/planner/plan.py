@@ -20,7 +20,7 @@ from drumline.core.device_map import (
     readable,
 )
 from drumline.errors import PlanError
-from drumline.planner.cost_model import Fastest, Speeds, Step, seconds
+from drumline.planner.cost_model import DeviceSpeeds, Fastest, Step, seconds
 from drumline.planner.user_map import explicit
 
 __all__ = ["DeviceMap", "Layout", "Part", "Place", "abbreviate", "plan", "readable"]
@@ -36,7 +36,7 @@ def plan(
     room: Mapping[Place, int],
     device_map: str | Mapping[str, Place | int | str] = "auto",
     *,
-    speeds: Speeds | None = None,
+    speeds: DeviceSpeeds | None = None,
     step: Step | None = None,
 ) -> DeviceMap:
     """The device map of `model` over `room` (bytes free on each place), in the order given there.
@@ -65,7 +65,7 @@ def plan(
     levels = {place: level(place, room) for place in room}
     if device_map == "fastest":
         planner = _Planner(model, room, levels, max(levels.values()))
-        return planner.fastest(speeds or Speeds({}), step or Step())
+        return planner.fastest(speeds or DeviceSpeeds({}), step or Step())
     for deepest in sorted(set(levels.values())):
         planner = _Planner(model, room, levels, deepest)
         chosen = planner.plan(sequential=device_map == "sequential")
@@ -104,7 +104,7 @@ class _Planner:
             placed = self._lowest_fill(placed)
         return self._map(placed)
 
-    def fastest(self, speeds: Speeds, step: Step) -> DeviceMap:
+    def fastest(self, speeds: DeviceSpeeds, step: Step) -> DeviceMap:
         if self._fill_somehow() is None:
             raise self.impossible()
         unknown = [place for place in self.order if place not in speeds.places]

@@ -17,7 +17,7 @@ from typing import Any
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
-from drumline.errors import InferenceError, PeerLost
+from drumline.errors import DrumlineError, PeerLost
 from drumline.serving.detokenize import Text
 from drumline.serving.metrics import Metrics
 from drumline.serving.protocol import (
@@ -31,7 +31,7 @@ from drumline.serving.protocol import (
     read,
 )
 from drumline.serving.sampling import Sampling
-from drumline.serving.scheduler import Batcher, Busy, Limits, Row, TooMany
+from drumline.serving.scheduler import Batcher, Busy, Limits, RequestTooLarge, Row
 
 MAX_BODY = 4 << 20
 BODY_S = 60  # for it to come
@@ -106,7 +106,7 @@ class Service:
 
     def __init__(self, name: str, model: Any, tokenizer: Any, limits: Limits) -> None:
         self.name, self.tokenizer, self.limits = name, tokenizer, limits
-        self.failure: InferenceError | None = None
+        self.failure: DrumlineError | None = None
         self.created = int(time.time())
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self.batcher = Batcher(model, limits, self.fail)
@@ -206,11 +206,11 @@ class Service:
         talk = Conversation(self.tokenizer, rows)
         try:
             self.batcher.submit(talk.rows)
-        except TooMany as error:
+        except RequestTooLarge as error:
             raise invalid(str(error)) from error
         except Busy as busy:
             raise ApiError(429, str(busy), "rate_limit_error", "server_busy") from busy
-        except InferenceError as error:
+        except DrumlineError as error:
             raise _lost(error) from error
         answers = Answers(self.name, isinstance(asked, Chat))
         events = self._counted(talk, request)

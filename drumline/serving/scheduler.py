@@ -27,7 +27,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from drumline.errors import InferenceError, PeerLost
+from drumline.errors import DrumlineError, PeerLost
 from drumline.serving.sampling import Chooser, Sampling
 
 GATHER_S = 0.003  # for requests that come together to go together
@@ -45,11 +45,11 @@ class Limits:
     threads: int = 2
 
 
-class Busy(InferenceError):
+class Busy(DrumlineError):
     """So much waits already that another request had better come later."""
 
 
-class TooMany(InferenceError):
+class RequestTooLarge(DrumlineError):
     """So much will never find room, however long it waits."""
 
 
@@ -126,7 +126,7 @@ class Batcher:
         self._waiting: deque[Row] = deque()
         self._running: list[list[Row]] = []  # batches
         self._changed = threading.Condition()
-        self._over: InferenceError | None = None
+        self._over: DrumlineError | None = None
         self._is_breaking = False  # a batch, so that no other does
         self._threads = [threading.Thread(target=self._serve) for _ in range(limits.threads)]
         for thread in self._threads:
@@ -142,12 +142,12 @@ class Batcher:
             return sum(not row.is_done for batch in self._running for row in batch)
 
     def submit(self, rows: Sequence[Row]) -> None:
-        """Run them when there is room. Raises Busy or TooMany if there is none, and takes none."""
+        """Run them when there is room; raises Busy or RequestTooLarge if there is none."""
         with self._changed:
             if self._over is not None:
                 raise self._over
             if len(rows) > self.limits.max_waiting:
-                raise TooMany(
+                raise RequestTooLarge(
                     f"rank 0: {len(rows)} prompts at a time are more than the "
                     f"{self.limits.max_waiting} that may wait here; ask for fewer."
                 )
@@ -162,7 +162,7 @@ class Batcher:
     def close(self) -> None:
         """Return when what waits has been told that it ends, and what runs has, which it does with
         its next token: whether a client reads its last ones or not."""
-        why = InferenceError("rank 0: the server is being stopped; ask another one.")
+        why = DrumlineError("rank 0: the server is being stopped; ask another one.")
         self._end(why)
         with self._changed:
             running = [row for batch in self._running for row in batch]
@@ -171,7 +171,7 @@ class Batcher:
         for thread in self._threads:
             thread.join()
 
-    def _end(self, why: InferenceError) -> None:
+    def _end(self, why: DrumlineError) -> None:
         with self._changed:
             self._over = self._over or why
             waiting, self._waiting = list(self._waiting), deque()

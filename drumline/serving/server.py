@@ -18,7 +18,7 @@ from typing import Any
 from coordinator import Coordinator
 from drumline.checkpoint.empty_model import read_tokenizer
 from drumline.checkpoint.shard_loader import together
-from drumline.errors import InferenceError, PeerLost
+from drumline.errors import DrumlineError, PeerLost
 from drumline.serving.scheduler import Limits
 from drumline.strategies.load import Memory, load
 from drumline.strategies.with_model import num_positions, read_generator
@@ -91,7 +91,7 @@ def _bound(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         if listener is not None:
             listener.close()
-        raise InferenceError(
+        raise DrumlineError(
             f"rank 0: cannot serve at {host}, port {port}: {error}; give another --host or --port."
         ) from error
     return listener
@@ -101,14 +101,14 @@ def _key(host: str, key_file: str | None) -> str | None:
     try:
         key = Path(key_file).read_text().strip() if key_file else None
     except (OSError, UnicodeError) as error:
-        raise InferenceError(
+        raise DrumlineError(
             f"rank 0: the key in {key_file} cannot be read ({error}), so nobody would be let in; "
             "write one of 32 letters there."
         ) from error
     if key == "":
-        raise InferenceError(f"rank 0: the key in {key_file} is empty; write one of 32 letters.")
+        raise DrumlineError(f"rank 0: the key in {key_file} is empty; write one of 32 letters.")
     if key is None and not _is_loopback(host):
-        raise InferenceError(
+        raise DrumlineError(
             f"rank 0: whoever reaches {host} could use the model, for there is no key; put one "
             "into a file and give --api-key-file FILE, or serve on 127.0.0.1."
         )
@@ -126,13 +126,13 @@ def _length(model_path: str, wanted: int | None) -> int:
     """Tokens of a row: what is wanted, if the model has positions for so many."""
     config = read_generator(model_path)
     if config.is_encoder_decoder:
-        raise InferenceError(
+        raise DrumlineError(
             f"rank 0: {model_path} answers a text rather than continuing it, which no request here "
             "asks for; serve a decoder, or call generate() in a script of your own."
         )
     most = num_positions(config)
     if wanted is not None and wanted > most:
-        raise InferenceError(
+        raise DrumlineError(
             f"rank 0: rows of {wanted} tokens were asked for, but the model has positions for "
             f"{most}; give --max-length {most} or less."
         )
@@ -144,7 +144,7 @@ def _import_uvicorn() -> Any:
         import fastapi  # noqa: F401
         import uvicorn
     except ImportError as error:
-        raise InferenceError(
+        raise DrumlineError(
             f"rank 0: serving needs a web server, but {error}; `pip install fastapi uvicorn`."
         ) from error
     return uvicorn
@@ -206,7 +206,7 @@ def _watching(coor: Coordinator, service: Any, server: Any) -> Iterator[None]:
     def watch() -> None:
         grace_s = float(GRACE_S)
         while not is_over.wait(WATCH_S):
-            gone = [str(peer) for peer in coor.peers if peer.is_seen_dead()]
+            gone = [str(peer) for peer in coor.peers if peer.is_known_dead()]
             if gone:
                 text = f"rank 0: {' and '.join(gone)} is gone, so nothing can be answered"
                 service.fail(PeerLost(f"{text}; start all ranks again."))

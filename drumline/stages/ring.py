@@ -15,8 +15,8 @@ from typing import Any
 
 from torch.distributed import DistNetworkError
 
-from communicator import CommunicatorError, Unsupported
-from drumline.errors import PeerLost
+from communicator import Unsupported
+from drumline.errors import DrumlineError, PeerLost
 from drumline.liveness.stopped_ranks import LOOK_S, Lookout, spans_processes
 from drumline.stages.messages import Foresee, Kind, Link, Message
 
@@ -60,7 +60,7 @@ class Ring:
         self.is_waiting = True
         try:
             self.next.send(message)
-        except CommunicatorError as error:
+        except DrumlineError as error:
             raise self._lost(self.next.peer, error) from error
         return None
 
@@ -68,7 +68,7 @@ class Ring:
         self.is_waiting = True
         try:
             return self.previous.receive(foresee)
-        except CommunicatorError as error:
+        except DrumlineError as error:
             raise self._lost(self.previous.peer, error) from error
         finally:
             self.is_waiting = self.rank != 0
@@ -110,7 +110,7 @@ class Ring:
         finally:
             self.close()
 
-    def _lost(self, peer: int, error: CommunicatorError) -> PeerLost:
+    def _lost(self, peer: int, error: DrumlineError) -> PeerLost:
         if self._verdict:
             return PeerLost(self._verdict)
         culprit = self._culprit(peer)
@@ -137,7 +137,7 @@ class Ring:
         """Whom `peer` had lost; itself if it lost nobody."""
         until = time.monotonic() + ACCUSATION_S
         while True:
-            is_dead = self.coor.peers[peer].is_seen_dead()
+            is_dead = self.coor.peers[peer].is_known_dead()
             # as get(), which raises if the group is broken, by whoever left it in an error
             found = self.accusations.compare_set(str(peer), NOBODY, NOBODY)
             if found != NOBODY:

@@ -20,7 +20,7 @@ from drumline.core.pytree import (
     describe,
     unflatten,
 )
-from drumline.errors import InferenceError, PeerLost, story
+from drumline.errors import DrumlineError, PeerLost, story
 from drumline.kv_cache.owner import Vault
 from drumline.kv_cache.version import EMPTY, Mark, mark
 from drumline.stages import message_trace
@@ -74,7 +74,7 @@ class Call:
         """Raise if the layer wrote into what it was given, which the master would not see."""
         for old, now in zip(given, self.inputs, strict=True):
             if not torch.equal(old, now) and bool(((old != now) & (old == old)).any()):
-                raise InferenceError(
+                raise DrumlineError(
                     f"it wrote into a tensor of shape {[*now.shape]} that it was given, and what "
                     "is written here does not reach the other ranks, so their results would be "
                     "wrong; run this model on one rank."
@@ -197,7 +197,7 @@ class Stage:
         if route.program.operations != NOTHING:
             return
         held, step = self._held(route, message), route.steps[0][0]
-        with contextlib.suppress(InferenceError):  # it is free to ask for a cache that is gone
+        with contextlib.suppress(DrumlineError):  # it is free to ask for a cache that is gone
             inputs = [held[slot] for slot in step.slots]
             self._foreseen = message, Call(step, inputs, message.ints, self.vault)
 
@@ -241,7 +241,7 @@ def _as_before(step: Step, call: Call, value: Any) -> list[torch.Tensor]:
     new: list[torch.Tensor] = []
     output = call.describe(value, new)
     if output != step.output:
-        raise InferenceError(
+        raise DrumlineError(
             f"{step.module} returned {output} where it returned {step.output} for such "
             "arguments before, so what the master went on with is wrong; run this model on "
             "one rank."

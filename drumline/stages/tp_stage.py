@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.distributed import DistNetworkError, DistStoreError
 
-from communicator import Communicator, CommunicatorError
-from coordinator import CoordinatorError
+from communicator import Communicator
+from coordinator import CoordinatorError, DrumlineError
 from drumline.errors import PeerLost
 from drumline.liveness.group_monitor import Vigil
 from drumline.stages.messages import Foresee, Kind, Link, Message
@@ -69,7 +69,7 @@ class Team:
     def _guarded(self, work: Callable[[], Any]) -> Any:
         try:
             return self.vigil.explained(work)
-        except (CommunicatorError, CoordinatorError) as error:
+        except DrumlineError as error:
             story = self._failed_first()
             raise PeerLost(
                 f"rank {self.rank}: {self._what_is_lost()}, so the model cannot run any more; "
@@ -79,7 +79,7 @@ class Team:
 
     def _what_is_lost(self) -> str:
         holds = self.vigil.holds[self.rank]
-        dead = [str(peer) for peer in self.coor.peers if peer.is_seen_dead()]
+        dead = [str(peer) for peer in self.coor.peers if peer.is_known_dead()]
         if dead:
             return f"{' and '.join(dead)} is gone. It held its part of {holds}"
         return (

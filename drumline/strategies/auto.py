@@ -17,7 +17,7 @@ from drumline.core.device_map import first_device
 from drumline.core.mesh import Mesh
 from drumline.errors import PlanError
 from drumline.liveness.stopped_ranks import on_lookout
-from drumline.planner.cost_model import Speeds, Together, estimate, estimate_together
+from drumline.planner.cost_model import DeviceSpeeds, Together, estimate, estimate_together
 from drumline.planner.load_options import Options
 from drumline.planner.measure import measure_speeds, measure_together
 from drumline.strategies.pipeline_parallel import load_over_stages, refuse_device
@@ -66,10 +66,10 @@ def _have_one_device_each(coor: Coordinator, found: Survey) -> bool:
     """Whether each rank computes where a rank of a team would, and nowhere else."""
     mine = [d for rank, d in found.room if rank == coor.rank and d not in ("cpu", "disk")]
     is_own = first_device(mine) == own_device(coor) and coor.local_rank == coor.info.local_rank
-    return coor.vote(len(mine) < 2 and is_own)
+    return coor.all_true(len(mine) < 2 and is_own)
 
 
-def _worth_it(found: Survey, teams: list[Together], speeds: Speeds) -> list[int]:
+def _worth_it(found: Survey, teams: list[Together], speeds: DeviceSpeeds) -> list[int]:
     """How many ranks had better share a layer, if several; the fastest first."""
     try:
         whole = found.plan("fastest", speeds)
@@ -91,5 +91,5 @@ def _can_be(coor: Coordinator, path: str | Path, asked: Options) -> bool:
     try:
         cut_checkpoint(coor, files, configs, grid, asked)
     except Exception:  # which says no, whatever it is: options for from_pretrained alone, too
-        return coor.vote(False)
-    return coor.vote(True)
+        return coor.all_true(False)
+    return coor.all_true(True)

@@ -51,7 +51,7 @@ def load(
     """The model of a transformers checkpoint, its layers spread over every rank. Collective.
 
     On the master it is an ordinary transformers model whose call and generate() work unchanged.
-    Every other rank serves inside this call until the master leaves and then raises Served, a
+    Every other rank serves inside this call until the master leaves and then raises WorkerExit, a
     SystemExit: the rest of the script is the master's alone, and the same script runs with a world
     of one.
 

@@ -21,7 +21,7 @@ from drumline.checkpoint.source import Source
 from drumline.checkpoint.weight_map import Computed, Description
 from drumline.core.consistency import agree_on, facts
 from drumline.core.device_map import abbreviate
-from drumline.errors import CheckpointError, PlanError, Served
+from drumline.errors import CheckpointError, PlanError, WorkerExit
 from drumline.liveness.stopped_ranks import on_lookout, outlast_master
 from drumline.offload.placement import offloaded, place
 from drumline.offload.prefetcher import shelf_of
@@ -178,7 +178,7 @@ def join(
     backend: str | None = None,
     cuda_graphs: bool = False,
 ) -> Any:
-    """The master's model with the other ranks behind it; they serve here, and raise Served.
+    """The master's model with the other ranks behind it; they serve here, and raise WorkerExit.
 
     stack: what to give back when the model is closed.
     """
@@ -195,7 +195,7 @@ def join(
     with ring:
         code = Stage(model, ring, device, graphs).serve()
     outlast_master(coor, code)
-    raise Served(code)
+    raise WorkerExit(code)
 
 
 def _frames(coor: Coordinator, backend: str | None) -> Communicator:

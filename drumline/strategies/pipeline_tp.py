@@ -19,7 +19,7 @@ from coordinator import Coordinator
 from drumline.checkpoint.shard_loader import aliases, named_tensors, plan_together, together
 from drumline.core.consistency import agree_on, facts
 from drumline.core.mesh import Mesh, mesh_for
-from drumline.errors import PlanError, Served
+from drumline.errors import PlanError, WorkerExit
 from drumline.liveness.group_monitor import Vigil
 from drumline.liveness.stopped_ranks import on_lookout, outlast_master
 from drumline.pipeline.driver import Session
@@ -80,7 +80,7 @@ def load_over_teams(path: str | Path, coor: Coordinator | None, asked: Options) 
         return _driven(driver, Driver(stage, team, ring), chosen, device)
     code = _serve(stage)
     outlast_master(crew, code)
-    raise Served(code)
+    raise WorkerExit(code)
 
 
 def _patiently(coor: Coordinator) -> Any:

@@ -18,7 +18,7 @@ from drumline.checkpoint.shard_loader import together
 from drumline.checkpoint.source import Source, find, own_config
 from drumline.core.device_map import DeviceMap, Layout, Place
 from drumline.errors import PlanError
-from drumline.planner.cost_model import Speeds, Step
+from drumline.planner.cost_model import DeviceSpeeds, Step
 from drumline.planner.load_options import Options
 from drumline.planner.memory import cluster_memory, given_room
 from drumline.planner.model_profile import (
@@ -45,7 +45,7 @@ class Survey:
     step: Step
 
     def plan(
-        self, device_map: str | Mapping[str, Place | int], speeds: Speeds | None = None
+        self, device_map: str | Mapping[str, Place | int], speeds: DeviceSpeeds | None = None
     ) -> DeviceMap:
         return plan(self.parts, self.room, device_map, speeds=speeds, step=self.step)
 

@@ -15,7 +15,7 @@ import torch
 from coordinator import Coordinator
 from drumline.checkpoint.empty_model import read_config
 from drumline.checkpoint.shard_loader import together
-from drumline.errors import InferenceError, Served
+from drumline.errors import DrumlineError, WorkerExit
 from drumline.planner.model_profile import model_class
 from drumline.planner.plan import readable
 from drumline.strategies.load import Memory, load
@@ -28,18 +28,18 @@ Peaks = list[dict[str, int]]
 def read_generator(path: str, num_tokens: int = 0) -> Any:
     """The config of a model that generates text, so many tokens with the prompt.
 
-    Raises InferenceError for one that does not, or has fewer positions.
+    Raises DrumlineError for one that does not, or has fewer positions.
     """
     config = read_config(path)
     kind = model_class(config)
     if not kind.can_generate():
-        raise InferenceError(
+        raise DrumlineError(
             f"rank 0: {path} holds a {kind.__name__}, which does not generate text; give one that "
             "does, or call this one in a script of your own."
         )
     most = num_positions(config)
     if num_tokens > most and not config.is_encoder_decoder:
-        raise InferenceError(
+        raise DrumlineError(
             f"rank 0: {num_tokens} tokens were asked for, prompt and new ones, but {path} has "
             f"positions for {most}; ask for fewer."
         )
@@ -61,7 +61,7 @@ def with_model(
 ) -> tuple[T, Peaks]:
     """What work(model) returns on the master, and the peaks of all ranks. Collective.
 
-    The other ranks serve, and end with Served as they do in load, which takes the options.
+    The other ranks serve, and end with WorkerExit as they do in load, which takes the options.
     before: called on the master, before anything is loaded.
     """
     with Coordinator() as coor:
@@ -69,7 +69,7 @@ def with_model(
         try:
             with load(path, coor=coor, max_memory=memory, **options) as model:
                 result = _closing_with_its_code(model, work)
-        except Served as served:
+        except WorkerExit as served:
             if not served.code:
                 coor.gather_object(_peak())
             raise

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from communicator import Communicator
-from drumline.errors import InferenceError
+from drumline.errors import DrumlineError
 from drumline.liveness.stopped_ranks import process_of
 
 SEEDS = 1 << 40
@@ -104,7 +104,7 @@ class _Draws:
         """Draw from here on what the first rank draws. Collective."""
         peers = self.comm.coor.peers
         if len({process_of(peer) for peer in peers}) < len(peers):
-            raise InferenceError(
+            raise DrumlineError(
                 f"rank {self.comm.rank}: ranks that are threads of one process have one generator "
                 "of random numbers, so each would leave out other numbers of what all have, and "
                 "they would train different models; start ranks as processes, or set the dropout "

@@ -1,7 +1,7 @@
 """Cuts the layers of a model over ranks, and adds the collectives that make the parts one model.
 
 styles = read_plan(model, "auto")            # module or parameter -> how it is cut
-splits = splits_of(model, styles, size=2)    # parameter -> Split along "tp", checked
+splits = shard_specs(model, styles, size=2)    # parameter -> Split along "tp", checked
 ...                                          # every rank loads its part
 connect(model, styles, comm)                 # one allreduce where one is due, none where not
 
@@ -158,7 +158,7 @@ def _carried(model: Any, plan: str) -> dict[str, str]:
     return rules
 
 
-def splits_of(model: nn.Module, styles: Styles, size: int) -> dict[str, tuple[Split, ...]]:
+def shard_specs(model: nn.Module, styles: Styles, size: int) -> dict[str, tuple[Split, ...]]:
     """How each parameter is cut along "tp". Raises PlanError where that would not compute."""
     if not styles:
         return {name: () for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -373,18 +373,20 @@ def parallelize(model: nn.Module, plan: str | Styles, comm: Communicator) -> dic
     For models that fit; `load_into` and `connect` never hold the whole. Same plan on every rank.
     """
     styles = read_plan(model, plan)
-    splits = splits_of(model, styles, comm.world_size)
+    splits = shard_specs(model, styles, comm.world_size)
     mesh = Mesh({"tp": comm.world_size})
     cut: dict[int, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
-        mine = shard_of(parameter.detach(), splits[name], mesh, comm.rank)
+        mine = local_shard(parameter.detach(), splits[name], mesh, comm.rank)
         cut[id(parameter)] = nn.Parameter(mine, requires_grad=parameter.requires_grad)
     connect(model, styles, comm)
     replace(model, cut)
     return splits
 
 
-def shard_of(whole: torch.Tensor, splits: Sequence[Split], mesh: Mesh, rank: int) -> torch.Tensor:
+def local_shard(
+    whole: torch.Tensor, splits: Sequence[Split], mesh: Mesh, rank: int
+) -> torch.Tensor:
     """What `rank` has of a tensor: a tensor of its own."""
     out = whole.new_empty(local_shape(whole.shape, splits, mesh, rank))
     for own in own_boxes(whole.shape, splits, mesh, rank):

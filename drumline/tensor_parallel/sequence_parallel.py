@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from communicator import Communicator
-from drumline.errors import InferenceError
+from drumline.errors import DrumlineError
 from drumline.planner.model_profile import layer_names
 from drumline.tensor_parallel.autograd_collectives import (
     all_parts,
@@ -137,7 +137,7 @@ class PartedTokens:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if any(self._is_part(value) for value in [*args, *kwargs.values()]):
-                raise InferenceError(
+                raise DrumlineError(
                     f"{name} was given the tokens of rank {self.comm.rank} alone, as its layer "
                     "calls it in a way that is not known here, so the result would be wrong; "
                     f"leave the norms ({STYLE!r}) out of tp_plan."

@@ -39,11 +39,11 @@ from drumline.checkpoint.weight_map import kept_wide, sources_of
 from drumline.core.mesh import Mesh
 from drumline.core.meta_init import on_meta
 from drumline.core.shards import Split, local_shape
-from drumline.errors import InferenceError, PlanError
+from drumline.errors import DrumlineError, PlanError
 from drumline.planner.load_options import Options
 from drumline.planner.model_profile import model_class
 from drumline.tensor_parallel.dry_run_forward import rehearse, shortened
-from drumline.tensor_parallel.parallelize import read_plan, splits_of
+from drumline.tensor_parallel.parallelize import read_plan, shard_specs
 
 FEW = 16 << 20
 """As many weights as may be made, and thrown away, for the sake of a buffer beside them."""
@@ -105,7 +105,7 @@ def cut_checkpoint(
     where = asked.device or own_device(coor)
     size = grid.along("tp")
     styles = read_plan(model, asked.tp_plan or "auto") if size > 1 else {}
-    splits = splits_of(model, styles, size)
+    splits = shard_specs(model, styles, size)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     _rehearse(model, styles, splits, grid, coor.rank)
     compute_buffers(model, where)
@@ -214,7 +214,7 @@ def compute_buffers(model: Any, device: str) -> None:
             if _is_unset(buffers[key]):
                 buffers[key] = _constructed(module, key, device)
             if _is_unset(buffers[key]):
-                raise InferenceError(
+                raise DrumlineError(
                     f"the buffer {name}.{key} is in no checkpoint, and {type(model).__name__} "
                     'computes it in its constructor only; load with build_on="cpu".'
                 )

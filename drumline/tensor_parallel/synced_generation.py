@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 from transformers.generation import stopping_criteria as stopping
 
-from drumline.errors import InferenceError
+from drumline.errors import DrumlineError
 from drumline.liveness.group_monitor import Vigil
 from drumline.liveness.stopped_ranks import process_of
 
@@ -84,7 +84,7 @@ class _FirstDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         data = self.vigil.first_of(b"")
         if not data:
-            raise InferenceError(
+            raise DrumlineError(
                 f"rank {self.vigil.coor.rank}: the first rank could not draw for all, so no rank "
                 "has its token; its own error says why."
             )

@@ -31,9 +31,9 @@ with Coordinator() as coor, torch.no_grad(), tempfile.TemporaryDirectory() as fo
     device = device_of(coor)
     drumline.hoist_package(path, f"{folder}/own.pt2", {"cpu": device})
     run = torch.export.load(f"{folder}/own.pt2").module()
-    logits = drumline.assert_on(device)(run(words.to(device)))
+    logits = drumline.assert_device(device)(run(words.to(device)))
     torch.testing.assert_close(logits.cpu(), model(words))
-    drumline.same_everywhere(coor, logits)
+    drumline.assert_identical_on_ranks(coor, logits)
     counts = [len(data) for data in coor.allgather(b"x" * len(builds))]
     assert sum(counts) == 1, f"built {counts} times"
     if coor.is_master():

@@ -32,7 +32,7 @@ with Coordinator() as coor:
             along_dp.allreduce(parameter.grad.mul_(len(rows[0]) / BATCH))
 
         parts = [
-            drumline.shard_of(p.grad, splits[name], mesh, coor.rank)
+            drumline.local_shard(p.grad, splits[name], mesh, coor.rank)
             for name, p in alone.named_parameters()
         ]
         error = largest_error([p.grad for p in model.parameters()], parts)

@@ -36,7 +36,7 @@ with Coordinator() as coor, Communicator(coor) as comm:
 
     mesh = drumline.Mesh({"tp": coor.world_size})
     parts = [
-        drumline.shard_of(p.grad, splits[name], mesh, coor.rank)
+        drumline.local_shard(p.grad, splits[name], mesh, coor.rank)
         for name, p in alone.named_parameters()
     ]
     error = (logits - expected).abs().max().item()

@@ -16,8 +16,8 @@ import uuid
 
 import torch
 
-from communicator import Communicator, CommunicatorError, conformance
-from coordinator import Coordinator
+from communicator import Communicator, conformance
+from coordinator import Coordinator, DrumlineError
 from launcher import LaunchInfo
 
 
@@ -50,7 +50,7 @@ def learns(comm, call):
     start = time.monotonic()
     try:
         call()
-    except CommunicatorError as error:
+    except DrumlineError as error:
         return [type(error).__name__, str(error), time.monotonic() - start]
     return "nothing"
 

@@ -18,7 +18,7 @@ COLLECTIVE = {
     "gather": lambda coor: coor.gather(b"x" * 10, 1),
     "scatter": lambda coor: coor.scatter([b"x"] * coor.world_size if coor.rank == 1 else None, 1),
     "agree": lambda coor: coor.agree("same"),
-    "vote": lambda coor: coor.vote(True),
+    "all_true": lambda coor: coor.all_true(True),
 }
 MEETING = {"split": lambda coor: coor.split(range(coor.world_size))}
 WAITING = {"wait": lambda coor: coor.wait("what nobody puts")}

@@ -73,7 +73,7 @@ def test_agreement_is_the_value_and_a_vote_is_unanimous(ranks, nodes):
     def body(info):
         with Coordinator(info) as coor:
             assert coor.agree({"layers": 32}) == {"layers": 32}
-            return coor.vote(True), coor.vote(coor.rank != 1), coor.vote(False)
+            return coor.all_true(True), coor.all_true(coor.rank != 1), coor.all_true(False)
 
     assert ranks(body, sum(nodes), nodes) == [(True, False, False)] * sum(nodes)
 
@@ -271,7 +271,7 @@ def test_groups_close_in_any_order(ranks):
 def test_a_world_of_one_has_every_operation():
     with Coordinator(LaunchInfo("alone")) as coor:
         assert coor.gather(b"a") == [b"a"] and coor.scatter([b"b"]) == b"b"
-        assert coor.agree(1) == 1 and coor.vote(True) and not coor.vote(False)
+        assert coor.agree(1) == 1 and coor.all_true(True) and not coor.all_true(False)
         assert coor.once("x", lambda: b"y") == b"y"
         coor.put("k", b"v")
         assert coor.wait("k") == b"v" and coor.get("none") is None

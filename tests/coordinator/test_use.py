@@ -105,8 +105,10 @@ def test_two_threads_in_one_coordinator_are_told_so(ranks):
             thread = threading.Thread(target=coor.barrier)
             thread.start()
             time.sleep(0.1)
-            with pytest.raises(CoordinatorError, match=r"vote \(.*another thread is in barrier #1"):
-                coor.vote(True)
+            with pytest.raises(
+                CoordinatorError, match=r"all_true \(.*another thread is in barrier #1"
+            ):
+                coor.all_true(True)
             thread.join()
 
     ranks(body, 2)

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from coordinator import Coordinator
-from drumline import HoistError, refuse_baked_groups, trace_portable
+from drumline import HoistError, check_no_process_groups, trace_portable
 
 WORDS, WIDTH, OUT = 10, 4, 6
 IDS = torch.tensor([1, 7, 3])
@@ -54,7 +54,7 @@ def without_the_mesh():
     from drumline.compile_once.portable import _pretended
 
     with _pretended(0, 2):
-        refuse_baked_groups(traced("fake")())
+        check_no_process_groups(traced("fake")())
 
 
 def asking_for_its_rank():

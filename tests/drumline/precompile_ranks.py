@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from coordinator import Coordinator
-from drumline import precompile_alike, same_everywhere
+from drumline import assert_identical_on_ranks, precompile_modules
 
 
 class Net(nn.Module):
@@ -32,7 +32,7 @@ if __name__ == "__main__":
         model, second = Net().eval(), Net().eval()
         start = time.process_time()
         quick = {"aot_inductor.compile_wrapper_opt_level": "O0"}
-        run, other = precompile_alike(
+        run, other = precompile_modules(
             [model, second], (x,), coor, folder=sys.argv[1], options=quick
         )
         spent = time.process_time() - start
@@ -45,5 +45,5 @@ if __name__ == "__main__":
             tensor.copy_(
                 torch.frombuffer(bytearray(coor_bytes), dtype=tensor.dtype).view_as(tensor)
             )
-        same_everywhere(coor, run(x))
+        assert_identical_on_ranks(coor, run(x))
         print(f"rank {coor.rank} within {error:.0e} of its own weights, {spent:.1f} s of CPU")

@@ -220,7 +220,7 @@ def test_modules_of_any_rank_stay_on_disk_and_are_read_when_they_run(is_stored, 
 
 def test_modules_that_are_to_stay_on_disk_need_a_folder():
     def rank():
-        with pytest.raises(drumline.InferenceError, match="give offload_dir="):
+        with pytest.raises(drumline.DrumlineError, match="give offload_dir="):
             drumline.dispatch_model(three(False), ON_DISK)
 
     over_ranks(rank)

@@ -299,7 +299,7 @@ def test_a_short_stop_is_borne_and_ctrl_c_in_generate_ends_all_ranks(checkpoints
             model(prompt, past_key_values=cache)
         except KeyboardInterrupt:
             continue
-        except inference.InferenceError as error:
+        except inference.DrumlineError as error:
             said = str(error)
     print(before.tolist() == after.tolist(), right.tolist() == again.tolist(),
           "empty cache" in said, flush=True)
@@ -397,7 +397,7 @@ def quiet(rank):
     def run(info):
         try:
             return rank(info)
-        except drumline.Served:
+        except drumline.WorkerExit:
             return None
 
     return run
@@ -606,7 +606,7 @@ def test_a_cache_from_a_call_that_failed_is_refused(checkpoints, on_master, monk
             with pytest.raises(drumline.StageError):
                 model(ids, past_key_values=cache)
             armed[0] = False
-            with pytest.raises(drumline.InferenceError, match="empty cache"):
+            with pytest.raises(drumline.DrumlineError, match="empty cache"):
                 model(ids, past_key_values=cache)
             other = DynamicCache(config=model.config)
             return model(ids, past_key_values=other).logits.tolist()
@@ -619,7 +619,7 @@ def test_a_cache_from_a_call_that_failed_is_refused(checkpoints, on_master, monk
 def test_gradients_are_refused_rather_than_half_right(checkpoints, on_master):
     def work(model):
         logits = model(torch.arange(3, 12)[None]).logits
-        with pytest.raises(drumline.InferenceError, match="gradient"):
+        with pytest.raises(drumline.DrumlineError, match="gradient"):
             logits.sum().backward()
 
     on_master(checkpoints.llama()[1], 2, work)
@@ -628,7 +628,7 @@ def test_gradients_are_refused_rather_than_half_right(checkpoints, on_master):
 def test_a_closed_model_says_so(checkpoints, on_master):
     def work(model):
         model.close()
-        with pytest.raises(drumline.InferenceError, match="closed"):
+        with pytest.raises(drumline.DrumlineError, match="closed"):
             model.generate(torch.arange(3, 12)[None], max_new_tokens=2)
 
     on_master(checkpoints.llama()[1], 2, work)

@@ -13,7 +13,7 @@ from transformers.cache_utils import (
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
 
-from drumline import InferenceError, StageError
+from drumline import DrumlineError, StageError
 from drumline.kv_cache.owner import change
 from drumline.kv_cache.placeholder import bookkeeping, shadow
 from drumline.planner.model_profile import layer_names
@@ -326,7 +326,7 @@ def test_a_layer_that_fills_another_part_of_the_cache_than_it_says_is_refused(
         said = (
             r"model.layers.5 on rank 1 put keys into the layers \[2\] of the cache, where .* \[5\]"
         )
-        with pytest.raises(InferenceError, match=said):
+        with pytest.raises(DrumlineError, match=said):
             model.generate(**prompt(), max_new_tokens=2)
 
     on_master(path, 2, work, device_map=second_halves(plain))
@@ -349,9 +349,7 @@ def test_a_layer_that_counts_other_tokens_than_its_rank_is_refused(
     plain, path = checkpoints.llama()
 
     def work(model: Any) -> None:
-        with pytest.raises(
-            InferenceError, match=r"has 18 tokens in layer 3 .* hidden states had 9"
-        ):
+        with pytest.raises(DrumlineError, match=r"has 18 tokens in layer 3 .* hidden states had 9"):
             model(**prompt())
 
     monkeypatch.setattr(DynamicLayer, "update", twice)
@@ -365,7 +363,7 @@ def test_hidden_states_that_are_recorded_inside_of_layers_are_refused(checkpoint
 
     def work(model: Any) -> None:
         for _ in range(2):
-            with pytest.raises(InferenceError, match=r"inside of layers, as in model\.layers\.1\."):
+            with pytest.raises(DrumlineError, match=r"inside of layers, as in model\.layers\.1\."):
                 model(**prompt(), output_hidden_states=True)
         model.generate(**prompt(), max_new_tokens=2)
 
@@ -395,7 +393,7 @@ def test_logits_of_routers_are_refused_where_some_would_be_missing(checkpoints, 
     plain, path = checkpoints.make("mixtral", CAUSAL["mixtral"][0], **CAUSAL["mixtral"][1])
 
     def work(model: Any) -> None:
-        with pytest.raises(InferenceError, match="output_router_logits=True, but these are made"):
+        with pytest.raises(DrumlineError, match="output_router_logits=True, but these are made"):
             model(**prompt(), output_router_logits=True)
 
     on_master(path, 2, work, device_map=second_halves(plain))

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from drumline import DeviceMap, Layout, Part, PlanError, plan
 from drumline.planner.cost_model import (
+    DeviceSpeeds,
     Link,
     Speed,
-    Speeds,
     Step,
     Together,
     assumed,
@@ -34,7 +34,7 @@ def cases(draw):
     places = [(rank, f"cuda:{n}") for n, rank in enumerate(ranks)]
     speed = st.builds(Speed, st.sampled_from([5.0, 50.0]), st.sampled_from([1.0, 4.0, 10.0]))
     link = st.builds(Link, st.sampled_from([0.0, 2.0]), st.sampled_from([1.0, 100.0]))
-    speeds = Speeds(
+    speeds = DeviceSpeeds(
         {place: draw(speed) for place in places},
         {rank: draw(link) for rank in set(ranks)} if ranks[-1] else {},
     )
@@ -77,7 +77,7 @@ def test_no_other_cut_gives_more_tokens_a_second(case):
 
 
 MODEL = Layout(tuple(Part(f"layers.{i}", 100) for i in range(8)), (Part("head", 100),))
-EQUAL = Speeds({(rank, "cpu"): Speed(1e9, 100.0) for rank in range(2)})
+EQUAL = DeviceSpeeds({(rank, "cpu"): Speed(1e9, 100.0) for rank in range(2)})
 HOP = {0: Link(0.5, 1e9), 1: Link(0.5, 1e9)}
 
 
@@ -90,23 +90,23 @@ ROOM = {(0, "cpu"): 10_000, (1, "cpu"): 10_000}
 
 
 def test_one_conversation_stays_on_the_master_if_the_other_rank_is_no_faster():
-    speeds = Speeds(EQUAL.places, HOP)
+    speeds = DeviceSpeeds(EQUAL.places, HOP)
     assert layers_by_rank(plan(MODEL, ROOM, "fastest", speeds=speeds)) == [8, 0]
 
 
 def test_several_conversations_keep_both_ranks_at_work():
-    speeds, step = Speeds(EQUAL.places, HOP), Step(streams=4)
+    speeds, step = DeviceSpeeds(EQUAL.places, HOP), Step(streams=4)
     assert layers_by_rank(plan(MODEL, ROOM, "fastest", speeds=speeds, step=step)) == [4, 4]
 
 
 def test_a_faster_rank_gets_what_fits_if_that_pays_for_the_hops():
-    faster = Speeds({**EQUAL.places, (1, "cpu"): Speed(1e9, 400.0)}, HOP)
+    faster = DeviceSpeeds({**EQUAL.places, (1, "cpu"): Speed(1e9, 400.0)}, HOP)
     room = {**ROOM, (1, "cpu"): 500}
     assert layers_by_rank(plan(MODEL, room, "fastest", speeds=faster)) == [3, 5]
 
 
 def test_a_large_batch_is_bound_by_arithmetic_and_a_small_one_by_reading():
-    speeds = Speeds({(0, "cpu"): Speed(1e3, 100.0)})
+    speeds = DeviceSpeeds({(0, "cpu"): Speed(1e3, 100.0)})
     alone = plan(MODEL, {(0, "cpu"): 10_000})
     one = estimate(MODEL, alone, speeds, Step(batch=1, itemsize=2))
     many = estimate(MODEL, alone, speeds, Step(batch=100, itemsize=2))
@@ -116,7 +116,7 @@ def test_a_large_batch_is_bound_by_arithmetic_and_a_small_one_by_reading():
 
 def test_a_place_of_unknown_speed_is_named():
     with pytest.raises(PlanError, match=r"\(1, 'cpu'\)"):
-        plan(MODEL, ROOM, "fastest", speeds=Speeds({(0, "cpu"): Speed(1.0, 1.0)}))
+        plan(MODEL, ROOM, "fastest", speeds=DeviceSpeeds({(0, "cpu"): Speed(1.0, 1.0)}))
 
 
 def test_assumed_speeds_are_those_of_every_place():
@@ -161,8 +161,8 @@ def test_a_team_reads_at_the_same_time_and_pays_for_its_sums():
     team = Together(2, Speed(1e9, 50.0), Link(0.25, 8.0))
     links = {rank: Link(0.5, 1e9) for rank in range(4)}
     step = Step(width=1, itemsize=4)
-    one = estimate_together(MODEL, team, Speeds({}, {0: links[0], 1: links[1]}), step)
+    one = estimate_together(MODEL, team, DeviceSpeeds({}, {0: links[0], 1: links[1]}), step)
     assert one.pass_s == pytest.approx(900 / 50 / 2 + 18 * (0.25 + 4 / 8)) and one.hops_s == 0
-    two = estimate_together(MODEL, team, Speeds({}, links), step)
+    two = estimate_together(MODEL, team, DeviceSpeeds({}, links), step)
     assert two.pass_s == pytest.approx(one.pass_s + 2 * 0.5)
     assert two.slowest_s == pytest.approx(one.slowest_s / 2)

@@ -26,7 +26,7 @@ from transformers import (
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
-from drumline import InferenceError
+from drumline import DrumlineError
 from drumline.kv_cache.owner import Vault
 
 RANKS = [2, 3]
@@ -319,7 +319,7 @@ def test_a_cache_filled_elsewhere_is_refused(checkpoints, on_master):
 
     def work(model):
         layers = [(torch.ones(1, 2, 5, 8), torch.ones(1, 2, 5, 8)) for _ in range(6)]
-        with torch.no_grad(), pytest.raises(InferenceError, match="came with 5 tokens in layer 3"):
+        with torch.no_grad(), pytest.raises(DrumlineError, match="came with 5 tokens in layer 3"):
             model(torch.tensor([[7]]), past_key_values=DynamicCache(layers))
         return tokens(model)
 
@@ -365,7 +365,7 @@ def test_an_operation_that_fails_here_fails_nobody_elses_call(checkpoints, on_ma
             model(prompt(1)["input_ids"], past_key_values=cache)
             with pytest.raises(IndexError):
                 cache.batch_select_indices(torch.tensor([7]))
-            with pytest.raises(InferenceError, match="empty cache"):
+            with pytest.raises(DrumlineError, match="empty cache"):
                 model(prompt(1)["input_ids"], past_key_values=cache)
         return tokens(model)
 
@@ -378,7 +378,7 @@ def test_a_quantized_cache_is_not_cut_in_part(checkpoints, on_master):
         cache = QuantizedCache("fp8", model.config)
         with torch.no_grad():
             model(prompt(2)["input_ids"], past_key_values=cache)
-        with pytest.raises(InferenceError, match=r"crop\(\) of a quantized cache"):
+        with pytest.raises(DrumlineError, match=r"crop\(\) of a quantized cache"):
             cache.crop(-2)
         return cache.get_seq_length()
 
@@ -404,16 +404,16 @@ def test_layers_of_a_cache_changed_by_hand_are_refused(checkpoints, on_master, k
                 lambda: model(torch.full((rows, 1), 7), past_key_values=cache),  # noqa: B023
                 lambda: cache.batch_repeat_interleave(2),  # noqa: B023
             ):
-                with pytest.raises(InferenceError, match=r"layer 3 .* by hand.*cache\.crop"):
+                with pytest.raises(DrumlineError, match=r"layer 3 .* by hand.*cache\.crop"):
                     use()
             cache.reset()
             model(**prompt(2), past_key_values=cache)
         cache = filled(model)
         for write in WRITES:
-            with pytest.raises(InferenceError, match="on another rank, where they stay"):
+            with pytest.raises(DrumlineError, match="on another rank, where they stay"):
                 write(cache.layers[5])
         keys = torch.ones(2, 2, 1, 8)
-        with pytest.raises(InferenceError, match="call the model with the tokens"):
+        with pytest.raises(DrumlineError, match="call the model with the tokens"):
             cache.update(keys, keys, 3)
         return tokens(model)
 
@@ -550,7 +550,7 @@ def test_caches_are_freed_on_their_ranks_with_the_masters(checkpoints, on_master
 
 def test_attention_weights_are_refused_rather_than_returned_in_part(checkpoints, on_master):
     def work(model):
-        with pytest.raises(InferenceError, match="output_attentions"):
+        with pytest.raises(DrumlineError, match="output_attentions"):
             model(**prompt(1), output_attentions=True)
 
     on_master(checkpoints.llama()[1], 2, work, attn_implementation="eager")
@@ -567,7 +567,7 @@ def test_keys_on_another_rank_can_be_counted_but_not_read(checkpoints, on_master
         assert cache.get_seq_length(5) == 9 and cache.layers[5].keys.shape[0] == 2
         assert cache.layers[0].keys.float().abs().sum() > 0  # of a layer that is here
         for read in (torch.sum, torch.Tensor.float, torch.Tensor.tolist):
-            with pytest.raises(InferenceError, match="another rank"):
+            with pytest.raises(DrumlineError, match="another rank"):
                 read(cache.layers[5].keys)
 
     on_master(checkpoints.llama()[1], 2, work)

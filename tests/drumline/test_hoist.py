@@ -20,7 +20,7 @@ from drumline import (
     HoistError,
     HoistReport,
     UnmappedDevice,
-    assert_on,
+    assert_device,
     check_devices,
     hoist,
     hoist_package,
@@ -472,8 +472,8 @@ def test_a_compiled_package_is_refused(tmp_path):
 
 def test_the_first_tensor_of_a_step_on_another_device_is_named():
     with pytest.raises(HoistError, match="any of several"):
-        assert_on("cuda")
-    check = assert_on("cpu:0")
+        assert_device("cuda")
+    check = assert_device("cpu:0")
     assert check((X, [X])) == (X, [X])
     with pytest.raises(HoistError, match="tensor 1 of shape"):
         check((X, {"cache": torch.empty(2, 3, device="meta")}))

@@ -12,7 +12,7 @@ from torch import nn
 import drumline
 from communicator import Communicator
 from coordinator import Coordinator
-from drumline import InferenceError
+from drumline import DrumlineError
 
 HERE = Path(__file__).parent
 PHI = {
@@ -70,7 +70,7 @@ def test_threads_cannot_leave_out_alike_and_say_so(ranks_or_errors, checkpoints)
             model.train()(torch.ones(1, 3, dtype=torch.int64))
 
     for error in ranks_or_errors(rank, 2):
-        assert isinstance(error, InferenceError) and "start ranks as processes" in str(error)
+        assert isinstance(error, DrumlineError) and "start ranks as processes" in str(error)
 
 
 def test_a_cut_model_goes_with_its_last_user(ranks):

@@ -138,7 +138,7 @@ def loaded_by(ranks, paths, nprocs, work=lambda model: None, **options):
             try:
                 with drumline.load(path, coor=coor, max_memory=memory, **options) as model:
                     return work(model)
-            except drumline.Served as served:
+            except drumline.WorkerExit as served:
                 return served.code
 
     return ranks(rank, nprocs)[0]

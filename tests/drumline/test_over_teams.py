@@ -248,7 +248,7 @@ def test_replicas_of_stages_are_called_on_their_own(family, tmp_path, mesh):
                 found = [said(model) for _ in range(2)]
                 served.set()
             return found[1]
-        except drumline.Served:
+        except drumline.WorkerExit:
             return None
 
     found = launcher.launch(rank, nprocs=nprocs, launcher="threads", timeout_s=60)

@@ -55,7 +55,7 @@ try:
     stand_still()
     if kind != "everything":
         model.close()
-except drumline.Served:
+except drumline.WorkerExit:
     stand_still()
 """
 

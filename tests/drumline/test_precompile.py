@@ -13,13 +13,21 @@ import torch
 from torch import nn
 
 from coordinator import Coordinator
-from drumline import BuildError, fingerprint, get_or_build, precompile_alike, same_everywhere
+from drumline import (
+    BuildError,
+    assert_identical_on_ranks,
+    fingerprint,
+    get_or_build,
+    precompile_modules,
+)
 from drumline.compile_once.artifact_cache import Cache
 from drumline.compile_once.precompile import _texts, key_of
 
 HERE = Path(__file__).parent
 X = torch.ones(2, 3).t().contiguous()
-precompile = importlib.import_module("drumline.compile_once.precompile")  # the package has a function of it
+precompile = importlib.import_module(
+    "drumline.compile_once.precompile"
+)  # the package has a function of it
 
 
 class Builds:
@@ -281,8 +289,8 @@ def test_a_key_knows_the_instructions_of_the_processor(monkeypatch):
 def test_a_canary_that_sings_differently_on_one_rank_stops_all(ranks_or_errors):
     def rank(info):
         with Coordinator(info, timeout_s=20) as coor:
-            same_everywhere(coor, torch.ones(3))
-            same_everywhere(coor, torch.ones(3) * (1 + (info.rank == 2)))
+            assert_identical_on_ranks(coor, torch.ones(3))
+            assert_identical_on_ranks(coor, torch.ones(3) * (1 + (info.rank == 2)))
 
     for error in ranks_or_errors(rank, 3):
         assert isinstance(error, BuildError) and "[2]" in str(error)
@@ -292,7 +300,7 @@ def test_modules_that_are_not_alike_are_not_compiled_as_one(ranks_or_errors):
     def rank(info):
         modules = [nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2, bias=False)]
         with Coordinator(info, timeout_s=20) as coor:
-            precompile_alike(modules, (torch.ones(1, 2),), coor)
+            precompile_modules(modules, (torch.ones(1, 2),), coor)
 
     for error in ranks_or_errors(rank, 2):
         assert isinstance(error, BuildError) and "module 2 is not like the first" in str(error)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from drumline import InferenceError
+from drumline import DrumlineError
 from drumline.pipeline.unsupported import seal
 
 REFUSED = {
@@ -116,7 +116,7 @@ def complaints(checkpoints, on_master):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_change_a_part_only_is_refused_with_what_to_do(complaints, name):
-    assert isinstance(complaints.get(name), InferenceError), complaints.get(name)
+    assert isinstance(complaints.get(name), DrumlineError), complaints.get(name)
     assert str(complaints[name]).startswith("rank 0:") and REFUSED[name][1] in str(complaints[name])
 
 
@@ -137,10 +137,10 @@ def test_a_model_that_has_changed_some_of_its_layers_by_itself_is_refused_from_t
     _, path = checkpoints.make("big_bird", "BigBirdModel", **config)
 
     def work(model):
-        with pytest.raises(InferenceError, match="have its config say beforehand"):
+        with pytest.raises(DrumlineError, match="have its config say beforehand"):
             model(IDS)
         for _ in range(2):
-            with pytest.raises(InferenceError, match="so load the model again"):
+            with pytest.raises(DrumlineError, match="so load the model again"):
                 model(IDS)
 
     on_master(path, 2, work)
@@ -169,7 +169,7 @@ def test_what_layers_share_is_sealed_once_and_what_holds_nothing_not_at_all():
     for number, layer in enumerate(layers):
         seal(layer, f"layers.{number}", 1)
     assert type(activation) is nn.GELU and isinstance(shared, nn.Linear)
-    with pytest.raises(InferenceError, match=r"layers\.0\.0\.weight runs on rank 1"):
+    with pytest.raises(DrumlineError, match=r"layers\.0\.0\.weight runs on rank 1"):
         shared.weight = nn.Parameter(torch.zeros(2, 2))
 
 
@@ -182,5 +182,5 @@ def test_the_weights_of_a_sealed_layer_can_be_looked_at_and_computed_with():
     layer.requires_grad_(False)
     assert not weight.requires_grad
     assert type(weight + 1) is torch.Tensor
-    with pytest.raises(InferenceError, match=r"zero_ on layers\.0\.1\.running_mean"):
+    with pytest.raises(DrumlineError, match=r"zero_ on layers\.0\.1\.running_mean"):
         layer[1].running_mean.zero_()

@@ -1,4 +1,4 @@
-"""Speeds are measured in a moment, and are the same numbers on every rank."""
+"""DeviceSpeeds are measured in a moment, and are the same numbers on every rank."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_fastest_plan_is_loaded_and_its_tokens_are_exact(checkpoints, ranks)
                 with drumline.load(path, "fastest", coor, max_memory=room) as model:
                     assert len(model.device_map.ranks) > 1
                     return model.generate(ids, max_new_tokens=6, do_sample=False).tolist()
-            except drumline.Served:
+            except drumline.WorkerExit:
                 return expected
 
     assert ranks(rank, 3) == [expected] * 3
@@ -105,7 +105,7 @@ def on_two_ranks(path, ranks, **options):
                 with drumline.load(path, "fastest", coor, **options) as model:
                     tokens = model.generate(ids, max_new_tokens=6, do_sample=False).tolist()
                     return model.mesh.along("tp") if hasattr(model, "mesh") else 1, tokens
-            except drumline.Served:
+            except drumline.WorkerExit:
                 return None
 
     return ranks(rank, 2)[0]

@@ -14,10 +14,10 @@ from torch import nn
 import drumline
 from communicator import Communicator
 from coordinator import Coordinator
-from drumline import InferenceError, PlanError
+from drumline import DrumlineError, PlanError
 from drumline.checkpoint.source import config_from
 from drumline.tensor_parallel.dry_run_forward import Pretended, rehearse, shortened
-from drumline.tensor_parallel.parallelize import connect, read_plan, splits_of
+from drumline.tensor_parallel.parallelize import connect, read_plan, shard_specs
 from drumline.tensor_parallel.sharded_model import compute_buffers
 from tests.gpu.decode import Decoder, small_model, whole_tokens
 
@@ -281,7 +281,7 @@ def test_a_buffer_that_only_a_constructor_computes_is_made_by_one():
     other.inner[0].config = None
     compute_buffers(model, "cpu")
     assert model.inner[0].ids.tolist() == [0, 1, 2, 3, 4]
-    with pytest.raises(InferenceError, match=r"inner\.0\.ids is in no checkpoint.*build_on"):
+    with pytest.raises(DrumlineError, match=r"inner\.0\.ids is in no checkpoint.*build_on"):
         compute_buffers(other, "cpu")
 
 
@@ -360,7 +360,7 @@ def test_gradients_equal_those_of_one_process(ranks, family, name):
         return {n: p.grad for n, p in model.named_parameters()}
 
     parts = on_ranks(ranks, path, 2, work, tp=2)
-    splits = splits_of(plain, read_plan(plain, "auto"), 2)
+    splits = shard_specs(plain, read_plan(plain, "auto"), 2)
     for key, parameter in plain.named_parameters():
         joined = put_together([grads[key] for grads in parts], splits[key])
         torch.testing.assert_close(joined, parameter.grad, rtol=1e-3, atol=1e-5, msg=key)
@@ -429,7 +429,7 @@ def test_gradients_of_parted_tokens_equal_those_of_one_process(ranks, family, na
         model(IDS, labels=IDS).loss.backward()
         return {n: p.grad for n, p in model.named_parameters()}
 
-    splits = splits_of(plain, read_plan(plain, "sequence"), 2)
+    splits = shard_specs(plain, read_plan(plain, "sequence"), 2)
     parts = on_ranks(ranks, path, 2, work, tp=2, tp_plan="sequence")
     for key, parameter in plain.named_parameters():
         joined = put_together([grads[key] for grads in parts], splits[key])
@@ -526,7 +526,7 @@ def test_gradients_of_experts_on_ranks_of_their_own_equal_those_of_one_process(r
         model(IDS, labels=IDS).loss.backward()
         return {n: p.grad for n, p in model.named_parameters()}
 
-    splits = splits_of(plain, read_plan(plain, "ep"), 2)
+    splits = shard_specs(plain, read_plan(plain, "ep"), 2)
     options = {"tp": 2, "tp_plan": "ep", "experts_implementation": way}
     parts = on_ranks(ranks, path, 2, work, **options)
     for key, parameter in plain.named_parameters():
@@ -540,7 +540,7 @@ def test_experts_that_do_not_divide_are_found_while_planning():
         model = getattr(transformers, kind)(transformers.MixtralConfig(**{**SIZES, **config}))
     styles = {k: v for k, v in read_plan(model, "ep").items() if "experts" in k}
     with pytest.raises(PlanError, match=r"holds 4 experts, which 3 ranks.*tp=1 or 2 or 4"):
-        splits_of(model, styles, 3)
+        shard_specs(model, styles, 3)
 
 
 def test_the_decoding_that_gpus_capture_says_what_generate_says(ranks):
@@ -585,7 +585,7 @@ def test_any_module_can_be_cut_by_a_plan_of_ones_own(ranks):
     def rank(info):
         model = Mlp()
         styles = read_plan(model, {"up": "colwise", "down": "rowwise"})
-        splits = splits_of(model, styles, 3)
+        splits = shard_specs(model, styles, 3)
         with Coordinator(info, timeout_s=40) as coor, Communicator(coor) as comm:
             for name, whole in plain.named_parameters():
                 part = whole.detach()
@@ -645,7 +645,7 @@ def test_kinds_of_modules_that_compute_in_a_way_of_their_own_are_refused():
     with pytest.raises(PlanError, match="Indexed looks words up in its own way"):
         model[0](torch.arange(3))
     with pytest.raises(PlanError, match="1 is a Doubled, which multiplies in its own way"):
-        splits_of(model, {"1": "rowwise_split_input"}, 2)
+        shard_specs(model, {"1": "rowwise_split_input"}, 2)
 
 
 @pytest.mark.parametrize(
@@ -656,7 +656,7 @@ def test_a_cut_into_columns_without_one_into_rows_is_refused(styles):
     """It failed in the first forward, on every rank, with shapes and no names."""
     says = r"up .* gives 7 features and down .* takes 7, and only one"
     with pytest.raises(PlanError, match=says):
-        splits_of(Mlp(), read_plan(Mlp(), styles), 2)
+        shard_specs(Mlp(), read_plan(Mlp(), styles), 2)
 
 
 MLP = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
@@ -713,7 +713,7 @@ def test_what_a_mixture_cannot_share_is_found_while_planning(name, says):
     with torch.device("meta"):
         model = kind(kind.config_class(**{**SIZES, **sizes, **heads}))
     with pytest.raises(PlanError, match=says):
-        splits_of(model, read_plan(model, "auto"), 3)
+        shard_specs(model, read_plan(model, "auto"), 3)
 
 
 class Looks(Mlp):
@@ -769,7 +769,7 @@ def test_a_plan_that_would_compute_something_else_is_refused(styles, says):
     with torch.device("meta"):
         model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES))
     with pytest.raises(PlanError, match=says):
-        splits_of(model, read_plan(model, styles), 2)
+        shard_specs(model, read_plan(model, styles), 2)
 
 
 def test_gate_and_up_of_experts_in_one_tensor_are_cut_alike():
@@ -781,7 +781,7 @@ def test_gate_and_up_of_experts_in_one_tensor_are_cut_alike():
     model._tp_plan = {n.replace(".1.", ".*."): s.removeprefix("packed_") for n, s in styles.items()}
     assert read_plan(model, "auto") == styles and styles[name] == "packed_colwise"
     with pytest.raises(PlanError, match=r"gate_up_proj gives two features.*'packed_colwise'"):
-        splits_of(model, read_plan(model, {**styles, name: "colwise"}), 2)
+        shard_specs(model, read_plan(model, {**styles, name: "colwise"}), 2)
 
 
 def test_gate_and_up_of_an_mlp_in_one_tensor_are_not_cut_in_the_middle():
@@ -791,8 +791,8 @@ def test_gate_and_up_of_an_mlp_in_one_tensor_are_not_cut_in_the_middle():
     mlp = "model.layers.0.mlp"
     styles = {f"{mlp}.gate_up_proj": "colwise", f"{mlp}.down_proj": "rowwise"}
     with pytest.raises(PlanError, match=r"gate_up_proj gives two features.*'packed_colwise'"):
-        splits_of(model, styles, 2)
-    assert splits_of(model, {**styles, f"{mlp}.gate_up_proj": "packed_colwise"}, 2)
+        shard_specs(model, styles, 2)
+    assert shard_specs(model, {**styles, f"{mlp}.gate_up_proj": "packed_colwise"}, 2)
 
 
 def test_layers_like_others_are_left_out_of_the_rehearsal_whatever_their_styles():
@@ -822,7 +822,7 @@ def test_a_tied_tensor_that_a_plan_cuts_in_two_ways_is_refused():
     )
     styles = {"lm_head": "colwise_gather_output", "model.embed_tokens": "replicate"}
     with pytest.raises(PlanError, match="two ways"):
-        splits_of(model, styles, 2)
+        shard_specs(model, styles, 2)
 
 
 @pytest.mark.parametrize(

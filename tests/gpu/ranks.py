@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from communicator import Communicator, CommunicatorError, CommunicatorTimeout, PeerLost, conformance
+from communicator import Communicator, CommunicatorTimeout, PeerLost, conformance
 from communicator.backends.nccl import Nccl, oneshot
 from communicator.backends.nccl.cupy import Cupy
-from coordinator import Coordinator
+from coordinator import Coordinator, DrumlineError
 from tests.gpu.one_gpu import RESULT
 
 GPU = torch.device("cuda", 0)
@@ -82,7 +82,7 @@ def first_use_in_a_capture(coor: Coordinator) -> str:
         with torch.cuda.graph(graph):
             try:
                 comm.allreduce(tensor)
-            except CommunicatorError as error:
+            except DrumlineError as error:
                 said = str(error)
             tensor.add_(0)
         graph.reset()
@@ -165,7 +165,7 @@ def close_with_a_live_graph(coor: Coordinator) -> str:
     said = ""
     try:
         comm.close()
-    except CommunicatorError as error:
+    except DrumlineError as error:
         said = str(error)
     graph.replay()
     comm.synchronize()
@@ -403,7 +403,7 @@ def stages_in_graphs(coor: Coordinator, folder: str) -> list[Any]:
         model = drumline.load(
             folder, device_map=device_map, coor=coor, max_memory=room, cuda_graphs=True
         )
-    except drumline.Served:
+    except drumline.WorkerExit:
         return [each.num_replays for each in made]
     with model:
         prompt = torch.tensor(decode.PROMPT, device=GPU)
@@ -478,7 +478,7 @@ def mistakes(coor: Coordinator) -> list[str]:
 def _told(call) -> str:
     try:
         call()
-    except (CommunicatorError, ValueError, TypeError) as error:
+    except (DrumlineError, ValueError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 

@@ -26,7 +26,13 @@ from communicator.backends.nccl.exit_notice import Farewell
 from communicator.backends.nccl.nccl_library import NcclLibrary, version_text
 from communicator.backends.nccl.oneshot import Oneshot, choose, is_aligned
 from communicator.backends.plugin import Native
-from communicator.errors import CommunicatorError, CommunicatorTimeout, PeerLost, Unsupported
+from communicator.errors import (
+    CommunicatorError,
+    CommunicatorTimeout,
+    DrumlineError,
+    PeerLost,
+    Unsupported,
+)
 from coordinator import Coordinator
 
 SCORE = 200
@@ -142,7 +148,7 @@ class Nccl(Native):
             try:
                 self.barrier()
                 self.synchronize()
-            except CommunicatorError:
+            except DrumlineError:
                 self.abort()
                 raise
         if self.world_size > 1:
@@ -217,7 +223,7 @@ class Nccl(Native):
         except PeerLost as error:
             raise self._blaming(error) from error
 
-    def _blaming(self, error: CommunicatorError) -> CommunicatorError:
+    def _blaming(self, error: DrumlineError) -> DrumlineError:
         """The error with the names of the dead, or why this communicator was ended meanwhile."""
         if isinstance(self._comm, _Lost):
             return self._comm.tell()
@@ -241,7 +247,7 @@ class Nccl(Native):
             return f"a peer died. Gone: {', '.join(map(str, died))}."
         try:
             self._comm.async_error()
-        except CommunicatorError as error:
+        except DrumlineError as error:
             return f"{error}{self._lost_peers_soon()}"
         return ""
 
@@ -287,7 +293,7 @@ class Nccl(Native):
         if problem is not None:
             warnings.warn(str(problem), RuntimeWarning, stacklevel=3)
 
-    def _finish(self) -> CommunicatorError | None:
+    def _finish(self) -> DrumlineError | None:
         """The orderly end, after which peers know that this rank did not die. What went wrong."""
         self._free_retired()
         try:

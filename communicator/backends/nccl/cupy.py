@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from communicator.base import Communicator
-from communicator.errors import CommunicatorError, CommunicatorTimeout, Unsupported
+from communicator.errors import CommunicatorError, CommunicatorTimeout, DrumlineError, Unsupported
 from coordinator import Coordinator
 
 SCORE = 150
@@ -62,7 +62,7 @@ class Cupy(Communicator):
         problem = ""
         try:
             self._comm = self._bounded("start", lambda: self._join(signed))
-        except CommunicatorError as error:
+        except DrumlineError as error:
             problem = str(error)
         for rank, text in enumerate(self.coor.allgather(problem.encode())):
             if text:

@@ -27,7 +27,7 @@ class Farewell:
     def died(self) -> list[Peer]:
         """The peers that are seen dead on this host, without having left before."""
         peers = enumerate(self._coor.peers)
-        return [peer for rank, peer in peers if peer.is_seen_dead() and not self._has_left(rank)]
+        return [peer for rank, peer in peers if peer.is_known_dead() and not self._has_left(rank)]
 
     def _has_left(self, rank: int) -> bool:
         if rank not in self._left:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from communicator.errors import CommunicatorError, CommunicatorTimeout, Unsupported
+from communicator.errors import CommunicatorError, CommunicatorTimeout, DrumlineError, Unsupported
 from coordinator import Coordinator
 
 LIBRARY = os.path.join(os.path.dirname(__file__), "_oneshot.so")
@@ -157,7 +157,7 @@ class Oneshot:
         try:
             with torch.cuda.device(self._device):
                 mine["result"] = step()
-        except CommunicatorError as error:
+        except DrumlineError as error:
             mine["problem"] = str(error)
         said = [json.loads(data) for data in self.coor.allgather(json.dumps(mine).encode())]
         for peer, theirs in zip(self.coor.peers, said, strict=True):

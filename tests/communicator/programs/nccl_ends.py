@@ -42,7 +42,7 @@ def exit_without_a_word(coor, comm):
 def see(coor, comm):
     """What close() says some time after the other is gone."""
     deadline = time.monotonic() + SOON_S
-    while not coor.peers[1].is_seen_dead() and time.monotonic() < deadline:
+    while not coor.peers[1].is_known_dead() and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(nccl.GRACE_S + LOOKS * nccl.WATCH_S)
     try:

@@ -7,8 +7,8 @@ import sys
 
 import torch
 
-from communicator import Communicator, CommunicatorError, CommunicatorTimeout, conformance
-from coordinator import Coordinator
+from communicator import Communicator, CommunicatorTimeout, conformance
+from coordinator import Coordinator, DrumlineError
 
 
 def check(coor):
@@ -45,7 +45,7 @@ def wrong_size(comm, count):
     elif comm.rank == 1:
         try:
             comm.recv(torch.zeros(100), 0)
-        except CommunicatorError as error:
+        except DrumlineError as error:
             assert f"({count},) float32" in str(error)
         else:
             raise AssertionError("nobody noticed")
