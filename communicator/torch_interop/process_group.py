@@ -240,14 +240,14 @@ class Group(ProcessGroup):  # type: ignore[misc]
         self, move: Callable[..., None], calls: list[Any], written: Tensors, opts: Any
     ) -> Handle:
         """move(communicator, *call) for each call, as one piece of work."""
-        device_type = _device_type(calls[0])
-        comm = self._comm(device_type)
+        first = _first_tensor(calls[0])
+        comm = self._comm_for(first)
 
         def work() -> None:
             for call in calls:
                 move(comm, *call)
 
-        return self._run(work, written, opts, on_device=device_type != "cpu")
+        return self._run(work, written, opts, on_device=first.device.type != "cpu")
 
     def _run(
         self, work: Callable[[], None], written: Tensors, opts: Any, on_device: bool
@@ -258,6 +258,15 @@ class Group(ProcessGroup):  # type: ignore[misc]
         if getattr(opts, "asyncOp", True):
             return self._queue.put(work, written)
         return self._queue.do(work, written)
+
+    def _comm_for(self, tensor: torch.Tensor) -> Communicator:
+        if tensor.layout != torch.strided:
+            raise Unsupported(
+                f"rank {self.rank()}: a communicator moves dense tensors, and this one is "
+                f"{str(tensor.layout).removeprefix('torch.')}. Call to_dense() first, or make the "
+                "nn.Embedding without sparse=True."
+            )
+        return self._comm(tensor.device.type)
 
     def _comm(self, device_type: str) -> Communicator:
         comm = self._comms.get(device_type)
@@ -277,7 +286,7 @@ class _Message(Handle):
 
     def __init__(self, group: Group, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> None:
         super().__init__([tensor])
-        self.comm = group._comm(tensor.device.type)
+        self.comm = group._comm_for(tensor)
         self.kind, self.tensor, self.peer, self.tag = kind, tensor, peer, tag
         self.tag_on_line = torch.tensor([tag], device=tensor.device) if tag else None
         self._group = group
@@ -344,9 +353,9 @@ def _communicator(meeting: Meeting, device_type: str) -> Communicator | None:
         return None
 
 
-def _device_type(call: tuple[Any, ...]) -> str:
+def _first_tensor(call: tuple[Any, ...]) -> torch.Tensor:
     first = next(item for item in call if isinstance(item, torch.Tensor) or item)
-    return str((first if isinstance(first, torch.Tensor) else first[0]).device.type)
+    return first if isinstance(first, torch.Tensor) else cast(Tensors, first)[0]
 
 
 def _listed(tensors: OneOrMore) -> Tensors:

@@ -40,3 +40,10 @@ def test_ranks_that_wait_in_backward_for_one_that_is_late_are_told_of_the_timeou
     for _, text, _ in outcome("late"):
         assert "CommunicatorTimeout" in text
         assert "Not there yet: rank 1" in text
+
+
+def test_sparse_gradient_is_refused_in_one_sentence(outcome):
+    ranks = (0, 1, 2)
+    for rank, (kind, text, _) in zip(ranks, outcome("sparse", ranks), strict=True):
+        assert kind == "Unsupported"
+        assert text.startswith(f"rank {rank}: a communicator moves dense tensors")

@@ -1,4 +1,5 @@
-"""Collectives that fail in DDP's backward: a rank is killed there, or is late.
+"""Collectives that fail in DDP's backward: a rank is killed there, is late, or brings what no
+communicator moves.
 
 python ddp_failures.py FOLDER     # leaves FOLDER/<case>.<rank>.json of each rank that survives
 """
@@ -33,6 +34,10 @@ def be_late(_):
     time.sleep(2 * HASTY_S)
 
 
+def go_on(_):
+    pass
+
+
 def summed(_, bucket):
     work = dist.group.WORLD.allreduce([bucket.buffer()])
     return work.get_future().then(lambda future: future.value()[0])
@@ -64,6 +69,10 @@ def with_builtin_hook():
     return model
 
 
+def sparse():
+    return wrapped(nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2)))
+
+
 # name: the model, what the victim does in backward, the steps before that, the timeout
 CASES = {
     "plain": (lambda: wrapped(layers()), die, 2, PATIENT_S),
@@ -72,6 +81,7 @@ CASES = {
     "python_hook": (with_python_hook, die, 2, PATIENT_S),
     "builtin_hook": (with_builtin_hook, die, 2, PATIENT_S),
     "late": (lambda: wrapped(layers()), be_late, 2, HASTY_S),
+    "sparse": (sparse, go_on, 0, PATIENT_S),
 }
 
 
@@ -82,7 +92,7 @@ def rank_of(case, rank, folder):
     limit = timedelta(seconds=timeout_s)
     dist.init_process_group("drumline", store=store, rank=rank, world_size=WORLD, timeout=limit)
     model = make()
-    inputs = torch.ones(3, 4)
+    inputs = torch.zeros(2, dtype=torch.int64) if case == "sparse" else torch.ones(3, 4)
     for _ in range(steps):
         model(inputs).sum().backward()
     loss = model(inputs).sum()
