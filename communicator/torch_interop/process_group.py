@@ -83,7 +83,9 @@ class Group(ProcessGroup):  # type: ignore[misc]
         self, tensors: OneOrMore, opts: Any = None, timeout: Any = None, *, op: Any = None
     ) -> Handle:
         tensors, op = _listed(tensors), _op(opts, op)
-        return self._each(lists.allreduce, [(tensor, op) for tensor in tensors], tensors, opts)
+        return self._each(
+            list_collectives.allreduce, [(tensor, op) for tensor in tensors], tensors, opts
+        )
 
     allreduce_coalesced = allreduce
 
@@ -91,7 +93,9 @@ class Group(ProcessGroup):  # type: ignore[misc]
         self, tensors: OneOrMore, opts: Any = None, timeout: Any = None, *, root: int | None = None
     ) -> Handle:
         tensors, root = _listed(tensors), _root(opts, root)
-        return self._each(lists.broadcast, [(tensor, root) for tensor in tensors], tensors, opts)
+        return self._each(
+            list_collectives.broadcast, [(tensor, root) for tensor in tensors], tensors, opts
+        )
 
     def reduce(
         self,
@@ -104,7 +108,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
     ) -> Handle:
         tensors, op, root = _listed(tensors), _op(opts, op), _root(opts, root)
         calls = [(tensor, root, op) for tensor in tensors]
-        return self._each(lists.reduce, calls, tensors, opts)
+        return self._each(list_collectives.reduce, calls, tensors, opts)
 
     def allgather(
         self, outs: Any, tensors: OneOrMore, opts: Any = None, timeout: Any = None
@@ -112,7 +116,9 @@ class Group(ProcessGroup):  # type: ignore[misc]
         """outs[i][rank] is what tensors[i] is on that rank."""
         outs = [outs] if isinstance(tensors, torch.Tensor) else outs
         calls = list(zip(outs, _listed(tensors), strict=True))
-        return self._each(lists.allgather, calls, [out for rows in outs for out in rows], opts)
+        return self._each(
+            list_collectives.allgather, calls, [out for rows in outs for out in rows], opts
+        )
 
     def allgather_coalesced(
         self, outs: list[Tensors], tensors: Tensors, opts: Any = None
@@ -162,7 +168,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
     ) -> Handle:
         rows = outs if isinstance(tensors, torch.Tensor) or not outs else outs[0]
         call = (rows, _listed(tensors)[0], _root(opts, root))
-        return self._each(lists.gather, [call], rows, opts)
+        return self._each(list_collectives.gather, [call], rows, opts)
 
     def scatter(
         self,
@@ -175,7 +181,9 @@ class Group(ProcessGroup):  # type: ignore[misc]
     ) -> Handle:
         parts = rows if isinstance(outs, torch.Tensor) or not rows else rows[0]
         outs = _listed(outs)
-        return self._each(lists.scatter, [(outs[0], parts, _root(opts, root))], outs, opts)
+        return self._each(
+            list_collectives.scatter, [(outs[0], parts, _root(opts, root))], outs, opts
+        )
 
     def alltoall(self, outs: Tensors, tensors: Tensors, opts: Any = None) -> Handle:
         return self._each(list_collectives.alltoall, [(outs, tensors)], outs, opts)

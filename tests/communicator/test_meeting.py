@@ -7,7 +7,7 @@ import pytest
 from torch.distributed import HashStore
 
 from communicator import CommunicatorTimeout
-from communicator.meeting import Meeting
+from communicator.torch_interop.store_coordinator import Meeting
 
 WORLD = 4
 

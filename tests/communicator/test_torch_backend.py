@@ -28,7 +28,7 @@ def test_a_program_gives_the_same_on_gloo_and_on_drumline(outcomes, program):
 
 
 RESTARTED = """
-import os, sys, torch, torch.distributed as dist, communicator.torch_backend
+import os, sys, torch, torch.distributed as dist, communicator.torch_interop.process_group
 dist.init_process_group("drumline")
 half = dist.new_group([0, 1])
 total = torch.ones(3)

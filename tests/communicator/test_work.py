@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from communicator import PeerLost
-from communicator.work import Handle
+from communicator.async_work import Handle
 
 
 def fail():

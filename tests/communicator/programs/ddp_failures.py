@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed import BuiltinCommHookType
 from torch.nn.parallel import DistributedDataParallel
 
-import communicator.torch_backend  # noqa: F401
+import communicator.torch_interop.process_group  # noqa: F401
 
 WORLD, VICTIM = 3, 1
 PATIENT_S, HASTY_S = 30, 0.5
