@@ -10,7 +10,6 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
     EncoderDecoderCache,
-    Fp8QuantizedLayer,
     HQQQuantizedLayer,
     LinearAttentionCacheLayerMixin,
     QuantizedCache,
@@ -19,9 +18,10 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from drumline.core.pytree import CacheLookup
+from drumline.cache_kinds import Fp8QuantizedLayer
 from drumline.errors import DrumlineError
 from drumline.kv_cache.merge import join
+from drumline.core.pytree import CacheLookup
 
 OPERATIONS = (
     "reorder_cache",
