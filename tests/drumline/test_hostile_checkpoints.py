@@ -1,0 +1,186 @@
+"""Checkpoints that somebody made to do harm, or that were damaged: each is a CheckpointError."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from drumline import CheckpointError
+from drumline.core.shards import Box
+from drumline.checkpoint.safetensors_index import MAX_DIMS, Reader, read_index
+
+TENSORS = {
+    "first": torch.arange(1, 13, dtype=torch.float32).view(3, 4),
+    "second": torch.arange(13, 19, dtype=torch.int16).view(2, 3),
+    "third": torch.tensor(19.5),
+    "none": torch.empty(0, 4),
+}
+
+
+def with_header(file, change):
+    """Rewrite the header of a .safetensors file, and leave its data as they are."""
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    text = change(json.loads(data[8 : 8 + length]))
+    text = text if isinstance(text, bytes) else json.dumps(text).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+@pytest.fixture
+def file(tmp_path):
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def entry(**fields):
+    """A change of the header that puts these fields into its first tensor."""
+    return lambda header: {**header, "first": {**header["first"], **fields}}
+
+
+def without(field):
+    def change(header):
+        del header["first"][field]
+        return header
+
+    return change
+
+
+NESTED = b'{"first": ' + 100_000 * b"[" + 100_000 * b"]" + b"}"
+HEADERS = {
+    "a negative shape": entry(shape=[-3, -4]),
+    "a negative begin": entry(data_offsets=[-48, 0]),
+    "an end before the begin": entry(data_offsets=[48, 0], shape=[-3, 4]),
+    "one offset": entry(data_offsets=[0]),
+    "no list of offsets": entry(data_offsets={"0": 0, "1": 48}),
+    "fractions as offsets": entry(data_offsets=[0.0, 48.0]),
+    "fractions as shape": entry(shape=[3.0, 4.0]),
+    "booleans as shape": entry(shape=[True, 12]),
+    "text as shape": entry(shape="34"),
+    "a shape that no tensor can have": entry(shape=[1 << 64, 0], data_offsets=[0, 0]),
+    "too many dimensions": entry(shape=(MAX_DIMS + 1) * [1]),
+    "no shape": without("shape"),
+    "no offsets": without("data_offsets"),
+    "no dtype": without("dtype"),
+    "a list as dtype": entry(dtype=["F32"]),
+    "half a pair": entry(dtype="F4", shape=[1]),
+    "no pair": entry(dtype="F4", shape=[]),
+    "a tensor that is a number": lambda header: {**header, "first": 3},
+    "a tensor that is a list": lambda header: {**header, "first": [0, 48]},
+    "an end beyond the file": entry(data_offsets=[0, 1 << 40], shape=[1 << 38]),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_tensor_that_cannot_be_is_named_with_its_file(file, name):
+    """Two negative sizes were loaded as zeros, without a word; fractions were a TypeError."""
+    with_header(file, HEADERS[name])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*(first|second)"):
+        read_index(file.parent)
+
+
+@pytest.mark.parametrize("text", [NESTED, b"[]", b"3", b"\xff", b"", b"{", b'{"a": {}'])
+def test_a_header_that_is_no_object_is_an_error_that_names_the_file(file, text):
+    with_header(file, lambda header: text)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        read_index(file.parent)
+
+
+numbers = st.one_of(
+    st.integers(-60, 60),
+    st.sampled_from([1 << 31, 1 << 63, -(1 << 63), 1 << 200]),
+    st.booleans(),
+    st.floats(),
+    st.none(),
+    st.text(max_size=3),
+)
+fields = st.one_of(numbers, st.lists(numbers, max_size=4), st.dictionaries(st.text(), numbers))
+sizes = st.lists(st.integers(-12, 12), max_size=3)
+keys = st.sampled_from(["shape", "data_offsets", "dtype"])
+dtypes = st.sampled_from(["F32", "I16", "F4", "F8_E8M0", "BOOL", "U64", "F128"])
+mutations = st.one_of(
+    st.tuples(st.sampled_from([*TENSORS, "new", "__metadata__"]), st.none(), fields),
+    st.tuples(st.sampled_from([*TENSORS]), keys, fields),
+    st.tuples(st.sampled_from([*TENSORS]), st.just("shape"), sizes),
+    st.tuples(st.sampled_from([*TENSORS]), st.just("data_offsets"), sizes),
+    st.tuples(st.sampled_from([*TENSORS]), st.just("dtype"), dtypes),
+)
+
+
+def mutate(header, mutation):
+    name, key, value = mutation
+    if key is None:
+        header[name] = value
+    elif isinstance(header[name], dict):
+        header[name][key] = value
+
+
+def read(folder, name, stored):
+    """All of a tensor, read into memory that is full of something else."""
+    out = torch.full((stored.nbytes,), 0xA5, dtype=torch.uint8)
+    with Reader(folder) as reader:
+        box = Box((0,) * len(stored.shape), stored.shape)
+        reader.read(stored, box, out.view(stored.torch_dtype).view(stored.shape))
+        assert reader.nbytes == stored.nbytes
+    return out.numpy().tobytes()
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(mutations, min_size=1, max_size=3))
+def test_whatever_a_header_says_it_is_refused_or_the_bytes_of_the_file_are_read(file, changes):
+    save_file(TENSORS, file)
+
+    def change(header):
+        for mutation in changes:
+            mutate(header, mutation)
+        return header
+
+    with_header(file, change)
+    header_end = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    data = file.read_bytes()[header_end:]
+    with contextlib.suppress(CheckpointError):
+        for name, stored in read_index(file.parent).items():
+            said = json.loads(file.read_bytes()[8:header_end])[name]
+            begin, end = said["data_offsets"]
+            assert math.prod(said["shape"]) == math.prod(stored.shape) * (
+                1 + (said["dtype"] == "F4")
+            )
+            assert min(said["shape"], default=0) >= 0
+            assert read(file.parent, name, stored) == data[begin:end]
+
+
+@given(st.binary(max_size=64))
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_file_of_any_bytes_is_refused_or_holds_no_tensor(file, data):
+    file.write_bytes(data)
+    with contextlib.suppress(CheckpointError):
+        assert read_index(file.parent) == {}
+
+
+LISTINGS = [
+    "[]",
+    "3",
+    "{}",
+    '{"weight_map": 3}',
+    '{"weight_map": {"first": 3}}',
+    '{"weight_map": {"first": ["model.safetensors"]}}',
+    '{"weight_map": {"first": null, "second": "model.safetensors"}}',
+    '{"weight_map": [["first", "model.safetensors"]]}',
+    '{"weight_map": {"first": "../model.safetensors"}}',
+    '{"weight_map": {"first": "/dev/zero"}}',
+    100_000 * "[",
+    "\0",
+]
+
+
+@pytest.mark.parametrize("text", LISTINGS)
+def test_an_index_of_other_types_is_an_error_that_names_it(file, text):
+    (file.parent / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
+        read_index(file.parent)
