@@ -33,7 +33,7 @@ def model_class(config: Any) -> type[Any]:
 def skeleton(cls: type[Any], config: Any, dtype: torch.dtype) -> Any:
     """The model on meta: names, shapes and ties, and no weights."""
     try:
-        with building, on_meta():
+        with building(), on_meta():
             return cls._from_config(config, dtype=dtype)
     except Exception as error:  # each model checks its sizes in a way of its own, or not at all
         raise CheckpointError(

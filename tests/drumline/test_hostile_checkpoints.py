@@ -5,16 +5,30 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shutil
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, models
+from transformers import (
+    LlavaForConditionalGeneration,
+    PreTrainedTokenizerFast,
+    dynamic_module_utils,
+)
 
+import drumline
+from coordinator import Coordinator
 from drumline import CheckpointError
 from drumline.core.shards import Box
+from drumline.checkpoint.empty_model import read_config, read_tokenizer
+from drumline.cli import main
+from drumline.tensor_parallel.sharded_model import read_configs
+from drumline.planner.model_profile import skeleton
 from drumline.checkpoint.safetensors_index import MAX_DIMS, Reader, read_index
+from drumline.cli.run_script import run_script
 
 TENSORS = {
     "first": torch.arange(1, 13, dtype=torch.float32).view(3, 4),
@@ -184,3 +198,128 @@ def test_an_index_of_other_types_is_an_error_that_names_it(file, text):
     (file.parent / "model.safetensors.index.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
         read_index(file.parent)
+
+
+@pytest.fixture
+def llama(checkpoints, tmp_path):
+    """A checkpoint with a tokenizer, to be damaged."""
+    folder = tmp_path / "llama"
+    shutil.copytree(checkpoints.llama()[1], folder)
+    words = {str(number): number for number in range(64)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="2").save_pretrained(folder)
+    assert read_tokenizer(folder)("5 6")["input_ids"] and read_config(folder)
+    return folder
+
+
+def configured(folder, name="config.json", **fields):
+    content = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps({**content, **fields}))
+
+
+EVIL = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+Path(__file__).with_name("ran").touch()
+Path({ran!r}).touch()
+class Config(LlamaConfig):
+    model_type = "evil"
+class Model(LlamaForCausalLM):
+    config_class = Config
+class Words(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.fixture
+def willing(monkeypatch):
+    """Somebody who answers yes to every question on stdin; the questions."""
+    questions = []
+
+    def answer(question=""):
+        questions.append(question)
+        return "y"
+
+    monkeypatch.setattr("builtins.input", answer)
+    return questions
+
+
+@pytest.fixture
+def evil(llama, tmp_path):
+    """A checkpoint whose config, model and tokenizer are its own code, which leaves a trace."""
+    ran = tmp_path / "ran"
+    (llama / "evil.py").write_text(EVIL.format(ran=str(ran)))
+    classes = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    configured(llama, model_type="evil", architectures=["Model"], auto_map=classes)
+    words = {"AutoTokenizer": [None, "evil.Words"]}
+    configured(llama, "tokenizer_config.json", auto_map=words, tokenizer_class="Words")
+    yield llama
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("read", [read_config, read_configs, read_tokenizer])
+def test_the_code_of_a_checkpoint_is_not_run_and_nobody_is_asked_whether_it_may(
+    evil, willing, read
+):
+    """With a "y" on stdin it ran on rank 0."""
+    with pytest.raises(CheckpointError, match="brings Python code of its own"):
+        read(evil)
+    assert not willing
+
+
+COMMANDS = {
+    "plan": ["--memory", "1GiB"],
+    "generate": ["--prompt", "5 6"],
+    "bench": [],
+    "serve": ["--port", "0"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_command_runs_the_code_of_a_checkpoint(evil, willing, capsys, command):
+    assert main([command, "--model", str(evil), *COMMANDS[command]]) == 1
+    assert "brings Python code of its own" in capsys.readouterr().err and not willing
+
+
+@pytest.mark.parametrize("options", [{}, {"tp": 1}, {"device_map": "fastest"}])
+def test_load_does_not_run_the_code_of_a_checkpoint(evil, willing, ranks_or_errors, options):
+    def rank(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            drumline.load(evil, coor=coor, **options)
+
+    for error in ranks_or_errors(rank, 2 if not options else 1):
+        assert isinstance(error, CheckpointError), error
+        assert "brings Python code of its own" in str(error)
+    assert not willing
+
+
+def test_a_config_within_the_config_brings_no_code_either(llama, willing, tmp_path):
+    """A model of several makes its parts with AutoModel, which asked as well."""
+    ran = tmp_path / "ran"
+    (tmp_path / "evil.py").write_text(EVIL.format(ran=str(ran)))
+    classes = {"AutoModel": f"{tmp_path}--evil.Model"}
+    part = {"model_type": "blip_vision_model", "auto_map": classes}
+    whole = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
+    (llama / "config.json").write_text(json.dumps({**whole, "vision_config": part}))
+    with pytest.raises(CheckpointError, match="trust_remote_code"):
+        skeleton(LlavaForConditionalGeneration, read_config(llama), torch.float32)
+    assert not willing and not ran.exists()
+
+
+SCRIPT = """
+import sys
+from transformers import AutoModelForCausalLM
+AutoModelForCausalLM.from_pretrained(sys.argv[1], device_map="auto")
+"""
+
+
+def test_a_script_is_not_asked_whether_the_code_of_a_checkpoint_may_run(
+    evil, willing, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("sys.argv", [])
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        run_script(str(tmp_path / "script.py"), [str(evil)])
+    assert not willing
+    assert dynamic_module_utils.TIME_OUT_REMOTE_CODE > 0  # as it was
