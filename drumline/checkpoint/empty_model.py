@@ -105,14 +105,20 @@ def load_shard(
     while.
     """
     with building():
-        model, report = _reading(cls, dict(places), None).from_pretrained(
-            path,
-            dtype=dtype,
-            device_map={"": "cpu"},
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are in the report, and an error below
-            **options,
-        )
+        try:
+            model, report = _reading(cls, dict(places), None).from_pretrained(
+                path,
+                dtype=dtype,
+                device_map={"": "cpu"},
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are in the report, and an error below
+                **options,
+            )
+        except ImportError as error:  # such as what computes a quantisation
+            raise CheckpointError(
+                f"{path} takes a package that is not here ({error}), so its weights cannot be "
+                "computed; install that, or save the model once in the dtype it is to run in."
+            ) from error
     _check(path, report, read_index(path), {})
     model.__class__ = cls
     return model
@@ -237,12 +243,17 @@ def _foreign(folder: Path, file: str, content: Mapping[str, Any]) -> CheckpointE
 
 def generation_config(path: str | Path) -> Any:
     """How the checkpoint wants to be generated with; what its config.json says, in older ones."""
+    older = {"config_file_name": "config.json", "_from_model_config": True}
+    file = Path(path, "generation_config.json")
     try:
-        return transformers.GenerationConfig.from_pretrained(path)
-    except OSError:
-        return transformers.GenerationConfig.from_pretrained(
-            path, config_file_name="config.json", _from_model_config=True
-        )
+        options = {} if file.exists() else older
+        return transformers.GenerationConfig.from_pretrained(path, **options)
+    except Exception as error:  # its fields are checked in many ways
+        why = textwrap.shorten(str(error), 300)
+        raise CheckpointError(
+            f"{file if file.exists() else path} says nothing that a model can be generated with "
+            f"({why}); copy it again."
+        ) from error
 
 
 def _refuse_pickles(folder: Path, content: Mapping[str, Any]) -> None:

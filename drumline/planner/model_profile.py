@@ -20,8 +20,8 @@ from drumline.planner.plan import Layout, Part
 def model_class(config: Any) -> type[Any]:
     """The class that wrote the checkpoint, by its name in config.json."""
     names = getattr(config, "architectures", None) or []
-    for name in names:
-        found = getattr(transformers, name, None)
+    for name in names if isinstance(names, list) else []:
+        found = getattr(transformers, str(name), None)
         if isinstance(found, type) and issubclass(found, PreTrainedModel):
             return found
     raise CheckpointError(

@@ -22,7 +22,7 @@ from torch import nn
 
 from coordinator import Coordinator
 from drumline.core.shards import Split, local_shape
-from drumline.checkpoint.empty_model import building, read_config
+from drumline.checkpoint.empty_model import building, generation_config, read_config
 from drumline.checkpoint_files import read_json
 from drumline.errors import DrumlineError, PlanError
 from drumline.planner.model_profile import model_class
@@ -168,6 +168,7 @@ def read_configs(path: str | Path) -> bytes:
     read_config(folder)
     config, generation = read_json(folder / "config.json"), None
     if (folder / "generation_config.json").exists():
+        generation_config(folder)
         generation = read_json(folder / "generation_config.json")
     return json.dumps([config, generation]).encode()
 

@@ -9,6 +9,7 @@ import shutil
 
 import pytest
 import torch
+import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -26,7 +27,7 @@ from drumline.core.shards import Box
 from drumline.checkpoint.empty_model import read_config, read_tokenizer
 from drumline.cli import main
 from drumline.tensor_parallel.sharded_model import read_configs
-from drumline.planner.model_profile import skeleton
+from drumline.planner.model_profile import model_class, skeleton
 from drumline.checkpoint.safetensors_index import MAX_DIMS, Reader, read_index
 from drumline.cli.run_script import run_script
 
@@ -323,3 +324,68 @@ def test_a_script_is_not_asked_whether_the_code_of_a_checkpoint_may_run(
         run_script(str(tmp_path / "script.py"), [str(evil)])
     assert not willing
     assert dynamic_module_utils.TIME_OUT_REMOTE_CODE > 0  # as it was
+
+
+WORDS = ["{}", "[]", "3", "{", "\0", '{"model": 3}', '{"model": {}, "added_tokens": 3}']
+WORDS += [100_000 * "[", '{"a": ' * 100_000, '{"version": "1.0", "model": {"type": "BPE"}}']
+
+
+@pytest.mark.parametrize("text", WORDS)
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_tokenizer_of_garbage_is_an_error_that_names_its_files(llama, name, text):
+    (llama / name).write_text(text)
+    try:
+        read_tokenizer(llama)
+    except CheckpointError as error:
+        assert name in str(error)
+    else:
+        assert name == "tokenizer_config.json"  # of which nothing is needed
+
+
+@pytest.mark.parametrize("names", [5, [5], {"a": 1}, [None], [["LlamaForCausalLM"]], "Llama"])
+def test_architectures_that_are_no_names_are_an_error(llama, names):
+    configured(llama, architectures=names)
+    with pytest.raises(CheckpointError, match="names the architectures"):
+        model_class(read_config(llama))
+
+
+GENERATION = [
+    "[]",
+    "{",
+    "3",
+    100_000 * "[",
+    '{"max_new_tokens": "x"}',
+    '{"cache_implementation": 5}',
+]
+
+
+@pytest.mark.parametrize("text", GENERATION)
+@pytest.mark.parametrize("options", [{}, {"tp": 2}])
+def test_a_generation_config_of_garbage_is_an_error_on_every_rank(
+    llama, ranks_or_errors, text, options
+):
+    (llama / "generation_config.json").write_text(text)
+
+    def rank(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            drumline.load(llama, coor=coor, **options)
+
+    for error in ranks_or_errors(rank, 2):
+        assert isinstance(error, CheckpointError), error
+        assert "generation_config.json" in str(error)
+
+
+def test_a_quantised_model_without_the_package_for_it_is_an_error(llama, ranks_or_errors):
+    configured(llama, quantization_config={"quant_method": "nobody's", "bits": 4})
+
+    def absent(*unused, **options):
+        raise ImportError("install nobody's")
+
+    def rank(info):
+        with Coordinator(info, timeout_s=20) as coor, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(transformers.PreTrainedModel, "from_pretrained", absent)
+            drumline.load(llama, coor=coor)
+
+    (error,) = ranks_or_errors(rank, 1)
+    assert isinstance(error, CheckpointError), error
+    assert "install nobody's" in str(error)
