@@ -21,13 +21,18 @@ import transformers
 from transformers import dynamic_module_utils
 from transformers.modeling_utils import LoadStateDictInfo
 
-from drumline.checkpoint_files import read_json
+from drumline.checkpoint_files import read_json, refuse_special_entries
 from drumline.errors import CheckpointError
 from drumline.checkpoint.shard_loader import named_tensors
 from drumline.checkpoint.shard_plan import fills
 from drumline.pipeline.unsupported import MERGE
 from drumline.checkpoint.weight_map import Description, describe
 from drumline.checkpoint.safetensors_index import Index, read_index
+
+SHARED_LAYERS = 1000
+"""More layers than any model has that uses the tensors of one layer for many, as ALBERT does."""
+COUNTS = ("num_layers", "hidden_layers", "coder_layers", "n_layer", "n_layers", "depth")
+"""How the names of fields end that say how many layers a model has."""
 
 _turn = threading.Lock()
 
@@ -184,6 +189,7 @@ def _refuse_mismatches(
 def read_config(path: str | Path) -> Any:
     """The config of a checkpoint, once its files are seen to be whole."""
     folder = Path(path)
+    refuse_special_entries(folder)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise CheckpointError(
             f"{folder} holds an adapter and no model, and layers on several ranks take no "
@@ -196,7 +202,7 @@ def read_config(path: str | Path) -> Any:
         )
     content = read_json(folder / "config.json")
     _refuse_pickles(folder, content)
-    read_index(folder)
+    _refuse_layers(folder, content, read_index(folder))
     try:
         return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # each kind of config checks its fields in a way of its own
@@ -214,6 +220,7 @@ def read_config(path: str | Path) -> Any:
 def read_tokenizer(path: str | Path) -> Any:
     """What turns text into the tokens of a checkpoint."""
     folder = Path(path)
+    refuse_special_entries(folder)
     settings = folder / "tokenizer_config.json"
     content = read_json(settings) if settings.exists() else {}
     try:
@@ -254,6 +261,27 @@ def generation_config(path: str | Path) -> Any:
             f"{file if file.exists() else path} says nothing that a model can be generated with "
             f"({why}); copy it again."
         ) from error
+
+
+def _refuse_layers(folder: Path, content: Mapping[str, Any], index: Index) -> None:
+    """Raise for more layers than there are tensors, which would take hours to build for nothing."""
+    most = max(len(index), SHARED_LAYERS)
+    for name, count in _fields(content):
+        if name.endswith(COUNTS) and type(count) is int and count > most:
+            raise CheckpointError(
+                f"{folder}/config.json has {name}={count!r:.20}, but the files hold {len(index)} "
+                "tensors, so most layers would have none; give the config.json that they belong to."
+            )
+
+
+def _fields(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The fields of a config and of the configs in it."""
+    todo = [content]
+    while todo:
+        for name, value in todo.pop().items():
+            yield name, value
+            if isinstance(value, dict):
+                todo.append(value)
 
 
 def _refuse_pickles(folder: Path, content: Mapping[str, Any]) -> None:

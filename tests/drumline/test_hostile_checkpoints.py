@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import shutil
+import signal
 
 import pytest
 import torch
@@ -216,6 +218,80 @@ def llama(checkpoints, tmp_path):
 def configured(folder, name="config.json", **fields):
     content = json.loads((folder / name).read_text())
     (folder / name).write_text(json.dumps({**content, **fields}))
+
+
+@contextlib.contextmanager
+def seconds(limit):
+    """What is in this block ends within the limit, and what waits for a pipe is ended then."""
+
+    def ring(*unused):
+        raise TimeoutError(f"still there after {limit} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(limit)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def read_all(folder):
+    """What every way to load or serve a model reads first."""
+    read_config(folder)
+    read_configs(folder)
+    read_tokenizer(folder)
+
+
+ENTRIES = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+ENTRIES += ["tokenizer_config.json", "model.safetensors.index.json", "chat_template.jinja"]
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_pipe_in_place_of_a_file_is_an_error_at_once(llama, name, is_link):
+    """Opening it waited for somebody to write, for ever."""
+    (llama / name).unlink(missing_ok=True)
+    pipe = llama.parent / "pipe" if is_link else llama / name
+    os.mkfifo(pipe)
+    if is_link:
+        (llama / name).symlink_to(pipe)
+    for read in (read_config, read_configs, read_tokenizer):
+        with seconds(10), pytest.raises(CheckpointError, match=f"{name} is no ordinary file"):
+            read(llama)
+    if "safetensors" in name:
+        with seconds(10), pytest.raises(CheckpointError, match=f"{name} is no ordinary file"):
+            read_index(llama)
+
+
+def test_files_that_are_links_and_folders_beside_them_are_as_ever(llama, tmp_path):
+    """The cache of the Hub has links for files."""
+    os.rename(llama / "model.safetensors", tmp_path / "blob")
+    (llama / "model.safetensors").symlink_to(tmp_path / "blob")
+    (llama / "onnx").mkdir()
+    read_all(llama)
+
+
+@pytest.mark.parametrize("count", [200_000, 10**12, 10**400])
+def test_a_config_with_more_layers_than_there_are_tensors_is_refused_at_once(llama, count):
+    """The empty model was built, layer by layer, until the memory or the patience ended."""
+    configured(llama, num_hidden_layers=count)
+    for read in (read_config, read_configs):
+        with seconds(10), pytest.raises(CheckpointError, match=r"config\.json has num_hidden_l"):
+            read(llama)
+
+
+def test_a_config_within_the_config_may_not_have_more_layers_either(llama):
+    configured(llama, vision_config={"depth": 200_000})
+    with seconds(10), pytest.raises(CheckpointError, match="depth=200000"):
+        read_config(llama)
+
+
+def test_a_model_may_have_more_layers_than_tensors_where_layers_share_them(checkpoints):
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+    sizes |= {"num_hidden_layers": 60, "vocab_size": 9, "embedding_size": 8}
+    _, path = checkpoints.make("albert of 60", "AlbertForMaskedLM", **sizes)
+    assert len(read_index(path)) < read_config(path).num_hidden_layers == 60
 
 
 EVIL = """
