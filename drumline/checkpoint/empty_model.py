@@ -21,13 +21,13 @@ import transformers
 from transformers import dynamic_module_utils
 from transformers.modeling_utils import LoadStateDictInfo
 
-from drumline.checkpoint_files import read_json, refuse_special_entries
-from drumline.errors import CheckpointError
+from drumline.checkpoint.json_files import read_json, refuse_special_entries
+from drumline.checkpoint.safetensors_index import Index, read_index
 from drumline.checkpoint.shard_loader import named_tensors
 from drumline.checkpoint.shard_plan import fills
-from drumline.pipeline.unsupported import MERGE
 from drumline.checkpoint.weight_map import Description, describe
-from drumline.checkpoint.safetensors_index import Index, read_index
+from drumline.errors import CheckpointError
+from drumline.pipeline.unsupported import MERGE
 
 SHARED_LAYERS = 1000
 """More layers than any model has that uses the tensors of one layer for many, as ALBERT does."""

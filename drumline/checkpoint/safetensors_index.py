@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from drumline.checkpoint.json_files import read_json, refuse_special
 from drumline.core.shards import Box
-from drumline.checkpoint_files import read_json, refuse_special
 from drumline.errors import CheckpointError
 
 DTYPES = {

@@ -16,7 +16,7 @@ import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils import ModelOutput
 
-from drumline.cache_kinds import KVSharingDict
+from drumline.core.cache_kinds import KVSharingDict
 from drumline.errors import DrumlineError
 
 Template = tuple[Any, ...]

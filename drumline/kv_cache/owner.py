@@ -18,10 +18,10 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from drumline.cache_kinds import Fp8QuantizedLayer
+from drumline.core.cache_kinds import Fp8QuantizedLayer
+from drumline.core.pytree import CacheLookup
 from drumline.errors import DrumlineError
 from drumline.kv_cache.merge import join
-from drumline.core.pytree import CacheLookup
 
 OPERATIONS = (
     "reorder_cache",

@@ -24,12 +24,12 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from drumline.cache_kinds import BaseQuantizedLayer
+from drumline.core.cache_kinds import BaseQuantizedLayer
 from drumline.errors import DrumlineError
 from drumline.kv_cache.merge import join
-from drumline.kv_cache.version import EMPTY, Mark, mark, refuse_change
-from drumline.kv_cache.placeholder import bookkeeping, hide, shadow
 from drumline.kv_cache.owner import QUANTIZED, change, quantization
+from drumline.kv_cache.placeholder import bookkeeping, hide, shadow
+from drumline.kv_cache.version import EMPTY, Mark, mark, refuse_change
 
 
 class Journal(Protocol):

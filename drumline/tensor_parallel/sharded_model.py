@@ -21,12 +21,8 @@ import transformers
 from torch import nn
 
 from coordinator import Coordinator
-from drumline.core.shards import Split, local_shape
 from drumline.checkpoint.empty_model import building, generation_config, read_config
-from drumline.checkpoint_files import read_json
-from drumline.errors import DrumlineError, PlanError
-from drumline.planner.model_profile import model_class
-from drumline.core.mesh import Mesh
+from drumline.checkpoint.json_files import read_json
 from drumline.checkpoint.shard_loader import (
     Asked,
     Files,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from tests.inference.conftest import ROOT
+from tests.drumline.conftest import ROOT
 
 OLDER = """
 from transformers import cache_utils
@@ -14,13 +14,14 @@ for name in ("BaseQuantizedLayer", "Fp8QuantizedLayer", "KVSharingDict"):
         delattr(cache_utils, name)
 
 import drumline
-from drumline import mirror, values, vault
+from drumline.core import pytree
+from drumline.kv_cache import owner, proxy
 
-assert mirror.BaseQuantizedLayer is cache_utils.QuantizedLayer
-assert issubclass(cache_utils.HQQQuantizedLayer, mirror.BaseQuantizedLayer)
-assert not issubclass(cache_utils.DynamicLayer, vault.Fp8QuantizedLayer)
-assert not isinstance({}, values.KVSharingDict)
-assert values.flatten({"a": 1}, values.Leaves(), id) == ("dict", ("a", ("int",)))
+assert proxy.BaseQuantizedLayer is cache_utils.QuantizedLayer
+assert issubclass(cache_utils.HQQQuantizedLayer, proxy.BaseQuantizedLayer)
+assert not issubclass(cache_utils.DynamicLayer, owner.Fp8QuantizedLayer)
+assert not isinstance({}, pytree.KVSharingDict)
+assert pytree.flatten({"a": 1}, pytree.Leaves(), id) == ("dict", ("a", ("int",)))
 """
 
 

@@ -25,13 +25,13 @@ from transformers import (
 import drumline
 from coordinator import Coordinator
 from drumline import CheckpointError
-from drumline.core.shards import Box
 from drumline.checkpoint.empty_model import read_config, read_tokenizer
-from drumline.cli import main
-from drumline.tensor_parallel.sharded_model import read_configs
-from drumline.planner.model_profile import model_class, skeleton
 from drumline.checkpoint.safetensors_index import MAX_DIMS, Reader, read_index
+from drumline.cli import main
 from drumline.cli.run_script import run_script
+from drumline.core.shards import Box
+from drumline.planner.model_profile import model_class, skeleton
+from drumline.tensor_parallel.sharded_model import read_configs
 
 TENSORS = {
     "first": torch.arange(1, 13, dtype=torch.float32).view(3, 4),
