@@ -30,6 +30,7 @@ from coordinator.control.handshake import (
     TAKEN,
     Caller,
     Gate,
+    Handler,
     Proof,
 )
 from coordinator.control.tables import LATER, Meetings, Values
@@ -96,7 +97,7 @@ class Hub:
         self._operations = self._made_operations()
         self._poked, self._poke = socket.socketpair()
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._poked, selectors.EVENT_READ, self._drain)
+        self._selector.register(self._poked, selectors.EVENT_READ, Handler(self._drain))
         most = _room_for_strangers(proof.world_size)
         self._gate = Gate(listener, proof, self._selector, self._admit, self._judge, most)
         self._thread = threading.Thread(target=self._serve, name="drumline-hub", daemon=True)
@@ -170,8 +171,7 @@ class Hub:
             while not self._is_to_end():
                 events = self._selector.select(TICK_S)
                 with self._state:
-                    for key, mask in events:
-                        key.data(mask)
+                    self._gate.handle(events)
                     if time.monotonic() >= tick_at:
                         tick_at = time.monotonic() + TICK_S
                         self._gate.tick()
@@ -211,12 +211,13 @@ class Hub:
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         member = _Member(link, caller.rank)
         number = link.fileno()
+        handler = Handler(lambda events: self._on(member, events), lambda: self._lose(member))
+        self._selector.register(link, selectors.EVENT_READ, handler)
         self._members[number] = member
         known = self._ranks.setdefault(caller.rank, _Rank())
         known.token, known.who = caller.token, caller.who
         known.links.add(number)
         known.lost_at, known.beat_at = 0.0, time.monotonic()
-        self._selector.register(link, selectors.EVENT_READ, lambda events: self._on(member, events))
 
     def _on(self, member: _Member, events: int) -> None:
         try:

@@ -182,8 +182,7 @@ class Door:
     def wait(self, deadline: float, idle: Callable[[], None]) -> dict[int, Link]:
         """The children, once all are there. Raises Late; the missing are those not in `came`."""
         while len(self.came) < len(self._purposes):
-            for key, events in self._selector.select(TICK_S):
-                key.data(events)
+            self._gate.handle(self._selector.select(TICK_S))
             self._gate.tick()
             idle()
             if time.monotonic() >= deadline:

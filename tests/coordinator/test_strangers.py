@@ -1,6 +1,7 @@
 """Who does not know the launch secret: does not join, does not crash, does not delay."""
 
 import contextlib
+import logging
 import os
 import random
 import resource
@@ -14,19 +15,25 @@ from pathlib import Path
 import pytest
 
 from coordinator import Coordinator, CoordinatorError
-from coordinator.control.client import connect
+from coordinator.control.client import Client, HubGone, connect
 from coordinator.control.handshake import (
     GREETING,
     HELLO,
+    HUB,
     MAGIC,
+    MAX_VISITORS,
     VERSION,
     WELCOME,
     Caller,
+    Gate,
     NotAdmitted,
     Proof,
+    TryAgain,
     purpose_of,
 )
 from coordinator.control.server import Hub
+from coordinator.transport.tree import Door
+from coordinator.control.framing import Late, LinkBroken
 from launcher import LaunchInfo
 
 
@@ -280,6 +287,119 @@ def test_who_was_let_in_for_another_purpose_is_no_rank():
         knock("tree/c0//1")
     hub.begin_closing()
     assert hub.wait(5)
+
+
+PROOF = Proof(bytes(range(32)), "strangers", 400)
+
+
+@pytest.fixture
+def hub():
+    """A Hub for 400 ranks, which are the clients of joined(hub, rank)."""
+    hub = Hub(socket.create_server(("127.0.0.1", 0), backlog=1024), PROOF)
+    hub.open(0)
+    yield hub
+    hub.begin_closing()
+    assert hub.wait(5)
+
+
+def joined(hub, rank, timeout_s=5):
+    """A Client that the hub has answered: it is let in a moment before the hub has noted it."""
+    caller = Caller(rank, HUB, token=rank.to_bytes(8, "big"), who=f"rank {rank}")
+    client = Client(lambda: [(socket.AF_INET, hub.address)], PROOF, caller, timeout_s)
+    assert client.ask("count", "", timeout_s=timeout_s) == 0
+    return client
+
+
+def dialled(address, count):
+    return [socket.create_connection(address, timeout=5) for _ in range(count)]
+
+
+def speak_while_others_come(address, oldest):
+    """As many dial as are accepted in one turn, and those that they send away say a byte."""
+    others = dialled(address, 16)
+    for link in oldest[:16]:
+        link.send(b"x")
+    return others
+
+
+def test_visitors_that_speak_as_they_are_sent_away_do_not_end_the_hub():
+    """They were dropped and then heard, in one turn of the loop, and the thread ended."""
+    proof = Proof(bytes(range(32)), "strangers", 2)
+    hub = Hub(socket.create_server(("127.0.0.1", 0), backlog=256), proof)
+    hub.open(0)
+    links = dialled(hub.address, MAX_VISITORS)
+    for link in links:
+        assert link.recv(GREETING.size, socket.MSG_WAITALL)
+    with hub._state:  # the thread waits here with what it has: all after it comes in one turn
+        links[-1].send(b"x")
+        time.sleep(0.2)
+        others = speak_while_others_come(hub.address, links)
+    assert all(link.recv(GREETING.size, socket.MSG_WAITALL) for link in others)
+    assert not hub.is_over
+    connect(socket.AF_INET, hub.address, proof, Caller(1, HUB), time.monotonic() + 5).close()
+    for link in links + others:
+        link.close()
+    hub.begin_closing()
+    assert hub.wait(5)
+
+
+def test_visitors_that_speak_as_they_are_sent_away_do_not_end_a_door():
+    with contextlib.closing(Door("127.0.0.1", PROOF, "tree", [1])) as door:
+        links = dialled(door.address, MAX_VISITORS)
+        with pytest.raises(Late):
+            door.wait(time.monotonic() + 0.5, lambda: None)
+        others = speak_while_others_come(door.address, links)
+        with pytest.raises(Late):
+            door.wait(time.monotonic() + 0.5, lambda: None)
+    for link in links + others:
+        link.close()
+
+
+def planted(*_):
+    raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize("place", ["_greet", "_hear", "_judge", "_on_admitted"])
+def test_an_error_on_one_connection_ends_that_one_alone(hub, monkeypatch, caplog, place):
+    """Told once, with the traceback, however often it is repeated."""
+    caplog.set_level(logging.WARNING, "coordinator")
+    with contextlib.closing(joined(hub, 1)) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(hub._gate, place, planted)
+            for _ in range(3):
+                start = time.monotonic()
+                with pytest.raises((TryAgain, LinkBroken)):
+                    link = connect(socket.AF_INET, hub.address, PROOF, Caller(2, HUB), start + 5)
+                    link.read_exactly(1, start + 5)
+                assert time.monotonic() - start < 3, "it was not closed"
+        assert client.ask("count", "", timeout_s=5) == 0
+        joined(hub, 2).close()
+    errors = [record for record in caplog.records if "planted" in record.message]
+    assert len(errors) == 1 and errors[0].exc_info and "strangers" in errors[0].message
+
+
+def test_an_error_on_the_connection_of_a_rank_ends_that_one_alone(hub, monkeypatch):
+    with contextlib.closing(joined(hub, 1)) as client:
+        other = joined(hub, 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(Hub, "_hear", planted)
+            with pytest.raises(HubGone):
+                other.ask("count", "", timeout_s=5)
+        assert client.ask("beat", 0, None, [], timeout_s=5) == [["", 2]], "its loss is no news"
+        joined(hub, 3).close()
+
+
+def test_an_error_on_one_connection_does_not_end_a_door(monkeypatch):
+    monkeypatch.setattr(Gate, "_hear", planted)
+    with (
+        contextlib.closing(Door("127.0.0.1", PROOF, "tree", [1])) as door,
+        socket.create_connection(door.address, timeout=5) as link,
+    ):
+        link.send(b"x")
+        with pytest.raises(Late):
+            door.wait(time.monotonic() + 0.5, lambda: None)
+        with contextlib.suppress(ConnectionResetError):
+            assert len(link.recv(GREETING.size + 1, socket.MSG_WAITALL)) <= GREETING.size
 
 
 def test_a_false_master_is_found_out(launch):
