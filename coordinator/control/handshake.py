@@ -34,7 +34,7 @@ ADMITTED, NOT_NOW, REFUSED, TAKEN = 0, 1, 2, 3
 
 HANDSHAKE_S = 10.0
 FULL_S = 0.01  # before we try again to accept, where no descriptors are left
-MAX_VISITORS = 128  # of those who have not proved anything; the oldest goes first
+MAX_VISITORS = 128  # who have not proved anything, or as many as may come; the oldest goes first
 
 log = logging.getLogger("coordinator")
 

@@ -352,7 +352,10 @@ class Hub:
 
 
 def _room_for_strangers(world_size: int) -> int:
-    """How many who have proved nothing may wait, so that every rank still gets a descriptor."""
+    """How many who have proved nothing may wait, so that every rank still gets a descriptor.
+
+    All ranks may come at once, and none of them is to be sent away for another.
+    """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     spare = limit - len(os.listdir("/proc/self/fd")) - world_size - RESERVE
     if spare < MIN_VISITORS:
@@ -361,7 +364,7 @@ def _room_for_strangers(world_size: int) -> int:
             f"needs {MIN_VISITORS - spare} more. Raise the limit (`ulimit -n {limit * 4}`) where "
             "rank 0 is started."
         )
-    return min(MAX_VISITORS, max(MIN_VISITORS, spare // 2))
+    return min(max(MAX_VISITORS, world_size), max(MIN_VISITORS, spare // 2))
 
 
 def _senseless(rank: int, op: str, error: Exception) -> str:

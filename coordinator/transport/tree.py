@@ -19,6 +19,15 @@ from coordinator.control.client import connect
 from coordinator.control.framing import SMALL, Late, Link, LinkBroken, nothing
 from coordinator.control.handshake import Caller, Gate, NotAdmitted, Proof, TryAgain, purpose_of
 from coordinator.errors import CoordinatorError, CoordinatorTimeout
+from coordinator.control.handshake import (
+    MAX_VISITORS,
+    Caller,
+    Gate,
+    NotAdmitted,
+    Proof,
+    TryAgain,
+    purpose_of,
+)
 from coordinator.peers import Peer
 
 EVERYWHERE = -1
@@ -166,10 +175,11 @@ class Door:
         self._purposes = {purpose_of(f"{purpose}/{child}"): child for child in children}
         self._listener = socket.socket(family, socket.SOCK_STREAM)
         self._listener.bind((address, 0))
-        self._listener.listen(128)
+        most = max(MAX_VISITORS, len(children))  # who may all come at once
+        self._listener.listen(most)
         self.address: tuple[Any, ...] = self._listener.getsockname()[:2]
         self._selector = selectors.DefaultSelector()
-        self._gate = Gate(self._listener, proof, self._selector, self._admit)
+        self._gate = Gate(self._listener, proof, self._selector, self._admit, most=most)
         self.came: dict[int, Link] = {}
 
     def _admit(self, connection: socket.socket, caller: Caller) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from coordinator import Coordinator, CoordinatorError
+from coordinator.control import client as client_module
 from coordinator.control.client import Client, HubGone, connect
 from coordinator.control.handshake import (
     GREETING,
@@ -352,6 +353,49 @@ def test_visitors_that_speak_as_they_are_sent_away_do_not_end_a_door():
         with pytest.raises(Late):
             door.wait(time.monotonic() + 0.5, lambda: None)
     for link in links + others:
+        link.close()
+
+
+def test_300_ranks_that_come_at_once_all_get_in(hub, monkeypatch):
+    """Far away or busy as they are, they sent each other away before any had proved itself."""
+    knock = client_module.knock
+
+    def knock_late(*arguments):
+        time.sleep(random.uniform(0.25, 0.5))
+        knock(*arguments)
+
+    monkeypatch.setattr(client_module, "knock", knock_late)
+    reading, writing = os.pipe()
+    ranks = os.fork()  # a process of their own: it has descriptors of its own
+    if ranks == 0:
+        try:
+            start = time.monotonic()
+            clients = together(*[lambda rank=rank: joined(hub, rank, 20) for rank in range(1, 301)])
+            count = sum(isinstance(client, Client) for client in clients)
+            os.write(writing, f"{count} {time.monotonic() - start}".encode())
+            time.sleep(60)
+        finally:
+            os._exit(1)
+    count, took_s = os.read(reading, 100).decode().split()
+    present = hub.present()
+    os.kill(ranks, signal.SIGKILL)
+    os.waitpid(ranks, 0)
+    os.close(reading)
+    os.close(writing)
+    assert int(count) == 300 and present == list(range(1, 301))
+    assert float(took_s) < 5
+
+
+def test_a_door_has_room_for_all_who_are_to_come():
+    with contextlib.closing(Door("127.0.0.1", PROOF, "tree", range(1, 301))) as door:
+        links = dialled(door.address, 300)
+        with pytest.raises(Late):
+            door.wait(time.monotonic() + 0.5, lambda: None)
+        assert links[0].recv(GREETING.size, socket.MSG_WAITALL)
+        links[0].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            links[0].recv(1)
+    for link in links:
         link.close()
 
 
