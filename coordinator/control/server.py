@@ -43,7 +43,8 @@ ACKNOWLEDGED_S = 0.5  # within which the other kernel confirms what it has got
 RESERVE = 16  # descriptors that neither ranks nor strangers may use up
 MIN_VISITORS = 4
 PING = (0, None)  # an answer nobody waits for: what counts is whether the other kernel takes it
-SENSELESS = (ValueError, TypeError, KeyError, AttributeError)  # what asking for nonsense raises
+# What asking for nonsense raises
+SENSELESS = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
 
 log = logging.getLogger("coordinator")
 
@@ -251,11 +252,10 @@ class Hub:
         asker = _Asker(member.rank, member, number)
         try:
             found = self._operations[op](asker, *arguments)
+            if found is not LATER:
+                self._answer(asker, found)
         except SENSELESS as error:
             self._send(member, pack((number, None, _senseless(member.rank, op, error))))
-            return
-        if found is not LATER:
-            self._answer(asker, found)
 
     def _answer(self, asker: _Asker, value: Any) -> None:
         if asker.member is not None and asker.number == asker.member.asked:

@@ -446,6 +446,27 @@ def test_an_error_on_one_connection_does_not_end_a_door(monkeypatch):
             assert len(link.recv(GREETING.size + 1, socket.MSG_WAITALL)) <= GREETING.size
 
 
+def test_a_counter_that_leaves_64_bits_is_an_error_of_who_adds(hub):
+    """Its answer could not be packed, and the thread of the hub ended."""
+    most = 2**63 - 1
+    with contextlib.closing(joined(hub, 1)) as client:
+        assert client.ask("add", "a", most, timeout_s=5) == most
+        with pytest.raises(CoordinatorError, match=r"rank 1 asked rank 0 to add.*64 bits"):
+            client.ask("add", "a", most, timeout_s=5)
+        with pytest.raises(CoordinatorError, match=r"rank 0 asked rank 0 to add.*64 bits"):
+            hub.ask("add", "a", 1, timeout_s=5)
+        assert client.ask("add", "a", -1, timeout_s=5) == most - 1
+        assert client.ask("add", "b", -most - 1, timeout_s=5) == -most - 1
+
+
+def test_an_answer_that_cannot_be_packed_is_an_error_of_who_asks(hub, monkeypatch):
+    monkeypatch.setitem(hub._operations, "census", lambda *_: 2**70)
+    with contextlib.closing(joined(hub, 1)) as client:
+        with pytest.raises(CoordinatorError, match="OverflowError"):
+            client.ask("census", timeout_s=5)
+        assert client.ask("add", "a", 1, timeout_s=5) == 1
+
+
 def test_a_false_master_is_found_out(launch):
     """It sends the right greeting, but cannot answer for the secret."""
     server = socket.create_server(("127.0.0.1", 0))
