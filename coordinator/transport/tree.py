@@ -17,8 +17,6 @@ from typing import Any
 from coordinator.addresses import shown
 from coordinator.control.client import connect
 from coordinator.control.framing import SMALL, Late, Link, LinkBroken, nothing
-from coordinator.control.handshake import Caller, Gate, NotAdmitted, Proof, TryAgain, purpose_of
-from coordinator.errors import CoordinatorError, CoordinatorTimeout
 from coordinator.control.handshake import (
     MAX_VISITORS,
     Caller,
@@ -28,6 +26,7 @@ from coordinator.control.handshake import (
     TryAgain,
     purpose_of,
 )
+from coordinator.errors import CoordinatorError, CoordinatorTimeout
 from coordinator.peers import Peer
 
 EVERYWHERE = -1

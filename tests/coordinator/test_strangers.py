@@ -17,6 +17,7 @@ import pytest
 from coordinator import Coordinator, CoordinatorError
 from coordinator.control import client as client_module
 from coordinator.control.client import Client, HubGone, connect
+from coordinator.control.framing import Late, LinkBroken
 from coordinator.control.handshake import (
     GREETING,
     HELLO,
@@ -34,7 +35,6 @@ from coordinator.control.handshake import (
 )
 from coordinator.control.server import Hub
 from coordinator.transport.tree import Door
-from coordinator.control.framing import Late, LinkBroken
 from launcher import LaunchInfo
 
 
