@@ -40,7 +40,7 @@ class Attention:
                 if isinstance(config, PreTrainedConfig):
                     self.known.setdefault(id(config), (config, config._attn_implementation, name))
 
-    def refuse_change(self) -> None:
+    def check_unchanged(self) -> None:
         for config, loaded, name in self.known.values():
             now = config._attn_implementation
             if now != loaded:
