@@ -57,7 +57,7 @@ class Distributed(Overlapping, Refusals):
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
         """On a GPU, transformers compiles whatever decodes into a static cache. What waits for
         other ranks, or reads weights from the disk, cannot be compiled."""
-        if self._session is not None or getattr(self, "_shelf", None) is not None:
+        if self._session is not None or getattr(self, "_prefetcher", None) is not None:
             return False
         return bool(super()._valid_auto_compile_criteria(*args, **kwargs))  # type: ignore[misc]
 

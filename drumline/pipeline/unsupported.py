@@ -57,7 +57,7 @@ class Refusals:
 
     def _refuse(self, verb: str, remedy: str) -> None:
         """Raise DrumlineError if parts of the model are elsewhere."""
-        parts = [getattr(self, name, None) for name in ("_session", "_shelf")]
+        parts = [getattr(self, name, None) for name in ("_session", "_prefetcher")]
         if any(part is not None for part in parts):
             raise DrumlineError(
                 f"rank 0: a model with layers on other ranks or on disk cannot be {verb} from "

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from drumline.checkpoint.empty_model import MODEL_BUILD_LOCK
+from drumline.checkpoint.empty_model import model_build_lock
 from drumline.core.device_map import ModelProfile, ModulePart
 from drumline.core.meta_init import init_on_meta
 from drumline.errors import CheckpointError
@@ -20,8 +20,8 @@ from drumline.errors import CheckpointError
 def model_class(config: Any) -> type[Any]:
     """The class that wrote the checkpoint, by its name in config.json."""
     names = getattr(config, "architectures", None) or []
-    for name in names:
-        found = getattr(transformers, name, None)
+    for name in names if isinstance(names, list) else []:
+        found = getattr(transformers, str(name), None)
         if isinstance(found, type) and issubclass(found, PreTrainedModel):
             return found
     raise CheckpointError(
@@ -33,7 +33,7 @@ def model_class(config: Any) -> type[Any]:
 def build_on_meta(cls: type[Any], config: Any, dtype: torch.dtype) -> Any:
     """The model on meta: names, shapes and ties, and no weights."""
     try:
-        with MODEL_BUILD_LOCK, init_on_meta():
+        with model_build_lock(), init_on_meta():
             return cls._from_config(config, dtype=dtype)
     except Exception as error:  # each model checks its sizes in a way of its own, or not at all
         raise CheckpointError(

@@ -143,7 +143,7 @@ def _keep_own(
     away = {name: own[name] for name in offloaded_modules(chosen, rank)}
     where = torch.device(chosen.device_of(rank))
     prefetcher = make_prefetcher(model, away, where, lambda name, tensors: on_disk[name])
-    model.__dict__["_shelf"] = prefetcher
+    model.__dict__["_prefetcher"] = prefetcher
     install_device_hooks(model, chosen, rank, prefetcher)
 
 

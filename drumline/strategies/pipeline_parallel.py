@@ -102,10 +102,6 @@ def _loaded(
     check_same_on_all_ranks(coor, model_facts(model, dtype))
     model.loaded = fill(model, found, source, chosen.places, dtype, coor, progress)
     together(coor, lambda: _settle(model, found, source, chosen, coor.rank, dtype))
-    if coor.is_master():
-        model.config.name_or_path = str(source.path)
-        if model.can_generate():
-            model.generation_config = read_generation_config(source.path)
     return model
 
 
@@ -134,6 +130,10 @@ def _settle(
     dtype: torch.dtype,
 ) -> None:
     """Let the modules of this rank run on their devices, and find their weights there."""
+    if rank == 0:
+        model.config.name_or_path = str(source.path)
+        if model.can_generate():
+            model.generation_config = read_generation_config(source.path)
     own = chosen.of(rank)
     away = {name: own[name] for name in offloaded_modules(chosen, rank)}
     device = torch.device(chosen.device_of(rank))
