@@ -10,6 +10,7 @@ from coordinator.call_site import CallStatus
 
 LEFT, SUSPENDED = "left", "suspended"  # notes of a RankReport
 LATER = object()  # the answer comes when somebody else has spoken
+COUNTS = (-(1 << 63), (1 << 63) - 1)  # as torch's Store.add
 
 Asker = TypeVar("Asker")
 Answer = Callable[[Asker, Any], None]
@@ -68,6 +69,8 @@ class Values(Generic[Asker]):
 
     def add(self, asker: Asker, key: str, amount: int) -> int:
         total = int(self._values.get(key, b"0")) + amount
+        if not COUNTS[0] <= total <= COUNTS[1]:
+            raise OverflowError(f"{key!r} would be {total}, and a counter has 64 bits")
         self.set(asker, key, str(total).encode())
         return total
 

@@ -14,9 +14,11 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from drumline.checkpoint.json_files import read_json, refuse_special
 from drumline.core.shards import Box
 from drumline.errors import CheckpointError
 
@@ -44,6 +46,8 @@ DTYPES = {
 }
 MAX_HEADER = 100_000_000
 """The format's own limit."""
+MAX_DIMS = 64
+"""Of a tensor that torch reduces (dim_bitset_size in ATen/WrapDimUtilsMulti.h)."""
 
 
 @dataclass(frozen=True)
@@ -86,15 +90,19 @@ def read_index(path: str | Path) -> dict[str, Stored]:
 def _listing(folder: Path) -> dict[str, str]:
     """The file of each tensor as the index of a sharded checkpoint has it; nothing without one."""
     listing = folder / "model.safetensors.index.json"
-    if not listing.is_file():
+    if not listing.exists():
         return {}
-    try:
-        return dict(json.loads(listing.read_text())["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
+    files = read_json(listing).get("weight_map")
+    if not isinstance(files, dict) or not all(map(_is_file_name, files.values())):
         raise CheckpointError(
-            f"{listing} is no index of a checkpoint ({error!r}), so its files are unknown; "
-            "copy it again."
-        ) from error
+            f"{listing} has no weight_map from names of tensors to names of files beside it, so "
+            "the files are unknown; copy it again."
+        )
+    return files
+
+
+def _is_file_name(name: Any) -> bool:
+    return isinstance(name, str) and name == Path(name).name
 
 
 def _files(folder: Path) -> list[Path]:
@@ -111,33 +119,59 @@ def _files(folder: Path) -> list[Path]:
 
 def _header(file: Path) -> Iterator[tuple[str, Stored]]:
     try:
+        refuse_special(file)
         size = file.stat().st_size
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > min(MAX_HEADER, size - 8):
                 raise ValueError(f"its header claims {length} bytes")
             header = json.loads(stream.read(length))
+        if not isinstance(header, dict):
+            raise ValueError("its header is no JSON object")
         header.pop("__metadata__", None)
         last = 0
-        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            begin, end = entry["data_offsets"]
+        for begin, end, name, dtype, shape in sorted(_entry(*item) for item in header.items()):
             if begin != last:
                 raise ValueError(f"{name} does not begin where the one before it ends")
             last = end
-            if entry["dtype"] not in DTYPES:
-                raise ValueError(f"{name} is of dtype {entry['dtype']}, which torch does not have")
-            shape = tuple(entry["shape"])
-            if entry["dtype"] == "F4":  # two of them are one element for torch
-                shape = (*shape[:-1], shape[-1] // 2)
-            stored = Stored(file.name, 8 + length + begin, entry["dtype"], shape)
+            stored = Stored(file.name, 8 + length + begin, dtype, shape)
             if end - begin != stored.nbytes or 8 + length + end > size:
                 raise ValueError(f"{name} does not fit into the file of {size} bytes")
             yield name, stored
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (OSError, ValueError, RecursionError, struct.error) as error:
         raise CheckpointError(
             f"{file} is no whole .safetensors file ({error}), so what it holds is unknown; "
             "copy it again."
         ) from error
+
+
+def _entry(name: str, entry: Any) -> tuple[int, int, str, str, tuple[int, ...]]:
+    """Begin, end, name, dtype and shape of one tensor of a header."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"{name} is {entry!r:.99} and no tensor")
+    offsets, shape = (_sizes(name, key, entry.get(key)) for key in ("data_offsets", "shape"))
+    begin, end = offsets if len(offsets) == 2 else (1, 0)
+    if begin > end:
+        raise ValueError(f"{name} has the data_offsets {offsets!r:.99}, no begin and end")
+    dtype = entry.get("dtype")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"{name} is of dtype {dtype!r:.99}, which torch does not have")
+    if dtype == "F4":  # two of them are one element for torch
+        if not shape or shape[-1] % 2:
+            raise ValueError(f"{name} has the shape {shape}, and F4 comes in pairs")
+        shape = (*shape[:-1], shape[-1] // 2)
+    return begin, end, name, dtype, shape
+
+
+def _sizes(name: str, key: str, numbers: Any) -> tuple[int, ...]:
+    """A few whole numbers from 0 on: two negative ones of a shape have a product like any other."""
+    if (
+        not isinstance(numbers, list)
+        or len(numbers) > MAX_DIMS
+        or not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
+    ):
+        raise ValueError(f"{name} has the {key} {numbers!r:.99}, no list of sizes")
+    return tuple(numbers)
 
 
 def index_to_json(index: Index) -> bytes:

@@ -38,7 +38,7 @@ from drumline.planner.model_profile import (
     working_nbytes,
 )
 from drumline.planner.plan import DeviceMap, Layout, plan, readable
-from drumline.serving import server
+from drumline.serving import serve
 from drumline.strategies.load import checkpoint_dtype, nbytes
 
 MENDABLE = ("CheckpointError", "DrumlineError", "PlanError")
@@ -247,7 +247,7 @@ def serve_model(options: argparse.Namespace) -> int:
     memory = _checked(options)
     where = (options.host, options.port, options.api_key_file)
     limits = (options.max_length, options.max_running, options.max_waiting)
-    return _on_ranks(server, options.ranks, (options.model, *where, memory, *limits))
+    return _on_ranks(serve, options.ranks, (options.model, *where, memory, *limits))
 
 
 def run(options: argparse.Namespace) -> int:

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, EncoderDecoderCache, KVSharingDict
+from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils import ModelOutput
 
+from drumline.core.cache_kinds import KVSharingDict
 from drumline.errors import DrumlineError
 
 Template = tuple[Any, ...]

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers.cache_utils import (
-    BaseQuantizedLayer,
     Cache,
     DynamicCache,
     DynamicLayer,
@@ -25,6 +24,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
+from drumline.core.cache_kinds import BaseQuantizedLayer
 from drumline.errors import DrumlineError
 from drumline.kv_cache.merge import join
 from drumline.kv_cache.owner import QUANTIZED, change, quantization

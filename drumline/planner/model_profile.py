@@ -20,8 +20,8 @@ from drumline.planner.plan import Layout, Part
 def model_class(config: Any) -> type[Any]:
     """The class that wrote the checkpoint, by its name in config.json."""
     names = getattr(config, "architectures", None) or []
-    for name in names:
-        found = getattr(transformers, name, None)
+    for name in names if isinstance(names, list) else []:
+        found = getattr(transformers, str(name), None)
         if isinstance(found, type) and issubclass(found, PreTrainedModel):
             return found
     raise CheckpointError(
@@ -33,7 +33,7 @@ def model_class(config: Any) -> type[Any]:
 def skeleton(cls: type[Any], config: Any, dtype: torch.dtype) -> Any:
     """The model on meta: names, shapes and ties, and no weights."""
     try:
-        with building, on_meta():
+        with building(), on_meta():
             return cls._from_config(config, dtype=dtype)
     except Exception as error:  # each model checks its sizes in a way of its own, or not at all
         raise CheckpointError(

@@ -103,10 +103,6 @@ def _loaded(
     agree_on(coor, facts(model, dtype))
     model.loaded = fill(model, found, source, chosen.places, dtype, coor, progress)
     together(coor, lambda: _settle(model, found, source, chosen, coor.rank, dtype))
-    if coor.is_master():
-        model.config.name_or_path = str(source.path)
-        if model.can_generate():
-            model.generation_config = generation_config(source.path)
     return model
 
 
@@ -130,6 +126,10 @@ def _settle(
     model: Any, found: Description, source: Source, chosen: DeviceMap, rank: int, dtype: torch.dtype
 ) -> None:
     """Let the modules of this rank run on their devices, and find their weights there."""
+    if rank == 0:
+        model.config.name_or_path = str(source.path)
+        if model.can_generate():
+            model.generation_config = generation_config(source.path)
     own = chosen.of(rank)
     away = {name: own[name] for name in offloaded(chosen, rank)}
     device = torch.device(chosen.device_of(rank))

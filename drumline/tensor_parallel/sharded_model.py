@@ -21,7 +21,8 @@ import transformers
 from torch import nn
 
 from coordinator import Coordinator
-from drumline.checkpoint.empty_model import building
+from drumline.checkpoint.empty_model import building, generation_config, read_config
+from drumline.checkpoint.json_files import read_json
 from drumline.checkpoint.shard_loader import (
     Asked,
     Files,
@@ -159,13 +160,13 @@ def own_device(coor: Coordinator) -> str:
 
 def read_configs(path: str | Path) -> bytes:
     """config.json and generation_config.json in one line, for ranks that may have no file."""
-    config = json.loads((Path(path) / "config.json").read_text())
-    if config.get("model_type") not in transformers.CONFIG_MAPPING:
-        config = json.loads(transformers.AutoConfig.from_pretrained(path).to_json_string(False))
-    generation = Path(path) / "generation_config.json"
-    return json.dumps(
-        [config, json.loads(generation.read_text()) if generation.is_file() else None]
-    ).encode()
+    folder = Path(path)
+    read_config(folder)
+    config, generation = read_json(folder / "config.json"), None
+    if (folder / "generation_config.json").exists():
+        generation_config(folder)
+        generation = read_json(folder / "generation_config.json")
+    return json.dumps([config, generation]).encode()
 
 
 def configs_from(model: Any, generation: Any) -> tuple[Any, Any]:
@@ -183,7 +184,7 @@ def build(kind: type[Any], config: Any, asked: Options) -> Any:
     if isinstance(dtype, str):
         dtype = None if dtype == "auto" else getattr(torch, dtype.removeprefix("torch."))
     chosen = dtype or getattr(config, "dtype", None) or torch.float32
-    with building, on_meta() if build_on == "meta" else torch.device(build_on):
+    with building(), on_meta() if build_on == "meta" else torch.device(build_on):
         model = kind._from_config(config, dtype=chosen, **asked.rest)
     wide = kept_wide(model, chosen)
     empty = {id(t): empty_like(t, t.shape, wide.get(name)) for name, t in named_tensors(model)}

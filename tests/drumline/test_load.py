@@ -303,7 +303,7 @@ LLAMA = '{"model_type": "llama", "architectures": ["LlamaForCausalLM"], '
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ("{", "config.json describes no model"),
+        ("{", "config.json holds no JSON object"),
         ('{"model_type": "nobody"}', "config.json describes no model"),
         (f'{LLAMA} "hidden_size": "x"}}', "Field 'hidden_size' expected int"),
         (f'{LLAMA} "num_attention_heads": 0}}', "describes no model"),
