@@ -56,13 +56,9 @@ from drumline.strategies.accelerate_compat import (
 )
 from drumline.strategies.existing_model import dispatch
 from drumline.strategies.load import load
-from drumline.tensor_parallel.parallelize import (
-    connect,
-    local_shard,
-    parallelize,
-    read_plan,
-    shard_specs,
-)
+from drumline.tensor_parallel.parallelize import local_shard, parallelize, shard_specs
+from drumline.tensor_parallel.tp_layers import insert_collectives
+from drumline.tensor_parallel.tp_plan import read_plan
 
 __all__ = [
     "BuildError",
@@ -92,7 +88,6 @@ __all__ = [
     "check_devices",
     "check_no_process_groups",
     "cluster_memory",
-    "connect",
     "dispatch",
     "dispatch_model",
     "estimate",
@@ -103,6 +98,7 @@ __all__ = [
     "hoist",
     "hoist_package",
     "infer_auto_device_map",
+    "insert_collectives",
     "load",
     "load_checkpoint_and_dispatch",
     "load_into",
