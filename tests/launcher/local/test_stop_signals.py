@@ -1,4 +1,4 @@
-"""Ending a launch from outside: signals to the launcher, and the death of any of its processes."""
+"""A launch ended from outside: signals to the launcher, or the death of one of its processes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ WAITING = (
 
 
 def ready(process, nprocs=2):
-    """(pid, parent's pid, master port) of each rank, once all have said so, by rank."""
-    found = {}
-    while len(found) < nprocs:
+    """(pid, parent's pid, master port) of each rank, by rank, once all have printed them."""
+    processes = {}
+    while len(processes) < nprocs:
         line = process.stdout.readline()
         rank, word, *numbers = line.split()
         assert word == "ready", line
-        found[int(rank.strip("[]"))] = tuple(map(int, numbers))
-    return [found[rank] for rank in range(nprocs)]
+        processes[int(rank.strip("[]"))] = tuple(map(int, numbers))
+    return [processes[rank] for rank in range(nprocs)]
 
 
 def end(process, timeout=10):
@@ -48,7 +48,7 @@ def waiting(command):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_to_the_launcher_ends_the_ranks_and_gives_128_and_its_number(waiting, number):
+def test_a_signal_to_the_launcher_ends_the_ranks(waiting, number):
     process, _ = waiting
     process.send_signal(number)
     code, err, seconds = end(process)
@@ -56,17 +56,17 @@ def test_a_signal_to_the_launcher_ends_the_ranks_and_gives_128_and_its_number(wa
     assert f"stopped by {signal.Signals(number).name}" in err
 
 
-@pytest.mark.parametrize("victim", ["launcher", "keeper", "rank 0", "rank 1"])
-def test_killing_any_one_process_takes_all_with_it(command, waiting, victim):
+@pytest.mark.parametrize("victim", ["launcher", "fork server", "rank 0", "rank 1"])
+def test_killing_any_one_process_ends_all(command, waiting, victim):
     process, ranks = waiting
-    pid = {"launcher": process.pid, "keeper": ranks[0][1], "rank 0": ranks[0][0]}
+    pid = {"launcher": process.pid, "fork server": ranks[0][1], "rank 0": ranks[0][0]}
     os.kill(pid.get(victim, ranks[1][0]), signal.SIGKILL)
     code, _, seconds = end(process)
     assert code == 137 and seconds < 2
     assert command.left(patience_s=1.0) == []
 
 
-def test_the_port_is_free_again_when_the_launcher_was_killed(command, waiting):
+def test_the_port_is_free_after_the_launcher_was_killed(command, waiting):
     process, ranks = waiting
     process.kill()
     end(process)
@@ -91,7 +91,7 @@ def test_ctrl_c_gives_the_ranks_time_to_finish(command):
     assert process.returncode == 130
 
 
-def test_a_launch_in_the_background_of_a_script_hears_ctrl_c(command):
+def test_a_background_job_handles_sigint(command):
     """A shell without job control starts background jobs with SIGINT ignored."""
 
     def ignore_sigint():
@@ -105,7 +105,7 @@ def test_a_launch_in_the_background_of_a_script_hears_ctrl_c(command):
     assert code == 130 and seconds < 3
 
 
-def test_a_second_ctrl_c_does_not_wait(command):
+def test_a_second_ctrl_c_kills_at_once(command):
     script = command.script(
         "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n" + WAITING + "time.sleep(60)"
     )
@@ -117,10 +117,10 @@ def test_a_second_ctrl_c_does_not_wait(command):
     process.send_signal(signal.SIGINT)
     code, err, seconds = end(process)
     assert code == 130 and seconds < 2
-    assert "did not end when asked" in err
+    assert "did not exit when asked" in err
 
 
-def test_ranks_reach_their_handlers_of_sigterm(command):
+def test_ranks_run_their_sigterm_handlers(command):
     script = command.script(
         "import os, signal, sys\n"
         "signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b'goodbye\\n'), sys.exit(0)))\n"
@@ -135,7 +135,7 @@ def test_ranks_reach_their_handlers_of_sigterm(command):
     assert process.returncode == 143
 
 
-def test_a_reader_that_goes_away_ends_the_launch(command):
+def test_a_closed_reader_of_the_output_ends_the_launch(command):
     script = command.script(
         "import time\nfor i in range(1000):\n    print(i, flush=True)\n    time.sleep(0.01)"
     )
@@ -147,7 +147,7 @@ def test_a_reader_that_goes_away_ends_the_launch(command):
     process.stderr.close()
 
 
-def test_a_launcher_under_nohup_ignores_the_loss_of_its_terminal(command):
+def test_sighup_is_ignored_under_nohup(command):
     def ignore_sighup():
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
@@ -159,10 +159,10 @@ def test_a_launcher_under_nohup_ignores_the_loss_of_its_terminal(command):
     assert code == 0
 
 
-def test_a_rank_that_was_only_just_forked_hears_the_signal_to_end(command):
-    """Forked with the keeper's ignored signals, ranks lost SIGTERM and were waited for."""
+def test_a_rank_just_forked_receives_sigterm(command):
+    """Forked with the fork server's ignored signals, ranks lost SIGTERM and were waited for."""
     script = command.script("import time\nprint('x' * 100_000, flush=True)\ntime.sleep(30)")
     for _ in range(5):
         with open("/dev/full", "w") as full:
             ended = command.run("run", "-n", "8", script, stdout=full)
-        assert ended.seconds < 4 and "did not end when asked" not in ended.err
+        assert ended.seconds < 4 and "did not exit when asked" not in ended.err

@@ -15,7 +15,7 @@ from launcher.backends import mpi
 from launcher.job import Job, Target
 
 BIN = Path(sys.executable).parent
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RECIPES = len(list((ROOT / "examples" / "recipes").glob("*.py"))) - 1  # one is shared
 SHOW = """
 import sys, time, launcher
@@ -48,7 +48,7 @@ def _mpich(folder):
 
 
 @pytest.fixture(params=[_open_mpi, _mpich], ids=["open", "mpich"])
-def engine(request, tmp_path, monkeypatch):
+def mpi_name(request, tmp_path, monkeypatch):
     """The mpiexec first on PATH is this one's."""
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -72,8 +72,8 @@ def _common(infos):
     return {(i["launch_id"], i["world_size"], i["master_addr"], i["master_port"]) for i in infos}
 
 
-def test_ranks_started_by_a_bare_mpiexec_know_each_other(engine):
-    more = ["--map-by", ":OVERSUBSCRIBE"] if engine == "_open_mpi" else []
+def test_ranks_started_by_a_bare_mpiexec_know_each_other(mpi_name):
+    more = ["--map-by", ":OVERSUBSCRIBE"] if mpi_name == "_open_mpi" else []
     infos = _run(["mpiexec", "-n", "3", *more, sys.executable, "-c", SHOW])
     assert [i["rank"] for i in infos] == [0, 1, 2]
     assert {i["local_rank"] for i in infos} == {0, 1, 2}  # Open MPI deals them in its own order
@@ -81,7 +81,7 @@ def test_ranks_started_by_a_bare_mpiexec_know_each_other(engine):
     assert len(_common(infos)) == 1
 
 
-def test_ranks_started_by_us_have_the_launch_id_that_was_asked_for(engine, tmp_path):
+def test_ranks_started_by_us_have_the_launch_id_that_was_asked_for(mpi_name, tmp_path):
     script = tmp_path / "a script.py"
     script.write_text(SHOW)
     job = Job(Target("script", str(script)), nprocs=2, launch_id="tuesday", master_port=23456)
@@ -93,7 +93,7 @@ def test_ranks_started_by_us_have_the_launch_id_that_was_asked_for(engine, tmp_p
 @pytest.mark.parametrize(
     ("death", "code"), [("os._exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)], ids=["exit", "kill"]
 )
-def test_death_of_a_rank_ends_the_launch(engine, tmp_path, death, code):
+def test_death_of_a_rank_ends_the_launch(mpi_name, tmp_path, death, code):
     """MPICH's mpiexec waits for the others if a rank exits with a code before MPI_Init."""
     script = tmp_path / "script.py"
     die = f"import os, time\nif info.rank == 1: {death}\ntime.sleep(60)\n"
@@ -110,7 +110,7 @@ def test_death_of_a_rank_ends_the_launch(engine, tmp_path, death, code):
     assert time.monotonic() - began < 20
 
 
-def test_launcher_that_is_killed_takes_its_ranks_with_it(engine, tmp_path):
+def test_launcher_that_is_killed_takes_its_ranks_with_it(mpi_name, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n")
     run = [sys.executable, "-m", "launcher", "run", "--launcher", "mpi", "-n", "2", str(script)]
@@ -123,7 +123,7 @@ def test_launcher_that_is_killed_takes_its_ranks_with_it(engine, tmp_path):
         time.sleep(0.05)
 
 
-def test_every_recipe_runs_unchanged(engine):
+def test_every_recipe_runs_unchanged(mpi_name):
     command = [
         "mpiexec",
         "-n",
@@ -137,14 +137,14 @@ def test_every_recipe_runs_unchanged(engine):
     assert done.stdout.count("ended: ") == 2 * RECIPES
 
 
-def test_two_launches_at_once_have_two_names(engine):
+def test_two_launches_at_once_have_two_names(mpi_name):
     command = ["mpiexec", "-n", "1", sys.executable, "-c", SHOW]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     shown = [json.loads(process.communicate(timeout=60)[0]) for process in running]
     assert shown[0]["launch_id"] != shown[1]["launch_id"]
 
 
-def test_mpi_still_starts_in_a_rank_that_knows_itself(engine):
+def test_mpi_still_starts_in_a_rank_that_knows_itself(mpi_name):
     program = SHOW + "from mpi4py import MPI\nassert MPI.COMM_WORLD.Get_size() == 2\n"
     assert len(_run(["mpiexec", "-n", "2", sys.executable, "-c", program])) == 2
 
@@ -164,7 +164,7 @@ def test_missing_mpiexec_is_an_error_that_says_how_to_get_one(tmp_path, monkeypa
         mpi.command(Job(Target("script", "train.py")))
 
 
-def test_several_nodes_get_as_many_ranks_each(engine):
+def test_several_nodes_get_as_many_ranks_each(mpi_name):
     job = Job(Target("script", "train.py"), nprocs=3, nnodes=2, master_addr="10.0.0.1")
     command = " ".join(mpi.command(job))
     assert "-n 6" in command
@@ -173,7 +173,7 @@ def test_several_nodes_get_as_many_ranks_each(engine):
     assert shutil.which("mpiexec") in command
 
 
-def test_standard_input_is_rank_0_s_and_ends_at_once_for_the_others(engine, command):
+def test_standard_input_belongs_to_rank_0(mpi_name, command):
     script = command.script("import os, sys\nprint(len(sys.stdin.readline()), flush=True)")
     ended = command.run("run", "--launcher", "mpi", "-n", "2", script, stdin="four\n")
     assert sorted(line.split()[-1] for line in ended.out.splitlines()) == ["0", "5"]
@@ -191,7 +191,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left_of_deaf_ranks_and_their_children(engine, command, number):
+def test_no_process_is_leaked_of_ranks_that_ignore_signals(mpi_name, command, number):
     with command.start("run", "--launcher", "mpi", "-n", "2", command.script(DEAF)) as launcher:
         for _ in range(2):
             assert "ready" in launcher.stdout.readline()
@@ -199,7 +199,7 @@ def test_nothing_is_left_of_deaf_ranks_and_their_children(engine, command, numbe
         assert not command.left(patience_s=15)
 
 
-def test_children_that_outlive_a_rank_are_ended_with_the_launch(engine, command):
+def test_children_that_outlive_a_rank_are_ended_with_the_launch(mpi_name, command):
     quiet = "start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL"
     script = DEAF.replace("time.sleep(60)", "").replace("start_new_session=True", quiet)
     ended = command.run("run", "--launcher", "mpi", "-n", "2", command.script(script))
@@ -207,14 +207,14 @@ def test_children_that_outlive_a_rank_are_ended_with_the_launch(engine, command)
     assert not command.left()
 
 
-def test_lines_of_ranks_carry_their_rank(engine, command):
+def test_lines_of_ranks_carry_their_rank(mpi_name, command):
     script = command.script("import sys\nprint('so')\nprint('no', file=sys.stderr)")
     ended = command.run("run", "--launcher", "mpi", "-n", "2", script)
     assert sorted(ended.out.splitlines()) == ["[0] so", "[1] so"]
     assert {"[0 err] no", "[1 err] no"} <= set(ended.err.splitlines())
 
 
-def test_rank_killed_by_a_signal_is_named(engine, command):
+def test_rank_killed_by_a_signal_is_named(mpi_name, command):
     script = command.script(
         "import os, time, launcher\n"
         "if launcher.current().rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(60)"
@@ -225,7 +225,7 @@ def test_rank_killed_by_a_signal_is_named(engine, command):
     assert "was killed by SIGKILL" in ended.err
 
 
-def test_log_folder_is_made_and_gets_a_file_for_each_rank_and_stream(engine, command):
+def test_log_folder_is_created_and_gets_a_file_for_each_rank_and_stream(mpi_name, command):
     script = command.script("import launcher\nprint(launcher.current().rank)")
     logs = command.folder / "new" / "logs"
     ended = command.run("run", "--launcher", "mpi", "-n", "2", "--log-dir", str(logs), script)
@@ -233,7 +233,7 @@ def test_log_folder_is_made_and_gets_a_file_for_each_rank_and_stream(engine, com
     assert [(logs / f"rank-{rank}.out").read_text() for rank in range(2)] == ["0\n", "1\n"]
 
 
-def test_dry_run_shows_what_mpiexec_will_start_on_all_nodes(engine, command):
+def test_dry_run_shows_what_mpiexec_will_start_on_all_nodes(mpi_name, command):
     script = command.script("import launcher\nprint(launcher.current().to_bytes().decode())")
     asked = ["run", "--launcher", "mpi", "-n", "2", "--launch-id", "tuesday", "--dry-run"]
     first, *infos = command.run(*asked, script).out.splitlines()
@@ -244,7 +244,7 @@ def test_dry_run_shows_what_mpiexec_will_start_on_all_nodes(engine, command):
     assert json.loads(two_nodes[1])["master_addr"] == "chosen by mpi"
 
 
-def test_log_folder_that_cannot_be_made_is_refused_before_the_start(engine, command):
+def test_log_folder_that_cannot_be_created_is_a_usage_error(mpi_name, command):
     script = command.script("open('ran', 'w')")
     ended = command.run("run", "--launcher", "mpi", "--log-dir", "/proc/none", script)
     assert ended.code == 2

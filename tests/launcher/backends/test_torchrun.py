@@ -11,7 +11,7 @@ import pytest
 from launcher.backends import torchrun
 from launcher.job import Job, Target
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SHOW = """
 import sys, launcher
 info = launcher.current()
@@ -105,7 +105,7 @@ time.sleep(60)
 """
 
 
-def test_nothing_is_left_of_deaf_ranks_and_their_children(command, tmp_path):
+def test_no_process_is_leaked_of_ranks_that_ignore_signals(command, tmp_path):
     script, folder = command.script(DEAF), tmp_path / "own"
     folder.mkdir()
     run = ("run", "--launcher", "torchrun", "-n", "2", script)

@@ -4,7 +4,7 @@ import pytest
 
 from launcher import LaunchInfo, LaunchInfoError, registry
 from launcher.backends import ray
-from launcher.backends.ray.ray_cluster import infos
+from launcher.backends.ray.ray_cluster import infos_for_nodes
 
 WORKER = {"RAY_JOB_ID": "01000000", "RAY_RAYLET_PID": "9948"}
 TRAIN = {
@@ -39,10 +39,10 @@ def test_rank_of_somebody_else_is_not_ray_s():
 
 
 @pytest.mark.parametrize("name", [name for name in TRAIN if name not in WORKER])
-def test_half_a_family_is_an_error_that_names_what_is_missing(name):
-    half = {key: value for key, value in TRAIN.items() if key != name}
+def test_incomplete_variables_name_the_missing_one(name):
+    incomplete = {key: value for key, value in TRAIN.items() if key != name}
     with pytest.raises(LaunchInfoError, match=f"{name} not set"):
-        ray.detect(half)
+        ray.detect(incomplete)
 
 
 def test_rank_that_we_started_under_ray_is_ray_s():
@@ -53,12 +53,12 @@ def test_rank_that_we_started_under_ray_is_ray_s():
 
 def test_torchrun_inside_a_worker_of_ray_wins():
     torchrun = {"TORCHELASTIC_RUN_ID": "c2d9", "TORCHELASTIC_RESTART_COUNT": "0"}
-    found = (launcher.detect({**TRAIN, **torchrun}) for launcher in registry.every())
-    assert next(info for info in found if info).extras["launcher"] == "torchrun"
+    detected = (launcher.detect({**TRAIN, **torchrun}) for launcher in registry.all_launchers())
+    assert next(info for info in detected if info).extras["launcher"] == "torchrun"
 
 
 def test_ranks_of_a_node_are_counted_on_that_node():
-    found = infos("tuesday", ["a", "a", "a", "b", "b"], "10.0.0.1", 4567)
+    found = infos_for_nodes("tuesday", ["a", "a", "a", "b", "b"], "10.0.0.1", 4567)
     assert [info.rank for info in found] == [0, 1, 2, 3, 4]
     assert [info.local_rank for info in found] == [0, 1, 2, 0, 1]
     assert [info.local_world_size for info in found] == [3, 3, 3, 2, 2]

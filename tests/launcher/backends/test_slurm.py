@@ -17,7 +17,7 @@ import pytest
 from launcher.backends.slurm import command, environment
 from launcher.job import Job, Target
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RECIPES = len(list((ROOT / "examples" / "recipes").glob("*.py"))) - 1  # one is shared
 SHOW = """
 import sys, launcher

@@ -45,28 +45,28 @@ SEVERAL_NODES = {
 ONE_NODE = {"open": OPEN_MPI, "intel": INTEL_MPI, "mpich": MPICH}
 SIZE = {"open": "OMPI_COMM_WORLD_SIZE", "intel": "PMI_SIZE", "mpich": "PMI_SIZE"}
 RANK = {"open": "OMPI_COMM_WORLD_RANK", "intel": "PMI_RANK", "mpich": "PMI_RANK"}
-every_mpi = pytest.mark.parametrize("engine", ["open", "intel", "mpich"])
+every_mpi = pytest.mark.parametrize("backend", ["open", "intel", "mpich"])
 
 
 @every_mpi
-def test_rank_on_one_node_meets_on_loopback(engine):
-    info = mpi.detect(ONE_NODE[engine])
+def test_rank_on_one_node_meets_on_loopback(backend):
+    info = mpi.detect(ONE_NODE[backend])
     assert (info.rank, info.world_size, info.local_rank, info.local_world_size) == (1, 2, 1, 2)
     assert info.master_addr == "127.0.0.1"
     assert info.master_port > 0
 
 
 @every_mpi
-def test_rank_on_several_nodes_meets_at_the_master_given(engine):
-    info = mpi.detect({**SEVERAL_NODES[engine], "MASTER_PORT": "4567"})
+def test_rank_on_several_nodes_meets_at_the_master_given(backend):
+    info = mpi.detect({**SEVERAL_NODES[backend], "MASTER_PORT": "4567"})
     assert (info.world_size, info.local_world_size) == (5, 2)
     assert (info.master_addr, info.master_port) == ("10.0.0.1", 4567)
 
 
 @every_mpi
-def test_all_ranks_agree_on_where_to_meet(engine):
-    first = mpi.detect({**SEVERAL_NODES[engine], RANK[engine]: "0"})
-    second = mpi.detect(SEVERAL_NODES[engine])
+def test_all_ranks_agree_on_where_to_meet(backend):
+    first = mpi.detect({**SEVERAL_NODES[backend], RANK[backend]: "0"})
+    second = mpi.detect(SEVERAL_NODES[backend])
     assert (first.launch_id, first.master_port) == (second.launch_id, second.master_port)
 
 
@@ -115,25 +115,25 @@ def test_mpi4py_of_another_mpi_than_mpiexec_s_is_an_error(monkeypatch):
 
 
 @every_mpi
-def test_half_a_family_is_an_error_that_names_what_is_missing(engine):
-    for name in (SIZE[engine], RANK[engine]):
-        half = {key: value for key, value in ONE_NODE[engine].items() if key != name}
+def test_incomplete_variables_name_the_missing_one(backend):
+    for name in (SIZE[backend], RANK[backend]):
+        incomplete = {key: value for key, value in ONE_NODE[backend].items() if key != name}
         with pytest.raises(LaunchInfoError, match=f"{name} not set"):
-            mpi.detect(half)
+            mpi.detect(incomplete)
 
 
 @pytest.mark.parametrize(
     "environ", [{"PMI_RANK": "0"}, {"PMI_SIZE": "2"}, {"MPI_LOCALNRANKS": "2"}]
 )
 def test_one_variable_alone_is_an_error(environ):
-    with pytest.raises(LaunchInfoError, match="half of"):
+    with pytest.raises(LaunchInfoError, match="only some of"):
         mpi.detect(environ)
 
 
 @every_mpi
-def test_contradiction_is_an_error_with_the_values(engine):
-    with pytest.raises(LaunchInfoError, match=f"'{RANK[engine]}': '9'"):
-        mpi.detect({**ONE_NODE[engine], RANK[engine]: "9"})
+def test_contradiction_is_an_error_with_the_values(backend):
+    with pytest.raises(LaunchInfoError, match=f"'{RANK[backend]}': '9'"):
+        mpi.detect({**ONE_NODE[backend], RANK[backend]: "9"})
 
 
 def test_process_that_mpiexec_did_not_start_is_not_a_rank():

@@ -1,4 +1,4 @@
-"""What ranks print: whole lines, from the right rank, none lost."""
+"""Output of ranks: whole lines, labelled with the right rank, none lost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import signal
 import time
 
 
-def test_ten_thousand_lines_a_second_from_8_ranks_arrive_whole_and_in_order(command):
+def test_10000_lines_per_second_of_8_ranks_arrive_whole_and_in_order(command):
     script = command.script(
         "import sys\n"
         "for i in range(1250):\n"
@@ -39,7 +39,7 @@ def test_standard_streams_on_one_pipe_do_not_mix_within_a_line(command):
     assert len(lines) == 2000 and all(form.fullmatch(line) for line in lines)
 
 
-def test_what_c_code_prints_is_not_lost_when_it_crashes(command):
+def test_printf_of_c_code_is_not_lost_at_a_crash(command):
     script = command.script(
         "import ctypes, os, signal\n"
         "ctypes.CDLL(None).printf(b'from C\\n')\n"
@@ -67,7 +67,7 @@ def test_a_slow_reader_loses_nothing_and_does_not_hide_a_failure(command):
     assert "unseen" in err and process.returncode == 1
 
 
-def test_log_dir_gets_a_file_per_rank_and_stream_with_the_bytes_as_they_were(command, tmp_path):
+def test_log_dir_has_a_file_per_rank_and_stream_with_unchanged_bytes(command, tmp_path):
     logs = tmp_path / "new" / "logs"
     script = command.script(
         "import os, sys, time, launcher\nr = launcher.current().rank\n"
@@ -85,22 +85,21 @@ def test_log_dir_gets_a_file_per_rank_and_stream_with_the_bytes_as_they_were(com
     assert ended.code == 1 and "[0 err] err 0" in ended.err
 
 
-def test_a_log_dir_that_cannot_be_written_stops_before_any_rank(command, tmp_path):
+def test_an_unwritable_log_dir_is_a_usage_error(command, usage_error, tmp_path):
     (tmp_path / "file").touch()
-    script = command.script("print('ran')")
-    ended = command.run("run", "-n", "2", "--log-dir", str(tmp_path / "file" / "logs"), script)
-    assert ended.code == 2 and "Not a directory" in ended.err and "ran" not in ended.out
-    assert "none was started" in ended.err and "--log-dir" in ended.err
+    logs = str(tmp_path / "file" / "logs")
+    text = usage_error("run", "-n", "2", "--log-dir", logs, command.script("print('ran')"))
+    assert "Not a directory" in text and "none was started" in text and "--log-dir" in text
 
 
-def test_a_full_disk_ends_the_launch_and_says_so(command):
+def test_a_full_disk_ends_the_launch(command):
     script = command.script("import time\nprint('x' * 100_000, flush=True)\ntime.sleep(30)")
     with open("/dev/full", "w") as full:
         ended = command.run("run", "-n", "2", script, stdout=full)
     assert ended.code == 1 and "No space left on device" in ended.err and ended.seconds < 4
 
 
-def test_a_closed_standard_output_is_no_reason_to_fail(command, tmp_path):
+def test_closed_standard_output(command, tmp_path):
     script = command.script(f"print('unseen')\nopen({str(tmp_path / 'ran')!r}, 'w')")
 
     def close_stdout():
@@ -120,41 +119,41 @@ def test_a_prompt_is_shown_on_a_terminal_before_its_line_ends(command):
     script = command.script(
         "import launcher\nif launcher.current().rank == 0: print('hello', input('name? '))"
     )
-    ours, theirs = pty.openpty()
-    process = command.start("run", "-n", "2", script, stdin=theirs, stdout=theirs, stderr=theirs)
+    terminal, slave = pty.openpty()
+    process = command.start("run", "-n", "2", script, stdin=slave, stdout=slave, stderr=slave)
     shown = b""
     while b"name? " not in shown:
-        shown += os.read(ours, 1000)
-    os.write(ours, b"Ada\n")
+        shown += os.read(terminal, 1000)
+    os.write(terminal, b"Ada\n")
     while b"hello Ada" not in shown:
-        shown += os.read(ours, 1000)
+        shown += os.read(terminal, 1000)
     process.wait(timeout=10)
     assert process.returncode == 0 and b"\x1b[36m[0]\x1b[0m name? " in shown
-    os.close(ours)
-    os.close(theirs)
+    os.close(terminal)
+    os.close(slave)
 
 
-def test_a_line_that_never_pauses_is_shown_on_a_terminal_as_it_grows(command):
+def test_a_line_that_grows_without_pause_is_shown_on_a_terminal(command):
     script = command.script(
         "import launcher, time\nwhile launcher.current().rank == 0:\n"
         "    print('word', end=' ', flush=True)\n    time.sleep(0.01)"
     )
-    ours, theirs = pty.openpty()
-    process = command.start("run", "-n", "2", script, stdin=theirs, stdout=theirs, stderr=theirs)
-    assert select.select([ours], [], [], 10)[0] and b"word" in os.read(ours, 1000)
+    terminal, slave = pty.openpty()
+    process = command.start("run", "-n", "2", script, stdin=slave, stdout=slave, stderr=slave)
+    assert select.select([terminal], [], [], 10)[0] and b"word" in os.read(terminal, 1000)
     process.terminate()
     process.wait(timeout=10)
-    os.close(ours)
-    os.close(theirs)
+    os.close(terminal)
+    os.close(slave)
 
 
 def test_closing_the_terminal_ends_the_launch(command):
     script = command.script(
         "import time\nwhile True:\n    print('.', flush=True)\n    time.sleep(0.05)"
     )
-    ours, theirs = pty.openpty()
-    process = command.start("run", "-n", "2", script, stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    os.read(ours, 100)
-    os.close(ours)
+    terminal, slave = pty.openpty()
+    process = command.start("run", "-n", "2", script, stdin=slave, stdout=slave, stderr=slave)
+    os.close(slave)
+    os.read(terminal, 100)
+    os.close(terminal)
     assert process.wait(timeout=5) in (128 + signal.SIGPIPE, 128 + signal.SIGHUP)

@@ -16,7 +16,7 @@ from launcher.errors import LaunchError, LaunchInterrupted, LaunchTimeout
 from launcher.job import Job
 from launcher.launch_info import LaunchInfo
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 WORK = """
 import os, signal, socket, time
 import launcher

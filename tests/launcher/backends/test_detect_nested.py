@@ -1,4 +1,4 @@
-"""Engines started inside engines: the innermost one made the rank."""
+"""Nested launchers: the innermost one started the rank."""
 
 import pytest
 
@@ -44,13 +44,13 @@ TORCHRUN = {
 
 
 def _innermost(environ):
-    found = (launcher.detect(environ) for launcher in registry.every())
-    return next((info.extras["launcher"] for info in found if info is not None), None)
+    detected = (launcher.detect(environ) for launcher in registry.all_launchers())
+    return next((info.extras["launcher"] for info in detected if info is not None), None)
 
 
-@pytest.mark.parametrize("family", [OPEN_MPI, INTEL_MPI], ids=["open", "intel"])
-def test_mpirun_inside_srun_wins(family):
-    assert _innermost({**SRUN, **family}) == mpi.NAME
+@pytest.mark.parametrize("variables", [OPEN_MPI, INTEL_MPI], ids=["open", "intel"])
+def test_mpirun_inside_srun_wins(variables):
+    assert _innermost({**SRUN, **variables}) == mpi.NAME
 
 
 def test_torchrun_inside_srun_wins():
@@ -73,17 +73,17 @@ def test_srun_that_speaks_pmix_is_still_srun():
     assert _innermost({**SRUN, **pmix}) == slurm.NAME
 
 
-def test_no_family_is_no_launcher():
+def test_no_variables_is_no_launcher():
     assert _innermost({"PATH": "/bin"}) is None
 
 
-def test_an_engine_inside_one_of_our_ranks_made_the_rank():
+def test_a_backend_launcher_inside_one_of_our_ranks_started_the_rank():
     ours = LaunchInfo("outer", 2, 2, 1, 1, "127.0.0.1", 4000).to_env()
     assert multiprocessing.detect(ours).launch_id == "outer"
     assert multiprocessing.detect({**ours, **OPEN_MPI}) is None
 
 
-def test_our_rank_inside_an_engine_is_ours():
+def test_our_rank_inside_a_backend_launcher_is_ours():
     extras = nesting.extras(SRUN)
     ours = LaunchInfo("inner", 2, 2, 1, 1, "127.0.0.1", 4000, extras).to_env()
     assert multiprocessing.detect({**SRUN, **ours}).launch_id == "inner"

@@ -1,6 +1,4 @@
-"""What becomes of a launch when one of its ranks misbehaves: exit code, message, time, and nothing
-left.
-"""
+"""Faults of a rank: exit code, message and duration of the launch, and no leaked process."""
 
 from __future__ import annotations
 
@@ -11,16 +9,16 @@ import pytest
 from launcher.errors import Failure
 from launcher.runtime import outcome
 
-FAULTY = str(Path(__file__).parent / "faulty.py")
+FAULTY = str(Path(__file__).parents[1] / "programs" / "faulty.py")
 
-# fault: (exit code, what the box says)
+# fault: (exit code, text of the report)
 TABLE = {
     "raises": (1, "raised ZeroDivisionError: division by zero"),
-    "exits-3": (3, "left with exit code 3"),
-    "exits-with-a-message": (1, "left with exit code 1"),
-    "os-exit-9": (9, "left with exit code 9"),
-    "os-exit-200": (200, "left with exit code 200"),
-    "exits-minus-1": (255, "left with exit code 255"),
+    "exits-3": (3, "exited with code 3"),
+    "exits-with-a-message": (1, "exited with code 1"),
+    "os-exit-9": (9, "exited with code 9"),
+    "os-exit-200": (200, "exited with code 200"),
+    "exits-minus-1": (255, "exited with code 255"),
     "sigkill": (137, "was killed by SIGKILL"),
     "sigsegv": (139, "was killed by SIGSEGV"),
     "sigabrt": (134, "was killed by SIGABRT"),
@@ -28,18 +26,16 @@ TABLE = {
     "import-error": (1, "raised ModuleNotFoundError"),
     "flood": (1, "raised RuntimeError: after the flood"),
     "no-end": (137, "was killed by SIGKILL"),
-    "closes-its-files": (5, "left with exit code 5"),
-    "daemonises": (4, "left with exit code 4"),
-    "leaves-children": (4, "left with exit code 4"),
-    "deaf-others": (7, "left with exit code 7"),
+    "closes-its-files": (5, "exited with code 5"),
+    "daemonises": (4, "exited with code 4"),
+    "leaves-children": (4, "exited with code 4"),
+    "deaf-others": (7, "exited with code 7"),
 }
 
 
 @pytest.mark.parametrize("culprit", [0, 2])
 @pytest.mark.parametrize("fault", TABLE)
-def test_the_launch_ends_soon_with_the_code_and_the_name_of_the_rank_that_failed(
-    command, fault, culprit
-):
+def test_the_launch_ends_with_the_code_and_name_of_the_failed_rank(command, fault, culprit):
     code, message = TABLE[fault]
     ended = command.run("run", "-n", "3", FAULTY, fault, str(culprit))
     first, *others = [line for line in ended.err.splitlines() if "rank" in line and "pid" in line]
@@ -50,26 +46,26 @@ def test_the_launch_ends_soon_with_the_code_and_the_name_of_the_rank_that_failed
 
 
 @pytest.mark.parametrize("fault", ["raises", "sigsegv"])
-def test_the_box_shows_the_line_that_failed(command, fault):
+def test_the_report_shows_the_failed_line(command, fault):
     ended = command.run("run", "-n", "2", FAULTY, fault, "1")
     assert "faulty.py" in ended.err and "launcher/runtime/rank_process.py" not in ended.err
 
 
-def test_a_line_without_an_end_is_not_lost_at_death(command):
+def test_an_unfinished_line_is_not_lost_at_a_crash(command):
     assert "no end of line" in command.run("run", "-n", "2", FAULTY, "no-end", "1").lines(1)
 
 
-def test_leaving_early_with_code_0_is_told_beside_the_failure_that_follows(command):
+def test_an_early_exit_with_code_0_is_reported_with_the_failure(command):
     script = command.script(
         "import os, time, launcher\n"
         "if launcher.current().rank == 1: os._exit(0)\n"
         "time.sleep(0.3)\nraise RuntimeError('peer lost')"
     )
     ended = command.run("run", "-n", "2", script)
-    assert ended.code == 1 and "peer lost" in ended.err and "Rank 1 had left early" in ended.err
+    assert ended.code == 1 and "peer lost" in ended.err and "Rank 1 had exited early" in ended.err
 
 
-def test_the_cause_is_shown_before_the_error_of_the_peer_that_lost_it(command):
+def test_the_cause_is_reported_before_the_peer_lost_error(command):
     """The peer's connection ends before anybody can reap the process at its other end."""
     script = command.script(
         "import os, signal, socket, launcher\n"
@@ -89,7 +85,7 @@ def test_the_cause_is_shown_before_the_error_of_the_peer_that_lost_it(command):
     assert ended.err.index("killed by SIGKILL") < ended.err.index("lost my peer")
 
 
-def test_a_stopped_rank_is_named_and_the_timeout_ends_it(command):
+def test_a_suspended_rank_is_named_and_the_timeout_ends_it(command):
     script = command.script(
         "import os, signal, time, launcher\n"
         "if launcher.current().rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
@@ -97,10 +93,10 @@ def test_a_stopped_rank_is_named_and_the_timeout_ends_it(command):
     )
     ended = command.run("run", "-n", "2", "--timeout", "1", script)
     assert ended.code == 124 and ended.seconds < 4
-    assert "was stopped by SIGSTOP" in ended.err and "kill -CONT" in ended.err
+    assert "was suspended by SIGSTOP" in ended.err and "kill -CONT" in ended.err
 
 
-def test_the_timeout_shows_where_every_rank_was(command):
+def test_a_timeout_shows_the_stacks_of_every_rank(command):
     script = command.script(
         "import time\ndef wait_for_ever():\n    time.sleep(60)\nwait_for_ever()"
     )
@@ -110,7 +106,7 @@ def test_the_timeout_shows_where_every_rank_was(command):
     assert ended.err.count("in wait_for_ever") == 2
 
 
-def test_a_failure_is_not_waited_for_while_a_thread_keeps_the_process(command):
+def test_a_failure_ends_the_launch_while_a_thread_keeps_the_process(command):
     script = command.script(
         "import threading, time\n"
         "threading.Thread(target=time.sleep, args=(60,)).start()\n"
@@ -120,7 +116,7 @@ def test_a_failure_is_not_waited_for_while_a_thread_keeps_the_process(command):
     assert ended.code == 1 and "with a thread" in ended.err and ended.seconds < 4
 
 
-def test_a_hook_for_exceptions_that_the_script_has_set_is_called(command):
+def test_sys_excepthook_of_the_script_is_called(command):
     script = command.script(
         "import sys\nsys.excepthook = lambda *error: print('hook saw', error[1])\nraise "
         "ValueError(7)"
@@ -143,5 +139,5 @@ def failure(rank, time_s, **how):
         ([failure(0, 1.0, signal=9, ended_by_launcher=True), failure(1, 2.0)], 1),
     ],
 )
-def test_the_cause_is_the_earliest_but_a_silent_death_is_earlier_than_it_was_seen(failures, first):
-    assert min(failures, key=outcome.blame).rank == first
+def test_by_cause_sorts_by_time_with_a_correction_for_silent_deaths(failures, first):
+    assert min(failures, key=outcome.by_cause).rank == first

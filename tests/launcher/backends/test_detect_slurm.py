@@ -105,10 +105,10 @@ def test_batch_script_submitted_from_inside_a_step_is_told_whose_variables_it_ha
 
 
 @pytest.mark.parametrize("name", [name for name in slurm.NAMES])
-def test_half_a_family_is_an_error_that_names_what_is_missing(name):
-    half = {key: value for key, value in TASK.items() if key != name}
+def test_incomplete_variables_name_the_missing_one(name):
+    incomplete = {key: value for key, value in TASK.items() if key != name}
     with pytest.raises(LaunchInfoError, match=f"{name} not set"):
-        slurm.detect(half)
+        slurm.detect(incomplete)
 
 
 def test_missing_variable_is_named_once():
@@ -134,7 +134,7 @@ def test_contradiction_is_an_error_with_the_values(wrong):
         slurm.detect({**TASK, **wrong})
 
 
-def test_number_that_is_none_is_an_error_that_names_the_variable():
+def test_number_that_is_invalid_is_an_error_that_names_the_variable():
     with pytest.raises(LaunchInfoError, match="SLURM_LOCALID='first'"):
         slurm.detect({**TASK, "SLURM_LOCALID": "first"})
 

@@ -36,7 +36,7 @@ def test_agent_that_listens_at_the_master_is_announced():
     assert "store" not in torchrun.detect({**RANK, "TORCHELASTIC_USE_AGENT_STORE": "False"}).extras
 
 
-def test_restarted_gang_is_another_launch():
+def test_restarted_group_is_another_launch():
     restarted = {**RANK, "TORCHELASTIC_RESTART_COUNT": "1"}
     assert torchrun.detect(RANK).launch_id != torchrun.detect(restarted).launch_id
 
@@ -53,10 +53,10 @@ def test_process_that_torchrun_did_not_start_is_not_a_rank():
 
 
 @pytest.mark.parametrize("name", READ)
-def test_half_a_family_is_an_error_that_names_what_is_missing(name):
-    half = {key: value for key, value in RANK.items() if key != name}
+def test_incomplete_variables_name_the_missing_one(name):
+    incomplete = {key: value for key, value in RANK.items() if key != name}
     with pytest.raises(LaunchInfoError, match=f"{name} not set"):
-        torchrun.detect(half)
+        torchrun.detect(incomplete)
 
 
 @pytest.mark.parametrize(
@@ -72,15 +72,17 @@ def test_error_is_left_where_torchrun_looks_for_it(tmp_path):
     try:
         raise KeyError("layer 3")
     except KeyError as error:
-        torchrun.leave_error({"TORCHELASTIC_ERROR_FILE": str(file)}, error)
+        torchrun.write_error_file({"TORCHELASTIC_ERROR_FILE": str(file)}, error)
     message = json.loads(file.read_text())["message"]
     assert message["message"] == "KeyError: 'layer 3'"
     assert "test_detect_torchrun.py" in message["extraInfo"]["py_callstack"]
 
 
 def test_error_without_a_place_for_it_is_left_nowhere(tmp_path):
-    torchrun.leave_error({}, KeyError())
-    torchrun.leave_error({"TORCHELASTIC_ERROR_FILE": str(tmp_path / "gone" / "error")}, KeyError())
+    torchrun.write_error_file({}, KeyError())
+    torchrun.write_error_file(
+        {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "gone" / "error")}, KeyError()
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -94,11 +96,11 @@ def test_variables_of_env_alone_set_by_hand_make_a_rank():
 
 
 @pytest.mark.parametrize("name", torchrun.PLAIN)
-def test_half_of_the_variables_of_env_is_an_error_that_names_what_is_missing(name):
-    half = {key: value for key, value in PLAIN.items() if key != name}
+def test_incomplete_env_variables_name_the_missing_one(name):
+    incomplete = {key: value for key, value in PLAIN.items() if key != name}
     with pytest.raises(LaunchInfoError, match=f"{name} not set"):
-        torchrun.detect(half)
+        torchrun.detect(incomplete)
 
 
-def test_variables_of_env_beside_another_engine_s_are_left_to_it():
+def test_variables_of_env_beside_those_of_another_backend_are_left_to_it():
     assert torchrun.detect({**PLAIN, "SLURM_PROCID": "4"}) is None
