@@ -1,0 +1,15 @@
+// The one exception of the native backends: a result code of communicator.h and its text.
+#pragma once
+
+#include <string>
+
+#include "abi/communicator.h"
+
+namespace plugin {
+
+struct Failure {
+    comm_result code;
+    std::string text;
+};
+
+}  // namespace plugin
