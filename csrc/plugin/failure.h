@@ -10,6 +10,7 @@ namespace plugin {
 struct Failure {
     comm_result code;
     std::string text;
+    bool is_local = false;  // it concerns this rank alone: the communicator can go on
 };
 
 }  // namespace plugin
