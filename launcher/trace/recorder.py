@@ -125,6 +125,11 @@ class Recorder:
         self._buffered.clear()
 
 
+def rank_name(rank: int) -> str:
+    """The name of a rank in viewers; -1 is the launcher."""
+    return f"rank {rank}" if rank >= 0 else "launcher"
+
+
 def event(
     name: str, kind: str, start: int, duration: int, rank: int, thread: int, args: dict[str, Any]
 ) -> dict[str, Any]:

@@ -77,16 +77,12 @@ def _info(
         launch_id = mpi_rendezvous.name_from_pmi(environ)
     addr = LOOPBACK if one_node else environ.get("MASTER_ADDR")
     if not (launch_id and addr):
-        exchanged_id, exchanged_addr = mpi_rendezvous.exchange(sizes["world_size"], _host(environ))
+        # The name under which mpiexec reached this node, if it sets one.
+        host = environ.get("PMIX_HOSTNAME") or environ.get("PMI_HOSTNAME") or socket.gethostname()
+        exchanged_id, exchanged_addr = mpi_rendezvous.exchange(sizes["world_size"], host)
         launch_id, addr = launch_id or exchanged_id, addr or exchanged_addr
     rendezvous = rendezvous_info(environ, launch_id, addr)
     return build(NAME, variables, **sizes, **rendezvous, extras={"launcher": NAME})
-
-
-def _host(environ: Mapping[str, str]) -> str:
-    """The name of this node under which mpiexec reached it."""
-    name = environ.get("PMIX_HOSTNAME") or environ.get("PMI_HOSTNAME")
-    return name or socket.gethostname()
 
 
 def command(job: Job) -> list[str]:
