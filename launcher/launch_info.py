@@ -26,7 +26,7 @@ class LaunchInfo:
     """The facts that a rank knows about its launch before any communication.
 
     launch_id: the same on every rank of a launch, different in every other launch.
-    world_size, rank: all ranks of the launch, and this one among them (rank 0 listens at master_addr).
+    world_size, rank: all ranks of the launch, and this one among them.
     local_world_size, local_rank: the ranks on this node, and this one among them.
     master_addr, master_port: where rank 0 listens. The port may be 0 if world_size is 1.
     extras: further facts from the launcher, string to string.
@@ -57,7 +57,7 @@ class LaunchInfo:
 
     @property
     def is_traced(self) -> bool:
-        """Whether this is a launch with --trace, where every rank records its calls."""
+        """True if this is a launch with --trace, where every rank records its calls."""
         return TRACE in self.extras
 
     def to_dict(self) -> dict[str, object]:

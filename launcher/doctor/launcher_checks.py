@@ -43,7 +43,7 @@ def launchers() -> Iterator[Finding]:
 
 
 def _version(name: str, path: str, option: list[str]) -> tuple[bool, str]:
-    """Whether the command works, and its version."""
+    """(True if the command works, its version)."""
     if not option:
         distribution = DISTRIBUTIONS[name]
         version = installed_version(distribution)

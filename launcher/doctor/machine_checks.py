@@ -55,7 +55,7 @@ def _system_calls() -> Finding:
 
 
 def ports_free() -> Iterator[Finding]:
-    """Whether a launch can listen on a port of loopback."""
+    """True if a launch can listen on a port of loopback."""
     listener = ports.listen(f"doctor-{os.getpid()}")
     with listener:
         span = f"launches take one of {ports.FIRST_PORT} to {ports.END_PORT - 1}, by launch_id"
@@ -118,7 +118,7 @@ def leftovers() -> Iterator[Finding]:
 
 
 def _is_stale(folder: Path) -> bool:
-    """Whether it is this user's, and the launcher whose pid is in its name has ended."""
+    """True if it is this user's, and the launcher whose pid is in its name has ended."""
     pid = folder.name.split("-")[2]
     return _is_own(folder) and not (pid.isdigit() and linux.process_stat(int(pid)))
 

@@ -35,7 +35,7 @@ Pipes = dict[str, tuple[int, int]]
 
 @dataclass(frozen=True)
 class RankExit:
-    """How a rank ended. identity: its rank and local_rank; empty if it did not report them."""
+    """The end of a rank. identity: its rank and local_rank; empty if it did not report them."""
 
     identity: dict[str, int]
     exit_code: int

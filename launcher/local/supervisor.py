@@ -107,7 +107,7 @@ class Supervisor:
         self.selector.register(fd, selectors.EVENT_READ, lambda: self._read(fd))
 
     def _read(self, fd: int) -> bool:
-        """Whether there was something to read; an empty read is the end of the pipe."""
+        """True if there was something to read; an empty read is the end of the pipe."""
         try:
             data = os.read(fd, 65536)
         except BlockingIOError:

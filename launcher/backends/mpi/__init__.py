@@ -117,7 +117,7 @@ def _hydra_options(job: Job) -> list[str]:
 
 @functools.cache
 def _is_open_mpi(mpiexec: str) -> bool:
-    """Whether mpiexec is Open MPI's; False for the Hydra of MPICH and Intel MPI."""
+    """True if mpiexec is Open MPI's; False for the Hydra of MPICH and Intel MPI."""
     if not mpiexec:
         raise LaunchInfoError(
             "no mpiexec on PATH, so no ranks can be started under MPI. Load the module of an MPI, "
