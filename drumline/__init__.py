@@ -5,7 +5,8 @@ print(model.device_map)
 model.generate(tokens)
 """
 
-from drumline.checkpoint.shard_loader import LoadStats, load_into
+from drumline.checkpoint.plan_executor import LoadStats
+from drumline.checkpoint.shard_loader import load_into
 from drumline.compile_once.artifact_cache import BuildError
 from drumline.compile_once.hoist import (
     HoistError,
