@@ -26,7 +26,7 @@ from coordinator import Coordinator
 from drumline.serving import scheduler
 from drumline.serving.sampling import Sampling
 from drumline.serving.scheduler import Batcher, Limits, Row
-from launcher.external import reaper
+from launcher.timings import TIMINGS
 
 openai = pytest.importorskip("openai", reason="runs after `pip install openai fastapi uvicorn`")
 pytest.importorskip("uvicorn", reason="runs after `pip install openai fastapi uvicorn`")
@@ -493,7 +493,7 @@ def test_who_waits_when_the_grace_is_over_hears_that_the_server_ends(plain, monk
 
 def test_who_waits_hears_that_the_server_ends_before_an_engines_launcher_kills_it():
     """Answers had five seconds to end, as many as the launcher grants before it kills."""
-    assert serve.GRACE_S + serve.WATCH_S + serve.REGRET_S < reaper.GRACE_S
+    assert serve.GRACE_S + serve.WATCH_S + serve.REGRET_S < TIMINGS.backend_grace_s
 
 
 def test_health_and_metrics_tell_what_was_done(server, complete):
