@@ -44,7 +44,7 @@ class ArtifactCache:
         if not re.fullmatch(r"[\w.-]+", key):
             raise BuildError(
                 f"the key {key!r} is not a file name, so its artifact would lie in another "
-                "folder or none; use drumline.fingerprint(...), or letters, digits, '.', '_' and '-'."
+                "folder or none; use drumline.fingerprint(...), or letters, digits, '.', '_', '-'."
             )
         return self.folder / f"{key}.artifact"
 

@@ -41,7 +41,7 @@ def hoist(
     """Change a GraphModule or ExportedProgram in place to use other devices; return it.
 
     mapping: applied at once, so that {"cuda:0": "cuda:1", "cuda:1": "cuda:0"} swaps. cpu and meta
-        stay unless named. Another explicit device stays and is reported; with strict it is an error.
+        stay unless named. Another explicit device stays and is reported; with strict it raises.
     indexless: treatment of "cuda" without a number: "explicit" takes the only device mapped to;
         "keep" leaves it to mean the current device.
     inputs: examples for a graph that was traced without any, so that it can be checked.

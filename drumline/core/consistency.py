@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 import transformers
 
-from coordinator import Coordinator
-from drumline.errors import CheckpointError, DrumlineError, said, story
+from coordinator import Coordinator, RemoteError
+from drumline.errors import CheckpointError, DrumlineError
 
 T = TypeVar("T")
 CONTEXT = (40, 80)
@@ -79,20 +79,14 @@ def run_and_share(
 
     summarize: makes plain values, which msgpack can send, of this rank's result.
     """
+    results: list[T] = []
+
+    def run() -> Any:
+        results.append(work())
+        return summarize(results[0])
+
     try:
-        result = work()
-        summary = summarize(result)
-    except Exception as error:
-        coor.allgather_object({"error": _failure_text(coor, error)}, timeout_s=timeout_s)
-        raise
-    outcomes = coor.allgather_object({"summary": summary}, timeout_s=timeout_s)
-    for outcome in outcomes:
-        if "error" in outcome:
-            raise error_class(f"rank {coor.rank}: {outcome['error']}")
-    return result, [outcome["summary"] for outcome in outcomes]
-
-
-def _failure_text(coor: Coordinator, error: Exception) -> str:
-    """The rank and the cause; with the traceback, unless the message is one of drumline's own."""
-    cause = said(error) if isinstance(error, DrumlineError) else story(error)
-    return f"{coor.peers[coor.rank]} cannot load: {cause}"
+        summaries = coor.run_on_all_ranks(run, timeout_s=timeout_s)
+    except RemoteError as error:
+        raise error_class(str(error)) from error
+    return results[0], summaries
