@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from coordinator import Coordinator
-from drumline.checkpoint.empty_model import read_tokenizer
-from drumline.checkpoint.shard_loader import together
+from drumline.checkpoint.config_files import read_tokenizer
+from drumline.core.consistency import run_on_all_ranks
 from drumline.errors import DrumlineError, PeerLost
 from drumline.serving.scheduler import Limits
 from drumline.strategies.load import Memory, load
@@ -57,7 +57,7 @@ def serve(
             length = _length(model_path, max_length)
             return length, _Front(read_tokenizer(model_path), _bound(host, port), key)
 
-        length, front = together(coor, prepare)
+        length, front = run_on_all_ranks(coor, prepare)
         length = coor.broadcast_object(length)
         with (
             front.listener if front else _signals(signal.SIG_IGN),  # the master tells when to end
