@@ -23,14 +23,16 @@ NO_TIMEOUT = timedelta(0)
 
 
 class Handle(Work):
-    """What torch.distributed returns for a call: wait() raises what the call raised."""
+    """The Work that torch.distributed returns for a call: wait() raises what the call raised."""
 
     def __init__(self, result: list[torch.Tensor]) -> None:
         super().__init__()
         self._result = result
         self._ended = threading.Event()
         self._error: Exception | None = None
-        self._future: Future[list[torch.Tensor]] = Future()
+        self._lock = threading.Lock()
+        self._end: Future[None] | None = None  # made, with the other, when somebody asks for it
+        self._future: Future[list[torch.Tensor]] | None = None
 
     def run(self, call: Callable[[], object]) -> Handle:
         """Do the call on this thread."""
@@ -44,12 +46,11 @@ class Handle(Work):
 
     def end(self, error: Exception | None = None) -> None:
         self._error = error
-        self._ended.set()
-        with torch.inference_mode(False):  # what others do when they hear of it is theirs
-            if error is None:
-                self._future.set_result(self._result)
-            else:
-                self._future.set_exception(error)  # type: ignore[arg-type]  # declared too narrowly
+        with self._lock:
+            self._ended.set()
+        if self._end is not None:
+            with torch.inference_mode(False):  # what others do when they hear of it is theirs
+                self._end.set_result(None)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """True once the result is there. timeout 0: the deadline of the call itself."""
@@ -58,8 +59,7 @@ class Handle(Work):
                 f"waited {timeout.total_seconds():g} s for a call that still goes on. Give wait() "
                 "more time, or none."
             )
-        if self._error is not None:
-            raise self._error
+        self._outcome()
         return True
 
     def synchronize(self) -> None:
@@ -78,7 +78,25 @@ class Handle(Work):
         return self._result
 
     def get_future(self) -> Future[list[torch.Tensor]]:
+        """A future of the result. If the call fails it raises a RuntimeError with the call's text.
+
+        It is one that then() makes, and so fails in C++ too. set_exception() would leave the
+        exception as a value, which DDP's reducer takes for tensors.
+        """
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            self._end = Future()
+            self._future = self._end.then(self._outcome)
+            has_ended = self._ended.is_set()
+        if has_ended:
+            self._end.set_result(None)
         return self._future
+
+    def _outcome(self, _: object = None) -> list[torch.Tensor]:
+        if self._error is not None:
+            raise self._error
+        return self._result
 
 
 class WorkQueue:

@@ -24,6 +24,7 @@ from coordinator import Coordinator
 NAME = "drumline"
 DEVICE_TYPES = ("cpu", "cuda")
 Tensors = list[torch.Tensor]
+OneOrMore = torch.Tensor | Tensors
 ProcessGroup: Any = dist.ProcessGroup  # whose overloads are torch's affair
 
 
@@ -75,31 +76,55 @@ class Group(ProcessGroup):  # type: ignore[misc]
             if comm is not None:
                 comm.close()
 
-    # Collectives. torch gives lists of tensors, one for each device of the caller.
+    # Collectives. torch gives lists of tensors, one for each device of the caller, and options; or
+    # one tensor, and what the options would hold. The deadline is the group's in any case.
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> Handle:
-        op = _op(opts)
+    def allreduce(
+        self, tensors: OneOrMore, opts: Any = None, timeout: Any = None, *, op: Any = None
+    ) -> Handle:
+        tensors, op = _listed(tensors), _op(opts, op)
         return self._each(
             list_collectives.allreduce, [(tensor, op) for tensor in tensors], tensors, opts
         )
 
     allreduce_coalesced = allreduce
 
-    def broadcast(self, tensors: Tensors, opts: Any = None) -> Handle:
-        calls = [(tensor, opts.rootRank) for tensor in tensors]
-        return self._each(list_collectives.broadcast, calls, tensors, opts)
+    def broadcast(
+        self, tensors: OneOrMore, opts: Any = None, timeout: Any = None, *, root: int | None = None
+    ) -> Handle:
+        tensors, root = _listed(tensors), _root(opts, root)
+        return self._each(
+            list_collectives.broadcast, [(tensor, root) for tensor in tensors], tensors, opts
+        )
 
-    def reduce(self, tensors: Tensors, opts: Any = None) -> Handle:
-        calls = [(tensor, opts.rootRank, _op(opts)) for tensor in tensors]
+    def reduce(
+        self,
+        tensors: OneOrMore,
+        opts: Any = None,
+        op: Any = None,
+        timeout: Any = None,
+        *,
+        root: int | None = None,
+    ) -> Handle:
+        tensors, op, root = _listed(tensors), _op(opts, op), _root(opts, root)
+        calls = [(tensor, root, op) for tensor in tensors]
         return self._each(list_collectives.reduce, calls, tensors, opts)
 
-    def allgather(self, outs: list[Tensors], tensors: Tensors, opts: Any = None) -> Handle:
-        calls = list(zip(outs, tensors, strict=True))
+    def allgather(
+        self, outs: Any, tensors: OneOrMore, opts: Any = None, timeout: Any = None
+    ) -> Handle:
+        """outs[i][rank] is what tensors[i] is on that rank."""
+        outs = [outs] if isinstance(tensors, torch.Tensor) else outs
+        calls = list(zip(outs, _listed(tensors), strict=True))
         return self._each(
             list_collectives.allgather, calls, [out for rows in outs for out in rows], opts
         )
 
-    allgather_coalesced = allgather
+    def allgather_coalesced(
+        self, outs: list[Tensors], tensors: Tensors, opts: Any = None
+    ) -> Handle:
+        """outs[rank][i] is what tensors[i] is on that rank."""
+        return self.allgather([list(rows) for rows in zip(*outs, strict=True)], tensors, opts)
 
     def all_gather_single_coalesced(
         self, outs: Tensors, tensors: Tensors, opts: Any = None
@@ -112,8 +137,11 @@ class Group(ProcessGroup):  # type: ignore[misc]
     ) -> Handle:
         return self._each(list_collectives.allgather_flat, [(out, tensor)], [out], opts)
 
-    def reduce_scatter(self, outs: Tensors, rows: list[Tensors], opts: Any = None) -> Handle:
-        op = _op(opts)
+    def reduce_scatter(
+        self, outs: OneOrMore, rows: Any, opts: Any = None, timeout: Any = None, *, op: Any = None
+    ) -> Handle:
+        rows = [rows] if isinstance(outs, torch.Tensor) else rows
+        outs, op = _listed(outs), _op(opts, op)
         calls = [(out, parts, op) for out, parts in zip(outs, rows, strict=True)]
         return self._each(list_collectives.reduce_scatter, calls, outs, opts)
 
@@ -129,13 +157,33 @@ class Group(ProcessGroup):  # type: ignore[misc]
     ) -> Handle:
         return self.reduce_scatter_single_coalesced([out], [tensor], opts)
 
-    def gather(self, outs: list[Tensors], tensors: Tensors, opts: Any = None) -> Handle:
-        rows = outs[0] if outs else []
-        return self._each(list_collectives.gather, [(rows, tensors[0], opts.rootRank)], rows, opts)
+    def gather(
+        self,
+        outs: Any,
+        tensors: OneOrMore,
+        opts: Any = None,
+        timeout: Any = None,
+        *,
+        root: int | None = None,
+    ) -> Handle:
+        rows = outs if isinstance(tensors, torch.Tensor) or not outs else outs[0]
+        call = (rows, _listed(tensors)[0], _root(opts, root))
+        return self._each(list_collectives.gather, [call], rows, opts)
 
-    def scatter(self, outs: Tensors, rows: list[Tensors], opts: Any = None) -> Handle:
-        parts = rows[0] if rows else []
-        return self._each(list_collectives.scatter, [(outs[0], parts, opts.rootRank)], outs, opts)
+    def scatter(
+        self,
+        outs: OneOrMore,
+        rows: Any,
+        opts: Any = None,
+        timeout: Any = None,
+        *,
+        root: int | None = None,
+    ) -> Handle:
+        parts = rows if isinstance(outs, torch.Tensor) or not rows else rows[0]
+        outs = _listed(outs)
+        return self._each(
+            list_collectives.scatter, [(outs[0], parts, _root(opts, root))], outs, opts
+        )
 
     def alltoall(self, outs: Tensors, tensors: Tensors, opts: Any = None) -> Handle:
         return self._each(list_collectives.alltoall, [(outs, tensors)], outs, opts)
@@ -151,7 +199,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
         call = (out, tensor, out_sizes or [], sizes or [])
         return self._each(list_collectives.alltoall_flat, [call], [out], opts)
 
-    def barrier(self, opts: Any = None) -> Handle:
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Handle:
         return self._run(self._comm("cpu").barrier, [], opts, on_device=False)
 
     # Between these two torch calls what may be done as one; here it starts at once all the same.
@@ -200,14 +248,14 @@ class Group(ProcessGroup):  # type: ignore[misc]
         self, move: Callable[..., None], calls: list[Any], written: Tensors, opts: Any
     ) -> Handle:
         """move(communicator, *call) for each call, as one piece of work."""
-        device_type = _device_type(calls[0])
-        comm = self._comm(device_type)
+        first = _first_tensor(calls[0])
+        comm = self._comm_for(first)
 
         def work() -> None:
             for call in calls:
                 move(comm, *call)
 
-        return self._run(work, written, opts, on_device=device_type != "cpu")
+        return self._run(work, written, opts, on_device=first.device.type != "cpu")
 
     def _run(
         self, work: Callable[[], None], written: Tensors, opts: Any, on_device: bool
@@ -218,6 +266,15 @@ class Group(ProcessGroup):  # type: ignore[misc]
         if getattr(opts, "asyncOp", True):
             return self._queue.put(work, written)
         return self._queue.do(work, written)
+
+    def _comm_for(self, tensor: torch.Tensor) -> Communicator:
+        if tensor.layout != torch.strided:
+            raise Unsupported(
+                f"rank {self.rank()}: a communicator moves dense tensors, and this one is "
+                f"{str(tensor.layout).removeprefix('torch.')}. Call to_dense() first, or make the "
+                "nn.Embedding without sparse=True."
+            )
+        return self._comm(tensor.device.type)
 
     def _comm(self, device_type: str) -> Communicator:
         comm = self._comms.get(device_type)
@@ -237,7 +294,7 @@ class _Message(Handle):
 
     def __init__(self, group: Group, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> None:
         super().__init__([tensor])
-        self.comm = group._comm(tensor.device.type)
+        self.comm = group._comm_for(tensor)
         self.kind, self.tensor, self.peer, self.tag = kind, tensor, peer, tag
         self.tag_on_line = torch.tensor([tag], device=tensor.device) if tag else None
         self._group = group
@@ -304,14 +361,25 @@ def _communicator(meeting: Meeting, device_type: str) -> Communicator | None:
         return None
 
 
-def _device_type(call: tuple[Any, ...]) -> str:
+def _first_tensor(call: tuple[Any, ...]) -> torch.Tensor:
     first = next(item for item in call if isinstance(item, torch.Tensor) or item)
-    return str((first if isinstance(first, torch.Tensor) else first[0]).device.type)
+    return first if isinstance(first, torch.Tensor) else cast(Tensors, first)[0]
 
 
-def _op(opts: Any) -> Any:
-    op = opts.reduceOp
-    return getattr(op, "op", op)
+def _listed(tensors: OneOrMore) -> Tensors:
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+
+def _op(opts: Any, op: Any = None) -> Any:
+    """op; or what opts say, or are; or a sum."""
+    op = getattr(opts, "reduceOp", opts) if op is None else op
+    return dist.ReduceOp.SUM if op is None or isinstance(op, int) else getattr(op, "op", op)
+
+
+def _root(opts: Any, root: int | None = None) -> int:
+    """root; or what opts say, or are; or 0."""
+    root = getattr(opts, "rootRank", opts) if root is None else root
+    return root or 0
 
 
 def _create(options: Any, _: Any) -> Group:

@@ -19,7 +19,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from coordinator.control.framing import Link, LinkBroken, nothing
@@ -34,7 +34,7 @@ ADMITTED, NOT_NOW, REFUSED, TAKEN = 0, 1, 2, 3
 
 HANDSHAKE_S = 10.0
 FULL_S = 0.01  # before we try again to accept, where no descriptors are left
-MAX_VISITORS = 128  # of those who have not proved anything; the oldest goes first
+MAX_VISITORS = 128  # who have not proved anything, or as many as may come; the oldest goes first
 
 log = logging.getLogger("coordinator")
 
@@ -140,6 +140,15 @@ def _check_greeting(magic: bytes, version: int, is_same_launch: bool) -> None:
         raise NotAdmitted("it belongs to another launch, or to one of another world size")
 
 
+@dataclass(frozen=True)
+class Handler:
+    """Callbacks of one socket in a selector. on_error closes a connection that on_ready failed on;
+    a socket that must stay open does nothing then."""
+
+    on_ready: Callable[[int], None]
+    on_error: Callable[[], None] = nothing
+
+
 @dataclass
 class _Visitor:
     """A connection that has proved nothing yet."""
@@ -152,6 +161,8 @@ class _Visitor:
 
 class Gate:
     """Watches a listening socket within somebody's selector, and hands on who has proved itself.
+
+    All that is registered with the selector is a Handler, and whoever selects calls handle().
 
     on_admitted(connection, caller) decides what becomes of it.
     judge(caller): ADMITTED, NOT_NOW, REFUSED, or TAKEN and by whom.
@@ -171,9 +182,10 @@ class Gate:
         self._on_admitted, self._verdict_on, self._most = on_admitted, judge, most
         self._visitors: dict[socket.socket, _Visitor] = {}  # the oldest first
         self._refused = 0
+        self._errors = 0
         self._is_full = False  # there were no descriptors left but for those who may stay
         listener.setblocking(False)
-        selector.register(listener, selectors.EVENT_READ, self._accept)
+        selector.register(listener, selectors.EVENT_READ, Handler(self._accept))
 
     def close(self) -> None:
         """Forget the visitors. The listening socket stays its owner's."""
@@ -185,6 +197,27 @@ class Gate:
         """In a forked child: close the connections, which leaves those of the parent alone."""
         for link in self._visitors:
             link.close()
+
+    def handle(self, ready: Sequence[tuple[selectors.SelectorKey, int]]) -> None:
+        """Call the handlers of what select() returned; an error ends that one connection alone."""
+        for key, events in ready:
+            try:
+                key.data.on_ready(events)
+            except Exception as error:
+                self._log_error(error)
+                key.data.on_error()
+
+    def _log_error(self, error: Exception) -> None:
+        """Log the first with its traceback; a stranger may be able to repeat it."""
+        self._errors += 1
+        log.log(
+            logging.ERROR if self._errors == 1 else logging.DEBUG,
+            "launch %s: a connection failed and was given up: %r. All others are served as before, "
+            "but this is a defect of drumline: report it with this traceback.",
+            self._proof.launch_id,
+            error,
+            exc_info=error,
+        )
 
     def tick(self) -> None:
         """To be called now and then: who takes too long is sent away."""
@@ -203,7 +236,11 @@ class Gate:
             except OSError as error:  # no descriptors left, or the visitor is gone again
                 self._could_not_accept(error)
                 return
-            self._greet(link)
+            try:
+                self._greet(link)
+            except Exception:
+                self._drop(link)
+                raise
 
     def _could_not_accept(self, error: OSError) -> None:
         level = logging.DEBUG if self._visitors or self._is_full else logging.WARNING
@@ -216,9 +253,10 @@ class Gate:
     def _greet(self, link: socket.socket) -> None:
         self._make_room(self._most - 1)
         visitor = _Visitor(link, secrets.token_bytes(32), time.monotonic())
-        self._visitors[link] = visitor
         link.setblocking(False)
-        self._selector.register(link, selectors.EVENT_READ, lambda _: self._hear(visitor))
+        handler = Handler(lambda _: self._hear(visitor), lambda: self._drop(link))
+        self._selector.register(link, selectors.EVENT_READ, handler)
+        self._visitors[link] = visitor
         greeting = GREETING.pack(MAGIC, VERSION, self._proof.fingerprint(), visitor.nonce)
         self._say(link, greeting)
 
@@ -227,6 +265,8 @@ class Gate:
             self._refuse(next(iter(self._visitors)), "waited while others came")
 
     def _hear(self, visitor: _Visitor) -> None:
+        if visitor.link not in self._visitors:
+            return  # sent away by another handler since select() returned
         try:
             data = visitor.link.recv(HELLO.size - len(visitor.heard))
         except BlockingIOError:
@@ -269,8 +309,9 @@ class Gate:
         self._drop(link)
 
     def _drop(self, link: socket.socket) -> None:
-        del self._visitors[link]
-        self._selector.unregister(link)
+        """Close a connection: a visitor's, or one that could not be handed on."""
+        if self._visitors.pop(link, None) is not None:
+            self._selector.unregister(link)
         link.close()
 
 

@@ -30,9 +30,10 @@ from coordinator.control.handshake import (
     TAKEN,
     Caller,
     Gate,
+    Handler,
     Proof,
 )
-from coordinator.control.tables import LATER, Meetings, Values
+from coordinator.control.tables import LATER, LEFT, SUSPENDED, Meetings, Values
 from coordinator.errors import CoordinatorError
 
 TICK_S = 0.5
@@ -42,7 +43,8 @@ ACKNOWLEDGED_S = 0.5  # within which the other kernel confirms what it has got
 RESERVE = 16  # descriptors that neither ranks nor strangers may use up
 MIN_VISITORS = 4
 PING = (0, None)  # an answer nobody waits for: what counts is whether the other kernel takes it
-SENSELESS = (ValueError, TypeError, KeyError, AttributeError)  # what asking for nonsense raises
+# What asking for nonsense raises
+SENSELESS = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
 
 log = logging.getLogger("coordinator")
 
@@ -96,7 +98,7 @@ class Hub:
         self._operations = self._made_operations()
         self._poked, self._poke = socket.socketpair()
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._poked, selectors.EVENT_READ, self._drain)
+        self._selector.register(self._poked, selectors.EVENT_READ, Handler(self._drain))
         most = _room_for_strangers(proof.world_size)
         self._gate = Gate(listener, proof, self._selector, self._admit, self._judge, most)
         self._thread = threading.Thread(target=self._serve, name="drumline-hub", daemon=True)
@@ -170,8 +172,7 @@ class Hub:
             while not self._is_to_end():
                 events = self._selector.select(TICK_S)
                 with self._state:
-                    for key, mask in events:
-                        key.data(mask)
+                    self._gate.handle(events)
                     if time.monotonic() >= tick_at:
                         tick_at = time.monotonic() + TICK_S
                         self._gate.tick()
@@ -211,12 +212,13 @@ class Hub:
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         member = _Member(link, caller.rank)
         number = link.fileno()
+        handler = Handler(lambda events: self._on(member, events), lambda: self._lose(member))
+        self._selector.register(link, selectors.EVENT_READ, handler)
         self._members[number] = member
         known = self._ranks.setdefault(caller.rank, _Rank())
         known.token, known.who = caller.token, caller.who
         known.links.add(number)
         known.lost_at, known.beat_at = 0.0, time.monotonic()
-        self._selector.register(link, selectors.EVENT_READ, lambda events: self._on(member, events))
 
     def _on(self, member: _Member, events: int) -> None:
         try:
@@ -250,11 +252,10 @@ class Hub:
         asker = _Asker(member.rank, member, number)
         try:
             found = self._operations[op](asker, *arguments)
+            if found is not LATER:
+                self._answer(asker, found)
         except SENSELESS as error:
             self._send(member, pack((number, None, _senseless(member.rank, op, error))))
-            return
-        if found is not LATER:
-            self._answer(asker, found)
 
     def _answer(self, asker: _Asker, value: Any) -> None:
         if asker.member is not None and asker.number == asker.member.asked:
@@ -342,7 +343,7 @@ class Hub:
             rank: (
                 now - known.beat_at,
                 known.rows,
-                "left" if not (known.links or known.lost_at) else "stopped" * (rank in stopped),
+                LEFT if not (known.links or known.lost_at) else SUSPENDED * (rank in stopped),
                 now - known.lost_at if known.lost_at else -1.0,
                 self._is_cut_off(known, now),
             )
@@ -351,7 +352,10 @@ class Hub:
 
 
 def _room_for_strangers(world_size: int) -> int:
-    """How many who have proved nothing may wait, so that every rank still gets a descriptor."""
+    """How many who have proved nothing may wait, so that every rank still gets a descriptor.
+
+    All ranks may come at once, and none of them is to be sent away for another.
+    """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     spare = limit - len(os.listdir("/proc/self/fd")) - world_size - RESERVE
     if spare < MIN_VISITORS:
@@ -360,7 +364,7 @@ def _room_for_strangers(world_size: int) -> int:
             f"needs {MIN_VISITORS - spare} more. Raise the limit (`ulimit -n {limit * 4}`) where "
             "rank 0 is started."
         )
-    return min(MAX_VISITORS, max(MIN_VISITORS, spare // 2))
+    return min(max(MAX_VISITORS, world_size), max(MIN_VISITORS, spare // 2))
 
 
 def _senseless(rank: int, op: str, error: Exception) -> str:

@@ -17,7 +17,15 @@ from typing import Any
 from coordinator.addresses import shown
 from coordinator.control.client import connect
 from coordinator.control.framing import SMALL, Late, Link, LinkBroken, nothing
-from coordinator.control.handshake import Caller, Gate, NotAdmitted, Proof, TryAgain, purpose_of
+from coordinator.control.handshake import (
+    MAX_VISITORS,
+    Caller,
+    Gate,
+    NotAdmitted,
+    Proof,
+    TryAgain,
+    purpose_of,
+)
 from coordinator.errors import CoordinatorError, CoordinatorTimeout
 from coordinator.peers import Peer
 
@@ -166,10 +174,11 @@ class Door:
         self._purposes = {purpose_of(f"{purpose}/{child}"): child for child in children}
         self._listener = socket.socket(family, socket.SOCK_STREAM)
         self._listener.bind((address, 0))
-        self._listener.listen(128)
+        most = max(MAX_VISITORS, len(children))  # who may all come at once
+        self._listener.listen(most)
         self.address: tuple[Any, ...] = self._listener.getsockname()[:2]
         self._selector = selectors.DefaultSelector()
-        self._gate = Gate(self._listener, proof, self._selector, self._admit)
+        self._gate = Gate(self._listener, proof, self._selector, self._admit, most=most)
         self.came: dict[int, Link] = {}
 
     def _admit(self, connection: socket.socket, caller: Caller) -> None:
@@ -182,8 +191,7 @@ class Door:
     def wait(self, deadline: float, idle: Callable[[], None]) -> dict[int, Link]:
         """The children, once all are there. Raises Late; the missing are those not in `came`."""
         while len(self.came) < len(self._purposes):
-            for key, events in self._selector.select(TICK_S):
-                key.data(events)
+            self._gate.handle(self._selector.select(TICK_S))
             self._gate.tick()
             idle()
             if time.monotonic() >= deadline:

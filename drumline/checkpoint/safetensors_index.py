@@ -14,10 +14,12 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from drumline.core.shards import Box
+from drumline.checkpoint.json_files import read_json, refuse_special
+from drumline.core.shards import Region
 from drumline.errors import CheckpointError
 
 DTYPES = {
@@ -44,10 +46,12 @@ DTYPES = {
 }
 MAX_HEADER = 100_000_000
 """The format's own limit."""
+MAX_DIMS = 64
+"""Of a tensor that torch reduces (dim_bitset_size in ATen/WrapDimUtilsMulti.h)."""
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """One tensor of a checkpoint: which file, where in it, and what it is."""
 
     file: str
@@ -64,10 +68,10 @@ class Stored:
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
 
-Index = Mapping[str, Stored]
+Index = Mapping[str, StoredTensor]
 
 
-def read_index(path: str | Path) -> dict[str, Stored]:
+def read_index(path: str | Path) -> dict[str, StoredTensor]:
     """Every tensor of a folder of .safetensors files (or of one file), by name."""
     folder = Path(path)
     listed = {} if folder.is_file() else _listing(folder)
@@ -86,15 +90,19 @@ def read_index(path: str | Path) -> dict[str, Stored]:
 def _listing(folder: Path) -> dict[str, str]:
     """The file of each tensor as the index of a sharded checkpoint has it; nothing without one."""
     listing = folder / "model.safetensors.index.json"
-    if not listing.is_file():
+    if not listing.exists():
         return {}
-    try:
-        return dict(json.loads(listing.read_text())["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
+    files = read_json(listing).get("weight_map")
+    if not isinstance(files, dict) or not all(map(_is_file_name, files.values())):
         raise CheckpointError(
-            f"{listing} is no index of a checkpoint ({error!r}), so its files are unknown; "
-            "copy it again."
-        ) from error
+            f"{listing} has no weight_map from names of tensors to names of files beside it, so "
+            "the files are unknown; copy it again."
+        )
+    return files
+
+
+def _is_file_name(name: Any) -> bool:
+    return isinstance(name, str) and name == Path(name).name
 
 
 def _files(folder: Path) -> list[Path]:
@@ -109,63 +117,89 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
-def _header(file: Path) -> Iterator[tuple[str, Stored]]:
+def _header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
     try:
+        refuse_special(file)
         size = file.stat().st_size
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > min(MAX_HEADER, size - 8):
                 raise ValueError(f"its header claims {length} bytes")
             header = json.loads(stream.read(length))
+        if not isinstance(header, dict):
+            raise ValueError("its header is no JSON object")
         header.pop("__metadata__", None)
         last = 0
-        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            begin, end = entry["data_offsets"]
+        for begin, end, name, dtype, shape in sorted(_entry(*item) for item in header.items()):
             if begin != last:
                 raise ValueError(f"{name} does not begin where the one before it ends")
             last = end
-            if entry["dtype"] not in DTYPES:
-                raise ValueError(f"{name} is of dtype {entry['dtype']}, which torch does not have")
-            shape = tuple(entry["shape"])
-            if entry["dtype"] == "F4":  # two of them are one element for torch
-                shape = (*shape[:-1], shape[-1] // 2)
-            stored = Stored(file.name, 8 + length + begin, entry["dtype"], shape)
+            stored = StoredTensor(file.name, 8 + length + begin, dtype, shape)
             if end - begin != stored.nbytes or 8 + length + end > size:
                 raise ValueError(f"{name} does not fit into the file of {size} bytes")
             yield name, stored
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (OSError, ValueError, RecursionError, struct.error) as error:
         raise CheckpointError(
             f"{file} is no whole .safetensors file ({error}), so what it holds is unknown; "
             "copy it again."
         ) from error
 
 
+def _entry(name: str, entry: Any) -> tuple[int, int, str, str, tuple[int, ...]]:
+    """Begin, end, name, dtype and shape of one tensor of a header."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"{name} is {entry!r:.99} and no tensor")
+    offsets, shape = (_sizes(name, key, entry.get(key)) for key in ("data_offsets", "shape"))
+    begin, end = offsets if len(offsets) == 2 else (1, 0)
+    if begin > end:
+        raise ValueError(f"{name} has the data_offsets {offsets!r:.99}, no begin and end")
+    dtype = entry.get("dtype")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"{name} is of dtype {dtype!r:.99}, which torch does not have")
+    if dtype == "F4":  # two of them are one element for torch
+        if not shape or shape[-1] % 2:
+            raise ValueError(f"{name} has the shape {shape}, and F4 comes in pairs")
+        shape = (*shape[:-1], shape[-1] // 2)
+    return begin, end, name, dtype, shape
+
+
+def _sizes(name: str, key: str, numbers: Any) -> tuple[int, ...]:
+    """A few whole numbers from 0 on: two negative ones of a shape have a product like any other."""
+    if (
+        not isinstance(numbers, list)
+        or len(numbers) > MAX_DIMS
+        or not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
+    ):
+        raise ValueError(f"{name} has the {key} {numbers!r:.99}, no list of sizes")
+    return tuple(numbers)
+
+
 def index_to_json(index: Index) -> bytes:
     return json.dumps({k: (s.file, s.offset, s.dtype, s.shape) for k, s in index.items()}).encode()
 
 
-def index_from_json(data: bytes) -> dict[str, Stored]:
+def index_from_json(data: bytes) -> dict[str, StoredTensor]:
     return {
-        name: Stored(file, offset, dtype, tuple(shape))
+        name: StoredTensor(file, offset, dtype, tuple(shape))
         for name, (file, offset, dtype, shape) in json.loads(data).items()
     }
 
 
-class Reader:
+class TensorReader:
     """Reads boxes of stored tensors; counts every byte. Use in a `with` block."""
 
     def __init__(self, path: str | Path):
         self.path, self.nbytes = Path(path), 0
         self._open: dict[str, int] = {}
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> TensorReader:
         return self
 
     def __exit__(self, *exc: object) -> None:
         while self._open:
             os.close(self._open.popitem()[1])
 
-    def read(self, stored: Stored, box: Box, out: torch.Tensor) -> None:
+    def read(self, stored: StoredTensor, box: Region, out: torch.Tensor) -> None:
         """Fill `out` (contiguous, on the CPU, of the stored dtype) with a box of the tensor."""
         assert out.is_contiguous() and out.dtype == stored.torch_dtype, (out.dtype, stored)
         buffer = memoryview(out.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
@@ -176,7 +210,7 @@ class Reader:
             self._fill(stored, buffer[filled:end], stored.offset + start * item)
             filled = end
 
-    def _fill(self, stored: Stored, buffer: memoryview, offset: int) -> None:
+    def _fill(self, stored: StoredTensor, buffer: memoryview, offset: int) -> None:
         file = self._file(stored.file)
         while buffer:
             count = os.preadv(file, [buffer], offset)
@@ -195,7 +229,7 @@ class Reader:
         return self._open[name]
 
 
-def _runs(shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, int]]:
+def _runs(shape: tuple[int, ...], box: Region) -> Iterator[tuple[int, int]]:
     """The contiguous stretches of a box in a tensor: first element and length of each."""
     split = len(shape)
     run = 1

@@ -28,13 +28,16 @@ from drumline.serving.protocol import (
     Completion,
     Message,
     invalid,
-    read,
+    num_prompts,
+    parse,
+    validate,
 )
 from drumline.serving.sampling import Sampling
 from drumline.serving.scheduler import Batcher, Busy, Limits, RequestTooLarge, Row
 
 MAX_BODY = 4 << 20
 BODY_S = 60  # for it to come
+MIN_ITEMS = 128  # that one list or object of a request may have, however short rows are
 LOOK_S = 0.2  # between looks at whether the client is still there
 
 
@@ -146,21 +149,40 @@ class Service:
         return {"id": self.name, "object": "model", "created": self.created, "owned_by": "drumline"}
 
     async def completions(self, request: Request) -> Response:
-        asked: Completion = read(Completion, await _body(request))
-        self._check_name(asked.model)
+        asked: Completion = await self._read(Completion, request)
         given = asked.prompt if isinstance(asked.prompt, list) else [asked.prompt]
         if given and isinstance(given[0], int):
             given = [given]
+        self._check_room(len(given) * asked.choices)
         prompts = await asyncio.to_thread(lambda: [self._tokens(prompt) for prompt in given])
         return await self._answer(request, asked, prompts, asked.max_tokens or DEFAULT_MAX_TOKENS)
 
     async def chat(self, request: Request) -> Response:
-        asked: Chat = read(Chat, await _body(request))
-        self._check_name(asked.model)
+        asked: Chat = await self._read(Chat, request)
+        self._check_room(asked.choices)
         prompt = await asyncio.to_thread(self._chat_tokens, asked.messages)
         left = max(self.limits.max_length - len(prompt), 1)
         wanted = asked.max_completion_tokens or asked.max_tokens or left
         return await self._answer(request, asked, [prompt], wanted)
+
+    async def _read(self, kind: type[Any], request: Request) -> Any:
+        body = await _body(request)
+        fields = await asyncio.to_thread(self._parse, kind, body)
+        self._check_name(fields.model)
+        await _check_client(request)
+        return fields
+
+    def _parse(self, kind: type[Any], body: bytes) -> Any:
+        """The request, of which no more is looked at than may be answered."""
+        fields = parse(body)
+        self._check_room(num_prompts(fields.get("prompt")))
+        return validate(kind, fields, max(self.limits.max_length, MIN_ITEMS))
+
+    def _check_room(self, num_rows: int) -> None:
+        try:
+            self.batcher.check_room(num_rows)
+        except DrumlineError as error:
+            raise _refused(error) from error
 
     def _check_name(self, name: str) -> None:
         if name != self.name:
@@ -201,17 +223,14 @@ class Service:
     ) -> Response:
         for prompt in prompts or [[]]:
             self._check_length(len(prompt), max_tokens)
+        await _check_client(request)
         choices = range(asked.choices)
         rows = [(prompt, asked.sampling(max_tokens, c)) for prompt in prompts for c in choices]
         talk = Conversation(self.tokenizer, rows)
         try:
             self.batcher.submit(talk.rows)
-        except RequestTooLarge as error:
-            raise invalid(str(error)) from error
-        except Busy as busy:
-            raise ApiError(429, str(busy), "rate_limit_error", "server_busy") from busy
         except DrumlineError as error:
-            raise _lost(error) from error
+            raise _refused(error) from error
         answers = Answers(self.name, isinstance(asked, Chat))
         events = self._counted(talk, request)
         if not asked.stream:
@@ -291,6 +310,20 @@ def _line(data: dict[str, Any]) -> str:
 
 def _lost(error: Exception) -> ApiError:
     return ApiError(500, str(error) or repr(error), "server_error", "internal_error")
+
+
+def _refused(error: DrumlineError) -> ApiError:
+    if isinstance(error, RequestTooLarge):
+        return invalid(str(error))
+    if isinstance(error, Busy):
+        return ApiError(429, str(error), "rate_limit_error", "server_busy")
+    return _lost(error)
+
+
+async def _check_client(request: Request) -> None:
+    """Raise what nobody hears if the client has gone, as it may while its request waits."""
+    if await request.is_disconnected():
+        raise ApiError(499, "The client has gone.", "invalid_request_error", "client_gone")
 
 
 async def _body(request: Request) -> bytes:

@@ -16,6 +16,7 @@ from drumline.serving.sampling import Sampling
 
 DEFAULT_MAX_TOKENS = 16
 """Of a completion that does not say; a chat may go on to the limit of the server."""
+MAX_FAULTS = 1000  # to look for the one to name: pydantic lists 300,000 in 20 s
 
 
 class ApiError(Exception):
@@ -131,38 +132,70 @@ ASKING_NOTHING: dict[str, Any] = {
 """Fields that are not supported, and what some clients send in them who do not want them."""
 
 
-def read(kind: type[Any], body: bytes) -> Any:
-    """The request; a field that is null is as good as none. Raises ApiError that names a fault."""
+def parse(body: bytes) -> dict[str, Any]:
+    """The fields of a request. Raises ApiError where there is no JSON object."""
     try:
-        said = json.loads(body)
-        json.dumps(said, ensure_ascii=False).encode()
+        fields = json.loads(body)
     except UnicodeError as error:
         raise invalid(f"The body holds what is no text: {error}") from error
     except (ValueError, RecursionError) as error:
         raise invalid(f"The body is no JSON: {error}") from error
-    if not isinstance(said, dict):
+    if not isinstance(fields, dict):
         raise invalid("The body is no JSON object.")
+    return fields
+
+
+def num_prompts(prompt: Any) -> int:
+    """The number of prompts in the field of this name; a list of tokens is one of them."""
+    is_one = not isinstance(prompt, list) or (prompt and isinstance(prompt[0], int))
+    return 1 if is_one else len(prompt)
+
+
+def validate(kind: type[Any], fields: dict[str, Any], max_items: int) -> Any:
+    """The request; a field that is null is as good as none. Raises ApiError that names a fault.
+
+    max_items: of each list or object.
+    """
     try:
+        present = _without_nulls(fields, max_items)
+        json.dumps(present, ensure_ascii=False).encode()
         return kind.model_validate(
-            {name: value for name, value in _said(said).items() if not _asks_nothing(name, value)}
+            {name: value for name, value in present.items() if not _asks_nothing(name, value)}
         )
+    except UnicodeError as error:
+        raise invalid(f"The body holds what is no text: {error}") from error
     except RecursionError as error:
         raise invalid("The body holds lists within lists without end.") from error
     except ValidationError as error:
-        deepest = max(error.errors(), key=lambda each: len(each["loc"]))
-        where = ".".join(str(step) for step in deepest["loc"])
-        unknown = deepest["type"] == "extra_forbidden"
-        what = (
-            " is not supported by this server; leave it out." if unknown else f": {deepest['msg']}"
+        raise _fault(error) from error
+
+
+def _fault(error: ValidationError) -> ApiError:
+    if error.error_count() > MAX_FAULTS:
+        return invalid(
+            f"The body has {error.error_count()} faults, so none is named here; leave out fields "
+            "that OpenAI's API does not have, and lists of another type than it takes."
         )
-        raise invalid(where + what, where) from error
+    deepest = max(error.errors(), key=lambda fault: len(fault["loc"]))
+    where = ".".join(str(step) for step in deepest["loc"])
+    unknown = deepest["type"] == "extra_forbidden"
+    what = " is not supported by this server; leave it out." if unknown else f": {deepest['msg']}"
+    return invalid(where + what, where)
 
 
-def _said(value: Any) -> Any:
-    """Without what is null."""
-    if isinstance(value, dict):
-        return {name: _said(each) for name, each in value.items() if each is not None}
-    return [_said(each) for each in value] if isinstance(value, list) else value
+def _without_nulls(value: Any, max_items: int) -> Any:
+    if not isinstance(value, (dict, list)):
+        return value
+    if len(value) > max_items:
+        raise invalid(
+            f"{len(value)} items in one list or object are more than the {max_items} that this "
+            "server takes; send fewer.",
+            code="context_length_exceeded",
+        )
+    if isinstance(value, list):
+        return [_without_nulls(item, max_items) for item in value]
+    pairs = ((name, item) for name, item in value.items() if item is not None)
+    return {name: _without_nulls(item, max_items) for name, item in pairs}
 
 
 def _asks_nothing(name: str, value: Any) -> bool:

@@ -142,22 +142,26 @@ class Batcher:
             return sum(not row.is_done for batch in self._running for row in batch)
 
     def submit(self, rows: Sequence[Row]) -> None:
-        """Run them when there is room; raises Busy or RequestTooLarge if there is none."""
+        """Run them when there is room. Raises as check_room does, and takes none then."""
         with self._changed:
-            if self._over is not None:
-                raise self._over
-            if len(rows) > self.limits.max_waiting:
-                raise RequestTooLarge(
-                    f"rank 0: {len(rows)} prompts at a time are more than the "
-                    f"{self.limits.max_waiting} that may wait here; ask for fewer."
-                )
-            if len(self._waiting) + len(rows) > self.limits.max_waiting:
-                raise Busy(
-                    f"rank 0: {len(self._waiting)} requests wait already, and {len(rows)} more "
-                    f"would exceed the limit of {self.limits.max_waiting}; try again later."
-                )
+            self.check_room(len(rows))
             self._waiting.extend(rows)
             self._changed.notify_all()
+
+    def check_room(self, num_rows: int) -> None:
+        """Raise Busy or RequestTooLarge if so many rows may not wait now."""
+        if self._over is not None:
+            raise self._over
+        if num_rows > self.limits.max_waiting:
+            raise RequestTooLarge(
+                f"rank 0: {num_rows} prompts at a time are more than the "
+                f"{self.limits.max_waiting} that may wait here; ask for fewer."
+            )
+        if len(self._waiting) + num_rows > self.limits.max_waiting:
+            raise Busy(
+                f"rank 0: {len(self._waiting)} requests wait already, and {num_rows} more "
+                f"would exceed the limit of {self.limits.max_waiting}; try again later."
+            )
 
     def close(self) -> None:
         """Return when what waits has been told that it ends, and what runs has, which it does with

@@ -25,3 +25,25 @@ def outcomes(warm, tmp_path_factory):
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_gives_the_same_on_gloo_and_on_drumline(outcomes, program):
     assert (outcomes / program).read_text() == ""
+
+
+RESTARTED = """
+import os, sys, torch, torch.distributed as dist, communicator.torch_interop.process_group
+dist.init_process_group("drumline")
+half = dist.new_group([0, 1])
+total = torch.ones(3)
+dist.all_reduce(total, group=half)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os._exit(3)
+sys.stdout.write(f"sum {total.sum().item():g}\\n")
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_that_torchrun_restarts_meet_again(warm, tmp_path):
+    script = tmp_path / "restarted.py"
+    script.write_text(RESTARTED)
+    start = ("-m", "torch.distributed.run", "--standalone", "--max-restarts", "1")
+    done = warm.run(*start, "--monitor-interval", "0.1", "--nproc-per-node", "2", script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sum 6") == 2

@@ -1,6 +1,7 @@
 """Who does not know the launch secret: does not join, does not crash, does not delay."""
 
 import contextlib
+import logging
 import os
 import random
 import resource
@@ -14,19 +15,26 @@ from pathlib import Path
 import pytest
 
 from coordinator import Coordinator, CoordinatorError
-from coordinator.control.client import connect
+from coordinator.control import client as client_module
+from coordinator.control.client import Client, HubGone, connect
+from coordinator.control.framing import Late, LinkBroken
 from coordinator.control.handshake import (
     GREETING,
     HELLO,
+    HUB,
     MAGIC,
+    MAX_VISITORS,
     VERSION,
     WELCOME,
     Caller,
+    Gate,
     NotAdmitted,
     Proof,
+    TryAgain,
     purpose_of,
 )
 from coordinator.control.server import Hub
+from coordinator.transport.tree import Door
 from launcher import LaunchInfo
 
 
@@ -280,6 +288,183 @@ def test_who_was_let_in_for_another_purpose_is_no_rank():
         knock("tree/c0//1")
     hub.begin_closing()
     assert hub.wait(5)
+
+
+PROOF = Proof(bytes(range(32)), "strangers", 400)
+
+
+@pytest.fixture
+def hub():
+    """A Hub for 400 ranks, which are the clients of joined(hub, rank)."""
+    hub = Hub(socket.create_server(("127.0.0.1", 0), backlog=1024), PROOF)
+    hub.open(0)
+    yield hub
+    hub.begin_closing()
+    assert hub.wait(5)
+
+
+def joined(hub, rank, timeout_s=5):
+    """A Client that the hub has answered: it is let in a moment before the hub has noted it."""
+    caller = Caller(rank, HUB, token=rank.to_bytes(8, "big"), who=f"rank {rank}")
+    client = Client(lambda: [(socket.AF_INET, hub.address)], PROOF, caller, timeout_s)
+    assert client.ask("count", "", timeout_s=timeout_s) == 0
+    return client
+
+
+def dialled(address, count):
+    return [socket.create_connection(address, timeout=5) for _ in range(count)]
+
+
+def speak_while_others_come(address, oldest):
+    """As many dial as are accepted in one turn, and those that they send away say a byte."""
+    others = dialled(address, 16)
+    for link in oldest[:16]:
+        link.send(b"x")
+    return others
+
+
+def test_visitors_that_speak_as_they_are_sent_away_do_not_end_the_hub():
+    """They were dropped and then heard, in one turn of the loop, and the thread ended."""
+    proof = Proof(bytes(range(32)), "strangers", 2)
+    hub = Hub(socket.create_server(("127.0.0.1", 0), backlog=256), proof)
+    hub.open(0)
+    links = dialled(hub.address, MAX_VISITORS)
+    for link in links:
+        assert link.recv(GREETING.size, socket.MSG_WAITALL)
+    with hub._state:  # the thread waits here with what it has: all after it comes in one turn
+        links[-1].send(b"x")
+        time.sleep(0.2)
+        others = speak_while_others_come(hub.address, links)
+    assert all(link.recv(GREETING.size, socket.MSG_WAITALL) for link in others)
+    assert not hub.is_over
+    connect(socket.AF_INET, hub.address, proof, Caller(1, HUB), time.monotonic() + 5).close()
+    for link in links + others:
+        link.close()
+    hub.begin_closing()
+    assert hub.wait(5)
+
+
+def test_visitors_that_speak_as_they_are_sent_away_do_not_end_a_door():
+    with contextlib.closing(Door("127.0.0.1", PROOF, "tree", [1])) as door:
+        links = dialled(door.address, MAX_VISITORS)
+        with pytest.raises(Late):
+            door.wait(time.monotonic() + 0.5, lambda: None)
+        others = speak_while_others_come(door.address, links)
+        with pytest.raises(Late):
+            door.wait(time.monotonic() + 0.5, lambda: None)
+    for link in links + others:
+        link.close()
+
+
+def test_300_ranks_that_come_at_once_all_get_in(hub, monkeypatch):
+    """Far away or busy as they are, they sent each other away before any had proved itself."""
+    knock = client_module.knock
+
+    def knock_late(*arguments):
+        time.sleep(random.uniform(0.25, 0.5))
+        knock(*arguments)
+
+    monkeypatch.setattr(client_module, "knock", knock_late)
+    reading, writing = os.pipe()
+    ranks = os.fork()  # a process of their own: it has descriptors of its own
+    if ranks == 0:
+        try:
+            start = time.monotonic()
+            clients = together(*[lambda rank=rank: joined(hub, rank, 20) for rank in range(1, 301)])
+            count = sum(isinstance(client, Client) for client in clients)
+            os.write(writing, f"{count} {time.monotonic() - start}".encode())
+            time.sleep(60)
+        finally:
+            os._exit(1)
+    count, took_s = os.read(reading, 100).decode().split()
+    present = hub.present()
+    os.kill(ranks, signal.SIGKILL)
+    os.waitpid(ranks, 0)
+    os.close(reading)
+    os.close(writing)
+    assert int(count) == 300 and present == list(range(1, 301))
+    assert float(took_s) < 5
+
+
+def test_a_door_has_room_for_all_who_are_to_come():
+    with contextlib.closing(Door("127.0.0.1", PROOF, "tree", range(1, 301))) as door:
+        links = dialled(door.address, 300)
+        with pytest.raises(Late):
+            door.wait(time.monotonic() + 0.5, lambda: None)
+        assert links[0].recv(GREETING.size, socket.MSG_WAITALL)
+        links[0].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            links[0].recv(1)
+    for link in links:
+        link.close()
+
+
+def planted(*_):
+    raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize("place", ["_greet", "_hear", "_judge", "_on_admitted"])
+def test_an_error_on_one_connection_ends_that_one_alone(hub, monkeypatch, caplog, place):
+    """Told once, with the traceback, however often it is repeated."""
+    caplog.set_level(logging.WARNING, "coordinator")
+    with contextlib.closing(joined(hub, 1)) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(hub._gate, place, planted)
+            for _ in range(3):
+                start = time.monotonic()
+                with pytest.raises((TryAgain, LinkBroken)):
+                    link = connect(socket.AF_INET, hub.address, PROOF, Caller(2, HUB), start + 5)
+                    link.read_exactly(1, start + 5)
+                assert time.monotonic() - start < 3, "it was not closed"
+        assert client.ask("count", "", timeout_s=5) == 0
+        joined(hub, 2).close()
+    errors = [record for record in caplog.records if "planted" in record.message]
+    assert len(errors) == 1 and errors[0].exc_info and "strangers" in errors[0].message
+
+
+def test_an_error_on_the_connection_of_a_rank_ends_that_one_alone(hub, monkeypatch):
+    with contextlib.closing(joined(hub, 1)) as client:
+        other = joined(hub, 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(Hub, "_hear", planted)
+            with pytest.raises(HubGone):
+                other.ask("count", "", timeout_s=5)
+        assert client.ask("beat", 0, None, [], timeout_s=5) == [["", 2]], "its loss is no news"
+        joined(hub, 3).close()
+
+
+def test_an_error_on_one_connection_does_not_end_a_door(monkeypatch):
+    monkeypatch.setattr(Gate, "_hear", planted)
+    with (
+        contextlib.closing(Door("127.0.0.1", PROOF, "tree", [1])) as door,
+        socket.create_connection(door.address, timeout=5) as link,
+    ):
+        link.send(b"x")
+        with pytest.raises(Late):
+            door.wait(time.monotonic() + 0.5, lambda: None)
+        with contextlib.suppress(ConnectionResetError):
+            assert len(link.recv(GREETING.size + 1, socket.MSG_WAITALL)) <= GREETING.size
+
+
+def test_a_counter_that_leaves_64_bits_is_an_error_of_who_adds(hub):
+    """Its answer could not be packed, and the thread of the hub ended."""
+    most = 2**63 - 1
+    with contextlib.closing(joined(hub, 1)) as client:
+        assert client.ask("add", "a", most, timeout_s=5) == most
+        with pytest.raises(CoordinatorError, match=r"rank 1 asked rank 0 to add.*64 bits"):
+            client.ask("add", "a", most, timeout_s=5)
+        with pytest.raises(CoordinatorError, match=r"rank 0 asked rank 0 to add.*64 bits"):
+            hub.ask("add", "a", 1, timeout_s=5)
+        assert client.ask("add", "a", -1, timeout_s=5) == most - 1
+        assert client.ask("add", "b", -most - 1, timeout_s=5) == -most - 1
+
+
+def test_an_answer_that_cannot_be_packed_is_an_error_of_who_asks(hub, monkeypatch):
+    monkeypatch.setitem(hub._operations, "census", lambda *_: 2**70)
+    with contextlib.closing(joined(hub, 1)) as client:
+        with pytest.raises(CoordinatorError, match="OverflowError"):
+            client.ask("census", timeout_s=5)
+        assert client.ask("add", "a", 1, timeout_s=5) == 1
 
 
 def test_a_false_master_is_found_out(launch):

@@ -1,5 +1,6 @@
 """OpenAI's own client at a server of 2 ranks. The last test ends it."""
 
+import asyncio
 import importlib
 import json
 import os
@@ -22,14 +23,16 @@ from transformers import PreTrainedTokenizerFast
 
 import launcher
 from coordinator import Coordinator
+from drumline.serving import scheduler
 from drumline.serving.sampling import Sampling
 from drumline.serving.scheduler import Batcher, Limits, Row
-from launcher.external import reaper
+from launcher.timings import TIMINGS
 
 openai = pytest.importorskip("openai", reason="runs after `pip install openai fastapi uvicorn`")
 pytest.importorskip("uvicorn", reason="runs after `pip install openai fastapi uvicorn`")
 serve = importlib.import_module("drumline.serving.server")  # which is a function's name too
-Service = importlib.import_module("drumline.serving.app").Service
+service_module = importlib.import_module("drumline.serving.app")
+Service, application = service_module.Service, service_module.application
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
@@ -292,6 +295,103 @@ def test_a_body_that_makes_no_sense_is_an_error_of_openais_form(server, body):
     assert json.load(raised.value)["error"]["type"] == "invalid_request_error"
 
 
+HUGE = {  # 80 kB to 4 MB: more than the server takes, in each place that takes many
+    "prompts and choices": ("completions", {"n": 128, "prompt": [[1]] * 20_000}),
+    "prompts": ("completions", {"prompt": [[1]] * 200_000}),
+    "objects": ("completions", {"prompt": [{}] * 100_000}),
+    "fields": ("completions", {"prompt": "5", **{f"x{i}": 1 for i in range(300_000)}}),
+    "messages": ("chat/completions", {"messages": [{}] * 1_000_000}),
+}
+
+
+def post(server, path, body):
+    """The status of the answer, and its error."""
+    request = urllib.request.Request(
+        f"{server[1]}/v1/{path}",
+        data=json.dumps(body, separators=(",", ":")).encode(),
+        headers={"Authorization": f"Bearer {KEY}"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.status, None
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)["error"]
+
+
+@pytest.mark.parametrize(("path", "fields"), HUGE.values(), ids=HUGE)
+def test_a_huge_request_is_refused_while_others_are_answered(server, path, fields):
+    """80 kB made the server deaf for minutes, and took 5 GiB of its memory."""
+    statm = Path(f"/proc/{server[0][0].pid}/statm")
+
+    def memory_nbytes():
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = most = memory_nbytes()
+    with ThreadPoolExecutor(1) as thread:
+        body = {"model": "llama", "max_tokens": 1, **fields}
+        answer = thread.submit(post, server, path, body)
+        while not answer.done():
+            with urllib.request.urlopen(f"{server[1]}/health", timeout=1) as health:
+                assert health.status == 200
+            most = max(most, memory_nbytes())
+            time.sleep(0.01)
+    status, error = answer.result()
+    assert status == 400 and error["type"] == "invalid_request_error" and error["message"]
+    assert max(most, memory_nbytes()) - before < 200 << 20
+
+
+def test_many_faults_are_counted_and_not_listed(server):
+    body = {"model": "llama", "messages": [{"role": "user", "content": [{}] * 100}] * 50}
+    status, error = post(server, "chat/completions", body)
+    assert status == 400 and "faults" in error["message"]
+
+
+def test_a_prompt_of_too_many_tokens_exceeds_the_context(server):
+    for prompt in ([5] * 100, [5] * 101, [[5] * 1000]):  # with those to come, and by itself
+        status, error = post(server, "completions", {"model": "llama", "prompt": prompt})
+        assert status == 400 and error["code"] == "context_length_exceeded"
+
+
+def test_a_request_is_refused_for_all_its_choices_before_any_is_made(plain, monkeypatch):
+    def fail(*_):
+        raise AssertionError("a row was built")
+
+    monkeypatch.setattr(scheduler, "Chooser", fail)
+    body = {"model": "llama", "prompt": [[5]] * 40, "n": 2}
+    with closing(Service("llama", plain[0], None, LONG)) as service:
+        status, text = asyncio.run(respond(service, body, is_gone=False))
+    assert status == 400 and "80 prompts at a time are more than the 64" in text
+
+
+def test_what_a_client_asked_that_has_gone_is_not_built(plain, monkeypatch):
+    built = []
+    monkeypatch.setattr(scheduler, "Chooser", built.append)
+    body = {"model": "llama", "prompt": [5]}
+    with closing(Service("llama", plain[0], None, LONG)) as service:
+        status, _ = asyncio.run(respond(service, body, is_gone=True))
+    assert status == 499 and not built
+
+
+async def respond(service, body, is_gone):
+    """The status and body that the application sends to a client, which may have gone by then."""
+    messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+    sent = []
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        if not is_gone:
+            await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    await application(service, None)({**scope, "query_string": b""}, receive, send)
+    return sent[0]["status"], b"".join(part.get("body", b"") for part in sent).decode()
+
+
 def test_who_does_not_know_the_key_is_told_so(server):
     stranger = openai.OpenAI(base_url=f"{server[1]}/v1", api_key="guess", max_retries=0)
     with stranger, pytest.raises(openai.AuthenticationError, match="missing or wrong"):
@@ -393,7 +493,7 @@ def test_who_waits_when_the_grace_is_over_hears_that_the_server_ends(plain, monk
 
 def test_who_waits_hears_that_the_server_ends_before_an_engines_launcher_kills_it():
     """Answers had five seconds to end, as many as the launcher grants before it kills."""
-    assert serve.GRACE_S + serve.WATCH_S + serve.REGRET_S < reaper.GRACE_S
+    assert serve.GRACE_S + serve.WATCH_S + serve.REGRET_S < TIMINGS.backend_grace_s
 
 
 def test_health_and_metrics_tell_what_was_done(server, complete):

@@ -80,6 +80,48 @@ def collectives():
 
 
 @program(3)
+def calls_of_a_group_without_options():
+    world, rank = dist.get_world_size(), dist.get_rank()
+    group, most = dist.group.WORLD, dist.ReduceOp.MAX
+    found = []
+
+    def ask(call, outs, *arguments, **words):
+        call(*arguments, **words).wait()
+        found.extend(outs)
+
+    for arguments in ([], [most], [most, timedelta(seconds=9)]):
+        one, other = mine(5), mine(5, seed=1)
+        ask(group.allreduce, [one], one, *arguments)
+        ask(group.allreduce, [other], [other], *arguments)
+    one, other, another = mine(5), mine(5), mine(5)
+    ask(group.allreduce, [one], one, op=most)
+    ask(group.broadcast, [other], other, 1)
+    ask(group.broadcast, [another], another, root=2)
+    for arguments, words in (([1], {}), ([1, most], {}), ([], {"root": 1, "op": most})):
+        one = mine(5)
+        ask(group.reduce, [one] if rank == 1 else [], one, *arguments, **words)
+    for arguments, words in (([1], {}), ([], {"root": 1})):
+        rows = [torch.zeros(5) for _ in range(world)] if rank == 1 else []
+        ask(group.gather, rows, rows, mine(5), *arguments, **words)
+        out, parts = torch.zeros(4), list(mine(world, 4).unbind()) if rank == 1 else []
+        ask(group.scatter, [out], out, parts, *arguments, **words)
+    for arguments in ([], [most]):
+        out, parts = torch.zeros(4), list(mine(world, 4).unbind())
+        ask(group.reduce_scatter, [out], out, parts, *arguments)
+    rows = [torch.zeros(5) for _ in range(world)]
+    ask(group.allgather, rows, rows, mine(5))
+    ask(group.barrier, [], timeout=timedelta(seconds=9))
+    return found
+
+
+@program(3)
+def lists_gathered_from_each_rank():
+    outs = [[torch.zeros(2, 3), torch.zeros(5)] for _ in range(dist.get_world_size())]
+    dist.all_gather_coalesced(outs, [mine(2, 3), mine(5)])
+    return [out for row in outs for out in row]
+
+
+@program(3)
 def alltoall_of_even_and_uneven_parts():
     world, rank = dist.get_world_size(), dist.get_rank()
     even = torch.zeros(2 * world, 2)

@@ -1,0 +1,46 @@
+"""The files of a checkpoint, which anyone may have written: nothing they say is relied upon."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+from drumline.errors import CheckpointError
+
+
+def refuse_special(file: Path) -> None:
+    """Raise unless it is an ordinary file, or a link to one: opening a pipe waits for a writer.
+
+    OSError if there is nothing at all.
+    """
+    mode = file.stat().st_mode
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(
+            f"{file} is no ordinary file ({stat.filemode(mode)}), so reading it might never end; "
+            "put the file of the checkpoint there."
+        )
+
+
+def refuse_special_entries(folder: Path) -> None:
+    """Raise for a pipe, socket or device among the files that transformers may open by itself."""
+    for pattern in ("*", "additional_chat_templates/*"):
+        for file in sorted(folder.glob(pattern)):
+            if file.exists() and not file.is_dir():
+                refuse_special(file)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object that is all of a file."""
+    try:
+        refuse_special(file)
+        content = json.loads(file.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError(f"it is a {type(content).__name__}")
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{file} holds no JSON object ({error}), so what it describes is unknown; copy it "
+            "again."
+        ) from error
+    return content
