@@ -38,7 +38,7 @@ from drumline.planner.model_profile import (
     working_nbytes,
 )
 from drumline.planner.plan import DeviceMap, Layout, plan, readable
-from drumline.serving import serve
+from drumline.serving.server import serve
 from drumline.strategies.load import checkpoint_dtype, nbytes
 
 MENDABLE = ("CheckpointError", "DrumlineError", "PlanError")
