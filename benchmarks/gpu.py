@@ -34,7 +34,7 @@ from communicator.backends.nccl.oneshot import Algorithm
 from communicator.errors import DrumlineError
 from coordinator import Coordinator
 from tests.gpu import one_gpu
-from tests.gpu.test_oneshot import Ranks, in_order, values
+from tests.gpu.test_oneshot import Ranks, sort_places, values
 
 ROOT = Path(__file__).parents[1]
 GPU = torch.device("cuda", 0)
@@ -257,7 +257,7 @@ def small() -> Table:
 
 def _small(world: int, nbytes: int, way: Algorithm) -> tuple[float, str]:
     ranks, tensors = Ranks(world), values(world, nbytes, torch.bfloat16)
-    expected = in_order(tensors)
+    expected = sort_places(tensors)
     outs = ranks.sum(tensors, way, outs=[torch.empty_like(tensor) for tensor in tensors])
     right = all(torch.equal(out, expected) for out in outs)
     torch.cuda.synchronize()

@@ -5,15 +5,30 @@ with Coordinator() as coor:
 """
 
 from coordinator.coordinator import Coordinator
-from coordinator.errors import CoordinatorError, CoordinatorTimeout, DrumlineError, PeerLost
+from coordinator.errors import (
+    CoordinatorError,
+    CoordinatorTimeout,
+    DrumlineError,
+    FailureReason,
+    PeerLost,
+    RankFailure,
+    RemoteError,
+)
+from coordinator.failure.subscription import Subscription
 from coordinator.peers import Peer, group_by_node
+from coordinator.timings import Timings
 
 __all__ = [
     "Coordinator",
     "CoordinatorError",
     "CoordinatorTimeout",
     "DrumlineError",
+    "FailureReason",
     "Peer",
     "PeerLost",
+    "RankFailure",
+    "RemoteError",
+    "Subscription",
+    "Timings",
     "group_by_node",
 ]

@@ -23,6 +23,23 @@ class Call(NamedTuple):
         return f"{self.name} #{self.number} ({self.where})"
 
 
+class CallStatus(NamedTuple):
+    """The call that a rank was last seen in, and how long ago it entered or left it."""
+
+    name: str
+    number: int
+    where: str
+    ago_s: float
+
+    @property
+    def call(self) -> str:
+        return str(Call(*self[:3]))
+
+    def __str__(self) -> str:
+        ago = f"{self.ago_s:.1f}" if self.ago_s < 10 else f"{self.ago_s:.0f}"
+        return f"last seen {ago} s ago in {self.name} #{self.number}, {self.where}"
+
+
 class Waiting(NamedTuple):
     """A call that this rank is in, and its one deadline."""
 

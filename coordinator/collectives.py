@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from coordinator.call_site import caller
 from coordinator.control.object_codec import packed, unpacked, why_unsendable
 from coordinator.errors import CoordinatorError
+from coordinator.outcome import Outcome, raise_first_failure
+from coordinator.peers import Peer
 from coordinator.transport.group import EVERYBODY, scattered
 
 
@@ -18,6 +20,7 @@ class Collectives:
     ranks: tuple[int, ...]
     rank: int
     world_size: int
+    peers: tuple[Peer, ...]
 
     @abstractmethod
     def _exchange(
@@ -102,6 +105,31 @@ class Collectives:
         """Whether every rank said yes: the same answer on every rank. Collective."""
         found = self._exchange("all_true", b"y" if ok else b"n", timeout_s)
         return all(data == b"y" for data in found)
+
+    # ---- work ----
+
+    def run_on_all_ranks(
+        self, work: Callable[[], Any], *, timeout_s: float | None = None
+    ) -> list[Any]:
+        """Run work() on every rank and return every rank's result, in order of rank. Collective.
+
+        If it raises on one rank, all ranks raise: that rank its own exception; the others
+        RemoteError with the exception's type, text and traceback, or PeerLost if work() failed
+        everywhere only because ranks were lost. Results are values as those of broadcast_object.
+        The time that work() takes is not part of timeout_s, which begins when this rank has ended
+        its own; the others wait at most so long.
+        """
+        outcome = Outcome.of(work)
+        try:
+            packets = self.allgather(outcome.packed(self.ranks[self.rank]), timeout_s=timeout_s)
+        except CoordinatorError as error:
+            raise outcome.error or error from error
+        if outcome.error is not None:
+            raise outcome.error
+        self._check_sendable(packets[self.rank])
+        outcomes = [Outcome.unpacked(packet, self.ranks[self.rank]) for packet in packets]
+        raise_first_failure(outcomes, self.rank, self.peers)
+        return [outcome.result for outcome in outcomes]
 
     # ---- values: None, bool, int, float, str, bytes, lists and dicts of them ----
 

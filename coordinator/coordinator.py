@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -24,14 +25,16 @@ from coordinator.call_site import Waiting, caller, traceback_of, waiting
 from coordinator.collectives import Collectives
 from coordinator.control import session as sessions
 from coordinator.control.session import Session
-from coordinator.errors import CoordinatorError, CoordinatorTimeout
+from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost, RankFailure
 from coordinator.failure import stack_dump
-from coordinator.failure.detector import Watch
+from coordinator.failure.detector import FailureDetector
 from coordinator.failure.peer_monitor import CLOSED, FORGOTTEN
+from coordinator.failure.subscription import Subscription, always
 from coordinator.peers import Peer, group_by_node
 from coordinator.store import lock as locks
 from coordinator.store.prefix_store import Keys
 from coordinator.store.sequencer import Turns
+from coordinator.timings import Timings
 from coordinator.transport.connections import Crossing
 from coordinator.transport.group import EVERYBODY, Group, parts
 
@@ -61,6 +64,7 @@ class Coordinator(Collectives):
 
     info: who this process is; launcher.current() if not given.
     timeout_s: the deadline of every call that is not given one of its own.
+    timings: how soon failures are noticed; those of a rank's first Coordinator count.
 
     Raises CoordinatorTimeout if not every rank comes in time, CoordinatorError if the ranks do not
     belong together. One thread at a time makes collective calls; several Coordinators are
@@ -69,7 +73,11 @@ class Coordinator(Collectives):
     """
 
     def __init__(
-        self, info: launcher.LaunchInfo | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
+        self,
+        info: launcher.LaunchInfo | None = None,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timings: Timings | None = None,
     ) -> None:
         self.info = launcher.current() if info is None else info
         self.timeout_s = self._checked(timeout_s)
@@ -77,11 +85,13 @@ class Coordinator(Collectives):
         self._above: tuple[weakref.WeakSet[Coordinator], ...] = ()  # the groups of those it is of
         number = 0
         if self.info.world_size > 1:
-            self._session, number = sessions.enter(self.info, timeout_s)
+            self._session, number = sessions.enter(self.info, timeout_s, timings or Timings())
         call = waiting("Coordinator", number + 1, timeout_s)
         self._join(f"c{number}/", range(self.info.world_size), None, call)
 
-    def _join(self, key: str, ranks: Sequence[int], parent: Watch | None, call: Waiting) -> None:
+    def _join(
+        self, key: str, ranks: Sequence[int], parent: FailureDetector | None, call: Waiting
+    ) -> None:
         """Become one rank of a group, whose members meet under key."""
         self._pid = os.getpid()
         self.ranks = tuple(ranks)  # of the launch, by rank of this group
@@ -136,7 +146,9 @@ class Coordinator(Collectives):
             behind.append(int.from_bytes(clocks[0], "little") - mine)
         return sorted(behind)[CLOCK_READINGS // 2]
 
-    def _meet(self, key: str, me: Peer, parent: Watch | None, call: Waiting) -> tuple[Peer, ...]:
+    def _meet(
+        self, key: str, me: Peer, parent: FailureDetector | None, call: Waiting
+    ) -> tuple[Peer, ...]:
         assert self._session is not None
         self._group = Group(key, self._session, self.rank, self.world_size)
         try:
@@ -223,8 +235,8 @@ class Coordinator(Collectives):
             alone.release()
 
     def _turns(self, *names: str) -> Turns:
-        watch = self._group.watch if self._group is not None else None
-        return Turns(self._keys.below("turns", *names), self.info.rank, watch)
+        detector = self._group.detector if self._group is not None else None
+        return Turns(self._keys.below("turns", *names), self.info.rank, detector)
 
     def lock(self, name: str, *, timeout_s: float | None = None) -> AbstractContextManager[None]:
         """Hold a lock that one rank of this node holds at a time. Not collective.
@@ -258,18 +270,18 @@ class Coordinator(Collectives):
         return self._wait(self._keys.below("user"), [key], self._waiting("wait", timeout_s))[0]
 
     def _wait(self, keys: Keys, names: Sequence[str], call: Waiting) -> list[bytes]:
-        watch = self._group.watch if self._group is not None else None
-        if watch is None:
+        detector = self._group.detector if self._group is not None else None
+        if detector is None:
             return keys.wait(names, call)
 
         def look() -> None:
             self._check_open(call.call.name)
-            watch.check_alive(call)
+            detector.check_alive(call)
 
         try:
             return keys.wait(names, call, look)
         except CoordinatorTimeout as error:
-            text = f"{error} The ranks are:\n{watch.short_table()}"
+            text = f"{error} The ranks are:\n{detector.short_table()}"
             raise CoordinatorTimeout(text) from error.__cause__
 
     def store(self, name: str, *, timeout_s: float | None = None) -> Store:
@@ -343,8 +355,8 @@ class Coordinator(Collectives):
         if self._session is not None:
             sessions.stay(self.info)
         key = f"{self._keys.prefix}{'-'.join(map(str, members))}:{number}/"
-        watch = self._group.watch if self._group is not None else None
-        group._join(key, [self.ranks[member] for member in members], watch, call)
+        detector = self._group.detector if self._group is not None else None
+        group._join(key, [self.ranks[member] for member in members], detector, call)
         for groups in group._above:
             groups.add(group)
         return group
@@ -376,7 +388,7 @@ class Coordinator(Collectives):
         late = self._release(CLOSED, limit)
         if late and self._broken is None:
             assert own is not None
-            names = " and ".join(map(own.watch.named, late))
+            names = " and ".join(map(own.detector.describe_rank, late))
             raise CoordinatorTimeout(
                 f"rank 0 waited {limit:g} s in close ({caller()}) for {names}. Every rank must "
                 "close its Coordinators, or end."
@@ -388,7 +400,9 @@ class Coordinator(Collectives):
             self._busy.release()
             return
         if self._group is not None and self._broken is None:
-            self._group.watch.abandon(f"close ({caller()}) in the middle of the call\n", caller())
+            self._group.detector.abandon(
+                f"close ({caller()}) in the middle of the call\n", caller()
+            )
         if self._busy.acquire(timeout=limit):
             self._busy.release()
 
@@ -428,8 +442,54 @@ class Coordinator(Collectives):
 
     def _abandon_alone(self, error: BaseException) -> None:
         if self._group is not None and self._broken is None and not self._closed:
-            self._group.watch.abandon(traceback_of(error), caller())
+            causes = [failure for failure in self._causes(error) if failure.rank != self.rank]
+            self._group.detector.abandon(traceback_of(error), caller(), causes)
         self._broken = self._broken or CoordinatorError(f"left because of {error!r}")
+
+    def _causes(self, error: BaseException | None) -> Sequence[RankFailure]:
+        """The failed ranks of the group that the error, or the one before it, names."""
+        while error is not None:
+            failures = error.failures if isinstance(error, PeerLost) else ()
+            causes = [failure for failure in failures if failure.peer in self.peers]
+            if causes:
+                return [replace(failure, rank=self.peers.index(failure.peer)) for failure in causes]
+            error = error.__cause__ or error.__context__
+        return ()
+
+    # ---- failures ----
+
+    def on_failure(
+        self,
+        callback: Callable[[RankFailure], None],
+        *,
+        is_waiting: Callable[[], bool] = always,
+    ) -> Subscription:
+        """Have callback(failure) called once for every rank of the group that fails from now on,
+        or has failed already. Not collective; nobody needs to be in a call.
+
+        A failure is the end of a process, close() on that rank, report_failure() on any rank, a
+        suspended process (SIGSTOP) and a host that does not answer; see FailureReason. Ranks that
+        fail together are reported in the order in which they failed, so the first is the cause.
+        The callback runs on a thread of the Coordinator, which lives as long as there are
+        subscribers; it may close the subscription or the Coordinator. is_waiting: a rank that is
+        suspended or unreachable, and may recover, is reported only while this is true.
+
+        with coor.on_failure(lambda failure: comm.abort()):
+            ...
+        """
+        self._check_usable("on_failure")
+        if self._group is None:
+            return Subscription(callback, is_waiting, lambda subscription: None)
+        return self._group.detector.subscribe(callback, is_waiting)
+
+    def failures(self, *, wait_s: float = 0.0) -> tuple[RankFailure, ...]:
+        """The ranks of the group that have failed, the first to fail first. Not collective.
+
+        wait_s: how long to wait for there to be one, since connections of a process that ends are
+        closed before its end can be seen.
+        """
+        self._check_usable("failures")
+        return () if self._group is None else self._group.detector.failures(wait_s)
 
     def report_failure(self, rank: int, how: str) -> None:
         """Break the group, from any thread: this rank of it will not come, for it is `how`.
@@ -438,7 +498,7 @@ class Coordinator(Collectives):
         ones. For who knows better than a deadline, say that a rank is stopped.
         """
         if self._group is not None and self._broken is None and not self._closed:
-            self._group.watch.report_failure(self.peers[rank], how, caller())
+            self._group.detector.report_failure(self.peers[rank], how, caller())
 
     # ---- looking ----
 
@@ -447,7 +507,7 @@ class Coordinator(Collectives):
         if self._broken is not None:
             raise self._broken
         if self._group is not None and not self._closed:
-            self._group.watch.check_verdict(self._waiting("check", None))
+            self._group.detector.check_group(self._waiting("check", None))
 
     def diagnose(self, *, stacks_too: bool = True) -> str:
         """Where every rank is, a line each; the other ranks of this node also show their stacks.
@@ -459,10 +519,10 @@ class Coordinator(Collectives):
         if self._group is None:
             return f"{self._me} (host {socket.gethostname()}, alone)"
         if not stacks_too:
-            return self._group.watch.short_table()
+            return self._group.detector.short_table()
         me = self.peers[self.rank]
         stack_dump.ask(peer for peer in self.peers if peer.pid != me.pid)
-        return self._group.watch.table()
+        return self._group.detector.table()
 
     # ---- within ----
 
@@ -527,7 +587,8 @@ class Coordinator(Collectives):
         self._counts[what] = number + 1
         return number
 
-    def _check_open(self, name: str) -> None:
+    def _check_usable(self, name: str) -> None:
+        """Raise in a forked process and after close()."""
         if self._pid != os.getpid():
             raise CoordinatorError(
                 f"{self._me}: {name} ({caller()}) in process {os.getpid()}, which was forked from "
@@ -539,6 +600,9 @@ class Coordinator(Collectives):
                 f"{self._me}: {name} ({caller()}) on a closed Coordinator. Make a new one, or "
                 "close it later."
             )
+
+    def _check_open(self, name: str) -> None:
+        self._check_usable(name)
         if self._broken is not None:
             raise CoordinatorError(
                 f"{self._me}: {name} ({caller()}) cannot be had, for the ranks fell out of step "

@@ -1,4 +1,4 @@
-"""Whether a process of this host lives, and how it ended: through a pidfd, and /proc beside it."""
+"""Processes of this host: alive, suspended or how they ended, through a pidfd and /proc."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ EXIT_CODE_OFFSET = 60
 EXIT_CODE_FIELD = 49  # of /proc/PID/stat, counted from the state
 
 
-class Process:
-    """The process of a peer, if it is one that this process sees: else it is never seen dead."""
+class PeerProcess:
+    """The process of a peer; one that this process cannot see in /proc is never seen dead."""
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
         self._fd = -1
-        self._how = ""
+        self._exit_state = ""
+        self.exit_status: int | None = None  # once it is dead: its exit code, or minus the signal
         if not peer.is_visible:
             return
         try:
@@ -35,14 +36,23 @@ class Process:
         if peer.is_known_dead() and not _is_signalled(self._fd):
             self.close()  # the number belongs to another process by now
 
+    def fileno(self) -> int:
+        """The pidfd, readable once the process is dead; -1 if there is none."""
+        return self._fd
+
     def is_dead(self) -> bool:
-        if self._how:
+        if self._exit_state:
             return True
         fd = self._fd
         is_dead = _is_signalled(fd) if fd >= 0 else self.peer.is_known_dead()
         if is_dead:
-            self._how = _ending(self._exit_status())
+            status = self._wait_status()
+            self.exit_status = None if status is None else os.waitstatus_to_exitcode(status)
+            self._exit_state = describe_exit(self.exit_status)
         return is_dead
+
+    def is_suspended(self) -> bool:
+        return self.peer.is_visible and stat(self.peer.pid)[:1] in (["T"], ["t"])
 
     def dies_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -51,17 +61,17 @@ class Process:
         return self.is_dead()
 
     def state(self) -> str:
-        """In a word or two: exited with SIGKILL, stopped, running, sleeping; "" if out of sight."""
+        """How it ended, or suspended, running, sleeping; "" if out of sight."""
         if self.is_dead():
-            return self._how
+            return self._exit_state
         if not self.peer.is_visible:
             return ""
         fields = stat(self.peer.pid)
-        return {"T": "stopped", "t": "stopped", "R": "running"}.get(
+        return {"T": "suspended", "t": "suspended", "R": "running"}.get(
             fields[0] if fields else "", "sleeping"
         )
 
-    def _exit_status(self) -> int | None:
+    def _wait_status(self) -> int | None:
         """As waitpid gives it; None where the kernel does not tell."""
         fields = stat(self.peer.pid)  # of a zombie
         if len(fields) > EXIT_CODE_FIELD and fields[0] in "ZX":
@@ -89,13 +99,12 @@ def _is_signalled(pidfd: int) -> bool:
     return bool(poll.poll(0))
 
 
-def _ending(status: int | None) -> str:
-    if status is None:
+def describe_exit(exit_status: int | None) -> str:
+    if exit_status is None:
         return "exited"
-    code = os.waitstatus_to_exitcode(status)
-    if code >= 0:
-        return f"exited with code {code}"
+    if exit_status >= 0:
+        return f"exited with code {exit_status}"
     try:
-        return f"exited with {signal.Signals(-code).name}"
+        return f"exited with {signal.Signals(-exit_status).name}"
     except ValueError:
-        return f"exited with signal {-code}"
+        return f"exited with signal {-exit_status}"

@@ -33,7 +33,7 @@ from coordinator.control.handshake import (
     Handler,
     Proof,
 )
-from coordinator.control.tables import LATER, Meetings, Values
+from coordinator.control.tables import LATER, LEFT, SUSPENDED, Meetings, Values
 from coordinator.errors import CoordinatorError
 
 TICK_S = 0.5
@@ -343,7 +343,7 @@ class Hub:
             rank: (
                 now - known.beat_at,
                 known.rows,
-                "left" if not (known.links or known.lost_at) else "stopped" * (rank in stopped),
+                LEFT if not (known.links or known.lost_at) else SUSPENDED * (rank in stopped),
                 now - known.lost_at if known.lost_at else -1.0,
                 self._is_cut_off(known, now),
             )

@@ -29,10 +29,12 @@ from coordinator.control.client import Client, HubGone
 from coordinator.control.credentials import NBYTES, secret_of
 from coordinator.control.framing import Late, nothing
 from coordinator.control.handshake import HUB, Caller, Proof
-from coordinator.control.process_monitor import Process
+from coordinator.control.process_monitor import PeerProcess
 from coordinator.control.server import Hub
+from coordinator.control.tables import Membership, RankReport
 from coordinator.errors import CoordinatorError, CoordinatorTimeout
 from coordinator.peers import Peer, stat
+from coordinator.timings import Timings
 from launcher import LaunchInfo
 
 BEAT_S = 0.5
@@ -55,8 +57,11 @@ class Row(Protocol):
 class Session:
     """What the Coordinators of one rank of one launch share."""
 
-    def __init__(self, info: LaunchInfo, hub: Hub | None, client: Client, proof: Proof) -> None:
+    def __init__(
+        self, info: LaunchInfo, hub: Hub | None, client: Client, proof: Proof, timings: Timings
+    ) -> None:
         self.info, self.hub, self.client, self.proof = info, hub, client, proof
+        self.timings = timings
         self.users = 0
         self.lost: dict[int, float] = {}  # ranks of the launch, and when we heard
         self.verdicts: dict[str, bytes] = {}  # by group
@@ -66,7 +71,7 @@ class Session:
         self._refreshing = threading.Lock()
         self._closed = threading.Event()
         self._neighbour: Peer | None = None
-        self._master: Process | None = None
+        self._master: PeerProcess | None = None
         self._beats = False
         if spans_nodes(info):
             self.begin_beating()
@@ -90,7 +95,7 @@ class Session:
             self._neighbour = neighbour
         master = next((peer for peer in peers if peer.rank == 0), None)
         if self._master is None and master is not None:
-            self._master = Process(master)
+            self._master = PeerProcess(master)
 
     def _beat(self) -> None:
         pause_s = max(BEAT_S, self.info.world_size / BEATS_PER_S)
@@ -127,10 +132,11 @@ class Session:
             return []
         return [neighbour.rank] if stat(neighbour.pid)[:1] in (["T"], ["t"]) else []
 
-    def census(self, timeout_s: float = ANSWER_S) -> dict[int, Any]:
+    def membership(self, timeout_s: float = ANSWER_S) -> Membership:
         """What rank 0 knows of each rank; nothing if it does not answer."""
         try:
-            return dict(self.ask("census", timeout_s=timeout_s))
+            reports = self.ask("census", timeout_s=timeout_s)
+            return {rank: RankReport.from_wire(fields) for rank, fields in reports.items()}
         except (HubGone, Late, CoordinatorError):
             return {}
 
@@ -206,10 +212,10 @@ class _Seat:
         self.point: _Point | None = None
         self.token = secrets.token_bytes(8)
 
-    def enter(self, info: LaunchInfo, timeout_s: float) -> tuple[Session, int]:
+    def enter(self, info: LaunchInfo, timeout_s: float, timings: Timings) -> tuple[Session, int]:
         with self.lock:
             if self.session is None:
-                self.session = self._open(info, timeout_s)
+                self.session = self._open(info, timeout_s, timings)
             elif self.hub is not None:
                 self.hub.open(self.number)
             self.session.users += 1
@@ -221,7 +227,7 @@ class _Seat:
             assert self.session is not None
             self.session.users += 1
 
-    def _open(self, info: LaunchInfo, timeout_s: float) -> Session:
+    def _open(self, info: LaunchInfo, timeout_s: float, timings: Timings) -> Session:
         if info.extras.get("store") == "agent" and self.point is None:
             self.point = _agree_on_point(info, timeout_s)
         proof = Proof(self._secret(info), info.launch_id, info.world_size)
@@ -232,7 +238,7 @@ class _Seat:
         caller = Caller(info.rank, HUB, self.number, self.token, who)
         client = Client(lambda: self._where(info), proof, caller, timeout_s, self.hub)
         atexit.register(client.close, says_bye=False)  # who ends without closing is lost
-        return Session(info, self.hub, client, proof)
+        return Session(info, self.hub, client, proof, timings)
 
     def _secret(self, info: LaunchInfo) -> bytes:
         return self.point.secret if self.point is not None else secret_of(info)
@@ -306,9 +312,9 @@ _seats = _Seats()
 os.register_at_fork(after_in_child=_seats.drop)
 
 
-def enter(info: LaunchInfo, timeout_s: float) -> tuple[Session, int]:
+def enter(info: LaunchInfo, timeout_s: float, timings: Timings) -> tuple[Session, int]:
     """The session of this rank, and how many Coordinators the rank has made before."""
-    return _seats.of(info).enter(info, timeout_s)
+    return _seats.of(info).enter(info, timeout_s, timings)
 
 
 def stay(info: LaunchInfo) -> None:

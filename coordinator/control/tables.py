@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
+from coordinator.call_site import CallStatus
+
+LEFT, SUSPENDED = "left", "suspended"  # notes of a RankReport
 LATER = object()  # the answer comes when somebody else has spoken
 COUNTS = (-(1 << 63), (1 << 63) - 1)  # as torch's Store.add
 
 Asker = TypeVar("Asker")
 Answer = Callable[[Asker, Any], None]
+
+
+class RankReport(NamedTuple):
+    """A rank as rank 0 knows it.
+
+    silent_s: since its last heartbeat. calls: of each of its groups, by key. note: LEFT, SUSPENDED
+    or nothing. lost_s: since its last connection broke, or -1. is_unreachable: its host does not
+    acknowledge what was sent to it.
+    """
+
+    silent_s: float
+    calls: Mapping[str, CallStatus] | None
+    note: str
+    lost_s: float
+    is_unreachable: bool
+
+    @classmethod
+    def from_wire(cls, fields: Sequence[Any]) -> RankReport:
+        silent_s, calls, note, lost_s, is_unreachable = fields
+        if calls is not None:
+            calls = {key: CallStatus(*status) for key, status in calls.items()}
+        return cls(silent_s, calls, note, lost_s, is_unreachable)
+
+
+Membership = Mapping[int, RankReport]  # by rank of the launch; empty if rank 0 does not answer
 
 
 class Values(Generic[Asker]):

@@ -1,4 +1,4 @@
-"""Who is missing when a call does not end, and what is known of them.
+"""The state of the other ranks of a group, from shared memory, from /proc and from rank 0.
 
 Ranks are named as in the launch, whatever their number in a group.
 """
@@ -6,57 +6,83 @@ Ranks are named as in the launch, whatever their number in a group.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
 from coordinator._node_shm import Board
-from coordinator.call_site import Call
-from coordinator.control.process_monitor import Process
+from coordinator.call_site import Call, CallStatus
+from coordinator.control.process_monitor import PeerProcess
 from coordinator.control.session import ANSWER_S, Session
+from coordinator.control.tables import LEFT, SUSPENDED, Membership, RankReport
+from coordinator.errors import FailureReason
 from coordinator.peers import Peer
 
-PRESENT, CLOSED, FORGOTTEN = 0, 1, 2  # status of a rank on the board
-LEFT = "closed its Coordinator"
-STATUS = {CLOSED: LEFT, FORGOTTEN: "dropped its Coordinator without close()"}
+PRESENT, CLOSED, FORGOTTEN = 0, 1, 2  # status of a rank in shared memory
+CLOSED_ITS_COORDINATOR = "closed its Coordinator"
+STATUS_TEXT = {
+    CLOSED: CLOSED_ITS_COORDINATOR,
+    FORGOTTEN: "dropped its Coordinator without close()",
+}
+CONNECTION_LOST = "exited, or its connection broke"
 GRACE_S = 0.5  # what a lost rank had sent may still be on its way
-SILENT_S = 2.5  # without a beat
 LOOK_S = 1.0  # between two questions to rank 0 about who has left
 NEW_S = 5.0  # until when a group may be missing from what its ranks tell rank 0
 MAX_LINES = 16  # of a table within an error
+RUNNING = "running"
 
 
-class Culprit(NamedTuple):
-    """A rank that keeps others waiting."""
+class ObservedRank(NamedTuple):
+    """A rank as it looks from here.
+
+    state: what it does, in a few words. reason: why it counts as failed, if it does.
+    """
 
     peer: Peer
-    state: str  # what it does instead, in a few words
-    last: str = ""  # where it was seen, and when
+    state: str
+    last_call: CallStatus | None = None
+    reason: FailureReason | None = None
+    exit_status: int | None = None
+    since_s: float = 0.0  # how long it has been so, if that is known
 
     def __str__(self) -> str:
         peer = self.peer
-        facts = [f"host {peer.host}", f"pid {peer.pid}", self.last, self.state]
+        last = str(self.last_call or "")
+        facts = [f"host {peer.host}", f"pid {peer.pid}", last, self.state]
         return f"rank {peer.rank} ({', '.join(fact for fact in facts if fact)})"
 
+    @property
+    def call(self) -> str:
+        return self.last_call.call if self.last_call is not None else ""
 
-class Sights:
-    """What this rank can see of the others of its group: on the board, in /proc, from rank 0."""
+
+class PeerStatus(NamedTuple):
+    """A rank as it is in shared memory; has_arrived: in the call that this rank is in."""
+
+    status: int
+    has_arrived: bool
+    num_calls: int
+    last_call: CallStatus
+
+
+class PeerMonitor:
+    """Observes the other ranks of one group."""
 
     def __init__(self, key: str, session: Session, me: Peer, peers: Sequence[Peer]) -> None:
         self.key, self.session, self.me, self.peers = key, session, me, peers
         self.board: Board | None = None
-        self._here: dict[int, int] = {}  # rank of the launch: its place on the board
+        self._local: dict[int, int] = {}  # rank of the launch: its place in the shared memory
         self._remote = {peer.rank: peer for peer in peers if peer.rank != me.rank}
-        self._processes: dict[int, Process] = {}
+        self._processes: dict[int, PeerProcess] = {}
         self._since = time.monotonic()
-        self._census_at = 0.0
+        self._asked_at = 0.0
 
-    def share(self, island: Sequence[int], board: Board) -> None:
+    def share(self, shm_domain: Sequence[int], board: Board) -> None:
         """From now on these places of the group share memory with us, in this order."""
         self.board = board
-        self._here = {self.peers[place].rank: index for index, place in enumerate(island)}
-        self._remote = {peer.rank: peer for peer in self.peers if peer.rank not in self._here}
-        others = [self.peers[place] for place in island]
-        self._processes = {peer.rank: Process(peer) for peer in others if peer.pid != self.me.pid}
+        self._local = {self.peers[place].rank: index for index, place in enumerate(shm_domain)}
+        self._remote = {peer.rank: peer for peer in self.peers if peer.rank not in self._local}
+        for place in shm_domain:
+            self.process(self.peers[place])
 
     def close(self) -> None:
         for process in self._processes.values():
@@ -70,152 +96,192 @@ class Sights:
     def is_remote(self, rank: int) -> bool:
         return rank in self._remote
 
-    # ---- who will not come any more ----
+    def process(self, peer: Peer) -> PeerProcess | None:
+        """The process of a rank, if it is another process of this host."""
+        if peer.rank not in self._processes and peer.is_visible and peer.pid != self.me.pid:
+            self._processes[peer.rank] = PeerProcess(peer)
+        return self._processes.get(peer.rank)
 
-    def gone(self, ranks: Collection[int] | None = None) -> list[Culprit]:
-        """Those of these ranks, or of all, that are dead or have left."""
-        wanted = self._here.keys() | self._remote.keys() if ranks is None else set(ranks)
-        here = [self._gone_here(rank) for rank in self._here if rank in wanted]
-        there = [self._lost(rank) for rank in self._remote if rank in wanted]
-        return [culprit for culprit in (*here, *there) if culprit is not None]
+    # ---- ranks that are gone ----
 
-    def dead(self) -> list[Culprit]:
+    def exited(self, ranks: Collection[int] | None = None) -> list[ObservedRank]:
+        """Those of these ranks, or of all, that died or left."""
+        of_all = self._local.keys() | self._remote.keys() if ranks is None else set(ranks)
+        local = [self.local_exit(rank) for rank in self._local if rank in of_all]
+        remote = [self.remote_exit(rank) for rank in self._remote if rank in of_all]
+        return [observed for observed in (*local, *remote) if observed is not None]
+
+    def died(self) -> list[ObservedRank]:
         """Ranks that ended before they left."""
-        return [culprit for culprit in self.gone() if culprit.state not in STATUS.values()]
+        return [observed for observed in self.exited() if observed.reason != FailureReason.LEFT]
 
-    def left_elsewhere(self, ranks: Collection[int], timeout_s: float) -> list[Culprit]:
-        """Those of these ranks that rank 0 knows to have left; asked for once in a while."""
-        there = [peer for rank, peer in self._remote.items() if rank in ranks]
+    def departed_remote(self, ranks: Collection[int], timeout_s: float) -> list[ObservedRank]:
+        """Those of these ranks that rank 0 knows to have left; asks it once in a while."""
+        peers = [peer for rank, peer in self._remote.items() if rank in ranks]
         now = time.monotonic()
-        if not there or now - self._census_at < LOOK_S:
+        if not peers or now - self._asked_at < LOOK_S:
             return []
-        self._census_at, census = now, self.session.census(min(ANSWER_S, timeout_s))
-        return [Culprit(peer, LEFT) for peer in there if self._has_left(census.get(peer.rank), now)]
+        self._asked_at, membership = now, self.session.membership(min(ANSWER_S, timeout_s))
+        return [
+            ObservedRank(peer, CLOSED_ITS_COORDINATOR, None, FailureReason.LEFT)
+            for peer in peers
+            if self.has_left(membership.get(peer.rank))
+        ]
 
-    def _has_left(self, seen: Any, now: float) -> bool:
-        if seen is None:
+    def has_left(self, report: RankReport | None) -> bool:
+        """Has the rank of this report closed the group, or all that it had?"""
+        if report is None:
             return False
-        beat_s, rows, note, _, _ = seen
-        is_old = now - self._since > NEW_S and beat_s < SILENT_S
-        return note == "left" or (is_old and rows is not None and self.key not in rows)
+        is_fresh = report.silent_s < self.session.timings.silent_s
+        is_old = time.monotonic() - self._since > NEW_S and is_fresh
+        is_without_group = report.calls is not None and self.key not in report.calls
+        return report.note == LEFT or (is_old and is_without_group)
 
     def missing(self) -> list[int]:
         """Ranks of this node that have not come to the call that this one is in."""
-        return [rank for rank in self._here if not self._glimpse(rank)[1]]
+        return [rank for rank in self._local if not self._read_status(rank).has_arrived]
 
-    def gone_missing(self) -> list[Culprit]:
-        """Those that are waited for and will not come any more."""
-        gone = self.gone({*self.missing(), *self._remote})
-        awaited = {*self.missing(), *self._remote} if gone else ()  # some came first, and then left
-        return [culprit for culprit in gone if culprit.peer.rank in awaited]
+    def awaited_exits(self) -> list[ObservedRank]:
+        """The ranks that are waited for and will not come any more."""
+        exited = self.exited({*self.missing(), *self._remote})
+        awaited = {*self.missing(), *self._remote} if exited else ()  # some came, and then left
+        return [observed for observed in exited if observed.peer.rank in awaited]
 
-    def _gone_here(self, rank: int) -> Culprit | None:
-        status, _, calls, name, number, site, ago_s = self._glimpse(rank)
-        peer = self._peer(rank)
-        last = _last_seen(name, number, site, ago_s) if calls else ""
-        process = self._processes.get(rank)
+    def local_exit(self, rank: int) -> ObservedRank | None:
+        """A rank that shares memory, if it died or left."""
         if rank == self.me.rank:
             return None
+        status, last_call = self._local_status(rank)
+        peer, process = self._peer(rank), self._processes.get(rank)
         if status != PRESENT:
-            return Culprit(peer, STATUS[status], last)
+            return ObservedRank(peer, STATUS_TEXT[status], last_call, FailureReason.LEFT)
         if process is not None and process.is_dead():
-            return Culprit(peer, process.state(), last)
+            exited = FailureReason.EXITED
+            return ObservedRank(peer, process.state(), last_call, exited, process.exit_status)
         return None
 
-    def _lost(self, rank: int) -> Culprit | None:
+    def remote_exit(self, rank: int) -> ObservedRank | None:
+        """A rank that shares no memory, if rank 0 lost its connection."""
         since = self.session.lost.get(rank)
         if since is None or time.monotonic() - since < GRACE_S:
             return None
-        return Culprit(self._remote[rank], "exited, or its connection broke")
+        exited, lost_s = FailureReason.EXITED, time.monotonic() - since
+        return ObservedRank(self._remote[rank], CONNECTION_LOST, None, exited, None, lost_s)
 
-    def _glimpse(self, rank: int) -> tuple[int, int, int, str, int, str, float]:
+    def _local_status(self, rank: int) -> tuple[int, CallStatus | None]:
+        status = self._read_status(rank)
+        return status.status, status.last_call if status.num_calls else None
+
+    def _read_status(self, rank: int) -> PeerStatus:
         assert self.board is not None
-        return self.board.glimpse(self._here[rank])
+        status, has_arrived, num_calls, name, number, where, ago_s = self.board.glimpse(
+            self._local[rank]
+        )
+        return PeerStatus(
+            status, bool(has_arrived), num_calls, CallStatus(name, number, where, ago_s)
+        )
 
     def _peer(self, rank: int) -> Peer:
         return next(peer for peer in self.peers if peer.rank == rank)
 
-    # ---- who is late, and what they do ----
+    # ---- ranks that are late ----
 
-    def calls_here(self) -> dict[int, Call]:
+    def local_calls(self) -> dict[int, Call]:
         """The call that each rank of this node is in."""
-        return {rank: Call(*self._glimpse(rank)[3:6]) for rank in self._here}
+        return {rank: Call(*self._read_status(rank).last_call[:3]) for rank in self._local}
 
-    def stragglers(self, call: Call, census: Mapping[int, Any]) -> list[Culprit]:
+    def stragglers(self, call: Call, membership: Membership) -> list[ObservedRank]:
         """The ranks that are not in this call, with what they do instead."""
-        here = [self._straggler_here(rank, call) for rank in self.missing()]
-        there = [self._sight(rank, census, call) for rank in self._remote]
-        return [culprit for culprit in (*here, *there) if culprit is not None]
+        local = [self._local_straggler(rank, call) for rank in self.missing()]
+        remote = [self._observe_remote(rank, membership, call) for rank in self._remote]
+        return [observed for observed in (*local, *remote) if observed is not None]
 
-    def _straggler_here(self, rank: int, call: Call) -> Culprit | None:
-        if self._glimpse(rank)[3:5] == call[:2]:
-            return None  # it waits in this very call, for somebody on another node
-        return self._sight_here(rank)
+    def _local_straggler(self, rank: int, call: Call) -> ObservedRank | None:
+        if self._read_status(rank).last_call[:2] == call[:2]:
+            return None  # it waits in this very call, for a rank of another node
+        return self._observe_local(rank)
 
-    def near(self, rank: int) -> Culprit | None:
+    def observe_local(self, rank: int) -> ObservedRank | None:
         """A rank that shares memory with this one, and what it does."""
-        return self._sight_here(rank) if rank in self._here else None
+        return self._observe_local(rank) if rank in self._local else None
 
-    def _sight_here(self, rank: int) -> Culprit:
-        _, _, calls, name, number, site, ago_s = self._glimpse(rank)
-        last = _last_seen(name, number, site, ago_s) if calls else "not seen in any call"
+    def _observe_local(self, rank: int) -> ObservedRank:
+        _, last_call = self._local_status(rank)
         process = self._processes.get(rank)
         state = process.state() if process else "in this process"
-        return Culprit(self._peer(rank), state, last)
+        if last_call is None:
+            state = f"not seen in any call, {state}"
+        return ObservedRank(self._peer(rank), state, last_call)
 
-    def _sight(self, rank: int, census: Mapping[int, Any], call: Call | None) -> Culprit | None:
-        """What rank 0 knows of a rank that shares no memory; None if it is in the call."""
-        if not census:
-            return self._sight_without_hub(rank)
-        if rank not in census:
-            return Culprit(self._remote[rank], "never seen by rank 0")
-        _, rows, _, _, _ = census[rank]
-        beat_s = census[rank][0]
-        name, number, site, ago_s = (rows or {}).get(self.key, ("", 0, "", 0.0))
-        last = _last_seen(name, number, site, ago_s + beat_s) if number else "not seen in any call"
-        state = _state_of(census[rank])
-        if state == "running" and call is not None and (name, number) == call[:2]:
-            return None
-        return Culprit(self._remote[rank], state, last)
+    def _observe_remote(
+        self, rank: int, membership: Membership, call: Call | None
+    ) -> ObservedRank | None:
+        """A rank that shares no memory, as rank 0 knows it; None if it is in the call."""
+        if not membership:
+            return self._observe_without_server(rank)
+        report = membership.get(rank)
+        if report is None:
+            return ObservedRank(self._remote[rank], "never seen by rank 0")
+        observed = self.observe_report(self._remote[rank], report)
+        last_call = observed.last_call
+        is_in_call = call is not None and last_call is not None and last_call[:2] == call[:2]
+        return None if observed.state == RUNNING and is_in_call else observed
 
-    def _sight_without_hub(self, rank: int) -> Culprit | None:
+    def observe_report(self, peer: Peer, report: RankReport) -> ObservedRank:
+        """A rank as rank 0 reports it."""
+        last_call = (report.calls or {}).get(self.key)
+        if last_call is not None and last_call.number:
+            last_call = last_call._replace(ago_s=last_call.ago_s + report.silent_s)
+        else:
+            last_call = None
+        state, reason = judge_report(report, self.session.timings.silent_s)
+        if last_call is None:
+            state = f"not seen in any call, {state}"
+        return ObservedRank(peer, state, last_call, reason, None, report.silent_s)
+
+    def _observe_without_server(self, rank: int) -> ObservedRank | None:
         if rank == 0:
-            state = "gone" if self.session.hub_lost_at else "stopped, or its host cut off"
-            return Culprit(self._remote[rank], f"it does not answer: {state}")
+            is_lost = bool(self.session.hub_lost_at)
+            state = "gone" if is_lost else "suspended, or its host cut off"
+            return ObservedRank(self._remote[rank], f"it does not answer: {state}")
         if 0 in self._remote:
             return None  # rank 0 is to blame, as far as we can see
-        return Culprit(self._remote[rank], "unknown, for rank 0 does not answer")
+        return ObservedRank(self._remote[rank], "unknown, for rank 0 does not answer")
 
-    def of(self, ranks: Iterable[int], census: Mapping[int, Any]) -> list[Culprit]:
-        """What these ranks do, as far as it can be seen."""
-        found = [
-            self._sight_here(rank) if rank in self._here else self._sight(rank, census, None)
+    def observe(self, ranks: Iterable[int], membership: Membership) -> list[ObservedRank]:
+        """These ranks and what they do, as far as it can be seen."""
+        observed = [
+            self._observe_local(rank)
+            if rank in self._local
+            else self._observe_remote(rank, membership, None)
             for rank in ranks
-            if rank in self._here or rank in self._remote
+            if rank in self._local or rank in self._remote
         ]
-        return [culprit for culprit in found if culprit is not None]
+        return [rank for rank in observed if rank is not None]
 
-    def table(self, census: Mapping[int, Any], limit: int | None = None) -> str:
-        """A line for every rank: where it is and how it does."""
-        lines = [str(each) for each in self.of([peer.rank for peer in self.peers], census)]
-        cut = [f"and {len(lines) - limit} more"] if limit and len(lines) > limit else []
-        return "\n".join(lines[:limit] + cut)
-
-
-def _state_of(seen: Any) -> str:
-    """What rank 0 makes of a rank, in a few words."""
-    beat_s, _, note, lost_s, is_cut_off = seen
-    if lost_s >= 0:
-        return f"exited, or its connection broke, {lost_s:.0f} s ago"
-    if note == "left":
-        return LEFT
-    if beat_s > SILENT_S and is_cut_off:
-        return f"its host has not answered rank 0 for {beat_s:.0f} s"
-    if beat_s > SILENT_S and not note:
-        return f"silent for {beat_s:.0f} s: stopped, or stuck"
-    return str(note or "running")
+    def table(self, membership: Membership, limit: int | None = None) -> str:
+        """A line for every rank: where it is and what it does."""
+        ranks = [peer.rank for peer in self.peers]
+        lines = [str(observed) for observed in self.observe(ranks, membership)]
+        rest = [f"and {len(lines) - limit} more"] if limit and len(lines) > limit else []
+        return "\n".join(lines[:limit] + rest)
 
 
-def _last_seen(name: str, number: int, site: str, ago_s: float) -> str:
-    ago = f"{ago_s:.1f}" if ago_s < 10 else f"{ago_s:.0f}"
-    return f"last seen {ago} s ago in {name} #{number}, {site}"
+def judge_report(report: RankReport, silent_s: float) -> tuple[str, FailureReason | None]:
+    """The state of a rank that rank 0 reports, in a few words, and why it counts as failed.
+
+    silent_s: without a heartbeat for so long, a rank does not run.
+    """
+    if report.lost_s >= 0:
+        return f"{CONNECTION_LOST}, {report.lost_s:.0f} s ago", FailureReason.EXITED
+    if report.note == LEFT:
+        return CLOSED_ITS_COORDINATOR, FailureReason.LEFT
+    if report.silent_s > silent_s and report.is_unreachable:
+        state = f"its host has not answered rank 0 for {report.silent_s:.0f} s"
+        return state, FailureReason.UNREACHABLE
+    if report.note == SUSPENDED:
+        return SUSPENDED, FailureReason.SUSPENDED
+    if report.silent_s > silent_s:
+        state = f"silent for {report.silent_s:.0f} s: suspended, or stuck"
+        return state, FailureReason.SUSPENDED
+    return RUNNING, None

@@ -113,7 +113,7 @@ class Keys:
         """The error for a deadline: rank 0 does not answer, or nobody has put it."""
         assert self._session is not None
         waited = f"rank {self._rank} waited {waiting.timeout_s:g} s in {waiting.call} for"
-        if what and self._session.census(LAST_ANSWER_S):
+        if what and self._session.membership(LAST_ANSWER_S):
             return CoordinatorTimeout(f"{waited} {list(what)}, which nobody has put.")
         return CoordinatorTimeout(
             f"{waited} {self._session.master()} {KEPT} and does not answer: it is stopped, busy or "

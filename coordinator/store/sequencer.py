@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from coordinator.call_site import Waiting, traceback_of
 from coordinator.control.framing import pack, unpack
 from coordinator.errors import CoordinatorError, CoordinatorTimeout
-from coordinator.failure.detector import Watch
+from coordinator.failure.detector import FailureDetector
 from coordinator.store.prefix_store import Keys
 
 TELL_S = 5.0  # for saying that it failed, whatever its own deadline
@@ -24,8 +24,8 @@ class Turns:
     Ranks are those of the launch. keys: of this one turn.
     """
 
-    def __init__(self, keys: Keys, rank: int, watch: Watch | None) -> None:
-        self._keys, self._rank, self._watch = keys, rank, watch
+    def __init__(self, keys: Keys, rank: int, detector: FailureDetector | None) -> None:
+        self._keys, self._rank, self._detector = keys, rank, detector
 
     @contextmanager
     def first(self, first: int, waiting: Waiting) -> Iterator[None]:
@@ -78,29 +78,29 @@ class Turns:
 
     def _outcome(self, who: int, waiting: Waiting) -> bytes:
         """What came of it at rank who. Raises CoordinatorError with its traceback if it failed."""
-        assert self._watch is not None
+        assert self._detector is not None
         try:
             (found,) = self._keys.wait([OUTCOME], waiting, lambda: self._look(who, waiting))
         except CoordinatorTimeout as error:
             raise CoordinatorTimeout(
                 f"rank {self._rank} waited {waiting.timeout_s:g} s in {waiting.call} for "
-                f"{self._watch.described([who])} to go first. Give a longer timeout_s, or look at "
-                "what it does."
+                f"{self._detector.describe_ranks([who])} to go first. Give a longer timeout_s, or "
+                "look at what it does."
             ) from error
         return self._result(found, who, waiting)
 
     def _look(self, who: int, waiting: Waiting) -> None:
         """Raise if rank who will not say any more how it went."""
-        assert self._watch is not None
+        assert self._detector is not None
         is_done = lambda: self._keys.get(OUTCOME, waiting) is not None  # noqa: E731
-        self._watch.check_members([who], waiting, is_done)
+        self._detector.check_members([who], waiting, is_done)
 
     def _result(self, found: bytes, who: int, waiting: Waiting) -> bytes:
         good, data = unpack(found)
         if not good:
             peer = "this rank"
-            if self._watch is not None:
-                peer = next(str(peer) for peer in self._watch.peers if peer.rank == who)
+            if self._detector is not None:
+                peer = next(str(peer) for peer in self._detector.peers if peer.rank == who)
             raise CoordinatorError(
                 f"rank {self._rank}: {peer} went first in {waiting.call} and failed:\n"
                 f"{data.decode()}"

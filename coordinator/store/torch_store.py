@@ -46,7 +46,7 @@ class TorchStore(Store):
         except CoordinatorTimeout as error:
             raise StoreTimeout(str(error)) from error
         except PeerLost as error:
-            raise StoreLost(str(error)) from error
+            raise StoreLost(str(error), error.failures) from error
         except CoordinatorError as error:
             raise StoreFailed(str(error)) from error
 

@@ -14,7 +14,7 @@ from coordinator.call_site import Call, Waiting
 from coordinator.control.framing import Late, pack, unpack
 from coordinator.control.session import Session
 from coordinator.errors import CoordinatorError, CoordinatorTimeout
-from coordinator.failure.detector import Watch
+from coordinator.failure.detector import FailureDetector
 from coordinator.peers import Peer, group_by_node
 from coordinator.transport.rendezvous import Meetings
 from coordinator.transport.tree import (
@@ -54,7 +54,9 @@ class Group:
 
     # ---- joining ----
 
-    def join(self, me: Peer, members: Sequence[int], parent: Watch | None, call: Waiting) -> None:
+    def join(
+        self, me: Peer, members: Sequence[int], parent: FailureDetector | None, call: Waiting
+    ) -> None:
         """Meet the members (ranks of the launch), and connect to them.
 
         parent: looks after a group that has all of them. call: in which this happens.
@@ -63,7 +65,7 @@ class Group:
         self._joining = call
         given = self._meet("peers", me.to_json().encode())
         self.peers = tuple(Peer.from_json(data) for data in given)
-        self.watch = Watch(self.key, self.session, self.rank, self.peers)
+        self.detector = FailureDetector(self.key, self.session, self.rank, self.peers)
         self.islands = self._share_memory(_islands(self.peers))
         self._index = next(i for i, island in enumerate(self.islands) if self.rank in island)
         self.island = self.islands[self._index]
@@ -122,7 +124,7 @@ class Group:
             return str(error)
         finally:
             os.close(own)
-        self.watch.share(island, self._board)
+        self.detector.share(island, self._board)
         return ""
 
     def _without_broken(self, islands: list[list[int]], told: list[str]) -> list[list[int]]:
@@ -132,7 +134,7 @@ class Group:
             found += [[rank] for rank in island] if problems else [island]
             if problems and self.rank in island:
                 self._board = None
-                self.watch = Watch(self.key, self.session, self.rank, self.peers)
+                self.detector = FailureDetector(self.key, self.session, self.rank, self.peers)
                 log.warning(
                     "rank %d: %d ranks of this node cannot share memory (%s); they use TCP",
                     self.session.info.rank, len(island), problems[0],
@@ -203,17 +205,17 @@ class Group:
         """
         call = waiting.call
         self._last = (*call, waiting.since)
-        self.watch.check_verdict(waiting)
+        self.detector.check_group(waiting)
         try:
             if len(self.islands) == 1:
                 wants = reader in (EVERYBODY, self.rank)
                 return self._exchange_here(waiting, root + 1, data, wants, is_scattered)
             return self._exchange_everywhere(waiting, data, root, reader, is_scattered)
         except _node_shm.Mismatch:
-            raise self.watch.in_different_calls(waiting) from None
+            raise self.detector.in_different_calls(waiting) from None
         except EdgeBroken as error:
             neighbour = self.islands[error.index][0]
-            raise self.watch.broken(neighbour, str(error), waiting) from error
+            raise self.detector.broken(neighbour, str(error), waiting) from error
         finally:
             self._last = (*call, time.monotonic())
 
@@ -229,7 +231,7 @@ class Group:
             call.name, call.number, tag, call.where, data, wants, is_scattered, SLICE_S
         )
         while found is None:
-            self.watch.check(waiting)
+            self.detector.check(waiting)
             found = board.resume(SLICE_S)
         return found
 
@@ -267,7 +269,7 @@ class Group:
             return EVERYWHERE if entry.dst == EVERYBODY else self._island_of[entry.dst]
 
         mine = (*waiting.call[:2], root)
-        idle: Callable[[], None] = lambda: self.watch.check(waiting)  # noqa: E731
+        idle: Callable[[], None] = lambda: self.detector.check(waiting)  # noqa: E731
         headers, found = self._tree.exchange(
             (mine, waiting.call), entries, goes_to, waiting.deadline + EDGE_S, idle
         )
@@ -276,7 +278,7 @@ class Group:
                 first = self.peers[self.islands[index][0]]
                 me = self.peers[self.rank].rank
                 calls = {me: waiting.call, first.rank: Call(*call)}
-                raise self.watch.disagree(calls, waiting)
+                raise self.detector.disagree(calls, waiting)
         return [(entry.src, entry.dst, entry.data) for entry in found]
 
     def _neighbour(self) -> Peer:
@@ -292,7 +294,7 @@ class Group:
         if self._tree is not None:
             self._tree.close()
         if self.peers:
-            self.watch.close()
+            self.detector.close()
         self._board = self._tree = None
 
     def drop(self) -> None:
@@ -300,7 +302,7 @@ class Group:
         if self._tree is not None:
             self._tree.close()
         if self.peers:
-            self.watch.close()
+            self.detector.drop()
 
 
 def _islands(peers: Sequence[Peer]) -> list[list[int]]:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 from coordinator.call_site import Waiting
 from coordinator.control.client import HubGone
-from coordinator.control.framing import Late, pack, unpack
+from coordinator.control.framing import Late
 from coordinator.control.session import ANSWER_S, EXIT_S, Session
 from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost
-from coordinator.failure.detector import LAST_ANSWER_S, Watch
+from coordinator.failure.detector import LAST_ANSWER_S, FailureDetector
+from coordinator.failure.group_failure import GroupFailure
 
 PATIENCE_S = 1.0  # after which we ask who is lost
 SLICE_S = 0.05
@@ -29,7 +30,7 @@ class Meetings:
         key: str,
         session: Session,
         members: Sequence[int],
-        parent: Watch | None,
+        parent: FailureDetector | None,
         waiting: Waiting,
     ) -> None:
         self._key, self._session, self._members = key, session, members
@@ -78,22 +79,23 @@ class Meetings:
             )
 
     def _check_given_up(self) -> None:
-        verdict = self._session.verdicts.get(self._key)
-        if verdict is not None:
-            _, by, where, text, ranks = unpack(verdict)
+        data = self._session.verdicts.get(self._key)
+        if data is not None:
+            failure = GroupFailure.unpack(data)
             me, call, waited_s = self._rank, self._waiting.call, self._waiting.waited_s
             raise CoordinatorTimeout(
-                f"rank {me} came to {call} when rank {by} had already given up, in {where}, "
-                f"waiting for {text}. {ALIKE}"
-                if me in ranks
-                else f"rank {me} waited {waited_s:.1f} s in {call} for {text}. "
-                f"Rank {by} found it out, in {where}. {ALIKE}"
+                f"rank {me} entered {call}, but rank {failure.reporter} had already given up, in "
+                f"{failure.where}, waiting for {failure.text}. {ALIKE}"
+                if me in failure.ranks
+                else f"rank {me} waited {waited_s:.1f} s in {call} for {failure.text}. "
+                f"Rank {failure.reporter} noticed it, in {failure.where}. {ALIKE}"
             )
 
     def _give_up(self, text: str, missing: Sequence[int]) -> None:
         """Tell who comes later that this rank does not wait any more."""
-        kind, call = CoordinatorTimeout.__name__, str(self._waiting.call)
-        self._session.report(self._key, pack((kind, self._rank, call, text, missing[:256])))
+        call = str(self._waiting.call)
+        failure = GroupFailure.of(CoordinatorTimeout, self._rank, call, text, missing)
+        self._session.report(self._key, failure.pack())
 
     def _named(self, ranks: Sequence[int]) -> str:
         try:
@@ -136,7 +138,7 @@ class Meetings:
             )
         missing = [rank for place, rank in enumerate(self._members) if place not in came]
         if self._parent is not None:
-            described = self._parent.described(missing)
+            described = self._parent.describe_ranks(missing)
             self._give_up(described, missing)
             return CoordinatorTimeout(f"{waited} for {described}. {ALIKE}")
         return CoordinatorTimeout(

@@ -60,7 +60,7 @@ int Board::create(int nranks) {
 }
 
 Board::Board(int nranks, int rank, bool may_spin)
-    : nranks(nranks), rank(rank), patience_(shm::patience(!may_spin)) {}
+    : nranks(nranks), rank(rank), spin_policy_(shm::measured_spin_policy(!may_spin)) {}
 
 Board::~Board() {
     if (base_ != nullptr) munmap(base_, total_bytes(nranks));
@@ -124,7 +124,7 @@ bool Board::is_complete() const {
 }
 
 bool Board::wait(int64_t deadline_ns) {
-    if (shm::look(patience_, [this] { return is_complete(); })) return true;
+    if (shm::spin_until(spin_policy_, [this] { return is_complete(); })) return true;
     int64_t left = deadline_ns - shm::now_ns();
     if (left <= 0 || has_verdict()) return false;
     // Counted before the word is read: either the last to arrive sees a sleeper, or we see it come.

@@ -118,7 +118,7 @@ class Board {
     void put_down();
     void arrive();
 
-    shm::Patience patience_;
+    shm::SpinPolicy spin_policy_;
     char* base_ = nullptr;
     Head* head_ = nullptr;
     Place* places_ = nullptr;

@@ -24,8 +24,8 @@ from transformers.modeling_utils import LoadStateDictInfo
 from drumline.checkpoint.json_files import read_json, refuse_special_entries
 from drumline.checkpoint.safetensors_index import Index, read_index
 from drumline.checkpoint.shard_loader import named_tensors
-from drumline.checkpoint.shard_plan import fills
-from drumline.checkpoint.weight_map import Description, describe
+from drumline.checkpoint.shard_plan import fills_exactly
+from drumline.checkpoint.weight_map import WeightMap, map_weights
 from drumline.errors import CheckpointError
 from drumline.pipeline.unsupported import MERGE
 
@@ -38,7 +38,7 @@ _turn = threading.Lock()
 
 
 @contextlib.contextmanager
-def building() -> Iterator[None]:
+def model_build_lock() -> Iterator[None]:
     """Take the turn to build a model, and ask nobody on stdin whether foreign code may run.
 
     transformers sets torch's default dtype and replaces functions of torch while it builds a model,
@@ -70,23 +70,23 @@ def empty_model(
     places: Mapping[str, str],
     dtype: torch.dtype,
     **options: Any,
-) -> tuple[Any, Description]:
+) -> tuple[Any, WeightMap]:
     """A model with its weights on meta, and what each of them is made of.
 
     Tied weights are tied, and the buffers that modules compute are real where `places` has a device
     for them. Raises Computed for a model whose weights cannot be streamed, and CheckpointError for
     tensors that are missing, surplus or of another shape or kind.
     """
-    found: list[Description] = []
+    found: list[WeightMap] = []
 
     def read(model: Any, *unused: Any) -> tuple[Any, None]:
-        found.append(describe(model, index))
+        found.append(map_weights(model, index))
         _refuse_mismatches(path, dict(named_tensors(model)), found[0], index)
         for _, tensor in named_tensors(model):
             tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # it will be
         return _report(found[0]), None
 
-    with building():
+    with model_build_lock():
         model, report = _reading(cls, dict(places), read).from_pretrained(
             None,
             config=config,
@@ -109,7 +109,7 @@ def load_shard(
     Read by transformers, which maps the files into memory: what it converts is there twice for a
     while.
     """
-    with building():
+    with model_build_lock():
         try:
             model, report = _reading(cls, dict(places), None).from_pretrained(
                 path,
@@ -157,7 +157,7 @@ def _reading(
     return type(cls.__name__, (cls,), {**names, **methods})
 
 
-def _report(found: Description) -> Any:
+def _report(found: WeightMap) -> Any:
     """What transformers would say of a checkpoint after loading it."""
     kinds = {"error_msgs": list, "conversion_errors": dict}
     names = [field.name for field in dataclasses.fields(LoadStateDictInfo)]
@@ -167,7 +167,7 @@ def _report(found: Description) -> Any:
 
 
 def _refuse_mismatches(
-    path: str | Path, state: Mapping[str, torch.Tensor], found: Description, index: Index
+    path: str | Path, state: Mapping[str, torch.Tensor], found: WeightMap, index: Index
 ) -> None:
     """Raise for tensors of another shape, and for numbers in place of whole ones or the reverse."""
     wrong = [
@@ -175,7 +175,7 @@ def _refuse_mismatches(
         f"{str(state[name].dtype).removeprefix('torch.')} {list(state[name].shape)}"
         for name, pieces in found.pieces.items()
         for piece, stored in [(piece, index[piece.key]) for piece in pieces]
-        if not fills(pieces, state[name].shape)
+        if not fills_exactly(pieces, state[name].shape)
         or stored.torch_dtype.is_floating_point != state[name].dtype.is_floating_point
     ]
     if wrong:
@@ -248,7 +248,7 @@ def _foreign(folder: Path, file: str, content: Mapping[str, Any]) -> CheckpointE
     )
 
 
-def generation_config(path: str | Path) -> Any:
+def read_generation_config(path: str | Path) -> Any:
     """How the checkpoint wants to be generated with; what its config.json says, in older ones."""
     older = {"config_file_name": "config.json", "_from_model_config": True}
     file = Path(path, "generation_config.json")

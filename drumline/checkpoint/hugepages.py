@@ -14,20 +14,20 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-HUGE = 2 << 20
+HUGE_PAGE_NBYTES = 2 << 20
 """The size of a huge page of x86 and Arm."""
 
-TOGETHER = 32 << 20
+MAPPING_NBYTES = 32 << 20
 """Tensors share a mapping up to this size: it goes back to the system with the last of them."""
 
-ALIGNED = 64
+ALIGNMENT_NBYTES = 64
 """Where torch's own allocator has tensors begin."""
 
-Wish = tuple[Sequence[int], torch.dtype, "torch.device | str"]
+TensorSpec = tuple[Sequence[int], torch.dtype, "torch.device | str"]
 """Shape, dtype and device."""
 
 
-def rooms(wishes: Mapping[str, Wish]) -> dict[str, torch.Tensor]:
+def allocate_hugepages(wishes: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
     """Empty tensors; those on the CPU lie one behind the other in few mappings."""
     found = {}
     sizes = {}
@@ -49,7 +49,7 @@ def _parted(sizes: Mapping[str, int]) -> Iterator[list[str]]:
     part: list[str] = []
     total = 0
     for name, nbytes in sizes.items():
-        if part and total + nbytes > TOGETHER:
+        if part and total + nbytes > MAPPING_NBYTES:
             yield part
             part, total = [], 0
         part.append(name)
@@ -61,15 +61,19 @@ def _parted(sizes: Mapping[str, int]) -> Iterator[list[str]]:
 def _mapped(sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
     """Bytes in one mapping. What does not fill a huge page lies in small ones, so that no memory is
     used but what the tensors need."""
-    total = sum(-(-nbytes // ALIGNED) * ALIGNED for nbytes in sizes.values())
-    spare = HUGE if total >= HUGE else 0  # to begin where a huge page begins
+    total = sum(-(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES for nbytes in sizes.values())
+    spare = (
+        HUGE_PAGE_NBYTES if total >= HUGE_PAGE_NBYTES else 0
+    )  # to begin where a huge page begins
     memory = mmap.mmap(-1, total + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    begin = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE if spare else 0
+    begin = (
+        -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE_PAGE_NBYTES if spare else 0
+    )
     if spare:
         with contextlib.suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE, begin, total // HUGE * HUGE)
+            memory.madvise(mmap.MADV_HUGEPAGE, begin, total // HUGE_PAGE_NBYTES * HUGE_PAGE_NBYTES)
     found = {}
     for name, nbytes in sizes.items():
         found[name] = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=begin)
-        begin += -(-nbytes // ALIGNED) * ALIGNED
+        begin += -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
     return found

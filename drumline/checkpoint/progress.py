@@ -1,7 +1,7 @@
 """How far loading is on all ranks together, as a bar on the master.
 
-with Progress(coor, total=plan.nbytes, show=None) as landed:
-    landed(nbytes)      # on any rank, whenever some more has arrived
+with LoadProgress(coor, total=plan.nbytes, show=None) as landed:
+    on_progress(nbytes)      # on any rank, whenever some more has arrived
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ EVERY_S = 0.2
 """How often a rank tells what it has, and how often the master looks."""
 
 
-class Progress:
+class LoadProgress:
     """Counts the bytes that land on this rank, and shows those of all ranks on the master.
 
     total: the bytes that all ranks together will load. show: None means if stderr is a terminal.
@@ -39,7 +39,7 @@ class Progress:
             if not self._bar.disable:
                 self._watcher = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> LoadProgress:
         if self._watcher is not None:
             self._watcher.start()
         return self

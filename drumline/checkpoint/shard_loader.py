@@ -19,43 +19,43 @@ from torch import nn
 
 from communicator import Communicator, PeerLost
 from coordinator import Coordinator, CoordinatorError, group_by_node
-from drumline.checkpoint.hugepages import Wish, rooms
+from drumline.checkpoint.hugepages import TensorSpec, allocate_hugepages
 from drumline.checkpoint.safetensors_index import (
     Index,
-    Reader,
-    Stored,
+    StoredTensor,
+    TensorReader,
     index_from_json,
     index_to_json,
     read_index,
 )
 from drumline.checkpoint.shard_plan import (
     LoadPlan,
-    Piece,
+    SourceSlice,
+    TensorRequest,
     Transfer,
-    Wanted,
     plan_loading,
     reader_ranks,
-    whole,
+    whole_tensor,
 )
 from drumline.core.mesh import ALIASES, Mesh, axis_names, read_mesh
-from drumline.core.shards import Box, Split, blocks
+from drumline.core.shards import Region, ShardSpec, split_into_blocks
 from drumline.errors import CheckpointError, DrumlineError, PlanError, said, story
 
-BLOCK = 8 << 20
+BLOCK_NBYTES = 8 << 20
 """Bytes read and sent at a time. At most two such blocks exist beside the shards."""
 
-CARRIER = "tcp"
+CARRIER_BACKEND = "tcp"
 """What takes blocks from rank to rank: it reaches every host, its tensors are on the CPU, and once
 the Coordinator's group is broken nobody waits in it."""
 
 PATIENCE_S = 24 * 3600.0
 """How long a rank waits for its turn while others load: files are large, and a death is noticed."""
 
-Sources = Mapping[str, tuple[Piece, ...]]
+WeightSources = Mapping[str, tuple[SourceSlice, ...]]
 
 
 @dataclass
-class Loaded:
+class LoadStats:
     """What loading took on this rank, in bytes: its share of the model, read, sent, received."""
 
     share: int
@@ -71,12 +71,12 @@ def load_into(
     *,
     mesh: Any = None,
     reader: str = "each",
-    splits: Mapping[str, tuple[Split, ...]] | None = None,
+    splits: Mapping[str, tuple[ShardSpec, ...]] | None = None,
     only: Mapping[str, Mapping[str, int]] | None = None,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
-    sources: Callable[[Index], Sources] | None = None,
+    sources: Callable[[Index], WeightSources] | None = None,
     device: torch.device | str = "cpu",
-) -> Loaded:
+) -> LoadStats:
     """Give every parameter and persistent buffer that is on meta its shard. Collective.
 
     A plain tensor is cut as `splits` says by name, and whole otherwise. A DTensor on meta (from
@@ -96,15 +96,15 @@ def load_into(
     Needs the share plus a few blocks of 8 MiB. Raises PlanError or CheckpointError on every rank
     before a tensor moves.
     """
-    files, _ = share_files(coor, path, lambda: who_reads(coor, mesh, reader)[1])
-    grid, _ = who_reads(coor, mesh, reader)
-    asked = Asked(splits or {}, only or {}, shapes or {}, sources)
-    plan = plan_together(coor, lambda: plan_files(model, files, grid, coor.rank, asked))
+    files, _ = share_index(coor, path, lambda: assign_readers(coor, mesh, reader)[1])
+    grid, _ = assign_readers(coor, mesh, reader)
+    asked = LoadRequest(splits or {}, only or {}, shapes or {}, sources)
+    plan = plan_on_all_ranks(coor, lambda: plan_files(model, files, grid, coor.rank, asked))
     return load_planned(model, plan, files, coor, device)
 
 
 @dataclass(frozen=True)
-class Files:
+class CheckpointFiles:
     """A checkpoint as all ranks see it. `readers`: by rank, the rank that reads for it."""
 
     path: Path
@@ -113,19 +113,21 @@ class Files:
 
 
 @dataclass(frozen=True)
-class Asked:
+class LoadRequest:
     """What load_into was asked for, by name of tensor."""
 
-    splits: Mapping[str, tuple[Split, ...]]
+    splits: Mapping[str, tuple[ShardSpec, ...]]
     only: Mapping[str, Mapping[str, int]]
     shapes: Mapping[str, tuple[int, ...]]
-    sources: Callable[[Index], Sources] | None
+    sources: Callable[[Index], WeightSources] | None
 
 
-def plan_files(model: nn.Module, files: Files, grid: Mesh, rank: int, asked: Asked) -> LoadPlan:
+def plan_files(
+    model: nn.Module, files: CheckpointFiles, grid: Mesh, rank: int, asked: LoadRequest
+) -> LoadPlan:
     """What this rank has a part in of loading a model that is on meta."""
-    found = asked.sources(files.index) if asked.sources else named_alike(model, files.index)
-    tensors = distinct(model).items()
+    found = asked.sources(files.index) if asked.sources else sources_by_name(model, files.index)
+    tensors = distinct_meta_tensors(model).items()
     wanted = {name: _wanted(name, tensor, found, grid, asked) for name, tensor in tensors}
     return plan_loading(wanted, files.index, grid, files.readers, rank)
 
@@ -133,49 +135,51 @@ def plan_files(model: nn.Module, files: Files, grid: Mesh, rank: int, asked: Ask
 def load_planned(
     model: nn.Module,
     plan: LoadPlan,
-    files: Files,
+    files: CheckpointFiles,
     coor: Coordinator,
     device: torch.device | str = "cpu",
-) -> Loaded:
+) -> LoadStats:
     """Give a model that is on meta what a plan that all ranks share says. Collective."""
-    tensors = distinct(model)
+    tensors = distinct_meta_tensors(model)
     mine = [name for name, one in plan.wanted.items() if one.is_held_by(plan.mesh, coor.rank)]
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-    with leaving_aloud(coor):
-        shards = rooms({name: _wish(tensors[name], name, plan, coor, device) for name in mine})
-        done = carry_out(plan, files.index, files.path, coor, shards, dtypes)
+    with abort_peers_on_error(coor):
+        shards = allocate_hugepages(
+            {name: _wish(tensors[name], name, plan, coor, device) for name in mine}
+        )
+        done = execute(plan, files.index, files.path, coor, shards, dtypes)
         with torch.no_grad():
-            new = {id(tensors[name]): like(tensors[name], shards.pop(name)) for name in mine}
-        replace(model, new)
+            new = {id(tensors[name]): wrap_like(tensors[name], shards.pop(name)) for name in mine}
+        replace_tensors(model, new)
     return done
 
 
-def carry_out(
+def execute(
     plan: LoadPlan,
     index: Index,
     path: str | Path,
     coor: Coordinator,
     shards: Mapping[str, torch.Tensor],
     dtypes: Mapping[str, torch.dtype],
-    landed: Callable[[int], None] = lambda nbytes: None,
-) -> Loaded:
+    on_progress: Callable[[int], None] = lambda nbytes: None,
+) -> LoadStats:
     """Fill this rank's shards, by name, as a plan that all ranks share says. Collective.
 
     dtypes: of all tensors of the model: what travels is the narrower of those and the stored ones.
     landed: called with the bytes of every block that has reached a shard here.
     """
-    done = Loaded(sum(shard.nbytes for shard in shards.values()))
-    with contextlib.ExitStack() as stack, leaving_aloud(coor):
-        files = stack.enter_context(Reader(path))
+    done = LoadStats(sum(shard.nbytes for shard in shards.values()))
+    with contextlib.ExitStack() as stack, abort_peers_on_error(coor):
+        files = stack.enter_context(TensorReader(path))
         comm = None
         if any(reader != rank for rank, reader in enumerate(plan.readers)):
-            comm = stack.enter_context(Communicator(coor, CARRIER, timeout_s=PATIENCE_S))
-        _Stream(index, files, comm, shards, dtypes, done, landed).run(plan, coor.rank)
+            comm = stack.enter_context(Communicator(coor, CARRIER_BACKEND, timeout_s=PATIENCE_S))
+        _Stream(index, files, comm, shards, dtypes, done, on_progress).run(plan, coor.rank)
         done.nbytes_read = files.nbytes
     return done
 
 
-def read_here(
+def execute_locally(
     plan: LoadPlan,
     index: Index,
     path: str | Path,
@@ -183,28 +187,28 @@ def read_here(
     dtypes: Mapping[str, torch.dtype],
 ) -> None:
     """Fill these tensors as a plan for one rank says, without any other rank."""
-    with Reader(path) as files:
-        _Stream(index, files, None, shards, dtypes, Loaded(0), lambda nbytes: None).run(plan, 0)
+    with TensorReader(path) as files:
+        _Stream(index, files, None, shards, dtypes, LoadStats(0), lambda nbytes: None).run(plan, 0)
 
 
-def who_reads(coor: Coordinator, mesh: Any, reader: str) -> tuple[Mesh, list[int]]:
+def assign_readers(coor: Coordinator, mesh: Any, reader: str) -> tuple[Mesh, list[int]]:
     """The mesh that is meant, one axis over all ranks if None, and by rank who reads for it."""
     whole = {"dp_replicate": coor.world_size}
     grid = read_mesh(whole if mesh is None else mesh, coor.world_size)
-    return grid, reader_ranks(reader, nodes_of(coor))
+    return grid, reader_ranks(reader, node_ranks(coor))
 
 
-def nodes_of(coor: Coordinator) -> list[list[int]]:
+def node_ranks(coor: Coordinator) -> list[list[int]]:
     """The ranks of each node, by rank of this coordinator."""
     return [[coor.ranks.index(rank) for rank in node] for node in group_by_node(coor.peers)]
 
 
-def share_files(
+def share_index(
     coor: Coordinator,
     path: str | Path,
     readers: Callable[[], Sequence[int]],
     along: Callable[[], bytes] = bytes,
-) -> tuple[Files, bytes]:
+) -> tuple[CheckpointFiles, bytes]:
     """What rank 0 finds in the files, and what it makes with `along`, which has no newline in it.
 
     Collective, and the only exchange that this takes. Raises CheckpointError if a rank that reads
@@ -237,11 +241,13 @@ def share_files(
             "parts would not make one model; give every rank the same checkpoint, or read on one: "
             'reader="rank0".'
         )
-    return Files(Path(path), index_from_json(data) if index is None else index, found), extra
+    return CheckpointFiles(
+        Path(path), index_from_json(data) if index is None else index, found
+    ), extra
 
 
 @contextlib.contextmanager
-def leaving_aloud(coor: Coordinator) -> Iterator[None]:
+def abort_peers_on_error(coor: Coordinator) -> Iterator[None]:
     """What is raised in this block, on this rank alone, ends the waiting of all others, and says so
     to them: their Coordinators cannot be used any more. Who lost another is not at fault."""
     try:
@@ -285,7 +291,7 @@ def _digest(data: bytes) -> bytes:
     return hashlib.sha256(data).hexdigest().encode()
 
 
-def plan_together(
+def plan_on_all_ranks(
     coor: Coordinator, work: Callable[[], Any], plan_of: Callable[[Any], LoadPlan] = lambda it: it
 ) -> Any:
     """What work gives, and the plan in it is the same on every rank. Collective.
@@ -302,7 +308,7 @@ def plan_together(
     return result
 
 
-def distinct(model: nn.Module) -> dict[str, torch.Tensor]:
+def distinct_meta_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers on meta, by their first name; ties appear once."""
     found = {}
     seen: set[int] = set()
@@ -325,7 +331,7 @@ def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return found
 
 
-def aliases(model: nn.Module) -> dict[str, list[str]]:
+def tied_names(model: nn.Module) -> dict[str, list[str]]:
     """By the first name of a tensor, all its names."""
     first: dict[int, str] = {}
     found: dict[str, list[str]] = {}
@@ -334,15 +340,15 @@ def aliases(model: nn.Module) -> dict[str, list[str]]:
     return found
 
 
-def named_alike(model: nn.Module, index: Index) -> Sources:
+def sources_by_name(model: nn.Module, index: Index) -> WeightSources:
     """Each tensor under the name it has in the model; for tied ones, any of their names."""
     tensors = dict(named_tensors(model))
     found = {}
     known = set()
-    for name, names in aliases(model).items():
+    for name, names in tied_names(model).items():
         known.update(names)
         key = next((other for other in names if other in index), name)
-        found[name] = whole(key, tensors[name].shape)
+        found[name] = whole_tensor(key, tensors[name].shape)
     surplus = sorted(set(index) - known)
     if surplus:
         raise CheckpointError(
@@ -352,10 +358,12 @@ def named_alike(model: nn.Module, index: Index) -> Sources:
     return found
 
 
-def _wanted(name: str, tensor: torch.Tensor, sources: Sources, mesh: Mesh, asked: Asked) -> Wanted:
+def _wanted(
+    name: str, tensor: torch.Tensor, sources: WeightSources, mesh: Mesh, asked: LoadRequest
+) -> TensorRequest:
     cuts = asked.splits.get(name, ())
     if is_dtensor(tensor):
-        cuts = (*cuts, *_splits_of(name, tensor, mesh))
+        cuts = (*cuts, *_dtensor_splits(name, tensor, mesh))
     if name not in sources:
         raise CheckpointError(
             f"{name} is made of nothing that the checkpoint holds, so it would stay empty; "
@@ -363,25 +371,25 @@ def _wanted(name: str, tensor: torch.Tensor, sources: Sources, mesh: Mesh, asked
         )
     shape = asked.shapes.get(name, tuple(tensor.shape))
     only = dict(asked.only.get(name, {}))
-    return Wanted(shape, tensor.element_size(), sources[name], tuple(cuts), only)
+    return TensorRequest(shape, tensor.element_size(), sources[name], tuple(cuts), only)
 
 
 def is_dtensor(tensor: Any) -> bool:
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
-def _splits_of(name: str, tensor: Any, mesh: Mesh) -> tuple[Split, ...]:
+def _dtensor_splits(name: str, tensor: Any, mesh: Mesh) -> tuple[ShardSpec, ...]:
     """The cuts that a DTensor's placements describe, along the axes of our mesh."""
     device_mesh = tensor.device_mesh
     if device_mesh.mesh_dim_names is None and device_mesh.ndim == len(mesh.axes):
         names = list(mesh.axes)
     else:
         names = [ALIASES.get(axis, axis) for axis in axis_names(device_mesh)]
-    cuts: list[Split] = []
+    cuts: list[ShardSpec] = []
     for axis, size, placement in reversed(
         list(zip(names, device_mesh.shape, tensor.placements, strict=True))
     ):
-        if mesh.along(axis) != size:
+        if mesh.axis_size(axis) != size:
             raise PlanError(
                 f"{name} lies on a mesh with {size} ranks along {axis!r}, and the mesh given has "
                 f"{dict(mesh.axes)}; give load_into the mesh on which the model was built."
@@ -390,24 +398,24 @@ def _splits_of(name: str, tensor: Any, mesh: Mesh) -> tuple[Split, ...]:
             raise PlanError(f"{name} is partial along {axis!r}, and no checkpoint holds a part.")
         if placement.is_replicate():
             continue
-        if axis in mesh.unsorted:
+        if axis in mesh.descending_axes:
             raise PlanError(
                 f"{name} is cut along {axis!r}, along which the ranks {mesh.ranks} do not ascend, "
                 "and torch counts those of a process group in ascending order, so their parts "
                 "would be exchanged; give a DeviceMesh whose ranks ascend along every axis."
             )
         factor = getattr(placement, "split_factor", 1)
-        inner = math.prod(mesh.along(cut.axis) for cut in cuts if cut.dim == placement.dim)
+        inner = math.prod(mesh.axis_size(cut.axis) for cut in cuts if cut.dim == placement.dim)
         if factor > 1 and factor == inner:  # what FSDP2 does to what another axis has cut
-            cuts.append(Split(axis, placement.dim))
+            cuts.append(ShardSpec(axis, placement.dim))
         else:
-            cuts.insert(0, Split(axis, placement.dim, factor))
+            cuts.insert(0, ShardSpec(axis, placement.dim, factor))
     return tuple(cuts)
 
 
 def _wish(
     tensor: Any, name: str, plan: LoadPlan, coor: Coordinator, device: torch.device | str
-) -> Wish:
+) -> TensorSpec:
     """What this rank's shard needs, where it will be used."""
     shape = plan.shape_of(name, coor.rank)
     if is_dtensor(tensor):
@@ -422,7 +430,7 @@ def _wish(
     return shape, tensor.dtype, device
 
 
-def like(old: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+def wrap_like(old: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
     """The shard as what it replaces: parameter or buffer, DTensor or plain."""
     new = _dtensor(shard, old) if is_dtensor(old) else shard
     if isinstance(old, nn.Parameter):
@@ -430,7 +438,7 @@ def like(old: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
     return new
 
 
-def replace(model: nn.Module, new: Mapping[int, torch.Tensor]) -> None:
+def replace_tensors(model: nn.Module, new: Mapping[int, torch.Tensor]) -> None:
     """Replace tensors, by their identity, wherever the model has them: ties stay ties."""
     for module in model.modules():
         for table in (module._parameters, module._buffers):
@@ -456,16 +464,16 @@ class _Stream:
     def __init__(
         self,
         index: Index,
-        files: Reader,
+        files: TensorReader,
         comm: Communicator | None,
         shards: Mapping[str, torch.Tensor],
         dtypes: Mapping[str, torch.dtype],
-        done: Loaded,
-        landed: Callable[[int], None],
+        done: LoadStats,
+        on_progress: Callable[[int], None],
     ):
         self.index, self.files, self.comm = index, files, comm
-        self.shards, self.dtypes, self.done, self.landed = shards, dtypes, done, landed
-        self.room = torch.empty(BLOCK, dtype=torch.uint8)
+        self.shards, self.dtypes, self.done, self.on_progress = shards, dtypes, done, on_progress
+        self.room = torch.empty(BLOCK_NBYTES, dtype=torch.uint8)
 
     def run(self, plan: LoadPlan, rank: int) -> None:
         for transfer, before, after in plan.hops(rank):
@@ -477,7 +485,9 @@ class _Stream:
         stored = self.index[transfer.key]
         wire = _wire(stored.torch_dtype, self.dtypes[transfer.name])
         at = next((at for owner, at in transfer.owners if owner == rank), None)
-        for block in blocks(transfer.source.size, max(1, BLOCK // stored.torch_dtype.itemsize)):
+        for block in split_into_blocks(
+            transfer.source.size, max(1, BLOCK_NBYTES // stored.torch_dtype.itemsize)
+        ):
             zeros = (0,) * len(block.start)
             buffer = target = None
             if at is not None:
@@ -491,12 +501,12 @@ class _Stream:
             if target is not None:
                 if buffer is not target:
                     target.copy_(buffer)
-                self.landed(target.nbytes)
+                self.on_progress(target.nbytes)
 
     def _fetch(
         self,
-        stored: Stored,
-        source: Box,
+        stored: StoredTensor,
+        source: Region,
         wire: torch.dtype,
         buffer: torch.Tensor | None,
         before: int | None,
@@ -512,7 +522,7 @@ class _Stream:
         self.comm.recv(_raw(buffer), before)
         return buffer
 
-    def _scratch(self, box: Box, dtype: torch.dtype) -> torch.Tensor:
+    def _scratch(self, box: Region, dtype: torch.dtype) -> torch.Tensor:
         """The same memory every time: what an allocator keeps would count against the peak."""
         return self.room[: box.numel * dtype.itemsize].view(dtype).view(box.size)
 

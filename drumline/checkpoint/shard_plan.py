@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from drumline.checkpoint.safetensors_index import Index, Stored
+from drumline.checkpoint.safetensors_index import Index, StoredTensor
 from drumline.core.mesh import Mesh
-from drumline.core.shards import Box, Own, Split, local_shape, own_boxes
+from drumline.core.shards import OwnedRegion, Region, ShardSpec, local_shape, owned_regions
 from drumline.errors import CheckpointError, PlanError
 
 
 @dataclass(frozen=True)
-class Piece:
+class SourceSlice:
     """A stored tensor, or a part of one, that fills the box `at` of a parameter.
 
     `lead` dimensions of the box are of size 1 and missing in the file: one expert of a stack.
@@ -26,23 +26,23 @@ class Piece:
     """
 
     key: str
-    at: Box
+    at: Region
     origin: tuple[int, ...]
     lead: int = 0
 
-    def in_file(self, box: Box) -> Box:
+    def in_file(self, box: Region) -> Region:
         """Where a box of the parameter, which lies within `at`, is in the stored tensor."""
-        inner = Box(box.start[self.lead :], box.size[self.lead :])
+        inner = Region(box.start[self.lead :], box.size[self.lead :])
         return inner.moved(self.at.start[self.lead :], self.origin)
 
 
-def whole(key: str, shape: Sequence[int]) -> tuple[Piece, ...]:
+def whole_tensor(key: str, shape: Sequence[int]) -> tuple[SourceSlice, ...]:
     """A parameter that is stored as it is."""
     zeros = (0,) * len(shape)
-    return (Piece(key, Box(zeros, tuple(shape)), zeros),)
+    return (SourceSlice(key, Region(zeros, tuple(shape)), zeros),)
 
 
-def fills(pieces: Sequence[Piece], shape: Sequence[int]) -> bool:
+def fills_exactly(pieces: Sequence[SourceSlice], shape: Sequence[int]) -> bool:
     """Whether the pieces make up a tensor of this shape, and nothing else."""
     inside = all(
         len(piece.at.size) == len(shape)
@@ -55,7 +55,7 @@ def fills(pieces: Sequence[Piece], shape: Sequence[int]) -> bool:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TensorRequest:
     """A parameter or buffer: its whole shape, how it is cut, and what it is made of.
 
     Only ranks with these coordinates hold it at all: `only={"pp": 1}`.
@@ -63,8 +63,8 @@ class Wanted:
 
     shape: tuple[int, ...]
     itemsize: int
-    pieces: tuple[Piece, ...]
-    splits: tuple[Split, ...] = ()
+    pieces: tuple[SourceSlice, ...]
+    splits: tuple[ShardSpec, ...] = ()
     only: Mapping[str, int] = field(default_factory=dict)
 
     def is_held_by(self, mesh: Mesh, rank: int) -> bool:
@@ -80,7 +80,7 @@ class Transfer:
 
     name: str
     key: str
-    source: Box
+    source: Region
     size: tuple[int, ...]
     reader: int
     owners: tuple[tuple[int, tuple[int, ...]], ...]
@@ -95,7 +95,7 @@ class Transfer:
 class LoadPlan:
     """Transfers in the order of the files, and the shape of every shard."""
 
-    wanted: Mapping[str, Wanted]
+    wanted: Mapping[str, TensorRequest]
     mesh: Mesh
     readers: tuple[int, ...]
     transfers: tuple[Transfer, ...]
@@ -110,7 +110,7 @@ class LoadPlan:
             own.box.numel * wanted.itemsize
             for wanted in self.wanted.values()
             if wanted.is_held_by(self.mesh, rank)
-            for own in own_boxes(wanted.shape, wanted.splits, self.mesh, rank)
+            for own in owned_regions(wanted.shape, wanted.splits, self.mesh, rank)
         )
 
     def written(self) -> str:
@@ -136,7 +136,7 @@ class LoadPlan:
 
 
 def plan_loading(
-    wanted: Mapping[str, Wanted],
+    wanted: Mapping[str, TensorRequest],
     index: Index,
     mesh: Mesh,
     readers: Sequence[int],
@@ -152,7 +152,7 @@ def plan_loading(
     _check(wanted, index)
     reads = None if rank is None else readers[rank]
     ranks = [one for one in sorted(mesh.ranks) if reads is None or readers[one] == reads]
-    owned = cache(lambda shape, splits, rank: own_boxes(shape, splits, mesh, rank))
+    owned = cache(lambda shape, splits, rank: owned_regions(shape, splits, mesh, rank))
     found: list[Transfer] = []
     for name, one in wanted.items():
         holders = [rank for rank in ranks if one.is_held_by(mesh, rank)]
@@ -162,7 +162,7 @@ def plan_loading(
     return LoadPlan(wanted, mesh, tuple(readers), tuple(found))
 
 
-def _check(wanted: Mapping[str, Wanted], index: Index) -> None:
+def _check(wanted: Mapping[str, TensorRequest], index: Index) -> None:
     missing = sorted({p.key for one in wanted.values() for p in one.pieces if p.key not in index})
     if missing:
         raise CheckpointError(
@@ -170,7 +170,7 @@ def _check(wanted: Mapping[str, Wanted], index: Index) -> None:
             "so the model would be incomplete; load the checkpoint that belongs to the model."
         )
     for name, one in wanted.items():
-        if not fills(one.pieces, one.shape):
+        if not fills_exactly(one.pieces, one.shape):
             raise CheckpointError(
                 f"{name} of shape {one.shape} is not filled exactly by what is stored "
                 f"({', '.join(piece.key for piece in one.pieces[:5])}); "
@@ -180,7 +180,7 @@ def _check(wanted: Mapping[str, Wanted], index: Index) -> None:
             _check_piece(name, piece, index[piece.key])
 
 
-def _check_piece(name: str, piece: Piece, stored: Stored) -> None:
+def _check_piece(name: str, piece: SourceSlice, stored: StoredTensor) -> None:
     needs = piece.at.size[piece.lead :]
     room = tuple(size - at for size, at in zip(stored.shape, piece.origin, strict=False))
     if len(needs) != len(stored.shape) or any(n > r for n, r in zip(needs, room, strict=True)):
@@ -192,10 +192,13 @@ def _check_piece(name: str, piece: Piece, stored: Stored) -> None:
 
 
 def _transfers(
-    name: str, wanted: Wanted, owns: Mapping[int, Sequence[Own]], readers: Sequence[int]
+    name: str,
+    wanted: TensorRequest,
+    owns: Mapping[int, Sequence[OwnedRegion]],
+    readers: Sequence[int],
 ) -> Iterator[Transfer]:
     """Each distinct box of each reader's ranks once, with everybody who owns it."""
-    owners: dict[tuple[int, Piece, Box], list[tuple[int, tuple[int, ...]]]] = {}
+    owners: dict[tuple[int, SourceSlice, Region], list[tuple[int, tuple[int, ...]]]] = {}
     for rank, boxes in owns.items():
         for own in boxes:
             for piece, box, at in _shares(own, wanted.pieces):
@@ -204,7 +207,9 @@ def _transfers(
         yield Transfer(name, piece.key, piece.in_file(box), box.size, reader, tuple(ranks))
 
 
-def _shares(own: Own, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Box, tuple[int, ...]]]:
+def _shares(
+    own: OwnedRegion, pieces: Sequence[SourceSlice]
+) -> Iterator[tuple[SourceSlice, Region, tuple[int, ...]]]:
     """The parts of an owned box by the piece they come from, and where they go in the shard."""
     for piece in pieces:
         box = own.box.overlap(piece.at)

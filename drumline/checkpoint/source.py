@@ -18,12 +18,12 @@ import transformers
 from coordinator import Coordinator
 from drumline.checkpoint.empty_model import read_config
 from drumline.checkpoint.safetensors_index import Index
-from drumline.checkpoint.shard_loader import share_files, together
+from drumline.checkpoint.shard_loader import share_index, together
 from drumline.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Source:
+class CheckpointSource:
     """A checkpoint. `readers`: by rank, the rank that reads for it: itself, or the master."""
 
     path: Path
@@ -37,7 +37,7 @@ class Source:
         return [rank for rank, reader in enumerate(self.readers) if reader != rank]
 
 
-def find(coor: Coordinator, path: str | Path) -> Source:
+def find_checkpoint(coor: Coordinator, path: str | Path) -> CheckpointSource:
     """The checkpoint at `path`, where all ranks that have the files must have the same. Collective.
 
     Ranks without files are served by the master. Raises CheckpointError on every rank if the master
@@ -49,12 +49,12 @@ def find(coor: Coordinator, path: str | Path) -> Source:
     reads = readers[coor.rank] == coor.rank
     config = together(coor, lambda: read_config(folder) if reads else None)
     told = coor.broadcast(_to_json(config) if coor.is_master() else None)
-    config = together(coor, lambda: config or config_from(json.loads(told)))
-    files, _ = share_files(coor, folder, lambda: readers)
-    return Source(folder, config, files.index, readers)
+    config = together(coor, lambda: config or config_from_json(json.loads(told)))
+    files, _ = share_index(coor, folder, lambda: readers)
+    return CheckpointSource(folder, config, files.index, readers)
 
 
-def own_config(found: Any, given: Any) -> Any:
+def choose_config(found: Any, given: Any) -> Any:
     """The config to build with: a copy of the one the user gives, or the one that was found. What
     the given one leaves open, which class and which dtype, is as found."""
     if given is None:
@@ -75,7 +75,7 @@ def _to_json(config: Any) -> bytes:
     return str(config.to_json_string(use_diff=False)).encode()
 
 
-def config_from(found: Mapping[str, Any]) -> Any:
+def config_from_json(found: Mapping[str, Any]) -> Any:
     """The config that another rank wrote as JSON, which has no infinity of its own."""
     kind = found["model_type"]
     if kind not in transformers.CONFIG_MAPPING:

@@ -1,6 +1,6 @@
 """Compiled artifacts on disk, by key: written whole or not at all, checked before use.
 
-cache = Cache()
+cache = ArtifactCache()
 with cache.lock(key):
     data = cache.load(key) or build_and_store(key)
 """
@@ -26,7 +26,7 @@ class BuildError(DrumlineError):
     """An artifact could not be built, or is not what was built; every rank raises this."""
 
 
-class Cache:
+class ArtifactCache:
     """Artifacts by key, in a folder of this user's alone."""
 
     def __init__(self, folder: str | Path | None = None):

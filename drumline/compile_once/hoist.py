@@ -43,7 +43,7 @@ class UnmappedDevice(HoistError):
 
 
 @dataclass
-class Report:
+class HoistReport:
     """What hoisting found: places changed, by kind; devices left, by place; nodes not checked."""
 
     changed: dict[str, int] = field(default_factory=dict)
@@ -61,7 +61,7 @@ def hoist(
     strict: bool = False,
     indexless: str = "explicit",
     inputs: tuple[Any, ...] | None = None,
-    report: Report | None = None,
+    report: HoistReport | None = None,
 ) -> Any:
     """`artifact`, a GraphModule or ExportedProgram, changed in place to use other devices.
 
@@ -74,7 +74,7 @@ def hoist(
     Tensors that were shared stay shared. Raises HoistError if, propagated with fake tensors, any
     node is not on the device it should be on.
     """
-    report = Report() if report is None else report
+    report = HoistReport() if report is None else report
     devices = _Map(mapping, indexless, strict, report)
     if isinstance(artifact, ExportedProgram):
         _hoist_program(artifact, devices)
@@ -92,7 +92,7 @@ def hoist(
 class _Map:
     """The mapping as a function of a device, noting what it meets."""
 
-    def __init__(self, mapping: Devices, indexless: str, strict: bool, report: Report):
+    def __init__(self, mapping: Devices, indexless: str, strict: bool, report: HoistReport):
         self.to = {_device(old): _device(new) for old, new in mapping.items()}
         if indexless not in ("explicit", "keep"):
             raise HoistError(f'indexless={indexless!r} is neither "explicit" nor "keep"')
@@ -463,14 +463,14 @@ def _tell_of_strings(node: fx.Node, devices: _Map, where: str) -> None:
 
 
 def check_devices(
-    artifact: Any, *, inputs: tuple[Any, ...] | None = None, report: Report | None = None
+    artifact: Any, *, inputs: tuple[Any, ...] | None = None, report: HoistReport | None = None
 ) -> None:
     """Raise HoistError unless every node computes where its metadata says, with no data moved.
 
     Needs what the graph was traced with, or `inputs`. Operators that this build of torch cannot
     propagate (for a device it was not built for) are listed in report.unchecked.
     """
-    report = Report() if report is None else report
+    report = HoistReport() if report is None else report
     if isinstance(artifact, ExportedProgram):
         _check_state(artifact)
         artifact = artifact.graph_module
@@ -480,7 +480,9 @@ def check_devices(
     _check_graph(artifact, inputs, report)
 
 
-def _check_graph(artifact: fx.GraphModule, inputs: tuple[Any, ...] | None, report: Report) -> None:
+def _check_graph(
+    artifact: fx.GraphModule, inputs: tuple[Any, ...] | None, report: HoistReport
+) -> None:
     """One graph by itself; those of control flow are, as propagation does not enter them all."""
     fakes = [_noted(node) for node in artifact.graph.nodes if node.op == "placeholder"]
     known = [one for one in tree_leaves(fakes) if isinstance(one, FakeTensor)]
@@ -506,7 +508,7 @@ def _noted(node: fx.Node) -> Any:
 class _Checker(fx.Interpreter):
     """Runs a graph on fake tensors, and compares each node's device with its metadata."""
 
-    def __init__(self, module: fx.GraphModule, report: Report):
+    def __init__(self, module: fx.GraphModule, report: HoistReport):
         super().__init__(module)
         self.report = report
 
@@ -556,7 +558,7 @@ def _check_state(program: ExportedProgram) -> None:
 
 def hoist_package(
     path: str | Path, out: str | Path, mapping: Devices, *, strict: bool = False
-) -> Report:
+) -> HoistReport:
     """Write a .pt2 file of torch.export.save with other devices, without loading it.
 
     So no rank touches the device that the file was made on. Only descriptions change: weights are
@@ -564,7 +566,7 @@ def hoist_package(
     mapped: they are a pickle. Compiled packages are refused: give aoti_load_package a device_index
     instead.
     """
-    report = Report()
+    report = HoistReport()
     devices = _Map(mapping, "explicit", strict, report)
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as new:
         names = old.namelist()

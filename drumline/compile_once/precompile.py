@@ -25,8 +25,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from coordinator import Coordinator
-from drumline.checkpoint.shard_loader import nodes_of
-from drumline.compile_once.artifact_cache import BuildError, Cache
+from drumline.checkpoint.shard_loader import node_ranks
+from drumline.compile_once.artifact_cache import ArtifactCache, BuildError
 
 VERSION = 1
 """Of what artifacts look like; part of every key."""
@@ -99,7 +99,7 @@ def get_or_build(
     Raises BuildError on every rank if a builder fails, with its traceback.
     """
     keys = [data.decode() for data in coor.allgather(key.encode())]
-    leaders = _leaders(keys, nodes_of(coor))
+    leaders = _leaders(keys, node_ranks(coor))
     mine = leaders[coor.rank]
     cache, data = _on_all(coor, lambda: _look(folder, key, coor.rank == mine))
     has = [bool(one) for one in coor.allgather(b"1" if data is not None else b"")]
@@ -128,8 +128,8 @@ def _on_all(coor: Coordinator, work: Callable[[], Any], timeout_s: float | None 
     return result
 
 
-def _look(folder: str | Path | None, key: str, leads: bool) -> tuple[Cache, bytes | None]:
-    cache = Cache(folder)
+def _look(folder: str | Path | None, key: str, leads: bool) -> tuple[ArtifactCache, bytes | None]:
+    cache = ArtifactCache(folder)
     return cache, cache.load(key) if leads else None
 
 
@@ -151,7 +151,7 @@ def _sources(keys: Sequence[str], leaders: Sequence[int], has: Sequence[bool]) -
     return found
 
 
-def _build(cache: Cache, key: str, build: Callable[[], bytes]) -> bytes:
+def _build(cache: ArtifactCache, key: str, build: Callable[[], bytes]) -> bytes:
     """Build under the lock, unless another launch has done it meanwhile."""
     with cache.lock(key):
         data = cache.load(key)
@@ -163,7 +163,7 @@ def _build(cache: Cache, key: str, build: Callable[[], bytes]) -> bytes:
 
 def _spread(
     coor: Coordinator,
-    cache: Cache,
+    cache: ArtifactCache,
     key: str,
     keys: Sequence[str],
     leaders: Sequence[int],
@@ -182,7 +182,7 @@ def _spread(
         _on_all(coor, lambda: _keep(cache, key, sent, digests[src]) if needs else None)  # noqa: B023
 
 
-def _keep(cache: Cache, key: str, data: bytes, digest: bytes) -> None:
+def _keep(cache: ArtifactCache, key: str, data: bytes, digest: bytes) -> None:
     if hashlib.sha256(data).digest() != digest:
         raise BuildError(f"the {len(data)} bytes of {key} arrived damaged")
     cache.store(key, data)
@@ -238,7 +238,7 @@ def precompile_modules(
     device = next(first.parameters()).device
     states = [_state(module) for module in modules]
     _on_all(coor, lambda: _refuse_unlike(modules, states))
-    key = key_of(
+    key = module_key(
         first, inputs, facts=facts or {}, dynamic=str(dynamic_shapes), options=options or {}
     )
 
@@ -251,7 +251,7 @@ def precompile_modules(
     return list(runs)
 
 
-def key_of(module: nn.Module, inputs: tuple[Any, ...], **facts: Any) -> str:
+def module_key(module: nn.Module, inputs: tuple[Any, ...], **facts: Any) -> str:
     """The key of what is compiled for a module: its text and that of all modules in it, their
     settings, and the shapes of its weights and of its inputs; the weights' values do not count."""
     leaves = [

@@ -1,6 +1,6 @@
 """What must be the same on every rank for their parts to make one model.
 
-agree_on(coor, facts(model, torch.bfloat16))
+check_same_on_all_ranks(coor, facts(model, torch.bfloat16))
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from coordinator import Coordinator
 from drumline.errors import DrumlineError
 
 
-def facts(model: Any, dtype: torch.dtype) -> dict[str, str]:
+def model_facts(model: Any, dtype: torch.dtype) -> dict[str, str]:
     """What must be the same on every rank for the parts to make one model."""
     return {
         "config": model.config.to_json_string(),
@@ -27,7 +27,7 @@ def facts(model: Any, dtype: torch.dtype) -> dict[str, str]:
     }
 
 
-def agree_on(coor: Coordinator, mine: Mapping[str, str]) -> None:
+def check_same_on_all_ranks(coor: Coordinator, mine: Mapping[str, str]) -> None:
     """Raise on every rank, naming what differs and where, unless all ranks have the same."""
     told = [json.loads(data) for data in coor.allgather(json.dumps(mine).encode())]
     for rank, theirs in enumerate(told):

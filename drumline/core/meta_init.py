@@ -1,6 +1,6 @@
 """Builds modules on meta without the time that filling their weights takes.
 
-with on_meta():
+with init_on_meta():
     model = nn.Linear(4096, 4096)       # names and shapes; nothing was drawn for it
 """
 
@@ -23,7 +23,7 @@ FILLERS = {
 
 
 @contextlib.contextmanager
-def on_meta() -> Iterator[None]:
+def init_on_meta() -> Iterator[None]:
     """Within this block and thread, tensors are made on meta and stay unfilled."""
     with torch.device("meta"), _Unfilled():
         yield

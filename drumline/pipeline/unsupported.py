@@ -40,7 +40,7 @@ class Attention:
                 if isinstance(config, PreTrainedConfig):
                     self.known.setdefault(id(config), (config, config._attn_implementation, name))
 
-    def refuse_change(self) -> None:
+    def check_unchanged(self) -> None:
         for config, loaded, name in self.known.values():
             now = config._attn_implementation
             if now != loaded:
@@ -57,7 +57,7 @@ class Refusals:
 
     def _refuse(self, verb: str, remedy: str) -> None:
         """Raise DrumlineError if parts of the model are elsewhere."""
-        parts = [getattr(self, name, None) for name in ("_session", "_shelf")]
+        parts = [getattr(self, name, None) for name in ("_session", "_prefetcher")]
         if any(part is not None for part in parts):
             raise DrumlineError(
                 f"rank 0: a model with layers on other ranks or on disk cannot be {verb} from "

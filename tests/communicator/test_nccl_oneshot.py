@@ -69,7 +69,7 @@ def test_a_process_of_another_container_is_not_taken_for_this_one_by_its_number(
 
 HEADER_PROBE = """
 #include <stdio.h>
-#include "oneshot.h"
+#include "abi/oneshot.h"
 #define SHOW(field) printf("%s %zu\\n", #field, offsetof(oneshot_call, field))
 int main(void) {
     SHOW(struct_size); SHOW(algorithm); SHOW(dtype); SHOW(world); SHOW(first); SHOW(num_here);

@@ -42,7 +42,7 @@ ON_CPU = {
 def kernels(tmp_path_factory):
     """The kernels as they are, but for the lines that only nvcc knows."""
     folder = tmp_path_factory.mktemp("oneshot")
-    source = (CSRC / "oneshot.cu").read_text()
+    source = (CSRC / "cuda" / "oneshot.cu").read_text()
     for pattern, replacement in ON_CPU.items():
         source, count = re.subn(pattern, replacement, source, flags=re.S)
         assert count, f"{pattern} is no longer in oneshot.cu"

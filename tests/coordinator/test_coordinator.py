@@ -39,15 +39,15 @@ def test_who_comes_and_leaves_while_another_looks_for_it_is_not_lost(ranks):
     def body(info):
         with Coordinator(info) as coor:
             if coor.rank == 0:
-                sights = coor._group.watch.sights
-                gone = sights.gone
+                monitor = coor._group.detector.monitor
+                exited = monitor.exited
 
                 def looked(among):
                     looks.set()
                     assert not among or has_left.wait(10)
-                    return gone(among)
+                    return exited(among)
 
-                sights.gone = looked
+                monitor.exited = looked
             else:
                 assert looks.wait(10)
             coor.barrier()

@@ -97,7 +97,7 @@ def test_a_stopped_rank_is_named_as_such_at_the_deadline(fork, layout, victim):
         name, _, error, text, took_s, _ = row
         assert error == "CoordinatorTimeout", row
         assert f"rank {victim} (host" in text and is_in_call(name, text), row
-        assert "stopped" in text, row
+        assert "suspended" in text, row
         assert DEADLINE_S - 0.5 < took_s < DEADLINE_S + SLACK_S, row
 
 
@@ -111,7 +111,7 @@ def test_a_slow_rank_is_shown_where_it_was_last_seen(fork, layout, victim):
         assert error == "CoordinatorTimeout", row
         assert f"rank {victim} (host" in text and is_in_call(name, text), row
         assert re.search(r"seen [\d.]+ s ago in \w*barrier #\d, every_call.py:\d+", text), row
-        assert "stopped" not in text and "exited" not in text, row
+        assert "suspended" not in text and "exited" not in text, row
         assert took_s < 1.0 + SLACK_S, row
 
 
@@ -249,5 +249,5 @@ def test_who_asks_rank_0_does_not_outlive_it(fork, how):
             rf"rank \d (waited|was) .*in {name} #\d+ \(test_faults.py:\d+\)", each.text
         )
         assert "rank 0 (host" in each.text, each
-        assert ("exited with SIGKILL" if how == "killed" else "stopped") in each.text, each
+        assert ("exited with SIGKILL" if how == "killed" else "suspended") in each.text, each
         assert each.at - fell_at < 2 + (0.5 if how == "stopped" else 0), each

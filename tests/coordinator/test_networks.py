@@ -232,7 +232,7 @@ def test_a_process_stopped_on_another_host_is_told_from_a_cut_cable(hosts):
     (found,) = outcomes(processes[:1])
     os.kill(processes[1].pid, signal.SIGKILL)
     assert found["error"] == "CoordinatorTimeout"
-    assert "stopped, or stuck" in found["text"] and "has not answered" not in found["text"], found
+    assert "suspended, or stuck" in found["text"] and "has not answered" not in found["text"], found
 
 
 def test_a_cable_that_is_plugged_in_again_in_time_is_no_error(hosts):

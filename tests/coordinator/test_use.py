@@ -326,7 +326,7 @@ def test_who_comes_to_a_group_that_was_given_up_hears_so(ranks, nodes):
 
     early, late = ranks(body, 2, nodes)
     assert early.startswith("rank 0 waited 0.4 s in split #1 (test_use.py:"), early
-    assert "rank 1 came to split #1" in late and "rank 0 had already given up" in late, late
+    assert "rank 1 entered split #1" in late and "rank 0 had already given up" in late, late
 
 
 def test_a_rank_that_dies_while_others_join_is_named_with_its_process(fork):

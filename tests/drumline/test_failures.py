@@ -497,12 +497,12 @@ def test_a_rank_that_leaves_in_a_layer_is_the_one_that_is_named(
 def test_a_rank_that_cannot_load_is_named_with_its_traceback(
     checkpoints, ranks_or_errors, monkeypatch
 ):
-    settle = pipeline_parallel.place
+    settle = pipeline_parallel.install_device_hooks
 
-    def bomb(model, chosen, rank, shelf):
-        return 1 // 0 if rank == 1 else settle(model, chosen, rank, shelf)
+    def bomb(model, chosen, rank, prefetcher):
+        return 1 // 0 if rank == 1 else settle(model, chosen, rank, prefetcher)
 
-    monkeypatch.setattr(pipeline_parallel, "place", bomb)
+    monkeypatch.setattr(pipeline_parallel, "install_device_hooks", bomb)
 
     def rank(info):
         with Coordinator(info) as coor:
@@ -549,7 +549,7 @@ def test_who_lost_another_while_it_loaded_is_not_accused(ranks, loss):
     def rank(info):
         with Coordinator(info) as coor:
             if info.rank == 1:
-                with pytest.raises(loss), shard_loader.leaving_aloud(coor):
+                with pytest.raises(loss), shard_loader.abort_peers_on_error(coor):
                     raise loss("rank 1: rank 2 is gone")
             return coor.allgather(b"well")
 

@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import drumline
 from coordinator import Coordinator
 from drumline.checkpoint.empty_model import load_shard
-from drumline.core.consistency import agree_on
-from drumline.planner.model_profile import layout, skeleton
+from drumline.core.consistency import check_same_on_all_ranks
+from drumline.planner.model_profile import build_on_meta, profile_model
 from drumline.stages.stage_weights import fill
 from drumline.strategies import pipeline_parallel
 
@@ -60,17 +60,17 @@ def test_what_a_model_computes_and_no_file_holds_is_there_too(checkpoints, on_ma
 
 def test_the_layout_counts_every_byte_once(checkpoints):
     for plain, _ in (checkpoints.llama(), checkpoints.gpt2()):
-        model = skeleton(type(plain), plain.config, torch.float32)
+        model = build_on_meta(type(plain), plain.config, torch.float32)
         tensors = [*plain.parameters(), *plain.buffers()]
         expected = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        assert layout(model).nbytes == expected
+        assert profile_model(model).nbytes == expected
 
 
 def test_a_layer_is_not_cut_where_the_model_names_only_its_attention(checkpoints):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     kind = "RobertaPreLayerNormForMaskedLM"
     plain, _ = checkpoints.make("prelayernorm", kind, num_attention_heads=4, vocab_size=64, **sizes)
-    found = layout(plain)
+    found = profile_model(plain)
     names = [part.name for part in found.layers]
     assert names == [f"roberta_prelayernorm.encoder.layer.{n}" for n in range(2)]
     _assert_tied_around(found, "roberta_prelayernorm.embeddings", "lm_head")
@@ -371,7 +371,7 @@ def test_a_world_of_one_is_an_ordinary_model(checkpoints, on_master):
 def test_what_differs_between_ranks_is_named(ranks_or_errors, what):
     def rank(info):
         with Coordinator(info, timeout_s=20) as coor:
-            agree_on(coor, {"config": "{}", what: "b" if info.rank == 2 else "a"})
+            check_same_on_all_ranks(coor, {"config": "{}", what: "b" if info.rank == 2 else "a"})
 
     texts = [str(error) for error in ranks_or_errors(rank, 4)]
     assert all(f"{what} is a on rank 0 and b on rank 2" in text for text in texts)

@@ -86,7 +86,7 @@ def values(world_size, nbytes, dtype, seed=0):
     return list(torch.randn(shape, generator=generator, device="cuda").to(dtype))
 
 
-def in_order(tensors):
+def sort_places(tensors):
     """Rank 0 first, in 32 bits, rounded once."""
     total = tensors[0].float()
     for tensor in tensors[1:]:
@@ -104,7 +104,7 @@ def bits(tensor):
 def test_sums_of_every_size_have_the_bits_of_the_sum_in_order_of_rank(ranks, dtype, way):
     for seed, nbytes in enumerate(SIZES):
         tensors = values(ranks.world_size, nbytes, dtype, seed)
-        expected = bits(in_order(tensors))
+        expected = bits(sort_places(tensors))
         for found in ranks.sum(tensors, way):
             assert torch.equal(bits(found), expected), (nbytes, seed)
     ranks.error.check(0)
@@ -117,7 +117,7 @@ def test_small_sums_again_and_again_with_changing_grids(ranks, way):
     ranks.reset(0xFF)
     for turn, blocks in enumerate(itertools.islice(itertools.cycle([1, 3, 24, 2, 7]), 40)):
         tensors = values(ranks.world_size, 4096, torch.float32, turn)
-        expected = in_order(tensors)
+        expected = sort_places(tensors)
         for found in ranks.sum(tensors, way, blocks):
             assert torch.equal(found, expected), turn
     ranks.error.check(0)
@@ -140,7 +140,7 @@ def test_a_hundred_thousand_calls_stay_right(ranks):
 def test_nan_infinities_and_both_zeros_add_up_as_in_torch(ranks, way):
     odd = torch.tensor([0.0, -0.0, torch.nan, torch.inf, -torch.inf, 1e38, -1e38, 1e-45])
     tensors = [odd.roll(rank).repeat(8).cuda() for rank in range(4)]
-    expected = in_order(tensors)
+    expected = sort_places(tensors)
     for found in ranks.sum(tensors, way):
         same = (found == expected) | (found.isnan() & expected.isnan())
         assert bool(same.all())

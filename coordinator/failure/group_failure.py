@@ -1,0 +1,100 @@
+"""Why a group cannot go on: the record that the first rank to notice gives to all others.
+
+It travels as msgpack: in the shared memory of a node, and through rank 0 to other nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from coordinator.control.framing import pack, unpack
+from coordinator.errors import CoordinatorError, FailureReason, RankFailure
+from coordinator.failure.peer_monitor import ObservedRank
+from coordinator.peers import Peer
+
+# Together they must fit verdict_bytes of node_shm.h.
+MAX_TEXT, MAX_TAIL = 8000, 1000  # characters of the text, and of its end if it is longer
+MAX_RANKS = 256
+MAX_FAILURES, MAX_FAILURE_TEXT = 8, 300
+
+
+class FailureRecord(NamedTuple):
+    """A RankFailure as it travels; rank: of the launch."""
+
+    rank: int
+    reason: str
+    since_s: float = 0.0
+    call: str = ""
+    exit_status: int | None = None
+    text: str = ""
+
+    @classmethod
+    def of(cls, observed: ObservedRank) -> FailureRecord:
+        reason = observed.reason or FailureReason.REPORTED
+        text = clipped(str(observed))[:MAX_FAILURE_TEXT]
+        return cls(observed.peer.rank, reason.value, 0.0, observed.call, observed.exit_status, text)
+
+    @classmethod
+    def from_failure(cls, failure: RankFailure) -> FailureRecord:
+        reason, text = failure.reason.value, clipped(str(failure))[:MAX_FAILURE_TEXT]
+        rank, status = failure.peer.rank, failure.exit_status
+        return cls(rank, reason, failure.since_s, failure.call, status, text)
+
+    def to_failure(self, peers: Sequence[Peer]) -> RankFailure | None:
+        """In the numbering of the group of these peers; None if it is not among them."""
+        for place, peer in enumerate(peers):
+            if peer.rank == self.rank:
+                reason = FailureReason(self.reason)
+                return RankFailure(
+                    place, peer, reason, self.since_s, self.call, self.exit_status, self.text
+                )
+        return None
+
+
+class GroupFailure(NamedTuple):
+    """The reason, from the rank that noticed first.
+
+    kind: name of the error's class. reporter: rank of the launch, and `where` its call. ranks: of
+    the launch, that are named in text. failures: those of them that died, left or are suspended.
+    """
+
+    kind: str
+    reporter: int
+    where: str
+    text: str
+    ranks: list[int]
+    failures: list[FailureRecord]
+
+    @classmethod
+    def of(
+        cls,
+        kind: type[CoordinatorError],
+        reporter: int,
+        where: str,
+        text: str,
+        ranks: Sequence[int] = (),
+        failures: Sequence[FailureRecord] = (),
+    ) -> GroupFailure:
+        named = list(ranks or [failure.rank for failure in failures])[:MAX_RANKS]
+        return cls(kind.__name__, reporter, where, clipped(text), named, [*failures[:MAX_FAILURES]])
+
+    def pack(self) -> bytes:
+        return pack(self)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> GroupFailure:
+        kind, reporter, where, text, ranks, failures = unpack(data)
+        records = [FailureRecord(*failure) for failure in failures]
+        return cls(kind, reporter, where, text, ranks, records)
+
+    def rank_failures(self, peers: Sequence[Peer]) -> list[RankFailure]:
+        """The failed ranks, in the numbering of the group of these peers."""
+        failures = [failure.to_failure(peers) for failure in self.failures]
+        return [failure for failure in failures if failure is not None]
+
+
+def clipped(text: str) -> str:
+    """The text with its middle left out if it is long; names of files need not be UTF-8."""
+    text = text.encode(errors="backslashreplace").decode()
+    return text[:MAX_TEXT] + text[MAX_TEXT:][-MAX_TAIL:]

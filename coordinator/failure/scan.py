@@ -1,0 +1,195 @@
+"""Looks for failed ranks of a group without a collective call.
+
+Three sources: shared memory and /proc for ranks of this host, rank 0's membership for ranks of
+other hosts, and the failure that any rank published for the group.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Container, Iterable
+
+from coordinator.control.process_monitor import PeerProcess
+from coordinator.control.session import BEATS_PER_S
+from coordinator.control.tables import SUSPENDED, Membership
+from coordinator.errors import FailureReason, PeerLost, RankFailure
+from coordinator.failure.group_failure import GroupFailure
+from coordinator.failure.peer_monitor import (
+    CLOSED_ITS_COORDINATOR,
+    ObservedRank,
+    PeerMonitor,
+)
+from coordinator.peers import Peer
+
+MAY_RECOVER = (FailureReason.SUSPENDED, FailureReason.UNREACHABLE)
+
+
+class FailureScan:
+    """The failed ranks of a group so far. Any thread may scan.
+
+    A rank that was suspended or unreachable and is well again is no failure any more.
+    """
+
+    def __init__(
+        self, monitor: PeerMonitor, group_failure: Callable[[], GroupFailure | None]
+    ) -> None:
+        self.monitor, self._group_failure = monitor, group_failure
+        self._timings = monitor.session.timings
+        self._lock = threading.Lock()
+        self._failures: dict[int, RankFailure] = {}  # by place
+        self._failed_at: dict[int, float] = {}  # by place
+        self._since: dict[int, float] = {}  # by rank of the launch: since when it looks unwell
+        self._dead_at: dict[int, float] = {}  # by rank of the launch: when its end was seen
+        self._scanned_at = time.monotonic()
+        self._membership: Membership = {}
+        self._asked_at, self._answered_at = 0.0, time.monotonic()
+
+    def processes(self) -> list[PeerProcess]:
+        """The processes of this host whose end is to be noticed at once."""
+        processes = [self.monitor.process(peer) for _, peer in self._peers()]
+        return [process for process in processes if process is not None and process.fileno() >= 0]
+
+    def scan(self) -> tuple[RankFailure, ...]:
+        """The failed ranks, the first to fail first."""
+        with self._lock:
+            self._forgive_if_suspended()
+            self._refresh_membership()
+            reported = self._reported()
+            observed = self._observed()
+            self._remove_recovered(observed)
+            for failure in (*reported, *sorted(observed.values(), key=_by_cause)):
+                self._add(failure)
+            return tuple(sorted(self._failures.values(), key=self._occurrence))
+
+    def _occurrence(self, failure: RankFailure) -> tuple[bool, float]:
+        """Sorts by the time of the failure; ranks that left come last, for they are no cause."""
+        return failure.reason is FailureReason.LEFT, self._failed_at[failure.rank]
+
+    def _remove_recovered(self, observed: Container[int]) -> None:
+        for place, failure in list(self._failures.items()):
+            if failure.reason in MAY_RECOVER and place not in observed:
+                del self._failures[place], self._failed_at[place]
+
+    def _add(self, failure: RankFailure) -> None:
+        """The first reason stays, unless the rank could still have recovered from it."""
+        before = self._failures.get(failure.rank)
+        if before is None or (before.reason in MAY_RECOVER and before.reason != failure.reason):
+            self._failures[failure.rank] = failure
+            self._failed_at.setdefault(failure.rank, time.monotonic() - failure.since_s)
+
+    def _peers(self) -> Iterable[tuple[int, Peer]]:
+        """The other ranks that have not failed for good, by place."""
+        for place, peer in enumerate(self.monitor.peers):
+            failure = self._failures.get(place)
+            is_over = failure is not None and failure.reason not in MAY_RECOVER
+            if peer.rank != self.monitor.me.rank and not is_over:
+                yield place, peer
+
+    def _forgive_if_suspended(self) -> None:
+        """After this process was stopped itself, all others look as if they had been silent."""
+        now = time.monotonic()
+        if now - self._scanned_at > self._timings.suspended_s + self._timings.scan_s:
+            self._since.clear()
+            self._answered_at = now
+        self._scanned_at = now
+
+    # ---- from all ranks ----
+
+    def _reported(self) -> list[RankFailure]:
+        """The ranks that the group failed for; a timeout or different calls are no failed rank."""
+        failure = self._group_failure()
+        if failure is None or failure.kind != PeerLost.__name__:
+            return []
+        failures = failure.rank_failures(self.monitor.peers)
+        return [failure for failure in failures if failure.peer.rank != self.monitor.me.rank]
+
+    # ---- from here ----
+
+    def _observed(self) -> dict[int, RankFailure]:
+        observed = {}
+        for place, peer in self._peers():
+            rank = self._observe(peer)
+            reason = rank.reason if rank is not None else None
+            if rank is None or reason is None:
+                self._since.pop(peer.rank, None)
+                continue
+            unwell_s = time.monotonic() - self._since.setdefault(peer.rank, time.monotonic())
+            if reason not in MAY_RECOVER or unwell_s >= self._patience_s(rank):
+                since_s = max(unwell_s, rank.since_s)
+                observed[place] = RankFailure(
+                    place, peer, reason, since_s, rank.call, rank.exit_status, str(rank)
+                )
+        return observed
+
+    def _patience_s(self, rank: ObservedRank) -> float:
+        """For so long it must be seen unwell: at least twice, and not only since a moment ago."""
+        return max(self._timings.suspended_s - rank.since_s, self._timings.membership_s)
+
+    def _observe(self, peer: Peer) -> ObservedRank | None:
+        """The rank, if it looks unwell."""
+        process = self.monitor.process(peer)
+        if not self.monitor.is_remote(peer.rank):
+            return self.monitor.local_exit(peer.rank) or self._suspended(peer, process)
+        if process is not None:
+            return self._exited(peer, process) or self._suspended(peer, process)
+        lost = self.monitor.remote_exit(peer.rank)
+        return lost or self._from_report(peer) or self._silent_master(peer)
+
+    def _suspended(self, peer: Peer, process: PeerProcess | None) -> ObservedRank | None:
+        if process is None or not process.is_suspended():
+            return None
+        observed = self.monitor.observe_local(peer.rank)
+        last_call = observed.last_call if observed is not None else None
+        return ObservedRank(peer, SUSPENDED, last_call, FailureReason.SUSPENDED)
+
+    def _exited(self, peer: Peer, process: PeerProcess) -> ObservedRank | None:
+        """A process of this host that shares no memory, once rank 0 knows whether it had left."""
+        report = self._membership.get(peer.rank)
+        if self.monitor.has_left(report):
+            return ObservedRank(peer, CLOSED_ITS_COORDINATOR, None, FailureReason.LEFT)
+        if not process.is_dead():
+            return None
+        dead_s = time.monotonic() - self._dead_at.setdefault(peer.rank, time.monotonic())
+        is_lost = report is not None and report.lost_s >= 0
+        if not is_lost and dead_s < self._timings.exit_notice_s:
+            return None
+        state, status = process.state(), process.exit_status
+        return ObservedRank(peer, state, None, FailureReason.EXITED, status, dead_s)
+
+    # ---- from rank 0 ----
+
+    def _refresh_membership(self) -> None:
+        now, session = time.monotonic(), self.monitor.session
+        pause_s = max(self._timings.membership_s, session.info.world_size / BEATS_PER_S)
+        if not self.monitor.has_remote or now - self._asked_at < pause_s:
+            return
+        self._asked_at = now
+        self._membership = session.membership()
+        if self._membership:
+            self._answered_at = time.monotonic()
+
+    def _from_report(self, peer: Peer) -> ObservedRank | None:
+        report = self._membership.get(peer.rank)
+        if report is None:
+            return None
+        if self.monitor.has_left(report):
+            return ObservedRank(peer, CLOSED_ITS_COORDINATOR, None, FailureReason.LEFT)
+        observed = self.monitor.observe_report(peer, report)
+        return None if observed.reason is FailureReason.EXITED else observed  # it may come back
+
+    def _silent_master(self, peer: Peer) -> ObservedRank | None:
+        silent_s = time.monotonic() - self._answered_at
+        if peer.rank != 0 or silent_s < self._timings.master_silent_s:
+            return None
+        state = f"has not answered for {silent_s:.0f} s: suspended, stuck or cut off"
+        return ObservedRank(peer, state, None, FailureReason.UNREACHABLE, None, silent_s)
+
+
+def _by_cause(failure: RankFailure) -> tuple[bool, bool]:
+    """Sorts failures that were noticed at once: killed ranks first, ranks that left last.
+
+    A rank that loses another often raises and exits, so an exit code is rather a consequence.
+    """
+    is_killed = failure.exit_status is not None and failure.exit_status < 0
+    return failure.reason is FailureReason.LEFT, not is_killed

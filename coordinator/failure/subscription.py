@@ -1,0 +1,156 @@
+"""Calls subscribers when a rank of a group fails: one thread for each group that has some."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+from coordinator.errors import RankFailure
+from coordinator.failure.scan import MAY_RECOVER, FailureScan
+
+JOIN_S = 1.0  # for the thread to end, which may be within a callback
+
+log = logging.getLogger("coordinator")
+
+
+def always() -> bool:
+    return True
+
+
+class Subscription:
+    """A callback for failed ranks, until close() or the end of the `with` block.
+
+    failures: the ranks it was called for, the first to fail first.
+    """
+
+    def __init__(
+        self,
+        callback: Callable[[RankFailure], None],
+        is_waiting: Callable[[], bool],
+        on_close: Callable[[Subscription], None],
+    ) -> None:
+        self._callback, self._is_waiting, self._on_close = callback, is_waiting, on_close
+        self.failures: tuple[RankFailure, ...] = ()
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Call the callback no more. Not collective; from any thread, the callback's too."""
+        self._is_closed = True
+        self._on_close(self)
+
+    def __enter__(self) -> Subscription:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def notify(self, current: tuple[RankFailure, ...]) -> None:
+        """Call the callback for the ranks that it was not called for."""
+        places = {failure.rank for failure in current}
+        self.failures = tuple(failure for failure in self.failures if failure.rank in places)
+        known = {failure.rank for failure in self.failures}
+        for failure in current:
+            if failure.rank not in known and not self._is_closed and self._is_due(failure):
+                self.failures = (*self.failures, failure)
+                self._call(failure)
+
+    def _is_due(self, failure: RankFailure) -> bool:
+        return failure.reason not in MAY_RECOVER or self._is_waiting()
+
+    def _call(self, failure: RankFailure) -> None:
+        try:
+            self._callback(failure)
+        except Exception:
+            log.exception("a subscriber failed when %s failed", failure)
+
+
+class FailureNotifier:
+    """The subscribers of one group, and the thread that scans for them."""
+
+    def __init__(self, scan: FailureScan) -> None:
+        self._scan = scan
+        self._timings = scan.monitor.session.timings
+        self._lock = threading.Lock()
+        self._subscriptions: list[Subscription] = []
+        self._thread: threading.Thread | None = None
+        self._wakeup = -1
+        self._is_closed = False
+
+    def subscribe(
+        self, callback: Callable[[RankFailure], None], is_waiting: Callable[[], bool]
+    ) -> Subscription:
+        subscription = Subscription(callback, is_waiting, self._unsubscribe)
+        with self._lock:
+            self._subscriptions.append(subscription)
+            if self._thread is None and not self._is_closed:
+                self._start()
+        return subscription
+
+    def _start(self) -> None:
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="drumline-failures", daemon=True)
+        self._thread.start()
+
+    def _unsubscribe(self, subscription: Subscription) -> None:
+        with self._lock:
+            self._subscriptions = [other for other in self._subscriptions if other != subscription]
+            is_last = not self._subscriptions
+        if is_last:
+            self._stop()
+
+    def close(self) -> None:
+        """End the thread; a callback that is running ends first, unless it is the caller."""
+        self._is_closed = True
+        self._stop()
+
+    def drop(self) -> None:
+        """In a forked child, where the thread does not run."""
+        self._is_closed, self._lock = True, threading.Lock()
+        if self._wakeup >= 0:
+            os.close(self._wakeup)
+        self._wakeup = -1
+
+    def _stop(self) -> None:
+        with self._lock:
+            thread, self._thread = self._thread, None
+            if thread is not None:
+                os.eventfd_write(self._wakeup, 1)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(JOIN_S)
+
+    def _run(self) -> None:
+        """Scan at every interval, and at once when a process of this host ends."""
+        wakeup, dead = self._wakeup, set[int]()
+        while self._is_current():
+            subscriptions = tuple(self._subscriptions)
+            current = self._scan.scan()
+            for subscription in subscriptions:
+                subscription.notify(current)
+            if self._is_current():
+                dead |= self._sleep(wakeup, dead)
+        with self._lock:
+            os.close(wakeup)
+            if self._wakeup == wakeup:
+                self._wakeup = -1
+
+    def _is_current(self) -> bool:
+        return self._thread is threading.current_thread()
+
+    def _sleep(self, wakeup: int, dead: set[int]) -> set[int]:
+        """Wait until the next scan is due; the pidfds that have become readable meanwhile."""
+        poll = select.poll()
+        poll.register(wakeup, select.POLLIN)
+        for process in self._scan.processes():
+            if process.fileno() not in dead:
+                poll.register(process.fileno(), select.POLLIN)
+        ready = {fd for fd, _ in poll.poll(self._timings.scan_s * 1000)}
+        return ready - {wakeup}

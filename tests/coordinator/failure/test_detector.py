@@ -1,0 +1,283 @@
+"""Subscribers to failures of ranks: nobody needs to be in a call."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from coordinator import Coordinator, CoordinatorError, FailureReason, PeerLost, RankFailure, Timings
+
+LIMIT_S = 10.0
+LAYOUTS = {"one node": None, "two nodes": [2, 1]}
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+QUICK = Timings(suspended_s=0.6)
+
+
+class Log:
+    """The failures that a rank was called for; `wait` until there are so many."""
+
+    def __init__(self):
+        self.failures, self._changed = [], threading.Condition()
+
+    def __call__(self, failure):
+        with self._changed:
+            self.failures.append((failure, time.time()))
+            self._changed.notify_all()
+
+    def wait(self, count=1):
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.failures) >= count, LIMIT_S)
+            return [failure for failure, _ in self.failures]
+
+    def wait_for(self, rank):
+        """The failure of this rank, and when (time.time())."""
+        of_rank = lambda: [row for row in self.failures if row[0].rank == rank]  # noqa: E731
+        with self._changed:
+            assert self._changed.wait_for(of_rank, LIMIT_S)
+            return of_rank()[0]
+
+
+def failing(fork, layout, fail):
+    """Reason, exit status, text and delay of rank 2's failure by fail(coor), on ranks 0 and 1."""
+    reading, writing = os.pipe()
+
+    def body(info):
+        coor, log = Coordinator(info, timeout_s=20, timings=QUICK), Log()
+        with coor.on_failure(log):
+            coor.barrier()
+            if coor.rank == 2:
+                os.write(writing, str(time.time()).encode())
+                fail(coor)
+            failure, at = log.wait_for(2)
+            return [failure.reason.value, failure.exit_status, failure.text, at]
+
+    *others, _ = fork(body, 3, LAYOUTS[layout]).outcomes(stragglers=[2])
+    failed_at = float(os.read(reading, 100))
+    os.close(reading)
+    os.close(writing)
+    for outcome in others:
+        assert not outcome.error, outcome.text
+        *facts, at = outcome.value
+        yield *facts, at - failed_at
+
+
+@every_layout
+def test_a_killed_rank_is_reported_to_all(fork, layout):
+    for reason, status, text, after_s in failing(
+        fork, layout, lambda coor: os.kill(os.getpid(), signal.SIGKILL)
+    ):
+        assert (reason, status) == ("exited", -signal.SIGKILL)
+        assert text.startswith("rank 2 (host") and "SIGKILL" in text
+        assert after_s < (0.5 if layout == "one node" else 2)
+
+
+@every_layout
+def test_an_exit_before_close_is_reported_with_its_code(fork, layout):
+    for reason, status, *_ in failing(fork, layout, lambda coor: os._exit(3)):
+        assert (reason, status) == ("exited", 3)
+
+
+def close_and_exit(coor):
+    coor.close()
+    os._exit(0)
+
+
+@every_layout
+def test_a_clean_close_is_no_death(fork, layout):
+    for reason, status, *_ in failing(fork, layout, close_and_exit):
+        assert (reason, status) == ("left", None)
+
+
+@every_layout
+def test_a_suspended_rank_is_reported(fork, layout):
+    for reason, _, text, after_s in failing(
+        fork, layout, lambda coor: os.kill(os.getpid(), signal.SIGSTOP)
+    ):
+        assert reason == "suspended" and "suspended" in text
+        assert 0.5 < after_s < 3
+
+
+@every_layout
+def test_what_any_rank_reports_all_ranks_hear(fork, layout):
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            log = Log()
+            with coor.on_failure(log) as subscription:
+                coor.barrier()
+                if coor.rank == 1:
+                    coor.report_failure(2, "on fire")
+                if coor.rank == 2:
+                    return coor.wait("never", timeout_s=LIMIT_S)
+                failure, _ = log.wait_for(2)
+                assert failure in subscription.failures
+                return [failure.rank, failure.reason.value, "on fire" in failure.text]
+
+    zero, one, two = fork(body, 3, LAYOUTS[layout]).outcomes()
+    assert zero.value == one.value == [2, "reported", True], (zero, one)
+    assert two.error == "PeerLost" and "on fire" in two.text
+
+
+def test_an_exception_of_one_rank_is_reported_with_its_cause(ranks):
+    """Rank 2 left because it lost rank 3: rank 3 is named first."""
+    with_cause = []
+
+    def body(info):
+        log = Log()
+        with Coordinator(info) as coor, coor.on_failure(log):
+            coor.barrier()
+            if coor.rank == 2:
+                peer = coor.peers[3]
+                failure = RankFailure(3, peer, FailureReason.EXITED)
+                raise ValueError("no more") from PeerLost("lost rank 3", [failure])
+            first = log.wait(1 if coor.rank == 3 else 2)
+            with_cause.append([failure.rank for failure in first if failure.rank in (2, 3)])
+            raise KeyError("over")
+
+    def quiet(info):
+        with pytest.raises((ValueError, KeyError)):
+            body(info)
+
+    ranks(quiet, 4)
+    assert sorted(with_cause) == [[2], [3, 2], [3, 2]]
+
+
+def test_a_subgroup_numbers_its_ranks_itself(fork):
+    def body(info):
+        coor, log = Coordinator(info, timeout_s=20), Log()
+        group = coor.split([3, 1]) if coor.rank in (1, 3) else None
+        coor.barrier()
+        if coor.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if group is not None:
+            with group.on_failure(log):
+                failure = log.wait()[0]
+                return [failure.rank, failure.peer.rank]
+
+    assert fork(body, 4).outcomes()[3].value == [1, 1]
+
+
+def test_the_first_failure_is_first(fork):
+    def body(info):
+        coor = Coordinator(info, timeout_s=20)
+        coor.barrier()
+        if coor.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if coor.rank == 1:
+            assert coor.failures(wait_s=LIMIT_S)
+            os._exit(1)
+        log = Log()
+        with coor.on_failure(log):
+            return [failure.rank for failure in log.wait(2)]
+
+    assert fork(body, 3).outcomes()[0].value == [2, 1]
+
+
+def test_a_rank_that_is_suspended_while_nobody_waits_is_not_reported(fork):
+    pids = os.pipe()
+
+    def body(info):
+        coor, log, is_waiting = Coordinator(info, timeout_s=20, timings=QUICK), Log(), []
+        with coor.on_failure(log, is_waiting=lambda: bool(is_waiting)):
+            coor.barrier()
+            if coor.rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+                coor.barrier()
+                return None
+            peer = coor.peers[1]
+            time.sleep(1.5)
+            early = len(log.failures)
+            is_waiting.append(True)
+            reported = [failure.reason.value for failure in log.wait()]
+            os.kill(peer.pid, signal.SIGCONT)
+            coor.barrier()
+            deadline = time.monotonic() + LIMIT_S
+            while coor.failures() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            return [early, reported, len(coor.failures())]
+
+    zero, _ = fork(body, 2).outcomes()
+    for fd in pids:
+        os.close(fd)
+    assert zero.value == [0, ["suspended"], 0], zero
+
+
+def test_without_subscribers_no_thread_runs(ranks):
+    def body(info):
+        with Coordinator(info) as coor:
+            coor.barrier()
+            name = "drumline-failures"
+            before = sum(thread.name == name for thread in threading.enumerate())
+            coor.barrier()
+            with coor.on_failure(lambda failure: None):
+                coor.barrier()
+                during = sum(thread.name == name for thread in threading.enumerate())
+                coor.barrier()
+            coor.barrier()
+            return before, during, sum(thread.name == name for thread in threading.enumerate())
+
+    assert ranks(body, 3) == [(0, 3, 0)] * 3
+
+
+def test_a_subscriber_that_raises_does_not_silence_the_others(fork):
+    def body(info):
+        coor, log = Coordinator(info, timeout_s=20), Log()
+
+        def fail(failure):
+            raise ValueError("no")
+
+        with coor.on_failure(fail), coor.on_failure(log):
+            coor.barrier()
+            if coor.rank == 1:
+                os._exit(1)
+            return log.wait()[0].rank
+
+    assert fork(body, 2).outcomes()[0].value == 1
+
+
+def test_a_callback_may_close_the_coordinator(fork):
+    def body(info):
+        coor, closed = Coordinator(info, timeout_s=20), threading.Event()
+
+        def close(failure):
+            coor.close(timeout_s=1)
+            closed.set()
+
+        coor.on_failure(close)
+        coor.barrier()
+        if coor.rank == 1:
+            os._exit(1)
+        assert closed.wait(LIMIT_S)
+        with pytest.raises(CoordinatorError, match="closed"):
+            coor.on_failure(close)
+        return True
+
+    assert fork(body, 2).outcomes()[0].value
+
+
+def test_a_single_rank_never_fails(ranks):
+    def body(info):
+        with Coordinator(info) as coor, coor.on_failure(lambda failure: None):
+            return coor.failures(wait_s=0.1)
+
+    assert ranks(body, 1) == [()]
+
+
+@every_layout
+def test_a_lost_peer_is_data(fork, layout):
+    def body(info):
+        coor = Coordinator(info, timeout_s=20)
+        coor.barrier()
+        if coor.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(PeerLost) as caught:
+            coor.barrier()
+        error = caught.value
+        return [error.rank, error.peer.rank, error.failures[0].reason.value, error.call]
+
+    zero, one, _ = fork(body, 3, LAYOUTS[layout]).outcomes()
+    for outcome in (zero, one):
+        rank, of_launch, reason, call = outcome.value
+        assert (rank, of_launch, reason) == (2, 2, "exited"), outcome
+        assert call.startswith("barrier #1 (test_detector.py:") or layout == "two nodes", outcome
