@@ -34,7 +34,7 @@ from communicator.backends.nccl.oneshot import Algorithm
 from communicator.errors import DrumlineError
 from coordinator import Coordinator
 from tests.gpu import one_gpu
-from tests.gpu.test_oneshot import Ranks, in_order, values
+from tests.gpu.test_oneshot import Ranks, sort_places, values
 
 ROOT = Path(__file__).parents[1]
 GPU = torch.device("cuda", 0)
@@ -250,14 +250,14 @@ def small() -> Table:
         for nbytes in (1 << 10, 16 << 10, 64 << 10, 256 << 10, 512 << 10):
             for way in Algorithm:
                 us, right = _small(world, nbytes, way)
-                chosen = oneshot.choose(world, nbytes, torch.bfloat16) == way
+                chosen = oneshot.select_algorithm(world, nbytes, torch.bfloat16) == way
                 table.add(world, nbytes, way.name, "yes" if chosen else "", us, right)
     return table
 
 
 def _small(world: int, nbytes: int, way: Algorithm) -> tuple[float, str]:
     ranks, tensors = Ranks(world), values(world, nbytes, torch.bfloat16)
-    expected = in_order(tensors)
+    expected = sort_places(tensors)
     outs = ranks.sum(tensors, way, outs=[torch.empty_like(tensor) for tensor in tensors])
     right = all(torch.equal(out, expected) for out in outs)
     torch.cuda.synchronize()

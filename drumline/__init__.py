@@ -5,17 +5,14 @@ print(model.device_map)
 model.generate(tokens)
 """
 
-from drumline.checkpoint.shard_loader import Loaded, load_into
+from drumline.checkpoint.plan_executor import LoadStats
+from drumline.checkpoint.shard_loader import load_into
 from drumline.compile_once.artifact_cache import BuildError
-from drumline.compile_once.hoist import (
-    HoistError,
-    UnmappedDevice,
-    assert_device,
-    check_devices,
-    hoist,
-    hoist_package,
-)
-from drumline.compile_once.hoist import Report as HoistReport
+from drumline.compile_once.device_check import assert_device, check_devices
+from drumline.compile_once.device_mapping import HoistError, UnmappedDevice
+from drumline.compile_once.device_mapping import HoistReport as HoistReport
+from drumline.compile_once.hoist import hoist
+from drumline.compile_once.hoist_package import hoist_package
 from drumline.compile_once.portable import check_no_process_groups, trace_portable
 from drumline.compile_once.precompile import (
     assert_identical_on_ranks,
@@ -24,8 +21,9 @@ from drumline.compile_once.precompile import (
     precompile,
     precompile_modules,
 )
+from drumline.core.device_map import DeviceMap, ModelProfile, ModulePart, Place
 from drumline.core.mesh import Mesh
-from drumline.core.shards import Split
+from drumline.core.shards import ShardSpec
 from drumline.errors import (
     CheckpointError,
     DrumlineError,
@@ -34,10 +32,18 @@ from drumline.errors import (
     StageError,
     WorkerExit,
 )
-from drumline.planner.cost_model import DeviceSpeeds, Estimate, Link, Speed, Step, assumed, estimate
+from drumline.planner.cost_model import (
+    DeviceSpeed,
+    DeviceSpeeds,
+    Estimate,
+    LinkSpeed,
+    PassShape,
+    estimate,
+    uniform_speeds,
+)
 from drumline.planner.measure import measure_speeds
 from drumline.planner.memory import cluster_memory
-from drumline.planner.plan import DeviceMap, Layout, Part, Place, plan
+from drumline.planner.plan import plan
 from drumline.strategies.accelerate_compat import (
     dispatch_model,
     get_balanced_memory,
@@ -59,28 +65,27 @@ __all__ = [
     "BuildError",
     "CheckpointError",
     "DeviceMap",
+    "DeviceSpeed",
     "DeviceSpeeds",
     "DrumlineError",
     "Estimate",
     "HoistError",
     "HoistReport",
-    "Layout",
-    "Link",
-    "Loaded",
+    "LinkSpeed",
+    "LoadStats",
     "Mesh",
-    "Part",
+    "ModelProfile",
+    "ModulePart",
+    "PassShape",
     "PeerLost",
     "Place",
     "PlanError",
-    "Speed",
-    "Split",
+    "ShardSpec",
     "StageError",
-    "Step",
     "UnmappedDevice",
     "WorkerExit",
     "assert_device",
     "assert_identical_on_ranks",
-    "assumed",
     "check_devices",
     "check_no_process_groups",
     "cluster_memory",
@@ -107,4 +112,5 @@ __all__ = [
     "read_plan",
     "shard_specs",
     "trace_portable",
+    "uniform_speeds",
 ]

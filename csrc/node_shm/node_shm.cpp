@@ -62,7 +62,7 @@ int NodeSegment::create(int nranks) {
 }
 
 NodeSegment::NodeSegment(int nranks, int rank, bool may_spin)
-    : nranks(nranks), rank(rank), patience_(shm::patience(!may_spin)) {}
+    : nranks(nranks), rank(rank), spin_policy_(shm::measured_spin_policy(!may_spin)) {}
 
 NodeSegment::~NodeSegment() {
     if (base_ != nullptr) munmap(base_, total_bytes(nranks));
@@ -127,7 +127,7 @@ bool NodeSegment::is_complete() const {
 }
 
 bool NodeSegment::wait(int64_t deadline_ns) {
-    if (shm::look(patience_, [this] { return is_complete(); })) return true;
+    if (shm::spin_until(spin_policy_, [this] { return is_complete(); })) return true;
     int64_t left = deadline_ns - shm::now_ns();
     if (left <= 0 || has_failed()) return false;
     // Counted before the round is read, and the round stored before the count is read (both

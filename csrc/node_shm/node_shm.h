@@ -119,7 +119,7 @@ class NodeSegment {
     void publish();
     void arrive();
 
-    shm::Patience patience_;
+    shm::SpinPolicy spin_policy_;
     char* base_ = nullptr;
     Header* header_ = nullptr;
     RankSlot* slots_ = nullptr;

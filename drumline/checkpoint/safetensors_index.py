@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from drumline.checkpoint.json_files import read_json, refuse_special
-from drumline.core.shards import Box
+from drumline.checkpoint.json_files import check_regular_file, read_json
+from drumline.core.shards import Region
 from drumline.errors import CheckpointError
 
 DTYPES = {
@@ -51,7 +51,7 @@ MAX_DIMS = 64
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """One tensor of a checkpoint: which file, where in it, and what it is."""
 
     file: str
@@ -68,10 +68,10 @@ class Stored:
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
 
-Index = Mapping[str, Stored]
+Index = Mapping[str, StoredTensor]
 
 
-def read_index(path: str | Path) -> dict[str, Stored]:
+def read_index(path: str | Path) -> dict[str, StoredTensor]:
     """Every tensor of a folder of .safetensors files (or of one file), by name."""
     folder = Path(path)
     listed = {} if folder.is_file() else _listing(folder)
@@ -117,9 +117,9 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
-def _header(file: Path) -> Iterator[tuple[str, Stored]]:
+def _header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
     try:
-        refuse_special(file)
+        check_regular_file(file)
         size = file.stat().st_size
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
@@ -134,7 +134,7 @@ def _header(file: Path) -> Iterator[tuple[str, Stored]]:
             if begin != last:
                 raise ValueError(f"{name} does not begin where the one before it ends")
             last = end
-            stored = Stored(file.name, 8 + length + begin, dtype, shape)
+            stored = StoredTensor(file.name, 8 + length + begin, dtype, shape)
             if end - begin != stored.nbytes or 8 + length + end > size:
                 raise ValueError(f"{name} does not fit into the file of {size} bytes")
             yield name, stored
@@ -178,39 +178,39 @@ def index_to_json(index: Index) -> bytes:
     return json.dumps({k: (s.file, s.offset, s.dtype, s.shape) for k, s in index.items()}).encode()
 
 
-def index_from_json(data: bytes) -> dict[str, Stored]:
+def index_from_json(data: bytes) -> dict[str, StoredTensor]:
     return {
-        name: Stored(file, offset, dtype, tuple(shape))
+        name: StoredTensor(file, offset, dtype, tuple(shape))
         for name, (file, offset, dtype, shape) in json.loads(data).items()
     }
 
 
-class Reader:
+class TensorReader:
     """Reads boxes of stored tensors; counts every byte. Use in a `with` block."""
 
     def __init__(self, path: str | Path):
         self.path, self.nbytes = Path(path), 0
         self._open: dict[str, int] = {}
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> TensorReader:
         return self
 
     def __exit__(self, *exc: object) -> None:
         while self._open:
             os.close(self._open.popitem()[1])
 
-    def read(self, stored: Stored, box: Box, out: torch.Tensor) -> None:
+    def read(self, stored: StoredTensor, region: Region, out: torch.Tensor) -> None:
         """Fill `out` (contiguous, on the CPU, of the stored dtype) with a box of the tensor."""
         assert out.is_contiguous() and out.dtype == stored.torch_dtype, (out.dtype, stored)
         buffer = memoryview(out.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         item = stored.torch_dtype.itemsize
         filled = 0
-        for start, count in _runs(stored.shape, box):
+        for start, count in _runs(stored.shape, region):
             end = filled + count * item
             self._fill(stored, buffer[filled:end], stored.offset + start * item)
             filled = end
 
-    def _fill(self, stored: Stored, buffer: memoryview, offset: int) -> None:
+    def _fill(self, stored: StoredTensor, buffer: memoryview, offset: int) -> None:
         file = self._file(stored.file)
         while buffer:
             count = os.preadv(file, [buffer], offset)
@@ -229,16 +229,16 @@ class Reader:
         return self._open[name]
 
 
-def _runs(shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, int]]:
+def _runs(shape: tuple[int, ...], region: Region) -> Iterator[tuple[int, int]]:
     """The contiguous stretches of a box in a tensor: first element and length of each."""
     split = len(shape)
     run = 1
     while split and run == math.prod(shape[split:]):
         split -= 1
-        run *= box.size[split]
+        run *= region.size[split]
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    base = sum(at * stride for at, stride in zip(box.start, strides, strict=True))
-    yield from _walk(base, strides[:split], box.size[:split], run)
+    base = sum(at * stride for at, stride in zip(region.start, strides, strict=True))
+    yield from _walk(base, strides[:split], region.size[:split], run)
 
 
 def _walk(

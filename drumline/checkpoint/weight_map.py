@@ -21,32 +21,32 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from drumline.checkpoint.model_tensors import WeightSources, named_tensors, tied_names
 from drumline.checkpoint.safetensors_index import Index
-from drumline.checkpoint.shard_loader import Sources, aliases, named_tensors
-from drumline.checkpoint.shard_plan import Piece, whole
-from drumline.core.shards import Box
+from drumline.checkpoint.shard_plan import SourceSlice, whole_tensor
+from drumline.core.shards import Region
 from drumline.errors import CheckpointError
 
-Part = tuple[tuple[int, ...], tuple[Piece, ...]]
+DescribedTensor = tuple[tuple[int, ...], tuple[SourceSlice, ...]]
 """A tensor that is only described: its shape, and what fills it."""
 
 
-class Computed(CheckpointError):
+class NotStreamable(CheckpointError):
     """A parameter is computed from what is stored, so no part of it can be read alone."""
 
 
 @dataclass(frozen=True)
-class Description:
+class WeightMap:
     """What the tensors of a model are made of, by every name they have, before they are tied."""
 
-    pieces: Mapping[str, tuple[Piece, ...]]
+    slices: Mapping[str, tuple[SourceSlice, ...]]
     missing: frozenset[str]
     surplus: frozenset[str]
     stored_as: Mapping[str, str]
     """By name of a tensor, surplus ones too: the first key of what it is made of."""
 
 
-def describe(model: Any, index: Index) -> Description:
+def map_weights(model: Any, index: Index) -> WeightMap:
     """What each parameter and persistent buffer is made of, and what is left over or missing.
 
     Raises Computed for conversions that change more than where a tensor lies.
@@ -55,7 +55,7 @@ def describe(model: Any, index: Index) -> Description:
     transforms = get_model_conversion_mapping(model)
     renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, WeightConverter)]
-    plain: dict[str, Sequence[Piece]] = {}
+    plain: dict[str, Sequence[SourceSlice]] = {}
     joined: dict[str, dict[str, list[str]]] = {}
     for key in sorted(index, key=dot_natural_key):
         prefix = model.base_model_prefix
@@ -63,35 +63,35 @@ def describe(model: Any, index: Index) -> Description:
         if name not in state and key in state:
             name, pattern = rename_source_key(key, [], [], prefix, state)
         if pattern is None:
-            plain[name] = whole(key, index[key].shape)
+            plain[name] = whole_tensor(key, index[key].shape)
         else:
             joined.setdefault(name, {}).setdefault(pattern, []).append(key)
     for name, keys in joined.items():
         plain.update(_convert(name, keys, converters, index))
-    pieces = {name: tuple(found) for name, found in plain.items() if name in state}
+    slices = {name: tuple(found) for name, found in plain.items() if name in state}
     missing, surplus = state.keys() - plain.keys(), plain.keys() - state.keys()
     stored_as = {name: found[0].key for name, found in plain.items()}
-    return Description(pieces, frozenset(missing), frozenset(surplus), stored_as)
+    return WeightMap(slices, frozenset(missing), frozenset(surplus), stored_as)
 
 
-def sources_of(model: Any, index: Index) -> Sources:
+def weight_sources(model: Any, index: Index) -> WeightSources:
     """The pieces of every parameter and persistent buffer that the index has something for.
 
     Raises CheckpointError for stored tensors that the model has no place for, and Computed.
     """
-    found = describe(model, index)
+    found = map_weights(model, index)
     _refuse_surplus(model, sorted(found.surplus))
-    return by_first_name(model, found.pieces)
+    return merge_tied_names(model, found.slices)
 
 
-def by_first_name(model: Any, pieces: Mapping[str, tuple[Piece, ...]]) -> dict[str, Any]:
+def merge_tied_names(model: Any, slices: Mapping[str, tuple[SourceSlice, ...]]) -> dict[str, Any]:
     """Once for tensors that are tied: under their first name, what any of their names has."""
-    names = aliases(model)
-    found = {first: [name for name in names[first] if name in pieces] for first in names}
-    return {first: pieces[alike[0]] for first, alike in found.items() if alike}
+    names = tied_names(model)
+    found = {first: [name for name in names[first] if name in slices] for first in names}
+    return {first: slices[alike[0]] for first, alike in found.items() if alike}
 
 
-def kept_wide(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+def dtype_overrides(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The tensors that the model wants in another dtype than the one it is loaded in."""
     plan = model._get_dtype_plan(dtype)
     if not plan:
@@ -113,29 +113,29 @@ def _refuse_surplus(model: Any, surplus: list[str]) -> None:
 
 def _convert(
     name: str, keys: dict[str, list[str]], converters: Sequence[Any], index: Index
-) -> dict[str, Sequence[Piece]]:
+) -> dict[str, Sequence[SourceSlice]]:
     """What a chain of operations makes of stored tensors, which come by the pattern they matched.
 
     `name` is that of the first result; the others follow from the target patterns.
     """
     converter = next(one for one in converters if set(keys) <= set(one.source_patterns))
     parts = {
-        pattern: [(index[key].shape, whole(key, index[key].shape)) for key in keys[pattern]]
+        pattern: [(index[key].shape, whole_tensor(key, index[key].shape)) for key in keys[pattern]]
         for pattern in converter.source_patterns
         if pattern in keys
     }
     for operation in converter.operations:
         parts = _operate(name, operation, parts, converter.target_patterns)
     if len(parts) == 1:
-        (((_, pieces),),) = parts.values()
-        return {name: pieces}
+        (((_, slices),),) = parts.values()
+        return {name: slices}
     before, _, after = next(name.partition(target) for target in parts if target in name)
     return {f"{before}{target}{after}": part[0][1] for target, part in parts.items()}
 
 
 def _operate(
-    name: str, operation: Any, parts: dict[str, list[Part]], targets: Sequence[str]
-) -> dict[str, list[Part]]:
+    name: str, operation: Any, parts: dict[str, list[DescribedTensor]], targets: Sequence[str]
+) -> dict[str, list[DescribedTensor]]:
     """One operation of transformers, done to tensors that are only described."""
     kind = type(operation).__name__
     tensors = [tensor for tensors in parts.values() for tensor in tensors]
@@ -147,64 +147,64 @@ def _operate(
     if kind == "Chunk" and len(tensors) == 1 and not counted:
         chunks = _chunks(tensors[0], operation.dim, len(targets))
         return {target: [chunk] for target, chunk in zip(targets, chunks, strict=True)}
-    raise Computed(
+    raise NotStreamable(
         f"{name} is made by {kind}, which computes what it loads, so no rank could read "
         "its own part only; load this model with device_map, without a mesh."
     )
 
 
-def _chunks(tensor: Part, dim: int, count: int) -> list[Part]:
+def _chunks(tensor: DescribedTensor, dim: int, count: int) -> list[DescribedTensor]:
     """A tensor cut as torch.chunk cuts it: into fewer than `count` if there is too little."""
-    shape, pieces = tensor
+    shape, slices = tensor
     step = -(-shape[dim] // count)
     found = []
     for start in range(0, shape[dim], step):
         size = min(step, shape[dim] - start)
         at = (*(0 for _ in shape[:dim]), start, *(0 for _ in shape[dim + 1 :]))
-        box = Box(at, (*shape[:dim], size, *shape[dim + 1 :]))
-        found.append((box.size, tuple(_within(box, pieces))))
+        region = Region(at, (*shape[:dim], size, *shape[dim + 1 :]))
+        found.append((region.size, tuple(_within(region, slices))))
     return found
 
 
-def _within(box: Box, pieces: Sequence[Piece]) -> Iterator[Piece]:
+def _within(region: Region, slices: Sequence[SourceSlice]) -> Iterator[SourceSlice]:
     """What of the pieces lies in a box, seen from the box."""
-    zeros = (0,) * len(box.start)
-    for piece in pieces:
-        common = box.overlap(piece.at)
+    zeros = (0,) * len(region.start)
+    for slice_ in slices:
+        common = region.overlap(slice_.at)
         if common is not None:
-            origin = piece.in_file(common).start
-            yield Piece(piece.key, common.moved(box.start, zeros), origin, piece.lead)
+            origin = slice_.in_file(common).start
+            yield SourceSlice(slice_.key, common.moved(region.start, zeros), origin, slice_.lead)
 
 
-def _stack(name: str, tensors: Sequence[Part]) -> Part:
+def _stack(name: str, tensors: Sequence[DescribedTensor]) -> DescribedTensor:
     """Tensors of one shape as rows of a new first dimension."""
     (shape,) = _same(name, {shape for shape, _ in tensors})
-    pieces = [
-        Piece(
-            piece.key,
-            Box((row, *piece.at.start), (1, *piece.at.size)),
-            piece.origin,
-            piece.lead + 1,
+    slices = [
+        SourceSlice(
+            slice_.key,
+            Region((row, *slice_.at.start), (1, *slice_.at.size)),
+            slice_.origin,
+            slice_.lead + 1,
         )
         for row, (_, filled) in enumerate(tensors)
-        for piece in filled
+        for slice_ in filled
     ]
-    return (len(tensors), *shape), tuple(pieces)
+    return (len(tensors), *shape), tuple(slices)
 
 
-def _concatenate(name: str, tensors: Sequence[Part], dim: int) -> Part:
+def _concatenate(name: str, tensors: Sequence[DescribedTensor], dim: int) -> DescribedTensor:
     """Tensors one behind the other in an existing dimension."""
     _same(name, {shape[:dim] + shape[dim + 1 :] for shape, _ in tensors})
-    pieces, passed = [], 0
+    slices, passed = [], 0
     for shape, filled in tensors:
-        for piece in filled:
-            start = list(piece.at.start)
+        for slice_ in filled:
+            start = list(slice_.at.start)
             start[dim] += passed
-            at = Box(tuple(start), piece.at.size)
-            pieces.append(Piece(piece.key, at, piece.origin, piece.lead))
+            at = Region(tuple(start), slice_.at.size)
+            slices.append(SourceSlice(slice_.key, at, slice_.origin, slice_.lead))
         passed += shape[dim]
     first = tensors[0][0]
-    return (*first[:dim], passed, *first[dim + 1 :]), tuple(pieces)
+    return (*first[:dim], passed, *first[dim + 1 :]), tuple(slices)
 
 
 def _same(name: str, shapes: set[tuple[int, ...]]) -> set[tuple[int, ...]]:

@@ -21,24 +21,25 @@ from pathlib import Path
 from typing import Any
 
 import launcher
-from drumline.checkpoint.empty_model import read_config
+from drumline.checkpoint.config_files import read_config
 from drumline.cli.bench import bench
 from drumline.cli.generate import generate_text
 from drumline.cli.run_script import run_script
+from drumline.core.device_map import DeviceMap, ModelProfile, format_nbytes
 from drumline.errors import DrumlineError, PlanError
-from drumline.planner.cost_model import Step, assumed, estimate, trips
+from drumline.planner.cost_model import PassShape, estimate, ring_passes, uniform_speeds
 from drumline.planner.model_profile import (
+    build_on_meta,
     cache_nbytes,
-    each_token,
+    decode_profile,
+    estimate_workspace_nbytes,
     hidden_width,
-    layout,
     model_class,
-    skeleton,
+    profile_model,
     with_cache,
-    working_nbytes,
 )
-from drumline.planner.plan import DeviceMap, Layout, plan, readable
-from drumline.serving import serve
+from drumline.planner.plan import plan
+from drumline.serving.server import serve
 from drumline.strategies.load import checkpoint_dtype, nbytes
 
 MENDABLE = ("CheckpointError", "DrumlineError", "PlanError")
@@ -190,28 +191,28 @@ def show_plan(options: argparse.Namespace) -> int:
     """Print the device map as a picture, and what a token would cost."""
     config = read_config(options.model)
     dtype = checkpoint_dtype(options.dtype, config)
-    model = skeleton(model_class(config), config, dtype)
-    parts = layout(model)
+    model = build_on_meta(model_class(config), config, dtype)
+    parts = profile_model(model)
     tokens = (config, dtype, options.batch, options.length)
-    cache, working = cache_nbytes(*tokens), working_nbytes(*tokens)
+    cache, workspace_nbytes = cache_nbytes(*tokens), estimate_workspace_nbytes(*tokens)
     memory = _memory(options, options.ranks or len(options.memory))
     room = {(rank, "cpu"): nbytes(size) for rank, size in enumerate(memory or [])}
-    speeds = assumed(room, nbytes=nbytes(options.bandwidth), hop_s=options.hop * 1e-6)
-    step = Step(options.batch, hidden_width(config), dtype.itemsize)
-    whole = with_cache(parts, cache, working)
+    speeds = uniform_speeds(room, nbytes=nbytes(options.bandwidth), hop_s=options.hop * 1e-6)
+    step = PassShape(options.batch, hidden_width(config), dtype.itemsize)
+    whole = with_cache(parts, cache, workspace_nbytes)
     chosen = plan(whole, room, options.device_map, speeds=speeds, step=step)
-    passed = each_token(model, whole)
+    passed = decode_profile(model, whole)
     names = {part.name for part in (*passed.others, *passed.layers) if part.nbytes}
     route = [chosen.places[name][0] for name, _ in model.named_modules() if name in names]
-    step = dataclasses.replace(step, trips=trips(route))
+    step = dataclasses.replace(step, ring_passes=ring_passes(route))
     rate = estimate(passed, chosen, speeds, step).tokens_a_second
     print(chosen)
-    print(summary(parts, chosen, cache, step.trips * len(memory or []), rate, options))
+    print(summary(parts, chosen, cache, step.ring_passes * len(memory or []), rate, options))
     return 0
 
 
 def summary(
-    parts: Layout,
+    parts: ModelProfile,
     chosen: DeviceMap,
     cache: int,
     hops: int,
@@ -221,8 +222,9 @@ def summary(
     """Hops, room that is left, and an upper bound of the speed: weights and cache are read."""
     left = sum(room - chosen.used(place) for place, room in chosen.room.items())
     return (
-        f"{readable(parts.nbytes)} of weights, {readable(cache * len(parts.layers))} of cache "
-        f"({options.batch} x {options.length} tokens), {readable(left)} left over\n"
+        f"{format_nbytes(parts.nbytes)} of weights, "
+        f"{format_nbytes(cache * len(parts.layers))} of cache "
+        f"({options.batch} x {options.length} tokens), {format_nbytes(left)} left over\n"
         f"{hops} hops a token; at most {rate:.1f} tokens/s at {options.bandwidth}/s and "
         f"{options.hop:g} us a hop"
     )

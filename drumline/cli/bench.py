@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 
-from drumline.planner.plan import readable
+from drumline.core.device_map import format_nbytes
 from drumline.strategies.load import Memory
 from drumline.strategies.with_model import (
     describe_peaks,
@@ -101,7 +101,7 @@ def _generate(model: Any, prompt: torch.Tensor, num: int) -> float:
 
 def _report(model: Any, speeds: list[Speed]) -> str:
     facts = {
-        "model": f"{type(model).__name__}, {readable(sum(model.device_map.nbytes.values()))}",
+        "model": f"{type(model).__name__}, {format_nbytes(sum(model.device_map.nbytes.values()))}",
         "ranks": len(model.device_map.ranks),
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
         "threads": torch.get_num_threads(),

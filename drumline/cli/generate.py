@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
-from drumline.checkpoint.empty_model import read_tokenizer
+from drumline.checkpoint.config_files import read_tokenizer
+from drumline.core.device_map import format_nbytes
 from drumline.errors import DrumlineError
-from drumline.planner.plan import readable
 from drumline.strategies.load import Memory
 from drumline.strategies.with_model import (
     Peaks,
@@ -111,6 +111,6 @@ def _memory_lines(device_map: Any, peaks: Peaks) -> list[str]:
     for place in {*device_map.places.values()}:
         planned[place[0]] += device_map.used(place)
     return [
-        f"rank {rank}: {readable(planned[rank])} of model, {text} of memory at most"
+        f"rank {rank}: {format_nbytes(planned[rank])} of model, {text} of memory at most"
         for rank, text in enumerate(describe_peaks(peaks))
     ]

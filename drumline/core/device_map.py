@@ -1,6 +1,7 @@
 """A model as the planner sees it, and the map that comes out: data, no torch and no communication.
 
-model = Layout(layers=(Part("layers.0", 12), Part("layers.1", 12)), others=(Part("head", 6),))
+layers = (ModulePart("layers.0", 12), ModulePart("layers.1", 12))
+model = ModelProfile(layers, others=(ModulePart("head", 6),))
 print(DeviceMap({"layers.0": (0, "cpu")}, {"layers.0": 12}, {(0, "cpu"): 20}))
 """
 
@@ -20,7 +21,7 @@ first device for as long as they run.
 KINDS_OF_DEVICE = ("cpu", "disk")
 
 
-def in_order(room: Mapping[Place, int]) -> dict[Place, int]:
+def sort_places(room: Mapping[Place, int]) -> dict[Place, int]:
     """By rank; of a rank its accelerators, then its CPU, then its disk."""
 
     def key(place: Place) -> tuple[int, int, str, int]:
@@ -36,7 +37,7 @@ def first_device(devices: Iterable[str]) -> str:
     return next((device for device in devices if device not in KINDS_OF_DEVICE), "cpu")
 
 
-def level(place: Place, room: Iterable[Place]) -> int:
+def offload_level(place: Place, room: Iterable[Place]) -> int:
     """How far from where it runs a module at this place is: 0 there, 1 on the CPU, 2 on disk."""
     rank, device = place
     if device == "disk":
@@ -46,40 +47,41 @@ def level(place: Place, room: Iterable[Place]) -> int:
 
 
 @dataclass(frozen=True)
-class Part:
-    """One module that is never cut: its name and the bytes it needs (weights and cache).
+class ModulePart:
+    """One module that is never split: its name and the bytes it needs (weights and KV cache).
 
-    Of these, `unread` are not touched when a token passes: a table of which rows are looked up.
+    `unread_nbytes` of them are not read when a token passes: a table in which rows are looked up.
     """
 
     name: str
     nbytes: int
-    unread: int = 0
+    unread_nbytes: int = 0
 
     @property
-    def reads(self) -> int:
+    def read_nbytes(self) -> int:
         """The bytes that a pass through the model has to read."""
-        return self.nbytes - self.unread
+        return self.nbytes - self.unread_nbytes
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A model as the planner sees it.
+class ModelProfile:
+    """A model as the planner sees it: sizes and constraints.
 
-    `layers` in the order they run; `others` are embeddings, norms and heads. `ties` name parts with
-    a weight in common, which must be on one place; it is counted once, with the part that loads it.
-    `sharers` name layers that hand each other keys and values, which had better be on one place.
-    `working` is what every place needs beside weights and cache to run a layer, in bytes.
-    `loose` names the others that are tensors and no modules: the model uses them by itself, where
-    its inputs are, so they must be there too.
+    layers: in the order they run. others: embeddings, norms and heads.
+    ties: groups of parts with a weight in common, which must be on one place; the weight is counted
+        once, with the part that loads it.
+    kv_sharing: groups of layers that pass each other keys and values; they stay on one place.
+    workspace_nbytes: needed on every place beside weights and cache, to run a layer.
+    root_tensors: those of `others` that are tensors and not modules. The model uses them where its
+        inputs are, so they must be there too.
     """
 
-    layers: tuple[Part, ...]
-    others: tuple[Part, ...] = ()
+    layers: tuple[ModulePart, ...]
+    others: tuple[ModulePart, ...] = ()
     ties: tuple[tuple[str, ...], ...] = ()
-    sharers: tuple[tuple[str, ...], ...] = ()
-    loose: tuple[str, ...] = ()
-    working: int = 0
+    kv_sharing: tuple[tuple[str, ...], ...] = ()
+    root_tensors: tuple[str, ...] = ()
+    workspace_nbytes: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -112,7 +114,7 @@ class DeviceMap:
 
     def holds(self, rank: int) -> str:
         """The modules of a rank in words."""
-        return abbreviate(self.of(rank)) or "no module"
+        return abbreviate_names(self.of(rank)) or "no module"
 
     @property
     def ranks(self) -> list[int]:
@@ -123,15 +125,15 @@ class DeviceMap:
 
     def picture(self, width: int = 24) -> str:
         """One line per place: a bar of its room, the bytes, and what it holds."""
-        places = in_order({**dict.fromkeys(self.places.values(), 0), **self.room})
+        places = sort_places({**dict.fromkeys(self.places.values(), 0), **self.room})
         return "\n".join(self._line(place, width) for place in places)
 
     def _line(self, place: Place, width: int) -> str:
         used, room = self.used(place), self.room.get(place, 0)
         filled = min(width, -(-used * width // room)) if room else 0
         bar = "█" * filled + "░" * (width - filled)
-        names = abbreviate([name for name, where in self.places.items() if where == place])
-        sizes = f"{readable(used):>10} of {readable(room):<10}"
+        names = abbreviate_names([name for name, where in self.places.items() if where == place])
+        sizes = f"{format_nbytes(used):>10} of {format_nbytes(room):<10}"
         return f"rank {place[0]} {place[1]:<7} {bar} {sizes} {names or '(nothing)'}"
 
     def __str__(self) -> str:
@@ -152,7 +154,7 @@ class DeviceMap:
         )
 
 
-def readable(nbytes: int) -> str:
+def format_nbytes(nbytes: int) -> str:
     """12.3 MiB for 12897484."""
     size = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -162,7 +164,7 @@ def readable(nbytes: int) -> str:
     return f"{size:.1f} TiB"
 
 
-def abbreviate(names: Iterable[str]) -> str:
+def abbreviate_names(names: Iterable[str]) -> str:
     """model.layers.0-3 for four neighbours; other names as they are."""
     runs: list[tuple[str, list[int]]] = []
     for name in names:

@@ -51,7 +51,7 @@ class Mesh:
     def size(self) -> int:
         return math.prod(self.axes.values())
 
-    def along(self, axis: str) -> int:
+    def axis_size(self, axis: str) -> int:
         """How many ranks there are along an axis; 1 for one that the mesh does not have."""
         return self.axes.get(axis, 1)
 
@@ -67,7 +67,7 @@ class Mesh:
         return dict(zip(self.ranks, places, strict=True))
 
     @cached_property
-    def unsorted(self) -> frozenset[str]:
+    def descending_axes(self) -> frozenset[str]:
         """The axes along which ranks do not ascend everywhere."""
         found, step = set(), self.size
         for axis, size in self.axes.items():
@@ -106,14 +106,14 @@ def read_mesh(mesh: Any, world_size: int) -> Mesh:
     return found
 
 
-def mesh_for(mesh: Any, tp: int | None, world_size: int, others: str = "dp_replicate") -> Mesh:
+def resolve_mesh(mesh: Any, tp: int | None, world_size: int, others: str = "dp_replicate") -> Mesh:
     """The mesh that `load` was given, or teams of `tp` ranks with the `others` axis around them.
 
     Raises PlanError for a mesh that cannot be, or that contradicts tp.
     """
     if mesh is not None:
         grid = read_mesh(mesh, world_size)
-        if tp is not None and tp != grid.along("tp"):
+        if tp is not None and tp != grid.axis_size("tp"):
             raise PlanError(f"tp={tp} contradicts the mesh {dict(grid.axes)}; give one of them.")
         return grid
     size = tp if tp is not None else 1 if others == "pp" else world_size
@@ -125,12 +125,12 @@ def mesh_for(mesh: Any, tp: int | None, world_size: int, others: str = "dp_repli
     return Mesh({others: world_size // size, "tp": size})
 
 
-def stages_along(mesh: Any) -> int:
+def num_stages(mesh: Any) -> int:
     """How many stages a mesh has that was not read yet; 1 for what is none."""
     if mesh is None or not (isinstance(mesh, (Mesh, Mapping)) or hasattr(mesh, "mesh_dim_names")):
         return 1
     grid = mesh if isinstance(mesh, Mesh) else _from(mesh)
-    return grid.along("pp")
+    return grid.axis_size("pp")
 
 
 def _from(mesh: Any) -> Mesh:

@@ -19,9 +19,9 @@ from transformers.utils import ModelOutput
 from drumline.core.cache_kinds import KVSharingDict
 from drumline.errors import DrumlineError
 
-Template = tuple[Any, ...]
+TreeSpec = tuple[Any, ...]
 
-PLAIN: Template = ("list", ("hidden",))
+NEW_HIDDEN_STATE: TreeSpec = ("list", ("hidden",))
 """The output of nearly every layer: a new hidden state, and nothing written elsewhere."""
 
 
@@ -43,7 +43,7 @@ class Leaves:
         return position
 
 
-def flatten(value: Any, leaves: Leaves, handle: Callable[[Cache], int]) -> Template:
+def flatten(value: Any, leaves: Leaves, handle: Callable[[Cache], int]) -> TreeSpec:
     """The template of a value; what varies is put into `leaves`. The frequent kinds come first."""
     if isinstance(value, torch.Tensor):
         return ("tensor", leaves.tensor(value))
@@ -72,7 +72,7 @@ def flatten(value: Any, leaves: Leaves, handle: Callable[[Cache], int]) -> Templ
     )
 
 
-def _flatten_cache(cache: Cache, leaves: Leaves, handle: Callable[[Cache], int]) -> Template:
+def _flatten_cache(cache: Cache, leaves: Leaves, handle: Callable[[Cache], int]) -> TreeSpec:
     if isinstance(cache, EncoderDecoderCache):
         pair = (cache.self_attention_cache, cache.cross_attention_cache)
         return ("pair", *[flatten(each, leaves, handle) for each in pair])
@@ -81,7 +81,7 @@ def _flatten_cache(cache: Cache, leaves: Leaves, handle: Callable[[Cache], int])
     return ("cache",)
 
 
-def _made(value: dict[str, Any], items: Template) -> Template:
+def _made(value: dict[str, Any], items: TreeSpec) -> TreeSpec:
     """The items of a dict, and what is made of them for an output, as of ViTMAE's decoder."""
     kind = type(value)
     return ("made", _full_name(kind), items) if issubclass(kind, ModelOutput) else items
@@ -125,7 +125,7 @@ class CacheLookup:
 
 
 @dataclass
-class Arrived:
+class Unflattener:
     """What fills a template on the receiving side; `shared` collects what layers write to."""
 
     ints: Iterator[int]
@@ -134,7 +134,7 @@ class Arrived:
     shared: list[KVSharingDict] = field(default_factory=list)
 
 
-def unflatten(template: Any, arrived: Arrived) -> Any:
+def unflatten(template: Any, arrived: Unflattener) -> Any:
     kind = template[0]
     if kind == "tensor":
         return arrived.tensors[template[1]]
@@ -157,12 +157,12 @@ def unflatten(template: Any, arrived: Arrived) -> Any:
     return values if kind == "list" else tuple(values)
 
 
-def _shared(items: dict[str, Any], arrived: Arrived) -> KVSharingDict:
+def _shared(items: dict[str, Any], arrived: Unflattener) -> KVSharingDict:
     arrived.shared.append(KVSharingDict(items))
     return arrived.shared[-1]
 
 
-def describe(value: Any, inputs: Sequence[torch.Tensor], new: list[torch.Tensor]) -> Template:
+def flatten_output(value: Any, inputs: Sequence[torch.Tensor], new: list[torch.Tensor]) -> TreeSpec:
     """The template of a layer's output in terms of its inputs.
 
     "input" is one of the inputs handed through, "hidden" a new tensor like the first input, "extra"
@@ -181,10 +181,10 @@ def describe(value: Any, inputs: Sequence[torch.Tensor], new: list[torch.Tensor]
         return ("value", value)
     if isinstance(value, (tuple, list)):
         kind = "list" if isinstance(value, list) else "tuple"
-        return (kind, *[describe(item, inputs, new) for item in value])
+        return (kind, *[flatten_output(item, inputs, new) for item in value])
     if isinstance(value, dict):
         return _made(
-            value, ("dict", *[(_key(k), describe(v, inputs, new)) for k, v in value.items()])
+            value, ("dict", *[(_key(k), flatten_output(v, inputs, new)) for k, v in value.items()])
         )
     if isinstance(value, Cache):
         return ("cache",)
@@ -194,7 +194,7 @@ def describe(value: Any, inputs: Sequence[torch.Tensor], new: list[torch.Tensor]
     )
 
 
-def rebuild(
+def unflatten_output(
     template: Any, inputs: list[torch.Tensor], new: Iterator[torch.Tensor], caches: list[Cache]
 ) -> Any:
     """A layer's output from its description."""
@@ -208,15 +208,15 @@ def rebuild(
     if kind == "cache":
         return caches[0]
     if kind == "made":
-        return _output_class(template[1])(**rebuild(template[2], inputs, new, caches))
+        return _output_class(template[1])(**unflatten_output(template[2], inputs, new, caches))
     items = template[1:]
     if kind == "dict":
-        return {key: rebuild(item, inputs, new, caches) for key, item in items}
-    values = [rebuild(item, inputs, new, caches) for item in items]
+        return {key: unflatten_output(item, inputs, new, caches) for key, item in items}
+    values = [unflatten_output(item, inputs, new, caches) for item in items]
     return values if kind == "list" else tuple(values)
 
 
-def caches_in(value: Any) -> Iterator[Cache]:
+def iter_caches(value: Any) -> Iterator[Cache]:
     """In the order in which `flatten` meets them."""
     if isinstance(value, EncoderDecoderCache):
         yield from (value.self_attention_cache, value.cross_attention_cache)
@@ -224,26 +224,26 @@ def caches_in(value: Any) -> Iterator[Cache]:
         yield value
     elif isinstance(value, (tuple, list, dict)):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from caches_in(item)
+            yield from iter_caches(item)
 
 
-def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+def changed_items(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     """What a layer wrote into a dict that layers share."""
     return {key: value for key, value in after.items() if before.get(key) is not value}
 
 
-def kinds_of_new(template: Any) -> list[str]:
+def new_tensor_kinds(template: Any) -> list[str]:
     """ "hidden" or "extra" for each new tensor of an output, in order."""
     if template[0] == "made":
-        return kinds_of_new(template[2])
+        return new_tensor_kinds(template[2])
     if template[0] == "dict":
-        return [kind for _, item in template[1:] for kind in kinds_of_new(item)]
+        return [kind for _, item in template[1:] for kind in new_tensor_kinds(item)]
     if template[0] in ("tuple", "list"):
-        return [kind for item in template[1:] for kind in kinds_of_new(item)]
+        return [kind for item in template[1:] for kind in new_tensor_kinds(item)]
     return [template[0]] if template[0] in ("hidden", "extra") else []
 
 
-def is_repeatable(arguments: Template) -> bool:
+def has_reusable_arguments(arguments: TreeSpec) -> bool:
     """Whether a call's arguments, but for the first, can be used again for the next such call.
 
     The first tensor, in which the calls of a stack of layers differ, must be the first argument and
@@ -251,24 +251,24 @@ def is_repeatable(arguments: Template) -> bool:
     """
     _, args, kwargs = arguments
     rest = [*args[2:], *(item for _, item in kwargs[1:])]
-    kinds = {leaf for item in rest for leaf in leaves_of(item)}
+    kinds = {leaf for item in rest for leaf in iter_leaves(item)}
     is_fixed = not kinds & {("list",), ("dict",), ("shared",), ("tensor", 0)}
     return args[1:2] == (("tensor", 0),) and is_fixed
 
 
-def leaves_of(template: Any) -> Iterator[tuple[Any, ...]]:
+def iter_leaves(template: Any) -> Iterator[tuple[Any, ...]]:
     """The kind of every node of a template, and the position of each tensor."""
     yield template[:2] if template[0] == "tensor" else template[:1]
     if template[0] in ("dict", "shared"):
         for _, item in template[1:]:
-            yield from leaves_of(item)
+            yield from iter_leaves(item)
     elif template[0] == "made":
-        yield from leaves_of(template[2])
+        yield from iter_leaves(template[2])
     elif template[0] in ("tuple", "list", "pair"):
         for item in template[1:]:
-            yield from leaves_of(item)
+            yield from iter_leaves(item)
 
 
-def frozen(template: Any) -> Any:
+def as_tuples(template: Any) -> Any:
     """A template as it was before JSON made lists of its tuples."""
-    return tuple(frozen(item) for item in template) if isinstance(template, list) else template
+    return tuple(as_tuples(item) for item in template) if isinstance(template, list) else template

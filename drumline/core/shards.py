@@ -1,6 +1,6 @@
 """Which part of a tensor a rank owns, as boxes: pure arithmetic over numbers.
 
-own = own_boxes((8, 6), (Split("tp", 0),), mesh, rank=1)    # boxes of the whole, and where they go
+regions = owned_regions((8, 6), (ShardSpec("tp", 0),), mesh, rank=1)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Ranges = list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Split:
+class ShardSpec:
     """Dimension `dim` is cut along a mesh axis, as torch.chunk cuts: the last may get less.
 
     With `factor` > 1 the dimension is first cut into that many equal parts, and each of them along
@@ -32,7 +32,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Box:
+class Region:
     """A block of a tensor."""
 
     start: tuple[int, ...]
@@ -45,7 +45,7 @@ class Box:
     def slices(self) -> tuple[slice, ...]:
         return tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))
 
-    def overlap(self, other: Box) -> Box | None:
+    def overlap(self, other: Region) -> Region | None:
         """What two boxes have in common, if anything."""
         start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
         stop = tuple(
@@ -53,47 +53,47 @@ class Box:
             for a, n, b, m in zip(self.start, self.size, other.start, other.size, strict=True)
         )
         size = tuple(end - begin for begin, end in zip(start, stop, strict=True))
-        return Box(start, size) if all(n > 0 for n in size) else None
+        return Region(start, size) if all(n > 0 for n in size) else None
 
-    def moved(self, old: Sequence[int], new: Sequence[int]) -> Box:
+    def moved(self, old: Sequence[int], new: Sequence[int]) -> Region:
         """The same block seen from an origin that was at `old` and is now at `new`."""
         start = zip(self.start, old, new, strict=True)
-        return Box(tuple(a - o + n for a, o, n in start), self.size)
+        return Region(tuple(a - o + n for a, o, n in start), self.size)
 
 
 @dataclass(frozen=True)
-class Own:
+class OwnedRegion:
     """A box of the whole tensor, and where it starts in the shard."""
 
-    box: Box
+    region: Region
     at: tuple[int, ...]
 
 
-def own_boxes(
-    shape: Sequence[int], splits: Sequence[Split], mesh: Mesh, rank: int
-) -> tuple[Own, ...]:
+def owned_regions(
+    shape: Sequence[int], splits: Sequence[ShardSpec], mesh: Mesh, rank: int
+) -> tuple[OwnedRegion, ...]:
     """What `rank` owns of a tensor. Splits apply one after the other, each to what is left."""
     return tuple(_products(_kept(shape, splits, mesh, rank)))
 
 
 def local_shape(
-    shape: Sequence[int], splits: Sequence[Split], mesh: Mesh, rank: int
+    shape: Sequence[int], splits: Sequence[ShardSpec], mesh: Mesh, rank: int
 ) -> tuple[int, ...]:
     """The shape of a rank's shard."""
     return tuple(_length(ranges) for ranges in _kept(shape, splits, mesh, rank))
 
 
-def _kept(shape: Sequence[int], splits: Sequence[Split], mesh: Mesh, rank: int) -> list[Ranges]:
+def _kept(shape: Sequence[int], splits: Sequence[ShardSpec], mesh: Mesh, rank: int) -> list[Ranges]:
     """The intervals of every dimension that `rank` owns; the shard is their product."""
     here = mesh.coordinate(rank)
     kept: list[Ranges] = [[(0, size)] for size in shape]
     for split in splits:
         dim = _dim(split, shape, mesh)
-        kept[dim] = _cut(kept[dim], split.factor, mesh.along(split.axis), here[split.axis])
+        kept[dim] = _cut(kept[dim], split.factor, mesh.axis_size(split.axis), here[split.axis])
     return kept
 
 
-def _dim(split: Split, shape: Sequence[int], mesh: Mesh) -> int:
+def _dim(split: ShardSpec, shape: Sequence[int], mesh: Mesh) -> int:
     if split.axis not in mesh.axes:
         raise PlanError(
             f"a tensor is to be cut along {split.axis!r}, and the mesh has only "
@@ -140,7 +140,7 @@ def _merged(ranges: Ranges) -> Ranges:
     return found
 
 
-def _products(kept: Sequence[Ranges]) -> Iterator[Own]:
+def _products(kept: Sequence[Ranges]) -> Iterator[OwnedRegion]:
     """One box for each choice of an interval in every dimension."""
     placed = []
     for ranges in kept:
@@ -150,23 +150,23 @@ def _products(kept: Sequence[Ranges]) -> Iterator[Own]:
         start = tuple(interval[0] for interval, _ in choice)
         size = tuple(interval[1] - interval[0] for interval, _ in choice)
         if all(size):
-            yield Own(Box(start, size), tuple(offset for _, offset in choice))
+            yield OwnedRegion(Region(start, size), tuple(offset for _, offset in choice))
 
 
-def blocks(size: Sequence[int], limit: int) -> Iterator[Box]:
+def split_into_blocks(size: Sequence[int], limit: int) -> Iterator[Region]:
     """A box of this size cut into blocks of at most `limit` elements, whole rows where it can be.
 
     A block is contiguous in the box, so a transfer of it needs no more than `limit` of room.
     """
     inner = math.prod(size[1:])
     if math.prod(size) <= limit:
-        yield Box((0,) * len(size), tuple(size))
+        yield Region((0,) * len(size), tuple(size))
     elif inner <= limit:
         rows = limit // inner
         for row in range(0, size[0], rows):
             n = min(rows, size[0] - row)
-            yield Box((row, *(0 for _ in size[1:])), (n, *size[1:]))
+            yield Region((row, *(0 for _ in size[1:])), (n, *size[1:]))
     else:
         for row in range(size[0]):
-            for block in blocks(size[1:], limit):
-                yield Box((row, *block.start), (1, *block.size))
+            for block in split_into_blocks(size[1:], limit):
+                yield Region((row, *block.start), (1, *block.size))

@@ -20,18 +20,18 @@ KINDS = (DynamicCache.__name__, StaticCache.__name__)
 LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 
 
-def is_known(cache: Any) -> bool:
+def has_known_layers(cache: Any) -> bool:
     """Whether its layers hold keys and values by row and token, and nothing else."""
     is_plain = type(cache).__name__ in KINDS and not cache.offloading
     return is_plain and all(type(layer) in LAYERS for layer in cache.layers)
 
 
-def can_be_joined(cache: Any) -> bool:
+def can_be_merged(cache: Any) -> bool:
     """Whether it is empty, and what it will hold can be put together from the parts of groups."""
-    return is_known(cache) and not any(layer.is_initialized for layer in cache.layers)
+    return has_known_layers(cache) and not any(layer.is_initialized for layer in cache.layers)
 
 
-def join(whole: Cache, parts: Sequence[Cache]) -> None:
+def merge_caches(whole: Cache, parts: Sequence[Cache]) -> None:
     """Fill an empty cache with the rows of others, which are used up."""
     for index, layers in enumerate(zip(*[part.layers for part in parts], strict=True)):
         if index == len(whole.layers):

@@ -21,9 +21,9 @@ from transformers.cache_utils import (
 from drumline.core.cache_kinds import Fp8QuantizedLayer
 from drumline.core.pytree import CacheLookup
 from drumline.errors import DrumlineError
-from drumline.kv_cache.merge import join
+from drumline.kv_cache.merge import merge_caches
 
-OPERATIONS = (
+CACHE_OPERATIONS = (
     "reorder_cache",
     "crop",
     "reset",
@@ -33,7 +33,7 @@ OPERATIONS = (
 )
 
 
-QUANTIZED = {
+QUANTIZED_BACKENDS = {
     Fp8QuantizedLayer: "fp8",
     HQQQuantizedLayer: "hqq",
     QuantoQuantizedLayer: "quanto",
@@ -43,13 +43,13 @@ QUANTIZED = {
 GROUP_WISE = ("nbits", "axis_key", "axis_value", "q_group_size", "residual_length")
 
 
-def quantization(layer: Any) -> tuple[str, dict[str, int]]:
+def quantization_options(layer: Any) -> tuple[str, dict[str, int]]:
     """What QuantizedCache is made with to have such layers: the backend, and its options."""
     options = {name: getattr(layer, name) for name in GROUP_WISE if hasattr(layer, name)}
-    return QUANTIZED[type(layer)], options
+    return QUANTIZED_BACKENDS[type(layer)], options
 
 
-class Vault(CacheLookup):
+class CacheRegistry(CacheLookup):
     """Holds the keys and values of the layers that are here; they never leave."""
 
     def __init__(self, config: Any):
@@ -88,10 +88,10 @@ class Vault(CacheLookup):
         elif operation == "fork":
             self._fork(number, *arguments)
         elif operation == "join":
-            join(self.cache(number), [self.cache(part) for part in arguments[0]])
+            merge_caches(self.cache(number), [self.cache(part) for part in arguments[0]])
         elif operation == "free":
             self._free(number)
-        elif operation in OPERATIONS:
+        elif operation in CACHE_OPERATIONS:
             self._change(operation, number, *arguments)
         else:
             raise DrumlineError(
@@ -113,7 +113,7 @@ class Vault(CacheLookup):
 
     def _change(self, operation: str, number: int, *arguments: Any) -> None:
         cache = self.cache(number)
-        change(cache, operation, *arguments)
+        change_layers(cache, operation, *arguments)
         if operation == "reset":
             for pair in self.pairs.values():
                 if cache in (pair.self_attention_cache, pair.cross_attention_cache):
@@ -127,7 +127,7 @@ class Vault(CacheLookup):
         self.pairs = {key: pair for key, pair in self.pairs.items() if id(gone) not in key}
 
 
-def change(cache: Cache, operation: str, *arguments: Any) -> None:
+def change_layers(cache: Cache, operation: str, *arguments: Any) -> None:
     """What a cache's method of this name does, to those of its layers that hold something here."""
     for layer in cache.layers:
         if _can(layer, operation):

@@ -9,7 +9,7 @@ import torch
 
 from drumline.errors import DrumlineError
 
-COUNTING = {
+COUNTING_FUNCTIONS = {
     "__get__",
     "__getitem__",
     "as_subclass",
@@ -26,14 +26,14 @@ COUNTING = {
 """The functions that count, cut and reorder tokens; none reads a value, and none writes one."""
 
 
-class Shadow(torch.Tensor):
+class PlaceholderTensor(torch.Tensor):
     """One byte per token in the shape of keys: its lengths are true, and its values are refused."""
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func.__name__ not in COUNTING:
+        if func.__name__ not in COUNTING_FUNCTIONS:
             raise DrumlineError(
                 f"{func.__name__}() on the keys or values of a layer that is on another rank, "
                 "where they stay; this rank only counts its tokens. Change a cache with its own "
@@ -44,25 +44,25 @@ class Shadow(torch.Tensor):
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         with torch._C.DisableTorchFunctionSubclass():
-            return self.clone().as_subclass(Shadow)
+            return self.clone().as_subclass(PlaceholderTensor)
 
 
 ONE = torch.zeros((), dtype=torch.uint8)
 """Expanded to any number of tokens, and never written to."""
 
 
-def shadow(batch: int, tokens: int) -> torch.Tensor:
+def make_placeholder(batch: int, tokens: int) -> torch.Tensor:
     """[batch, 1, tokens, 1]"""
     plain = ONE.expand(batch, 1, tokens, 1)
-    return torch.Tensor._make_subclass(Shadow, plain)
+    return torch.Tensor._make_subclass(PlaceholderTensor, plain)
 
 
-bookkeeping = torch._C.DisableTorchFunctionSubclass
+counting_tokens = torch._C.DisableTorchFunctionSubclass
 """Within this context, of one thread, a cache may do to shadows what it does to keys."""
 
 
-def hide(layer: Any) -> None:
+def replace_with_placeholders(layer: Any) -> None:
     """Make shadows of what a layer of a cache made itself."""
     for name in ("keys", "values"):
         if type(getattr(layer, name, None)) is torch.Tensor:
-            setattr(layer, name, getattr(layer, name).as_subclass(Shadow))
+            setattr(layer, name, getattr(layer, name).as_subclass(PlaceholderTensor))

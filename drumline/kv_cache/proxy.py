@@ -26,13 +26,17 @@ from transformers.cache_utils import (
 
 from drumline.core.cache_kinds import BaseQuantizedLayer
 from drumline.errors import DrumlineError
-from drumline.kv_cache.merge import join
-from drumline.kv_cache.owner import QUANTIZED, change, quantization
-from drumline.kv_cache.placeholder import bookkeeping, hide, shadow
-from drumline.kv_cache.version import EMPTY, Mark, mark, refuse_change
+from drumline.kv_cache.merge import merge_caches
+from drumline.kv_cache.owner import QUANTIZED_BACKENDS, change_layers, quantization_options
+from drumline.kv_cache.placeholder import (
+    counting_tokens,
+    make_placeholder,
+    replace_with_placeholders,
+)
+from drumline.kv_cache.version import EMPTY_LAYER, LayerVersion, check_unchanged, version_of
 
 
-class Journal(Protocol):
+class CacheOpLog(Protocol):
     """Where operations wait for the next message."""
 
     def record(self, name: str, *arguments: Any) -> None: ...
@@ -44,24 +48,27 @@ class Journal(Protocol):
     def shape_of_pass(self) -> tuple[int, int] | None: ...
 
 
-class Advance(NamedTuple):
+class LayerGrowth(NamedTuple):
     """How a layer went on: those of one pass, whose keys were the same before, share the rest."""
 
     before: torch.Tensor | None = None
     shape: tuple[int, int] = (0, 0)
-    mark: Mark = EMPTY
+    version: LayerVersion = EMPTY_LAYER
 
 
-class Mirrored:
+class CacheProxy:
     """Mixed into the class of a cache once it is known to other ranks."""
 
-    journal: Journal
+    journal: CacheOpLog
     number: int
-    torn = False
-    step = Advance()
-    ahead: tuple[int, Mark] = (0, EMPTY)  # rows, and a layer with one token more than now
+    is_inconsistent = False
+    step = LayerGrowth()
+    ahead: tuple[int, LayerVersion] = (
+        0,
+        EMPTY_LAYER,
+    )  # rows, and a layer with one token more than now
 
-    known: dict[int, Mark]
+    known: dict[int, LayerVersion]
     """The layers that are on other ranks, as those know them."""
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -81,7 +88,7 @@ class Mirrored:
 
     def reset(self) -> None:
         self.journal.record("reset", self.number)
-        with bookkeeping():
+        with counting_tokens():
             super().reset()  # type: ignore[misc]
         self.remember()
 
@@ -98,8 +105,8 @@ class Mirrored:
         """The other ranks have changed their layers as these here were."""
         layers = self.layers  # type: ignore[attr-defined]
         for index in self.known:
-            hide(layers[index])
-            self.known[index] = mark(layers[index])
+            replace_with_placeholders(layers[index])
+            self.known[index] = version_of(layers[index])
 
     def _change(self, name: str, *arguments: Any) -> None:
         if isinstance(self, QuantizedCache) and name != "reorder_cache":
@@ -108,13 +115,13 @@ class Mirrored:
                 "are not quantized yet; use a dynamic cache, or start from an empty one."
             )
         for index, known in self.known.items():
-            refuse_change(index, _layer(self, index), known)
+            check_unchanged(index, _layer(self, index), known)
         try:
-            with bookkeeping():
-                change(self, name, *arguments)
+            with counting_tokens():
+                change_layers(self, name, *arguments)
             self.journal.record(name, self.number, *arguments)
         except BaseException:
-            self.torn = True  # some layers were changed; nobody else is told
+            self.is_inconsistent = True  # some layers were changed; nobody else is told
             raise
         self.remember()
 
@@ -135,18 +142,18 @@ class Mirrored:
         )
 
 
-def number_of(cache: Cache, journal: Journal, layers: Iterable[int] = ()) -> int:
+def cache_number(cache: Cache, journal: CacheOpLog, layers: Iterable[int] = ()) -> int:
     """The number by which other ranks know this cache; the first time, they create it.
 
     layers: those of the cache that another rank is about to fill, so they must be empty till then.
     """
-    if isinstance(cache, Mirrored):
+    if isinstance(cache, CacheProxy):
         if cache.journal is not journal:
             raise DrumlineError(
                 "this cache belongs to another distributed model, whose ranks hold its keys and "
                 "values; start from an empty cache."
             )
-        if cache.torn:
+        if cache.is_inconsistent:
             raise DrumlineError(
                 "a call with this cache failed half-way, so its layers no longer hold the same "
                 "tokens; start from an empty cache."
@@ -155,7 +162,7 @@ def number_of(cache: Cache, journal: Journal, layers: Iterable[int] = ()) -> int
     _refuse_contents(cache, layers)
     recipe = _recipe(cache)
     cache.__class__ = _mirrored(type(cache))
-    assert isinstance(cache, Mirrored)
+    assert isinstance(cache, CacheProxy)
     _register(cache, journal)
     cache.known = {}
     journal.record("create", cache.number, recipe)
@@ -164,26 +171,26 @@ def number_of(cache: Cache, journal: Journal, layers: Iterable[int] = ()) -> int
     return cache.number
 
 
-def join_mirrored(whole: Cache, parts: Sequence[Cache]) -> None:
+def merge_proxies(whole: Cache, parts: Sequence[Cache]) -> None:
     """Put the caches of groups of rows together, here and wherever the other ranks hold them."""
     first = parts[0]
-    if isinstance(first, Mirrored):
-        number = number_of(whole, first.journal)
-        first.journal.record("join", number, [number_of(part, first.journal) for part in parts])
-    with bookkeeping():
-        join(whole, parts)
-    if isinstance(first, Mirrored) and isinstance(whole, Mirrored):
+    if isinstance(first, CacheProxy):
+        number = cache_number(whole, first.journal)
+        first.journal.record("join", number, [cache_number(part, first.journal) for part in parts])
+    with counting_tokens():
+        merge_caches(whole, parts)
+    if isinstance(first, CacheProxy) and isinstance(whole, CacheProxy):
         whole.known = dict(first.known)
         whole.remember()
 
 
-def _register(cache: Mirrored, journal: Journal) -> None:
+def _register(cache: CacheProxy, journal: CacheOpLog) -> None:
     cache.journal, cache.number = journal, journal.next_cache()
     weakref.finalize(cache, journal.forget, cache.number).atexit = False
 
 
 def _mirrored(kind: type[Any]) -> type[Any]:
-    return type(kind.__name__, (Mirrored, kind), {"__module__": kind.__module__})
+    return type(kind.__name__, (CacheProxy, kind), {"__module__": kind.__module__})
 
 
 def _refuse_contents(cache: Cache, layers: Iterable[int]) -> None:
@@ -212,8 +219,8 @@ def _recipe(cache: Cache) -> tuple[Any, ...]:
     elif type(cache) is DynamicCache:
         is_plain = all(type(layer) is DynamicLayer for layer in cache.layers)
         return ("dynamic", bool(cache.layers), is_plain)
-    elif type(cache) is QuantizedCache and type(cache.layers[0]) in QUANTIZED:
-        return ("quantized", *quantization(cache.layers[0]))
+    elif type(cache) is QuantizedCache and type(cache.layers[0]) in QUANTIZED_BACKENDS:
+        return ("quantized", *quantization_options(cache.layers[0]))
     else:
         kind = type(cache).__name__
     raise DrumlineError(
@@ -223,15 +230,15 @@ def _recipe(cache: Cache) -> tuple[Any, ...]:
     )
 
 
-def advance(
+def account_tokens(
     cache: Cache, layers: Iterable[int], hidden: torch.Tensor, by_pass: bool | None = False
 ) -> None:
-    """Account for the tokens of `hidden`, [batch, tokens, width], in layers held elsewhere.
+    """Count the tokens of `hidden`, [batch, tokens, width], in layers held by other ranks.
 
-    by_pass: those of the pass instead, see `counts_pass`. Some models carry several streams, before
-    or behind these axes (Gemma 3n, DeepSeek-V4), and some the tokens first (FSMT).
+    by_pass: count the tokens of the pass instead, see `grew_by_pass`. Some models carry several
+    streams, before or behind these axes (Gemma 3n, DeepSeek-V4), some the tokens first (FSMT).
     """
-    assert isinstance(cache, Mirrored)
+    assert isinstance(cache, CacheProxy)
     is_plain = hidden.dim() == 3 and not by_pass
     batch, tokens = hidden.shape[:2] if is_plain else cache.journal.rows_and_tokens()
     if cache.journal.shape_of_pass == (tokens, batch):
@@ -244,7 +251,7 @@ def advance(
             _advance_layer(cache, index, layer, batch, tokens)
 
 
-def shows_pass(shape_of_pass: tuple[int, int] | None, hidden: torch.Tensor) -> bool:
+def matches_pass_shape(shape_of_pass: tuple[int, int] | None, hidden: torch.Tensor) -> bool:
     """Whether [batch, tokens, width] are those of the pass; ProphetNet has several streams of them
     behind each other, so what these put into a cache has to be seen first."""
     if shape_of_pass is None or hidden.dim() != 3:
@@ -253,25 +260,23 @@ def shows_pass(shape_of_pass: tuple[int, int] | None, hidden: torch.Tensor) -> b
     return shape_of_pass in (rows_and_tokens, rows_and_tokens[::-1])
 
 
-def counts_pass(
+def grew_by_pass(
     shape_of_pass: tuple[int, int] | None, hidden: torch.Tensor, filled: Sequence[Sequence[int]]
 ) -> bool:
     """Whether the tokens of the pass went into a cache, and not those of a hidden state that has
     others. filled: a layer of the cache, its tokens before, and now."""
-    if shape_of_pass is None or shows_pass(shape_of_pass, hidden):
+    if shape_of_pass is None or matches_pass_shape(shape_of_pass, hidden):
         return False
     rows, tokens = shape_of_pass
     grown = {now - before for _, before, now in filled if now > before}
     return hidden.shape[0] == rows and grown == {tokens}
 
 
-def lengths(cache: Cache, layers: Iterable[int]) -> dict[int, int]:
-    return {index: mark(_layer(cache, index)).length for index in layers}
+def layer_lengths(cache: Cache, layers: Iterable[int]) -> dict[int, int]:
+    return {index: version_of(_layer(cache, index)).length for index in layers}
 
 
-def refuse_other_lengths(
-    here: Mapping[int, int], filled: Sequence[Sequence[int]], where: str
-) -> None:
+def check_lengths(here: Mapping[int, int], filled: Sequence[Sequence[int]], where: str) -> None:
     """Raise DrumlineError unless layers of a cache have as many tokens on their rank as `here`."""
     for index, _, length in filled:
         if here[index] != length:
@@ -287,39 +292,39 @@ def _layer(cache: Any, index: int) -> Any:
 
 
 def _advance_dynamic(
-    cache: Mirrored, index: int, layer: DynamicLayer, batch: int, tokens: int
+    cache: CacheProxy, index: int, layer: DynamicLayer, batch: int, tokens: int
 ) -> None:
     """The layers of one pass share one shadow, so that most need no more than to be given it."""
-    known, keys = cache.known.get(index, EMPTY), layer.keys
+    known, keys = cache.known.get(index, EMPTY_LAYER), layer.keys
     if keys is not known.keys or layer.values is not known.values:
-        refuse_change(index, layer, known)
+        check_unchanged(index, layer, known)
     step = cache.step
     if keys is not step.before or (batch, tokens) != step.shape:
-        now = step.mark
+        now = step.version
         if (step.shape[0], now.length) != (batch, known.length + tokens):
             now = _full(cache, batch, known.length + tokens)
-        cache.step = step = Advance(keys, (batch, tokens), now)
-    layer.keys = layer.values = step.mark.keys
-    cache.known[index] = step.mark
+        cache.step = step = LayerGrowth(keys, (batch, tokens), now)
+    layer.keys = layer.values = step.version.keys
+    cache.known[index] = step.version
 
 
-def _full(cache: Mirrored, batch: int, tokens: int) -> Mark:
+def _full(cache: CacheProxy, batch: int, tokens: int) -> LayerVersion:
     rows, now = cache.ahead
     if (rows, now.length) == (batch, tokens):
         return now
-    keys = shadow(batch, tokens)
-    return Mark(keys, keys, tokens)
+    keys = make_placeholder(batch, tokens)
+    return LayerVersion(keys, keys, tokens)
 
 
-def foresee(cache: Cache) -> None:
+def prepare_next_token(cache: Cache) -> None:
     """Make the shadow of the next token while there is time: of all that is done for a token before
     it is sent, that takes longest."""
-    if isinstance(cache, Mirrored) and (step := cache.step).mark is not EMPTY:
-        cache.ahead = step.shape[0], _full(cache, step.shape[0], step.mark.length + 1)
+    if isinstance(cache, CacheProxy) and (step := cache.step).version is not EMPTY_LAYER:
+        cache.ahead = step.shape[0], _full(cache, step.shape[0], step.version.length + 1)
 
 
-def _advance_layer(cache: Mirrored, index: int, layer: Any, batch: int, tokens: int) -> None:
-    refuse_change(index, layer, cache.known.get(index, EMPTY))
+def _advance_layer(cache: CacheProxy, index: int, layer: Any, batch: int, tokens: int) -> None:
+    check_unchanged(index, layer, cache.known.get(index, EMPTY_LAYER))
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
         layer.batch_size = batch
@@ -328,15 +333,15 @@ def _advance_layer(cache: Mirrored, index: int, layer: Any, batch: int, tokens: 
     if isinstance(layer, BaseQuantizedLayer):
         layer = cache.layers[index] = DynamicLayer()  # type: ignore[attr-defined]  # counts as well
     if layer is None or hasattr(layer, "get_seq_length"):
-        with bookkeeping():
-            _count(cache, index, shadow(batch, tokens))
-        hide(_layer(cache, index))
-    cache.known[index] = mark(_layer(cache, index))
+        with counting_tokens():
+            _count(cache, index, make_placeholder(batch, tokens))
+        replace_with_placeholders(_layer(cache, index))
+    cache.known[index] = version_of(_layer(cache, index))
 
 
-def _count(cache: Mirrored, index: int, new: torch.Tensor) -> None:
+def _count(cache: CacheProxy, index: int, new: torch.Tensor) -> None:
     try:
-        super(Mirrored, cache).update(new, new, index)  # type: ignore[misc]
+        super(CacheProxy, cache).update(new, new, index)  # type: ignore[misc]
     except (IndexError, RuntimeError) as error:
         raise DrumlineError(
             f"rank 0: layer {index} of this {type(cache).__name__} has no room for the "

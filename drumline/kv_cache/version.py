@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from drumline.errors import DrumlineError
 
 
-class Mark(NamedTuple):
+class LayerVersion(NamedTuple):
     """A layer as its rank last heard of it. Every cut makes another tensor."""
 
     keys: Any = None
@@ -16,20 +16,20 @@ class Mark(NamedTuple):
     has_state: bool = False
 
 
-EMPTY = Mark()
+EMPTY_LAYER = LayerVersion()
 
 
-def mark(layer: Any) -> Mark:
+def version_of(layer: Any) -> LayerVersion:
     states = getattr(layer, "has_previous_state", None) or {}
     length = int(getattr(layer, "get_seq_length", int)())
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-    return Mark(keys, values, length, any(states.values()))
+    return LayerVersion(keys, values, length, any(states.values()))
 
 
-def refuse_change(index: int, layer: Any, known: Mark) -> None:
+def check_unchanged(index: int, layer: Any, known: LayerVersion) -> None:
     """Raise DrumlineError unless the layer, None if it is gone, is as its rank knows it."""
-    now = mark(layer)
-    if known is EMPTY and (now.length, now.has_state) == (0, False):
+    now = version_of(layer)
+    if known is EMPTY_LAYER and (now.length, now.has_state) == (0, False):
         return
     is_same = now.keys is known.keys and now.values is known.values
     if not is_same or now[2:] != known[2:]:

@@ -13,29 +13,31 @@ import torch
 from torch import nn
 
 from drumline.core.device_map import DeviceMap
-from drumline.offload.prefetcher import Shelf
+from drumline.offload.prefetcher import WeightPrefetcher
 
 Forward = Callable[..., Any]
 
 
-def place(model: nn.Module, chosen: DeviceMap, rank: int, shelf: Shelf | None) -> None:
+def install_device_hooks(
+    model: nn.Module, chosen: DeviceMap, rank: int, prefetcher: WeightPrefetcher | None
+) -> None:
     """Give the modules of this rank that need it a forward that brings inputs and weights along.
 
     shelf: where the weights of modules are that do not lie where they run; see `offloaded`.
     """
     runs_on = chosen.runs_on(rank)
     modules = {name: model.get_submodule(name) for name in runs_on if _is_module(model, name)}
-    away = set(offloaded(chosen, rank))
+    away = set(offloaded_modules(chosen, rank))
     for name, module in modules.items():
-        if shelf is not None and name in away:
-            module.forward = _brought(module.forward, name, shelf)
+        if prefetcher is not None and name in away:
+            module.forward = _with_loaded_weights(module.forward, name, prefetcher)
         if len(set(runs_on.values())) > 1:
-            module.forward = _moved(module.forward, torch.device(runs_on[name]))
+            module.forward = _with_moved_arguments(module.forward, torch.device(runs_on[name]))
     if len(set(runs_on.values())) > 1 and rank == 0:
-        model.register_forward_hook(_Homeward(torch.device(chosen.device_of(0))))
+        model.register_forward_hook(_MoveOutputs(torch.device(chosen.device_of(0))))
 
 
-def offloaded(chosen: DeviceMap, rank: int) -> list[str]:
+def offloaded_modules(chosen: DeviceMap, rank: int) -> list[str]:
     """The modules of a rank whose weights lie elsewhere than where they run, in their order."""
     runs_on = chosen.runs_on(rank)
     return [name for name, device in chosen.of(rank).items() if device != runs_on[name]]
@@ -49,28 +51,28 @@ def _is_module(model: nn.Module, name: str) -> bool:
     return True
 
 
-def _brought(forward: Forward, name: str, shelf: Shelf) -> Forward:
+def _with_loaded_weights(forward: Forward, name: str, prefetcher: WeightPrefetcher) -> Forward:
     """With the module's weights at hand for as long as it runs."""
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with shelf.at_hand(name):
+        with prefetcher.loaded(name):
             return forward(*args, **kwargs)
 
     return run
 
 
-def _moved(forward: Forward, device: torch.device) -> Forward:
+def _with_moved_arguments(forward: Forward, device: torch.device) -> Forward:
     """With tensors among the arguments on the device of the module."""
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return forward(*to(args, device), **to(kwargs, device))
+        return forward(*move_to_device(args, device), **move_to_device(kwargs, device))
 
     return run
 
 
-class _Homeward:
+class _MoveOutputs:
     """Moves what the whole model returns to the device that its inputs go to."""
 
     def __init__(self, device: torch.device):
@@ -79,12 +81,12 @@ class _Homeward:
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, dict):  # a ModelOutput among them
             for key, value in output.items():
-                output[key] = to(value, self.device)
+                output[key] = move_to_device(value, self.device)
             return output
-        return to(output, self.device)
+        return move_to_device(output, self.device)
 
 
-def to(value: Any, device: torch.device) -> Any:
+def move_to_device(value: Any, device: torch.device) -> Any:
     """Tensors moved, in tuples, lists and dicts; caches and all else are the same objects."""
     if isinstance(value, torch.Tensor):
         return value if value.device == device else value.to(device)
@@ -96,4 +98,4 @@ def to(value: Any, device: torch.device) -> Any:
 
 
 def _each(values: Iterable[Any], device: torch.device) -> Iterable[Any]:
-    return [to(value, device) for value in values]
+    return [move_to_device(value, device) for value in values]

@@ -1,7 +1,7 @@
 """Weights that do not stay where they are used: on disk or in CPU memory, brought layer by layer.
 
-shelf = Shelf(model, {"model.layers.3": tensors_of_it}, device)
-with shelf.at_hand("model.layers.3"):   # while the next one is on its way already
+shelf = WeightPrefetcher(model, {"model.layers.3": tensors_of_it}, device)
+with prefetcher.loaded("model.layers.3"):   # while the next one is on its way already
     ...
 """
 
@@ -17,30 +17,33 @@ from typing import Any
 import torch
 from torch import nn
 
+from drumline.checkpoint.model_tensors import named_tensors
+from drumline.checkpoint.plan_executor import execute_locally
 from drumline.checkpoint.safetensors_index import Index
-from drumline.checkpoint.shard_loader import named_tensors, read_here
-from drumline.checkpoint.shard_plan import Piece, Wanted, plan_loading
+from drumline.checkpoint.shard_plan import SourceSlice, TensorRequest, plan_loading
 from drumline.core.mesh import Mesh
 
 Tensors = dict[str, torch.Tensor]
 Room = Callable[[torch.Size, torch.dtype], torch.Tensor]
 
 
-class OnDisk:
+class DiskWeights:
     """The weights of one module in the files of a checkpoint, read anew each time."""
 
     def __init__(
         self,
         path: Path,
         index: Index,
-        pieces: Mapping[str, Sequence[Piece]],
+        slices: Mapping[str, Sequence[SourceSlice]],
         like: Mapping[str, torch.Tensor],
         dtypes: Mapping[str, torch.dtype],
     ):
         self.path, self.index, self.dtypes = path, index, dtypes
         self.shapes = {name: tensor.shape for name, tensor in like.items()}
         wanted = {
-            name: Wanted(tuple(self.shapes[name]), dtypes[name].itemsize, tuple(pieces[name]))
+            name: TensorRequest(
+                tuple(self.shapes[name]), dtypes[name].itemsize, tuple(slices[name])
+            )
             for name in like
         }
         self.plan = plan_loading(wanted, index, Mesh({"pp": 1}), [0])
@@ -48,11 +51,11 @@ class OnDisk:
     def fetch(self, room: Room, device: torch.device) -> Tensors:
         """Read with pread, block by block, into memory that is used again and again."""
         found = {name: room(shape, self.dtypes[name]) for name, shape in self.shapes.items()}
-        read_here(self.plan, self.index, self.path, found, self.dtypes)
+        execute_locally(self.plan, self.index, self.path, found, self.dtypes)
         return {name: tensor.to(device) for name, tensor in found.items()}
 
 
-class OnCpu:
+class CpuWeights:
     """The weights of one module in the memory of the CPU, for a module that runs elsewhere."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
@@ -62,14 +65,16 @@ class OnCpu:
         return {name: tensor.to(device) for name, tensor in self.tensors.items()}
 
 
-class Shelf:
+class WeightPrefetcher:
     """The offloaded modules of a rank, in the order in which they run.
 
     At most two of them have their weights on `device` at a time: the one that runs, and the next
     one, which a thread fetches meanwhile. After the last comes the first, for the next token.
     """
 
-    def __init__(self, model: nn.Module, away: Mapping[str, OnDisk | OnCpu], device: torch.device):
+    def __init__(
+        self, model: nn.Module, away: Mapping[str, DiskWeights | CpuWeights], device: torch.device
+    ):
         self.away, self.device = dict(away), device
         self.modules = {name: model.get_submodule(name) for name in away}
         names = list(away)
@@ -79,7 +84,7 @@ class Shelf:
         self.turn = threading.RLock()  # of several conversations, one runs an offloaded module
 
     @contextlib.contextmanager
-    def at_hand(self, name: str) -> Iterator[None]:
+    def loaded(self, name: str) -> Iterator[None]:
         """The module has its weights inside the block, and nothing afterwards."""
         with self.turn:
             tensors = (self.coming.pop(name, None) or self._start(name)).result()
@@ -160,17 +165,17 @@ def _exchange(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Tensors
     return before
 
 
-def shelf_of(
+def make_prefetcher(
     model: nn.Module,
     places: Mapping[str, str],
     device: torch.device,
-    on_disk: Callable[[str, Tensors], OnDisk] | None = None,
-) -> Shelf | None:
+    on_disk: Callable[[str, Tensors], DiskWeights] | None = None,
+) -> WeightPrefetcher | None:
     """The shelf of a rank whose modules lie at `places` ("cpu" or "disk"); None for no modules.
 
     on_disk: makes the reader of a module's tensors, given its name.
     """
-    away: dict[str, OnDisk | OnCpu] = {}
+    away: dict[str, DiskWeights | CpuWeights] = {}
     for name, place in places.items():
         module = model.get_submodule(name)
         tensors = dict(named_tensors(module))
@@ -178,5 +183,5 @@ def shelf_of(
             assert on_disk is not None
             away[name] = on_disk(name, tensors)
         else:
-            away[name] = OnCpu(tensors)
-    return Shelf(model, away, device) if away else None
+            away[name] = CpuWeights(tensors)
+    return WeightPrefetcher(model, away, device) if away else None

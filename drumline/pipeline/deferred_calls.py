@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
-from drumline.core.pytree import Leaves, Template, is_repeatable, leaves_of
-from drumline.kv_cache.proxy import foresee
+from drumline.core.pytree import Leaves, TreeSpec, has_reusable_arguments, iter_leaves
+from drumline.kv_cache.proxy import prepare_next_token
 from drumline.pipeline.lazy_tensor import Lazy, Withheld, fetched
 from drumline.stages.messages import Message
 from drumline.stages.program import Program, Step
@@ -90,11 +90,11 @@ class Chain:
         reply.tensors = reply.tensors[len(waiting) :]
         return reply
 
-    def foresee(self) -> None:
+    def prepare_next_token(self) -> None:
         """Prepare for the next token of the same caches, while this one is on its way."""
         for run in self.runs:
             for cache in run.caches:
-                foresee(cache)
+                prepare_next_token(cache)
 
     def _is_wanted(self, lazy: Lazy | None) -> TypeGuard[Lazy]:
         if type(lazy) is not Withheld:
@@ -122,7 +122,7 @@ class Chain:
         runs = tuple([run.key() for run in self.runs])
         return len(self.inputs.tensors), self.returns, tuple(starts), runs
 
-    def program(self, operations: Template, num_operands: int, starts: list[int]) -> Program:
+    def program(self, operations: TreeSpec, num_operands: int, starts: list[int]) -> Program:
         num_inputs = num_operands + len(self.inputs.tensors)
         steps = []
         for run, start in zip(self.runs, starts, strict=True):
@@ -154,18 +154,18 @@ class Habits:
 class Form:
     """A template, compared by identity."""
 
-    def __init__(self, template: Template):
+    def __init__(self, template: TreeSpec):
         self.template = template
 
     @cached_property
-    def is_repeatable(self) -> bool:
-        return is_repeatable(self.template) and not self.numbers_at
+    def has_reusable_arguments(self) -> bool:
+        return has_reusable_arguments(self.template) and not self.numbers_at
 
     @cached_property
     def numbers_at(self) -> tuple[int, ...]:
         """Where the model's own integers are among those of a call that has a cache too: they may
         say which layers of the cache are meant."""
-        kinds = [leaf[0] for leaf in leaves_of(self.template) if leaf[0] in ("int", "cache")]
+        kinds = [leaf[0] for leaf in iter_leaves(self.template) if leaf[0] in ("int", "cache")]
         return tuple(at for at, kind in enumerate(kinds) if kind == "int" and "cache" in kinds)
 
 
@@ -185,14 +185,14 @@ class Run:
         self.is_learning = False
         self.fills: tuple[int, ...] | None = ()  # layers of the cache counted for the last call
         self.lengths: dict[int, int] = {}  # of these, if what the call returns is not known yet
-        if form.is_repeatable:
+        if form.has_reusable_arguments:
             self.tensors = leaves.tensors[1:]
             self.given = (args[1:], kwargs)  # held, so that nothing else takes their identity
             self.identities = _identities(args, kwargs)
 
     def is_continued_by(self, args: Any, kwargs: Any) -> bool:
         """Whether these are the same arguments but for the hidden state."""
-        return self.form.is_repeatable and _identities(args, kwargs) == self.identities
+        return self.form.has_reusable_arguments and _identities(args, kwargs) == self.identities
 
     def add(self, layer: RemoteModule, hidden: Any) -> None:
         """One more layer; `hidden` is what it is given, if it goes on with the run."""

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from drumline.core.pytree import Leaves, Template, flatten
+from drumline.core.pytree import Leaves, TreeSpec, flatten
 from drumline.errors import DrumlineError, PeerLost, StageError
-from drumline.kv_cache.proxy import number_of
+from drumline.kv_cache.proxy import cache_number
 from drumline.pipeline.deferred_calls import Chain, Form, Habits
 from drumline.pipeline.interrupt import Uninterrupted
 from drumline.pipeline.microbatch_runner import Relay
@@ -32,7 +32,7 @@ class Session:
 
     def __init__(self, ring: Ring | Driver, device: torch.device):
         self.ring, self.device, self.habits = ring, device, Habits()
-        self._forms: dict[Template, Form] = {}
+        self._forms: dict[TreeSpec, Form] = {}
         self._no_operations = self.form(NOTHING)
         self._programs: dict[tuple[Any, ...], tuple[Program, int]] = {}
         self._program_numbers, self._cache_numbers = itertools.count(1), itertools.count(1)
@@ -99,7 +99,7 @@ class Session:
             )
         return shape
 
-    def form(self, template: Template) -> Form:
+    def form(self, template: TreeSpec) -> Form:
         """The one Form of a template, which is quick to compare and to hash."""
         form = self._forms.get(template)
         if form is None:
@@ -129,7 +129,7 @@ class Session:
                 ticket.reply = self._guarded(lambda: self.ring.send(message))
                 if ticket.reply is not None:
                     self._tickets.remove(ticket)
-            chain.foresee()
+            chain.prepare_next_token()
             reply = self._answer(ticket, chain)
         except (KeyboardInterrupt, SystemExit):
             self._is_out_of_step = True  # nobody knows whether it was sent, or had come back
@@ -144,7 +144,7 @@ class Session:
         if not self._operations:
             return self._no_operations
         waiting = [self._operations.popleft() for _ in range(len(self._operations))]
-        return self.form(flatten(waiting, leaves, lambda cache: number_of(cache, self)))
+        return self.form(flatten(waiting, leaves, lambda cache: cache_number(cache, self)))
 
     def _message(self, chain: Chain, operations: Form, leaves: Leaves) -> Message:
         """What a chain sends; with the text of its program if the ranks do not know it yet."""
@@ -246,7 +246,7 @@ def _tear(chain: Chain) -> None:
     """Its layers no longer hold the same tokens in the caches that it was given."""
     for run in chain.runs:
         for cache in run.caches:
-            cache.torn = True
+            cache.is_inconsistent = True
 
 
 class Ticket:

@@ -12,14 +12,14 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
-from drumline.checkpoint.shard_loader import Loaded
+from drumline.checkpoint.plan_executor import LoadStats
+from drumline.core.device_map import DeviceMap
 from drumline.errors import DrumlineError, exit_code
 from drumline.pipeline.driver import Session
 from drumline.pipeline.lazy_tensor import Lazy, fetch_all
 from drumline.pipeline.overlap import Overlapping
 from drumline.pipeline.remote_layer import RemoteModule
 from drumline.pipeline.unsupported import Attention, Refusals, Unheard, seal
-from drumline.planner.plan import DeviceMap
 from drumline.stages import message_trace
 
 
@@ -32,7 +32,7 @@ class Distributed(Overlapping, Refusals):
     """
 
     device_map: DeviceMap
-    loaded: Loaded | None = None
+    loaded: LoadStats | None = None
     _session: Session | None
     _first_device: torch.device
     _leave: Any
@@ -57,7 +57,7 @@ class Distributed(Overlapping, Refusals):
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
         """On a GPU, transformers compiles whatever decodes into a static cache. What waits for
         other ranks, or reads weights from the disk, cannot be compiled."""
-        if self._session is not None or getattr(self, "_shelf", None) is not None:
+        if self._session is not None or getattr(self, "_prefetcher", None) is not None:
             return False
         return bool(super()._valid_auto_compile_criteria(*args, **kwargs))  # type: ignore[misc]
 
@@ -144,7 +144,7 @@ class _Note:
         self.session, self.attention = session, attention
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.attention.refuse_change()
+        self.attention.check_unchanged()
         self.session.note_pass(args, kwargs)
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from drumline.errors import DrumlineError
-from drumline.kv_cache.merge import can_be_joined, is_known
-from drumline.kv_cache.proxy import join_mirrored
+from drumline.kv_cache.merge import can_be_merged, has_known_layers
+from drumline.kv_cache.proxy import merge_proxies
 from drumline.pipeline import microbatch
 from drumline.pipeline.driver import Session
 from drumline.pipeline.remote_layer import RemoteModule
@@ -64,7 +64,7 @@ class Overlapping:
             parts[-1]["past_key_values"] = copy.deepcopy(cache)
         outputs = self._session.relay.map(lambda part: whole(**part), parts)
         if cache is not None:
-            join_mirrored(cache, [part["past_key_values"] for part in parts])
+            merge_proxies(cache, [part["past_key_values"] for part in parts])
         return _together(outputs, cache)
 
     def generate(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -89,7 +89,7 @@ class Overlapping:
         if groups < 2 or torch.is_grad_enabled() or inputs.get("return_dict") is False:
             return []
         cache = inputs.get("past_key_values")
-        fits = inputs.get("use_cache") is False if cache is None else can_be_joined(cache)
+        fits = inputs.get("use_cache") is False if cache is None else can_be_merged(cache)
         sure = fits and microbatch.is_by_row(inputs, batch) and self._keeps_no_state
         return microbatch.rows(batch, groups) if sure else []
 
@@ -98,7 +98,7 @@ class Overlapping:
         cache, (_, tokens) = inputs.get("past_key_values"), microbatch.shape(inputs)
         if tokens <= self.prefill_chunk or self._session is None or torch.is_grad_enabled():
             return []
-        if cache is None or not is_known(cache):
+        if cache is None or not has_known_layers(cache):
             return []
         if not self._keeps_no_state or self._last_layer is None:
             return []

@@ -15,15 +15,23 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from drumline.core.pytree import PLAIN, Leaves, Template, flatten, frozen, kinds_of_new, rebuild
+from drumline.core.pytree import (
+    NEW_HIDDEN_STATE,
+    Leaves,
+    TreeSpec,
+    as_tuples,
+    flatten,
+    new_tensor_kinds,
+    unflatten_output,
+)
 from drumline.errors import DrumlineError
 from drumline.kv_cache.proxy import (
-    advance,
-    counts_pass,
-    lengths,
-    number_of,
-    refuse_other_lengths,
-    shows_pass,
+    account_tokens,
+    cache_number,
+    check_lengths,
+    grew_by_pass,
+    layer_lengths,
+    matches_pass_shape,
 )
 from drumline.pipeline.deferred_calls import Chain, Form, Run
 from drumline.pipeline.driver import Session
@@ -37,7 +45,7 @@ class RemoteModule:
 
     def __init__(self, session: Session, name: str, module: nn.Module, rank: int):
         self.session, self.name, self.rank = session, name, rank
-        self.outputs: dict[Form, Template] = {}  # what it returns for arguments of each form
+        self.outputs: dict[Form, TreeSpec] = {}  # what it returns for arguments of each form
         self.fills: dict[tuple[Form, tuple[int, ...]], tuple[int, ...]] = {}  # layers of a cache
         self.maker = (name, 0)
         self.cache_layers = _cache_layers(module)
@@ -55,7 +63,7 @@ class RemoteModule:
         if run.caches:
             self._advance(run, hidden)
         run.add(self, hidden)
-        if self.outputs.get(run.form) == PLAIN:
+        if self.outputs.get(run.form) == NEW_HIDDEN_STATE:
             return chain.lazy("hidden", self.maker, hidden)
         leaves = Leaves(run.ints, [hidden, *run.tensors], run.caches)
         return self._result(chain, run.form, leaves)
@@ -90,28 +98,34 @@ class RemoteModule:
     def _advance(self, run: Run, hidden: torch.Tensor) -> None:
         """Count what the call puts into the cache, unless that has to be seen first."""
         is_new = run.form not in self.outputs
-        if is_new and self.by_pass is None and not shows_pass(self.session.shape_of_pass, hidden):
+        if (
+            is_new
+            and self.by_pass is None
+            and not matches_pass_shape(self.session.shape_of_pass, hidden)
+        ):
             run.fills = None
         elif run.fills is not None:
-            advance(run.caches[0], run.fills, hidden, self.by_pass)
+            account_tokens(run.caches[0], run.fills, hidden, self.by_pass)
             if is_new:
-                run.lengths = lengths(run.caches[0], run.fills)
+                run.lengths = layer_lengths(run.caches[0], run.fills)
 
     def _number_of(self, cache: Cache) -> int:
-        return number_of(cache, self.session, self.cache_layers)
+        return cache_number(cache, self.session, self.cache_layers)
 
     def _result(self, chain: Chain, form: Form, leaves: Leaves) -> Any:
         """What the layer returns, after putting what it wrote into dicts that layers share."""
         run = chain.runs[-1]
         output = None if run.is_learning else self.outputs.get(form)
-        if output == PLAIN:
+        if output == NEW_HIDDEN_STATE:
             return chain.lazy("hidden", self.maker, leaves.tensors[0])
         new = (
             self._learn(chain, run, leaves)
             if output is None
             else self._later(chain, output, leaves)
         )
-        value, *written = rebuild(self.outputs[form], leaves.tensors, iter(new), leaves.caches)
+        value, *written = unflatten_output(
+            self.outputs[form], leaves.tensors, iter(new), leaves.caches
+        )
         for shared, changes in zip(leaves.shared, written, strict=True):
             shared.update(changes)
         return value
@@ -123,7 +137,7 @@ class RemoteModule:
         output, filled = json.loads(reply.note)
         if leaves.caches and leaves.tensors:
             self._learn_layers(run, filled, leaves)
-        self.outputs[run.form] = frozen(output)
+        self.outputs[run.form] = as_tuples(output)
         return [tensor.to(self.session.device) for tensor in reply.tensors]
 
     def _learn_layers(self, run: Run, filled: list[list[int]], leaves: Leaves) -> None:
@@ -142,13 +156,13 @@ class RemoteModule:
                     "wrong; give it to rank 0 in device_map."
                 )
             if filled and self.by_pass is None:
-                self.by_pass = counts_pass(self.session.shape_of_pass, hidden, filled)
+                self.by_pass = grew_by_pass(self.session.shape_of_pass, hidden, filled)
             if run.fills != layers:
-                advance(cache, layers, hidden, self.by_pass)
-                run.lengths = lengths(cache, layers)
-            refuse_other_lengths(run.lengths, filled, f"{self.name} on rank {self.rank}")
+                account_tokens(cache, layers, hidden, self.by_pass)
+                run.lengths = layer_lengths(cache, layers)
+            check_lengths(run.lengths, filled, f"{self.name} on rank {self.rank}")
         except DrumlineError:
-            cache.torn = True  # over there it is filled already
+            cache.is_inconsistent = True  # over there it is filled already
             raise
         if run.numbers:
             if len(self.fills) >= MOST_FILLS:
@@ -157,14 +171,14 @@ class RemoteModule:
         else:
             self.cache_layers = layers
 
-    def _later(self, chain: Chain, output: Template, leaves: Leaves) -> list[Lazy]:
+    def _later(self, chain: Chain, output: TreeSpec, leaves: Leaves) -> list[Lazy]:
         hidden = leaves.tensors[0] if leaves.tensors else torch.empty(0)
-        if self.table is not None and kinds_of_new(output) == ["extra"]:  # its shape is known
+        if self.table is not None and new_tensor_kinds(output) == ["extra"]:  # its shape is known
             like = hidden.new_empty((), dtype=self.table.dtype)
             return [
                 chain.lazy("hidden", self.maker, like.expand(*hidden.shape, self.table.shape[1]))
             ]
-        kinds = enumerate(kinds_of_new(output))
+        kinds = enumerate(new_tensor_kinds(output))
         return [chain.lazy(kind, (self.name, number), hidden) for number, kind in kinds]
 
     def __deepcopy__(self, memo: Any) -> RemoteModule:

@@ -1,6 +1,6 @@
 """The cut of a model that gives the most tokens a second: pure arithmetic over measured speeds.
 
-rank_0, rank_1 = Speed(5e10, 1e10), Speed(5e10, 1e10)
+rank_0, rank_1 = DeviceSpeed(5e10, 1e10), DeviceSpeed(5e10, 1e10)
 speeds = DeviceSpeeds({(0, "cpu"): rank_0, (1, "cpu"): rank_1}, {0: hop, 1: hop})
 print(estimate(layout, plan(layout, room, "fastest", speeds=speeds), speeds).tokens_a_second)
 
@@ -16,11 +16,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from drumline.core.device_map import DeviceMap, Layout, Part, Place
+from drumline.core.device_map import DeviceMap, ModelProfile, ModulePart, Place
 
 
 @dataclass(frozen=True)
-class Speed:
+class DeviceSpeed:
     """What one place does a second: floating point operations, and bytes of weights read."""
 
     flops: float
@@ -28,7 +28,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSpeed:
     """From one rank to the next: seconds for a message of nothing, and bytes a second."""
 
     latency_s: float
@@ -42,11 +42,11 @@ class Link:
 class DeviceSpeeds:
     """Measured or assumed: each place, and the link from each rank to the next one of the ring."""
 
-    places: Mapping[Place, Speed]
-    links: Mapping[int, Link] = field(default_factory=dict)
+    places: Mapping[Place, DeviceSpeed]
+    links: Mapping[int, LinkSpeed] = field(default_factory=dict)
 
 
-def assumed(
+def uniform_speeds(
     room: Iterable[Place],
     *,
     nbytes: float,
@@ -55,26 +55,27 @@ def assumed(
     link_nbytes: float = math.inf,
 ) -> DeviceSpeeds:
     """Equal speeds for all places, for a plan of ranks that have not been started."""
-    places = dict.fromkeys(room, Speed(flops, nbytes))
+    places = dict.fromkeys(room, DeviceSpeed(flops, nbytes))
     ranks = sorted({rank for rank, _ in places})
-    links = dict.fromkeys(ranks, Link(hop_s, link_nbytes)) if len(ranks) > 1 else {}
+    links = dict.fromkeys(ranks, LinkSpeed(hop_s, link_nbytes)) if len(ranks) > 1 else {}
     return DeviceSpeeds(places, links)
 
 
 @dataclass(frozen=True)
-class Step:
+class PassShape:
     """One pass through the model: `batch` tokens with hidden states of `width` elements.
 
-    `itemsize` is the bytes of an element of weights and hidden states; `streams` how many such
-    passes are on their way at once, in the calls of several threads; `trips` how often a pass goes
-    round the ring: once, unless other parts than layers are not on the master, see `trips`.
+    itemsize: bytes of an element of weights and hidden states.
+    streams: passes in flight at once, in the calls of several threads.
+    ring_passes: times that a pass goes round the ring: 1, unless other parts than layers are on
+        other ranks than the first; see the function of this name.
     """
 
     batch: int = 1
     width: int = 0
     itemsize: int = 4
     streams: int = 1
-    trips: int = 1
+    ring_passes: int = 1
 
 
 @dataclass(frozen=True)
@@ -88,38 +89,38 @@ class Estimate:
 
 
 def estimate(
-    model: Layout, chosen: DeviceMap, speeds: DeviceSpeeds, step: Step | None = None
+    model: ModelProfile, chosen: DeviceMap, speeds: DeviceSpeeds, step: PassShape | None = None
 ) -> Estimate:
     """How fast a device map is expected to be; an upper bound, as only weights and hops count."""
-    step = step or Step()
+    step = step or PassShape()
     stages = dict.fromkeys(chosen.places.values(), 0.0)
     for part in (*model.others, *model.layers):
         place = chosen.places[part.name]
-        stages[place] += seconds(part, speeds.places[place], step)
+        stages[place] += part_time_s(part, speeds.places[place], step)
     return _estimate(list(stages), list(stages.values()), speeds, step)
 
 
 @dataclass(frozen=True)
-class Together:
+class GroupSpeed:
     """`size` ranks of a node at work on the same layer: the slowest of them, and what it takes to
     add up what each has, a hidden state at a time."""
 
     size: int
-    speed: Speed
-    sums: Link
+    speed: DeviceSpeed
+    sums: LinkSpeed
 
 
-def estimate_together(
-    model: Layout, team: Together, speeds: DeviceSpeeds, step: Step | None = None
+def estimate_tensor_parallel(
+    model: ModelProfile, team: GroupSpeed, speeds: DeviceSpeeds, step: PassShape | None = None
 ) -> Estimate:
     """How fast the model is expected to be with every layer cut over a team of ranks.
 
     A layer adds up twice, after attention and after the feed-forward block (Megatron-LM, 2019), and
     the embedding and the head once. Stages of teams follow each other, equal in size.
     """
-    step = step or Step()
+    step = step or PassShape()
     nbytes = step.batch * step.width * step.itemsize
-    alone = sum(seconds(part, team.speed, step) for part in (*model.others, *model.layers))
+    alone = sum(part_time_s(part, team.speed, step) for part in (*model.others, *model.layers))
     work = alone / team.size + 2 * (len(model.layers) + 1) * team.sums.seconds(nbytes)
     lasts = range(team.size - 1, len(speeds.links), team.size)  # of each team, its last rank
     hops = sum(speeds.links[rank].seconds(nbytes) for rank in lasts) if len(lasts) > 1 else 0.0
@@ -128,13 +129,13 @@ def estimate_together(
     return Estimate(work + hops, slowest, hops, step.batch / pace if pace else math.inf)
 
 
-def seconds(part: Part, speed: Speed, step: Step) -> float:
+def part_time_s(part: ModulePart, speed: DeviceSpeed, step: PassShape) -> float:
     """What one pass spends on a part of the model."""
-    operations = 2 * step.batch * part.reads / step.itemsize
-    return max(part.reads / speed.nbytes, operations / speed.flops)
+    operations = 2 * step.batch * part.read_nbytes / step.itemsize
+    return max(part.read_nbytes / speed.nbytes, operations / speed.flops)
 
 
-def trips(ranks: Iterable[int]) -> int:
+def ring_passes(ranks: Iterable[int]) -> int:
     """How often a pass goes round the ring if its parts run on these ranks, one after the other."""
     count = last = 0
     for rank in ranks:
@@ -144,7 +145,7 @@ def trips(ranks: Iterable[int]) -> int:
 
 
 def _estimate(
-    places: Sequence[Place], stages: Sequence[float], speeds: DeviceSpeeds, step: Step
+    places: Sequence[Place], stages: Sequence[float], speeds: DeviceSpeeds, step: PassShape
 ) -> Estimate:
     ranks = {rank for rank, _ in places}
     hops = _hops(speeds, step) if ranks - {0} else 0.0
@@ -153,13 +154,13 @@ def _estimate(
     return Estimate(whole, slowest, hops, step.batch / pace if pace else math.inf)
 
 
-def _hops(speeds: DeviceSpeeds, step: Step) -> float:
+def _hops(speeds: DeviceSpeeds, step: PassShape) -> float:
     """All trips round the ring, each of which passes every rank."""
     nbytes = step.batch * step.width * step.itemsize
-    return step.trips * sum(link.seconds(nbytes) for link in speeds.links.values())
+    return step.ring_passes * sum(link.seconds(nbytes) for link in speeds.links.values())
 
 
-class Fastest:
+class PartitionSearch:
     """Places groups of layers on places, in order, so that most tokens pass a second.
 
     times: of each group on each place. fixed: what each place spends on other parts anyway.
@@ -179,20 +180,20 @@ class Fastest:
         self.passed = [list(itertools.accumulate(of_place, initial=0.0)) for of_place in times]
         self.filled = list(itertools.accumulate(needs, initial=0))
 
-    def best(self, speeds: DeviceSpeeds, step: Step) -> list[int] | None:
+    def best(self, speeds: DeviceSpeeds, step: PassShape) -> list[int] | None:
         """Where the groups of each place end; None if they do not fit."""
         near = sum(1 for rank, _ in self.places if rank == 0)
         hops = _hops(speeds, step)
         found = [*self._candidates(len(self.places), step, hops), *self._candidates(near, step, 0)]
         return max(found, key=lambda ends: self._rate(ends, speeds, step), default=None)
 
-    def _rate(self, ends: Sequence[int], speeds: DeviceSpeeds, step: Step) -> float:
+    def _rate(self, ends: Sequence[int], speeds: DeviceSpeeds, step: PassShape) -> float:
         starts = [0, *ends[:-1]]
         used = [n for n, _ in enumerate(self.places) if ends[n] > starts[n] or self.fixed[n]]
         stages = [self._spent(n, starts[n], ends[n]) for n in used]
         return _estimate([self.places[n] for n in used], stages, speeds, step).tokens_a_second
 
-    def _candidates(self, num_places: int, step: Step, hops: float) -> Iterator[list[int]]:
+    def _candidates(self, num_places: int, step: PassShape, hops: float) -> Iterator[list[int]]:
         """Cuts over the first places, one of which is best among those that use only these.
 
         For a limit on the slowest stage, one cut has the shortest pass; as the limit falls the pass

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from drumline.core.mesh import stages_along
+from drumline.core.device_map import Place
+from drumline.core.mesh import num_stages
 from drumline.planner.cost_model import DeviceSpeeds
 from drumline.planner.memory import Memory
-from drumline.planner.plan import Place
 
 
 @dataclass(frozen=True)
-class Options:
+class LoadOptions:
     """The arguments of `load`, where they are explained; `rest` is for transformers.
 
     `speeds` are of this cluster, if they have been measured already.
@@ -49,4 +49,4 @@ class Options:
     @property
     def has_stages(self) -> bool:
         """Is the model to be spread by layers? "meta" only says where it is built."""
-        return self.device_map not in (None, "meta") or stages_along(self.mesh) > 1
+        return self.device_map not in (None, "meta") or num_stages(self.mesh) > 1

@@ -1,7 +1,7 @@
 """What the devices and links of all ranks do in a second, measured in a moment.
 
 speeds = measure_speeds(coor, room, torch.bfloat16)       # the same numbers on every rank
-plan(layout, room, "fastest", speeds=speeds, step=Step(width=4096, itemsize=2))
+plan(layout, room, "fastest", speeds=speeds, step=PassShape(width=4096, itemsize=2))
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from communicator import Communicator, Unsupported
 from coordinator import Coordinator
 from drumline.core.device_map import Place, first_device
-from drumline.planner.cost_model import DeviceSpeeds, Link, Speed, Together
+from drumline.planner.cost_model import DeviceSpeed, DeviceSpeeds, GroupSpeed, LinkSpeed
 
 BUDGET_S = 0.05
 """How long each measurement goes on, after one round to warm up."""
@@ -56,21 +56,21 @@ def measure_speeds(
     exchanged, so that every rank has the same.
     """
     mine = [device for rank, device in room if rank == coor.rank]
-    found: dict[str, Speed] = {}
+    found: dict[str, DeviceSpeed] = {}
     for turn in range(max(json.loads(n) for n in coor.allgather(_number(coor.local_world_size)))):
         if turn == coor.local_rank:
-            found = {device: place_speed(device, first_device(mine), dtype) for device in mine}
+            found = {device: measure_place(device, first_device(mine), dtype) for device in mine}
         coor.barrier()
     told = coor.allgather(json.dumps({d: astuple(speed) for d, speed in found.items()}).encode())
     places = {
-        (rank, device): Speed(*numbers)
+        (rank, device): DeviceSpeed(*numbers)
         for rank, data in enumerate(told)
         for device, numbers in json.loads(data).items()
     }
-    return DeviceSpeeds(as_of_one_make(places), links(coor, backend))
+    return DeviceSpeeds(equalize_similar_devices(places), measure_links(coor, backend))
 
 
-def as_of_one_make(places: Mapping[Place, Speed]) -> dict[Place, Speed]:
+def equalize_similar_devices(places: Mapping[Place, DeviceSpeed]) -> dict[Place, DeviceSpeed]:
     """The same speed for devices of a kind that differ by little: those are alike, and one of them
     was disturbed. A layer is not worth sending away for that."""
     found = {}
@@ -78,7 +78,7 @@ def as_of_one_make(places: Mapping[Place, Speed]) -> dict[Place, Speed]:
         kind = place[1].partition(":")[0]
         like = [other for (_, name), other in places.items() if name.partition(":")[0] == kind]
         numbers = zip(astuple(speed), *map(astuple, like), strict=True)
-        found[place] = Speed(*(_snapped(mine, max(others)) for mine, *others in numbers))
+        found[place] = DeviceSpeed(*(_snapped(mine, max(others)) for mine, *others in numbers))
     return found
 
 
@@ -90,18 +90,18 @@ def _number(value: int) -> bytes:
     return json.dumps(value).encode()
 
 
-def place_speed(device: str, main: str, dtype: torch.dtype) -> Speed:
+def measure_place(device: str, main: str, dtype: torch.dtype) -> DeviceSpeed:
     """Of weights that lie on `device` of this rank, whose first device is `main`."""
     if device == "disk":
-        return Speed(device_speed(main, dtype).flops, DISK_BYTES_A_SECOND)
+        return DeviceSpeed(measure_device(main, dtype).flops, DISK_BYTES_A_SECOND)
     if device == "cpu" and main != "cpu":
         weights = torch.ones(WEIGHTS, dtype=torch.uint8)
         copying_s = min(_rounds(lambda: weights.to(main), main))
-        return Speed(device_speed(main, dtype).flops, WEIGHTS / copying_s)
-    return device_speed(device, dtype)
+        return DeviceSpeed(measure_device(main, dtype).flops, WEIGHTS / copying_s)
+    return measure_device(device, dtype)
 
 
-def device_speed(device: str, dtype: torch.dtype, of_rounds: OfRounds = min) -> Speed:
+def measure_device(device: str, dtype: torch.dtype, of_rounds: OfRounds = min) -> DeviceSpeed:
     """Of one device of this process: a matrix times a vector for bytes, times many for FLOPs.
 
     of_rounds: which of the times counts; what disturbs can only make one longer.
@@ -113,7 +113,7 @@ def device_speed(device: str, dtype: torch.dtype, of_rounds: OfRounds = min) -> 
     reading_s = of_rounds(_rounds(lambda: weights @ vector, device))
     square = weights[:1024]
     multiplying_s = of_rounds(_rounds(lambda: square @ tokens, device))
-    return Speed(2.0 * square.numel() * TOKENS / multiplying_s, weights.nbytes / reading_s)
+    return DeviceSpeed(2.0 * square.numel() * TOKENS / multiplying_s, weights.nbytes / reading_s)
 
 
 @torch.inference_mode()
@@ -136,7 +136,7 @@ def _wait_for(device: str) -> None:
         torch.accelerator.synchronize(torch.device(device))
 
 
-def links(coor: Coordinator, backend: str | None = None) -> dict[int, Link]:
+def measure_links(coor: Coordinator, backend: str | None = None) -> dict[int, LinkSpeed]:
     """The link from each rank to the next of the ring, over what carries hidden states."""
     if coor.world_size == 1:
         return {}
@@ -146,10 +146,10 @@ def links(coor: Coordinator, backend: str | None = None) -> dict[int, Link]:
             mine = _pair(comm, rank, (rank + 1) % coor.world_size) or mine
             coor.barrier()
     told = coor.allgather(json.dumps(astuple(mine) if mine else None).encode())
-    return {rank: Link(*json.loads(data)) for rank, data in enumerate(told)}
+    return {rank: LinkSpeed(*json.loads(data)) for rank, data in enumerate(told)}
 
 
-def measure_together(coor: Coordinator, device: str, dtype: torch.dtype) -> list[Together]:
+def measure_group_speeds(coor: Coordinator, device: str, dtype: torch.dtype) -> list[GroupSpeed]:
     """What ranks of a node do at once, by every number of them that divides all nodes. Collective.
 
     They share memory and what moves their sums, so that two are not twice as fast as one. The teams
@@ -169,32 +169,32 @@ def _team_sizes(nodes: Sequence[Sequence[int]]) -> list[int]:
     return [n for n in range(2, most + 1) if not any(len(node) % n for node in nodes)]
 
 
-def _as_team(coor: Coordinator, size: int, device: str, dtype: torch.dtype) -> Together:
+def _as_team(coor: Coordinator, size: int, device: str, dtype: torch.dtype) -> GroupSpeed:
     first = coor.rank - coor.rank % size
-    mine: tuple[Speed, Link] | None = None
+    mine: tuple[DeviceSpeed, LinkSpeed] | None = None
     group = coor.split(tuple(range(first, first + size)))
     assert group is not None, "this rank is one of them"
     with group, Communicator(group, device_type=torch.device(device).type) as comm:
         for turn in range(max(map(len, coor.nodes)) // size):
             if turn == coor.local_rank // size:
                 group.barrier()
-                mine = device_speed(device, dtype, median), _sums(comm, device, dtype)
+                mine = measure_device(device, dtype, median), _sums(comm, device, dtype)
             coor.barrier()
     assert mine is not None, "every team had its turn"
     told = coor.allgather(json.dumps([astuple(part) for part in mine]).encode())
     found = [json.loads(data) for data in told]
     speeds, sums = zip(*found, strict=True)
-    return Together(
+    return GroupSpeed(
         size,
-        Speed(*(min(column) for column in zip(*speeds, strict=True))),
-        Link(max(latency for latency, _ in sums), min(nbytes for _, nbytes in sums)),
+        DeviceSpeed(*(min(column) for column in zip(*speeds, strict=True))),
+        LinkSpeed(max(latency for latency, _ in sums), min(nbytes for _, nbytes in sums)),
     )
 
 
-def _sums(comm: Communicator, device: str, dtype: torch.dtype) -> Link:
+def _sums(comm: Communicator, device: str, dtype: torch.dtype) -> LinkSpeed:
     """Between sums each rank computes, as in a model, so they do not come at the same moment."""
     small, large = [_sum_s(comm, device, dtype, nbytes) for nbytes in (SMALL, LARGE)]
-    return Link(small, LARGE / max(large - small, 1e-9))
+    return LinkSpeed(small, LARGE / max(large - small, 1e-9))
 
 
 @torch.inference_mode()
@@ -213,7 +213,7 @@ def _sum_s(comm: Communicator, device: str, dtype: torch.dtype, nbytes: int) -> 
     return median(took)
 
 
-def _pair(comm: Communicator, src: int, dst: int) -> Link | None:
+def _pair(comm: Communicator, src: int, dst: int) -> LinkSpeed | None:
     """What `src` finds of its link to `dst`, which answers; None on all other ranks."""
     if comm.rank not in (src, dst):
         return None
@@ -222,7 +222,9 @@ def _pair(comm: Communicator, src: int, dst: int) -> Link | None:
     )
     if comm.rank != src:
         return None
-    return Link(median(slept) - min(small) / 2, LARGE / max((min(large) - min(small)) / 2, 1e-9))
+    return LinkSpeed(
+        median(slept) - min(small) / 2, LARGE / max((min(large) - min(small)) / 2, 1e-9)
+    )
 
 
 def _echo(comm: Communicator, src: int, dst: int, nbytes: int, pause_s: float) -> list[float]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from drumline.core.device_map import Place, in_order
+from drumline.core.device_map import Place, sort_places
 from drumline.core.gpu_memory import accelerators
 from drumline.errors import PlanError
 
@@ -28,20 +28,20 @@ def cluster_memory(coor: Any) -> dict[Place, int]:
     """Bytes free on every place of the cluster, accelerators before the CPU. Collective.
 
     The ranks of a node share its CPU memory equally. An accelerator belongs to one of the ranks
-    that see it, so that it is counted once however many see it, see `share_out`.
+    that see it, so that it is counted once however many see it, see `assign_accelerators`.
     """
     reports = [json.loads(data) for data in coor.allgather(json.dumps(_report(coor)).encode())]
-    sharers = [sum(other["node"] == mine["node"] for other in reports) for mine in reports]
-    owned = share_out(reports)
+    kv_sharing = [sum(other["node"] == mine["node"] for other in reports) for mine in reports]
+    owned = assign_accelerators(reports)
     room: dict[Place, int] = {}
     for rank, report in enumerate(reports):
         for device in owned[rank]:
             room[(rank, device)] = report["accelerators"][device]["free"]
-        room[(rank, "cpu")] = int(report["cpu"] * CPU_SHARE) // sharers[rank]
-    return in_order(room)
+        room[(rank, "cpu")] = int(report["cpu"] * CPU_SHARE) // kv_sharing[rank]
+    return sort_places(room)
 
 
-def share_out(reports: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+def assign_accelerators(reports: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """By rank, the accelerators that are its own, under the names that it has for them.
 
     A rank first gets the one with its local_rank; what is left goes to whoever sees it and has the
@@ -71,7 +71,7 @@ def _prefers(report: Mapping[str, Any], device: str) -> bool:
     return bool(devices.index(device) == report["local_rank"])
 
 
-def given_room(room: Mapping[Place, int], max_memory: Memory | None) -> dict[Place, int]:
+def limit_memory(room: Mapping[Place, int], max_memory: Memory | None) -> dict[Place, int]:
     """What the user allows, by place; places that the user does not mention get nothing."""
     if max_memory is None:
         return dict(room)
@@ -90,7 +90,7 @@ def given_room(room: Mapping[Place, int], max_memory: Memory | None) -> dict[Pla
             f"max_memory gives room to ranks {strangers}, but the ranks are {sorted(ranks)}; leave "
             "them out, or start more ranks."
         )
-    return in_order(given)
+    return sort_places(given)
 
 
 def nbytes(size: int | str) -> int:

@@ -11,10 +11,9 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from drumline.checkpoint.empty_model import building
-from drumline.core.meta_init import on_meta
+from drumline.core.device_map import ModelProfile, ModulePart
+from drumline.core.meta_init import init_on_meta, model_build_lock
 from drumline.errors import CheckpointError
-from drumline.planner.plan import Layout, Part
 
 
 def model_class(config: Any) -> type[Any]:
@@ -30,10 +29,10 @@ def model_class(config: Any) -> type[Any]:
     )
 
 
-def skeleton(cls: type[Any], config: Any, dtype: torch.dtype) -> Any:
+def build_on_meta(cls: type[Any], config: Any, dtype: torch.dtype) -> Any:
     """The model on meta: names, shapes and ties, and no weights."""
     try:
-        with building(), on_meta():
+        with model_build_lock(), init_on_meta():
             return cls._from_config(config, dtype=dtype)
     except Exception as error:  # each model checks its sizes in a way of its own, or not at all
         raise CheckpointError(
@@ -42,11 +41,11 @@ def skeleton(cls: type[Any], config: Any, dtype: torch.dtype) -> Any:
         ) from error
 
 
-def layout(
+def profile_model(
     model: nn.Module,
     uncut: Collection[str] | str | None = None,
     names: Collection[str] | None = None,
-) -> Layout:
+) -> ModelProfile:
     """What the planner has to know of a model, which may be on meta.
 
     uncut: names of classes whose modules stay whole; those that the model names if not given. A
@@ -60,12 +59,14 @@ def layout(
     bound = {name for tie in ties if not {*layers}.issuperset(tie) for name in tie}
     others += [name for name in layers if name in bound]  # such as embeddings, tied to a head
     layers = [name for name in layers if name not in bound]
-    return Layout(
-        layers=tuple(Part(name, sizes[name], _unread_experts(model, name)) for name in layers),
-        others=tuple(Part(name, sizes[name], _unread(model, name)) for name in others),
+    return ModelProfile(
+        layers=tuple(
+            ModulePart(name, sizes[name], _unread_experts(model, name)) for name in layers
+        ),
+        others=tuple(ModulePart(name, sizes[name], _unread(model, name)) for name in others),
         ties=ties,
-        sharers=tuple(_sharers(model, layers)),
-        loose=tuple(name for name in others if name in _tensors(model)),
+        kv_sharing=tuple(_sharers(model, layers)),
+        root_tensors=tuple(name for name in others if name in _tensors(model)),
     )
 
 
@@ -138,7 +139,7 @@ def _around(module: nn.Module, prefix: str, layers: set[str]) -> Iterator[str]:
             yield full
 
 
-def owner_of(tensor_name: str, parts: set[str]) -> str:
+def part_of_tensor(tensor_name: str, parts: set[str]) -> str:
     """The part that a parameter or buffer belongs to."""
     prefix = tensor_name
     while prefix and prefix not in parts:
@@ -152,7 +153,7 @@ def _sizes(model: nn.Module, parts: list[str]) -> dict[str, int]:
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name not in tied:
-            sizes[owner_of(name, known)] += tensor.numel() * tensor.element_size()
+            sizes[part_of_tensor(name, known)] += tensor.numel() * tensor.element_size()
     return sizes
 
 
@@ -172,13 +173,13 @@ def _unread_experts(model: nn.Module, name: str) -> int:
     chosen = getattr(text, "num_experts_per_tok", None)
     if not isinstance(chosen, int):
         return 0
-    unread = 0
+    unread_nbytes = 0
     for module in model.get_submodule(name).modules():
         num = getattr(module, "num_experts", 0)
         for tensor in module.parameters(recurse=False):
             if tensor.dim() == 3 and tensor.shape[0] == num > chosen:
-                unread += tensor.numel() * tensor.element_size() * (num - chosen) // num
-    return unread
+                unread_nbytes += tensor.numel() * tensor.element_size() * (num - chosen) // num
+    return unread_nbytes
 
 
 def _tensors(model: nn.Module) -> set[str]:
@@ -204,7 +205,7 @@ def _ties(model: nn.Module, parts: list[str]) -> Iterator[tuple[str, ...]]:
     known = set(parts)
     groups: list[set[str]] = []
     for target, source in _tied_names(model):
-        pair = {owner_of(target, known), owner_of(source, known)}
+        pair = {part_of_tensor(target, known), part_of_tensor(source, known)}
         for group in [group for group in groups if group & pair]:
             groups.remove(group)
             pair |= group
@@ -236,7 +237,7 @@ def hidden_width(config: Any) -> int:
     return int(getattr(config.get_text_config(decoder=True), "hidden_size", 0))
 
 
-def working_nbytes(config: Any, dtype: torch.dtype, batch: int, length: int) -> int:
+def estimate_workspace_nbytes(config: Any, dtype: torch.dtype, batch: int, length: int) -> int:
     """What a layer holds at most while it runs over `batch` times `length` tokens at once.
 
     The hidden state, what is added to it, queries, keys, values and their product, and the wide
@@ -249,7 +250,7 @@ def working_nbytes(config: Any, dtype: torch.dtype, batch: int, length: int) -> 
     return int(batch * length * (6 * width + 3 * inner) * dtype.itemsize)
 
 
-def each_token(model: Any, parts: Layout) -> Layout:
+def decode_profile(model: Any, parts: ModelProfile) -> ModelProfile:
     """The parts that each new token passes, without those that only see the prompt: encoders."""
     if not model.can_generate():
         return parts
@@ -260,7 +261,7 @@ def each_token(model: Any, parts: Layout) -> Layout:
     return dataclasses.replace(parts, layers=layers, others=others)
 
 
-def with_cache(model: Layout, nbytes: int, working: int = 0) -> Layout:
+def with_cache(model: ModelProfile, nbytes: int, workspace_nbytes: int = 0) -> ModelProfile:
     """The same layout with room for so many bytes of cache beside each layer, and to work in."""
     layers = tuple(dataclasses.replace(part, nbytes=part.nbytes + nbytes) for part in model.layers)
-    return dataclasses.replace(model, layers=layers, working=working)
+    return dataclasses.replace(model, layers=layers, workspace_nbytes=workspace_nbytes)

@@ -1,6 +1,7 @@
 """Who holds which layer: pure arithmetic over module sizes and room, no torch and no communication.
 
-model = Layout(layers=(Part("layers.0", 12), Part("layers.1", 12)), others=(Part("head", 6),))
+layers = (ModulePart("layers.0", 12), ModulePart("layers.1", 12))
+model = ModelProfile(layers, others=(ModulePart("head", 6),))
 print(plan(model, {(0, "cpu"): 20, (1, "cpu"): 20}))
 """
 
@@ -11,19 +12,17 @@ from functools import cached_property
 
 from drumline.core.device_map import (
     DeviceMap,
-    Layout,
-    Part,
+    ModelProfile,
+    ModulePart,
     Place,
-    abbreviate,
-    in_order,
-    level,
-    readable,
+    abbreviate_names,
+    format_nbytes,
+    offload_level,
+    sort_places,
 )
 from drumline.errors import PlanError
-from drumline.planner.cost_model import DeviceSpeeds, Fastest, Step, seconds
-from drumline.planner.user_map import explicit
-
-__all__ = ["DeviceMap", "Layout", "Part", "Place", "abbreviate", "plan", "readable"]
+from drumline.planner.cost_model import DeviceSpeeds, PartitionSearch, PassShape, part_time_s
+from drumline.planner.user_map import complete_user_map
 
 BISECTIONS = 50
 """Enough to tell a kilobyte of a petabyte."""
@@ -32,12 +31,12 @@ KINDS = ("auto", "balanced", "sequential", "fastest")
 
 
 def plan(
-    model: Layout,
+    model: ModelProfile,
     room: Mapping[Place, int],
     device_map: str | Mapping[str, Place | int | str] = "auto",
     *,
     speeds: DeviceSpeeds | None = None,
-    step: Step | None = None,
+    step: PassShape | None = None,
 ) -> DeviceMap:
     """The device map of `model` over `room` (bytes free on each place), in the order given there.
 
@@ -54,7 +53,7 @@ def plan(
     Raises PlanError, which says how many bytes are missing and where.
     """
     if not isinstance(device_map, str):
-        return explicit(model, dict(room), device_map)
+        return complete_user_map(model, dict(room), device_map)
     if device_map not in KINDS:
         raise PlanError(
             f"device_map={device_map!r} is not a plan, so no layer has a place; give one of "
@@ -62,10 +61,10 @@ def plan(
         )
     if not room:
         raise PlanError("no place has any room, so no layer can be placed; give max_memory.")
-    levels = {place: level(place, room) for place in room}
+    levels = {place: offload_level(place, room) for place in room}
     if device_map == "fastest":
         planner = _Planner(model, room, levels, max(levels.values()))
-        return planner.fastest(speeds or DeviceSpeeds({}), step or Step())
+        return planner.fastest(speeds or DeviceSpeeds({}), step or PassShape())
     for deepest in sorted(set(levels.values())):
         planner = _Planner(model, room, levels, deepest)
         chosen = planner.plan(sequential=device_map == "sequential")
@@ -82,14 +81,14 @@ class _Planner:
 
     def __init__(
         self,
-        model: Layout,
+        model: ModelProfile,
         room: Mapping[Place, int],
         levels: Mapping[Place, int],
         deepest: int,
     ):
         used = {place: nbytes for place, nbytes in room.items() if levels[place] <= deepest}
         self.model, self.room, self.levels = model, dict(room), levels
-        self.order = list(in_order(used) if deepest else used)
+        self.order = list(sort_places(used) if deepest else used)
         self.deepest = deepest
         self.near = [place for place in self.order if levels[place] == 0] or self.order
         self.groups = _contiguous_groups(model)
@@ -104,7 +103,7 @@ class _Planner:
             placed = self._lowest_fill(placed)
         return self._map(placed)
 
-    def fastest(self, speeds: DeviceSpeeds, step: Step) -> DeviceMap:
+    def fastest(self, speeds: DeviceSpeeds, step: PassShape) -> DeviceMap:
         if self._fill_somehow() is None:
             raise self.impossible()
         unknown = [place for place in self.order if place not in speeds.places]
@@ -117,10 +116,10 @@ class _Planner:
         fixed = [0.0] * len(self.order)
         for part in self.model.others:
             number = self.order.index(self.pinned[part.name])
-            fixed[number] += seconds(part, spend[number], step)
-        ends = Fastest(
+            fixed[number] += part_time_s(part, spend[number], step)
+        ends = PartitionSearch(
             self.order,
-            [[sum(seconds(p, speed, step) for p in g) for g in self.groups] for speed in spend],
+            [[sum(part_time_s(p, speed, step) for p in g) for g in self.groups] for speed in spend],
             fixed,
             [sum(part.nbytes for part in group) for group in self.groups],
             [self._capacity(place, 1.0) for place in self.order],
@@ -164,7 +163,7 @@ class _Planner:
         pinned: dict[str, Place] = {}
         for names, places in zip(others, wishes, strict=False):
             need = sum(sizes[name] for name in names)
-            is_loose = not set(names).isdisjoint(self.model.loose)
+            is_loose = not set(names).isdisjoint(self.model.root_tensors)
             fitting = [place for place in places if need <= free[place]] or [places[0]]
             place = self.near[0] if is_loose else fitting[0]
             free[place] -= need
@@ -184,7 +183,7 @@ class _Planner:
         kept = dict.fromkeys(self.order, 0)
         for place in self.order:
             if not self.levels[place]:
-                kept[place] = self.model.working + 2 * largest * (place[0] in ranks)
+                kept[place] = self.model.workspace_nbytes + 2 * largest * (place[0] in ranks)
                 ranks.discard(place[0])  # its first device is where they run
         return kept
 
@@ -229,14 +228,14 @@ class _Planner:
     def impossible(self) -> PlanError:
         total, room = self.model.nbytes, sum(self.room.values())
         if total > room:
-            missing = f"{total - room} bytes ({readable(total - room)}) are missing in all"
+            missing = f"{total - room} bytes ({format_nbytes(total - room)}) are missing in all"
         else:
             missing = f"the sum would do, but {self._shortage()}"
-        if self.model.working:
-            missing += f"; each place needs {self.model.working} bytes more to work in"
+        if self.model.workspace_nbytes:
+            missing += f"; each place needs {self.model.workspace_nbytes} bytes more to work in"
         return PlanError(
-            f"the model needs {total} bytes ({readable(total)}) and the places have {room} bytes "
-            f"({_rooms(self.room)}): {missing}. Add a rank, raise max_memory, or load with a "
+            f"the model needs {total} bytes ({format_nbytes(total)}) and the places have {room} "
+            f"bytes ({_rooms(self.room)}): {missing}. Add a rank, raise max_memory, or load with a "
             "smaller dtype."
         )
 
@@ -246,11 +245,14 @@ class _Planner:
         least = free.index(min(free))
         if free[least] < 0:
             around = [name for name, place in self.pinned.items() if place == self.order[least]]
-            what = abbreviate(around) or "nothing but room to work in"
+            what = abbreviate_names(around) or "nothing but room to work in"
             return f"{-free[least]} bytes are missing on {_named(self.order[least])} for {what}"
         at = 0
         for group in self.groups:
-            need, name = sum(part.nbytes for part in group), abbreviate([p.name for p in group])
+            need, name = (
+                sum(part.nbytes for part in group),
+                abbreviate_names([p.name for p in group]),
+            )
             fits = [number for number in range(at, len(free)) if need <= free[number]]
             if not fits:
                 best = max(range(at, len(free)), key=lambda number: free[number])
@@ -276,19 +278,19 @@ def _rooms(room: Mapping[Place, int]) -> str:
         else:
             runs.append(([rank], device, nbytes))
     return ", ".join(
-        f"rank {ranks[0]} {device}: {readable(nbytes)}"
+        f"rank {ranks[0]} {device}: {format_nbytes(nbytes)}"
         if len(ranks) == 1
-        else f"ranks {ranks[0]}-{ranks[-1]} {device}: {readable(nbytes)} each"
+        else f"ranks {ranks[0]}-{ranks[-1]} {device}: {format_nbytes(nbytes)} each"
         for ranks, device, nbytes in runs
     )
 
 
-def _contiguous_groups(model: Layout) -> list[list[Part]]:
+def _contiguous_groups(model: ModelProfile) -> list[list[ModulePart]]:
     """The layers in order; those from the first to the last of a tie are one group."""
     index = {part.name: position for position, part in enumerate(model.layers)}
-    together = (*model.ties, *model.sharers)
+    together = (*model.ties, *model.kv_sharing)
     spans = [sorted(index[name] for name in names if name in index) for names in together]
-    groups: list[list[Part]] = []
+    groups: list[list[ModulePart]] = []
     reach = -1
     for position, part in enumerate(model.layers):
         if position <= reach:
@@ -301,7 +303,7 @@ def _contiguous_groups(model: Layout) -> list[list[Part]]:
     return groups
 
 
-def _other_groups(model: Layout) -> list[list[str]]:
+def _other_groups(model: ModelProfile) -> list[list[str]]:
     """The parts around the layers, tied ones together, in the order of the model."""
     groups: list[list[str]] = []
     seen: set[str] = set()

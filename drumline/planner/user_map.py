@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from drumline.core.device_map import DeviceMap, Layout, Place, level
+from drumline.core.device_map import DeviceMap, ModelProfile, Place, offload_level
 from drumline.errors import PlanError
 
 
-def explicit(
-    model: Layout, room: dict[Place, int], device_map: Mapping[str, Place | int | str]
+def complete_user_map(
+    model: ModelProfile, room: dict[Place, int], device_map: Mapping[str, Place | int | str]
 ) -> DeviceMap:
     """The user's own map, prefixes spread over the parts they cover, checked against the room.
 
@@ -30,13 +30,14 @@ def explicit(
     _check_ties(model, places)
     _check_loose(model, places, room)
     for place in set(places.values()):
-        working = 0 if level(place, room) else model.working
-        needed = result.used(place) + working
+        workspace_nbytes = 0 if offload_level(place, room) else model.workspace_nbytes
+        needed = result.used(place) + workspace_nbytes
         if needed > room[place]:
             raise PlanError(
                 f"rank {place[0]}: device_map puts {result.used(place)} bytes on {place[1]}, which "
-                f"has room for {room[place]}, {working} of them to work in: {needed - room[place]} "
-                "bytes are missing. Move modules to another rank or raise max_memory."
+                f"has room for {room[place]}, {workspace_nbytes} of them to work in: "
+                f"{needed - room[place]} bytes are missing. Move modules to another rank or raise "
+                "max_memory."
             )
     return result
 
@@ -69,7 +70,7 @@ def _place(given: Place | int | str, room: Mapping[Place, int]) -> Place:
     return int(given[0]), str(given[1])
 
 
-def _check_ties(model: Layout, places: dict[str, Place]) -> None:
+def _check_ties(model: ModelProfile, places: dict[str, Place]) -> None:
     for tie in model.ties:
         if len({places[name] for name in tie}) > 1:
             spread = ", ".join(
@@ -81,10 +82,12 @@ def _check_ties(model: Layout, places: dict[str, Place]) -> None:
             )
 
 
-def _check_loose(model: Layout, places: Mapping[str, Place], room: Mapping[Place, int]) -> None:
-    for name in model.loose:
+def _check_loose(
+    model: ModelProfile, places: Mapping[str, Place], room: Mapping[Place, int]
+) -> None:
+    for name in model.root_tensors:
         rank, device = places[name]
-        if rank or level(places[name], room):
+        if rank or offload_level(places[name], room):
             raise PlanError(
                 f"device_map puts {name!r} on rank {rank} {device}, but it is a tensor that the "
                 "model uses by itself, outside of any module that could be called there; put it "

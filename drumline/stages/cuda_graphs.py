@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from transformers.cache_utils import StaticLayer
 
-from drumline.core.pytree import leaves_of
+from drumline.core.pytree import iter_leaves
 from drumline.kv_cache.owner import is_filled
 from drumline.stages.program import NOTHING, Step
 
 if TYPE_CHECKING:
-    from drumline.kv_cache.owner import Vault
+    from drumline.kv_cache.owner import CacheRegistry
     from drumline.stages.messages import Message
     from drumline.stages.stage import Route
 
@@ -108,7 +108,7 @@ class Graphs:
         self._changes: Counter[Use] = Counter()
         self._captured: dict[Use, Captured] = {}
 
-    def run(self, route: Route, message: Message, vault: Vault, work: Work) -> Any:
+    def run(self, route: Route, message: Message, vault: CacheRegistry, work: Work) -> Any:
         """The tensors that leave, to be sent before the next call; None if `work` is to be done."""
         its = self._passes.get(message.program)
         if its is None:
@@ -193,7 +193,7 @@ class Pass:
         self.name = f"{steps[0].module} to {steps[-1].module}"
         self.hidden_at = route.arriving.index(steps[0].slots[0])
         self.caches_at = sorted({at for step in steps for at in _caches_at(step)})
-        kinds = {leaf[0] for step in steps for leaf in leaves_of(step.arguments)}
+        kinds = {leaf[0] for step in steps for leaf in iter_leaves(step.arguments)}
         self.unfit = "" if self.caches_at else "they have no cache"
         if kinds & {"pair", "shared"}:
             self.unfit = "they read what an encoder or another layer has left in Python"
@@ -212,7 +212,7 @@ def _captured_on(device: torch.device) -> Callable[[], Graph]:
 
 def _caches_at(step: Step) -> Iterator[int]:
     """Where in a message's integers the numbers of a step's caches are."""
-    kinds = [leaf[0] for leaf in leaves_of(step.arguments) if leaf[0] in ("int", "cache")]
+    kinds = [leaf[0] for leaf in iter_leaves(step.arguments) if leaf[0] in ("int", "cache")]
     yield from (step.ints_at + at for at, kind in enumerate(kinds) if kind == "cache")
 
 

@@ -228,7 +228,7 @@ class Link:
         self.num_bytes += max(nbytes, self.frame_nbytes)
 
     def receive(self, foresee: Foresee | None = None) -> Message:
-        """The next message; if it is as it was `foresee`n but for values, it is that object."""
+        """The next message; if it is as it was foreseen but for values, it is that object."""
         frame = torch.empty(self.frame_nbytes, dtype=torch.uint8)
         data = memoryview(frame.numpy())  # type: ignore[arg-type]
         head, guess = self._guess(frame)  # made while there is time

@@ -11,9 +11,9 @@ import json
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from drumline.core.pytree import Template, frozen, is_repeatable, kinds_of_new
+from drumline.core.pytree import TreeSpec, as_tuples, has_reusable_arguments, new_tensor_kinds
 
-NOTHING: Template = ("list",)
+NOTHING: TreeSpec = ("list",)
 """The operations of a program that has none."""
 
 
@@ -28,10 +28,10 @@ class Step:
 
     rank: int
     module: str
-    arguments: Template
+    arguments: TreeSpec
     slots: tuple[int, ...]
     ints_at: int
-    output: Template | None
+    output: TreeSpec | None
 
     def repeats(self, last: Step) -> bool:
         """Whether all arguments but the first, which is the first tensor, are those of `last`."""
@@ -39,7 +39,7 @@ class Step:
             self.arguments == last.arguments
             and self.slots[1:] == last.slots[1:]
             and self.ints_at == last.ints_at
-            and is_repeatable(self.arguments)
+            and has_reusable_arguments(self.arguments)
         )
 
 
@@ -50,7 +50,7 @@ class Program:
     The first `num_operands` slots belong to the operations and visit every rank.
     """
 
-    operations: Template
+    operations: TreeSpec
     num_operands: int
     num_inputs: int
     steps: tuple[Step, ...]
@@ -70,7 +70,7 @@ class Program:
         """The slot of each step's first new tensor, and the first slot after all of them."""
         slots = [self.num_inputs]
         for step in self.steps:
-            slots.append(slots[-1] + (len(kinds_of_new(step.output)) if step.output else 0))
+            slots.append(slots[-1] + (len(new_tensor_kinds(step.output)) if step.output else 0))
         return slots
 
     def _made_by(self, slot: int) -> int:
@@ -85,7 +85,7 @@ class Program:
 
     @classmethod
     def from_json(cls, text: str) -> Program:
-        operations, counts, steps, returns = (frozen(part) for part in json.loads(text))
+        operations, counts, steps, returns = (as_tuples(part) for part in json.loads(text))
         num_operands, num_inputs = counts
         route = tuple(Step(*step) for step in steps)
         return cls(operations, num_operands, num_inputs, route, returns)

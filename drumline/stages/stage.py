@@ -12,17 +12,17 @@ import torch
 from torch import nn
 
 from drumline.core.pytree import (
-    PLAIN,
-    Arrived,
-    Template,
-    caches_in,
-    changes,
-    describe,
+    NEW_HIDDEN_STATE,
+    TreeSpec,
+    Unflattener,
+    changed_items,
+    flatten_output,
+    iter_caches,
     unflatten,
 )
 from drumline.errors import DrumlineError, PeerLost, story
-from drumline.kv_cache.owner import Vault
-from drumline.kv_cache.version import EMPTY, Mark, mark
+from drumline.kv_cache.owner import CacheRegistry
+from drumline.kv_cache.version import EMPTY_LAYER, LayerVersion, version_of
 from drumline.stages import message_trace
 from drumline.stages.cuda_graphs import Graphs
 from drumline.stages.messages import Kind, Message
@@ -46,9 +46,11 @@ class Route:
 class Call:
     """The arguments of a step, which the next step may use again with another hidden state."""
 
-    def __init__(self, step: Step, inputs: list[torch.Tensor], ints: list[int], vault: Vault):
+    def __init__(
+        self, step: Step, inputs: list[torch.Tensor], ints: list[int], vault: CacheRegistry
+    ):
         self.inputs = inputs
-        arrived = Arrived(iter(ints[step.ints_at :]), inputs, vault)
+        arrived = Unflattener(iter(ints[step.ints_at :]), inputs, vault)
         self.args, self.kwargs = unflatten(step.arguments, arrived)
         self.shared = arrived.shared
         self.before = [dict(shared) for shared in arrived.shared]
@@ -80,23 +82,25 @@ class Call:
                     "wrong; run this model on one rank."
                 )
 
-    def marks(self) -> list[Mark]:
+    def marks(self) -> list[LayerVersion]:
         """How full the layers are of the first cache among the arguments."""
-        found = next(caches_in((self.args, self.kwargs)), None)
-        return [] if found is None else [mark(layer) for layer in found.layers]
+        found = next(iter_caches((self.args, self.kwargs)), None)
+        return [] if found is None else [version_of(layer) for layer in found.layers]
 
-    def filled(self, before: list[Mark]) -> list[tuple[int, int, int]]:
+    def filled(self, before: list[LayerVersion]) -> list[tuple[int, int, int]]:
         """Which of them hold more now: their tokens before, and now."""
-        pairs = itertools.zip_longest(before, self.marks(), fillvalue=EMPTY)
+        pairs = itertools.zip_longest(before, self.marks(), fillvalue=EMPTY_LAYER)
         return [
             (index, old.length, new.length)
             for index, (old, new) in enumerate(pairs)
             if new.length > old.length or new.has_state > old.has_state
         ]
 
-    def describe(self, value: Any, new: list[torch.Tensor]) -> Template:
-        written = [changes(old, now) for old, now in zip(self.before, self.shared, strict=True)]
-        return describe([value, *written], self.inputs, new)
+    def describe(self, value: Any, new: list[torch.Tensor]) -> TreeSpec:
+        written = [
+            changed_items(old, now) for old, now in zip(self.before, self.shared, strict=True)
+        ]
+        return flatten_output([value, *written], self.inputs, new)
 
 
 class Stage:
@@ -106,7 +110,7 @@ class Stage:
         self.ring, self.rank, self.device, self.graphs = ring, ring.rank, device, graphs
         self.hop = ring.rank  # by which programs know it
         self.modules: dict[str, nn.Module] = dict(model.named_modules())
-        self.vault = Vault(getattr(model, "config", None))
+        self.vault = CacheRegistry(getattr(model, "config", None))
         self.routes: dict[int, Route] = {}
         self._foreseen: tuple[Message, Call] | None = None
         message_trace.stage(self)
@@ -175,7 +179,7 @@ class Stage:
                 call.refuse_changes(given)
                 beyond = []
                 note = json.dumps([call.describe(value, beyond), call.filled(before)])
-            elif step.output == PLAIN and call.is_plain(value):
+            elif step.output == NEW_HIDDEN_STATE and call.is_plain(value):
                 held[made_at] = value
             else:
                 held.update(enumerate(_as_before(step, call, value), made_at))
@@ -212,7 +216,7 @@ class Stage:
         if program.operations == NOTHING:
             return
         operands = message.tensors[: program.num_operands]
-        arrived = Arrived(iter(message.ints), operands, self.vault)
+        arrived = Unflattener(iter(message.ints), operands, self.vault)
         failures = []
         for operation in unflatten(program.operations, arrived):
             try:

@@ -11,39 +11,31 @@ from collections.abc import Callable, Mapping
 import torch
 
 from coordinator import Coordinator
-from drumline.checkpoint.hugepages import rooms
-from drumline.checkpoint.progress import Progress
-from drumline.checkpoint.shard_loader import (
-    PATIENCE_S,
-    Loaded,
-    aliases,
-    carry_out,
-    leaving_aloud,
-    like,
-    named_tensors,
-    plan_together,
-    replace,
-)
-from drumline.checkpoint.shard_plan import LoadPlan, Wanted, plan_loading
-from drumline.checkpoint.source import Source
-from drumline.checkpoint.weight_map import Description, by_first_name, kept_wide
+from drumline.checkpoint.model_tensors import named_tensors, replace_tensors, tied_names, wrap_like
+from drumline.checkpoint.plan_executor import PATIENCE_S, LoadStats, abort_peers_on_error, execute
+from drumline.checkpoint.progress import LoadProgress
+from drumline.checkpoint.shard_loader import plan_on_all_ranks
+from drumline.checkpoint.shard_plan import LoadPlan, TensorRequest, plan_loading
+from drumline.checkpoint.source import CheckpointSource
+from drumline.checkpoint.weight_map import WeightMap, dtype_overrides, merge_tied_names
+from drumline.core.device_map import Place
+from drumline.core.hugepages import allocate_hugepages
 from drumline.core.mesh import Mesh
-from drumline.offload.prefetcher import OnDisk
-from drumline.planner.model_profile import owner_of
-from drumline.planner.plan import Place
+from drumline.offload.prefetcher import DiskWeights
+from drumline.planner.model_profile import part_of_tensor
 
 AXIS = "pp"
 
 
 def fill(
     model: torch.nn.Module,
-    found: Description,
-    source: Source,
+    found: WeightMap,
+    source: CheckpointSource,
     places: dict[str, Place],
     dtype: torch.dtype | None,
     coor: Coordinator,
     progress: bool | None = None,
-) -> Loaded:
+) -> LoadStats:
     """Give this rank's tensors of an empty model their values. Collective.
 
     places: the owner and device of each part of the model, see `layout`; what is on "disk" stays on
@@ -58,36 +50,38 @@ def fill(
     plan, owners = _planned(model, found, source, places, dtypes, coor)
     mine = {name: device for name, (rank, device) in owners.items() if rank == coor.rank}
     total = sum(plan.nbytes_of(rank) for rank in range(coor.world_size))
-    with leaving_aloud(coor), Progress(coor, total, progress) as landed:
-        shards = rooms(
+    with abort_peers_on_error(coor), LoadProgress(coor, total, progress) as on_progress:
+        shards = allocate_hugepages(
             {name: (tensors[name].shape, dtypes[name], device) for name, device in mine.items()}
         )
         coor.barrier()
-        done = carry_out(plan, source.index, source.path, coor, shards, dtypes, landed)
-        landed.tell()
+        done = execute(plan, source.index, source.path, coor, shards, dtypes, on_progress)
+        on_progress.report()
         coor.barrier(timeout_s=PATIENCE_S)
-    replace(model, {id(tensors[name]): like(tensors[name], shards.pop(name)) for name in mine})
+    replace_tensors(
+        model, {id(tensors[name]): wrap_like(tensors[name], shards.pop(name)) for name in mine}
+    )
     return done
 
 
 def dtypes_of(model: torch.nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
     """What each tensor of a model that is loaded in `dtype` is to be."""
-    wide = kept_wide(model, dtype) if dtype is not None else {}
+    wide = dtype_overrides(model, dtype) if dtype is not None else {}
     return {name: wide.get(name, tensor.dtype) for name, tensor in named_tensors(model)}
 
 
 def on_disk(
-    model: torch.nn.Module, found: Description, source: Source, dtype: torch.dtype
-) -> Callable[[str, Mapping[str, torch.Tensor]], OnDisk]:
+    model: torch.nn.Module, found: WeightMap, source: CheckpointSource, dtype: torch.dtype
+) -> Callable[[str, Mapping[str, torch.Tensor]], DiskWeights]:
     """What makes the readers of modules that stay on disk."""
     dtypes = dtypes_of(model, dtype)
-    pieces = by_first_name(model, found.pieces)
-    groups = aliases(model)
+    pieces = merge_tied_names(model, found.slices)
+    groups = tied_names(model)
     known = {name: pieces[first] for first in pieces for name in groups[first]}
 
-    def reader(module: str, tensors: Mapping[str, torch.Tensor]) -> OnDisk:
+    def reader(module: str, tensors: Mapping[str, torch.Tensor]) -> DiskWeights:
         full = {name: f"{module}.{name}" for name in tensors if f"{module}.{name}" in known}
-        return OnDisk(
+        return DiskWeights(
             source.path,
             source.index,
             {name: known[full[name]] for name in full},
@@ -100,19 +94,19 @@ def on_disk(
 
 def _planned(
     model: torch.nn.Module,
-    found: Description,
-    source: Source,
+    found: WeightMap,
+    source: CheckpointSource,
     places: dict[str, Place],
     dtypes: dict[str, torch.dtype],
     coor: Coordinator,
 ) -> tuple[LoadPlan, dict[str, Place]]:
     """Who reads and who gets each tensor, the same on every rank, and where it is to lie."""
     tensors, parts = dict(named_tensors(model)), set(places)
-    pieces = by_first_name(model, found.pieces)
-    everywhere = {name: places[owner_of(name, parts)] for name in pieces}
+    pieces = merge_tied_names(model, found.slices)
+    everywhere = {name: places[part_of_tensor(name, parts)] for name in pieces}
     owners = {name: place for name, place in everywhere.items() if place[1] != "disk"}
     wanted = {
-        name: Wanted(
+        name: TensorRequest(
             tuple(tensors[name].shape),
             dtypes[name].itemsize,
             pieces[name],
@@ -121,7 +115,7 @@ def _planned(
         for name, (rank, _) in owners.items()
     }
     mesh = Mesh({AXIS: coor.world_size})
-    plan = plan_together(
+    plan = plan_on_all_ranks(
         coor, lambda: plan_loading(wanted, source.index, mesh, source.readers, coor.rank)
     )
     return plan, owners

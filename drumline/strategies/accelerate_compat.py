@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 
 import launcher
 from coordinator import Coordinator
-from drumline.planner.memory import cluster_memory, given_room
-from drumline.planner.model_profile import layout
-from drumline.planner.plan import DeviceMap, Place, plan
+from drumline.core.device_map import DeviceMap, Place
+from drumline.planner.memory import cluster_memory, limit_memory
+from drumline.planner.model_profile import profile_model
+from drumline.planner.plan import plan
 from drumline.strategies.existing_model import dispatch
 from drumline.strategies.load import load
 
@@ -91,7 +92,9 @@ def infer_auto_device_map(model: Any, *args: Any, **kwargs: Any) -> Any:
         return _of("infer_auto_device_map")(model, *args, **kwargs)
     known = {"model", "max_memory", "no_split_module_classes", "clean_result"}
     given = _given(infer_auto_device_map, known, model, *args, **kwargs)
-    return plan(layout(model, given.get("no_split_module_classes")), _room(given["max_memory"]))
+    return plan(
+        profile_model(model, given.get("no_split_module_classes")), _room(given["max_memory"])
+    )
 
 
 def _names_places(keyed: Any) -> bool:
@@ -101,7 +104,7 @@ def _names_places(keyed: Any) -> bool:
 def _room(max_memory: Mapping[Any, Any]) -> dict[Place, int]:
     """In bytes and in order; a rank alone stands for its CPU."""
     named = [key[0] if isinstance(key, tuple) else key for key in max_memory]
-    return given_room({(rank, "cpu"): 0 for rank in named}, max_memory)
+    return limit_memory({(rank, "cpu"): 0 for rank in named}, max_memory)
 
 
 @_like_accelerate

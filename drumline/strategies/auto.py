@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from coordinator import Coordinator
-from drumline.core.consistency import agree_on
+from drumline.core.consistency import check_same_on_all_ranks
 from drumline.core.device_map import first_device
 from drumline.core.mesh import Mesh
 from drumline.errors import PlanError
 from drumline.liveness.stopped_ranks import on_lookout
-from drumline.planner.cost_model import DeviceSpeeds, Together, estimate, estimate_together
-from drumline.planner.load_options import Options
-from drumline.planner.measure import measure_speeds, measure_together
+from drumline.planner.cost_model import DeviceSpeeds, GroupSpeed, estimate, estimate_tensor_parallel
+from drumline.planner.load_options import LoadOptions
+from drumline.planner.measure import measure_group_speeds, measure_speeds
 from drumline.strategies.pipeline_parallel import load_over_stages, refuse_device
 from drumline.strategies.pipeline_tp import load_over_teams
-from drumline.strategies.plan_inputs import Survey, survey
+from drumline.strategies.plan_inputs import PlanInputs, survey
 from drumline.tensor_parallel.sharded_model import cut_checkpoint, find, own_device
 
 WORTH_IT = 1.1
@@ -32,7 +32,7 @@ ALIKE = ("dtype", "batch", "length", "max_memory", "backend", "cuda_graphs")
 """What all ranks have to be asked for alike, or they would measure and choose differently."""
 
 
-def load_fastest(path: str | Path, coor: Coordinator | None, asked: Options) -> Any:
+def load_fastest(path: str | Path, coor: Coordinator | None, asked: LoadOptions) -> Any:
     """The model as it is expected to be fastest. Collective; see `load`."""
     refuse_device(asked)
     whole, *cut = _in_order(path, coor, asked)
@@ -42,34 +42,34 @@ def load_fastest(path: str | Path, coor: Coordinator | None, asked: Options) -> 
     return load_over_stages(path, coor, whole)
 
 
-def _in_order(path: str | Path, coor: Coordinator | None, asked: Options) -> list[Options]:
+def _in_order(path: str | Path, coor: Coordinator | None, asked: LoadOptions) -> list[LoadOptions]:
     """What was asked for, with the speeds of this cluster; and over teams, the fastest first, where
     that can be and is worth it. The same on every rank."""
     with contextlib.ExitStack() as stack:
         if coor is None:
             coor = stack.enter_context(Coordinator())
         stack.enter_context(on_lookout(coor, lambda rank: "its part of the measurements"))
-        agree_on(coor, {name: repr(getattr(asked, name)) for name in ALIKE})
+        check_same_on_all_ranks(coor, {name: repr(getattr(asked, name)) for name in ALIKE})
         found = survey(coor, path, asked)
         speeds = measure_speeds(coor, found.room, found.dtype, asked.backend)
         asked = replace(asked, speeds=speeds)
         if asked.cuda_graphs or not _have_one_device_each(coor, found):
             return [asked]
-        teams = measure_together(coor, own_device(coor), found.dtype)
+        teams = measure_group_speeds(coor, own_device(coor), found.dtype)
         sizes = _worth_it(found, teams, speeds)
         reader = "rank0" if found.source.blind else None
         cut = [replace(asked, device_map="auto", tp=size, reader=reader) for size in sizes]
         return [asked, *(each for each in cut if _can_be(coor, path, each))]
 
 
-def _have_one_device_each(coor: Coordinator, found: Survey) -> bool:
+def _have_one_device_each(coor: Coordinator, found: PlanInputs) -> bool:
     """Whether each rank computes where a rank of a team would, and nowhere else."""
     mine = [d for rank, d in found.room if rank == coor.rank and d not in ("cpu", "disk")]
     is_own = first_device(mine) == own_device(coor) and coor.local_rank == coor.info.local_rank
     return coor.all_true(len(mine) < 2 and is_own)
 
 
-def _worth_it(found: Survey, teams: list[Together], speeds: DeviceSpeeds) -> list[int]:
+def _worth_it(found: PlanInputs, teams: list[GroupSpeed], speeds: DeviceSpeeds) -> list[int]:
     """How many ranks had better share a layer, if several; the fastest first."""
     try:
         whole = found.plan("fastest", speeds)
@@ -77,14 +77,14 @@ def _worth_it(found: Survey, teams: list[Together], speeds: DeviceSpeeds) -> lis
     except PlanError:
         alone = 0.0  # there is room for parts of layers, if at all
     rates = {
-        team.size: estimate_together(found.parts, team, speeds, found.step).tokens_a_second
+        team.size: estimate_tensor_parallel(found.parts, team, speeds, found.step).tokens_a_second
         for team in teams
     }
     wanted = [size for size, rate in rates.items() if rate > WORTH_IT * alone]
     return sorted(wanted, key=lambda size: -rates[size])
 
 
-def _can_be(coor: Coordinator, path: str | Path, asked: Options) -> bool:
+def _can_be(coor: Coordinator, path: str | Path, asked: LoadOptions) -> bool:
     """Whether every rank can cut this model so, with these options. Collective."""
     grid = Mesh({"pp": coor.world_size // (asked.tp or 1), "tp": asked.tp or 1})
     files, configs = find(coor, path, grid, asked)

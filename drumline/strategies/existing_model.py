@@ -15,25 +15,23 @@ from safetensors.torch import save_file
 from torch import nn
 
 from coordinator import Coordinator
-from drumline.checkpoint.safetensors_index import read_index
-from drumline.checkpoint.shard_loader import (
-    aliases,
-    named_alike,
+from drumline.checkpoint.model_tensors import (
     named_tensors,
-    replace,
-    share_files,
-    together,
+    replace_tensors,
+    sources_by_name,
+    tied_names,
 )
-from drumline.checkpoint.shard_plan import whole
-from drumline.checkpoint.source import Source
-from drumline.checkpoint.weight_map import Description
-from drumline.core.consistency import agree_on
-from drumline.core.device_map import DeviceMap, Layout, Place
+from drumline.checkpoint.safetensors_index import read_index
+from drumline.checkpoint.shard_plan import whole_tensor
+from drumline.checkpoint.source import CheckpointSource, share_index
+from drumline.checkpoint.weight_map import WeightMap
+from drumline.core.consistency import check_same_on_all_ranks, run_on_all_ranks
+from drumline.core.device_map import DeviceMap, ModelProfile, Place
 from drumline.errors import PlanError
-from drumline.offload.placement import offloaded, place
-from drumline.offload.prefetcher import OnDisk, shelf_of
-from drumline.planner.memory import Memory, cluster_memory, given_room
-from drumline.planner.model_profile import layout, owner_of
+from drumline.offload.placement import install_device_hooks, offloaded_modules
+from drumline.offload.prefetcher import DiskWeights, make_prefetcher
+from drumline.planner.memory import Memory, cluster_memory, limit_memory
+from drumline.planner.model_profile import part_of_tensor, profile_model
 from drumline.planner.plan import plan
 from drumline.stages.stage_weights import fill
 from drumline.strategies.pipeline_parallel import join
@@ -66,12 +64,14 @@ def dispatch(
     with contextlib.ExitStack() as stack:
         if coor is None:
             coor = stack.enter_context(Coordinator())
-        room = given_room(cluster_memory(coor), max_memory)
-        chosen = together(coor, lambda: _planned(model, device_map, room, uncut))
-        agree_on(coor, {"plan": chosen.to_bytes().decode(), "torch": torch.__version__})
+        room = limit_memory(cluster_memory(coor), max_memory)
+        chosen = run_on_all_ranks(coor, lambda: _planned(model, device_map, room, uncut))
+        check_same_on_all_ranks(
+            coor, {"plan": chosen.to_bytes().decode(), "torch": torch.__version__}
+        )
         if checkpoint is not None:
             _fill(model, chosen, coor, Path(checkpoint))
-        together(coor, lambda: _keep_own(model, chosen, coor.rank, offload_dir))
+        run_on_all_ranks(coor, lambda: _keep_own(model, chosen, coor.rank, offload_dir))
         return join(coor, model, chosen, stack)
 
 
@@ -81,11 +81,11 @@ def _planned(
     if isinstance(device_map, DeviceMap):
         device_map = device_map.places
     if isinstance(device_map, str):
-        return plan(layout(model, uncut), room, device_map)
+        return plan(profile_model(model, uncut), room, device_map)
     return plan(_parts(model, device_map), room, device_map)
 
 
-def _parts(model: nn.Module, named: Collection[str]) -> Layout:
+def _parts(model: nn.Module, named: Collection[str]) -> ModelProfile:
     """The modules that a map names, and the largest ones that hold none of those."""
     modules = dict(model.named_modules())
     tensors = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
@@ -96,7 +96,7 @@ def _parts(model: nn.Module, named: Collection[str]) -> Layout:
             "that of another model; its modules are those of named_modules()."
         )
     whole = [n for n in named if n in modules and n and not _is_inside(n, named)]
-    return layout(model, names=whole)
+    return profile_model(model, names=whole)
 
 
 def _is_inside(name: str, named: Collection[str]) -> bool:
@@ -107,12 +107,12 @@ def _fill(model: nn.Module, chosen: DeviceMap, coor: Coordinator, path: Path) ->
     """Read the tensors of this rank; ranks that do not see the files get them from the master."""
     has_files = coor.allgather(b"yes" if path.exists() else b"")
     readers = [rank if has else 0 for rank, has in enumerate(has_files)]
-    index = share_files(coor, path, lambda: readers)[0].index
-    pieces = together(coor, lambda: named_alike(model, index))
-    names = aliases(model)
+    index = share_index(coor, path, lambda: readers)[0].index
+    pieces = run_on_all_ranks(coor, lambda: sources_by_name(model, index))
+    names = tied_names(model)
     everywhere = {name: pieces[first] for first in names for name in names[first]}
-    found = Description(everywhere, frozenset(), frozenset(), {})
-    source = Source(path, None, index, readers)
+    found = WeightMap(everywhere, frozenset(), frozenset(), {})
+    source = CheckpointSource(path, None, index, readers)
     fill(model, found, source, chosen.places, None, coor, None)
 
 
@@ -131,27 +131,27 @@ def _keep_own(
     filed = {f"{part}.{name}" for part, reader in on_disk.items() for name in reader.shapes}
     new: dict[int, torch.Tensor] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        owner = owner_of(name, parts)
+        owner = part_of_tensor(name, parts)
         device = runs_on.get(owner, "meta") if own.get(owner) == "disk" else own.get(owner, "meta")
         device = "meta" if name in filed else device
         moved = tensor if device == str(tensor.device) else tensor.detach().to(device)
         is_weight = isinstance(tensor, nn.Parameter)
         new[id(tensor)] = nn.Parameter(moved, tensor.requires_grad) if is_weight else moved
-    replace(model, new)
-    away = {name: own[name] for name in offloaded(chosen, rank)}
+    replace_tensors(model, new)
+    away = {name: own[name] for name in offloaded_modules(chosen, rank)}
     where = torch.device(chosen.device_of(rank))
-    shelf = shelf_of(model, away, where, lambda name, tensors: on_disk[name])
-    model.__dict__["_shelf"] = shelf
-    place(model, chosen, rank, shelf)
+    prefetcher = make_prefetcher(model, away, where, lambda name, tensors: on_disk[name])
+    model.__dict__["_prefetcher"] = prefetcher
+    install_device_hooks(model, chosen, rank, prefetcher)
 
 
-def _put_away(model: nn.Module, name: str, folder: Path, rank: int) -> OnDisk:
+def _put_away(model: nn.Module, name: str, folder: Path, rank: int) -> DiskWeights:
     """Write the weights of a module into a file; what reads them from there."""
     tensors = dict(named_tensors(model.get_submodule(name)))
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{name}.rank{rank}.safetensors"
     save_file({key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}, file)
     index = read_index(file)
-    pieces = {key: whole(key, tensor.shape) for key, tensor in tensors.items()}
+    pieces = {key: whole_tensor(key, tensor.shape) for key, tensor in tensors.items()}
     dtypes = {key: tensor.dtype for key, tensor in tensors.items()}
-    return OnDisk(file, index, pieces, tensors, dtypes)
+    return DiskWeights(file, index, pieces, tensors, dtypes)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from coordinator import Coordinator
+from drumline.core.device_map import Place
 from drumline.errors import PlanError
-from drumline.planner.load_options import Options
+from drumline.planner.load_options import LoadOptions
 from drumline.planner.memory import Memory, nbytes
-from drumline.planner.plan import Place
 from drumline.strategies.auto import load_fastest
 from drumline.strategies.mesh_parallel import load_over_mesh
 from drumline.strategies.pipeline_parallel import load_over_stages
@@ -92,7 +92,7 @@ def load(
 
     Raises PlanError or CheckpointError on every rank before serving starts.
     """
-    asked = Options(
+    asked = LoadOptions(
         device_map=device_map,
         max_memory=max_memory,
         dtype=dtype,

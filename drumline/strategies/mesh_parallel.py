@@ -17,13 +17,15 @@ from torch import nn
 
 from communicator import Communicator
 from coordinator import Coordinator
-from drumline.checkpoint.shard_loader import Files, Loaded, plan_together
+from drumline.checkpoint.plan_executor import LoadStats
+from drumline.checkpoint.shard_loader import plan_on_all_ranks
 from drumline.checkpoint.shard_plan import LoadPlan
-from drumline.core.mesh import ALIASES, Mesh, mesh_for
+from drumline.checkpoint.source import CheckpointFiles
+from drumline.core.mesh import ALIASES, Mesh, resolve_mesh
 from drumline.errors import PeerLost, PlanError
 from drumline.liveness.group_monitor import Vigil, Watched
 from drumline.liveness.stopped_ranks import on_lookout
-from drumline.planner.load_options import Options
+from drumline.planner.load_options import LoadOptions
 from drumline.planner.model_profile import layer_names
 from drumline.tensor_parallel.parallelize import connect
 from drumline.tensor_parallel.sharded_model import CutModel, cut_checkpoint, find
@@ -44,7 +46,7 @@ class OverMesh:
     """
 
     mesh: Mesh
-    loaded: Loaded
+    loaded: LoadStats
     _vigil: Vigil | None
     _leave: Any
 
@@ -62,7 +64,7 @@ class OverMesh:
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As ever; the ranks that share a model draw the samples of the first, and stop with it."""
-        if self.mesh.along("dp_shard") > 1 and len(args) < SYNCED_AT:
+        if self.mesh.axis_size("dp_shard") > 1 and len(args) < SYNCED_AT:
             # Each needs the shards of all others until the end.
             kwargs.setdefault("synced_gpus", True)
         said = super().generate  # type: ignore[misc]
@@ -76,7 +78,7 @@ class OverMesh:
         return found if self._vigil is None else stopping_alike(found, self._vigil)
 
 
-def load_over_mesh(path: str | Path, coor: Coordinator | None, asked: Options) -> Any:
+def load_over_mesh(path: str | Path, coor: Coordinator | None, asked: LoadOptions) -> Any:
     """The model of a checkpoint on every rank, each with its own part. Collective; see `load`."""
     with contextlib.ExitStack() as stack:
         if coor is None:
@@ -84,7 +86,7 @@ def load_over_mesh(path: str | Path, coor: Coordinator | None, asked: Options) -
         grid = _grid(asked, coor.world_size)
         with on_lookout(coor, lambda rank: f"its part of {ITS_PART}"):
             files, configs = find(coor, path, grid, asked)
-            made, plan = plan_together(
+            made, plan = plan_on_all_ranks(
                 coor, lambda: _planned(coor, files, configs, grid, asked), lambda it: it[1]
             )
             done = made.fill(coor, plan)
@@ -95,11 +97,11 @@ def load_over_mesh(path: str | Path, coor: Coordinator | None, asked: Options) -
 
 
 def _planned(
-    coor: Coordinator, files: Files, configs: Any, grid: Mesh, asked: Options
+    coor: Coordinator, files: CheckpointFiles, configs: Any, grid: Mesh, asked: LoadOptions
 ) -> tuple[CutModel, LoadPlan]:
     """The empty model, cut along the mesh, and what this rank is to read of it."""
     made = cut_checkpoint(coor, files, configs, grid, asked)
-    if grid.along("dp_shard") > 1:
+    if grid.axis_size("dp_shard") > 1:
         made.shrink(grid, coor.rank)
         _shard(made.model, asked.mesh)
     return made, made.plan(grid, coor.rank)
@@ -119,11 +121,11 @@ def _team(
     return vigil
 
 
-def _grid(asked: Options, world_size: int) -> Mesh:
+def _grid(asked: LoadOptions, world_size: int) -> Mesh:
     """The mesh that is asked for. Raises PlanError for what would have no effect along it."""
     _refuse_room(asked)
-    grid = mesh_for(asked.mesh, asked.tp, world_size)
-    if grid.along("dp_shard") > 1 and not hasattr(asked.mesh, "mesh_dim_names"):
+    grid = resolve_mesh(asked.mesh, asked.tp, world_size)
+    if grid.axis_size("dp_shard") > 1 and not hasattr(asked.mesh, "mesh_dim_names"):
         raise PlanError(
             f"the mesh {dict(grid.axes)} shards parameters along 'dp_shard', which FSDP2 brings "
             "together again over process groups of torch; pass a torch DeviceMesh, not sizes."
@@ -131,7 +133,7 @@ def _grid(asked: Options, world_size: int) -> Mesh:
     return grid
 
 
-def _refuse_room(asked: Options) -> None:
+def _refuse_room(asked: LoadOptions) -> None:
     """A mesh says which rank holds what, however much room there is."""
     given = {"max_memory": asked.max_memory, "length": asked.length or None}
     for name, value in given.items():
@@ -144,7 +146,7 @@ def _refuse_room(asked: Options) -> None:
 
 
 def _dress(
-    model: Any, mesh: Mesh, done: Loaded, vigil: Vigil | None, stack: contextlib.ExitStack
+    model: Any, mesh: Mesh, done: LoadStats, vigil: Vigil | None, stack: contextlib.ExitStack
 ) -> Any:
     kind: Any = type(model)
     model.__class__ = _over_mesh(kind)

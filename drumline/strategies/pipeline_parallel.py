@@ -15,20 +15,19 @@ import torch
 
 from communicator import Communicator
 from coordinator import Coordinator
-from drumline.checkpoint.empty_model import empty_model, generation_config, load_shard
-from drumline.checkpoint.shard_loader import together
-from drumline.checkpoint.source import Source
-from drumline.checkpoint.weight_map import Computed, Description
-from drumline.core.consistency import agree_on, facts
-from drumline.core.device_map import abbreviate
+from drumline.checkpoint.config_files import read_generation_config
+from drumline.checkpoint.empty_model import empty_model, load_shard
+from drumline.checkpoint.source import CheckpointSource
+from drumline.checkpoint.weight_map import NotStreamable, WeightMap
+from drumline.core.consistency import check_same_on_all_ranks, model_facts, run_on_all_ranks
+from drumline.core.device_map import DeviceMap, abbreviate_names
 from drumline.errors import CheckpointError, PlanError, WorkerExit
 from drumline.liveness.stopped_ranks import on_lookout, outlast_master
-from drumline.offload.placement import offloaded, place
-from drumline.offload.prefetcher import shelf_of
+from drumline.offload.placement import install_device_hooks, offloaded_modules
+from drumline.offload.prefetcher import make_prefetcher
 from drumline.pipeline.driver import Session
 from drumline.pipeline.master_model import distribute
-from drumline.planner.load_options import Options
-from drumline.planner.plan import DeviceMap
+from drumline.planner.load_options import LoadOptions
 from drumline.stages.cuda_graphs import Graphs
 from drumline.stages.ring import FOREVER_S, Ring
 from drumline.stages.stage import Stage
@@ -36,7 +35,7 @@ from drumline.stages.stage_weights import fill, on_disk
 from drumline.strategies.plan_inputs import survey
 
 
-def load_over_stages(path: str | Path, coor: Coordinator | None, asked: Options) -> Any:
+def load_over_stages(path: str | Path, coor: Coordinator | None, asked: LoadOptions) -> Any:
     """The model of a checkpoint, its layers spread over every rank. Collective; see `load`."""
     refuse_device(asked)
     with contextlib.ExitStack() as stack:
@@ -47,24 +46,24 @@ def load_over_stages(path: str | Path, coor: Coordinator | None, asked: Options)
 
 
 def _placed_and_loaded(
-    coor: Coordinator, path: str | Path, asked: Options
+    coor: Coordinator, path: str | Path, asked: LoadOptions
 ) -> tuple[Any, DeviceMap]:
     """This rank's part of the model, and where the others are. Collective."""
     maps: list[DeviceMap] = []
     device_map = asked.device_map or "auto"
     with on_lookout(coor, lambda rank: maps[0].holds(rank) if maps else ""):
         found = survey(coor, path, asked)
-        chosen = together(coor, lambda: found.plan(device_map, asked.speeds))
+        chosen = run_on_all_ranks(coor, lambda: found.plan(device_map, asked.speeds))
         maps.append(chosen)
         told = {"plan": chosen.to_bytes().decode(), "cuda_graphs": str(asked.cuda_graphs)}
-        agree_on(coor, told)
+        check_same_on_all_ranks(coor, told)
         if asked.cuda_graphs:
             _refuse_graphs(chosen)
         loaded = (found.kind, found.source, chosen, found.dtype)
         return _loaded(coor, *loaded, asked.progress, asked.rest), chosen
 
 
-def refuse_device(asked: Options) -> None:
+def refuse_device(asked: LoadOptions) -> None:
     if asked.device is not None:
         raise PlanError(
             f"device={asked.device!r} is for ranks that cut layers, with tp= or mesh=; here the "
@@ -87,7 +86,7 @@ def _refuse_graphs(chosen: DeviceMap) -> None:
 def _loaded(
     coor: Coordinator,
     kind: type[Any],
-    source: Source,
+    source: CheckpointSource,
     chosen: DeviceMap,
     dtype: torch.dtype,
     progress: bool | None,
@@ -95,20 +94,22 @@ def _loaded(
 ) -> Any:
     """The model with this rank's part of the weights, streamed if that is possible."""
     places = {"": "meta", **chosen.runs_on(coor.rank)}
-    together(coor, lambda: _refuse_offload(source, chosen, coor.rank))
-    made = together(coor, lambda: _empty(kind, source, places, dtype, options))
+    run_on_all_ranks(coor, lambda: _refuse_offload(source, chosen, coor.rank))
+    made = run_on_all_ranks(coor, lambda: _empty(kind, source, places, dtype, options))
     if made is None:
-        return together(coor, lambda: _read(kind, source, chosen, coor.rank, dtype, options))
+        return run_on_all_ranks(
+            coor, lambda: _read(kind, source, chosen, coor.rank, dtype, options)
+        )
     model, found = made
-    agree_on(coor, facts(model, dtype))
+    check_same_on_all_ranks(coor, model_facts(model, dtype))
     model.loaded = fill(model, found, source, chosen.places, dtype, coor, progress)
-    together(coor, lambda: _settle(model, found, source, chosen, coor.rank, dtype))
+    run_on_all_ranks(coor, lambda: _settle(model, found, source, chosen, coor.rank, dtype))
     return model
 
 
 def _empty(
     kind: type[Any],
-    source: Source,
+    source: CheckpointSource,
     places: Mapping[str, str],
     dtype: torch.dtype,
     options: Mapping[str, Any],
@@ -118,46 +119,51 @@ def _empty(
         return None
     try:
         return empty_model(kind, source.path, source.config, source.index, places, dtype, **options)
-    except Computed:
+    except NotStreamable:
         return None
 
 
 def _settle(
-    model: Any, found: Description, source: Source, chosen: DeviceMap, rank: int, dtype: torch.dtype
+    model: Any,
+    found: WeightMap,
+    source: CheckpointSource,
+    chosen: DeviceMap,
+    rank: int,
+    dtype: torch.dtype,
 ) -> None:
     """Let the modules of this rank run on their devices, and find their weights there."""
     if rank == 0:
         model.config.name_or_path = str(source.path)
         if model.can_generate():
-            model.generation_config = generation_config(source.path)
+            model.generation_config = read_generation_config(source.path)
     own = chosen.of(rank)
-    away = {name: own[name] for name in offloaded(chosen, rank)}
+    away = {name: own[name] for name in offloaded_modules(chosen, rank)}
     device = torch.device(chosen.device_of(rank))
-    model._shelf = shelf_of(model, away, device, on_disk(model, found, source, dtype))
-    place(model, chosen, rank, model._shelf)
+    model._prefetcher = make_prefetcher(model, away, device, on_disk(model, found, source, dtype))
+    install_device_hooks(model, chosen, rank, model._prefetcher)
 
 
-def _refuse_offload(source: Source, chosen: DeviceMap, rank: int) -> None:
+def _refuse_offload(source: CheckpointSource, chosen: DeviceMap, rank: int) -> None:
     """Raise for what has to be read while it runs, on a rank that has nothing to read."""
     stays = [name for name, device in chosen.of(rank).items() if device == "disk"]
     if stays and rank in source.blind:
         raise CheckpointError(
-            f"rank {rank}: {abbreviate(stays)} are to stay on disk and be read when they run, and "
-            f"there is no {source.path} on this rank; copy the checkpoint there, or give "
+            f"rank {rank}: {abbreviate_names(stays)} are to stay on disk and be read when they run "
+            f"and there is no {source.path} on this rank; copy the checkpoint there, or give "
             'max_memory without "disk" for it.'
         )
 
 
 def _read(
     kind: type[Any],
-    source: Source,
+    source: CheckpointSource,
     chosen: DeviceMap,
     rank: int,
     dtype: torch.dtype,
     options: Mapping[str, Any],
 ) -> Any:
     """The model as transformers itself reads it, from files that must be here."""
-    if source.blind or any(offloaded(chosen, rank) for rank in chosen.ranks):
+    if source.blind or any(offloaded_modules(chosen, rank) for rank in chosen.ranks):
         raise CheckpointError(
             f"rank {rank}: the weights of this model are computed from what is stored, which needs "
             f"the files on every rank (missing on {source.blind}) and room for all of them; copy "
@@ -165,8 +171,8 @@ def _read(
         )
     places = {"": "meta", **chosen.of(rank)}
     model = load_shard(kind, source.path, places, dtype, config=source.config, **options)
-    model._shelf = None
-    place(model, chosen, rank, None)
+    model._prefetcher = None
+    install_device_hooks(model, chosen, rank, None)
     return model
 
 

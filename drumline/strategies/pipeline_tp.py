@@ -16,18 +16,20 @@ import torch
 
 from communicator import Communicator
 from coordinator import Coordinator
-from drumline.checkpoint.shard_loader import aliases, named_tensors, plan_together, together
-from drumline.core.consistency import agree_on, facts
-from drumline.core.mesh import Mesh, mesh_for
+from drumline.checkpoint.model_tensors import named_tensors, tied_names
+from drumline.checkpoint.shard_loader import plan_on_all_ranks
+from drumline.core.consistency import check_same_on_all_ranks, model_facts, run_on_all_ranks
+from drumline.core.device_map import DeviceMap, Place
+from drumline.core.mesh import Mesh, resolve_mesh
 from drumline.errors import PlanError, WorkerExit
 from drumline.liveness.group_monitor import Vigil
 from drumline.liveness.stopped_ranks import on_lookout, outlast_master
 from drumline.pipeline.driver import Session
 from drumline.pipeline.master_model import distribute
-from drumline.planner.load_options import Options
-from drumline.planner.memory import Memory, cluster_memory, given_room
-from drumline.planner.model_profile import cache_nbytes, layout, owner_of, with_cache
-from drumline.planner.plan import DeviceMap, Place, plan
+from drumline.planner.load_options import LoadOptions
+from drumline.planner.memory import Memory, cluster_memory, limit_memory
+from drumline.planner.model_profile import cache_nbytes, part_of_tensor, profile_model, with_cache
+from drumline.planner.plan import plan
 from drumline.stages.ring import FOREVER_S, Ring
 from drumline.stages.tp_stage import Driver, Follower, Leader, Team, TeamStage
 from drumline.tensor_parallel.parallelize import connect
@@ -40,7 +42,7 @@ from drumline.tensor_parallel.sharded_model import (
 )
 
 
-def load_over_teams(path: str | Path, coor: Coordinator | None, asked: Options) -> Any:
+def load_over_teams(path: str | Path, coor: Coordinator | None, asked: LoadOptions) -> Any:
     """The model on the first rank of each replica, who calls it; all others serve. Collective.
 
     Ranks that follow each other make a team, so that it lies within a node. A stage has as much
@@ -56,11 +58,11 @@ def load_over_teams(path: str | Path, coor: Coordinator | None, asked: Options) 
         grid = _grid(asked, coor.world_size)
         with on_lookout(coor, lambda rank: "its part of a stage"):
             files, configs = find(coor, path, grid, asked)
-            cut = together(coor, lambda: cut_checkpoint(coor, files, configs, grid, asked))
+            cut = run_on_all_ranks(coor, lambda: cut_checkpoint(coor, files, configs, grid, asked))
             chosen = _plan(coor, grid, cut, asked)
-            stages = together(coor, lambda: stages_of(cut.model, chosen))
+            stages = run_on_all_ranks(coor, lambda: stages_of(cut.model, chosen))
             only = {name: {"pp": stage} for name, stage in stages.items()}
-            parts = plan_together(coor, lambda: cut.plan(grid, coor.rank, only))
+            parts = plan_on_all_ranks(coor, lambda: cut.plan(grid, coor.rank, only))
             done = cut.fill(coor, parts)
         mine = grid.group(coor.rank, "pp", "tp")
         crew = coor if len(mine) == coor.world_size else _split(coor, mine, stack)
@@ -93,10 +95,10 @@ def _patiently(coor: Coordinator) -> Any:
     return close
 
 
-def _grid(asked: Options, world_size: int) -> Mesh:
+def _grid(asked: LoadOptions, world_size: int) -> Mesh:
     """The mesh with `pp` and `tp`, rank 0 first in both. Raises PlanError for any other."""
-    grid = mesh_for(asked.mesh, asked.tp, world_size, "pp")
-    if grid.along("dp_shard") > 1:
+    grid = resolve_mesh(asked.mesh, asked.tp, world_size, "pp")
+    if grid.axis_size("dp_shard") > 1:
         raise PlanError(
             f"the mesh {dict(grid.axes)} has stages, which the first rank of each replica drives "
             "on its own, and shards parameters along 'dp_shard', for which all replicas would have "
@@ -117,17 +119,21 @@ def _one_replica(grid: Mesh, ranks: tuple[int, ...]) -> Mesh:
     return Mesh(axes, tuple(range(len(ranks))))
 
 
-def _plan(coor: Coordinator, grid: Mesh, cut: CutModel, asked: Options) -> DeviceMap:
+def _plan(coor: Coordinator, grid: Mesh, cut: CutModel, asked: LoadOptions) -> DeviceMap:
     """Which stage has which layers, the same on every rank. Collective."""
     device_map = "auto" if asked.device_map in (None, "meta") else asked.device_map
     cut.shrink(grid, 0)
-    parts, model = layout(cut.model), cut.model
+    parts, model = profile_model(cut.model), cut.model
     if asked.length:
         needs = cache_nbytes(cut.config, model.dtype, asked.batch, asked.length)
-        parts = with_cache(parts, -(-needs // grid.along("tp")))
+        parts = with_cache(parts, -(-needs // grid.axis_size("tp")))
     room = _room_by_stage(coor, grid, cut.device, asked.max_memory)
-    chosen: DeviceMap = together(coor, lambda: plan(parts, room, _without_speeds(device_map)))
-    agree_on(coor, {"plan": chosen.to_bytes().decode(), **facts(model, model.dtype)})
+    chosen: DeviceMap = run_on_all_ranks(
+        coor, lambda: plan(parts, room, _without_speeds(device_map))
+    )
+    check_same_on_all_ranks(
+        coor, {"plan": chosen.to_bytes().decode(), **model_facts(model, model.dtype)}
+    )
     return chosen
 
 
@@ -167,7 +173,7 @@ def _room_by_stage(
 ) -> dict[Place, int]:
     """By stage, what the poorest of all ranks that hold it has on its own device."""
     devices = [name.decode() for name in coor.allgather(where.encode())]
-    room = given_room(cluster_memory(coor), max_memory)
+    room = limit_memory(cluster_memory(coor), max_memory)
     free = [room.get((rank, device), 0) for rank, device in enumerate(devices)]
     return {
         (stage, devices[first]): min(free[r] for r in grid.group(first, "tp", "dp_replicate"))
@@ -183,8 +189,8 @@ def first_ranks(grid: Mesh) -> tuple[int, ...]:
 def stages_of(model: Any, chosen: DeviceMap) -> dict[str, int]:
     """The stage of every tensor that a checkpoint holds."""
     found: dict[str, int] = {}
-    for first, names in aliases(model).items():
-        parts = {owner_of(name, set(chosen.places)) for name in names}
+    for first, names in tied_names(model).items():
+        parts = {part_of_tensor(name, set(chosen.places)) for name in names}
         stages = {chosen.places[part][0] for part in parts}
         if len(stages) > 1 or parts & set(names):
             raise PlanError(
@@ -205,12 +211,12 @@ def _serve(stage: TeamStage) -> int:
     return code
 
 
-def _driver(cut: CutModel, asked: Options) -> Any:
+def _driver(cut: CutModel, asked: LoadOptions) -> Any:
     """The model that the user calls: what has no weights computes here, all else is on meta."""
     model = build(type(cut.model), cut.config, asked)
     compute_buffers(model, cut.device)
     model.generation_config = cut.generation or model.generation_config
-    model._shelf = None
+    model._prefetcher = None
     return model.eval()
 
 

@@ -14,35 +14,35 @@ from typing import Any
 import torch
 
 from coordinator import Coordinator
-from drumline.checkpoint.shard_loader import together
-from drumline.checkpoint.source import Source, find, own_config
-from drumline.core.device_map import DeviceMap, Layout, Place
+from drumline.checkpoint.source import CheckpointSource, choose_config, find_checkpoint
+from drumline.core.consistency import run_on_all_ranks
+from drumline.core.device_map import DeviceMap, ModelProfile, Place
 from drumline.errors import PlanError
-from drumline.planner.cost_model import DeviceSpeeds, Step
-from drumline.planner.load_options import Options
-from drumline.planner.memory import cluster_memory, given_room
+from drumline.planner.cost_model import DeviceSpeeds, PassShape
+from drumline.planner.load_options import LoadOptions
+from drumline.planner.memory import cluster_memory, limit_memory
 from drumline.planner.model_profile import (
+    build_on_meta,
     cache_nbytes,
+    estimate_workspace_nbytes,
     hidden_width,
-    layout,
     model_class,
-    skeleton,
+    profile_model,
     with_cache,
-    working_nbytes,
 )
 from drumline.planner.plan import plan
 
 
 @dataclass(frozen=True)
-class Survey:
+class PlanInputs:
     """`room` in bytes by place, of which `parts` take what they need, cache included."""
 
-    source: Source
+    source: CheckpointSource
     kind: type[Any]
     dtype: torch.dtype
-    parts: Layout
+    parts: ModelProfile
     room: dict[Place, int]
-    step: Step
+    step: PassShape
 
     def plan(
         self, device_map: str | Mapping[str, Place | int], speeds: DeviceSpeeds | None = None
@@ -50,18 +50,18 @@ class Survey:
         return plan(self.parts, self.room, device_map, speeds=speeds, step=self.step)
 
 
-def survey(coor: Coordinator, path: str | Path, asked: Options) -> Survey:
+def survey(coor: Coordinator, path: str | Path, asked: LoadOptions) -> PlanInputs:
     """Look at the checkpoint and at every rank's memory. Collective."""
-    source = find(coor, path)
-    source = replace(source, config=own_config(source.config, asked.config))
-    kind = together(coor, lambda: asked.cls or model_class(source.config))
+    source = find_checkpoint(coor, path)
+    source = replace(source, config=choose_config(source.config, asked.config))
+    kind = run_on_all_ranks(coor, lambda: asked.cls or model_class(source.config))
     dtype = checkpoint_dtype(asked.dtype, source.config)
-    parts = together(coor, lambda: layout(skeleton(kind, source.config, dtype)))
+    parts = run_on_all_ranks(coor, lambda: profile_model(build_on_meta(kind, source.config, dtype)))
     tokens = (source.config, dtype, asked.batch, asked.length)
-    needs = (cache_nbytes(*tokens), working_nbytes(*tokens)) if asked.length else (0, 0)
-    step = Step(asked.batch, hidden_width(source.config), dtype.itemsize)
-    room = given_room(cluster_memory(coor), asked.max_memory)
-    return Survey(source, kind, dtype, with_cache(parts, *needs), room, step)
+    needs = (cache_nbytes(*tokens), estimate_workspace_nbytes(*tokens)) if asked.length else (0, 0)
+    step = PassShape(asked.batch, hidden_width(source.config), dtype.itemsize)
+    room = limit_memory(cluster_memory(coor), asked.max_memory)
+    return PlanInputs(source, kind, dtype, with_cache(parts, *needs), room, step)
 
 
 def checkpoint_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtype:

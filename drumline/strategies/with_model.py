@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import torch
 
 from coordinator import Coordinator
-from drumline.checkpoint.empty_model import read_config
-from drumline.checkpoint.shard_loader import together
+from drumline.checkpoint.config_files import read_config
+from drumline.core.consistency import run_on_all_ranks
+from drumline.core.device_map import format_nbytes
 from drumline.errors import DrumlineError, WorkerExit
 from drumline.planner.model_profile import model_class
-from drumline.planner.plan import readable
 from drumline.strategies.load import Memory, load
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ def with_model(
     before: called on the master, before anything is loaded.
     """
     with Coordinator() as coor:
-        together(coor, lambda: before() if coor.is_master() else None)
+        run_on_all_ranks(coor, lambda: before() if coor.is_master() else None)
         try:
             with load(path, coor=coor, max_memory=memory, **options) as model:
                 result = _closing_with_its_code(model, work)
@@ -97,7 +97,7 @@ def describe_peaks(peaks: Peaks) -> list[str]:
     """For each rank, such as "310 MiB" or "1.2 GiB, cuda:0 14 GiB"."""
     return [
         ", ".join(
-            (f"{device} " if device != "cpu" else "") + readable(n) for device, n in of.items()
+            (f"{device} " if device != "cpu" else "") + format_nbytes(n) for device, n in of.items()
         )
         for of in peaks
     ]
@@ -107,4 +107,4 @@ def describe_traffic(traffic: tuple[int, int] | None) -> str:
     """The bytes of a hop from the master; "-" where nothing is sent."""
     if traffic is None or not traffic[0]:
         return "-"
-    return readable(traffic[1] // traffic[0])
+    return format_nbytes(traffic[1] // traffic[0])

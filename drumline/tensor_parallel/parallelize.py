@@ -21,9 +21,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from communicator import Communicator
-from drumline.checkpoint.shard_loader import replace
+from drumline.checkpoint.model_tensors import replace_tensors
 from drumline.core.mesh import Mesh
-from drumline.core.shards import Box, Split, local_shape, own_boxes
+from drumline.core.shards import Region, ShardSpec, local_shape, owned_regions
 from drumline.errors import PlanError
 from drumline.tensor_parallel.autograd_collectives import (
     bounds,
@@ -158,7 +158,7 @@ def _carried(model: Any, plan: str) -> dict[str, str]:
     return rules
 
 
-def shard_specs(model: nn.Module, styles: Styles, size: int) -> dict[str, tuple[Split, ...]]:
+def shard_specs(model: nn.Module, styles: Styles, size: int) -> dict[str, tuple[ShardSpec, ...]]:
     """How each parameter is cut along "tp". Raises PlanError where that would not compute."""
     if not styles:
         return {name: () for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -167,7 +167,7 @@ def shard_specs(model: nn.Module, styles: Styles, size: int) -> dict[str, tuple[
     _check_attention(model, styles)
     _check_partners(model, styles)
     _check_experts(model, styles, size)
-    found: dict[str, tuple[Split, ...]] = {}
+    found: dict[str, tuple[ShardSpec, ...]] = {}
     owners: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         cut = _cut(model, name, parameter, styles)
@@ -185,7 +185,7 @@ def shard_specs(model: nn.Module, styles: Styles, size: int) -> dict[str, tuple[
     return found
 
 
-def _check_sums(styles: Styles, splits: Mapping[str, tuple[Split, ...]]) -> None:
+def _check_sums(styles: Styles, splits: Mapping[str, tuple[ShardSpec, ...]]) -> None:
     """What every rank computes in full must not be added up."""
     for name, style in styles.items():
         if style in SUMMED and not any(splits[p] for p in splits if p.startswith(f"{name}.")):
@@ -222,7 +222,9 @@ def _check_kinds(model: nn.Module, styles: Styles) -> None:
             )
 
 
-def _cut(model: nn.Module, name: str, parameter: torch.Tensor, styles: Styles) -> tuple[Split, ...]:
+def _cut(
+    model: nn.Module, name: str, parameter: torch.Tensor, styles: Styles
+) -> tuple[ShardSpec, ...]:
     """The split of one parameter by its own style, or that of its module."""
     owner, _, last = name.rpartition(".")
     style = styles.get(name) or styles.get(owner, "replicate")
@@ -232,12 +234,12 @@ def _cut(model: nn.Module, name: str, parameter: torch.Tensor, styles: Styles) -
     if style in WHOLE or style == "ep_dispatch_experts":
         return ()
     if style == "grouped_gemm":
-        return (Split("tp", 0),)
+        return (ShardSpec("tp", 0),)
     if style in ROW or style in ("packed_rowwise", "embedding_colwise"):
         factor = 2 if style == "packed_rowwise" else 1
-        return () if is_bias else (Split("tp", parameter.dim() - 1, factor),)
+        return () if is_bias else (ShardSpec("tp", parameter.dim() - 1, factor),)
     outputs = parameter.dim() - 1 if is_bias else max(parameter.dim() - 2, 0)
-    return (Split("tp", outputs, 2 if style == "packed_colwise" else 1),)
+    return (ShardSpec("tp", outputs, 2 if style == "packed_colwise" else 1),)
 
 
 def _check_heads(model: nn.Module, styles: Styles, size: int) -> None:
@@ -356,7 +358,9 @@ def _check_alignment(model: nn.Module, name: str, size: int) -> None:
     inner, itemsize = parameter.shape[-1], parameter.element_size()
     if parameter.dim() != 3 or _implementation(owner) != "grouped_mm":
         return
-    parts = [local_shape((inner,), [Split("tp", 0)], Mesh({"tp": size}), r)[0] for r in range(size)]
+    parts = [
+        local_shape((inner,), [ShardSpec("tp", 0)], Mesh({"tp": size}), r)[0] for r in range(size)
+    ]
     bad = next((part for part in parts if part * itemsize % ALIGNED), None)
     if bad is not None:
         raise PlanError(
@@ -380,17 +384,17 @@ def parallelize(model: nn.Module, plan: str | Styles, comm: Communicator) -> dic
         mine = local_shard(parameter.detach(), splits[name], mesh, comm.rank)
         cut[id(parameter)] = nn.Parameter(mine, requires_grad=parameter.requires_grad)
     connect(model, styles, comm)
-    replace(model, cut)
+    replace_tensors(model, cut)
     return splits
 
 
 def local_shard(
-    whole: torch.Tensor, splits: Sequence[Split], mesh: Mesh, rank: int
+    whole: torch.Tensor, splits: Sequence[ShardSpec], mesh: Mesh, rank: int
 ) -> torch.Tensor:
     """What `rank` has of a tensor: a tensor of its own."""
     out = whole.new_empty(local_shape(whole.shape, splits, mesh, rank))
-    for own in own_boxes(whole.shape, splits, mesh, rank):
-        out[Box(own.at, own.box.size).slices()] = whole[own.box.slices()]
+    for own in owned_regions(whole.shape, splits, mesh, rank):
+        out[Region(own.at, own.region.size).slices()] = whole[own.region.slices()]
     return out
 
 

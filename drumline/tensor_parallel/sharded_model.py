@@ -21,27 +21,19 @@ import transformers
 from torch import nn
 
 from coordinator import Coordinator
-from drumline.checkpoint.empty_model import building, generation_config, read_config
+from drumline.checkpoint.config_files import read_config, read_generation_config
 from drumline.checkpoint.json_files import read_json
-from drumline.checkpoint.shard_loader import (
-    Asked,
-    Files,
-    Loaded,
-    load_planned,
-    named_tensors,
-    plan_files,
-    replace,
-    share_files,
-    who_reads,
-)
+from drumline.checkpoint.model_tensors import named_tensors, replace_tensors
+from drumline.checkpoint.plan_executor import LoadStats
+from drumline.checkpoint.shard_loader import LoadRequest, assign_readers, load_planned, plan_files
 from drumline.checkpoint.shard_plan import LoadPlan
-from drumline.checkpoint.source import config_from, own_config
-from drumline.checkpoint.weight_map import kept_wide, sources_of
+from drumline.checkpoint.source import CheckpointFiles, choose_config, config_from_json, share_index
+from drumline.checkpoint.weight_map import dtype_overrides, weight_sources
 from drumline.core.mesh import Mesh
-from drumline.core.meta_init import on_meta
-from drumline.core.shards import Split, local_shape
+from drumline.core.meta_init import init_on_meta, model_build_lock
+from drumline.core.shards import ShardSpec, local_shape
 from drumline.errors import DrumlineError, PlanError
-from drumline.planner.load_options import Options
+from drumline.planner.load_options import LoadOptions
 from drumline.planner.model_profile import model_class
 from drumline.tensor_parallel.dry_run_forward import rehearse, shortened
 from drumline.tensor_parallel.parallelize import read_plan, shard_specs
@@ -61,10 +53,10 @@ class CutModel:
     config: Any
     generation: Any
     styles: Mapping[str, str]
-    splits: Mapping[str, tuple[Split, ...]]
+    splits: Mapping[str, tuple[ShardSpec, ...]]
     shapes: Mapping[str, tuple[int, ...]]
     device: str
-    files: Files
+    files: CheckpointFiles
 
     def shrink(self, grid: Mesh, rank: int) -> None:
         """Make every tensor on meta as small as the part of `rank`."""
@@ -74,37 +66,39 @@ class CutModel:
         self, grid: Mesh, rank: int, only: Mapping[str, Mapping[str, int]] | None = None
     ) -> LoadPlan:
         """What `rank` has a part in of filling it. only: see load_into."""
-        asked = Asked(
-            self.splits, only or {}, self.shapes, lambda index: sources_of(self.model, index)
+        asked = LoadRequest(
+            self.splits, only or {}, self.shapes, lambda index: weight_sources(self.model, index)
         )
         return plan_files(self.model, self.files, grid, rank, asked)
 
-    def fill(self, coor: Coordinator, plan: LoadPlan) -> Loaded:
+    def fill(self, coor: Coordinator, plan: LoadPlan) -> LoadStats:
         """Read this rank's part. Collective."""
         return load_planned(self.model, plan, self.files, coor, self.device)
 
 
-def find(coor: Coordinator, path: str | Path, grid: Mesh, asked: Options) -> tuple[Files, Any]:
+def find(
+    coor: Coordinator, path: str | Path, grid: Mesh, asked: LoadOptions
+) -> tuple[CheckpointFiles, Any]:
     """The files of a checkpoint and its configs, the same on every rank. Collective."""
-    files, configs = share_files(
+    files, configs = share_index(
         coor,
         path,
-        lambda: who_reads(coor, grid, asked.reader or "each")[1],
+        lambda: assign_readers(coor, grid, asked.reader or "each")[1],
         lambda: read_configs(path),
     )
     return files, json.loads(configs)
 
 
 def cut_checkpoint(
-    coor: Coordinator, files: Files, configs: Any, grid: Mesh, asked: Options
+    coor: Coordinator, files: CheckpointFiles, configs: Any, grid: Mesh, asked: LoadOptions
 ) -> CutModel:
     """The empty model of a checkpoint and how it is cut; PlanError if it cannot be."""
     config, generation = configs_from(*configs)
-    config = own_config(config, asked.config)
+    config = choose_config(config, asked.config)
     _refuse_quantised(files.path, config, asked)
     model = build(asked.cls or model_class(config), config, asked)
     where = asked.device or own_device(coor)
-    size = grid.along("tp")
+    size = grid.axis_size("tp")
     styles = read_plan(model, asked.tp_plan or "auto") if size > 1 else {}
     splits = shard_specs(model, styles, size)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -114,20 +108,20 @@ def cut_checkpoint(
 
 
 def shrink(
-    model: nn.Module, splits: Mapping[str, tuple[Split, ...]], grid: Mesh, rank: int
+    model: nn.Module, splits: Mapping[str, tuple[ShardSpec, ...]], grid: Mesh, rank: int
 ) -> None:
     cut = {
         id(p): empty_like(p, local_shape(p.shape, splits[name], grid, rank))
         for name, p in model.named_parameters()
         if splits[name]
     }
-    replace(model, cut)
+    replace_tensors(model, cut)
 
 
 def _rehearse(
     model: Any,
     styles: Mapping[str, str],
-    splits: Mapping[str, tuple[Split, ...]],
+    splits: Mapping[str, tuple[ShardSpec, ...]],
     grid: Mesh,
     rank: int,
 ) -> None:
@@ -136,10 +130,10 @@ def _rehearse(
         whole = shortened(model, styles)
         part = copy.deepcopy(whole)
         shrink(part, splits, grid, rank)
-        rehearse(whole, part, styles, grid.coordinate(rank)["tp"], grid.along("tp"))
+        rehearse(whole, part, styles, grid.coordinate(rank)["tp"], grid.axis_size("tp"))
 
 
-def _refuse_quantised(path: str | Path, config: Any, asked: Options) -> None:
+def _refuse_quantised(path: str | Path, config: Any, asked: LoadOptions) -> None:
     """What is stored in blocks with scales has to be computed, so no rank could read its part."""
     given = getattr(config, "quantization_config", None) or asked.rest.get("quantization_config")
     if given is None:
@@ -164,19 +158,19 @@ def read_configs(path: str | Path) -> bytes:
     read_config(folder)
     config, generation = read_json(folder / "config.json"), None
     if (folder / "generation_config.json").exists():
-        generation_config(folder)
+        read_generation_config(folder)
         generation = read_json(folder / "generation_config.json")
     return json.dumps([config, generation]).encode()
 
 
 def configs_from(model: Any, generation: Any) -> tuple[Any, Any]:
-    config = config_from(model)
+    config = config_from_json(model)
     if generation is None:
         return config, None
     return config, transformers.GenerationConfig.from_dict(generation)
 
 
-def build(kind: type[Any], config: Any, asked: Options) -> Any:
+def build(kind: type[Any], config: Any, asked: LoadOptions) -> Any:
     """The model with its weights on meta, in the dtypes it will have."""
     build_on, dtype = asked.build_on or "meta", asked.dtype
     if build_on not in ("meta", "cpu"):
@@ -184,11 +178,11 @@ def build(kind: type[Any], config: Any, asked: Options) -> Any:
     if isinstance(dtype, str):
         dtype = None if dtype == "auto" else getattr(torch, dtype.removeprefix("torch."))
     chosen = dtype or getattr(config, "dtype", None) or torch.float32
-    with building(), on_meta() if build_on == "meta" else torch.device(build_on):
+    with model_build_lock(), init_on_meta() if build_on == "meta" else torch.device(build_on):
         model = kind._from_config(config, dtype=chosen, **asked.rest)
-    wide = kept_wide(model, chosen)
+    wide = dtype_overrides(model, chosen)
     empty = {id(t): empty_like(t, t.shape, wide.get(name)) for name, t in named_tensors(model)}
-    replace(model, empty)  # the buffers that no file holds stay as they were built
+    replace_tensors(model, empty)  # the buffers that no file holds stay as they were built
     return model
 
 

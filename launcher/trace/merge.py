@@ -1,13 +1,12 @@
-"""One file of all that the ranks of a launch recorded, on one clock.
+"""Merge the recordings of all ranks of a launch into one trace, on one clock.
 
-The form is Chrome's Trace Event Format: an object with "traceEvents", times in microseconds.
+The format is Chrome's Trace Event Format: an object with "traceEvents", times in microseconds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import shutil
 import statistics
@@ -17,105 +16,113 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher.trace.recorder import clock, event
+from launcher.trace.recorder import clock, event, rank_name
 
-LAUNCHER = -1  # the row of the launcher itself, beside those of ranks
+LAUNCHER = -1  # the "rank" of the launcher itself
 
 
 @contextlib.contextmanager
-def gathered(out: Path, nnodes: int = 1) -> Iterator[Path]:
+def recordings_merged_into(out: Path, nnodes: int = 1) -> Iterator[Path]:
     """A folder for the recordings of a launch, merged into out at the end of the body.
 
-    For several nodes it lies beside out, where they are likelier to find it than in one's /tmp.
+    For several nodes it is in the folder of out, which they are more likely to share than /tmp.
     Raises OSError at once if out cannot be written.
     """
     out.open("a").close()
-    launcher, beside = os.getpid(), out.absolute().parent
-    prefix = f"drumline-trace-{launcher}-"
-    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=beside if nnodes > 1 else None))
+    launcher = os.getpid()
+    prefix, parent = f"drumline-trace-{launcher}-", out.absolute().parent if nnodes > 1 else None
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     start = time.monotonic_ns()
     try:
         yield folder
     finally:
-        if os.getpid() == launcher:  # a forked rank that unwinds through here has nothing to do
-            took = time.monotonic_ns() - start
-            merge(folder, out, [event("launch", "start", start, took, LAUNCHER, 0, {})])
+        if os.getpid() == launcher:  # not in a forked rank that unwinds through here
+            duration = time.monotonic_ns() - start
+            merge(folder, out, [event("launch", "start", start, duration, LAUNCHER, 0, {})])
             shutil.rmtree(folder)
 
 
 def merge(folder: Path, out: Path, launch: Iterable[dict[str, Any]] = ()) -> int:
-    """Write every rank's events to one file, on rank 0's clock; how many there are.
+    """Write every rank's events to one file, on rank 0's clock; return their number.
 
     launch: events of the launcher itself. Raises OSError if out cannot be written.
     """
     recordings = [_recording(path) for path in sorted(folder.glob("rank-*.jsonl"))]
     events = _aligned([*filter(None, recordings), [clock(), *launch]])
-    events += list(_starting(events))
-    events += list(_numbered(events))
-    events += [_row_name(rank) for rank in sorted({one["pid"] for one in events})]
+    events += list(_start_events(events))
+    events += list(_renumber_threads(events))
+    events += [
+        {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": rank_name(rank)}}
+        for rank in sorted({event["pid"] for event in events})
+    ]
     write({"traceEvents": events}, out)
     return len(events)
 
 
 def write(trace: dict[str, Any], out: Path) -> None:
-    """Put a trace into a file, in order of time. Raises OSError if it cannot be written."""
-    trace["traceEvents"].sort(key=lambda one: float(one.get("ts", 0)))
-    beside = out.with_name(out.name + ".part")
-    beside.write_text(json.dumps({**trace, "displayTimeUnit": "ns"}))
-    beside.replace(out)
+    """Write a trace to a file, ordered by time. Raises OSError if it cannot be written."""
+    trace["traceEvents"].sort(key=lambda event: float(event.get("ts", 0)))
+    part = out.with_name(out.name + ".part")
+    part.write_text(json.dumps({**trace, "displayTimeUnit": "ns"}))
+    part.replace(out)
 
 
 def read(files: Sequence[Path]) -> dict[str, Any]:
-    """One trace of those that the nodes of a launch have written, each with its own launcher.
+    """Join the traces of several nodes, each with its own launcher.
 
-    Raises ValueError if one of them is none that a viewer opens.
+    Raises ValueError for a file that is no trace.
     """
     events: list[dict[str, Any]] = []
     for file in files:
-        lowest = min([0, *(one["pid"] for one in events)])
+        lowest = min([0, *(event["pid"] for event in events)])
         try:
-            trace = json.loads(file.read_text())
-        except ValueError as error:
-            raise ValueError(f"{file} is no trace: {error}") from error
-        if wrong := problems(trace):
-            raise ValueError(f"{file} is no trace: {'; '.join(wrong[:3])}")
-        for one in trace["traceEvents"]:
-            events.append({**one, "pid": one["pid"] + (lowest if one["pid"] < 0 else 0)})
+            node_events = json.loads(file.read_text())["traceEvents"]
+            for event in node_events:
+                _check(event)
+                events.append({**event, "pid": event["pid"] + (lowest if event["pid"] < 0 else 0)})
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{file} is no trace: {type(error).__name__}: {error}") from error
     return {"traceEvents": events}
 
 
-def _starting(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """For each rank, from the command to its first own line: what the launcher took."""
-    launched = [one["ts"] for one in events if one["pid"] == LAUNCHER]
-    firsts: dict[int, dict[str, Any]] = {}
-    for one in events:
-        if one["pid"] != LAUNCHER and one["ts"] < firsts.get(one["pid"], {"ts": math.inf})["ts"]:
-            firsts[one["pid"]] = one
-    for start in launched:
-        for rank, first in firsts.items():
-            took = max(int((first["ts"] - start) * 1000), 0)
-            yield event("starting", "start", round(start * 1000), took, rank, first["tid"], {})
+def _check(event: dict[str, Any]) -> None:
+    """Raise ValueError, KeyError or TypeError for an event that this package would not write."""
+    if event["ph"] not in ("X", "M") or type(event["pid"]) is not int:
+        raise ValueError(f"an event of an unknown kind: {event}")
+    if event["ph"] == "X":
+        if missing := {"name", "cat", "tid", "ts", "dur"} - event.keys():
+            raise ValueError(f"an event without {', '.join(sorted(missing))}: {event}")
+        if not event["dur"] >= 0 * event["ts"]:  # a TypeError if one of them is no number
+            raise ValueError(f"an event that ends before it starts: {event}")
 
 
-def _numbered(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Give each rank's threads small numbers, the first to be seen 0; the names of their rows."""
-    rows: dict[tuple[int, int], int] = {}
-    for one in sorted(events, key=lambda one: float(one["ts"])):
-        seen = sum(rank == one["pid"] for rank, _ in rows)
-        one["tid"] = rows.setdefault((one["pid"], one["tid"]), seen)
-    for (rank, _), row in rows.items():
-        name = f"thread {row}" if row else "first thread"
-        yield {
-            "name": "thread_name",
-            "ph": "M",
-            "pid": rank,
-            "tid": row,
-            "args": {"name": name},
-        }
+def _start_events(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """For each rank a span from the start of the launcher to its own first event."""
+    starts_us = [event["ts"] for event in events if event["pid"] == LAUNCHER]
+    first_events: dict[int, dict[str, Any]] = {}
+    for recorded in sorted(events, key=lambda event: float(event["ts"])):
+        if recorded["pid"] != LAUNCHER:
+            first_events.setdefault(recorded["pid"], recorded)
+    for start_us in starts_us:
+        for rank, first in first_events.items():
+            duration = max(int((first["ts"] - start_us) * 1000), 0)
+            start = round(start_us * 1000)
+            yield event("starting", "start", start, duration, rank, first["tid"], {})
+
+
+def _renumber_threads(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Number each rank's threads in order of appearance, from 0; return their names as events."""
+    numbers: dict[tuple[int, int], int] = {}
+    for recorded in sorted(events, key=lambda event: float(event["ts"])):
+        known_threads = sum(rank == recorded["pid"] for rank, _ in numbers)
+        recorded["tid"] = numbers.setdefault((recorded["pid"], recorded["tid"]), known_threads)
+    for (rank, _), number in numbers.items():
+        name = f"thread {number}" if number else "first thread"
+        yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": number, "args": {"name": name}}
 
 
 def _recording(path: Path) -> list[dict[str, Any]]:
-    """What a rank wrote. A line cut off by its death is left out."""
+    """The records of a rank, without a line that its death has cut off."""
     records = []
     for line in path.read_text().splitlines():
         with contextlib.suppress(ValueError):
@@ -124,81 +131,26 @@ def _recording(path: Path) -> list[dict[str, Any]]:
 
 
 def _aligned(recordings: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The events of all on rank 0's clock. Each recording begins with which clock it reads."""
+    """All events on rank 0's clock. The first record of each recording identifies its clock."""
     offsets, events = _offsets(recordings), []
-    for which, *records in recordings:
-        offset_us = offsets[which["clock"]] / 1000
-        events += [one | {"ts": one["ts"] + offset_us} for one in records if "ts" in one]
+    for header, *records in recordings:
+        offset_us = offsets[header["clock"]] / 1000
+        events += [rec | {"ts": rec["ts"] + offset_us} for rec in records if "ts" in rec]
     return events
 
 
 def _offsets(recordings: list[list[dict[str, Any]]]) -> dict[str, float]:
-    """What to add to each clock to have rank 0's: as Coordinators measured it, whoever of that host
-    did so; by the time of day where none has. If nobody has, it is the time of day that is shown,
-    which the files of several launchers share."""
+    """The offset from each clock to rank 0's, in nanoseconds.
+
+    As Coordinators of that host measured it; without one, by the time of day. If no host has
+    measured, times are shown by the time of day, which the files of several launchers share.
+    """
     measured: dict[str, list[int]] = {}
     days: dict[str, int] = {}
-    for which, *records in recordings:
-        days.setdefault(which["clock"], which["day_ns"])
-        found = measured.setdefault(which["clock"], [])
-        found += [one["offset_ns"] for one in records if "offset_ns" in one]
-    known = {name: statistics.median(found) for name, found in measured.items() if found}
-    of_rank_0 = [days[name] - offset for name, offset in known.items()] or [0]
-    return {name: known.get(name, day - of_rank_0[0]) for name, day in days.items()}
-
-
-def _row_name(rank: int) -> dict[str, Any]:
-    name = "launcher" if rank < 0 else f"rank {rank}"
-    return {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": name}}
-
-
-# What each kind of event must have, by the Trace Event Format; ts and dur are numbers.
-NEEDED = {
-    "X": {"name", "ph", "pid", "tid", "ts", "dur"},
-    "M": {"name", "ph", "pid", "args"},
-}
-ROUNDING_US = 1.0
-
-
-def problems(trace: Any) -> list[str]:
-    """What is wrong with a trace, by the Trace Event Format; empty if a viewer will open it."""
-    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
-        return ["there is no list of traceEvents"]
-    events = trace["traceEvents"]
-    found = [f"event {n} {wrong}" for n, one in enumerate(events) for wrong in _wrong(one)]
-    return found or list(_crossing(events))
-
-
-def _wrong(one: Any) -> Iterator[str]:
-    kind = one.get("ph") if isinstance(one, dict) else None
-    if kind not in NEEDED:
-        yield f"is of no kind that is written here: {kind!r}"
-        return
-    missing = NEEDED[kind] - one.keys()
-    if missing:
-        yield f"has no {', '.join(sorted(missing))}"
-    if not isinstance(one.get("pid", 0), int):
-        yield f"has {one['pid']!r} for pid, which is no whole number"
-    for name in ("ts", "dur"):
-        if not isinstance(one.get(name, 0), (int, float)):
-            yield f"has {one[name]!r} for {name}, which is no number"
-        elif one.get("dur", 0) < 0 and name == "dur":
-            yield "ends before it starts"
-
-
-def _crossing(events: list[dict[str, Any]]) -> Iterator[str]:
-    """Spans of one thread must lie within each other or apart: else viewers draw them wrongly."""
-    spans = [one for one in events if one["ph"] == "X"]
-    around: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
-    for one in sorted(spans, key=lambda one: (one["ts"], -one["dur"])):
-        open_ones = around.setdefault((one["pid"], one["tid"]), [])
-        while open_ones and _end(open_ones[-1]) <= one["ts"] + ROUNDING_US:
-            open_ones.pop()
-        if open_ones and _end(one) > _end(open_ones[-1]) + ROUNDING_US:
-            where = f"in a thread of rank {one['pid']}"
-            yield f"{one['name']} begins within {open_ones[-1]['name']} and ends after it, {where}"
-        open_ones.append(one)
-
-
-def _end(one: dict[str, Any]) -> float:
-    return float(one["ts"] + one["dur"])
+    for header, *records in recordings:
+        days.setdefault(header["clock"], header["day_ns"])
+        samples = measured.setdefault(header["clock"], [])
+        samples += [record["offset_ns"] for record in records if "offset_ns" in record]
+    offsets = {name: statistics.median(samples) for name, samples in measured.items() if samples}
+    day_of_rank_0 = [days[name] - offset for name, offset in offsets.items()] or [0]
+    return {name: offsets.get(name, day - day_of_rank_0[0]) for name, day in days.items()}

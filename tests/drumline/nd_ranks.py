@@ -112,7 +112,7 @@ def transformers_over(folder, coor):
         assert error < 1e-4, error
         share, whole = model.loaded.share, sum(p.nbytes for p in plain.parameters())
         assert share < 0.6 * whole
-        if "tp" in model.mesh.axes and model.mesh.along("dp_shard") == 1:
+        if "tp" in model.mesh.axes and model.mesh.axis_size("dp_shard") == 1:
             sampled_alike(model, plain, ids, coor)
         if reader == "rank0":
             stopped_by_turns(model, plain, ids, coor)
@@ -165,7 +165,7 @@ class Peak(threading.Thread):
 def memory(folder):
     """The share and the peak of each rank, by reader; "everything" is the wrong way."""
     shapes = json.loads((folder / "shapes.json").read_text())
-    cuts = {name: (drumline.Split("tp", n % 2),) for n, name in enumerate(shapes)}
+    cuts = {name: (drumline.ShardSpec("tp", n % 2),) for n, name in enumerate(shapes)}
     with Coordinator() as coor:
         for reader in ("each", "rank0", "everything"):
             coor.barrier()
@@ -173,7 +173,7 @@ def memory(folder):
                 if reader == "everything":
                     share = everything(folder, coor)
                 else:
-                    model = on_meta(shapes)
+                    model = init_on_meta(shapes)
                     share = drumline.load_into(
                         model, folder, coor, mesh={"tp": 4}, reader=reader, splits=cuts
                     ).share
@@ -183,7 +183,7 @@ def memory(folder):
                 print(reader, json.dumps([json.loads(data) for data in told]))
 
 
-def on_meta(shapes):
+def init_on_meta(shapes):
     model = nn.Module()
     for name, shape in shapes.items():
         model.register_parameter(name, nn.Parameter(torch.empty(shape, device="meta")))

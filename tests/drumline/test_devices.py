@@ -16,11 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import drumline
 from coordinator import Coordinator
 from drumline import DeviceMap
-from drumline.checkpoint.shard_loader import named_tensors, replace
+from drumline.checkpoint.model_tensors import named_tensors, replace_tensors
 from drumline.offload import placement as on_devices
-from drumline.offload.placement import place, to
-from drumline.offload.prefetcher import OnCpu, Shelf
-from drumline.planner.model_profile import layout
+from drumline.offload.placement import install_device_hooks, move_to_device
+from drumline.offload.prefetcher import CpuWeights, WeightPrefetcher
+from drumline.planner.model_profile import profile_model
 
 IDS = torch.arange(3, 12)[None]
 
@@ -60,7 +60,7 @@ def test_what_modules_share_follows_them_over_the_devices_of_a_rank():
         model, hidden = Tower(devices), torch.empty(2, 3, device="cuda:0")
         with pytest.raises(RuntimeError, match="same device"):
             model(hidden)
-        place(model, chosen, 0, None)
+        install_device_hooks(model, chosen, 0, None)
         assert model.blocks[1](hidden, hidden, [{"side": hidden}]).device.index == 2
         output = model(hidden)
     found = [output["last"], *output["all"]]
@@ -71,7 +71,7 @@ def test_the_layers_of_a_real_model_may_be_on_two_devices(checkpoints):
     """On the CPU, then on meta, from which nothing comes back: so the last of it stays there."""
     plain, path = checkpoints.llama()
     model = type(plain).from_pretrained(path).model
-    names = [part.name for part in (*layout(plain).others, *layout(plain).layers)]
+    names = [part.name for part in (*profile_model(plain).others, *profile_model(plain).layers)]
     inner = [name.removeprefix("model.") for name in names if name != "lm_head"]
     there = {name for name in inner if name in ("norm", "layers.4", "layers.5")}
     for name in there:
@@ -80,7 +80,7 @@ def test_the_layers_of_a_real_model_may_be_on_two_devices(checkpoints):
         model(IDS)
     places = {name: (1, "meta" if name in there else "cpu") for name in inner}
     for name in inner:
-        wrapped = on_devices._moved(
+        wrapped = on_devices._with_moved_arguments(
             model.get_submodule(name).forward, torch.device(places[name][1])
         )
         model.get_submodule(name).forward = wrapped
@@ -94,9 +94,9 @@ def test_the_layers_of_a_real_model_may_be_on_two_devices(checkpoints):
 
 def test_what_is_no_tensor_stays_the_same_object():
     cache, hidden = object(), torch.zeros(2)
-    moved = to({"a": [hidden, cache], "b": (None, 3)}, torch.device("meta"))
+    moved = move_to_device({"a": [hidden, cache], "b": (None, 3)}, torch.device("meta"))
     assert moved["a"][0].is_meta and moved["a"][1] is cache and moved["b"] == (None, 3)
-    assert to(hidden, torch.device("cpu")) is hidden
+    assert move_to_device(hidden, torch.device("cpu")) is hidden
 
 
 ROOMS = {
@@ -191,7 +191,7 @@ def test_a_rank_without_files_cannot_leave_layers_on_disk(checkpoints, ranks_or_
     assert all("model.layers.5" in str(e) and "rank 1" in str(e) for e in found), found
 
 
-class Counted(OnCpu):
+class Counted(CpuWeights):
     """Weights in memory that say when they are fetched."""
 
     def __init__(self, tensors, name, log):
@@ -207,22 +207,24 @@ def stack(log):
     layers = nn.Sequential(*[nn.Linear(3, 3) for _ in range(4)])
     weights = {str(n): dict(named_tensors(layer)) for n, layer in enumerate(layers)}
     expected = layers(torch.ones(3)).detach()
-    shelf = Shelf(layers, {n: Counted(w, n, log) for n, w in weights.items()}, torch.device("cpu"))
+    prefetcher = WeightPrefetcher(
+        layers, {n: Counted(w, n, log) for n, w in weights.items()}, torch.device("cpu")
+    )
     for tensors in weights.values():
         for tensor in tensors.values():
             tensor.requires_grad_(False)
     for layer in layers:
-        replace(layer, {id(p): nn.Parameter(p.to("meta")) for p in layer.parameters()})
-    return layers, shelf, expected
+        replace_tensors(layer, {id(p): nn.Parameter(p.to("meta")) for p in layer.parameters()})
+    return layers, prefetcher, expected
 
 
 def test_the_next_layer_is_fetched_while_one_runs():
     log = []
-    layers, shelf, expected = stack(log)
+    layers, prefetcher, expected = stack(log)
     hidden = torch.ones(3)
     for n, layer in enumerate(layers):
-        with shelf.at_hand(str(n)):
-            for fetch in shelf.coming.values():
+        with prefetcher.loaded(str(n)):
+            for fetch in prefetcher.coming.values():
                 fetch.join()
             assert log[-1] == str((n + 1) % 4), "the one after it is on its way"
             assert sum(not p.is_meta for p in layers.parameters()) == 2, "only it has weights"
@@ -233,22 +235,22 @@ def test_the_next_layer_is_fetched_while_one_runs():
 
 def test_a_layer_called_out_of_order_is_fetched_and_what_was_coming_let_go():
     log = []
-    _, shelf, _ = stack(log)
+    _, prefetcher, _ = stack(log)
     for name in ("0", "2", "1"):
-        with shelf.at_hand(name):
+        with prefetcher.loaded(name):
             pass
-    assert len(shelf.coming) == 1 and log[:5] == ["0", "1", "2", "3", "1"]
+    assert len(prefetcher.coming) == 1 and log[:5] == ["0", "1", "2", "3", "1"]
 
 
 def test_an_error_while_a_layer_is_fetched_is_raised_where_it_is_needed():
     log = []
-    _, shelf, _ = stack(log)
+    _, prefetcher, _ = stack(log)
 
     def fail(room, device):
         raise OSError("the disk is gone")
 
-    shelf.away["1"].fetch = fail
-    with shelf.at_hand("0"):
+    prefetcher.away["1"].fetch = fail
+    with prefetcher.loaded("0"):
         pass
-    with pytest.raises(OSError, match="disk is gone"), shelf.at_hand("1"):
+    with pytest.raises(OSError, match="disk is gone"), prefetcher.loaded("1"):
         pass

@@ -247,7 +247,7 @@ def test_a_master_on_another_host_that_does_not_answer_is_missed_where_it_is_wai
 def test_a_rank_that_is_stopped_while_it_loads_is_named_within_seconds(checkpoints, start):
     """Nobody looked for stopped ranks before the model was there: all waited for minutes."""
     body = """
-    from drumline import fill
+    from drumline.stages import stage_weights as fill
     here = Coordinator()
     if here.rank == 1:
         fill.carry_out = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
@@ -497,12 +497,12 @@ def test_a_rank_that_leaves_in_a_layer_is_the_one_that_is_named(
 def test_a_rank_that_cannot_load_is_named_with_its_traceback(
     checkpoints, ranks_or_errors, monkeypatch
 ):
-    settle = pipeline_parallel.place
+    settle = pipeline_parallel.install_device_hooks
 
-    def bomb(model, chosen, rank, shelf):
-        return 1 // 0 if rank == 1 else settle(model, chosen, rank, shelf)
+    def bomb(model, chosen, rank, prefetcher):
+        return 1 // 0 if rank == 1 else settle(model, chosen, rank, prefetcher)
 
-    monkeypatch.setattr(pipeline_parallel, "place", bomb)
+    monkeypatch.setattr(pipeline_parallel, "install_device_hooks", bomb)
 
     def rank(info):
         with Coordinator(info) as coor:
@@ -549,7 +549,7 @@ def test_who_lost_another_while_it_loaded_is_not_accused(ranks, loss):
     def rank(info):
         with Coordinator(info) as coor:
             if info.rank == 1:
-                with pytest.raises(loss), shard_loader.leaving_aloud(coor):
+                with pytest.raises(loss), shard_loader.abort_peers_on_error(coor):
                     raise loss("rank 1: rank 2 is gone")
             return coor.allgather(b"well")
 

@@ -14,8 +14,8 @@ from transformers.cache_utils import (
 )
 
 from drumline import DrumlineError, StageError
-from drumline.kv_cache.owner import change
-from drumline.kv_cache.placeholder import bookkeeping, shadow
+from drumline.kv_cache.owner import change_layers
+from drumline.kv_cache.placeholder import counting_tokens, make_placeholder
 from drumline.planner.model_profile import layer_names
 from drumline.strategies import pipeline_parallel
 
@@ -288,9 +288,9 @@ def test_tokens_are_taken_back_from_a_layer_that_has_a_window_and_a_state_elsewh
     layer, cache = LinearAttentionAndSlidingWindowAttentionLayer(sliding_window=6), DynamicCache()
     cache.layers = [layer]
     layer.activate_past_recording()
-    with bookkeeping():
-        layer.update(shadow(2, 9), shadow(2, 9))
-        change(cache, "crop", -2)
+    with counting_tokens():
+        layer.update(make_placeholder(2, 9), make_placeholder(2, 9))
+        change_layers(cache, "crop", -2)
     assert layer.get_seq_length() == 7 and layer.keys.shape[-2] == 5
 
 
@@ -312,14 +312,14 @@ def test_layers_that_do_not_say_which_part_of_the_cache_they_fill_are_counted(
 def test_a_layer_that_fills_another_part_of_the_cache_than_it_says_is_refused(
     checkpoints, on_master, monkeypatch
 ):
-    settle = pipeline_parallel.place
+    settle = pipeline_parallel.install_device_hooks
 
-    def mix_up(model: Any, chosen: Any, rank: int, shelf: Any) -> None:
+    def mix_up(model: Any, chosen: Any, rank: int, prefetcher: Any) -> None:
         if rank == 1:
             model.model.layers[5].self_attn.layer_idx = 2
-        settle(model, chosen, rank, shelf)
+        settle(model, chosen, rank, prefetcher)
 
-    monkeypatch.setattr(pipeline_parallel, "place", mix_up)
+    monkeypatch.setattr(pipeline_parallel, "install_device_hooks", mix_up)
     plain, path = checkpoints.llama()
 
     def work(model: Any) -> None:

@@ -9,17 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drumline import DeviceMap, Layout, Part, PlanError, plan
+from drumline import DeviceMap, ModelProfile, ModulePart, PlanError, plan
 from drumline.planner.cost_model import (
+    DeviceSpeed,
     DeviceSpeeds,
-    Link,
-    Speed,
-    Step,
-    Together,
-    assumed,
+    GroupSpeed,
+    LinkSpeed,
+    PassShape,
     estimate,
-    estimate_together,
-    trips,
+    estimate_tensor_parallel,
+    ring_passes,
+    uniform_speeds,
 )
 
 sizes = st.integers(1, 40)
@@ -28,17 +28,21 @@ sizes = st.integers(1, 40)
 @st.composite
 def cases(draw):
     """Up to six layers on up to three places, of one rank or several, with a head on the first."""
-    layers = tuple(Part(f"layers.{i}", n) for i, n in enumerate(draw(st.lists(sizes, max_size=6))))
-    model = Layout(layers, (Part("embed", 9, unread=9), Part("head", draw(sizes))))
+    layers = tuple(
+        ModulePart(f"layers.{i}", n) for i, n in enumerate(draw(st.lists(sizes, max_size=6)))
+    )
+    model = ModelProfile(
+        layers, (ModulePart("embed", 9, unread_nbytes=9), ModulePart("head", draw(sizes)))
+    )
     ranks = draw(st.sampled_from([[0], [0, 0], [0, 1], [0, 1, 2], [0, 0, 1]]))
     places = [(rank, f"cuda:{n}") for n, rank in enumerate(ranks)]
-    speed = st.builds(Speed, st.sampled_from([5.0, 50.0]), st.sampled_from([1.0, 4.0, 10.0]))
-    link = st.builds(Link, st.sampled_from([0.0, 2.0]), st.sampled_from([1.0, 100.0]))
+    speed = st.builds(DeviceSpeed, st.sampled_from([5.0, 50.0]), st.sampled_from([1.0, 4.0, 10.0]))
+    link = st.builds(LinkSpeed, st.sampled_from([0.0, 2.0]), st.sampled_from([1.0, 100.0]))
     speeds = DeviceSpeeds(
         {place: draw(speed) for place in places},
         {rank: draw(link) for rank in set(ranks)} if ranks[-1] else {},
     )
-    step = Step(draw(st.integers(1, 3)), draw(st.integers(0, 4)), 1, draw(st.integers(1, 3)))
+    step = PassShape(draw(st.integers(1, 3)), draw(st.integers(0, 4)), 1, draw(st.integers(1, 3)))
     room = {place: draw(st.sampled_from([60, 100, 1000])) for place in places}
     return model, room, speeds, step
 
@@ -76,9 +80,11 @@ def test_no_other_cut_gives_more_tokens_a_second(case):
     assert found == pytest.approx(max(rates))
 
 
-MODEL = Layout(tuple(Part(f"layers.{i}", 100) for i in range(8)), (Part("head", 100),))
-EQUAL = DeviceSpeeds({(rank, "cpu"): Speed(1e9, 100.0) for rank in range(2)})
-HOP = {0: Link(0.5, 1e9), 1: Link(0.5, 1e9)}
+MODEL = ModelProfile(
+    tuple(ModulePart(f"layers.{i}", 100) for i in range(8)), (ModulePart("head", 100),)
+)
+EQUAL = DeviceSpeeds({(rank, "cpu"): DeviceSpeed(1e9, 100.0) for rank in range(2)})
+HOP = {0: LinkSpeed(0.5, 1e9), 1: LinkSpeed(0.5, 1e9)}
 
 
 def layers_by_rank(chosen):
@@ -95,33 +101,33 @@ def test_one_conversation_stays_on_the_master_if_the_other_rank_is_no_faster():
 
 
 def test_several_conversations_keep_both_ranks_at_work():
-    speeds, step = DeviceSpeeds(EQUAL.places, HOP), Step(streams=4)
+    speeds, step = DeviceSpeeds(EQUAL.places, HOP), PassShape(streams=4)
     assert layers_by_rank(plan(MODEL, ROOM, "fastest", speeds=speeds, step=step)) == [4, 4]
 
 
 def test_a_faster_rank_gets_what_fits_if_that_pays_for_the_hops():
-    faster = DeviceSpeeds({**EQUAL.places, (1, "cpu"): Speed(1e9, 400.0)}, HOP)
+    faster = DeviceSpeeds({**EQUAL.places, (1, "cpu"): DeviceSpeed(1e9, 400.0)}, HOP)
     room = {**ROOM, (1, "cpu"): 500}
     assert layers_by_rank(plan(MODEL, room, "fastest", speeds=faster)) == [3, 5]
 
 
 def test_a_large_batch_is_bound_by_arithmetic_and_a_small_one_by_reading():
-    speeds = DeviceSpeeds({(0, "cpu"): Speed(1e3, 100.0)})
+    speeds = DeviceSpeeds({(0, "cpu"): DeviceSpeed(1e3, 100.0)})
     alone = plan(MODEL, {(0, "cpu"): 10_000})
-    one = estimate(MODEL, alone, speeds, Step(batch=1, itemsize=2))
-    many = estimate(MODEL, alone, speeds, Step(batch=100, itemsize=2))
+    one = estimate(MODEL, alone, speeds, PassShape(batch=1, itemsize=2))
+    many = estimate(MODEL, alone, speeds, PassShape(batch=100, itemsize=2))
     assert one.pass_s == pytest.approx(900 / 100.0)
     assert many.pass_s == pytest.approx(2 * 100 * 450 / 1e3)
 
 
 def test_a_place_of_unknown_speed_is_named():
     with pytest.raises(PlanError, match=r"\(1, 'cpu'\)"):
-        plan(MODEL, ROOM, "fastest", speeds=DeviceSpeeds({(0, "cpu"): Speed(1.0, 1.0)}))
+        plan(MODEL, ROOM, "fastest", speeds=DeviceSpeeds({(0, "cpu"): DeviceSpeed(1.0, 1.0)}))
 
 
 def test_assumed_speeds_are_those_of_every_place():
     chosen = plan(MODEL, ROOM, {"": 0, "layers.7": 1})
-    found = estimate(MODEL, chosen, assumed(ROOM, nbytes=100.0, hop_s=0.25))
+    found = estimate(MODEL, chosen, uniform_speeds(ROOM, nbytes=100.0, hop_s=0.25))
     assert found.pass_s == pytest.approx(9 + 0.5) and found.hops_s == pytest.approx(0.5)
     assert found.tokens_a_second == pytest.approx(1 / 9.5)
 
@@ -153,16 +159,16 @@ def test_trips_round_the_ring_are_those_that_a_token_makes(
     places = on_master(path, 3, generate, device_map=device_map)
     route = [places[name][0] for name, _ in plain.named_modules() if name in places]
     route.remove(places["model.rotary_emb"][0])  # which runs before the layers, and is here
-    assert (sent[2] - sent[1]) / 4 == trips(route) == expected
+    assert (sent[2] - sent[1]) / 4 == ring_passes(route) == expected
 
 
 def test_a_team_reads_at_the_same_time_and_pays_for_its_sums():
     """900 bytes over 2 ranks, 18 sums, and from stage to stage if there are two."""
-    team = Together(2, Speed(1e9, 50.0), Link(0.25, 8.0))
-    links = {rank: Link(0.5, 1e9) for rank in range(4)}
-    step = Step(width=1, itemsize=4)
-    one = estimate_together(MODEL, team, DeviceSpeeds({}, {0: links[0], 1: links[1]}), step)
+    team = GroupSpeed(2, DeviceSpeed(1e9, 50.0), LinkSpeed(0.25, 8.0))
+    links = {rank: LinkSpeed(0.5, 1e9) for rank in range(4)}
+    step = PassShape(width=1, itemsize=4)
+    one = estimate_tensor_parallel(MODEL, team, DeviceSpeeds({}, {0: links[0], 1: links[1]}), step)
     assert one.pass_s == pytest.approx(900 / 50 / 2 + 18 * (0.25 + 4 / 8)) and one.hops_s == 0
-    two = estimate_together(MODEL, team, DeviceSpeeds({}, links), step)
+    two = estimate_tensor_parallel(MODEL, team, DeviceSpeeds({}, links), step)
     assert two.pass_s == pytest.approx(one.pass_s + 2 * 0.5)
     assert two.slowest_s == pytest.approx(one.slowest_s / 2)

@@ -27,7 +27,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 from transformers.generation.streamers import BaseStreamer
 
 from drumline import DrumlineError
-from drumline.kv_cache.owner import Vault
+from drumline.kv_cache.owner import CacheRegistry
 
 RANKS = [2, 3]
 
@@ -530,13 +530,13 @@ def test_a_decoded_token_is_one_frame_a_hop(checkpoints, on_master, nprocs):
 
 def test_caches_are_freed_on_their_ranks_with_the_masters(checkpoints, on_master, monkeypatch):
     vaults = []
-    build = Vault.__init__
+    build = CacheRegistry.__init__
 
     def remember(self, config):
         build(self, config)
         vaults.append(self)
 
-    monkeypatch.setattr(Vault, "__init__", remember)
+    monkeypatch.setattr(CacheRegistry, "__init__", remember)
 
     def work(model):
         for _ in range(3):

@@ -25,12 +25,12 @@ from transformers import (
 import drumline
 from coordinator import Coordinator
 from drumline import CheckpointError
-from drumline.checkpoint.empty_model import read_config, read_tokenizer
-from drumline.checkpoint.safetensors_index import MAX_DIMS, Reader, read_index
+from drumline.checkpoint.config_files import read_config, read_tokenizer
+from drumline.checkpoint.safetensors_index import MAX_DIMS, TensorReader, read_index
 from drumline.cli import main
 from drumline.cli.run_script import run_script
-from drumline.core.shards import Box
-from drumline.planner.model_profile import model_class, skeleton
+from drumline.core.shards import Region
+from drumline.planner.model_profile import build_on_meta, model_class
 from drumline.tensor_parallel.sharded_model import read_configs
 
 TENSORS = {
@@ -141,8 +141,8 @@ def mutate(header, mutation):
 def read(folder, name, stored):
     """All of a tensor, read into memory that is full of something else."""
     out = torch.full((stored.nbytes,), 0xA5, dtype=torch.uint8)
-    with Reader(folder) as reader:
-        box = Box((0,) * len(stored.shape), stored.shape)
+    with TensorReader(folder) as reader:
+        box = Region((0,) * len(stored.shape), stored.shape)
         reader.read(stored, box, out.view(stored.torch_dtype).view(stored.shape))
         assert reader.nbytes == stored.nbytes
     return out.numpy().tobytes()
@@ -379,7 +379,7 @@ def test_a_config_within_the_config_brings_no_code_either(llama, willing, tmp_pa
     whole = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
     (llama / "config.json").write_text(json.dumps({**whole, "vision_config": part}))
     with pytest.raises(CheckpointError, match="trust_remote_code"):
-        skeleton(LlavaForConditionalGeneration, read_config(llama), torch.float32)
+        build_on_meta(LlavaForConditionalGeneration, read_config(llama), torch.float32)
     assert not willing and not ran.exists()
 
 

@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import drumline
 from coordinator import Coordinator
 from drumline.checkpoint.empty_model import load_shard
-from drumline.core.consistency import agree_on
-from drumline.planner.model_profile import layout, skeleton
+from drumline.core.consistency import check_same_on_all_ranks
+from drumline.planner.model_profile import build_on_meta, profile_model
 from drumline.stages.stage_weights import fill
 from drumline.strategies import pipeline_parallel
 
@@ -60,17 +60,17 @@ def test_what_a_model_computes_and_no_file_holds_is_there_too(checkpoints, on_ma
 
 def test_the_layout_counts_every_byte_once(checkpoints):
     for plain, _ in (checkpoints.llama(), checkpoints.gpt2()):
-        model = skeleton(type(plain), plain.config, torch.float32)
+        model = build_on_meta(type(plain), plain.config, torch.float32)
         tensors = [*plain.parameters(), *plain.buffers()]
         expected = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        assert layout(model).nbytes == expected
+        assert profile_model(model).nbytes == expected
 
 
 def test_a_layer_is_not_cut_where_the_model_names_only_its_attention(checkpoints):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     kind = "RobertaPreLayerNormForMaskedLM"
     plain, _ = checkpoints.make("prelayernorm", kind, num_attention_heads=4, vocab_size=64, **sizes)
-    found = layout(plain)
+    found = profile_model(plain)
     names = [part.name for part in found.layers]
     assert names == [f"roberta_prelayernorm.encoder.layer.{n}" for n in range(2)]
     _assert_tied_around(found, "roberta_prelayernorm.embeddings", "lm_head")
@@ -214,15 +214,15 @@ def test_ranks_that_have_other_files_than_the_master_are_named(sharded, tmp_path
     assert all("ranks [2]" in str(error) for error in ranks_or_errors(rank, 3))
 
 
-def test_a_bar_on_the_master_counts_the_bytes_of_all_ranks(checkpoints, ranks, capsys):
+def test_a_progress_bar_on_rank_0_counts_the_bytes_of_all_ranks(checkpoints, ranks, capsys):
     plain, path = checkpoints.llama()
     loaded_by(ranks, [path] * 3, 3, progress=True)
     last = capsys.readouterr().err.split("\r")[-1]
-    total = sum(tensor.nbytes for tensor in plain.parameters())
-    assert "loading: 100%" in last and f"{total / 1000:.0f}k/{total / 1000:.0f}k" in last
+    total = sum(tensor.nbytes for tensor in plain.parameters()) / 1000
+    assert "loading" in last and f"{total:.1f}/{total:.1f} kB" in last
 
 
-def test_there_is_no_bar_where_stderr_is_no_terminal(checkpoints, ranks, capsys):
+def test_there_is_no_progress_bar_where_stderr_is_no_terminal(checkpoints, ranks, capsys):
     loaded_by(ranks, [checkpoints.llama()[1]] * 2, 2)
     assert "loading" not in capsys.readouterr().err
 
@@ -371,7 +371,7 @@ def test_a_world_of_one_is_an_ordinary_model(checkpoints, on_master):
 def test_what_differs_between_ranks_is_named(ranks_or_errors, what):
     def rank(info):
         with Coordinator(info, timeout_s=20) as coor:
-            agree_on(coor, {"config": "{}", what: "b" if info.rank == 2 else "a"})
+            check_same_on_all_ranks(coor, {"config": "{}", what: "b" if info.rank == 2 else "a"})
 
     texts = [str(error) for error in ranks_or_errors(rank, 4)]
     assert all(f"{what} is a on rank 0 and b on rank 2" in text for text in texts)

@@ -73,7 +73,7 @@ def clusters(draw):
 
 @given(clusters())
 def test_an_accelerator_is_counted_once_however_many_see_it(reports):
-    owned = memory.share_out(reports)
+    owned = memory.assign_accelerators(reports)
     units = [
         (reports[rank]["node"], reports[rank]["accelerators"][device]["id"])
         for rank, devices in enumerate(owned)
@@ -84,15 +84,20 @@ def test_an_accelerator_is_counted_once_however_many_see_it(reports):
 
 
 def test_ranks_that_see_the_same_accelerators_get_their_own_first():
-    assert memory.share_out([report(0, "x", "y"), report(1, "x", "y")]) == [["cuda:0"], ["cuda:1"]]
-    assert memory.share_out([report(0, "x"), report(1, "y")]) == [["cuda:0"], ["cuda:0"]]
-    assert memory.share_out([report(0, "x"), report(1, "x")]) == [["cuda:0"], []]
+    assert memory.assign_accelerators([report(0, "x", "y"), report(1, "x", "y")]) == [
+        ["cuda:0"],
+        ["cuda:1"],
+    ]
+    assert memory.assign_accelerators([report(0, "x"), report(1, "y")]) == [["cuda:0"], ["cuda:0"]]
+    assert memory.assign_accelerators([report(0, "x"), report(1, "x")]) == [["cuda:0"], []]
 
 
 def test_accelerators_beyond_the_ranks_go_to_ranks_too():
     units = ["w", "x", "y", "z"]
-    assert memory.share_out([report(0, *units)]) == [["cuda:0", "cuda:1", "cuda:2", "cuda:3"]]
-    assert memory.share_out([report(0, *units), report(1, *units)]) == [
+    assert memory.assign_accelerators([report(0, *units)]) == [
+        ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
+    ]
+    assert memory.assign_accelerators([report(0, *units), report(1, *units)]) == [
         ["cuda:0", "cuda:2"],
         ["cuda:1", "cuda:3"],
     ]

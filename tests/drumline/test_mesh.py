@@ -28,9 +28,9 @@ def test_ranks_may_lie_in_any_order():
 def test_axes_along_which_ranks_do_not_ascend_are_known():
     """torch sorts the ranks of a process group: FSDP2 put rows together in another order."""
     axes = {"dp_shard": 2, "tp": 2}
-    assert not Mesh(axes).unsorted and not Mesh(axes, (0, 2, 1, 3)).unsorted
-    assert Mesh(axes, (1, 0, 3, 2)).unsorted == {"tp"}
-    assert Mesh(axes, (0, 3, 2, 1)).unsorted == {"dp_shard", "tp"}
+    assert not Mesh(axes).descending_axes and not Mesh(axes, (0, 2, 1, 3)).descending_axes
+    assert Mesh(axes, (1, 0, 3, 2)).descending_axes == {"tp"}
+    assert Mesh(axes, (0, 3, 2, 1)).descending_axes == {"dp_shard", "tp"}
 
 
 def test_the_name_that_transformers_gives_an_axis_is_understood():

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
-from drumline.kv_cache.proxy import advance, foresee, number_of
+from drumline.kv_cache.proxy import account_tokens, cache_number, prepare_next_token
 
 
-class Journal:
+class CacheOpLog:
     """Writes nothing down."""
 
     shape_of_pass = None
@@ -32,29 +32,29 @@ def lengths(cache: DynamicCache) -> set[tuple[int, int]]:
 def cache() -> DynamicCache:
     """Of two layers with five tokens of two rows, the last of them a token of its own."""
     cache = DynamicCache()
-    number_of(cache, Journal())
+    cache_number(cache, CacheOpLog())
     for tokens in (4, 1):
-        advance(cache, (0, 1), torch.empty(2, tokens, 8))
+        account_tokens(cache, (0, 1), torch.empty(2, tokens, 8))
     return cache
 
 
 def test_the_next_token_is_counted_with_what_was_made_ahead(cache):
-    foresee(cache)
+    prepare_next_token(cache)
     ahead = cache.ahead[1].keys
-    advance(cache, (0, 1), torch.empty(2, 1, 8))
+    account_tokens(cache, (0, 1), torch.empty(2, 1, 8))
     assert cache.layers[0].keys is cache.layers[1].keys is ahead
     assert lengths(cache) == {(2, 6)}
 
 
 def test_what_was_made_ahead_is_left_where_something_else_comes(cache):
-    foresee(cache)
-    advance(cache, (0, 1), torch.empty(2, 3, 8))
+    prepare_next_token(cache)
+    account_tokens(cache, (0, 1), torch.empty(2, 3, 8))
     assert lengths(cache) == {(2, 8)}
-    foresee(cache)
+    prepare_next_token(cache)
     cache.crop(-5)
-    advance(cache, (0, 1), torch.empty(2, 1, 8))
+    account_tokens(cache, (0, 1), torch.empty(2, 1, 8))
     assert lengths(cache) == {(2, 4)}
-    foresee(cache)
+    prepare_next_token(cache)
     cache.batch_select_indices(torch.tensor([1]))
-    advance(cache, (0, 1), torch.empty(1, 1, 8))
+    account_tokens(cache, (0, 1), torch.empty(1, 1, 8))
     assert lengths(cache) == {(1, 5)}

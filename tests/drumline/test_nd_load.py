@@ -11,12 +11,12 @@ from torch import nn
 
 import drumline
 from coordinator import Coordinator
-from drumline import CheckpointError, PlanError, Split
-from drumline.checkpoint.hugepages import rooms
-from drumline.checkpoint.safetensors_index import Reader, Stored, read_index
-from drumline.checkpoint.shard_plan import Wanted, plan_loading, reader_ranks, whole
+from drumline import CheckpointError, PlanError, ShardSpec
+from drumline.checkpoint.safetensors_index import StoredTensor, TensorReader, read_index
+from drumline.checkpoint.shard_plan import TensorRequest, plan_loading, reader_ranks, whole_tensor
+from drumline.core.hugepages import allocate_hugepages
 from drumline.core.mesh import Mesh
-from drumline.core.shards import Box, local_shape, own_boxes
+from drumline.core.shards import Region, local_shape, owned_regions
 
 ROOT = Path(__file__).parents[2]
 READERS = ["each", "node", "rank0"]
@@ -46,16 +46,16 @@ def splits_over(mesh):
     axes = [axis for axis in mesh if axis != "dp_replicate"]
     cuts = {"embed.weight": [], "up.weight": [], "up.bias": []}
     for number, axis in enumerate(axes):
-        cuts["embed.weight"].append(Split(axis, 0))
-        cuts["up.weight"].append(Split(axis, number % 2, factor=2))
-        cuts["up.bias"].append(Split(axis, 0, factor=2))
+        cuts["embed.weight"].append(ShardSpec(axis, 0))
+        cuts["up.weight"].append(ShardSpec(axis, number % 2, factor=2))
+        cuts["up.bias"].append(ShardSpec(axis, 0, factor=2))
     return {name: tuple(splits) for name, splits in cuts.items()}
 
 
 def sliced(whole, splits, mesh, rank):
     out = torch.empty(local_shape(whole.shape, splits, mesh, rank), dtype=whole.dtype)
-    for own in own_boxes(whole.shape, splits, mesh, rank):
-        out[Box(own.at, own.box.size).slices()] = whole[own.box.slices()]
+    for own in owned_regions(whole.shape, splits, mesh, rank):
+        out[Region(own.at, own.region.size).slices()] = whole[own.region.slices()]
     return out
 
 
@@ -174,7 +174,7 @@ def test_every_dtype_arrives_bit_for_bit(ranks, tmp_path, dtype):
         model = nn.Module()
         model.register_buffer("weight", torch.empty(7, 5, dtype=dtype, device="meta"))
         with Coordinator(info, timeout_s=30) as coor:
-            cuts = {"weight": (Split("tp", 1),)}
+            cuts = {"weight": (ShardSpec("tp", 1),)}
             drumline.load_into(model, tmp_path, coor, mesh={"tp": 3}, reader="rank0", splits=cuts)
         return model.weight
 
@@ -192,7 +192,7 @@ def test_numbers_that_share_a_byte_arrive_bit_for_bit(ranks, tmp_path):
         empty = torch.empty(7, 6, dtype=torch.float4_e2m1fn_x2, device="meta")
         model.register_buffer("weight", empty)
         with Coordinator(info, timeout_s=30) as coor:
-            cuts = {"weight": (Split("tp", 1),)}
+            cuts = {"weight": (ShardSpec("tp", 1),)}
             drumline.load_into(model, tmp_path, coor, mesh={"tp": 3}, reader="rank0", splits=cuts)
         return model.weight.view(torch.uint8)
 
@@ -201,11 +201,11 @@ def test_numbers_that_share_a_byte_arrive_bit_for_bit(ranks, tmp_path):
 
 @pytest.mark.parametrize("reader", READERS)
 def test_tensors_larger_than_a_block_arrive_in_blocks(ranks, tmp_path, monkeypatch, reader):
-    monkeypatch.setattr("drumline.checkpoint.shard_loader.BLOCK", 64)
+    monkeypatch.setattr("drumline.checkpoint.plan_executor.BLOCK_NBYTES", 64)
     torch.manual_seed(0)
     whole = torch.randn(9, 4, 23)
     save_file({"weight": whole}, tmp_path / "w.safetensors")
-    cuts = {"weight": (Split("dp_shard", 0), Split("tp", 2, factor=2))}
+    cuts = {"weight": (ShardSpec("dp_shard", 0), ShardSpec("tp", 2, factor=2))}
     mesh = Mesh({"dp_shard": 2, "tp": 2})
 
     def rank(info):
@@ -235,9 +235,9 @@ def test_a_box_read_from_a_file_is_a_slice(tmp_path_factory, shape, data):
     start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
     size = tuple(data.draw(st.integers(1, n - a)) for n, a in zip(shape, start, strict=True))
     out = torch.empty(size, dtype=whole.dtype)
-    with Reader(file) as reader:
-        reader.read(read_index(file)["weight"], Box(start, size), out)
-    assert torch.equal(out, whole[Box(start, size).slices()])
+    with TensorReader(file) as reader:
+        reader.read(read_index(file)["weight"], Region(start, size), out)
+    assert torch.equal(out, whole[Region(start, size).slices()])
     assert reader.nbytes == out.nbytes
 
 
@@ -262,10 +262,13 @@ def test_an_impossible_request_raises_on_every_rank(
 def test_what_one_rank_plans_is_its_part_of_the_whole_plan(sizes, reader):
     """A rank that planned for all others would take longer the more there are."""
     shapes = {"embed": (13, 6), "up": (10, 6), "bias": (10,)}
-    index = {name: Stored("a", 8, "F32", shape) for name, shape in shapes.items()}
+    index = {name: StoredTensor("a", 8, "F32", shape) for name, shape in shapes.items()}
     axes = [axis for axis in sizes if axis != "dp_replicate"]
-    cuts = tuple(Split(axis, 0, factor=2) for axis in axes)
-    wanted = {name: Wanted(shape, 4, whole(name, shape), cuts) for name, shape in shapes.items()}
+    cuts = tuple(ShardSpec(axis, 0, factor=2) for axis in axes)
+    wanted = {
+        name: TensorRequest(shape, 4, whole_tensor(name, shape), cuts)
+        for name, shape in shapes.items()
+    }
     readers = reader_ranks(reader, [[0, 1], [2, 3]])
     everything = plan_loading(wanted, index, Mesh(sizes), readers)
     for rank in range(4):
@@ -285,7 +288,7 @@ def test_rooms_are_ordinary_tensors_that_lie_apart():
         for dtype in kinds
     }
     wishes["elsewhere"] = ((4, 4), torch.float32, "meta")
-    found = rooms(wishes)
+    found = allocate_hugepages(wishes)
     assert found.keys() == wishes.keys() and found["elsewhere"].is_meta
     del found["elsewhere"]
     for number, (name, tensor) in enumerate(found.items()):
@@ -307,7 +310,9 @@ def own_memory():
 def test_rooms_take_no_more_memory_than_their_tensors():
     """With huge pages of its own for each of them, a third of it would be for nothing."""
     before = own_memory()
-    found = rooms({str(number): ((700, 1024), torch.float32, "cpu") for number in range(24)})
+    found = allocate_hugepages(
+        {str(number): ((700, 1024), torch.float32, "cpu") for number in range(24)}
+    )
     for tensor in found.values():
         tensor.fill_(1)
     took, share = own_memory() - before, sum(tensor.nbytes for tensor in found.values())

@@ -11,7 +11,7 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from drumline import plan
-from drumline.planner.model_profile import layout, skeleton
+from drumline.planner.model_profile import build_on_meta, profile_model
 
 SPARE = 64 << 20
 """What a rank may take beside its share: blocks on their way, and code that is loaded late."""
@@ -120,7 +120,7 @@ def numbers(path: Path) -> dict[str, int]:
 def shares(checkpoint) -> list[int]:
     """The bytes that the plan gives to each of three ranks."""
     config = MixtralConfig.from_pretrained(checkpoint)
-    parts = layout(skeleton(MixtralForCausalLM, config, torch.float32))
+    parts = profile_model(build_on_meta(MixtralForCausalLM, config, torch.float32))
     room = {(rank, "cpu"): 1 << 30 for rank in range(3)}
     chosen = plan(parts, room)
     return [chosen.used(place) for place in room]
@@ -142,7 +142,7 @@ def test_a_rank_takes_its_own_share_and_little_more_wherever_the_files_are(
 def test_layers_that_stay_on_disk_take_the_room_of_two(start, checkpoint):
     """Far less than the share: the memory of one layer at work and of one on its way."""
     config = MixtralConfig.from_pretrained(checkpoint)
-    parts = layout(skeleton(MixtralForCausalLM, config, torch.float32))
+    parts = profile_model(build_on_meta(MixtralForCausalLM, config, torch.float32))
     around = sum(part.nbytes for part in parts.others)
     needed = around + 2 * max(part.nbytes for part in parts.layers) + SPARE
     assert needed < parts.nbytes

@@ -8,21 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drumline import DeviceMap, Layout, Part, PlanError, plan
-from drumline.planner.memory import given_room, nbytes
-from drumline.planner.plan import abbreviate
+from drumline import DeviceMap, ModelProfile, ModulePart, PlanError, plan
+from drumline.core.device_map import abbreviate_names
+from drumline.planner.memory import limit_memory, nbytes
 
 
 @st.composite
-def layouts(draw) -> Layout:
+def layouts(draw) -> ModelProfile:
     sizes = draw(st.lists(st.integers(0, 50), min_size=1, max_size=12))
     around = draw(st.lists(st.integers(0, 50), max_size=3))
-    others = tuple(Part(f"other{i}", size) for i, size in enumerate(around))
+    others = tuple(ModulePart(f"other{i}", size) for i, size in enumerate(around))
     ties = [("other0", "other1")] if len(others) > 1 and draw(st.booleans()) else []
     if len(sizes) > 2 and draw(st.booleans()):
         ties.append(("layers.0", f"layers.{len(sizes) // 2}"))
-    layers = tuple(Part(f"layers.{i}", size) for i, size in enumerate(sizes))
-    return Layout(layers, others, tuple(ties))
+    layers = tuple(ModulePart(f"layers.{i}", size) for i, size in enumerate(sizes))
+    return ModelProfile(layers, others, tuple(ties))
 
 
 rooms = st.lists(st.integers(0, 400), min_size=1, max_size=5).map(
@@ -68,9 +68,13 @@ def test_a_plan_survives_the_way_to_another_rank(model, room, mode):
     assert DeviceMap.from_bytes(chosen.to_bytes()) == chosen
 
 
-LLAMA = Layout(
-    layers=tuple(Part(f"model.layers.{i}", 100) for i in range(8)),
-    others=(Part("model.embed_tokens", 50), Part("model.norm", 1), Part("lm_head", 50)),
+LLAMA = ModelProfile(
+    layers=tuple(ModulePart(f"model.layers.{i}", 100) for i in range(8)),
+    others=(
+        ModulePart("model.embed_tokens", 50),
+        ModulePart("model.norm", 1),
+        ModulePart("lm_head", 50),
+    ),
 )
 
 
@@ -148,7 +152,7 @@ def test_a_map_of_ones_own_that_cannot_hold_is_refused(device_map, complaint):
 
 
 def test_a_map_that_separates_tied_modules_is_refused():
-    tied = Layout(LLAMA.layers, LLAMA.others, (("model.embed_tokens", "lm_head"),))
+    tied = ModelProfile(LLAMA.layers, LLAMA.others, (("model.embed_tokens", "lm_head"),))
     with pytest.raises(PlanError, match="share tensors"):
         plan(tied, {(0, "cpu"): 800, (1, "cpu"): 800}, {"": 0, "lm_head": 1})
 
@@ -161,7 +165,7 @@ def test_the_picture_has_a_line_for_each_place_with_what_it_holds():
 
 def test_neighbouring_layers_are_abbreviated():
     names = ["embed", "layers.0", "layers.1", "layers.2", "layers.4", "head"]
-    assert abbreviate(names) == "embed, layers.0-2, layers.4, head"
+    assert abbreviate_names(names) == "embed, layers.0-2, layers.4, head"
 
 
 @pytest.mark.parametrize(
@@ -178,12 +182,12 @@ def test_a_size_that_is_none_is_refused():
 
 def test_memory_may_be_given_by_place_by_rank_or_as_a_list():
     room = {(0, "cuda:0"): 9, (1, "cpu"): 9}
-    assert given_room(room, [1, "2"]) == {(0, "cuda:0"): 1, (1, "cpu"): 2}
-    assert given_room(room, {1: 3}) == {(1, "cpu"): 3}
-    assert given_room(room, {(0, "cpu"): 4}) == {(0, "cpu"): 4}
-    assert given_room(room, {0: "1KiB", "cpu": 5}) == {(0, "cuda:0"): 1024, (0, "cpu"): 5}
+    assert limit_memory(room, [1, "2"]) == {(0, "cuda:0"): 1, (1, "cpu"): 2}
+    assert limit_memory(room, {1: 3}) == {(1, "cpu"): 3}
+    assert limit_memory(room, {(0, "cpu"): 4}) == {(0, "cpu"): 4}
+    assert limit_memory(room, {0: "1KiB", "cpu": 5}) == {(0, "cuda:0"): 1024, (0, "cpu"): 5}
     with pytest.raises(PlanError, match=r"ranks \[5\]"):
-        given_room(room, {5: 1})
+        limit_memory(room, {5: 1})
 
 
 OFFLOADING = {(0, "cuda:0"): 450, (0, "cpu"): 700, (1, "cuda:0"): 450, (1, "disk"): 5000}
@@ -238,7 +242,7 @@ def test_a_map_of_ones_own_may_name_devices_of_the_master_and_disks():
     assert set(chosen.runs_on(0).values()) == {"cuda:0"} and chosen.device_of(1) == "cpu"
 
 
-LOOSE = Layout(LLAMA.layers, (Part("scale", 4), *LLAMA.others), loose=("scale",))
+LOOSE = ModelProfile(LLAMA.layers, (ModulePart("scale", 4), *LLAMA.others), root_tensors=("scale",))
 
 
 def test_a_tensor_that_the_model_uses_by_itself_stays_on_the_master():
@@ -250,11 +254,11 @@ def test_a_tensor_that_the_model_uses_by_itself_stays_on_the_master():
 
 
 def test_room_to_work_in_is_kept_on_every_place_that_runs_layers():
-    working = dataclasses.replace(LLAMA, working=150)
+    workspace_nbytes = dataclasses.replace(LLAMA, workspace_nbytes=150)
     room = {(0, "cpu"): 600, (1, "cpu"): 700}
-    chosen = plan(working, room)
+    chosen = plan(workspace_nbytes, room)
     assert all(chosen.used(place) <= nbytes - 150 for place, nbytes in room.items())
     with pytest.raises(PlanError, match="151 bytes more to work in"):
-        plan(dataclasses.replace(LLAMA, working=151), {(0, "cpu"): 551, (1, "cpu"): 651})
+        plan(dataclasses.replace(LLAMA, workspace_nbytes=151), {(0, "cpu"): 551, (1, "cpu"): 651})
     with pytest.raises(PlanError, match="1 bytes are missing"):
-        plan(working, {(0, "cpu"): 1050}, {"": 0})
+        plan(workspace_nbytes, {(0, "cpu"): 1050}, {"": 0})

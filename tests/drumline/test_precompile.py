@@ -20,8 +20,8 @@ from drumline import (
     get_or_build,
     precompile_modules,
 )
-from drumline.compile_once.artifact_cache import Cache
-from drumline.compile_once.precompile import _texts, key_of
+from drumline.compile_once.artifact_cache import ArtifactCache
+from drumline.compile_once.precompile import _texts, module_key
 
 HERE = Path(__file__).parent
 X = torch.ones(2, 3).t().contiguous()
@@ -65,7 +65,7 @@ def test_one_rank_builds_and_every_node_has_the_bytes(ranks, tmp_path):
 
 def test_a_node_that_has_it_gives_it_to_one_that_has_not(ranks, tmp_path):
     builds = Builds()
-    Cache(tmp_path / "b").store("key", b"from b")
+    ArtifactCache(tmp_path / "b").store("key", b"from b")
     folders = [tmp_path / name for name in ("a", "b")]
     assert ranks(fetch(builds, folders), 2, [1, 1]) == [b"from b"] * 2
     assert not builds.by
@@ -110,7 +110,7 @@ def test_a_damaged_file_is_built_again(ranks, tmp_path, damage):
     builds = Builds()
     for _ in range(2):
         assert ranks(fetch(builds, [tmp_path] * 2), 2) == [builds.data] * 2
-        path = Cache(tmp_path).path("key")
+        path = ArtifactCache(tmp_path).path("key")
         path.write_bytes(damage(path.read_bytes()))
     assert builds.by == [0, 0]
 
@@ -118,7 +118,7 @@ def test_a_damaged_file_is_built_again(ranks, tmp_path, damage):
 @pytest.mark.parametrize("damage", [lambda d: b"\xff" + d[1:], lambda d: "é".encode() * 32])
 def test_a_seal_that_is_no_text_is_a_damaged_one(tmp_path, damage):
     """Every launch failed from then on, until someone removed the file."""
-    cache = Cache(tmp_path / "c")
+    cache = ArtifactCache(tmp_path / "c")
     cache.store("key", b"data")
     seal = cache.folder / "key.seal"
     seal.write_bytes(damage(seal.read_bytes()))
@@ -126,7 +126,7 @@ def test_a_seal_that_is_no_text_is_a_damaged_one(tmp_path, damage):
 
 
 def test_a_secret_that_was_cut_short_authenticates_nothing(tmp_path):
-    cache = Cache(tmp_path / "c")
+    cache = ArtifactCache(tmp_path / "c")
     cache.store("key", b"data")
     (cache.folder / "secret").write_bytes(b"")
     assert cache.load("key") is None
@@ -136,7 +136,7 @@ def test_a_secret_that_was_cut_short_authenticates_nothing(tmp_path):
 
 def test_a_file_that_someone_else_made_is_not_believed(tmp_path):
     """A right digest is no proof of who wrote the file; the secret of another cache is not ours."""
-    mine, other = Cache(tmp_path / "mine"), Cache(tmp_path / "other")
+    mine, other = ArtifactCache(tmp_path / "mine"), ArtifactCache(tmp_path / "other")
     other.store("key", b"evil")
     for name in ("key.artifact", "key.seal"):
         (mine.folder / name).write_bytes((other.folder / name).read_bytes())
@@ -145,7 +145,7 @@ def test_a_file_that_someone_else_made_is_not_believed(tmp_path):
 
 def test_an_artifact_that_is_just_being_replaced_is_not_removed(tmp_path):
     """Who read between the artifact and its seal took it for damaged, and removed it."""
-    cache = Cache(tmp_path / "c")
+    cache = ArtifactCache(tmp_path / "c")
     cache.store("key", b"old")
     seal = (cache.folder / "key.seal").read_bytes()
     cache.store("key", b"new")
@@ -158,8 +158,8 @@ def test_an_artifact_that_is_just_being_replaced_is_not_removed(tmp_path):
 
 @pytest.mark.parametrize("key", ["../outside", "a/b", ""])
 def test_a_key_that_would_lead_out_of_the_folder_is_refused(tmp_path, key):
-    with pytest.raises(BuildError, match="name of a file"):
-        Cache(tmp_path / "c").store(key, b"data")
+    with pytest.raises(BuildError, match="not a file name"):
+        ArtifactCache(tmp_path / "c").store(key, b"data")
 
 
 def test_a_folder_that_others_can_enter_is_refused(tmp_path):
@@ -167,8 +167,8 @@ def test_a_folder_that_others_can_enter_is_refused(tmp_path):
     folder.mkdir()
     folder.chmod(0o755)
     with pytest.raises(BuildError, match="chmod 700"):
-        Cache(folder)
-    assert stat.S_IMODE(Cache(tmp_path / "new").folder.stat().st_mode) == 0o700
+        ArtifactCache(folder)
+    assert stat.S_IMODE(ArtifactCache(tmp_path / "new").folder.stat().st_mode) == 0o700
 
 
 def test_racing_launches_build_once(ranks, tmp_path):
@@ -187,15 +187,15 @@ def test_racing_launches_build_once(ranks, tmp_path):
 
 def test_a_builder_that_was_killed_leaves_no_lock(start, tmp_path):
     code = (
-        "import sys, time; from drumline.compile_once.artifact_cache import Cache\n"
-        "with Cache(sys.argv[1]).lock('key'): print('held', flush=True); time.sleep(60)"
+        "import sys, time; from drumline.compile_once.artifact_cache import ArtifactCache\n"
+        "with ArtifactCache(sys.argv[1]).lock('key'): print('held', flush=True); time.sleep(60)"
     )
     (holder,) = start(code, 1, tmp_path / "c")
     assert holder.stdout.readline() == "held\n"
     holder.kill()
     holder.wait()
     begun = time.monotonic()
-    with Cache(tmp_path / "c").lock("key"):
+    with ArtifactCache(tmp_path / "c").lock("key"):
         assert time.monotonic() - begun < 2
 
 
@@ -247,16 +247,16 @@ def test_the_key_of_a_model_knows_its_settings(change):
     second.name_or_path = "elsewhere"
     with torch.no_grad():
         second.weight.mul_(2)
-    assert key_of(first, (X,)) == key_of(second, (X,))
+    assert module_key(first, (X,)) == module_key(second, (X,))
     change(second)
-    assert key_of(first, (X,)) != key_of(second, (X,))
+    assert module_key(first, (X,)) != module_key(second, (X,))
 
 
 def test_the_key_of_a_model_knows_the_text_of_the_modules_in_it(monkeypatch):
-    before = key_of(Outer(), (X,))
+    before = module_key(Outer(), (X,))
     plain = inspect.getsource
     monkeypatch.setattr(inspect, "getsource", lambda one: plain(one) + "# edited")
-    assert key_of(Outer(), (X,)) != before
+    assert module_key(Outer(), (X,)) != before
     assert _texts(nn.Sequential(nn.Linear(2, 2))) == []
     assert _texts(Outer()) == [sys.modules[__name__]]
 
@@ -274,16 +274,16 @@ def test_the_key_of_a_model_knows_its_inputs():
         (X, None),
         (X, {"mask": X}),
     ]
-    assert len({key_of(model, one) for one in inputs}) == len(inputs)
+    assert len({module_key(model, one) for one in inputs}) == len(inputs)
 
 
 def test_a_key_knows_the_instructions_of_the_processor(monkeypatch):
     """Inductor compiles for this very processor, and another with AVX-512 has other ones."""
     key = fingerprint(one)
-    monkeypatch.setattr(precompile, "_instructions", lambda: ["avx512f"])
+    monkeypatch.setattr(precompile, "_cpu_flags", lambda: ["avx512f"])
     assert fingerprint(one) != key
     monkeypatch.undo()
-    assert len(precompile._instructions()) > 3 and fingerprint(one) == key
+    assert len(precompile._cpu_flags()) > 3 and fingerprint(one) == key
 
 
 def test_a_canary_that_sings_differently_on_one_rank_stops_all(ranks_or_errors):
@@ -303,7 +303,7 @@ def test_modules_that_are_not_alike_are_not_compiled_as_one(ranks_or_errors):
             precompile_modules(modules, (torch.ones(1, 2),), coor)
 
     for error in ranks_or_errors(rank, 2):
-        assert isinstance(error, BuildError) and "module 2 is not like the first" in str(error)
+        assert isinstance(error, BuildError) and "module 2 differs from the first" in str(error)
 
 
 def test_a_model_compiled_once_runs_everywhere_with_each_ranks_weights_and_no_compiler(

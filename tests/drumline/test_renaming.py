@@ -13,16 +13,16 @@ from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist,
 import drumline
 from coordinator import Coordinator
 from drumline.checkpoint import empty_model
-from drumline.checkpoint.safetensors_index import Stored
-from drumline.checkpoint.shard_plan import fills
-from drumline.checkpoint.weight_map import Computed, _convert
+from drumline.checkpoint.safetensors_index import StoredTensor
+from drumline.checkpoint.shard_plan import fills_exactly
+from drumline.checkpoint.weight_map import NotStreamable, _convert
 
 shapes = st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple)
 
 
 def assembled(pieces, shape, stored):
     """A tensor filled as its pieces say, each element once."""
-    assert fills(pieces, shape)
+    assert fills_exactly(pieces, shape)
     out = torch.full(shape, -1)
     for piece in pieces:
         lead, at = piece.lead, piece.at
@@ -35,7 +35,7 @@ def assembled(pieces, shape, stored):
 def converted(operations, sources, targets, tensors):
     """By name, what our tables and what transformers make of tensors named by their pattern."""
     index = {
-        key: Stored("a.safetensors", 0, "I64", tuple(tensor.shape))
+        key: StoredTensor("a.safetensors", 0, "I64", tuple(tensor.shape))
         for keys in tensors.values()
         for key, tensor in keys.items()
     }
@@ -87,7 +87,7 @@ def test_lists_of_tensors_are_stacked_and_joined(shape, count, data):
 
 def test_what_computes_is_told_apart():
     tensors = {"joint": {"a": torch.zeros(2, 3)}}
-    with pytest.raises(Computed, match="Transpose"):
+    with pytest.raises(NotStreamable, match="Transpose"):
         converted([Transpose(0, 1)], ["joint"], ["turned"], tensors)
 
 
@@ -96,9 +96,9 @@ def computed(monkeypatch):
     """As if the weights of every model were computed from what is stored."""
 
     def refuse(model, index):
-        raise Computed("all of it is made by Reverse")
+        raise NotStreamable("all of it is made by Reverse")
 
-    monkeypatch.setattr(empty_model, "describe", refuse)
+    monkeypatch.setattr(empty_model, "map_weights", refuse)
 
 
 def test_a_model_that_is_computed_is_read_by_transformers_on_every_rank(

@@ -16,9 +16,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from drumline.checkpoint.shard_loader import _splits_of
+from drumline.checkpoint.model_tensors import dtensor_splits
 from drumline.core.mesh import Mesh, read_mesh
-from drumline.core.shards import Split, blocks, local_shape, own_boxes
+from drumline.core.shards import ShardSpec, local_shape, owned_regions, split_into_blocks
 from drumline.errors import PlanError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
@@ -33,16 +33,16 @@ def cuts(draw):
     shape = tuple(draw(shapes))
     axes = draw(st.lists(st.sampled_from(sorted(mesh.axes)), unique=True))
     dims, factors = st.integers(-len(shape), len(shape) - 1), st.integers(1, 3)
-    splits = tuple(Split(axis, draw(dims), draw(factors)) for axis in axes)
+    splits = tuple(ShardSpec(axis, draw(dims), draw(factors)) for axis in axes)
     return mesh, shape, splits
 
 
 def shard(whole, splits, mesh, rank):
     """The shard that the boxes of a rank make."""
     out = torch.full(local_shape(whole.shape, splits, mesh, rank), -1)
-    for own in own_boxes(whole.shape, splits, mesh, rank):
-        place = tuple(slice(a, a + n) for a, n in zip(own.at, own.box.size, strict=True))
-        out[place] = whole[own.box.slices()]
+    for own in owned_regions(whole.shape, splits, mesh, rank):
+        place = tuple(slice(a, a + n) for a, n in zip(own.at, own.region.size, strict=True))
+        out[place] = whole[own.region.slices()]
     return out
 
 
@@ -52,8 +52,8 @@ def test_the_boxes_tile_the_tensor_once_for_each_replica(case):
     mesh, shape, splits = case
     count = torch.zeros(shape, dtype=torch.int)
     for rank in mesh.ranks:
-        for own in own_boxes(shape, splits, mesh, rank):
-            count[own.box.slices()] += 1
+        for own in owned_regions(shape, splits, mesh, rank):
+            count[own.region.slices()] += 1
     cut = {split.axis for split in splits}
     replicas = torch.tensor([n for axis, n in mesh.axes.items() if axis not in cut]).prod()
     assert torch.equal(count, torch.full_like(count, int(replicas)))
@@ -77,7 +77,7 @@ def test_one_split_is_a_chunk_of_torch(shape, count, index, data):
     empty = whole.narrow(dim, 0, 0)
     expected = [*chunks, *[empty] * count][:count][index % count]
     mesh = Mesh({"tp": count})
-    assert torch.equal(shard(whole, (Split("tp", dim),), mesh, index % count), expected)
+    assert torch.equal(shard(whole, (ShardSpec("tp", dim),), mesh, index % count), expected)
 
 
 PLACEMENTS = [
@@ -113,7 +113,7 @@ def test_the_boxes_are_the_local_shards_of_dtensor(as_rank):
             whole = torch.arange(shape[0] * shape[1]).reshape(shape)
             expected = distribute_tensor(whole, theirs, placements, src_data_rank=None)
             splits = tuple(
-                Split(axis, p.dim, getattr(p, "split_factor", 1))
+                ShardSpec(axis, p.dim, getattr(p, "split_factor", 1))
                 for axis, p in zip(mesh.axes, placements, strict=True)
                 if not p.is_replicate()
             )
@@ -141,7 +141,7 @@ def test_the_shards_of_fsdp_over_tensor_parallel_are_parts_of_parts(as_rank, siz
         theirs, layer = fsdp_over_tp(sizes, 9)
         mesh = read_mesh(theirs, world_size)
         at = mesh.coordinate(rank)
-        found = shard(whole, _splits_of("bias", layer.bias, mesh), mesh, rank)
+        found = shard(whole, dtensor_splits("bias", layer.bias, mesh), mesh, rank)
         rows = chunks(whole, sizes[2])[at["tp"]]
         assert torch.equal(found, chunks(rows, sizes[1])[at["dp_shard"]])
         assert found.shape == layer.bias._local_tensor.shape
@@ -153,8 +153,8 @@ def test_a_device_mesh_whose_ranks_descend_is_refused(as_rank):
     theirs = DeviceMesh("cpu", [[2, 0], [3, 1]], mesh_dim_names=("tp", "dp_shard"))
     with torch.device("meta"):
         layer = fully_shard(nn.Linear(3, 4), mesh=theirs["dp_shard"])
-    with pytest.raises(PlanError, match=r"weight is cut along 'dp_shard'.*do not ascend"):
-        _splits_of("weight", layer.weight, read_mesh(theirs, 4))
+    with pytest.raises(PlanError, match=r"weight is split along 'dp_shard'.*do not ascend"):
+        dtensor_splits("weight", layer.weight, read_mesh(theirs, 4))
 
 
 def chunks(whole, count):
@@ -167,7 +167,7 @@ def chunks(whole, count):
 @given(shapes, st.integers(1, 40))
 def test_blocks_tile_a_box_and_none_is_larger_than_the_limit(shape, limit):
     count = torch.zeros(shape, dtype=torch.int)
-    for block in blocks(shape, limit):
+    for block in split_into_blocks(shape, limit):
         part = count[block.slices()]
         part += 1
         assert block.numel <= limit
@@ -177,6 +177,6 @@ def test_blocks_tile_a_box_and_none_is_larger_than_the_limit(shape, limit):
 
 def test_a_cut_along_an_axis_that_is_not_there_is_refused():
     with pytest.raises(PlanError, match="tp"):
-        own_boxes((4, 4), (Split("tp", 0),), Mesh({"dp_shard": 2}), 0)
+        owned_regions((4, 4), (ShardSpec("tp", 0),), Mesh({"dp_shard": 2}), 0)
     with pytest.raises(PlanError, match="dimension 2"):
-        own_boxes((4, 4), (Split("tp", 2),), Mesh({"tp": 2}), 0)
+        owned_regions((4, 4), (ShardSpec("tp", 2),), Mesh({"tp": 2}), 0)

@@ -11,13 +11,13 @@ from transformers import LlamaConfig
 
 import drumline
 from coordinator import Coordinator
-from drumline.planner.cost_model import Link, Speed, Together
+from drumline.planner.cost_model import DeviceSpeed, GroupSpeed, LinkSpeed
 from drumline.planner.measure import (
-    as_of_one_make,
-    device_speed,
+    equalize_similar_devices,
+    measure_device,
+    measure_group_speeds,
+    measure_place,
     measure_speeds,
-    measure_together,
-    place_speed,
 )
 from drumline.strategies import auto
 from tests.drumline.conftest import LLAMA
@@ -40,7 +40,7 @@ def test_teams_are_measured_by_every_number_of_ranks_that_a_node_has(ranks):
     def rank(info):
         torch.set_num_threads(1)
         with Coordinator(info) as coor:
-            return measure_together(coor, "cpu", torch.float32)
+            return measure_group_speeds(coor, "cpu", torch.float32)
 
     found = ranks(rank, 4)
     assert found[0] == found[1] == found[2] == found[3]
@@ -51,23 +51,23 @@ def test_teams_are_measured_by_every_number_of_ranks_that_a_node_has(ranks):
 def test_devices_that_differ_by_little_count_as_alike():
     """A disturbed measurement would send layers away for nothing."""
     found = {
-        (0, "cpu"): Speed(90.0, 5.0),
-        (1, "cpu"): Speed(100.0, 10.0),
-        (1, "cuda:0"): Speed(101.0, 99.0),
+        (0, "cpu"): DeviceSpeed(90.0, 5.0),
+        (1, "cpu"): DeviceSpeed(100.0, 10.0),
+        (1, "cuda:0"): DeviceSpeed(101.0, 99.0),
     }
-    assert as_of_one_make(found) == {**found, (0, "cpu"): Speed(100.0, 5.0)}
+    assert equalize_similar_devices(found) == {**found, (0, "cpu"): DeviceSpeed(100.0, 5.0)}
 
 
 def test_what_is_read_from_disk_is_slower_than_what_is_in_memory():
-    disk, memory = [place_speed(device, "cpu", torch.float32) for device in ("disk", "cpu")]
+    disk, memory = [measure_place(device, "cpu", torch.float32) for device in ("disk", "cpu")]
     assert disk.nbytes < memory.nbytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_measurement_is_over_in_a_moment(dtype):
-    device_speed("cpu", dtype)
+    measure_device("cpu", dtype)
     start = time.monotonic()
-    device_speed("cpu", dtype)
+    measure_device("cpu", dtype)
     assert time.monotonic() - start < 2
 
 
@@ -90,8 +90,8 @@ def test_the_fastest_plan_is_loaded_and_its_tokens_are_exact(checkpoints, ranks)
     assert ranks(rank, 3) == [expected] * 3
 
 
-FAST = Together(2, Speed(1e15, 1e15), Link(1e-9, 1e12))
-SLOW = Together(2, Speed(1e15, 1e15), Link(1.0, 1e12))
+FAST = GroupSpeed(2, DeviceSpeed(1e15, 1e15), LinkSpeed(1e-9, 1e12))
+SLOW = GroupSpeed(2, DeviceSpeed(1e15, 1e15), LinkSpeed(1.0, 1e12))
 
 
 def on_two_ranks(path, ranks, **options):
@@ -104,7 +104,7 @@ def on_two_ranks(path, ranks, **options):
             try:
                 with drumline.load(path, "fastest", coor, **options) as model:
                     tokens = model.generate(ids, max_new_tokens=6, do_sample=False).tolist()
-                    return model.mesh.along("tp") if hasattr(model, "mesh") else 1, tokens
+                    return model.mesh.axis_size("tp") if hasattr(model, "mesh") else 1, tokens
             except drumline.WorkerExit:
                 return None
 
@@ -127,7 +127,7 @@ def test_ranks_of_a_node_share_layers_where_that_is_faster(
 ):
     plain, path = getattr(checkpoints, make)()
     if speeds is not None:
-        monkeypatch.setattr(auto, "measure_together", lambda *_: speeds)
+        monkeypatch.setattr(auto, "measure_group_speeds", lambda *_: speeds)
     expected = plain.generate(torch.arange(3, 12)[None], max_new_tokens=6, do_sample=False)
     shared, tokens = on_two_ranks(path, ranks, **options)
     assert shared in sharing and tokens == expected.tolist()
@@ -141,7 +141,7 @@ def test_a_config_of_ones_own_is_used_however_the_model_is_divided(
     plain, path = checkpoints.llama()
     config = LlamaConfig(**{**LLAMA, "rms_norm_eps": 0.5})
     changed = type(plain).from_pretrained(path, config=config)
-    monkeypatch.setattr(auto, "measure_together", lambda *_: speeds)
+    monkeypatch.setattr(auto, "measure_group_speeds", lambda *_: speeds)
     ids = torch.arange(3, 12)[None]
     expected = changed.generate(ids, max_new_tokens=6, do_sample=False).tolist()
     assert expected != plain.generate(ids, max_new_tokens=6, do_sample=False).tolist()

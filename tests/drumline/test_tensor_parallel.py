@@ -15,7 +15,7 @@ import drumline
 from communicator import Communicator
 from coordinator import Coordinator
 from drumline import DrumlineError, PlanError
-from drumline.checkpoint.source import config_from
+from drumline.checkpoint.source import config_from_json
 from drumline.tensor_parallel.dry_run_forward import Pretended, rehearse, shortened
 from drumline.tensor_parallel.parallelize import connect, read_plan, shard_specs
 from drumline.tensor_parallel.sharded_model import compute_buffers
@@ -301,7 +301,7 @@ def test_a_buffer_is_computed_by_the_innermost_model_that_knows_how():
 
 def test_a_config_with_an_infinite_number_reaches_every_rank():
     config = transformers.FalconH1Config()
-    found = config_from(json.loads(config.to_json_string(use_diff=False)))
+    found = config_from_json(json.loads(config.to_json_string(use_diff=False)))
     assert found.time_step_limit[1] == math.inf
 
 
@@ -674,7 +674,9 @@ def test_a_plan_whose_shapes_disagree_is_found_before_loading(
     ranks_or_errors, family, monkeypatch, styles, says
 ):
     _, path = family("llama")
-    monkeypatch.setattr("drumline.checkpoint.shard_loader.Reader", None)  # no weight can be read
+    monkeypatch.setattr(
+        "drumline.checkpoint.shard_loader.TensorReader", None
+    )  # no weight can be read
     plan = {f"model.layers.*.mlp.{name}": style for name, style in styles.items()}
 
     def rank(info):

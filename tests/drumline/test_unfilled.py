@@ -5,7 +5,7 @@ import threading
 import torch
 from torch import nn
 
-from drumline.core.meta_init import on_meta
+from drumline.core.meta_init import init_on_meta
 
 
 class Odd(nn.Module):
@@ -21,7 +21,7 @@ class Odd(nn.Module):
 
 
 def test_a_module_has_the_names_and_shapes_that_it_has_elsewhere():
-    with on_meta():
+    with init_on_meta():
         found = Odd()
     expected = {name: tensor.shape for name, tensor in Odd().state_dict().items()}
     assert {name: tensor.shape for name, tensor in found.state_dict().items()} == expected
@@ -29,7 +29,7 @@ def test_a_module_has_the_names_and_shapes_that_it_has_elsewhere():
 
 
 def test_what_is_elsewhere_is_filled():
-    with on_meta():
+    with init_on_meta():
         filled = nn.init.ones_(torch.empty(3, device="cpu"))
         drawn = torch.empty(3, device="cpu").fill_(7).uniform_()
     assert filled.tolist() == [1, 1, 1] and drawn.max() < 7
@@ -38,7 +38,7 @@ def test_what_is_elsewhere_is_filled():
 def test_other_threads_fill_what_they_build():
     """transformers replaces torch's functions for that, and so for every thread of a process."""
     made = []
-    with on_meta():
+    with init_on_meta():
         thread = threading.Thread(target=lambda: made.append(nn.init.ones_(torch.empty(2))))
         thread.start()
         thread.join()
