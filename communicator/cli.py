@@ -15,13 +15,14 @@ from communicator.errors import Unsupported
 from coordinator import Coordinator
 from launcher import LaunchError, launch
 
+PROG = "python -m communicator"
 CONFORMING, NOT_CONFORMING, CANNOT_RUN = 0, 1, 2
 TIMEOUT_S = 60.0  # of one call: a backend that hangs is told on after this time
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(prog: str = PROG) -> argparse.ArgumentParser:
     """The options are few on purpose, and held by a test."""
-    whole = argparse.ArgumentParser(prog="python -m communicator", allow_abbrev=False)
+    whole = argparse.ArgumentParser(prog=prog, allow_abbrev=False)
     commands = whole.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="run the conformance check", allow_abbrev=False)
     check.add_argument(
@@ -37,16 +38,16 @@ def parser() -> argparse.ArgumentParser:
     return whole
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], prog: str = PROG) -> int:
     """Print every case of the check. 0 if the backend conforms, 1 if not, 2 if it cannot run."""
-    options = parser().parse_args(arguments)
+    options = parser(prog).parse_args(arguments)
     try:
         found = launch(rank, options.nprocs, launcher=options.launcher, args=(options.backend,))
     except LaunchError as error:
         print(error, file=sys.stderr)
         return NOT_CONFORMING
     except ValueError as error:  # no such launcher, or one that cannot start here
-        print(f"python -m communicator: {error}", file=sys.stderr)
+        print(f"{prog}: {error}", file=sys.stderr)
         return CANNOT_RUN
     text, code = found[0]
     print(text, file=sys.stderr if code == CANNOT_RUN else sys.stdout)

@@ -21,13 +21,16 @@ import transformers
 from transformers import dynamic_module_utils
 from transformers.modeling_utils import LoadStateDictInfo
 
-from drumline.checkpoint.json_files import read_json, refuse_special_entries
+from drumline.checkpoint.json_files import (
+    check_has_config,
+    read_json,
+    refuse_special_entries,
+)
 from drumline.checkpoint.safetensors_index import Index, read_index
 from drumline.checkpoint.shard_loader import named_tensors
 from drumline.checkpoint.shard_plan import fills_exactly
 from drumline.checkpoint.weight_map import WeightMap, map_weights
 from drumline.errors import CheckpointError
-from drumline.pipeline.unsupported import MERGE
 
 SHARED_LAYERS = 1000
 """More layers than any model has that uses the tensors of one layer for many, as ALBERT does."""
@@ -190,16 +193,7 @@ def read_config(path: str | Path) -> Any:
     """The config of a checkpoint, once its files are seen to be whole."""
     folder = Path(path)
     refuse_special_entries(folder)
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        raise CheckpointError(
-            f"{folder} holds an adapter and no model, and layers on several ranks take no "
-            f"adapters; {MERGE}."
-        )
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(
-            f"{folder} holds no config.json, so there is no model in it; give the directory that "
-            "save_pretrained() wrote, or that a download of the model ended in."
-        )
+    check_has_config(folder)
     content = read_json(folder / "config.json")
     _refuse_pickles(folder, content)
     _refuse_layers(folder, content, read_index(folder))

@@ -12,12 +12,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 from transformers.utils import output_capturing
 
+from drumline.checkpoint.json_files import MERGE
 from drumline.errors import DrumlineError
 
-MERGE = (
-    "merge the adapter into a checkpoint and load that: AutoPeftModelForCausalLM.from_pretrained("
-    "adapter).merge_and_unload().save_pretrained(directory)"
-)
 NO_TRAINING = "it is for inference, under torch.no_grad(); train on a model that is whole"
 NOT_COMPILED = "leave its forward as it is, for it waits for other ranks in every pass"
 
