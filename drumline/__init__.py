@@ -28,18 +28,16 @@ if TYPE_CHECKING:  # the same names as in NAMES_BY_MODULE, for type checkers and
         DrumlineError,
         Peer,
         PeerLost,
+        RankFailure,
+        RemoteError,
     )
-    from drumline.checkpoint.shard_loader import LoadStats, load_into
+    from drumline.checkpoint.plan_executor import LoadStats
+    from drumline.checkpoint.shard_loader import load_into
     from drumline.compile_once.artifact_cache import BuildError
-    from drumline.compile_once.hoist import (
-        HoistError,
-        HoistReport,
-        UnmappedDevice,
-        assert_device,
-        check_devices,
-        hoist,
-        hoist_package,
-    )
+    from drumline.compile_once.device_check import assert_device, check_devices
+    from drumline.compile_once.device_mapping import HoistError, HoistReport, UnmappedDevice
+    from drumline.compile_once.hoist import hoist
+    from drumline.compile_once.hoist_package import hoist_package
     from drumline.compile_once.portable import check_no_process_groups, trace_portable
     from drumline.compile_once.precompile import (
         assert_identical_on_ranks,
@@ -91,6 +89,8 @@ NAMES_BY_MODULE = {
         "DrumlineError",
         "Peer",
         "PeerLost",
+        "RankFailure",
+        "RemoteError",
     ),
     "communicator": (
         "Communicator",
@@ -99,17 +99,13 @@ NAMES_BY_MODULE = {
         "Unsupported",
         "backend_names",
     ),
-    "drumline.checkpoint.shard_loader": ("LoadStats", "load_into"),
+    "drumline.checkpoint.plan_executor": ("LoadStats",),
+    "drumline.checkpoint.shard_loader": ("load_into",),
     "drumline.compile_once.artifact_cache": ("BuildError",),
-    "drumline.compile_once.hoist": (
-        "HoistError",
-        "HoistReport",
-        "UnmappedDevice",
-        "assert_device",
-        "check_devices",
-        "hoist",
-        "hoist_package",
-    ),
+    "drumline.compile_once.device_check": ("assert_device", "check_devices"),
+    "drumline.compile_once.device_mapping": ("HoistError", "HoistReport", "UnmappedDevice"),
+    "drumline.compile_once.hoist": ("hoist",),
+    "drumline.compile_once.hoist_package": ("hoist_package",),
     "drumline.compile_once.portable": ("check_no_process_groups", "trace_portable"),
     "drumline.compile_once.precompile": (
         "assert_identical_on_ranks",
@@ -180,6 +176,8 @@ __all__ = [
     "PeerLost",
     "Place",
     "PlanError",
+    "RankFailure",
+    "RemoteError",
     "ShardSpec",
     "StageError",
     "UnmappedDevice",

@@ -59,7 +59,9 @@ DeviceLibrary find_device_library() {
     look_up(RUNTIME, {"cudaFree", "hipFree"}, &library.release);
     look_up(RUNTIME, {"cudaDeviceGetAttribute"}, &library.attribute);  // HIP numbers them otherwise
     int device;
-    if (library.get_device != nullptr) library.get_device(&device);  // loads the driver
+    // The first call loads the driver. Where that fails, as for a CUDA build of torch on a machine
+    // without a GPU, every other call would fail too: it is as if no runtime were loaded.
+    if (library.get_device == nullptr || library.get_device(&device) != 0) return {};
     // Of the driver, for its symbols never change their arguments; the runtime's did in CUDA 13.
     look_up(DRIVER, {"cuStreamGetCaptureInfo_v2", "hipStreamGetCaptureInfo_v2"},
             &library.capture_info);

@@ -9,13 +9,13 @@ from typing import Any
 
 from drumline.errors import CheckpointError
 
-MERGE = (
+MERGE_ADAPTER = (
     "merge the adapter into a checkpoint and load that: AutoPeftModelForCausalLM.from_pretrained("
     "adapter).merge_and_unload().save_pretrained(directory)"
 )
 
 
-def refuse_special(file: Path) -> None:
+def check_regular_file(file: Path) -> None:
     """Raise unless it is an ordinary file, or a link to one: opening a pipe waits for a writer.
 
     OSError if there is nothing at all.
@@ -28,12 +28,12 @@ def refuse_special(file: Path) -> None:
         )
 
 
-def refuse_special_entries(folder: Path) -> None:
+def check_regular_files(folder: Path) -> None:
     """Raise for a pipe, socket or device among the files that transformers may open by itself."""
     for pattern in ("*", "additional_chat_templates/*"):
         for file in sorted(folder.glob(pattern)):
             if file.exists() and not file.is_dir():
-                refuse_special(file)
+                check_regular_file(file)
 
 
 def check_has_config(folder: Path) -> None:
@@ -41,7 +41,7 @@ def check_has_config(folder: Path) -> None:
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise CheckpointError(
             f"{folder} holds an adapter and no model, and layers on several ranks take no "
-            f"adapters; {MERGE}."
+            f"adapters; {MERGE_ADAPTER}."
         )
     if not (folder / "config.json").is_file():
         raise CheckpointError(
@@ -53,7 +53,7 @@ def check_has_config(folder: Path) -> None:
 def read_json(file: Path) -> dict[str, Any]:
     """The JSON object that is all of a file."""
     try:
-        refuse_special(file)
+        check_regular_file(file)
         content = json.loads(file.read_bytes())
         if not isinstance(content, dict):
             raise ValueError(f"it is a {type(content).__name__}")

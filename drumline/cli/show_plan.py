@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from drumline.checkpoint.empty_model import read_config
+from drumline.checkpoint.config_files import read_config
 from drumline.core.device_map import format_nbytes
 from drumline.planner.cost_model import PassShape, estimate, ring_passes, uniform_speeds
 from drumline.planner.memory import nbytes

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator import Coordinator
-from drumline.checkpoint.empty_model import read_tokenizer
-from drumline.checkpoint.shard_loader import together
+from coordinator import Coordinator, RankFailure
+from drumline.checkpoint.config_files import read_tokenizer
+from drumline.core.consistency import run_on_all_ranks
 from drumline.errors import DrumlineError, PeerLost
 from drumline.serving.limits import ServingLimits
 from drumline.strategies.load import Memory, load
@@ -54,7 +54,7 @@ def serve(
             length = _length(model_path, max_length)
             return length, _Endpoint(read_tokenizer(model_path), _bound(host, port), key)
 
-        length, endpoint = together(coor, prepare)
+        length, endpoint = run_on_all_ranks(coor, prepare)
         length = coor.broadcast_object(length)
         with (
             # Rank 0 decides when the others end, so that they do not obey the signal themselves.
@@ -203,13 +203,13 @@ def _monitored(coor: Coordinator, service: Any, server: Any) -> Iterator[None]:
     has_ended = threading.Event()
     poll_s = service.timings.failure_poll_s
 
+    def on_failure(failure: RankFailure) -> None:
+        text = f"rank 0: {failure.text}, so nothing can be answered; start all ranks again."
+        service.fail(PeerLost(text, failures=(failure,)))
+
     def monitor() -> None:
         drain_s = float(service.timings.drain_s)
         while not has_ended.wait(poll_s):
-            lost = [str(peer) for peer in coor.peers if peer.is_known_dead()]
-            if lost:
-                text = f"rank 0: {' and '.join(lost)} is gone, so nothing can be answered"
-                service.fail(PeerLost(f"{text}; start all ranks again."))
             if service.failure is not None:
                 server.should_exit = True
             drain_s -= poll_s * server.should_exit
@@ -220,7 +220,9 @@ def _monitored(coor: Coordinator, service: Any, server: Any) -> Iterator[None]:
     monitor_thread = threading.Thread(target=monitor)
     monitor_thread.start()
     try:
-        yield
+        # A suspended rank may recover: it is an error of the calls that wait for it, not a failure.
+        with coor.on_failure(on_failure, is_waiting=lambda: False):
+            yield
     finally:
         has_ended.set()
         monitor_thread.join()

@@ -66,7 +66,7 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
         "--launcher",
         default="multiprocessing",
         metavar="NAME",
-        help="the launcher that starts the ranks; default: %(default)s",
+        help="how to start the ranks; default: %(default)s",
     )
     run.add_argument(
         "--nnodes", type=int, default=1, metavar="N", help="number of nodes; default: %(default)s"
@@ -93,22 +93,13 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
     )
     run.add_argument("--launch-id", metavar="ID", help="name of the launch; random by default")
     run.add_argument("--log-dir", metavar="FOLDER", help="write a file per rank and stream")
-    run.add_argument(
-        "--timeout", type=float, metavar="SECONDS", help="end the launch after this time"
-    )
+    run.add_argument("--timeout", type=float, metavar="SECONDS", help="end the launch by then")
     run.add_argument("--bind", action="store_true", help="pin each rank to cores of its own")
-    run.add_argument(
-        "--preload",
-        action="append",
-        default=[],
-        metavar="MODULE",
-        help="import once, before the ranks are forked",
-    )
+    preload_help = "import once, before the ranks are forked"
+    run.add_argument("--preload", action="append", default=[], metavar="MODULE", help=preload_help)
     run.add_argument("--trace", metavar="FILE", help="record a timeline of every rank")
     run.add_argument("--dry-run", action="store_true", help="show what would be started")
-    run.add_argument(
-        "-m", dest="module", action="store_true", help="run a module instead of a script"
-    )
+    run.add_argument("-m", dest="module", action="store_true", help="run a module, not a script")
     run.add_argument("script", help="the script, or with -m the module, to run")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     _add_diagnostics(commands)
@@ -121,9 +112,7 @@ def _add_diagnostics(commands: Any) -> None:
     doctor.add_argument("--json", action="store_true", help="print a JSON object per finding")
     doctor.add_argument("--quick", action="store_true", help="without the conformance of backends")
     trace = commands.add_parser("trace", help="summarise, join or draw traces", allow_abbrev=False)
-    trace.add_argument(
-        "traces", type=Path, metavar="TRACE", nargs="+", help="a file of `run --trace`"
-    )
+    trace.add_argument("traces", type=Path, metavar="TRACE", nargs="+", help="of `run --trace`")
     into_help = "join the traces of several nodes"
     trace.add_argument("--into", type=Path, metavar="FILE", help=into_help)
     png_help = "draw a PNG or SVG; by default next to the trace"
@@ -149,7 +138,7 @@ def _script_index(arguments: Sequence[str]) -> int:
 
 
 def _stands_alone(word: str) -> bool:
-    """Whether no value of this option follows as another word, as in `-n2` but not in `-n 2`."""
+    """True if no value of this option follows as another word, as in `-n2` but not in `-n 2`."""
     has_value = "=" in word if word.startswith("--") else len(word) > 2
     return word in OPTIONS_WITHOUT_VALUE or has_value
 

@@ -68,7 +68,8 @@ def test_control_groups_of_version_1_count_too(memory_limit):
         "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "1000\n",
         "sys/fs/cgroup/memory/job/memory.usage_in_bytes": "4000\n",
     }
-    assert memory_limit({**MACHINE, **files}) == (0, "left within the memory limit of this container")
+    limit = memory_limit({**MACHINE, **files})
+    assert limit == (0, "left within the memory limit of this container")
 
 
 def test_a_system_without_these_files_has_no_limit(memory_limit):

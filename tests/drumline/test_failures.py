@@ -247,7 +247,7 @@ def test_a_master_on_another_host_that_does_not_answer_is_missed_where_it_is_wai
 def test_a_rank_that_is_stopped_while_it_loads_is_named_within_seconds(checkpoints, start):
     """Nobody looked for stopped ranks before the model was there: all waited for minutes."""
     body = """
-    from drumline import fill
+    from drumline.stages import stage_weights as fill
     here = Coordinator()
     if here.rank == 1:
         fill.carry_out = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
