@@ -1,26 +1,10 @@
-"""What is wrong with the arguments of a call, said before anything moves."""
+"""Checks of a call's arguments, before anything moves."""
 
 from __future__ import annotations
 
 import torch
 
-OPS = ("sum", "prod", "max", "min", "avg")
-REDUCED = {  # by torch on the CPU
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.complex64,
-    torch.complex128,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint8,
-    torch.bool,
-}
+from communicator.dtypes import dtype_info, op_name
 
 
 def check_tensor(rank: int, call: str, tensor: torch.Tensor, device_type: str) -> None:
@@ -98,12 +82,12 @@ def check_like(
     rank: int, call: str, out: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor
 ) -> None:
     """Raise ValueError unless out has this shape and the dtype and device of like."""
-    found = (tuple(out.shape), out.dtype, out.device)
-    wanted = (shape, like.dtype, like.device)
-    if found != wanted:
+    actual = (tuple(out.shape), out.dtype, out.device)
+    expected = (shape, like.dtype, like.device)
+    if actual != expected:
         raise ValueError(
-            f"rank {rank}, {call}: out is {found}, but must be {wanted} to hold the result. Make "
-            "it with torch.empty, or leave it out."
+            f"rank {rank}, {call}: out is {actual}, but must be {expected} to hold the result. "
+            "Make it with torch.empty, or leave it out."
         )
 
 
@@ -123,30 +107,37 @@ def check_apart(rank: int, call: str, tensor: torch.Tensor, out: torch.Tensor) -
     )
 
 
-def check_op(rank: int, call: str, op: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError unless op is a reduction that means something for the tensor's dtype."""
-    dtype = tensor.dtype
-    if op not in OPS:
-        raise ValueError(f"rank {rank}, {call}: op={op!r} is none of {', '.join(OPS)}")
-    if dtype not in REDUCED and not tensor.is_cuda:
+def read_op(rank: int, call: str, op: object) -> str:
+    """The name of an op. Raises ValueError, as op_name, with the rank and the call."""
+    try:
+        return op_name(op)
+    except ValueError as error:
+        raise ValueError(f"rank {rank}, {call}: {error}") from None
+
+
+def check_op(rank: int, call: str, op: object, tensor: torch.Tensor) -> str:
+    """The name of the op. Raises ValueError unless the reduction is defined for tensor's dtype."""
+    name, dtype = read_op(rank, call, op), tensor.dtype
+    if not dtype_info(dtype).is_reduced and not tensor.is_cuda:
         raise ValueError(
             f"rank {rank}, {call}: {dtype} can be moved but not reduced. Convert it first, to "
             "torch.float32 or torch.int64, say."
         )
-    if op == "avg" and not dtype.is_floating_point:
+    if name == "avg" and not dtype.is_floating_point:
         raise ValueError(
             f"rank {rank}, {call}: the average of {dtype} is no {dtype}. Use op='sum' and divide."
         )
-    if dtype == torch.bool and op in ("sum", "avg"):
+    if dtype == torch.bool and name in ("sum", "avg"):
         raise ValueError(
-            f"rank {rank}, {call}: op={op!r} of {dtype} is not defined. Use 'max' for any, 'min' "
+            f"rank {rank}, {call}: op={name!r} of {dtype} is not defined. Use 'max' for any, 'min' "
             "for all, or convert to an integer first."
         )
-    if dtype.is_complex and op != "sum":
+    if dtype.is_complex and name != "sum":
         raise ValueError(
-            f"rank {rank}, {call}: op={op!r} of {dtype} is not defined. Use op='sum', or reduce "
+            f"rank {rank}, {call}: op={name!r} of {dtype} is not defined. Use op='sum', or reduce "
             "torch.view_as_real(tensor)."
         )
+    return name
 
 
 def check_peer(rank: int, call: str, peer: int, world_size: int, name: str) -> None:

@@ -5,17 +5,14 @@ print(model.device_map)
 model.generate(tokens)
 """
 
-from drumline.checkpoint.shard_loader import LoadStats, load_into
+from drumline.checkpoint.plan_executor import LoadStats
+from drumline.checkpoint.shard_loader import load_into
 from drumline.compile_once.artifact_cache import BuildError
-from drumline.compile_once.hoist import (
-    HoistError,
-    UnmappedDevice,
-    assert_device,
-    check_devices,
-    hoist,
-    hoist_package,
-)
-from drumline.compile_once.hoist import HoistReport as HoistReport
+from drumline.compile_once.device_check import assert_device, check_devices
+from drumline.compile_once.device_mapping import HoistError, UnmappedDevice
+from drumline.compile_once.device_mapping import HoistReport as HoistReport
+from drumline.compile_once.hoist import hoist
+from drumline.compile_once.hoist_package import hoist_package
 from drumline.compile_once.portable import check_no_process_groups, trace_portable
 from drumline.compile_once.precompile import (
     assert_identical_on_ranks,

@@ -10,7 +10,7 @@ from typing import Any
 from drumline.errors import CheckpointError
 
 
-def refuse_special(file: Path) -> None:
+def check_regular_file(file: Path) -> None:
     """Raise unless it is an ordinary file, or a link to one: opening a pipe waits for a writer.
 
     OSError if there is nothing at all.
@@ -23,18 +23,18 @@ def refuse_special(file: Path) -> None:
         )
 
 
-def refuse_special_entries(folder: Path) -> None:
+def check_regular_files(folder: Path) -> None:
     """Raise for a pipe, socket or device among the files that transformers may open by itself."""
     for pattern in ("*", "additional_chat_templates/*"):
         for file in sorted(folder.glob(pattern)):
             if file.exists() and not file.is_dir():
-                refuse_special(file)
+                check_regular_file(file)
 
 
 def read_json(file: Path) -> dict[str, Any]:
     """The JSON object that is all of a file."""
     try:
-        refuse_special(file)
+        check_regular_file(file)
         content = json.loads(file.read_bytes())
         if not isinstance(content, dict):
             raise ValueError(f"it is a {type(content).__name__}")

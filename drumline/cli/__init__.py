@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import launcher
-from drumline.checkpoint.empty_model import read_config
+from drumline.checkpoint.config_files import read_config
 from drumline.cli.bench import bench
 from drumline.cli.generate import generate_text
 from drumline.cli.run_script import run_script
@@ -39,7 +39,7 @@ from drumline.planner.model_profile import (
     with_cache,
 )
 from drumline.planner.plan import plan
-from drumline.serving import serve
+from drumline.serving.server import serve
 from drumline.strategies.load import checkpoint_dtype, nbytes
 
 MENDABLE = ("CheckpointError", "DrumlineError", "PlanError")

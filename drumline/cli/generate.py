@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
-from drumline.checkpoint.empty_model import read_tokenizer
+from drumline.checkpoint.config_files import read_tokenizer
 from drumline.core.device_map import format_nbytes
 from drumline.errors import DrumlineError
 from drumline.strategies.load import Memory

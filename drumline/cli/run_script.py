@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from drumline.checkpoint.empty_model import unasked
+from drumline.core.meta_init import no_code_prompt
 from drumline.errors import DrumlineError, exit_code
 from drumline.strategies.load import load
 
@@ -29,7 +29,7 @@ def run_script(script: str, arguments: list[str]) -> None:
     """
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-    with unasked(), models_over_all_ranks():
+    with no_code_prompt(), models_over_all_ranks():
         runpy.run_path(script, run_name="__main__")
 
 

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from drumline.checkpoint.model_tensors import named_tensors
+from drumline.checkpoint.plan_executor import execute_locally
 from drumline.checkpoint.safetensors_index import Index
-from drumline.checkpoint.shard_loader import execute_locally, named_tensors
 from drumline.checkpoint.shard_plan import SourceSlice, TensorRequest, plan_loading
 from drumline.core.mesh import Mesh
 
@@ -33,7 +34,7 @@ class DiskWeights:
         self,
         path: Path,
         index: Index,
-        pieces: Mapping[str, Sequence[SourceSlice]],
+        slices: Mapping[str, Sequence[SourceSlice]],
         like: Mapping[str, torch.Tensor],
         dtypes: Mapping[str, torch.dtype],
     ):
@@ -41,7 +42,7 @@ class DiskWeights:
         self.shapes = {name: tensor.shape for name, tensor in like.items()}
         wanted = {
             name: TensorRequest(
-                tuple(self.shapes[name]), dtypes[name].itemsize, tuple(pieces[name])
+                tuple(self.shapes[name]), dtypes[name].itemsize, tuple(slices[name])
             )
             for name in like
         }

@@ -15,11 +15,11 @@ import torch
 
 from communicator import Communicator
 from coordinator import Coordinator
-from drumline.checkpoint.empty_model import empty_model, load_shard, read_generation_config
-from drumline.checkpoint.shard_loader import together
+from drumline.checkpoint.config_files import read_generation_config
+from drumline.checkpoint.empty_model import empty_model, load_shard
 from drumline.checkpoint.source import CheckpointSource
 from drumline.checkpoint.weight_map import NotStreamable, WeightMap
-from drumline.core.consistency import check_same_on_all_ranks, model_facts
+from drumline.core.consistency import check_same_on_all_ranks, model_facts, run_on_all_ranks
 from drumline.core.device_map import DeviceMap, abbreviate_names
 from drumline.errors import CheckpointError, PlanError, WorkerExit
 from drumline.liveness.stopped_ranks import on_lookout, outlast_master
@@ -53,7 +53,7 @@ def _placed_and_loaded(
     device_map = asked.device_map or "auto"
     with on_lookout(coor, lambda rank: maps[0].holds(rank) if maps else ""):
         found = survey(coor, path, asked)
-        chosen = together(coor, lambda: found.plan(device_map, asked.speeds))
+        chosen = run_on_all_ranks(coor, lambda: found.plan(device_map, asked.speeds))
         maps.append(chosen)
         told = {"plan": chosen.to_bytes().decode(), "cuda_graphs": str(asked.cuda_graphs)}
         check_same_on_all_ranks(coor, told)
@@ -94,14 +94,16 @@ def _loaded(
 ) -> Any:
     """The model with this rank's part of the weights, streamed if that is possible."""
     places = {"": "meta", **chosen.runs_on(coor.rank)}
-    together(coor, lambda: _refuse_offload(source, chosen, coor.rank))
-    made = together(coor, lambda: _empty(kind, source, places, dtype, options))
+    run_on_all_ranks(coor, lambda: _refuse_offload(source, chosen, coor.rank))
+    made = run_on_all_ranks(coor, lambda: _empty(kind, source, places, dtype, options))
     if made is None:
-        return together(coor, lambda: _read(kind, source, chosen, coor.rank, dtype, options))
+        return run_on_all_ranks(
+            coor, lambda: _read(kind, source, chosen, coor.rank, dtype, options)
+        )
     model, found = made
     check_same_on_all_ranks(coor, model_facts(model, dtype))
     model.loaded = fill(model, found, source, chosen.places, dtype, coor, progress)
-    together(coor, lambda: _settle(model, found, source, chosen, coor.rank, dtype))
+    run_on_all_ranks(coor, lambda: _settle(model, found, source, chosen, coor.rank, dtype))
     return model
 
 

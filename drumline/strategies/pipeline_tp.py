@@ -16,8 +16,9 @@ import torch
 
 from communicator import Communicator
 from coordinator import Coordinator
-from drumline.checkpoint.shard_loader import named_tensors, plan_on_all_ranks, tied_names, together
-from drumline.core.consistency import check_same_on_all_ranks, model_facts
+from drumline.checkpoint.model_tensors import named_tensors, tied_names
+from drumline.checkpoint.shard_loader import plan_on_all_ranks
+from drumline.core.consistency import check_same_on_all_ranks, model_facts, run_on_all_ranks
 from drumline.core.device_map import DeviceMap, Place
 from drumline.core.mesh import Mesh, resolve_mesh
 from drumline.errors import PlanError, WorkerExit
@@ -57,9 +58,9 @@ def load_over_teams(path: str | Path, coor: Coordinator | None, asked: LoadOptio
         grid = _grid(asked, coor.world_size)
         with on_lookout(coor, lambda rank: "its part of a stage"):
             files, configs = find(coor, path, grid, asked)
-            cut = together(coor, lambda: cut_checkpoint(coor, files, configs, grid, asked))
+            cut = run_on_all_ranks(coor, lambda: cut_checkpoint(coor, files, configs, grid, asked))
             chosen = _plan(coor, grid, cut, asked)
-            stages = together(coor, lambda: stages_of(cut.model, chosen))
+            stages = run_on_all_ranks(coor, lambda: stages_of(cut.model, chosen))
             only = {name: {"pp": stage} for name, stage in stages.items()}
             parts = plan_on_all_ranks(coor, lambda: cut.plan(grid, coor.rank, only))
             done = cut.fill(coor, parts)
@@ -127,7 +128,9 @@ def _plan(coor: Coordinator, grid: Mesh, cut: CutModel, asked: LoadOptions) -> D
         needs = cache_nbytes(cut.config, model.dtype, asked.batch, asked.length)
         parts = with_cache(parts, -(-needs // grid.axis_size("tp")))
     room = _room_by_stage(coor, grid, cut.device, asked.max_memory)
-    chosen: DeviceMap = together(coor, lambda: plan(parts, room, _without_speeds(device_map)))
+    chosen: DeviceMap = run_on_all_ranks(
+        coor, lambda: plan(parts, room, _without_speeds(device_map))
+    )
     check_same_on_all_ranks(
         coor, {"plan": chosen.to_bytes().decode(), **model_facts(model, model.dtype)}
     )

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from communicator import Communicator
-from drumline.checkpoint.shard_loader import replace_tensors
+from drumline.checkpoint.model_tensors import replace_tensors
 from drumline.core.mesh import Mesh
 from drumline.core.shards import Region, ShardSpec, local_shape, owned_regions
 from drumline.errors import PlanError
@@ -394,7 +394,7 @@ def local_shard(
     """What `rank` has of a tensor: a tensor of its own."""
     out = whole.new_empty(local_shape(whole.shape, splits, mesh, rank))
     for own in owned_regions(whole.shape, splits, mesh, rank):
-        out[Region(own.at, own.box.size).slices()] = whole[own.box.slices()]
+        out[Region(own.at, own.region.size).slices()] = whole[own.region.slices()]
     return out
 
 

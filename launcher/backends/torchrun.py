@@ -43,12 +43,13 @@ def detect(environ: Mapping[str, str]) -> LaunchInfo | None:
     variables = read_variables(environ, NAME, MARKS, (*MARKS, *PLAIN))
     if variables is None:
         return _detect_plain(environ)
+    agent_listens = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return build(
         NAME,
         variables,
         launch_id="-".join(variables[name] for name in (MARKS[0], "MASTER_PORT", MARKS[1])),
         master_addr=variables["MASTER_ADDR"],
-        extras=_extras(environ),
+        extras={"launcher": NAME} | ({"store": "agent"} if agent_listens else {}),
         **read_numbers(variables, NUMBERS),
     )
 
@@ -77,11 +78,6 @@ def expected_info(job: Job) -> dict[str, object]:
         return fields | dict.fromkeys(("launch_id", "master_addr", "master_port"), chosen_by(NAME))
     port = job.master_port or ports.candidates(job.launch_id)[0]
     return fields | {"launch_id": f"{job.launch_id}-{port}-0"}
-
-
-def _extras(environ: Mapping[str, str]) -> dict[str, str]:
-    agent_listens = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return {"launcher": NAME} | ({"store": "agent"} if agent_listens else {})
 
 
 def command(job: Job) -> list[str]:

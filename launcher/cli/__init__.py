@@ -115,7 +115,7 @@ def _script_index(arguments: Sequence[str]) -> int:
 
 
 def _stands_alone(word: str) -> bool:
-    """Whether no value of this option follows as another word, as in `-n2` but not in `-n 2`."""
+    """True if no value of this option follows as another word, as in `-n2` but not in `-n 2`."""
     has_value = "=" in word if word.startswith("--") else len(word) > 2
     return word in OPTIONS_WITHOUT_VALUE or has_value
 

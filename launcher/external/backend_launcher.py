@@ -54,10 +54,14 @@ def run(backend: Any, job: Job) -> list[Any]:
         code = _watch(folder, backend.command(job), environment(backend, job), job.timeout_s)
         files = sorted(Path(folder).glob("[0-9]*.json"), key=lambda file: int(file.stem))
         records = [json_values.loads(file.read_bytes()) for file in files]
-    failures = _failures(records, began_s)
+    reports = [record["failure"] for record in records if "failure" in record]
+    failures = [Failure(**{**report, "time_s": report["time_s"] - began_s}) for report in reports]
+    failures.sort(key=outcome.by_cause)
     if failures:
         first = failures[0]
-        raise LaunchError(f"{first.summary()}\n\n{first.traceback}", failures, first.exit_code)
+        raise LaunchError(
+            f"{first.summary()}\n\n{first.traceback}", tuple(failures), first.exit_code
+        )
     if code:
         raise LaunchError(f"{backend.NAME} exited with code {code}", exit_code=code)
     if job.target.kind == "function" and len(records) < job.nprocs:
@@ -147,9 +151,3 @@ def _passing_signals(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
-
-
-def _failures(records: list[dict[str, Any]], began_s: float) -> tuple[Failure, ...]:
-    reports = [record["failure"] for record in records if "failure" in record]
-    failures = [Failure(**{**report, "time_s": report["time_s"] - began_s}) for report in reports]
-    return tuple(sorted(failures, key=outcome.by_cause))

@@ -32,21 +32,20 @@ def results_or_raise(
 
     began_s: of the monotonic clock. oom_killed: the kernel has killed some process meanwhile.
     """
-    failures = _failures(job, ranks, began_s)
+    must_return = job.target.kind == "function"
+    failed = [rank for rank in ranks if rank.has_failed or (must_return and rank.exited_early)]
+    failures = tuple(sorted((rank.failure(began_s) for rank in failed), key=by_cause))
     if reason is None and any(rank.is_running for rank in ranks):
         reason = _server_killed
     if reason is not None:
         raise reason(failures)
     if failures:
-        raise LaunchError(_message(failures[0], ranks, oom_killed), failures, failures[0].exit_code)
+        first = failures[0]
+        lines = [first.summary(), *_notes(first, ranks, oom_killed)]
+        if first.traceback:
+            lines += ["", first.traceback]
+        raise LaunchError("\n".join(lines), failures, first.exit_code)
     return [rank.result() for rank in ranks]
-
-
-def _failures(job: Job, ranks: list[LaunchedRank], began_s: float) -> Failures:
-    """The failed ranks, the cause first; those that the launcher ended come last."""
-    must_return = job.target.kind == "function"
-    failed = [rank for rank in ranks if rank.has_failed or (must_return and rank.exited_early)]
-    return tuple(sorted((rank.failure(began_s) for rank in failed), key=by_cause))
 
 
 class FailureOrder(NamedTuple):
@@ -115,11 +114,6 @@ def _server_killed(failures: Failures) -> LaunchError:
         failures,
         128 + signal.SIGKILL,
     )
-
-
-def _message(first: Failure, ranks: list[LaunchedRank], oom_killed: bool) -> str:
-    details = ["", first.traceback] if first.traceback else []
-    return "\n".join([first.summary(), *_notes(first, ranks, oom_killed), *details])
 
 
 def _notes(first: Failure, ranks: list[LaunchedRank], oom_killed: bool) -> Iterator[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from communicator import CommunicatorError, PeerLost, Unsupported, first_call_check
+from communicator import CommunicatorError, PeerLost, Unsupported, call_check, timings
 from communicator.backends import nccl
 from communicator.backends.nccl import Nccl
 from coordinator import Coordinator
@@ -104,7 +104,7 @@ def test_a_peer_that_is_seen_dead_ends_the_communicator_and_is_named(path, ranks
     def body(info):
         with Coordinator(info, timeout_s=20) as coor, Nccl(coor, library=path) as comm:
             lose_the_other(comm)
-            with pytest.raises(PeerLost, match=rf"a peer died\. Gone: rank {1 - info.rank} "):
+            with pytest.raises(PeerLost, match=rf"a peer died\. Lost: rank {1 - info.rank} "):
                 comm.allreduce(torch.ones(3))
             return True
 
@@ -113,22 +113,22 @@ def test_a_peer_that_is_seen_dead_ends_the_communicator_and_is_named(path, ranks
 
 def lose_the_other(comm):
     """Let the watch see the other rank dead, and wait until it has ended the communicator."""
-    comm._farewell.died = lambda: [comm.coor.peers[1 - comm.rank]]
+    comm._exit_notice.unannounced_exits = lambda: [comm.coor.peers[1 - comm.rank]]
     deadline = time.monotonic() + SOON_S
-    while not comm._lost and time.monotonic() < deadline:
+    while not comm._end_reason and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 def test_leaving_after_a_loss_does_not_hide_the_error_that_is_under_way(path):
     with Coordinator() as coor:
-        warned = pytest.warns(RuntimeWarning, match=r"rank 0: .* a peer died\. Gone: rank 9\.")
+        warned = pytest.warns(RuntimeWarning, match=r"rank 0: .* a peer died\. Lost: rank 9\.")
         with warned, pytest.raises(ZeroDivisionError), Nccl(coor, library=path) as comm:
-            comm._lose("a peer died. Gone: rank 9.")
+            comm.abort_because("a peer died. Lost: rank 9.")
             raise ZeroDivisionError
         comm = Nccl(coor, library=path)
         with pytest.warns(RuntimeWarning), pytest.raises(ZeroDivisionError):
             try:
-                comm._lose("a peer died. Gone: rank 9.")
+                comm.abort_because("a peer died. Lost: rank 9.")
                 raise ZeroDivisionError
             finally:
                 comm.close()
@@ -139,8 +139,8 @@ def test_an_end_that_fails_names_the_dead_and_closes(path):
     with Coordinator() as coor:
         comm = Nccl(coor, library=path)
         comm._comm = types.SimpleNamespace(finalize=fail, abort=quietly, close=quietly)
-        comm._lost_peers = lambda: " Gone: rank 9."
-        with pytest.raises(PeerLost, match=r"remote error\. Gone: rank 9\.$"):
+        comm._lost_peers = lambda: " Lost: rank 9."
+        with pytest.raises(PeerLost, match=r"remote error\. Lost: rank 9\.$"):
             comm.close()
         assert comm._closed
 
@@ -152,7 +152,7 @@ def test_close_says_who_died_and_takes_nobody_for_dead_who_has_closed(warm, path
     said = dict(map(json.loads, done.stdout.splitlines()))
     assert said.pop("leave", None) == "" and len(said) == 2, (said, done.stderr)
     for text in said.values():
-        assert text.startswith("rank 0: this communicator has ended: a peer died. Gone: rank 1 (")
+        assert text.startswith("rank 0: this communicator has ended: a peer died. Lost: rank 1 (")
 
 
 def fail(*values):
@@ -166,9 +166,9 @@ def quietly():
 def test_an_allreduce_that_fails_names_the_dead_or_says_what_ended_the_communicator(path):
     with Coordinator() as coor, Nccl(coor, library=path) as comm:
         kept, comm._comm = comm._comm, types.SimpleNamespace(allreduce=fail)
-        allreduce, comm._comm = nccl._quick_allreduce(comm), kept
-        comm._lost_peers = lambda: " Gone: rank 9."
-        with pytest.raises(PeerLost, match=r"remote error\. Gone: rank 9\.$"):
+        allreduce, comm._comm = nccl._fast_allreduce(comm), kept
+        comm._lost_peers = lambda: " Lost: rank 9."
+        with pytest.raises(PeerLost, match=r"remote error\. Lost: rank 9\.$"):
             allreduce(torch.ones(3))
         comm.abort()
         with pytest.raises(PeerLost, match=r"this communicator has ended: abort\(\) was called"):
@@ -182,15 +182,15 @@ def test_an_error_that_nccl_meets_by_itself_ends_the_communicator_and_names_the_
         with Coordinator(info, timeout_s=20) as coor:
             comm = Nccl(coor, library=path)
             failed, looks = threading.Event(), iter([""])
-            comm._lost_peers = lambda: next(looks, " Gone: rank 9.") if failed.is_set() else ""
+            comm._lost_peers = lambda: next(looks, " Lost: rank 9.") if failed.is_set() else ""
             coor.barrier()
             ctypes.CDLL(path).stand_in_fail_with(6)
             failed.set()
             deadline = time.monotonic() + SOON_S
-            while not comm._lost and time.monotonic() < deadline:
+            while not comm._end_reason and time.monotonic() < deadline:
                 time.sleep(0.02)
             coor.barrier()
-            with pytest.raises(PeerLost, match=r"remote error.*Gone: rank 9\."):
+            with pytest.raises(PeerLost, match=r"remote error.*Lost: rank 9\."):
                 comm.close()
             return True
 
@@ -253,11 +253,11 @@ def test_ranks_that_disagree_are_told_before_nccl_is_asked_for_anything(path, ra
 def test_a_capture_is_not_compared(path, ranks):
     def body(info):
         with Coordinator(info, timeout_s=20) as coor, Nccl(coor, library=path) as comm:
-            comm._is_capturing = lambda: True
+            comm.is_capturing = lambda: True
             if info.rank == 0:
                 with pytest.raises(ValueError, match="the tensor is on cpu"):  # by the library
                     comm.allreduce(torch.ones(3))
-            return comm._first_calls._number
+            return comm._call_checker._number
 
     assert ranks(body, 2) == [0, 0]
 
@@ -269,7 +269,7 @@ def test_a_call_that_others_capture_is_told_long_before_the_deadline(path, ranks
         with Coordinator(info, timeout_s=60) as coor, Nccl(coor, library=path) as comm:
             comm._check = lambda call, tensor: None
             if info.rank == 1:
-                comm._is_capturing = lambda: True
+                comm.is_capturing = lambda: True
                 with pytest.raises(ValueError, match="the tensor is on cpu"):  # by the library
                     comm.allreduce(torch.ones(3))
             else:
@@ -279,7 +279,7 @@ def test_a_call_that_others_capture_is_told_long_before_the_deadline(path, ranks
                     comm.allreduce(torch.ones(3))
                 assert time.monotonic() - start < SOON_S
             coor.barrier()
-            comm._is_capturing = lambda: False
+            comm.is_capturing = lambda: False
             if info.rank == 1:
                 with pytest.raises(CommunicatorError, match="outside of any capture"):
                     comm.allreduce(torch.ones(3))
@@ -291,12 +291,12 @@ def test_ranks_that_have_captured_wait_for_those_that_still_do(path, ranks):
     def body(info):
         with Coordinator(info, timeout_s=20) as coor, Nccl(coor, library=path) as comm:
             comm._check = lambda call, tensor: None
-            comm._is_capturing = lambda: True
+            comm.is_capturing = lambda: True
             with pytest.raises(ValueError, match="the tensor is on cpu"):
                 comm.allreduce(torch.ones(3))
-            comm._is_capturing = lambda: False
+            comm.is_capturing = lambda: False
             if info.rank == 1:
-                time.sleep(1.5 * first_call_check.SLICE_S)
+                time.sleep(1.5 * timings.TIMINGS.call_check_poll_s)
             with pytest.raises(ValueError, match="the tensor is on cpu"):  # compared, and passed on
                 comm.allreduce(torch.ones(3))
 
@@ -311,15 +311,15 @@ def test_a_comparison_that_waits_ends_with_the_communicator(path, ranks, end):
             comm._check = lambda call, tensor: None
             if info.rank == 0:
                 if end == "death":
-                    comm._farewell.died = lambda: coor.peers[1:]
+                    comm._exit_notice.unannounced_exits = lambda: coor.peers[1:]
                 else:
                     threading.Timer(0.1, comm.abort).start()
                 start = time.monotonic()
-                words = "abort" if end == "abort" else "Gone: rank 1 "
+                words = "abort" if end == "abort" else "Lost: rank 1 "
                 with pytest.raises(PeerLost, match=words):
                     comm.allreduce(torch.ones(3))
                 assert time.monotonic() - start < SOON_S
-                assert not set(first_call_check.HOW) & set(comm.__dict__)
+                assert not set(call_check.DETAILS) & set(comm.__dict__)
             coor.barrier()
             comm.abort()
             comm.close()

@@ -51,9 +51,9 @@ def refused(work):
 
 def without_the_mesh():
     """As one would trace on rank 0 if one did not know."""
-    from drumline.compile_once.portable import _pretended
+    from drumline.compile_once.portable import _fake_process_group
 
-    with _pretended(0, 2):
+    with _fake_process_group(0, 2):
         check_no_process_groups(traced("fake")())
 
 

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import drumline
 from coordinator import Coordinator
 from drumline import DeviceMap
-from drumline.checkpoint.shard_loader import named_tensors, replace_tensors
+from drumline.checkpoint.model_tensors import named_tensors, replace_tensors
 from drumline.offload import placement as on_devices
 from drumline.offload.placement import install_device_hooks, move_to_device
 from drumline.offload.prefetcher import CpuWeights, WeightPrefetcher

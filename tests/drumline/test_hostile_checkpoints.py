@@ -25,7 +25,7 @@ from transformers import (
 import drumline
 from coordinator import Coordinator
 from drumline import CheckpointError
-from drumline.checkpoint.empty_model import read_config, read_tokenizer
+from drumline.checkpoint.config_files import read_config, read_tokenizer
 from drumline.checkpoint.safetensors_index import MAX_DIMS, TensorReader, read_index
 from drumline.cli import main
 from drumline.cli.run_script import run_script

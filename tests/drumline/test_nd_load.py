@@ -12,9 +12,9 @@ from torch import nn
 import drumline
 from coordinator import Coordinator
 from drumline import CheckpointError, PlanError, ShardSpec
-from drumline.checkpoint.hugepages import allocate_hugepages
 from drumline.checkpoint.safetensors_index import StoredTensor, TensorReader, read_index
 from drumline.checkpoint.shard_plan import TensorRequest, plan_loading, reader_ranks, whole_tensor
+from drumline.core.hugepages import allocate_hugepages
 from drumline.core.mesh import Mesh
 from drumline.core.shards import Region, local_shape, owned_regions
 
@@ -55,7 +55,7 @@ def splits_over(mesh):
 def sliced(whole, splits, mesh, rank):
     out = torch.empty(local_shape(whole.shape, splits, mesh, rank), dtype=whole.dtype)
     for own in owned_regions(whole.shape, splits, mesh, rank):
-        out[Region(own.at, own.box.size).slices()] = whole[own.box.slices()]
+        out[Region(own.at, own.region.size).slices()] = whole[own.region.slices()]
     return out
 
 
@@ -201,7 +201,7 @@ def test_numbers_that_share_a_byte_arrive_bit_for_bit(ranks, tmp_path):
 
 @pytest.mark.parametrize("reader", READERS)
 def test_tensors_larger_than_a_block_arrive_in_blocks(ranks, tmp_path, monkeypatch, reader):
-    monkeypatch.setattr("drumline.checkpoint.shard_loader.BLOCK_NBYTES", 64)
+    monkeypatch.setattr("drumline.checkpoint.plan_executor.BLOCK_NBYTES", 64)
     torch.manual_seed(0)
     whole = torch.randn(9, 4, 23)
     save_file({"weight": whole}, tmp_path / "w.safetensors")

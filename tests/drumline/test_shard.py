@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from drumline.checkpoint.shard_loader import _dtensor_splits
+from drumline.checkpoint.model_tensors import dtensor_splits
 from drumline.core.mesh import Mesh, read_mesh
 from drumline.core.shards import ShardSpec, local_shape, owned_regions, split_into_blocks
 from drumline.errors import PlanError
@@ -41,8 +41,8 @@ def shard(whole, splits, mesh, rank):
     """The shard that the boxes of a rank make."""
     out = torch.full(local_shape(whole.shape, splits, mesh, rank), -1)
     for own in owned_regions(whole.shape, splits, mesh, rank):
-        place = tuple(slice(a, a + n) for a, n in zip(own.at, own.box.size, strict=True))
-        out[place] = whole[own.box.slices()]
+        place = tuple(slice(a, a + n) for a, n in zip(own.at, own.region.size, strict=True))
+        out[place] = whole[own.region.slices()]
     return out
 
 
@@ -53,7 +53,7 @@ def test_the_boxes_tile_the_tensor_once_for_each_replica(case):
     count = torch.zeros(shape, dtype=torch.int)
     for rank in mesh.ranks:
         for own in owned_regions(shape, splits, mesh, rank):
-            count[own.box.slices()] += 1
+            count[own.region.slices()] += 1
     cut = {split.axis for split in splits}
     replicas = torch.tensor([n for axis, n in mesh.axes.items() if axis not in cut]).prod()
     assert torch.equal(count, torch.full_like(count, int(replicas)))
@@ -141,7 +141,7 @@ def test_the_shards_of_fsdp_over_tensor_parallel_are_parts_of_parts(as_rank, siz
         theirs, layer = fsdp_over_tp(sizes, 9)
         mesh = read_mesh(theirs, world_size)
         at = mesh.coordinate(rank)
-        found = shard(whole, _dtensor_splits("bias", layer.bias, mesh), mesh, rank)
+        found = shard(whole, dtensor_splits("bias", layer.bias, mesh), mesh, rank)
         rows = chunks(whole, sizes[2])[at["tp"]]
         assert torch.equal(found, chunks(rows, sizes[1])[at["dp_shard"]])
         assert found.shape == layer.bias._local_tensor.shape
@@ -153,8 +153,8 @@ def test_a_device_mesh_whose_ranks_descend_is_refused(as_rank):
     theirs = DeviceMesh("cpu", [[2, 0], [3, 1]], mesh_dim_names=("tp", "dp_shard"))
     with torch.device("meta"):
         layer = fully_shard(nn.Linear(3, 4), mesh=theirs["dp_shard"])
-    with pytest.raises(PlanError, match=r"weight is cut along 'dp_shard'.*do not ascend"):
-        _dtensor_splits("weight", layer.weight, read_mesh(theirs, 4))
+    with pytest.raises(PlanError, match=r"weight is split along 'dp_shard'.*do not ascend"):
+        dtensor_splits("weight", layer.weight, read_mesh(theirs, 4))
 
 
 def chunks(whole, count):

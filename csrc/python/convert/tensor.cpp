@@ -304,6 +304,17 @@ int refuse_op(const CallSite& site, PyObject* op, const char* why) {
     return -1;
 }
 
+// Another spelling of an op, such as torch.distributed.ReduceOp.SUM; -1 with an error if it is none.
+int translate_op(const CallSite& site, PyObject* object) {
+    PyObject* read = attribute("communicator.arguments", "read_op", NULL);
+    PyObject* name =
+        read == NULL ? NULL : PyObject_CallFunction(read, "isO", site.rank, site.call, object);
+    int op = name == NULL ? -1 : find_op(name);
+    Py_XDECREF(name);
+    Py_XDECREF(read);
+    return op;
+}
+
 }  // namespace
 
 int load_torch_types() {
@@ -384,7 +395,7 @@ int read_op(const CallSite& site, PyObject* object, comm_dtype dtype, comm_op* o
     if (object == NULL) object = op_names[COMM_SUM];
     *op = site.scaled_sums && PyLong_Check(object) ? read_scaled_sum(object) : find_op(object);
     if (*op > COMM_AVG) return 0;
-    if (*op < 0) return refuse_op(site, object, "is none of sum, prod, max, min, avg");
+    if (*op < 0 && (*op = translate_op(site, object)) < 0) return -1;
     if (*op == COMM_AVG && !is_floating(dtype))
         return refuse_op(site, object, "of integers is not an integer. Use op='sum' and divide");
     if (dtype == COMM_BOOL && *op == COMM_SUM)

@@ -66,8 +66,8 @@ def test_all_recordings_of_another_host_are_on_the_clock_of_rank_0(tmp_path, mon
         monkeypatch.setattr(tracing, "clock", lambda host=host: {"clock": host, "day_ns": 0})
         _record(tmp_path / "parts", "ab".index(host), offset_ns)
         _record(tmp_path / "parts", "ab".index(host))
-    one, two, three, four = _starts(tmp_path / "parts")
-    assert two - one < 1 and 4.9 < three - two < 6 and four - three < 1
+    first, second, third, fourth = _starts(tmp_path / "parts")
+    assert second - first < 1 and 4.9 < third - second < 6 and fourth - third < 1
 
 
 def test_a_host_without_measured_offset_is_aligned_by_the_time_of_day(tmp_path, monkeypatch):
@@ -156,6 +156,13 @@ def test_the_traces_of_two_nodes_are_joined_into_one(tmp_path, command):
     assert crossing_spans(merge.read([tmp_path / "both.json"])) == []
 
 
+def test_recorders_of_one_rank_have_files_of_their_own(tmp_path):
+    """Named after id(), a later recorder had the name of one that was freed."""
+    for _ in range(20):
+        _record(tmp_path / "parts", 0)
+    assert len(list((tmp_path / "parts").iterdir())) == 20
+
+
 def test_a_line_cut_off_by_a_crash_is_left_out(tmp_path):
     _record(tmp_path / "parts", 0)
     part = next((tmp_path / "parts").iterdir())
@@ -220,9 +227,9 @@ def test_a_trace_is_drawn_as_a_picture(tmp_path):
     for rank in range(2):
         _record(tmp_path / "parts", rank)
     merge.merge(tmp_path / "parts", tmp_path / "out.json")
-    for said, drawn in ([], "out.png"), ([str(tmp_path / "mine.png")], "mine.png"):
-        assert cli.main(["trace", str(tmp_path / "out.json"), "--png", *said]) == 0
-        assert (tmp_path / drawn).read_bytes().startswith(b"\x89PNG")
+    for arguments, picture in ([], "out.png"), ([str(tmp_path / "mine.png")], "mine.png"):
+        assert cli.main(["trace", str(tmp_path / "out.json"), "--png", *arguments]) == 0
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_traced_launch_shows_every_rank_and_what_it_ran(tmp_path, command):

@@ -25,7 +25,7 @@ from drumline.cli.run_script import load_everywhere
 from drumline.strategies.with_model import num_positions
 from tests.drumline.conftest import LLAMA
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_a_config_may_have_no_limit_of_positions():
