@@ -46,10 +46,7 @@ def parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="start a script once per rank", allow_abbrev=False)
     run.add_argument("-n", "--nproc-per-node", default="1", metavar="N", help="ranks on this node")
     run.add_argument(
-        "--launcher",
-        default="multiprocessing",
-        metavar="NAME",
-        help="the launcher that starts the ranks",
+        "--launcher", default="multiprocessing", metavar="NAME", help="how to start the ranks"
     )
     run.add_argument("--nnodes", type=int, default=1, metavar="N", help="number of nodes")
     run.add_argument("--node-rank", type=int, default=0, metavar="N", help="the index of this node")
@@ -59,22 +56,13 @@ def parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--launch-id", metavar="ID", help="name of the launch; random by default")
     run.add_argument("--log-dir", metavar="FOLDER", help="write a file per rank and stream")
-    run.add_argument(
-        "--timeout", type=float, metavar="SECONDS", help="end the launch after this time"
-    )
+    run.add_argument("--timeout", type=float, metavar="SECONDS", help="end the launch by then")
     run.add_argument("--bind", action="store_true", help="pin each rank to cores of its own")
-    run.add_argument(
-        "--preload",
-        action="append",
-        default=[],
-        metavar="MODULE",
-        help="import once, before the ranks are forked",
-    )
+    preload_help = "import once, before the ranks are forked"
+    run.add_argument("--preload", action="append", default=[], metavar="MODULE", help=preload_help)
     run.add_argument("--trace", metavar="FILE", help="record a timeline of every rank")
     run.add_argument("--dry-run", action="store_true", help="show what would be started")
-    run.add_argument(
-        "-m", dest="module", action="store_true", help="run a module instead of a script"
-    )
+    run.add_argument("-m", dest="module", action="store_true", help="run a module, not a script")
     run.add_argument("script", help="the script, or with -m the module, to run")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     _add_diagnostics(commands)
@@ -87,9 +75,7 @@ def _add_diagnostics(commands: Any) -> None:
     doctor.add_argument("--json", action="store_true", help="print a JSON object per finding")
     doctor.add_argument("--quick", action="store_true", help="without the conformance of backends")
     trace = commands.add_parser("trace", help="summarise, join or draw traces", allow_abbrev=False)
-    trace.add_argument(
-        "traces", type=Path, metavar="TRACE", nargs="+", help="a file of `run --trace`"
-    )
+    trace.add_argument("traces", type=Path, metavar="TRACE", nargs="+", help="of `run --trace`")
     into_help = "join the traces of several nodes"
     trace.add_argument("--into", type=Path, metavar="FILE", help=into_help)
     png_help = "draw a PNG or SVG; by default next to the trace"
