@@ -39,7 +39,7 @@ from drumline.planner.model_profile import (
     with_cache,
 )
 from drumline.planner.plan import plan
-from drumline.serving.server import serve
+from drumline.serving.http_server import serve
 from drumline.strategies.load import checkpoint_dtype, nbytes
 
 MENDABLE = ("CheckpointError", "DrumlineError", "PlanError")
