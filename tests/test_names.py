@@ -22,8 +22,6 @@ PRIVATE = frozenset(
 PRONOUNS = frozenset(
     {"found", "given", "mine", "theirs", "told", "said", "asked", "known", "wanted"}
 )
-    {"found", "given", "mine", "theirs", "told", "said", "asked", "known", "wanted"}
-)
 ORDINARY = {"island", "seat", "seated", "blame"}  # words of plain English, in a text
 RIDDLES = ("What ", "Who ", "How ", "Where ", "Which ", "Whether ", "Those ", "The same")
 

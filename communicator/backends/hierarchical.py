@@ -20,6 +20,7 @@ from communicator.backends.tcp import Tcp
 from communicator.base import Capabilities, Communicator
 from communicator.default_collectives import P2PCall, accumulator
 from communicator.errors import CommunicatorError, DrumlineError, Unsupported, with_text
+from communicator.failures import describe_lost, run_on_all_ranks
 from communicator.selection import backend_class
 from coordinator import Coordinator
 
@@ -82,18 +83,12 @@ class Hierarchical(Communicator):
         self._node_of = {rank: k for k, node in enumerate(self._nodes) for rank in node}
         self._node_ranks = self._nodes[self._node_of[self.rank]]  # of this rank's node
         self._failures = self.coor.store("hierarchical failures")
-        error: DrumlineError | None = None
+        network = backend_class(between)
         try:
-            self._open_subgroups(backend_class(between))
-        except DrumlineError as caught:
-            error = caught
-        errors = self.coor.allgather(str(error or "").encode())
-        if any(errors):
+            run_on_all_ranks(self.coor, lambda: self._open_subgroups(network))
+        except DrumlineError:
             self.do_close()
-            raise error or CommunicatorError(
-                f"rank {self.rank}: no hierarchical communicator, for a rank could not join one of "
-                f"its subgroups: {max(errors).decode()}"
-            )
+            raise
 
     def _open_subgroups(self, network: Any) -> None:
         """Open the groups of all ranks, of this node, and, on a leader, of the leaders."""
@@ -288,7 +283,7 @@ class Hierarchical(Communicator):
         return with_text(
             error,
             f"rank {self.rank} lost its peers in {call} ({self.world_size} ranks on "
-            f"{len(self._nodes)} nodes).{self._lost_peers()} {error}{cause}",
+            f"{len(self._nodes)} nodes).{describe_lost(self._lost_peers())} {error}{cause}",
         )
 
 

@@ -33,10 +33,10 @@ class Watchdog(threading.Thread):
         comm = self._comm()
         if comm is None or not comm.is_usable():
             return False
-        reason = comm.find_failure()
-        if reason and not self._stopped.is_set():
-            comm.abort_because(reason)
-        return not reason
+        failure = comm.find_failure()
+        if failure is not None and not self._stopped.is_set():
+            comm.abort_because(failure)
+        return failure is None
 
     def stop(self) -> None:
         self._stopped.set()

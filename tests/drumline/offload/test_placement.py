@@ -146,7 +146,7 @@ def mixtral(checkpoints):
     return checkpoints.make("mixtral3", "MixtralForCausalLM", **config, **sizes)
 
 
-def test_what_does_not_fit_into_memory_stays_on_disk(checkpoints, on_master):
+def test_weights_that_do_not_fit_into_memory_stay_on_disk(checkpoints, on_master):
     """With room for a third of the model: some layers in memory, the others on disk."""
     plain, path = checkpoints.llama()
     nbytes = sum(tensor.nbytes for tensor in plain.parameters())
@@ -160,7 +160,7 @@ def test_what_does_not_fit_into_memory_stays_on_disk(checkpoints, on_master):
     assert on_master(path, 1, work, max_memory=room) == greedy(plain)
 
 
-def test_several_conversations_share_the_layers_on_disk(checkpoints, on_master):
+def test_several_threads_share_the_layers_on_disk(checkpoints, on_master):
     plain, path = checkpoints.llama()
 
     def work(model):
