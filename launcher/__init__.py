@@ -1,4 +1,4 @@
-"""Start ranks, and tell each who it is.
+"""Start ranks, and find out which rank this process is.
 
 info = launcher.current()
 print(info.rank, "of", info.world_size)
@@ -28,3 +28,15 @@ __all__ = [
     "recorder",
     "register",
 ]
+
+
+def __getattr__(name: str) -> str:
+    """Read `__version__` only when asked for: importlib.metadata takes longer than all the rest."""
+    if name == "__version__":
+        from importlib import metadata
+
+        try:
+            return metadata.version("drumline")
+        except metadata.PackageNotFoundError:  # a checkout that is not installed
+            return "unknown"
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

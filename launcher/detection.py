@@ -1,19 +1,27 @@
-"""Who this process is, wherever it was started."""
+"""The LaunchInfo of the calling rank, however it was started."""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import os
 import socket
+from collections.abc import Iterator
 from dataclasses import replace
 
-from launcher import launch_context, launch_secret, registry
+from launcher import launch_secret, registry
 from launcher.launch_info import CHOICE, TRACE, LaunchInfo, LaunchInfoError
 from launcher.system import linux
 from launcher.trace import recorder
 
+# Of ranks that are threads: other threads do not see a context variable.
+_thread_info: contextvars.ContextVar[LaunchInfo | None] = contextvars.ContextVar(
+    "launch_info", default=None
+)
+
 
 def current(launcher: str | None = None) -> LaunchInfo:
-    """The LaunchInfo of this rank; a world of one if nobody started it as one.
+    """The LaunchInfo of this rank; world_size is 1 if no launcher started this process.
 
     It comes from the launcher named, or the innermost that started this process. The environment
     variable DRUMLINE_LAUNCHER names one, too, but not for ranks that are threads of this process.
@@ -21,7 +29,7 @@ def current(launcher: str | None = None) -> LaunchInfo:
     Raises LaunchInfoError if variables are half set, contradict each other, or are not there for
     the launcher named.
     """
-    info = _insist(launcher) if launcher else launch_context.current() or _from_environment()
+    info = _named(launcher) if launcher else thread_info() or _from_environment()
     extras = dict(info.extras)
     if "secret_fd" not in extras and (secret_fd := launch_secret.take(os.environ)) is not None:
         extras["secret_fd"] = str(secret_fd)
@@ -30,15 +38,29 @@ def current(launcher: str | None = None) -> LaunchInfo:
     return replace(info, extras=extras)
 
 
+def thread_info() -> LaunchInfo | None:
+    """The LaunchInfo of this thread, if it is a rank."""
+    return _thread_info.get()
+
+
+@contextlib.contextmanager
+def acting_as(info: LaunchInfo | None) -> Iterator[None]:
+    """Within this context, on this thread, `launcher.current()` is info."""
+    token = _thread_info.set(info)
+    try:
+        yield
+    finally:
+        _thread_info.reset(token)
+
+
 def _from_environment() -> LaunchInfo:
-    name = os.environ.get(CHOICE)
-    if name:
-        return _insist(name)
-    found = (candidate.detect(os.environ) for candidate in registry.every())
-    return next((info for info in found if info is not None), None) or alone()
+    if name := os.environ.get(CHOICE):
+        return _named(name)
+    detected = (launcher.detect(os.environ) for launcher in registry.all_launchers())
+    return next((info for info in detected if info is not None), None) or single_process()
 
 
-def _insist(name: str) -> LaunchInfo:
+def _named(name: str) -> LaunchInfo:
     info: LaunchInfo | None = registry.find(name).detect(os.environ)
     if info is None:
         raise LaunchInfoError(
@@ -49,7 +71,9 @@ def _insist(name: str) -> LaunchInfo:
     return info
 
 
-def alone() -> LaunchInfo:
-    """A world of one; the same for the whole life of this process, and different in any other."""
+def single_process() -> LaunchInfo:
+    """A world of one rank, with a launch_id of its own for the life of this process."""
     pid = os.getpid()
-    return LaunchInfo(launch_id=f"alone-{socket.gethostname()}-{pid}-{linux.start_time(pid)}")
+    stat = linux.process_stat(pid)
+    start_time = stat.start_time if stat else 0
+    return LaunchInfo(launch_id=f"alone-{socket.gethostname()}-{pid}-{start_time}")

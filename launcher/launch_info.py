@@ -1,4 +1,4 @@
-"""Who a process is within a launch.
+"""LaunchInfo: the identity of a rank within its launch.
 
 info = launcher.current()
 print(info.rank, "of", info.world_size)
@@ -7,30 +7,29 @@ print(info.rank, "of", info.world_size)
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 
 ENV_PREFIX = "DRUMLINE_"
-TRACE = "trace"  # in extras: the folder in which each rank leaves what it recorded
-CHOICE = ENV_PREFIX + "LAUNCHER"  # names the launcher to believe, where several have left variables
+TRACE = "trace"  # in extras: the folder for the recordings of ranks
+CHOICE = ENV_PREFIX + "LAUNCHER"  # names the launcher to detect, where variables of several are set
 MAX_PORT = 65535
 
 
 class LaunchInfoError(ValueError):
-    """A LaunchInfo that contradicts itself, or that is only half there. Says which values do."""
+    """A LaunchInfo that is incomplete or contradicts itself; the text has the values."""
 
 
 @dataclass(frozen=True)
 class LaunchInfo:
-    """What one rank knows about its launch before it has spoken to any other.
+    """The facts that a rank knows about its launch before any communication.
 
     launch_id: the same on every rank of a launch, different in every other launch.
-    world_size, rank: all ranks of the launch, and this one among them (0 is the master).
+    world_size, rank: all ranks of the launch, and this one among them.
     local_world_size, local_rank: the ranks on this node, and this one among them.
-    master_addr, master_port: where rank 0 listens. A world of one may leave the port 0: nobody
-    calls.
-    extras: what a launcher wants to add, string to string.
+    master_addr, master_port: where rank 0 listens. The port may be 0 if world_size is 1.
+    extras: further facts from the launcher, string to string.
 
     Raises LaunchInfoError (a ValueError) if the values contradict each other.
     """
@@ -53,12 +52,12 @@ class LaunchInfo:
         return hash(self.to_bytes())
 
     def __reduce__(self) -> tuple[Callable[[bytes], LaunchInfo], tuple[bytes]]:
-        """How copy.deepcopy copies it, which cannot copy a mapping proxy."""
+        """Support copy.deepcopy, which cannot copy a mapping proxy."""
         return LaunchInfo.from_bytes, (self.to_bytes(),)
 
     @property
     def is_traced(self) -> bool:
-        """Is this a launch with --trace, where every rank records its calls?"""
+        """True if this is a launch with --trace, where every rank records its calls."""
         return TRACE in self.extras
 
     def to_dict(self) -> dict[str, object]:
@@ -66,7 +65,7 @@ class LaunchInfo:
         return {**values, "extras": dict(self.extras)}
 
     def to_bytes(self) -> bytes:
-        """As UTF-8 JSON; from_bytes gives an equal LaunchInfo."""
+        """UTF-8 JSON, of which from_bytes makes an equal LaunchInfo."""
         return json.dumps(self.to_dict(), sort_keys=True).encode()
 
     @classmethod
@@ -79,7 +78,7 @@ class LaunchInfo:
             raise LaunchInfoError(f"not a LaunchInfo: {data[:200]!r}: {error}") from error
 
     def to_env(self) -> dict[str, str]:
-        """As environment variables, each named DRUMLINE_ and the field in capitals."""
+        """Environment variables, each named DRUMLINE_ and the field in capitals."""
         values = self.to_dict()
         values["extras"] = json.dumps(values["extras"], sort_keys=True)
         return {ENV_PREFIX + name.upper(): str(value) for name, value in values.items()}
@@ -91,64 +90,60 @@ class LaunchInfo:
         Raises LaunchInfoError, with names and values, if only some are set or one makes no sense.
         """
         names = {f.name: ENV_PREFIX + f.name.upper() for f in fields(cls)}
-        found = {name: environ[variable] for name, variable in names.items() if variable in environ}
-        if not found:
+        texts = {name: environ[variable] for name, variable in names.items() if variable in environ}
+        if not texts:
             return None
-        missing = [variable for name, variable in names.items() if name not in found]
+        missing = [variable for name, variable in names.items() if name not in texts]
         if missing:
-            there = {names[name]: value for name, value in found.items()}
+            present = {names[name]: text for name, text in texts.items()}
             raise LaunchInfoError(
-                f"half a LaunchInfo in the environment: {', '.join(missing)} not set beside "
-                f"{there}. Unset them all, or start through `python -m launcher run`."
+                f"an incomplete LaunchInfo in the environment: {', '.join(missing)} not set, but "
+                f"{present}. Unset them all, or start through `python -m launcher run`."
             )
-        return _parse(found, names)
+        return _parse(texts, names)
 
 
-def _parse(found: Mapping[str, str], names: Mapping[str, str]) -> LaunchInfo:
-    values: dict[str, object] = dict(found)
+def _parse(texts: Mapping[str, str], names: Mapping[str, str]) -> LaunchInfo:
+    values: dict[str, object] = dict(texts)
     try:
         for name in ("world_size", "local_world_size", "rank", "local_rank", "master_port"):
-            values[name] = integer(found[name], names[name])
-        values["extras"] = json.loads(found["extras"])
+            values[name] = integer(texts[name], names[name])
+        values["extras"] = json.loads(texts["extras"])
         if not isinstance(values["extras"], dict):
-            raise ValueError(f"{names['extras']}={found['extras']!r} is no JSON object")
+            raise ValueError(f"{names['extras']}={texts['extras']!r} is no JSON object")
     except ValueError as error:
-        raise LaunchInfoError(f"{error}; the LaunchInfo in the environment is unusable") from error
+        raise LaunchInfoError(f"{error}; the LaunchInfo in the environment is invalid") from error
     return LaunchInfo(**values)  # type: ignore[arg-type]
 
 
 def integer(text: str, variable: str) -> int:
-    """text as a plain decimal number; the error names the variable it came from."""
+    """The value of a plain decimal number; the error names the variable."""
     if not text.isascii() or not text.isdigit():
         raise LaunchInfoError(f"{variable}={text!r} is not a number")
     return int(text)
 
 
-def _problems(info: LaunchInfo) -> list[str]:
-    """What is wrong with info, in words; empty if nothing is."""
-    found = [
-        f"{name} must be an integer, not {getattr(info, name)!r}"
-        for name in ("world_size", "local_world_size", "rank", "local_rank", "master_port")
-        if type(getattr(info, name)) is not int
-    ]
-    if found:
-        return found
-    checks = {
-        "launch_id must be a non-empty string": isinstance(info.launch_id, str) and info.launch_id,
-        "launch_id must have no NUL in it": "\0" not in str(info.launch_id),
-        "world_size must be at least 1": info.world_size >= 1,
-        "rank must be in [0, world_size)": 0 <= info.rank < info.world_size,
-        "local_world_size must be in [1, world_size]": (
-            1 <= info.local_world_size <= info.world_size
-        ),
-        "local_rank must be in [0, local_world_size)": 0 <= info.local_rank < info.local_world_size,
-        "master_addr must be a non-empty string": (
-            isinstance(info.master_addr, str) and info.master_addr
-        ),
-        f"master_port must be in [0, {MAX_PORT}]": 0 <= info.master_port <= MAX_PORT,
-        "master_port 0 is only for a world of one": info.master_port > 0 or info.world_size == 1,
-        "extras must map strings to strings": all(
-            isinstance(key, str) and isinstance(value, str) for key, value in info.extras.items()
-        ),
-    }
-    return [problem for problem, holds in checks.items() if not holds]
+def _problems(info: LaunchInfo) -> Iterator[str]:
+    """The contradictions in info, in words; wrong types first, as the rest compares values."""
+    for name in ("world_size", "local_world_size", "rank", "local_rank", "master_port"):
+        if type(value := getattr(info, name)) is not int:
+            yield f"{name} must be an integer, not {value!r}"
+    for name in ("launch_id", "master_addr"):
+        if not (isinstance(value := getattr(info, name), str) and value):
+            yield f"{name} must be a non-empty string"
+    if "\0" in info.launch_id:
+        yield "launch_id must have no NUL in it"
+    if info.world_size < 1:
+        yield "world_size must be at least 1"
+    if not 0 <= info.rank < info.world_size:
+        yield "rank must be in [0, world_size)"
+    if not 1 <= info.local_world_size <= info.world_size:
+        yield "local_world_size must be in [1, world_size]"
+    if not 0 <= info.local_rank < info.local_world_size:
+        yield "local_rank must be in [0, local_world_size)"
+    if not 0 <= info.master_port <= MAX_PORT:
+        yield f"master_port must be in [0, {MAX_PORT}]"
+    if info.master_port == 0 and info.world_size > 1:
+        yield "master_port 0 is only for world_size 1"
+    if not all(isinstance(text, str) for pair in info.extras.items() for text in pair):
+        yield "extras must map strings to strings"

@@ -1,4 +1,4 @@
-"""Starting a launch from a Python program.
+"""launch(): start ranks from a Python program.
 
 results = launcher.launch(train, nprocs=4, args=(steps,))
 """
@@ -15,9 +15,9 @@ from typing import Any
 from launcher import registry, target
 from launcher.errors import LaunchInterrupted
 from launcher.job import LOOPBACK, Job, new_launch_id
-from launcher.trace import merge
+from launcher.trace import merge_traces
 
-# What not every launcher honours, and what it is when nobody asks for it.
+# Options that not every launcher supports, with the values that mean "not used".
 OPTIONS: dict[str, object] = {
     "nnodes": 1,
     "bind": False,
@@ -52,10 +52,10 @@ def launch(
     accelerator open. Otherwise they start in a fresh interpreter, which must be able to import the
     function, and args must be values of the same kinds.
 
-    trace: a file for what every rank did and when; see launcher/trace/recorder.py.
+    trace: a file for a timeline of what every rank did; see launcher/trace/recorder.py.
 
-    Raises LaunchError as soon as one rank fails, after ending the others. What ranks leave running
-    is ended with them.
+    Raises LaunchError as soon as one rank fails, after ending the others. Processes that
+    ranks leave running are ended with them.
     """
     job = Job(
         target.of(work),
@@ -65,7 +65,7 @@ def launch(
         node_rank=node_rank,
         master_addr=master_addr,
         master_port=master_port,
-        launch_id=own_launch_id(nnodes, launcher) if launch_id is None else launch_id,
+        launch_id=launch_id_for(nnodes, launcher) if launch_id is None else launch_id,
         log_dir=log_dir,
         timeout_s=timeout_s,
         bind=bind,
@@ -75,7 +75,7 @@ def launch(
     try:
         return start(job, launcher, trace)
     except LaunchInterrupted as stopped:
-        # As if the program had been alone when it came.
+        # So that the program handles Ctrl-C as it would without a launch.
         signal.raise_signal(stopped.exit_code - 128)
         raise
 
@@ -83,51 +83,51 @@ def launch(
 def start(
     job: Job, name: str, trace_file: str | os.PathLike[str] | None = None, **options: Any
 ) -> list[Any]:
-    """Run the job with the launcher of that name; if there is a trace_file, trace it into that."""
+    """Run the job with the launcher of that name; with a trace_file, record a trace there."""
     check(job, name, trace_file)
     if trace_file is None:
         return _start(job, name, **options)
-    with merge.gathered(Path(trace_file), job.nnodes) as folder:
+    with merge_traces.recordings_merged_into(Path(trace_file), job.nnodes) as folder:
         return _start(replace(job, trace=str(folder)), name, **options)
 
 
-def own_launch_id(nnodes: int, name: str) -> str:
-    """A new one. Raises ValueError if each of several nodes would draw its own, and none meet."""
-    chosen = registry.find(name)
-    starts_one = not getattr(chosen, "STARTS_ALL_NODES", False)
-    if nnodes > 1 and starts_one and "nnodes" in getattr(chosen, "HONOURS", ()):
+def launch_id_for(nnodes: int, name: str) -> str:
+    """A new launch id. Raises ValueError if each of several nodes would draw a different one."""
+    backend = registry.find(name)
+    starts_one = not getattr(backend, "STARTS_ALL_NODES", False)
+    if nnodes > 1 and starts_one and "nnodes" in getattr(backend, "SUPPORTS", ()):
         raise ValueError(
-            f"each of {nnodes} nodes is started by a command of its own, and these must be told "
-            "the same, so nothing was started. Give --master-addr ADDRESS, of the first, and "
-            "--launch-id ID, any word, on each of them."
+            f"each of {nnodes} nodes is started by a command of its own, and these would not find "
+            "each other, so nothing was started. Add the same --master-addr ADDRESS, of the first "
+            "node, and --launch-id ID, any word, to the command on each of them."
         )
     return new_launch_id()
 
 
 def check(job: Job, name: str, trace_file: str | os.PathLike[str] | None = None) -> None:
-    """Raise ValueError if the job asks for what the launcher of that name would ignore."""
-    asked = {**vars(job), "trace": trace_file}
-    honoured = getattr(registry.find(name), "HONOURS", OPTIONS)
+    """Raise ValueError if the launcher of that name does not support an option of the job."""
+    values = {**vars(job), "trace": trace_file}
+    supported = getattr(registry.find(name), "SUPPORTS", OPTIONS)
     for option, default in OPTIONS.items():
-        if asked[option] != default and option not in honoured:
-            able = [one for one in registry.BUILT_IN if option in registry.find(one).HONOURS]
+        if values[option] != default and option not in supported:
+            able = [name for name in registry.BUILT_IN if option in registry.find(name).SUPPORTS]
             raise ValueError(
-                f"the launcher {name!r} does not honour {option}={asked[option]!r}, and nothing is "
-                f"ignored silently, so nothing was started. Leave out --{option.replace('_', '-')},"
-                f" or choose a --launcher that honours it: {', '.join(able)}."
+                f"the launcher {name!r} does not support {option}={values[option]!r}, so nothing "
+                f"was started. Remove --{option.replace('_', '-')}, or choose a --launcher that "
+                f"supports it: {', '.join(able)}."
             )
 
 
 def _start(job: Job, name: str, **options: Any) -> list[Any]:
-    chosen = registry.find(name)
+    backend = registry.find(name)
     target.check(job.target)
-    if hasattr(chosen, "run"):
-        results: list[Any] = chosen.run(job, **options)
+    if hasattr(backend, "run"):
+        results: list[Any] = backend.run(job, **options)
         return results
-    if hasattr(chosen, "command"):
+    if hasattr(backend, "command"):
         from launcher.external import backend_launcher
 
-        return backend_launcher.run(chosen, job)
+        return backend_launcher.run(backend, job)
     raise ValueError(
-        f"the launcher {name!r} only recognises ranks that were started elsewhere; it starts none"
+        f"the launcher {name!r} only detects ranks that were started elsewhere; it starts none"
     )

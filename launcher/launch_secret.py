@@ -1,7 +1,7 @@
-"""The launch secret: bytes that only the ranks of one launch know, so that a stranger is no peer.
+"""The launch secret: bytes that only the ranks of one launch know, for authentication.
 
-It travels by an inherited descriptor. Under an engine that passes none on, it travels in the
-environment, and the rank takes it out on reading.
+It travels by an inherited descriptor. Under a backend launcher that passes none on, it travels in
+the environment, and the rank removes it from there on reading.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import secrets
 from collections.abc import MutableMapping
 
 from launcher.launch_info import ENV_PREFIX, LaunchInfoError
+from launcher.system import linux
 
 NBYTES = 32
 SECRET = ENV_PREFIX + "SECRET"
-TAKEN = ENV_PREFIX + "SECRET_FD"  # where this process has put what it took
+SECRET_FD = ENV_PREFIX + "SECRET_FD"  # names the descriptor, once the secret was taken
 
 
 def create() -> int:
@@ -33,44 +34,36 @@ def store(data: bytes) -> int:
 
 
 def variables() -> dict[str, str]:
-    """What an engine that only passes on variables should pass on to every rank of one launch."""
+    """A new secret as the variable that a backend launcher passes on to every rank."""
     return {SECRET: secrets.token_hex(NBYTES)}
 
 
 def take(environ: MutableMapping[str, str]) -> int | None:
-    """The descriptor of the secret that came in environ; None if none did.
+    """Take the secret out of environ; return its descriptor, or None if there is none.
 
-    Once read, it is gone from the environment, that of children and what /proc shows included.
+    It is removed from the environment of this process and its children, and from what /proc shows.
     """
     if SECRET in environ:
-        fd = store(_parse(environ[SECRET]))
+        secret = _parse(environ[SECRET])
         if environ is os.environ:
-            from launcher.system import linux
-
-            linux.wipe_variable(SECRET)
+            linux.erase_variable(SECRET)
         del environ[SECRET]
-        environ[TAKEN] = str(fd)
-    return _still_there(environ.get(TAKEN, ""))
+        environ[SECRET_FD] = str(store(secret))
+    fd = environ.get(SECRET_FD, "")
+    # A child that has not inherited the descriptor may have another file under that number.
+    return int(fd) if "launch-secret" in linux.link_of_fd(fd) else None
 
 
 def _parse(text: str) -> bytes:
-    """The secret; whatever was there instead is not shown, for it may be one."""
+    """The secret. Errors do not show the text, for it may be one."""
     try:
         data = bytes.fromhex(text)
     except ValueError:
         data = b""
     if len(data) != NBYTES:
         raise LaunchInfoError(
-            f"{SECRET} is no launch secret: that is {2 * NBYTES} hexadecimal digits, and this is "
-            f"{len(text)} characters, so no rank would believe this one. Unset it, or set the same "
-            "right one for every rank of the launch."
+            f"{SECRET} has {len(text)} characters, and a launch secret is {2 * NBYTES} hexadecimal "
+            "digits, so no rank would accept this one. Unset it, or set the same secret for every "
+            "rank of the launch."
         )
     return data
-
-
-def _still_there(text: str) -> int | None:
-    """The descriptor, unless this is a child that has not inherited it."""
-    try:
-        return int(text) if "launch-secret" in os.readlink(f"/proc/self/fd/{text}") else None
-    except (OSError, ValueError):
-        return None

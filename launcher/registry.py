@@ -1,15 +1,15 @@
 """The launchers by name. A launcher is a module, or any object, with these names:
 
-- NAME: what `--launcher` and `current(launcher=...)` call it
-- detect(environ) -> LaunchInfo | None: who this process is, if this launcher started it; raises
+- NAME: the name for `--launcher` and `current(launcher=...)`
+- detect(environ) -> LaunchInfo | None: the rank that this launcher made of this process; raises
   LaunchInfoError if its variables are half set
 - run(job) -> list: start the ranks, and return their results by rank; or
-- command(job) -> list[str]: the engine's own command line that does so (see
+- command(job) -> list[str]: the backend launcher's own command line that does so (see
   launcher/external/backend_launcher.py)
-- HONOURS, optional: which of start.OPTIONS it honours, if not all; the others are refused
-- environment(job) -> dict[str, str], optional: what the engine needs beside os.environ
-- HONOURS, STARTS_ALL_NODES, foreseen(job), optional: see launcher/launch_job.py and
-  launcher/cli/dry_run.py
+- SUPPORTS, optional: the supported ones of launch_job.OPTIONS, if not all; others are refused
+- environment(job) -> dict[str, str], optional: variables for command, beside os.environ
+- STARTS_ALL_NODES, optional: one command starts the ranks of all nodes
+- expected_info(job) -> dict, optional: for `--dry-run`, see launcher/cli/dry_run.py
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ BUILT_IN = {
     "slurm": "launcher.backends.slurm",
 }
 
-# Registering is for the life of the process, like importing: the one table here that grows.
+# Registering is for the life of the process, like importing.
 _registered: dict[str, Any] = {}
 
 
 def register(launcher: Any) -> None:
-    """Make a launcher known to `current`, `launch` and the command line; asked before ours."""
-    for needed in ("NAME", "detect"):
-        if not hasattr(launcher, needed):
+    """Make a launcher known to `current`, `launch` and the command line; detected before ours."""
+    for attribute in ("NAME", "detect"):
+        if not hasattr(launcher, attribute):
             raise TypeError(
-                f"{launcher!r} has no {needed}: see launcher/registry.py for what makes a launcher"
+                f"{launcher!r} has no {attribute}: launcher/registry.py lists what a launcher needs"
             )
     if launcher.NAME in BUILT_IN:
         raise ValueError(
@@ -49,12 +49,12 @@ def register(launcher: Any) -> None:
 
 
 def find(name: str) -> Any:
-    """The launcher of that name. Raises ValueError, with the names there are, for any other."""
+    """The launcher of that name. Raises ValueError, with the known names, for any other."""
     if name in _registered:
         return _registered[name]
     if name in BUILT_IN:
         return importlib.import_module(BUILT_IN[name])
-    for entry in _installed():
+    for entry in _entry_points():
         if entry.name == name:
             return entry.load()
     raise ValueError(f"no launcher is called {name!r}: choose among {', '.join(names())}")
@@ -64,15 +64,15 @@ def names() -> Iterator[str]:
     """Every launcher that find knows: those registered here, ours, those of installed packages."""
     yield from _registered
     yield from BUILT_IN
-    yield from (entry.name for entry in _installed())
+    yield from (entry.name for entry in _entry_points())
 
 
-def every() -> Iterator[Any]:
-    """The launchers, innermost first, each looked for and imported only when reached."""
+def all_launchers() -> Iterator[Any]:
+    """The launchers, innermost first, each imported only when reached."""
     return map(find, names())
 
 
-def _installed() -> Iterable[Any]:
-    from importlib.metadata import entry_points  # reads every installed package: not for nothing
+def _entry_points() -> Iterable[Any]:
+    from importlib.metadata import entry_points  # slow: it reads every installed package
 
     return entry_points(group=ENTRY_POINTS)

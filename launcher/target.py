@@ -1,4 +1,4 @@
-"""Running a script, a module or a function as Python would, in a process already there."""
+"""Run a script, a module or a function as Python would, in a process that already runs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 from launcher.errors import TargetError
 from launcher.job import Job, Target
 from launcher.launch_info import LaunchInfo
+from launcher.system import shadowing
 
 
 def of(work: Callable[..., Any] | str | os.PathLike[str]) -> Target:
@@ -26,7 +27,7 @@ def of(work: Callable[..., Any] | str | os.PathLike[str]) -> Target:
 
 
 def by_reference(target: Target) -> Target:
-    """The same target, findable by another process.
+    """An equal target by a reference that another process can import.
 
     Raises TargetError for a function that no import can reach.
     """
@@ -39,39 +40,36 @@ def by_reference(target: Target) -> Target:
     elif module == "__main__" and main.__spec__ is not None:
         return Target("function", f"{main.__spec__.name}:{name}", target.function)
     elif module == "__main__" and not os.path.isfile(getattr(main, "__file__", None) or ""):
-        reason = "it was typed in, and is in no file"
+        reason = "it was typed interactively, and is in no file"
     elif module == "__main__":
         return Target("function", f"{os.path.abspath(str(main.__file__))}:{name}", target.function)
     else:
         return target
     raise TargetError(
-        f"{target.name} cannot be found by another process: {reason}. An engine's ranks, and those "
-        "of a program that has threads or an accelerator open, are not forked from it. Move the "
-        "function to the top level of a module, or launch before starting threads."
+        f"{target.name} cannot be imported by another process: {reason}. The ranks of a backend "
+        "launcher, and of a program that has threads or an accelerator open, are not forked from "
+        "it. Move the function to the top level of a module, or launch before starting threads."
     )
 
 
 def find(reference: str) -> Callable[..., Any]:
-    """The function of a reference.
-
-    A script is run for it under another name than __main__, as a module is imported.
-    """
-    where, _, name = reference.rpartition(":")
+    """The function of a reference; a script is imported for it under another name than __main__."""
+    source, _, name = reference.rpartition(":")
     try:
-        found: Any = (
-            _script_as_module(where) if where.endswith(".py") else importlib.import_module(where)
+        value: Any = (
+            _script_as_module(source) if source.endswith(".py") else importlib.import_module(source)
         )
         for part in name.split("."):
-            found = getattr(found, part)
+            value = getattr(value, part)
     except (ImportError, AttributeError) as error:
-        raise TargetError(f"cannot find {name!r} in {where!r}: {error}") from error
-    function: Callable[..., Any] = found
+        raise TargetError(f"cannot find {name!r} in {source!r}: {error}") from error
+    function: Callable[..., Any] = value
     return function
 
 
 def _script_as_module(path: str) -> ModuleType:
     """The script's names, without what it guards by `if __name__ == "__main__"`."""
-    # what the standard library's multiprocessing calls it, so that scripts expect it
+    # the name that the standard library's multiprocessing gives it, so that scripts expect it
     name = "__mp_main__"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
@@ -83,26 +81,30 @@ def _script_as_module(path: str) -> ModuleType:
 
 
 def check(target: Target) -> None:
-    """Raise TargetError, before any rank exists, if there is nothing to run."""
+    """Raise TargetError, before any rank exists, if there is nothing to run.
+
+    Or if a file of the user would be imported in place of one of our packages.
+    """
     if target.kind == "script":
         _check_script(Path(target.name))
-    if target.kind == "module" and _spec(target.name) is None:
-        raise TargetError(
-            f"no module named {target.name!r}, so there is nothing to run. Install it, or start "
-            "from the folder that it is in."
-        )
+        shadowing.check([os.path.dirname(os.path.realpath(_main_file(target.name)))])
+    if target.kind == "module":
+        if _spec(target.name) is None:
+            raise TargetError(
+                f"no module named {target.name!r}, so there is nothing to run. Install it, or "
+                "start from the folder that contains it."
+            )
+        shadowing.check(sys.path[:1])
 
 
 def _check_script(path: Path) -> None:
     try:
-        if path.is_dir():
-            path = path / "__main__.py"
-        with io.open_code(str(path.absolute())):
+        with io.open_code(os.path.abspath(_main_file(str(path)))):
             pass
     except OSError as error:
         raise TargetError(
             f"cannot open the script {str(path)!r}: {error.strerror}, so there is nothing to run. "
-            f"Paths count from {_working_directory()}."
+            f"Paths are relative to {_working_directory()}."
         ) from error
 
 
@@ -128,7 +130,8 @@ def call(job: Job) -> Any:
     if job.target.kind == "function":
         function = job.target.function or find(job.target.name)
         return function(*job.args)
-    module, code = _main_program(job.target)
+    load = _module if job.target.kind == "module" else _script
+    module, code = load(job.target.name)
     sys.argv = [str(module.__file__), *map(str, job.args)]
     sys.modules["__main__"] = module
     exec(code, module.__dict__)
@@ -136,28 +139,29 @@ def call(job: Job) -> Any:
 
 
 def callables(job: Job) -> Callable[[LaunchInfo], Callable[[], Any]]:
-    """What each rank calls, where ranks share a process, and with it sys.argv and sys.path."""
+    """The call of each rank, where ranks share a process, and with it sys.argv and sys.path."""
     if job.target.kind == "function":
         function = job.target.function or find(job.target.name)
         return lambda info: lambda: function(*job.args)
     return lambda info: lambda: call(job)
 
 
-def _main_program(target: Target) -> tuple[ModuleType, CodeType]:
-    return _module(target.name) if target.kind == "module" else _script(target.name)
+def _main_file(name: str) -> str:
+    """The file that Python runs for a script, or for a folder."""
+    return os.path.join(name, "__main__.py") if os.path.isdir(name) else name
 
 
 def _script(name: str) -> tuple[ModuleType, CodeType]:
-    path = os.path.join(name, "__main__.py") if os.path.isdir(name) else name
-    _look_in(os.path.dirname(os.path.realpath(path)))
+    path = _main_file(name)
+    _prepend_to_path(os.path.dirname(os.path.realpath(path)))
     with io.open_code(os.path.abspath(path)) as file:
         code = compile(file.read(), path, "exec")
     module = _new_main(path)
     return module, code
 
 
-def _look_in(folder: str) -> None:
-    """Put the script's folder where `python -m launcher` has put the working directory."""
+def _prepend_to_path(folder: str) -> None:
+    """Put the script's folder in the place of the working directory, from `python -m launcher`."""
     if getattr(sys.flags, "safe_path", False):  # python -P, from Python 3.11 on
         return
     if sys.path[:1] == [_working_directory()]:

@@ -1,7 +1,7 @@
 """Every recipe proves on the CPU what it says, on one, two and four ranks, however started.
 
 Here as threads; under torchrun and our own launcher with the examples: test_examples.py; under
-MPICH, Open MPI, srun and Ray beside the other tests of these: tests/launcher/test_mpi.py,
+MPICH, Open MPI, srun and Ray beside the other tests of these: tests/launcher/backends/test_mpi.py,
 test_slurm.py and test_ray.py.
 """
 

@@ -12,7 +12,7 @@ constexpr unsigned MOVE = 1;                // CU_GRAPH_USER_OBJECT_MOVE
 
 using Names = std::initializer_list<const char*>;
 
-// Only among what is loaded: opening CUDA is torch's business.
+// Searches only loaded libraries: opening CUDA is torch's business.
 template <class Function>
 void look_up(Names libraries, Names symbols, Function* function) {
     *function = nullptr;
@@ -32,14 +32,15 @@ const Names RUNTIME = {"libcudart.so.13",  "libcudart.so.12",  "libcudart.so.11.
                        "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"};
 const Names DRIVER = {"libcuda.so.1", "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"};
 
-struct Payload {
+// Rides on a CUDA graph; destroyed with it.
+struct GraphReference {
     std::shared_ptr<std::atomic<int>> live;
 };
 
-void count_out(void* payload) {
-    Payload* mine = static_cast<Payload*>(payload);
-    mine->live->fetch_sub(1, std::memory_order_acq_rel);
-    delete mine;
+void release_graph(void* payload) {
+    GraphReference* reference = static_cast<GraphReference*>(payload);
+    reference->live->fetch_sub(1, std::memory_order_acq_rel);
+    delete reference;
 }
 
 }  // namespace
@@ -58,7 +59,9 @@ DeviceLibrary find_device_library() {
     look_up(RUNTIME, {"cudaFree", "hipFree"}, &library.release);
     look_up(RUNTIME, {"cudaDeviceGetAttribute"}, &library.attribute);  // HIP numbers them otherwise
     int device;
-    if (library.get_device != nullptr) library.get_device(&device);  // loads the driver
+    // The first call loads the driver. Where that fails, as for a CUDA build of torch on a machine
+    // without a GPU, every other call would fail too: it is as if no runtime were loaded.
+    if (library.get_device == nullptr || library.get_device(&device) != 0) return {};
     // Of the driver, for its symbols never change their arguments; the runtime's did in CUDA 13.
     look_up(DRIVER, {"cuStreamGetCaptureInfo_v2", "hipStreamGetCaptureInfo_v2"},
             &library.capture_info);
@@ -88,16 +91,16 @@ bool GraphCount::is_capturing(const DeviceLibrary& library, void* stream) {
     void* graph = nullptr;
     if (library.capture_info(stream, &status, &id, &graph, nullptr, nullptr) != 0) return false;
     if (status != CAPTURE_ACTIVE) return false;
-    if (id == last_ || library.create_object == nullptr || library.retain_object == nullptr)
+    if (id == last_capture_ || library.create_object == nullptr || library.retain_object == nullptr)
         return true;
     void* object = nullptr;
-    Payload* payload = new Payload{live_};
-    if (library.create_object(&object, payload, count_out, 1, NO_DESTRUCTOR_SYNC) != 0) {
-        delete payload;
+    GraphReference* reference = new GraphReference{live_};
+    if (library.create_object(&object, reference, release_graph, 1, NO_DESTRUCTOR_SYNC) != 0) {
+        delete reference;
         return true;
     }
     live_->fetch_add(1, std::memory_order_acq_rel);
-    last_ = id;
+    last_capture_ = id;
     library.retain_object(graph, object, 1, MOVE);
     return true;
 }

@@ -1,5 +1,5 @@
-// What this backend needs of the CUDA (or HIP) that torch has loaded: a device, four bytes, and to
-// know which graphs captured a call.
+// The functions of CUDA (or HIP), as torch has loaded it, that this backend calls, and the count of
+// the graphs that captured a call.
 #pragma once
 
 #include <stddef.h>
@@ -25,7 +25,7 @@ struct DeviceLibrary {
 DeviceLibrary find_device_library();
 bool is_rocm_loaded();
 
-// Makes a device current for a scope, as NCCL wants it while it connects.
+// Makes a device current for a scope: NCCL needs that while it connects.
 class CurrentDevice {
   public:
     CurrentDevice(const DeviceLibrary& library, int device);
@@ -39,15 +39,15 @@ class CurrentDevice {
 };
 
 // Counts the graphs that hold calls of a communicator. A graph, and what is instantiated from it,
-// carries an object whose destruction counts it out again; that may come later, on a thread of the
-// driver's, even after the communicator is gone.
+// carries an object whose destruction decrements the count; that may come late, on a thread of the
+// driver, even after the communicator is destroyed.
 class GraphCount {
   public:
-    // Is the stream being captured? If so its graph is counted, once.
+    // True if the stream is being captured; then its graph is counted, once.
     bool is_capturing(const DeviceLibrary& library, void* stream);
     int live() const { return live_->load(std::memory_order_acquire); }
 
   private:
     std::shared_ptr<std::atomic<int>> live_ = std::make_shared<std::atomic<int>>(0);
-    unsigned long long last_ = 0;  // the capture seen last
+    unsigned long long last_capture_ = 0;  // its id
 };

@@ -1,6 +1,7 @@
-// How a communicator over NCCL starts: options, the library, and a meeting with a deadline.
+// How a communicator over NCCL starts: options, the library, and a rendezvous with a deadline.
 #include <cstdlib>
 #include <cstring>
+#include <optional>
 
 #include "nccl/nccl_communicator.h"
 
@@ -10,126 +11,123 @@ namespace {
 
 constexpr int CAPABILITY_MAJOR = 75;  // cudaDevAttrComputeCapabilityMajor
 
-thread_local std::string setup_error;
-
-comm_result refuse_setup(comm_result code, const comm_init_args* args, const std::string& text) {
-    setup_error = "rank " + std::to_string(args->rank) + ": " + text;
-    return code;
-}
-
-// Applies "key=value"; false if the key is not known.
-bool apply_option(Group& group, const std::string& key, const char* value, std::string* path) {
+// Applies "key=value"; false if there is no such key.
+bool apply_option(NcclCommunicator& communicator, const std::string& key, const char* value,
+                  std::string* path) {
     if (key == "library")
         *path = value;
     else if (key == "blocking")
-        group.blocking = std::strcmp(value, "1") == 0;
+        communicator.blocking = std::strcmp(value, "1") == 0;
     else if (key == "stream")
-        group.stream = reinterpret_cast<NcclStream>(std::strtoull(value, nullptr, 0));
+        communicator.fixed_stream = reinterpret_cast<NcclStream>(std::strtoull(value, nullptr, 0));
     else if (key == "max_ctas")
-        group.max_ctas = std::atoi(value);
+        communicator.max_ctas = std::atoi(value);
     else
         return false;
     return true;
 }
 
-comm_result apply_options(Group& group, const comm_init_args* args, std::string* path) {
-    for (const char* const* option = args->options; option && *option; ++option) {
-        const char* equals = std::strchr(*option, '=');
-        std::string key = equals != nullptr ? std::string(*option, equals - *option) : *option;
-        if (equals == nullptr || !apply_option(group, key, equals + 1, path))
-            return refuse_setup(COMM_INVALID_ARGUMENT, args,
-                                std::string(*option) +
-                                    " is no option of nccl. There are: "
-                                    "library, blocking, stream, max_ctas");
-    }
-    return COMM_OK;
+// Exchanges through the Coordinator whether this rank can start. It knows who never came, and
+// nobody waits inside NCCL for a rank that cannot.
+void agree_to_start(const NcclCommunicator& communicator, const comm_init_args& args,
+                    const std::optional<Failure>& own_failure) {
+    const comm_bootstrap* bootstrap = communicator.nranks > 1 ? args.bootstrap : nullptr;
+    comm_result own = own_failure ? own_failure->code : comm_result{COMM_OK}, exchanged = COMM_OK;
+    std::vector<comm_result> codes(communicator.nranks, COMM_OK);
+    if (bootstrap != nullptr)
+        exchanged = bootstrap->allgather(bootstrap->ctx, &own, codes.data(), sizeof own);
+    if (own_failure) throw *own_failure;
+    if (exchanged != COMM_OK)
+        throw communicator.failure(
+            exchanged, "the ranks could not agree to start NCCL: a peer was lost before");
+    for (int rank = 0; rank < communicator.nranks; ++rank)
+        if (codes[rank] != COMM_OK)
+            throw communicator.failure(
+                COMM_REMOTE_ERROR,
+                "rank " + std::to_string(rank) + " cannot start NCCL. See the error of that rank");
 }
 
-void take_places(Group& group, const comm_init_args* args) {
-    group.rank = args->rank;
-    group.nranks = args->nranks;
-    group.ordinal = args->device < 0 ? 0 : args->device;
-    group.timeout = std::chrono::milliseconds(args->timeout_ms);
-    group.device = find_device_library();
-    if (group.device.attribute != nullptr)
-        group.device.attribute(&group.chip, CAPABILITY_MAJOR, group.ordinal);
-}
-
-// Everything a rank can check alone.
-comm_result prepare(Group& group, const comm_init_args* args) {
-    std::string path, problem;
-    comm_result code = apply_options(group, args, &path);
-    if (code != COMM_OK) return code;
-    if (args->unique_id == nullptr || args->unique_id_bytes != sizeof(NcclId))
-        return refuse_setup(COMM_INVALID_ARGUMENT, args, "nccl needs a unique id of 128 bytes");
-    if (open_nccl(path.empty() ? nullptr : path.c_str(), &group.nccl, &problem)) return COMM_OK;
-    return refuse_setup(
-        COMM_UNSUPPORTED, args,
-        "NCCL cannot be used" + (path.empty() ? "" : " from " + path) + ": " + problem);
-}
-
-// Says through the Coordinator that this rank enters, or why not: it knows who never came, and who
-// stays out keeps nobody waiting inside NCCL.
-comm_result enter(const comm_init_args* args, comm_result mine) {
-    if (args->bootstrap == nullptr || args->nranks == 1) return mine;
-    std::vector<comm_result> everyones(args->nranks, COMM_OK);
-    comm_result code =
-        args->bootstrap->allgather(args->bootstrap->ctx, &mine, everyones.data(), sizeof mine);
-    if (code != COMM_OK || mine != COMM_OK) return code != COMM_OK ? code : mine;
-    for (int rank = 0; rank < args->nranks; ++rank)
-        if (everyones[rank] != COMM_OK)
-            return refuse_setup(
-                COMM_REMOTE_ERROR, args,
-                "rank " + std::to_string(rank) + " cannot start NCCL; its own error says why");
-    return COMM_OK;
-}
-
-comm_result connect(const Shared& group, const comm_init_args* args) {
-    NcclId id;
-    std::memcpy(&id, args->unique_id, sizeof id);
-    NcclConfig config = config_of(*group);
-    CurrentDevice device(group->device, group->ordinal);
-    comm_result code = settle(
-        *group, "ncclCommInitRankConfig",
-        group->nccl.CommInitRankConfig(&group->comm, group->nranks, id, group->rank, &config));
-    if (code == COMM_OK && group->device.allocate != nullptr &&
-        group->device.allocate(&group->word, sizeof(int32_t)) != 0)
-        code = fail(*group, COMM_DEVICE_ERROR, "cudaMalloc of 4 bytes for the barrier failed");
-    if (code == COMM_OK) return COMM_OK;
-    setup_error = group->error;
-    abort_aside(group);
-    return code;
+// The NCCL of this process, for entries without a communicator.
+NcclLibrary open_default_library() {
+    NcclLibrary library;
+    std::string problem;
+    if (!open_nccl(nullptr, &library, &problem)) throw Failure{COMM_UNSUPPORTED, problem};
+    return library;
 }
 
 }  // namespace
 
-comm_result do_init(comm_t* comm, const comm_init_args* args) {
-    auto group = std::make_shared<Group>();
-    comm_result code = enter(args, prepare(*group, args));
-    if (code != COMM_OK) return code;
-    take_places(*group, args);
-    code = connect(group, args);
-    if (code == COMM_OK) *comm = new comm_s{group};
-    return code;
+void NcclCommunicator::apply_options(const comm_init_args& args, std::string* path) {
+    for (const char* const* option = args.options; option && *option; ++option) {
+        const char* equals = std::strchr(*option, '=');
+        std::string key = equals != nullptr ? std::string(*option, equals - *option) : *option;
+        if (equals == nullptr || !apply_option(*this, key, equals + 1, path))
+            throw failure(COMM_INVALID_ARGUMENT,
+                          std::string(*option) +
+                              " is not an option of nccl. The options are library, blocking, "
+                              "stream and max_ctas");
+    }
 }
 
-comm_result do_get_unique_id(void* id) {
-    NcclLibrary library;
-    if (!open_nccl(nullptr, &library, &setup_error)) return COMM_UNSUPPORTED;
+// Everything that a rank can check alone.
+void NcclCommunicator::open_library(const comm_init_args& args) {
+    std::string path, problem;
+    apply_options(args, &path);
+    if (args.unique_id == nullptr || args.unique_id_bytes != sizeof(NcclId))
+        throw failure(COMM_INVALID_ARGUMENT, "nccl needs a unique id of 128 bytes");
+    if (!open_nccl(path.empty() ? nullptr : path.c_str(), &nccl, &problem))
+        throw failure(COMM_UNSUPPORTED, "NCCL cannot be used" +
+                                            (path.empty() ? "" : " from " + path) + ": " + problem);
+}
+
+void NcclCommunicator::find_device(const comm_init_args& args) {
+    ordinal = args.device < 0 ? 0 : args.device;
+    device = find_device_library();
+    if (device.attribute != nullptr) device.attribute(&sm_major, CAPABILITY_MAJOR, ordinal);
+}
+
+void NcclCommunicator::connect(const comm_init_args& args) {
+    NcclId id;
+    std::memcpy(&id, args.unique_id, sizeof id);
+    NcclConfig init_config = config();
+    CurrentDevice current(device, ordinal);
+    try {
+        wait_for_nccl("ncclCommInitRankConfig",
+                      nccl.CommInitRankConfig(&comm, nranks, id, rank, &init_config));
+        if (device.allocate != nullptr && device.allocate(&barrier_word, sizeof(int32_t)) != 0)
+            throw failure(COMM_DEVICE_ERROR, "cudaMalloc of 4 bytes for the barrier failed");
+    } catch (const Failure&) {
+        abort_in_background();
+        throw;
+    }
+}
+
+std::shared_ptr<NcclCommunicator> NcclCommunicator::init(const comm_init_args& args) {
+    auto communicator = std::make_shared<NcclCommunicator>();
+    communicator->rank = args.rank;
+    communicator->nranks = args.nranks;
+    communicator->timeout = std::chrono::milliseconds(args.timeout_ms);
+    std::optional<Failure> own_failure;
+    try {
+        communicator->open_library(args);
+    } catch (const Failure& failure) {
+        own_failure = failure;
+    }
+    agree_to_start(*communicator, args, own_failure);
+    communicator->find_device(args);
+    communicator->connect(args);
+    return communicator;
+}
+
+void NcclCommunicator::get_unique_id(void* id) {
+    NcclLibrary library = open_default_library();
     NcclResult code = library.GetUniqueId(static_cast<NcclId*>(id));
-    if (code != COMM_OK) setup_error = library.GetLastError(nullptr);
-    return code;
+    if (code != COMM_OK) throw Failure{code, library.GetLastError(nullptr)};
 }
 
-comm_result do_probe(int32_t* score) {
-    NcclLibrary library;
-    if (!open_nccl(nullptr, &library, &setup_error)) return COMM_UNSUPPORTED;
-    *score = 200;
-    return COMM_OK;
-}
-
-const char* do_last_error(comm_t comm) {
-    return comm == nullptr ? setup_error.c_str() : comm->group->error.c_str();
+int32_t NcclCommunicator::probe() {
+    open_default_library();
+    return 200;
 }
 
 }  // namespace nccl

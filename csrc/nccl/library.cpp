@@ -6,13 +6,13 @@ namespace {
 
 const char* const SONAMES[] = {"libnccl.so.2", "librccl.so.1"};
 
-// A second copy in one process would be a second set of proxies and of CUDA modules: what is
-// loaded already is taken first.
+// The library that is loaded already comes first: a second copy in one process would be a second
+// set of proxies and of CUDA modules.
 void* find_library(std::string* problem) {
     for (int mode : {RTLD_NOLOAD, 0})
         for (const char* name : SONAMES) {
-            void* found = dlopen(name, RTLD_NOW | RTLD_LOCAL | mode);
-            if (found != nullptr) return found;
+            void* handle = dlopen(name, RTLD_NOW | RTLD_LOCAL | mode);
+            if (handle != nullptr) return handle;
         }
     *problem =
         "neither libnccl.so.2 nor librccl.so.1 is loaded or found. Install nvidia-nccl, or "
@@ -21,9 +21,9 @@ void* find_library(std::string* problem) {
 }
 
 void* open_path(const char* path, std::string* problem) {
-    void* found = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-    if (found == nullptr) *problem = std::string("it does not load: ") + dlerror();
-    return found;
+    void* handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (handle == nullptr) *problem = std::string("it does not load: ") + dlerror();
+    return handle;
 }
 
 std::string path_of(void* symbol) {
@@ -36,11 +36,11 @@ void look_up(void* handle, const char* name, Function* function) {
     *function = reinterpret_cast<Function>(dlsym(handle, name));
 }
 
-// Finds every function; those that the version must have and has not make it unusable.
-bool fill(NcclLibrary* library, void* handle, std::string* problem) {
+// False if a function is missing that this version must have.
+bool find_functions(NcclLibrary* library, void* handle, std::string* problem) {
     look_up(handle, "ncclGetVersion", &library->GetVersion);
     if (library->GetVersion == nullptr) {
-        *problem = "it has no ncclGetVersion, so it is no NCCL. Give the path of libnccl.so.2";
+        *problem = "it has no ncclGetVersion, so it is not NCCL. Give the path of libnccl.so.2";
         return false;
     }
     library->path = path_of(reinterpret_cast<void*>(library->GetVersion));
@@ -72,10 +72,11 @@ std::string nccl_version_text(int version) {
 
 bool open_nccl(const char* path, NcclLibrary* library, std::string* problem) {
     void* handle = path == nullptr ? find_library(problem) : open_path(path, problem);
-    return handle != nullptr && fill(library, handle, problem);
+    return handle != nullptr && find_functions(library, handle, problem);
 }
 
-std::string nccl_not_supported(const NcclLibrary& library, const char* what, int since) {
-    return std::string(what) + " is not supported by NCCL " + nccl_version_text(library.version) +
-           " (" + library.path + "); needs NCCL " + nccl_version_text(since) + " or newer";
+std::string nccl_not_supported(const NcclLibrary& library, const char* feature, int since) {
+    return std::string(feature) + " is not supported by NCCL " +
+           nccl_version_text(library.version) + " (" + library.path + "); needs NCCL " +
+           nccl_version_text(since) + " or newer";
 }

@@ -4,76 +4,87 @@ namespace nccl {
 
 namespace {
 
-constexpr std::chrono::milliseconds ABORT_WAIT(5000);  // then it goes on aside
-constexpr int SPINS = 2000;                            // before a wait sleeps
+constexpr std::chrono::milliseconds ABORT_WAIT(5000);  // then it goes on in the background
+constexpr int YIELDS = 2000;                           // before a wait sleeps
 
-std::string rank_of(const Group& group) { return "rank " + std::to_string(group.rank) + ": "; }
-
-void pause(int turn) {
-    if (turn < SPINS)
+void back_off(int attempt) {
+    if (attempt < YIELDS)
         std::this_thread::yield();
     else
         std::this_thread::sleep_for(std::chrono::microseconds(100));
 }
 
+// An invalid argument is ours, not the caller's: the caller's were checked before.
+comm_result to_comm_result(NcclResult code) {
+    bool is_defined = code > COMM_OK && code <= COMM_TIMEOUT && code != COMM_IN_PROGRESS;
+    if (!is_defined) return COMM_INTERNAL_ERROR;
+    return code == COMM_INVALID_ARGUMENT ? COMM_INVALID_USAGE : code;
+}
+
 }  // namespace
 
-comm_result fail(Group& group, comm_result code, const std::string& text) {
-    group.error = rank_of(group) + text;
-    return code;
+comm_result NcclCommunicator::fail(const Failure& failure) {
+    error = failure.text;
+    return failure.code;
 }
 
-comm_result fail_aborted(Group& group) {
-    return fail(group, COMM_REMOTE_ERROR,
-                "this communicator was aborted, for a peer is gone or abort() was called. Close it "
-                "and make a new one");
+Failure NcclCommunicator::failure(comm_result code, const std::string& text) const {
+    return {code, "rank " + std::to_string(rank) + ": " + text};
 }
 
-comm_result fail_nccl(Group& group, const char* call, NcclResult code) {
-    const char* said = group.nccl.GetErrorString(code);
-    const char* detail = group.nccl.GetLastError(group.comm);
-    std::string text = std::string(call) + " failed in NCCL " +
-                       nccl_version_text(group.nccl.version) + ": " + (said ? said : "?");
+Failure NcclCommunicator::aborted_failure() const {
+    return failure(COMM_REMOTE_ERROR,
+                   "this communicator was aborted: a peer was lost, or abort() was called. Close "
+                   "it and make a new one");
+}
+
+Failure NcclCommunicator::nccl_failure(const char* call, NcclResult code) const {
+    const char* description = nccl.GetErrorString(code);
+    const char* detail = nccl.GetLastError(comm);
+    std::string text = std::string(call) + " failed in NCCL " + nccl_version_text(nccl.version) +
+                       ": " + (description != nullptr ? description : "?");
     if (detail != nullptr && detail[0] != '\0') text += ". " + std::string(detail);
-    bool known = code > COMM_OK && code <= COMM_TIMEOUT && code != COMM_IN_PROGRESS;
-    comm_result mapped = known ? code : COMM_INTERNAL_ERROR;
-    if (mapped == COMM_INVALID_ARGUMENT) mapped = COMM_INVALID_USAGE;  // ours were checked before
-    return fail(group, mapped, text);
+    return failure(to_comm_result(code), text);
 }
 
-comm_result settle(Group& group, const char* call, NcclResult code) {
-    if (group.blocking) return code == COMM_OK ? COMM_OK : fail_nccl(group, call, code);
-    auto deadline = Clock::now() + group.timeout;
-    for (int turn = 0; code == COMM_OK || code == COMM_IN_PROGRESS; ++turn) {
+// The state is asked for even after a success: registration answers so before it is done.
+void NcclCommunicator::wait_for_nccl(const char* call, NcclResult code) {
+    if (blocking) {
+        if (code != COMM_OK) throw nccl_failure(call, code);
+        return;
+    }
+    auto deadline = Clock::now() + timeout;
+    for (int attempt = 0; code == COMM_OK || code == COMM_IN_PROGRESS; ++attempt) {
         NcclResult state = COMM_OK;
-        code = group.nccl.CommGetAsyncError(group.comm, &state);
-        if (code == COMM_OK && state == COMM_OK) return COMM_OK;
+        code = nccl.CommGetAsyncError(comm, &state);
+        if (code == COMM_OK && state == COMM_OK) return;
         if (code == COMM_OK) code = state;
         if (code != COMM_IN_PROGRESS) break;
-        if (group.aborting.load(std::memory_order_acquire)) return fail_aborted(group);
+        if (aborting.load(std::memory_order_acquire)) throw aborted_failure();
         if (Clock::now() > deadline)
-            return fail(group, COMM_TIMEOUT,
-                        std::string(call) + " was not done after " +
-                            std::to_string(group.timeout.count()) +
-                            " ms: some rank did not make the same call, or cannot be reached. "
-                            "NCCL_DEBUG=INFO and NCCL_SOCKET_IFNAME may help");
-        pause(turn);
+            throw failure(COMM_TIMEOUT,
+                          std::string(call) + " did not complete within " +
+                              std::to_string(timeout.count()) +
+                              " ms: a rank did not make the same call, or cannot be reached. Set "
+                              "NCCL_DEBUG=INFO to see more, and NCCL_SOCKET_IFNAME to choose the "
+                              "network");
+        back_off(attempt);
     }
-    return fail_nccl(group, call, code);
+    throw nccl_failure(call, code);
 }
 
-void abort_aside(const Shared& group) {
-    NcclComm comm = group->comm;
-    if (comm == nullptr) return;
-    group->comm = nullptr;
-    auto abort = [group, comm] { group->nccl.CommAbort(comm); };
-    run_bounded(Clock::now() + ABORT_WAIT, abort);
+void NcclCommunicator::abort_in_background() {
+    NcclComm ending = comm;
+    if (ending == nullptr) return;
+    comm = nullptr;
+    auto self = shared_from_this();
+    run_bounded(Clock::now() + ABORT_WAIT, [self, ending] { self->nccl.CommAbort(ending); });
 }
 
-NcclConfig config_of(const Group& group) {
+NcclConfig NcclCommunicator::config() const {
     NcclConfig config;
-    config.blocking = group.blocking;
-    config.max_ctas = group.max_ctas;
+    config.blocking = blocking;
+    config.max_ctas = max_ctas;
     return config;
 }
 

@@ -1,25 +1,51 @@
-// One communicator over NCCL, and what every file about it needs: its errors, and how to wait.
+// One communicator over NCCL: its state, its entries in the table, and what several files need.
 #pragma once
 
+#include <atomic>
+#include <climits>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
-#include <unordered_set>
+#include <tuple>
 #include <vector>
 
 #include "abi/communicator.h"
-#include "nccl/bounded.h"
 #include "nccl/device.h"
 #include "nccl/library.h"
+#include "nccl/run_bounded.h"
+#include "plugin/failure.h"
 
 namespace nccl {
 
-enum Call { ALLREDUCE, BROADCAST, REDUCE, ALLGATHER, REDUCE_SCATTER, ALLTOALL, SEND, RECV };
+using plugin::Failure;
 
-struct Window {
-    void* pointer;
-    NcclWindow window;
-    void* registration;
+enum class Operation {
+    allreduce,
+    broadcast,
+    reduce,
+    allgather,
+    reduce_scatter,
+    alltoall,
+    send,
+    recv
+};
+
+// What NCCL is given for a tensor: some dtypes travel as another.
+struct Payload {
+    NcclDtype dtype;
+    uint64_t count;
+    uint64_t nbytes() const;
+};
+
+// What NCCL connects separately: operation, its op or peer, dtype, class of size.
+using ConnectionKey = std::tuple<Operation, int, NcclDtype, int>;
+
+// Memory that was registered with NCCL.
+struct RegisteredMemory {
+    void* pointer = nullptr;
+    NcclWindow window = nullptr;
+    void* registration = nullptr;
 };
 
 struct ScaledSum {
@@ -27,94 +53,107 @@ struct ScaledSum {
     comm_dtype dtype;
 };
 
-struct Group {
+struct NcclCommunicator : std::enable_shared_from_this<NcclCommunicator> {
+    struct CallScope {
+        NcclCommunicator& communicator;
+    };
+
+    // ---- entries of the table, and the files they are in ----
+    // init.cpp
+    static int32_t probe();
+    static void get_unique_id(void* id);
+    static std::shared_ptr<NcclCommunicator> init(const comm_init_args& args);
+    // calls.cpp
+    void allreduce(const void* send, void* recv, uint64_t count, comm_dtype dtype, comm_op op,
+                   comm_stream stream);
+    void reduce(const void* send, void* recv, uint64_t count, comm_dtype dtype, comm_op op,
+                int32_t dst, comm_stream stream);
+    void reduce_scatter(const void* send, void* recv, uint64_t count, comm_dtype dtype, comm_op op,
+                        comm_stream stream);
+    void broadcast(void* buffer, uint64_t count, comm_dtype dtype, int32_t src, comm_stream stream);
+    void allgather(const void* send, void* recv, uint64_t count, comm_dtype dtype,
+                   comm_stream stream);
+    void alltoall(const void* send, void* recv, uint64_t count, comm_dtype dtype,
+                  comm_stream stream);
+    void send(const void* buffer, uint64_t count, comm_dtype dtype, int32_t dst,
+              comm_stream stream);
+    void recv(void* buffer, uint64_t count, comm_dtype dtype, int32_t src, comm_stream stream);
+    void barrier(comm_stream stream);
+    void group_start();
+    void group_end();
+    void async_error();
+    // memory.cpp
+    void mem_alloc(size_t nbytes, void** pointer);
+    void mem_free(void* pointer);
+    void premul_sum_create(const void* scalar, comm_dtype dtype, comm_op* op);
+    void op_destroy(comm_op op);
+    // finalize.cpp
+    void split(int32_t color, int32_t key, comm_t* child);
+    void finalize();
+    void abort();
+
+    // ---- errors and waiting ----
+    const char* last_error() const { return error.c_str(); }
+    comm_result fail(const Failure& failure);
+    Failure failure(comm_result code, const std::string& text) const;
+    Failure aborted_failure() const;
+    Failure nccl_failure(const char* call, NcclResult code) const;
+    // Waits until NCCL has done what `code` is the answer to: at once, unless it was put off.
+    void wait_for_nccl(const char* call, NcclResult code);
+    // Ends the communicator by force, in the background if that takes long.
+    void abort_in_background();
+
+    NcclConfig config() const;
+    void deregister(const RegisteredMemory& memory);
+
+    // Runs `body`, which calls NCCL, under the mutex and on the device, and waits for its end.
+    template <class Body>
+    void locked(const char* call, Body body) {
+        std::lock_guard<std::timed_mutex> lock(mutex);
+        if (aborting.load(std::memory_order_acquire)) throw aborted_failure();
+        CurrentDevice current(device, ordinal);
+        wait_for_nccl(call, body());
+    }
+
     NcclLibrary nccl;
     DeviceLibrary device;
     NcclComm comm = nullptr;
-    int rank = 0, nranks = 1, ordinal = 0, chip = 0;
+    int rank = 0, nranks = 1, ordinal = 0;
+    int sm_major = 0;  // 9 of sm_90; 0 if not known
     std::chrono::milliseconds timeout{0};
     bool blocking = false;
-    NcclStream stream = nullptr;  // NULL: the caller's
+    NcclStream fixed_stream = nullptr;  // NULL: the caller's
     int max_ctas = INT_MIN;
-    std::timed_mutex inside;  // held while NCCL works for this communicator
+    std::timed_mutex mutex;  // held while NCCL works for this communicator
     std::atomic<bool> aborting{false};
-    std::atomic<bool> ended{false};
+    std::atomic<bool> finalized{false};
     GraphCount graphs;
-    std::vector<Window> windows;
+    std::vector<RegisteredMemory> registered;
     std::vector<ScaledSum> scaled_sums;
-    std::unordered_set<uint64_t> connected;  // what has run outside a capture
-    void* word = nullptr;                    // for the barrier
+    std::set<ConnectionKey> connected;  // what has run outside a capture
+    void* barrier_word = nullptr;       // four bytes of device memory
     std::string error;
+
+  private:
+    void apply_options(const comm_init_args& args, std::string* path);
+    void open_library(const comm_init_args& args);
+    void find_device(const comm_init_args& args);
+    void connect(const comm_init_args& args);
+    void check_capture(Operation operation, int variant, const Payload& payload, NcclStream stream);
+    NcclResult register_memory(RegisteredMemory* memory, size_t nbytes);
+    std::shared_ptr<NcclCommunicator> make_child(NcclComm child);
+    bool wait_for_graphs();
+    void finalize_and_destroy();
+
+    template <class Run>
+    void enqueue(Operation operation, int variant, const Payload& payload, comm_stream stream,
+                 Run run);
+    template <class Run>
+    void reduction(Operation operation, uint64_t count, comm_dtype dtype, comm_op op,
+                   comm_stream stream, Run run);
+    template <class Run>
+    void movement(Operation operation, int peer, uint64_t count, comm_dtype dtype,
+                  comm_stream stream, Run run);
 };
-
-}  // namespace nccl
-
-struct comm_s {
-    std::shared_ptr<nccl::Group> group;  // shared with what was left behind by run_bounded
-};
-
-namespace nccl {
-
-using Shared = std::shared_ptr<Group>;
-
-comm_result fail(Group& group, comm_result code, const std::string& text);
-comm_result fail_aborted(Group& group);
-comm_result fail_nccl(Group& group, const char* call, NcclResult code);
-
-// Waits until NCCL has done what `code` answered: at once, unless it was put off. The state is
-// asked for even after a success, for registration answers so before it is done.
-comm_result settle(Group& group, const char* call, NcclResult code);
-// Ends a communicator by force, aside if that takes long.
-void abort_aside(const Shared& group);
-NcclConfig config_of(const Group& group);
-void deregister_window(Group& group, const Window& window);
-
-// Runs `body` under the communicator's lock.
-template <class Body>
-comm_result locked(comm_t comm, const char* call, Body body) {
-    Group& group = *comm->group;
-    std::lock_guard<std::timed_mutex> lock(group.inside);
-    if (group.aborting.load(std::memory_order_acquire)) return fail_aborted(group);
-    CurrentDevice device(group.device, group.ordinal);
-    return settle(group, call, body(group));
-}
-
-// The entries of the table, by file.
-// nccl/init.cpp
-comm_result do_probe(int32_t* score);
-comm_result do_get_unique_id(void* id);
-comm_result do_init(comm_t* comm, const comm_init_args* args);
-const char* do_last_error(comm_t comm);
-// nccl/calls.cpp
-comm_result do_allreduce(comm_t comm, const void* send, void* recv, uint64_t count,
-                         comm_dtype dtype, comm_op op, comm_stream stream);
-comm_result do_reduce(comm_t comm, const void* send, void* recv, uint64_t count, comm_dtype dtype,
-                      comm_op op, int32_t dst, comm_stream stream);
-comm_result do_reduce_scatter(comm_t comm, const void* send, void* recv, uint64_t count,
-                              comm_dtype dtype, comm_op op, comm_stream stream);
-comm_result do_broadcast(comm_t comm, void* buffer, uint64_t count, comm_dtype dtype, int32_t src,
-                         comm_stream stream);
-comm_result do_allgather(comm_t comm, const void* send, void* recv, uint64_t count,
-                         comm_dtype dtype, comm_stream stream);
-comm_result do_alltoall(comm_t comm, const void* send, void* recv, uint64_t count, comm_dtype dtype,
-                        comm_stream stream);
-comm_result do_send(comm_t comm, const void* buffer, uint64_t count, comm_dtype dtype, int32_t dst,
-                    comm_stream stream);
-comm_result do_recv(comm_t comm, void* buffer, uint64_t count, comm_dtype dtype, int32_t src,
-                    comm_stream stream);
-comm_result do_barrier(comm_t comm, comm_stream stream);
-comm_result do_group_start(comm_t comm);
-comm_result do_group_end(comm_t comm);
-comm_result do_async_error(comm_t comm);
-// nccl/memory.cpp
-comm_result do_mem_alloc(comm_t comm, size_t nbytes, void** pointer);
-comm_result do_mem_free(comm_t comm, void* pointer);
-comm_result do_premul_sum_create(comm_t comm, const void* scalar, comm_dtype dtype, comm_op* op);
-comm_result do_op_destroy(comm_t comm, comm_op op);
-// nccl/finalize.cpp
-comm_result do_split(comm_t comm, int32_t color, int32_t key, comm_t* child);
-comm_result do_finalize(comm_t comm);
-comm_result do_abort(comm_t comm);
-comm_result do_destroy(comm_t comm);
 
 }  // namespace nccl

@@ -1,4 +1,4 @@
-// The calls that move tensors. Each does the same: read the arguments, call the library, report.
+// The calls that move tensors: each reads its arguments, calls the library and reports.
 #include "python/comm.h"
 
 PyObject* comm_allreduce(FASTCALL_ARGUMENTS) {
@@ -18,12 +18,12 @@ PyObject* comm_allreduce(FASTCALL_ARGUMENTS) {
          check_overlap(site, from, to, true) < 0))
         return nullptr;
     if (current_stream(site, &stream) < 0) return nullptr;
-    if (!move(self, site, from, [&](comm_t comm) {
+    if (!call_with_tensor(self, site, from, [&](comm_t comm) {
             return self->table->allreduce(comm, from.data, to.data, from.numel, from.dtype, op,
                                           stream);
         }))
         return nullptr;
-    return returned(values[2] != nullptr ? values[2] : values[0]);
+    return new_reference(values[2] != nullptr ? values[2] : values[0]);
 }
 
 PyObject* comm_broadcast(FASTCALL_ARGUMENTS) {
@@ -39,11 +39,11 @@ PyObject* comm_broadcast(FASTCALL_ARGUMENTS) {
     if (read_tensor(site, values[0], &view) < 0 || read_peer(site, values[1], "src", &src) < 0 ||
         current_stream(site, &stream) < 0)
         return nullptr;
-    if (!move(self, site, view, [&](comm_t comm) {
+    if (!call_with_tensor(self, site, view, [&](comm_t comm) {
             return self->table->broadcast(comm, view.data, view.numel, view.dtype, src, stream);
         }))
         return nullptr;
-    return returned(values[0]);
+    return new_reference(values[0]);
 }
 
 PyObject* comm_reduce(FASTCALL_ARGUMENTS) {
@@ -61,12 +61,12 @@ PyObject* comm_reduce(FASTCALL_ARGUMENTS) {
         read_op(site, values[2], view.dtype, &op) < 0 || current_stream(site, &stream) < 0)
         return nullptr;
     void* to = dst == site.rank ? view.data : nullptr;
-    if (!move(self, site, view, [&](comm_t comm) {
+    if (!call_with_tensor(self, site, view, [&](comm_t comm) {
             return self->table->reduce(comm, view.data, to, view.numel, view.dtype, op, dst,
                                        stream);
         }))
         return nullptr;
-    return returned(values[0]);
+    return new_reference(values[0]);
 }
 
 PyObject* comm_allgather(FASTCALL_ARGUMENTS) {
@@ -83,11 +83,11 @@ PyObject* comm_allgather(FASTCALL_ARGUMENTS) {
         return nullptr;
     bool in_place = from.data == to.data + site.rank * from.nbytes();
     if (!in_place && check_overlap(site, from, to, false) < 0) return nullptr;
-    if (!move(self, site, from, [&](comm_t comm) {
+    if (!call_with_tensor(self, site, from, [&](comm_t comm) {
             return self->table->allgather(comm, from.data, to.data, from.numel, from.dtype, stream);
         }))
         return nullptr;
-    return returned(values[1]);
+    return new_reference(values[1]);
 }
 
 PyObject* comm_reduce_scatter(FASTCALL_ARGUMENTS) {
@@ -106,12 +106,12 @@ PyObject* comm_reduce_scatter(FASTCALL_ARGUMENTS) {
         return nullptr;
     bool in_place = to.data == from.data + site.rank * to.nbytes();
     if (!in_place && check_overlap(site, from, to, false) < 0) return nullptr;
-    if (!move(self, site, from, [&](comm_t comm) {
+    if (!call_with_tensor(self, site, from, [&](comm_t comm) {
             return self->table->reduce_scatter(comm, from.data, to.data, to.numel, to.dtype, op,
                                                stream);
         }))
         return nullptr;
-    return returned(values[2]);
+    return new_reference(values[2]);
 }
 
 PyObject* comm_alltoall(FASTCALL_ARGUMENTS) {
@@ -128,26 +128,27 @@ PyObject* comm_alltoall(FASTCALL_ARGUMENTS) {
         check_overlap(site, from, to, false) < 0 || current_stream(site, &stream) < 0)
         return nullptr;
     uint64_t count = from.numel / site.nranks;
-    if (!move(self, site, from, [&](comm_t comm) {
+    if (!call_with_tensor(self, site, from, [&](comm_t comm) {
             return self->table->alltoall(comm, from.data, to.data, count, from.dtype, stream);
         }))
         return nullptr;
-    return returned(values[1]);
+    return new_reference(values[1]);
 }
 
 namespace {
 
-bool read_point(Comm* self, const CallSite& site, PyObject** values, const char* name,
-                TensorView* view, int32_t* peer, comm_stream* stream) {
+bool read_p2p_arguments(Comm* self, const CallSite& site, PyObject** values, const char* name,
+                        TensorView* view, int32_t* peer, comm_stream* stream) {
     if (read_tensor(site, values[0], view) < 0 || read_peer(site, values[1], name, peer) < 0 ||
         current_stream(site, stream) < 0)
         return false;
     if (*peer == site.rank) {
-        PyErr_Format(PyExc_ValueError, "rank %d, %s: the peer is this rank itself. Copy the tensor",
+        PyErr_Format(PyExc_ValueError,
+                     "rank %d, %s: the peer is this rank itself. Copy the tensor instead",
                      site.rank, site.call);
         return false;
     }
-    return self->group_depth == 0 || PyList_Append(self->kept, values[0]) == 0;
+    return self->group_depth == 0 || PyList_Append(self->group_tensors, values[0]) == 0;
 }
 
 }  // namespace
@@ -162,12 +163,12 @@ PyObject* comm_send(FASTCALL_ARGUMENTS) {
     TensorView view;
     int32_t dst;
     comm_stream stream;
-    if (!read_point(self, site, values, "dst", &view, &dst, &stream)) return nullptr;
-    if (!move(self, site, view, [&](comm_t comm) {
+    if (!read_p2p_arguments(self, site, values, "dst", &view, &dst, &stream)) return nullptr;
+    if (!call_with_tensor(self, site, view, [&](comm_t comm) {
             return self->table->send(comm, view.data, view.numel, view.dtype, dst, stream);
         }))
         return nullptr;
-    return returned(Py_None);
+    return new_reference(Py_None);
 }
 
 PyObject* comm_recv(FASTCALL_ARGUMENTS) {
@@ -180,12 +181,12 @@ PyObject* comm_recv(FASTCALL_ARGUMENTS) {
     TensorView view;
     int32_t src;
     comm_stream stream;
-    if (!read_point(self, site, values, "src", &view, &src, &stream)) return nullptr;
-    if (!move(self, site, view, [&](comm_t comm) {
+    if (!read_p2p_arguments(self, site, values, "src", &view, &src, &stream)) return nullptr;
+    if (!call_with_tensor(self, site, view, [&](comm_t comm) {
             return self->table->recv(comm, view.data, view.numel, view.dtype, src, stream);
         }))
         return nullptr;
-    return returned(values[0]);
+    return new_reference(values[0]);
 }
 
 PyObject* comm_barrier(PyObject* object, PyObject*) {
@@ -196,5 +197,5 @@ PyObject* comm_barrier(PyObject* object, PyObject*) {
     if (current_stream(site, &stream) < 0) return nullptr;
     if (!call_library(self, site, [&](comm_t comm) { return self->table->barrier(comm, stream); }))
         return nullptr;
-    return returned(Py_None);
+    return new_reference(Py_None);
 }

@@ -1,19 +1,19 @@
-// What a Comm does besides moving tensors: groups, memory, reductions of its own, and its end.
+// The methods of Comm that move no tensor: groups, memory, scaled sums, split and close.
 #include "python/comm.h"
 
 PyObject* raise_closed(const CallSite& site) {
     PyErr_Format(errors.base,
-                 "rank %d: %s on a closed Communicator, which has given its memory back. Make a "
-                 "new one, or close later",
+                 "rank %d: %s on a closed Communicator. Make a new one, or close it later",
                  site.rank, site.call);
     return nullptr;
 }
 
 PyObject* raise_not_offered(const CallSite& site, const comm_plugin* table) {
-    PyErr_Format(errors.unsupported,
-                 "rank %d: the backend %s does not offer %s, and nothing else stands in for it. "
-                 "Choose another backend",
-                 site.rank, table->name, site.call);
+    PyErr_Format(
+        errors.unsupported,
+        "rank %d: the backend %s does not offer %s, and there is no fallback for it. Choose "
+        "another backend",
+        site.rank, table->name, site.call);
     return nullptr;
 }
 
@@ -28,7 +28,7 @@ PyObject* comm_group_start(PyObject* object, PyObject*) {
     if (!call_library(self, site, [&](comm_t comm) { return self->table->group_start(comm); }))
         return nullptr;
     ++self->group_depth;
-    return returned(Py_None);
+    return new_reference(Py_None);
 }
 
 PyObject* comm_group_end(PyObject* object, PyObject*) {
@@ -38,9 +38,9 @@ PyObject* comm_group_end(PyObject* object, PyObject*) {
     bool done = call_library(self, site, [&](comm_t comm) { return self->table->group_end(comm); });
     if (self->group_depth > 0) --self->group_depth;
     if (self->group_depth == 0 &&
-        PyList_SetSlice(self->kept, 0, PyList_Size(self->kept), nullptr) < 0)
+        PyList_SetSlice(self->group_tensors, 0, PyList_Size(self->group_tensors), nullptr) < 0)
         return nullptr;
-    return done ? returned(Py_None) : nullptr;
+    return done ? new_reference(Py_None) : nullptr;
 }
 
 PyObject* comm_abort(PyObject* object, PyObject*) {
@@ -50,32 +50,32 @@ PyObject* comm_abort(PyObject* object, PyObject*) {
     comm_result code = COMM_OK;
     PyThreadState* state = PyEval_SaveThread();
     {
-        std::lock_guard<std::mutex> ending(*self->ending);
+        std::lock_guard<std::mutex> lock(*self->destroy_mutex);
         if (self->handle != nullptr) code = self->table->abort(self->handle);
     }
     PyEval_RestoreThread(state);
-    return code == COMM_OK ? returned(Py_None) : raise_result(self->table, code, nullptr);
+    return code == COMM_OK ? new_reference(Py_None) : raise_result(self->table, code, nullptr);
 }
 
 comm_result destroy(Comm* self) {
     comm_result code = COMM_OK;
-    self->turn->take();
+    self->call_mutex->lock();
     PyThreadState* state = PyEval_SaveThread();
     {
-        std::lock_guard<std::mutex> ending(*self->ending);
+        std::lock_guard<std::mutex> lock(*self->destroy_mutex);
         comm_t handle = self->handle;
         self->handle = nullptr;
         if (handle != nullptr) code = self->table->destroy(handle);
     }
     PyEval_RestoreThread(state);
-    self->turn->give();
+    self->call_mutex->unlock();
     return code;
 }
 
 PyObject* comm_close(PyObject* object, PyObject*) {
     Comm* self = comm_of(object);
     comm_result code = destroy(self);
-    return code == COMM_OK ? returned(Py_None) : raise_result(self->table, code, nullptr);
+    return code == COMM_OK ? new_reference(Py_None) : raise_result(self->table, code, nullptr);
 }
 
 PyObject* comm_mem_alloc(PyObject* object, PyObject* argument) {
@@ -100,10 +100,10 @@ PyObject* comm_mem_free(PyObject* object, PyObject* argument) {
     if (!call_library(self, site,
                       [&](comm_t comm) { return self->table->mem_free(comm, pointer); }))
         return nullptr;
-    return returned(Py_None);
+    return new_reference(Py_None);
 }
 
-// One element of a dtype, and the reduction that multiplies by it before it sums.
+// Makes a reduction that multiplies by one number, of the dtype that will be reduced, and sums.
 PyObject* comm_scaled_sum(PyObject* object, PyObject* argument) {
     Comm* self = comm_of(object);
     CallSite site = site_of(self, "scaled_sum");
@@ -135,7 +135,7 @@ PyObject* comm_free_op(PyObject* object, PyObject* argument) {
             return self->table->op_destroy(comm, static_cast<comm_op>(op));
         }))
         return nullptr;
-    return returned(Py_None);
+    return new_reference(Py_None);
 }
 
 PyObject* comm_finalize(PyObject* object, PyObject*) {
@@ -144,15 +144,15 @@ PyObject* comm_finalize(PyObject* object, PyObject*) {
     if (!COMM_HAS(self->table, finalize)) return raise_not_offered(site, self->table);
     if (!call_library(self, site, [&](comm_t comm) { return self->table->finalize(comm); }))
         return nullptr;
-    return returned(Py_None);
+    return new_reference(Py_None);
 }
 
-// From a thread that watches: while a call is being made there is nothing to say yet.
+// From a watchdog thread. None while a call runs: that call reports its errors itself.
 PyObject* comm_async_error(PyObject* object, PyObject*) {
     Comm* self = comm_of(object);
     CallSite site = site_of(self, "async_error");
     if (!COMM_HAS(self->table, async_error)) return raise_not_offered(site, self->table);
-    if (!self->turn->try_take()) return returned(Py_None);
+    if (!self->call_mutex->try_lock()) return new_reference(Py_None);
     comm_result code = COMM_OK;
     if (self->handle != nullptr) {
         PyThreadState* state = PyEval_SaveThread();
@@ -160,8 +160,8 @@ PyObject* comm_async_error(PyObject* object, PyObject*) {
         PyEval_RestoreThread(state);
     }
     if (code != COMM_OK) raise_result(self->table, code, self->table->last_error(self->handle));
-    self->turn->give();
-    return code == COMM_OK ? returned(Py_None) : nullptr;
+    self->call_mutex->unlock();
+    return code == COMM_OK ? new_reference(Py_None) : nullptr;
 }
 
 PyObject* comm_split(PyObject* object, PyObject* args) {
@@ -176,22 +176,22 @@ PyObject* comm_split(PyObject* object, PyObject* args) {
     if (!call_library(self, site,
                       [&](comm_t comm) { return self->table->split(comm, color, key, &handle); }))
         return nullptr;
-    if (handle == nullptr) return returned(Py_None);
-    Comm* made = new_comm(self->plugin, self->table, child);
-    if (made == nullptr)
+    if (handle == nullptr) return new_reference(Py_None);
+    Comm* child_comm = new_comm(self->plugin, self->table, child);
+    if (child_comm == nullptr)
         self->table->destroy(handle);
     else
-        made->handle = handle;
-    return reinterpret_cast<PyObject*>(made);
+        child_comm->handle = handle;
+    return reinterpret_cast<PyObject*>(child_comm);
 }
 
 void comm_dealloc(PyObject* object) {
     Comm* self = comm_of(object);
-    if (self->turn != nullptr && self->ending != nullptr) destroy(self);
-    delete self->turn;
-    delete self->ending;
-    for (PyObject* reference : self->known_plain.references) Py_XDECREF(reference);
-    Py_XDECREF(self->kept);
+    if (self->call_mutex != nullptr && self->destroy_mutex != nullptr) destroy(self);
+    delete self->call_mutex;
+    delete self->destroy_mutex;
+    for (PyObject* reference : self->plain_tensors.references) Py_XDECREF(reference);
+    Py_XDECREF(self->group_tensors);
     Py_XDECREF(self->plugin);
     free_object(object);
 }
@@ -220,9 +220,10 @@ PyMethodDef comm_methods[] = {
     {"scaled_sum", comm_scaled_sum, METH_O, "scaled_sum(tensor of one number) -> op"},
     {"free_op", comm_free_op, METH_O, "free_op(op)"},
     {"split", comm_split, METH_VARARGS, "split(color, key, rank, nranks) -> Comm or None"},
-    {"finalize", comm_finalize, METH_NOARGS, "The orderly end; close() comes after."},
+    {"finalize", comm_finalize, METH_NOARGS,
+     "Wait for enqueued work and end in order; close() comes after."},
     {"async_error", comm_async_error, METH_NOARGS,
-     "From any thread: raise what an enqueued operation ended with, if it failed."},
+     "From any thread: raise the error of an enqueued operation that failed."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot comm_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(comm_dealloc)},
@@ -241,17 +242,17 @@ bool make_comm_type() {
 Comm* new_comm(PyObject* plugin, const comm_plugin* table, const comm_init_args& args) {
     Comm* self = reinterpret_cast<Comm*>(PyType_GenericAlloc(comm_type, 0));
     if (self == nullptr) return nullptr;
-    self->plugin = returned(plugin);
+    self->plugin = new_reference(plugin);
     self->table = table;
-    self->turn = new Turn;
-    self->ending = new std::mutex;
-    self->kept = PyList_New(0);
+    self->call_mutex = new CallMutex;
+    self->destroy_mutex = new std::mutex;
+    self->group_tensors = PyList_New(0);
     self->site = CallSite{"",
                           args.rank,
                           args.nranks,
                           self->table->device_type,
                           args.device,
                           COMM_HAS(self->table, premul_sum_create),
-                          &self->known_plain};
+                          &self->plain_tensors};
     return self;
 }

@@ -1,4 +1,4 @@
-// A communicator as Python holds it, and how its library is called.
+// A communicator as a Python object, and how its library is called.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -6,23 +6,23 @@
 
 #include <mutex>
 
+#include "abi/communicator.h"
+#include "python/call_mutex.h"
 #include "python/convert/arguments.h"
+#include "python/convert/python_object.h"
 #include "python/convert/result.h"
 #include "python/convert/tensor.h"
-#include "python/call_mutex.h"
-#include "abi/communicator.h"
-#include "python/convert/python_object.h"
 
 struct Comm {
     PyObject_HEAD PyObject* plugin;
     const comm_plugin* table;
-    comm_t handle;  // NULL once closed; read and written in one's turn
-    Turn* turn;
-    std::mutex* ending;  // abort() may come in the middle of a call, but not of close()
-    PyObject* kept;      // tensors of sends and receives of an open group
+    comm_t handle;  // NULL once closed; read and written under call_mutex
+    CallMutex* call_mutex;
+    std::mutex* destroy_mutex;  // abort() may come in the middle of a call, but not of destroy()
+    PyObject* group_tensors;    // kept alive from group_start to group_end
     int group_depth;
     CallSite site;
-    KnownPlain known_plain;
+    PlainTensorCache plain_tensors;
 };
 
 inline Comm* comm_of(PyObject* object) { return reinterpret_cast<Comm*>(object); }
@@ -37,29 +37,29 @@ inline CallSite site_of(const Comm* self, const char* call) {
 PyObject* raise_closed(const CallSite& site);
 PyObject* raise_not_offered(const CallSite& site, const comm_plugin* table);
 
-// Calls the library without the interpreter's lock, so that any call may wait for other ranks.
+// Calls the library without the GIL, so that any call may wait for other ranks.
 template <class Body>
 bool call_library(Comm* self, const CallSite& site, Body body) {
-    self->turn->take();
-    bool open = self->handle != nullptr;
+    self->call_mutex->lock();
+    bool is_open = self->handle != nullptr;
     comm_result code = COMM_OK;
-    if (open) {
+    if (is_open) {
         PyThreadState* state = PyEval_SaveThread();
         code = body(self->handle);
         PyEval_RestoreThread(state);
     }
     if (code != COMM_OK) raise_result(self->table, code, self->table->last_error(self->handle));
-    self->turn->give();
-    if (!open) raise_closed(site);
-    return open && code == COMM_OK;
+    self->call_mutex->unlock();
+    if (!is_open) raise_closed(site);
+    return is_open && code == COMM_OK;
 }
 
-// A call that moves this tensor. Most libraries are not bothered with what moves nothing.
+// A call that moves this tensor. Calls of 0 elements go only to libraries with COMM_CAP_EMPTY.
 template <class Body>
-bool move(Comm* self, const CallSite& site, const TensorView& view, Body body) {
-    bool wanted = view.numel != 0 || (self->table->caps & COMM_CAP_EMPTY) != 0;
+bool call_with_tensor(Comm* self, const CallSite& site, const TensorView& view, Body body) {
+    bool is_needed = view.numel != 0 || (self->table->caps & COMM_CAP_EMPTY) != 0;
     return call_library(self, site, [&](comm_t comm) {
-        if (!wanted) return static_cast<comm_result>(COMM_OK);
+        if (!is_needed) return static_cast<comm_result>(COMM_OK);
         if (COMM_HAS(self->table, tell_shape)) self->table->tell_shape(comm, view.ndim, view.shape);
         return body(comm);
     });

@@ -1,11 +1,11 @@
-// A library's table for Python, and how a communicator is made from it.
+// The table of a library as a Python object, which makes communicators.
 #include "python/plugin.h"
 
 #include <string>
 #include <vector>
 
-#include "python/bootstrap.h"
 #include "python/comm.h"
+#include "python/coordinator_bootstrap.h"
 
 namespace {
 
@@ -44,17 +44,18 @@ comm_result call_init(Comm* self, const comm_init_args& args, std::string* text)
 }
 
 PyObject* start_comm(PyObject* plugin, comm_init_args args, PyObject* bootstrap) {
-    Lent lent = {bootstrap, args.nranks, false, nullptr, nullptr, nullptr};
-    comm_bootstrap callbacks = {sizeof(comm_bootstrap), &lent, lent_allgather, lent_barrier};
+    BootstrapContext context = {bootstrap, args.nranks, false, nullptr, nullptr, nullptr};
+    comm_bootstrap callbacks = {sizeof(comm_bootstrap), &context, bootstrap_allgather,
+                                bootstrap_barrier};
     args.bootstrap = &callbacks;
     Comm* self = new_comm(plugin, table_of(plugin), args);
     if (self == nullptr) return nullptr;
     std::string text;
     comm_result code = call_init(self, args, &text);
-    if (code == COMM_OK && !lent.failed) return reinterpret_cast<PyObject*>(self);
+    if (code == COMM_OK && !context.failed) return reinterpret_cast<PyObject*>(self);
     Py_DECREF(reinterpret_cast<PyObject*>(self));
-    if (lent.failed)
-        PyErr_Restore(lent.type, lent.value, lent.traceback);
+    if (context.failed)
+        PyErr_Restore(context.type, context.value, context.traceback);
     else
         raise_result(table_of(plugin), code, text.c_str());
     return nullptr;
@@ -90,9 +91,9 @@ PyObject* plugin_offers(PyObject* object, PyObject* argument) {
     const comm_plugin* table = table_of(object);
     const char* name = PyUnicode_AsUTF8AndSize(argument, nullptr);
     if (name == nullptr) return nullptr;
-    std::string asked = name;
-    bool offered = asked == "allreduce";
-#define OFFERED(entry) offered = offered || (asked == #entry && COMM_HAS(table, entry))
+    std::string entry_name = name;
+    bool offered = entry_name == "allreduce";
+#define OFFERED(entry) offered = offered || (entry_name == #entry && COMM_HAS(table, entry))
     OFFERED(broadcast);
     OFFERED(reduce);
     OFFERED(allgather);
@@ -141,8 +142,9 @@ void plugin_dealloc(PyObject* object) {  // the library stays loaded: its table 
 PyMethodDef plugin_methods[] = {
     {"probe", plugin_probe, METH_NOARGS, "probe() -> score; raises if this process cannot use it"},
     {"try_probe", plugin_try_probe, METH_NOARGS,
-     "try_probe() raises if probe() would crash: it is tried in a child process first"},
-    {"unique_id", plugin_unique_id, METH_NOARGS, "unique_id() -> bytes, to be given to every rank"},
+     "try_probe() runs probe() in a child process, and raises if it crashes"},
+    {"unique_id", plugin_unique_id, METH_NOARGS,
+     "unique_id() -> bytes, which every rank passes to init()"},
     {"offers", plugin_offers, METH_O, "offers(entry) -> whether the table has this entry"},
     {"init", as_method(plugin_init), METH_VARARGS | METH_KEYWORDS,
      "init(rank, nranks, bootstrap, device=-1, timeout_ms=300000, name='', unique_id=b'', "

@@ -1,4 +1,4 @@
-// An opened library as Python holds it.
+// An opened library as a Python object.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN

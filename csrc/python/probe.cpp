@@ -1,4 +1,4 @@
-// Asking a library whether it can be used here.
+// Runs the probe of a library, first in a child process.
 #include <errno.h>
 #include <signal.h>
 #include <string.h>
@@ -9,14 +9,14 @@
 #include <mutex>
 #include <string>
 
-#include "python/plugin.h"
-#include "python/convert/result.h"
 #include "python/convert/python_object.h"
+#include "python/convert/result.h"
+#include "python/plugin.h"
 
 namespace {
 
-// A probe that crashes should cost a child process, not this one. Only a crash counts: what a child
-// may not do (touch a device that its parent uses) must not be held against the library.
+// A probe that crashes kills a child process, not this one. Only a crash counts: a child may fail
+// where this process would not, since it cannot use a device that its parent uses. 0 if none.
 int signal_that_kills_probe(const comm_plugin* table) {
     pid_t child = fork();
     if (child == 0) {
@@ -34,21 +34,19 @@ int signal_that_kills_probe(const comm_plugin* table) {
 }  // namespace
 
 PyObject* plugin_try_probe(PyObject* object, PyObject*) {
-    static std::mutex
-        one_at_a_time;  // a child must not inherit a lock that another thread's probe holds
-    int killer;
+    static std::mutex probe_mutex;  // a child must not inherit a lock that another probe holds
+    int crash_signal;
     PyThreadState* state = PyEval_SaveThread();
     {
-        std::lock_guard<std::mutex> turn(one_at_a_time);
-        killer = signal_that_kills_probe(table_of(object));
+        std::lock_guard<std::mutex> lock(probe_mutex);
+        crash_signal = signal_that_kills_probe(table_of(object));
     }
     PyEval_RestoreThread(state);
-    if (killer == 0) return returned(Py_None);
+    if (crash_signal == 0) return new_reference(Py_None);
     PyErr_Format(
         errors.unsupported,
-        "%s crashes when it is asked whether it can be used here: its probe() died of signal "
-        "%d (%s). Report that to its vendor",
-        table_of(object)->name, killer, strsignal(killer));
+        "%s cannot be used here: its probe() died of signal %d (%s). Report that to its vendor",
+        table_of(object)->name, crash_signal, strsignal(crash_signal));
     return nullptr;
 }
 

@@ -1,58 +1,78 @@
 // What lies in the shared segment, and where.
 //
-//   RankBlock[n] | Lane[n][n] | slots: n ranks x 2 | letters: n x n lanes
+//   RankBlock[n] | Channel[n][n] | slots: n ranks x 2 | message chunks: n x n channels x depth
 //
-// Everything that one rank writes while others look at it has cache lines of its own: pairs of
-// them, because processors fetch lines in pairs.
+// Everything that one rank writes while others read it has cache lines of its own: pairs of them,
+// because processors fetch lines in pairs.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "abi/communicator.h"
-#include "shm/shape.h"
 
 namespace shm {
 
-constexpr size_t line = 128;
-constexpr size_t page = 4096;
+constexpr size_t cache_line_bytes = 128;
+constexpr size_t page_bytes = 4096;
 
 constexpr size_t round_up(size_t value, size_t multiple) {
     return (value + multiple - 1) / multiple * multiple;
 }
 
-enum class Kind : uint8_t {
-    none,
-    barrier,
-    allreduce,
-    broadcast,
-    reduce,
-    allgather,
-    reduce_scatter,
-    alltoall
+// The shape of a tensor, as far as ranks compare it and errors name it.
+struct Shape {
+    static constexpr int32_t max_named_dims = 4;
+    int32_t ndim = -1;  // -1: not known
+    int64_t dims[max_named_dims] = {};
+    uint64_t digest = 0;  // of all dims
+
+    void set(int32_t count, const int64_t* sizes) {
+        ndim = count;
+        digest = static_cast<uint64_t>(count + 1) * multiplier;
+        for (int32_t dim = 0; dim < count; ++dim)
+            digest = (digest ^ static_cast<uint64_t>(sizes[dim])) * multiplier;
+        std::copy(sizes, sizes + num_named_dims(), dims);
+    }
+    int32_t num_named_dims() const { return std::min(ndim, max_named_dims); }
+    // 24 well mixed bits of the digest; 0 if the shape is not known.
+    uint64_t short_digest() const { return ndim < 0 ? 0 : digest >> 40; }
+    // As Python writes it; empty if not known.
+    std::string text() const {
+        if (ndim < 0) return "";
+        std::string sizes;
+        for (int32_t dim = 0; dim < num_named_dims(); ++dim)
+            sizes += (dim > 0 ? ", " : "") + std::to_string(dims[dim]);
+        return "(" + sizes + (ndim > max_named_dims ? ", ..." : ndim == 1 ? "," : "") + ")";
+    }
+
+  private:
+    static constexpr uint64_t multiplier = UINT64_C(0x9e3779b97f4a7c15);
 };
 
-// What a rank asked for. Two of them, for even and odd calls: a rank can be one call ahead, never
-// two.
-struct Record {
-    std::atomic<uint64_t> what;
+// What a rank calls, to be compared by its peers. Two of them, for even and odd calls: a rank is at
+// most one call ahead (see ShmCommunicator::begin).
+struct CallHeader {
+    std::atomic<uint64_t> signature;  // pack() of a CallSignature and its shape
     std::atomic<uint64_t> count;
-    // The tensor itself, if it fits; else where it is, if that is in shared memory: see Memory.
-    std::atomic<uint64_t> word;
+    // The tensor itself, if it fits; or its TensorMemory::reference; or 0.
+    std::atomic<uint64_t> inline_value;
 };
 
-// The record travels in the cache line of the step: checking it costs no transfer of its own.
-struct alignas(line) Arrival {
+// The header travels in the cache line of the step: comparing it costs no transfer of its own.
+struct alignas(cache_line_bytes) Progress {
     std::atomic<uint32_t> step;
     std::atomic<uint32_t> core;  // where the rank last ran
-    std::atomic<uint64_t> call;
-    Record records[2];
+    std::atomic<uint64_t> call_number;
+    CallHeader headers[2];
 };
-static_assert(offsetof(Arrival, records) + sizeof(Arrival::records) <= 64, "one cache line");
+static_assert(offsetof(Progress, headers) + sizeof(Progress::headers) <= 64, "one cache line");
 
-// A piece of shared memory that a rank made for its tensors, open in its process as `fd`.
-constexpr uint32_t most_regions = 64;
+// Shared memory that a rank allocated for a tensor, open in its process as `fd`.
+constexpr uint32_t max_regions = 64;
 
 struct Region {
     std::atomic<uint32_t> id;  // 0 if there is none
@@ -60,72 +80,74 @@ struct Region {
     uint64_t nbytes;
 };
 
-struct alignas(line) Counter {
+struct alignas(cache_line_bytes) Counter {
     std::atomic<uint32_t> value;
 };
 
-enum State : uint32_t { absent, present, closed, failed, aborted };
+enum RankState : uint32_t { absent, present, closed, failed, aborted };
 
-struct alignas(line) Identity {
+struct alignas(cache_line_bytes) Identity {
     std::atomic<uint32_t> state;
     int32_t pid;
     uint64_t start_time;     // of the process, to tell it from a later one with its pid
-    uint64_t pid_namespace;  // pids mean the same only within one
+    uint64_t pid_namespace;  // pids can be compared only within one
 };
 
 struct RankBlock {
-    Arrival arrival;
-    Counter sleepers;  // how many sleep on arrival.step
-    Counter bell;      // what this rank sleeps on while it waits for letters
-    Counter asleep;    // whether it does
+    Progress progress;
+    Counter num_sleepers;     // peers that sleep until progress.step changes
+    Counter doorbell;         // changes when this rank is to look at its channels
+    Counter awaits_doorbell;  // 1 while it sleeps until the doorbell changes
     Identity identity;
-    alignas(line) Shape shapes[2];  // beside the two records; read only for errors
-    alignas(line) Region regions[most_regions];
+    alignas(cache_line_bytes) Shape shapes[2];  // of the two headers; read only for errors
+    alignas(cache_line_bytes) Region regions[max_regions];
 };
 
-// Letters from one rank to another: a ring of `lane_depth` envelopes.
-constexpr uint32_t lane_depth = 4;
+// Messages from one rank to another: a ring of `channel_depth` chunks.
+constexpr uint32_t channel_depth = 4;
 
-struct Lane {
-    Counter posted;  // written by the sender
-    Counter taken;   // written by the receiver
+struct Channel {
+    Counter num_written;  // chunks, by the sender
+    Counter num_read;     // chunks, by the receiver
 };
 
-struct Envelope {  // opens each letter; its content follows
-    uint32_t message;
+struct MessageHeader {  // opens each chunk; a part of the tensor follows
+    uint32_t message;   // its number between the two ranks
     uint32_t dtype;
     uint64_t count;
     Shape shape;
 };
-constexpr size_t envelope_bytes = 64;
-static_assert(sizeof(Envelope) <= envelope_bytes, "one cache line");
+constexpr size_t message_header_bytes = 64;
+static_assert(sizeof(MessageHeader) <= message_header_bytes, "one cache line");
 
-// Where things are: the same arithmetic on every rank.
+// Offsets from the start of the segment: every rank computes the same.
 struct Layout {
     int nranks = 1;
     size_t slot_bytes = 0;
-    size_t letter_bytes = 0;  // without the envelope
+    size_t chunk_bytes = 0;  // without the header
 
     size_t blocks() const { return 0; }
-    size_t lanes() const { return blocks() + nranks * sizeof(RankBlock); }
-    size_t slots() const { return round_up(lanes() + lane_count() * sizeof(Lane), page); }
-    size_t letters() const { return slots() + 2 * nranks * slot_bytes; }
-    size_t total() const {
-        return round_up(letters() + lane_count() * lane_depth * letter_stride(), page);
+    size_t channels() const { return blocks() + nranks * sizeof(RankBlock); }
+    size_t slots() const {
+        return round_up(channels() + num_channels() * sizeof(Channel), page_bytes);
     }
-    size_t lane_count() const { return static_cast<size_t>(nranks) * nranks; }
-    size_t letter_stride() const { return envelope_bytes + letter_bytes; }
+    size_t chunks() const { return slots() + 2 * nranks * slot_bytes; }
+    size_t total() const {
+        return round_up(chunks() + num_channels() * channel_depth * chunk_stride(), page_bytes);
+    }
+    size_t num_channels() const { return static_cast<size_t>(nranks) * nranks; }
+    size_t chunk_stride() const { return message_header_bytes + chunk_bytes; }
 };
 
 inline Layout layout_for(int nranks, bool oversubscribed) {
     Layout layout;
     layout.nranks = nranks;
-    // Two slots of every rank should fit the caches; where a switch of ranks costs more than a
-    // miss, or many ranks share the work, larger ones win.
+    // Two slots of every rank should fit the caches. Where switching ranks on a core costs more
+    // than a miss, or many ranks share the work, larger slots win.
     layout.slot_bytes = oversubscribed || nranks > 4 ? 1 << 20 : 128 << 10;
-    size_t budget = (16u << 20) / layout.lane_count() / lane_depth;
-    size_t letter = budget > (64u << 10) ? 64u << 10 : round_up(budget, page);
-    layout.letter_bytes = letter - envelope_bytes;
+    size_t budget = (16u << 20) / layout.num_channels() / channel_depth;
+    size_t stride = budget > (64u << 10) ? 64u << 10 : round_up(budget, page_bytes);
+    layout.chunk_bytes = stride - message_header_bytes;
     return layout;
 }
 

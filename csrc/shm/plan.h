@@ -7,19 +7,22 @@
 
 namespace shm {
 
-enum class Plan { one_shot, two_shot };
+enum class AllreduceAlgorithm { one_shot, two_shot };
 
-// One shot reads (n - 1) S of the others with one step, two shots about 2 S with two. For two ranks
-// that is never less, and only one shot may be staged a round ahead: among more, a slower rank may
+// One shot reads (n - 1) S of the peers in one step, two shots about 2 S in two. For two ranks one
+// shot is never more, and only it may be staged a round ahead: with more ranks, a slower one may
 // still read the slot.
-inline Plan plan_allreduce(uint64_t nbytes, int nranks, size_t slot_bytes) {
-    if (nranks == 2) return Plan::one_shot;
+inline AllreduceAlgorithm choose_allreduce(uint64_t nbytes, int nranks, size_t slot_bytes) {
+    if (nranks == 2) return AllreduceAlgorithm::one_shot;
     uint64_t limit = std::min<uint64_t>((128u << 10) / nranks, slot_bytes);
-    return nbytes <= limit ? Plan::one_shot : Plan::two_shot;
+    return nbytes <= limit ? AllreduceAlgorithm::one_shot : AllreduceAlgorithm::two_shot;
 }
 
 // Below this, staging costs less than the second step that reducing in place takes.
-constexpr size_t smallest_reduced_in_place = 16 << 10;
+constexpr size_t min_in_place_bytes = 16 << 10;
+
+// From this on, what a rank needs next lies in memory, and not in a cache.
+constexpr size_t min_prefetch_bytes = 4 << 20;
 
 struct Piece {
     uint64_t first;
@@ -27,8 +30,8 @@ struct Piece {
     uint64_t end() const { return first + count; }
 };
 
-// `count` elements cut into one piece per rank, at the edges of cache lines; the last ones may be
-// empty.
+// `count` elements divided into one piece per rank, at the edges of cache lines; the last pieces
+// may be empty.
 class Pieces {
   public:
     Pieces(uint64_t count, int nranks, size_t size) : count_(count) {

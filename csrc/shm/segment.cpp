@@ -13,18 +13,19 @@
 #include <utility>
 #include <vector>
 
-#include "system/proc_file.h"
 #include "system/memory_limit.h"
+#include "system/proc_file.h"
 
 namespace shm {
 
-void Bootstrap::allgather(const void* mine, void* everyones, size_t bytes_per_rank) const {
-    comm_result code = callbacks_->allgather(callbacks_->ctx, mine, everyones, bytes_per_rank);
+void Bootstrap::allgather(const void* send, void* recv, size_t bytes_per_rank) const {
+    comm_result code = callbacks_->allgather(callbacks_->ctx, send, recv, bytes_per_rank);
     if (code != COMM_OK)
-        throw Failure{code,
-                      "rank " + std::to_string(rank) +
-                          ": exchanging the setup of shared memory with the other ranks failed, so "
-                          "none can join. Look at what those printed, and start again"};
+        throw Failure{
+            code,
+            "rank " + std::to_string(rank) +
+                ": the ranks could not exchange the setup of shared memory, so none can join. "
+                "See what the other ranks printed, and start again"};
 }
 
 namespace {
@@ -59,20 +60,20 @@ uint64_t pid_namespace() {
     return stat("/proc/self/ns/pid", &status) == 0 ? status.st_ino : 0;
 }
 
-// Random, so that no two segments are ever taken for each other.
+// Random, so that one segment is never mistaken for another.
 struct Nonce {
     uint64_t words[2];
 };
 
-// What rank 0 offers; the others attach to it.
-struct Offer {
+// How the peers find the segment of rank 0. The other ranks fill in only where they run.
+struct SegmentAddress {
     Nonce nonce;
     char boot_id[40];
     uint64_t pid_namespace;
     int32_t pid;
     int32_t fd;
     int32_t error;
-    char lack[160];  // the error in words
+    char shortage[160];  // the error in words
 };
 
 std::string memory_name(const Nonce& nonce) {
@@ -83,39 +84,41 @@ std::string memory_name(const Nonce& nonce) {
     return name;
 }
 
-void fill_identity(Offer& offer) {
-    snprintf(offer.boot_id, sizeof offer.boot_id, "%s",
+void fill_location(SegmentAddress& address) {
+    snprintf(address.boot_id, sizeof address.boot_id, "%s",
              read_file("/proc/sys/kernel/random/boot_id").c_str());
-    offer.pid_namespace = pid_namespace();
-    offer.pid = getpid();
+    address.pid_namespace = pid_namespace();
+    address.pid = getpid();
 }
 
-int make_memory(Offer& offer, size_t nbytes, Room* room) {
-    if (getrandom(&offer.nonce, sizeof offer.nonce, 0) != sizeof offer.nonce) return errno;
-    offer.fd = memfd_create(memory_name(offer.nonce).c_str(), MFD_CLOEXEC);
-    if (offer.fd < 0) return errno;
-    return take_memory(offer.fd, nbytes, room);
+int create_memory(SegmentAddress& address, size_t nbytes, MemoryLimit* limit) {
+    if (getrandom(&address.nonce, sizeof address.nonce, 0) != sizeof address.nonce) return errno;
+    address.fd = memfd_create(memory_name(address.nonce).c_str(), MFD_CLOEXEC);
+    if (address.fd < 0) return errno;
+    return allocate_file_memory(address.fd, nbytes, limit);
 }
 
-Offer make_offer(const Bootstrap& bootstrap, size_t nbytes) {
-    Offer offer = {};
-    offer.fd = -1;
-    fill_identity(offer);
-    if (bootstrap.rank != 0) return offer;
-    Room room = {0, nullptr};
-    offer.error = make_memory(offer, nbytes, &room);
-    snprintf(offer.lack, sizeof offer.lack, "%s", describe_lack(offer.error, room).c_str());
-    return offer;
+SegmentAddress create_segment(const Bootstrap& bootstrap, size_t nbytes) {
+    SegmentAddress address = {};
+    address.fd = -1;
+    fill_location(address);
+    if (bootstrap.rank != 0) return address;
+    MemoryLimit limit;
+    address.error = create_memory(address, nbytes, &limit);
+    snprintf(address.shortage, sizeof address.shortage, "%s",
+             describe_shortage(address.error, limit).c_str());
+    return address;
 }
 
-// Opened through the maker's descriptor, so there is no name that could leak. The link is read
-// first: on another host the same path may be any file at all.
-int open_offer(const Offer& offer, const Offer& mine) {
-    if (std::strcmp(offer.boot_id, mine.boot_id) != 0 || offer.pid_namespace != mine.pid_namespace)
+// Opens the descriptor of rank 0 through /proc, so there is no name that could leak. The link is
+// read first: on another host the same path may be any file at all. Returns -errno if it fails.
+int open_segment(const SegmentAddress& address, const SegmentAddress& own) {
+    if (std::strcmp(address.boot_id, own.boot_id) != 0 ||
+        address.pid_namespace != own.pid_namespace)
         return -EXDEV;
     char path[64];
-    snprintf(path, sizeof path, "/proc/%d/fd/%d", offer.pid, offer.fd);
-    if (read_link(path).find(memory_name(offer.nonce)) == std::string::npos) return -EXDEV;
+    snprintf(path, sizeof path, "/proc/%d/fd/%d", address.pid, address.fd);
+    if (read_link(path).find(memory_name(address.nonce)) == std::string::npos) return -EXDEV;
     int fd = open(path, O_RDWR | O_CLOEXEC);
     return fd < 0 ? -errno : fd;
 }
@@ -127,8 +130,9 @@ char* map_memory(int fd, size_t nbytes, int32_t& error) {
     return nullptr;
 }
 
-char* attach(const Offer& offer, const Offer& mine, size_t nbytes, int32_t& error) {
-    int fd = open_offer(offer, mine);
+char* attach(const SegmentAddress& address, const SegmentAddress& own, size_t nbytes,
+             int32_t& error) {
+    int fd = open_segment(address, own);
     if (fd < 0) {
         error = -fd;
         return nullptr;
@@ -138,30 +142,31 @@ char* attach(const Offer& offer, const Offer& mine, size_t nbytes, int32_t& erro
     return base;
 }
 
-Failure no_memory(int rank, const Offer& offer, size_t nbytes) {
+Failure no_memory(int rank, const SegmentAddress& address, size_t nbytes) {
     return {
         COMM_SYSTEM_ERROR,
-        "rank " + std::to_string(rank) + ": rank 0 could not get " + std::to_string(nbytes) +
-            " bytes of shared memory (" + offer.lack +
-            "). The shared-memory communicator exchanges tensors through them. Free memory, raise "
-            "the memory limit of the container, or use backend=\"gloo\""};
+        "rank " + std::to_string(rank) + ": rank 0 could not allocate " + std::to_string(nbytes) +
+            " bytes of shared memory (" + address.shortage +
+            "), through which ranks exchange tensors. Free memory, raise the memory limit of the "
+            "container, or use backend=\"gloo\""};
 }
 
-Failure not_attached(int rank, int who, int32_t error) {
-    bool elsewhere = error == EXDEV;
+Failure not_attached(int rank, int failed_rank, int32_t error) {
+    bool is_elsewhere = error == EXDEV;
     return {
-        elsewhere ? COMM_UNSUPPORTED : COMM_SYSTEM_ERROR,
-        "rank " + std::to_string(rank) + ": rank " + std::to_string(who) +
+        is_elsewhere ? COMM_UNSUPPORTED : COMM_SYSTEM_ERROR,
+        "rank " + std::to_string(rank) + ": rank " + std::to_string(failed_rank) +
             " cannot attach to the memory of rank 0 (" +
-            (elsewhere ? "it runs on another host or in another container" : std::strerror(error)) +
+            (is_elsewhere ? "it runs on another host or in another container"
+                          : std::strerror(error)) +
             "). Shared memory needs all ranks on one node, as one user. Use backend=\"gloo\" for "
             "this group, or split it by node"};
 }
 
-// After this exchange rank 0 may close its descriptor: everybody has, or everybody fails.
-void agree(const Bootstrap& bootstrap, int32_t mine) {
+// Throws on every rank if one could not map the segment. Rank 0 may close its descriptor after it.
+void check_all_attached(const Bootstrap& bootstrap, int32_t error) {
     std::vector<int32_t> errors(bootstrap.nranks);
-    bootstrap.allgather(&mine, errors.data(), sizeof mine);
+    bootstrap.allgather(&error, errors.data(), sizeof error);
     for (int rank = 0; rank < bootstrap.nranks; ++rank)
         if (errors[rank] != 0) throw not_attached(bootstrap.rank, rank, errors[rank]);
 }
@@ -177,16 +182,16 @@ struct Descriptor {
 }  // namespace
 
 Segment::Segment(const Bootstrap& bootstrap, const Layout& layout) : layout_(layout) {
-    Offer mine = make_offer(bootstrap, layout.total());
-    Descriptor descriptor{mine.fd};
-    std::vector<Offer> offers(bootstrap.nranks);
-    bootstrap.allgather(&mine, offers.data(), sizeof mine);
-    if (offers[0].error != 0) throw no_memory(bootstrap.rank, offers[0], layout.total());
+    SegmentAddress own = create_segment(bootstrap, layout.total());
+    Descriptor descriptor{own.fd};
+    std::vector<SegmentAddress> addresses(bootstrap.nranks);
+    bootstrap.allgather(&own, addresses.data(), sizeof own);
+    if (addresses[0].error != 0) throw no_memory(bootstrap.rank, addresses[0], layout.total());
     int32_t error = 0;
-    base_ = attach(offers[0], mine, layout.total(), error);
-    if (base_ != nullptr) introduce(block(bootstrap.rank).identity);
+    base_ = attach(addresses[0], own, layout.total(), error);
+    if (base_ != nullptr) publish_identity(block(bootstrap.rank).identity);
     try {
-        agree(bootstrap, error);
+        check_all_attached(bootstrap, error);
     } catch (...) {
         if (base_ != nullptr) munmap(base_, layout_.total());
         throw;
@@ -210,8 +215,8 @@ RankBlock& Segment::block(int rank) const {
     return reinterpret_cast<RankBlock*>(base_ + layout_.blocks())[rank];
 }
 
-Lane& Segment::lane(int src, int dst) const {
-    return reinterpret_cast<Lane*>(base_ + layout_.lanes())[src * layout_.nranks + dst];
+Channel& Segment::channel(int src, int dst) const {
+    return reinterpret_cast<Channel*>(base_ + layout_.channels())[src * layout_.nranks + dst];
 }
 
 char* Segment::slot(int writer, unsigned parity) const {
@@ -219,34 +224,34 @@ char* Segment::slot(int writer, unsigned parity) const {
     return base_ + layout_.slots() + slot * layout_.slot_bytes;
 }
 
-char* Segment::letter(int src, int dst, uint32_t index) const {
-    size_t lane = static_cast<size_t>(src) * layout_.nranks + dst;
-    return base_ + layout_.letters() +
-           (lane * lane_depth + index % lane_depth) * layout_.letter_stride();
+char* Segment::chunk(int src, int dst, uint32_t index) const {
+    size_t channel = static_cast<size_t>(src) * layout_.nranks + dst;
+    return base_ + layout_.chunks() +
+           (channel * channel_depth + index % channel_depth) * layout_.chunk_stride();
 }
 
-void introduce(Identity& mine) {
-    mine.pid = getpid();
-    mine.start_time = status_of(mine.pid).start_time;
-    mine.pid_namespace = pid_namespace();
-    mine.state.store(present, std::memory_order_release);
+void publish_identity(Identity& own) {
+    own.pid = getpid();
+    own.start_time = status_of(own.pid).start_time;
+    own.pid_namespace = pid_namespace();
+    own.state.store(present, std::memory_order_release);
 }
 
-bool has_died(const Identity& peer, const Identity& mine) {
-    if (peer.pid == mine.pid || peer.pid_namespace != mine.pid_namespace) return false;
+bool has_died(const Identity& peer, const Identity& own) {
+    if (peer.pid == own.pid || peer.pid_namespace != own.pid_namespace) return false;
     ProcessStatus status = status_of(peer.pid);
     return status.state == 0 || status.state == 'Z' || status.state == 'X' ||
            status.start_time != peer.start_time;
 }
 
 bool are_oversubscribed(const Bootstrap& bootstrap) {
-    cpu_set_t mine, all;
-    CPU_ZERO(&mine);
+    cpu_set_t own, all;
+    CPU_ZERO(&own);
     CPU_ZERO(&all);
-    sched_getaffinity(0, sizeof mine, &mine);
-    std::vector<cpu_set_t> everyones(bootstrap.nranks);
-    bootstrap.allgather(&mine, everyones.data(), sizeof mine);
-    for (const cpu_set_t& one : everyones) CPU_OR(&all, &all, &one);
+    sched_getaffinity(0, sizeof own, &own);
+    std::vector<cpu_set_t> sets(bootstrap.nranks);
+    bootstrap.allgather(&own, sets.data(), sizeof own);
+    for (const cpu_set_t& set : sets) CPU_OR(&all, &all, &set);
     return CPU_COUNT(&all) < bootstrap.nranks;
 }
 

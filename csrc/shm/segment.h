@@ -1,25 +1,24 @@
-// The shared segment: made by rank 0, attached by all, gone by itself.
+// The shared segment: created by rank 0, mapped by all, without a name that could leak.
 #pragma once
 
 #include <cstdint>
 #include <string>
 
 #include "abi/communicator.h"
+#include "plugin/failure.h"
 #include "shm/layout.h"
 
 namespace shm {
 
-struct Failure {
-    comm_result code;
-    std::string text;
-};
+using plugin::Failure;
 
 // The Coordinator's callbacks, typed.
 class Bootstrap {
   public:
     Bootstrap(const comm_bootstrap* callbacks, int rank, int nranks)
         : callbacks_(callbacks), rank(rank), nranks(nranks) {}
-    void allgather(const void* mine, void* everyones, size_t bytes_per_rank) const;
+    // Collective. Blocks until every rank has called it.
+    void allgather(const void* send, void* recv, size_t bytes_per_rank) const;
 
   private:
     const comm_bootstrap* callbacks_;
@@ -32,16 +31,16 @@ class Bootstrap {
 class Segment {
   public:
     Segment() = default;
-    // Collective. Throws Failure on every rank if any rank cannot attach.
+    // Collective. Throws Failure on every rank if any rank cannot map the segment.
     Segment(const Bootstrap& bootstrap, const Layout& layout);
     ~Segment();
     Segment(Segment&& other) noexcept;
     Segment& operator=(Segment&& other) noexcept;
 
     RankBlock& block(int rank) const;
-    Lane& lane(int src, int dst) const;
+    Channel& channel(int src, int dst) const;
     char* slot(int writer, unsigned parity) const;
-    char* letter(int src, int dst, uint32_t index) const;
+    char* chunk(int src, int dst, uint32_t index) const;
     const Layout& layout() const { return layout_; }
 
   private:
@@ -49,11 +48,11 @@ class Segment {
     Layout layout_;
 };
 
-// This process, as its peers will look for it.
-void introduce(Identity& mine);
-// Whether the process behind it has ended, as far as can be known from here.
-bool has_died(const Identity& peer, const Identity& mine);
-// Whether the cores that all ranks together may use are fewer than the ranks.
+// Fills in this process, as its peers will look for it.
+void publish_identity(Identity& own);
+// Whether the process behind `peer` has ended, as far as this process can see it.
+bool has_died(const Identity& peer, const Identity& own);
+// Collective. Whether all ranks together may use fewer cores than there are ranks.
 bool are_oversubscribed(const Bootstrap& bootstrap);
 
 }  // namespace shm

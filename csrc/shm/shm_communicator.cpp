@@ -6,56 +6,50 @@
 namespace shm {
 namespace {
 
-constexpr size_t smallest_streamed = 8 << 10;
-constexpr int64_t glance_ns = 100000000;  // between two looks at whether the peers live
-constexpr int64_t shortest_sleep_ns = 100000;
-
+constexpr size_t min_streamed_bytes = 8 << 10;
 const char* const died = "has died";
 
-bool reached(const std::atomic<uint32_t>& word, uint32_t step) {
-    return static_cast<int32_t>(word.load(std::memory_order_acquire) - step) >= 0;
+bool has_reached(const std::atomic<uint32_t>& counter, uint32_t step) {
+    return static_cast<int32_t>(counter.load(std::memory_order_acquire) - step) >= 0;
 }
 
-// kind, dtype, op: 8 bits each; the mark of the shape: 24; root: 16.
-uint64_t pack(const Call& call, const Shape& shape) {
-    uint64_t mark = shape.ndim < 0 ? 0 : shape.mark();
-    return static_cast<uint64_t>(call.kind) | static_cast<uint64_t>(call.dtype & 0xff) << 8 |
-           static_cast<uint64_t>(call.op & 0xff) << 16 | mark << 24 |
+// collective, dtype, op: 8 bits each; digest of the shape: 24; root: 16.
+uint64_t pack(const CallSignature& call, const Shape& shape) {
+    return static_cast<uint64_t>(call.collective) | static_cast<uint64_t>(call.dtype & 0xff) << 8 |
+           static_cast<uint64_t>(call.op & 0xff) << 16 | shape.short_digest() << 24 |
            static_cast<uint64_t>(call.root) << 48;
 }
 
-Call unpack(uint64_t what, uint64_t count) {
-    Call call;
-    call.kind = static_cast<Kind>(what & 0xff);
-    call.dtype = static_cast<comm_dtype>(what >> 8 & 0xff);
-    call.op = static_cast<comm_op>(what >> 16 & 0xff);
-    call.root = static_cast<int32_t>(what >> 48);
+CallSignature unpack(uint64_t packed, uint64_t count) {
+    CallSignature call;
+    call.collective = static_cast<Collective>(packed & 0xff);
+    call.dtype = static_cast<comm_dtype>(packed >> 8 & 0xff);
+    call.op = static_cast<comm_op>(packed >> 16 & 0xff);
+    call.root = static_cast<int32_t>(packed >> 48);
     call.count = count;
     return call;
 }
 
-const char* name_of(Kind kind) {
+const char* name_of(Collective collective) {
     static const char* const names[] = {"setup",  "barrier",   "allreduce",      "broadcast",
                                         "reduce", "allgather", "reduce_scatter", "alltoall"};
-    return names[static_cast<int>(kind)];
+    return names[static_cast<int>(collective)];
 }
 
-bool has_op(Kind kind) {
-    return kind == Kind::allreduce || kind == Kind::reduce || kind == Kind::reduce_scatter;
+bool has_op(Collective collective) {
+    return collective == Collective::allreduce || collective == Collective::reduce ||
+           collective == Collective::reduce_scatter;
 }
 
-// A vector is named by its length, which is its shape.
-std::string elements(uint64_t count, comm_dtype dtype, const Shape& shape) {
-    bool is_vector =
-        shape.ndim < 0 || (shape.ndim == 1 && shape.dims[0] == static_cast<int64_t>(count));
-    return (is_vector ? std::to_string(count) : shape.text()) + " " + name_of_dtype(dtype);
-}
-
-std::string describe(const Transfer& transfer) {
-    return (transfer.is_send ? "send to rank " : "recv from rank ") +
-           std::to_string(transfer.peer) + " of " +
-           elements(transfer.count, transfer.dtype, transfer.shape) + " (message " +
-           std::to_string(transfer.message) + ")";
+std::string describe(const CallSignature& call, const Shape& shape) {
+    std::string text = name_of(call.collective);
+    if (call.collective == Collective::barrier || call.collective == Collective::none) return text;
+    text += " of " + describe_tensor(call.count, call.dtype, shape);
+    if (has_op(call.collective)) text += std::string(", ") + name_of_op(call.op);
+    if (call.collective == Collective::broadcast)
+        text += ", from rank " + std::to_string(call.root);
+    if (call.collective == Collective::reduce) text += ", to rank " + std::to_string(call.root);
+    return text;
 }
 
 std::string seconds(int64_t ns) {
@@ -63,210 +57,226 @@ std::string seconds(int64_t ns) {
     return text.substr(0, text.size() - 4) + " s";
 }
 
-// What tests compare, and what is best by itself if nothing is said.
-Choices choices_in(const comm_init_args& args) {
+// Tests compare the options; the defaults are the fastest on this machine.
+Options read_options(const comm_init_args& args) {
     static const std::string instructions = "instructions=";
-    Choices choices;
-    choices.instructions = best_instructions();
+    Options options;
+    options.instructions = best_instructions();
     for (auto option = args.options; option != nullptr && *option != nullptr; ++option) {
         std::string text = *option;
         if (text == "stores=ordinary")
-            choices.stores = Stores::ordinary;
+            options.stores = Stores::ordinary;
         else if (text == "stores=streaming")
-            choices.stores = Stores::streaming;
+            options.stores = Stores::streaming;
         else if (text.compare(0, instructions.size(), instructions) != 0 ||
-                 !find_instructions(text.c_str() + instructions.size(), &choices.instructions))
+                 !find_instructions(text.c_str() + instructions.size(), &options.instructions))
             throw Failure{COMM_INVALID_ARGUMENT,
                           "rank " + std::to_string(args.rank) +
                               ": the shared-memory backend has no option \"" + text +
-                              "\" on this processor, so nothing would come of it. Leave it out"};
+                              "\" on this processor. Leave it out"};
     }
-    return choices;
+    return options;
 }
 
 }  // namespace
 
-std::string describe(const Call& call, const Shape& shape) {
-    std::string text = name_of(call.kind);
-    if (call.kind == Kind::barrier || call.kind == Kind::none) return text;
-    text += " of " + elements(call.count, call.dtype, shape);
-    if (has_op(call.kind)) text += std::string(", ") + name_of_op(call.op);
-    if (call.kind == Kind::broadcast) text += ", from rank " + std::to_string(call.root);
-    if (call.kind == Kind::reduce) text += ", to rank " + std::to_string(call.root);
-    return text;
+// A vector is named by its length, which is its shape.
+std::string describe_tensor(uint64_t count, comm_dtype dtype, const Shape& shape) {
+    bool is_vector =
+        shape.ndim < 0 || (shape.ndim == 1 && shape.dims[0] == static_cast<int64_t>(count));
+    return (is_vector ? std::to_string(count) : shape.text()) + " " + name_of_dtype(dtype);
 }
 
-Group::Group(const comm_init_args& args)
+ShmCommunicator::ShmCommunicator(const comm_init_args& args)
     : rank(args.rank),
       nranks(args.nranks),
-      choices(choices_in(args)),
+      options(read_options(args)),
       timeout_ns_(args.timeout_ms * INT64_C(1000000)),
-      sent_(nranks),
-      received_(nranks),
-      posted_(nranks),
-      taken_(nranks),
-      waited_ns_(nranks) {
+      messages_sent_(nranks),
+      messages_received_(nranks),
+      chunks_written_(nranks),
+      chunks_read_(nranks),
+      message_wait_ns_(nranks) {
     if (nranks == 1) return;
     Bootstrap bootstrap(args.bootstrap, rank, nranks);
     oversubscribed_ = are_oversubscribed(bootstrap);
-    patience_ = patience(oversubscribed_);
+    spin_policy_ = measured_spin_policy(oversubscribed_);
     segment_ = Segment(bootstrap, layout_for(nranks, oversubscribed_));
     if (!oversubscribed_) streaming_ = prefers_streaming(bootstrap);
-    if (choices.stores != Stores::measured) streaming_ = choices.stores == Stores::streaming;
+    if (options.stores != Stores::measured) streaming_ = options.stores == Stores::streaming;
 }
 
-Group::~Group() {
+ShmCommunicator::~ShmCommunicator() {
     if (nranks == 1) return;
-    RankBlock& mine = segment_.block(rank);
-    if (!birthmark_.is_here()) return;  // a forked child lets go of its copy; the rank goes on
+    RankBlock& own = segment_.block(rank);
+    if (!fork_guard_.is_original_process()) return;  // the rank itself goes on
     uint32_t expected = present;
-    mine.identity.state.compare_exchange_strong(expected, closed);
-    wake_all(&mine.arrival.step);
-    for (int peer = 0; peer < nranks; ++peer) ring(peer);
+    own.identity.state.compare_exchange_strong(expected, closed);
+    wake_all(&own.progress.step);
+    for (int peer = 0; peer < nranks; ++peer) ring_doorbell(peer);
 }
 
-void Group::check_process() const {
-    if (birthmark_.is_here()) return;
+void ShmCommunicator::throw_forked() const {
     throw Failure{COMM_INVALID_USAGE,
                   prefix() + "process " + std::to_string(getpid()) +
-                      " was forked from the rank and has no part in its communicator, where it "
-                      "would pass for the rank. Call from the rank itself, or start the process as "
+                      " was forked from the rank and cannot use its communicator: the peers would "
+                      "take it for the rank. Call from the rank itself, or start the process as "
                       "a rank of its own"};
 }
 
-// ---- steps ----
+void ShmCommunicator::throw_aborted(const std::string& doing) const {
+    throw Failure{COMM_REMOTE_ERROR,
+                  prefix() + "this communicator was aborted" +
+                      (doing.empty() ? "" : " in " + doing) +
+                      ", and its ranks are desynchronised. Make a new communicator"};
+}
 
-void Group::begin(const Call& call, uint64_t word) {
+// ---- calls and steps ----
+
+// The protocol. Every rank counts steps in its own `progress.step` and takes the same steps in the
+// same order. arrive() publishes everything that the rank wrote before (its slot, its header) by a
+// sequentially consistent exchange of the counter; await() acquires the counters of all peers, so
+// what they wrote before the same step can be read after it.
+//
+// Slots. In round r a rank fills its slot of parity r & 1, takes a step, and reads the slots of its
+// peers. It fills that slot again in round r + 2, after the step of round r + 1, at which every
+// peer arrives only once it has read round r. So two slots suffice, and no step is needed at the
+// end of a round or of a call. Rounds go on counting from call to call.
+//
+// Headers. The first arrive() of call c publishes its header of parity c & 1, which all compare
+// after the first await(). A rank may finish call c while a slower peer still compares, and then
+// publish c + 1; it cannot publish c + 2, since the first await() of c + 1 waits for that peer to
+// finish call c. So a rank is at most one call ahead, and two headers suffice.
+void ShmCommunicator::begin(const CallSignature& call, uint64_t inline_value) {
     check_process();
     if (!broken_.empty()) throw Failure{COMM_INVALID_USAGE, broken_};
-    if (aborted_.load(std::memory_order_relaxed))
-        throw Failure{
-            COMM_REMOTE_ERROR,
-            prefix() +
-                "this communicator was aborted, and its ranks are out of step. Make a new one"};
+    check_not_aborted();
     call_ = call;
-    word_ = word;
+    inline_value_ = inline_value;
     deadline_ns_ = 0;
     ++call_number_;
-    unchecked_ = true;
+    headers_unchecked_ = true;
 }
 
-void Group::await() {
+// The header is written at once with the step: each peer that polls their cache line takes it away.
+// Either this rank sees that a peer sleeps, or that peer sees the new step before it sleeps: both
+// sides store, then load, sequentially consistently.
+void ShmCommunicator::arrive() {
+    RankBlock& own = segment_.block(rank);
+    uint32_t core = CoreMigrator::current_core();
+    uint64_t signature = pack(call_, shape_);
+    if (headers_unchecked_) {
+        CallHeader& header = own.progress.headers[call_number_ & 1];
+        own.shapes[call_number_ & 1] = shape_;
+        own.progress.call_number.store(call_number_, std::memory_order_relaxed);
+        header.signature.store(signature, std::memory_order_relaxed);
+        header.count.store(call_.count, std::memory_order_relaxed);
+        header.inline_value.store(inline_value_, std::memory_order_relaxed);
+    }
+    own.progress.core.store(core, std::memory_order_relaxed);
+    own.progress.step.exchange(++step_, std::memory_order_seq_cst);
+    if (own.num_sleepers.value.load(std::memory_order_seq_cst) != 0) wake_all(&own.progress.step);
+}
+
+void ShmCommunicator::await() {
     for (int peer = rank + 1; peer < nranks; ++peer) await_step(peer);
     for (int peer = 0; peer < rank; ++peer) await_step(peer);
-    if (unchecked_) check_records();
+    if (headers_unchecked_) check_headers();
 }
 
-// The record is written in one go with the step: each peer that looks at their cache line takes it
-// away. Either the sleeper's count is seen here, or the new step is seen there: both are
-// sequentially consistent, so that nobody sleeps through it.
-void Group::arrive() {
-    RankBlock& mine = segment_.block(rank);
-    uint32_t core = Place::core();
-    uint64_t what = pack(call_, shape_);
-    if (unchecked_) {
-        Record& record = mine.arrival.records[call_number_ & 1];
-        mine.shapes[call_number_ & 1] = shape_;
-        mine.arrival.call.store(call_number_, std::memory_order_relaxed);
-        record.what.store(what, std::memory_order_relaxed);
-        record.count.store(call_.count, std::memory_order_relaxed);
-        record.word.store(word_, std::memory_order_relaxed);
-    }
-    mine.arrival.core.store(core, std::memory_order_relaxed);
-    mine.arrival.step.exchange(++step_, std::memory_order_seq_cst);
-    if (mine.sleepers.value.load(std::memory_order_seq_cst) != 0) wake_all(&mine.arrival.step);
+void ShmCommunicator::await_step(int peer) {
+    std::atomic<uint32_t>& counter = segment_.block(peer).progress.step;
+    if (has_reached(counter, step_)) return;
+    if (!spin_until(spin_policy_for(peer), [&] { return has_reached(counter, step_); }))
+        sleep_until_step(peer);
 }
 
-void Group::await_step(int peer) {
-    std::atomic<uint32_t>& word = segment_.block(peer).arrival.step;
-    if (reached(word, step_)) return;
-    if (!look(patience_with(peer), [&] { return reached(word, step_); })) sleep_until_step(peer);
-}
-
-// A pause on the core that the peer needs is lost time: the higher rank moves, the lower gives way.
-Patience Group::patience_with(int peer) {
-    if (oversubscribed_ ||
-        segment_.block(peer).arrival.core.load(std::memory_order_relaxed) != Place::core())
-        return patience_;
+// A pause on the core that the peer needs is lost time: of two ranks on one core the higher one
+// migrates, and the lower one yields.
+SpinPolicy ShmCommunicator::spin_policy_for(int peer) {
+    if (oversubscribed_ || segment_.block(peer).progress.core.load(std::memory_order_relaxed) !=
+                               CoreMigrator::current_core())
+        return spin_policy_;
     if (peer < rank) {
-        cpu_set_t taken;
-        CPU_ZERO(&taken);
+        cpu_set_t busy;
+        CPU_ZERO(&busy);
         for (int other = 0; other < nranks; ++other)
             CPU_SET(
-                segment_.block(other).arrival.core.load(std::memory_order_relaxed) % CPU_SETSIZE,
-                &taken);
-        place_.leave(taken);
+                segment_.block(other).progress.core.load(std::memory_order_relaxed) % CPU_SETSIZE,
+                &busy);
+        migrator_.migrate_from(busy);
     }
-    return Patience{0, patience_.yields};
+    return SpinPolicy{0, spin_policy_.yields};
 }
 
-void Group::sleep_until_step(int peer) {
-    RankBlock& theirs = segment_.block(peer);
+void ShmCommunicator::sleep_until_step(int peer) {
+    RankBlock& awaited = segment_.block(peer);
     start_deadline();
-    while (!reached(theirs.arrival.step, step_)) {
-        theirs.sleepers.value.fetch_add(1, std::memory_order_seq_cst);
-        uint32_t seen = theirs.arrival.step.load(std::memory_order_seq_cst);
-        if (static_cast<int32_t>(seen - step_) < 0)
-            sleep_on(&theirs.arrival.step, seen, std::min(glance_ns, timeout_ns_));
-        theirs.sleepers.value.fetch_sub(1, std::memory_order_seq_cst);
+    while (!has_reached(awaited.progress.step, step_)) {
+        awaited.num_sleepers.value.fetch_add(1, std::memory_order_seq_cst);
+        uint32_t current = awaited.progress.step.load(std::memory_order_seq_cst);
+        if (static_cast<int32_t>(current - step_) < 0)
+            sleep_on(&awaited.progress.step, current, std::min(liveness_poll_ns, timeout_ns_));
+        awaited.num_sleepers.value.fetch_sub(1, std::memory_order_seq_cst);
         std::string missing;
         for (int other = 0; other < nranks; ++other) {
-            if (reached(segment_.block(other).arrival.step, step_)) continue;
-            check_peer(other, describe_current());
+            if (has_reached(segment_.block(other).progress.step, step_)) continue;
+            check_peer(other, describe_current_call());
             missing += (missing.empty() ? "" : ", ") + describe_peer(other);
         }
-        if (!missing.empty()) check_deadline(describe_current(), missing);
+        if (!missing.empty()) check_deadline(describe_current_call(), missing);
     }
 }
 
-void Group::check_records() {
-    unchecked_ = false;
-    uint64_t what = pack(call_, shape_);
+// All ranks compare after the same step, so on a mismatch all of them throw, and can go on. The
+// rounds start again: calls that differ may have differed in how many they took.
+void ShmCommunicator::check_headers() {
+    headers_unchecked_ = false;
+    uint64_t signature = pack(call_, shape_);
     for (int peer = 0; peer < nranks; ++peer) {
-        const Record& theirs = segment_.block(peer).arrival.records[call_number_ & 1];
-        if (theirs.what.load(std::memory_order_relaxed) != what ||
-            theirs.count.load(std::memory_order_relaxed) != call_.count) {
-            round_ = 0;  // some had a round and some had none; all of them come by here
-            throw_mismatch(peer, theirs);
+        const CallHeader& header = segment_.block(peer).progress.headers[call_number_ & 1];
+        if (header.signature.load(std::memory_order_relaxed) != signature ||
+            header.count.load(std::memory_order_relaxed) != call_.count) {
+            round_ = 0;
+            throw_mismatch(peer, header);
         }
     }
 }
 
-void Group::throw_mismatch(int peer, const Record& theirs) {
-    Call other = unpack(theirs.what.load(std::memory_order_relaxed),
-                        theirs.count.load(std::memory_order_relaxed));
-    const Shape& theirs_shape = segment_.block(peer).shapes[call_number_ & 1];
-    throw Failure{
-        COMM_INVALID_USAGE,
-        prefix() + "the ranks disagree in call " + std::to_string(call_number_) + ": rank " +
-            std::to_string(rank) + " asked for " + describe(call_, shape_) + ", rank " +
-            std::to_string(peer) + " for " + describe(other, theirs_shape) +
-            ". Nothing was exchanged. Let every rank make the same calls in the same order, "
-            "with the same shape, dtype and op"};
+void ShmCommunicator::throw_mismatch(int peer, const CallHeader& header) {
+    CallSignature peer_call = unpack(header.signature.load(std::memory_order_relaxed),
+                                     header.count.load(std::memory_order_relaxed));
+    const Shape& peer_shape = segment_.block(peer).shapes[call_number_ & 1];
+    throw Failure{COMM_INVALID_USAGE,
+                  prefix() + "mismatch in call " + std::to_string(call_number_) + ": rank " +
+                      std::to_string(rank) + " called " + describe(call_, shape_) + ", rank " +
+                      std::to_string(peer) + " called " + describe(peer_call, peer_shape) +
+                      ". Nothing was exchanged. Make the same calls in the same order on every "
+                      "rank, with the same shape, dtype and op"};
 }
 
-int Group::num_shared_tensors() const {
-    int found = 0;
+int ShmCommunicator::num_shared_tensors() const {
+    int count = 0;
     for (int peer = 0; peer < nranks; ++peer)
-        found += segment_.block(peer).arrival.records[call_number_ & 1].word.load(
+        count += segment_.block(peer).progress.headers[call_number_ & 1].inline_value.load(
                      std::memory_order_relaxed) != 0;
-    return found;
+    return count;
 }
 
-char* Group::shared_tensor(int of_rank) {
-    const Record& record = segment_.block(of_rank).arrival.records[call_number_ & 1];
-    return memory_.at(of_rank, record.word.load(std::memory_order_relaxed));
+char* ShmCommunicator::shared_tensor(int of_rank) {
+    const CallHeader& header = segment_.block(of_rank).progress.headers[call_number_ & 1];
+    return memory_.resolve(of_rank, header.inline_value.load(std::memory_order_relaxed));
 }
 
-void Group::put(char* slot, const char* from, size_t nbytes) const {
-    if (streaming_ && nbytes >= smallest_streamed)
+void ShmCommunicator::put(char* slot, const char* from, size_t nbytes) const {
+    if (streaming_ && nbytes >= min_streamed_bytes)
         copy_streaming(slot, from, nbytes);
     else
         std::memcpy(slot, from, nbytes);
 }
 
 // One rank's part of an exchange: fill the own slot, read the next rank's.
-int64_t Group::time_exchange(std::vector<char>& scratch, bool streaming) {
+int64_t ShmCommunicator::time_exchange(std::vector<char>& scratch, bool streaming) {
     streaming_ = streaming;
     next_round();
     step();
@@ -277,270 +287,129 @@ int64_t Group::time_exchange(std::vector<char>& scratch, bool streaming) {
     return now_ns() - start;
 }
 
-// Where the cores are far apart, an ordinary store to a line that the peer has read costs a journey
-// there, and a streaming one does not; where they share a cache, streaming costs a journey to
-// memory. Either way by a factor of two, so it is measured, and the ranks agree on the sum of what
-// they saw.
-bool Group::prefers_streaming(const Bootstrap& bootstrap) {
+// Where cores are far apart, an ordinary store to a line that the peer has read waits for that
+// line, and a streaming store does not; where cores share a cache, streaming costs a trip to
+// memory. Either way by a factor of two, so it is measured, and the ranks agree on the sum of their
+// times.
+bool ShmCommunicator::prefers_streaming(const Bootstrap& bootstrap) {
     std::vector<char> scratch(std::min<size_t>(slot_bytes(), 64 << 10));
     int64_t fastest[2] = {INT64_MAX, INT64_MAX};
     for (int i = 0; i < 12; ++i)
         fastest[i % 2] = std::min(fastest[i % 2], time_exchange(scratch, i % 2 == 1));
-    std::vector<int64_t> everyones(2 * nranks);
-    bootstrap.allgather(fastest, everyones.data(), sizeof fastest);
-    int64_t ordinary = 0, streaming = 0;
+    std::vector<int64_t> times(2 * nranks);
+    bootstrap.allgather(fastest, times.data(), sizeof fastest);
+    int64_t ordinary_ns = 0, streaming_ns = 0;
     for (int peer = 0; peer < nranks; ++peer) {
-        ordinary += everyones[2 * peer];
-        streaming += everyones[2 * peer + 1];
+        ordinary_ns += times[2 * peer];
+        streaming_ns += times[2 * peer + 1];
     }
-    return streaming < ordinary - ordinary / 10;
+    return streaming_ns < ordinary_ns - ordinary_ns / 10;
 }
 
-// ---- letters ----
+// ---- memory for tensors: its errors concern this rank alone ----
 
-void Group::transfer(Transfer transfer) {
-    check_process();
-    if (!broken_.empty()) throw Failure{COMM_INVALID_USAGE, broken_};
-    transfer.shape = shape_;
-    transfer.message = transfer.is_send ? ++sent_[transfer.peer] : ++received_[transfer.peer];
-    queued_.push_back(std::move(transfer));
-    if (group_depth_ == 0) {
-        std::vector<Transfer> transfers;
-        transfers.swap(queued_);
-        complete(transfers);
+void ShmCommunicator::mem_alloc(size_t nbytes, void** pointer) {
+    try {
+        check_process();
+        *pointer = memory_.allocate(nbytes);
+    } catch (Failure& failure) {
+        failure.is_local = true;
+        throw;
     }
 }
 
-void Group::group_end() {
-    if (group_depth_ == 0)
-        throw Failure{COMM_INVALID_USAGE, prefix() +
-                                              "group_end without group_start, so nothing waits to "
-                                              "be sent. Call group_start before"};
-    if (--group_depth_ > 0) return;
-    std::vector<Transfer> transfers;
-    transfers.swap(queued_);
-    if (!transfers.empty()) complete(transfers);
-}
-
-void Group::complete(std::vector<Transfer>& transfers) {
-    deadline_ns_ = 0;
-    auto all_done = [&] {
-        return std::all_of(transfers.begin(), transfers.end(),
-                           [](const Transfer& transfer) { return transfer.finished; });
-    };
-    while (!all_done()) {
-        if (aborted_.load(std::memory_order_relaxed))
-            throw Failure{
-                COMM_REMOTE_ERROR,
-                prefix() +
-                    "this communicator was aborted, and its ranks are out of step. Make a new one"};
-        Patience patience = transfers.size() == 1 ? patience_with(transfers[0].peer) : patience_;
-        if (!look(patience, [&] { return progress(transfers); })) wait_for_letters(transfers);
-    }
-    for (const Transfer& transfer : transfers)
-        if (!transfer.mismatch.empty()) throw Failure{COMM_INVALID_USAGE, transfer.mismatch};
-}
-
-// Moves what can be moved without waiting. Transfers of one direction with one peer keep their
-// order.
-bool Group::progress(std::vector<Transfer>& transfers) {
-    bool moved = false;
-    std::vector<bool> busy(transfers.size() > 1 ? 2 * nranks : 0);
-    for (Transfer& transfer : transfers) {
-        if (transfer.finished) continue;
-        size_t direction = 2 * transfer.peer + transfer.is_send;
-        if (!busy.empty() && busy[direction]) continue;
-        moved |= advance(transfer);
-        if (!busy.empty()) busy[direction] = !transfer.finished;
-    }
-    return moved;
-}
-
-bool Group::advance(Transfer& transfer) {
-    bool moved = false;
-    while (!transfer.finished &&
-           (transfer.is_send ? advance_send(transfer) : advance_receive(transfer)))
-        moved = true;
-    if (moved) ring(transfer.peer);
-    return moved;
-}
-
-bool Group::advance_send(Transfer& transfer) {
-    Lane& lane = segment_.lane(rank, transfer.peer);
-    uint32_t& posted = posted_[transfer.peer];
-    if (posted - lane.taken.value.load(std::memory_order_acquire) == lane_depth) return false;
-    char* letter = segment_.letter(rank, transfer.peer, posted);
-    Envelope envelope{static_cast<uint32_t>(transfer.message),
-                      static_cast<uint32_t>(transfer.dtype), transfer.count, transfer.shape};
-    std::memcpy(letter, &envelope, sizeof envelope);
-    uint64_t part =
-        std::min<uint64_t>(transfer.nbytes - transfer.done, segment_.layout().letter_bytes);
-    std::memcpy(letter + envelope_bytes, transfer.data + transfer.done, part);
-    segment_.block(rank).arrival.core.store(Place::core(), std::memory_order_relaxed);
-    lane.posted.value.exchange(++posted, std::memory_order_seq_cst);
-    transfer.done += part;
-    transfer.finished = transfer.done == transfer.nbytes;
-    return true;
-}
-
-bool Group::advance_receive(Transfer& transfer) {
-    Lane& lane = segment_.lane(transfer.peer, rank);
-    uint32_t& taken = taken_[transfer.peer];
-    if (lane.posted.value.load(std::memory_order_acquire) == taken) return false;
-    const char* letter = segment_.letter(transfer.peer, rank, taken);
-    Envelope envelope;
-    std::memcpy(&envelope, letter, sizeof envelope);
-    if (!transfer.started) open_letter(transfer, envelope);
-    uint64_t part =
-        std::min<uint64_t>(transfer.expected - transfer.done, segment_.layout().letter_bytes);
-    if (transfer.mismatch.empty())
-        std::memcpy(transfer.data + transfer.done, letter + envelope_bytes, part);
-    lane.taken.value.exchange(++taken, std::memory_order_seq_cst);
-    transfer.done += part;
-    transfer.finished = transfer.done == transfer.expected;
-    return true;
-}
-
-// A message that does not fit is taken off the lane all the same, so that the next one can be read.
-void Group::open_letter(Transfer& transfer, const Envelope& envelope) {
-    comm_dtype dtype = static_cast<comm_dtype>(envelope.dtype);
-    transfer.started = true;
-    transfer.expected = envelope.count * size_of(dtype);
-    bool same_shape = envelope.shape.ndim < 0 || transfer.shape.ndim < 0 ||
-                      envelope.shape.digest == transfer.shape.digest;
-    if (envelope.count == transfer.count && dtype == transfer.dtype && same_shape) return;
-    transfer.mismatch =
-        prefix() + describe(transfer) + ", but rank " + std::to_string(transfer.peer) + " sent " +
-        elements(envelope.count, dtype, envelope.shape) +
-        ". The message was dropped and the tensor left as it was. Receive into a tensor "
-        "of the shape and dtype that is sent";
-}
-
-void Group::ring(int peer) {
-    RankBlock& theirs = segment_.block(peer);
-    if (theirs.asleep.value.load(std::memory_order_seq_cst) == 0) return;
-    theirs.bell.value.fetch_add(1, std::memory_order_seq_cst);
-    wake_all(&theirs.bell.value);
-}
-
-// Messages of a conversation come at equal intervals: most of one is slept through, and the end of
-// it is watched for.
-void Group::wait_for_letters(std::vector<Transfer>& transfers) {
-    const Transfer& first = transfers[0];
-    if (oversubscribed_ || transfers.size() > 1 || first.is_send || first.started)
-        return sleep_until_bell(transfers, glance_ns);
-    int64_t& usual_ns = waited_ns_[first.peer];
-    int64_t start = now_ns(), early_ns = usual_ns - watch_ns / 2;
-    if (early_ns > shortest_sleep_ns) sleep_until_bell(transfers, std::min(early_ns, glance_ns));
-    if (!first.started) watch(patience_, now_ns() + watch_ns, [&] { return progress(transfers); });
-    while (!first.started) sleep_until_bell(transfers, glance_ns);
-    usual_ns = now_ns() - start;
-}
-
-void Group::sleep_until_bell(std::vector<Transfer>& transfers, int64_t longest_ns) {
-    RankBlock& mine = segment_.block(rank);
-    start_deadline();
-    mine.asleep.value.store(1, std::memory_order_seq_cst);
-    uint32_t seen = mine.bell.value.load(std::memory_order_seq_cst);
-    bool moved = progress(transfers);
-    if (!moved) sleep_on(&mine.bell.value, seen, std::min(longest_ns, timeout_ns_));
-    mine.asleep.value.store(0, std::memory_order_relaxed);
-    if (moved || progress(transfers)) return;
-    for (const Transfer& transfer : transfers) {
-        if (transfer.finished) continue;
-        check_peer(transfer.peer, describe(transfer));
-        check_deadline(describe(transfer), describe_peer(transfer.peer));
+void ShmCommunicator::mem_free(void* pointer) {
+    try {
+        check_process();
+        memory_.free(pointer);
+    } catch (Failure& failure) {
+        failure.is_local = true;
+        throw;
     }
 }
 
 // ---- what can go wrong while waiting ----
 
-void Group::start_deadline() {
+void ShmCommunicator::start_deadline() {
     if (deadline_ns_ == 0) deadline_ns_ = now_ns() + timeout_ns_;
 }
 
-std::string Group::describe_current() const {
+std::string ShmCommunicator::describe_current_call() const {
     return "call " + std::to_string(call_number_) + " (" + describe(call_, shape_) + ")";
 }
 
-std::string Group::describe_peer(int peer) const {
-    const RankBlock& theirs = segment_.block(peer);
-    uint64_t call = theirs.arrival.call.load(std::memory_order_relaxed);
-    const Record& last = theirs.arrival.records[call & 1];
-    return "rank " + std::to_string(peer) + " (pid " + std::to_string(theirs.identity.pid) +
-           ", last seen in call " + std::to_string(call) + ", " +
-           describe(unpack(last.what.load(), last.count.load()), theirs.shapes[call & 1]) + ")";
+std::string ShmCommunicator::describe_peer(int peer) const {
+    const RankBlock& block = segment_.block(peer);
+    uint64_t call_number = block.progress.call_number.load(std::memory_order_relaxed);
+    const CallHeader& last = block.progress.headers[call_number & 1];
+    return "rank " + std::to_string(peer) + " (pid " + std::to_string(block.identity.pid) +
+           ", last seen in call " + std::to_string(call_number) + ", " +
+           describe(unpack(last.signature.load(), last.count.load()),
+                    block.shapes[call_number & 1]) +
+           ")";
 }
 
-const char* Group::how_it_ended(int peer) const {
-    const Identity& theirs = segment_.block(peer).identity;
-    switch (theirs.state.load(std::memory_order_acquire)) {
+const char* ShmCommunicator::describe_end(int peer) const {
+    const Identity& identity = segment_.block(peer).identity;
+    switch (identity.state.load(std::memory_order_acquire)) {
         case closed:
             return "has closed its communicator";
         case failed:
-            return "has given up after an error of its own";
+            return "has stopped after an error of its own";
         case shm::aborted:
             return "has aborted its communicator";
         default:
-            return has_died(theirs, segment_.block(rank).identity) ? died : nullptr;
+            return has_died(identity, segment_.block(rank).identity) ? died : nullptr;
     }
 }
 
-void Group::check_peer(int peer, const std::string& doing) {
-    if (aborted_.load(std::memory_order_relaxed))
-        throw Failure{COMM_REMOTE_ERROR,
-                      prefix() + "aborted in " + doing +
-                          ", and the ranks are out of step. Make a new communicator"};
-    const char* how = how_it_ended(peer);
-    if (how == nullptr) return;
-    std::string text = prefix() + describe_peer(peer) + " " + how + " while rank " +
+// A peer that stopped may have done so because another died, which is then the first cause.
+void ShmCommunicator::check_peer(int peer, const std::string& doing) {
+    if (aborted_.load(std::memory_order_relaxed)) throw_aborted(doing);
+    const char* end = describe_end(peer);
+    if (end == nullptr) return;
+    std::string text = prefix() + describe_peer(peer) + " " + end + " while rank " +
                        std::to_string(rank) + " waited for it in " + doing;
-    for (int other = 0; other < nranks; ++other)  // whoever gave up may have done so over a death
-        if (other != peer && how_it_ended(other) == died)
+    for (int other = 0; other < nranks; ++other)
+        if (other != peer && describe_end(other) == died)
             text += "; " + describe_peer(other) + " " + died;
-    throw Failure{
-        COMM_REMOTE_ERROR,
-        text +
-            ". This group cannot go on. Look for the first error of that rank, then start again"};
+    throw Failure{COMM_REMOTE_ERROR, text +
+                                         ". This communicator cannot be used again. See the first "
+                                         "error of that rank, then start again"};
 }
 
-void Group::check_deadline(const std::string& doing, const std::string& missing) {
+void ShmCommunicator::check_deadline(const std::string& doing, const std::string& missing) {
     if (now_ns() < deadline_ns_) return;
-    throw Failure{
-        COMM_TIMEOUT,
-        prefix() + "waited " + seconds(timeout_ns_) + " in " + doing +
-            ". Not there yet: " + missing +
-            ". This group cannot go on. Find out what they are doing, or give it more time: "
-            "Coordinator(timeout_s=...)"};
+    throw Failure{COMM_TIMEOUT,
+                  prefix() + "timed out after " + seconds(timeout_ns_) + " in " + doing +
+                      ". Missing: " + missing +
+                      ". This communicator cannot be used again. Find out what the missing ranks "
+                      "do, or give them more time: Coordinator(timeout_s=...)"};
 }
 
-comm_result Group::keep(const Failure& failure) {
+// Ranks whose calls mismatched took the same steps and can go on. After other errors they are
+// desynchronised; the peers learn it from the state of this rank, and need not wait for a timeout.
+comm_result ShmCommunicator::fail(const Failure& failure) {
     last_error_ = failure.text;
-    return failure.code;
-}
-
-// Ranks that disagreed took the same steps and can go on. After anything else they have lost step.
-comm_result Group::fail(const Failure& failure) {
-    keep(failure);
-    bool recoverable = failure.code == COMM_INVALID_USAGE ||
-                       failure.code == COMM_INVALID_ARGUMENT || failure.code == COMM_UNSUPPORTED;
-    if (recoverable || !broken_.empty() || nranks == 1) return failure.code;
+    bool is_recoverable = failure.is_local || failure.code == COMM_INVALID_USAGE ||
+                          failure.code == COMM_INVALID_ARGUMENT || failure.code == COMM_UNSUPPORTED;
+    if (is_recoverable || !broken_.empty() || nranks == 1) return failure.code;
     broken_ = prefix() + "this communicator failed before (" + failure.text + "). Make a new one";
     uint32_t expected = present;
-    RankBlock& mine = segment_.block(rank);
-    mine.identity.state.compare_exchange_strong(expected, failed);
-    wake_all(&mine.arrival.step);
-    for (int peer = 0; peer < nranks; ++peer) ring(peer);
+    RankBlock& own = segment_.block(rank);
+    own.identity.state.compare_exchange_strong(expected, failed);
+    wake_all(&own.progress.step);
+    for (int peer = 0; peer < nranks; ++peer) ring_doorbell(peer);
     return failure.code;
 }
 
-void Group::abort() {
+void ShmCommunicator::abort() {
     aborted_.store(true, std::memory_order_seq_cst);
-    if (nranks == 1 || !birthmark_.is_here()) return;
+    if (nranks == 1 || !fork_guard_.is_original_process()) return;
     segment_.block(rank).identity.state.store(shm::aborted, std::memory_order_release);
     for (int peer = 0; peer < nranks; ++peer) {
-        wake_all(&segment_.block(peer).arrival.step);
-        wake_all(&segment_.block(peer).bell.value);
+        wake_all(&segment_.block(peer).progress.step);
+        wake_all(&segment_.block(peer).doorbell.value);
     }
 }
 

@@ -1,4 +1,4 @@
-// Waiting: look a while, give the core away a while, then sleep in the kernel.
+// Waiting: spin for a while, then yield the core for a while, then sleep in the kernel.
 #pragma once
 
 #include <linux/futex.h>
@@ -27,99 +27,99 @@ inline void pause_core() {
 #endif
 }
 
-// How long to look before sleeping. Where ranks outnumber cores, every pause is stolen from the
-// peer that is waited for, so the core is given away at once.
-struct Patience {
+// How long to spin before sleeping. Where ranks outnumber cores, every pause is taken from the peer
+// that is waited for, so the core is yielded at once.
+struct SpinPolicy {
     int pauses = 0;
     int yields = 50;
 };
 
-// A pause takes from 10 to 150 cycles, by processor; what is wanted is a time.
-inline Patience patience(bool oversubscribed) {
-    if (oversubscribed) return Patience{};
-    constexpr int64_t look_ns = 15000;
+// A pause takes 10 to 150 cycles, depending on the processor, so it is timed.
+inline SpinPolicy measured_spin_policy(bool oversubscribed) {
+    if (oversubscribed) return SpinPolicy{};
+    constexpr int64_t spin_ns = 15000;
     constexpr int sample = 64;
-    int64_t fastest = look_ns;
+    int64_t fastest = spin_ns;
     for (int i = 0; i < 8; ++i) {
         int64_t start = now_ns();
         for (int j = 0; j < sample; ++j) pause_core();
-        int64_t took = now_ns() - start;
-        if (took < fastest) fastest = took;
+        int64_t elapsed = now_ns() - start;
+        if (elapsed < fastest) fastest = elapsed;
     }
-    return Patience{static_cast<int>(look_ns * sample / (fastest > 0 ? fastest : 1)), 50};
+    return SpinPolicy{static_cast<int>(spin_ns * sample / (fastest > 0 ? fastest : 1)), 50};
 }
 
-// Two ranks on one core wait for each other a whole time slice at a time, and the scheduler lets
-// them: neither sleeps. Whatever wakes threads brings this about, so a rank that finds itself there
-// goes elsewhere.
-class Place {
+// Two ranks on one core wait for each other a whole time slice at a time, and the scheduler leaves
+// them there: neither sleeps. Any wake-up can put them there, so a rank that notices it migrates.
+class CoreMigrator {
   public:
-    static uint32_t core() { return static_cast<uint32_t>(sched_getcpu()); }
+    static uint32_t current_core() { return static_cast<uint32_t>(sched_getcpu()); }
 
-    // To any allowed core but these; at most once per millisecond.
-    void leave(const cpu_set_t& taken) {
+    // Moves this thread to an allowed core outside `busy`; at most once per millisecond.
+    void migrate_from(const cpu_set_t& busy) {
         int64_t now = now_ns();
-        if (now - last_move_ns_ < 1000000) return;
-        last_move_ns_ = now;
-        cpu_set_t allowed, wanted;
+        if (now - last_migration_ns_ < 1000000) return;
+        last_migration_ns_ = now;
+        cpu_set_t allowed, free;
         if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
-        CPU_XOR(&wanted, &allowed, &taken);
-        CPU_AND(&wanted, &wanted, &allowed);
-        if (CPU_COUNT(&wanted) == 0) return;
-        sched_setaffinity(0, sizeof wanted, &wanted);
+        CPU_XOR(&free, &allowed, &busy);
+        CPU_AND(&free, &free, &allowed);
+        if (CPU_COUNT(&free) == 0) return;
+        sched_setaffinity(0, sizeof free, &free);
         sched_setaffinity(0, sizeof allowed, &allowed);
     }
 
   private:
-    int64_t last_move_ns_ = 0;
+    int64_t last_migration_ns_ = 0;
 };
 
-// Who comes at about the same time is seen at once: a pause may take as long as such a wait.
+// The first checks come without a pause, which may take as long as the wait for a peer that is
+// nearly there.
 template <class Ready>
-bool look(const Patience& patience, Ready ready) {
-    constexpr int eager = 64;
-    for (int i = 0; i < patience.pauses; ++i) {
+bool spin_until(const SpinPolicy& policy, Ready ready) {
+    constexpr int without_pause = 64;
+    for (int i = 0; i < policy.pauses; ++i) {
         if (ready()) return true;
-        if (i >= eager) pause_core();
+        if (i >= without_pause) pause_core();
     }
-    for (int i = 0; i < patience.yields; ++i) {
+    for (int i = 0; i < policy.yields; ++i) {
         if (ready()) return true;
         sched_yield();
     }
     return ready();
 }
 
-// To be woken takes 50 us, and to wake somebody as long. So a rank that waits for a letter looks
-// for it longer, about when the last one came, but never longer than this in all.
-constexpr int64_t watch_ns = 1000000;
+// A wake-up takes 50 us, and waking a peer as long. So a rank that waits for a message spins longer
+// around the time when it is expected, but never longer than this.
+constexpr int64_t expected_spin_ns = 1000000;
 
-// Looks until `until_ns`, but for no longer than nobody else wants the core: giving it away then
-// takes a while.
+// Spins until `deadline_ns`; ends earlier when another thread wants the core: a yield takes long
+// then.
 template <class Ready>
-bool watch(const Patience& patience, int64_t until_ns, Ready ready) {
-    constexpr int64_t taken_ns = 20000;
-    for (int64_t last = now_ns(); last < until_ns;) {
-        for (int i = 0; i < patience.pauses; i += 16) {
+bool spin_until_deadline(const SpinPolicy& policy, int64_t deadline_ns, Ready ready) {
+    constexpr int64_t contended_yield_ns = 20000;
+    for (int64_t last = now_ns(); last < deadline_ns;) {
+        for (int i = 0; i < policy.pauses; i += 16) {
             if (ready()) return true;
             for (int j = 0; j < 16; ++j) pause_core();
         }
         last = now_ns();
         sched_yield();
-        if (now_ns() - last > taken_ns) break;
+        if (now_ns() - last > contended_yield_ns) break;
     }
     return ready();
 }
 
-// Returns when woken, when the word differs from `seen`, after `timeout_ns`, or for no reason at
-// all. The word may be shared between processes.
-inline void sleep_on(std::atomic<uint32_t>* word, uint32_t seen, int64_t timeout_ns) {
+// A futex(2), which may be shared between processes. Returns when woken, when `value` differs from
+// `expected`, after `timeout_ns`, or spuriously.
+inline void sleep_on(std::atomic<uint32_t>* value, uint32_t expected, int64_t timeout_ns) {
     timespec timeout{static_cast<time_t>(timeout_ns / 1000000000),
                      static_cast<long>(timeout_ns % 1000000000)};
-    syscall(SYS_futex, word, FUTEX_WAIT, seen, &timeout, nullptr, 0);
+    syscall(SYS_futex, value, FUTEX_WAIT, expected, &timeout, nullptr, 0);
 }
 
-inline void wake_all(std::atomic<uint32_t>* word) {
-    syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+inline void wake_all(std::atomic<uint32_t>* value) {
+    syscall(SYS_futex, value, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
 }  // namespace shm

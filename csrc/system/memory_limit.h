@@ -1,4 +1,4 @@
-// How much memory there is before the kernel ends processes for want of it.
+// How much memory there is before the kernel kills processes for lack of it.
 #pragma once
 
 #include <cstddef>
@@ -7,22 +7,22 @@
 
 namespace shm {
 
-struct Room {
-    uint64_t nbytes;
-    const char* bound;  // what sets it, for errors
+struct MemoryLimit {
+    uint64_t available_bytes = 0;
+    const char* source = nullptr;  // what sets the limit, for errors
 };
 
-// The least of what the machine has free and of what the control groups of this process leave. The
-// files of the kernel are looked for below `root`.
-Room find_room(const std::string& root = "");
+// The smaller of what the machine has free and of what the control groups of this process leave.
+// The kernel's files are read below `root`.
+MemoryLimit find_memory_limit(const std::string& root = "");
 
-// Really takes memory for the file behind `fd`: posix_fallocate, because memory that is not there
-// must be an error here and not a SIGBUS later. In pieces, and none that there is no room for: the
-// kernel promises more than it has, and other ranks take theirs at the same time. 0 or an errno;
-// `room` is what was found, if it was too little.
-int take_memory(int fd, size_t nbytes, Room* room);
+// Allocates memory for the file behind `fd`: by posix_fallocate, so that too little memory is an
+// error here and not a SIGBUS later. In pieces, each within the limit: the kernel promises more
+// than it has, and other ranks allocate at the same time. Returns 0 or an errno, and the limit as
+// it was.
+int allocate_file_memory(int fd, size_t nbytes, MemoryLimit* limit);
 
 // "Cannot allocate memory: 123 bytes are free on this machine"
-std::string describe_lack(int error, const Room& room);
+std::string describe_shortage(int error, const MemoryLimit& limit);
 
 }  // namespace shm

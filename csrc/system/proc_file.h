@@ -1,4 +1,4 @@
-// Reading the small files in which the kernel says how things are.
+// Reads the small files of /proc and /sys.
 #pragma once
 
 #include <string>

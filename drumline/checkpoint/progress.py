@@ -1,43 +1,42 @@
-"""How far loading is on all ranks together, as a bar on the master.
+"""Progress of loading on all ranks together, as a bar on rank 0.
 
-with LoadProgress(coor, total=plan.nbytes, show=None) as landed:
-    on_progress(nbytes)      # on any rank, whenever some more has arrived
+with LoadProgress(coor, total=plan.nbytes, show=None) as on_progress:
+    on_progress(nbytes)      # on any rank, whenever more bytes have arrived
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
-
-from tqdm.auto import tqdm  # type: ignore[import-untyped]
+from typing import TYPE_CHECKING
 
 from coordinator import Coordinator
 
-EVERY_S = 0.2
-"""How often a rank tells what it has, and how often the master looks."""
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+INTERVAL_S = 0.2
+"""Time between two reports of a rank, and between two updates of the bar: several a second are
+smooth, and few enough not to count beside loading."""
 
 
 class LoadProgress:
-    """Counts the bytes that land on this rank, and shows those of all ranks on the master.
+    """Counts the bytes that arrive on this rank; rank 0 shows those of all ranks.
 
     total: the bytes that all ranks together will load. show: None means if stderr is a terminal.
-    Not collective, but to be made before a collective call of the same load: what ranks told in an
-    earlier load is cleared here.
+    Not collective, but make it before a collective call of the same load: it resets what this rank
+    reported of an earlier load.
     """
 
     def __init__(self, coor: Coordinator, total: int, show: bool | None):
-        self.coor, self.nbytes = coor, 0
-        self._told_s = 0.0
-        self._over = threading.Event()
+        self.coor, self.total, self.nbytes = coor, total, 0
+        is_shown = sys.stderr.isatty() if show is None else show
         self._watcher: threading.Thread | None = None
-        self.tell()
-        if coor.is_master() and show is not False:
-            disable = None if show is None else False
-            self._bar = tqdm(
-                total=total, unit="B", unit_scale=True, desc="loading", disable=disable
-            )
-            if not self._bar.disable:
-                self._watcher = threading.Thread(target=self._watch, daemon=True)
+        if coor.is_master() and is_shown:
+            self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._over = threading.Event()
+        self.report()
 
     def __enter__(self) -> LoadProgress:
         if self._watcher is not None:
@@ -46,26 +45,54 @@ class LoadProgress:
 
     def __call__(self, nbytes: int) -> None:
         self.nbytes += nbytes
-        if time.monotonic() - self._told_s > EVERY_S:
-            self.tell()
+        if time.monotonic() - self._reported_at > INTERVAL_S:
+            self.report()
 
     def __exit__(self, *exc: object) -> None:
         self._over.set()
         if self._watcher is not None:
             self._watcher.join()
-            self._bar.close()
 
-    def tell(self) -> None:
-        """Let the master know what has landed so far."""
+    def report(self) -> None:
+        """Tell rank 0 the bytes that have arrived here so far."""
         if not self.coor.is_master():
-            self.coor.put(f"inference loaded {self.coor.rank}", str(self.nbytes).encode())
-        self._told_s = time.monotonic()
+            self.coor.put(_key(self.coor.rank), str(self.nbytes).encode())
+        self._reported_at = time.monotonic()
 
     def _watch(self) -> None:
-        while not self._over.wait(EVERY_S):
-            self._show()
-        self._show()
+        with _bar() as bar:
+            task = bar.add_task("loading", total=self.total)
+            while not self._over.wait(INTERVAL_S):
+                bar.update(task, completed=self._sum())
+            bar.update(task, completed=self._sum())
 
-    def _show(self) -> None:
-        others = [self.coor.get(f"inference loaded {r}") for r in range(1, self.coor.world_size)]
-        self._bar.update(self.nbytes + sum(int(found or 0) for found in others) - self._bar.n)
+    def _sum(self) -> int:
+        """The bytes that have arrived on all ranks, as far as they have reported."""
+        others = [self.coor.get(_key(rank)) for rank in range(1, self.coor.world_size)]
+        return self.nbytes + sum(int(reported or 0) for reported in others)
+
+
+def _key(rank: int) -> str:
+    return f"drumline loaded {rank}"
+
+
+def _bar() -> Progress:
+    """A bar with bytes, speed and time on stderr; on no terminal, its last state alone."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from drumline.checkpoint.json_files import read_json, refuse_special
+from drumline.checkpoint.json_files import check_regular_file, read_json
 from drumline.core.shards import Region
 from drumline.errors import CheckpointError
 
@@ -119,7 +119,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
     try:
-        refuse_special(file)
+        check_regular_file(file)
         size = file.stat().st_size
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
@@ -199,13 +199,13 @@ class TensorReader:
         while self._open:
             os.close(self._open.popitem()[1])
 
-    def read(self, stored: StoredTensor, box: Region, out: torch.Tensor) -> None:
+    def read(self, stored: StoredTensor, region: Region, out: torch.Tensor) -> None:
         """Fill `out` (contiguous, on the CPU, of the stored dtype) with a box of the tensor."""
         assert out.is_contiguous() and out.dtype == stored.torch_dtype, (out.dtype, stored)
         buffer = memoryview(out.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         item = stored.torch_dtype.itemsize
         filled = 0
-        for start, count in _runs(stored.shape, box):
+        for start, count in _runs(stored.shape, region):
             end = filled + count * item
             self._fill(stored, buffer[filled:end], stored.offset + start * item)
             filled = end
@@ -229,16 +229,16 @@ class TensorReader:
         return self._open[name]
 
 
-def _runs(shape: tuple[int, ...], box: Region) -> Iterator[tuple[int, int]]:
+def _runs(shape: tuple[int, ...], region: Region) -> Iterator[tuple[int, int]]:
     """The contiguous stretches of a box in a tensor: first element and length of each."""
     split = len(shape)
     run = 1
     while split and run == math.prod(shape[split:]):
         split -= 1
-        run *= box.size[split]
+        run *= region.size[split]
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    base = sum(at * stride for at, stride in zip(box.start, strides, strict=True))
-    yield from _walk(base, strides[:split], box.size[:split], run)
+    base = sum(at * stride for at, stride in zip(region.start, strides, strict=True))
+    yield from _walk(base, strides[:split], region.size[:split], run)
 
 
 def _walk(

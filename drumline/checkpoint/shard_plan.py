@@ -1,6 +1,6 @@
-"""Which bytes of a checkpoint go to which rank: pure arithmetic, before a tensor or a message.
+"""The plan of a load, which bytes of a checkpoint go to which rank: pure arithmetic.
 
-plan = plan_loading(wanted, index, mesh, readers)   # raises PlanError or CheckpointError
+plan = plan_loading(requests, index, mesh, readers)   # raises PlanError or CheckpointError
 print(plan.nbytes_of(rank), [transfer.route for transfer in plan.transfers])
 """
 
@@ -30,9 +30,9 @@ class SourceSlice:
     origin: tuple[int, ...]
     lead: int = 0
 
-    def in_file(self, box: Region) -> Region:
+    def in_file(self, region: Region) -> Region:
         """Where a box of the parameter, which lies within `at`, is in the stored tensor."""
-        inner = Region(box.start[self.lead :], box.size[self.lead :])
+        inner = Region(region.start[self.lead :], region.size[self.lead :])
         return inner.moved(self.at.start[self.lead :], self.origin)
 
 
@@ -42,16 +42,16 @@ def whole_tensor(key: str, shape: Sequence[int]) -> tuple[SourceSlice, ...]:
     return (SourceSlice(key, Region(zeros, tuple(shape)), zeros),)
 
 
-def fills_exactly(pieces: Sequence[SourceSlice], shape: Sequence[int]) -> bool:
+def fills_exactly(slices: Sequence[SourceSlice], shape: Sequence[int]) -> bool:
     """Whether the pieces make up a tensor of this shape, and nothing else."""
     inside = all(
-        len(piece.at.size) == len(shape)
+        len(slice_.at.size) == len(shape)
         and all(
-            a + n <= size for a, n, size in zip(piece.at.start, piece.at.size, shape, strict=True)
+            a + n <= size for a, n, size in zip(slice_.at.start, slice_.at.size, shape, strict=True)
         )
-        for piece in pieces
+        for slice_ in slices
     )
-    return inside and sum(piece.at.numel for piece in pieces) == math.prod(shape)
+    return inside and sum(slice_.at.numel for slice_ in slices) == math.prod(shape)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class TensorRequest:
 
     shape: tuple[int, ...]
     itemsize: int
-    pieces: tuple[SourceSlice, ...]
+    slices: tuple[SourceSlice, ...]
     splits: tuple[ShardSpec, ...] = ()
     only: Mapping[str, int] = field(default_factory=dict)
 
@@ -95,130 +95,132 @@ class Transfer:
 class LoadPlan:
     """Transfers in the order of the files, and the shape of every shard."""
 
-    wanted: Mapping[str, TensorRequest]
+    requests: Mapping[str, TensorRequest]
     mesh: Mesh
     readers: tuple[int, ...]
     transfers: tuple[Transfer, ...]
 
     def shape_of(self, name: str, rank: int) -> tuple[int, ...]:
-        wanted = self.wanted[name]
-        return local_shape(wanted.shape, wanted.splits, self.mesh, rank)
+        request = self.requests[name]
+        return local_shape(request.shape, request.splits, self.mesh, rank)
 
     def nbytes_of(self, rank: int) -> int:
-        """The share of a rank: what its shards need."""
+        """The bytes of a rank's shards."""
         return sum(
-            own.box.numel * wanted.itemsize
-            for wanted in self.wanted.values()
-            if wanted.is_held_by(self.mesh, rank)
-            for own in owned_regions(wanted.shape, wanted.splits, self.mesh, rank)
+            owned.region.numel * request.itemsize
+            for request in self.requests.values()
+            if request.is_held_by(self.mesh, rank)
+            for owned in owned_regions(request.shape, request.splits, self.mesh, rank)
         )
 
-    def written(self) -> str:
-        """What all ranks have in common of it."""
-        wanted = [
+    def canonical_text(self) -> str:
+        """The part of the plan that is equal on all ranks, as text to be compared."""
+        requests = [
             (
-                *(name, one.shape, one.itemsize, one.splits, tuple(one.only.items())),
-                [(p.key, p.at.start, p.at.size, p.origin, p.lead) for p in one.pieces],
+                *(name, r.shape, r.itemsize, r.splits, tuple(r.only.items())),
+                [(s.key, s.at.start, s.at.size, s.origin, s.lead) for s in r.slices],
             )
-            for name, one in self.wanted.items()
+            for name, r in self.requests.items()
         ]
-        return repr((self.mesh, self.readers, wanted))
+        return repr((self.mesh, self.readers, requests))
 
     def hops(self, rank: int) -> Iterator[tuple[Transfer, int | None, int | None]]:
-        """What passes `rank`, in order: the transfer, whom it comes from and whom it goes to."""
+        """The transfers through `rank`, in order, each with its previous and next rank."""
         for transfer in self.transfers:
             route = transfer.route
             if rank in route:
-                place = route.index(rank)
-                before = route[place - 1] if place else None
-                after = route[place + 1] if place + 1 < len(route) else None
-                yield transfer, before, after
+                at = route.index(rank)
+                src = route[at - 1] if at else None
+                dst = route[at + 1] if at + 1 < len(route) else None
+                yield transfer, src, dst
 
 
 def plan_loading(
-    wanted: Mapping[str, TensorRequest],
+    requests: Mapping[str, TensorRequest],
     index: Index,
     mesh: Mesh,
     readers: Sequence[int],
     rank: int | None = None,
 ) -> LoadPlan:
-    """Who reads and who gets which box. `readers`: by rank, the rank that reads for it.
+    """Plan which rank reads and which ranks get each region.
 
-    rank: plan only what this one has a part in, which is all that it needs; everything, if None.
+    readers: by rank, the rank that reads for it.
+    rank: plan only the transfers that this rank has a part in, all that it needs; None for all.
 
-    Raises CheckpointError for keys that are missing or of another shape, and PlanError for a cut
+    Raises CheckpointError for keys that are missing or of another shape, and PlanError for a split
     along an axis that the mesh does not have.
     """
-    _check(wanted, index)
-    reads = None if rank is None else readers[rank]
-    ranks = [one for one in sorted(mesh.ranks) if reads is None or readers[one] == reads]
-    owned = cache(lambda shape, splits, rank: owned_regions(shape, splits, mesh, rank))
-    found: list[Transfer] = []
-    for name, one in wanted.items():
-        holders = [rank for rank in ranks if one.is_held_by(mesh, rank)]
-        owns = {rank: owned(one.shape, one.splits, rank) for rank in holders}
-        found += _transfers(name, one, owns, readers)
-    found.sort(key=lambda t: (index[t.key].file, index[t.key].offset, t.source.start, t.reader))
-    return LoadPlan(wanted, mesh, tuple(readers), tuple(found))
+    _check_requests(requests, index)
+    reader = None if rank is None else readers[rank]
+    ranks = [r for r in sorted(mesh.ranks) if reader is None or readers[r] == reader]
+    regions_of = cache(lambda shape, splits, rank: owned_regions(shape, splits, mesh, rank))
+    transfers: list[Transfer] = []
+    for name, request in requests.items():
+        holders = [rank for rank in ranks if request.is_held_by(mesh, rank)]
+        owned = {rank: regions_of(request.shape, request.splits, rank) for rank in holders}
+        transfers += _transfers(name, request, owned, readers)
+    transfers.sort(key=lambda t: (index[t.key].file, index[t.key].offset, t.source.start, t.reader))
+    return LoadPlan(requests, mesh, tuple(readers), tuple(transfers))
 
 
-def _check(wanted: Mapping[str, TensorRequest], index: Index) -> None:
-    missing = sorted({p.key for one in wanted.values() for p in one.pieces if p.key not in index})
+def _check_requests(requests: Mapping[str, TensorRequest], index: Index) -> None:
+    keys = {slice_.key for request in requests.values() for slice_ in request.slices}
+    missing = sorted(keys - index.keys())
     if missing:
         raise CheckpointError(
             f"{len(missing)} tensors are missing from the checkpoint ({', '.join(missing[:5])}), "
             "so the model would be incomplete; load the checkpoint that belongs to the model."
         )
-    for name, one in wanted.items():
-        if not fills_exactly(one.pieces, one.shape):
+    for name, request in requests.items():
+        if not fills_exactly(request.slices, request.shape):
             raise CheckpointError(
-                f"{name} of shape {one.shape} is not filled exactly by what is stored "
-                f"({', '.join(piece.key for piece in one.pieces[:5])}); "
+                f"{name} of shape {request.shape} is not filled exactly by the stored tensors "
+                f"({', '.join(slice_.key for slice_ in request.slices[:5])}); "
                 "load the checkpoint that belongs to the model."
             )
-        for piece in one.pieces:
-            _check_piece(name, piece, index[piece.key])
+        for slice_ in request.slices:
+            _check_slice(name, slice_, index[slice_.key])
 
 
-def _check_piece(name: str, piece: SourceSlice, stored: StoredTensor) -> None:
-    needs = piece.at.size[piece.lead :]
-    room = tuple(size - at for size, at in zip(stored.shape, piece.origin, strict=False))
-    if len(needs) != len(stored.shape) or any(n > r for n, r in zip(needs, room, strict=True)):
+def _check_slice(name: str, slice_: SourceSlice, stored: StoredTensor) -> None:
+    size = slice_.at.size[slice_.lead :]
+    room = tuple(n - start for n, start in zip(stored.shape, slice_.origin, strict=False))
+    if len(size) != len(stored.shape) or any(n > r for n, r in zip(size, room, strict=True)):
         raise CheckpointError(
-            f"{name} needs {needs} of {piece.key} in {stored.file}, which is stored with shape "
-            f"{stored.shape}; "
-            "load the checkpoint that belongs to the model."
+            f"{name} needs {size} of {slice_.key} in {stored.file}, which is stored with shape "
+            f"{stored.shape}; load the checkpoint that belongs to the model."
         )
 
 
 def _transfers(
     name: str,
-    wanted: TensorRequest,
-    owns: Mapping[int, Sequence[OwnedRegion]],
+    request: TensorRequest,
+    owned_by_rank: Mapping[int, Sequence[OwnedRegion]],
     readers: Sequence[int],
 ) -> Iterator[Transfer]:
-    """Each distinct box of each reader's ranks once, with everybody who owns it."""
+    """Each distinct region of each reader's ranks once, with all ranks that own it."""
     owners: dict[tuple[int, SourceSlice, Region], list[tuple[int, tuple[int, ...]]]] = {}
-    for rank, boxes in owns.items():
-        for own in boxes:
-            for piece, box, at in _shares(own, wanted.pieces):
-                owners.setdefault((readers[rank], piece, box), []).append((rank, at))
-    for (reader, piece, box), ranks in owners.items():
-        yield Transfer(name, piece.key, piece.in_file(box), box.size, reader, tuple(ranks))
+    for rank, owned_regions_ in owned_by_rank.items():
+        for owned in owned_regions_:
+            for slice_, region, start in _intersections(owned, request.slices):
+                owners.setdefault((readers[rank], slice_, region), []).append((rank, start))
+    for (reader, slice_, region), ranks in owners.items():
+        source = slice_.in_file(region)
+        yield Transfer(name, slice_.key, source, region.size, reader, tuple(ranks))
 
 
-def _shares(
-    own: OwnedRegion, pieces: Sequence[SourceSlice]
+def _intersections(
+    owned: OwnedRegion, slices: Sequence[SourceSlice]
 ) -> Iterator[tuple[SourceSlice, Region, tuple[int, ...]]]:
-    """The parts of an owned box by the piece they come from, and where they go in the shard."""
-    for piece in pieces:
-        box = own.box.overlap(piece.at)
-        if box is not None:
-            yield piece, box, box.moved(own.box.start, own.at).start
+    """The parts of an owned region by the slice they come from, and their start in the shard."""
+    for slice_ in slices:
+        region = owned.region.overlap(slice_.at)
+        if region is not None:
+            yield slice_, region, region.moved(owned.region.start, owned.at).start
 
 
 def reader_ranks(reader: str, nodes: Sequence[Sequence[int]]) -> list[int]:
-    """By rank, the rank that reads for it: itself, the first of its node, or rank 0."""
+    """By rank, the rank that reads for it: itself, the first rank of its node, or rank 0."""
     num_ranks = sum(len(node) for node in nodes)
     if reader == "each":
         return list(range(num_ranks))
@@ -228,6 +230,6 @@ def reader_ranks(reader: str, nodes: Sequence[Sequence[int]]) -> list[int]:
     if reader == "rank0":
         return [0] * num_ranks
     raise PlanError(
-        f'reader={reader!r} says not who reads the files; give "each" (every rank its own part), '
+        f'reader={reader!r} is not a way to read the files; give "each" (every rank its own part), '
         '"node" (the first rank of each node) or "rank0".'
     )

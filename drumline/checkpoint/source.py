@@ -1,14 +1,15 @@
-"""A checkpoint as all ranks see it: who has the files, what is in them, and the config.
+"""A checkpoint as all ranks see it: the ranks that have the files, their index, and the config.
 
-source = find(coor, "checkpoint")       # the same answer on every rank, or one error on all
-print(source.readers)                   # by rank, the rank that reads the files for it
+source = find_checkpoint(coor, "checkpoint")    # the same answer on every rank, or an error on all
+print(source.readers)                           # by rank, the rank that reads the files for it
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,29 @@ from typing import Any
 import transformers
 
 from coordinator import Coordinator
-from drumline.checkpoint.empty_model import read_config
-from drumline.checkpoint.safetensors_index import Index
-from drumline.checkpoint.shard_loader import share_index, together
-from drumline.errors import CheckpointError
+from drumline.checkpoint.config_files import read_config
+from drumline.checkpoint.safetensors_index import (
+    Index,
+    index_from_json,
+    index_to_json,
+    read_index,
+)
+from drumline.core.consistency import run_and_share, run_on_all_ranks
+from drumline.errors import CheckpointError, DrumlineError
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """A folder and its index. `readers`: by rank, the rank that reads for it."""
+
+    path: Path
+    index: Index
+    readers: Sequence[int]
 
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """A checkpoint. `readers`: by rank, the rank that reads for it: itself, or the master."""
+    """A checkpoint. `readers`: by rank, the rank that reads for it: itself, or rank 0."""
 
     path: Path
     config: Any
@@ -38,32 +53,20 @@ class CheckpointSource:
 
 
 def find_checkpoint(coor: Coordinator, path: str | Path) -> CheckpointSource:
-    """The checkpoint at `path`, where all ranks that have the files must have the same. Collective.
+    """Find the checkpoint at `path`; ranks that have files must have the same ones. Collective.
 
-    Ranks without files are served by the master. Raises CheckpointError on every rank if the master
-    has none, or if any file is not whole.
+    Rank 0 reads for ranks without files. Raises CheckpointError on every rank if rank 0 has none,
+    or if any file is incomplete.
     """
     folder = Path(path)
-    has_files = coor.allgather(b"yes" if _holds_weights(folder) else b"")
+    has_files = coor.allgather_object(_holds_weights(folder))
     readers = [rank if has else 0 for rank, has in enumerate(has_files)]
     reads = readers[coor.rank] == coor.rank
-    config = together(coor, lambda: read_config(folder) if reads else None)
-    told = coor.broadcast(_to_json(config) if coor.is_master() else None)
-    config = together(coor, lambda: config or config_from_json(json.loads(told)))
+    config = run_on_all_ranks(coor, lambda: read_config(folder) if reads else None)
+    text = coor.broadcast_object(config.to_json_string(use_diff=False) if config else None)
+    config = run_on_all_ranks(coor, lambda: config or config_from_json(json.loads(text)))
     files, _ = share_index(coor, folder, lambda: readers)
     return CheckpointSource(folder, config, files.index, readers)
-
-
-def choose_config(found: Any, given: Any) -> Any:
-    """The config to build with: a copy of the one the user gives, or the one that was found. What
-    the given one leaves open, which class and which dtype, is as found."""
-    if given is None:
-        return found
-    config = copy.deepcopy(given)
-    for name in ("architectures", "dtype"):
-        if getattr(config, name, None) is None:
-            setattr(config, name, getattr(found, name, None))
-    return config
 
 
 def _holds_weights(folder: Path) -> bool:
@@ -71,17 +74,71 @@ def _holds_weights(folder: Path) -> bool:
     return bool(weights) and (folder / "config.json").is_file()
 
 
-def _to_json(config: Any) -> bytes:
-    return str(config.to_json_string(use_diff=False)).encode()
+def share_index(
+    coor: Coordinator,
+    path: str | Path,
+    choose_readers: Callable[[], Sequence[int]],
+    extra: Callable[[], Any] = lambda: None,
+) -> tuple[CheckpointFiles, Any]:
+    """Share what rank 0 reads in the files, and the plain value that its `extra` makes. Collective.
 
+    It takes one exchange. Raises CheckpointError if a rank that reads finds other files, and on
+    every rank the error that either function or the files raise on any.
+    """
 
-def config_from_json(found: Mapping[str, Any]) -> Any:
-    """The config that another rank wrote as JSON, which has no infinity of its own."""
-    kind = found["model_type"]
-    if kind not in transformers.CONFIG_MAPPING:
-        raise CheckpointError(
-            f"transformers {transformers.__version__} does not know the model type {kind!r}, and "
-            "this rank has no files with the code of it; copy the checkpoint to this rank too."
+    def read() -> tuple[Sequence[int], Index | None]:
+        readers = choose_readers()
+        return readers, read_index(path) if readers[coor.rank] == coor.rank else None
+
+    def summarize(result: tuple[Sequence[int], Index | None]) -> Any:
+        readers, index = result
+        text = None if index is None else index_to_json(index)
+        digest = None if text is None else hashlib.sha256(text).hexdigest()
+        if coor.rank:
+            return [digest]
+        is_needed = any(reader != rank for rank, reader in enumerate(readers))
+        return [digest, extra(), text if is_needed else None]
+
+    (readers, index), summaries = run_and_share(coor, read, summarize)
+    digest, extra_value, text = summaries[0]
+    digests = [summary[0] for summary in summaries]
+    if text is None and None in digests[1:]:
+        raise DrumlineError(
+            f"rank {coor.rank}: rank {digests.index(None)} counts on the files of rank 0, which "
+            "plans that every rank reads its own; give every rank the same model, mesh and reader."
         )
-    plain = transformers.PreTrainedConfig._decode_special_floats(found)
-    return transformers.CONFIG_MAPPING[kind].from_dict(plain)
+    differ = [rank for rank, other in enumerate(digests) if other not in (None, digest)]
+    if differ:
+        raise CheckpointError(
+            f"rank {coor.rank}: ranks {differ} find other files in {path} than rank 0, so the "
+            "parts would not make one model; give every rank the same checkpoint, or read on one: "
+            'reader="rank0".'
+        )
+    shared = index_from_json(text) if index is None else index
+    return CheckpointFiles(Path(path), shared, readers), extra_value
+
+
+def choose_config(stored: Any, given: Any) -> Any:
+    """The config to build with: a copy of the user's if there is one, else the stored one.
+
+    The class and the dtype that the user's leaves open are those of the stored one.
+    """
+    if given is None:
+        return stored
+    config = copy.deepcopy(given)
+    for name in ("architectures", "dtype"):
+        if getattr(config, name, None) is None:
+            setattr(config, name, getattr(stored, name, None))
+    return config
+
+
+def config_from_json(fields: Mapping[str, Any]) -> Any:
+    """The config that another rank wrote as JSON, which has no infinity of its own."""
+    model_type = fields["model_type"]
+    if model_type not in transformers.CONFIG_MAPPING:
+        raise CheckpointError(
+            f"transformers {transformers.__version__} does not know the model type {model_type!r},"
+            " and this rank has no files with its code; copy the checkpoint to this rank too."
+        )
+    plain = transformers.PreTrainedConfig._decode_special_floats(fields)
+    return transformers.CONFIG_MAPPING[model_type].from_dict(plain)

@@ -21,8 +21,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from drumline.checkpoint.model_tensors import WeightSources, named_tensors, tied_names
 from drumline.checkpoint.safetensors_index import Index
-from drumline.checkpoint.shard_loader import WeightSources, named_tensors, tied_names
 from drumline.checkpoint.shard_plan import SourceSlice, whole_tensor
 from drumline.core.shards import Region
 from drumline.errors import CheckpointError
@@ -39,7 +39,7 @@ class NotStreamable(CheckpointError):
 class WeightMap:
     """What the tensors of a model are made of, by every name they have, before they are tied."""
 
-    pieces: Mapping[str, tuple[SourceSlice, ...]]
+    slices: Mapping[str, tuple[SourceSlice, ...]]
     missing: frozenset[str]
     surplus: frozenset[str]
     stored_as: Mapping[str, str]
@@ -68,10 +68,10 @@ def map_weights(model: Any, index: Index) -> WeightMap:
             joined.setdefault(name, {}).setdefault(pattern, []).append(key)
     for name, keys in joined.items():
         plain.update(_convert(name, keys, converters, index))
-    pieces = {name: tuple(found) for name, found in plain.items() if name in state}
+    slices = {name: tuple(found) for name, found in plain.items() if name in state}
     missing, surplus = state.keys() - plain.keys(), plain.keys() - state.keys()
     stored_as = {name: found[0].key for name, found in plain.items()}
-    return WeightMap(pieces, frozenset(missing), frozenset(surplus), stored_as)
+    return WeightMap(slices, frozenset(missing), frozenset(surplus), stored_as)
 
 
 def weight_sources(model: Any, index: Index) -> WeightSources:
@@ -81,14 +81,14 @@ def weight_sources(model: Any, index: Index) -> WeightSources:
     """
     found = map_weights(model, index)
     _refuse_surplus(model, sorted(found.surplus))
-    return merge_tied_names(model, found.pieces)
+    return merge_tied_names(model, found.slices)
 
 
-def merge_tied_names(model: Any, pieces: Mapping[str, tuple[SourceSlice, ...]]) -> dict[str, Any]:
+def merge_tied_names(model: Any, slices: Mapping[str, tuple[SourceSlice, ...]]) -> dict[str, Any]:
     """Once for tensors that are tied: under their first name, what any of their names has."""
     names = tied_names(model)
-    found = {first: [name for name in names[first] if name in pieces] for first in names}
-    return {first: pieces[alike[0]] for first, alike in found.items() if alike}
+    found = {first: [name for name in names[first] if name in slices] for first in names}
+    return {first: slices[alike[0]] for first, alike in found.items() if alike}
 
 
 def dtype_overrides(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -127,8 +127,8 @@ def _convert(
     for operation in converter.operations:
         parts = _operate(name, operation, parts, converter.target_patterns)
     if len(parts) == 1:
-        (((_, pieces),),) = parts.values()
-        return {name: pieces}
+        (((_, slices),),) = parts.values()
+        return {name: slices}
     before, _, after = next(name.partition(target) for target in parts if target in name)
     return {f"{before}{target}{after}": part[0][1] for target, part in parts.items()}
 
@@ -155,56 +155,56 @@ def _operate(
 
 def _chunks(tensor: DescribedTensor, dim: int, count: int) -> list[DescribedTensor]:
     """A tensor cut as torch.chunk cuts it: into fewer than `count` if there is too little."""
-    shape, pieces = tensor
+    shape, slices = tensor
     step = -(-shape[dim] // count)
     found = []
     for start in range(0, shape[dim], step):
         size = min(step, shape[dim] - start)
         at = (*(0 for _ in shape[:dim]), start, *(0 for _ in shape[dim + 1 :]))
-        box = Region(at, (*shape[:dim], size, *shape[dim + 1 :]))
-        found.append((box.size, tuple(_within(box, pieces))))
+        region = Region(at, (*shape[:dim], size, *shape[dim + 1 :]))
+        found.append((region.size, tuple(_within(region, slices))))
     return found
 
 
-def _within(box: Region, pieces: Sequence[SourceSlice]) -> Iterator[SourceSlice]:
+def _within(region: Region, slices: Sequence[SourceSlice]) -> Iterator[SourceSlice]:
     """What of the pieces lies in a box, seen from the box."""
-    zeros = (0,) * len(box.start)
-    for piece in pieces:
-        common = box.overlap(piece.at)
+    zeros = (0,) * len(region.start)
+    for slice_ in slices:
+        common = region.overlap(slice_.at)
         if common is not None:
-            origin = piece.in_file(common).start
-            yield SourceSlice(piece.key, common.moved(box.start, zeros), origin, piece.lead)
+            origin = slice_.in_file(common).start
+            yield SourceSlice(slice_.key, common.moved(region.start, zeros), origin, slice_.lead)
 
 
 def _stack(name: str, tensors: Sequence[DescribedTensor]) -> DescribedTensor:
     """Tensors of one shape as rows of a new first dimension."""
     (shape,) = _same(name, {shape for shape, _ in tensors})
-    pieces = [
+    slices = [
         SourceSlice(
-            piece.key,
-            Region((row, *piece.at.start), (1, *piece.at.size)),
-            piece.origin,
-            piece.lead + 1,
+            slice_.key,
+            Region((row, *slice_.at.start), (1, *slice_.at.size)),
+            slice_.origin,
+            slice_.lead + 1,
         )
         for row, (_, filled) in enumerate(tensors)
-        for piece in filled
+        for slice_ in filled
     ]
-    return (len(tensors), *shape), tuple(pieces)
+    return (len(tensors), *shape), tuple(slices)
 
 
 def _concatenate(name: str, tensors: Sequence[DescribedTensor], dim: int) -> DescribedTensor:
     """Tensors one behind the other in an existing dimension."""
     _same(name, {shape[:dim] + shape[dim + 1 :] for shape, _ in tensors})
-    pieces, passed = [], 0
+    slices, passed = [], 0
     for shape, filled in tensors:
-        for piece in filled:
-            start = list(piece.at.start)
+        for slice_ in filled:
+            start = list(slice_.at.start)
             start[dim] += passed
-            at = Region(tuple(start), piece.at.size)
-            pieces.append(SourceSlice(piece.key, at, piece.origin, piece.lead))
+            at = Region(tuple(start), slice_.at.size)
+            slices.append(SourceSlice(slice_.key, at, slice_.origin, slice_.lead))
         passed += shape[dim]
     first = tensors[0][0]
-    return (*first[:dim], passed, *first[dim + 1 :]), tuple(pieces)
+    return (*first[:dim], passed, *first[dim + 1 :]), tuple(slices)
 
 
 def _same(name: str, shapes: set[tuple[int, ...]]) -> set[tuple[int, ...]]:

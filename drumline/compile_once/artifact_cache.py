@@ -1,4 +1,4 @@
-"""Compiled artifacts on disk, by key: written whole or not at all, checked before use.
+"""A cache of compiled artifacts on disk, by key: written atomically, authenticated before use.
 
 cache = ArtifactCache()
 with cache.lock(key):
@@ -18,8 +18,8 @@ from filelock import FileLock
 
 from drumline.errors import DrumlineError
 
-SECRET = 32
-"""Bytes of the key that artifacts are authenticated with."""
+SECRET_NBYTES = 32
+"""Length of the key that artifacts are authenticated with."""
 
 
 class BuildError(DrumlineError):
@@ -27,7 +27,7 @@ class BuildError(DrumlineError):
 
 
 class ArtifactCache:
-    """Artifacts by key, in a folder of this user's alone."""
+    """Artifacts by key, in a folder that only this user can enter."""
 
     def __init__(self, folder: str | Path | None = None):
         self.folder = Path(folder) if folder else Path.home() / ".cache" / "drumline" / "artifacts"
@@ -43,30 +43,30 @@ class ArtifactCache:
     def path(self, key: str) -> Path:
         if not re.fullmatch(r"[\w.-]+", key):
             raise BuildError(
-                f"the key {key!r} is no name of a file, so its artifact would lie elsewhere or "
-                "nowhere; use drumline.fingerprint(...), or letters, digits, '.', '_' and '-'."
+                f"the key {key!r} is not a file name, so its artifact would lie in another "
+                "folder or none; use drumline.fingerprint(...), or letters, digits, '.', '_', '-'."
             )
         return self.folder / f"{key}.artifact"
 
     def lock(self, key: str) -> FileLock:
-        """Held by one process of the node; the kernel frees it if that one dies."""
+        """A lock that one process of the node holds; the kernel frees it if that process dies."""
         return FileLock(self.folder / f"{key}.lock", thread_local=False, is_singleton=False)
 
     def load(self, key: str) -> bytes | None:
-        """The artifact, if it is there and is what was stored.
+        """The artifact, or None if it is absent or damaged.
 
-        A damaged one is left to who builds it again: it may be one that is just being replaced.
+        A damaged one is not deleted: another process may just be replacing it.
         """
         try:
-            data, seal = self.path(key).read_bytes(), self._seal(key).read_bytes()
+            data, mac = self.path(key).read_bytes(), self._mac_path(key).read_bytes()
         except FileNotFoundError:
             return None
-        return data if hmac.compare_digest(seal, self._mac(key, data).encode()) else None
+        return data if hmac.compare_digest(mac, self._mac(key, data).encode()) else None
 
     def store(self, key: str, data: bytes) -> None:
-        """Whole or not at all, whatever happens meanwhile."""
+        """Store the artifact atomically."""
         self._write(self.path(key), data)
-        self._write(self._seal(key), self._mac(key, data).encode())
+        self._write(self._mac_path(key), self._mac(key, data).encode())
 
     def _write(self, path: Path, data: bytes) -> None:
         handle, name = tempfile.mkstemp(dir=self.folder)
@@ -76,7 +76,7 @@ class ArtifactCache:
             os.fsync(handle)
         os.replace(name, path)
 
-    def _seal(self, key: str) -> Path:
+    def _mac_path(self, key: str) -> Path:
         return self.folder / f"{key}.seal"
 
     def _mac(self, key: str, data: bytes) -> str:
@@ -85,6 +85,6 @@ class ArtifactCache:
     def _secret(self) -> bytes:
         path = self.folder / "secret"
         with self.lock("secret"):
-            if not path.exists() or path.stat().st_size != SECRET:  # cut short by a crash
-                self._write(path, secrets.token_bytes(SECRET))
+            if not path.exists() or path.stat().st_size != SECRET_NBYTES:  # cut short by a crash
+                self._write(path, secrets.token_bytes(SECRET_NBYTES))
         return path.read_bytes()

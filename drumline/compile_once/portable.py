@@ -1,4 +1,4 @@
-"""Traces a tensor-parallel program once so that it is right on every rank, or refuses it.
+"""Tracing of a tensor-parallel program once for all ranks; programs that depend on one are refused.
 
 program = trace_portable(build, world_size=2)    # in a process that has no process group
 program(*tensors, mesh)                          # on every rank, with its own DeviceMesh
@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from drumline.compile_once.hoist import HoistError
+from drumline.compile_once.device_mapping import HoistError
 
 
 def trace_portable(build: Callable[[], fx.GraphModule], world_size: int) -> fx.GraphModule:
-    """What `build` traces, the same on every rank, its meshes turned into inputs behind the others.
+    """The program that `build` traces, for every rank; its meshes become inputs behind the others.
 
     build: traces on a mesh that it makes itself, with symbolic shapes (make_fx with tracing_mode=
         "symbolic"), so that a coordinate stays a question. It is called as the first and as the
-        last of `world_size` ranks that are only pretended: no other process takes part.
+        last of `world_size` fake ranks: no other process takes part.
 
     Raises HoistError if the two graphs differ, or name a process group.
     """
@@ -44,19 +44,19 @@ def trace_portable(build: Callable[[], fx.GraphModule], world_size: int) -> fx.G
 def _as_rank(rank: int, world_size: int, build: Callable[[], fx.GraphModule]) -> fx.GraphModule:
     from torch.distributed import config
 
-    with _pretended(rank, world_size), config.patch(compile_on_one_rank=True):
+    with _fake_process_group(rank, world_size), config.patch(compile_on_one_rank=True):
         return build()
 
 
 @contextmanager
-def _pretended(rank: int, world_size: int) -> Iterator[None]:
-    """A process group whose other ranks do not exist, and whose collectives do nothing."""
+def _fake_process_group(rank: int, world_size: int) -> Iterator[None]:
+    """A fake process group: its other ranks do not exist, and its collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
         raise HoistError(
             f"rank {dist.get_rank()}: this process has a process group already, so it cannot "
-            "pretend to be another rank; trace before init_process_group, or in a process apart."
+            "act as another rank; trace before init_process_group, or in a process apart."
         )
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
@@ -66,7 +66,7 @@ def _pretended(rank: int, world_size: int) -> Iterator[None]:
 
 
 def check_no_process_groups(program: fx.GraphModule) -> None:
-    """Raise HoistError if a collective of the program names the process group of who traced it."""
+    """Raise HoistError if a collective of the program names a process group of the tracing rank."""
     for node in program.graph.nodes:
         schema = getattr(node.target, "_schema", None)
         if schema is None or "c10d" not in schema.name:
@@ -80,23 +80,22 @@ def check_no_process_groups(program: fx.GraphModule) -> None:
 
 
 def _difference(first: fx.GraphModule, last: fx.GraphModule) -> str:
-    """The first line in which two graphs differ, or a constant that does."""
+    """The first line, or constant, in which two graphs differ; empty if they are equal."""
     lines = zip(first.code.splitlines(), last.code.splitlines(), strict=False)
-    for one, other in lines:
-        if one != other:
-            return f"{one.strip()} against {other.strip()}"
+    for line, other in lines:
+        if line != other:
+            return f"{line.strip()} against {other.strip()}"
     for name, constant in vars(first).items():
-        if isinstance(constant, torch.Tensor) and not _alike(constant, vars(last).get(name)):
+        counterpart = vars(last).get(name)
+        if isinstance(constant, torch.Tensor) and not (
+            isinstance(counterpart, torch.Tensor) and torch.equal(constant, counterpart)
+        ):
             return f"constant {name}"
     return ""
 
 
-def _alike(one: torch.Tensor, other: object) -> bool:
-    return isinstance(other, torch.Tensor) and torch.equal(one, other)
-
-
 def _meshes_as_inputs(program: fx.GraphModule) -> fx.GraphModule:
-    """Each mesh that the trace keeps as a constant becomes an input, in order of first use."""
+    """Turn each mesh that the trace keeps as a constant into an input, in order of first use."""
     graph = program.graph
     inputs: dict[str, fx.Node] = {}
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
@@ -114,5 +113,5 @@ def _meshes_as_inputs(program: fx.GraphModule) -> fx.GraphModule:
 
 
 def _is_mesh(value: object) -> bool:
-    """Is it a DeviceMesh, or what tracing wraps around one?"""
+    """Is it a DeviceMesh, or the wrapper of tracing around one?"""
     return isinstance(value, DeviceMesh) or isinstance(getattr(value, "real_obj", None), DeviceMesh)

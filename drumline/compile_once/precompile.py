@@ -1,14 +1,15 @@
-"""Compiles once and loads everywhere: one rank builds, the others get the bytes.
+"""Compilation on one rank for all: one builds, the others get the bytes.
 
 run = precompile(model, (tokens,), coor)           # AOTInductor; every rank puts in its own weights
 path = get_or_build(fingerprint(shape=[8, 128]), build, coor)       # or any artifact of yours
 
-Loading an artifact runs what is in it. So the cache is a folder that only its owner can enter, and
+Loading an artifact runs the code in it. So the cache is a folder that only its owner can enter, and
 every file in it is authenticated.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import json
@@ -18,64 +19,67 @@ import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from coordinator import Coordinator
-from drumline.checkpoint.shard_loader import node_ranks
 from drumline.compile_once.artifact_cache import ArtifactCache, BuildError
+from drumline.core.consistency import run_on_all_ranks
+
+T = TypeVar("T")
 
 VERSION = 1
-"""Of what artifacts look like; part of every key."""
-
+"""Format of the artifacts; part of every key."""
 
 BUILD_S = 24 * 3600.0
-"""How long ranks wait for a builder: compilers take their time, and a death is noticed."""
+"""Longest wait for a builder. Compilers are slow; the death of a rank is noticed earlier."""
 
-PATHS = ("name_or_path", "_name_or_path")
-"""Where a model of transformers says what folder it came from; that is no part of what it is."""
+PATH_FIELDS = ("name_or_path", "_name_or_path")
+"""Fields of a transformers model with the folder it came from, which is left out of the key."""
 
-WEIGHTLESS = {
+WEIGHTLESS_OPTIONS = {
     "aot_inductor.package_constants_in_so": False,
     "cpp_cache_precompile_headers": False,  # pays off from the second compilation on
 }
 
 
 def fingerprint(*sources: Any, **facts: Any) -> str:
-    """A key for what is made of these sources and facts by this machine's kind of hardware.
+    """A key for an artifact made of these sources and facts by this machine's kind of hardware.
 
     sources: functions, classes or modules whose text matters.
     facts: anything JSON can hold: shapes, dtypes (as text), sizes of the mesh, options of the
         compiler. Leave out what differs between ranks that could share: rank, host, path, and the
         number of a device. torch, Python's ABI and the architecture are added here.
     """
-    known = {
+    content = {
         "version": VERSION,
         "torch": [torch.__version__, torch.version.git_version],
         "python": sys.implementation.cache_tag,
         "hardware": _hardware(),
-        "sources": [hashlib.sha256(inspect.getsource(one).encode()).hexdigest() for one in sources],
+        "sources": [hashlib.sha256(inspect.getsource(s).encode()).hexdigest() for s in sources],
         "facts": facts,
     }
-    text = json.dumps(known, sort_keys=True, separators=(",", ":"))
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _hardware() -> list[Any]:
     capability = torch.backends.cpu.get_cpu_capability()
-    found: list[Any] = [os.uname().machine, capability, _instructions()]
+    hardware: list[Any] = [os.uname().machine, capability, _cpu_flags()]
     if torch.cuda.is_available():
-        found += [torch.cuda.get_device_name(), torch.cuda.get_device_capability()]
-        found += [torch.version.cuda, torch.version.hip]
-    return found
+        hardware += [torch.cuda.get_device_name(), torch.cuda.get_device_capability()]
+        hardware += [torch.version.cuda, torch.version.hip]
+    return hardware
 
 
-def _instructions() -> list[str]:
-    """What this CPU can do: Inductor compiles for all of it (-march=native), and it is not asked
-    for again where the artifact is loaded."""
+def _cpu_flags() -> list[str]:
+    """The instruction sets of this CPU.
+
+    Inductor compiles for all of them (-march=native), and does not check them where it loads.
+    """
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         name, _, value = line.partition(":")
         if name.strip() in ("flags", "Features"):
@@ -90,7 +94,7 @@ def get_or_build(
     *,
     folder: str | Path | None = None,
 ) -> Path:
-    """The file of the artifact `key` on this rank's node, built if nobody has it. Collective.
+    """The file of the artifact `key` on this rank's node, built if no rank has it. Collective.
 
     Ranks may have different keys, as on mixed hardware: each key has one builder, its lowest rank,
     and never reaches a rank with another. The first rank of each node keeps the file in `folder`
@@ -98,57 +102,60 @@ def get_or_build(
 
     Raises BuildError on every rank if a builder fails, with its traceback.
     """
-    keys = [data.decode() for data in coor.allgather(key.encode())]
-    leaders = _leaders(keys, node_ranks(coor))
-    mine = leaders[coor.rank]
-    cache, data = _on_all(coor, lambda: _look(folder, key, coor.rank == mine))
-    has = [bool(one) for one in coor.allgather(b"1" if data is not None else b"")]
-    sources = _sources(keys, leaders, has)
-    if sources[key] == coor.rank and data is None:
-        data = _on_all(coor, lambda: _build(cache, key, build), BUILD_S)
-    else:
-        _on_all(coor, lambda: None, BUILD_S)
-    _spread(coor, cache, key, keys, leaders, sources, data)
-    return Path(coor.allgather(str(cache.path(key)).encode())[mine].decode())
+    keys = coor.allgather_object(key)
+    leaders = _node_leaders(keys, coor.nodes)
+    leader = leaders[coor.rank]
+    cache, data = _on_all_ranks(coor, lambda: _look_up(folder, key, coor.rank == leader))
+    sources = _sources(keys, leaders, coor.allgather_object(data is not None))
+    builds = sources[key] == coor.rank and data is None
+    built = _on_all_ranks(coor, lambda: _build(cache, key, build) if builds else None, BUILD_S)
+    _distribute(coor, cache, key, keys, leaders, sources, built if builds else data)
+    paths = coor.allgather_object(str(cache.path(key)))
+    return Path(paths[leader])
 
 
-def _on_all(coor: Coordinator, work: Callable[[], Any], timeout_s: float | None = None) -> Any:
-    """What work() returns here; if it fails on any rank, all raise what the first one raised."""
-    result, error = None, ""
-    try:
-        result = work()
-    except Exception:
-        error = traceback.format_exc()
-    for rank, data in enumerate(coor.allgather(error.encode(), timeout_s=timeout_s)):
-        if data:
+def _on_all_ranks(coor: Coordinator, work: Callable[[], T], timeout_s: float | None = None) -> T:
+    """Run local work on every rank; raise BuildError on all if it fails on any. Collective."""
+
+    def checked() -> T:
+        try:
+            return work()
+        except Exception as error:
             raise BuildError(
-                f"rank {coor.rank}: {coor.peers[rank]} failed, so no rank has the artifact; "
-                f"correct this and start again:\n{data.decode()}"
-            )
-    return result
+                f"{coor.peers[coor.rank]} failed, so no rank has the artifact; correct this and "
+                f"start again:\n{traceback.format_exc()}"
+            ) from error
+
+    return run_on_all_ranks(coor, checked, error_class=BuildError, timeout_s=timeout_s)
 
 
-def _look(folder: str | Path | None, key: str, leads: bool) -> tuple[ArtifactCache, bytes | None]:
+def _look_up(
+    folder: str | Path | None, key: str, is_leader: bool
+) -> tuple[ArtifactCache, bytes | None]:
     cache = ArtifactCache(folder)
-    return cache, cache.load(key) if leads else None
+    return cache, cache.load(key) if is_leader else None
 
 
-def _leaders(keys: Sequence[str], nodes: Sequence[Sequence[int]]) -> list[int]:
+def _node_leaders(keys: Sequence[str], nodes: Sequence[Sequence[int]]) -> list[int]:
     """By rank, the first rank of its node that has its key."""
-    found = [0] * len(keys)
+    leaders = [0] * len(keys)
     for node in nodes:
         for rank in node:
-            found[rank] = next(other for other in node if keys[other] == keys[rank])
-    return found
+            leaders[rank] = next(other for other in node if keys[other] == keys[rank])
+    return leaders
 
 
 def _sources(keys: Sequence[str], leaders: Sequence[int], has: Sequence[bool]) -> dict[str, int]:
-    """By key, who gives it to the others: the lowest rank that has it, or else that builds it."""
-    found = {}
+    """By key, the rank that sends it: the lowest leader that has it, or else that builds it."""
+    sources = {}
     for key in sorted(set(keys)):
-        group = sorted({leaders[rank] for rank in range(len(keys)) if keys[rank] == key})
-        found[key] = next((rank for rank in group if has[rank]), group[0])
-    return found
+        group = _leaders_of(key, keys, leaders)
+        sources[key] = next((rank for rank in group if has[rank]), group[0])
+    return sources
+
+
+def _leaders_of(key: str, keys: Sequence[str], leaders: Sequence[int]) -> list[int]:
+    return sorted({leader for leader, other in zip(leaders, keys, strict=True) if other == key})
 
 
 def _build(cache: ArtifactCache, key: str, build: Callable[[], bytes]) -> bytes:
@@ -161,28 +168,28 @@ def _build(cache: ArtifactCache, key: str, build: Callable[[], bytes]) -> bytes:
         return data
 
 
-def _spread(
+def _distribute(
     coor: Coordinator,
     cache: ArtifactCache,
-    key: str,
+    own_key: str,
     keys: Sequence[str],
     leaders: Sequence[int],
     sources: Mapping[str, int],
     data: bytes | None,
 ) -> None:
-    """Give every leader that has none the bytes of its key, checked against their digest."""
+    """Send every leader that lacks it the artifact of its key, checked against its digest."""
     digests = coor.allgather(b"" if data is None else hashlib.sha256(data).digest())
-    for one in sorted(sources):
-        group = {leaders[rank] for rank in range(len(keys)) if keys[rank] == one}
+    for key, src in sorted(sources.items()):
+        group = _leaders_of(key, keys, leaders)
         if all(digests[rank] for rank in group):
             continue
-        src = sources[one]
-        sent = coor.broadcast(data if coor.rank == src else None, src=src)
-        needs = one == key and coor.rank in group and data is None
-        _on_all(coor, lambda: _keep(cache, key, sent, digests[src]) if needs else None)  # noqa: B023
+        received = coor.broadcast(data if coor.rank == src else None, src=src)
+        needs = key == own_key and coor.rank in group and data is None
+        store = functools.partial(_store_checked, cache, key, received, digests[src])
+        _on_all_ranks(coor, store if needs else lambda: None)
 
 
-def _keep(cache: ArtifactCache, key: str, data: bytes, digest: bytes) -> None:
+def _store_checked(cache: ArtifactCache, key: str, data: bytes, digest: bytes) -> None:
     if hashlib.sha256(data).digest() != digest:
         raise BuildError(f"the {len(data)} bytes of {key} arrived damaged")
     cache.store(key, data)
@@ -228,16 +235,16 @@ def precompile_modules(
     dynamic_shapes: Any = None,
     options: Mapping[str, Any] | None = None,
 ) -> list[Callable[..., Any]]:
-    """Modules that differ in weights only, such as a model's layers, compiled once. Collective.
+    """Compile modules that differ in weights only, such as a model's layers, once. Collective.
 
     One function for each, with its own weights, from one artifact: a model of many layers compiles
     in the time of one. Each is compared with its module; see `precompile` for the rest. Raises
-    BuildError on every rank for modules that are not alike.
+    BuildError on every rank for modules that differ in more.
     """
     first = modules[0]
     device = next(first.parameters()).device
     states = [_state(module) for module in modules]
-    _on_all(coor, lambda: _refuse_unlike(modules, states))
+    _on_all_ranks(coor, lambda: _check_same_kind(modules, states))
     key = module_key(
         first, inputs, facts=facts or {}, dynamic=str(dynamic_shapes), options=options or {}
     )
@@ -246,14 +253,14 @@ def precompile_modules(
         return compile_weightless(first, inputs, dynamic_shapes, options)
 
     path = get_or_build(key, build, coor, folder=folder)
-    runs = _on_all(coor, lambda: [load_compiled(path, state, device) for state in states])
-    _on_all(coor, lambda: _compare(runs, modules, inputs))
-    return list(runs)
+    runs = _on_all_ranks(coor, lambda: [load_compiled(path, s, device) for s in states])
+    _on_all_ranks(coor, lambda: _compare_outputs(runs, modules, inputs))
+    return runs
 
 
 def module_key(module: nn.Module, inputs: tuple[Any, ...], **facts: Any) -> str:
-    """The key of what is compiled for a module: its text and that of all modules in it, their
-    settings, and the shapes of its weights and of its inputs; the weights' values do not count."""
+    """The key of a compiled module: its text and that of all modules in it, their settings, and the
+    shapes of its weights and inputs. The values of the weights do not count."""
     leaves = [
         [list(x.shape), list(x.stride()), str(x.dtype), x.device.type]
         if isinstance(x, torch.Tensor)
@@ -274,36 +281,36 @@ def module_key(module: nn.Module, inputs: tuple[Any, ...], **facts: Any) -> str:
 
 
 def _texts(module: nn.Module) -> list[Any]:
-    """The files that the classes of a module come from, but torch's own, which has a version."""
+    """The files of the classes of a module; not those of torch, which has a version."""
     kinds = {type(inner) for inner in module.modules()}
-    found = {}
+    files = {}
     for kind in sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__)):
         if kind.__module__.partition(".")[0] != "torch":
             file = sys.modules.get(kind.__module__)
-            found[kind.__module__] = file if getattr(file, "__file__", None) else kind
-    return list(found.values())
+            files[kind.__module__] = file if getattr(file, "__file__", None) else kind
+    return list(files.values())
 
 
 def _settings(module: nn.Module) -> dict[str, str]:
-    """Numbers, flags and words that the modules keep, on which their code may depend."""
+    """Numbers, flags and text in the modules, on which their code may depend."""
     plain = (bool, int, float, str, type(None), torch.dtype)
     return {
         f"{name}.{key}": repr(value)
         for name, inner in module.named_modules()
         for key, value in vars(inner).items()
-        if key not in PATHS
+        if key not in PATH_FIELDS
         and (
             type(value) in plain
-            or (type(value) in (tuple, list) and all(type(one) in plain for one in value))
+            or (type(value) in (tuple, list) and all(type(item) in plain for item in value))
         )
     }
 
 
 def _configuration(module: nn.Module) -> dict[str, str]:
-    """What a model of transformers was built from, but for where it lay."""
+    """The config that a transformers model was built from, without its folder."""
     config: Any = getattr(module, "config", None)
-    found = config.to_dict() if hasattr(config, "to_dict") else {"config": config}
-    return {key: str(value) for key, value in found.items() if key not in PATHS}
+    fields = config.to_dict() if hasattr(config, "to_dict") else {"config": config}
+    return {key: str(value) for key, value in fields.items() if key not in PATH_FIELDS}
 
 
 def _state(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -314,15 +321,15 @@ def _shapes(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return {name: [list(t.shape), str(t.dtype)] for name, t in sorted(state.items())}
 
 
-def _refuse_unlike(
+def _check_same_kind(
     modules: Sequence[nn.Module], states: Sequence[Mapping[str, torch.Tensor]]
 ) -> None:
     for number, (module, state) in enumerate(zip(modules, states, strict=True)):
         same = type(module) is type(modules[0]) and str(module) == str(modules[0])
         if not same or _shapes(state) != _shapes(states[0]):
             raise BuildError(
-                f"module {number} is not like the first in class, text and shapes, so what is "
-                "compiled for one would be wrong for the other; compile each kind for itself."
+                f"module {number} differs from the first in class, text or shapes, so the code of "
+                "one would be wrong for the other; compile each kind separately."
             )
 
 
@@ -339,7 +346,7 @@ def compile_weightless(
         program = torch.export.export(model, inputs, dynamic_shapes=dynamic_shapes)
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "model.pt2")
-        configs = {**WEIGHTLESS, **(options or {})}
+        configs = {**WEIGHTLESS_OPTIONS, **(options or {})}
         aoti_compile_and_package(program, package_path=path, inductor_configs=configs)
         return Path(path).read_bytes()
 
@@ -360,10 +367,10 @@ def load_compiled(
     return package
 
 
-def _compare(
+def _compare_outputs(
     runs: Sequence[Callable[..., Any]], modules: Sequence[nn.Module], inputs: tuple[Any, ...]
 ) -> None:
-    """The canary: what a compiled function says must be what its module says."""
+    """Raise AssertionError unless every compiled function computes what its module does."""
     with torch.no_grad():
         for run, module in zip(runs, modules, strict=True):
             torch.testing.assert_close(run(*inputs), module(*inputs), rtol=1e-3, atol=1e-3)
@@ -372,13 +379,13 @@ def _compare(
 def assert_identical_on_ranks(coor: Coordinator, value: torch.Tensor) -> None:
     """Raise BuildError on every rank unless all have the same bits. Collective.
 
-    For a canary whose result the ranks share, before any answer is given to a user.
+    For a test input that all ranks compute, before any answer is given to a user.
     """
     data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    told = coor.allgather(hashlib.sha256(data).digest())
-    differ = [rank for rank, digest in enumerate(told) if digest != told[0]]
+    digests = coor.allgather(hashlib.sha256(data).digest())
+    differ = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if differ:
         raise BuildError(
             f"rank {coor.rank}: ranks {differ} compute another result than rank 0 on the same "
-            "input, so an answer would depend on who gives it; compare their keys and weights."
+            "input, so an answer would depend on the rank; compare their keys and weights."
         )

@@ -1,23 +1,27 @@
-"""What must be the same on every rank for their parts to make one model.
+"""Agreement between ranks: equal facts, and work that succeeds everywhere or raises everywhere.
 
-check_same_on_all_ranks(coor, facts(model, torch.bfloat16))
+check_same_on_all_ranks(coor, model_facts(model, torch.bfloat16))
+config = run_on_all_ranks(coor, lambda: read_config("checkpoint"))
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 import transformers
 
-from coordinator import Coordinator
-from drumline.errors import DrumlineError
+from coordinator import Coordinator, RemoteError
+from drumline.errors import CheckpointError, DrumlineError
+
+T = TypeVar("T")
+CONTEXT = (40, 80)
+"""Characters shown of a text before and from where it begins to differ from another."""
 
 
 def model_facts(model: Any, dtype: torch.dtype) -> dict[str, str]:
-    """What must be the same on every rank for the parts to make one model."""
+    """Settings and versions that must be equal on all ranks for the parts to make one model."""
     return {
         "config": model.config.to_json_string(),
         "attn_implementation": str(model.config._attn_implementation),
@@ -27,20 +31,62 @@ def model_facts(model: Any, dtype: torch.dtype) -> dict[str, str]:
     }
 
 
-def check_same_on_all_ranks(coor: Coordinator, mine: Mapping[str, str]) -> None:
-    """Raise on every rank, naming what differs and where, unless all ranks have the same."""
-    told = [json.loads(data) for data in coor.allgather(json.dumps(mine).encode())]
-    for rank, theirs in enumerate(told):
-        for what, first in told[0].items():
-            if theirs[what] != first:
+def check_same_on_all_ranks(coor: Coordinator, facts: Mapping[str, str]) -> None:
+    """Raise on every rank, naming fact and rank, unless all have equal facts. Collective."""
+    facts_by_rank = coor.allgather_object(dict(facts))
+    for rank, other in enumerate(facts_by_rank):
+        for name, first in facts_by_rank[0].items():
+            if other[name] != first:
                 raise DrumlineError(
-                    f"rank {coor.rank}: {what} is {_excerpt(first, theirs[what])} on rank 0 and "
-                    f"{_excerpt(theirs[what], first)} on rank {rank}, so the parts would not make "
+                    f"rank {coor.rank}: {name} is {_excerpt(first, other[name])} on rank 0 and "
+                    f"{_excerpt(other[name], first)} on rank {rank}, so the parts would not make "
                     "one model; give every rank the same files, options and versions."
                 )
 
 
 def _excerpt(text: str, other: str) -> str:
-    """A text from shortly before where it begins to differ."""
-    same = next((at for at, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), 0)
-    return text[max(0, same - 40) : same + 80].strip()
+    """The part of a text around the first character that differs."""
+    pairs = enumerate(zip(text, other, strict=False))
+    start = next((at for at, (a, b) in pairs if a != b), 0)
+    return text[max(0, start - CONTEXT[0]) : start + CONTEXT[1]].strip()
+
+
+def run_on_all_ranks(
+    coor: Coordinator,
+    work: Callable[[], T],
+    *,
+    error_class: type[DrumlineError] = CheckpointError,
+    timeout_s: float | None = None,
+) -> T:
+    """Run local work on every rank; return this rank's result, or raise on all. Collective.
+
+    The rank whose work fails raises its own exception, the others `error_class` with its text.
+    """
+    return run_and_share(
+        coor, work, lambda result: None, error_class=error_class, timeout_s=timeout_s
+    )[0]
+
+
+def run_and_share(
+    coor: Coordinator,
+    work: Callable[[], T],
+    summarize: Callable[[T], Any],
+    *,
+    error_class: type[DrumlineError] = CheckpointError,
+    timeout_s: float | None = None,
+) -> tuple[T, list[Any]]:
+    """Run as `run_on_all_ranks`; return also the summary of every rank's result. Collective.
+
+    summarize: makes plain values, which msgpack can send, of this rank's result.
+    """
+    results: list[T] = []
+
+    def run() -> Any:
+        results.append(work())
+        return summarize(results[0])
+
+    try:
+        summaries = coor.run_on_all_ranks(run, timeout_s=timeout_s)
+    except RemoteError as error:
+        raise error_class(str(error)) from error
+    return results[0], summaries

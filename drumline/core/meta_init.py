@@ -1,36 +1,40 @@
-"""Builds modules on meta without the time that filling their weights takes.
+"""Building of models on meta, one thread at a time, without the time that filling weights takes.
 
-with init_on_meta():
-    model = nn.Linear(4096, 4096)       # names and shapes; nothing was drawn for it
+with model_build_lock(), init_on_meta():
+    model = nn.Linear(4096, 4096)       # names and shapes; no number was drawn for it
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
+from transformers import dynamic_module_utils
 
-FILLERS = {
+INITIALIZERS = {
     *(f for name, f in vars(init).items() if name.endswith("_") and callable(f)),
     torch.Tensor.normal_,
     torch.Tensor.uniform_,
 }
-"""What gives a tensor its first values, and returns it."""
+"""Functions that give a tensor its first values, and return it."""
+
+_BUILD_LOCK = threading.Lock()
 
 
 @contextlib.contextmanager
 def init_on_meta() -> Iterator[None]:
     """Within this block and thread, tensors are made on meta and stay unfilled."""
-    with torch.device("meta"), _Unfilled():
+    with torch.device("meta"), _SkipInitializers():
         yield
 
 
-class _Unfilled(TorchFunctionMode):
-    """On meta, torch goes through all steps of drawing numbers, for no number."""
+class _SkipInitializers(TorchFunctionMode):
+    """Skips initializers on meta: torch goes through all steps of drawing numbers, for none."""
 
     def __torch_function__(
         self,
@@ -39,9 +43,34 @@ class _Unfilled(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = kwargs or {}
-        if func in FILLERS:
-            tensor = args[0] if args else given["tensor"]
+        kwargs = kwargs or {}
+        if func in INITIALIZERS:
+            tensor = args[0] if args else kwargs["tensor"]
             if tensor.is_meta:
                 return tensor
-        return func(*args, **given)
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def model_build_lock() -> Iterator[None]:
+    """Serialize the building of models by threads of this process, and refuse foreign code.
+
+    transformers sets torch's default dtype and replaces functions of torch while it builds a model,
+    for the whole process.
+    """
+    with _BUILD_LOCK, no_code_prompt():
+        yield
+
+
+@contextlib.contextmanager
+def no_code_prompt() -> Iterator[None]:
+    """Let transformers refuse the code of a checkpoint at once, where it would ask on stdin.
+
+    For one thread at a time. It raises ValueError; trust_remote_code=True still runs the code.
+    """
+    timeout_s = dynamic_module_utils.TIME_OUT_REMOTE_CODE
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+    try:
+        yield
+    finally:
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = timeout_s

@@ -65,7 +65,7 @@ class Region:
 class OwnedRegion:
     """A box of the whole tensor, and where it starts in the shard."""
 
-    box: Region
+    region: Region
     at: tuple[int, ...]
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
-from drumline.checkpoint.shard_loader import LoadStats
+from drumline.checkpoint.plan_executor import LoadStats
 from drumline.core.device_map import DeviceMap
 from drumline.errors import DrumlineError, exit_code
 from drumline.offload.prefetcher import WeightPrefetcher

@@ -12,12 +12,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 from transformers.utils import output_capturing
 
+from drumline.checkpoint.json_files import MERGE_ADAPTER
 from drumline.errors import DrumlineError
 
-MERGE = (
-    "merge the adapter into a checkpoint and load that: AutoPeftModelForCausalLM.from_pretrained("
-    "adapter).merge_and_unload().save_pretrained(directory)"
-)
 NO_TRAINING = "it is for inference, under torch.no_grad(); train on a model that is whole"
 NOT_COMPILED = "leave its forward as it is, for it waits for other ranks in every pass"
 
@@ -85,11 +82,11 @@ class UnsupportedMixin:
         return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def add_adapter(self, *args: Any, **kwargs: Any) -> Any:
-        self._refuse("given an adapter", MERGE)
+        self._refuse("given an adapter", MERGE_ADAPTER)
         return super().add_adapter(*args, **kwargs)  # type: ignore[misc]
 
     def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
-        self._refuse("given an adapter", MERGE)
+        self._refuse("given an adapter", MERGE_ADAPTER)
         return super().load_adapter(*args, **kwargs)  # type: ignore[misc]
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
@@ -203,7 +200,7 @@ class _ReadOnlyModule:
             raise RemoteLayerError(
                 f"rank 0: {name}.{key} runs on rank {rank}, so what is put in its place here would "
                 "never be used. If the model does this itself, have its config say beforehand "
-                f"what is to be there; for an adapter, {MERGE}."
+                f"what is to be there; for an adapter, {MERGE_ADAPTER}."
             )
         super().__setattr__(key, value)
 

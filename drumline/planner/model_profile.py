@@ -11,9 +11,8 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from drumline.checkpoint.empty_model import model_build_lock
 from drumline.core.device_map import ModelProfile, ModulePart
-from drumline.core.meta_init import init_on_meta
+from drumline.core.meta_init import init_on_meta, model_build_lock
 from drumline.errors import CheckpointError
 
 

@@ -13,23 +13,15 @@ from typing import Any
 import torch
 
 from coordinator import Coordinator
-from drumline.checkpoint.hugepages import allocate_hugepages
+from drumline.checkpoint.model_tensors import named_tensors, replace_tensors, tied_names, wrap_like
+from drumline.checkpoint.plan_executor import PATIENCE_S, LoadStats, abort_peers_on_error, execute
 from drumline.checkpoint.progress import LoadProgress
-from drumline.checkpoint.shard_loader import (
-    PATIENCE_S,
-    LoadStats,
-    abort_peers_on_error,
-    execute,
-    named_tensors,
-    plan_on_all_ranks,
-    replace_tensors,
-    tied_names,
-    wrap_like,
-)
+from drumline.checkpoint.shard_loader import plan_on_all_ranks
 from drumline.checkpoint.shard_plan import LoadPlan, TensorRequest, plan_loading
 from drumline.checkpoint.source import CheckpointSource
 from drumline.checkpoint.weight_map import WeightMap, dtype_overrides, merge_tied_names
 from drumline.core.device_map import DeviceMap, Place
+from drumline.core.hugepages import allocate_hugepages
 from drumline.core.mesh import Mesh
 from drumline.offload.prefetcher import DiskWeights, WeightPrefetcher
 from drumline.planner.model_profile import part_of_tensor
@@ -79,7 +71,7 @@ def fill(
         )
         coor.barrier()
         stats = execute(plan, source.index, source.path, coor, shards, dtypes, on_progress)
-        on_progress.tell()
+        on_progress.report()
         coor.barrier(timeout_s=PATIENCE_S)
     replace_tensors(
         model, {id(tensors[name]): wrap_like(tensors[name], shards.pop(name)) for name in own}
@@ -98,7 +90,7 @@ def on_disk(
 ) -> Callable[[str, Mapping[str, torch.Tensor]], DiskWeights]:
     """A function that makes the readers of modules that stay on disk."""
     dtypes = dtypes_of(model, dtype)
-    pieces = merge_tied_names(model, weight_map.pieces)
+    pieces = merge_tied_names(model, weight_map.slices)
     groups = tied_names(model)
     source_by_name = {name: pieces[first] for first in pieces for name in groups[first]}
 
@@ -127,7 +119,7 @@ def _planned(
 ) -> tuple[LoadPlan, dict[str, Place]]:
     """The readers and receivers of each tensor, the same on every rank, and its place."""
     tensors, parts = dict(named_tensors(model)), set(places)
-    pieces = merge_tied_names(model, weight_map.pieces)
+    pieces = merge_tied_names(model, weight_map.slices)
     everywhere = {name: places[part_of_tensor(name, parts)] for name in pieces}
     owners = {name: place for name, place in everywhere.items() if place[1] != "disk"}
     requests = {

@@ -15,19 +15,17 @@ from safetensors.torch import save_file
 from torch import nn
 
 from coordinator import Coordinator
-from drumline.checkpoint.safetensors_index import read_index
-from drumline.checkpoint.shard_loader import (
+from drumline.checkpoint.model_tensors import (
     named_tensors,
     replace_tensors,
-    share_index,
     sources_by_name,
     tied_names,
-    together,
 )
+from drumline.checkpoint.safetensors_index import read_index
 from drumline.checkpoint.shard_plan import whole_tensor
-from drumline.checkpoint.source import CheckpointSource
+from drumline.checkpoint.source import CheckpointSource, share_index
 from drumline.checkpoint.weight_map import WeightMap
-from drumline.core.consistency import check_same_on_all_ranks
+from drumline.core.consistency import check_same_on_all_ranks, run_on_all_ranks
 from drumline.core.device_map import DeviceMap, ModelProfile, Place
 from drumline.errors import PlanError
 from drumline.offload.placement import install_device_hooks, offloaded_modules
@@ -67,13 +65,13 @@ def dispatch(
         if coor is None:
             coor = stack.enter_context(Coordinator())
         room = limit_memory(cluster_memory(coor), max_memory)
-        placed = together(coor, lambda: _planned(model, device_map, room, uncut))
+        placed = run_on_all_ranks(coor, lambda: _planned(model, device_map, room, uncut))
         check_same_on_all_ranks(
             coor, {"plan": placed.to_bytes().decode(), "torch": torch.__version__}
         )
         if checkpoint is not None:
             _fill(model, placed, coor, Path(checkpoint))
-        stage = together(coor, lambda: _keep_own(model, placed, coor.rank, offload_dir))
+        stage = run_on_all_ranks(coor, lambda: _keep_own(model, placed, coor.rank, offload_dir))
         return connect_stages(coor, stage, stack)
 
 
@@ -110,7 +108,7 @@ def _fill(model: nn.Module, placed: DeviceMap, coor: Coordinator, path: Path) ->
     has_files = coor.allgather(b"yes" if path.exists() else b"")
     readers = [rank if has else 0 for rank, has in enumerate(has_files)]
     index = share_index(coor, path, lambda: readers)[0].index
-    pieces = together(coor, lambda: sources_by_name(model, index))
+    pieces = run_on_all_ranks(coor, lambda: sources_by_name(model, index))
     names = tied_names(model)
     everywhere = {name: pieces[first] for first in names for name in names[first]}
     weight_map = WeightMap(everywhere, frozenset(), frozenset(), {})

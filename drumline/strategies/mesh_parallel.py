@@ -17,8 +17,10 @@ from torch import nn
 
 from communicator import Communicator
 from coordinator import Coordinator
-from drumline.checkpoint.shard_loader import CheckpointFiles, LoadStats, plan_on_all_ranks
+from drumline.checkpoint.plan_executor import LoadStats
+from drumline.checkpoint.shard_loader import plan_on_all_ranks
 from drumline.checkpoint.shard_plan import LoadPlan
+from drumline.checkpoint.source import CheckpointFiles
 from drumline.core.group_monitor import GroupMonitor, MonitoredCommunicator, monitored_loading
 from drumline.core.mesh import ALIASES, Mesh, resolve_mesh
 from drumline.errors import PeerLost, PlanError

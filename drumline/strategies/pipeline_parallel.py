@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from coordinator import Coordinator
-from drumline.checkpoint.empty_model import empty_model, load_shard, read_generation_config
-from drumline.checkpoint.shard_loader import together
+from drumline.checkpoint.config_files import read_generation_config
+from drumline.checkpoint.empty_model import empty_model, load_shard
 from drumline.checkpoint.source import CheckpointSource
 from drumline.checkpoint.weight_map import NotStreamable, WeightMap
-from drumline.core.consistency import check_same_on_all_ranks, model_facts
+from drumline.core.consistency import check_same_on_all_ranks, model_facts, run_on_all_ranks
 from drumline.core.device_map import DeviceMap, abbreviate_names
 from drumline.core.group_monitor import monitored_loading
 from drumline.errors import CheckpointError, PlanError
@@ -51,7 +51,7 @@ def _load_stage(coor: Coordinator, path: str | Path, options: LoadOptions) -> Lo
     with monitored_loading(coor, lambda rank: planned[0].holds(rank) if planned else ""):
         inputs = collect_plan_inputs(coor, path, options)
         mode = options.device_map or "auto"
-        device_map = together(coor, lambda: inputs.plan(mode, options.speeds))
+        device_map = run_on_all_ranks(coor, lambda: inputs.plan(mode, options.speeds))
         planned.append(device_map)
         facts = {"plan": device_map.to_bytes().decode(), "cuda_graphs": str(options.cuda_graphs)}
         check_same_on_all_ranks(coor, facts)
@@ -85,10 +85,12 @@ def _load_weights(
 ) -> LoadedStage:
     """The model with this rank's part of the weights, streamed if that is possible."""
     source, dtype = inputs.source, inputs.dtype
-    together(coor, lambda: _check_offload(source, device_map, coor.rank))
-    empty = together(coor, lambda: _build_empty(inputs, device_map, coor.rank, options.rest))
+    run_on_all_ranks(coor, lambda: _check_offload(source, device_map, coor.rank))
+    empty = run_on_all_ranks(
+        coor, lambda: _build_empty(inputs, device_map, coor.rank, options.rest)
+    )
     if empty is None:
-        stage: LoadedStage = together(
+        stage: LoadedStage = run_on_all_ranks(
             coor, lambda: _read(inputs, device_map, coor.rank, options.rest)
         )
         return stage
@@ -96,7 +98,7 @@ def _load_weights(
     check_same_on_all_ranks(coor, model_facts(model, dtype))
     stats = fill(model, weight_map, source, device_map.places, dtype, coor, options.progress)
     stage = LoadedStage(model, device_map, stats=stats)
-    together(coor, lambda: _place(stage, weight_map, inputs, coor.rank))
+    run_on_all_ranks(coor, lambda: _place(stage, weight_map, inputs, coor.rank))
     return stage
 
 

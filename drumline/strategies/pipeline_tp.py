@@ -16,14 +16,10 @@ import torch
 
 from communicator import Communicator
 from coordinator import Coordinator
-from drumline.checkpoint.shard_loader import (
-    LoadStats,
-    named_tensors,
-    plan_on_all_ranks,
-    tied_names,
-    together,
-)
-from drumline.core.consistency import check_same_on_all_ranks, model_facts
+from drumline.checkpoint.model_tensors import named_tensors, tied_names
+from drumline.checkpoint.plan_executor import LoadStats
+from drumline.checkpoint.shard_loader import plan_on_all_ranks
+from drumline.core.consistency import check_same_on_all_ranks, model_facts, run_on_all_ranks
 from drumline.core.device_map import DeviceMap, Place
 from drumline.core.group_monitor import GroupMonitor, monitored_loading
 from drumline.core.mesh import Mesh, resolve_mesh
@@ -93,9 +89,11 @@ def _load_shards(
     """The model with this rank's shards of its stage, and the stages. Collective."""
     with monitored_loading(coor, lambda rank: "its part of a stage"):
         files, configs = open_checkpoint(coor, path, mesh, options)
-        sharded = together(coor, lambda: shard_checkpoint(coor, files, configs, mesh, options))
+        sharded = run_on_all_ranks(
+            coor, lambda: shard_checkpoint(coor, files, configs, mesh, options)
+        )
         device_map = _plan(coor, mesh, sharded, options)
-        stages = together(coor, lambda: stages_of(sharded.model, device_map))
+        stages = run_on_all_ranks(coor, lambda: stages_of(sharded.model, device_map))
         only = {name: {"pp": stage} for name, stage in stages.items()}
         load_plan = plan_on_all_ranks(coor, lambda: sharded.plan(mesh, coor.rank, only))
         return sharded, device_map, sharded.fill(coor, load_plan)
@@ -144,7 +142,9 @@ def _plan(coor: Coordinator, mesh: Mesh, sharded: ShardedModel, options: LoadOpt
         needs = cache_nbytes(sharded.config, model.dtype, options.batch, options.length)
         parts = with_cache(parts, -(-needs // mesh.axis_size("tp")))
     room = _room_by_stage(coor, mesh, sharded.device, options.max_memory)
-    device_map: DeviceMap = together(coor, lambda: plan(parts, room, _check_not_fastest(mode)))
+    device_map: DeviceMap = run_on_all_ranks(
+        coor, lambda: plan(parts, room, _check_not_fastest(mode))
+    )
     check_same_on_all_ranks(
         coor, {"plan": device_map.to_bytes().decode(), **model_facts(model, model.dtype)}
     )

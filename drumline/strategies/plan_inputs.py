@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from coordinator import Coordinator
-from drumline.checkpoint.shard_loader import together
 from drumline.checkpoint.source import CheckpointSource, choose_config, find_checkpoint
+from drumline.core.consistency import run_on_all_ranks
 from drumline.core.device_map import DeviceMap, ModelProfile, Place
 from drumline.errors import PlanError
 from drumline.planner.cost_model import DeviceSpeeds, PassShape
@@ -54,9 +54,9 @@ def collect_plan_inputs(coor: Coordinator, path: str | Path, options: LoadOption
     """Look at the checkpoint and at every rank's memory. Collective."""
     source = find_checkpoint(coor, path)
     source = replace(source, config=choose_config(source.config, options.config))
-    kind = together(coor, lambda: options.cls or model_class(source.config))
+    kind = run_on_all_ranks(coor, lambda: options.cls or model_class(source.config))
     dtype = checkpoint_dtype(options.dtype, source.config)
-    parts = together(coor, lambda: profile_model(build_on_meta(kind, source.config, dtype)))
+    parts = run_on_all_ranks(coor, lambda: profile_model(build_on_meta(kind, source.config, dtype)))
     tokens = (source.config, dtype, options.batch, options.length)
     needs = (
         (cache_nbytes(*tokens), estimate_workspace_nbytes(*tokens)) if options.length else (0, 0)

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 
 from coordinator import Coordinator
-from drumline.checkpoint.empty_model import read_config
-from drumline.checkpoint.shard_loader import together
+from drumline.checkpoint.config_files import read_config
+from drumline.core.consistency import run_on_all_ranks
 from drumline.core.device_map import format_nbytes
 from drumline.errors import DrumlineError, WorkerExit
 from drumline.planner.model_profile import model_class
@@ -65,7 +65,7 @@ def with_model(
     before: called on the master, before anything is loaded.
     """
     with Coordinator() as coor:
-        together(coor, lambda: before() if coor.is_master() else None)
+        run_on_all_ranks(coor, lambda: before() if coor.is_master() else None)
         try:
             with load(path, coor=coor, max_memory=memory, **options) as model:
                 result = _closing_with_its_code(model, work)

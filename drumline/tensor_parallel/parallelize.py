@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from communicator import Communicator
-from drumline.checkpoint.shard_loader import replace_tensors
+from drumline.checkpoint.model_tensors import replace_tensors
 from drumline.core.mesh import Mesh
 from drumline.core.shards import Region, ShardSpec, local_shape, owned_regions
 from drumline.errors import PlanError
@@ -92,5 +92,5 @@ def local_shard(
     """The shard of a tensor that `rank` holds, as a new tensor."""
     out = whole.new_empty(local_shape(whole.shape, splits, mesh, rank))
     for own in owned_regions(whole.shape, splits, mesh, rank):
-        out[Region(own.at, own.box.size).slices()] = whole[own.box.slices()]
+        out[Region(own.at, own.region.size).slices()] = whole[own.region.slices()]
     return out

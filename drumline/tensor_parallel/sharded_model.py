@@ -21,24 +21,16 @@ import transformers
 from torch import nn
 
 from coordinator import Coordinator
-from drumline.checkpoint.empty_model import model_build_lock, read_config, read_generation_config
+from drumline.checkpoint.config_files import read_config, read_generation_config
 from drumline.checkpoint.json_files import read_json
-from drumline.checkpoint.shard_loader import (
-    CheckpointFiles,
-    LoadRequest,
-    LoadStats,
-    assign_readers,
-    load_planned,
-    named_tensors,
-    plan_files,
-    replace_tensors,
-    share_index,
-)
+from drumline.checkpoint.model_tensors import named_tensors, replace_tensors
+from drumline.checkpoint.plan_executor import LoadStats
+from drumline.checkpoint.shard_loader import LoadRequest, assign_readers, load_planned, plan_files
 from drumline.checkpoint.shard_plan import LoadPlan
-from drumline.checkpoint.source import choose_config, config_from_json
+from drumline.checkpoint.source import CheckpointFiles, choose_config, config_from_json, share_index
 from drumline.checkpoint.weight_map import dtype_overrides, weight_sources
 from drumline.core.mesh import Mesh
-from drumline.core.meta_init import init_on_meta
+from drumline.core.meta_init import init_on_meta, model_build_lock
 from drumline.core.shards import ShardSpec, local_shape
 from drumline.errors import DrumlineError, PlanError
 from drumline.planner.load_options import LoadOptions

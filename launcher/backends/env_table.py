@@ -1,4 +1,4 @@
-"""Reading the variables by which an engine tells a process its rank: all of them, or none."""
+"""The environment variables of a backend launcher: read all of them, or none."""
 
 from __future__ import annotations
 
@@ -8,62 +8,63 @@ from launcher.job import LOOPBACK, Job
 from launcher.launch_info import LaunchInfo, LaunchInfoError, integer
 
 
-def family(
-    environ: Mapping[str, str], engine: str, marks: Iterable[str], names: Iterable[str]
+def read_variables(
+    environ: Mapping[str, str], backend: str, marks: Iterable[str], names: Iterable[str]
 ) -> dict[str, str] | None:
-    """The variables called names; None if none of marks, which only that engine sets, is there.
+    """The variables called names; None if none of marks, which only that backend sets, is there.
 
-    Raises LaunchInfoError if some of them are there without the others.
+    Raises LaunchInfoError if some of them are set without the others.
     """
     if not any(mark in environ for mark in marks):
         return None
-    wanted = list(names)
-    found = {name: environ[name] for name in wanted if environ.get(name)}
-    missing = [name for name in wanted if name not in found]
+    variables = {name: environ.get(name, "") for name in names}
+    missing = [name for name, value in variables.items() if not value]
     if missing:
+        present = {name: value for name, value in variables.items() if value}
         raise LaunchInfoError(
-            f"half of {engine}'s variables: {', '.join(missing)} not set beside {found}. This "
-            f"process cannot tell which rank it is. {way_out(engine)}"
+            f"only some of {backend}'s variables: {', '.join(missing)} not set, but {present}. "
+            f"This process cannot tell which rank it is. {hint(backend)}"
         )
-    return found
+    return variables
 
 
-def numbers(found: Mapping[str, str], table: Mapping[str, str]) -> dict[str, int]:
-    """The fields of a LaunchInfo that table gives the variables of, from what was found."""
-    return {field: integer(found[name], name) for field, name in table.items()}
+def read_numbers(variables: Mapping[str, str], table: Mapping[str, str]) -> dict[str, int]:
+    """The number of each LaunchInfo field; table: field -> variable."""
+    return {field: integer(variables[name], name) for field, name in table.items()}
 
 
-def foreseen(engine: str, job: Job) -> dict[str, object]:
-    """What a rank's LaunchInfo will have beside the job's own, if engine starts it."""
-    known: dict[str, object] = {"extras": {"launcher": engine}}
+def expected_info(backend: str, job: Job) -> dict[str, object]:
+    """The fields of a rank's LaunchInfo that differ from the job's, if backend starts it."""
+    fields: dict[str, object] = {"extras": {"launcher": backend}}
     if job.nnodes > 1 and job.master_addr == LOOPBACK:
-        known["master_addr"] = chosen_by(engine)
-    return known
+        fields["master_addr"] = chosen_by(backend)
+    return fields
 
 
-def chosen_by(engine: str) -> str:
-    """What to show where only the start will tell."""
-    return f"chosen by {engine}"
+def chosen_by(backend: str) -> str:
+    """The placeholder for a value that is known only after the start."""
+    return f"chosen by {backend}"
 
 
-def build(engine: str, found: Mapping[str, str], **values: object) -> LaunchInfo:
-    """A LaunchInfo of values; if they contradict each other, the error shows found, the source."""
+def build(backend: str, variables: Mapping[str, str], **values: object) -> LaunchInfo:
+    """A LaunchInfo of values; if they contradict each other, the error shows the variables."""
     try:
         return LaunchInfo(**values)  # type: ignore[arg-type]
     except LaunchInfoError as error:
-        raise contradiction(engine, found, str(error)) from error
+        raise contradiction(backend, variables, str(error)) from error
 
 
-def contradiction(engine: str, found: Mapping[str, str], problem: str) -> LaunchInfoError:
-    """The error to raise where the variables in found cannot all be true."""
+def contradiction(backend: str, variables: Mapping[str, str], problem: str) -> LaunchInfoError:
+    """The error to raise where the variables cannot all be true."""
     return LaunchInfoError(
-        f"{engine}'s variables contradict each other: {problem}; they are {dict(found)}. "
-        f"{way_out(engine)}"
+        f"{backend}'s variables contradict each other: {problem}; they are {dict(variables)}. "
+        f"{hint(backend)}"
     )
 
 
-def way_out(engine: str) -> str:
+def hint(backend: str) -> str:
+    """The advice for variables that make no LaunchInfo."""
     return (
-        f"Start the program through {engine}, or unset all of these, or name the launcher that is "
-        "meant: `python -m launcher run --launcher NAME`."
+        f"Start the program through {backend}, or unset all of these, or name the launcher to "
+        "detect: `python -m launcher run --launcher NAME`."
     )

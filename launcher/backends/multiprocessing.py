@@ -13,11 +13,11 @@ from launcher.launch_info import LaunchInfo
 from launcher.system import nesting
 
 NAME = "multiprocessing"
-HONOURS = frozenset({"bind", "log_dir", "preload", "trace"})
+SUPPORTS = frozenset({"bind", "log_dir", "preload", "trace"})
 
 
 def detect(environ: Mapping[str, str]) -> LaunchInfo | None:
-    """The rank that we made of this process; None if an engine started inside that rank made it."""
+    """The rank that we made of this process; None if it is one of a launch nested inside it."""
     info = LaunchInfo.from_env(environ)
     if info is None or nesting.is_inside_another(info.extras, environ):
         return None
@@ -26,6 +26,6 @@ def detect(environ: Mapping[str, str]) -> LaunchInfo | None:
 
 def run(job: Job, owns_process: bool = False) -> list[Any]:
     """Each rank's result, by rank; see launcher/local/launch_local.py."""
-    from launcher.local import launch_local  # not needed to know who one is
+    from launcher.local.launch_local import launch_local  # not needed for detection
 
-    return launch_local.run(job, owns_process)
+    return launch_local(job, owns_process)

@@ -1,4 +1,4 @@
-"""SLURM: the variables srun gives each task of a step, and the command that starts one.
+"""SLURM: the variables that srun sets in each task of a step, and the command that starts a step.
 
 srun --nodes 2 --ntasks 5 python script.py      # launcher.current() works inside script.py
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from launcher.backends.env_table import build, contradiction, family, numbers
+from launcher.backends.env_table import build, contradiction, read_numbers, read_variables
 from launcher.backends.slurm_nodelist import expand_nodes, expand_tasks
-from launcher.backends.torch_rendezvous import environment, meeting_point
+from launcher.backends.torch_rendezvous import environment, rendezvous_info
 from launcher.job import LOOPBACK, Job
 from launcher.launch_info import LaunchInfo, integer
 
@@ -17,7 +17,7 @@ __all__ = ["NAME", "command", "detect", "environment"]
 
 NAME = "slurm"
 STARTS_ALL_NODES = True
-HONOURS = frozenset({"bind", "log_dir", "nnodes", "trace"})
+SUPPORTS = frozenset({"bind", "log_dir", "nnodes", "trace"})
 # A shell inside an allocation has the job's variables, and a batch script even a SLURM_PROCID;
 # only the tasks of a step have a step's.
 MARKS = (
@@ -43,44 +43,44 @@ def detect(environ: Mapping[str, str]) -> LaunchInfo | None:
     Rank 0 is on the first node of the step: SLURM_LAUNCH_NODE_IPADDR is where srun runs, which may
     be no node of the step at all.
     """
-    found = family(environ, NAME, MARKS, NAMES)
-    if found is None or integer(found["SLURM_STEP_ID"], "SLURM_STEP_ID") >= SPECIAL_STEPS:
+    variables = read_variables(environ, NAME, MARKS, NAMES)
+    if variables is None or integer(variables["SLURM_STEP_ID"], "SLURM_STEP_ID") >= SPECIAL_STEPS:
         return None
-    nodes, tasks = _layout(found)
-    launch_id = f"slurm-{found['SLURM_JOB_ID']}.{found['SLURM_STEP_ID']}"
+    nodes, tasks = _layout(variables)
+    launch_id = f"slurm-{variables['SLURM_JOB_ID']}.{variables['SLURM_STEP_ID']}"
     return build(
         NAME,
-        found,
+        variables,
         local_world_size=tasks,
-        **numbers(found, NUMBERS),
-        **meeting_point(environ, launch_id, LOOPBACK if len(nodes) == 1 else nodes[0]),
+        **read_numbers(variables, NUMBERS),
+        **rendezvous_info(environ, launch_id, LOOPBACK if len(nodes) == 1 else nodes[0]),
         extras={"launcher": NAME},
     )
 
 
-def _layout(found: Mapping[str, str]) -> tuple[list[str], int]:
+def _layout(variables: Mapping[str, str]) -> tuple[list[str], int]:
     """The names of the step's nodes, and the number of its tasks on this one."""
     try:
-        nodes = expand_nodes(found["SLURM_STEP_NODELIST"])
-        tasks_per_node = expand_tasks(found["SLURM_STEP_TASKS_PER_NODE"])
-        tasks = tasks_per_node[integer(found["SLURM_NODEID"], "SLURM_NODEID")]
+        nodes = expand_nodes(variables["SLURM_STEP_NODELIST"])
+        tasks_per_node = expand_tasks(variables["SLURM_STEP_TASKS_PER_NODE"])
+        tasks = tasks_per_node[integer(variables["SLURM_NODEID"], "SLURM_NODEID")]
     except (ValueError, IndexError) as error:
-        raise contradiction(NAME, found, str(error)) from error
+        raise contradiction(NAME, variables, str(error)) from error
     if len(nodes) != len(tasks_per_node):
-        raise contradiction(NAME, found, f"{len(nodes)} nodes, tasks on {len(tasks_per_node)}")
-    _check_tasks_here(found, tasks)
+        raise contradiction(NAME, variables, f"{len(nodes)} nodes, tasks on {len(tasks_per_node)}")
+    _check_tasks_here(variables, tasks)
     return nodes, tasks
 
 
-def _check_tasks_here(found: Mapping[str, str], tasks: int) -> None:
+def _check_tasks_here(variables: Mapping[str, str], tasks: int) -> None:
     """A batch script submitted from inside a step inherits the step's variables, not its tasks."""
-    ranks_here = found["SLURM_GTIDS"].split(",")
-    if len(ranks_here) != tasks or found["SLURM_PROCID"] not in ranks_here:
+    ranks_here = variables["SLURM_GTIDS"].split(",")
+    if len(ranks_here) != tasks or variables["SLURM_PROCID"] not in ranks_here:
         raise contradiction(
             NAME,
-            found,
-            f"task {found['SLURM_PROCID']} among tasks {ranks_here} of this node, which should be "
-            f"{tasks}. A script submitted from inside another step inherits that step's variables: "
+            variables,
+            f"task {variables['SLURM_PROCID']} among tasks {ranks_here} of this node, which should "
+            f"be {tasks}. A script submitted from inside another step inherits its variables: "
             "submit it with --export=NONE",
         )
 

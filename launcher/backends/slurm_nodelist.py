@@ -36,7 +36,7 @@ def _expand_item(item: str) -> list[str]:
 
 
 def _expand_ranges(text: str) -> list[str]:
-    """What stands between brackets, "08-10,3", as ["08", "09", "10", "3"]: zeros are kept."""
+    """The numbers of "08-10,3" as ["08", "09", "10", "3"]: zeros are kept."""
     expanded = []
     for part in text.split(","):
         match = RANGE.fullmatch(part)

@@ -5,28 +5,31 @@ results = launcher.launch(work, nprocs=4, launcher="threads")
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TextIO
 
-from launcher import launch_context, launch_secret, ports, target
-from launcher.backends import thread_streams
-from launcher.errors import TIMEOUT_CODE, Failure, LaunchError, LaunchInterrupted, LaunchTimeout
+from launcher import detection, errors, launch_secret, ports, target, timings
+from launcher.errors import Failure, LaunchError
 from launcher.job import Job
 from launcher.launch_info import LaunchInfo
-from launcher.local.launch_infos import of_node
+from launcher.local.launch_infos import infos_for_node
 from launcher.runtime import rank_process
+from launcher.runtime.output import Output
 
 NAME = "threads"
-HONOURS = frozenset({"log_dir", "trace"})
-GRACE_S = 2.0  # once a rank has failed, for the others: only their own errors can end threads
+SUPPORTS = frozenset({"log_dir", "trace"})
 
 
 def detect(environ: Mapping[str, str]) -> LaunchInfo | None:
-    return launch_context.current()
+    """The rank of the calling thread; None if it is none."""
+    return detection.thread_info()
 
 
 def run(job: Job, owns_process: bool = False) -> list[Any]:
@@ -35,38 +38,35 @@ def run(job: Job, owns_process: bool = False) -> list[Any]:
     owns_process: this process exists only for this launch, so its standard streams are ours.
     Raises LaunchError with the first exception as its __cause__.
     """
-    if not owns_process:
-        _check_streams(job)
-        return _run(job)
-    try:
-        with thread_streams.replaced(job):
-            return _run(job)
-    except KeyboardInterrupt as stopped:
-        number = signal.SIGINT
-        raise LaunchInterrupted(f"stopped by {number.name}", exit_code=128 + number) from stopped
-
-
-def _check_streams(job: Job) -> None:
+    if owns_process:
+        try:
+            with rank_streams(job):
+                return _run(job)
+        except KeyboardInterrupt as error:
+            raise errors.interrupted(signal.SIGINT) from error
     if job.log_dir is not None:
         raise ValueError(
-            f"log_dir={job.log_dir!r} cannot be honoured for threads of a program: they print where"
-            " the program prints, so nothing was started. Leave it out, or use the command line."
+            f"log_dir={job.log_dir!r} is not supported for threads of a program, which print where "
+            "the program prints, so nothing was started. Remove it, or use the command line."
         )
+    return _run(job)
 
 
 def _run(job: Job) -> list[Any]:
     with ports.listen(job.launch_id, job.master_addr, job.master_port) as listener:
         secret_fd = launch_secret.create()
         extras = {"secret_fd": str(secret_fd)}
-        master = {**extras, "master_fd": str(listener.fileno())}
+        first_extras = {**extras, "master_fd": str(listener.fileno())}
         try:
-            infos = of_node(job, listener.getsockname()[1], extras, master)
-            return _Ranks(job, infos).results()
+            infos = infos_for_node(job, listener.getsockname()[1], extras, first_extras)
+            return RankThreads(job, infos).results()
         finally:
             os.close(secret_fd)
 
 
-class _Ranks:
+class RankThreads:
+    """One thread a rank, and what they have returned or raised so far."""
+
     def __init__(self, job: Job, infos: list[LaunchInfo]) -> None:
         self.job = job
         self.began_s = time.monotonic()
@@ -76,72 +76,110 @@ class _Ranks:
         work = target.callables(job)
         self.threads = [
             threading.Thread(
-                target=self._rank, args=(info, work(info)), name=f"rank-{info.rank}", daemon=True
+                target=self._run_rank,
+                args=(info, work(info)),
+                name=f"rank-{info.rank}",
+                daemon=True,
             )
             for info in infos
         ]
 
     def results(self) -> list[Any]:
+        """Start the threads and wait until all have ended, one has failed, or the timeout."""
         for thread in self.threads:
             thread.start()
         with self.changed:
-            in_time = self.changed.wait_for(self._over, self.job.timeout_s)
-            if self.errors:
-                self.changed.wait_for(self._all_ended, GRACE_S)
+            in_time = self.changed.wait_for(
+                lambda: bool(self.errors) or self._all_ended(), self.job.timeout_s
+            )
+            if self.errors:  # the others can only end by themselves
+                self.changed.wait_for(self._all_ended, timings.TIMINGS.thread_grace_s)
         if self.errors or not in_time:
-            raise self._error()
+            raise self._launch_error()
         return [self.values[rank] for rank in range(self.job.nprocs)]
 
-    def _rank(self, info: LaunchInfo, work: Callable[[], Any]) -> None:
-        with launch_context.rank_of(info):
+    def _run_rank(self, info: LaunchInfo, work: Callable[[], Any]) -> None:
+        with detection.acting_as(info):
+            value, failure = None, None
             try:
                 value = work()
             except BaseException as error:
-                self._failed(info, error)
+                if rank_process.exit_code(error) != 0:
+                    failure = self._failure(info, error), error
+        with self.changed:
+            if failure is None:
+                self.values[info.rank] = value
             else:
-                self._note(lambda: self.values.update({info.rank: value}))
+                self.errors.append(failure)
+            self.changed.notify_all()
 
-    def _failed(self, info: LaunchInfo, error: BaseException) -> None:
-        if rank_process.exit_code(error) == 0:
-            self._note(lambda: self.values.update({info.rank: None}))
-            return
-        said = rank_process.describe(error)
-        failure = Failure(
+    def _failure(self, info: LaunchInfo, error: BaseException) -> Failure:
+        report = rank_process.describe(error)
+        return Failure(
             rank=info.rank,
             local_rank=info.local_rank,
             pid=os.getpid(),
-            **{**said, "time_s": said["time_s"] - self.began_s},
+            **{**report, "time_s": report["time_s"] - self.began_s},
         )
-        self._note(lambda: self.errors.append((failure, error)))
-
-    def _note(self, change: Callable[[], None]) -> None:
-        with self.changed:
-            change()
-            self.changed.notify_all()
 
     def _all_ended(self) -> bool:
         return len(self.values) + len(self.errors) == self.job.nprocs
 
-    def _over(self) -> bool:
-        return bool(self.errors) or self._all_ended()
-
-    def _error(self) -> LaunchError:
+    def _launch_error(self) -> LaunchError:
         ended = {*self.values, *(failure.rank for failure, _ in self.errors)}
         running = [str(rank) for rank in range(self.job.nprocs) if rank not in ended]
-        still = (
-            f" Threads cannot be ended from outside: rank {', '.join(running)} still runs."
-            if running
-            else ""
-        )
+        note = f"Threads cannot be ended from outside: rank {', '.join(running)} still runs."
         if not self.errors:
-            return LaunchTimeout(
-                f"the launch took longer than {self.job.timeout_s} s.{still}",
-                exit_code=TIMEOUT_CODE,
-            )
-        failures = tuple(failure for failure, _ in self.errors)
-        first, cause = self.errors[0]
-        error = LaunchError(
-            f"{first.summary()}.{still}\n\n{first.traceback}", failures, first.exit_code
-        )
-        error.__cause__ = cause
+            return errors.timed_out(self.job.timeout_s, note=f". {note}")
+        error = errors.failed([failure for failure, _ in self.errors], note if running else "")
+        error.__cause__ = self.errors[0][1]
         return error
+
+
+@contextlib.contextmanager
+def rank_streams(job: Job) -> Iterator[None]:
+    """Within this context, a rank's thread prints as a rank's process does: lines with its rank."""
+    output, lock = Output(job.log_dir, job.nprocs), threading.Lock()
+    before = sys.stdout, sys.stderr
+    sys.stdout = RankStream(output, lock, "out", before[0])
+    sys.stderr = RankStream(output, lock, "err", before[1])
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+        with lock:
+            for rank in range(job.nprocs):
+                output.take(rank, "out", b"")
+                output.take(rank, "err", b"")
+            _pump_all(output)
+            output.close()
+
+
+def _pump_all(output: Output) -> None:
+    while output.is_waiting:
+        output.pump(timings.TIMINGS.output_poll_s)
+
+
+class RankStream(io.TextIOBase):
+    """A standard stream for all ranks; text of threads that are no ranks passes unchanged."""
+
+    def __init__(self, output: Output, lock: threading.Lock, name: str, before: TextIO) -> None:
+        self._output = output
+        self._lock = lock
+        self._name = name
+        self._before = before
+
+    def write(self, text: str) -> int:
+        info = detection.thread_info()
+        if info is None:
+            return self._before.write(text)
+        with self._lock:
+            self._output.take(info.rank, self._name, text.encode(errors="backslashreplace"))
+            _pump_all(self._output)
+        return len(text)
+
+    def flush(self) -> None:
+        """Do nothing: only unfinished lines wait here."""
+
+    def isatty(self) -> bool:
+        return self._before.isatty()

@@ -1,4 +1,4 @@
-"""What a launch is called and where its rank 0 listens, where the engine leaves that open."""
+"""Rendezvous by variables: launch_id and master address where the backend sets none."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from launcher.job import LOOPBACK, Job
 from launcher.launch_info import integer
 
 
-def meeting_point(environ: Mapping[str, str], launch_id: str, addr: str) -> dict[str, object]:
+def rendezvous_info(environ: Mapping[str, str], launch_id: str, addr: str) -> dict[str, object]:
     """launch_id, master_addr and master_port of a LaunchInfo, the same on every rank.
 
-    LAUNCH_ID, MASTER_ADDR and MASTER_PORT go before what the engine offers, each if it is set; the
-    port is otherwise the first that hashes from the launch_id.
+    LAUNCH_ID, MASTER_ADDR and MASTER_PORT override the arguments, each if it is set; the default
+    port is the first that hashes from the launch_id.
     """
     name = environ.get("LAUNCH_ID") or launch_id
     port = environ.get("MASTER_PORT")
@@ -25,9 +25,9 @@ def meeting_point(environ: Mapping[str, str], launch_id: str, addr: str) -> dict
 
 
 def environment(job: Job) -> dict[str, str]:
-    """What one command that starts every rank must pass on: where to meet, and a fresh secret.
+    """The variables that every rank needs: the rendezvous, and a new secret.
 
-    A job that only shows what would be run has no secret, lest it be shown, too.
+    Without results_dir the job is only shown, and so has no secret.
     """
     variables = {"LAUNCH_ID": job.launch_id}
     if job.results_dir:

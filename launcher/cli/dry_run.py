@@ -1,4 +1,4 @@
-"""What would be started, without starting it."""
+"""`--dry-run`: show what would be started."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from typing import Any
 from launcher import ports, registry, target
 from launcher.backends import env_table
 from launcher.job import Job
-from launcher.local.launch_infos import of_node
+from launcher.local.launch_infos import infos_for_node
 
-FOLDER = "FOLDER"  # stands for the temporary folder in which ranks leave how they ended
+FOLDER = "FOLDER"  # stands for the temporary folder of the results
 
 
 def lines(job: Job, name: str) -> Iterator[str]:
-    """The command, and the LaunchInfo of each rank that it starts, as far as it is known now."""
-    chosen = registry.find(name)
+    """The command, and the LaunchInfo of each rank that it starts, as far as it is known before."""
+    backend = registry.find(name)
     target.check(job.target)
-    if hasattr(chosen, "command"):
-        variables = chosen.environment(job) if hasattr(chosen, "environment") else {}
+    if hasattr(backend, "command"):
+        variables = backend.environment(job) if hasattr(backend, "environment") else {}
         settings = [f"{key}={shlex.quote(value)}" for key, value in sorted(variables.items())]
-        real = replace(job, results_dir=FOLDER, log_dir=None)
-        yield " ".join([*settings, shlex.join(chosen.command(real))])
+        shown_job = replace(job, results_dir=FOLDER, log_dir=None)
+        yield " ".join([*settings, shlex.join(backend.command(shown_job))])
     else:
-        what = "threads" if name == "threads" else "processes"
-        yield f"{job.nprocs} {what} of {shlex.join(job.rank_command())}"
-    yield from map(json.dumps, _ranks(job, chosen))
+        kind = "threads" if name == "threads" else "processes"
+        yield f"{job.nprocs} {kind} of {shlex.join(job.rank_command())}"
+    yield from map(json.dumps, _ranks(job, backend))
 
 
-def _ranks(job: Job, chosen: Any) -> Iterator[dict[str, object]]:
+def _ranks(job: Job, backend: Any) -> Iterator[dict[str, object]]:
     port = job.master_port or ports.candidates(job.launch_id)[0]
-    starts_all = getattr(chosen, "STARTS_ALL_NODES", False)
-    foreseen = env_table.foreseen(chosen.NAME, job) if starts_all else {}
-    if hasattr(chosen, "foreseen"):
-        foreseen = chosen.foreseen(job)
+    starts_all = getattr(backend, "STARTS_ALL_NODES", False)
+    expected = env_table.expected_info(backend.NAME, job) if starts_all else {}
+    if hasattr(backend, "expected_info"):
+        expected = backend.expected_info(job)
     for node in range(job.nnodes) if starts_all else [job.node_rank]:
-        for info in of_node(replace(job, node_rank=node), port, {}, {}):
-            yield {**info.to_dict(), **foreseen}
+        for info in infos_for_node(replace(job, node_rank=node), port, {}, {}):
+            yield {**info.to_dict(), **expected}

@@ -1,31 +1,29 @@
-"""How the command line tells a launch that failed: the cause in a box, then a line each."""
+"""The report of a failed launch on the command line: the cause in a box, then a line each."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from launcher.errors import Failure, LaunchError, LaunchInterrupted
+from launcher.errors import LaunchError, LaunchInterrupted
 
 
 def lines(error: LaunchError) -> Iterator[str]:
-    """The earliest failure boxed and first; the others in a line each."""
+    """The cause first and in a box; the other failures in a line each."""
     failures = list(error.failures)
     is_cause = bool(failures) and error.exit_code == failures[0].exit_code
     if isinstance(error, LaunchInterrupted) or not is_cause:
-        yield from box(f"the launch was not finished: {error}".splitlines())
+        yield from box(f"the launch did not finish: {error}".splitlines())
     else:
-        yield from box([*str(error).splitlines(), "", *_when(failures.pop(0))])
+        first = failures.pop(0)
+        when = f"{max(0.0, first.time_s):.1f} s after the start"
+        note = f"This came first, {when}; exit code {first.exit_code}."
+        yield from box([*str(error).splitlines(), "", note])
     for failure in failures:
         yield f"  {failure.summary()}"
 
 
-def _when(first: Failure) -> list[str]:
-    when = f"{max(0.0, first.time_s):.1f} s after the start"
-    return [f"This came first, {when}; exit code {first.exit_code}."]
-
-
 def box(content: list[str]) -> Iterator[str]:
-    """Lines with a border on the left only, so that what is in them can be copied."""
+    """Lines with a border on the left only, so that they can be copied."""
     yield "╭" + "─" * 60
     for line in content:
         yield f"│ {line}".rstrip()

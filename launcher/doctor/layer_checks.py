@@ -1,4 +1,4 @@
-"""What only the higher floors know. They are asked in processes of their own, as anyone could."""
+"""Checks that need the higher layers: they run as commands in processes of their own."""
 
 from __future__ import annotations
 
@@ -13,98 +13,92 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
-from launcher.doctor.finding import Finding, unless
+from launcher import timings
+from launcher.doctor.finding import Finding
 from launcher.doctor.launcher_checks import PATH
 
-ASKING_S = 180.0
 INSTALL = "pip install -e . (this builds the native parts; a C++ compiler must be there)"
-OVER_MPI = (
-    "-m",
-    "launcher",
-    "run",
-    "--launcher",
-    "mpi",
-    "-n",
-    "2",
-    "-m",
-    "communicator.backend_info",
-)
-CONFORMS, FAILS = (
-    "conforms",
-    "fails",
-)  # as communicator/backend_info.py says it; else it is not usable
+UNDER_MPI_CHECK = "-m launcher run --launcher mpi -n 2 -m communicator.backend_info --rank mpi"
+# As communicator/backend_info.py prints them; a backend with another verdict is not usable here.
+CONFORMS, FAILS = "conforms", "fails"
 
 
 def nccl() -> Iterator[Finding]:
-    """Which NCCL the Communicator would load."""
-    found = _ask("-m", "communicator.backend_info", "--nccl")
-    if isinstance(found, str):
-        yield Finding("nccl", "communicator", False, found, INSTALL)
-    elif "path" in found:
-        yield Finding("nccl", "library", True, f"{found['version']}, {found['path']}")
+    """The NCCL that the Communicator would load."""
+    answer = _json_of("-m", "communicator.backend_info", "--nccl")
+    if isinstance(answer, str):
+        yield Finding("nccl", "communicator", False, answer, INSTALL)
+    elif "path" in answer:
+        yield Finding("nccl", "library", True, f"{answer['version']}, {answer['path']}")
     else:
-        yield Finding("nccl", "library", None, found["reason"])
+        yield Finding("nccl", "library", None, answer["reason"])
 
 
 def network() -> Iterator[Finding]:
-    """Interfaces, and which of them a Coordinator over several nodes would listen on."""
-    found = _ask("-m", "coordinator.host_info")
-    if isinstance(found, str):
-        yield Finding("network", "coordinator", False, found, INSTALL)
+    """Interfaces, and the one on which a Coordinator over several nodes would listen."""
+    answer = _json_of("-m", "coordinator.host_info")
+    if isinstance(answer, str):
+        yield Finding("network", "coordinator", False, answer, INSTALL)
         return
-    told = [f"{name} ({', '.join(have)})" for name, have in found["interfaces"].items() if have]
-    yield Finding("network", "interfaces", True, ", ".join(told))
+    interfaces = [
+        f"{name} ({', '.join(have)})" for name, have in answer["interfaces"].items() if have
+    ]
+    yield Finding("network", "interfaces", True, ", ".join(interfaces))
     yield Finding("network", "on one node", True, "the Coordinator listens on 127.0.0.1 alone")
-    chosen = found["outward"]
-    there = f"it listens on {chosen[0]}" if chosen else "no address that other hosts could reach"
-    yield Finding("network", "on several nodes", True if chosen else None, there)
-    yield _host_name(chosen)
+    routable = answer["outward"]
+    detail = (
+        f"it listens on {routable[0]}" if routable else "no address that other hosts could reach"
+    )
+    yield Finding("network", "on several nodes", True if routable else None, detail)
+    yield _host_name(routable)
 
 
-def _host_name(chosen: list[str]) -> Finding:
+def _host_name(routable: list[str]) -> Finding:
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
-        found = f"{name} is {address}"
+        detail = f"{name} is {address}"
     except OSError as error:
-        address, found = "", f"{name} is not known to this host: {error.strerror}"
+        address, detail = "", f"{name} is not known to this host: {error.strerror}"
     if address and not address.startswith("127."):
-        return Finding("network", "host name", True, found)
-    remedy = f"on several nodes: --master-addr {chosen[0]}" if chosen else ""
-    return Finding("network", "host name", None, f"{found}, so other hosts need an address", remedy)
+        return Finding("network", "host name", True, detail)
+    remedy = f"on several nodes: --master-addr {routable[0]}" if routable else ""
+    return Finding(
+        "network", "host name", None, f"{detail}, so other hosts need an address", remedy
+    )
 
 
 def backends() -> Iterator[Finding]:
-    """Does each backend do here, on two ranks, what a communicator must?"""
-    found = _ask("-m", "communicator.backend_info")
-    if isinstance(found, str):
-        yield Finding("backends", "communicator", False, found, INSTALL)
+    """The conformance of each backend, on two ranks of this machine."""
+    answer = _json_of("-m", "communicator.backend_info")
+    if isinstance(answer, str):
+        yield Finding("backends", "communicator", False, answer, INSTALL)
         return
-    told = found["backends"]
-    if "mpi" in told and shutil.which("mpiexec", path=PATH) and find_spec("mpi4py"):
-        under_mpi = _ask(*OVER_MPI, "--rank", "mpi")
-        told["mpi"] = [FAILS, under_mpi] if isinstance(under_mpi, str) else under_mpi["mpi"]
-    for name, (verdict, detail) in told.items():
-        again = f"python -m communicator check --backend {shlex.quote(name)} -n 2"
+    verdicts = answer["backends"]
+    if "mpi" in verdicts and shutil.which("mpiexec", path=PATH) and find_spec("mpi4py"):
+        under_mpi = _json_of(*UNDER_MPI_CHECK.split())
+        verdicts["mpi"] = [FAILS, under_mpi] if isinstance(under_mpi, str) else under_mpi["mpi"]
+    for name, (verdict, detail) in verdicts.items():
+        command = f"python -m communicator check --backend {shlex.quote(name)} -n 2"
         ok = {CONFORMS: True, FAILS: False}.get(verdict)
-        yield Finding("backends", name, ok, detail, unless(ok is False, again))
+        yield Finding("backends", name, ok, detail, command if ok is False else "")
 
 
-def _ask(*arguments: str) -> Any:
-    """The object that this command prints last, or in words why it printed none."""
+def _json_of(*arguments: str) -> Any:
+    """The object that this command of Python prints last, or the reason why it printed none."""
     command = [sys.executable, *arguments]
     try:
         done = subprocess.run(
             command,
             capture_output=True,
             text=True,
-            timeout=ASKING_S,
+            timeout=timings.TIMINGS.doctor_layer_s,
             env={**os.environ, "PATH": PATH},
         )
     except subprocess.TimeoutExpired:
-        return f"{shlex.join(command)} did not end within {ASKING_S:.0f} s"
-    said = [line[line.find("{") :] for line in done.stdout.splitlines() if "{" in line]
-    if done.returncode == 0 and said:
-        return json.loads(said[-1])
+        return f"{shlex.join(command)} did not end within {timings.TIMINGS.doctor_layer_s:.0f} s"
+    objects = [line[line.find("{") :] for line in done.stdout.splitlines() if "{" in line]
+    if done.returncode == 0 and objects:
+        return json.loads(objects[-1])
     last = (done.stderr.strip() or "it printed nothing").splitlines()[-1]
     return f"{shlex.join(command)} failed: {last}"

@@ -1,4 +1,4 @@
-"""This machine, as far as the standard library sees it: software, memory, limits, leftovers."""
+"""Software, memory, limits and leftovers of this machine."""
 
 from __future__ import annotations
 
@@ -9,47 +9,42 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 
 from launcher import ports
-from launcher.doctor.finding import Finding, unless
+from launcher.doctor.finding import Finding, installed_version
+from launcher.system import linux
 
-NEEDED, USED = ("torch", "msgpack", "filelock", "safetensors"), ("transformers", "accelerate")
-LEFT_BY_US = ("drumline-launch-*", "drumline-trace-*")  # then the pid of whoever made the folder
+REQUIRED = ("torch", "msgpack", "filelock", "safetensors")
+OPTIONAL = ("transformers", "accelerate")
+FOLDERS = ("drumline-launch-*", "drumline-trace-*")  # the next part is the pid of the launcher
 SHARED_MIB = 256  # NCCL and torch's data loaders take theirs from /dev/shm
 MEMORY_MIB = 1024
 OPEN_FILES, PROCESSES = 1024, 512
 
 
 def software() -> Iterator[Finding]:
-    """Versions, and whether the kernel has what starting and watching ranks needs."""
+    """Versions, and the system calls that launches need."""
     cores = len(os.sched_getaffinity(0))
     yield Finding("software", "python", True, f"{platform.python_version()}, {sys.executable}")
     yield Finding("software", "kernel", True, f"Linux {platform.release()}, {cores} cores usable")
-    found, missing = _versions(NEEDED)
-    remedy = unless(bool(missing), f"pip install {' '.join(missing)}")
-    yield Finding("software", "packages", not missing, found, remedy)
-    yield Finding("software", "for inference", _versions(USED)[1] == [] or None, _versions(USED)[0])
+    versions, missing = _versions(REQUIRED)
+    remedy = f"pip install {' '.join(missing)}" if missing else ""
+    yield Finding("software", "packages", not missing, versions, remedy)
+    versions, missing = _versions(OPTIONAL)
+    yield Finding("software", "for inference", None if missing else True, versions)
     yield _system_calls()
 
 
 def _versions(distributions: tuple[str, ...]) -> tuple[str, list[str]]:
-    """In words, and which of them are missing."""
-    found = {name: _version(name) for name in distributions}
-    told = ", ".join(f"{name} {version or 'is missing'}" for name, version in found.items())
-    return told, [name for name, version in found.items() if not version]
-
-
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return ""
+    """(The versions as text, the missing distributions)."""
+    versions = {name: installed_version(name) for name in distributions}
+    text = ", ".join(f"{name} {version or 'is missing'}" for name, version in versions.items())
+    return text, [name for name, version in versions.items() if not version]
 
 
 def _system_calls() -> Finding:
-    """What old kernels do not have, and strict containers forbid."""
+    """The system calls that old kernels lack, and strict containers forbid."""
     remedy = "docker run --security-opt seccomp=unconfined (outside containers: Linux 5.3 or newer)"
     try:
         os.close(os.memfd_create("doctor"))
@@ -60,7 +55,7 @@ def _system_calls() -> Finding:
 
 
 def ports_free() -> Iterator[Finding]:
-    """Can a launch have a port? It is tried, on loopback."""
+    """True if a launch can listen on a port of loopback."""
     listener = ports.listen(f"doctor-{os.getpid()}")
     with listener:
         span = f"launches take one of {ports.FIRST_PORT} to {ports.END_PORT - 1}, by launch_id"
@@ -68,86 +63,68 @@ def ports_free() -> Iterator[Finding]:
 
 
 def memory() -> Iterator[Finding]:
-    """Shared memory: ours counts as memory of the container, others' comes from /dev/shm."""
-    free = _available_mib()
-    more = (
+    """Memory that is available, of which our shared memory is part, and /dev/shm, for others'."""
+    free = linux.available_mib()
+    is_low = free < MEMORY_MIB
+    show_largest = (
         "ps -eo rss,pid,args --sort=-rss | head (the largest; in a container: docker run --memory)"
     )
-    found = f"{free} MiB can be had; shared memory of ours is part of it"
-    yield Finding("memory", "available", free >= MEMORY_MIB, found, unless(free < MEMORY_MIB, more))
+    detail = f"{free} MiB available; our shared memory is part of it"
+    yield Finding("memory", "available", not is_low, detail, show_largest if is_low else "")
     space = os.statvfs("/dev/shm")
     free = (space.f_bavail * space.f_frsize) >> 20
-    more = "mount -o remount,size=1G /dev/shm (in a container: docker run --shm-size=1g)"
-    found = f"{free} MiB free; NCCL and data loaders want {SHARED_MIB}"
-    yield Finding("memory", "/dev/shm", free >= SHARED_MIB, found, unless(free < SHARED_MIB, more))
-
-
-def _available_mib() -> int:
-    """What the machine can still give, or what the container may still take, if that is less."""
-    _, _, rest = Path("/proc/meminfo").read_text().partition("MemAvailable:")
-    machine = int(rest.split()[0]) >> 10
-    group = Path("/sys/fs/cgroup")
-    try:
-        most, now = [(group / name).read_text() for name in ("memory.max", "memory.current")]
-        return min(machine, (int(most) - int(now)) >> 20)
-    except (OSError, ValueError):  # not in a container, or one without a limit ("max")
-        return machine
+    is_low = free < SHARED_MIB
+    remount = "mount -o remount,size=1G /dev/shm (in a container: docker run --shm-size=1g)"
+    detail = f"{free} MiB free; NCCL and data loaders need {SHARED_MIB}"
+    yield Finding("memory", "/dev/shm", not is_low, detail, remount if is_low else "")
 
 
 def limits() -> Iterator[Finding]:
-    """Those of ulimit that ranks run into."""
-    more = "; rank 0 needs one for each rank"
-    yield _limit("open files", resource.RLIMIT_NOFILE, "-n", "nofile", OPEN_FILES, more)
+    """The limits of ulimit that ranks reach."""
+    note = "; rank 0 needs one for each rank"
+    yield _limit("open files", resource.RLIMIT_NOFILE, "-n", "nofile", OPEN_FILES, note)
     yield _limit("processes", resource.RLIMIT_NPROC, "-u", "nproc", PROCESSES)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     text = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked >> 10} KiB"
-    yield Finding("limits", "locked memory", None, f"{text}; RDMA wants `ulimit -l unlimited`")
+    yield Finding("limits", "locked memory", None, f"{text}; RDMA needs `ulimit -l unlimited`")
 
 
-def _limit(name: str, number: int, flag: str, long: str, wanted: int, more: str = "") -> Finding:
+def _limit(name: str, number: int, flag: str, long: str, needed: int, note: str = "") -> Finding:
     soft, hard = resource.getrlimit(number)
     if soft == resource.RLIM_INFINITY:
         return Finding("limits", name, True, "unlimited")
-    if soft >= wanted:
-        return Finding("limits", name, True, f"{soft}{more}")
-    reachable = hard == resource.RLIM_INFINITY or hard >= wanted
-    remedy = f"ulimit {flag} {wanted}" if reachable else f"sudo prlimit --pid $$ --{long}={wanted}"
-    return Finding("limits", name, False, f"{soft}; {wanted} wanted", remedy)
+    if soft >= needed:
+        return Finding("limits", name, True, f"{soft}{note}")
+    reachable = hard == resource.RLIM_INFINITY or hard >= needed
+    remedy = f"ulimit {flag} {needed}" if reachable else f"sudo prlimit --pid $$ --{long}={needed}"
+    return Finding("limits", name, False, f"{soft}; {needed} needed", remedy)
 
 
-def left_behind() -> Iterator[Finding]:
-    """Folders of launches that are dead, and processes that have outlived theirs."""
-    folder = Path(tempfile.gettempdir())
-    every = [path for pattern in LEFT_BY_US for path in folder.glob(pattern)]
-    stale = [path for path in every if _is_mine(path) and not _maker_lives(path)]
-    remedy = unless(bool(stale), f"rm -r {shlex.join(map(str, stale))}")
+def leftovers() -> Iterator[Finding]:
+    """Folders of launches that have ended, and processes that have outlived their launcher."""
+    temporary = Path(tempfile.gettempdir())
+    stale = [path for pattern in FOLDERS for path in temporary.glob(pattern) if _is_stale(path)]
+    remedy = f"rm -r {shlex.join(map(str, stale))}" if stale else ""
     yield Finding("leftovers", "folders", not stale, f"{len(stale)} of dead launches", remedy)
-    orphans = list(_orphans())
-    remedy = unless(bool(orphans), f"kill {' '.join(map(str, orphans))}")
-    found = f"{len(orphans)} that have outlived their launcher"
-    yield Finding("leftovers", "processes", not orphans, found, remedy)
+    orphans = [
+        pid
+        for pid, stat in linux.processes().items()
+        if stat.parent == 1 and linux.process_name(pid).startswith("launch-")
+        if _is_own(Path("/proc", str(pid)))
+    ]
+    remedy = f"kill {' '.join(map(str, orphans))}" if orphans else ""
+    detail = f"{len(orphans)} that have outlived their launcher"
+    yield Finding("leftovers", "processes", not orphans, detail, remedy)
 
 
-def _is_mine(path: Path) -> bool:
+def _is_stale(folder: Path) -> bool:
+    """True if it is this user's, and the launcher whose pid is in its name has ended."""
+    pid = folder.name.split("-")[2]
+    return _is_own(folder) and not (pid.isdigit() and linux.process_stat(int(pid)))
+
+
+def _is_own(path: Path) -> bool:
     try:
         return path.stat().st_uid == os.getuid()
-    except OSError:  # gone meanwhile
+    except OSError:  # removed meanwhile
         return False
-
-
-def _maker_lives(path: Path) -> bool:
-    """Does the process live whose pid is in the folder's name?"""
-    pid = path.name.split("-")[2]
-    return pid.isdigit() and Path("/proc", pid).exists()
-
-
-def _orphans() -> Iterator[int]:
-    """Processes of this user that a launcher started, and that have init for a parent now."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            name = (folder / "comm").read_text()
-            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
-        except OSError:  # ended meanwhile
-            continue
-        if name.startswith("launch-") and parent == "1" and _is_mine(folder):
-            yield int(folder.name)

@@ -1,5 +1,6 @@
-"""Beside each rank that an engine starts: its attendant, which labels what it prints, and sees how
-it ends, for an engine may tell neither.
+"""The wrapper process around each rank that a backend launcher starts.
+
+It labels what the rank prints, and sees how it ends, for a backend launcher may report neither.
 """
 
 from __future__ import annotations
@@ -21,150 +22,151 @@ from types import FrameType
 from typing import Any
 
 from launcher.external import reaper
-from launcher.records.pipe_records import Lines
+from launcher.records.pipe_records import LineBuffer
 from launcher.runtime.output import prefix
 from launcher.runtime.rank_state import without_launcher
 from launcher.system import linux
+from launcher.system.stop_signals import STOP_SIGNALS
 
-PASSED_ON = reaper.PASSED_ON
-CHUNK = select.PIPE_BUF  # a pipe takes this much at once, and so not in the middle of another's
+CHUNK = select.PIPE_BUF  # a pipe takes this much atomically, and so not within another's line
 STREAMS = {"out": 1, "err": 2}
+Pipes = dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class End:
-    """How a rank ended. who: its rank and local_rank; empty if it did not come that far."""
+class RankExit:
+    """The end of a rank. identity: its rank and local_rank; empty if it did not report them."""
 
-    who: dict[str, int]
+    identity: dict[str, int]
     exit_code: int
     failure: dict[str, Any]
 
 
-def attended(work: Callable[[Callable[..., None]], int], logs: Path) -> int | End:
-    """Run work in a child, the rank: there, its exit code; here, how it ended.
+def run_wrapped(work: Callable[[Callable[..., None]], int], logs: Path) -> int | RankExit:
+    """Run work in a child, the rank: there, return its exit code; here, how the rank ended.
 
-    work is given a function to tell its rank and local_rank by. logs: for rank-0.out and so on, if
-    that folder is there.
+    work gets a function by which it reports its rank and local_rank. logs: the folder for
+    rank-0.out and so on, if it exists.
     """
-    pipes = {name: os.pipe() for name in (*STREAMS, "who")}
-    crash = os.memfd_create("crash")
-    attendant = os.getpid()
-    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
-    rank = os.fork()
-    if rank == 0:
-        return work(_seat(attendant, pipes, crash))
-    return _attend(rank, pipes, crash, logs)
+    pipes = {name: os.pipe() for name in (*STREAMS, "identity")}
+    crash_fd = os.memfd_create("crash")
+    wrapper = os.getpid()
+    # Both sides unblock once they are ready: the rank when it can die by a signal, the wrapper when
+    # it can pass one on.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    rank_pid = os.fork()
+    if rank_pid == 0:
+        return work(_setup_child(wrapper, pipes, crash_fd))
+    return _supervise(rank_pid, pipes, crash_fd, logs)
 
 
-def _seat(attendant: int, pipes: dict[str, tuple[int, int]], crash: int) -> Callable[..., None]:
-    os.setpgid(0, 0)  # what an engine sends to a whole group is passed on, and must come once
-    linux.die_with(attendant)
+def _setup_child(wrapper: int, pipes: Pipes, crash_fd: int) -> Callable[..., None]:
+    # Its own process group: a signal to the backend launcher's group must reach it only once,
+    # through the wrapper.
+    os.setpgid(0, 0)
+    linux.die_with(wrapper)
     for name, number in STREAMS.items():
         os.dup2(pipes[name][1], number)
-    _, tell = pipes.pop("who")
-    for end in sum(pipes.values(), ()):
-        os.close(end)
-    faulthandler.enable(file=crash)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+    _, identity_fd = pipes.pop("identity")
+    for fd in sum(pipes.values(), ()):
+        os.close(fd)
+    faulthandler.enable(file=crash_fd)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
-    def told(**who: int) -> None:
-        os.write(tell, json.dumps(who).encode())
-        os.close(tell)
+    def report_identity(**identity: int) -> None:
+        os.write(identity_fd, json.dumps(identity).encode())
+        os.close(identity_fd)
 
-    return told
+    return report_identity
 
 
-def _attend(rank: int, pipes: dict[str, tuple[int, int]], crash: int, logs: Path) -> End:
-    linux.adopt_orphans(True)
-    asked: list[int] = []
-    for number in PASSED_ON:
-        signal.signal(number, functools.partial(_pass_on, rank, asked))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
-    for _, end in pipes.values():
-        os.close(end)
-    who = json.loads(os.read(pipes["who"][0], 1000) or b"{}")
+def _supervise(rank_pid: int, pipes: Pipes, crash_fd: int, logs: Path) -> RankExit:
+    linux.set_subreaper(True)
+    signals: list[int] = []
+    for number in STOP_SIGNALS:
+        signal.signal(number, functools.partial(_pass_on, rank_pid, signals))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    for _, write_end in pipes.values():
+        os.close(write_end)
+    # Blocks until the rank knows who it is, or has ended before.
+    identity = json.loads(os.read(pipes["identity"][0], 1000) or b"{}")
     with contextlib.suppress(OSError):  # nobody reads any more: the rank will find that out
-        _label(rank, {pipes[name][0]: name for name in STREAMS}, who.get("rank"), logs)
+        _forward(rank_pid, {pipes[name][0]: name for name in STREAMS}, identity.get("rank"), logs)
     for name in STREAMS:
         os.close(pipes[name][0])
-    _, status = os.waitpid(rank, 0)
-    reaper.end_rest()
-    return _end(who, rank, os.waitstatus_to_exitcode(status), bool(asked), crash)
+    _, status = os.waitpid(rank_pid, 0)
+    reaper.kill_descendants()
+    return _rank_exit(
+        identity, rank_pid, os.waitstatus_to_exitcode(status), bool(signals), crash_fd
+    )
 
 
-def _pass_on(rank: int, asked: list[int], number: int, _frame: FrameType | None) -> None:
-    asked.append(number)
-    linux.send_signal(rank, number)
+def _pass_on(rank_pid: int, signals: list[int], number: int, _frame: FrameType | None) -> None:
+    signals.append(number)
+    linux.send_signal(rank_pid, number)
 
 
-def _end(who: dict[str, int], pid: int, status: int, was_asked: bool, crash: int) -> End:
-    code = status if status >= 0 else 128 - status
-    dump = os.pread(crash, 1 << 20, 0).decode(errors="replace").splitlines()
+def _rank_exit(
+    identity: dict[str, int], pid: int, status: int, was_signalled: bool, crash_fd: int
+) -> RankExit:
+    code = linux.shell_exit_code(status)
+    dump = os.pread(crash_fd, 1 << 20, 0).decode(errors="replace").splitlines()
     failure = {
-        **who,
+        **identity,
         "pid": pid,
         "time_s": time.monotonic(),
         "host": socket.gethostname(),
         "exit_code": code,
         "signal": max(0, -status),
         "traceback": without_launcher(dump),
-        "ended_by_launcher": was_asked,
+        "ended_by_launcher": was_signalled,
     }
-    return End(who, code, failure)
+    return RankExit(identity, code, failure)
 
 
-def _label(rank: int, streams: dict[int, str], number: int | None, logs: Path) -> None:
-    """Pass on whole lines until the rank has ended, even where its children hold its streams."""
-    lines = {fd: Lines() for fd in streams}
-    ended = os.pidfd_open(rank)
-    with contextlib.closing(FileIO(ended)), _files(logs, number) as files:
-        for fd, data in _read(streams, ended):
+def _forward(rank_pid: int, streams: dict[int, str], rank: int | None, logs: Path) -> None:
+    """Forward whole lines until the rank has ended, even where its children hold its streams."""
+    buffers = {fd: LineBuffer() for fd in streams}
+    pidfd = os.pidfd_open(rank_pid)
+    with contextlib.closing(FileIO(pidfd)), _log_files(logs, rank) as files:
+        for fd, data in _read(streams, pidfd):
             if streams[fd] in files:
                 files[streams[fd]].write(data)
-            whole = lines[fd].feed(data)
-            rest = [] if data or not lines[fd].nbytes else [lines[fd].take()]
-            _print(streams[fd], number, [*whole, *rest])
+            lines = buffers[fd].feed(data)
+            rest = [] if data or not buffers[fd].nbytes else [buffers[fd].take()]
+            _print(streams[fd], rank, [*lines, *rest])
 
 
-def _read(streams: dict[int, str], ended: int) -> Iterator[tuple[int, bytes]]:
-    """What comes from each stream; nothing at its end."""
-    left = set(streams)
-    while left:
-        ready = set(select.select([*left, ended], [], [])[0])
-        for fd in ready & left:
+def _read(streams: dict[int, str], pidfd: int) -> Iterator[tuple[int, bytes]]:
+    """The data of each stream as it comes; empty at its end."""
+    open_fds = set(streams)
+    while open_fds:
+        ready = set(select.select([*open_fds, pidfd], [], [])[0])
+        for fd in ready & open_fds:
             data = os.read(fd, 1 << 16)
             yield fd, data
-            left -= set() if data else {fd}
-        if ready == {ended}:
-            yield from ((fd, b"") for fd in left)
+            open_fds -= set() if data else {fd}
+        if ready == {pidfd}:  # the rank has ended, and all that it printed was read
+            yield from ((fd, b"") for fd in open_fds)
             return
 
 
-def _print(stream: str, number: int | None, lines: list[bytes]) -> None:
-    # An engine may give ranks a terminal of its own, so ours tells nothing here of the real one.
-    mark = b"" if number is None else prefix(number, stream, coloured=False)
-    waiting = b""
-    for line in lines:
-        text = mark + line + b"\n"
-        if len(waiting) + len(text) > CHUNK:
-            _write(STREAMS[stream], waiting)
-            waiting = b""
-        waiting += text
-    _write(STREAMS[stream], waiting)
-
-
-def _write(fd: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
+def _print(stream: str, rank: int | None, lines: list[bytes]) -> None:
+    # A backend launcher may give ranks a terminal of its own: that ours is one says nothing of it.
+    label = b"" if rank is None else prefix(rank, stream, coloured=False)
+    chunk = b""
+    for line in [label + line + b"\n" for line in lines] + [b""]:
+        if not line or len(chunk) + len(line) > CHUNK:
+            while chunk:
+                chunk = chunk[os.write(STREAMS[stream], chunk) :]
+        chunk += line
 
 
 @contextlib.contextmanager
-def _files(logs: Path, number: int | None) -> Iterator[dict[str, FileIO]]:
-    """The rank's files for what it prints, if there is a folder for them."""
-    wanted = STREAMS if logs.is_dir() and number is not None else ()
-    files = {name: FileIO(logs / f"rank-{number}.{name}", "w") for name in wanted}
-    try:
-        yield files
-    finally:
-        for file in files.values():
-            file.close()
+def _log_files(logs: Path, rank: int | None) -> Iterator[dict[str, FileIO]]:
+    """The rank's log file of each stream, if there is a folder for them."""
+    names = STREAMS if logs.is_dir() and rank is not None else ()
+    with contextlib.ExitStack() as stack:
+        yield {
+            name: stack.enter_context(FileIO(logs / f"rank-{rank}.{name}", "w")) for name in names
+        }

@@ -2,10 +2,11 @@
 
     python -m launcher.external.reaper PARENT FOLDER COMMAND...
 
-An engine must hear of the launcher's death, even by SIGKILL, to end its ranks; and a rank may be
-deaf, or leave children in sessions of their own, of which no engine knows. The leash stays between
-the two, adopts what descends from the engine on this node, and ends it with the engine; then it
-removes FOLDER if the launcher, whose it is, has died. Other nodes are the engine's own care.
+A backend launcher must learn of our launcher's death, even by SIGKILL, to end its ranks; and a rank
+may ignore SIGTERM, or leave children in sessions of their own, of which no backend launcher knows.
+The reaper stands between the two. It is the subreaper of everything that descends from the backend
+launcher on this node, and ends it with the backend launcher; then it removes FOLDER if our launcher
+has died. Processes on other nodes are the backend launcher's own.
 """
 
 from __future__ import annotations
@@ -19,76 +20,73 @@ import sys
 import time
 from types import FrameType
 
-from launcher.system import linux
-
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-GRACE_S = 5.0  # for the engine and its ranks to end when asked; then they are killed
-REST_GRACE_S = 0.5  # for what outlives the engine
-UNKILLABLE_S = 2.0  # what the kernel itself holds up is not waited for longer
-STEP_S = 0.02
+from launcher import timings
+from launcher.system import linux, stop_signals
+from launcher.system.stop_signals import STOP_SIGNALS
 
 
 def main(parent: str, folder: str, *command: str) -> int:
-    """The engine's exit code; at a signal, the engine is asked to end, and killed at a second."""
-    linux.adopt_orphans(True)
-    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+    """The backend launcher's exit code. A signal is passed on to it; a second kills everything."""
+    linux.set_subreaper(True)
+    # Blocked until the handlers are in place and there is a process to pass signals on to.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     linux.die_with(int(parent), signal.SIGTERM)
     try:
-        engine = subprocess.Popen(command, preexec_fn=functools.partial(_tie, os.getpid()))
+        backend = subprocess.Popen(command, preexec_fn=functools.partial(_pre_exec, os.getpid()))
     except OSError as error:
         sys.exit(f"cannot start {command[0]!r}: {error.strerror}, so there are no ranks.")
-    for number in PASSED_ON:
-        signal.signal(number, functools.partial(_ask, engine.pid))
-    signal.signal(signal.SIGALRM, _kill)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
-    code = _wait(engine)
+    for number in STOP_SIGNALS:
+        signal.signal(number, functools.partial(_on_stop_signal, backend.pid))
+    signal.signal(signal.SIGALRM, _on_second_signal)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    code = _wait(backend)
     signal.setitimer(signal.ITIMER_REAL, 0)
-    end_rest()
+    kill_descendants()
     if os.getppid() != int(parent):
         shutil.rmtree(folder, ignore_errors=True)
-    return code if code >= 0 else 128 - code
+    return linux.shell_exit_code(code)
 
 
-def _tie(leash: int) -> None:
-    for number in PASSED_ON:
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
-    linux.die_with(leash, signal.SIGTERM)
+def _pre_exec(reaper: int) -> None:
+    stop_signals.reset_in_child()
+    linux.die_with(reaper, signal.SIGTERM)
 
 
-def _ask(engine: int, number: int, _frame: FrameType | None) -> None:
-    signal.setitimer(signal.ITIMER_REAL, GRACE_S)
-    for again in PASSED_ON:
-        signal.signal(again, _kill)
-    linux.send_signal(engine, number)
+def _on_stop_signal(backend: int, number: int, _frame: FrameType | None) -> None:
+    """Pass the first signal on; after a grace period, or at the next signal, kill."""
+    signal.setitimer(signal.ITIMER_REAL, timings.TIMINGS.backend_grace_s)
+    for again in STOP_SIGNALS:
+        signal.signal(again, _on_second_signal)
+    linux.send_signal(backend, number)
 
 
-def _kill(_number: int, _frame: FrameType | None) -> None:
-    _send_all(signal.SIGKILL)
+def _on_second_signal(_number: int, _frame: FrameType | None) -> None:
+    _signal_descendants(signal.SIGKILL)
 
 
-def _send_all(number: int) -> None:
+def _signal_descendants(number: int) -> None:
     for pid in linux.descendants(os.getpid()):
         linux.send_signal(pid, number)
 
 
-def _wait(engine: subprocess.Popen[bytes]) -> int:
-    """The engine's exit code; meanwhile, reap those adopted."""
+def _wait(backend: subprocess.Popen[bytes]) -> int:
+    """The backend launcher's exit status; meanwhile, reap adopted processes."""
     while True:
         pid, status = os.wait()
-        if pid == engine.pid:
-            engine.returncode = os.waitstatus_to_exitcode(status)
-            return engine.returncode
+        if pid == backend.pid:
+            backend.returncode = os.waitstatus_to_exitcode(status)
+            return backend.returncode
 
 
-def end_rest() -> None:
-    """End what descends from this process: ask once, then kill."""
-    _send_all(signal.SIGTERM)
-    asked_s = time.monotonic()
-    while linux.descendants(os.getpid()) and time.monotonic() < asked_s + UNKILLABLE_S:
-        if time.monotonic() > asked_s + REST_GRACE_S:
-            _send_all(signal.SIGKILL)
-        time.sleep(STEP_S)
+def kill_descendants() -> None:
+    """End what descends from this process: SIGTERM once, then SIGKILL."""
+    _signal_descendants(signal.SIGTERM)
+    signalled_s = time.monotonic()
+    times = timings.TIMINGS
+    while linux.descendants(os.getpid()) and time.monotonic() < signalled_s + times.unkillable_s:
+        if time.monotonic() > signalled_s + times.descendant_grace_s:
+            _signal_descendants(signal.SIGKILL)
+        time.sleep(times.descendant_poll_s)
 
 
 if __name__ == "__main__":

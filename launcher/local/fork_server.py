@@ -1,12 +1,17 @@
-"""The keeper: a process between launcher and ranks that forks them, and outlives none of them.
+"""Fork server: a process between the launcher and the ranks that preloads, forks and reaps them.
 
-It has one thread and does nothing else, so it can always fork, and always obey. It adopts what the
-ranks leave behind. If the launcher dies, the command pipe ends, and the keeper ends everything.
+It has one thread and does nothing else, so it can always fork and always answer. As the subreaper
+it adopts what the ranks leave behind. If the launcher dies, the fork server kills everything below
+it, and exits.
+
+    launcher --commands--> fork server --reports--> launcher
+    rank --stdout, stderr, report--> launcher
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import os
@@ -14,141 +19,155 @@ import selectors
 import signal
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
+from launcher import timings
 from launcher.job import Job
 from launcher.records import pipe_records
 from launcher.runtime import rank_process
-from launcher.runtime.rank_process import Seat
+from launcher.runtime.rank_process import RankSetup
 from launcher.system import linux, stop_signals
 
-PROCESS_NAME = "launch-keeper"
-LEFTOVER_GRACE_S = 0.25  # for processes that ranks have left behind, between SIGTERM and SIGKILL
+PROCESS_NAME = "launch-server"
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a keeper is to keep.
+class ForkPlan:
+    """The ranks that a fork server starts, and its descriptors.
 
-    commands, reports: where it reads and where it writes, pipes to the launcher. is_fresh: its
-    process exists only for this launch. shared: descriptors that the LaunchInfo of ranks speak of.
+    commands, reports: the pipe that it reads from, and the one that it writes to. owns_process:
+    its process exists only for this launch. shared: descriptors that the ranks' LaunchInfo name.
     environment: for all ranks, set before anything is preloaded.
     """
 
     job: Job
-    seats: Sequence[Seat]
+    ranks: Sequence[RankSetup]
     commands: int
     reports: int
-    is_fresh: bool
+    owns_process: bool
     shared: Sequence[int] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def for_ranks(self) -> list[int]:
         """The descriptors that only ranks need."""
-        pipes = [fd for one in self.seats for fd in (one.stdout, one.stderr, one.report)]
-        return [*pipes, *self.shared]
+        return [*(fd for setup in self.ranks for fd in setup.pipes), *self.shared]
 
     def descriptors(self) -> list[int]:
+        """Every descriptor that the launcher passes on."""
         return [*self.for_ranks(), self.commands, self.reports]
 
 
-def keep(plan: Plan) -> int:
-    """Start the ranks; return the keeper's exit code when nothing is left below it.
+def serve(plan: ForkPlan) -> int:
+    """Start the ranks; return the fork server's exit code when no process is left below it.
 
     In a rank it never returns.
     """
-    linux.name_process(PROCESS_NAME)
+    linux.set_process_name(PROCESS_NAME)
     os.setsid()
-    linux.adopt_orphans(True)
-    woken = _wake_on_children()
+    linux.set_subreaper(True)
+    wakeup_fd = _wake_on_children()
     try:
         _preload(plan)
         pids = _fork_ranks(plan)
     except Exception as error:
         with contextlib.suppress(BrokenPipeError):  # the launcher may be the one that has died
-            pipe_records.send(plan.reports, {"trouble": f"{type(error).__name__}: {error}"})
-        _end_everything()
+            pipe_records.send(plan.reports, {"error": f"{type(error).__name__}: {error}"})
+        kill_all(lambda: linux.descendants(os.getpid(), zombies=True))
         return 1
-    return _Keeping(plan, pids, woken).loop()
+    return ForkServer(plan, pids, wakeup_fd).loop()
 
 
 def _wake_on_children() -> int:
-    """A descriptor, readable when a child ends. What stops programs does not stop a keeper."""
+    """A descriptor that is readable when a child ends. Stop signals are ignored from here on."""
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    for number in stop_signals.STOPPING:
+    # Ctrl-C reaches the whole process group: the launcher decides what becomes of the ranks.
+    for number in stop_signals.STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     return reading
 
 
-def _preload(plan: Plan) -> None:
+def _preload(plan: ForkPlan) -> None:
     os.environ.update(plan.environment)
     for name in plan.job.preload:
         try:
-            importlib.import_module(name)
+            _load_public_names(importlib.import_module(name))
         except BaseException as error:
             raise RuntimeError(f"preloading {name!r}: {type(error).__name__}: {error}") from error
     gc.collect()
-    gc.freeze()  # what is never collected is never written to, so its pages stay shared
+    gc.freeze()  # objects that are never collected are never written to: their pages stay shared
 
 
-def _fork_ranks(plan: Plan) -> dict[int, int]:
-    """Fork every rank; returns pid -> rank. In a rank, never returns.
+def _load_public_names(module: ModuleType) -> None:
+    """Get each name in `__all__`: a package that defines `__getattr__` imports it only then."""
+    if hasattr(module, "__all__") and "__getattr__" in vars(module):
+        for name in module.__all__:
+            with contextlib.suppress(AttributeError):  # in the list, but not in the package
+                getattr(module, name)
 
-    They wait at a gate: none begins before all were forked, and safely.
+
+def _fork_ranks(plan: ForkPlan) -> dict[int, int]:
+    """Fork every rank; return pid -> rank. In a rank, never returns.
+
+    No rank runs before all were forked safely: each reads one byte of the release pipe first, and
+    exits if this process dies before it has written them.
     """
-    keeper = os.getpid()
-    gate = os.pipe()
-    signal.pthread_sigmask(signal.SIG_BLOCK, rank_process.HELD_BACK)
+    server = os.getpid()
+    waiting, release = os.pipe()
+    # A signal before a rank has its own handlers would be lost, as this process ignores it, or
+    # kill the rank unheard. The mask is inherited; rank_process.run unblocks it in the rank. Here
+    # it stays blocked: this process ignores those signals anyway.
+    signal.pthread_sigmask(signal.SIG_BLOCK, rank_process.BLOCKED_IN_FORK)
     pids: dict[int, int] = {}
-    for one in plan.seats:
+    for setup in plan.ranks:
         pid = os.fork()
         if pid == 0:
-            _wait_at(gate)
-            _sit_down(one, plan, keeper)
-        pids[pid] = one.info.rank
-        pipe_records.send(plan.reports, {"rank": one.info.rank, "pid": pid})
+            os.close(release)
+            if not os.read(waiting, 1):
+                os._exit(1)
+            os.close(waiting)
+            _run_child(setup, plan, server)
+        pids[pid] = setup.info.rank
+        pipe_records.send(plan.reports, {"rank": setup.info.rank, "pid": pid})
         _check_fork_was_safe(plan)
-    os.write(gate[1], b"." * len(pids))
-    for fd in (*gate, *plan.for_ranks()):
+    os.write(release, b"." * len(pids))
+    for fd in (waiting, release, *plan.for_ranks()):
         os.close(fd)
     return pids
 
 
-def _wait_at(gate: tuple[int, int]) -> None:
-    """In a rank just forked: wait until let through; if the keeper is gone, there is no launch."""
-    waiting, opening = gate
-    os.close(opening)
-    if not os.read(waiting, 1):
-        os._exit(1)
-    os.close(waiting)
+def _check_fork_was_safe(plan: ForkPlan) -> None:
+    """Raise if a forked rank would inherit threads that do not run, or an accelerator's memory.
 
-
-def _check_fork_was_safe(plan: Plan) -> None:
-    """Counted after the fork, for libraries may end their threads in fork handlers."""
-    what = "an accelerator open" if linux.holds_accelerator() else ""
-    if (count := linux.threads_alive()) > 1:
-        what = f"{count - 1} threads running"
-    if what:
+    To be called after the fork, for libraries may end their threads in fork handlers.
+    """
+    problem = "an accelerator open" if linux.holds_accelerator() else ""
+    if (count := linux.count_threads()) > 1:
+        problem = f"{count - 1} threads running"
+    if problem:
         raise RuntimeError(
-            f"after preloading {', '.join(plan.job.preload)} there is {what}, which no forked rank "
-            "could use. Do not preload the module that does so."
+            f"after preloading {', '.join(plan.job.preload)} there is {problem}, which no forked "
+            "rank could use. Do not preload the module that does so."
         )
 
 
-def _sit_down(one: Seat, plan: Plan, keeper: int) -> None:
-    """In a rank just forked: run it, and never come back but by SystemExit of a fresh process."""
+def _run_child(setup: RankSetup, plan: ForkPlan, server: int) -> None:
+    """Run a rank just forked; never return but by SystemExit of a process that is ours alone."""
     code = 1
     try:
-        _close_what_is_not_for(one, plan)
-        rank_process.run(one, plan.job, keeper, plan.is_fresh)
+        # Keep the rank's own pipes, and of the shared descriptors those that its LaunchInfo names.
+        named = {int(fd) for name, fd in setup.info.extras.items() if name.endswith("_fd")}
+        for fd in {*plan.descriptors()} - {*setup.pipes} - named:
+            os.close(fd)
+        rank_process.run(setup, plan.job, server, plan.owns_process)
     except SystemExit as leaving:
-        if plan.is_fresh:
+        if plan.owns_process:
             raise
         code = rank_process.exit_code(leaving)
     except KeyboardInterrupt:  # before the target had begun, or after its end
@@ -158,35 +177,34 @@ def _sit_down(one: Seat, plan: Plan, keeper: int) -> None:
     os._exit(code)
 
 
-def _close_what_is_not_for(one: Seat, plan: Plan) -> None:
-    """Leave open the rank's own pipes, and of what is shared, what its LaunchInfo speaks of."""
-    named = {int(fd) for name, fd in one.info.extras.items() if name.endswith("_fd")}
-    for fd in {*plan.descriptors()} - {one.stdout, one.stderr, one.report} - named:
-        os.close(fd)
+class ForkServer:
+    """The loop after all ranks were forked: reap children, report on ranks, send signals."""
 
-
-class _Keeping:
-    def __init__(self, plan: Plan, pids: dict[int, int], woken: int) -> None:
+    def __init__(self, plan: ForkPlan, pids: dict[int, int], wakeup_fd: int) -> None:
         self.plan = plan
         self.pids = pids
-        self.woken = woken
-        self.commands = pipe_records.Lines()
+        self.wakeup_fd = wakeup_fd
+        self.commands = pipe_records.LineBuffer()
         self.launcher = os.pidfd_open(os.getppid())
         self.launcher_lives = True
 
     def loop(self) -> int:
+        """Serve until no rank is left, or the launcher has died; then end all other descendants."""
         with selectors.DefaultSelector() as selector:
-            selector.register(self.woken, selectors.EVENT_READ, self._drain)
-            selector.register(self.plan.commands, selectors.EVENT_READ, self._obey)
-            selector.register(self.launcher, selectors.EVENT_READ, self._lose_launcher)
+            drain_wakeups = functools.partial(os.read, self.wakeup_fd, 4096)
+            selector.register(self.wakeup_fd, selectors.EVENT_READ, drain_wakeups)
+            selector.register(self.plan.commands, selectors.EVENT_READ, self._on_command)
+            # The end of the command pipe does not tell of the launcher's death: a child that the
+            # program has forked during the launch may hold its other end.
+            selector.register(self.launcher, selectors.EVENT_READ, self._on_launcher_death)
             while self._reap() and self.launcher_lives:
                 for key, _ in selector.select():
                     key.data()
-        _end_leftovers(LEFTOVER_GRACE_S if self.launcher_lives else 0)
+        end_orphans(timings.TIMINGS.orphan_grace_s if self.launcher_lives else 0)
         return 0
 
     def _reap(self) -> bool:
-        """Bury every child that has ended, and report ranks. Whether a rank is left."""
+        """Reap every child that has ended, and report ranks; return whether a rank is left."""
         while self.pids:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
@@ -201,29 +219,22 @@ class _Keeping:
     def _report(self, pid: int, status: int) -> None:
         rank, now = self.pids[pid], time.monotonic()
         if os.WIFSTOPPED(status):
-            record: dict[str, Any] = {"stopped": os.WSTOPSIG(status)}
+            record: dict[str, Any] = {"suspended": os.WSTOPSIG(status)}
         elif os.WIFCONTINUED(status):
             record = {"continued": True}
         else:
             del self.pids[pid]
-            number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-            record = {"exit_code": _exit_code(status), "signal": number}
-        self._tell({"rank": rank, "time_s": now, **record})
-
-    def _tell(self, record: dict[str, Any]) -> None:
+            code = os.waitstatus_to_exitcode(status)
+            record = {"exit_code": linux.shell_exit_code(code), "signal": max(0, -code)}
         try:
-            pipe_records.send(self.plan.reports, record)
+            pipe_records.send(self.plan.reports, {"rank": rank, "time_s": now, **record})
         except BrokenPipeError:
             self.launcher_lives = False
 
-    def _lose_launcher(self) -> None:
-        """It has died, even if a child of its own still holds the other end of our command pipe."""
+    def _on_launcher_death(self) -> None:
         self.launcher_lives = False
 
-    def _drain(self) -> None:
-        os.read(self.woken, 4096)
-
-    def _obey(self) -> None:
+    def _on_command(self) -> None:
         data = os.read(self.plan.commands, 65536)
         self.launcher_lives = self.launcher_lives and bool(data)
         for line in self.commands.feed(data):
@@ -233,31 +244,26 @@ class _Keeping:
     def _signal(self, number: int, ranks: list[int], whole_group: bool) -> None:
         for pid, rank in self.pids.items():
             if rank in ranks and not (whole_group and linux.send_signal(-pid, number)):
-                linux.send_signal(pid, number)  # it may not lead a group yet
+                linux.send_signal(pid, number)  # it may not lead a process group yet
 
 
-def _exit_code(status: int) -> int:
-    """As a shell gives it: 128 and the number for a signal."""
-    code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code
-
-
-def _end_leftovers(grace_s: float) -> None:
-    """Ask what is left below us to end, wait, and end it."""
-    if grace_s and (left := linux.descendants(os.getpid())):
-        for pid in left:
+def end_orphans(grace_s: float) -> None:
+    """Send SIGTERM to all descendants, wait grace_s for them to exit, and kill the rest."""
+    if grace_s and (remaining := linux.descendants(os.getpid())):
+        for pid in remaining:
             linux.send_signal(pid, signal.SIGTERM)
         deadline = time.monotonic() + grace_s
         while linux.descendants(os.getpid()) and time.monotonic() < deadline:
-            time.sleep(0.01)
-    _end_everything()
+            time.sleep(timings.TIMINGS.descendant_poll_s)
+    # Zombies too: a launcher that is a subreaper would inherit them.
+    kill_all(lambda: linux.descendants(os.getpid(), zombies=True))
 
 
-def _end_everything() -> None:
-    """Kill what is left below us, and bury it: a launcher that has adopted us would inherit it."""
-    while left := linux.descendants(os.getpid(), zombies=True):
-        for pid in left:
+def kill_all(find_processes: Callable[[], set[int]]) -> None:
+    """Kill and reap the processes until find_processes finds none."""
+    while pids := find_processes():
+        for pid in pids:
             linux.send_signal(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
-        time.sleep(0.002)
+        time.sleep(timings.TIMINGS.reap_poll_s)

@@ -1,4 +1,4 @@
-"""The LaunchInfo of every rank that one node gets, where we start the ranks."""
+"""The LaunchInfo of every rank of one node, where we start the ranks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from launcher.launch_info import TRACE, LaunchInfo
 from launcher.system import gpus, nesting
 
 
-def of_node(
+def infos_for_node(
     job: Job, port: int, extras: dict[str, str], first_extras: dict[str, str]
 ) -> list[LaunchInfo]:
-    """The LaunchInfo of every rank of this node, with first_extras for the first."""
-    devices = gpus.of_ranks(job.nprocs, job.share_devices)
+    """The LaunchInfo of every rank of this node; first_extras in place of extras for the first."""
+    devices = gpus.for_ranks(job.nprocs, job.share_devices)
     common = {**nesting.extras(os.environ), **({TRACE: job.trace} if job.trace else {})}
     return [
         LaunchInfo(

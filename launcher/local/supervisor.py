@@ -1,8 +1,9 @@
-"""The launcher while its ranks run: passes on what they print, and ends them all when one fails."""
+"""The launcher while its ranks run: pass on what they print, and end them all when one fails."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import selectors
 import signal
@@ -11,25 +12,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from launcher import errors, timings
 from launcher.errors import signal_name
 from launcher.job import Job
 from launcher.launch_info import LaunchInfo
 from launcher.records import pipe_records
 from launcher.runtime import outcome
+from launcher.runtime.outcome import EndReason
 from launcher.runtime.output import Output
 from launcher.runtime.rank_process import DUMP_SIGNAL
-from launcher.runtime.rank_state import Rank
+from launcher.runtime.rank_state import LaunchedRank
 from launcher.system import linux, stop_signals
-
-FAILURE_GRACE_S = 0.5  # between SIGTERM and SIGKILL for the others, once a rank has failed
-STOP_GRACE_S = 10.0  # the same, when somebody asked the launcher to stop
-LONGEST_WAIT_S = 3600.0  # epoll_wait(2) takes no more milliseconds than an int holds
-DUMP_S = 0.2  # for ranks to write down where they are, before a launch that takes too long is ended
 
 
 @dataclass(frozen=True)
-class Ears:
-    """The launcher's ends of the pipes: to and from the keeper, and (out, err, report) of ranks."""
+class LauncherPipes:
+    """The launcher's ends: to and from the fork server, and (stdout, stderr, report) of ranks."""
 
     commands: int
     reports: int
@@ -41,102 +39,105 @@ class Ears:
 
 
 class Supervisor:
-    """Watches one launch from the moment its keeper runs."""
+    """The event loop of one launch, from the moment its fork server runs."""
 
-    def __init__(self, job: Job, infos: list[LaunchInfo], ears: Ears, output: Output) -> None:
+    def __init__(
+        self, job: Job, infos: list[LaunchInfo], pipes: LauncherPipes, output: Output
+    ) -> None:
         self.job = job
-        self.ranks = [Rank(info) for info in infos]
-        self.ears = ears
+        self.ranks = [LaunchedRank(info) for info in infos]
+        self.pipes = pipes
         self.output = output
         self.selector = selectors.DefaultSelector()
-        self.pipes: dict[int, Callable[[bytes], None]] = {}
-        self.prints = {fd for out, err, _ in ears.ranks for fd in (out, err)}
-        self.deadlines: dict[float, Callable[[], None]] = {}
-        self.keeper_lives = True
+        self.readers: dict[int, Callable[[bytes], None]] = {}
+        self.prints = {fd for out, err, _ in pipes.ranks for fd in (out, err)}
+        self.timers: list[tuple[float, Callable[[], None]]] = []
+        self.server_lives = True
         self.is_ending = False
-        self.kills_before = linux.out_of_memory_kills()
-        self.end = outcome.End(began_s=time.monotonic())
+        self.stop_requests = 0
+        self.reason: EndReason | None = None
+        self.oom_kills_before = linux.count_oom_kills()
+        self.began_s = time.monotonic()
 
-    def watch(self, bury: Callable[[], None]) -> list[Any]:
-        """Each rank's result, or LaunchError, when bury has ended all that a keeper may leave."""
-        self._listen()
+    def run(self, reap: Callable[[], None]) -> list[Any]:
+        """Each rank's result, or LaunchError. reap: ends all that the fork server may leave."""
+        self._register_pipes()
         if self.job.timeout_s is not None:
-            self._after(self.job.timeout_s, self._time_is_over)
-        with self.selector, stop_signals.heard(self.selector, self._stop):
-            while self.keeper_lives:
-                self._turn()
-            bury()
-            self._drain()
-            while self.output.is_waiting and self.end.times_stopped < 2:
-                self._turn()
-        self.end.memory_ran_out = linux.out_of_memory_kills() > self.kills_before
-        return outcome.results(self.job, self.ranks, self.end)
+            self._after(self.job.timeout_s, self._on_timeout)
+        with self.selector, stop_signals.dispatched_to(self.selector, self._on_stop_signal):
+            while self.server_lives:
+                self._poll_once()
+            reap()  # only then has nobody else an end of the ranks' pipes, and they can be drained
+            self._drain_pipes()
+            while self.output.is_waiting and self.stop_requests < 2:
+                self._poll_once()
+        oom_killed = linux.count_oom_kills() > self.oom_kills_before
+        return outcome.results_or_raise(self.job, self.ranks, self.began_s, self.reason, oom_killed)
 
-    def _turn(self) -> None:
-        """Wait for something to happen, and answer it."""
-        is_full = self.output.is_full
-        for key, _ in self.selector.select(self._patience()):
+    def _poll_once(self) -> None:
+        """Wait for an event or a timer, and handle it."""
+        is_full = self.output.is_full  # then what ranks print stays in their pipes, and they wait
+        for key, _ in self.selector.select(self._next_timeout_s()):
             if not (is_full and key.fd in self.prints):
                 key.data()
-        self._meet_deadlines()
-        with self._printing():
-            self.output.pump(0.02 if is_full else 0)
+        self._run_timers()
+        with self._ending_if_unwritable():
+            self.output.pump(timings.TIMINGS.output_poll_s if is_full else 0)
 
-    def _patience(self) -> float | None:
-        """Seconds until something is due; None for never."""
-        now = time.monotonic()
-        due = [min(max(0.0, deadline - now), LONGEST_WAIT_S) for deadline in self.deadlines]
-        if (output := self.output.patience()) is not None:
-            due.append(output)
-        return 0 if self.output.is_full else min(due, default=None)
+    def _next_timeout_s(self) -> float | None:
+        """Seconds until the next timer; None for never."""
+        if self.output.is_full:
+            return 0
+        now, longest_s = time.monotonic(), timings.TIMINGS.longest_poll_s
+        timeouts_s = [min(max(0.0, due_s - now), longest_s) for due_s, _ in self.timers]
+        if (output_s := self.output.next_pump_s()) is not None:
+            timeouts_s.append(output_s)
+        return min(timeouts_s, default=None)
 
-    def _listen(self) -> None:
-        self._register(self.ears.reports, _by_line(self._keeper_says))
-        for rank, (out, err, report) in zip(self.ranks, self.ears.ranks, strict=True):
+    def _register_pipes(self) -> None:
+        self._register(self.pipes.reports, _by_line(self._on_server_report))
+        for rank, (out, err, report) in zip(self.ranks, self.pipes.ranks, strict=True):
             self._register(out, self._printer(rank, "out"))
             self._register(err, self._printer(rank, "err"))
-            self._register(report, self._listener(rank))
+            self._register(report, _by_line(functools.partial(self._on_rank_report, rank)))
 
-    def _register(self, fd: int, action: Callable[[bytes], None]) -> None:
+    def _register(self, fd: int, reader: Callable[[bytes], None]) -> None:
         os.set_blocking(fd, False)
-        self.pipes[fd] = action
+        self.readers[fd] = reader
         self.selector.register(fd, selectors.EVENT_READ, lambda: self._read(fd))
 
     def _read(self, fd: int) -> bool:
-        """Whether there was something to read; an empty read is the end of the pipe."""
+        """True if there was something to read; an empty read is the end of the pipe."""
         try:
             data = os.read(fd, 65536)
         except BlockingIOError:
             return False
-        self.pipes[fd](data)
+        self.readers[fd](data)
         if not data:
             self.selector.unregister(fd)
-            del self.pipes[fd]
-            self.keeper_lives = self.keeper_lives and fd != self.ears.reports
+            del self.readers[fd]
+            self.server_lives = self.server_lives and fd != self.pipes.reports
         return bool(data)
 
-    def _printer(self, rank: Rank, stream: str) -> Callable[[bytes], None]:
-        def action(data: bytes) -> None:
-            with self._printing():
+    def _printer(self, rank: LaunchedRank, stream: str) -> Callable[[bytes], None]:
+        def print_data(data: bytes) -> None:
+            with self._ending_if_unwritable():
                 self.output.take(rank.info.rank, stream, data)
 
-        return action
-
-    def _listener(self, rank: Rank) -> Callable[[bytes], None]:
-        return _by_line(lambda line: self._hear(rank, line))
+        return print_data
 
     @contextlib.contextmanager
-    def _printing(self) -> Iterator[None]:
-        """End the launch if what the ranks print can go nowhere."""
+    def _ending_if_unwritable(self) -> Iterator[None]:
+        """End the launch if what the ranks print cannot be written."""
         try:
             yield
         except OSError as error:
             self.output.give_up()
-            self._note_end(unprintable=error)
-            self._end_ranks(STOP_GRACE_S)
+            self._set_end_reason(outcome.unwritable_output(error))
+            self._end_ranks(timings.TIMINGS.stop_grace_s)
 
-    def _hear(self, rank: Rank, line: bytes) -> None:
-        """What a rank reports of itself: how its target ended, or the dump of a crash."""
+    def _on_rank_report(self, rank: LaunchedRank, line: bytes) -> None:
+        """Handle a record of how the rank's target ended, or a line of a crash's stack dump."""
         record = pipe_records.parse(line)
         if record is None:
             rank.dump.append(line.decode(errors="replace"))
@@ -144,100 +145,108 @@ class Supervisor:
         rank.record = record
         if "failure" in record:
             self.output.log(rank.info.rank, record["failure"]["traceback"])
-            self._end_ranks(FAILURE_GRACE_S)
+            self._end_ranks(timings.TIMINGS.failure_grace_s)
 
-    def _keeper_says(self, line: bytes) -> None:
+    def _on_server_report(self, line: bytes) -> None:
         record = pipe_records.parse(line) or {}
-        if "trouble" in record:
-            self._note_end(trouble=record["trouble"])
+        if "error" in record:
+            self._set_end_reason(outcome.failed_start(record["error"]))
             return
         rank = self.ranks[record["rank"]]
         if "pid" in record:
             rank.pid = record["pid"]
-        elif "stopped" in record:
-            self._notice_stopped(rank, record["stopped"])
+        elif "suspended" in record:
+            self.output.notice(
+                f"rank {rank.info.rank} (pid {rank.pid}) was suspended by "
+                f"{signal_name(record['suspended'])}, and the others will wait for it: "
+                f"`kill -CONT {rank.pid}` resumes it."
+            )
         elif "exit_code" in record:
             rank.exit_code, rank.signal = record["exit_code"], record["signal"]
             rank.ended_s = record["time_s"]
-            if rank.failed:
-                self._end_ranks(FAILURE_GRACE_S)
+            if rank.has_failed:
+                self._end_ranks(timings.TIMINGS.failure_grace_s)
 
-    def _notice_stopped(self, rank: Rank, number: int) -> None:
-        self.output.notice(
-            f"rank {rank.info.rank} (pid {rank.pid}) was stopped by {signal_name(number)}, and the "
-            f"others will wait for it: `kill -CONT {rank.pid}` lets it go on."
-        )
-
-    def _stop(self, number: int) -> None:
-        """Somebody asked the launcher to stop: ask the ranks; asked again, end them at once."""
-        self.end.times_stopped += 1
+    def _on_stop_signal(self, number: int) -> None:
+        """Ask the ranks to end; at the second signal, kill them."""
+        self.stop_requests += 1
         self.is_ending = True
-        if self.end.times_stopped > 1:
+        if self.stop_requests > 1:
             self._kill()
             return
-        self._note_end(stopped_by=number)
-        self.output.notice(f"{signal_name(number)}: the ranks are asked to end; another ends them")
-        is_key = number == signal.SIGINT
-        self._signal(number if is_key else signal.SIGTERM, self._living(), whole_group=is_key)
-        self._after(STOP_GRACE_S, self._kill)
+        self._set_end_reason(functools.partial(errors.interrupted, number))
+        self.output.notice(f"{signal_name(number)}: the ranks are asked to end; another kills them")
+        # Ctrl-C reaches every process of a terminal's job, and so the children of ranks.
+        is_ctrl_c = number == signal.SIGINT
+        self._signal(
+            number if is_ctrl_c else signal.SIGTERM, self._running(), whole_group=is_ctrl_c
+        )
+        self._after(timings.TIMINGS.stop_grace_s, self._kill)
 
-    def _time_is_over(self) -> None:
-        """Learn where every rank is, then end them."""
-        self._note_end(timed_out=True)
-        self._signal(DUMP_SIGNAL, self._living())
-        self._after(DUMP_S, lambda: self._end_ranks(FAILURE_GRACE_S))
+    def _on_timeout(self) -> None:
+        """Collect every rank's stack, then end the ranks."""
+        self._set_end_reason(outcome.timed_out(self.job, self.ranks))
+        self._signal(DUMP_SIGNAL, self._running())
+        self._after(
+            timings.TIMINGS.stack_dump_s,
+            lambda: self._end_ranks(timings.TIMINGS.failure_grace_s),
+        )
 
-    def _note_end(self, **why: Any) -> None:
-        """Only the first reason counts: the later ones follow from it."""
-        if not self.end.is_told:
-            for name, value in why.items():
-                setattr(self.end, name, value)
+    def _set_end_reason(self, reason: EndReason) -> None:
+        """Keep the first reason only: the later ones follow from it."""
+        self.reason = self.reason or reason
 
     def _end_ranks(self, grace_s: float) -> None:
-        """Ask the ranks to end, once, but for those that are leaving; kill those that do not."""
+        """Send SIGTERM once to ranks that have not failed themselves; kill all after grace_s."""
         if not self.is_ending:
             self.is_ending = True
-            self._signal(signal.SIGTERM, [rank for rank in self._living() if not rank.failed])
+            ranks = [rank for rank in self._running() if not rank.has_failed]
+            self._signal(signal.SIGTERM, ranks)
             self._after(grace_s, self._kill)
 
     def _kill(self) -> None:
-        self._signal(signal.SIGKILL, self._living(), whole_group=True)
+        self._signal(signal.SIGKILL, self._running(), whole_group=True)
 
-    def _living(self) -> list[Rank]:
-        return [rank for rank in self.ranks if rank.lives]
+    def _running(self) -> list[LaunchedRank]:
+        return [rank for rank in self.ranks if rank.is_running]
 
-    def _signal(self, number: int, ranks: list[Rank], whole_group: bool = False) -> None:
+    def _signal(self, number: int, ranks: list[LaunchedRank], whole_group: bool = False) -> None:
+        """Let the fork server send the signal: the pids are its children, and cannot be reused."""
         if number != DUMP_SIGNAL:
             for rank in ranks:
-                rank.told_to_end_s = rank.told_to_end_s or time.monotonic()
-        chosen = [rank.info.rank for rank in ranks]
-        record = {"signal": int(number), "ranks": chosen, "whole_group": whole_group}
+                rank.signalled_s = rank.signalled_s or time.monotonic()
+        numbers = [rank.info.rank for rank in ranks]
+        record = {"signal": int(number), "ranks": numbers, "whole_group": whole_group}
         with contextlib.suppress(BrokenPipeError):
-            pipe_records.send(self.ears.commands, record)
+            pipe_records.send(self.pipes.commands, record)
 
     def _after(self, seconds: float, action: Callable[[], None]) -> None:
-        self.deadlines[time.monotonic() + seconds] = action
+        self.timers.append((time.monotonic() + seconds, action))
 
-    def _meet_deadlines(self) -> None:
+    def _run_timers(self) -> None:
         now = time.monotonic()
-        for deadline in sorted(due for due in self.deadlines if due <= now):
-            self.deadlines.pop(deadline)()
+        due = sorted(
+            (timer for timer in self.timers if timer[0] <= now), key=lambda timer: timer[0]
+        )
+        self.timers = [timer for timer in self.timers if timer[0] > now]
+        for _, action in due:
+            action()
 
-    def _drain(self) -> None:
-        """Read what is left in the pipes; nothing writes to them any more."""
-        for fd in list(self.pipes):
+    def _drain_pipes(self) -> None:
+        """Read the rest of every pipe; nothing writes to them any more."""
+        for fd in list(self.readers):
             while self._read(fd):
                 pass
-            if fd in self.prints and fd in self.pipes:
-                self.pipes[fd](b"")
+            if fd in self.prints and fd in self.readers:
+                self.readers[fd](b"")
 
 
 def _by_line(action: Callable[[bytes], None]) -> Callable[[bytes], None]:
-    """What to do with bytes, so that action is called with each line of them."""
-    lines = pipe_records.Lines()
+    """A reader of bytes that calls action with each line of them."""
+    buffer = pipe_records.LineBuffer()
 
     def feed(data: bytes) -> None:
-        for line in lines.feed(data):
+        for line in buffer.feed(data):
             action(line)
 
     return feed

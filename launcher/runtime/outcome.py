@@ -1,133 +1,106 @@
-"""How a launch ended: the results of its ranks, or one error with the earliest failure first."""
+"""The outcome of a launch: the results of its ranks, or one error with the first failure first."""
 
 from __future__ import annotations
 
 import errno
 import signal
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
-from launcher.errors import (
-    TIMEOUT_CODE,
-    Failure,
-    LaunchError,
-    LaunchInterrupted,
-    LaunchTimeout,
-    signal_name,
-)
+from launcher import errors, timings
+from launcher.errors import Failure, LaunchError, LaunchInterrupted
 from launcher.job import Job
-from launcher.runtime.rank_state import REAPING_LAG_S, Rank, without_launcher
+from launcher.runtime.rank_state import LaunchedRank, without_launcher
 
+Failures = tuple[Failure, ...]
+# Makes the error of a launch that was not ended by a failure of a rank, from those that followed.
+EndReason = Callable[[Failures], LaunchError]
 READER_GONE = (errno.EPIPE, errno.EIO)
 
 
-@dataclass
-class End:
-    """Why the launcher ended the ranks, if it was not a rank's own failure.
+def results_or_raise(
+    job: Job, ranks: list[LaunchedRank], began_s: float, reason: EndReason | None, oom_killed: bool
+) -> list[Any]:
+    """Each rank's result. Raises LaunchError if anything failed.
 
-    began_s: when the launch began, on the monotonic clock.
+    began_s: of the monotonic clock. oom_killed: the kernel has killed some process meanwhile.
     """
-
-    began_s: float
-    stopped_by: int | None = None
-    times_stopped: int = 0
-    timed_out: bool = False
-    trouble: str = ""
-    unprintable: OSError | None = None
-    memory_ran_out: bool = False
-
-    @property
-    def is_told(self) -> bool:
-        return bool(self.stopped_by or self.timed_out or self.trouble or self.unprintable)
-
-
-def results(job: Job, ranks: list[Rank], end: End) -> list[Any]:
-    """Each rank's result. Raises LaunchError if there is anything wrong."""
-    failures = _failures(job, ranks, end)
-    error = _end_error(job, ranks, end, failures)
-    if error is not None:
-        raise error
+    must_return = job.target.kind == "function"
+    failed = [rank for rank in ranks if rank.has_failed or (must_return and rank.exited_early)]
+    failures = tuple(sorted((rank.failure(began_s) for rank in failed), key=by_cause))
+    if reason is None and any(rank.is_running for rank in ranks):
+        reason = _server_killed
+    if reason is not None:
+        raise reason(failures)
     if failures:
-        raise LaunchError(_message(failures[0], ranks, end), failures, failures[0].exit_code)
+        raise errors.failed(failures, "\n".join(_notes(failures[0], ranks, oom_killed)))
     return [rank.result() for rank in ranks]
 
 
-def _failures(job: Job, ranks: list[Rank], end: End) -> tuple[Failure, ...]:
-    """The failed ranks, earliest first; those that the launcher ended come last."""
-    must_return = job.target.kind == "function"
-    failed = [rank for rank in ranks if rank.failed or (must_return and rank.left_early)]
-    found = [rank.failure(end.began_s) for rank in failed]
-    return tuple(sorted(found, key=blame))
+class FailureOrder(NamedTuple):
+    """Sort key of failures: causes before consequences."""
+
+    ended_by_launcher: bool
+    time_s: float
+    rank: int
 
 
-def blame(failure: Failure) -> tuple[bool, float, int]:
-    """Sorts the cause before its consequences.
+def by_cause(failure: Failure) -> FailureOrder:
+    """The first failure wins, with one correction.
 
     A process's death is seen later than it happened: its peers lose their connection to it, and may
-    raise, before its parent hears of it. An abort is more often such a consequence than a cause.
+    raise, before its parent reaps it. An abort is more often such a consequence than a cause.
     """
     died_silently = not failure.type and failure.signal != signal.SIGABRT
-    lag_s = REAPING_LAG_S if died_silently else 0.0
+    lag_s = timings.TIMINGS.reap_lag_s if died_silently else 0.0
     time_s = 0.0 if failure.ended_by_launcher else failure.time_s - lag_s
-    return failure.ended_by_launcher, time_s, failure.rank
+    return FailureOrder(failure.ended_by_launcher, time_s, failure.rank)
 
 
-def _end_error(
-    job: Job, ranks: list[Rank], end: End, failures: tuple[Failure, ...]
-) -> LaunchError | None:
-    """The error of a launch that its ranks did not end themselves."""
-    if end.stopped_by:
-        name = signal_name(end.stopped_by)
-        return LaunchInterrupted(f"stopped by {name}", failures, 128 + end.stopped_by)
-    if end.unprintable:
-        return _unprintable(end.unprintable, failures)
-    if end.timed_out:
-        return LaunchTimeout(_timeout_message(job, ranks), failures, TIMEOUT_CODE)
-    if end.trouble:
-        return LaunchError(f"the ranks could not be started: {end.trouble}", failures)
-    if any(rank.lives for rank in ranks):
-        return LaunchError(
-            "the process that kept the ranks was killed from outside, so all of them were ended. "
-            "The kernel does so where memory runs out: see `dmesg`.",
-            failures,
-            128 + signal.SIGKILL,
-        )
-    return None
+def timed_out(job: Job, ranks: list[LaunchedRank]) -> EndReason:
+    """The launch took too long; ranks: where each of them was, by the time of the error."""
+
+    def error(failures: Failures) -> LaunchError:
+        stacks = [
+            f"\n\nrank {rank.info.rank} was here:\n{without_launcher(rank.dump)}"
+            for rank in ranks
+            if rank.dump
+        ]
+        return errors.timed_out(job.timeout_s, failures, note="".join(stacks))
+
+    return error
 
 
-def _unprintable(error: OSError, failures: tuple[Failure, ...]) -> LaunchError:
+def failed_start(problem: str) -> EndReason:
+    """The fork server could not start the ranks."""
+    return lambda failures: LaunchError(f"the ranks could not be started: {problem}", failures)
+
+
+def unwritable_output(error: OSError) -> EndReason:
+    """The reader of the output has gone, or a disk is full."""
     if error.errno in READER_GONE:
-        message = "stopped, since nobody reads the output any more"
-        return LaunchInterrupted(message, failures, 128 + signal.SIGPIPE)
+        text, code = "stopped, since nobody reads the output any more", 128 + signal.SIGPIPE
+        return lambda failures: LaunchInterrupted(text, failures, code)
     where = f" to {error.filename}" if error.filename else ""
-    return LaunchError(
-        f"what the ranks print cannot be written{where}: {error.strerror}. They were ended, since "
-        "their output would be lost. Make room, or write elsewhere.",
+    return lambda failures: LaunchError(
+        f"the output of the ranks cannot be written{where}: {error.strerror}. They were ended, "
+        "since it would be lost. Free some space, or write elsewhere.",
         failures,
     )
 
 
-def _timeout_message(job: Job, ranks: list[Rank]) -> str:
-    stacks = [
-        f"\n\nrank {rank.info.rank} was here:\n{without_launcher(rank.dump)}"
-        for rank in ranks
-        if rank.dump
-    ]
-    return f"not over after {job.timeout_s} s, so it was ended{''.join(stacks)}"
+def _server_killed(failures: Failures) -> LaunchError:
+    return LaunchError(
+        "the fork server of the ranks was killed from outside, so all of them were ended. "
+        "The kernel does so where memory runs out: see `dmesg`.",
+        failures,
+        128 + signal.SIGKILL,
+    )
 
 
-def _message(first: Failure, ranks: list[Rank], end: End) -> str:
-    return "\n".join([first.summary(), *_notes(first, ranks, end), *_details(first)])
-
-
-def _notes(first: Failure, ranks: list[Rank], end: End) -> Iterator[str]:
-    early = [str(rank.info.rank) for rank in ranks if rank.left_early]
+def _notes(first: Failure, ranks: list[LaunchedRank], oom_killed: bool) -> Iterator[str]:
+    early = [str(rank.info.rank) for rank in ranks if rank.exited_early]
     if early and first.exit_code:
-        yield f"Rank {', '.join(early)} had left early, with exit code 0."
-    if first.signal == signal.SIGKILL and end.memory_ran_out:
+        yield f"Rank {', '.join(early)} had exited early, with code 0."
+    if first.signal == signal.SIGKILL and oom_killed:
         yield "The kernel killed processes meanwhile because memory ran out: see `dmesg`."
-
-
-def _details(first: Failure) -> list[str]:
-    return ["", first.traceback] if first.traceback else []

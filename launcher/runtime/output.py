@@ -1,11 +1,12 @@
-"""What the ranks print, line by line, each line with the rank it came from.
+"""The output of ranks, line by line, each line with the rank it came from.
 
-Nothing here blocks: what the reader of our output has not taken yet waits, and when much waits,
-`is_full` tells the launcher to leave the rest with the ranks.
+Nothing here blocks: what the reader of our output has not taken yet is queued, and when much is
+queued, `is_full` tells the launcher to leave the rest in the pipes of the ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import sys
@@ -15,56 +16,62 @@ from io import FileIO
 from pathlib import Path
 from typing import TextIO
 
-from launcher.records.pipe_records import Lines
+from launcher import timings
+from launcher.records.pipe_records import LineBuffer
 
 COLOURS = (36, 33, 32, 35, 34, 31)  # ECMA-48 foreground colours, one rank after another
 CHUNK = select.PIPE_BUF  # a pipe that is ready takes this much without blocking
-FULL = 4 << 20
-LONGEST_LINE = 1 << 20
-PROMPT_S = 0.05  # a terminal shows a line without an end after this time
+QUEUE_NBYTES = 4 << 20
+LINE_NBYTES = 1 << 20  # a longer line is printed in parts
 
 
 class Output:
-    """Whole lines to our standard output and error, and bytes as they are to log files."""
+    """Writer of whole lines to our standard output and error, and of unchanged bytes to logs."""
 
     def __init__(self, log_dir: str | None = None, nprocs: int = 0) -> None:
-        self._screens = {"out": Screen(sys.stdout), "err": Screen(sys.stderr)}
-        self._queue: deque[tuple[Screen, bytes]] = deque()
-        self._waiting = 0
-        self._lines: dict[tuple[int, str], Lines] = {}
-        self._cursor: tuple[int, str] | None = None  # whose unfinished line the terminal shows
-        self._begun = time.monotonic()  # the line that is unfinished, or the last one ended
+        self._standard_streams = {
+            "out": StandardStream(sys.stdout),
+            "err": StandardStream(sys.stderr),
+        }
+        self._queue: deque[tuple[StandardStream, bytes]] = deque()
+        self._queued_nbytes = 0
+        self._buffers: dict[tuple[int, str], LineBuffer] = {}
+        # Whose unfinished line the terminal shows, and since when it, or the last line, is there.
+        self._cursor: tuple[int, str] | None = None
+        self._line_began_s = time.monotonic()
         self._logs = _open_logs(log_dir, nprocs) if log_dir else {}
 
     @property
     def is_full(self) -> bool:
-        return self._waiting > FULL
+        return self._queued_nbytes > QUEUE_NBYTES
 
     @property
     def is_waiting(self) -> bool:
         return bool(self._queue)
 
-    def patience(self) -> float | None:
-        """How long the launcher may sleep before it should call pump again; None is for ever."""
-        return 0.02 if self._queue else PROMPT_S if self._prompts() else None
+    def next_pump_s(self) -> float | None:
+        """Seconds until pump should be called again; None for never."""
+        if self._queue:
+            return timings.TIMINGS.output_poll_s
+        return timings.TIMINGS.prompt_s if self._prompts() else None
 
     def take(self, rank: int, stream: str, data: bytes) -> None:
-        """What a rank printed, as it came; nothing at its end.
+        """Take what a rank printed, as it came; empty data is the end of the stream.
 
-        Raises OSError if a log file takes no more.
+        Raises OSError if a log file cannot be written.
         """
         self._log(rank, stream, data)
-        lines = self._lines.setdefault((rank, stream), Lines())
-        whole = lines.feed(data)
-        if whole:
-            self._put(rank, stream, b"\n".join([*whole, b""]))
-        if lines.nbytes > LONGEST_LINE or (lines.nbytes and not data):
-            self._put(rank, stream, lines.take() + b"\n")
-        if whole or lines.nbytes == len(data):  # more of the same line does not put it off
-            self._begun = time.monotonic()
+        buffer = self._buffers.setdefault((rank, stream), LineBuffer())
+        lines = buffer.feed(data)
+        if lines:
+            self._put(rank, stream, b"\n".join([*lines, b""]))
+        if buffer.nbytes > LINE_NBYTES or (buffer.nbytes and not data):
+            self._put(rank, stream, buffer.take() + b"\n")
+        if lines or buffer.nbytes == len(data):  # more of the same line does not delay it
+            self._line_began_s = time.monotonic()
 
     def log(self, rank: int, text: str) -> None:
-        """Into the rank's log of errors only, if there is one."""
+        """Write text only to the rank's log of standard error, if there is one."""
         self._log(rank, "err", text.encode(errors="replace"))
 
     def _log(self, rank: int, stream: str, data: bytes) -> None:
@@ -78,32 +85,36 @@ class Output:
             raise OSError(error.errno, error.strerror, log.name) from error
 
     def notice(self, text: str) -> None:
-        """A line of the launcher's own."""
-        screen = self._screens["err"]
-        self._append(screen, self._fresh_line(screen) + f"[launcher] {text}\n".encode())
-        self._cursor = None if screen.is_terminal else self._cursor
+        """Print a line of the launcher's own."""
+        standard_stream = self._standard_streams["err"]
+        self._append(
+            standard_stream, self._fresh_line(standard_stream) + f"[launcher] {text}\n".encode()
+        )
+        self._cursor = None if standard_stream.is_terminal else self._cursor
 
     def pump(self, wait_s: float = 0.0) -> None:
-        """Write what the readers take, waiting that long at most.
+        """Write what the readers accept, waiting wait_s at most.
 
-        Raises OSError if they take no more, ever.
+        Raises OSError if they have gone, or a disk is full.
         """
-        self._show_prompts()
+        if time.monotonic() - self._line_began_s >= timings.TIMINGS.prompt_s:
+            for rank, stream in self._prompts():
+                self._put(rank, stream, self._buffers[rank, stream].take())
         while self._queue:
-            screen, data = self._queue[0]
-            rest = screen.write(data, wait_s)
-            self._waiting -= len(data) - len(rest)
+            standard_stream, data = self._queue[0]
+            rest = standard_stream.write(data, wait_s)
+            self._queued_nbytes -= len(data) - len(rest)
             if rest:
-                self._queue[0] = (screen, rest)
+                self._queue[0] = (standard_stream, rest)
                 return
             self._queue.popleft()
 
     def give_up(self) -> None:
-        """After pump has raised: drop what waits, and print no more."""
+        """After pump has raised: drop the queue, and print no more."""
         self._queue.clear()
-        self._waiting = 0
-        for screen in self._screens.values():
-            screen.stream = None
+        self._queued_nbytes = 0
+        for standard_stream in self._standard_streams.values():
+            standard_stream.stream = None
 
     def close(self) -> None:
         for log in self._logs.values():
@@ -111,52 +122,51 @@ class Output:
 
     def _put(self, rank: int, stream: str, text: bytes) -> None:
         """Queue lines of a rank, each after its prefix; the last may have no end on a terminal."""
-        screen = self._screens[stream]
-        mark = prefix(rank, stream, screen.is_terminal)
+        standard_stream = self._standard_streams[stream]
+        label = prefix(rank, stream, standard_stream.is_terminal)
         begin, end = text[:-1], text[-1:]
-        begin = begin.replace(b"\n", b"\n" + mark)
-        if screen.is_terminal:
-            begin = begin.replace(b"\r", b"\r" + mark)
-        goes_on = screen.is_terminal and self._cursor == (rank, stream)
-        self._append(screen, (b"" if goes_on else self._fresh_line(screen) + mark) + begin + end)
-        if screen.is_terminal:
+        begin = begin.replace(b"\n", b"\n" + label)
+        if standard_stream.is_terminal:
+            begin = begin.replace(b"\r", b"\r" + label)
+        continues = standard_stream.is_terminal and self._cursor == (rank, stream)
+        start = b"" if continues else self._fresh_line(standard_stream) + label
+        self._append(standard_stream, start + begin + end)
+        if standard_stream.is_terminal:
             self._cursor = None if end == b"\n" else (rank, stream)
 
-    def _fresh_line(self, screen: Screen) -> bytes:
-        return b"\n" if self._cursor and screen.is_terminal else b""
+    def _fresh_line(self, standard_stream: StandardStream) -> bytes:
+        return b"\n" if self._cursor and standard_stream.is_terminal else b""
 
-    def _append(self, screen: Screen, data: bytes) -> None:
-        if screen.stream is not None:
-            self._queue.append((screen, data))
-            self._waiting += len(data)
+    def _append(self, standard_stream: StandardStream, data: bytes) -> None:
+        if standard_stream.stream is not None:
+            self._queue.append((standard_stream, data))
+            self._queued_nbytes += len(data)
 
     def _prompts(self) -> list[tuple[int, str]]:
         """The unfinished lines that a terminal should show before they end."""
         return [
             key
-            for key, lines in self._lines.items()
-            if lines.nbytes and self._screens[key[1]].is_terminal
+            for key, buffer in self._buffers.items()
+            if buffer.nbytes and self._standard_streams[key[1]].is_terminal
         ]
 
-    def _show_prompts(self) -> None:
-        if time.monotonic() - self._begun >= PROMPT_S:
-            for rank, stream in self._prompts():
-                self._put(rank, stream, self._lines[rank, stream].take())
 
-
-class Screen:
-    """A standard stream of this process; one without a descriptor takes text, and at once."""
+class StandardStream:
+    """A standard stream of this process; one without a descriptor takes text at once."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self.stream = stream
         self.is_terminal = stream is not None and stream.isatty()
-        self._fd = _descriptor(stream)
+        self._fd: int | None = None
+        if stream is not None:
+            with contextlib.suppress(OSError):  # a stream in memory has none
+                self._fd = stream.fileno()
         self._poll = select.poll()
         if self._fd is not None:
             self._poll.register(self._fd, select.POLLOUT)
 
     def write(self, data: bytes, wait_s: float) -> bytes:
-        """What is left of data."""
+        """Write without blocking for longer than wait_s; return the rest of data."""
         if self.stream is None:
             return b""
         if self._fd is None:
@@ -168,14 +178,8 @@ class Screen:
         return data
 
 
-def _descriptor(stream: TextIO | None) -> int | None:
-    try:
-        return None if stream is None else stream.fileno()
-    except OSError:
-        return None
-
-
 def prefix(rank: int, stream: str, coloured: bool) -> bytes:
+    """The label before each line of a rank."""
     text = f"[{rank}]" if stream == "out" else f"[{rank} err]"
     if coloured and "NO_COLOR" not in os.environ:
         text = f"\x1b[{COLOURS[rank % len(COLOURS)]}m{text}\x1b[0m"
@@ -194,7 +198,7 @@ def _open_logs(folder: str, nprocs: int) -> dict[tuple[int, str], FileIO]:
     except OSError as error:
         raise OSError(
             error.errno,
-            f"the folder {folder!r} for logs cannot be written ({error.strerror}: "
-            f"{error.filename!r}), so what the ranks print would be lost and none was started. "
-            "Make it yours to write, or name another with --log-dir.",
+            f"the log folder {folder!r} cannot be written ({error.strerror}: {error.filename!r}), "
+            "so the output of the ranks would be lost and none was started. Make it writable, or "
+            "name another with --log-dir.",
         ) from error

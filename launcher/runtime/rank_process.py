@@ -1,4 +1,4 @@
-"""One rank on this machine: a forked process takes its seat, runs the target, and tells its end."""
+"""A rank on this machine: a forked process sets itself up, runs the target, and reports its end."""
 
 from __future__ import annotations
 
@@ -16,83 +16,91 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from launcher import launch_context, target
+from launcher import detection, target
 from launcher.job import Job
 from launcher.launch_info import CHOICE, LaunchInfo
 from launcher.records import json_values, pipe_records
+from launcher.runtime.rank_state import LAUNCHER_FOLDER
 from launcher.system import linux, stop_signals
 from launcher.trace import recorder
 
-DUMP_SIGNAL = signal.SIGRTMAX  # the rank writes its stacks to its report at this one
-# A rank that has just been forked would miss these, or die of one.
-HELD_BACK = (*stop_signals.STOPPING, DUMP_SIGNAL)
-HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+DUMP_SIGNAL = signal.SIGRTMAX  # at this one, a rank writes its stacks to its report pipe
+# Blocked by the fork server before it forks, and unblocked in _setup_child: a rank that has just
+# been forked would lose these, or be killed by one before it can report.
+BLOCKED_IN_FORK = (*stop_signals.STOP_SIGNALS, DUMP_SIGNAL)
 
 
 @dataclass(frozen=True)
-class Seat:
-    """What one rank needs. stdout, stderr, report: write ends of pipes to the launcher.
+class RankSetup:
+    """One rank before it is forked. stdout, stderr, report: write ends of pipes to the launcher.
 
-    cores: to be pinned to, if any.
+    cpus: the logical processors to be pinned to, if any.
     """
 
     info: LaunchInfo
     stdout: int
     stderr: int
     report: int
-    cores: tuple[int, ...] = ()
+    cpus: tuple[int, ...] = ()
+
+    @property
+    def pipes(self) -> tuple[int, int, int]:
+        return self.stdout, self.stderr, self.report
 
 
-def run(seat: Seat, job: Job, keeper: int, is_fresh: bool) -> None:
-    """Become the rank, in a process that keeper has just forked. Never returns.
+def run(setup: RankSetup, job: Job, server: int, owns_process: bool) -> None:
+    """Become the rank, in a process that the fork server has just forked. Never returns.
 
-    is_fresh: the process was started for this launch, so leaving it by SystemExit runs only the
+    owns_process: the process was started for this launch, so leaving it by SystemExit runs only the
     target's own exit handlers; else those inherited from the program must not run here.
     """
-    _take(seat, keeper)
-    if not is_fresh:
+    _setup_child(setup, server)
+    if not owns_process:
         _forget_exit_handlers()
-    code = _call(seat, job)
-    if is_fresh:
+    code = _call(setup, job)
+    if owns_process:
         sys.exit(code)
-    _leave(code)
+    _exit(code)
 
 
-def _take(seat: Seat, keeper: int) -> None:
-    linux.die_with(keeper)
-    linux.name_process(f"rank {seat.info.rank}")
+def _setup_child(setup: RankSetup, server: int) -> None:
+    linux.die_with(server)
+    linux.set_process_name(f"rank {setup.info.rank}")
     os.setsid()
-    _reset_signals()
-    _open_streams(seat)
-    faulthandler.enable(file=seat.report)
-    faulthandler.register(DUMP_SIGNAL, file=seat.report)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
-    os.environ.pop(CHOICE, None)
-    os.environ.update(seat.info.to_env())
-    if seat.cores:
-        os.sched_setaffinity(0, seat.cores)
-
-
-def _reset_signals() -> None:
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    _open_streams(setup)
+    faulthandler.enable(file=setup.report)
+    faulthandler.register(DUMP_SIGNAL, file=setup.report)
+    # Only now: handlers and pipes are in place, and what is pending is delivered at once.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_IN_FORK)
+    os.environ.pop(CHOICE, None)
+    os.environ.update(setup.info.to_env())
+    if setup.cpus:
+        os.sched_setaffinity(0, setup.cpus)
 
 
-def _open_streams(seat: Seat) -> None:
+def _open_streams(setup: RankSetup) -> None:
     """Standard output and error into our pipes, line by line; standard input to rank 0 only."""
-    for fd, number in ((seat.stdout, 1), (seat.stderr, 2)):
+    for fd, number in ((setup.stdout, 1), (setup.stderr, 2)):
         os.dup2(fd, number)
         os.close(fd)
-    if seat.info.rank != 0:
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.close(null)
+    if setup.info.rank != 0:
+        close_stdin()
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.FileIO(0, closefd=False))  # type: ignore[misc]
     sys.stdout = sys.__stdout__ = _text(1, "strict")  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _text(2, "backslashreplace")  # type: ignore[misc]
     linux.line_buffer_c_stdout()
+
+
+def close_stdin() -> None:
+    """Give standard input an immediate end: it belongs to rank 0."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    if null != 0:
+        os.close(null)
 
 
 def _text(fd: int, errors: str) -> io.TextIOWrapper:
@@ -100,11 +108,11 @@ def _text(fd: int, errors: str) -> io.TextIOWrapper:
     return io.TextIOWrapper(raw, errors=errors, line_buffering=True)
 
 
-def _call(seat: Seat, job: Job) -> int:
-    """The target's exit code, after reporting its result or how it failed."""
-    pipe, pid = os.fstat(seat.report), os.getpid()
+def _call(setup: RankSetup, job: Job) -> int:
+    """Run the target and report its result or failure; return its exit code."""
+    pipe, pid = os.fstat(setup.report), os.getpid()
     try:
-        with launch_context.rank_of(None), recorder.whole(seat.info, job.target.name):
+        with detection.acting_as(None), recorder.recording_span(setup.info, job.target.name):
             record: dict[str, Any] = {"result": json_values.dumps(target.call(job))}
         code = 0
     except BaseException as error:
@@ -112,15 +120,15 @@ def _call(seat: Seat, job: Job) -> int:
             raise  # a child that the target has forked, and not the rank
         code = exit_code(error)
         record = {"failure": describe(error)} if code else {"result": json_values.dumps(None)}
-        _report(seat.report, pipe, record)
-        _tell_hook(error, job)
+        _report(setup.report, pipe, record)
+        _call_excepthook(error, job)
     else:
         if os.getpid() == pid:
-            _report(seat.report, pipe, record)
+            _report(setup.report, pipe, record)
     return code
 
 
-def _tell_hook(error: BaseException, job: Job) -> None:
+def _call_excepthook(error: BaseException, job: Job) -> None:
     """Call the excepthook that a script has set; the default one's work is done by the launcher."""
     is_default = sys.excepthook is sys.__excepthook__
     if job.target.kind != "function" and not (is_default or isinstance(error, SystemExit)):
@@ -133,11 +141,11 @@ def _report(fd: int, pipe: os.stat_result, record: dict[str, Any]) -> None:
         if os.path.samestat(os.fstat(fd), pipe):
             pipe_records.send(fd, record)
     except OSError:
-        pass  # the launcher learns the exit code from the keeper in any case
+        pass  # the launcher learns the exit code from the fork server in any case
 
 
 def exit_code(error: BaseException) -> int:
-    """What the process ends with; prints what sys.exit was given instead of a number."""
+    """The exit code of a process that error ends; prints the text that sys.exit got instead."""
     if isinstance(error, SystemExit) and not isinstance(error.code, (int, type(None))):
         print(_text_of(error), file=sys.stderr)
     return _code_of(error)
@@ -151,6 +159,7 @@ def _code_of(error: BaseException) -> int:
 
 
 def describe(error: BaseException) -> dict[str, Any]:
+    """The fields of a Failure that the failing rank itself knows."""
     return {
         "time_s": time.monotonic(),
         "host": socket.gethostname(),
@@ -164,8 +173,8 @@ def describe(error: BaseException) -> dict[str, Any]:
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)
-    except BaseException as broken:  # or nobody would hear of the error itself
-        return f"<its message cannot be shown: {type(broken).__name__}>"
+    except BaseException as broken:  # which must not hide the error itself
+        return f"<no message: its __str__ raised {type(broken).__name__}>"
 
 
 def own_traceback(error: BaseException) -> str:
@@ -175,13 +184,15 @@ def own_traceback(error: BaseException) -> str:
 
 
 def _below_launcher(frames: TracebackType | None) -> TracebackType | None:
-    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(HERE + os.sep):
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(
+        LAUNCHER_FOLDER + os.sep
+    ):
         frames = frames.tb_next
     return frames
 
 
 def _forget_exit_handlers() -> None:
-    """As the standard library's multiprocessing does in a forked child."""
+    """Drop the exit handlers of the program, as multiprocessing does in a forked child."""
     atexit._clear()
     util = sys.modules.get("multiprocessing.util")
     if util is not None:
@@ -190,8 +201,8 @@ def _forget_exit_handlers() -> None:
         atexit.register(util._exit_function)
 
 
-def _leave(code: int) -> None:
-    """End as the interpreter would, without unwinding the program that we were forked from."""
+def _exit(code: int) -> None:
+    """Exit as the interpreter would, without unwinding the program that we were forked from."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

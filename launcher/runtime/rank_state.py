@@ -1,4 +1,4 @@
-"""What the launcher knows of its ranks, and how one that failed is told about."""
+"""The launcher's record of each rank that it has started, and the Failure made from it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ import socket
 from dataclasses import dataclass, field
 from typing import Any
 
+from launcher import timings
 from launcher.errors import Failure
 from launcher.launch_info import LaunchInfo
 from launcher.records import json_values
 
-REAPING_LAG_S = 0.1  # a death is noticed this much later than it happened, at most
-HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+LAUNCHER_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 @dataclass
-class Rank:
-    """One rank so far. Times are of the monotonic clock. dump: what a crash wrote, line by line."""
+class LaunchedRank:
+    """One rank so far. Times are of the monotonic clock.
+
+    record: how its target ended. dump: the stacks of a crash, line by line. signalled_s: when the
+    launcher first asked it to end.
+    """
 
     info: LaunchInfo
     pid: int = 0
@@ -27,29 +31,30 @@ class Rank:
     ended_s: float = 0.0
     record: dict[str, Any] = field(default_factory=dict)
     dump: list[str] = field(default_factory=list)
-    told_to_end_s: float | None = None
+    signalled_s: float | None = None
 
     @property
-    def lives(self) -> bool:
+    def is_running(self) -> bool:
         return self.exit_code is None
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         return "failure" in self.record or bool(self.exit_code)
 
     @property
-    def left_early(self) -> bool:
-        """Whether its exit code says that all is well, but its target did not come to its end."""
+    def exited_early(self) -> bool:
+        """True if it exited with code 0 before its target returned."""
         return self.exit_code == 0 and not self.record
 
     def result(self) -> Any:
         return json_values.loads(self.record["result"]) if "result" in self.record else None
 
     def failure(self, began_s: float) -> Failure:
-        said: dict[str, Any] = self.record.get("failure") or {
+        """The Failure that the rank reported; without one, as its exit status shows it."""
+        report: dict[str, Any] = self.record.get("failure") or {
             "time_s": self.ended_s,
             "host": socket.gethostname(),
-            "message": "left with exit code 0 before its function returned" * self.left_early,
+            "message": "exited with code 0 before its function returned" * self.exited_early,
             "traceback": without_launcher(self.dump),
             "exit_code": self.exit_code or 1,
             "signal": self.signal,
@@ -58,18 +63,18 @@ class Rank:
             rank=self.info.rank,
             local_rank=self.info.local_rank,
             pid=self.pid,
-            ended_by_launcher=self._was_ended(said["time_s"]),
-            **{**said, "time_s": said["time_s"] - began_s},
+            ended_by_launcher=self._failed_on_request(report["time_s"]),
+            **{**report, "time_s": report["time_s"] - began_s},
         )
 
-    def _was_ended(self, failed_s: float) -> bool:
-        """Whether it failed because it was told to end, and not just when it was told."""
-        if self.told_to_end_s is None:
+    def _failed_on_request(self, failed_s: float) -> bool:
+        """True if it failed because the launcher asked it to end, not just at the same time."""
+        if self.signalled_s is None:
             return False
-        obeyed = "failure" in self.record or self.exit_code == 128 + signal.SIGTERM
-        return failed_s >= self.told_to_end_s + (0 if obeyed else REAPING_LAG_S)
+        reacted = "failure" in self.record or self.exit_code == 128 + signal.SIGTERM
+        return failed_s >= self.signalled_s + (0 if reacted else timings.TIMINGS.reap_lag_s)
 
 
 def without_launcher(dump: list[str]) -> str:
     """The stacks that faulthandler dumped, without the launcher's frames below the target's."""
-    return "\n".join(line for line in dump if f'File "{HERE}{os.sep}' not in line)
+    return "\n".join(line for line in dump if f'File "{LAUNCHER_FOLDER}{os.sep}' not in line)

@@ -1,6 +1,6 @@
-"""The GPUs of this node, by UUID, found without opening one.
+"""The GPUs of this node, by UUID, without opening one.
 
-A CUDA context in the launcher would stay in its ranks.
+A CUDA context in the launcher would be inherited by its ranks, which could not use it.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
-class Device:
-    """uuid: of the GPU, or of its MIG instance; parent: then of the GPU itself."""
+class GpuDevice:
+    """uuid: of the GPU, or of its MIG instance; parent: in that case, of the GPU itself."""
 
     uuid: str
     parent: str = ""
 
 
-def visible(environ: Mapping[str, str] = os.environ) -> list[Device]:
+def visible(environ: Mapping[str, str] = os.environ) -> list[GpuDevice]:
     """The devices a process with this environment may use, in CUDA's order; none without a driver.
 
     CUDA_VISIBLE_DEVICES is read as CUDA reads it (CUDA programming guide, "Environment variables"):
-    numbers or UUIDs or their unambiguous beginnings, and nothing after the first that fits nothing.
-    Numbers count in the order of the PCI bus, which is CUDA's if all GPUs of the node are alike.
+    indices, UUIDs or their unambiguous prefixes, and nothing after the first that matches nothing.
+    Indices count in the order of the PCI bus, which is CUDA's if all GPUs of the node are equal.
     """
     if not DRIVER.exists():
         return []
-    gpus = every()
-    return gpus if VISIBLE not in environ else list(_chosen(environ[VISIBLE], gpus))
+    gpus = all_gpus()
+    return gpus if VISIBLE not in environ else list(_selected(environ[VISIBLE], gpus))
 
 
-def of_ranks(nprocs: int, share: bool) -> dict[int, dict[str, str]]:
-    """What LaunchInfo.extras says of the device of each local rank that has one.
+def for_ranks(nprocs: int, share: bool) -> dict[int, dict[str, str]]:
+    """The LaunchInfo.extras for the device of each local rank that has one.
 
-    Rank i has the i-th visible device to itself, and a rank beyond the last has none; share lets
-    those begin again at the first.
+    Rank i gets the i-th visible device, and a rank beyond the last gets none; with share, those
+    begin again at the first.
     """
     gpus = visible()
     count = nprocs if share and gpus else min(nprocs, len(gpus))
     return {rank: {"device": gpus[rank % len(gpus)].uuid} for rank in range(count)}
 
 
-def every() -> list[Device]:
-    """Every GPU of this node; a GPU that is divided (MIG) is listed as its instances."""
-    with opened() as nvml:
+def all_gpus() -> list[GpuDevice]:
+    """Every GPU of this node; a GPU that is partitioned (MIG) is listed as its instances."""
+    with nvml_session() as nvml:
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-        return [device for handle in handles for device in _divided(nvml, handle)]
+        return [device for handle in handles for device in _devices(nvml, handle)]
 
 
 @contextmanager
-def opened() -> Iterator[Any]:
-    """NVML as a module, as long as the body runs. Raises ImportError without its bindings."""
+def nvml_session() -> Iterator[Any]:
+    """NVML as a module, initialised for the body. Raises ImportError without its bindings."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -67,31 +67,31 @@ def opened() -> Iterator[Any]:
         pynvml.nvmlShutdown()
 
 
-def _divided(nvml: Any, handle: Any) -> list[Device]:
+def _devices(nvml: Any, handle: Any) -> Iterator[GpuDevice]:
+    """The GPU, or its MIG instances."""
     uuid = nvml.nvmlDeviceGetUUID(handle)
     try:
-        is_divided = nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE
+        has_mig = nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE
     except nvml.NVMLError_NotSupported:
-        is_divided = False
-    return list(_instances(nvml, handle, uuid)) if is_divided else [Device(uuid)]
-
-
-def _instances(nvml: Any, handle: Any, parent: str) -> Iterator[Device]:
+        has_mig = False
+    if not has_mig:
+        yield GpuDevice(uuid)
+        return
     for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
         try:
             instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
         except nvml.NVMLError_NotFound:
             continue
-        yield Device(nvml.nvmlDeviceGetUUID(instance), parent)
+        yield GpuDevice(nvml.nvmlDeviceGetUUID(instance), parent=uuid)
 
 
-def _chosen(text: str, gpus: list[Device]) -> Iterator[Device]:
+def _selected(text: str, gpus: list[GpuDevice]) -> Iterator[GpuDevice]:
     whole = [gpu for gpu in gpus if not gpu.parent]
     for part in map(str.strip, text.split(",")):
         if part.isdigit():
-            fitting = whole[int(part) : int(part) + 1]
+            matches = whole[int(part) : int(part) + 1]
         else:
-            fitting = [gpu for gpu in gpus if part and gpu.uuid.startswith(part)]
-        if len(fitting) != 1:
+            matches = [gpu for gpu in gpus if part and gpu.uuid.startswith(part)]
+        if len(matches) != 1:
             return
-        yield fitting[0]
+        yield matches[0]

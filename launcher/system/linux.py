@@ -1,4 +1,4 @@
-"""What Linux offers and Python does not name: who dies with whom, who descends from whom."""
+"""Linux calls that Python does not offer (prctl), and everything that is read from /proc."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 from pathlib import Path
+from typing import NamedTuple
 
 # linux/prctl.h
 PR_SET_PDEATHSIG = 1
@@ -22,30 +23,25 @@ def _prctl(option: int, value: object) -> None:
 
 
 def die_with(parent: int, number: int = signal.SIGKILL) -> None:
-    """Be sent this signal when the thread that forked us ends.
+    """Receive this signal when the thread that forked this process ends.
 
-    Call it first in a child forked from a main thread, or from one that waits for us.
+    Call it first in a child forked from a main thread, or from one that waits for the child.
     """
     _prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(number))
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # it had died before the call above
         os.kill(os.getpid(), number)
 
 
-def outlive_parent() -> None:
-    """Take die_with back."""
-    _prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(0))
-
-
-def adopt_orphans(wanted: bool) -> bool:
-    """Whether descendants without a parent become our children. Returns what it was before."""
+def set_subreaper(enable: bool) -> bool:
+    """Adopt descendants whose parent ends, or stop doing so; return the previous setting."""
     before = ctypes.c_int()
     _prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
-    _prctl(PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(wanted))
+    _prctl(PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(enable))
     return bool(before.value)
 
 
-def name_process(name: str) -> None:
-    """What ps and top show for this process; 15 bytes."""
+def set_process_name(name: str) -> None:
+    """Set the name that ps and top show for this process; 15 bytes."""
     _prctl(PR_SET_NAME, ctypes.c_char_p(name.encode()))
 
 
@@ -57,7 +53,7 @@ def line_buffer_c_stdout() -> None:
 
 
 def open_missing_streams() -> None:
-    """Where a standard stream is closed, let no pipe of ours take its number."""
+    """Open /dev/null for closed standard streams, so that no pipe of ours takes their numbers."""
     for expected in range(3):
         try:
             os.fstat(expected)
@@ -65,90 +61,126 @@ def open_missing_streams() -> None:
             os.open(os.devnull, os.O_RDWR)
 
 
-def out_of_memory_kills() -> int:
-    """How many processes the kernel has killed since boot because memory ran out."""
-    try:
-        lines = Path("/proc/vmstat").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
-
-
-def wipe_variable(name: str) -> None:
-    """Overwrite a variable's value where it lies, which is where /proc/PID/environ reads it."""
+def erase_variable(name: str) -> None:
+    """Overwrite a variable's value in memory, which is where /proc/PID/environ reads it."""
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_void_p
-    address = getenv(name.encode())
-    if address:
+    if address := getenv(name.encode()):
         ctypes.memset(address, ord("-"), len(ctypes.string_at(address)))
 
 
-def threads_alive() -> int:
-    """Operating-system threads of this process, those of libraries too."""
-    return len(os.listdir("/proc/self/task"))
-
-
-def holds_accelerator() -> bool:
-    """Whether this process has opened an accelerator's memory: such a process must not fork."""
-    links = (_link(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd"))
-    return any(link.startswith(("/dev/nvidia-uvm", "/dev/kfd")) for link in links)
-
-
-def _link(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:
-        return ""
-
-
-def stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on, proc(5)'s third; empty without a process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return []
-    return text.rpartition(")")[2].split()
-
-
-def start_time(pid: int) -> int:
-    """When the process started, in clock ticks since boot: with the pid, its identity; or 0."""
-    fields = stat(pid)
-    return int(fields[19]) if fields else 0
-
-
-def session(pid: int) -> int:
-    fields = stat(pid)
-    return int(fields[3]) if fields else 0
-
-
-def name_of(pid: int) -> str:
-    """What name_process has set."""
-    try:
-        return Path(f"/proc/{pid}/comm").read_text(errors="replace").rstrip("\n")
-    except OSError:
-        return ""
-
-
-def descendants(ancestor: int, zombies: bool = False) -> set[int]:
-    """Every process below ancestor; if asked for, also those that only wait to be reaped."""
-    dead = "X" if zombies else "XZ"
-    children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit() and (fields := stat(int(name))) and fields[0] not in dead:
-            children.setdefault(int(fields[1]), []).append(int(name))
-    found: set[int] = set()
-    waiting = [ancestor]
-    while waiting:
-        below = children.get(waiting.pop(), [])
-        found.update(below)
-        waiting.extend(below)
-    return found
-
-
 def send_signal(pid: int, number: int) -> bool:
-    """Signal a process, or the group -pid, that may be gone already. Whether it was there."""
+    """Signal a process, or the group -pid; False if there is none."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:
         return False
     return True
+
+
+def shell_exit_code(status: int) -> int:
+    """The exit code that a shell shows: 128 and the number where a signal (-number) killed it."""
+    return status if status >= 0 else 128 - status
+
+
+def read_proc(path: str) -> str:
+    """The text of /proc/`path`; empty if it is not there, or no longer."""
+    try:
+        return Path("/proc", path).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def link_of_fd(fd: str | int) -> str:
+    """The file behind a descriptor of this process; empty if it is closed."""
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
+
+
+def count_threads() -> int:
+    """The operating-system threads of this process, those of libraries included."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def holds_accelerator() -> bool:
+    """True if this process has opened an accelerator's memory: such a process must not fork."""
+    links = map(link_of_fd, os.listdir("/proc/self/fd"))
+    return any(link.startswith(("/dev/nvidia-uvm", "/dev/kfd")) for link in links)
+
+
+def count_oom_kills() -> int:
+    """The processes that the kernel has killed since boot because memory ran out."""
+    lines = read_proc("vmstat").splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+
+
+def available_mib() -> int:
+    """Memory that the machine can still give, or this container may still take, if that is less."""
+    _, _, rest = read_proc("meminfo").partition("MemAvailable:")
+    machine = int(rest.split()[0]) >> 10
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = [(group / name).read_text() for name in ("memory.max", "memory.current")]
+        return min(machine, (int(limit) - int(used)) >> 20)
+    except (OSError, ValueError):  # not in a container, or one without a limit ("max")
+        return machine
+
+
+def ephemeral_ports() -> range:
+    """The ports that the kernel may give to outgoing connections."""
+    first, last = read_proc("sys/net/ipv4/ip_local_port_range").split() or (0, -1)
+    return range(int(first), int(last) + 1)
+
+
+def clock_id() -> str:
+    """The identity of this host's monotonic clock: the boot and the time namespace; or empty."""
+    boot = read_proc("sys/kernel/random/boot_id").strip()
+    try:
+        return f"{boot} {os.readlink('/proc/self/ns/time')}" if boot else ""
+    except OSError:
+        return ""
+
+
+class ProcessStat(NamedTuple):
+    """Fields of proc_pid_stat(5). start_time: clock ticks since boot; with the pid, an identity."""
+
+    state: str
+    parent: int
+    session: int
+    start_time: int
+
+
+def process_stat(pid: int) -> ProcessStat | None:
+    """The process's entry in /proc; None if there is none."""
+    fields = read_proc(f"{pid}/stat").rpartition(")")[2].split()  # a name may hold spaces and ")"
+    if not fields:
+        return None
+    return ProcessStat(fields[0], int(fields[1]), int(fields[3]), int(fields[19]))
+
+
+def process_name(pid: int) -> str:
+    """The name given by set_process_name; empty if there is no such process."""
+    return read_proc(f"{pid}/comm").rstrip("\n")
+
+
+def processes() -> dict[int, ProcessStat]:
+    """Every process of this machine, by pid."""
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return {pid: stat for pid in pids if (stat := process_stat(pid)) is not None}
+
+
+def descendants(ancestor: int, zombies: bool = False) -> set[int]:
+    """Every process below ancestor. zombies: also those that only wait to be reaped."""
+    children: dict[int, list[int]] = {}
+    for pid, stat in processes().items():
+        if stat.state not in ("X" if zombies else "XZ"):
+            children.setdefault(stat.parent, []).append(pid)
+    below: set[int] = set()
+    waiting = [ancestor]
+    while waiting:
+        next_level = children.get(waiting.pop(), [])
+        below.update(next_level)
+        waiting.extend(next_level)
+    return below

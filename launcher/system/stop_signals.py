@@ -1,4 +1,4 @@
-"""The signals that stop programs, as calls in a loop rather than as interruptions of it."""
+"""The signals that stop programs, dispatched by a selector loop instead of interrupting it."""
 
 from __future__ import annotations
 
@@ -9,49 +9,61 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def hold_back() -> None:
-    """Let stopping signals wait for this thread, until heard or release lets them through."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+def block() -> None:
+    """Keep stop signals pending for this thread until dispatched_to or unblock delivers them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
-def release() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+def unblock() -> None:
+    """Deliver stop signals again, those that are pending at once."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def reset_in_child() -> None:
+    """Between fork and exec: undo the handlers' SIG_IGN and the mask, which exec would keep."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    unblock()
 
 
 @contextlib.contextmanager
-def heard(selector: selectors.BaseSelector, action: Callable[[int], None]) -> Iterator[None]:
-    """Within this context, action(number) is what the selector's loop calls for a stopping signal.
+def dispatched_to(
+    selector: selectors.BaseSelector, on_signal: Callable[[int], None]
+) -> Iterator[None]:
+    """Within this context, the selector's loop calls on_signal(number) for a stop signal.
 
-    A signal that this process ignores, as under nohup, stays ignored. Only the main
-    thread can hear; on another, the program's own handlers stay in place.
+    A signal that this process ignores, as under nohup, stays ignored. Python runs handlers on the
+    main thread only; on another thread, the program's own handlers stay in place.
     """
     if threading.current_thread() is not threading.main_thread():
-        release()
+        unblock()
         yield
         return
     reading, writing = socket.socketpair()
     reading.setblocking(False)
     writing.setblocking(False)
-    selector.register(reading, selectors.EVENT_READ, lambda: _each(reading, action))
-    wanted = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+
+    def dispatch() -> None:
+        for number in reading.recv(4096):
+            if number in STOP_SIGNALS:
+                on_signal(number)
+
+    selector.register(reading, selectors.EVENT_READ, dispatch)
+    handled = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    # The handler itself does nothing: Python writes the number to the wakeup descriptor. Only now,
+    # with the descriptor in place, may a signal that arrived since block() be delivered.
     old_fd = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
-    old = {number: signal.signal(number, lambda *_: None) for number in wanted}
-    release()
+    old_handlers = {number: signal.signal(number, lambda *_: None) for number in handled}
+    unblock()
     try:
         yield
     finally:
         signal.set_wakeup_fd(old_fd)
-        for number, handler in old.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
         selector.unregister(reading)
         reading.close()
         writing.close()
-
-
-def _each(reading: socket.socket, action: Callable[[int], None]) -> None:
-    for number in reading.recv(4096):
-        if number in STOPPING:
-            action(number)

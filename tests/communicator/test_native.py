@@ -39,14 +39,14 @@ BAD_CALLS = {
     "autograd does not see": lambda comm: comm.allreduce(torch.ones(4, requires_grad=True)),
     "op='mean' is none of": lambda comm: comm.allreduce(torch.ones(4), "mean"),
     "op=None is none of": lambda comm: comm.allreduce(torch.ones(4), None),
-    "src=True is no rank": lambda comm: comm.broadcast(torch.ones(4), True),
+    "src=True is not a rank": lambda comm: comm.broadcast(torch.ones(4), True),
     "resolve_neg": lambda comm: comm.allreduce(torch.ones(1, dtype=torch.cfloat).conj().imag),
     "on meta has a shape": lambda comm: comm.allreduce(torch.ones(4, device="meta")),
     "layout torch.sparse_coo": lambda comm: comm.allreduce(torch.ones(4).to_sparse()),
     "op=7 is none of": lambda comm: comm.allreduce(torch.ones(4), 7),
     "divide": lambda comm: comm.allreduce(torch.ones(4, dtype=torch.int32), "avg"),
     "of bool": lambda comm: comm.allreduce(torch.ones(4, dtype=torch.bool)),
-    "complex64 .* To add, convert": lambda comm: comm.allreduce(
+    "complex64 .* To reduce, convert": lambda comm: comm.allreduce(
         torch.ones(4, dtype=torch.complex64)
     ),
     "src=5": lambda comm: comm.broadcast(torch.ones(4), 5),

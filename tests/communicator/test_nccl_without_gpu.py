@@ -71,7 +71,7 @@ def test_a_copy_that_is_loaded_comes_before_the_wheels(tmp_path, real):
     loaded.symlink_to(nccl_host.compile_stand_in(tmp_path, name="libnccl.so.2.99.1"))
     code = (
         "import ctypes, sys; ctypes.CDLL(sys.argv[1])\n"
-        "from communicator import nccl_library as n\n"
+        "from communicator.backends.nccl import nccl_library as n\n"
         "print(n.find().path); print(list(n.candidates())[1])"
     )
     assert in_child(code, loaded) == [str(tmp_path / "libnccl.so.2.99.1"), real]
@@ -191,7 +191,7 @@ def test_where_torch_sees_no_gpu_the_backend_says_so_on_every_rank(ranks):
 @needs_wheel
 def test_unique_ids_have_128_bytes_and_differ(real):
     code = (
-        "import sys; from communicator import nccl_library as n\n"
+        "import sys; from communicator.backends.nccl import nccl_library as n\n"
         "lib = n.NcclLibrary(sys.argv[1])\n"
         "for _ in range(3): print(lib.unique_id().hex())"
     )

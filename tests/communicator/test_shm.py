@@ -165,7 +165,7 @@ def test_many_groups_of_one_process_do_not_meet(ranks):
     assert ranks(body, 4) == [[1, 3, 6], [1, 3, 6], [3, 5, 6], [5, 3, 6]]
 
 
-DISAGREEMENTS = {
+MISMATCHES = {
     ("7 float32, sum", "8 float32, sum"): (
         lambda comm: comm.allreduce(torch.ones(7)),
         lambda comm: comm.allreduce(torch.ones(8)),
@@ -190,7 +190,7 @@ DISAGREEMENTS = {
         lambda comm: comm.allreduce(torch.ones(4)),
         lambda comm: comm.allreduce(torch.ones(4), "max"),
     ),
-    ("for barrier", "broadcast of 4 float32, from rank 2"): (
+    ("called barrier", "broadcast of 4 float32, from rank 2"): (
         lambda comm: comm.barrier(),
         lambda comm: comm.broadcast(torch.ones(4), 2),
     ),
@@ -201,12 +201,12 @@ DISAGREEMENTS = {
 }
 
 
-@pytest.mark.parametrize("words", DISAGREEMENTS, ids=" or ".join)
-def test_ranks_that_disagree_all_learn_who_asked_for_what(with_shm, words):
+@pytest.mark.parametrize("words", MISMATCHES, ids=" or ".join)
+def test_a_mismatch_raises_on_every_rank_with_the_calls_of_both(with_shm, words):
     def body(comm):
         comm.barrier()
         with pytest.raises(CommunicatorError) as caught:
-            DISAGREEMENTS[words][comm.rank == 1](comm)
+            MISMATCHES[words][comm.rank == 1](comm)
         assert "call 2: rank" in str(caught.value)
         assert all(word in str(caught.value) for word in words)
         return comm.allreduce(torch.ones(1)).item()  # and the group goes on

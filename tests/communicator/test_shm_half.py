@@ -9,8 +9,8 @@ CSRC = Path(__file__).parents[2] / "csrc"
 PROGRAM = """
 #include <cstdio>
 #include <vector>
-#include "shm_codec.h"
-#include "shm_half.h"
+#include "reduce/codec.h"
+#include "reduce/half.h"
 using shm::Float16;
 
 // 65536 is a multiple of every vector, and 65535 of none.
@@ -47,7 +47,7 @@ int main() {
 
 def test_every_half_and_every_rounding_is_the_same(tmp_path):
     (tmp_path / "main.cpp").write_text(PROGRAM)
-    sources = [tmp_path / "main.cpp", CSRC / "shm_half.cpp"]
+    sources = [tmp_path / "main.cpp", CSRC / "reduce" / "half.cpp"]
     command = ["c++", "-std=c++17", "-O1", f"-I{CSRC}", *sources, "-o", tmp_path / "halves"]
     if (
         "x86_64"

@@ -44,8 +44,8 @@ def test_a_rank_that_is_late_is_named_with_the_call_it_is_missed_in(run):
     said, pids = run("a_rank_is_late", 3)
     for kind, text, seconds in said[:2]:
         assert kind == "CommunicatorTimeout" and 0.9 < seconds < 2.5
-        assert "waited 1.00 s in call 2 (broadcast of 5 float32, from rank 1)" in text
-        assert f"Not there yet: rank 2 (pid {pids[2]}, last seen in call 1, barrier)" in text
+        assert "timed out after 1.00 s in call 2 (broadcast of 5 float32, from rank 1)" in text
+        assert f"Missing: rank 2 (pid {pids[2]}, last seen in call 1, barrier)" in text
 
 
 def test_no_core_is_burnt_while_a_rank_is_waited_for(run):

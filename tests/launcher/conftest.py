@@ -1,4 +1,4 @@
-"""The command line as a process, and a look at what it leaves behind."""
+"""The command line as a process, or called in this one; and the processes that are left of it."""
 
 from __future__ import annotations
 
@@ -8,29 +8,33 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from launcher import cli
+from launcher.system import linux
+
 ROOT = Path(__file__).parents[2]
 
 
 @dataclass
-class Ended:
+class CommandResult:
     code: int
     out: str
     err: str
     seconds: float
 
     def lines(self, rank: int) -> list[str]:
-        """What that rank printed on standard output."""
-        mark = f"[{rank}] "
-        return [line[len(mark) :] for line in self.out.splitlines() if line.startswith(mark)]
+        """The lines of a rank on standard output."""
+        label = f"[{rank}] "
+        return [line[len(label) :] for line in self.out.splitlines() if line.startswith(label)]
 
 
 class CommandLine:
-    """Starts `python -m launcher`; every process below it has a mark in its environment."""
+    """Start `python -m launcher`; every process below it has a mark in its environment."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -44,44 +48,44 @@ class CommandLine:
     def start(self, *arguments: str, **options) -> subprocess.Popen:
         name, _, value = self.mark.partition("=")
         environ = {**os.environ, name: value, "PYTHONPATH": str(ROOT), **options.pop("env", {})}
-        usual = {"cwd": self.folder, "preexec_fn": _hear_signals}
+        usual = {"cwd": self.folder, "preexec_fn": _reset_signals}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         command = [sys.executable, "-m", "launcher", *arguments]
         return subprocess.Popen(
             command, env=environ, text=True, errors="replace", **(usual | pipes | options)
         )
 
-    def run(self, *arguments: str, timeout: float = 30, stdin: str = "", **options) -> Ended:
+    def run(
+        self, *arguments: str, timeout: float = 30, stdin: str = "", **options
+    ) -> CommandResult:
         began = time.monotonic()
         process = self.start(*arguments, stdin=subprocess.PIPE, **options)
         out, err = process.communicate(stdin, timeout=timeout)
         code = process.returncode if process.returncode >= 0 else 128 - process.returncode
-        return Ended(code, out or "", err or "", time.monotonic() - began)
+        return CommandResult(code, out or "", err or "", time.monotonic() - began)
 
     def left(self, patience_s: float = 0.0) -> list[str]:
-        """Processes of this command line that still live, after waiting so long for there to be
-        none.
-        """
+        """Processes of this command line that still run, at the latest after patience_s."""
         deadline = time.monotonic() + patience_s
-        while (found := self._marked()) and time.monotonic() < deadline:
+        while (processes := self._marked()) and time.monotonic() < deadline:
             time.sleep(0.02)
-        return found
+        return processes
 
     def _marked(self) -> list[str]:
-        found = []
+        processes = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 marked = self.mark.encode() in (folder / "environ").read_bytes()
-                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+                stat = linux.process_stat(int(folder.name))
             except OSError:
                 continue
-            if marked and state != "Z":
-                found.append(f"{folder.name} {(folder / 'comm').read_text().strip()}")
-        return found
+            if marked and stat and stat.state != "Z":
+                processes.append(f"{folder.name} {linux.process_name(int(folder.name))}")
+        return processes
 
 
-def _hear_signals() -> None:
-    """Whoever runs the tests in the background has SIGINT ignored, and we would inherit that."""
+def _reset_signals() -> None:
+    """Tests that run in the background inherit an ignored SIGINT."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
@@ -92,6 +96,19 @@ def command(tmp_path: Path):
     line = CommandLine(tmp_path)
     yield line
     left = line.left()
-    for entry in left:
-        os.kill(int(entry.split()[0]), signal.SIGKILL)
-    assert not left, f"processes left behind: {left}"
+    for process in left:
+        os.kill(int(process.split()[0]), signal.SIGKILL)
+    assert not left, f"leaked processes: {left}"
+
+
+@pytest.fixture
+def usage_error(capsys) -> Callable[..., str]:
+    """Call the command line in this process; the text of the usage error with which it ends."""
+
+    def call(*arguments: str) -> str:
+        assert cli.main(arguments) == cli.USAGE_CODE
+        out, err = capsys.readouterr()
+        assert out == ""
+        return err
+
+    return call

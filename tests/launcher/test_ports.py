@@ -1,4 +1,4 @@
-"""Ports: hashed from the launch, probed upward, and held from before any rank exists."""
+"""Ports: hashed from the launch_id, probed upward, and bound before any rank exists."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from hypothesis import strategies as st
 
 import launcher
 from launcher import ports
+from launcher.system import linux
 
 
 @given(st.text(min_size=1))
-def test_the_candidates_are_every_port_of_the_range_once(launch_id):
+def test_candidates_are_every_port_of_the_range_once(launch_id):
     assert sorted(ports.candidates(launch_id)) == list(range(ports.FIRST_PORT, ports.END_PORT))
 
 
-def test_ports_that_the_kernel_gives_away_come_last(monkeypatch):
-    monkeypatch.setattr(ports, "_ephemeral", lambda: range(20_000, 60_000))
-    found = ports.candidates("x")
-    assert all(port < 20_000 for port in found[:10_000])
-    assert all(port >= 20_000 for port in found[10_000:])
+def test_ephemeral_ports_come_last(monkeypatch):
+    monkeypatch.setattr(linux, "ephemeral_ports", lambda: range(20_000, 60_000))
+    candidates = ports.candidates("x")
+    assert all(port < 20_000 for port in candidates[:10_000])
+    assert all(port >= 20_000 for port in candidates[10_000:])
 
 
 def test_the_first_candidate_is_the_same_in_every_process_and_on_every_node(monkeypatch):
     """Python's own hash() of a string differs from process to process."""
-    monkeypatch.setattr(ports, "_ephemeral", lambda: range(0))
+    monkeypatch.setattr(linux, "ephemeral_ports", lambda: range(0))
     assert ports.candidates("drumline")[0] == 14326
 
 
@@ -48,25 +49,25 @@ def test_the_socket_listens_on_one_address_and_cannot_be_stolen():
             thief.bind(held.getsockname())
 
 
-def test_no_free_port_is_an_error_that_says_what_to_do(monkeypatch):
+def test_no_free_port_names_master_port(monkeypatch):
     with launcher.listen("full") as held:
         monkeypatch.setattr(ports, "candidates", lambda launch_id: [held.getsockname()[1]])
         with pytest.raises(OSError, match="--master-port"):
             launcher.listen("another")
 
 
-def test_a_port_that_was_asked_for_is_that_one_or_an_error(command):
+def test_master_port_is_used_or_a_usage_error(command, usage_error):
     with launcher.listen("asked") as held:
         port = str(held.getsockname()[1])
         script = command.script("print('ran')")
-        taken = command.run("run", "-n", "2", "--master-port", port, script)
-    assert taken.code == 2 and port in taken.err and "in use" in taken.err
+        text = usage_error("run", "-n", "2", "--master-port", port, script)
+    assert port in text and "in use" in text
     script = command.script("import launcher\nprint(launcher.current().master_port)")
     assert command.run("run", "-n", "2", "--master-port", port, script).lines(1) == [port]
 
 
 @pytest.mark.parametrize("address", ["nowhere.invalid", "192.0.2.1", "1::2", "x" * 70])
-def test_an_address_that_is_not_of_this_node_is_refused_without_trying_every_port(address):
+def test_an_address_of_another_node_is_an_error_at_the_first_port(address):
     """Each of the ports was tried, with a look-up of the name for each: for hours."""
     with pytest.raises(OSError, match=r"no address of this node.*--master-addr"):
         launcher.listen("elsewhere", address)
@@ -101,8 +102,8 @@ if __name__ == "__main__":
 """
 
 
-def test_64_launches_at_once_of_equal_and_of_different_ids_all_run(command):
-    """Of processes forked from one that has imported all: so they come at once, and cost little."""
+def test_64_concurrent_launches_of_equal_and_of_different_ids(command):
+    """Processes forked from one that has imported everything: they start at once and fast."""
     program = [sys.executable, command.script(LAUNCHES)]
     with subprocess.Popen(program, stderr=subprocess.PIPE, start_new_session=True) as all_of_them:
         try:
@@ -113,7 +114,7 @@ def test_64_launches_at_once_of_equal_and_of_different_ids_all_run(command):
     assert all_of_them.returncode == 0, error.decode()
 
 
-def test_only_rank_0_holds_the_socket_of_the_master():
+def test_only_rank_0_has_the_listening_socket():
     def sockets():
         links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
         named = [os.readlink(link) for link in links if os.path.exists(link)]

@@ -4,10 +4,10 @@
 
 bool parse(const char* call, PyObject* const* args, Py_ssize_t nargs, PyObject* keywords,
            const char* const* names, PyObject** values, int required) {
-    int known = 0;
-    while (names[known] != nullptr) values[known++] = nullptr;
-    if (nargs > known) {
-        PyErr_Format(PyExc_TypeError, "%s() takes %d arguments but %zd were given", call, known,
+    int num_names = 0;
+    while (names[num_names] != nullptr) values[num_names++] = nullptr;
+    if (nargs > num_names) {
+        PyErr_Format(PyExc_TypeError, "%s() takes %d arguments but %zd were given", call, num_names,
                      nargs);
         return false;
     }
@@ -16,9 +16,9 @@ bool parse(const char* call, PyObject* const* args, Py_ssize_t nargs, PyObject* 
     for (Py_ssize_t i = 0; i < num_keywords; ++i) {
         PyObject* keyword = PyTuple_GetItem(keywords, i);
         int index = 0;
-        while (index < known && PyUnicode_CompareWithASCIIString(keyword, names[index]) != 0)
+        while (index < num_names && PyUnicode_CompareWithASCIIString(keyword, names[index]) != 0)
             ++index;
-        if (index == known || values[index] != nullptr) {
+        if (index == num_names || values[index] != nullptr) {
             PyErr_Format(PyExc_TypeError, "%s() got an unexpected or repeated argument '%U'", call,
                          keyword);
             return false;
@@ -30,7 +30,7 @@ bool parse(const char* call, PyObject* const* args, Py_ssize_t nargs, PyObject* 
         PyErr_Format(PyExc_TypeError, "%s() needs '%s'", call, names[i]);
         return false;
     }
-    for (int i = 0; i < known; ++i)
+    for (int i = 0; i < num_names; ++i)
         if (values[i] == Py_None && std::strcmp(names[i], "out") == 0) values[i] = nullptr;
     return true;
 }

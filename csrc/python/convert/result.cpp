@@ -1,6 +1,6 @@
 #include "python/convert/result.h"
 
-Errors errors;
+ExceptionTypes errors;
 
 namespace {
 
@@ -26,7 +26,7 @@ const char* name_of_result(comm_result code) {
                                         "internal error",
                                         "invalid argument",
                                         "invalid usage",
-                                        "a peer is gone",
+                                        "a peer was lost",
                                         "in progress",
                                         "timeout"};
     if (code >= COMM_OK && code <= COMM_TIMEOUT) return names[code];
@@ -43,7 +43,7 @@ PyObject* raise_result(const comm_plugin* table, comm_result code, const char* t
     return nullptr;
 }
 
-bool find_errors() {
+bool find_exception_types() {
     PyObject* module = PyImport_ImportModule("communicator.errors");
     if (module == nullptr) return false;
     errors.base = PyObject_GetAttrString(module, "CommunicatorError");

@@ -1,4 +1,4 @@
-// From what a library answers to what Python raises.
+// From the result of a library to a Python exception.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -6,12 +6,12 @@
 
 #include "abi/communicator.h"
 
-struct Errors {
+struct ExceptionTypes {
     PyObject *base, *timeout, *peer_lost, *unsupported;
 };
-extern Errors errors;
+extern ExceptionTypes errors;
 
 // False with a Python error set.
-bool find_errors();
-// Always NULL. `text` is what the library says about it; may be NULL.
+bool find_exception_types();
+// Always NULL. `text` is the library's last_error; may be NULL.
 PyObject* raise_result(const comm_plugin* table, comm_result code, const char* text);

@@ -14,22 +14,22 @@ PyObject* requires_grad;  // the descriptor, and how it is read
 descrgetfunc get_requires_grad;
 PyObject* is_grad_enabled;
 PyObject* is_neg;
-PyCFunction quick_is_neg;
+PyCFunction fast_is_neg;
 PyObject* op_names[5];
 
-PyObject* attribute(const char* module, const char* first, const char* second) {
-    PyObject* found = PyImport_ImportModule(module);
+PyObject* import_attribute(const char* module, const char* first, const char* second) {
+    PyObject* object = PyImport_ImportModule(module);
     for (const char* name : {first, second}) {
-        if (found == NULL || name == NULL) continue;
-        PyObject* next = PyObject_GetAttrString(found, name);
-        Py_DECREF(found);
-        found = next;
+        if (object == NULL || name == NULL) continue;
+        PyObject* next = PyObject_GetAttrString(object, name);
+        Py_DECREF(object);
+        object = next;
     }
-    return found;
+    return object;
 }
 
-int find_exchange() {
-    PyObject* capsule = attribute("torch", "Tensor", "__dlpack_c_exchange_api__");
+int load_exchange() {
+    PyObject* capsule = import_attribute("torch", "Tensor", "__dlpack_c_exchange_api__");
     if (capsule == NULL) {
         PyErr_Clear();
         PyErr_SetString(
@@ -61,20 +61,21 @@ PyCFunction c_method(PyObject* object, const char* name) {
     return function;
 }
 
-int find_flags() {
-    requires_grad = attribute("torch", "Tensor", "requires_grad");
-    is_neg = attribute("torch", "Tensor", "is_neg");
-    is_grad_enabled = attribute("torch", "is_grad_enabled", NULL);
-    PyObject* empty = attribute("torch", "empty", NULL);
+int load_flags() {
+    requires_grad = import_attribute("torch", "Tensor", "requires_grad");
+    is_neg = import_attribute("torch", "Tensor", "is_neg");
+    is_grad_enabled = import_attribute("torch", "is_grad_enabled", NULL);
+    PyObject* empty = import_attribute("torch", "empty", NULL);
     PyObject* tensor = empty == NULL ? NULL : PyObject_CallFunction(empty, "i", 0);
     Py_XDECREF(empty);
     if (tensor == NULL || PyErr_Occurred()) return -1;
     get_requires_grad =
         reinterpret_cast<descrgetfunc>(PyType_GetSlot(Py_TYPE(requires_grad), Py_tp_descr_get));
-    quick_is_neg = c_method(tensor, "is_neg");
+    fast_is_neg = c_method(tensor, "is_neg");
     Py_DECREF(tensor);
     if (get_requires_grad != NULL) return 0;
-    PyErr_SetString(PyExc_ImportError, "torch.Tensor.requires_grad is no property of this torch");
+    PyErr_SetString(PyExc_ImportError,
+                    "torch.Tensor.requires_grad is not a property in this torch");
     return -1;
 }
 
@@ -89,7 +90,7 @@ bool is_wrapper(PyObject* object) {
     return own;
 }
 
-const char* name_of_type(const CallSite& site) {
+const char* name_of_device(const CallSite& site) {
     return site.device_type == COMM_CPU ? "cpu" : "cuda";
 }
 
@@ -126,57 +127,56 @@ int check_grad(const CallSite& site, PyObject* object) {
     return -1;
 }
 
-bool is_known_plain(const KnownPlain& known, PyObject* object) {
-    for (int place = 0; place < 2; ++place)
-        if (object == known.tensors[place] &&
-            PyWeakref_GetObject(known.references[place]) == object)
+bool is_cached(const PlainTensorCache& cache, PyObject* object) {
+    for (int i = 0; i < 2; ++i)
+        if (object == cache.tensors[i] && PyWeakref_GetObject(cache.references[i]) == object)
             return true;
     return false;
 }
 
-constexpr unsigned ASKED = 8;  // of so many two are remembered
+constexpr unsigned MISSES_PER_ROUND = 8;  // of which two are cached
 
-void remember_plain(KnownPlain* known, PyObject* object) {
-    unsigned place = known->asked++ % ASKED;
-    if (place > 1) return;
+void add_to_cache(PlainTensorCache* cache, PyObject* object) {
+    unsigned slot = cache->num_misses++ % MISSES_PER_ROUND;
+    if (slot > 1) return;
     PyObject* reference = PyWeakref_NewRef(object, NULL);
     if (reference == NULL) return PyErr_Clear();
-    PyObject* old = known->references[place];
-    known->tensors[place] = object;
-    known->references[place] = reference;
+    PyObject* old = cache->references[slot];
+    cache->tensors[slot] = object;
+    cache->references[slot] = reference;
     Py_XDECREF(old);
 }
 
-// A lazy negative, such as the imaginary part of x.conj(): its memory holds the opposite.
+// Refuses a lazy negative, such as the imaginary part of x.conj(): its memory has the other sign.
 int check_sign(const CallSite& site, PyObject* object) {
-    if (is_known_plain(*site.known_plain, object)) return 0;
-    PyObject* negative = quick_is_neg != NULL ? quick_is_neg(object, NULL)
-                                              : PyObject_CallFunctionObjArgs(is_neg, object, NULL);
+    if (is_cached(*site.plain_tensors, object)) return 0;
+    PyObject* negative = fast_is_neg != NULL ? fast_is_neg(object, NULL)
+                                             : PyObject_CallFunctionObjArgs(is_neg, object, NULL);
     if (negative == NULL) return -1;
     Py_DECREF(negative);
-    if (negative == Py_False) return remember_plain(site.known_plain, object), 0;
+    if (negative == Py_False) return add_to_cache(site.plain_tensors, object), 0;
     PyErr_Format(PyExc_ValueError,
                  "rank %d, %s: the tensor is a view whose numbers are negated only when they are "
-                 "read, so others would get them with the wrong sign. Pass tensor.resolve_neg()",
+                 "read, so peers would get them with the wrong sign. Pass tensor.resolve_neg()",
                  site.rank, site.call);
     return -1;
 }
 
-// What torch does not give out. Its own words hold a trace of C++; ours are in Python, where one
-// can look at what it is.
+// A tensor that torch does not export. torch's own error holds a C++ stack trace; ours is made in
+// Python, which can examine the tensor.
 int refuse_unreadable(const CallSite& site, PyObject* object) {
     PyErr_Clear();
-    PyObject* check = attribute("communicator.arguments", "check_tensor", NULL);
-    PyObject* found = check == NULL ? NULL
-                                    : PyObject_CallFunction(check, "isOs", site.rank, site.call,
-                                                            object, name_of_type(site));
+    PyObject* check = import_attribute("communicator.arguments", "check_tensor", NULL);
+    PyObject* checked = check == NULL ? NULL
+                                      : PyObject_CallFunction(check, "isOs", site.rank, site.call,
+                                                              object, name_of_device(site));
     Py_XDECREF(check);
-    if (found == NULL) return -1;
-    Py_DECREF(found);
+    if (checked == NULL) return -1;
+    Py_DECREF(checked);
     PyObject* dtype = PyObject_GetAttrString(object, "dtype");
     if (dtype == NULL) return -1;
     PyErr_Format(PyExc_ValueError,
-                 "rank %d, %s: a tensor of dtype %S is not one plain piece of memory that others "
+                 "rank %d, %s: a tensor of dtype %S is not one plain piece of memory that peers "
                  "could read. Pass a view of it, such as tensor.view(torch.uint8)",
                  site.rank, site.call, dtype);
     Py_DECREF(dtype);
@@ -205,9 +205,9 @@ const DtypeRow dtype_rows[] = {
     {DL_FLOAT8_E5M2, 8, COMM_FLOAT8_E5M2},
 };
 
-bool find_dtype(const DLDataType& found, comm_dtype* dtype) {
+bool find_dtype(const DLDataType& type, comm_dtype* dtype) {
     for (const DtypeRow& row : dtype_rows) {
-        if (row.code != found.code || row.bits != found.bits || found.lanes != 1) continue;
+        if (row.code != type.code || row.bits != type.bits || type.lanes != 1) continue;
         *dtype = row.dtype;
         return true;
     }
@@ -223,8 +223,8 @@ int refuse_dtype(const CallSite& site, PyObject* object) {
     PyObject* dtype = PyObject_GetAttrString(object, "dtype");
     if (dtype == NULL) return -1;
     PyErr_Format(PyExc_ValueError,
-                 "rank %d, %s: %S is no dtype that this communicator knows. To add, convert the "
-                 "tensor; only to move it, pass .view(torch.uint8)",
+                 "rank %d, %s: %S is not a dtype that this communicator knows. To reduce, convert "
+                 "the tensor; to move it, pass .view(torch.uint8)",
                  site.rank, site.call, dtype);
     Py_DECREF(dtype);
     return -1;
@@ -237,7 +237,7 @@ int refuse_device(const CallSite& site, PyObject* object) {
         PyExc_ValueError,
         "rank %d, %s: the tensor is on %S, this communicator moves tensors on %s:%d. Move it "
         "with .to(...), or choose another backend",
-        site.rank, site.call, device, name_of_type(site), site.device < 0 ? 0 : site.device);
+        site.rank, site.call, device, name_of_device(site), site.device < 0 ? 0 : site.device);
     Py_DECREF(device);
     return -1;
 }
@@ -273,12 +273,12 @@ PyObject* shape_of(const TensorView& view) {
     return shape;
 }
 
-int refuse_shape(const CallSite& site, const TensorView& view, const char* what,
-                 const char* wanted) {
+int refuse_shape(const CallSite& site, const TensorView& view, const char* name,
+                 const char* expected) {
     PyObject* shape = shape_of(view);
     if (shape == NULL) return -1;
     PyErr_Format(PyExc_ValueError, "rank %d, %s: %s is %S in a group of %d ranks, but must be %s",
-                 site.rank, site.call, what, shape, site.nranks, wanted);
+                 site.rank, site.call, name, shape, site.nranks, expected);
     Py_DECREF(shape);
     return -1;
 }
@@ -304,15 +304,27 @@ int refuse_op(const CallSite& site, PyObject* op, const char* why) {
     return -1;
 }
 
+// Another spelling of an op, such as torch.distributed.ReduceOp.SUM; -1 with an error if it is none.
+int translate_op(const CallSite& site, PyObject* object) {
+    PyObject* read = import_attribute("communicator.arguments", "read_op", NULL);
+    PyObject* name =
+        read == NULL ? NULL : PyObject_CallFunction(read, "isO", site.rank, site.call, object);
+    int op = name == NULL ? -1 : find_op(name);
+    Py_XDECREF(name);
+    Py_XDECREF(read);
+    return op;
+}
+
 }  // namespace
 
-int find_torch() {
+int load_torch_types() {
     static const char* const names[] = {"sum", "prod", "max", "min", "avg"};
     for (int op = 0; op < 5; ++op) op_names[op] = PyUnicode_InternFromString(names[op]);
-    if (find_exchange() < 0 || find_flags() < 0) return -1;
-    tensor_type = reinterpret_cast<PyTypeObject*>(attribute("torch", "Tensor", NULL));
-    parameter_type = reinterpret_cast<PyTypeObject*>(attribute("torch.nn", "Parameter", NULL));
-    torch_dispatch_of_tensor = attribute("torch", "Tensor", "__torch_dispatch__");
+    if (load_exchange() < 0 || load_flags() < 0) return -1;
+    tensor_type = reinterpret_cast<PyTypeObject*>(import_attribute("torch", "Tensor", NULL));
+    parameter_type =
+        reinterpret_cast<PyTypeObject*>(import_attribute("torch.nn", "Parameter", NULL));
+    torch_dispatch_of_tensor = import_attribute("torch", "Tensor", "__torch_dispatch__");
     return PyErr_Occurred() ? -1 : 0;
 }
 
@@ -383,10 +395,9 @@ int read_op(const CallSite& site, PyObject* object, comm_dtype dtype, comm_op* o
     if (object == NULL) object = op_names[COMM_SUM];
     *op = site.scaled_sums && PyLong_Check(object) ? read_scaled_sum(object) : find_op(object);
     if (*op > COMM_AVG) return 0;
-    if (*op < 0) return refuse_op(site, object, "is none of sum, prod, max, min, avg");
+    if (*op < 0 && (*op = translate_op(site, object)) < 0) return -1;
     if (*op == COMM_AVG && !is_floating(dtype))
-        return refuse_op(site, object,
-                         "of whole numbers is not a whole number. Use op='sum' and divide");
+        return refuse_op(site, object, "of integers is not an integer. Use op='sum' and divide");
     if (dtype == COMM_BOOL && *op == COMM_SUM)
         return refuse_op(
             site, object,
@@ -404,7 +415,8 @@ int read_peer(const CallSite& site, PyObject* object, const char* name, int32_t*
         return 0;
     }
     PyErr_Clear();
-    PyErr_Format(PyExc_ValueError, "rank %d, %s: %s=%R is no rank of this communicator of %d",
-                 site.rank, site.call, name, object, site.nranks);
+    PyErr_Format(PyExc_ValueError,
+                 "rank %d, %s: %s=%R is not a rank of this communicator of %d ranks", site.rank,
+                 site.call, name, object, site.nranks);
     return -1;
 }

@@ -8,24 +8,24 @@
 #include "abi/communicator.h"
 #include "abi/dlpack.h"
 
-// Weak references to tensors found to be plain memory: asking torch costs a third of a call, and
-// small tensors that are passed often are often the same. Not all of those that are asked about are
-// remembered, for where every call has a new tensor that would cost as much again.
-struct KnownPlain {
-    PyObject* tensors[2];     // what the references were made of, to be compared and no more
-    PyObject* references[2];  // NULL if there is none yet
-    unsigned asked;
+// A cache of tensors that are not lazy negatives: asking torch costs a third of a call, and small
+// tensors are often passed again. Not every miss is cached: where every call has a new tensor, that
+// would cost as much again.
+struct PlainTensorCache {
+    PyObject* tensors[2];     // only compared, never dereferenced
+    PyObject* references[2];  // weak references to them; NULL if there is none yet
+    unsigned num_misses;
 };
 
-// What a call says about itself in errors, and what its tensors must satisfy.
+// The call, for errors, and what its tensors must satisfy.
 struct CallSite {
     const char* call;
     int32_t rank;
     int32_t nranks;
     int32_t device_type;
     int32_t device;
-    bool scaled_sums;  // does the library make reductions of its own?
-    KnownPlain* known_plain;
+    bool scaled_sums;  // whether the library has premul_sum_create
+    PlainTensorCache* plain_tensors;
 };
 
 struct TensorView {
@@ -39,11 +39,11 @@ struct TensorView {
     uint64_t nbytes() const { return numel * itemsize; }
 };
 
-// Finds torch's exchange table and types. Returns -1 with a Python error set.
-int find_torch();
-// Reads and checks a tensor. Returns -1 with a Python error set, and then nothing has been touched.
+// Loads torch's exchange table and types. Returns -1 with a Python error set.
+int load_torch_types();
+// Reads and checks a tensor. Returns -1 with a Python error set; the tensor is never changed.
 int read_tensor(const CallSite& site, PyObject* object, TensorView* view);
-// The stream torch works on now; NULL on the CPU.
+// torch's current stream; NULL on the CPU.
 int current_stream(const CallSite& site, comm_stream* stream);
 
 // out has [lead, *like's dimensions from `skip` on] (no lead if 0), and its dtype.
@@ -51,7 +51,7 @@ int check_shape(const CallSite& site, const TensorView& out, const TensorView& l
                 int32_t skip);
 // The first dimension has one row for each rank.
 int check_rows(const CallSite& site, const TensorView& view);
-// Their memory is apart, or the same to the byte where that is allowed.
+// Their memory does not overlap, or is the same where that is allowed.
 int check_overlap(const CallSite& site, const TensorView& from, const TensorView& to,
                   bool may_be_same);
 

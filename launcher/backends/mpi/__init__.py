@@ -12,9 +12,10 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-from launcher.backends.env_table import build, family, numbers
+from launcher import timings
+from launcher.backends.env_table import build, read_numbers, read_variables
 from launcher.backends.mpi import mpi_rendezvous
-from launcher.backends.torch_rendezvous import environment, meeting_point
+from launcher.backends.torch_rendezvous import environment, rendezvous_info
 from launcher.job import LOOPBACK, Job
 from launcher.launch_info import LaunchInfo, LaunchInfoError
 
@@ -22,8 +23,8 @@ __all__ = ["NAME", "command", "detect", "environment"]
 
 NAME = "mpi"
 STARTS_ALL_NODES = True
-HONOURS = frozenset({"bind", "log_dir", "nnodes", "trace"})
-# OMPI_COMM_WORLD_NODE_RANK is no node's index: it is this rank among all the jobs of its node.
+SUPPORTS = frozenset({"bind", "log_dir", "nnodes", "trace"})
+# OMPI_COMM_WORLD_NODE_RANK is not a node's index: it is this rank among all jobs of its node.
 OPEN_MPI = {
     "rank": "OMPI_COMM_WORLD_RANK",
     "world_size": "OMPI_COMM_WORLD_SIZE",
@@ -41,51 +42,47 @@ HYDRA = {  # the process manager of MPICH and of Intel MPI
 def detect(environ: Mapping[str, str]) -> LaunchInfo | None:
     """The rank that mpiexec made of this process; None if no mpiexec started it.
 
-    On one node the environment says all. Over several nodes no MPI says there where rank 0 is: set
-    MASTER_ADDR (and, under MPICH, LAUNCH_ID), or have mpi4py installed: then the ranks agree
-    through it, which makes the first call collective.
+    Over several nodes no MPI puts the address of rank 0 into the environment: set MASTER_ADDR (and,
+    under MPICH, LAUNCH_ID), or install mpi4py: the ranks then exchange it, which makes the first
+    call collective.
     """
     return _open_mpi(environ) or _hydra(environ)
 
 
 def _open_mpi(environ: Mapping[str, str]) -> LaunchInfo | None:
     names = (*OPEN_MPI.values(), "PMIX_NAMESPACE")
-    found = family(environ, "Open MPI's mpiexec", OPEN_MPI.values(), names)
-    if found is None:
+    variables = read_variables(environ, "Open MPI's mpiexec", OPEN_MPI.values(), names)
+    if variables is None:
         return None
     # Its suffix @N stays: it tells a spawned job from the job that spawned it.
-    return _info(environ, found, OPEN_MPI, found["PMIX_NAMESPACE"])
+    return _info(environ, variables, OPEN_MPI, variables["PMIX_NAMESPACE"])
 
 
 def _hydra(environ: Mapping[str, str]) -> LaunchInfo | None:
     if "SLURM_STEP_ID" in environ and not {"MPI_LOCALRANKID", "MPI_LOCALNRANKS"} & environ.keys():
-        return None  # srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE: slurm.py answers
-    found = family(environ, "mpiexec", HYDRA.values(), HYDRA.values())
-    if found is None:
+        return None  # srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE: slurm.py detects it
+    variables = read_variables(environ, "mpiexec", HYDRA.values(), HYDRA.values())
+    if variables is None:
         return None
-    return _info(environ, found, HYDRA, environ.get("I_MPI_HYDRA_UUID", ""))
+    return _info(environ, variables, HYDRA, environ.get("I_MPI_HYDRA_UUID", ""))
 
 
 def _info(
-    environ: Mapping[str, str], found: dict[str, str], table: Mapping[str, str], launch_id: str
+    environ: Mapping[str, str], variables: dict[str, str], table: Mapping[str, str], launch_id: str
 ) -> LaunchInfo:
-    sizes = numbers(found, table)
+    sizes = read_numbers(variables, table)
     one_node = sizes["local_world_size"] == sizes["world_size"]
     launch_id = environ.get("LAUNCH_ID") or launch_id
     if one_node and not launch_id:
-        launch_id = mpi_rendezvous.starter(environ)
+        launch_id = mpi_rendezvous.name_from_pmi(environ)
     addr = LOOPBACK if one_node else environ.get("MASTER_ADDR")
     if not (launch_id and addr):
-        agreed_id, agreed_addr = mpi_rendezvous.agree(sizes["world_size"], _host(environ))
-        launch_id, addr = launch_id or agreed_id, addr or agreed_addr
-    point = meeting_point(environ, launch_id, addr)
-    return build(NAME, found, **sizes, **point, extras={"launcher": NAME})
-
-
-def _host(environ: Mapping[str, str]) -> str:
-    """This node by the name that mpiexec reached it by."""
-    name = environ.get("PMIX_HOSTNAME") or environ.get("PMI_HOSTNAME")
-    return name or socket.gethostname()
+        # The name under which mpiexec reached this node, if it sets one.
+        host = environ.get("PMIX_HOSTNAME") or environ.get("PMI_HOSTNAME") or socket.gethostname()
+        exchanged_id, exchanged_addr = mpi_rendezvous.exchange(sizes["world_size"], host)
+        launch_id, addr = launch_id or exchanged_id, addr or exchanged_addr
+    rendezvous = rendezvous_info(environ, launch_id, addr)
+    return build(NAME, variables, **sizes, **rendezvous, extras={"launcher": NAME})
 
 
 def command(job: Job) -> list[str]:
@@ -98,12 +95,12 @@ def command(job: Job) -> list[str]:
     size = ["-n", str(job.nnodes * job.nprocs)]
     if _is_open_mpi(mpiexec):
         return [mpiexec, *size, *_open_mpi_options(job), *job.rank_command()]
-    guard = [sys.executable, "-m", "launcher.backends.mpi.mpi_abort"]
-    return [mpiexec, *size, *_hydra_options(job), *guard, *job.rank_command()]
+    abort = [sys.executable, "-m", "launcher.backends.mpi.mpi_abort"]
+    return [mpiexec, *size, *_hydra_options(job), *abort, *job.rank_command()]
 
 
 def _open_mpi_options(job: Job) -> list[str]:
-    """More ranks than cores is no mistake here, and this MPI exports nothing unasked."""
+    """Allow more ranks than cores, and name the variables that this MPI must export."""
     where = f"ppr:{job.nprocs}:node" if job.nnodes > 1 else ""
     options = ["--map-by", f"{where}:OVERSUBSCRIBE"]
     if not job.bind:
@@ -120,19 +117,24 @@ def _hydra_options(job: Job) -> list[str]:
 
 @functools.cache
 def _is_open_mpi(mpiexec: str) -> bool:
-    """Whether mpiexec is Open MPI's; False for the Hydra of MPICH and Intel MPI."""
+    """True if mpiexec is Open MPI's; False for the Hydra of MPICH and Intel MPI."""
     if not mpiexec:
         raise LaunchInfoError(
-            "no mpiexec on PATH: no ranks can be started under MPI. Load the module of an MPI, or "
-            "`pip install mpich`."
+            "no mpiexec on PATH, so no ranks can be started under MPI. Load the module of an MPI, "
+            "or `pip install mpich`."
         )
-    shown = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=30)
-    if "Open MPI" in shown.stdout:
+    version = subprocess.run(
+        [mpiexec, "--version"],
+        capture_output=True,
+        text=True,
+        timeout=timings.TIMINGS.version_answer_s,
+    )
+    if "Open MPI" in version.stdout:
         return True
-    if "HYDRA" in shown.stdout or "Intel(R) MPI" in shown.stdout:
+    if "HYDRA" in version.stdout or "Intel(R) MPI" in version.stdout:
         return False
     raise LaunchInfoError(
         f"{mpiexec} is neither Open MPI's nor MPICH's nor Intel MPI's, so its options are unknown "
-        f"(it says {shown.stdout[:80]!r}). Put one of theirs first on PATH, or start the ranks "
-        "with this one yourself: `launcher.current()` may well know them."
+        f"(it prints {version.stdout[:80]!r}). Put one of theirs first on PATH, or start the ranks "
+        "with this one yourself: `launcher.current()` may detect them."
     )

@@ -1,4 +1,4 @@
-"""What MPI's environment does not say: a name for the launch, and where rank 0 is."""
+"""Rendezvous under MPI: a launch_id and the address of rank 0, which its environment lacks."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from typing import Any
 from launcher.launch_info import LaunchInfoError
 from launcher.system import linux
 
-NAME_NBYTES = 256  # of a host, as its ranks tell each other; longer than any name DNS allows
-PEER = struct.Struct("iII")  # struct ucred, unix(7): pid, uid, gid
-DISCARD_PORT = 9  # nothing is sent there
-WAY_OUT = (
+NAME_NBYTES = 256  # of a host name in messages; longer than any name DNS allows
+UCRED = struct.Struct("iII")  # struct ucred, unix(7): pid, uid, gid
+DISCARD_PORT = 9  # no packet is sent there
+HINT = (
     "Set MASTER_ADDR (and, under MPICH, LAUNCH_ID, any new word) for all ranks, or give "
     "--master-addr to `python -m launcher run --launcher mpi`, or install mpi4py for this MPI."
 )
 
 
-def starter(environ: Mapping[str, str]) -> str:
-    """The process that started this node's ranks, at the other end of Hydra's PMI_FD; "" if unseen.
+def name_from_pmi(environ: Mapping[str, str]) -> str:
+    """A launch_id from the process at the other end of Hydra's PMI_FD; "" if there is none.
 
-    Only looks: a rank that spoke there without MPI_Init would take the others along when it exits.
+    Nothing is sent: a rank that has spoken there without MPI_Init would end the others on its exit.
     """
     try:
         with socket.socket(fileno=os.dup(int(environ["PMI_FD"]))) as pmi:
-            pid, _, _ = PEER.unpack(
-                pmi.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
+            pid, _, _ = UCRED.unpack(
+                pmi.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size)
             )
     except (KeyError, ValueError, OSError):
         return ""
-    started = linux.start_time(pid)
-    return f"mpi-{socket.gethostname()}-{pid}-{started}" if started else ""
+    stat = linux.process_stat(pid)
+    return f"mpi-{socket.gethostname()}-{pid}-{stat.start_time}" if stat else ""
 
 
-@functools.cache  # an MPI process has one world for life: to ask again would be to wait alone
-def agree(world_size: int, host: str) -> tuple[str, str]:
+@functools.cache  # collective: a second call would wait for ranks that do not make it
+def exchange(world_size: int, host: str) -> tuple[str, str]:
     """A launch_id, and an address of rank 0 that other nodes reach. Collective over MPI's world."""
     mpi = _mpi4py()
-    if not mpi.Is_initialized():  # the program may have told mpi4py to leave that to it
+    if not mpi.Is_initialized():  # the program may have set mpi4py.rc.initialize = False
         mpi.Init()
     world = mpi.COMM_WORLD
     if world.Get_size() != world_size:
         raise LaunchInfoError(
             f"mpiexec started {world_size} ranks, but mpi4py sees {world.Get_size()}, as it has "
             f"loaded another MPI, {mpi.Get_library_version().splitlines()[0]!r}: the ranks cannot "
-            f"agree through it. {WAY_OUT}"
+            f"use it. {HINT}"
         )
     hosts = bytearray(NAME_NBYTES * world_size)
     world.Allgather([_padded(host), mpi.BYTE], [hosts, mpi.BYTE])
@@ -63,8 +63,8 @@ def agree(world_size: int, host: str) -> tuple[str, str]:
     launch_id, addr = _text(answer, 0), _text(answer, 1)
     if not addr:
         raise LaunchInfoError(
-            f"rank {world.Get_rank()}: no address is known by which other nodes reach rank 0, on "
-            f"{_text(hosts, 0)!r}: it has no route to any of their names. {WAY_OUT}"
+            f"rank {world.Get_rank()}: no address is known at which other nodes reach rank 0, on "
+            f"{_text(hosts, 0)!r}, which has no route to any of their names. {HINT}"
         )
     return launch_id, addr
 
@@ -74,8 +74,8 @@ def _mpi4py() -> Any:
         return importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:
         raise LaunchInfoError(
-            "mpiexec does not say what the launch is called or where rank 0 is, and mpi4py, "
-            f"through which the ranks could agree, does not load ({error}). {WAY_OUT}"
+            "mpiexec sets neither the name of the launch nor the address of rank 0, and mpi4py, "
+            f"through which the ranks could exchange them, does not load ({error}). {HINT}"
         ) from error
 
 
@@ -88,14 +88,14 @@ def _text(buffer: bytearray, index: int) -> str:
 
 
 def _address(host: str, others: list[str]) -> str:
-    """The address by which another node of others sees this one, host; "" if none does."""
+    """The address at which the other nodes reach this one, host; "" if there is none."""
     for other in others:
-        if other != host and (address := _towards(other)):
+        if other != host and (address := _local_address_for(other)):
             return address
     return ""
 
 
-def _towards(other: str) -> str:
+def _local_address_for(other: str) -> str:
     """The address from which the kernel would send to other; "" for a loopback or no route."""
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, target in socket.getaddrinfo(

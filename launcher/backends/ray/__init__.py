@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from launcher.backends.env_table import build, family, numbers
+from launcher.backends.env_table import build, read_numbers, read_variables
 from launcher.job import Job
 from launcher.launch_info import LaunchInfo
 
 NAME = "ray"
 STARTS_ALL_NODES = True
-HONOURS = frozenset({"nnodes"})
+SUPPORTS = frozenset({"nnodes"})
 TRAIN = {
     "rank": "RANK",
     "world_size": "WORLD_SIZE",
@@ -25,7 +25,7 @@ TRAIN = {
 
 
 def detect(environ: Mapping[str, str]) -> LaunchInfo | None:
-    """The rank that this worker of Ray is, started by run or by Ray Train; None in any other."""
+    """The rank of this worker of Ray, started by run or by Ray Train; None for another process."""
     info = LaunchInfo.from_env(environ)
     if info is not None:
         return info if info.extras.get("launcher") == NAME else None
@@ -33,23 +33,25 @@ def detect(environ: Mapping[str, str]) -> LaunchInfo | None:
 
 
 def _detect_train(environ: Mapping[str, str]) -> LaunchInfo | None:
-    """A worker of Ray Train's TorchTrainer, whose process group has its store at the master."""
+    """A worker of Ray Train's TorchTrainer, whose process group has its store at rank 0."""
     names = (*TRAIN.values(), "MASTER_ADDR", "NODE_RANK", "RAY_JOB_ID")
-    found = family(environ, "Ray Train", (TRAIN["rank"], TRAIN["world_size"]), names)
-    if found is None:
+    variables = read_variables(environ, "Ray Train", (TRAIN["rank"], TRAIN["world_size"]), names)
+    if variables is None:
         return None
     return build(
         NAME,
-        found,
-        launch_id="-".join(found[name] for name in ("RAY_JOB_ID", "MASTER_ADDR", "MASTER_PORT")),
-        master_addr=found["MASTER_ADDR"],
+        variables,
+        launch_id="-".join(
+            variables[name] for name in ("RAY_JOB_ID", "MASTER_ADDR", "MASTER_PORT")
+        ),
+        master_addr=variables["MASTER_ADDR"],
         extras={"launcher": NAME, "store": "agent"},
-        **numbers(found, TRAIN),
+        **read_numbers(variables, TRAIN),
     )
 
 
 def run(job: Job) -> list[Any]:
     """Each rank's result, by rank; see launcher/backends/ray/ray_cluster.py."""
-    from launcher.backends.ray import ray_cluster  # not needed to know who one is
+    from launcher.backends.ray import ray_cluster  # not needed for detection
 
     return ray_cluster.run(job)

@@ -1,4 +1,4 @@
-"""One rank of a launch under Ray: what its actor does."""
+"""RankActor: one rank of a launch under Ray."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 
 from launcher import launch_secret, ports
-from launcher.external.rank_main import outcome
+from launcher.external.rank_main import run_target
 from launcher.job import Job, Target
 from launcher.launch_info import LaunchInfo
 from launcher.records import json_values
 
 
-class Rank:
-    """Ray keeps one process for it; everything that goes in and comes out is a string or bytes."""
+class RankActor:
+    """An actor, and so a process of its own; it takes and returns only strings and bytes."""
 
     def __init__(self) -> None:
         self._listener: socket.socket | None = None
 
     def listen(self, launch_id: str, address: str, port: int) -> int:
-        """Called on rank 0 only: the port on which it listens from now on."""
+        """On rank 0 only: start to listen; return the port."""
         self._listener = ports.listen(launch_id, address, port)
         return int(self._listener.getsockname()[1])
 
@@ -32,17 +31,16 @@ class Rank:
     ) -> str:
         """Run the target; returns a record, {"result": ...} or {"failure": ...}, as text.
 
-        folder: in which the launcher was started; Ray's processes begin where its cluster was.
+        folder: the working directory of the launcher; that of Ray's processes is the cluster's.
         """
         with contextlib.suppress(OSError):  # not on this host: functions do without
             os.chdir(folder)
             sys.path.insert(0, folder)
-        extras = {"secret_fd": str(launch_secret.store(secret)), **self._master_fd()}
-        me = LaunchInfo.from_bytes(info)
-        me = replace(me, extras={**me.extras, **extras})
-        os.environ.update(me.to_env())
+        extras = {"secret_fd": str(launch_secret.store(secret))}
+        if self._listener:
+            extras["master_fd"] = str(self._listener.fileno())
+        rank_info = LaunchInfo.from_bytes(info)
+        rank_info = replace(rank_info, extras={**rank_info.extras, **extras})
+        os.environ.update(rank_info.to_env())
         job = Job(Target(kind, name), args=tuple(json_values.loads(arguments)))  # type: ignore[arg-type]
-        return json_values.dumps(outcome(job, me))
-
-    def _master_fd(self) -> Mapping[str, str]:
-        return {"master_fd": str(self._listener.fileno())} if self._listener else {}
+        return json_values.dumps(run_target(job, rank_info))

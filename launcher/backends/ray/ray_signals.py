@@ -1,4 +1,4 @@
-"""Being stopped while waiting for Ray, whose calls cannot bear a signal handler that raises."""
+"""Stop signals while waiting for Ray, in whose calls a signal handler must not raise."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ import threading
 import time
 from typing import Any
 
-from launcher.errors import LaunchInterrupted, signal_name
-from launcher.external.backend_launcher import STOPPING_SIGNALS
-
-NOTICE_S = 0.2  # until a signal is noticed
+from launcher import errors, timings
+from launcher.system.stop_signals import STOP_SIGNALS
 
 
-class Signals:
-    """In this context, what stops programs is noted, and raised where Ray can bear it: in wait."""
+class DeferredSignals:
+    """In this context, stop signals are noted, and raise LaunchInterrupted in wait."""
 
     def __init__(self) -> None:
-        self._seen: list[int] = []
+        self._received: list[int] = []
 
-    def __enter__(self) -> Signals:
-        self._old = {number: signal.getsignal(number) for number in STOPPING_SIGNALS}
-        self.note()
+    def __enter__(self) -> DeferredSignals:
+        self._old = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        self.install()
         return self
 
-    def note(self) -> None:
+    def install(self) -> None:
+        """Set the handlers, anew after Ray has replaced them."""
         if threading.current_thread() is threading.main_thread():
-            for number in STOPPING_SIGNALS:
-                signal.signal(number, lambda n, _frame: self._seen.append(n))
+            for number in STOP_SIGNALS:
+                signal.signal(number, lambda n, _frame: self._received.append(n))
 
     def __exit__(self, *_error: object) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -35,16 +34,11 @@ class Signals:
                 signal.signal(number, handler)
 
     def wait(self, ray: Any, calls: list[Any], timeout_s: float) -> list[Any]:
-        """Those of calls that are done, as soon as one is; empty after timeout_s."""
+        """The finished ones of calls, as soon as there is one; empty after timeout_s."""
         deadline = time.monotonic() + timeout_s
         done: list[Any] = []
         while not done and (left := deadline - time.monotonic()) > 0:
-            if self._seen:
-                raise interrupted(self._seen[0])
-            done, _ = ray.wait(calls, timeout=min(left, NOTICE_S))
+            if self._received:
+                raise errors.interrupted(self._received[0])
+            done, _ = ray.wait(calls, timeout=min(left, timings.TIMINGS.ray_signal_poll_s))
         return done
-
-
-def interrupted(number: int) -> LaunchInterrupted:
-    what = f"the launch was stopped by {signal_name(number)}"
-    return LaunchInterrupted(what, exit_code=128 + number)

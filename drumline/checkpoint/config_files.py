@@ -1,0 +1,132 @@
+"""The descriptions in a checkpoint: config.json, tokenizer and generation config, checked first."""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from drumline.checkpoint.json_files import check_has_config, check_regular_files, read_json
+from drumline.checkpoint.safetensors_index import Index, read_index
+from drumline.errors import CheckpointError
+
+MAX_SHARED_LAYERS = 1000
+"""More layers than any model has that uses the tensors of one layer for many, as ALBERT does."""
+LAYER_COUNT_SUFFIXES = (
+    "num_layers",
+    "hidden_layers",
+    "coder_layers",
+    "n_layer",
+    "n_layers",
+    "depth",
+)
+"""Endings of the names of fields that hold a number of layers."""
+
+
+def read_config(path: str | Path) -> Any:
+    """The config of a checkpoint. Raises CheckpointError unless its files are complete."""
+    folder = Path(path)
+    check_regular_files(folder)
+    check_has_config(folder)
+    content = read_json(folder / "config.json")
+    _check_no_pickles(folder, content)
+    _check_num_layers(folder, content, read_index(folder))
+    try:
+        return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # each kind of config checks its fields in a way of its own
+        is_known = str(content.get("model_type")) in transformers.CONFIG_MAPPING
+        if "auto_map" in content and not is_known:
+            raise _remote_code_error(folder, "config.json", content) from error
+        why = textwrap.shorten(str(error), 300)
+        raise CheckpointError(
+            f"{folder}/config.json describes no model that transformers "
+            f"{transformers.__version__} knows ({why}); copy it again, or install the version that "
+            "wrote it."
+        ) from error
+
+
+def read_tokenizer(path: str | Path) -> Any:
+    """The tokenizer of a checkpoint."""
+    folder = Path(path)
+    check_regular_files(folder)
+    settings = folder / "tokenizer_config.json"
+    content = read_json(settings) if settings.exists() else {}
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+            raise ValueError("its vocabulary is empty")  # as transformers makes one of no files
+        return tokenizer
+    except Exception as error:  # what the files lack is whatever error it comes to
+        if "auto_map" in content:
+            raise _remote_code_error(folder, settings.name, content) from error
+        files = ", ".join(sorted(file.name for file in folder.glob("tokenizer*"))) or "no such file"
+        line = str(error).strip().partition("\n")[0]
+        why = f"{files}: {type(error).__name__}: {line}"
+        raise CheckpointError(
+            f"{path} holds no tokenizer that can be read ({why}), so text cannot become tokens; "
+            "save the tokenizer of the model there, or call generate() with tokens in a script."
+        ) from error
+
+
+def _remote_code_error(folder: Path, file: str, content: Mapping[str, Any]) -> CheckpointError:
+    return CheckpointError(
+        f"{folder} brings Python code of its own ({file} has auto_map={content['auto_map']!r:.200}"
+        f"), which is not run, and transformers {transformers.__version__} has none for it; give a "
+        "checkpoint that transformers itself can read, or install the version that can."
+    )
+
+
+def read_generation_config(path: str | Path) -> Any:
+    """The generation settings of a checkpoint; in older ones, those in its config.json."""
+    older = {"config_file_name": "config.json", "_from_model_config": True}
+    file = Path(path, "generation_config.json")
+    try:
+        options = {} if file.exists() else older
+        return transformers.GenerationConfig.from_pretrained(path, **options)
+    except Exception as error:  # its fields are checked in many ways
+        why = textwrap.shorten(str(error), 300)
+        raise CheckpointError(
+            f"{file if file.exists() else path} says nothing that a model can be generated with "
+            f"({why}); copy it again."
+        ) from error
+
+
+def _check_num_layers(folder: Path, content: Mapping[str, Any], index: Index) -> None:
+    """Raise for more layers than there are tensors, which would take hours to build for nothing."""
+    most = max(len(index), MAX_SHARED_LAYERS)
+    for name, count in _all_fields(content):
+        if name.endswith(LAYER_COUNT_SUFFIXES) and type(count) is int and count > most:
+            raise CheckpointError(
+                f"{folder}/config.json has {name}={count!r:.20}, but the files hold {len(index)} "
+                "tensors, so most layers would have none; give the config.json that they belong to."
+            )
+
+
+def _all_fields(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The fields of a config and of the configs in it."""
+    todo = [content]
+    while todo:
+        for name, value in todo.pop().items():
+            yield name, value
+            if isinstance(value, dict):
+                todo.append(value)
+
+
+def _check_no_pickles(folder: Path, content: Mapping[str, Any]) -> None:
+    pickles = sorted(file.name for file in folder.glob("*.bin"))
+    if pickles and not any(folder.glob("*.safetensors")):
+        names = content.get("architectures")
+        name = names[0] if isinstance(names, list) and names else None
+        kind = name if isinstance(name, str) and name.isidentifier() else "AutoModel"
+        code = (
+            f"from transformers import {kind} as M; "
+            f"M.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+        )
+        raise CheckpointError(
+            f"{folder} holds {', '.join(pickles)}, pickles that would run whatever code is in "
+            f"them; convert once, where you trust the file: python -c {shlex.quote(code)}"
+        )

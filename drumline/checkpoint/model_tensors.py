@@ -1,0 +1,124 @@
+"""The tensors of a model by name: ties, DTensors, and replacement of those that are on meta."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from drumline.checkpoint.safetensors_index import Index
+from drumline.checkpoint.shard_plan import SourceSlice, whole_tensor
+from drumline.core.mesh import ALIASES, Mesh, axis_names
+from drumline.core.shards import ShardSpec
+from drumline.errors import CheckpointError, PlanError
+
+WeightSources = Mapping[str, tuple[SourceSlice, ...]]
+"""By name of a tensor in the model, the stored slices that it is made of."""
+
+
+def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers under every name they have."""
+    named: list[tuple[str, torch.Tensor]] = []
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        tables = {**module._parameters, **module._buffers}
+        for name, tensor in tables.items():
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                named.append((f"{prefix}.{name}" if prefix else name, tensor))
+    return named
+
+
+def tied_names(model: nn.Module) -> dict[str, list[str]]:
+    """By the first name of a tensor, all its names."""
+    first: dict[int, str] = {}
+    names: dict[str, list[str]] = {}
+    for name, tensor in named_tensors(model):
+        names.setdefault(first.setdefault(id(tensor), name), []).append(name)
+    return names
+
+
+def distinct_meta_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers on meta, by their first name; ties appear once."""
+    tensors = dict(named_tensors(model))
+    return {name: tensors[name] for name in tied_names(model) if tensors[name].is_meta}
+
+
+def sources_by_name(model: nn.Module, index: Index) -> WeightSources:
+    """The stored tensor of each name in the model; for tied ones, of any of their names."""
+    tensors = dict(named_tensors(model))
+    groups = tied_names(model)
+    surplus = sorted(index.keys() - tensors.keys())
+    if surplus:
+        raise CheckpointError(
+            f"{len(surplus)} tensors of the checkpoint are not in the model "
+            f"({', '.join(surplus[:5])}), so this is another model; load its own checkpoint."
+        )
+    keys = {name: next((n for n in names if n in index), name) for name, names in groups.items()}
+    return {name: whole_tensor(key, tensors[name].shape) for name, key in keys.items()}
+
+
+def is_dtensor(tensor: Any) -> bool:
+    return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+
+
+def dtensor_splits(name: str, tensor: Any, mesh: Mesh) -> tuple[ShardSpec, ...]:
+    """The splits that a DTensor's placements describe, along the axes of our mesh."""
+    device_mesh = tensor.device_mesh
+    if device_mesh.mesh_dim_names is None and device_mesh.ndim == len(mesh.axes):
+        axes = list(mesh.axes)
+    else:
+        axes = [ALIASES.get(axis, axis) for axis in axis_names(device_mesh)]
+    splits: list[ShardSpec] = []
+    for axis, size, placement in reversed(
+        list(zip(axes, device_mesh.shape, tensor.placements, strict=True))
+    ):
+        _check_placement(name, axis, size, placement, mesh)
+        if placement.is_replicate():
+            continue
+        factor = getattr(placement, "split_factor", 1)
+        inner = math.prod(mesh.axis_size(s.axis) for s in splits if s.dim == placement.dim)
+        if factor > 1 and factor == inner:  # as FSDP2 shards what another axis has split
+            splits.append(ShardSpec(axis, placement.dim))
+        else:
+            splits.insert(0, ShardSpec(axis, placement.dim, factor))
+    return tuple(splits)
+
+
+def _check_placement(name: str, axis: str, size: int, placement: Any, mesh: Mesh) -> None:
+    if mesh.axis_size(axis) != size:
+        raise PlanError(
+            f"{name} lies on a mesh with {size} ranks along {axis!r}, and the mesh given has "
+            f"{dict(mesh.axes)}; give load_into the mesh on which the model was built."
+        )
+    if placement.is_partial():
+        raise PlanError(f"{name} is partial along {axis!r}, and no checkpoint holds a part.")
+    if not placement.is_replicate() and axis in mesh.descending_axes:
+        raise PlanError(
+            f"{name} is split along {axis!r}, along which the ranks {mesh.ranks} do not ascend, "
+            "and torch counts those of a process group in ascending order, so their parts "
+            "would be exchanged; give a DeviceMesh whose ranks ascend along every axis."
+        )
+
+
+def wrap_like(old: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+    """The shard as the kind that it replaces: parameter or buffer, DTensor or plain."""
+    new = shard
+    if is_dtensor(old):  # as DTensor.from_local, which would compute the spec anew
+        from torch.distributed.tensor import DTensor
+
+        spec = old._spec  # type: ignore[attr-defined]
+        new = DTensor(shard, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    if isinstance(old, nn.Parameter):
+        return nn.Parameter(new, requires_grad=old.requires_grad)
+    return new
+
+
+def replace_tensors(model: nn.Module, new: Mapping[int, torch.Tensor]) -> None:
+    """Replace tensors, by their identity, wherever the model has them: ties stay ties."""
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if id(tensor) in new:
+                    table[name] = new[id(tensor)]  # type: ignore[assignment]

@@ -1,0 +1,49 @@
+"""Merging of the caches of micro-batches into the cache of the whole batch, in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+KINDS = (DynamicCache.__name__, StaticCache.__name__)
+LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+
+
+def has_known_layers(cache: Any) -> bool:
+    """Whether its layers hold keys and values by sequence and token, and nothing else."""
+    is_plain = type(cache).__name__ in KINDS and not cache.offloading
+    return is_plain and all(type(layer) in LAYERS for layer in cache.layers)
+
+
+def can_be_merged(cache: Any) -> bool:
+    """Whether it is empty and can be filled by merging the caches of micro-batches."""
+    return has_known_layers(cache) and not any(layer.is_initialized for layer in cache.layers)
+
+
+def merge_caches(whole: Cache, parts: Sequence[Cache]) -> None:
+    """Fill an empty cache with the sequences of others, which cannot be used afterwards."""
+    for index, layers in enumerate(zip(*[part.layers for part in parts], strict=True)):
+        if index == len(whole.layers):
+            whole.layers.append(layers[0])
+        whole.layers[index] = _joined(layers)
+
+
+def _joined(layers: Sequence[Any]) -> Any:
+    first = layers[0]
+    if first.is_initialized:
+        first.keys = torch.cat([layer.keys for layer in layers])
+        first.values = torch.cat([layer.values for layer in layers])
+        if hasattr(first, "batch_size"):
+            first.batch_size = first.keys.shape[0]
+    return first

@@ -1,0 +1,72 @@
+"""Every waiting time of the launcher, in seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds, each with what it must be longer than. Tests replace TIMINGS by a scaled copy."""
+
+    # Local launches: fork server, supervisor, output.
+    # Longer than a child's exit takes to reach waitpid in its parent, or a consequence looks like
+    # the cause; shorter than a peer takes to run into a second, unrelated error.
+    reap_lag_s: float = 0.1
+    # Longer than a rank takes to run its SIGTERM handler and print a traceback.
+    failure_grace_s: float = 0.5
+    # Longer than a rank takes to write a checkpoint after Ctrl-C.
+    stop_grace_s: float = 10.0
+    # Longer than faulthandler takes to write the stacks of all ranks into their pipes.
+    stack_dump_s: float = 0.2
+    # Longer than a daemon that a rank has left behind needs to exit on SIGTERM.
+    orphan_grace_s: float = 0.25
+    # Longer than kill(2) takes to turn a process into a zombie, usually.
+    reap_poll_s: float = 0.002
+    # Longer than a program pauses between two parts of one line.
+    prompt_s: float = 0.05
+    # Longer than one write to a pipe; how often a full output is tried again.
+    output_poll_s: float = 0.02
+    # Longer than any deadline that matters; epoll_wait(2) takes an int of milliseconds.
+    longest_poll_s: float = 3600.0
+    # Longer than any launch; more seconds than this are no time a clock can be waited for with.
+    longest_timeout_s: float = 366 * 24 * 3600.0
+
+    # Ranks that are threads.
+    # Longer than a Coordinator takes to raise PeerLost in the other ranks.
+    thread_grace_s: float = 2.0
+
+    # Backend launchers: torchrun, mpiexec, srun.
+    # Longer than the backend launcher takes to end its ranks when asked.
+    backend_grace_s: float = 5.0
+    # Longer than a process left by a rank needs to exit on SIGTERM.
+    descendant_grace_s: float = 0.5
+    # Longer than descendant_grace_s; the kernel may hold a process in I/O for any time.
+    unkillable_s: float = 2.0
+    # Longer than a scan of /proc.
+    descendant_poll_s: float = 0.02
+    # Longer than backend_grace_s and unkillable_s together: the reaper works within it.
+    reaper_exit_s: float = 10.0
+    # Longer than `mpiexec --version` and its like take on a cold file system.
+    version_answer_s: float = 30.0
+
+    # Ray.
+    # Longer than a busy cluster takes to free resources.
+    ray_placement_s: float = 300.0
+    # Longer than Ray takes to notice the dead process that caused a failure elsewhere.
+    ray_failure_grace_s: float = 1.0
+    # Longer than the interval at which Ray reads the log files of its workers.
+    ray_log_s: float = 1.0
+    # Longer than one ray.wait costs; how late a signal is noticed.
+    ray_signal_poll_s: float = 0.2
+
+    # The doctor.
+    # Longer than two ranks take to import torch and check every backend.
+    doctor_layer_s: float = 180.0
+
+    def scaled(self, factor: float) -> Timings:
+        """All times multiplied by factor."""
+        return replace(self, **{f.name: getattr(self, f.name) * factor for f in fields(self)})
+
+
+TIMINGS = Timings()

@@ -1,0 +1,33 @@
+"""The future of a call: it has the result, or it fails as one of C++ does."""
+
+import pytest
+import torch
+
+from communicator import PeerLost
+from communicator.async_work import AsyncWork
+
+
+def fail():
+    raise PeerLost("rank 0: rank 1 has died")
+
+
+@pytest.mark.parametrize("asked_first", [True, False])
+def test_future_has_the_result_whether_asked_for_before_the_end_or_after(asked_first):
+    handle = AsyncWork([torch.ones(2)])
+    early = handle.get_future() if asked_first else None
+    handle.run(lambda: None)
+    future = handle.get_future()
+    assert future.wait()[0].tolist() == [1, 1]
+    assert early in (None, future)
+
+
+@pytest.mark.parametrize("asked_first", [True, False])
+def test_failed_call_raises_its_error_in_wait_and_the_text_of_it_in_the_future(asked_first):
+    handle = AsyncWork([])
+    if asked_first:
+        handle.get_future()
+    handle.run(fail)
+    with pytest.raises(PeerLost, match=r"^rank 0: rank 1 has died$"):
+        handle.wait()
+    with pytest.raises(RuntimeError, match="PeerLost: rank 0: rank 1 has died"):
+        torch.futures.wait_all([handle.get_future()])

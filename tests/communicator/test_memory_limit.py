@@ -1,0 +1,77 @@
+"""The memory limit by the kernel's files: a program reads copies of them."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+CSRC = Path(__file__).parents[2] / "csrc"
+PROGRAM = """
+#include <cstdio>
+#include "system/memory_limit.h"
+int main(int, char** args) {
+    shm::MemoryLimit limit = shm::find_memory_limit(args[1]);
+    std::printf("%llu %s", (unsigned long long)limit.available_bytes, limit.source);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("memory_limit")
+    (folder / "main.cpp").write_text(PROGRAM)
+    sources = [folder / "main.cpp", *sorted((CSRC / "system").glob("*.cpp"))]
+    command = ["c++", "-std=c++17", f"-I{CSRC}", *sources, "-o", folder / "memory_limit"]
+    subprocess.run(command, check=True)
+    return folder / "memory_limit"
+
+
+@pytest.fixture
+def memory_limit(program, tmp_path):
+    """memory_limit({path: text}): the available bytes by these files, and what sets the limit."""
+
+    def find(files):
+        for path, text in files.items():
+            target = tmp_path / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text)
+        done = subprocess.run([program, tmp_path], capture_output=True, text=True, check=True)
+        nbytes, _, source = done.stdout.partition(" ")
+        return int(nbytes), source
+
+    return find
+
+
+MACHINE = {"proc/meminfo": "MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable: 5000 kB\n"}
+
+
+def test_without_a_group_limit_it_is_the_memory_available_on_the_machine(memory_limit):
+    files = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n"}
+    assert memory_limit({**MACHINE, **files}) == (5000 * 1024, "free on this machine")
+
+
+def test_the_smallest_limit_of_the_parent_groups_counts_without_cached_files(memory_limit):
+    files = {
+        "proc/self/cgroup": "0::/outer/inner\n",
+        "sys/fs/cgroup/outer/inner/memory.max": "max\n",
+        "sys/fs/cgroup/outer/memory.max": "3000000\n",
+        "sys/fs/cgroup/outer/memory.current": "2500000\n",
+        "sys/fs/cgroup/outer/memory.stat": "anon 1\ninactive_file 300000\nactive_file 100000\n",
+    }
+    limit = memory_limit({**MACHINE, **files})
+    assert limit == (3000000 - 2500000 + 400000, "left within the memory limit of this container")
+
+
+def test_control_groups_of_version_1_count_too(memory_limit):
+    files = {
+        "proc/self/cgroup": "5:cpu,memory:/job\n0::/job\n",
+        "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "1000\n",
+        "sys/fs/cgroup/memory/job/memory.usage_in_bytes": "4000\n",
+    }
+    limit = memory_limit({**MACHINE, **files})
+    assert limit == (0, "left within the memory limit of this container")
+
+
+def test_a_system_without_these_files_has_no_limit(memory_limit):
+    nbytes, _ = memory_limit({})
+    assert nbytes > 2**60

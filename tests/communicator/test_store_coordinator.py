@@ -1,0 +1,63 @@
+"""A StoreCoordinator over a store that ranks of an earlier launch have used."""
+
+import threading
+import time
+
+import pytest
+from torch.distributed import HashStore
+
+from communicator import CommunicatorTimeout
+from communicator.torch_interop.store_coordinator import StoreCoordinator
+
+WORLD = 4
+
+
+@pytest.fixture
+def meet():
+    """The StoreCoordinators, or errors, of ranks that come to a store one after the other."""
+
+    def run(store, ranks, timeout_s=20.0):
+        found = {}
+
+        def rank_of(rank):
+            try:
+                found[rank] = StoreCoordinator(store, rank, WORLD, timeout_s)
+            except CommunicatorTimeout as error:
+                found[rank] = error
+
+        threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in ranks]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.02)
+        for thread in threads:
+            thread.join()
+        return [found[rank] for rank in ranks]
+
+    return run
+
+
+def launch_ids(meetings):
+    return {meeting.info.launch_id for meeting in meetings}
+
+
+def test_ranks_meet_where_all_ranks_of_an_earlier_launch_had_met(meet):
+    store = HashStore()
+    earlier = launch_ids(meet(store, range(WORLD)))
+    now = launch_ids(meet(store, range(WORLD)[::-1]))
+    assert len(earlier) == len(now) == 1
+    assert earlier != now
+
+
+@pytest.mark.parametrize("died", [[0, 1], [2, 3], [1], [0]])
+def test_ranks_meet_where_some_ranks_of_an_earlier_launch_had_waited(meet, died):
+    store = HashStore()
+    meet(store, died, timeout_s=0.05)
+    others = [rank for rank in range(WORLD) if rank not in died]
+    assert len(launch_ids(meet(store, [*others, *died]))) == 1
+
+
+@pytest.mark.parametrize("missing", [0, 2])
+def test_rank_that_never_comes_is_named_by_each_of_the_others(meet, missing):
+    here = [rank for rank in range(WORLD) if rank != missing]
+    for error in meet(HashStore(), here, timeout_s=0.3):
+        assert f"for ranks [{missing}] of {WORLD}" in str(error)

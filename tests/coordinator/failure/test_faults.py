@@ -1,0 +1,255 @@
+"""What survivors hear when a rank fails: every call, every way to fail, on any rank.
+
+One launch for each way and place: all calls are made in it at once, each on its own Coordinator.
+"""
+
+import json
+import os
+import re
+import runpy
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from coordinator.transport.group import Exchange
+
+EVERY = runpy.run_path(str(Path(__file__).with_name("every_call.py")))
+CALLS, COLLECTIVE, MEETING, TURNS = (
+    EVERY["CALLS"], list(EVERY["COLLECTIVE"]), list(EVERY["MEETING"]), list(EVERY["TURNS"])
+)  # fmt: skip
+WHOLE = [name for name in COLLECTIVE if name != "local_barrier"]  # of the whole group
+LAYOUTS = {"one node": [3], "two nodes": [2, 2]}
+PLACES = [("one node", 0), ("one node", 1), ("two nodes", 0), ("two nodes", 2), ("two nodes", 3)]
+every_place = pytest.mark.parametrize("layout, victim", PLACES)
+SOME = [("one node", 1), ("two nodes", 0), ("two nodes", 3)]
+some_places = pytest.mark.parametrize("layout, victim", SOME)  # where others cover the rest
+THREADS = [([3], 0), ([3], 1), ([2, 2], 0), ([2, 2], 3)]
+among_threads = pytest.mark.parametrize("nodes, victim", THREADS)
+DEADLINE_S = 1.6
+SLACK_S = 0.7  # beyond a deadline, on a busy machine
+
+
+def among_processes(fork, layout, victim, whole, names=CALLS, timeout_s=20.0, stopped=False):
+    """(call, rank, error, text, seconds it took, seconds after the fault) of all that waited."""
+    nodes = LAYOUTS[layout]
+    reading, writing = os.pipe()
+
+    def fall():
+        time.sleep(0.5)
+        os.write(writing, json.dumps(time.time()).encode())
+        whole()
+
+    def body(info):
+        return EVERY["run"](info, names, victim, None, timeout_s, fall)
+
+    found = fork(body, sum(nodes), nodes).outcomes(stragglers=[victim] if stopped else [])
+    fell_at = json.loads(os.read(reading, 100))
+    os.close(reading)
+    os.close(writing)
+    assert all(each.error == "" for rank, each in enumerate(found) if rank != victim), found
+    yield from _rows(((rank, each.value or {}) for rank, each in enumerate(found)), names, fell_at)
+
+
+def _rows(found, names, fell_at):
+    seen = set()
+    for rank, calls in found:
+        for name, (error, text, took_s, at) in calls.items():
+            seen.add(name)
+            yield name, rank, error, text, took_s, at - fell_at
+    assert seen >= set(names) & {*WHOLE, *MEETING}, "nobody waited"
+
+
+def is_in_call(name, text):
+    return re.search(
+        rf"rank \d+ (waited|was) .*in {name.split()[0]} #\d+ \(every_call.py:\d+", text
+    )
+
+
+@every_place
+def test_a_killed_rank_is_named_by_every_survivor_within_two_seconds(fork, layout, victim):
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    for row in among_processes(fork, layout, victim, die):
+        name, _, error, text, _, late_s = row
+        assert error == "PeerLost", row
+        assert f"rank {victim} (host" in text and is_in_call(name, text), row
+        assert "exited with SIGKILL" in text or layout == "two nodes", row
+        assert late_s < 2, row
+
+
+@some_places
+def test_an_early_exit_is_named(fork, layout, victim):
+    for row in among_processes(fork, layout, victim, lambda: os._exit(3)):
+        _, _, error, text, _, late_s = row
+        assert error == "PeerLost" and f"rank {victim} (host" in text, row
+        assert "exited with code 3" in text or layout == "two nodes", row
+        assert late_s < 2, row
+
+
+@every_place
+def test_a_stopped_rank_is_named_as_such_at_the_deadline(fork, layout, victim):
+    def stop():
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    for row in among_processes(fork, layout, victim, stop, CALLS, DEADLINE_S, stopped=True):
+        name, _, error, text, took_s, _ = row
+        assert error == "CoordinatorTimeout", row
+        assert f"rank {victim} (host" in text and is_in_call(name, text), row
+        assert "suspended" in text, row
+        assert DEADLINE_S - 0.5 < took_s < DEADLINE_S + SLACK_S, row
+
+
+@some_places
+def test_a_slow_rank_is_shown_where_it_was_last_seen(fork, layout, victim):
+    def dawdle():
+        time.sleep(1.8)
+
+    for row in among_processes(fork, layout, victim, dawdle, CALLS, 1.0):
+        name, _, error, text, took_s, _ = row
+        assert error == "CoordinatorTimeout", row
+        assert f"rank {victim} (host" in text and is_in_call(name, text), row
+        assert re.search(r"seen [\d.]+ s ago in \w*barrier #\d, every_call.py:\d+", text), row
+        assert "suspended" not in text and "exited" not in text, row
+        assert took_s < 1.0 + SLACK_S, row
+
+
+def fail(_):
+    raise ZeroDivisionError("by nothing")
+
+
+def check_told_of_exception(row, victim):
+    name, _, error, text, _, _ = row
+    assert error == ("CoordinatorError" if name in TURNS else "PeerLost"), row
+    assert f"rank {victim} (host" in text, row
+    assert (
+        "by nothing" in text and "in fail" in text and "/coordinator/store/sequencer.py" not in text
+    ), row
+
+
+def check_told_of_leaving(row, victim):
+    _, _, error, text, _, _ = row
+    assert error == "PeerLost" and f"rank {victim} (host" in text, row
+
+
+def stray(coor):
+    coor._exchange("else", Exchange(b""), None)
+
+
+def check_told_of_difference(row, _):
+    name, _, error, text, _, _ = row
+    assert error == "CoordinatorError" and "in else #" in text, row
+    assert f"in {name.split()[0]} #" in text, row
+
+
+ALIVE = {
+    "exception": (fail, CALLS, check_told_of_exception),
+    "close": (lambda coor: coor.close(timeout_s=5), [*COLLECTIVE, *MEETING], check_told_of_leaving),
+    "drop": (lambda coor: coor.__del__(), ["barrier", "gather", "split"], check_told_of_leaving),
+    "another call": (stray, WHOLE, check_told_of_difference),
+}
+every_fault = pytest.mark.parametrize("fault", ALIVE)
+
+
+@every_fault
+@every_place
+def test_what_a_living_rank_does_wrong_reaches_the_others(fork, layout, victim, fault):
+    what, names, check = ALIVE[fault]
+    nodes = LAYOUTS[layout]
+    body = lambda info: EVERY["run"](info, names, victim, what, 20.0)  # noqa: E731
+    found = fork(body, sum(nodes), nodes).outcomes()
+    assert all(each.error == "" for each in found), found
+    for row in _rows(((rank, each.value) for rank, each in enumerate(found)), names, 0.0):
+        check(row, victim)
+        assert row[4] < 5, row
+
+
+@every_fault
+@among_threads
+def test_what_a_thread_as_a_rank_does_wrong_reaches_the_others(ranks, nodes, victim, fault):
+    what, names, check = ALIVE[fault]
+    found = ranks(lambda info: EVERY["run"](info, names, victim, what, 20.0), sum(nodes), nodes)
+    for row in _rows(enumerate(found), names, 0.0):
+        check(row, victim)
+        assert row[4] < 5, row
+
+
+@among_threads
+def test_a_slow_thread_is_named_at_the_deadline(ranks, nodes, victim):
+    gave_up = threading.Event()
+    others = threading.Barrier(sum(nodes) - 1, action=gave_up.set)
+
+    def body(info):
+        found = EVERY["run"](info, CALLS, victim, lambda _: gave_up.wait(20), 1.0)
+        if info.rank != victim:
+            others.wait(20)
+        return found
+
+    found = ranks(body, sum(nodes), nodes)
+    for row in _rows(enumerate(found), CALLS, 0.0):
+        name, _, error, text, took_s, _ = row
+        assert error == "CoordinatorTimeout" and f"rank {victim} (host" in text, row
+        assert is_in_call(name, text) and took_s < 1.0 + SLACK_S, row
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_different_arguments_are_a_different_call(coordinated, layout):
+    found = coordinated(
+        lambda coor: coor.broadcast(b"x", coor.rank % 2), sum(LAYOUTS[layout]), LAYOUTS[layout]
+    )
+    assert {outcome.error for outcome in found} == {"CoordinatorError"}, found
+    assert all("src" in outcome.text for outcome in found), found
+
+
+def test_a_late_rank_hears_that_the_others_have_given_up(coordinated):
+    def body(coor):
+        time.sleep(0.6 * coor.is_master())
+        coor.barrier(timeout_s=0.3)
+
+    late, *_ = coordinated(body, 3)
+    assert "had already given up" in late.text, late
+
+
+def asks_rank_0(coor):
+    for _ in range(100_000):
+        coor.get("key")
+
+
+def tells_rank_0(coor):
+    for _ in range(100_000):
+        coor.put("key", b"")
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_who_asks_rank_0_does_not_outlive_it(fork, how):
+    """A child of rank 0 keeps what it inherited open: it must not hide the death."""
+    reading, writing = os.pipe()
+
+    def body(info):
+        with EVERY["Coordinator"](info, timeout_s=1.5 if how == "stopped" else 30) as coor:
+            coor.barrier()
+            if info.rank == 0:
+                child = os.fork()
+                if child == 0:
+                    time.sleep(2.5)
+                    os._exit(0)
+                time.sleep(0.3)
+                os.write(writing, json.dumps(time.time()).encode())
+                os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+            (asks_rank_0 if info.rank == 1 else tells_rank_0)(coor)
+
+    _, *others = fork(body, 3).outcomes(stragglers=[0] if how == "stopped" else [])
+    fell_at = json.loads(os.read(reading, 100))
+    os.close(reading)
+    os.close(writing)
+    for name, each in zip(("get", "put"), others, strict=True):
+        assert each.error == ("PeerLost" if how == "killed" else "CoordinatorTimeout"), each
+        assert re.search(
+            rf"rank \d (waited|was) .*in {name} #\d+ \(test_faults.py:\d+\)", each.text
+        )
+        assert "rank 0 (host" in each.text, each
+        assert ("exited with SIGKILL" if how == "killed" else "suspended") in each.text, each
+        assert each.at - fell_at < 2 + (0.5 if how == "stopped" else 0), each

@@ -1,0 +1,92 @@
+"""Connections between any two ranks."""
+
+import contextlib
+import socket
+import time
+
+import pytest
+
+from coordinator import Coordinator, CoordinatorError
+from coordinator.transport.connections import PeerConnector
+
+
+def word(sender, receiver):
+    return f"from {sender} to {receiver}".encode()
+
+
+@pytest.mark.parametrize("nodes", [[5], [3, 2]])
+def test_every_two_ranks_are_connected_and_to_each_other(ranks, nodes):
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor, contextlib.ExitStack() as stack:
+            for _ in range(2):  # the second ones are others
+                links = coor.connections()
+                for rank, link in links.items():
+                    stack.enter_context(link)
+                    link.setblocking(True)
+                    link.sendall(word(coor.rank, rank))
+                heard = {rank: link.recv(100) for rank, link in links.items()}
+                assert heard == {rank: word(rank, coor.rank) for rank in heard}
+            coor.barrier()
+            return sorted(heard)
+
+    found = ranks(body, 5, nodes)
+    assert found == [[r for r in range(5) if r != rank] for rank in range(5)]
+
+
+def test_a_subgroup_has_connections_by_its_own_ranks(ranks):
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            group = coor.split([2, 0])
+            if group is None:
+                return None
+            with group, contextlib.ExitStack() as stack:
+                links = {r: stack.enter_context(link) for r, link in group.connections().items()}
+                group.barrier()
+                return sorted(links)
+
+    assert ranks(body, 3) == [[0], None, [1]]
+
+
+def test_errors_name_ranks_of_the_launch(ranks_or_errors, monkeypatch):
+    monkeypatch.setattr(
+        PeerConnector, "_connect", lambda self, *_: "nothing to say" if self._rank == 0 else ""
+    )
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            group = coor.split([2, 0])
+            if group is not None:
+                group.connections()
+
+    error, _, cause = ranks_or_errors(body, 3)
+    assert str(error).startswith("rank 0 has no connections") and str(cause) == "nothing to say"
+
+
+def test_connections_are_on_one_address_and_nobody_listens_afterwards(ranks):
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            (link,) = coor.connections().values()
+            with link:
+                addresses = {link.getsockname()[0], link.getpeername()[0]}
+                listener = max(link.getsockname(), link.getpeername(), key=lambda a: coor.rank == 0)
+                coor.barrier()
+                if coor.rank == 0:
+                    with pytest.raises(ConnectionRefusedError):
+                        socket.create_connection(link.getsockname(), timeout=5)
+                coor.barrier()
+                return addresses, listener[0]
+
+    assert ranks(body, 2) == [({"127.0.0.1"}, "127.0.0.1")] * 2
+
+
+def test_a_rank_that_does_not_come_is_named(ranks_or_errors):
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            if coor.rank != 1:
+                coor.connections(timeout_s=1)
+
+    begun = time.monotonic()
+    found = ranks_or_errors(body, 3)
+    assert time.monotonic() - begun < 10
+    for error in (found[0], found[2]):
+        assert isinstance(error, CoordinatorError) and "rank 1" in str(error)

@@ -1,0 +1,467 @@
+"""Checkpoints that somebody made to do harm, or that were damaged: each is a CheckpointError."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import signal
+
+import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models
+from transformers import (
+    LlavaForConditionalGeneration,
+    PreTrainedTokenizerFast,
+    dynamic_module_utils,
+)
+
+import drumline
+from coordinator import Coordinator
+from drumline import CheckpointError
+from drumline.checkpoint.config_files import read_config, read_tokenizer
+from drumline.checkpoint.safetensors_index import MAX_DIMS, TensorReader, read_index
+from drumline.cli import main
+from drumline.cli.run_script import run_script
+from drumline.core.shards import Region
+from drumline.planner.model_profile import build_on_meta, model_class
+from drumline.tensor_parallel.sharded_model import read_configs
+
+TENSORS = {
+    "first": torch.arange(1, 13, dtype=torch.float32).view(3, 4),
+    "second": torch.arange(13, 19, dtype=torch.int16).view(2, 3),
+    "third": torch.tensor(19.5),
+    "none": torch.empty(0, 4),
+}
+
+
+def with_header(file, change):
+    """Rewrite the header of a .safetensors file, and leave its data as they are."""
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    text = change(json.loads(data[8 : 8 + length]))
+    text = text if isinstance(text, bytes) else json.dumps(text).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+@pytest.fixture
+def file(tmp_path):
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def entry(**fields):
+    """A change of the header that puts these fields into its first tensor."""
+    return lambda header: {**header, "first": {**header["first"], **fields}}
+
+
+def without(field):
+    def change(header):
+        del header["first"][field]
+        return header
+
+    return change
+
+
+NESTED = b'{"first": ' + 100_000 * b"[" + 100_000 * b"]" + b"}"
+HEADERS = {
+    "a negative shape": entry(shape=[-3, -4]),
+    "a negative begin": entry(data_offsets=[-48, 0]),
+    "an end before the begin": entry(data_offsets=[48, 0], shape=[-3, 4]),
+    "one offset": entry(data_offsets=[0]),
+    "no list of offsets": entry(data_offsets={"0": 0, "1": 48}),
+    "fractions as offsets": entry(data_offsets=[0.0, 48.0]),
+    "fractions as shape": entry(shape=[3.0, 4.0]),
+    "booleans as shape": entry(shape=[True, 12]),
+    "text as shape": entry(shape="34"),
+    "a shape that no tensor can have": entry(shape=[1 << 64, 0], data_offsets=[0, 0]),
+    "too many dimensions": entry(shape=(MAX_DIMS + 1) * [1]),
+    "no shape": without("shape"),
+    "no offsets": without("data_offsets"),
+    "no dtype": without("dtype"),
+    "a list as dtype": entry(dtype=["F32"]),
+    "half a pair": entry(dtype="F4", shape=[1]),
+    "no pair": entry(dtype="F4", shape=[]),
+    "a tensor that is a number": lambda header: {**header, "first": 3},
+    "a tensor that is a list": lambda header: {**header, "first": [0, 48]},
+    "an end beyond the file": entry(data_offsets=[0, 1 << 40], shape=[1 << 38]),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_tensor_that_cannot_be_is_named_with_its_file(file, name):
+    """Two negative sizes were loaded as zeros, without a word; fractions were a TypeError."""
+    with_header(file, HEADERS[name])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*(first|second)"):
+        read_index(file.parent)
+
+
+@pytest.mark.parametrize("text", [NESTED, b"[]", b"3", b"\xff", b"", b"{", b'{"a": {}'])
+def test_a_header_that_is_no_object_is_an_error_that_names_the_file(file, text):
+    with_header(file, lambda header: text)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        read_index(file.parent)
+
+
+numbers = st.one_of(
+    st.integers(-60, 60),
+    st.sampled_from([1 << 31, 1 << 63, -(1 << 63), 1 << 200]),
+    st.booleans(),
+    st.floats(),
+    st.none(),
+    st.text(max_size=3),
+)
+fields = st.one_of(numbers, st.lists(numbers, max_size=4), st.dictionaries(st.text(), numbers))
+sizes = st.lists(st.integers(-12, 12), max_size=3)
+keys = st.sampled_from(["shape", "data_offsets", "dtype"])
+dtypes = st.sampled_from(["F32", "I16", "F4", "F8_E8M0", "BOOL", "U64", "F128"])
+mutations = st.one_of(
+    st.tuples(st.sampled_from([*TENSORS, "new", "__metadata__"]), st.none(), fields),
+    st.tuples(st.sampled_from([*TENSORS]), keys, fields),
+    st.tuples(st.sampled_from([*TENSORS]), st.just("shape"), sizes),
+    st.tuples(st.sampled_from([*TENSORS]), st.just("data_offsets"), sizes),
+    st.tuples(st.sampled_from([*TENSORS]), st.just("dtype"), dtypes),
+)
+
+
+def mutate(header, mutation):
+    name, key, value = mutation
+    if key is None:
+        header[name] = value
+    elif isinstance(header[name], dict):
+        header[name][key] = value
+
+
+def read(folder, name, stored):
+    """All of a tensor, read into memory that is full of something else."""
+    out = torch.full((stored.nbytes,), 0xA5, dtype=torch.uint8)
+    with TensorReader(folder) as reader:
+        box = Region((0,) * len(stored.shape), stored.shape)
+        reader.read(stored, box, out.view(stored.torch_dtype).view(stored.shape))
+        assert reader.nbytes == stored.nbytes
+    return out.numpy().tobytes()
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(mutations, min_size=1, max_size=3))
+def test_whatever_a_header_says_it_is_refused_or_the_bytes_of_the_file_are_read(file, changes):
+    save_file(TENSORS, file)
+
+    def change(header):
+        for mutation in changes:
+            mutate(header, mutation)
+        return header
+
+    with_header(file, change)
+    header_end = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    data = file.read_bytes()[header_end:]
+    with contextlib.suppress(CheckpointError):
+        for name, stored in read_index(file.parent).items():
+            said = json.loads(file.read_bytes()[8:header_end])[name]
+            begin, end = said["data_offsets"]
+            assert math.prod(said["shape"]) == math.prod(stored.shape) * (
+                1 + (said["dtype"] == "F4")
+            )
+            assert min(said["shape"], default=0) >= 0
+            assert read(file.parent, name, stored) == data[begin:end]
+
+
+@given(st.binary(max_size=64))
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_file_of_any_bytes_is_refused_or_holds_no_tensor(file, data):
+    file.write_bytes(data)
+    with contextlib.suppress(CheckpointError):
+        assert read_index(file.parent) == {}
+
+
+LISTINGS = [
+    "[]",
+    "3",
+    "{}",
+    '{"weight_map": 3}',
+    '{"weight_map": {"first": 3}}',
+    '{"weight_map": {"first": ["model.safetensors"]}}',
+    '{"weight_map": {"first": null, "second": "model.safetensors"}}',
+    '{"weight_map": [["first", "model.safetensors"]]}',
+    '{"weight_map": {"first": "../model.safetensors"}}',
+    '{"weight_map": {"first": "/dev/zero"}}',
+    100_000 * "[",
+    "\0",
+]
+
+
+@pytest.mark.parametrize("text", LISTINGS)
+def test_an_index_of_other_types_is_an_error_that_names_it(file, text):
+    (file.parent / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
+        read_index(file.parent)
+
+
+@pytest.fixture
+def llama(checkpoints, tmp_path):
+    """A checkpoint with a tokenizer, to be damaged."""
+    folder = tmp_path / "llama"
+    shutil.copytree(checkpoints.llama()[1], folder)
+    words = {str(number): number for number in range(64)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="2").save_pretrained(folder)
+    assert read_tokenizer(folder)("5 6")["input_ids"] and read_config(folder)
+    return folder
+
+
+def configured(folder, name="config.json", **fields):
+    content = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps({**content, **fields}))
+
+
+@contextlib.contextmanager
+def seconds(limit):
+    """What is in this block ends within the limit, and what waits for a pipe is ended then."""
+
+    def ring(*unused):
+        raise TimeoutError(f"still there after {limit} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(limit)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def read_all(folder):
+    """What every way to load or serve a model reads first."""
+    read_config(folder)
+    read_configs(folder)
+    read_tokenizer(folder)
+
+
+ENTRIES = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+ENTRIES += ["tokenizer_config.json", "model.safetensors.index.json", "chat_template.jinja"]
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_pipe_in_place_of_a_file_is_an_error_at_once(llama, name, is_link):
+    """Opening it waited for somebody to write, for ever."""
+    (llama / name).unlink(missing_ok=True)
+    pipe = llama.parent / "pipe" if is_link else llama / name
+    os.mkfifo(pipe)
+    if is_link:
+        (llama / name).symlink_to(pipe)
+    for read in (read_config, read_configs, read_tokenizer):
+        with seconds(10), pytest.raises(CheckpointError, match=f"{name} is no ordinary file"):
+            read(llama)
+    if "safetensors" in name:
+        with seconds(10), pytest.raises(CheckpointError, match=f"{name} is no ordinary file"):
+            read_index(llama)
+
+
+def test_files_that_are_links_and_folders_beside_them_are_as_ever(llama, tmp_path):
+    """The cache of the Hub has links for files."""
+    os.rename(llama / "model.safetensors", tmp_path / "blob")
+    (llama / "model.safetensors").symlink_to(tmp_path / "blob")
+    (llama / "onnx").mkdir()
+    read_all(llama)
+
+
+@pytest.mark.parametrize("count", [200_000, 10**12, 10**400])
+def test_a_config_with_more_layers_than_there_are_tensors_is_refused_at_once(llama, count):
+    """The empty model was built, layer by layer, until the memory or the patience ended."""
+    configured(llama, num_hidden_layers=count)
+    for read in (read_config, read_configs):
+        with seconds(10), pytest.raises(CheckpointError, match=r"config\.json has num_hidden_l"):
+            read(llama)
+
+
+def test_a_config_within_the_config_may_not_have_more_layers_either(llama):
+    configured(llama, vision_config={"depth": 200_000})
+    with seconds(10), pytest.raises(CheckpointError, match="depth=200000"):
+        read_config(llama)
+
+
+def test_a_model_may_have_more_layers_than_tensors_where_layers_share_them(checkpoints):
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+    sizes |= {"num_hidden_layers": 60, "vocab_size": 9, "embedding_size": 8}
+    _, path = checkpoints.make("albert of 60", "AlbertForMaskedLM", **sizes)
+    assert len(read_index(path)) < read_config(path).num_hidden_layers == 60
+
+
+EVIL = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+Path(__file__).with_name("ran").touch()
+Path({ran!r}).touch()
+class Config(LlamaConfig):
+    model_type = "evil"
+class Model(LlamaForCausalLM):
+    config_class = Config
+class Words(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.fixture
+def willing(monkeypatch):
+    """Somebody who answers yes to every question on stdin; the questions."""
+    questions = []
+
+    def answer(question=""):
+        questions.append(question)
+        return "y"
+
+    monkeypatch.setattr("builtins.input", answer)
+    return questions
+
+
+@pytest.fixture
+def evil(llama, tmp_path):
+    """A checkpoint whose config, model and tokenizer are its own code, which leaves a trace."""
+    ran = tmp_path / "ran"
+    (llama / "evil.py").write_text(EVIL.format(ran=str(ran)))
+    classes = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    configured(llama, model_type="evil", architectures=["Model"], auto_map=classes)
+    words = {"AutoTokenizer": [None, "evil.Words"]}
+    configured(llama, "tokenizer_config.json", auto_map=words, tokenizer_class="Words")
+    yield llama
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("read", [read_config, read_configs, read_tokenizer])
+def test_the_code_of_a_checkpoint_is_not_run_and_nobody_is_asked_whether_it_may(
+    evil, willing, read
+):
+    """With a "y" on stdin it ran on rank 0."""
+    with pytest.raises(CheckpointError, match="brings Python code of its own"):
+        read(evil)
+    assert not willing
+
+
+COMMANDS = {
+    "plan": ["--memory", "1GiB"],
+    "generate": ["--prompt", "5 6"],
+    "bench": [],
+    "serve": ["--port", "0"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_command_runs_the_code_of_a_checkpoint(evil, willing, capsys, command):
+    assert main([command, "--model", str(evil), *COMMANDS[command]]) == 1
+    assert "brings Python code of its own" in capsys.readouterr().err and not willing
+
+
+@pytest.mark.parametrize("options", [{}, {"tp": 1}, {"device_map": "fastest"}])
+def test_load_does_not_run_the_code_of_a_checkpoint(evil, willing, ranks_or_errors, options):
+    def rank(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            drumline.load(evil, coor=coor, **options)
+
+    for error in ranks_or_errors(rank, 2 if not options else 1):
+        assert isinstance(error, CheckpointError), error
+        assert "brings Python code of its own" in str(error)
+    assert not willing
+
+
+def test_a_config_within_the_config_brings_no_code_either(llama, willing, tmp_path):
+    """A model of several makes its parts with AutoModel, which asked as well."""
+    ran = tmp_path / "ran"
+    (tmp_path / "evil.py").write_text(EVIL.format(ran=str(ran)))
+    classes = {"AutoModel": f"{tmp_path}--evil.Model"}
+    part = {"model_type": "blip_vision_model", "auto_map": classes}
+    whole = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
+    (llama / "config.json").write_text(json.dumps({**whole, "vision_config": part}))
+    with pytest.raises(CheckpointError, match="trust_remote_code"):
+        build_on_meta(LlavaForConditionalGeneration, read_config(llama), torch.float32)
+    assert not willing and not ran.exists()
+
+
+SCRIPT = """
+import sys
+from transformers import AutoModelForCausalLM
+AutoModelForCausalLM.from_pretrained(sys.argv[1], device_map="auto")
+"""
+
+
+def test_a_script_is_not_asked_whether_the_code_of_a_checkpoint_may_run(
+    evil, willing, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("sys.argv", [])
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        run_script(str(tmp_path / "script.py"), [str(evil)])
+    assert not willing
+    assert dynamic_module_utils.TIME_OUT_REMOTE_CODE > 0  # as it was
+
+
+WORDS = ["{}", "[]", "3", "{", "\0", '{"model": 3}', '{"model": {}, "added_tokens": 3}']
+WORDS += [100_000 * "[", '{"a": ' * 100_000, '{"version": "1.0", "model": {"type": "BPE"}}']
+
+
+@pytest.mark.parametrize("text", WORDS)
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_tokenizer_of_garbage_is_an_error_that_names_its_files(llama, name, text):
+    (llama / name).write_text(text)
+    try:
+        read_tokenizer(llama)
+    except CheckpointError as error:
+        assert name in str(error)
+    else:
+        assert name == "tokenizer_config.json"  # of which nothing is needed
+
+
+@pytest.mark.parametrize("names", [5, [5], {"a": 1}, [None], [["LlamaForCausalLM"]], "Llama"])
+def test_architectures_that_are_no_names_are_an_error(llama, names):
+    configured(llama, architectures=names)
+    with pytest.raises(CheckpointError, match="names the architectures"):
+        model_class(read_config(llama))
+
+
+GENERATION = [
+    "[]",
+    "{",
+    "3",
+    100_000 * "[",
+    '{"max_new_tokens": "x"}',
+    '{"cache_implementation": 5}',
+]
+
+
+@pytest.mark.parametrize("text", GENERATION)
+@pytest.mark.parametrize("options", [{}, {"tp": 2}])
+def test_a_generation_config_of_garbage_is_an_error_on_every_rank(
+    llama, ranks_or_errors, text, options
+):
+    (llama / "generation_config.json").write_text(text)
+
+    def rank(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            drumline.load(llama, coor=coor, **options)
+
+    for error in ranks_or_errors(rank, 2):
+        assert isinstance(error, CheckpointError), error
+        assert "generation_config.json" in str(error)
+
+
+def test_a_quantised_model_without_the_package_for_it_is_an_error(llama, ranks_or_errors):
+    configured(llama, quantization_config={"quant_method": "nobody's", "bits": 4})
+
+    def absent(*unused, **options):
+        raise ImportError("install nobody's")
+
+    def rank(info):
+        with Coordinator(info, timeout_s=20) as coor, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(transformers.PreTrainedModel, "from_pretrained", absent)
+            drumline.load(llama, coor=coor)
+
+    (error,) = ranks_or_errors(rank, 1)
+    assert isinstance(error, CheckpointError), error
+    assert "install nobody's" in str(error)

@@ -1,0 +1,398 @@
+"""Each rank reads its own tensors, and a checkpoint that is wrong is an error on every rank."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import drumline
+from coordinator import Coordinator
+from drumline.checkpoint.empty_model import load_shard
+from drumline.core.consistency import check_same_on_all_ranks
+from drumline.planner.model_profile import build_on_meta, profile_model
+from drumline.stages.stage_weights import fill
+from drumline.strategies import pipeline_parallel
+
+
+def real(model) -> set[str]:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name for name, tensor in named if not tensor.is_meta}
+
+
+def test_a_rank_has_only_its_own_tensors_and_they_are_those_of_the_checkpoint(checkpoints):
+    plain, path = checkpoints.llama()
+    places = {"": "meta", "model.layers.2": "cpu", "model.layers.3": "cpu"}
+    shard = load_shard(LlamaForCausalLM, path, places, torch.float32)
+    own = {name for name, _ in plain.named_parameters() if ".2." in name or ".3." in name}
+    assert real(shard) == own
+    assert all(torch.equal(shard.get_parameter(n), plain.get_parameter(n)) for n in own)
+
+
+def test_experts_that_transformers_fuses_are_fused_on_their_owner_too(checkpoints):
+    plain, path = checkpoints.make("mixtral3", "MixtralForCausalLM", **MIXTRAL)
+    shard = load_shard(type(plain), path, {"": "meta", "model.layers.1": "cpu"}, torch.float32)
+    names = [name for name, _ in plain.named_parameters() if name.startswith("model.layers.1.")]
+    assert any("gate_up_proj" in name for name in names)
+    assert all(torch.equal(shard.get_parameter(n), plain.get_parameter(n)) for n in names)
+
+
+def test_buffers_that_no_file_holds_are_computed(checkpoints, on_master):
+    sizes = {"vocab_size": 64, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    wide = {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 32}
+    ends = {"pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0}
+    config = {**sizes, **heads, **wide, **ends, "init_std": 0.4}
+    plain, path = checkpoints.make("marian", "MarianMTModel", **config)
+
+    def work(model):
+        ids = torch.arange(3, 12)[None]
+        return model.generate(ids, max_new_tokens=6, do_sample=False).tolist()
+
+    device_map = {"": 0, "model.encoder.layers": 1, "model.decoder.layers.1": 1}
+    assert on_master(path, 2, work, device_map=device_map) == work(plain)
+
+
+def test_the_layout_counts_every_byte_once(checkpoints):
+    for plain, _ in (checkpoints.llama(), checkpoints.gpt2()):
+        model = build_on_meta(type(plain), plain.config, torch.float32)
+        tensors = [*plain.parameters(), *plain.buffers()]
+        expected = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        assert profile_model(model).nbytes == expected
+
+
+def test_a_layer_is_not_split_where_the_model_names_only_its_attention(checkpoints):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    kind = "RobertaPreLayerNormForMaskedLM"
+    plain, _ = checkpoints.make("prelayernorm", kind, num_attention_heads=4, vocab_size=64, **sizes)
+    found = profile_model(plain)
+    names = [part.name for part in found.layers]
+    assert names == [f"roberta_prelayernorm.encoder.layer.{n}" for n in range(2)]
+    _assert_tied_around(found, "roberta_prelayernorm.embeddings", "lm_head")
+
+
+def _assert_tied_around(found, *names):
+    """BERT's class of embeddings is one that is not cut; planned as a layer, on another rank than
+    the head that is tied to it, it left that without weights, and any numbers came out."""
+    assert {name for tie in found.ties for name in tie} == {*names}
+    assert {*names} <= {part.name for part in found.others}
+
+
+def test_tied_weights_are_on_one_rank_wherever_they_are(checkpoints, on_master):
+    config = {"tie_word_embeddings": True, **SMALL}
+    plain, path = checkpoints.make("tied", "LlamaForCausalLM", **config)
+    ids = torch.arange(3, 12)[None]
+    device_map = {"": 0, "model.embed_tokens": 1, "lm_head": 1}
+
+    def work(model):
+        return model.generate(ids, max_new_tokens=8, do_sample=False).tolist()
+
+    assert on_master(path, 2, work, device_map=device_map) == work(plain)
+
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.4,
+}
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    """A checkpoint in several files with an index, to be damaged."""
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SMALL)).save_pretrained(tmp_path, max_shard_size="40KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    return tmp_path
+
+
+def complaints(ranks_or_errors, path, blind=()) -> list[str]:
+    """What each of three ranks raises."""
+
+    def rank(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            mine = "nowhere" if info.rank in blind else path
+            drumline.load(mine, coor=coor, max_memory=[1 << 30] * 3).close()
+
+    found = ranks_or_errors(rank, 3)
+    assert all(isinstance(error, drumline.CheckpointError) for error in found), found
+    return [str(error) for error in found]
+
+
+def loaded_by(ranks, paths, nprocs, work=lambda model: None, **options):
+    """What work(model) gives on the master, each rank having its own path."""
+
+    def rank(info):
+        torch.set_num_threads(1)
+        with Coordinator(info, timeout_s=20) as coor:
+            path, memory = paths[info.rank], [1 << 30] * nprocs
+            try:
+                with drumline.load(path, coor=coor, max_memory=memory, **options) as model:
+                    return work(model)
+            except drumline.WorkerExit as served:
+                return served.code
+
+    return ranks(rank, nprocs)[0]
+
+
+def greedy(model):
+    ids = torch.arange(3, 12)[None]
+    return model.generate(ids, max_new_tokens=8, do_sample=False).tolist()
+
+
+MIXTRAL = {
+    "num_hidden_layers": 3,
+    "num_local_experts": 4,
+    "hidden_size": 32,
+    "vocab_size": 64,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("seeing", [[0], [0, 2]])
+def test_ranks_without_files_are_sent_their_part(checkpoints, ranks, tmp_path, seeing, dtype):
+    """Experts, which transformers fuses, are fused where they go."""
+    plain, path = checkpoints.make("mixtral3", "MixtralForCausalLM", **MIXTRAL)
+    paths = [path if rank in seeing else tmp_path / "nowhere" for rank in range(3)]
+    expected = greedy(plain if dtype is None else type(plain).from_pretrained(path, dtype=dtype))
+    assert loaded_by(ranks, paths, 3, greedy, dtype=dtype) == expected
+
+
+def test_rank_0_reads_every_tensor_once_and_the_others_nothing(checkpoints, ranks, monkeypatch):
+    plain, path = checkpoints.llama()
+    found = {}
+
+    def noted(model, *arguments):
+        coor = arguments[4]
+        found[coor.rank] = fill(model, *arguments)
+        return found[coor.rank]
+
+    monkeypatch.setattr(pipeline_parallel, "fill", noted)
+    mine = loaded_by(ranks, [path, "nowhere", "nowhere"], 3, lambda model: model.loaded)
+    assert mine == found[0]
+    total = sum(tensor.nbytes for tensor in plain.parameters())
+    assert [found[rank].nbytes_read for rank in range(3)] == [total, 0, 0]
+    assert sum(found[rank].share for rank in range(3)) == total
+    assert found[0].nbytes_sent == total - found[0].share
+
+
+def test_files_that_only_another_rank_has_are_of_no_use(checkpoints, ranks_or_errors):
+    _, path = checkpoints.llama()
+
+    def rank(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            drumline.load("nowhere" if info.rank == 0 else path, coor=coor)
+
+    found = ranks_or_errors(rank, 2)
+    assert all(isinstance(error, drumline.CheckpointError) for error in found), found
+    assert all("nowhere" in str(error) for error in found)
+
+
+def test_ranks_with_other_files_than_rank_0_are_named(sharded, tmp_path, ranks_or_errors):
+    other = tmp_path / "other"
+    shutil.copytree(sharded, other)
+    file = sorted(other.glob("*.safetensors"))[0]
+    tensors = load_file(file)
+    save_file(dict(reversed(tensors.items())), file, metadata={"format": "pt", "other": "yes"})
+
+    def rank(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            drumline.load(other if info.rank == 2 else sharded, coor=coor)
+
+    assert all("ranks [2]" in str(error) for error in ranks_or_errors(rank, 3))
+
+
+def test_a_progress_bar_on_rank_0_counts_the_bytes_of_all_ranks(checkpoints, ranks, capsys):
+    plain, path = checkpoints.llama()
+    loaded_by(ranks, [path] * 3, 3, progress=True)
+    last = capsys.readouterr().err.split("\r")[-1]
+    total = sum(tensor.nbytes for tensor in plain.parameters()) / 1000
+    assert "loading" in last and f"{total:.1f}/{total:.1f} kB" in last
+
+
+def test_there_is_no_progress_bar_where_stderr_is_no_terminal(checkpoints, ranks, capsys):
+    loaded_by(ranks, [checkpoints.llama()[1]] * 2, 2)
+    assert "loading" not in capsys.readouterr().err
+
+
+def test_a_sharded_checkpoint_loads(sharded, on_master):
+    assert on_master(sharded, 3, lambda model: model.device_map.ranks) == [0, 1, 2]
+
+
+def test_a_missing_tensor_is_an_error_on_every_rank(sharded, ranks_or_errors):
+    name = "model.layers.1.mlp.up_proj.weight"
+    index = json.loads((sharded / "model.safetensors.index.json").read_text())
+    file = sharded / index["weight_map"][name]
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert all(name in text for text in complaints(ranks_or_errors, sharded))
+
+
+def test_a_surplus_tensor_is_an_error_on_every_rank(sharded, ranks_or_errors):
+    file = sorted(sharded.glob("*.safetensors"))[0]
+    save_file({**load_file(file), "extra": torch.zeros(2)}, file, metadata={"format": "pt"})
+    assert all("extra" in text for text in complaints(ranks_or_errors, sharded))
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(3, 3), torch.zeros(64, 32, dtype=torch.int32)])
+def test_a_tensor_of_another_shape_or_kind_is_an_error_on_every_rank(
+    sharded, ranks_or_errors, wrong
+):
+    file = sorted(sharded.glob("*.safetensors"))[0]
+    name = "model.embed_tokens.weight"
+    save_file({**load_file(file), name: wrong}, file, metadata={"format": "pt"})
+    texts = complaints(ranks_or_errors, sharded)
+    assert all(name in text and file.name in text for text in texts)
+
+
+def test_errors_in_the_files_of_rank_0_raise_on_ranks_without_files(sharded, ranks_or_errors):
+    file = sorted(sharded.glob("*.safetensors"))[0]
+    save_file({**load_file(file), "extra": torch.zeros(2)}, file, metadata={"format": "pt"})
+    texts = complaints(ranks_or_errors, sharded, blind=(1, 2))
+    assert all(f"extra in {file.name}" in text for text in texts)
+
+
+def test_a_truncated_file_is_an_error_on_every_rank(sharded, ranks_or_errors):
+    file = sorted(sharded.glob("*.safetensors"))[-1]
+    file.write_bytes(file.read_bytes()[:-100])
+    assert all(file.name in text for text in complaints(ranks_or_errors, sharded))
+
+
+def rewritten(file, change):
+    """A .safetensors file with another header."""
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    text = json.dumps(change(header)).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+def overlapping(header):
+    """The second tensor lies where the first does: wrong weights, of the right shapes."""
+    second = [name for name in header if name != "__metadata__"][1]
+    begin, end = header[second]["data_offsets"]
+    header[second]["data_offsets"] = [0, end - begin]
+    return header
+
+
+@pytest.mark.parametrize("change", [overlapping, list, lambda header: dict.fromkeys(header, 3)])
+def test_a_header_that_makes_no_sense_is_an_error_on_every_rank(sharded, ranks_or_errors, change):
+    file = sorted(sharded.glob("*.safetensors"))[-1]
+    rewritten(file, change)
+    assert all(file.name in text for text in complaints(ranks_or_errors, sharded))
+
+
+LLAMA = '{"model_type": "llama", "architectures": ["LlamaForCausalLM"], '
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("{", "config.json holds no JSON object"),
+        ('{"model_type": "nobody"}', "config.json describes no model"),
+        (f'{LLAMA} "hidden_size": "x"}}', "Field 'hidden_size' expected int"),
+        (f'{LLAMA} "num_attention_heads": 0}}', "describes no model"),
+        ('{"model_type": "llama", "architectures": ["pipeline"]}', "['pipeline'], none of which"),
+        (f'{LLAMA} "vocab_size": -5}}', "no LlamaForCausalLM can be built"),
+    ],
+)
+def test_a_config_of_no_model_is_an_error_on_every_rank(sharded, ranks_or_errors, config, said):
+    (sharded / "config.json").write_text(config)
+    for text in complaints(ranks_or_errors, sharded):
+        assert said in text
+
+
+def test_a_missing_file_is_an_error_on_every_rank(sharded, ranks_or_errors):
+    file = sorted(sharded.glob("*.safetensors"))[-1]
+    file.unlink()
+    assert all(file.name in text for text in complaints(ranks_or_errors, sharded))
+
+
+def test_pickles_are_refused_with_a_line_that_converts_them(sharded, ranks_or_errors, on_master):
+    """The line keeps the head of the model, which AutoModel would lose, and any path."""
+    plain = LlamaForCausalLM.from_pretrained(sharded)
+    folder = sharded / "it's a model"
+    plain.config.save_pretrained(folder)
+    torch.save(plain.state_dict(), folder / "pytorch_model.bin")
+    texts = complaints(ranks_or_errors, folder)
+    assert all("pytorch_model.bin" in text for text in texts)
+    line = shlex.split(texts[0].partition("trust the file: ")[2])
+    assert line[:2] == ["python", "-c"]
+    exec(line[2])
+    assert on_master(folder, 2, greedy) == greedy(plain)
+
+
+def test_a_path_without_a_model_is_refused(tmp_path, ranks_or_errors):
+    texts = complaints(ranks_or_errors, tmp_path / "nowhere")
+    assert all("nowhere" in text and "config.json" in text for text in texts)
+
+
+def test_ranks_with_different_models_find_out_before_serving(sharded, tmp_path, ranks_or_errors):
+    other = tmp_path / "other"
+    shutil.copytree(sharded, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
+
+    def rank(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            path = other if info.rank == 1 else sharded
+            drumline.load(path, coor=coor, max_memory=[1 << 30] * 2).close()
+
+    texts = [str(error) for error in ranks_or_errors(rank, 2)]
+    assert all("config" in text and "rank 1" in text for text in texts)
+
+
+def test_a_single_process_gets_an_ordinary_model(checkpoints, on_master):
+    plain, path = checkpoints.llama()
+    ids = torch.arange(3, 12)[None]
+
+    def work(model):
+        return model.generate(ids, max_new_tokens=8, do_sample=False).tolist()
+
+    assert on_master(path, 1, work) == work(plain)
+
+
+@pytest.mark.parametrize("what", ["torch", "transformers", "dtype", "attn_implementation"])
+def test_what_differs_between_ranks_is_named(ranks_or_errors, what):
+    def rank(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            check_same_on_all_ranks(coor, {"config": "{}", what: "b" if info.rank == 2 else "a"})
+
+    texts = [str(error) for error in ranks_or_errors(rank, 4)]
+    assert all(f"{what} is a on rank 0 and b on rank 2" in text for text in texts)
+
+
+def test_another_attention_on_one_rank_is_found_at_load(checkpoints, ranks_or_errors):
+    def rank(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            how = "eager" if info.rank == 1 else "sdpa"
+            drumline.load(checkpoints.llama()[1], coor=coor, attn_implementation=how)
+
+    texts = [str(error) for error in ranks_or_errors(rank, 2)]
+    assert all("attn_implementation is sdpa on rank 0 and eager on rank 1" in t for t in texts)
+
+
+def test_more_and_longer_conversations_leave_less_room_for_weights(checkpoints, ranks_or_errors):
+    """The model fits twice, but not with the keys and values of 4096 tokens beside it."""
+    plain, path = checkpoints.llama()
+    nbytes = sum(tensor.nbytes for tensor in plain.parameters())
+
+    def rank(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            memory = [2 * nbytes] * 2
+            drumline.load(path, coor=coor, max_memory=memory, batch=4, length=1024)
+
+    assert all("to work in" in str(e) or "missing" in str(e) for e in ranks_or_errors(rank, 2))

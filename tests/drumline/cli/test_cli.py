@@ -1,0 +1,355 @@
+"""The commands of `drumline`, as their user runs them."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    LlamaConfig,
+    MambaConfig,
+    PreTrainedTokenizerFast,
+    XLNetConfig,
+)
+
+import drumline
+import launcher
+from drumline.cli import DELEGATED, main, parser
+from drumline.cli.run_script import load_over_all_ranks
+from drumline.strategies.with_model import num_positions
+from tests.drumline.conftest import LLAMA
+
+ROOT = Path(__file__).parents[3]
+
+
+def _import_serving() -> None:
+    for package in ("fastapi", "uvicorn", "prometheus_client"):
+        pytest.importorskip(package, reason="runs after `pip install 'drumline[serve]'`")
+
+
+def test_a_config_may_have_no_limit_of_positions():
+    """XLNet's says -1, and whatever was asked for was more than that."""
+    assert num_positions(LlamaConfig(max_position_embeddings=16)) == 16
+    assert num_positions(XLNetConfig()) == num_positions(MambaConfig()) == sys.maxsize
+
+
+def test_plan_prints_the_device_map_and_the_hops(checkpoints, capsys):
+    path = str(checkpoints.llama()[1])
+    assert main(["plan", "--model", path, "--memory", "160KiB", "--ranks", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "rank 0 cpu" in out and "rank 1 cpu" in out and "2 hops a token" in out
+
+
+def test_plan_counts_hops_of_every_rank_and_of_a_head_on_another_rank(checkpoints, capsys):
+    path = str(checkpoints.llama()[1])
+    for sizes, hops in [(["1MiB"] * 5, 5), (["40KiB", "40KiB", "180KiB"], 6), (["1MiB"], 0)]:
+        assert main(["plan", "--model", path, "--memory", *sizes]) == 0
+        assert f"{hops} hops a token" in capsys.readouterr().out
+
+
+def test_plan_counts_only_the_weights_that_a_token_reads(checkpoints, capsys):
+    """ "At most" so many tokens a second was less than what experts and encoders leave possible."""
+    half = {"d_ff": 64, "num_layers": 4, "num_decoder_layers": 4, "vocab_size": 9, "d_model": 32}
+    mixture = {**LLAMA, "num_local_experts": 8, "num_experts_per_tok": 2}
+    for name, sizes in (("T5ForConditionalGeneration", half), ("MixtralForCausalLM", mixture)):
+        model, path = checkpoints.make(f"{name} to plan", name, **sizes)
+        line = ["plan", "--model", str(path), "--memory", "1GiB", "--bandwidth", "1GB"]
+        assert main(line) == 0
+        rate = float(capsys.readouterr().out.partition("at most ")[2].split()[0])
+        assert rate > 1.5e9 / (4 * model.num_parameters())
+
+
+def test_plan_counts_the_key_value_cache(checkpoints, capsys):
+    path = str(checkpoints.llama()[1])
+    arguments = ["plan", "--model", path, "--memory", "160KiB", "160KiB", "--batch", "64"]
+    assert main([*arguments, "--length", "1000"]) == 1
+    assert "bytes" in capsys.readouterr().err
+
+
+def test_plan_shows_the_fastest_device_map_and_its_speed(checkpoints, capsys):
+    """Of equal ranks with slow links one is the fastest, if the model fits there."""
+    path = str(checkpoints.llama()[1])
+    line = ["plan", "--model", path, "--memory", "1MiB", "--ranks", "2", "--hop", "1e6"]
+    rates = []
+    for device_map in ("auto", "fastest"):
+        assert main([*line, "--device-map", device_map]) == 0
+        rates.append(float(capsys.readouterr().out.partition("at most ")[2].split()[0]))
+    assert rates[0] < 1 < rates[1]
+
+
+def test_plan_names_the_missing_memory(checkpoints, capsys):
+    assert main(["plan", "--model", str(checkpoints.llama()[1]), "--memory", "10KiB"]) == 1
+    assert "are missing in all" in capsys.readouterr().err
+
+
+def test_one_memory_size_is_that_of_every_rank_and_other_numbers_are_rejected(checkpoints, capsys):
+    """Sizes that were too few once gave the other ranks nothing, without a word."""
+    path = str(checkpoints.llama()[1])
+    assert main(["plan", "--model", path, "--memory", "1MiB", "1MiB", "--ranks", "3"]) == 1
+    assert "2 sizes for 3 ranks" in capsys.readouterr().err
+    assert main(["bench", "--model", path, "-n", "2", "--memory", "1MiB", "1MiB", "1MiB"]) == 1
+    assert "3 sizes for 2 ranks" in capsys.readouterr().err
+
+
+BAD = [
+    ("plan", "--memory 1.5.2MiB", "no size"),
+    ("plan", "--memory 1MiB --ranks 0", "not a number from 1 on"),
+    ("plan", "--memory 1MiB --batch -1", "not a number from 1 on"),
+    ("plan", "--memory 1MiB --bandwidth 0", "nothing is ever read"),
+    ("plan", "--memory 1MiB --hop nan", "not a number from 0 on"),
+    ("generate", "--prompt 5 --seed 18446744073709551616", "64 bits"),
+    ("generate", "--prompt 5 --max-new-tokens 0", "not a number from 1 on"),
+    ("bench", "-n none", "invalid int value"),
+    ("bench", "--new-tokens 1", "not a number from 2 on"),
+    ("serve", "--port 99999", "not a port"),
+]
+
+
+@pytest.mark.parametrize(("name", "line", "message"), BAD)
+def test_invalid_arguments_are_rejected_in_a_line(name, line, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--model", "somewhere", *line.split()])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("plan --model {} --memory 1MiB --dtype float17", "dtype='float17' is none"),
+        ("plan --model {} --memory 1MiB --dtype float8_e4m3fn", "'float8_e4m3fn' is none"),
+        ("generate --model {} --prompt 5 --memory 1MiB", "no tokenizer"),
+        (
+            "bench --model {} -n 2 --new-tokens 2 --prompt-tokens 2 --memory 1KiB",
+            "are missing in all",
+        ),
+        ("generate --model {}/nowhere -n 2 --prompt 5", "no config.json"),
+        ("auto -n 2 {}/nowhere.py", "does not exist"),
+        ("auto {}", "does not exist"),
+        ("bench --model {} --prompt-tokens 9 --new-tokens 8", "has positions for 16"),
+        ("bench --model {} -n 2 --prompt-tokens 9 --new-tokens 8", "has positions for 16"),
+    ],
+)
+def test_an_impossible_command_is_an_error_of_one_line(checkpoints, capsys, line, message):
+    small = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 1, "n_positions": 16}
+    _, path = checkpoints.make("without a tokenizer", "GPT2LMHeadModel", **small)
+    assert main([word.format(path) for word in line.split()]) == 1
+    error = capsys.readouterr().err
+    assert message in error.strip().splitlines()[-1] and "drumline: " in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("prog", ["drumline", "python -m drumline"])
+@pytest.mark.parametrize(
+    ("line", "command"),
+    [
+        ("run --nproc 2 script.py", "run"),
+        ("doctor --slow", "doctor"),
+        ("check --fast", "check"),
+        ("auto --nproc 2 script.py", "auto"),
+        ("plan --model DIR --memory 1GiB --lenght 9", "plan"),
+    ],
+)
+def test_an_unknown_option_shows_the_usage_of_its_command(line, command, prog, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(line.split(), prog)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"usage: {prog} {command} ")
+    assert f"{prog} {command}: error: unrecognized arguments: --" in error
+
+
+@pytest.mark.parametrize(
+    "line", ["--version", "run -n 2 --dry-run script.py", "doctor --help", "auto --help"]
+)
+def test_commands_that_need_no_model_start_without_torch(line):
+    """`drumline run` is to start as fast as `python -m launcher run`."""
+    body = (
+        "import sys\nfrom drumline.cli import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit as ended:\n    assert not ended.code\n"
+        "print([m for m in ('torch', 'transformers', 'coordinator') if m in sys.modules])"
+    )
+    command = [sys.executable, "-c", body, *line.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_run_is_the_launchers_own_under_the_name_of_the_command(capsys):
+    assert main(["run", "-n", "2", "--nnodes", "0", "script.py"], "python -m drumline") == 2
+    assert capsys.readouterr().err.startswith("python -m drumline: ")
+
+
+@pytest.mark.parametrize("prog", ["launcher", "communicator", "drumline"])
+def test_every_command_line_prints_the_version(prog, capsys):
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"{prog}.cli").main(["--version"])
+    assert ended.value.code == 0 and drumline.__version__ in capsys.readouterr().out
+
+
+@pytest.fixture
+def with_tokenizer(checkpoints) -> Path:
+    _, path = checkpoints.llama()
+    words = Tokenizer(models.WordLevel({str(n): n for n in range(64)}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0").save_pretrained(path)
+    return path
+
+
+def test_a_prompt_of_a_dash_is_read_from_the_standard_input(with_tokenizer, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("5 6 7\n"))
+    options = ["--model", str(with_tokenizer), "--prompt", "-", "--max-new-tokens", "3"]
+    assert main(["generate", *options]) == 0
+    assert "5 6 7 55 54 10" in capsys.readouterr().out
+
+
+def test_generate_streams_text_and_ends_with_a_summary(warm, with_tokenizer):
+    arguments = ["--model", with_tokenizer, "-n", 2, "--prompt", "5 6 7"]
+    done = warm.run("-m", "drumline", "generate", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "5 6 7" in done.stdout and "tokens/s" in done.stdout and "per hop" in done.stdout
+    assert re.search(r"rank 1: [\d.]+ KiB of model, [\d.]+ MiB of memory at most", done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"), [("", "no tokens"), ("5 \udcff", "is not valid text")]
+)
+def test_an_empty_or_invalid_prompt_is_rejected_before_loading(
+    with_tokenizer, capsys, prompt, message
+):
+    assert main(["generate", "--model", str(with_tokenizer), "--prompt", prompt]) == 1
+    printed = capsys.readouterr()
+    assert message in printed.err and not printed.out
+
+
+def test_the_commands_for_two_machines_run_as_printed(checkpoints, hosts, with_tokenizer):
+    words = {"DIR": with_tokenizer, "Once upon": "5 6 7"}  # what its tokenizer knows
+    first, second = hosts.typed(ROOT / "docs" / "drumline.md", **words)
+    plain, prompt = checkpoints.llama()[0], torch.tensor([[5, 6, 7]])
+    tokens = plain.generate(prompt, max_new_tokens=64, do_sample=False)[0].tolist()
+    assert " ".join(map(str, tokens)) in first
+    assert "rank 1 cpu" in first and "tokens/s" in first and not second
+
+
+def test_bench_prints_prefill_and_decode_rates_memory_and_hops(checkpoints, capsys):
+    sizes = ["--batch", "2", "--prompt-tokens", "16", "--new-tokens", "5"]
+    assert main(["bench", "--model", str(checkpoints.llama()[1]), *sizes]) == 0
+    head, _, row = capsys.readouterr().out.split("\n\n")[2].splitlines()
+    named = dict(zip(head.split("|"), row.split("|"), strict=True))
+    cells = {name.strip(): cell.split() for name, cell in named.items()}
+    assert [cells[name] for name in ("batch", "prompt (tokens)", "new (tokens)")] == [
+        ["2"], ["16"], ["5"]
+    ]  # fmt: skip
+    first_s, prefill, decode = (
+        float(cells[name][0]) for name in cells if name.endswith("(ms)") or "/s" in name
+    )
+    assert prefill == pytest.approx(2 * 16 / first_s * 1e3, rel=0.5) and decode > 0
+
+
+OPTIONS = {
+    "plan": "--model --memory --ranks --device-map --dtype --batch --length --bandwidth --hop",
+    "generate": "--model -n --ranks --memory --prompt --max-new-tokens --seed",
+    "bench": "--model -n --ranks --memory --batch --prompt-tokens --new-tokens",
+    "serve": "--model -n --ranks --memory --host --port --api-key-file --max-length --max-running"
+    " --max-waiting",
+    "auto": "-n --ranks",
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_options_are_few(name):
+    (commands,) = (action for action in parser()._actions if action.choices)
+    assert set(commands.choices) == {*OPTIONS, *DELEGATED}
+    options = [name for action in commands.choices[name]._actions for name in action.option_strings]
+    assert options == ["-h", "--help", *OPTIONS[name].split()]
+
+
+SCRIPT = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+path = sys.argv[1]
+model = AutoModelForCausalLM.from_pretrained(path, device_map="auto")
+print("ranks", model.device_map.ranks)
+print(model.generate(torch.arange(3, 9)[None], max_new_tokens=5).shape)
+pipe = pipeline("text-generation", model=model, tokenizer=AutoTokenizer.from_pretrained(path))
+print(pipe("5 6 7", max_new_tokens=3, do_sample=False)[0]["generated_text"])
+try:
+    AutoModelForCausalLM.from_pretrained(path, device_map="auto")
+except RuntimeError as error:
+    print(error)
+sys.exit(7)
+"""
+RUN = "import sys\nfrom drumline.cli import main\nsys.exit(main(['auto', *sys.argv[1:]]))"
+
+
+def test_an_unmodified_script_runs_over_the_ranks_and_ends_them_with_its_code(
+    with_tokenizer, tmp_path, start
+):
+    script = tmp_path / "unmodified.py"
+    script.write_text(SCRIPT)
+    master, server = start(RUN, 2, script, with_tokenizer)
+    out, err = master.communicate(timeout=90)
+    assert "ranks [0, 1]" in out and "torch.Size([1, 11])" in out and "55 54 10" in out, err
+    assert "other ranks serve its first model" in out
+    assert master.returncode == 7 and server.wait(timeout=10) == 7 and not server.stdout.read()
+
+
+@pytest.mark.parametrize("is_read_before", [True, False])
+def test_from_pretrained_options_of_the_config_are_used(checkpoints, tmp_path, is_read_before):
+    """AutoModel puts attn_implementation into a config, which was dropped: sdpa ran, silently."""
+    plain, path = checkpoints.llama()
+    shutil.copytree(path, tmp_path / "inner")
+    settings = {"attn_implementation": "eager", "use_cache": False}
+    options = {"subfolder": "inner", "revision": "main", "torch_dtype": "bfloat16"}
+    options |= {"low_cpu_mem_usage": True, "offload_folder": str(tmp_path), "device_map": "auto"}
+    options |= {"max_memory": {0: "1GiB", 1: "1GiB"}}
+    if is_read_before:
+        settings = {"config": AutoConfig.from_pretrained(path, **settings)}
+
+    def rank():
+        with load_over_all_ranks(type(plain), tmp_path, {**options, **settings}) as model:
+            config = model.config
+            logits = model(torch.tensor([[5, 6, 7]])).logits
+            return config._attn_implementation, config.use_cache, logits.dtype, model.device_map
+
+    *loaded, device_map = launcher.launch(rank, nprocs=2, launcher="threads", timeout_s=60)[0]
+    assert loaded == ["eager", False, torch.bfloat16] and device_map.ranks == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--host", "0.0.0.0"], "there is no key"),
+        (["--api-key-file", "/dev/null"], "is empty"),
+        (["--api-key-file", "/dev/null/key"], "cannot be read"),
+        (["--max-length", "1000000"], "has positions for"),
+    ],
+)
+def test_serve_with_impossible_options_does_not_start(checkpoints, capsys, options, message):
+    _import_serving()
+    assert main(["serve", "--model", str(checkpoints.llama()[1]), *options]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["serve", "bench -n 2"])
+def test_a_model_that_generates_no_text_is_rejected(checkpoints, warm, line):
+    _import_serving()
+    _, path = checkpoints.make("bert to serve", "BertForMaskedLM", **LLAMA)
+    done = warm.run("-m", "drumline", *line.split(), "--model", path)
+    assert done.returncode == 1 and "does not generate text" in done.stderr
+
+
+def test_an_encoder_decoder_is_not_served(checkpoints, capsys):
+    _import_serving()
+    small = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 9}
+    _, path = checkpoints.make("t5 to serve", "T5ForConditionalGeneration", **small)
+    assert main(["serve", "--model", str(path)]) == 1
+    assert "serve a decoder" in capsys.readouterr().err

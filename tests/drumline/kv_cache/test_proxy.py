@@ -1,0 +1,60 @@
+"""What the master counts in place of keys and values, without any rank that has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicCache
+
+from drumline.kv_cache.proxy import account_tokens, cache_number, prepare_next_token
+
+
+class CacheOpLog:
+    """Writes nothing down."""
+
+    shape_of_pass = None
+
+    def record(self, name: str, *arguments: Any) -> None: ...
+    def forget(self, number: int) -> None: ...
+
+    def next_cache(self) -> int:
+        return 1
+
+
+def lengths(cache: DynamicCache) -> set[tuple[int, int]]:
+    """Rows and tokens of its layers."""
+    return {(layer.keys.shape[0], layer.get_seq_length()) for layer in cache.layers}
+
+
+@pytest.fixture
+def cache() -> DynamicCache:
+    """Of two layers with five tokens of two rows, the last of them a token of its own."""
+    cache = DynamicCache()
+    cache_number(cache, CacheOpLog())
+    for tokens in (4, 1):
+        account_tokens(cache, (0, 1), torch.empty(2, tokens, 8))
+    return cache
+
+
+def test_the_next_token_is_counted_with_what_was_made_ahead(cache):
+    prepare_next_token(cache)
+    ahead = cache.next_version[1].keys
+    account_tokens(cache, (0, 1), torch.empty(2, 1, 8))
+    assert cache.layers[0].keys is cache.layers[1].keys is ahead
+    assert lengths(cache) == {(2, 6)}
+
+
+def test_what_was_made_ahead_is_left_where_something_else_comes(cache):
+    prepare_next_token(cache)
+    account_tokens(cache, (0, 1), torch.empty(2, 3, 8))
+    assert lengths(cache) == {(2, 8)}
+    prepare_next_token(cache)
+    cache.crop(-5)
+    account_tokens(cache, (0, 1), torch.empty(2, 1, 8))
+    assert lengths(cache) == {(2, 4)}
+    prepare_next_token(cache)
+    cache.batch_select_indices(torch.tensor([1]))
+    account_tokens(cache, (0, 1), torch.empty(1, 1, 8))
+    assert lengths(cache) == {(1, 5)}

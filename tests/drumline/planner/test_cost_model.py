@@ -1,0 +1,174 @@
+"""The fastest plan is the best of all contiguous ones, wherever those can be counted."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drumline import DeviceMap, ModelProfile, ModulePart, PlanError, plan
+from drumline.planner.cost_model import (
+    DeviceSpeed,
+    DeviceSpeeds,
+    GroupSpeed,
+    LinkSpeed,
+    PassShape,
+    estimate,
+    estimate_tensor_parallel,
+    ring_passes,
+    uniform_speeds,
+)
+
+sizes = st.integers(1, 40)
+
+
+@st.composite
+def cases(draw):
+    """Up to six layers on up to three places, of one rank or several, with a head on the first."""
+    layers = tuple(
+        ModulePart(f"layers.{i}", n) for i, n in enumerate(draw(st.lists(sizes, max_size=6)))
+    )
+    model = ModelProfile(
+        layers, (ModulePart("embed", 9, unread_nbytes=9), ModulePart("head", draw(sizes)))
+    )
+    ranks = draw(st.sampled_from([[0], [0, 0], [0, 1], [0, 1, 2], [0, 0, 1]]))
+    places = [(rank, f"cuda:{n}") for n, rank in enumerate(ranks)]
+    speed = st.builds(DeviceSpeed, st.sampled_from([5.0, 50.0]), st.sampled_from([1.0, 4.0, 10.0]))
+    link = st.builds(LinkSpeed, st.sampled_from([0.0, 2.0]), st.sampled_from([1.0, 100.0]))
+    speeds = DeviceSpeeds(
+        {place: draw(speed) for place in places},
+        {rank: draw(link) for rank in set(ranks)} if ranks[-1] else {},
+    )
+    step = PassShape(draw(st.integers(1, 3)), draw(st.integers(0, 4)), 1, draw(st.integers(1, 3)))
+    room = {place: draw(st.sampled_from([60, 100, 1000])) for place in places}
+    return model, room, speeds, step
+
+
+def every_cut(model, room):
+    """All maps that keep layers in order and the others on the first place, and that fit."""
+    places, count = list(room), len(model.layers)
+    nbytes = {part.name: part.nbytes for part in (*model.others, *model.layers)}
+    for ends in itertools.combinations_with_replacement(range(count + 1), len(places) - 1):
+        bounds = [0, *ends, count]
+        where = {part.name: places[0] for part in model.others}
+        for place, start, end in zip(places, bounds, bounds[1:], strict=False):
+            where.update({part.name: place for part in model.layers[start:end]})
+        found = DeviceMap(where, nbytes, room)
+        if all(found.used(place) <= room[place] for place in places):
+            yield found
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases())
+def test_no_other_partition_gives_more_tokens_a_second(case):
+    model, room, speeds, step = case
+    rates = [estimate(model, cut, speeds, step).tokens_a_second for cut in every_cut(model, room)]
+    try:
+        chosen = plan(model, room, "fastest", speeds=speeds, step=step)
+    except PlanError:
+        assert not rates
+        return
+    assert set(chosen.places) == {part.name for part in (*model.layers, *model.others)}
+    assert all(chosen.used(place) <= room[place] for place in room)
+    if not rates:  # it found room where parts around the layers are elsewhere
+        assert {chosen.places[part.name] for part in model.others} != {next(iter(room))}
+        return
+    found = estimate(model, chosen, speeds, step).tokens_a_second
+    assert found == pytest.approx(max(rates))
+
+
+MODEL = ModelProfile(
+    tuple(ModulePart(f"layers.{i}", 100) for i in range(8)), (ModulePart("head", 100),)
+)
+EQUAL = DeviceSpeeds({(rank, "cpu"): DeviceSpeed(1e9, 100.0) for rank in range(2)})
+HOP = {0: LinkSpeed(0.5, 1e9), 1: LinkSpeed(0.5, 1e9)}
+
+
+def layers_by_rank(chosen):
+    ranks = [rank for name, (rank, _) in chosen.places.items() if name.startswith("layers")]
+    return [ranks.count(rank) for rank in range(2)]
+
+
+ROOM = {(0, "cpu"): 10_000, (1, "cpu"): 10_000}
+
+
+def test_one_stream_stays_on_rank_0_if_the_other_rank_is_no_faster():
+    speeds = DeviceSpeeds(EQUAL.places, HOP)
+    assert layers_by_rank(plan(MODEL, ROOM, "fastest", speeds=speeds)) == [8, 0]
+
+
+def test_several_conversations_keep_both_ranks_at_work():
+    speeds, step = DeviceSpeeds(EQUAL.places, HOP), PassShape(streams=4)
+    assert layers_by_rank(plan(MODEL, ROOM, "fastest", speeds=speeds, step=step)) == [4, 4]
+
+
+def test_a_faster_rank_gets_what_fits_if_that_pays_for_the_hops():
+    faster = DeviceSpeeds({**EQUAL.places, (1, "cpu"): DeviceSpeed(1e9, 400.0)}, HOP)
+    room = {**ROOM, (1, "cpu"): 500}
+    assert layers_by_rank(plan(MODEL, room, "fastest", speeds=faster)) == [3, 5]
+
+
+def test_a_large_batch_is_bound_by_arithmetic_and_a_small_one_by_reading():
+    speeds = DeviceSpeeds({(0, "cpu"): DeviceSpeed(1e3, 100.0)})
+    alone = plan(MODEL, {(0, "cpu"): 10_000})
+    one = estimate(MODEL, alone, speeds, PassShape(batch=1, itemsize=2))
+    many = estimate(MODEL, alone, speeds, PassShape(batch=100, itemsize=2))
+    assert one.pass_s == pytest.approx(900 / 100.0)
+    assert many.pass_s == pytest.approx(2 * 100 * 450 / 1e3)
+
+
+def test_a_place_of_unknown_speed_is_named():
+    with pytest.raises(PlanError, match=r"\(1, 'cpu'\)"):
+        plan(MODEL, ROOM, "fastest", speeds=DeviceSpeeds({(0, "cpu"): DeviceSpeed(1.0, 1.0)}))
+
+
+def test_assumed_speeds_are_those_of_every_place():
+    chosen = plan(MODEL, ROOM, {"": 0, "layers.7": 1})
+    found = estimate(MODEL, chosen, uniform_speeds(ROOM, nbytes=100.0, hop_s=0.25))
+    assert found.pass_s == pytest.approx(9 + 0.5) and found.hops_s == pytest.approx(0.5)
+    assert found.tokens_a_second == pytest.approx(1 / 9.5)
+
+
+@pytest.mark.parametrize(
+    ("device_map", "expected"),
+    [
+        ({"": 0, "model.layers.3": 1, "model.layers.4": 2}, 1),
+        ({"": 0, "model.layers": 1, "lm_head": 2}, 2),
+        ({"": 0, "model.embed_tokens": 2, "model.layers": 1, "lm_head": 1}, 3),
+    ],
+    ids=["a layer in the middle", "a head elsewhere", "embeddings and a head elsewhere"],
+)
+def test_trips_round_the_ring_are_those_that_a_token_makes(
+    checkpoints, on_master, device_map, expected
+):
+    """A plan said that a token passes each rank once, wherever the head was."""
+    plain, path = checkpoints.llama()
+    sent = []
+
+    def generate(model):
+        for num_new in (2, 2, 6):
+            before = model.traffic[0]
+            ids = torch.arange(3, 9)[None]
+            model.generate(ids, min_new_tokens=num_new, max_new_tokens=num_new)
+            sent.append(model.traffic[0] - before)
+        return model.device_map.places
+
+    places = on_master(path, 3, generate, device_map=device_map)
+    route = [places[name][0] for name, _ in plain.named_modules() if name in places]
+    route.remove(places["model.rotary_emb"][0])  # which runs before the layers, and is here
+    assert (sent[2] - sent[1]) / 4 == ring_passes(route) == expected
+
+
+def test_a_tp_group_reads_at_the_same_time_and_pays_for_its_allreduces():
+    """900 bytes over 2 ranks, 18 sums, and from stage to stage if there are two."""
+    team = GroupSpeed(2, DeviceSpeed(1e9, 50.0), LinkSpeed(0.25, 8.0))
+    links = {rank: LinkSpeed(0.5, 1e9) for rank in range(4)}
+    step = PassShape(width=1, itemsize=4)
+    one = estimate_tensor_parallel(MODEL, team, DeviceSpeeds({}, {0: links[0], 1: links[1]}), step)
+    assert one.pass_s == pytest.approx(900 / 50 / 2 + 18 * (0.25 + 4 / 8)) and one.hops_s == 0
+    two = estimate_tensor_parallel(MODEL, team, DeviceSpeeds({}, links), step)
+    assert two.pass_s == pytest.approx(one.pass_s + 2 * 0.5)
+    assert two.slowest_s == pytest.approx(one.slowest_s / 2)

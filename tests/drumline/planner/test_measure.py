@@ -1,0 +1,163 @@
+"""DeviceSpeeds are measured in a moment, and are the same numbers on every rank."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+import drumline
+from coordinator import Coordinator
+from drumline.planner.cost_model import DeviceSpeed, GroupSpeed, LinkSpeed
+from drumline.planner.measure import (
+    equalize_similar_devices,
+    measure_device,
+    measure_group_speeds,
+    measure_place,
+    measure_speeds,
+)
+from drumline.strategies import auto
+from tests.drumline.conftest import LLAMA
+
+
+def test_all_ranks_have_the_same_speeds_of_every_place_and_link(ranks):
+    def rank(info):
+        with Coordinator(info) as coor:
+            return measure_speeds(coor, [(rank, "cpu") for rank in range(3)], torch.float32)
+
+    found = ranks(rank, 3)
+    assert found[0] == found[1] == found[2]
+    assert found[0].places.keys() == {(0, "cpu"), (1, "cpu"), (2, "cpu")}
+    assert found[0].links.keys() == {0, 1, 2}
+    numbers = [*found[0].places.values(), *found[0].links.values()]
+    assert all(value > 0 for number in numbers for value in vars(number).values())
+
+
+def test_tp_groups_are_measured_by_every_size_that_divides_a_node(ranks):
+    def rank(info):
+        torch.set_num_threads(1)
+        with Coordinator(info) as coor:
+            return measure_group_speeds(coor, "cpu", torch.float32)
+
+    found = ranks(rank, 4)
+    assert found[0] == found[1] == found[2] == found[3]
+    assert [team.size for team in found[0]] == [2, 4]
+    assert all(value > 0 for team in found[0] for value in vars(team.sums).values())
+
+
+def test_devices_that_differ_by_little_count_as_equal():
+    """A disturbed measurement would send layers away for nothing."""
+    found = {
+        (0, "cpu"): DeviceSpeed(90.0, 5.0),
+        (1, "cpu"): DeviceSpeed(100.0, 10.0),
+        (1, "cuda:0"): DeviceSpeed(101.0, 99.0),
+    }
+    assert equalize_similar_devices(found) == {**found, (0, "cpu"): DeviceSpeed(100.0, 5.0)}
+
+
+def test_what_is_read_from_disk_is_slower_than_what_is_in_memory():
+    disk, memory = [measure_place(device, "cpu", torch.float32) for device in ("disk", "cpu")]
+    assert disk.nbytes < memory.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_measurement_is_over_in_a_moment(dtype):
+    measure_device("cpu", dtype)
+    start = time.monotonic()
+    measure_device("cpu", dtype)
+    assert time.monotonic() - start < 2
+
+
+def test_the_fastest_plan_is_loaded_and_its_tokens_are_exact(checkpoints, ranks):
+    plain, path = checkpoints.llama()
+    ids = torch.arange(3, 12)[None]
+    expected = plain.generate(ids, max_new_tokens=6, do_sample=False).tolist()
+
+    def rank(info):
+        torch.set_num_threads(1)
+        with Coordinator(info, timeout_s=20) as coor:
+            room = ["70KiB", "1GiB", "1GiB"]
+            try:
+                with drumline.load(path, "fastest", coor, max_memory=room) as model:
+                    assert len(model.device_map.ranks) > 1
+                    return model.generate(ids, max_new_tokens=6, do_sample=False).tolist()
+            except drumline.WorkerExit:
+                return expected
+
+    assert ranks(rank, 3) == [expected] * 3
+
+
+FAST = GroupSpeed(2, DeviceSpeed(1e15, 1e15), LinkSpeed(1e-9, 1e12))
+SLOW = GroupSpeed(2, DeviceSpeed(1e15, 1e15), LinkSpeed(1.0, 1e12))
+
+
+def on_two_ranks(path, ranks, **options):
+    """How many ranks share a layer, and the tokens, for what "fastest" has loaded."""
+    ids = torch.arange(3, 12)[None]
+
+    def rank(info):
+        torch.set_num_threads(1)
+        with Coordinator(info, timeout_s=20) as coor:
+            try:
+                with drumline.load(path, "fastest", coor, **options) as model:
+                    tokens = model.generate(ids, max_new_tokens=6, do_sample=False).tolist()
+                    return model.mesh.axis_size("tp") if hasattr(model, "mesh") else 1, tokens
+            except drumline.WorkerExit:
+                return None
+
+    return ranks(rank, 2)[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "speeds", "options", "sharing"),
+    [
+        ("llama", [FAST], {}, {2}),
+        ("llama", [SLOW], {}, {1}),
+        ("llama", None, {}, {1, 2}),
+        ("llama", [FAST], {"use_safetensors": True}, {1}),
+        ("gpt2", [FAST], {}, {1}),
+    ],
+    ids=["faster", "not faster", "as measured", "options for whole layers", "it cannot be cut"],
+)
+def test_ranks_of_a_node_share_layers_where_that_is_faster(
+    checkpoints, ranks, monkeypatch, make, speeds, options, sharing
+):
+    plain, path = getattr(checkpoints, make)()
+    if speeds is not None:
+        monkeypatch.setattr(auto, "measure_group_speeds", lambda *_: speeds)
+    expected = plain.generate(torch.arange(3, 12)[None], max_new_tokens=6, do_sample=False)
+    shared, tokens = on_two_ranks(path, ranks, **options)
+    assert shared in sharing and tokens == expected.tolist()
+
+
+@pytest.mark.parametrize("speeds", [[FAST], []], ids=["shared", "whole"])
+def test_a_config_of_ones_own_is_used_however_the_model_is_divided(
+    checkpoints, ranks, monkeypatch, speeds
+):
+    """It was left out where ranks shared layers, and was changed where they did not."""
+    plain, path = checkpoints.llama()
+    config = LlamaConfig(**{**LLAMA, "rms_norm_eps": 0.5})
+    changed = type(plain).from_pretrained(path, config=config)
+    monkeypatch.setattr(auto, "measure_group_speeds", lambda *_: speeds)
+    ids = torch.arange(3, 12)[None]
+    expected = changed.generate(ids, max_new_tokens=6, do_sample=False).tolist()
+    assert expected != plain.generate(ids, max_new_tokens=6, do_sample=False).tolist()
+    given = LlamaConfig(**{**LLAMA, "rms_norm_eps": 0.5})
+    before = given.to_dict()
+    assert on_two_ranks(path, ranks, config=given)[1] == expected
+    assert given.to_dict() == before
+
+
+def test_ranks_with_different_arguments_raise(checkpoints, ranks_or_errors):
+    """Each would have measured and chosen for itself."""
+    _, path = checkpoints.llama()
+
+    def rank(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            drumline.load(path, "fastest", coor, batch=1 + info.rank)
+
+    found = ranks_or_errors(rank, 2)
+    assert all(re.search("batch is 1 on rank 0 and 2 on rank 1", str(each)) for each in found)

@@ -1,0 +1,264 @@
+"""Plans over any layout and any room: complete, contiguous, within the room, ties together."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drumline import DeviceMap, ModelProfile, ModulePart, PlanError, plan
+from drumline.core.device_map import abbreviate_names
+from drumline.planner.memory import limit_memory, nbytes
+
+
+@st.composite
+def layouts(draw) -> ModelProfile:
+    sizes = draw(st.lists(st.integers(0, 50), min_size=1, max_size=12))
+    around = draw(st.lists(st.integers(0, 50), max_size=3))
+    others = tuple(ModulePart(f"other{i}", size) for i, size in enumerate(around))
+    ties = [("other0", "other1")] if len(others) > 1 and draw(st.booleans()) else []
+    if len(sizes) > 2 and draw(st.booleans()):
+        ties.append(("layers.0", f"layers.{len(sizes) // 2}"))
+    layers = tuple(ModulePart(f"layers.{i}", size) for i, size in enumerate(sizes))
+    return ModelProfile(layers, others, tuple(ties))
+
+
+rooms = st.lists(st.integers(0, 400), min_size=1, max_size=5).map(
+    lambda sizes: {(rank, "cpu"): size for rank, size in enumerate(sizes)}
+)
+modes = st.sampled_from(["auto", "balanced", "sequential"])
+
+
+@given(layouts(), rooms, modes)
+def test_a_plan_holds_every_module_once_and_no_place_more_than_its_room(model, room, mode):
+    try:
+        chosen = plan(model, room, mode)
+    except PlanError:
+        return
+    assert set(chosen.places) == {part.name for part in (*model.layers, *model.others)}
+    assert all(chosen.used(place) <= room[place] for place in room)
+    assert sum(chosen.used(place) for place in room) == model.nbytes
+
+
+@given(layouts(), rooms, modes)
+def test_a_plan_keeps_layers_contiguous_and_ties_together(model, room, mode):
+    try:
+        chosen = plan(model, room, mode)
+    except PlanError:
+        return
+    ranks = [chosen.places[part.name][0] for part in model.layers]
+    assert ranks == sorted(ranks)
+    assert all(len({chosen.places[name] for name in tie}) == 1 for tie in model.ties)
+
+
+@given(layouts(), st.integers(1, 4))
+def test_a_plan_exists_whenever_the_first_place_has_room_for_everything(model, ranks):
+    room = {(rank, "cpu"): model.nbytes for rank in range(ranks)}
+    assert plan(model, room).places
+
+
+@given(layouts(), rooms, modes)
+def test_a_plan_survives_the_way_to_another_rank(model, room, mode):
+    try:
+        chosen = plan(model, room, mode)
+    except PlanError:
+        return
+    assert DeviceMap.from_bytes(chosen.to_bytes()) == chosen
+
+
+LLAMA = ModelProfile(
+    layers=tuple(ModulePart(f"model.layers.{i}", 100) for i in range(8)),
+    others=(
+        ModulePart("model.embed_tokens", 50),
+        ModulePart("model.norm", 1),
+        ModulePart("lm_head", 50),
+    ),
+)
+
+
+def layers_by_rank(chosen: DeviceMap) -> list[int]:
+    ranks = [rank for name, (rank, _) in chosen.places.items() if ".layers." in name]
+    return [ranks.count(rank) for rank in range(max(ranks) + 1)]
+
+
+def test_auto_fills_every_rank_to_the_same_part_of_its_room():
+    room = {(0, "cpu"): 600, (1, "cpu"): 600, (2, "cpu"): 1200}
+    assert layers_by_rank(plan(LLAMA, room)) == [1, 2, 5]
+
+
+def test_many_ranks_are_planned_for_in_a_moment():
+    """It took the third power of their number: two seconds for a hundred, minutes for 400."""
+    room = {(rank, "cpu"): 600 for rank in range(1000)}
+    found = layers_by_rank(plan(LLAMA, room))
+    assert sum(found) == 8 and max(found) == 1
+
+
+def test_sequential_fills_one_rank_after_the_other():
+    room = {(0, "cpu"): 700, (1, "cpu"): 1200, (2, "cpu"): 1200}
+    assert layers_by_rank(plan(LLAMA, room, "sequential")) == [5, 3]
+
+
+def test_a_head_that_does_not_fit_on_rank_0_goes_behind_the_last_layer():
+    chosen = plan(LLAMA, {(0, "cpu"): 60, (1, "cpu"): 500, (2, "cpu"): 500})
+    assert chosen.places["model.embed_tokens"] == (0, "cpu")
+    assert chosen.places["lm_head"] == (2, "cpu")
+
+
+def test_a_model_that_is_too_large_is_refused_with_the_bytes_that_are_missing():
+    with pytest.raises(PlanError, match=r"401 bytes .* are missing in all"):
+        plan(LLAMA, {(0, "cpu"): 300, (1, "cpu"): 200})
+
+
+def test_layers_that_fit_into_no_rest_are_refused_with_their_size():
+    with pytest.raises(PlanError, match=r"ranks 1-9 cpu: 99 B each") as raised:
+        plan(LLAMA, {(rank, "cpu"): 99 + (101 * (rank == 0)) for rank in range(10)})
+    assert "model.layers.0, which is kept whole, needs 100 bytes and finds 99" in str(raised.value)
+
+
+@pytest.mark.parametrize("mode", ["auto", "sequential"])
+@pytest.mark.parametrize(
+    "sizes",
+    [(0, 900, 60), (60, 850, 0), (120, 60, 750, 60)],
+    ids=["nothing on the master", "the head in the middle", "a place too narrow for a layer"],
+)
+def test_the_parts_around_the_layers_go_wherever_that_leaves_room(sizes, mode):
+    """Where they fitted neither at the first nor at the last place, no plan was found."""
+    room = {(rank, "cpu"): size for rank, size in enumerate(sizes)}
+    chosen = plan(LLAMA, room, mode)
+    assert all(chosen.used(place) <= room[place] for place in room)
+
+
+def test_a_map_of_ones_own_is_spread_over_what_its_prefixes_cover():
+    room = {(0, "cpu"): 1000, (1, "cpu"): 1000}
+    chosen = plan(LLAMA, room, {"": 0, "model.layers": 1, "model.layers.0": (0, "cpu")})
+    assert layers_by_rank(chosen) == [1, 7]
+    assert chosen.places["lm_head"] == (0, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("device_map", "complaint"),
+    [
+        ({"model": 0}, "no place for 'lm_head'"),
+        ({"": 7}, "rank 7 cpu, which does not exist"),
+        ({"": 0}, "101 bytes are missing"),
+        ("somehow", "is not a plan"),
+    ],
+)
+def test_a_map_of_ones_own_that_cannot_hold_is_refused(device_map, complaint):
+    with pytest.raises(PlanError, match=complaint):
+        plan(LLAMA, {(0, "cpu"): 800}, device_map)
+
+
+def test_a_map_that_separates_tied_modules_is_refused():
+    tied = ModelProfile(LLAMA.layers, LLAMA.others, (("model.embed_tokens", "lm_head"),))
+    with pytest.raises(PlanError, match="share tensors"):
+        plan(tied, {(0, "cpu"): 800, (1, "cpu"): 800}, {"": 0, "lm_head": 1})
+
+
+def test_the_picture_has_a_line_for_each_place_with_what_it_holds():
+    lines = str(plan(LLAMA, {(0, "cpu"): 600, (1, "cuda:0"): 1024})).splitlines()
+    assert len(lines) == 2
+    assert "rank 1 cuda:0" in lines[1] and "1.0 KiB" in lines[1] and "model.layers." in lines[1]
+
+
+def test_neighbouring_layers_are_abbreviated():
+    names = ["embed", "layers.0", "layers.1", "layers.2", "layers.4", "head"]
+    assert abbreviate_names(names) == "embed, layers.0-2, layers.4, head"
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [(7, 7), ("7", 7), ("2KiB", 2048), ("2 KB", 2000), ("1.5GiB", 3 << 29)]
+)
+def test_sizes_are_numbers_or_text(size, expected):
+    assert nbytes(size) == expected
+
+
+def test_a_size_that_is_none_is_refused():
+    with pytest.raises(PlanError, match="2GiB"):
+        nbytes("much")
+
+
+def test_memory_may_be_given_by_place_by_rank_or_as_a_list():
+    room = {(0, "cuda:0"): 9, (1, "cpu"): 9}
+    assert limit_memory(room, [1, "2"]) == {(0, "cuda:0"): 1, (1, "cpu"): 2}
+    assert limit_memory(room, {1: 3}) == {(1, "cpu"): 3}
+    assert limit_memory(room, {(0, "cpu"): 4}) == {(0, "cpu"): 4}
+    assert limit_memory(room, {0: "1KiB", "cpu": 5}) == {(0, "cuda:0"): 1024, (0, "cpu"): 5}
+    with pytest.raises(PlanError, match=r"ranks \[5\]"):
+        limit_memory(room, {5: 1})
+
+
+OFFLOADING = {(0, "cuda:0"): 450, (0, "cpu"): 700, (1, "cuda:0"): 450, (1, "disk"): 5000}
+
+
+def test_nothing_is_offloaded_and_nothing_reserved_where_the_accelerators_suffice():
+    room = {**OFFLOADING, (0, "cuda:0"): 451, (1, "cuda:0"): 500}
+    chosen = plan(LLAMA, room)
+    assert {device for _, device in chosen.places.values()} == {"cuda:0"}
+
+
+def test_the_cpu_takes_what_the_accelerators_do_not_and_disk_what_the_cpu_does_not():
+    chosen = plan(LLAMA, {**OFFLOADING, (1, "cuda:0"): 200})
+    devices = [chosen.places[part.name] for part in LLAMA.layers]
+    assert devices == [(0, "cuda:0")] * 1 + [(0, "cpu")] * 5 + [(1, "cuda:0")] * 2
+    chosen = plan(LLAMA, {**OFFLOADING, (0, "cpu"): 100, (1, "cuda:0"): 200})
+    devices = [chosen.places[part.name] for part in LLAMA.layers]
+    assert devices == [(0, "cuda:0")] + [(0, "cpu")] + [(1, "disk")] * 6
+
+
+def test_two_layers_of_room_are_kept_where_offloaded_ones_run():
+    chosen = plan(LLAMA, OFFLOADING)
+    assert chosen.used((0, "cuda:0")) <= 450 - 200
+    assert any(device == "cpu" for _, device in chosen.places.values())
+
+
+@given(layouts(), st.lists(st.integers(0, 300), min_size=6, max_size=6))
+def test_offloading_keeps_every_module_within_some_room(model, sizes):
+    places = [(rank, device) for rank in range(2) for device in ("cuda:0", "cpu", "disk")]
+    room = dict(zip(places, sizes, strict=True))
+    try:
+        chosen = plan(model, room)
+    except PlanError:
+        return
+    assert all(chosen.used(place) <= room[place] for place in room)
+    ranks = [chosen.places[part.name][0] for part in model.layers]
+    assert ranks == sorted(ranks)
+    assert all(len({chosen.places[name] for name in tie}) == 1 for tie in model.ties)
+
+
+def test_a_users_device_map_may_name_devices_of_rank_0_and_disks():
+    room = {(0, "cuda:0"): 1000, (0, "cpu"): 1000, (1, "cpu"): 1000}
+    given = {
+        "": 0,
+        "model.layers.1": "cpu",
+        "model.layers.2": "disk",
+        "model.layers.3": (1, "disk"),
+    }
+    chosen = plan(LLAMA, room, given)
+    found = [chosen.places[f"model.layers.{n}"] for n in range(4)]
+    assert found == [(0, "cuda:0"), (0, "cpu"), (0, "disk"), (1, "disk")]
+    assert set(chosen.runs_on(0).values()) == {"cuda:0"} and chosen.device_of(1) == "cpu"
+
+
+LOOSE = ModelProfile(LLAMA.layers, (ModulePart("scale", 4), *LLAMA.others), root_tensors=("scale",))
+
+
+def test_a_tensor_that_the_model_uses_outside_of_modules_stays_on_rank_0():
+    chosen = plan(LOOSE, {(0, "cpu"): 60, (1, "cpu"): 900})
+    assert chosen.places["scale"] == (0, "cpu") and chosen.places["lm_head"] == (1, "cpu")
+    room = {(0, "cpu"): 1000, (1, "cpu"): 1000}
+    with pytest.raises(PlanError, match=r"'scale'.*uses by itself"):
+        plan(LOOSE, room, {"": 0, "scale": 1})
+
+
+def test_room_to_work_in_is_kept_on_every_place_that_runs_layers():
+    workspace_nbytes = dataclasses.replace(LLAMA, workspace_nbytes=150)
+    room = {(0, "cpu"): 600, (1, "cpu"): 700}
+    chosen = plan(workspace_nbytes, room)
+    assert all(chosen.used(place) <= nbytes - 150 for place, nbytes in room.items())
+    with pytest.raises(PlanError, match="151 bytes more to work in"):
+        plan(dataclasses.replace(LLAMA, workspace_nbytes=151), {(0, "cpu"): 551, (1, "cpu"): 651})
+    with pytest.raises(PlanError, match="1 bytes are missing"):
+        plan(workspace_nbytes, {(0, "cpu"): 1050}, {"": 0})

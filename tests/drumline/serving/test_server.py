@@ -1,0 +1,458 @@
+"""A server on 2 ranks with OpenAI's own client. The last test ends the server."""
+
+import asyncio
+import importlib
+import json
+import os
+import re
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+import launcher
+from coordinator import Coordinator
+from drumline.serving import http_server as http_server
+from drumline.serving import scheduler
+from drumline.serving.limits import ServingLimits, ServingTimings
+from drumline.serving.sampling import SamplingParams
+from drumline.serving.scheduler import Generation
+from launcher.timings import TIMINGS
+from tests.drumline.serving.conftest import expected
+
+REASON = "runs after `pip install openai 'drumline[serve]'`"
+openai = pytest.importorskip("openai", reason=REASON)
+for package in ("fastapi", "uvicorn", "prometheus_client"):
+    pytest.importorskip(package, reason=REASON)
+app = importlib.import_module("drumline.serving.app")  # it needs these packages
+
+ROOT = Path(__file__).parents[3]
+KEY = "a key of the tests"
+LIMITS = ServingLimits(max_length=2000)
+PROMPTS = ["5 6 7", "11 12 13 14 15 16", "40", "9 8 7 6 5 4 3 9 8"]
+
+
+@pytest.fixture(scope="module")
+def server(plain, warm, tmp_path_factory):
+    """The processes of the ranks, and the address of what they serve."""
+    key_file = tmp_path_factory.mktemp("serve") / "key"
+    key_file.write_text(f"{KEY}\n")
+    options = ["--port", "0", "--api-key-file", key_file, "--max-length", "100"]
+    limits = ["--max-running", "6", "--max-waiting", "8"]
+    command = ["-m", "drumline", "serve", "--model", plain[1], "--memory", "1GiB"]
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    ranks, launch_id = [], f"serve-{os.getpid()}"
+    for rank in range(2):
+        info = launcher.LaunchInfo(launch_id, 2, 2, rank, rank, "127.0.0.1", port)
+        environ = {**os.environ, **info.to_env()}
+        ranks.append(warm.start(*command, "1GiB", *options, *limits, env=environ, cwd=ROOT))
+    line = ranks[0].stdout.readline()
+    try:
+        yield ranks, re.search(r"serving llama at (http://127\.0\.0\.1:\d+)/v1", line)[1]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            print(rank.communicate()[1])
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server[1]}/v1", api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def complete(client):
+    def run(prompt, **options):
+        options = {"max_tokens": 12, "temperature": 0, **options}
+        return client.completions.create(model="llama", prompt=prompt, **options)
+
+    return run
+
+
+def metric(server, name):
+    request = urllib.request.Request(
+        f"{server[1]}/metrics", headers={"Authorization": f"Bearer {KEY}"}
+    )
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return float(re.search(rf"^{re.escape(name)} (.*)$", answer.read().decode(), re.M)[1])
+
+
+def test_the_model_is_listed_by_its_name(client):
+    (card,) = client.models.list().data
+    assert card.id == "llama" and client.models.retrieve("llama").id == "llama"
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_a_completion_equals_that_of_a_single_process(plain, complete, prompt):
+    answer = complete(prompt)
+    text, end = expected(plain, prompt)
+    assert answer.choices[0].text.strip() == text and answer.choices[0].finish_reason == end
+    assert answer.usage.prompt_tokens == len(prompt.split())
+
+
+def test_a_prompt_may_be_tokens_and_a_request_may_hold_several(plain, complete):
+    answer = complete([[5, 6, 7], [40]])
+    texts = [choice.text.strip() for choice in answer.choices]
+    assert texts == [expected(plain, prompt)[0] for prompt in ("5 6 7", "40")]
+
+
+def test_a_chat_goes_through_the_chat_template(plain, client):
+    messages = [
+        {"role": "system", "content": "11 12 13"},
+        {"role": "user", "content": [{"type": "text", "text": "14 15 16"}]},
+    ]
+    answer = client.chat.completions.create(
+        model="llama", messages=messages, temperature=0, max_completion_tokens=12
+    )
+    assert answer.choices[0].message.content.strip() == expected(plain, PROMPTS[1])[0]
+    assert answer.choices[0].message.role == "assistant"
+
+
+def test_a_stream_has_the_same_text_in_pieces_and_ends_with_the_usage(plain, client):
+    stream = client.chat.completions.create(
+        model="llama",
+        messages=[{"role": "user", "content": PROMPTS[1]}],
+        temperature=0,
+        max_tokens=12,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    ends = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
+    text, end = expected(plain, PROMPTS[1])
+    assert "".join(pieces).strip() == text and len([piece for piece in pieces if piece]) > 3
+    assert [e for e in ends if e] == [end] and chunks[-1].usage.prompt_tokens == 6
+
+
+def test_concurrent_clients_share_batches_and_get_the_same_text_as_alone(plain, server, complete):
+    with ThreadPoolExecutor(6) as threads:
+        answers = list(threads.map(complete, PROMPTS[:3] * 4))
+    texts = [answer.choices[0].text.strip() for answer in answers]
+    assert texts == [expected(plain, prompt)[0] for prompt in PROMPTS[:3]] * 4
+    assert metric(server, "drumline_largest_batch") > 1
+
+
+def test_a_short_request_does_not_wait_for_earlier_long_ones(plain, server, client, complete):
+    """The server has two threads, and each long request keeps one of them busy."""
+    long = ["15", "17"]
+    options = {"model": "llama", "max_tokens": 95, "temperature": 0, "stream": True}
+    streams = [iter(client.completions.create(prompt=prompt, **options)) for prompt in long]
+    firsts = [next(stream).choices[0].text for stream in streams]
+    assert complete("5 6 7").choices[0].text.strip() == expected(plain, "5 6 7")[0]
+    assert metric(server, "drumline_requests_running") == 2
+    later = [[chunk.choices[0].text for chunk in stream] for stream in streams]
+    for prompt, first, rest in zip(long, firsts, later, strict=True):
+        assert (first + "".join(rest)).strip() == expected(plain, prompt, 95)[0]
+
+
+def test_each_sequence_of_a_batch_has_its_own_sampling_parameters(complete):
+    def text_with(options):
+        return complete("5 6 7", **options).choices[0].text
+
+    requests = [
+        {"temperature": 0},
+        {"temperature": 1.5, "seed": 1},
+        {"temperature": 1.5, "seed": 2},
+        {"temperature": 1.5, "seed": 3, "extra_body": {"top_k": 1}},
+        {"temperature": 1.5, "seed": 4, "top_p": 1e-6},
+    ]
+    alone = [text_with(options) for options in requests]
+    with ThreadPoolExecutor(5) as threads:
+        assert list(threads.map(text_with, requests)) == alone
+    assert len(set(alone)) == 3 and alone[0] == alone[3] == alone[4]
+
+
+def test_choices_differ_and_a_seed_reproduces_them(complete):
+    first, again = (
+        [c.text for c in complete("5 6 7", n=3, temperature=1.5, seed=7).choices] for _ in range(2)
+    )
+    assert first == again and len(set(first)) == 3
+
+
+def test_the_text_ends_before_a_stop_string(plain, complete):
+    words = expected(plain, PROMPTS[1])[0].split()
+    stop = f"{words[3]} {words[4]}"
+    before = expected(plain, PROMPTS[1])[0].partition(stop)[0]
+    choice = complete(PROMPTS[1], stop=[stop, "never"]).choices[0]
+    assert choice.text.strip() == before.strip() and choice.finish_reason == "stop"
+
+
+def test_penalties_make_repeated_tokens_rarer(complete):
+    penalized, free = (
+        complete("5 6 7", presence_penalty=size, frequency_penalty=size, max_tokens=20)
+        for size in (2, 0)
+    )
+    counts = [
+        Counter(answer.choices[0].text.split()).most_common(1)[0][1] for answer in (penalized, free)
+    ]
+    assert counts[0] < counts[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"model": "gpt"}, openai.NotFoundError, "'gpt' is not served here"),
+        ({"max_tokens": 99}, openai.BadRequestError, "more than the 100"),
+        ({"prompt": ""}, openai.BadRequestError, "no tokens"),
+        ({"prompt": []}, openai.BadRequestError, "no tokens"),
+        ({"prompt": [70]}, openai.BadRequestError, "70 is no token"),
+        ({"temperature": 9}, openai.BadRequestError, "temperature"),
+        ({"logprobs": 2}, openai.BadRequestError, "logprobs is not supported"),
+        ({"prompt": ["5"] * 9}, openai.BadRequestError, "more than the 8"),
+        ({"prompt": [5, "x"]}, openai.BadRequestError, r"prompt.list\[str\].0: .* valid string"),
+    ],
+)
+def test_an_invalid_request_is_an_error_in_openais_form(client, options, kind, message):
+    request = {"model": "llama", "prompt": "5 6", "max_tokens": 3, **options}
+    with pytest.raises(kind, match=message) as raised:
+        client.completions.create(**request)
+    assert raised.value.body["message"] and raised.value.body["type"]
+
+
+def test_a_full_queue_answers_that_the_server_is_busy(complete):
+    def finish_reason_or_limit(_):
+        try:
+            return complete("15", n=8, max_tokens=95).choices[7].finish_reason
+        except openai.RateLimitError as error:
+            return re.search("limit of 8", str(error))[0]
+
+    with ThreadPoolExecutor(10) as threads:
+        assert {*threads.map(finish_reason_or_limit, range(10))} == {"length", "limit of 8"}
+
+
+def test_unsupported_fields_with_their_disabled_values_are_accepted(complete):
+    """Some clients send all the fields they know."""
+    disabled = {"echo": False, "best_of": 1, "suffix": None, "logit_bias": {}, "logprobs": None}
+    chats = {"metadata": {}, "tool_choice": "none", "tools": [], "service_tier": "auto"}
+    stream = complete(
+        "5 6 7",
+        **disabled,
+        extra_body={**chats, "top_logprobs": 0, "modalities": ["text"]},
+        stream=True,
+        stream_options={"include_obfuscation": False},
+    )
+    text = "".join(chunk.choices[0].text for chunk in stream)
+    assert text == complete("5 6 7").choices[0].text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        b"[" * 200_000,
+        b'{"model": "llama", "prompt": ' + b"[" * 900 + b"]" * 900 + b"}",
+        b'{"model": "llama", "prompt": "\\ud800"}',
+        b'{"model": "llama", "prompt": "\xff"}',
+        b'{"model": "llama", "prompt": "5", "temperature": NaN}',
+    ],
+    ids=["cut off", "deep", "a deep prompt", "half a character", "no text", "no number"],
+)
+def test_an_unreadable_body_is_an_error_in_openais_form(server, body):
+    """Depth without end, and halves of characters, were once answered as mistakes of the server."""
+    request = urllib.request.Request(
+        f"{server[1]}/v1/completions", data=body, headers={"Authorization": f"Bearer {KEY}"}
+    )
+    with pytest.raises(urllib.error.HTTPError) as raised:
+        urllib.request.urlopen(request, timeout=10)
+    assert raised.value.code == 400
+    assert json.load(raised.value)["error"]["type"] == "invalid_request_error"
+
+
+HUGE = {  # 80 kB to 4 MB: more than the server takes, in each place that takes many
+    "prompts and choices": ("completions", {"n": 128, "prompt": [[1]] * 20_000}),
+    "prompts": ("completions", {"prompt": [[1]] * 200_000}),
+    "objects": ("completions", {"prompt": [{}] * 100_000}),
+    "fields": ("completions", {"prompt": "5", **{f"x{i}": 1 for i in range(300_000)}}),
+    "messages": ("chat/completions", {"messages": [{}] * 1_000_000}),
+}
+
+
+def post(server, path, body):
+    """The status of the answer, and its error."""
+    request = urllib.request.Request(
+        f"{server[1]}/v1/{path}",
+        data=json.dumps(body, separators=(",", ":")).encode(),
+        headers={"Authorization": f"Bearer {KEY}"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.status, None
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)["error"]
+
+
+@pytest.mark.parametrize(("path", "fields"), HUGE.values(), ids=HUGE)
+def test_a_huge_request_is_rejected_while_others_are_answered(server, path, fields):
+    """80 kB made the server deaf for minutes, and took 5 GiB of its memory."""
+    statm = Path(f"/proc/{server[0][0].pid}/statm")
+
+    def memory_nbytes():
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = most = memory_nbytes()
+    with ThreadPoolExecutor(1) as thread:
+        body = {"model": "llama", "max_tokens": 1, **fields}
+        answer = thread.submit(post, server, path, body)
+        while not answer.done():
+            with urllib.request.urlopen(f"{server[1]}/health", timeout=1) as health:
+                assert health.status == 200
+            most = max(most, memory_nbytes())
+            time.sleep(0.01)
+    status, error = answer.result()
+    assert status == 400 and error["type"] == "invalid_request_error" and error["message"]
+    assert max(most, memory_nbytes()) - before < 200 << 20
+
+
+def test_many_validation_errors_are_counted_and_not_listed(server):
+    body = {"model": "llama", "messages": [{"role": "user", "content": [{}] * 100}] * 50}
+    status, error = post(server, "chat/completions", body)
+    assert status == 400 and "10050 errors" in error["message"]
+
+
+def test_a_prompt_of_too_many_tokens_exceeds_the_context_length(server):
+    for prompt in ([5] * 100, [5] * 101, [[5] * 1000]):  # with those to come, and by itself
+        status, error = post(server, "completions", {"model": "llama", "prompt": prompt})
+        assert status == 400 and error["code"] == "context_length_exceeded"
+
+
+def test_a_request_with_too_many_choices_is_rejected_before_any_is_created(plain, monkeypatch):
+    def fail(*_):
+        raise AssertionError("a generation was created")
+
+    monkeypatch.setattr(scheduler, "TokenSampler", fail)
+    body = {"model": "llama", "prompt": [[5]] * 40, "n": 2}
+    with closing(app.Service("llama", plain[0], None, LIMITS)) as service:
+        status, text = asyncio.run(respond(service, body, is_disconnected=False))
+    assert status == 400 and "80 prompts at a time are more than the 64" in text
+
+
+def test_nothing_is_created_for_a_client_that_has_disconnected(plain, monkeypatch):
+    created = []
+    monkeypatch.setattr(scheduler, "TokenSampler", created.append)
+    body = {"model": "llama", "prompt": [5]}
+    with closing(app.Service("llama", plain[0], None, LIMITS)) as service:
+        status, _ = asyncio.run(respond(service, body, is_disconnected=True))
+    assert status == 499 and not created
+
+
+async def respond(service, body, is_disconnected):
+    """The status and body that the application sends to a client, which may have gone by then."""
+    messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+    sent = []
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        if not is_disconnected:
+            await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    await app.application(service, None)({**scope, "query_string": b""}, receive, send)
+    return sent[0]["status"], b"".join(part.get("body", b"") for part in sent).decode()
+
+
+def test_a_client_with_a_wrong_key_is_rejected(server):
+    stranger = openai.OpenAI(base_url=f"{server[1]}/v1", api_key="guess", max_retries=0)
+    with stranger, pytest.raises(openai.AuthenticationError, match="missing or wrong"):
+        stranger.models.list()
+
+
+def test_a_body_that_is_too_large_is_not_read_to_its_end(server):
+    request = urllib.request.Request(
+        f"{server[1]}/v1/completions",
+        data=b" " * (5 << 20),
+        headers={"Authorization": f"Bearer {KEY}"},
+    )
+    with pytest.raises((urllib.error.HTTPError, ConnectionError)) as raised:
+        urllib.request.urlopen(request, timeout=10)
+    assert getattr(raised.value, "code", 413) == 413
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_disconnects_ends_its_generations(plain, server, stream):
+    prompt, num_new = "15", 95
+    assert expected(plain, prompt, num_new)[1] == "length"
+    before = metric(server, "drumline_new_tokens_total")
+    impatient = openai.OpenAI(base_url=f"{server[1]}/v1", api_key=KEY, max_retries=0)
+    request = {"model": "llama", "prompt": prompt, "max_tokens": num_new, "temperature": 0, "n": 4}
+    with impatient:
+        if stream:
+            answer = impatient.completions.create(**request, stream=True)
+            next(iter(answer))
+            answer.close()
+        else:
+            with pytest.raises(openai.APITimeoutError):
+                impatient.completions.create(**request, timeout=0.15)
+    until = time.monotonic() + 10
+    while metric(server, "drumline_requests_running") and time.monotonic() < until:
+        time.sleep(0.05)
+    assert metric(server, "drumline_requests_running") == 0
+    assert metric(server, "drumline_new_tokens_total") - before < 4 * num_new
+
+
+def test_a_request_that_outlasts_the_grace_period_ends_with_an_error(plain, monkeypatch):
+    """A stream was cut off, without a word, and the log was full of tracebacks."""
+    monkeypatch.setattr(plain[0].generation_config, "eos_token_id", None)  # it never ends itself
+    has_ended, reasons = threading.Event(), []
+
+    def on_end(reason) -> None:
+        reasons.append(str(reason))
+        has_ended.set()
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(plain[1])
+    timings = ServingTimings(drain_s=0)
+    service = app.Service("llama", plain[0], tokenizer, LIMITS, timings)
+    with Coordinator() as coor, closing(service):
+        params = SamplingParams(max_tokens=1900, temperature=0)
+        generation = Generation([15], params, lambda _: True, on_end)
+        service.scheduler.submit([generation])
+        with http_server._monitored(coor, service, SimpleNamespace(should_exit=True)):
+            assert has_ended.wait(30)
+    assert "is being stopped" in reasons[0] and len(generation.new_tokens) < 1900
+
+
+def test_requests_end_before_a_backend_launcher_kills_the_server():
+    """Answers had five seconds to end, as many as the launcher grants before it kills."""
+    timings = ServingTimings()
+    shutdown_s = timings.drain_s + timings.failure_poll_s + timings.notify_s
+    assert TIMINGS.backend_grace_s > shutdown_s
+
+
+def test_health_and_metrics_report_the_requests_so_far(server, complete):
+    with urllib.request.urlopen(f"{server[1]}/health", timeout=10) as answer:
+        assert json.load(answer) == {"status": "ok"}
+    before = metric(server, "drumline_new_tokens_total")
+    answer = complete(PROMPTS[1], max_tokens=4)
+    assert metric(server, "drumline_new_tokens_total") - before == answer.usage.completion_tokens
+    count = metric(server, 'drumline_requests_total{path="/v1/completions",status="200"}')
+    assert count >= 1 and metric(server, "drumline_request_seconds_count") >= 1
+
+
+def test_the_death_of_a_rank_is_status_500_and_the_end_of_the_server(server, client):
+    ranks, _ = server
+    request = {"model": "llama", "prompt": "15", "max_tokens": 95, "n": 4, "temperature": 0}
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(client.completions.create, **request)
+        time.sleep(0.1)
+        ranks[1].kill()
+        error = answer.exception(timeout=10)
+    assert isinstance(error, openai.InternalServerError) and error.status_code == 500
+    assert f"rank 1 (host {socket.gethostname()}, pid {ranks[1].pid})" in error.body["message"]
+    assert ranks[0].wait(timeout=10) == 1
+    assert "rank 1" in ranks[0].stderr.read()

@@ -1,0 +1,171 @@
+"""A real Ray cluster on this machine, of two nodes with room for 3 and 2 ranks."""
+
+import os
+import re
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import launcher
+from launcher import target
+from launcher.backends.ray import ray_cluster
+from launcher.errors import LaunchError, LaunchInterrupted, LaunchTimeout
+from launcher.job import Job
+from launcher.launch_info import LaunchInfo
+
+ROOT = Path(__file__).parents[3]
+WORK = """
+import os, signal, socket, time
+import launcher
+
+def show():
+    return launcher.current().to_bytes()
+
+def meet():
+    info = launcher.current()
+    secret = os.pread(int(info.extras["secret_fd"]), 32, 0)
+    return [info.to_bytes(), secret, _greeting(info)]
+
+def _greeting(info):
+    if info.rank == 0:
+        with socket.socket(fileno=os.dup(int(info.extras["master_fd"]))) as listener:
+            for _ in range(info.world_size - 1):
+                with listener.accept()[0] as peer:
+                    peer.sendall(b"welcome")
+        return "master"
+    with socket.create_connection((info.master_addr, info.master_port), timeout=20) as peer:
+        return peer.recv(100).decode()
+
+def fail(rank, how):
+    if launcher.current().rank != rank:
+        time.sleep(60)
+    if how == "raise":
+        raise KeyError("layer 3")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def sleep(seconds):
+    time.sleep(seconds)
+"""
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """Functions for the ranks, while this process is connected to the cluster."""
+    ray = pytest.importorskip("ray", reason="runs after `pip install ray`")
+    from ray.cluster_utils import Cluster
+
+    folder = tmp_path_factory.mktemp("ray")
+    (folder / "work_under_ray.py").write_text(WORK)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{ROOT}:{folder}")
+        patch.syspath_prepend(folder)
+        head = {"num_cpus": 3, "include_dashboard": False}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        try:
+            cluster.add_node(num_cpus=2)
+            ray.init(address=cluster.address, log_to_driver=False)
+            import work_under_ray
+
+            yield work_under_ray
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def five(work):
+    """What each of five ranks says: its LaunchInfo, the launch secret, and how it was greeted."""
+    return launcher.launch(work.meet, nprocs=5, launcher="ray", launch_id="tuesday", timeout_s=60)
+
+
+def test_ranks_spread_unevenly_over_nodes_know_each_other(five):
+    infos = [LaunchInfo.from_bytes(data) for data, _, _ in five]
+    assert [info.rank for info in infos] == [0, 1, 2, 3, 4]
+    assert [info.local_world_size for info in infos] == [3, 3, 3, 2, 2]
+    assert [info.local_rank for info in infos] == [0, 1, 2, 0, 1]
+    assert {(info.launch_id, info.world_size) for info in infos} == {("tuesday", 5)}
+
+
+def test_rank_0_listens_where_the_others_look(five):
+    assert [greeting for _, _, greeting in five] == ["master"] + ["welcome"] * 4
+
+
+def test_ranks_share_a_secret(five):
+    (secret,) = {secret for _, secret, _ in five}
+    assert len(secret) == 32
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "message"),
+    [("raise", 1, "KeyError: 'layer 3'"), ("kill", 1, "rank 1")],
+)
+def test_first_failure_ends_the_launch_and_is_named(work, how, code, message):
+    with pytest.raises(LaunchError, match=message) as raised:
+        launcher.launch(work.fail, nprocs=2, launcher="ray", args=(1, how), timeout_s=50)
+    assert raised.value.exit_code == code
+    assert raised.value.failures[0].rank == 1
+
+
+def test_launch_that_takes_too_long_is_ended(work):
+    with pytest.raises(LaunchTimeout, match=r"not over after 1.5 s"):
+        launcher.launch(work.sleep, nprocs=2, launcher="ray", args=(60,), timeout_s=1.5)
+
+
+def test_signal_to_the_launcher_ends_the_launch(work):
+    job = Job(target.of(work.sleep), args=(60,), nprocs=2)
+    timer = threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    with pytest.raises(LaunchInterrupted, match="stopped by SIGTERM") as raised:
+        ray_cluster.run(job)
+    assert raised.value.exit_code == 128 + signal.SIGTERM
+
+
+def test_more_ranks_than_the_cluster_has_cpus_is_an_error_at_once(work):
+    with pytest.raises(LaunchError, match=r"6 ranks need a CPU each.*has 5"):
+        launcher.launch(work.show, nprocs=6, launcher="ray")
+
+
+def test_the_command_of_the_documents_gives_every_node_its_ranks(work, documented):
+    """As printed, but with room for two ranks on a node, and not where the cluster was started."""
+    line = documented("running.md", "python -m launcher run --launcher ray --nnodes 2")
+    address = sys.modules["ray"].get_runtime_context().gcs_address
+    output = line(words=[("-n 4", "-n 2")], environ={**os.environ, "RAY_ADDRESS": address})
+    assert sorted(re.findall(r"rank (\d) of 4, local rank (\d)", output)) == [
+        (str(rank), str(rank % 2)) for rank in range(4)
+    ]
+
+
+def test_every_recipe_runs_unchanged_under_ray(work):
+    script = ROOT / "tests" / "programs" / "every_script.py"
+    recipes = [str(ROOT / "examples" / "recipes")]
+    assert len(launcher.launch(script, 2, launcher="ray", args=recipes, timeout_s=90)) == 2
+
+
+class Elsewhere:
+    """In place of ray: its init() says what Ray says of the clusters that it finds."""
+
+    def __init__(self, says):
+        self.says, self.started = says, []
+
+    def init(self, **options):
+        if "address" in options:
+            raise ConnectionError(self.says)
+        self.started.append(options)
+
+
+@pytest.mark.parametrize("says", ["Found multiple active Ray instances: {}", "1.2.3.4:6 is gone"])
+def test_a_cluster_that_cannot_be_joined_is_an_error_and_no_new_one(says):
+    """All ranks once ran on this machine, in a cluster of its own, and nothing said so."""
+    ray = Elsewhere(says)
+    with pytest.raises(LaunchError, match=r"a cluster that cannot be joined.*RAY_ADDRESS"):
+        ray_cluster._connect(ray, Job(print, 2))
+    assert ray.started == []
+
+
+def test_without_a_cluster_a_new_one_is_started():
+    ray = Elsewhere("Could not find any running Ray instance. Please specify ...")
+    ray_cluster._connect(ray, Job(print, 2))
+    assert len(ray.started) == 1

@@ -1,0 +1,78 @@
+"""Ranks as threads of one process: failures, and their report on the command line."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import pytest
+
+import launcher
+from launcher import timings
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError("no message today")
+
+
+def raise_unprintable():
+    raise Unprintable
+
+
+def test_an_exception_whose_str_raises_ends_the_launch():
+    """Describing it raised in the rank's thread, and the launch waited for ever."""
+    with pytest.raises(launcher.LaunchError, match="no message: its __str__ raised") as raised:
+        launcher.launch(raise_unprintable, 2, launcher="threads", timeout_s=10)
+    assert raised.value.failures[0].type == "Unprintable"
+
+
+@pytest.mark.parametrize(("code", "expected"), [("256", 0), ("-1", 255), ("3", 3), ("None", 0)])
+@pytest.mark.parametrize("name", ["threads", "multiprocessing"])
+def test_exit_codes_are_those_of_a_process(command, name, code, expected):
+    script = command.script(f"import sys\nsys.exit({code})")
+    assert command.run("run", "-n", "1", "--launcher", name, script).code == expected
+
+
+@pytest.mark.parametrize("name", ["threads", "multiprocessing"])
+def test_text_given_to_sys_exit_is_printed_once(command, name):
+    script = command.script("import sys\nsys.exit('nothing to train on')")
+    ended = command.run("run", "-n", "1", "--launcher", name, script)
+    assert ended.code == 1 and ended.err.count("[0 err] nothing to train on") == 1
+
+
+def test_the_report_shows_the_failed_line_of_a_thread(command):
+    script = command.script("def divide():\n    1 / 0\ndivide()")
+    ended = command.run("run", "-n", "2", "--launcher", "threads", script)
+    assert (
+        ended.code == 1
+        and "in divide" in ended.err
+        and "launcher/backends/threads.py" not in ended.err
+    )
+
+
+def test_ctrl_c_ends_threads_without_a_traceback(command):
+    script = command.script("import time\nprint('ready', flush=True)\ntime.sleep(60)")
+    process = command.start("run", "-n", "2", "--launcher", "threads", script)
+    process.stdout.readline()
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert "stopped by SIGINT" in err and "Traceback" not in err
+
+
+def test_a_thread_that_does_not_end_is_named(monkeypatch):
+    monkeypatch.setattr(timings, "TIMINGS", timings.TIMINGS.scaled(0.1))
+    finished = threading.Event()
+
+    def work():
+        if launcher.current().rank == 0:
+            raise ValueError("planned")
+        finished.wait()
+
+    with pytest.raises(launcher.LaunchError, match="rank 1 still runs") as raised:
+        launcher.launch(work, 2, launcher="threads")
+    assert isinstance(raised.value.__cause__, ValueError)
+    finished.set()

@@ -1,0 +1,143 @@
+"""Faults of a rank: exit code, message and duration of the launch, and no leaked process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launcher.errors import Failure
+from launcher.runtime import outcome
+
+FAULTY = str(Path(__file__).parents[1] / "programs" / "faulty.py")
+
+# fault: (exit code, text of the report)
+TABLE = {
+    "raises": (1, "raised ZeroDivisionError: division by zero"),
+    "exits-3": (3, "exited with code 3"),
+    "exits-with-a-message": (1, "exited with code 1"),
+    "os-exit-9": (9, "exited with code 9"),
+    "os-exit-200": (200, "exited with code 200"),
+    "exits-minus-1": (255, "exited with code 255"),
+    "sigkill": (137, "was killed by SIGKILL"),
+    "sigsegv": (139, "was killed by SIGSEGV"),
+    "sigabrt": (134, "was killed by SIGABRT"),
+    "out-of-memory": (1, "raised MemoryError"),
+    "import-error": (1, "raised ModuleNotFoundError"),
+    "flood": (1, "raised RuntimeError: after the flood"),
+    "no-end": (137, "was killed by SIGKILL"),
+    "closes-its-files": (5, "exited with code 5"),
+    "daemonises": (4, "exited with code 4"),
+    "leaves-children": (4, "exited with code 4"),
+    "deaf-others": (7, "exited with code 7"),
+}
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+@pytest.mark.parametrize("fault", TABLE)
+def test_the_launch_ends_with_the_code_and_name_of_the_failed_rank(command, fault, culprit):
+    code, message = TABLE[fault]
+    ended = command.run("run", "-n", "3", FAULTY, fault, str(culprit))
+    first, *others = [line for line in ended.err.splitlines() if "rank" in line and "pid" in line]
+    assert f"rank {culprit} (local rank {culprit}, pid" in first and message in first
+    assert ended.code == code
+    assert len(others) == 2 and all("was ended by the launcher" in other for other in others)
+    assert ended.seconds < 4, "the others wait for a minute"
+
+
+@pytest.mark.parametrize("fault", ["raises", "sigsegv"])
+def test_the_report_shows_the_failed_line(command, fault):
+    ended = command.run("run", "-n", "2", FAULTY, fault, "1")
+    assert "faulty.py" in ended.err and "launcher/runtime/rank_process.py" not in ended.err
+
+
+def test_an_unfinished_line_is_not_lost_at_a_crash(command):
+    assert "no end of line" in command.run("run", "-n", "2", FAULTY, "no-end", "1").lines(1)
+
+
+def test_an_early_exit_with_code_0_is_reported_with_the_failure(command):
+    script = command.script(
+        "import os, time, launcher\n"
+        "if launcher.current().rank == 1: os._exit(0)\n"
+        "time.sleep(0.3)\nraise RuntimeError('peer lost')"
+    )
+    ended = command.run("run", "-n", "2", script)
+    assert ended.code == 1 and "peer lost" in ended.err and "Rank 1 had exited early" in ended.err
+
+
+def test_the_cause_is_reported_before_the_peer_lost_error(command):
+    """The peer's connection ends before anybody can reap the process at its other end."""
+    script = command.script(
+        "import os, signal, socket, launcher\n"
+        "info = launcher.current()\n"
+        "if info.rank == 0:\n"
+        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "    listener = socket.socket(fileno=int(info.extras['master_fd']))\n"
+        "    peer, _ = listener.accept()\n"
+        "    peer.send(b'x')\n"
+        "    if not peer.recv(1): raise ConnectionError('lost my peer')\n"
+        "peer = socket.create_connection((info.master_addr, info.master_port))\n"
+        "peer.recv(1)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    ended = command.run("run", "-n", "2", script)
+    assert ended.code == 137
+    assert ended.err.index("killed by SIGKILL") < ended.err.index("lost my peer")
+
+
+def test_a_suspended_rank_is_named_and_the_timeout_ends_it(command):
+    script = command.script(
+        "import os, signal, time, launcher\n"
+        "if launcher.current().rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "time.sleep(60)"
+    )
+    ended = command.run("run", "-n", "2", "--timeout", "1", script)
+    assert ended.code == 124 and ended.seconds < 4
+    assert "was suspended by SIGSTOP" in ended.err and "kill -CONT" in ended.err
+
+
+def test_a_timeout_shows_the_stacks_of_every_rank(command):
+    script = command.script(
+        "import time\ndef wait_for_ever():\n    time.sleep(60)\nwait_for_ever()"
+    )
+    ended = command.run("run", "-n", "2", "--timeout", "1.5", script)
+    assert ended.code == 124
+    assert "rank 0 was here" in ended.err and "rank 1 was here" in ended.err
+    assert ended.err.count("in wait_for_ever") == 2
+
+
+def test_a_failure_ends_the_launch_while_a_thread_keeps_the_process(command):
+    script = command.script(
+        "import threading, time\n"
+        "threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "raise ValueError('with a thread')"
+    )
+    ended = command.run("run", "-n", "2", script)
+    assert ended.code == 1 and "with a thread" in ended.err and ended.seconds < 4
+
+
+def test_sys_excepthook_of_the_script_is_called(command):
+    script = command.script(
+        "import sys\nsys.excepthook = lambda *error: print('hook saw', error[1])\nraise "
+        "ValueError(7)"
+    )
+    ended = command.run("run", "-n", "1", script)
+    assert ended.code == 1 and ended.lines(0) == ["hook saw 7"]
+
+
+def failure(rank, time_s, **how):
+    return Failure(rank=rank, time_s=time_s, **how)
+
+
+@pytest.mark.parametrize(
+    ("failures", "first"),
+    [
+        ([failure(0, 1.0, type="ValueError"), failure(1, 2.0, type="ValueError")], 0),
+        ([failure(0, 1.0, type="ConnectionError"), failure(1, 1.05, signal=9)], 1),
+        ([failure(0, 1.0, type="ValueError"), failure(1, 1.05, signal=6)], 0),
+        ([failure(0, 1.0, type="ValueError"), failure(1, 1.5, signal=9)], 0),
+        ([failure(0, 1.0, signal=9, ended_by_launcher=True), failure(1, 2.0)], 1),
+    ],
+)
+def test_by_cause_sorts_by_time_with_a_correction_for_silent_deaths(failures, first):
+    assert min(failures, key=outcome.by_cause).rank == first

@@ -1,0 +1,168 @@
+"""A launch ended from outside: signals to the launcher, or the death of one of its processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import textwrap
+import time
+
+import pytest
+
+WAITING = (
+    "import os, subprocess, sys, time, launcher\n"
+    "sleep = [sys.executable, '-c', 'import time; time.sleep(60)']\n"
+    "daemon = subprocess.Popen(sleep, start_new_session=True)\n"
+    "info = launcher.current()\n"
+    "print('ready', os.getpid(), os.getppid(), info.master_port, flush=True)\n"
+)
+
+
+def ready(process, nprocs=2):
+    """(pid, parent's pid, master port) of each rank, by rank, once all have printed them."""
+    processes = {}
+    while len(processes) < nprocs:
+        line = process.stdout.readline()
+        rank, word, *numbers = line.split()
+        assert word == "ready", line
+        processes[int(rank.strip("[]"))] = tuple(map(int, numbers))
+    return [processes[rank] for rank in range(nprocs)]
+
+
+def end(process, timeout=10):
+    """(exit code as a shell gives it, standard error, seconds)."""
+    began = time.monotonic()
+    _, err = process.communicate(timeout=timeout)
+    code = process.returncode
+    return (code if code >= 0 else 128 - code), err, time.monotonic() - began
+
+
+@pytest.fixture
+def waiting(command):
+    """Two ranks, each with a child in a session of its own, all waiting for a minute."""
+    process = command.start("run", "-n", "2", command.script(WAITING + "time.sleep(60)"))
+    yield process, ready(process)
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_launcher_ends_the_ranks(waiting, number):
+    process, _ = waiting
+    process.send_signal(number)
+    code, err, seconds = end(process)
+    assert code == 128 + number and seconds < 3
+    assert f"stopped by {signal.Signals(number).name}" in err
+
+
+@pytest.mark.parametrize("victim", ["launcher", "fork server", "rank 0", "rank 1"])
+def test_killing_any_one_process_ends_all(command, waiting, victim):
+    process, ranks = waiting
+    pid = {"launcher": process.pid, "fork server": ranks[0][1], "rank 0": ranks[0][0]}
+    os.kill(pid.get(victim, ranks[1][0]), signal.SIGKILL)
+    code, _, seconds = end(process)
+    assert code == 137 and seconds < 2
+    assert command.left(patience_s=1.0) == []
+
+
+def test_the_port_is_free_after_the_launcher_was_killed(command, waiting):
+    process, ranks = waiting
+    process.kill()
+    end(process)
+    command.left(patience_s=1.0)
+    with socket.socket() as intruder:
+        intruder.bind(("127.0.0.1", ranks[0][2]))
+
+
+def test_ctrl_c_gives_the_ranks_time_to_finish(command):
+    script = command.script(
+        "try:\n"
+        + textwrap.indent(WAITING + "time.sleep(60)\n", "  ")
+        + "except KeyboardInterrupt:\n"
+        "    time.sleep(0.7)\n"
+        "    print('saved', flush=True)"
+    )
+    process = command.start("run", "-n", "2", script)
+    ready(process)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=10)
+    assert sorted(out.splitlines()) == ["[0] saved", "[1] saved"]
+    assert process.returncode == 130
+
+
+def test_a_background_job_handles_sigint(command):
+    """A shell without job control starts background jobs with SIGINT ignored."""
+
+    def ignore_sigint():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    script = command.script(WAITING + "time.sleep(60)")
+    process = command.start("run", "-n", "2", script, preexec_fn=ignore_sigint)
+    ready(process)
+    process.send_signal(signal.SIGINT)
+    code, _, seconds = end(process)
+    assert code == 130 and seconds < 3
+
+
+def test_a_second_ctrl_c_kills_at_once(command):
+    script = command.script(
+        "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n" + WAITING + "time.sleep(60)"
+    )
+    process = command.start("run", "-n", "2", script)
+    ready(process)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    code, err, seconds = end(process)
+    assert code == 130 and seconds < 2
+    assert "did not exit when asked" in err
+
+
+def test_ranks_run_their_sigterm_handlers(command):
+    script = command.script(
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b'goodbye\\n'), sys.exit(0)))\n"
+        + WAITING
+        + "time.sleep(60)"
+    )
+    process = command.start("run", "-n", "2", script)
+    ready(process)
+    process.terminate()
+    out, _ = process.communicate(timeout=10)
+    assert sorted(out.splitlines()) == ["[0] goodbye", "[1] goodbye"]
+    assert process.returncode == 143
+
+
+def test_a_closed_reader_of_the_output_ends_the_launch(command):
+    script = command.script(
+        "import time\nfor i in range(1000):\n    print(i, flush=True)\n    time.sleep(0.01)"
+    )
+    process = command.start("run", "-n", "2", script)
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=5) == 128 + signal.SIGPIPE
+    assert "nobody reads" in process.stderr.read()
+    process.stderr.close()
+
+
+def test_sighup_is_ignored_under_nohup(command):
+    def ignore_sighup():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    script = command.script(WAITING + "time.sleep(0.5)")
+    process = command.start("run", "-n", "2", script, preexec_fn=ignore_sighup)
+    ready(process)
+    process.send_signal(signal.SIGHUP)
+    code, _, _ = end(process)
+    assert code == 0
+
+
+def test_a_rank_just_forked_receives_sigterm(command):
+    """Forked with the fork server's ignored signals, ranks lost SIGTERM and were waited for."""
+    script = command.script("import time\nprint('x' * 100_000, flush=True)\ntime.sleep(30)")
+    for _ in range(5):
+        with open("/dev/full", "w") as full:
+            ended = command.run("run", "-n", "8", script, stdout=full)
+        assert ended.seconds < 4 and "did not exit when asked" not in ended.err

@@ -1,0 +1,79 @@
+"""Visible GPUs and their assignment to ranks."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+from launcher.system import gpus
+
+A, B, C = "GPU-aaaa", "GPU-aabb", "GPU-cc"
+
+
+class FakeNvmlError(Exception):
+    pass
+
+
+def driver(*devices, with_mig=()):
+    """A fake pynvml of a machine with these GPUs, those in with_mig as two instances each."""
+    names = dict(enumerate(devices))
+
+    def instance(handle, index):
+        if index > 1:
+            raise FakeNvmlError
+        return f"MIG-{names[handle]}-{index}"
+
+    return types.SimpleNamespace(
+        NVML_DEVICE_MIG_ENABLE=1,
+        NVMLError_NotSupported=FakeNvmlError,
+        NVMLError_NotFound=FakeNvmlError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetCount=lambda: len(devices),
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetUUID=lambda handle: names.get(handle, handle),
+        nvmlDeviceGetMigMode=lambda handle: (int(names[handle] in with_mig), 0),
+        nvmlDeviceGetMaxMigDeviceCount=lambda handle: 7,
+        nvmlDeviceGetMigDeviceHandleByIndex=instance,
+    )
+
+
+@pytest.fixture
+def three_gpus(monkeypatch, tmp_path):
+    """Pretend that there are three GPUs, the last of them with MIG."""
+    (tmp_path / "driver").touch()
+    monkeypatch.setattr(gpus, "DRIVER", tmp_path / "driver")
+    monkeypatch.setitem(sys.modules, "pynvml", driver(A, B, C, with_mig=(C,)))
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        (None, [A, B, f"MIG-{C}-0", f"MIG-{C}-1"]),
+        ("", []),
+        ("1,0", [B, A]),
+        ("0,-1,1", [A]),
+        ("0,7,1", [A]),
+        ("GPU-aab, 0", [B, A]),
+        ("GPU-aa", []),
+        (f"MIG-{C}-1", [f"MIG-{C}-1"]),
+        ("nonsense", []),
+    ],
+)
+def test_visible_devices_are_read_as_cuda_reads_them(three_gpus, setting, expected):
+    environ = {} if setting is None else {"CUDA_VISIBLE_DEVICES": setting}
+    assert [device.uuid for device in gpus.visible(environ)] == expected
+
+
+def test_ranks_share_a_gpu_only_with_share(three_gpus, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert gpus.for_ranks(3, share=False) == {0: {"device": A}, 1: {"device": B}}
+    shared = gpus.for_ranks(3, share=True)
+    assert shared == {0: {"device": A}, 1: {"device": B}, 2: {"device": A}}
+
+
+def test_a_machine_without_a_gpu_driver(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpus, "DRIVER", tmp_path / "none")
+    assert gpus.visible() == [] and gpus.for_ranks(2, share=True) == {}

@@ -1,0 +1,249 @@
+"""launcher.launch: results, failures, and the values that travel."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import launcher
+
+
+def identity(*args):
+    info = launcher.current()
+    return [info.rank, info.local_rank, info.world_size, info.local_world_size, list(args)]
+
+
+def raise_on_rank_1():
+    if launcher.current().rank == 1:
+        raise ZeroDivisionError("planned")
+    time.sleep(1.5)
+
+
+def return_a_set():
+    return {1, 2}
+
+
+@contextmanager
+def a_second_thread() -> Iterator[None]:
+    finished = threading.Event()
+    thread = threading.Thread(target=finished.wait)
+    thread.start()
+    yield
+    finished.set()
+    thread.join()
+
+
+@pytest.mark.parametrize("name", ["multiprocessing", "threads"])
+def test_results_are_ordered_by_rank(name):
+    results = launcher.launch(identity, 3, launcher=name, args=("a", b"\0\xff", 2.5, None))
+    assert results == [[r, r, 3, 3, ["a", b"\0\xff", 2.5, None]] for r in range(3)]
+
+
+def test_a_program_with_threads_starts_ranks_in_a_new_interpreter(monkeypatch):
+    monkeypatch.syspath_prepend(os.path.dirname(__file__))
+    monkeypatch.setattr(identity, "__module__", "test_launch_job")
+    with a_second_thread():
+        assert launcher.launch(identity, 2, args=(b"x",)) == [
+            [r, r, 2, 2, [b"x"]] for r in range(2)
+        ]
+
+
+def test_a_new_interpreter_cannot_import_a_nested_function():
+    with a_second_thread(), pytest.raises(launcher.TargetError, match="nested"):
+        launcher.launch(lambda: None, 2)
+
+
+@pytest.mark.parametrize("name", ["multiprocessing", "threads"])
+def test_the_first_failure_has_its_rank_and_traceback(name):
+    began = time.monotonic()
+    with pytest.raises(launcher.LaunchError) as raised:
+        launcher.launch(raise_on_rank_1, 3, launcher=name)
+    first = raised.value.failures[0]
+    assert (first.rank, first.type, first.message) == (1, "ZeroDivisionError", "planned")
+    assert "in raise_on_rank_1" in first.traceback and first.pid > 0 and first.host
+    assert time.monotonic() - began < 2.9
+
+
+def test_a_result_that_needs_pickle_is_an_error():
+    with pytest.raises(launcher.LaunchError, match=r"builtins\.set"):
+        launcher.launch(return_a_set, 2)
+
+
+def run_program(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
+    """A program with one thread, whose ranks are forked from it: pytest's process may have more."""
+    script = folder / "program.py"
+    script.write_text("import os, signal, launcher\n" + text)
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, str(script)]
+    return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=30)
+
+
+def test_a_rank_that_exits_without_a_result_is_a_failure(tmp_path):
+    ended = run_program(tmp_path, "launcher.launch(lambda: os._exit(0), 1)")
+    assert ended.returncode == 1 and "LaunchError: rank 0" in ended.stderr
+
+
+def test_the_exit_code_of_a_signal_is_128_plus_its_number(tmp_path):
+    text = """
+try:
+    launcher.launch(lambda: os.kill(os.getpid(), signal.SIGKILL), 2)
+except launcher.LaunchError as error:
+    print(error.exit_code, error)
+"""
+    ended = run_program(tmp_path, text)
+    assert ended.stdout.startswith("137 ") and "SIGKILL" in ended.stdout
+
+
+def test_the_launch_secret_is_equal_on_all_ranks_and_new_in_the_next_launch(tmp_path):
+    text = """
+def secret():
+    return os.pread(int(launcher.current().extras["secret_fd"]), 100, 0)
+first, second = launcher.launch(secret, 2), launcher.launch(secret, 2)
+print(first[0] == first[1], len(first[0]) == 32, first[0] != second[0])
+"""
+    assert run_program(tmp_path, text).stdout == "True True True\n"
+
+
+def test_exit_handlers_of_the_program_do_not_run_in_its_ranks(tmp_path):
+    text = """
+import atexit
+atexit.register(lambda: print("bye from", os.getpid() == program))
+program = os.getpid()
+launcher.launch(lambda: None, 2)
+"""
+    assert run_program(tmp_path, text).stdout == "bye from True\n"
+
+
+def test_import_launcher_loads_only_the_standard_library():
+    code = "import sys, launcher, launcher.cli; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert not {"torch", "numpy", "rich", "pynvml", "importlib.metadata"} & set(
+        loaded.stdout.split()
+    )
+
+
+def name_and_wait():
+    time.sleep(0.5)
+    return launcher.current().launch_id
+
+
+def test_two_threads_of_a_program_can_each_launch(monkeypatch):
+    """The orphans of one launch are told from the processes of the other."""
+    monkeypatch.syspath_prepend(os.path.dirname(__file__))
+    monkeypatch.setattr(name_and_wait, "__module__", "test_launch_job")
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(launcher.launch, name_and_wait, 2, launch_id="first")
+        second = pool.submit(launcher.launch, name_and_wait, 2, launch_id="second")
+        assert (first.result(), second.result()) == (["first"] * 2, ["second"] * 2)
+
+
+def test_children_of_the_program_survive_a_killed_fork_server():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    with pytest.raises(launcher.LaunchError, match="killed from outside") as raised:
+        launcher.launch(lambda: os.kill(os.getppid(), signal.SIGKILL) or time.sleep(60), 2)
+    assert raised.value.exit_code == 137
+    assert child.poll() is None
+    child.kill()
+    child.wait()
+    with pytest.raises(ChildProcessError):  # nothing of the launch is left, not even to be reaped
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_ctrl_c_in_a_program_that_launches_is_a_keyboard_interrupt():
+    program = os.getpid()
+
+    def interrupt():
+        if launcher.current().rank == 0:
+            os.kill(program, signal.SIGINT)
+        time.sleep(60)
+
+    with pytest.raises(KeyboardInterrupt):
+        launcher.launch(interrupt, 2)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_output_of_ranks_reaches_a_standard_output_without_descriptor(monkeypatch):
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", shown)
+    launcher.launch(lambda: print("hello"), 2)
+    assert sorted(shown.getvalue().splitlines()) == ["[0] hello", "[1] hello"]
+
+
+def test_a_timeout_is_a_timeout_error():
+    with pytest.raises(TimeoutError, match="not over after"):
+        launcher.launch(lambda: time.sleep(60), 2, timeout_s=0.3)
+
+
+def test_large_results_arrive_whole():
+    results = launcher.launch(lambda: b"x" * 5_000_000, 2)
+    assert [len(result) for result in results] == [5_000_000] * 2
+
+
+def test_preload_from_a_program():
+    def parent_has_it():
+        return "wave" in sys.modules
+
+    assert launcher.launch(parent_has_it, 2, preload=["wave"]) == [True, True]
+    assert "wave" not in sys.modules
+
+
+def test_a_script_can_be_launched_from_a_program(tmp_path, capfd):
+    script = tmp_path / "script.py"
+    script.write_text("import sys, launcher\nprint(__name__, sys.argv[1], launcher.current().rank)")
+    assert launcher.launch(script, 2, args=["x"]) == [None, None]
+    assert sorted(capfd.readouterr().out.splitlines()) == [
+        "[0] __main__ x 0",
+        "[1] __main__ x 1",
+    ]
+
+
+def test_ranks_of_a_killed_program_die_while_its_own_child_lives(tmp_path):
+    """The child, forked during the launch, holds the program's end of the command pipe as well."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys, threading, time, launcher\n"
+        "def rank():\n"
+        "    open(f'{os.environ[\"FOLDER\"]}/rank-{os.getpid()}', 'w').close()\n"
+        "    time.sleep(60)\n"
+        "def fork():\n"
+        "    time.sleep(1)\n"
+        "    if os.fork() == 0: time.sleep(60)\n"
+        "if __name__ == '__main__':\n"
+        "    threading.Thread(target=fork, daemon=True).start()\n"
+        "    launcher.launch(rank, 2)\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": os.getcwd(), "FOLDER": str(tmp_path)}
+    run = [sys.executable, str(program)]
+    process = subprocess.Popen(run, env=environ, start_new_session=True)
+    wait_for(lambda: len(list(tmp_path.glob("rank-*"))) == 2)
+    ranks = [int(path.name[len("rank-") :]) for path in tmp_path.glob("rank-*")]
+    wait_for(lambda: len(children(process.pid)) == 2)
+    process.kill()
+    process.wait()
+    wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in ranks))
+    os.killpg(process.pid, signal.SIGKILL)
+
+
+def children(pid):
+    folders = Path(f"/proc/{pid}/task").iterdir()
+    return [child for folder in folders for child in (folder / "children").read_text().split()]
+
+
+def wait_for(condition, seconds=10):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
