@@ -57,9 +57,9 @@ class Subscription:
         """Call the callback for the ranks that it was not called for."""
         places = {failure.rank for failure in current}
         self.failures = tuple(failure for failure in self.failures if failure.rank in places)
-        known = {failure.rank for failure in self.failures}
+        notified = {failure.rank for failure in self.failures}
         for failure in current:
-            if failure.rank not in known and not self._is_closed and self._is_due(failure):
+            if failure.rank not in notified and not self._is_closed and self._is_due(failure):
                 self.failures = (*self.failures, failure)
                 self._call(failure)
 
