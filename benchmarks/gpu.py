@@ -250,7 +250,7 @@ def small() -> Table:
         for nbytes in (1 << 10, 16 << 10, 64 << 10, 256 << 10, 512 << 10):
             for way in Algorithm:
                 us, right = _small(world, nbytes, way)
-                chosen = oneshot.choose(world, nbytes, torch.bfloat16) == way
+                chosen = oneshot.select_algorithm(world, nbytes, torch.bfloat16) == way
                 table.add(world, nbytes, way.name, "yes" if chosen else "", us, right)
     return table
 

@@ -24,7 +24,7 @@ from benchmarks.collectives import MARK, measure, report
 from benchmarks.floor import ROOT, compiled
 from benchmarks.table import Table, spread
 from communicator import Communicator, _native
-from communicator.backends.plugin import Shm
+from communicator.backends.shm import Shm
 from coordinator import Coordinator
 
 ALLREDUCE_US = {2: 1.2, 4: 40.0, 8: 100.0}  # of 8 bytes, from Python, by ranks

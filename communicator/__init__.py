@@ -1,19 +1,34 @@
-"""Move tensors among ranks, over whatever carries them best.
+"""Move tensors among ranks, over the best backend that every rank can use.
 
 with Communicator(Coordinator()) as comm:
     comm.allreduce(torch.ones(4))
 """
 
-from communicator.base import Communicator
+from importlib.metadata import PackageNotFoundError, version
+
+from communicator.base import Capabilities, Communicator
+from communicator.dtypes import DTYPES, OPS, DtypeInfo, OpInfo, dtype_info, op_name
 from communicator.errors import CommunicatorError, CommunicatorTimeout, PeerLost, Unsupported
 from communicator.selection import backend_class, backend_names
 
+try:
+    __version__ = version("drumline")
+except PackageNotFoundError:  # a source tree that is not installed
+    __version__ = "unknown"
+
 __all__ = [
+    "DTYPES",
+    "OPS",
+    "Capabilities",
     "Communicator",
     "CommunicatorError",
     "CommunicatorTimeout",
+    "DtypeInfo",
+    "OpInfo",
     "PeerLost",
     "Unsupported",
     "backend_class",
     "backend_names",
+    "dtype_info",
+    "op_name",
 ]

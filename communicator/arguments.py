@@ -1,26 +1,10 @@
-"""What is wrong with the arguments of a call, said before anything moves."""
+"""Checks of a call's arguments, before anything moves."""
 
 from __future__ import annotations
 
 import torch
 
-OPS = ("sum", "prod", "max", "min", "avg")
-REDUCED = {  # by torch on the CPU
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.complex64,
-    torch.complex128,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint8,
-    torch.bool,
-}
+from communicator.dtypes import dtype_info, op_name
 
 
 def check_tensor(rank: int, call: str, tensor: torch.Tensor, device_type: str) -> None:
@@ -31,63 +15,75 @@ def check_tensor(rank: int, call: str, tensor: torch.Tensor, device_type: str) -
     if torch._subclasses.fake_tensor.is_fake(tensor):
         raise TypeError(
             f"{where}: a FakeTensor has no data to move. Inside a function for torch.compile call "
-            "communicator.torch_interop.compile.allreduce, or call from outside of it."
+            "communicator.compile.allreduce, or call from outside of it."
         )
     if _is_wrapper(tensor):
         raise TypeError(
             f"{where}: a {type(tensor).__name__} is a wrapper here and has no data of its own to "
             "move. Pass the tensor inside it; call from outside of torch.func's transforms."
         )
+    if problem := _kind_problem(tensor, device_type) or _memory_problem(tensor):
+        raise ValueError(f"{where}: {problem}")
+
+
+def _kind_problem(tensor: torch.Tensor, device_type: str) -> str:
+    """Why no backend moves tensors of this kind, or ""."""
     if tensor.is_nested:
-        raise ValueError(
-            f"{where}: a nested tensor is no one piece of memory that others could read. Pass its "
-            "parts, one by one: tensor.unbind()"
+        return (
+            "a nested tensor is no one piece of memory that others could read. Pass its parts, one "
+            "by one: tensor.unbind()"
         )
     if tensor.is_meta:
-        raise ValueError(
-            f"{where}: a tensor on meta has a shape and no data to move. Make a real one: "
+        return (
+            "a tensor on meta has a shape and no data to move. Make a real one: "
             "torch.empty_like(tensor, device=comm.device)"
         )
     if tensor.device.type != device_type:
-        raise ValueError(
-            f"{where}: the tensor is on {tensor.device}, this communicator moves tensors on "
-            f"{device_type}. Move it with .to({device_type!r}), or choose another backend."
+        return (
+            f"the tensor is on {tensor.device}, this communicator moves tensors on {device_type}. "
+            f"Move it with .to({device_type!r}), or choose another backend."
         )
     if tensor.layout != torch.strided:
-        raise ValueError(
-            f"{where}: a tensor of layout {tensor.layout} is not one plain piece of memory that "
-            "others could read. Pass tensor.to_dense()"
+        return (
+            f"a tensor of layout {tensor.layout} is not one plain piece of memory that others "
+            "could read. Pass tensor.to_dense()"
         )
     if tensor.is_quantized:
-        raise ValueError(
-            f"{where}: {tensor.dtype} means something only with its scale, which others do not "
-            "have. Pass tensor.dequantize(), or tensor.int_repr() and the scale."
+        return (
+            f"{tensor.dtype} means something only with its scale, which others do not have. Pass "
+            "tensor.dequantize(), or tensor.int_repr() and the scale."
         )
+    return ""
+
+
+def _memory_problem(tensor: torch.Tensor) -> str:
+    """Why this tensor's memory is not what it shows, or must not be written, or ""."""
     if tensor.is_neg() or tensor.is_conj():
         lazy = "conj" if tensor.is_conj() else "neg"
-        raise ValueError(
-            f"{where}: the tensor is a view whose numbers are changed only when they are read, so "
-            f"others would get the wrong ones. Pass tensor.resolve_{lazy}()"
+        return (
+            "the tensor is a view whose numbers are changed only when they are read, so others "
+            f"would get the wrong ones. Pass tensor.resolve_{lazy}()"
         )
     if not tensor.is_contiguous():
-        raise ValueError(
-            f"{where}: a tensor of shape {tuple(tensor.shape)} that is not contiguous in memory "
-            "would be changed in a copy, and the result lost. Pass tensor.contiguous()."
+        return (
+            f"a tensor of shape {tuple(tensor.shape)} that is not contiguous in memory would be "
+            "changed in a copy, and the result lost. Pass tensor.contiguous()."
         )
     if tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            f"{where}: autograd does not see what a communicator writes. Pass tensor.detach(), or "
-            "call under torch.no_grad()."
+        return (
+            "autograd does not see what a communicator writes. Pass tensor.detach(), or call under "
+            "torch.no_grad()."
         )
     if tensor.numel() and not tensor.data_ptr():
-        raise ValueError(
-            f"{where}: the tensor has no memory: it was given back, as resize_(0) of a storage "
-            "does, or never made. Pass it while it has its data."
+        return (
+            "the tensor has no memory: it was freed, as resize_(0) of a storage does, or never "
+            "allocated. Pass it while it has its data."
         )
+    return ""
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:
-    """Does it stand for another tensor? By a dispatcher of its own, or inside vmap and grad."""
+    """True for a tensor subclass with a dispatcher of its own, and inside vmap and grad."""
     kind = type(tensor)
     if kind is not torch.Tensor and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return True
@@ -98,18 +94,18 @@ def check_like(
     rank: int, call: str, out: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor
 ) -> None:
     """Raise ValueError unless out has this shape and the dtype and device of like."""
-    found = (tuple(out.shape), out.dtype, out.device)
-    wanted = (shape, like.dtype, like.device)
-    if found != wanted:
+    actual = (tuple(out.shape), out.dtype, out.device)
+    expected = (shape, like.dtype, like.device)
+    if actual != expected:
         raise ValueError(
-            f"rank {rank}, {call}: out is {found}, but must be {wanted} to hold the result. Make "
-            "it with torch.empty, or leave it out."
+            f"rank {rank}, {call}: out is {actual}, but must be {expected} to hold the result. "
+            "Make it with torch.empty, or leave it out."
         )
 
 
 def check_apart(rank: int, call: str, tensor: torch.Tensor, out: torch.Tensor) -> None:
     """Raise ValueError if out shares memory with tensor, unless the call is just in place."""
-    in_place = {
+    in_place = {  # where out begins in a call that is in place, in bytes after the tensor
         "allreduce": 0,
         "allgather": -rank * tensor.nbytes,
         "reduce_scatter": rank * out.nbytes,
@@ -123,30 +119,37 @@ def check_apart(rank: int, call: str, tensor: torch.Tensor, out: torch.Tensor) -
     )
 
 
-def check_op(rank: int, call: str, op: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError unless op is a reduction that means something for the tensor's dtype."""
-    dtype = tensor.dtype
-    if op not in OPS:
-        raise ValueError(f"rank {rank}, {call}: op={op!r} is none of {', '.join(OPS)}")
-    if dtype not in REDUCED and not tensor.is_cuda:
+def read_op(rank: int, call: str, op: object) -> str:
+    """The name of an op. Raises ValueError, as op_name, with the rank and the call."""
+    try:
+        return op_name(op)
+    except ValueError as error:
+        raise ValueError(f"rank {rank}, {call}: {error}") from None
+
+
+def check_op(rank: int, call: str, op: object, tensor: torch.Tensor) -> str:
+    """The name of the op. Raises ValueError unless the reduction is defined for tensor's dtype."""
+    name, dtype = read_op(rank, call, op), tensor.dtype
+    if not dtype_info(dtype).is_reduced and not tensor.is_cuda:
         raise ValueError(
             f"rank {rank}, {call}: {dtype} can be moved but not reduced. Convert it first, to "
             "torch.float32 or torch.int64, say."
         )
-    if op == "avg" and not dtype.is_floating_point:
+    if name == "avg" and not dtype.is_floating_point:
         raise ValueError(
             f"rank {rank}, {call}: the average of {dtype} is no {dtype}. Use op='sum' and divide."
         )
-    if dtype == torch.bool and op in ("sum", "avg"):
+    if dtype == torch.bool and name in ("sum", "avg"):
         raise ValueError(
-            f"rank {rank}, {call}: op={op!r} of {dtype} is not defined. Use 'max' for any, 'min' "
+            f"rank {rank}, {call}: op={name!r} of {dtype} is not defined. Use 'max' for any, 'min' "
             "for all, or convert to an integer first."
         )
-    if dtype.is_complex and op != "sum":
+    if dtype.is_complex and name != "sum":
         raise ValueError(
-            f"rank {rank}, {call}: op={op!r} of {dtype} is not defined. Use op='sum', or reduce "
+            f"rank {rank}, {call}: op={name!r} of {dtype} is not defined. Use op='sum', or reduce "
             "torch.view_as_real(tensor)."
         )
+    return name
 
 
 def check_peer(rank: int, call: str, peer: int, world_size: int, name: str) -> None:

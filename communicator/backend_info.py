@@ -1,4 +1,4 @@
-"""What the backends can do on this machine, for `python -m launcher doctor`.
+"""Checks of the backends on this machine, for `python -m launcher doctor`.
 
 python -m communicator.backend_info                    # every backend, on two ranks
 python -m communicator.backend_info --nccl             # which NCCL would be loaded
@@ -10,44 +10,45 @@ from __future__ import annotations
 import argparse
 import json
 
-from communicator import conformance, selection
+from communicator import conformance, selection, timings
 from communicator.backends.nccl import nccl_library
 from communicator.base import Communicator
 from communicator.errors import DrumlineError, Unsupported
 from coordinator import Coordinator
 from launcher import LaunchError, current, launch
 
-RANKS, WITHIN_S, CALL_S = 2, 120.0, 60.0
+RANKS = 2
 CONFORMS, FAILS, UNUSABLE = "conforms", "fails", "unusable"
-Verdict = tuple[str, str]
+BackendStatus = tuple[str, str]
+"""CONFORMS, FAILS or UNUSABLE, and the report or reason."""
 
 
-def verdict(name: str) -> Verdict:
-    """(conforms, fails or unusable; in words) of one backend, on ranks that are processes."""
+def check_in_processes(name: str) -> BackendStatus:
+    """The status of one backend, on ranks that are processes."""
+    timeout_s = timings.TIMINGS.doctor_launch_s
     try:
-        found: list[Verdict] = launch(checked, RANKS, args=(name,), timeout_s=WITHIN_S)
+        results: list[BackendStatus] = launch(
+            check_on_rank, RANKS, args=(name,), timeout_s=timeout_s
+        )
     except LaunchError as error:  # a crash, or a hang
         return FAILS, str(error).splitlines()[0]
-    return found[0]
+    return results[0]
 
 
-def checked(name: str) -> Verdict:
-    """The same on a rank. Collective."""
+def check_on_rank(name: str) -> BackendStatus:
+    """The status of one backend. Collective."""
     try:
-        with Coordinator(timeout_s=CALL_S) as coor, Communicator(coor, name) as comm:
+        with (
+            Coordinator(timeout_s=timings.TIMINGS.check_call_s) as coor,
+            Communicator(coor, name) as comm,
+        ):
             report = conformance.check(comm)
             coor.barrier()  # nobody closes while others still compare
     except Unsupported as reason:
-        return UNUSABLE, _reason(name, str(reason))
+        return UNUSABLE, "; ".join(dict.fromkeys(reason.reasons)) or str(reason)
     except DrumlineError as error:
         return FAILS, str(error)
     return CONFORMS if report.ok else FAILS, str(report).splitlines()[-1]
-
-
-def _reason(name: str, refusal: str) -> str:
-    """Of all that a refusal says, what one rank gave as its reason."""
-    _, _, told = refusal.partition(f" use {name}: ")
-    return (told or refusal).split("; rank ")[0]
 
 
 def nccl() -> dict[str, str]:
@@ -60,17 +61,18 @@ def nccl() -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--nccl", action="store_true", help="say only which NCCL there is")
+    parser.add_argument("--nccl", action="store_true", help="print only the NCCL library")
     parser.add_argument("--rank", metavar="BACKEND", help="be one rank of a check")
     options = parser.parse_args()
     if options.nccl:
         print(json.dumps(nccl()))
     elif options.rank:
-        found = checked(options.rank)
+        status = check_on_rank(options.rank)
         if current().rank == 0:
-            print(json.dumps({options.rank: found}))
+            print(json.dumps({options.rank: status}))
     else:
-        print(json.dumps({"backends": {name: verdict(name) for name in selection.backend_names()}}))
+        names = selection.backend_names()
+        print(json.dumps({"backends": {name: check_in_processes(name) for name in names}}))
 
 
 if __name__ == "__main__":

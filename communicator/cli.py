@@ -1,4 +1,4 @@
-"""The command line: does a backend do what a communicator must?
+"""The command line: run the conformance check of a backend.
 
 python -m communicator check --backend ./libvendor.so -n 4
 """
@@ -9,51 +9,59 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from communicator import conformance
+from communicator import conformance, timings
 from communicator.base import Communicator
 from communicator.errors import Unsupported
 from coordinator import Coordinator
 from launcher import LaunchError, launch
+from launcher.cli import CommandParser, VersionAction
 
+PROG = "python -m communicator"
 CONFORMING, NOT_CONFORMING, CANNOT_RUN = 0, 1, 2
-TIMEOUT_S = 60.0  # of one call: a backend that hangs is told on after this time
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(prog: str = PROG) -> argparse.ArgumentParser:
     """The options are few on purpose, and held by a test."""
-    whole = argparse.ArgumentParser(prog="python -m communicator", allow_abbrev=False)
-    commands = whole.add_subparsers(dest="command", required=True)
+    commands_parser = argparse.ArgumentParser(prog=prog, allow_abbrev=False)
+    commands_parser.add_argument(
+        "--version", action=VersionAction, nargs=0, help="print the version"
+    )
+    commands = commands_parser.add_subparsers(
+        dest="command", required=True, parser_class=CommandParser
+    )
     check = commands.add_parser("check", help="run the conformance check", allow_abbrev=False)
     check.add_argument(
         "--backend", metavar="NAME", help="a name, or the path of a library; the best if not given"
     )
-    check.add_argument("-n", dest="nprocs", type=count, default=2, metavar="N", help="ranks")
+    check.add_argument("-n", dest="nprocs", type=num_ranks, default=2, metavar="N", help="ranks")
     check.add_argument(
         "--launcher",
         metavar="NAME",
         default="multiprocessing",
-        help="who starts the ranks, as in `python -m launcher run`; threads are quickest",
+        help="what starts the ranks, as in `python -m launcher run`; threads start fastest",
     )
-    return whole
+    return commands_parser
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], prog: str = PROG) -> int:
     """Print every case of the check. 0 if the backend conforms, 1 if not, 2 if it cannot run."""
-    options = parser().parse_args(arguments)
+    options = parser(prog).parse_args(arguments)
     try:
-        found = launch(rank, options.nprocs, launcher=options.launcher, args=(options.backend,))
+        results = launch(
+            check_on_rank, options.nprocs, launcher=options.launcher, args=(options.backend,)
+        )
     except LaunchError as error:
         print(error, file=sys.stderr)
         return NOT_CONFORMING
     except ValueError as error:  # no such launcher, or one that cannot start here
-        print(f"python -m communicator: {error}", file=sys.stderr)
+        print(f"{prog}: {error}", file=sys.stderr)
         return CANNOT_RUN
-    text, code = found[0]
+    text, code = results[0]
     print(text, file=sys.stderr if code == CANNOT_RUN else sys.stdout)
     return int(code)
 
 
-def count(text: str) -> int:
+def num_ranks(text: str) -> int:
     """A number of ranks. Raises ValueError, which argparse turns into wrong usage."""
     number = int(text)
     if number < 1:
@@ -61,10 +69,11 @@ def count(text: str) -> int:
     return number
 
 
-def rank(backend: str | None) -> tuple[str, int]:
-    """One rank of the check: the report as text, and the exit code."""
+def check_on_rank(backend: str | None) -> tuple[str, int]:
+    """The report as text, and the exit code. Collective."""
     try:
-        with Coordinator(timeout_s=TIMEOUT_S) as coor, Communicator(coor, backend) as comm:
+        timeout_s = timings.TIMINGS.check_call_s
+        with Coordinator(timeout_s=timeout_s) as coor, Communicator(coor, backend) as comm:
             report = conformance.check(comm)
             coor.barrier()  # nobody closes while others still compare
     except Unsupported as error:

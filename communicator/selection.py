@@ -1,7 +1,7 @@
-"""Which backend: the one asked for, or the best that every rank can use.
+"""Selection of a backend: the requested one, or the best that every rank can use.
 
 Backends are found by name, here or among the entry points of the group `communicator.backends`
-(name -> subclass of Communicator). Nothing is imported before it is asked for.
+(name -> subclass of Communicator). Nothing is imported before it is requested.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from communicator.errors import Unsupported
 from coordinator import Coordinator
 
 BUILTIN = {
-    "shm": "communicator.backends.plugin:Shm",
-    "hybrid": "communicator.backends.hierarchical:Hybrid",
+    "shm": "communicator.backends.shm:Shm",
+    "hierarchical": "communicator.backends.hierarchical:Hierarchical",
     "tcp": "communicator.backends.tcp:Tcp",
     "gloo": "communicator.backends.gloo:Gloo",
     "mpi": "communicator.backends.mpi:Mpi",
     "nccl": "communicator.backends.nccl:Nccl",
     "cupy": "communicator.backends.nccl.cupy:Cupy",
 }
+ALIASES = {"hybrid": "hierarchical"}
 
 
 def backend_names() -> list[str]:
-    """Every backend that could be asked for by name, built in or installed."""
+    """The names of all backends, built in or installed."""
     return sorted({*BUILTIN, *(point.name for point in _entry_points())})
 
 
 def backend_class(name: str) -> type[Communicator]:
-    """The class of a backend by name. Raises Unsupported if none does, or it does not load."""
+    """The class of a backend by name. Raises Unsupported if there is none, or it does not load."""
+    name = ALIASES.get(name, name)
     if name in BUILTIN:
         module, _, attribute = BUILTIN[name].partition(":")
         return _import(name, lambda: getattr(import_module(module), attribute))
@@ -52,17 +54,23 @@ def choose(coor: Coordinator, backend: Any, device_type: str | None = None) -> t
     """The class to use, the same on every rank. Collective over coor.
 
     device_type: whose memory it must move, if that matters.
-    Raises Unsupported on every rank if the backend asked for cannot be used on one of them.
+    Raises Unsupported on every rank if the requested backend cannot be used on one of them.
     """
-    wanted = backend_names() if backend is None else [backend]
-    why_not = _filter(backend, device_type)
-    scores = {_label(item): _score(coor, item, why_not) for item in wanted}
-    votes = [json.loads(data) for data in coor.allgather(json.dumps(scores).encode())]
-    usable = {name: min(vote[name] for vote in votes) for name in scores if _all_can(votes, name)}
+    candidates = backend_names() if backend is None else [backend]
+    scores = {
+        _label(candidate): _score(coor, candidate, device_type, is_requested=backend is not None)
+        for candidate in candidates
+    }
+    ballots = [json.loads(data) for data in coor.allgather(json.dumps(scores).encode())]
+    usable = {
+        name: min(ballot[name] for ballot in ballots)
+        for name in scores
+        if all(isinstance(ballot.get(name), int) for ballot in ballots)
+    }
     if not usable:
-        raise Unsupported(_refusal(coor, votes))
+        raise _no_backend(coor, ballots)
     best = max(usable, key=lambda name: (usable[name], name))
-    return _resolve(next(item for item in wanted if _label(item) == best))
+    return _resolve(next(item for item in candidates if _label(item) == best))
 
 
 def _resolve(item: Any) -> type[Communicator]:
@@ -73,11 +81,11 @@ def _resolve(item: Any) -> type[Communicator]:
     if not is_file(item):
         return backend_class(str(item))
     path = os.path.abspath(item)  # a bare name would be looked for in the system's folders
-    return _import(path, lambda: import_module("communicator.backends.plugin").library(path))
+    return _import(path, lambda: import_module("communicator.backends.plugin").load(path))
 
 
 def is_file(item: str | os.PathLike[str]) -> bool:
-    """Is it the path of a library, and not a name?"""
+    """True for the path of a library, False for a name."""
     return not isinstance(item, str) or item.endswith(".so") or os.sep in item
 
 
@@ -87,65 +95,67 @@ def _label(item: Any) -> str:
     return getattr(item, "__name__", repr(item))
 
 
-def _filter(backend: Any, device_type: str | None) -> Callable[[type[Communicator]], str]:
-    """Says of a class why it is out of the question; "" if it is not."""
-
-    def why_not(found: type[Communicator]) -> str:
-        if backend is None and found.asked_only:
-            return "it is taken only when asked for"
-        if device_type not in (None, found.device_type):
-            return f"it moves tensors on {found.device_type}, not on {device_type}"
-        return ""
-
-    return why_not
+def _exclusion_reason(
+    backend: type[Communicator], device_type: str | None, is_requested: bool
+) -> str:
+    """Why a class cannot be selected, whatever its probe says; "" if it can."""
+    if backend.capabilities.only_by_name and not is_requested:
+        return "it is used only if named"
+    if device_type not in (None, backend.device_type):
+        return f"it moves tensors on {backend.device_type}, not on {device_type}"
+    return ""
 
 
-def _score(coor: Coordinator, item: Any, why_not: Callable[[type[Communicator]], str]) -> int | str:
-    """This rank's score for a backend, or in words why it cannot use it."""
+def _score(
+    coor: Coordinator, candidate: Any, device_type: str | None, is_requested: bool
+) -> int | str:
+    """This rank's score for a backend, or the reason why it cannot use it."""
     try:
-        found = _resolve(item)
-        return why_not(found) or found.probe(coor)
+        backend = _resolve(candidate)
+        return _exclusion_reason(backend, device_type, is_requested) or backend.probe(coor)
     except Unsupported as reason:
         return str(reason)
-    except Exception as error:  # a vendor's: raised on one rank alone it would strand the others
-        return f"looking for it raised {type(error).__name__}: {error}"
+    except Exception as error:  # a vendor's: raised on one rank alone, the others would wait
+        return f"its probe raised {type(error).__name__}: {error}"
 
 
-def _all_can(votes: list[dict[str, int | str]], name: str) -> bool:
-    return all(isinstance(vote.get(name), int) for vote in votes)
-
-
-def _refusal(coor: Coordinator, votes: list[dict[str, int | str]]) -> str:
-    told = {
+def _no_backend(coor: Coordinator, ballots: list[dict[str, int | str]]) -> Unsupported:
+    """The error for scores, one dict a rank, of which no backend has one on every rank."""
+    peers_by_reason = {
         (name, reason): [
-            coor.peers[rank] for rank, vote in enumerate(votes) if vote.get(name) == reason
+            coor.peers[rank] for rank, ballot in enumerate(ballots) if ballot.get(name) == reason
         ]
-        for vote in votes
-        for name, reason in vote.items()
+        for ballot in ballots
+        for name, reason in ballot.items()
         if isinstance(reason, str)
     }
     reasons = [
-        f"{'no rank' if len(peers) == len(votes) else ', '.join(map(str, peers))} "
-        f"can{'' if len(peers) == len(votes) else 'not'} use {name}: {reason}"
-        for (name, reason), peers in told.items()
+        f"{'no rank' if len(peers) == len(ballots) else ', '.join(map(str, peers))} "
+        f"can{'' if len(peers) == len(ballots) else 'not'} use {name}: {reason}"
+        for (name, reason), peers in peers_by_reason.items()
     ]
-    if not reasons:  # each rank was asked for another backend
-        reasons = [f"rank {rank} asked for {', '.join(vote)}" for rank, vote in enumerate(votes)]
-    return f"rank {coor.rank}: no backend that every rank can use. " + "; ".join(reasons)
+    if not reasons:  # each rank requested another backend
+        reasons = [
+            f"rank {rank} asked for {', '.join(names)}" for rank, names in enumerate(ballots)
+        ]
+    return Unsupported(
+        f"rank {coor.rank}: no backend that every rank can use. {'; '.join(reasons)}",
+        reasons=[reason for _, reason in peers_by_reason],
+    )
 
 
 def _entry_points() -> list[Any]:
     return list(entry_points(group="communicator.backends"))
 
 
-def _import(name: str, load: Any) -> type[Communicator]:
+def _import(name: str, load: Callable[[], Any]) -> type[Communicator]:
     try:
-        found = load()
+        backend = load()
     except (ImportError, OSError, AttributeError) as error:
         raise Unsupported(f"the backend {name!r} does not load: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, Communicator)):
+    if not (isinstance(backend, type) and issubclass(backend, Communicator)):
         raise Unsupported(
-            f"the backend {name!r} is {found!r}, and no subclass of communicator.Communicator. Let "
-            "its entry point name one."
+            f"the backend {name!r} is {backend!r}, and no subclass of "
+            "communicator.Communicator. Let its entry point name one."
         )
-    return found
+    return backend

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,7 +17,6 @@ from launcher.launch_info import MAX_PORT
 from launcher.records import json_values
 
 LOOPBACK = "127.0.0.1"
-WHOLE_NUMBERS = ("nprocs", "nnodes", "node_rank", "master_port")
 
 
 def new_launch_id() -> str:
@@ -70,59 +69,38 @@ class Job:
     results_dir: str | None = None
 
     def __post_init__(self) -> None:
-        for check in (self._wrong_types, self._wrong_values):
-            for problem, is_wrong in check().items():
-                if is_wrong:
-                    raise ValueError(f"{problem}, so nothing was started")
+        for problem in self._problems():
+            raise ValueError(f"{problem}, so nothing was started")
 
-    def _wrong_types(self) -> dict[str, bool]:
-        numbers = {
-            f"{name} must be a whole number, not {getattr(self, name)!r}": (
-                type(getattr(self, name)) is not int
-            )
-            for name in WHOLE_NUMBERS
-        }
-        texts = {
-            f"{name} must be a string, not {getattr(self, name)!r}": (
-                not isinstance(getattr(self, name), str)
-            )
-            for name in ("launch_id", "master_addr")
-        }
-        return {
-            **numbers,
-            **texts,
-            f"timeout_s must be a number of seconds or None, not {self.timeout_s!r}": (
-                type(self.timeout_s) not in (int, float, type(None))
-            ),
-            f"preload must be a sequence of the names of modules, not {self.preload!r}": (
-                not isinstance(self.preload, (tuple, list))
-                or not all(isinstance(name, str) for name in self.preload)
-            ),
-        }
-
-    def _wrong_values(self) -> dict[str, bool]:
-        return {
-            f"{self.nprocs} ranks is less than one": self.nprocs < 1,
-            f"{self.nnodes} nodes is less than one": self.nnodes < 1,
-            f"node rank {self.node_rank} is not among {self.nnodes} nodes": (
-                not 0 <= self.node_rank < self.nnodes
-            ),
-            f"master port {self.master_port} is not in [0, {MAX_PORT}]": (
-                not 0 <= self.master_port <= MAX_PORT
-            ),
-            f"a timeout of {self.timeout_s} s is not positive": (
-                self.timeout_s is not None and not self.timeout_s > 0
-            ),
-            f"a timeout of {self.timeout_s} s is over a year (leave it out for none)": (
-                self.timeout_s is not None and self.timeout_s > timings.TIMINGS.longest_timeout_s
-            ),
-            "a launch id must not be empty, and have no NUL": (
-                not self.launch_id or "\0" in self.launch_id
-            ),
-            f"the launch id {self.launch_id!r} cannot be encoded as UTF-8": (
-                self.launch_id != self.launch_id.encode(errors="ignore").decode()
-            ),
-        }
+    def _problems(self) -> Iterator[str]:
+        """The invalid values in words; wrong types first, as the rest compares values."""
+        for name in ("nprocs", "nnodes", "node_rank", "master_port"):
+            if type(value := getattr(self, name)) is not int:
+                yield f"{name} must be a whole number, not {value!r}"
+        for name in ("launch_id", "master_addr"):
+            if not isinstance(value := getattr(self, name), str):
+                yield f"{name} must be a string, not {value!r}"
+        if type(self.timeout_s) not in (int, float, type(None)):
+            yield f"timeout_s must be a number of seconds or None, not {self.timeout_s!r}"
+        is_sequence = isinstance(self.preload, (tuple, list))
+        if not is_sequence or not all(isinstance(name, str) for name in self.preload):
+            yield f"preload must be a sequence of the names of modules, not {self.preload!r}"
+        if self.nprocs < 1:
+            yield f"{self.nprocs} ranks is less than one"
+        if self.nnodes < 1:
+            yield f"{self.nnodes} nodes is less than one"
+        if not 0 <= self.node_rank < self.nnodes:
+            yield f"node rank {self.node_rank} is not among {self.nnodes} nodes"
+        if not 0 <= self.master_port <= MAX_PORT:
+            yield f"master port {self.master_port} is not in [0, {MAX_PORT}]"
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            yield f"a timeout of {self.timeout_s} s is not positive"
+        if self.timeout_s is not None and self.timeout_s > timings.TIMINGS.longest_timeout_s:
+            yield f"a timeout of {self.timeout_s} s is over a year (leave it out for none)"
+        if not self.launch_id or "\0" in self.launch_id:
+            yield "a launch id must not be empty, and have no NUL"
+        if self.launch_id != self.launch_id.encode(errors="ignore").decode():
+            yield f"the launch id {self.launch_id!r} cannot be encoded as UTF-8"
 
     def rank_command(self) -> list[str]:
         """The command that a backend launcher runs once per rank."""

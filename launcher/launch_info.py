@@ -7,7 +7,7 @@ print(info.rank, "of", info.world_size)
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 
@@ -26,7 +26,7 @@ class LaunchInfo:
     """The facts that a rank knows about its launch before any communication.
 
     launch_id: the same on every rank of a launch, different in every other launch.
-    world_size, rank: all ranks of the launch, and this one among them (0 is the master).
+    world_size, rank: all ranks of the launch, and this one among them.
     local_world_size, local_rank: the ranks on this node, and this one among them.
     master_addr, master_port: where rank 0 listens. The port may be 0 if world_size is 1.
     extras: further facts from the launcher, string to string.
@@ -57,7 +57,7 @@ class LaunchInfo:
 
     @property
     def is_traced(self) -> bool:
-        """Whether this is a launch with --trace, where every rank records its calls."""
+        """True if this is a launch with --trace, where every rank records its calls."""
         return TRACE in self.extras
 
     def to_dict(self) -> dict[str, object]:
@@ -123,31 +123,27 @@ def integer(text: str, variable: str) -> int:
     return int(text)
 
 
-def _problems(info: LaunchInfo) -> list[str]:
-    """The contradictions in info, in words."""
-    wrong_types = [
-        f"{name} must be an integer, not {getattr(info, name)!r}"
-        for name in ("world_size", "local_world_size", "rank", "local_rank", "master_port")
-        if type(getattr(info, name)) is not int
-    ]
-    if wrong_types:
-        return wrong_types
-    checks = {
-        "launch_id must be a non-empty string": isinstance(info.launch_id, str) and info.launch_id,
-        "launch_id must have no NUL in it": "\0" not in str(info.launch_id),
-        "world_size must be at least 1": info.world_size >= 1,
-        "rank must be in [0, world_size)": 0 <= info.rank < info.world_size,
-        "local_world_size must be in [1, world_size]": (
-            1 <= info.local_world_size <= info.world_size
-        ),
-        "local_rank must be in [0, local_world_size)": 0 <= info.local_rank < info.local_world_size,
-        "master_addr must be a non-empty string": (
-            isinstance(info.master_addr, str) and info.master_addr
-        ),
-        f"master_port must be in [0, {MAX_PORT}]": 0 <= info.master_port <= MAX_PORT,
-        "master_port 0 is only for world_size 1": info.master_port > 0 or info.world_size == 1,
-        "extras must map strings to strings": all(
-            isinstance(key, str) and isinstance(value, str) for key, value in info.extras.items()
-        ),
-    }
-    return [problem for problem, holds in checks.items() if not holds]
+def _problems(info: LaunchInfo) -> Iterator[str]:
+    """The contradictions in info, in words; wrong types first, as the rest compares values."""
+    for name in ("world_size", "local_world_size", "rank", "local_rank", "master_port"):
+        if type(value := getattr(info, name)) is not int:
+            yield f"{name} must be an integer, not {value!r}"
+    for name in ("launch_id", "master_addr"):
+        if not (isinstance(value := getattr(info, name), str) and value):
+            yield f"{name} must be a non-empty string"
+    if "\0" in info.launch_id:
+        yield "launch_id must have no NUL in it"
+    if info.world_size < 1:
+        yield "world_size must be at least 1"
+    if not 0 <= info.rank < info.world_size:
+        yield "rank must be in [0, world_size)"
+    if not 1 <= info.local_world_size <= info.world_size:
+        yield "local_world_size must be in [1, world_size]"
+    if not 0 <= info.local_rank < info.local_world_size:
+        yield "local_rank must be in [0, local_world_size)"
+    if not 0 <= info.master_port <= MAX_PORT:
+        yield f"master_port must be in [0, {MAX_PORT}]"
+    if info.master_port == 0 and info.world_size > 1:
+        yield "master_port 0 is only for world_size 1"
+    if not all(isinstance(text, str) for pair in info.extras.items() for text in pair):
+        yield "extras must map strings to strings"

@@ -27,7 +27,7 @@ def of(work: Callable[..., Any] | str | os.PathLike[str]) -> Target:
 
 
 def by_reference(target: Target) -> Target:
-    """The same target by a reference that another process can import.
+    """An equal target by a reference that another process can import.
 
     Raises TargetError for a function that no import can reach.
     """

@@ -10,16 +10,16 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import AllreduceOptions, BarrierOptions, ProcessGroupGloo, ReduceOp
+from torch.distributed import AllreduceOptions, BarrierOptions, ProcessGroupGloo
 
 from communicator import call_check
-from communicator.backends.tagged_p2p import Network, as_bytes
+from communicator.backends.tagged_p2p import TaggedP2PCommunicator, as_bytes
+from communicator.dtypes import OPS
 from communicator.errors import CommunicatorTimeout, DrumlineError, PeerLost
+from communicator.failures import describe_lost
 from coordinator import Coordinator, CoordinatorError
 
-GRACE_S = 0.5  # its sockets close a little before a process that dies is seen dead
-POLL_S = 0.005
-REDUCES = {
+REDUCED = {
     torch.float16,
     torch.bfloat16,
     torch.float32,
@@ -29,20 +29,13 @@ REDUCES = {
     torch.int32,
     torch.int64,
 }
-OPS = {
-    "sum": ReduceOp.SUM,
-    "avg": ReduceOp.SUM,
-    "prod": ReduceOp.PRODUCT,
-    "max": ReduceOp.MAX,
-    "min": ReduceOp.MIN,
-}
 
 
-class Gloo(Network):
+class Gloo(TaggedP2PCommunicator):
     """gloo on a process group of its own; what it cannot reduce is reduced here, by rank.
 
-    Every collective is compared among the ranks before it starts, the first ones by their words and
-    the others by a digest: where sizes differ, gloo ends the process.
+    Every collective is compared among the ranks before it starts, the first ones by their
+    descriptions and the others by a digest: where sizes differ, gloo ends the process.
     """
 
     name = "gloo"
@@ -51,104 +44,100 @@ class Gloo(Network):
     def probe(cls, coor: Coordinator) -> int:
         return 10
 
-    def _open(self) -> None:
-        super()._open()
+    def do_open(self) -> None:
+        super().do_open()
         self._gloo: Any = None
-        self._limit = timedelta(seconds=self.timeout_s)
+        self._timeout = timedelta(seconds=self.timeout_s)
         if self.world_size == 1:
             return
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [ProcessGroupGloo.create_device(hostname=self.coor.address)]
         options._threads = 1
-        options._timeout = self._limit
+        options._timeout = self._timeout
         store = self.coor.store("gloo communicator")
         self._gloo = ProcessGroupGloo(store, self.rank, self.world_size, options)
 
-    def _close(self) -> None:
+    def do_close(self) -> None:
         if self._gloo is not None:
             self._gloo.shutdown()
             self._gloo = None
 
-    def _compare(self, call: str, tensor: torch.Tensor | None = None, how: str = "") -> None:
-        if self.world_size == 1 or self._calls < self._checked_calls:
-            return super()._compare(call, tensor, how)
-        self._calls += 1
-        what = "" if tensor is None else f"of {call_check.describe(tensor)}"
-        mine = " ".join(filter(None, (call, what, how)))
-        digest = zlib.crc32(mine.encode())
-        ends = torch.tensor([digest, -digest])
-        self._allreduce(ends, ends, "max")  # which costs less than to gather them
-        if ends.sum().item() != 0:
-            call_check.compare(self, self._calls, mine)
+    def _check_same_call(
+        self, call: str, tensor: torch.Tensor | None = None, details: str = ""
+    ) -> None:
+        if self.world_size == 1 or self._num_compared < self.capabilities.checked_calls:
+            return super()._check_same_call(call, tensor, details)
+        self._num_compared += 1
+        description = call_check.describe_call(call, tensor, details)
+        digest = zlib.crc32(description.encode())
+        # The largest digest and the smallest, which costs less than to gather all.
+        extremes = torch.tensor([digest, -digest])
+        self.do_allreduce(extremes, extremes, "max")
+        if extremes.sum().item() != 0:
+            call_check.compare(self, self._num_compared, description)
 
-    def _launch(self, kind: str, data: torch.Tensor, peer: int, tag: int) -> Any:
-        with self._naming(f"{kind} with rank {peer}"):
+    def start_bytes(self, kind: str, data: torch.Tensor, peer: int, tag: int) -> Any:
+        with self._translated_errors(f"{kind} with rank {peer}"):
             return (self._gloo.send if kind == "send" else self._gloo.recv)([data], peer, tag)
 
-    def _await(self, call: str, work: Any) -> None:
-        with self._naming(call):
-            work.wait(self._limit)
+    def wait_for(self, call: str, work: Any) -> None:
+        with self._translated_errors(call):
+            work.wait(self._timeout)
 
-    def _barrier(self) -> None:
+    def do_barrier(self) -> None:
         options = BarrierOptions()
-        options.timeout = self._limit
-        with self._naming("barrier"):
-            self._gloo.barrier(options).wait(self._limit)
+        options.timeout = self._timeout
+        with self._translated_errors("barrier"):
+            self._gloo.barrier(options).wait(self._timeout)
 
-    def _broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        with self._naming("broadcast"):
-            self._gloo.broadcast(as_bytes(tensor), src).wait(self._limit)
+    def do_broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        with self._translated_errors("broadcast"):
+            self._gloo.broadcast(as_bytes(tensor), src).wait(self._timeout)
 
-    def _allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
-        if tensor.dtype not in REDUCES:
-            return super()._allreduce(out, tensor, op)
+    def do_allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
+        if tensor.dtype not in REDUCED:
+            return super().do_allreduce(out, tensor, op)
         if out is not tensor:
             out.copy_(tensor)
         options = AllreduceOptions()
-        options.reduceOp = OPS[op]  # type: ignore[assignment]
-        options.timeout = self._limit
-        with self._naming("allreduce"):
-            self._gloo.allreduce([out], options).wait(self._limit)
+        options.reduceOp = OPS["sum" if op == "avg" else op].torch  # type: ignore[assignment]
+        options.timeout = self._timeout
+        with self._translated_errors("allreduce"):
+            self._gloo.allreduce([out], options).wait(self._timeout)
         if op == "avg":
             out.div_(self.world_size)
 
-    def _allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
-        rows, mine = as_bytes(out), as_bytes(tensor)
-        with self._naming("allgather"):
-            self._gloo._allgather_base(rows, mine).wait(self._limit)
+    def do_allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        with self._translated_errors("allgather"):
+            work = self._gloo._allgather_base(as_bytes(out), as_bytes(tensor))
+            work.wait(self._timeout)
 
     @contextmanager
-    def _naming(self, call: str) -> Iterator[None]:
-        """What gloo raises inside becomes an error that names the call and who is gone."""
-        begun = time.monotonic()
+    def _translated_errors(self, call: str) -> Iterator[None]:
+        """Turn what gloo raises inside into an error that names the call and the lost peers."""
+        start = time.monotonic()
         try:
             yield
         except RuntimeError as error:
-            raise self._failure(call, time.monotonic() - begun, error) from error
+            raise self._translate(call, time.monotonic() - start, error) from error
 
-    def _failure(self, call: str, waited_s: float, error: RuntimeError) -> DrumlineError:
+    def _translate(self, call: str, waited_s: float, error: RuntimeError) -> DrumlineError:
         text = str(error)
         timed_out = "timed out" in text.lower()
-        lost = self._lost_peers() if timed_out else self._lost_peers_soon()
-        kind = CommunicatorTimeout if timed_out else PeerLost
-        return kind(
+        lost = self._lost_peers() if timed_out else self._await_lost_peers()
+        message = (
             f"rank {self.rank} waited {waited_s:.1f} s in {call} (gloo, {self.world_size} ranks)."
-            f"{lost} Are all ranks in the same call, with tensors of the same "
-            f"size, and alive? ({text}){self._whereabouts() if timed_out else ''}"
+            f"{describe_lost(lost)} Are all ranks in the same call, with tensors of the same size, "
+            f"and alive? ({text}){self._diagnosis() if timed_out else ''}"
         )
+        return CommunicatorTimeout(message) if timed_out else PeerLost(message, lost)
 
-    def _whereabouts(self) -> str:
-        """What the Coordinator knows of the ranks, dead, stopped or elsewhere, for an error."""
-        diagnose = getattr(self.coor, "diagnose", None)  # who met in a Store cannot ask
+    def _diagnosis(self) -> str:
+        """The Coordinator's report of where the ranks are, for an error."""
+        diagnose = getattr(self.coor, "diagnose", None)  # there is none over a torch Store
         if diagnose is None:
             return ""
         try:
             return f" The ranks are:\n{diagnose(stacks_too=False)}"
-        except CoordinatorError as error:  # it was closed first, or its rank 0 is gone
+        except CoordinatorError as error:  # it was closed first, or its rank 0 exited
             return f" Where the ranks are is not known: {error}"
-
-    def _lost_peers_soon(self) -> str:
-        until = time.monotonic() + GRACE_S
-        while not (lost := self._lost_peers()) and time.monotonic() < until:
-            time.sleep(POLL_S)
-        return lost

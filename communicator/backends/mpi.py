@@ -15,43 +15,31 @@ from typing import Any
 
 import torch
 
-from communicator.backends.tagged_p2p import Network, as_bytes
+from communicator import timings
+from communicator.backends.tagged_p2p import TaggedP2PCommunicator, as_bytes
+from communicator.base import Capabilities
+from communicator.dtypes import OPS, dtype_info
 from communicator.errors import (
     CommunicatorTimeout,
-    DrumlineError,
     PeerLost,
     Unsupported,
 )
+from communicator.failures import describe_lost
 from coordinator import Coordinator
 
-# MPI's names for what it reduces (MPI 4.1, section 6.9.2). bool travels as bytes: max is any.
-REDUCES = {
-    torch.float32: "FLOAT",
-    torch.float64: "DOUBLE",
-    torch.int8: "INT8_T",
-    torch.int16: "INT16_T",
-    torch.int32: "INT32_T",
-    torch.int64: "INT64_T",
-    torch.uint8: "UINT8_T",
-    torch.complex64: "C_FLOAT_COMPLEX",
-    torch.complex128: "C_DOUBLE_COMPLEX",
-}
-OPS = {"sum": "SUM", "avg": "SUM", "prod": "PROD", "max": "MAX", "min": "MIN"}
 EAGER_TESTS = 200  # of a call before its thread sleeps between them
-PATIENCE = 20  # then it sleeps this part of the time it has waited, so that it is little late,
-PAUSE_S = 1e-3  # but no longer than this
-LOOK_S = 0.1  # between looks at whether the peers live
+SLEEP_FRACTION = 1 / 20  # then it sleeps this part of the time it has waited, so is little late
 
 
-class Mpi(Network):
-    """Ranks of one mpiexec, or some of them. Taken only when asked for: it starts MPI.
+class Mpi(TaggedP2PCommunicator):
+    """Ranks of one mpiexec, or some of them. Used only if named: it starts MPI.
 
-    MPI gives back a group only where all its ranks ask for it, so close() leaves that to the end of
-    the process.
+    MPI frees a group only where all its ranks ask for it, so close() leaves that to the end of the
+    process.
     """
 
     name = "mpi"
-    asked_only = True
+    capabilities = Capabilities(only_by_name=True, empty_messages=True)
 
     @classmethod
     def probe(cls, coor: Coordinator) -> int:
@@ -64,118 +52,120 @@ class Mpi(Network):
         _mpi4py()
         return 20
 
-    def _open(self) -> None:
-        super()._open()
+    def do_open(self) -> None:
+        super().do_open()
         self._mpi = _mpi4py()
         world = self._mpi.COMM_WORLD
-        mine = json.dumps([world.Get_rank(), world.Get_size(), _version(self._mpi)])
-        said = [json.loads(data) for data in self.coor.allgather(mine.encode())]
-        self._check_same_world(said)
-        group = world.Get_group().Incl([rank for rank, _, _ in said])
+        own_place = json.dumps([world.Get_rank(), world.Get_size(), _version(self._mpi)])
+        places = [json.loads(data) for data in self.coor.allgather(own_place.encode())]
+        self._check_same_world(places)
+        group = world.Get_group().Incl([rank for rank, _, _ in places])
         self._comm = world.Create_group(group)
         self._largest_tag = int(self._comm.Get_attr(self._mpi.TAG_UB))
 
-    def _check_same_world(self, said: list[Any]) -> None:
-        """The ranks must be different ones of one mpiexec: else they would wait for ever."""
-        worlds = {(size, version) for _, size, version in said}
-        if len(worlds) > 1 or len({rank for rank, _, _ in said}) < self.world_size:
+    def _check_same_world(self, places: list[Any]) -> None:
+        """Raise Unsupported unless the ranks are different ones of one mpiexec."""
+        worlds = {(size, version) for _, size, version in places}
+        if len(worlds) > 1 or len({rank for rank, _, _ in places}) < self.world_size:
             raise Unsupported(
                 f"rank {self.rank}: the ranks are not of one MPI, but rank, size and version are "
-                f"{said}. Start all of them with the mpiexec of the MPI that mpi4py loads."
+                f"{places}. Start all of them with the mpiexec of the MPI that mpi4py loads."
             )
 
-    def _launch(self, kind: str, data: torch.Tensor, peer: int, tag: int) -> Any:
+    def start_bytes(self, kind: str, data: torch.Tensor, peer: int, tag: int) -> Any:
         start = self._comm.Isend if kind == "send" else self._comm.Irecv
         return start(self._bytes(data), peer, tag)
 
-    def _barrier(self) -> None:
-        self._await("barrier", self._comm.Ibarrier())
+    def do_barrier(self) -> None:
+        self.wait_for("barrier", self._comm.Ibarrier())
 
-    def _broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        self._await("broadcast", self._comm.Ibcast(self._bytes(tensor), src))
+    def do_broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        self.wait_for("broadcast", self._comm.Ibcast(self._bytes(tensor), src))
 
-    def _allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
-        mine = self._bytes(_apart(tensor, out))
-        self._await("allgather", self._comm.Iallgather(mine, self._bytes(out)))
+    def do_allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        own = self._bytes(_apart(tensor, out))
+        self.wait_for("allgather", self._comm.Iallgather(own, self._bytes(out)))
 
-    def _alltoall(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
-        self._await("alltoall", self._comm.Ialltoall(self._bytes(tensor), self._bytes(out)))
+    def do_alltoall(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        self.wait_for("alltoall", self._comm.Ialltoall(self._bytes(tensor), self._bytes(out)))
 
-    def _allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
-        if not self._reduces(tensor):
-            return super()._allreduce(out, tensor, op)
+    def do_allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
+        if not _is_reduced(tensor):
+            return super().do_allreduce(out, tensor, op)
         if out is not tensor:
             out.copy_(tensor)
         numbers, in_place = self._numbers(out), self._mpi.IN_PLACE
-        self._await("allreduce", self._comm.Iallreduce(in_place, numbers, self._op(op)))
+        self.wait_for("allreduce", self._comm.Iallreduce(in_place, numbers, self._op(op)))
         self._average(out, op)
 
-    def _reduce(self, out: torch.Tensor | None, tensor: torch.Tensor, dst: int, op: str) -> None:
-        if not self._reduces(tensor):
-            return super()._reduce(out, tensor, dst, op)
+    def do_reduce(self, out: torch.Tensor | None, tensor: torch.Tensor, dst: int, op: str) -> None:
+        if not _is_reduced(tensor):
+            return super().do_reduce(out, tensor, dst, op)
         if out is None:
             numbers = self._numbers(tensor)
-            self._await("reduce", self._comm.Ireduce(numbers, None, self._op(op), dst))
+            self.wait_for("reduce", self._comm.Ireduce(numbers, None, self._op(op), dst))
             return
         if out is not tensor:
             out.copy_(tensor)
         numbers, in_place = self._numbers(out), self._mpi.IN_PLACE
-        self._await("reduce", self._comm.Ireduce(in_place, numbers, self._op(op), dst))
+        self.wait_for("reduce", self._comm.Ireduce(in_place, numbers, self._op(op), dst))
         self._average(out, op)
 
-    def _reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
-        if not self._reduces(tensor):
-            return super()._reduce_scatter(out, tensor, op)
+    def do_reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
+        if not _is_reduced(tensor):
+            return super().do_reduce_scatter(out, tensor, op)
         rows, row = self._numbers(_apart(tensor, out)), self._numbers(out)
         start = self._comm.Ireduce_scatter_block
-        self._await("reduce_scatter", start(rows, row, self._op(op)))
+        self.wait_for("reduce_scatter", start(rows, row, self._op(op)))
         self._average(out, op)
 
     def _average(self, out: torch.Tensor, op: str) -> None:
         if op == "avg":
             out.div_(self.world_size)
 
-    def _reduces(self, tensor: torch.Tensor) -> bool:
-        return tensor.dtype in REDUCES or tensor.dtype == torch.bool
-
     def _op(self, op: str) -> Any:
-        return getattr(self._mpi, OPS[op])
+        return getattr(self._mpi, OPS[op].mpi)
 
     def _bytes(self, tensor: torch.Tensor) -> tuple[Any, Any]:
         return self._memory(tensor), self._mpi.BYTE
 
     def _numbers(self, tensor: torch.Tensor) -> tuple[Any, Any]:
-        return self._memory(tensor), getattr(self._mpi, REDUCES.get(tensor.dtype, "UINT8_T"))
+        return self._memory(tensor), getattr(self._mpi, dtype_info(tensor.dtype).mpi or "UINT8_T")
 
     def _memory(self, tensor: torch.Tensor) -> Any:
         """The bytes of the tensor, as what keeps it alive: a request holds on to it."""
         return as_bytes(tensor).numpy()
 
-    def _await(self, call: str, request: Any) -> None:
+    def wait_for(self, call: str, work: Any) -> None:
         """Test until the request has ended: MPI itself would wait for ever, and burn a core."""
         for _ in range(EAGER_TESTS):
-            if request.Test():
+            if work.Test():
                 return
-        begun = looked = now = time.monotonic()
-        while not request.Test():
-            time.sleep(min((now - begun) / PATIENCE, PAUSE_S))
+        start = last_check = now = time.monotonic()
+        while not work.Test():
+            time.sleep(min((now - start) * SLEEP_FRACTION, timings.TIMINGS.mpi_poll_s))
             now = time.monotonic()
-            if now - looked > LOOK_S:
-                self._look(call, request, now - begun)
-                looked = now
+            if now - last_check > timings.TIMINGS.liveness_poll_s:
+                self._check_wait(call, work, now - start)
+                last_check = now
 
-    def _look(self, call: str, request: Any, waited_s: float) -> None:
-        """Raise if waiting has become pointless."""
+    def _check_wait(self, call: str, request: Any, waited_s: float) -> None:
+        """Raise PeerLost if a peer is known dead, CommunicatorTimeout past the deadline."""
         lost = self._lost_peers()
         if not lost and waited_s < self.timeout_s:
             return
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(request))  # for ever: MPI may still write
-        kind: type[DrumlineError] = PeerLost if lost else CommunicatorTimeout
-        raise kind(
+        message = (
             f"rank {self.rank} waited {waited_s:.1f} s in {call} (mpi, {self.world_size} ranks)."
-            f"{lost} Are all ranks in the same call, with tensors of the same "
-            "size, and alive?"
+            f"{describe_lost(lost)} Are all ranks in the same call, with tensors of the same size, "
+            "and alive?"
         )
+        raise PeerLost(message, lost) if lost else CommunicatorTimeout(message)
+
+
+def _is_reduced(tensor: torch.Tensor) -> bool:
+    """True if MPI reduces it. A bool is sent as a byte: max is "any", min and prod are "all"."""
+    return dtype_info(tensor.dtype).mpi is not None or tensor.dtype == torch.bool
 
 
 def _apart(tensor: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

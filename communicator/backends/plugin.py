@@ -1,4 +1,4 @@
-"""Libraries that speak csrc/abi/communicator.h: ours for shared memory, and any vendor's.
+"""Libraries that implement csrc/abi/communicator.h: ours for shared memory, and any vendor's.
 
 comm = Communicator(coor, backend="path/to/libvendor.so")
 comm.allreduce(torch.ones(4))
@@ -7,20 +7,22 @@ comm.allreduce(torch.ones(4))
 from __future__ import annotations
 
 import ctypes
-import json
 import math
-import os
 import secrets
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
-from communicator import _native
+import communicator._native as _native
 from communicator.base import Communicator
-from communicator.errors import CommunicatorError, DrumlineError, PeerLost, Unsupported
-from communicator.first_call_check import FirstCalls
+from communicator.call_check import CallChecker
+from communicator.default_collectives import P2PCall
+from communicator.dtypes import Op
+from communicator.errors import DrumlineError, PeerLost, Unsupported
+from communicator.failures import describe_lost, run_on_all_ranks
 from coordinator import Coordinator
 
 ONE_NODE = 1 << 1  # COMM_CAP_ONE_NODE of communicator.h
@@ -29,25 +31,24 @@ EMPTY = 1 << 3  # COMM_CAP_EMPTY
 TORCH_DEVICE = {1: "cpu", 2: "cuda", 10: "cuda"}  # from DLDeviceType; torch calls ROCm "cuda"
 
 
-class Native(Communicator):
+class PluginCommunicator(Communicator):
     """A communicator whose work is done by a C library. Options are given to it as "key=value".
 
-    What the library leaves out is built from its send and recv. Arguments are checked in C, where
-    that costs nanoseconds.
+    Arguments are checked in C, where that costs nanoseconds. The methods here call the entries of
+    the library; `load` makes a class in which those that a library lacks are composed instead.
     """
 
     path: ClassVar[str]
-    trusted: ClassVar[bool] = False  # that its probe does not crash
-    compares: ClassVar[bool] = False  # does the library itself compare every call?
-    _first_calls: FirstCalls | None = None
+    is_trusted: ClassVar[bool] = False  # not to crash in its probe
+    _comm: _native.Comm
+    _call_checker: CallChecker | None = None
 
     def __init__(self, coor: Coordinator, backend: Any = None, **options: Any) -> None:
         super().__init__(coor, backend, **options)
-        self._compare_first_calls()
-
-    def _compare_first_calls(self) -> None:
-        if self._checked_calls > 0 and self.world_size > 1 and not self.compares:
-            self._first_calls = FirstCalls(self, self._checked_calls)
+        declared = self.capabilities
+        is_checked = declared.checked_calls > 0 and not declared.compares_every_call
+        if is_checked and self.world_size > 1 and isinstance(coor, Coordinator):  # it needs a store
+            self._call_checker = CallChecker(self, declared.checked_calls)
 
     @classmethod
     def probe(cls, coor: Coordinator) -> int:
@@ -62,88 +63,79 @@ class Native(Communicator):
             raise Unsupported(
                 f"{plugin.name} cannot have two ranks in one process, and here ranks are threads"
             )
-        if not cls.trusted:
+        if not cls.is_trusted:
             plugin.try_probe()
         return plugin.probe()
 
-    _comm: _native.Comm
-
-    def _open(self, **options: Any) -> None:
-        self._plugin = _native.open(self.path)
-        self._offers = frozenset(name for name in _ENTRIES if self._plugin.offers(name))
-        self._takes_empty = bool(self._plugin.caps & EMPTY)
+    def do_open(self, **options: Any) -> None:
+        self._load_plugin()
         name, unique_id = self._agree()
-        error: Exception | None = None
         try:
-            self._comm = self._plugin.init(
-                self.rank,
-                self.world_size,
-                self.coor,
-                device=-1 if self.device_type == "cpu" else self._device().index,
-                timeout_ms=max(1, int(self.timeout_s * 1000)),
-                name=name,
-                unique_id=unique_id,
-                options=[f"{key}={value}" for key, value in options.items()],
-            )
-        except (DrumlineError, ValueError) as caught:
-            error = caught
-        self._all_or_none(error)
-        if type(self).allreduce is Native.allreduce:  # called most, so without a step in between
+            run_on_all_ranks(self.coor, lambda: self._init(name, unique_id, options))
+        except Exception:
+            self.do_close()
+            raise
+        # allreduce is called most: where no subclass overrides it, no Python is in between.
+        if type(self).allreduce is PluginCommunicator.allreduce:
             self.allreduce = self._comm.allreduce  # type: ignore[method-assign]
+
+    def _init(self, name: str, unique_id: bytes, options: dict[str, Any]) -> None:
+        self._comm = self._plugin.init(
+            self.rank,
+            self.world_size,
+            self.coor,
+            device=-1 if self.device_type == "cpu" else self.device.index,
+            timeout_ms=max(1, int(self.timeout_s * 1000)),
+            name=name,
+            unique_id=unique_id,
+            options=[f"{key}={value}" for key, value in options.items()],
+        )
+
+    def _load_plugin(self) -> None:
+        self._plugin = _native.open(self.path)
+        empty_messages = bool(self._plugin.caps & EMPTY)
+        self.capabilities = replace(self.capabilities, empty_messages=empty_messages)
 
     def _agree(self) -> tuple[str, bytes]:
         """A name no other group has, and rank 0's unique id; all must have the same library."""
+        library = f"{self._plugin.name} {self._plugin.version}"
+        name = f"{self.coor.info.launch_id}-{secrets.token_hex(4)}"
         unique_id = self._plugin.unique_id() if self.rank == 0 else b""
-        mine = {
-            "library": [self._plugin.name, self._plugin.version],
-            "name": f"{self.coor.info.launch_id}-{secrets.token_hex(4)}",
-            "unique_id": unique_id.hex(),
-        }
-        everyones = [json.loads(data) for data in self.coor.allgather(json.dumps(mine).encode())]
-        for rank, theirs in enumerate(everyones):
-            if theirs["library"] != mine["library"]:
+        proposals = self.coor.allgather_object([library, name, unique_id])
+        for rank, (other, _, _) in enumerate(proposals):
+            if other != library:
                 raise Unsupported(
-                    f"rank {self.rank}: this rank has {' '.join(mine['library'])}, rank {rank} has "
-                    f"{' '.join(theirs['library'])}. Their messages may differ; install the same "
-                    "version everywhere."
+                    f"rank {self.rank}: this rank has {library}, rank {rank} has {other}. Their "
+                    "messages may differ; install the same version everywhere."
                 )
-        return everyones[0]["name"], bytes.fromhex(everyones[0]["unique_id"])
+        return proposals[0][1], proposals[0][2]
 
-    def _all_or_none(self, error: Exception | None) -> None:
-        """Fail on every rank if one could not join: the others would wait for it."""
-        said = self.coor.allgather(str(error or "").encode())
-        if error is not None:
-            raise error
-        for rank, text in enumerate(said):
-            if text:
-                self._close()
-                raise CommunicatorError(
-                    f"rank {self.rank}: rank {rank} could not join the {self._plugin.name} "
-                    f"communicator, so nobody can use it. It says: {text.decode()}"
-                )
+    def _check_same_call(
+        self, call: str, tensor: torch.Tensor | None = None, details: str = ""
+    ) -> None:
+        """Done already, by the CallChecker or by the library."""
 
-    def _compare(self, call: str, tensor: torch.Tensor | None = None, how: str = "") -> None:
-        """Done already, by _first_calls or by the library."""
-
-    def _is_capturing(self) -> bool:
+    def is_capturing(self) -> bool:
+        """True while torch's current stream is captured in a CUDA graph."""
         return (
             self.device_type == "cuda"
             and torch.cuda.is_available()
             and torch.cuda.is_current_stream_capturing()
         )
 
-    def _raise_if_lost(self, call: str) -> None:
-        """Raise PeerLost if who is waited for will not come any more."""
-        if gone := self._lost_peers():
+    def check_peers(self, call: str) -> None:
+        """Raise PeerLost if a peer that the call would wait for is known dead."""
+        if lost := self._lost_peers():
             raise PeerLost(
-                f"rank {self.rank} lost a peer before {call}.{gone} Start all ranks again, and "
-                "look at what those printed last."
+                f"rank {self.rank} lost a peer before {call}.{describe_lost(lost)} Start all ranks "
+                "again, and look at what those printed last.",
+                lost,
             )
 
-    def _close(self) -> None:
-        if self._first_calls is not None:
-            self._first_calls.step_aside()
-        if hasattr(self, "_comm"):  # not if joining failed
+    def do_close(self) -> None:
+        if self._call_checker is not None:
+            self._call_checker.uninstall()
+        if hasattr(self, "_comm"):  # not if init failed
             self._comm.close()
 
     def abort(self) -> None:
@@ -157,57 +149,49 @@ class Native(Communicator):
         is closed, or its memory is given back only when the process ends.
         """
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-        numel = math.prod(sizes)
-        if self.world_size == 1 or numel == 0 or "mem_alloc" not in self._offers:
-            return torch.empty(sizes, dtype=dtype, device=self._device())
+        if self.world_size == 1 or math.prod(sizes) == 0:
+            return torch.empty(sizes, dtype=dtype, device=self.device)
+        return self._empty_shared(sizes, dtype)
+
+    def _empty_shared(self, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if self.device_type != "cpu":
             raise Unsupported(
                 f"rank {self.rank}: empty over {self._plugin.name}: its mem_alloc gives memory of "
-                f"{self._device()}, of which no tensor is made here. Use torch.empty(..., "
+                f"{self.device}, of which no tensor is made here. Use torch.empty(..., "
                 "device=comm.device), which every collective takes."
             )
-        nbytes = numel * dtype.itemsize
+        nbytes = math.prod(sizes) * dtype.itemsize
         address = self._comm.mem_alloc(nbytes)
         memory = (ctypes.c_byte * nbytes).from_address(address)
-        weakref.finalize(memory, _give_back, self._comm, address).atexit = False
+        weakref.finalize(memory, _mem_free, self._comm, address).atexit = False
         return torch.frombuffer(memory, dtype=dtype).view(sizes)
 
     def allreduce(
-        self, tensor: torch.Tensor, op: str = "sum", *, out: torch.Tensor | None = None
+        self, tensor: torch.Tensor, op: Op = "sum", *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         return self._comm.allreduce(tensor, op, out)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
-        if "broadcast" not in self._offers:
-            return super().broadcast(tensor, src)
         return self._comm.broadcast(tensor, src)
 
-    def reduce(self, tensor: torch.Tensor, dst: int = 0, op: str = "sum") -> torch.Tensor:
-        if "reduce" not in self._offers:
-            return super().reduce(tensor, dst, op)
+    def reduce(self, tensor: torch.Tensor, dst: int = 0, op: Op = "sum") -> torch.Tensor:
         return self._comm.reduce(tensor, dst, op)
 
     def allgather(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        if "allgather" not in self._offers:
-            return super().allgather(tensor, out=out)
         if out is None:
             self._check("allgather", tensor)
             out = tensor.new_empty((self.world_size, *tensor.shape))
         return self._comm.allgather(tensor, out)
 
     def reduce_scatter(
-        self, tensor: torch.Tensor, op: str = "sum", *, out: torch.Tensor | None = None
+        self, tensor: torch.Tensor, op: Op = "sum", *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if "reduce_scatter" not in self._offers:
-            return super().reduce_scatter(tensor, op, out=out)
         if out is None:
             self._check("reduce_scatter", tensor)
             out = tensor.new_empty(tensor.shape[1:])
         return self._comm.reduce_scatter(tensor, op, out)
 
     def alltoall(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        if "alltoall" not in self._offers:
-            return super().alltoall(tensor, out=out)
         if out is None:
             self._check("alltoall", tensor)
             out = torch.empty_like(tensor)
@@ -225,23 +209,18 @@ class Native(Communicator):
         return super().recv(tensor, src)
 
     def barrier(self) -> None:
-        if "barrier" in self._offers:
-            self._comm.barrier()
-        else:
-            super().barrier()
+        self._comm.barrier()
 
-    def _send(self, tensor: torch.Tensor, dst: int) -> None:
+    def do_send(self, tensor: torch.Tensor, dst: int) -> None:
         self._comm.send(tensor, dst)
 
-    def _recv(self, tensor: torch.Tensor, src: int) -> None:
+    def do_recv(self, tensor: torch.Tensor, src: int) -> None:
         self._comm.recv(tensor, src)
 
-    def _allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
+    def do_allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
         self._comm.allreduce(tensor, op, out)
 
-    def _exchange(self, calls: list[tuple[str, torch.Tensor, int]]) -> None:
-        if "group_start" not in self._offers:
-            return super()._exchange(calls)
+    def do_group(self, calls: list[P2PCall]) -> None:
         self._comm.group_start()
         try:
             for kind, tensor, peer in calls:
@@ -250,44 +229,40 @@ class Native(Communicator):
             self._comm.group_end()
 
 
-_ENTRIES = (
-    "broadcast",
-    "reduce",
-    "allgather",
-    "reduce_scatter",
-    "alltoall",
-    "barrier",
-    "group_start",
-    "mem_alloc",
-)
-
-
-def _give_back(comm: _native.Comm, address: int) -> None:
+def _mem_free(comm: _native.Comm, address: int) -> None:
     try:
         comm.mem_free(address)
     except DrumlineError:
         pass  # closed before: the process gives it back
 
 
-class Shm(Native):
-    """Ranks of one node through shared memory: processes or threads, any number of them.
+def _empty_private(
+    self: PluginCommunicator, sizes: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    return torch.empty(sizes, dtype=dtype, device=self.device)
 
-    instructions: "plain", "avx2" or "avx512" for the code that adds, of what the processor has;
-        the best if not given.
-    stores: "ordinary" or "streaming" for those that hand tensors over; measured if not given. The
-        results have the same bits with any.
+
+# By optional entry of the library: the method that calls it, and what stands in for it.
+REPLACEMENTS = {
+    "broadcast": ("broadcast", Communicator.broadcast),
+    "reduce": ("reduce", Communicator.reduce),
+    "allgather": ("allgather", Communicator.allgather),
+    "reduce_scatter": ("reduce_scatter", Communicator.reduce_scatter),
+    "alltoall": ("alltoall", Communicator.alltoall),
+    "barrier": ("barrier", Communicator.barrier),
+    "group_start": ("do_group", Communicator.do_group),
+    "mem_alloc": ("_empty_shared", _empty_private),
+}
+
+
+def load(path: str) -> type[PluginCommunicator]:
+    """The class for the library at path, each of whose methods is decided here.
+
+    Raises Unsupported if the library does not implement communicator.h.
     """
-
-    name = "shm"
-    path = os.path.join(os.path.dirname(__file__), "_shm.abi3.so")
-    trusted = True
-    compares = True
-
-
-def library(path: str) -> type[Native]:
-    """The class for the library at path. Raises Unsupported if it does not speak communicator.h."""
     plugin = _native.open(path)
     if plugin.device_type not in TORCH_DEVICE:
         raise Unsupported(f"{path} moves memory of device type {plugin.device_type}, unknown here")
-    device_type = TORCH_DEVICE[plugin.device_type]
-    return type("Library", (Native,), {"name": path, "path": path, "device_type": device_type})
+    attributes = {"name": path, "path": path, "device_type": TORCH_DEVICE[plugin.device_type]}
+    missing = [REPLACEMENTS[entry] for entry in REPLACEMENTS if not plugin.offers(entry)]
+    return type("Library", (PluginCommunicator,), {**attributes, **dict(missing)})

@@ -9,11 +9,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from communicator import call_check
-from communicator.async_work import Handle, WorkQueue
+from communicator import call_check, timings
+from communicator.async_work import AsyncWork, WorkQueue
 from communicator.backends.tagged_p2p import as_bytes
-from communicator.backends.tensor_socket import Broken, Line, Steps
-from communicator.base import Communicator
+from communicator.backends.tensor_socket import SocketClosed, Steps, TensorSocket
+from communicator.base import Capabilities, Communicator
+from communicator.default_collectives import P2PCall
 from communicator.errors import (
     CommunicatorError,
     CommunicatorTimeout,
@@ -21,302 +22,304 @@ from communicator.errors import (
     PeerLost,
     Unsupported,
 )
-from coordinator import Coordinator, CoordinatorError
+from communicator.failures import describe_lost
+from coordinator import Coordinator, CoordinatorError, FailureReason, RankFailure
 
-LARGE = 1 << 21  # bytes from which all ranks share the work of an allreduce
-KEPT = 1 << 24  # bytes of room that is kept between two of those
-ALIGNED = 64
-SLICE_S = 0.1  # between looks at whether the peers live
-GRACE_S = 0.5  # its sockets close a little before a process that dies is seen dead
-POLL_S = 0.005
-
-ENDED = select.POLLERR | select.POLLHUP | select.POLLNVAL  # which come unasked
-
-WAY = {"send": "send to rank", "recv": "recv from rank"}
-
-Call = tuple[str, torch.Tensor, int]
-"""As in group(): "send" or "recv", what, and the peer."""
+SPLIT_FROM_BYTES = 1 << 21  # from this size on all ranks share the work of an allreduce
+MAX_SCRATCH_BYTES = 1 << 24  # of memory that is kept between two of those
+ALIGNMENT = 64
+LEFT = FailureReason.LEFT
+CONNECTION_ENDED = select.POLLERR | select.POLLHUP | select.POLLNVAL  # which poll always reports
+DIRECTION = {"send": "send to rank", "recv": "recv from rank"}
 
 
-class Lost(Exception):
+class ConnectionLost(Exception):
     """The connection to a peer broke."""
 
-    def __init__(self, peer: int, why: str) -> None:
+    def __init__(self, peer: int, why: str, failures: Sequence[RankFailure] = ()) -> None:
         super().__init__(why)
-        self.peer, self.why = peer, why
+        self.peer, self.why, self.failures = peer, why, failures
 
 
-class Mismatch(Exception):
-    """A peer is in another call, or in this one with another tensor or op."""
+class MessageMismatch(Exception):
+    """A peer makes another call, or this one with another tensor or op."""
 
 
 class Tcp(Communicator):
-    """Sends and receives; all else, but large sums, as the base class makes it of them."""
+    """Sends and receives, of which the base class composes all else but large reductions.
+
+    The header of every message in a collective names the call, so all calls are compared.
+    """
 
     name = "tcp"
-    _takes_empty = True
-    _compares_moves = True
+    capabilities = Capabilities(empty_messages=True, empty_collectives=True)
 
     @classmethod
     def probe(cls, coor: Coordinator) -> int:
         if not hasattr(coor, "connections"):
-            raise Unsupported("the ranks met in a Store, where they have no secret to prove")
+            raise Unsupported("the ranks met in a torch Store, which gives them no secret to prove")
         return 20
 
-    def _open(self) -> None:
-        self._failure: DrumlineError | None = None
-        self._doing = ""  # the collective under way, of which its messages tell
-        self._room = torch.empty(0, dtype=torch.uint8)
+    def do_open(self) -> None:
+        self._ended_by: DrumlineError | None = None
+        self._collective = ""  # the one in progress, which its messages name
+        self._scratch = torch.empty(0, dtype=torch.uint8)
         self._queue = WorkQueue()
         links = self.coor.connections(timeout_s=self.timeout_s)
-        self._lines = {rank: Line(link) for rank, link in links.items()}
+        self._sockets = {rank: TensorSocket(link) for rank, link in links.items()}
 
-    def _close(self) -> None:
-        self._leave(f"rank {self.rank} closed its communicator")
+    def do_close(self) -> None:
+        self._announce_end(f"rank {self.rank} closed its communicator")
         self._queue.close()
-        for line in self._lines.values():
-            line.close()
+        for peer_socket in self._sockets.values():
+            peer_socket.close()
 
     def abort(self) -> None:
-        for line in self._lines.values():
-            line.cut()
+        for peer_socket in self._sockets.values():
+            peer_socket.shut_down()
 
-    def _compare(self, call: str, tensor: torch.Tensor | None = None, how: str = "") -> None:
-        """The first calls before anything moves; all, by what the header of each message says."""
-        self._doing = "comparison"
-        super()._compare(call, tensor, how)
-        what = "" if tensor is None else f"of {call_check.describe(tensor)}"
-        self._doing = " ".join(filter(None, (call, what, how)))
+    def _check_same_call(
+        self, call: str, tensor: torch.Tensor | None = None, details: str = ""
+    ) -> None:
+        """Compare the first calls before anything moves, and later ones by their messages."""
+        self._collective = "comparison"
+        super()._check_same_call(call, tensor, details)
+        self._collective = call_check.describe_call(call, tensor, details)
 
-    def _send(self, tensor: torch.Tensor, dst: int) -> None:
-        self._step_on("send", tensor, dst)
+    def do_send(self, tensor: torch.Tensor, dst: int) -> None:
+        self._run_in_collective("send", tensor, dst)
 
-    def _recv(self, tensor: torch.Tensor, src: int) -> None:
-        self._step_on("recv", tensor, src)
+    def do_recv(self, tensor: torch.Tensor, src: int) -> None:
+        self._run_in_collective("recv", tensor, src)
 
-    def _step_on(self, kind: str, tensor: torch.Tensor, peer: int) -> None:
-        """A message within a collective: what does not fit leaves the ranks out of step."""
-        call = f"{self._doing}, {WAY[kind]}"
-        problem = self._go(peer, self._steps(kind, tensor, peer, self._doing), call)
+    def _run_in_collective(self, kind: str, tensor: torch.Tensor, peer: int) -> None:
+        """A message within a collective: one that does not fit desynchronises the ranks."""
+        call = f"{self._collective}, {DIRECTION[kind]}"
+        problem = self._run(peer, self._steps(kind, tensor, peer, self._collective), call)
         if problem:
-            self._break(Mismatch(problem), call)
+            self._fail(MessageMismatch(problem), call)
 
     def _post(self, kind: str, tensor: torch.Tensor, peer: int) -> None:
         if self._pending is not None:
             return super()._post(kind, tensor, peer)
-        problem = self._go(peer, self._steps(kind, tensor, peer), WAY[kind])
+        problem = self._run(peer, self._steps(kind, tensor, peer), DIRECTION[kind])
         if problem:
             raise CommunicatorError(problem)
 
-    def _exchange(self, calls: list[Call]) -> None:
+    def do_group(self, calls: list[P2PCall]) -> None:
         """All calls at once; those of one direction with one peer in their order."""
-        ways: dict[tuple[str, int], list[Steps[str]]] = {}
+        transfers: dict[tuple[str, int], list[Steps[str]]] = {}
         for kind, tensor, peer in calls:
-            ways.setdefault((kind, peer), []).append(self._steps(kind, tensor, peer))
-        problem = self._run([(peer, _in_turn(steps)) for (_, peer), steps in ways.items()], "group")
+            transfers.setdefault((kind, peer), []).append(self._steps(kind, tensor, peer))
+        problem = self._run_all(
+            [(peer, _one_after_another(steps)) for (_, peer), steps in transfers.items()], "group"
+        )
         if problem:
             raise CommunicatorError(problem)
 
-    def _begin(self, calls: list[Call]) -> Handle | None:
-        """Start sends and receives, which go on by themselves until _finish waits for them."""
-        return self._queue.put(lambda: self._exchange(calls), []) if calls else None
+    def start_group(self, calls: list[P2PCall]) -> AsyncWork | None:
+        """Start sends and receives, which progress by themselves until finish_group."""
+        return self._queue.submit(lambda: self.do_group(calls), []) if calls else None
 
-    def _finish(self, begun: Handle | None) -> None:
-        if begun is not None:
-            begun.wait()
+    def finish_group(self, pending: AsyncWork | None) -> None:
+        """Return when all have ended. Raises CommunicatorError if a message did not fit."""
+        if pending is not None:
+            pending.wait()
 
-    def _allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
-        """Large ones of more than two ranks: every rank reduces a part, and gives it to all."""
-        if self.world_size == 2 or tensor.nbytes < LARGE:
-            return super()._allreduce(out, tensor, op)
-        given, made = (each.view(-1).tensor_split(self.world_size) for each in (tensor, out))
-        mine = given[self.rank]
-        parts = self._room_for_all(mine)
-        parts[self.rank] = mine
-        self._swap_all(given, parts)
-        made[self.rank].copy_(self._total(parts, op))
-        self._swap_all([made[self.rank]] * self.world_size, made)
+    def do_allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
+        """Large tensors of more than two ranks: every rank reduces a part, and sends it to all."""
+        if self.world_size == 2 or tensor.nbytes < SPLIT_FROM_BYTES:
+            return super().do_allreduce(out, tensor, op)
+        inputs = tensor.view(-1).tensor_split(self.world_size)
+        outputs = out.view(-1).tensor_split(self.world_size)
+        parts = self._scratch_for_all(inputs[self.rank])
+        parts[self.rank] = inputs[self.rank]
+        self._swap_all(inputs, parts)
+        outputs[self.rank].copy_(self.reduce_parts(parts, op))
+        self._swap_all([outputs[self.rank]] * self.world_size, outputs)
 
-    def _room_for_all(self, like: torch.Tensor) -> list[torch.Tensor]:
-        """A tensor for each rank, like this one; kept for the next call unless it is much: pages
-        that are new each time cost as much as what they are filled with."""
-        nbytes = -(-like.nbytes // ALIGNED) * ALIGNED
-        room = self._room
-        if room.numel() < nbytes * self.world_size:
-            room = torch.empty(nbytes * self.world_size, dtype=torch.uint8)
-        if room.numel() <= KEPT:
-            self._room = room
-        rows = room[: nbytes * self.world_size].view(self.world_size, nbytes)[:, : like.nbytes]
+    def _scratch_for_all(self, like: torch.Tensor) -> list[torch.Tensor]:
+        """A tensor for each rank, like this one; kept for the next call unless it is large.
+
+        Pages that are new each time cost as much as filling them.
+        """
+        nbytes = -(-like.nbytes // ALIGNMENT) * ALIGNMENT
+        scratch = self._scratch
+        if scratch.numel() < nbytes * self.world_size:
+            scratch = torch.empty(nbytes * self.world_size, dtype=torch.uint8)
+        if scratch.numel() <= MAX_SCRATCH_BYTES:
+            self._scratch = scratch
+        rows = scratch[: nbytes * self.world_size].view(self.world_size, nbytes)[:, : like.nbytes]
         return [row.view(like.dtype).view(like.shape) for row in rows]
 
-    def _swap_all(self, given: Sequence[torch.Tensor], taken: Sequence[torch.Tensor]) -> None:
-        """given[r] to each other rank r, and taken[r] from it."""
+    def _swap_all(self, sends: Sequence[torch.Tensor], recvs: Sequence[torch.Tensor]) -> None:
+        """Send sends[r] to each other rank r, and receive recvs[r] from it."""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
-        ways = [
-            (peer, self._steps(kind, tensors[peer], peer, self._doing))
-            for kind, tensors in (("send", given), ("recv", taken))
+        transfers = [
+            (peer, self._steps(kind, tensors[peer], peer, self._collective))
+            for kind, tensors in (("send", sends), ("recv", recvs))
             for peer in others
         ]
-        problem = self._run(ways, self._doing)
+        problem = self._run_all(transfers, self._collective)
         if problem:
-            self._break(Mismatch(problem), self._doing)
+            self._fail(MessageMismatch(problem), self._collective)
 
     # One message.
 
-    def _steps(self, kind: str, tensor: torch.Tensor, peer: int, doing: str = "") -> Steps[str]:
-        """Send or receive it, in a collective or not; what is wrong, in words, or nothing."""
+    def _steps(
+        self, kind: str, tensor: torch.Tensor, peer: int, collective: str = ""
+    ) -> Steps[str]:
+        """Send or receive it, in a collective or not; what is wrong with the message, or ""."""
         is_plain = tensor.dtype is torch.uint8 and tensor.dim() == 1
         data: Any = (tensor.detach() if is_plain else as_bytes(tensor)).numpy()
-        text = (doing or call_check.describe(tensor)).encode()
+        text = (collective or call_check.describe_tensor(tensor)).encode()
         if kind == "send":
             return self._message_to(peer, text, memoryview(data))
-        return self._message_from(peer, text, memoryview(data), bool(doing))
+        return self._message_from(peer, text, memoryview(data), bool(collective))
 
     def _message_to(self, peer: int, text: bytes, data: memoryview) -> Steps[str]:
-        yield from self._lines[peer].send(text, data)
+        yield from self._sockets[peer].send(text, data)
         return ""
 
     def _message_from(
         self, peer: int, text: bytes, data: memoryview, is_collective: bool
     ) -> Steps[str]:
-        line = self._lines[peer]
-        nbytes, theirs = yield from line.receive_header()
-        if theirs == text and nbytes == len(data):
-            yield from line.receive_into(data)
+        peer_socket = self._sockets[peer]
+        nbytes, sent_text = yield from peer_socket.receive_header()
+        if sent_text == text and nbytes == len(data):
+            yield from peer_socket.receive_into(data)
             return ""
-        yield from line.drop(nbytes)
-        said, mine = theirs.decode(), text.decode()
+        yield from peer_socket.drop(nbytes)
+        sent, expected = sent_text.decode(), text.decode()
         if is_collective:
             return (
-                f"rank {self.rank}: the ranks disagree: this rank asked for {mine}, and rank "
-                f"{peer} for {said}. The communicator is at its end, for they are out of step. Let "
-                "every rank make the same calls in the same order, with the same shape, dtype and "
-                "op, and start all again."
+                f"rank {self.rank}: the ranks disagree: this rank asked for {expected}, and rank "
+                f"{peer} for {sent}. They are desynchronised, so this communicator cannot be used "
+                "again. Let every rank make the same calls in the same order, with the same shape, "
+                "dtype and op, and start all again."
             )
         return (
-            f"rank {self.rank}: a message from rank {peer} is {said}, but was to be received as "
-            f"{mine}. It was dropped, and the tensor left as it was. Receive into a tensor of the "
-            "shape and dtype that is sent."
+            f"rank {self.rank}: a message from rank {peer} is {sent}, but was to be received as "
+            f"{expected}. It was dropped, and the tensor left as it was. Receive into a tensor of "
+            "the shape and dtype that is sent."
         )
 
-    def _go(self, peer: int, steps: Steps[str], call: str) -> str:
-        """Take the steps of one message: the same as _run, and in less time."""
-        if self._failure is not None:
-            raise self._failure
+    def _run(self, peer: int, steps: Steps[str], call: str) -> str:
+        """Take the steps of one message: the same as _run_all, and in less time."""
+        if self._ended_by is not None:
+            raise self._ended_by
         try:
             events = next(steps)  # and often this is all
             deadline = time.monotonic() + self.timeout_s
             while True:
-                if not self._lines[peer].wait(events, SLICE_S):
-                    self._look_at([peer], deadline)
+                if not self._sockets[peer].wait(events, timings.TIMINGS.liveness_poll_s):
+                    self._check_wait([peer], deadline)
                 events = next(steps)
         except StopIteration as ended:
             return str(ended.value)
-        except Broken as broken:
-            self._break(Lost(peer, str(broken)), f"{call} {peer}")
+        except SocketClosed as broken:
+            self._fail(ConnectionLost(peer, str(broken)), f"{call} {peer}")
         except BaseException as error:
-            self._break(error, f"{call} {peer}")
+            self._fail(error, f"{call} {peer}")
 
     # Many at once.
 
-    def _run(self, ways: list[tuple[int, Steps[str]]], call: str) -> str:
-        """Go every way to its end; what is wrong with the messages, in words, or nothing."""
-        if self._failure is not None:
-            raise self._failure
+    def _run_all(self, transfers: list[tuple[int, Steps[str]]], call: str) -> str:
+        """Take the steps of all messages; what is wrong with the first wrong one, or ""."""
+        if self._ended_by is not None:
+            raise self._ended_by
         try:
-            return self._walk(ways, time.monotonic() + self.timeout_s)
+            return self._step_all(transfers, time.monotonic() + self.timeout_s)
         except BaseException as error:
-            self._break(error, call)
+            self._fail(error, call)
 
-    def _walk(self, ways: list[tuple[int, Steps[str]]], deadline: float) -> str:
+    def _step_all(self, transfers: list[tuple[int, Steps[str]]], deadline: float) -> str:
         """Take steps wherever one can be taken, until all are done."""
         problem = ""
-        waiting = [(peer, steps, 0) for peer, steps in ways]
+        waiting = [(peer, steps, 0) for peer, steps in transfers]
         came: dict[int, int] = {}
         while waiting:
             before, waiting = waiting, []
             for peer, steps, events in before:
                 try:
-                    if not events or came.get(peer, 0) & (events | ENDED):
+                    if not events or came.get(peer, 0) & (events | CONNECTION_ENDED):
                         events = next(steps)
                     waiting.append((peer, steps, events))
                 except StopIteration as ended:
                     problem = problem or ended.value
-                except Broken as broken:
-                    raise Lost(peer, str(broken)) from broken
+                except SocketClosed as broken:
+                    raise ConnectionLost(peer, str(broken)) from broken
             if waiting:
-                came = self._wait([(peer, events) for peer, _, events in waiting], deadline)
+                came = self._poll([(peer, events) for peer, _, events in waiting], deadline)
         return problem
 
-    def _wait(self, wanted: list[tuple[int, int]], deadline: float) -> dict[int, int]:
-        """The events that came, by peer. Raises TimeoutError, or Lost if one has died."""
+    def _poll(self, waiting: list[tuple[int, int]], deadline: float) -> dict[int, int]:
+        """The events that came, by peer. Raises TimeoutError, or ConnectionLost if one died."""
         poll = select.poll()
         masks: dict[int, int] = {}
         peers = {}
-        for peer, events in wanted:
+        for peer, events in waiting:
             masks[peer] = masks.get(peer, 0) | events
-            peers[self._lines[peer].fileno()] = peer
-            poll.register(self._lines[peer], masks[peer])
-        while not (came := poll.poll(SLICE_S * 1e3)):
-            self._look_at(masks, deadline)
+            peers[self._sockets[peer].fileno()] = peer
+            poll.register(self._sockets[peer], masks[peer])
+        while not (came := poll.poll(timings.TIMINGS.liveness_poll_s * 1e3)):
+            self._check_wait(masks, deadline)
         return {peers[place]: events for place, events in came}
 
-    def _look_at(self, peers: Iterable[int], deadline: float) -> None:
-        """Return if there is still reason to wait for them."""
+    def _check_wait(self, peers: Iterable[int], deadline: float) -> None:
+        """Raise TimeoutError past the deadline, ConnectionLost if waiting has become pointless."""
         if time.monotonic() > deadline:
             raise TimeoutError
         try:
             self.coor.check()
         except CoordinatorError as error:
-            raise Lost(next(iter(peers)), str(error)) from error
+            failures = error.failures if isinstance(error, PeerLost) else ()
+            raise ConnectionLost(next(iter(peers)), str(error), failures) from error
         for peer in peers:
             if self.coor.peers[peer].is_known_dead():
-                raise Lost(peer, "it died")
+                raise ConnectionLost(peer, "it died")
 
-    # What goes wrong in the middle leaves the ranks out of step, so it ends the communicator.
+    # A failure within a call desynchronises the ranks, so it ends the communicator.
 
-    def _break(self, error: BaseException, call: str) -> NoReturn:
-        self._failure = self._failure or self._describe(error, call)
-        self._leave(str(self._failure))
+    def _fail(self, error: BaseException, call: str) -> NoReturn:
+        self._ended_by = self._ended_by or self._error_for(error, call)
+        self._announce_end(str(self._ended_by))
         if isinstance(error, Exception):
-            raise self._failure from error
+            raise self._ended_by from error
         raise error  # Ctrl-C, say
 
-    def _leave(self, why: str) -> None:
-        for line in self._lines.values():
-            line.say_goodbye(why)
+    def _announce_end(self, why: str) -> None:
+        for peer_socket in self._sockets.values():
+            peer_socket.announce_end(why)
 
-    def _describe(self, error: BaseException, call: str) -> DrumlineError:
+    def _error_for(self, error: BaseException, call: str) -> DrumlineError:
         where = f"{call} (tcp, {self.world_size} ranks)"
         if isinstance(error, TimeoutError):
             return CommunicatorTimeout(
-                f"rank {self.rank} waited {self.timeout_s:g} s in {where}.{self._lost_peers()} Are "
+                f"rank {self.rank} waited {self.timeout_s:g} s in {where}."
+                f"{describe_lost(self._lost_peers())} Are "
                 "all ranks alive and in the same call, with tensors of the same size?"
             )
-        if isinstance(error, Lost):
+        if isinstance(error, ConnectionLost):
             peer, why = self.coor.peers[error.peer], error.why.rstrip(".")
             end = "" if why.endswith("?") else "."
+            lost = self._await_lost_peers()
+            failures = error.failures or lost or (RankFailure(error.peer, peer, LEFT, text=why),)
             return PeerLost(
-                f"rank {self.rank} lost {peer} in {where}: {why}{end}"
-                f"{self._lost_peers_soon()} Start all ranks again, and look at what those printed "
-                "last."
+                f"rank {self.rank} lost {peer} in {where}: {why}{end}{describe_lost(lost)} Start "
+                "all ranks again, and look at what those printed last.",
+                failures,
             )
-        if isinstance(error, Mismatch):
+        if isinstance(error, MessageMismatch):
             return CommunicatorError(str(error))
         return CommunicatorError(
             f"rank {self.rank} left {where} in the middle, because of {error!r}. Start over with a "
             "new Communicator."
         )
 
-    def _lost_peers_soon(self) -> str:
-        until = time.monotonic() + GRACE_S
-        while not (lost := self._lost_peers()) and time.monotonic() < until:
-            time.sleep(POLL_S)
-        return lost
 
-
-def _in_turn(messages: list[Steps[str]]) -> Generator[int, None, str]:
-    """One after another; the first problem."""
+def _one_after_another(messages: list[Steps[str]]) -> Generator[int, None, str]:
+    """The steps of all messages; the first problem."""
     problem = ""
     for message in messages:
         problem = (yield from message) or problem

@@ -1,6 +1,6 @@
-"""One end of a connection between two ranks, and the messages on it.
+"""A connection between two ranks, and the messages on it.
 
-A message is a header, a text that says what it is, and its bytes; a small one is one packet.
+A message is a header, a text that describes it, and its bytes; a small one is one packet.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Steps = Generator[int, None, T]
-"""Work that yields the events of poll(2) for which it has to wait, and returns what it found."""
+"""Work that yields the events of poll(2) that it has to wait for, and returns its result."""
 
 HEADER = struct.Struct("<QI")  # bytes of data, bytes of text
-FAREWELL = 2**64 - 1  # in place of a size: the text says why nothing comes any more
-BUFFER = 1 << 16  # of what has come and was not asked for yet
+END_NOTICE = 2**64 - 1  # in place of a size: the text says why no message follows
+BUFFER = 1 << 16  # bytes that have arrived and are not read yet
 SMALL = 1 << 14  # bytes that are copied to be sent with their header
 LONGEST_TEXT = 1 << 12
 KEEP_ALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}  # tcp(7); in seconds
 
 
-class Broken(Exception):
+class SocketClosed(Exception):
     """The connection has ended; the text says how."""
 
 
-class Line:
+class TensorSocket:
     """One end of a connection. One thread may send while another receives."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -38,27 +38,27 @@ class Line:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for option, value in KEEP_ALIVE.items():
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-        self._is_sending = False  # in the middle of a message
+        self._is_sending = False  # part of a message is sent, and the rest is not
         self._polls = {events: select.poll() for events in (select.POLLIN, select.POLLOUT)}
         for events, poll in self._polls.items():
             poll.register(connection, events)
         self._buffer = memoryview(bytearray(BUFFER))
         self._begin = self._end = 0  # of what is in it
 
-    def cut(self) -> None:
-        """From any thread: whoever waits at either end is told that it is over."""
+    def shut_down(self) -> None:
+        """From any thread: make waits at both ends raise SocketClosed."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def wait(self, events: int, timeout_s: float) -> bool:
-        """Whether one of the events has come, after that time at most."""
+        """Wait for one of the events for at most that time; whether it came."""
         return bool(self._polls[events].poll(timeout_s * 1e3))
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def send(self, text: bytes, data: memoryview) -> Steps[None]:
-        """A message."""
+        """Send a message."""
         head = HEADER.pack(len(data), len(text)) + text
         is_small = len(data) <= SMALL
         self._is_sending = True
@@ -69,7 +69,7 @@ class Line:
                 except BlockingIOError:
                     yield select.POLLOUT
                 except OSError as error:
-                    raise Broken(str(error)) from error
+                    raise SocketClosed(str(error)) from error
         self._is_sending = False
 
     def receive_header(self) -> Steps[tuple[int, bytes]]:
@@ -77,11 +77,13 @@ class Line:
         yield from self._fill(HEADER.size)
         nbytes, length = HEADER.unpack(self._take(HEADER.size))
         if length > LONGEST_TEXT:
-            raise Broken(f"a text of {length} bytes came, which is none of ours")
+            raise SocketClosed(
+                f"a header announces a text of {length} bytes, more than {LONGEST_TEXT}"
+            )
         yield from self._fill(length)
         text = bytes(self._take(length))
-        if nbytes == FAREWELL:
-            raise Broken(text.decode(errors="replace"))
+        if nbytes == END_NOTICE:
+            raise SocketClosed(text.decode(errors="replace"))
         return nbytes, text
 
     def receive_into(self, data: memoryview) -> Steps[None]:
@@ -89,13 +91,13 @@ class Line:
         count = min(len(data), self._end - self._begin)
         data[:count] = self._take(count)
         while count < len(data):
-            came = self._receive(data[count:])
-            count += came
-            if not came:
+            received = self._receive(data[count:])
+            count += received
+            if not received:
                 yield select.POLLIN
 
     def drop(self, nbytes: int) -> Steps[None]:
-        """Do without the bytes of the message."""
+        """Receive the bytes of the message and drop them."""
         waste = memoryview(bytearray(min(nbytes, BUFFER)))
         while nbytes > 0:
             yield from self.receive_into(waste[:nbytes])
@@ -108,9 +110,9 @@ class Line:
                 left = bytes(self._buffer[self._begin : self._end])
                 self._begin, self._end = 0, len(left)
                 self._buffer[: self._end] = left
-            came = self._receive(self._buffer[self._end :])
-            self._end += came
-            if not came:
+            received = self._receive(self._buffer[self._end :])
+            self._end += received
+            if not received:
                 yield select.POLLIN
 
     def _take(self, nbytes: int) -> memoryview:
@@ -118,26 +120,26 @@ class Line:
         return self._buffer[self._begin - nbytes : self._begin]
 
     def _receive(self, data: memoryview) -> int:
-        """How many bytes came, which may be none yet."""
+        """Read into data what has arrived; the number of bytes, maybe 0."""
         try:
             count = self._socket.recv_into(data)
         except BlockingIOError:
             return 0
         except OSError as error:
-            raise Broken(str(error)) from error
+            raise SocketClosed(str(error)) from error
         if count == 0:
-            raise Broken("it closed the connection")
+            raise SocketClosed("it closed the connection")
         return count
 
-    def say_goodbye(self, why: str) -> None:
-        """Tell the other end why nothing comes any more, if that can be done at once."""
+    def announce_end(self, why: str) -> None:
+        """Send the other end why no message follows, if that takes no waiting."""
         text = why.encode()[:LONGEST_TEXT]
         try:
             if not self._is_sending:
-                self._socket.send(HEADER.pack(FAREWELL, len(text)) + text)
+                self._socket.send(HEADER.pack(END_NOTICE, len(text)) + text)
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits here, too
         except OSError:
-            pass  # the other end is gone
+            pass  # the other end has closed
 
     def close(self) -> None:
         self._socket.close()

@@ -1,4 +1,4 @@
-"""What every communicator must do, as a function that a vendor, our tests and the doctor run.
+"""The conformance check of a communicator, for vendors, our tests and the doctor.
 
 report = conformance.check(Communicator(coor, backend="acme"))
 print(report)
@@ -11,15 +11,17 @@ import json
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 
 import torch
 from torch import Size
 
+from communicator import timings
 from communicator.base import Communicator
-from communicator.conformance.call_tester import Trial, differs, first, raw
+from communicator.conformance.call_tester import CallTester, differs, first, raw
 from communicator.conformance.test_data import Shape
+from communicator.dtypes import DTYPES, OPS
 from communicator.errors import CommunicatorError, DrumlineError, Unsupported
 from coordinator import CoordinatorError
 
@@ -27,34 +29,21 @@ PASSED, UNSUPPORTED, FAILED = "passed", "unsupported", "FAILED"
 
 # Zero, one, a prime, an odd tail after whole vectors, a page and a bit.
 COUNTS = (0, 1, 7, 67, 1021)
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.int8,
-    torch.uint8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.bool,
+CHECKED_DTYPES = tuple(
+    info.torch for info in DTYPES if info.is_reduced and not info.torch.is_complex
 )
-OPS = ("sum", "prod", "max", "min", "avg")
 SHAPES = ((), (1,), (3, 5), (2, 1, 7))
-LATE_S = 0.05
-NAP_S = 0.015
 TURNS = 30
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One case: its name, how it ended on the worst rank, and what that rank had to say."""
+    """The worst result of one case over all ranks, and its detail."""
 
     case: str
     status: str
     detail: str = ""
+    is_fatal: bool = False  # a call failed, so the ranks may be desynchronised
 
     def __str__(self) -> str:
         return f"{self.status:>11}  {self.case}" + (f": {self.detail}" if self.detail else "")
@@ -62,7 +51,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Report:
-    """What a backend can do, the same on every rank."""
+    """The outcomes of all cases, the same on every rank."""
 
     backend: str
     world_size: int
@@ -89,17 +78,17 @@ class Report:
 
 
 def check(comm: Communicator, large: int = 300_007, only: str = "") -> Report:
-    """Run every case on a communicator and say what passed, what is unsupported, what is wrong.
+    """Run every case on a communicator; report which passed, failed, or are unsupported.
 
     Collective. large: the elements of the largest tensor. only: run the cases with this in their
-    names. A backend that hangs is told on by its own deadline (coor.timeout_s).
+    names. A backend that hangs fails at its own deadline (coor.timeout_s).
     """
     outcomes = []
     for name, body in _cases(comm, large):
         if only not in name:
             continue
         outcomes.append(_run(comm, name, body))
-        if outcomes[-1].status == FAILED and "out of step" in outcomes[-1].detail:
+        if outcomes[-1].is_fatal:
             break
     return Report(comm.backend, comm.world_size, tuple(outcomes))
 
@@ -108,42 +97,47 @@ Body = Callable[[], str]  # returns what is wrong, or "" if nothing is
 
 
 def _run(comm: Communicator, name: str, body: Body) -> Outcome:
-    """One case on every rank, and the worst of what they say."""
+    """One case on every rank, and the worst outcome of all."""
+    outcome = _try(name, body)
     try:
-        detail = body()
-        mine = Outcome(name, FAILED if detail else PASSED, detail)
-    except Unsupported as reason:
-        mine = Outcome(name, UNSUPPORTED, str(reason))
-    except DrumlineError as error:
-        mine = Outcome(name, FAILED, f"out of step: {error}")
-    except Exception as error:
-        mine = Outcome(name, FAILED, f"{type(error).__name__}: {error}")
-    try:
-        said = comm.coor.allgather(json.dumps([mine.status, mine.detail]).encode())
+        gathered = comm.coor.allgather(json.dumps(astuple(outcome)).encode())
     except CoordinatorError as error:
         raise CommunicatorError(
-            f"rank {comm.rank}: the check cannot go on after {mine}. The ranks are out of step, "
-            f"for not all made the same calls, or one is gone. Mend this case first. {error}"
+            f"rank {comm.rank}: the check cannot go on after {outcome}. The ranks are "
+            "desynchronised, for not all made the same calls, or one exited. Fix this case first. "
+            f"{error}"
         ) from error
-    return _worst(name, [tuple(json.loads(data)) for data in said])
+    return _worst(name, [Outcome(*json.loads(data)) for data in gathered])
 
 
-def _worst(name: str, said: list[tuple[str, str]]) -> Outcome:
-    statuses = {status for status, _ in said}
+def _try(name: str, body: Body) -> Outcome:
+    """One case on this rank."""
+    try:
+        detail = body()
+        return Outcome(name, FAILED if detail else PASSED, detail)
+    except Unsupported as reason:
+        return Outcome(name, UNSUPPORTED, str(reason))
+    except DrumlineError as error:
+        return Outcome(name, FAILED, f"desynchronised: {error}", is_fatal=True)
+    except Exception as error:
+        return Outcome(name, FAILED, f"{type(error).__name__}: {error}")
+
+
+def _worst(name: str, outcomes: list[Outcome]) -> Outcome:
+    """outcomes: of one case, by rank."""
+    statuses = {outcome.status for outcome in outcomes}
     if statuses == {PASSED, UNSUPPORTED}:
         return Outcome(name, FAILED, "unsupported on some ranks only, which strands the others")
-    for wanted in (FAILED, UNSUPPORTED):
-        for rank, (status, detail) in enumerate(said):
-            if status == wanted:
-                return Outcome(
-                    name, status, f"rank {rank}: {detail}" if status == FAILED else detail
-                )
-    return Outcome(name, PASSED)
+    is_fatal = any(outcome.is_fatal for outcome in outcomes)
+    for rank, outcome in enumerate(outcomes):
+        if outcome.status == FAILED:
+            return Outcome(name, FAILED, f"rank {rank}: {outcome.detail}", is_fatal)
+    return next((outcome for outcome in outcomes if outcome.status == UNSUPPORTED), outcomes[0])
 
 
 def _cases(comm: Communicator, large: int) -> Iterator[tuple[str, Body]]:
     yield from _reductions(comm)
-    for dtype in DTYPES:
+    for dtype in CHECKED_DTYPES:
         yield f"movement {_name(dtype)}", partial(_movement, comm, dtype)
     yield from _every_operation(comm, "large", (large,), (-(-large // comm.world_size),))
     for shape in SHAPES:
@@ -160,14 +154,14 @@ def _cases(comm: Communicator, large: int) -> Iterator[tuple[str, Body]]:
     yield "allgather and reduce_scatter in place", lambda: _in_place(comm)
     yield "tensors that are not contiguous", lambda: _not_contiguous(comm)
     yield "send and recv keep order", lambda: _ordered(comm)
-    yield "recv hears the rank it names", lambda: _hears(comm)
+    yield "recv takes from the rank it names", lambda: _by_source(comm)
     yield "large send and recv", lambda: _large_ring(comm, large)
     yield "group of both directions", lambda: _both_ways(comm)
     yield "barrier", lambda: _barrier(comm)
 
 
 def _reductions(comm: Communicator) -> Iterator[tuple[str, Body]]:
-    for dtype in DTYPES:
+    for dtype in CHECKED_DTYPES:
         for op in OPS:
             if op == "avg" and not dtype.is_floating_point:
                 continue
@@ -182,19 +176,19 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _reduction(comm: Communicator, dtype: torch.dtype, op: str) -> str:
-    trial = Trial(comm, max(*COUNTS, comm.world_size * 67), dtype, op)
-    found = [trial.allreduce((count,)) for count in COUNTS]
-    found.append(trial.allreduce_out((67,)))
-    found.append(trial.reduce((67,), comm.world_size - 1))
-    return first([*found, trial.reduce_scatter((67,))])
+    tester = CallTester(comm, max(*COUNTS, comm.world_size * 67), dtype, op)
+    problems = [tester.allreduce((count,)) for count in COUNTS]
+    problems.append(tester.allreduce_out((67,)))
+    problems.append(tester.reduce((67,), comm.world_size - 1))
+    return first([*problems, tester.reduce_scatter((67,))])
 
 
 def _movement(comm: Communicator, dtype: torch.dtype) -> str:
-    trial, found = Trial(comm, comm.world_size * max(COUNTS), dtype), []
+    tester, problems = CallTester(comm, comm.world_size * max(COUNTS), dtype), []
     for count in COUNTS:
-        found += [trial.broadcast((count,), src) for src in range(comm.world_size)]
-        found += [trial.allgather((count,)), trial.alltoall((count,))]
-    return first([*found, trial.ring((67,))])
+        problems += [tester.broadcast((count,), src) for src in range(comm.world_size)]
+        problems += [tester.allgather((count,)), tester.alltoall((count,))]
+    return first([*problems, tester.ring((67,))])
 
 
 def _every_operation(
@@ -203,49 +197,49 @@ def _every_operation(
     """rows: the shape of each row, for calls that take or give rows.
     lates: ranks that come late, in turn. What the others read at once must be there.
     """
-    trial = Trial(comm, max(Size(shape).numel(), comm.world_size * Size(rows).numel()))
+    tester = CallTester(comm, max(Size(shape).numel(), comm.world_size * Size(rows).numel()))
     for name in ("allreduce", "allreduce_out", "broadcast", "reduce"):
         label = f"{name.replace('_out', ' out of place')}, {what}"
-        yield label, partial(_tried, trial, name, shape, lates)
+        yield label, partial(_tried, tester, name, shape, lates)
     for name in ("allgather", "reduce_scatter", "alltoall", "ring"):
-        yield f"{name}, {what}", partial(_tried, trial, name, rows, lates)
+        yield f"{name}, {what}", partial(_tried, tester, name, rows, lates)
 
 
-def _tried(trial: Trial, name: str, shape: Shape, lates: Sequence[int]) -> str:
-    trial.prepare()
-    found = []
+def _tried(tester: CallTester, name: str, shape: Shape, lates: Sequence[int]) -> str:
+    tester.prepare()
+    problems = []
     for late in lates:
-        if trial.comm.rank == late:
-            time.sleep(NAP_S)
-        found.append(getattr(trial, name)(shape))
-    return first(found)
+        if tester.comm.rank == late:
+            time.sleep(timings.TIMINGS.conformance_pause_s)
+        problems.append(getattr(tester, name)(shape))
+    return first(problems)
 
 
 def _reduce_everywhere(comm: Communicator) -> str:
-    trial = Trial(comm, 67)
-    return first([trial.reduce((67,), dst) for dst in range(comm.world_size)])
+    tester = CallTester(comm, 67)
+    return first([tester.reduce((67,), dst) for dst in range(comm.world_size)])
 
 
 def _same_bits(comm: Communicator, dtype: torch.dtype, large: int) -> str:
     """Values whose sum depends on the order of adding: every rank must still have the same bits,
     whoever comes first."""
-    found = []
+    problems = []
     for count in (67, large):
         sums = {_bits_of_sum(comm, dtype, count, late) for late in range(comm.world_size)}
-        said = comm.coor.allgather(json.dumps(sorted(sums)).encode())
+        all_sums = comm.coor.allgather(json.dumps(sorted(sums)).encode())
         what = f"allreduce of {count} {_name(dtype)}"
         if len(sums) > 1:
-            found.append(f"{what} gave different bits when it was called again")
-        elif len(set(said)) > 1:
-            found.append(f"{what} gave ranks different bits")
-    return first(found)
+            problems.append(f"{what} gave different bits when it was called again")
+        elif len(set(all_sums)) > 1:
+            problems.append(f"{what} gave ranks different bits")
+    return first(problems)
 
 
 def _bits_of_sum(comm: Communicator, dtype: torch.dtype, count: int, late: int) -> int:
     generator = torch.Generator().manual_seed(comm.rank)
     tensor = (torch.randn(count, generator=generator) * 1000).to(dtype).to(comm.device)
     if comm.rank == late:
-        time.sleep(NAP_S)
+        time.sleep(timings.TIMINGS.conformance_pause_s)
     comm.allreduce(tensor)
     return zlib.crc32(raw(tensor).cpu().numpy().tobytes())
 
@@ -253,57 +247,63 @@ def _bits_of_sum(comm: Communicator, dtype: torch.dtype, count: int, late: int) 
 def _close_together(comm: Communicator) -> str:
     """Calls that follow each other at once, none of them looked at before the last: a fast rank
     must not write into what a slow one still reads, nor one call take the other's data."""
-    trials = [Trial(comm, comm.world_size * 1021, seed=seed) for seed in range(4)]
-    for trial in trials:
-        trial.prepare()
+    testers = [CallTester(comm, comm.world_size * 1021, seed=seed) for seed in range(4)]
+    for tester in testers:
+        tester.prepare()
     checks = []
     for turn in range(TURNS):
         if turn % 8 == comm.rank:
-            time.sleep(NAP_S / 10)
+            time.sleep(timings.TIMINGS.conformance_pause_s / 10)
         name = ("allreduce", "broadcast", "allgather", "reduce_scatter", "alltoall")[turn % 5]
         shape = ((67,), (1021,), (1,))[turn // 10]
-        checks.append(trials[turn % 4].begin(name, shape))
+        checks.append(testers[turn % 4].begin(name, shape))
     return first([check() for check in checks])
 
 
 def _unaligned(comm: Communicator, dtype: torch.dtype) -> str:
     """A tensor in the middle of another, at an odd address; what is beside it stays as it is."""
-    trial = Trial(comm, 1023, dtype)
-    whole = trial.mine(trial.numbers, (1023,))
+    tester = CallTester(comm, 1023, dtype)
+    whole = tester.own_input(tester.numbers, (1023,))
     before, inside = whole.clone(), whole[1:-1]
     comm.allreduce(inside)
-    found = [trial.numbers.wrong(inside, trial.numbers.total((1023,))[1:-1], "allreduce", 1)]
+    problems = [tester.numbers.problem(inside, tester.numbers.total((1023,))[1:-1], "allreduce", 1)]
     for place in (0, 1022):
-        found.append(differs(whole[place], before[place], f"element {place} beside an allreduce"))
-    return first(found)
+        problems.append(
+            differs(whole[place], before[place], f"element {place} beside an allreduce")
+        )
+    return first(problems)
 
 
 def _in_place(comm: Communicator) -> str:
     """out is a row of the tensor, or the tensor a row of out: as torch's sharding calls them."""
-    trial = Trial(comm, comm.world_size * 67)
-    rows = trial.mine(trial.numbers, (comm.world_size, 67))
+    tester = CallTester(comm, comm.world_size * 67)
+    rows = tester.own_input(tester.numbers, (comm.world_size, 67))
     comm.reduce_scatter(rows, out=rows[comm.rank])
-    total = trial.numbers.total((comm.world_size, 67))[comm.rank]
-    wrong = trial.numbers.wrong(rows[comm.rank], total, "reduce_scatter in place", 67 * comm.rank)
-    every = trial.blank((comm.world_size, 67))
-    every[comm.rank] = trial.mine(trial.bits, (67,))
-    comm.allgather(every[comm.rank], out=every)
-    return first([wrong, differs(every, trial.everyones((67,)), "allgather in place")])
+    total = tester.numbers.total((comm.world_size, 67))[comm.rank]
+    wrong = tester.numbers.problem(
+        rows[comm.rank], total, "reduce_scatter in place", 67 * comm.rank
+    )
+    rows = tester.blank((comm.world_size, 67))
+    rows[comm.rank] = tester.own_input(tester.bits, (67,))
+    comm.allgather(rows[comm.rank], out=rows)
+    return first([wrong, differs(rows, tester.all_inputs((67,)), "allgather in place")])
 
 
 def _not_contiguous(comm: Communicator) -> str:
-    """Refused on every rank before anything moves, or done right; never lost in a copy."""
+    """Rejected on every rank before anything moves, or done right; never lost in a copy."""
     shape = (comm.world_size, 3, 4)
-    trial, found = Trial(comm, Size(shape).numel()), []
-    for name, problem in trial.plain_answers(shape).items():
-        tensor = trial.mine(trial.numbers, shape).permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    tester, problems = CallTester(comm, Size(shape).numel()), []
+    for name, problem in tester.result_checks(shape).items():
+        tensor = (
+            tester.own_input(tester.numbers, shape).permute(1, 2, 0).contiguous().permute(2, 0, 1)
+        )
         try:
             result = getattr(comm, name)(tensor)
         except ValueError:
             continue
         what = f"{name} of a tensor that is not contiguous"
-        found.append(problem(tensor if name in ("allreduce", "broadcast") else result, what))
-    return first(found)
+        problems.append(problem(tensor if name in ("allreduce", "broadcast") else result, what))
+    return first(problems)
 
 
 def _ordered(comm: Communicator) -> str:
@@ -315,12 +315,12 @@ def _ordered(comm: Communicator) -> str:
             if comm.rank == 0:
                 comm.send(expected, dst)
             elif comm.rank == dst:
-                found = comm.recv(torch.zeros_like(expected), 0)
-                problems.append(differs(found, expected, f"message {number} to rank {dst}"))
+                received = comm.recv(torch.zeros_like(expected), 0)
+                problems.append(differs(received, expected, f"message {number} to rank {dst}"))
     return first(problems)
 
 
-def _hears(comm: Communicator) -> str:
+def _by_source(comm: Communicator) -> str:
     """Rank 0 asks the last rank first, when the others may have sent already."""
     if comm.rank:
         comm.send(torch.full((5,), float(comm.rank), device=comm.device), 0)
@@ -336,22 +336,22 @@ def _hears(comm: Communicator) -> str:
 
 
 def _large_ring(comm: Communicator, large: int) -> str:
-    return Trial(comm, large).ring((large,))
+    return CallTester(comm, large).ring((large,))
 
 
 def _both_ways(comm: Communicator) -> str:
     """Every pair exchanges in both directions in one group, two messages of one size each."""
     others = [rank for rank in range(comm.world_size) if rank != comm.rank]
-    found = {rank: torch.zeros(2, 5, device=comm.device) for rank in others}
+    received = {rank: torch.zeros(2, 5, device=comm.device) for rank in others}
     with comm.group():
         for rank in others:
             for number in range(2):
                 value = float(10 * comm.rank + number)
                 comm.send(torch.full((5,), value, device=comm.device), rank)
-                comm.recv(found[rank][number], rank)
+                comm.recv(received[rank][number], rank)
     wrong = {
         rank: tensor.tolist()
-        for rank, tensor in found.items()
+        for rank, tensor in received.items()
         if tensor.tolist() != [[10.0 * rank] * 5, [10.0 * rank + 1] * 5]
     }
     return f"group: {wrong}" if wrong else ""
@@ -360,7 +360,7 @@ def _both_ways(comm: Communicator) -> str:
 def _barrier(comm: Communicator) -> str:
     """Nobody leaves before the last has come; clocks are compared on one node only."""
     if comm.rank == comm.world_size - 1:
-        time.sleep(LATE_S)
+        time.sleep(timings.TIMINGS.conformance_late_s)
     came = time.monotonic()
     comm.barrier()
     if comm.device_type == "cuda":

@@ -1,7 +1,7 @@
-"""What the ranks of a conformance check put in, and the plain answer to compare with.
+"""Inputs of the ranks in a conformance check, and the reference to compare results with.
 
-sample = Sample(world_size, 67, torch.float32, "sum")
-print(sample.wrong(comm.allreduce(sample.part(comm.rank, (67,))), sample.total((67,)), "allreduce"))
+data = ReferenceData(world_size, 67, torch.float32, "sum")
+print(data.problem(comm.allreduce(data.part(comm.rank, (67,))), data.total((67,)), "allreduce"))
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MANTISSA = (1 << 53) - 1
 Shape = tuple[int, ...]
 
 
-class Sample:
+class ReferenceData:
     """numel elements of each of world_size ranks, the same wherever and whenever they are made.
 
     With an op: numbers for it. They use every bit that their dtype has, of either sign, some near
@@ -31,11 +31,12 @@ class Sample:
         self._noise = _noise(world_size, numel, seed)
         self._place = torch.arange(numel)
         turn = self._place // 13 % world_size
-        self._mine = turn == torch.arange(world_size)[:, None]  # where a rank is the odd one out
+        # [world_size, numel]: at each element one rank's input is of another kind.
+        self._is_special = turn == torch.arange(world_size)[:, None]
 
     @cached_property
     def parts(self) -> torch.Tensor:
-        """What the ranks put in: [world_size, numel]."""
+        """The inputs of the ranks: [world_size, numel]."""
         if self.dtype == torch.bool:
             return self._noise & 1 == 1
         if not self.op:
@@ -44,31 +45,36 @@ class Sample:
         return make(self._noise).to(self.dtype)
 
     def part(self, rank: int, shape: Shape) -> torch.Tensor:
-        """The first elements of what rank puts in: a tensor of its own."""
+        """The first elements of a rank's input: a tensor of its own."""
         return self.parts[rank, : torch.Size(shape).numel()].reshape(shape).clone()
 
     def total(self, shape: Shape) -> torch.Tensor:
-        """The plain answer, in double precision or int64."""
+        """The reduction of the inputs, in double precision or int64."""
         return self._total[: torch.Size(shape).numel()].reshape(shape)
 
-    def wrong(self, found: torch.Tensor, expected: torch.Tensor, what: str, first: int = 0) -> str:
-        """In words, where found is not expected, which begins at element `first` of total()."""
-        found = found.cpu()
-        if found.shape != expected.shape or found.dtype != self.dtype:
-            return f"{what} gave {_described(found)}, expected shape {tuple(expected.shape)}"
-        close = self._close(found, expected, first)
+    def problem(
+        self, result: torch.Tensor, expected: torch.Tensor, what: str, first: int = 0
+    ) -> str:
+        """The first element of result that differs from expected, in words, or "".
+
+        expected: elements of total(), from `first` on.
+        """
+        result = result.cpu()
+        if result.shape != expected.shape or result.dtype != self.dtype:
+            return f"{what} gave {_described(result)}, expected shape {tuple(expected.shape)}"
+        close = self._close(result, expected, first)
         if bool(close.all()):
             return ""
         bad = int((~close).reshape(-1).nonzero()[0])
         return (
-            f"{what} of {_described(found)}: element {bad} is {found.reshape(-1)[bad].item()}, "
+            f"{what} of {_described(result)}: element {bad} is {result.reshape(-1)[bad].item()}, "
             f"expected {expected.reshape(-1)[bad].item()}"
         )
 
-    def _close(self, found: torch.Tensor, expected: torch.Tensor, first: int) -> torch.Tensor:
+    def _close(self, result: torch.Tensor, expected: torch.Tensor, first: int) -> torch.Tensor:
         if not self.dtype.is_floating_point:
-            return found == expected.to(self.dtype)
-        wide = found.to(torch.float64)
+            return result == expected.to(self.dtype)
+        wide = result.to(torch.float64)
         slack = self._slack[first : first + expected.numel()].reshape(expected.shape)
         near = (wide - expected).abs() <= slack
         same = (wide == expected) | (wide.isnan() & expected.isnan())
@@ -89,7 +95,7 @@ class Sample:
 
     @cached_property
     def _slack(self) -> torch.Tensor:
-        """How far off a right answer may be: each step rounds once, in whatever order they are."""
+        """The largest error of a correct result: each step rounds once, in any order."""
         if self.op in ("max", "min"):
             return torch.zeros(self.numel, dtype=torch.float64)
         kind = torch.finfo(self.dtype)
@@ -104,49 +110,51 @@ class Sample:
         fraction = (noise & MANTISSA).to(torch.float64) / MANTISSA
         large = self._place % 7 == 3
         if self.op == "prod":
-            found = sign * (0.75 + fraction / 2)
-            found = torch.where(large & self._mine, found * (top**0.5 / 2), found)
+            values = sign * (0.75 + fraction / 2)
+            values = torch.where(large & self._is_special, values * (top**0.5 / 2), values)
         elif self.op in ("max", "min"):
-            found = sign * torch.where(self._place % 2 == 0, 0.5 + fraction, fraction * top)
-            found = torch.where(large & self._mine, sign * top, found)
+            values = sign * torch.where(self._place % 2 == 0, 0.5 + fraction, fraction * top)
+            values = torch.where(large & self._is_special, sign * top, values)
         else:
-            found = sign * (0.5 + fraction)
-            found = torch.where(large, found * (top / (8 * self.world_size)), found)
-        return self._with_specials(found)
+            values = sign * (0.5 + fraction)
+            values = torch.where(large, values * (top / (8 * self.world_size)), values)
+        return self._with_specials(values)
 
-    def _with_specials(self, found: torch.Tensor) -> torch.Tensor:
+    def _with_specials(self, values: torch.Tensor) -> torch.Tensor:
         """NaN only where adding and multiplying define it: libraries differ in max and min."""
-        turn, mine = self._place % 13, self._mine
+        turn, special = self._place % 13, self._is_special
         if self.op not in ("max", "min"):
-            found = torch.where((turn == 7) & mine, torch.nan, found)
-        if self.dtype.itemsize == 1:  # one kind has no infinities, of the other NCCL makes none
-            return found
-        after = mine.roll(1, 0) & ~mine
-        found = torch.where(((turn == 5) | (turn == 8)) & mine, torch.inf, found)
-        return torch.where(((turn == 6) & mine) | ((turn == 8) & after), -torch.inf, found)
+            values = torch.where((turn == 7) & special, torch.nan, values)
+        if self.dtype.itemsize == 1:  # e4m3 has no infinities, and NCCL yields none for e5m2
+            return values
+        after = special.roll(1, 0) & ~special
+        values = torch.where(((turn == 5) | (turn == 8)) & special, torch.inf, values)
+        return torch.where(((turn == 6) & special) | ((turn == 8) & after), -torch.inf, values)
 
     def _integer(self, noise: torch.Tensor) -> torch.Tensor:
         kind = torch.iinfo(self.dtype)
         if self.op in ("max", "min"):
-            found = noise >> (64 - kind.bits)
-            found = found & kind.max if kind.min == 0 else found
+            values = noise >> (64 - kind.bits)
+            values = values & kind.max if kind.min == 0 else values
             edge = torch.where(noise < 0, kind.min, kind.max)
-            return torch.where((self._place % 7 == 3) & self._mine, edge, found)
+            return torch.where((self._place % 7 == 3) & self._is_special, edge, values)
         sign = torch.where(noise < 0, -1, 1) if kind.min < 0 else 1
         noise = noise >> 1 & MANTISSA << 10  # not negative
         if self.op == "prod":
             room = max(kind.max >> self.world_size, 1)
-            return sign * torch.where(self._mine, (noise >> 10) % room + 1, (noise >> 10) % 2 + 1)
+            return sign * torch.where(
+                self._is_special, (noise >> 10) % room + 1, (noise >> 10) % 2 + 1
+            )
         return sign * (noise % (kind.max // self.world_size))
 
 
 def _noise(world_size: int, numel: int, seed: int) -> torch.Tensor:
-    """Bits without a pattern, by rank and place; from wrapping integers, so alike anywhere."""
+    """Bits without a pattern, by rank and element: wrapping integers, so the same anywhere."""
     places = torch.arange(numel) * 31 + (seed << 40)
-    found = (places + torch.arange(1, world_size + 1)[:, None]) * ODD[0]
+    values = (places + torch.arange(1, world_size + 1)[:, None]) * ODD[0]
     for shift in (30, 27):
-        found = (found ^ (found >> shift & (1 << 64 - shift) - 1)) * ODD[1]
-    return found
+        values = (values ^ (values >> shift & (1 << 64 - shift) - 1)) * ODD[1]
+    return values
 
 
 def _described(tensor: torch.Tensor) -> str:

@@ -1,9 +1,11 @@
 """An allreduce that torch.compile sees through: one call in the generated code, in place, no copy.
 
+from communicator import compile
+
 group = compile.name(comm)
 compiled = torch.compile(lambda x: compile.allreduce(x @ weight, group), fullgraph=True)
 
-Outside of compiled functions call comm.allreduce: it never passes torch's dispatcher.
+Outside of compiled functions call comm.allreduce, which does not pass torch's dispatcher.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from communicator.errors import CommunicatorError
 
 
 class _Groups:
-    """Communicators by name, for the operator, which can be given no object. Forgets the dead."""
+    """Communicators by name, for the operator, which takes no objects. Holds no references."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -28,35 +30,35 @@ class _Groups:
 
     def name(self, comm: Communicator) -> str:
         with self._lock:
-            known = next((name for name, other in self._named.items() if other is comm), None)
-            if known is None:
+            name = next((name for name, other in self._named.items() if other is comm), None)
+            if name is None:
                 self._count += 1
-                known = f"{comm.backend}-{self._count}"
-                self._named[known] = comm
-            return known
+                name = f"{comm.backend}-{self._count}"
+                self._named[name] = comm
+            return name
 
     def find(self, name: str) -> Communicator:
-        found = self._named.get(name)
-        if found is None:
+        comm = self._named.get(name)
+        if comm is None:
             raise CommunicatorError(
-                f"the communicator {name!r} that this function was compiled with is gone. Keep it "
-                "for as long as the function, or compile again with a new one."
+                f"the communicator {name!r} that this function was compiled with was deleted. Keep "
+                "it for as long as the function, or compile again with a new one."
             )
-        return found
+        return comm
 
 
 _groups = _Groups()
 
 
 def name(comm: Communicator) -> str:
-    """What the communicator is called in compiled functions of this process. Not collective."""
+    """The name of comm in compiled functions of this process. Not collective."""
     return _groups.name(comm)
 
 
 def allreduce(tensor: torch.Tensor, group: str, op: str = "sum") -> torch.Tensor:
     """The reduction of every rank's tensor, in place, and the tensor. Collective over the group.
 
-    group: what name() said of the communicator. Raises ValueError for a tensor that needs a
+    group: the name() of the communicator. Raises ValueError for a tensor that needs a
     gradient: none would come through.
     """
     torch.ops.drumline.allreduce_(tensor, group, op)
@@ -68,26 +70,23 @@ def _allreduce(tensor: torch.Tensor, group: str, op: str) -> None:
 
 
 def _below_autograd(tensor: torch.Tensor, group: str, op: str) -> None:
-    """Runs above the others wherever autograd may be watching, while tracing too."""
+    """Runs before the others wherever autograd may record, also while tracing."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            f"{_who(group)}: compile.allreduce of {tuple(tensor.shape)} {tensor.dtype} that needs "
-            "a gradient. It is changed in place where autograd does not see it, so the gradient "
-            "would be lost or wrong. Call the function under torch.no_grad(), pass "
+            f"rank {_groups.find(group).rank}: compile.allreduce of "
+            f"{tuple(tensor.shape)} {tensor.dtype} that needs a gradient. It is "
+            "changed in place where autograd does not see it, so the gradient would be lost or "
+            "wrong. Call the function under torch.no_grad(), pass "
             "tensor.detach(), or take torch.distributed's functional collectives on the backend "
             "'drumline' to differentiate."
         )
-    torch.autograd.graph.increment_version(tensor)  # whoever saved it for a gradient must notice
+    torch.autograd.graph.increment_version(tensor)  # a gradient for which it was saved must fail
     with torch._C._AutoDispatchBelowAutograd():
         torch.ops.drumline.allreduce_(tensor, group, op)
 
 
-def _who(group: str) -> str:
-    return f"rank {_groups.find(group).rank}"
-
-
-def _nothing(tensor: torch.Tensor, group: str, op: str) -> None:
-    """What the compiler runs on tensors without data: shapes and strides stay as they are."""
+def _fake_allreduce(tensor: torch.Tensor, group: str, op: str) -> None:
+    """For the compiler, on tensors without data: shapes and strides stay as they are."""
 
 
 _library: Any = torch.library.Library("drumline", "DEF")  # type: ignore[no-untyped-call]
@@ -96,4 +95,4 @@ _library.define(
 )
 _library.impl("allreduce_", _allreduce, "CompositeExplicitAutograd")
 _library.impl("allreduce_", _below_autograd, "Autograd")
-torch.library.register_fake("drumline::allreduce_", _nothing, lib=_library)
+torch.library.register_fake("drumline::allreduce_", _fake_allreduce, lib=_library)

@@ -1,24 +1,27 @@
 /* communicator.h: the whole contract between drumline and a vendor's communication library.
  *
  * A vendor compiles one shared library that exports one function, comm_plugin_entry_v1, which
- * returns a table of functions. drumline's own shared-memory and NCCL backends come through this
- * same door. This header stands alone: it compiles as C11 and as C++17 and includes nothing of
- * torch or CUDA.
+ * returns a table of functions. drumline's own shared-memory and NCCL backends are loaded through
+ * the same function. This header stands alone: it compiles as C11 and as C++17 and includes nothing
+ * of torch or CUDA.
  *
  * Rules, for every function unless its comment says otherwise
- *   - Nothing throws, exits or aborts the process. Errors are result codes, and their
- *     text is last_error().
- *   - Buffers stay the caller's. Device backends enqueue on `stream` and return; host backends
- *     (device_type COMM_CPU) have finished when they return, and `stream` is NULL.
- *   - One thread at a time per communicator: the caller sees to that. The caller does not hold
- *     Python's interpreter lock, so any function may block, but never past args.timeout_ms.
+ *   - Nothing throws, exits or aborts the process. Errors are result codes; last_error() has their
+ *     text.
+ *   - Buffers belong to the caller. Device backends (device_type COMM_CUDA, ...) enqueue on
+ *     `stream` and return; host backends (COMM_CPU) have finished when they return, and `stream` is
+ *     NULL.
+ *   - The caller makes one call at a time per communicator, from any thread: the threads may
+ *     change between calls. Different communicators may be used at the same time.
+ *   - A function may block, but never longer than args.timeout_ms: the caller does not hold
+ * Python's interpreter lock. The comments below say which functions wait for peers.
  *   - Collectives are called by every rank, in the same order, with the same count, dtype and op.
- *   - Strings returned stay valid until the next call on the same communicator by the same thread.
- *   - The host never unloads the library.
+ *   - Returned strings stay valid until the next call on the same communicator by the same thread.
+ *   - The library is never unloaded.
  *
- * Growing: fields are only appended, and struct_size says how many a side knows (COMM_HAS). A
- * larger abi_minor is compatible; a different abi_major is refused. Shape after the PJRT C API and
- * NCCL's net plugins: sizes first, optional entries NULL.
+ * Compatibility: fields are only appended, and struct_size says how many a side knows (COMM_HAS). A
+ * larger abi_minor is compatible; a different abi_major is refused. The shape follows the PJRT C
+ * API and NCCL's net plugins: sizes first, optional entries NULL.
  */
 #ifndef DRUMLINE_COMMUNICATOR_H
 #define DRUMLINE_COMMUNICATOR_H
@@ -43,13 +46,13 @@ enum {
     COMM_INTERNAL_ERROR = 3,
     COMM_INVALID_ARGUMENT = 4,
     COMM_INVALID_USAGE = 5,
-    COMM_REMOTE_ERROR = 6, /* a peer died or went away */
+    COMM_REMOTE_ERROR = 6, /* a peer died, or closed or aborted its communicator */
     COMM_IN_PROGRESS = 7,
     COMM_TIMEOUT = 8,
     COMM_UNSUPPORTED = 1000
 };
 
-/* Element types. 0 to 11 have the numbers of ncclDataType_t. A bool is a COMM_BOOL. */
+/* Element types. 0 to 11 have the numbers of ncclDataType_t. COMM_BOOL is one byte, 0 or 1. */
 typedef int32_t comm_dtype;
 enum {
     COMM_INT8 = 0,
@@ -68,31 +71,31 @@ enum {
     COMM_INT16 = 101
 };
 
-/* Reductions. 0 to 4 have the numbers of ncclRedOp_t; larger ones come from premul_sum_create. */
+/* Reductions. 0 to 4 have the numbers of ncclRedOp_t; premul_sum_create returns larger ones. */
 typedef int32_t comm_op;
 enum { COMM_SUM = 0, COMM_PROD = 1, COMM_MAX = 2, COMM_MIN = 3, COMM_AVG = 4 };
 
-/* Where tensors live. The numbers of DLDeviceType. */
+/* Where tensors live, by the numbers of DLDeviceType. */
 enum { COMM_CPU = 1, COMM_CUDA = 2, COMM_ROCM = 10 };
 
 /* What a backend can do beyond the minimum (comm_plugin.caps). */
 enum {
     COMM_CAP_GRAPH_CAPTURE = 1 << 0, /* calls may be captured in a CUDA graph */
-    COMM_CAP_ONE_NODE = 1 << 1,      /* works only if every rank shares one node */
+    COMM_CAP_ONE_NODE = 1 << 1,      /* works only if all ranks are on one node */
     COMM_CAP_THREADS = 1 << 2,       /* ranks may be threads of one process */
-    COMM_CAP_EMPTY = 1 << 3          /* wants calls of 0 elements too, which are else left out */
+    COMM_CAP_EMPTY = 1 << 3          /* calls of 0 elements are passed on, not skipped */
 };
 
 typedef struct comm_s* comm_t;
 typedef void* comm_stream; /* cudaStream_t, hipStream_t, ... or NULL */
 
-/* The Coordinator, lent for the time of init: a vendor needs no rendezvous of its own. Both calls
- * are collective over the ranks of the communicator and may be called from the thread that called
- * init. */
+/* The Coordinator, valid only during init: a vendor needs no rendezvous of its own. Both functions
+ * are collective over the ranks of the communicator, block until every rank has called them, and
+ * may be called only from the thread that called init. */
 typedef struct comm_bootstrap {
     size_t struct_size;
     void* ctx;
-    /* recv has room for nranks * bytes_per_rank and is filled in order of rank. */
+    /* recv has nranks * bytes_per_rank bytes and is filled in order of rank. */
     comm_result (*allgather)(void* ctx, const void* send, void* recv, size_t bytes_per_rank);
     comm_result (*barrier)(void* ctx);
 } comm_bootstrap;
@@ -102,13 +105,13 @@ typedef struct comm_init_args {
     int32_t rank;
     int32_t nranks;
     int32_t device;     /* ordinal, -1 for the CPU */
-    int32_t timeout_ms; /* bound on init and on every later blocking call */
+    int32_t timeout_ms; /* bound on init and on every later call that blocks */
     const char* name;   /* unique among the live communicators of the launch; for names of files */
-    /* unique_id_bytes of them, the same on every rank; NULL if the plugin wants none */
+    /* unique_id_bytes bytes, the same on every rank; NULL if the table says 0 */
     const void* unique_id;
     size_t unique_id_bytes;
     const comm_bootstrap* bootstrap;
-    /* "key=value" strings, NULL at the end; refuse keys you do not know */
+    /* "key=value" strings, NULL at the end; refuse unknown keys with COMM_INVALID_ARGUMENT */
     const char* const* options;
 } comm_init_args;
 
@@ -123,23 +126,31 @@ typedef struct comm_plugin {
     uint64_t caps;
 
     /* Required. */
-    /* May this process use the library? Cheap; no device context. The highest score wins. */
+    /* Whether this process can use the library: COMM_OK and a score, of which the highest wins.
+     * Does not block and makes no device context. Any thread; called first in a forked child. */
     comm_result (*probe)(int32_t* score);
-    /* Collective. On failure *comm stays NULL and last_error(NULL) has the text. */
+    /* Collective; waits for all ranks. On failure *comm stays NULL and last_error(NULL) has the
+     * text. */
     comm_result (*init)(comm_t* comm, const comm_init_args* args);
-    /* Not collective. Frees everything; the handle is gone whatever it returns. */
+    /* Not collective; does not wait for peers. Frees everything: the handle is invalid afterwards,
+     * whatever the result. Never during another call on comm, nor during abort. */
     comm_result (*destroy)(comm_t comm);
-    /* send == recv means in place. */
+    /* Collective; a host backend waits for all ranks. send == recv means in place. */
     comm_result (*allreduce)(comm_t comm, const void* send, void* recv, uint64_t count,
                              comm_dtype dtype, comm_op op, comm_stream stream);
-    /* Of comm, or with NULL of this thread's last failed call without one. Never NULL. */
+    /* The text of the last failed call on comm; with NULL, of this thread's last failed call
+     * without a communicator. Never NULL. Does not block. */
     const char* (*last_error)(comm_t comm);
 
-    /* Optional: NULL means "not offered", and drumline builds it from send and recv, or says so. */
+    /* Optional: NULL means "not offered", and drumline builds it from send and recv, or raises
+     * Unsupported. */
+    /* Writes unique_id_bytes bytes. Called on rank 0 only, before init, by any thread; does not
+     * wait for peers. */
     comm_result (*get_unique_id)(void* id);
+    /* The collectives: a host backend waits for the ranks whose data it needs. */
     comm_result (*broadcast)(comm_t comm, void* buffer, uint64_t count, comm_dtype dtype,
                              int32_t src, comm_stream stream);
-    /* recv is written on dst only, and may be NULL elsewhere. */
+    /* recv is written on dst only, and may be NULL on the other ranks. */
     comm_result (*reduce)(comm_t comm, const void* send, void* recv, uint64_t count,
                           comm_dtype dtype, comm_op op, int32_t dst, comm_stream stream);
     /* count elements from each rank; recv holds nranks * count.
@@ -153,42 +164,50 @@ typedef struct comm_plugin {
     /* count elements from each rank to each rank; both hold nranks * count; never in place. */
     comm_result (*alltoall)(comm_t comm, const void* send, void* recv, uint64_t count,
                             comm_dtype dtype, comm_stream stream);
+    /* Not collective; a host backend may wait for the peer. Messages between two ranks keep their
+     * order. */
     comm_result (*send)(comm_t comm, const void* buffer, uint64_t count, comm_dtype dtype,
                         int32_t dst, comm_stream stream);
     comm_result (*recv)(comm_t comm, void* buffer, uint64_t count, comm_dtype dtype, int32_t src,
                         comm_stream stream);
+    /* Collective; a host backend waits for all ranks. */
     comm_result (*barrier)(comm_t comm, comm_stream stream);
-    /* Between the two, calls may be put off until group_end: sends and receives cannot deadlock. */
+    /* Calls between the two may be deferred until group_end, so that sends and receives in any
+     * order cannot deadlock. group_start does not block; group_end waits as the calls do. */
     comm_result (*group_start)(comm_t comm);
     comm_result (*group_end)(comm_t comm);
-    /* From any thread: make pending and later calls return COMM_REMOTE_ERROR. Bounded in time. */
+    /* From any thread, also during another call on comm: makes that call and later ones return
+     * COMM_REMOTE_ERROR. Returns within seconds; does not wait for peers. */
     comm_result (*abort)(comm_t comm);
-    /* COMM_OK, or the error an enqueued operation ended with. */
+    /* COMM_OK, or the error of an enqueued operation that failed. Does not block. */
     comm_result (*async_error)(comm_t comm);
-    /* Memory that the collectives use without a copy. */
+    /* Memory that the collectives use without a copy. mem_alloc is collective on a device backend,
+     * and not on a host backend. mem_free comes after the work that uses the memory has ended. */
     comm_result (*mem_alloc)(comm_t comm, size_t nbytes, void** pointer);
     comm_result (*mem_free)(comm_t comm, void* pointer);
-    /* A reduction that multiplies by *scalar (one element of dtype, on the host) and then sums. */
+    /* A reduction that multiplies by *scalar (one element of dtype, in host memory) and then sums.
+     * Not collective. */
     comm_result (*premul_sum_create)(comm_t comm, const void* scalar, comm_dtype dtype,
                                      comm_op* op);
     comm_result (*op_destroy)(comm_t comm, comm_op op);
 
     /* Since abi_minor 1. */
-    /* Collective over comm: those who give the same color form a group, in order of key. *child is
-     * NULL where color is negative. */
+    /* Collective over comm; waits for all ranks. Ranks of the same color form a communicator, in
+     * order of key. *child is NULL where color is negative. */
     comm_result (*split)(comm_t comm, int32_t color, int32_t key, comm_t* child);
-    /* The orderly end that destroy is not: waits for what is enqueued. COMM_INVALID_USAGE if that
-     * cannot be yet, and then the communicator stays as it was. destroy comes after, always. */
+    /* Collective. Waits for enqueued work and for all ranks, so that destroy can follow safely.
+     * COMM_INVALID_USAGE if that is not possible yet; then the communicator is unchanged. The
+     * caller calls destroy afterwards in every case. */
     comm_result (*finalize)(comm_t comm);
 
     /* Since abi_minor 2. */
-    /* The shape of the tensor that the next call on comm will move: of a collective, the one that
-     * this rank gives. It is there to be compared among the ranks and named in errors, and says
-     * nothing that count does not. `shape` is valid until that call returns. Cannot fail. */
+    /* The shape of the tensor that this rank passes to the next call on comm, for comparisons among
+     * the ranks and for errors; count alone decides how much is moved. `shape` is valid until that
+     * call returns. Does not block and cannot fail. */
     void (*tell_shape)(comm_t comm, int32_t ndim, const int64_t* shape);
 } comm_plugin;
 
-/* Does the table p reach as far as field f, and is f offered? */
+/* Whether the table p reaches as far as entry f, and offers it. */
 #define COMM_HAS(p, f) \
     ((p)->struct_size >= offsetof(comm_plugin, f) + sizeof((p)->f) && (p)->f != NULL)
 
@@ -198,7 +217,8 @@ typedef struct comm_plugin {
 #define COMM_EXPORT __attribute__((visibility("default")))
 #endif
 
-/* The only exported symbol. Its table lives as long as the library; NULL refuses. */
+/* The only exported symbol. The table is valid as long as the process; NULL means that the library
+ * cannot be used here. */
 COMM_EXPORT const comm_plugin* comm_plugin_entry_v1(void);
 
 #ifdef __cplusplus

@@ -1,5 +1,5 @@
-// The part of DLPack 1.3 that is read here: https://dmlc.github.io/dlpack/latest/c_api.html
-// Declared again, field for field, so that building needs neither torch nor DLPack.
+// The part of DLPack 1.3 that this project reads: https://dmlc.github.io/dlpack/latest/c_api.html
+// Declared here, field for field, so that a build needs neither torch nor DLPack.
 #pragma once
 
 #include <stdint.h>
@@ -46,11 +46,11 @@ struct DLManagedTensorVersioned;
 
 typedef struct DLPackExchangeAPIHeader {
     DLPackVersion version;
-    struct DLPackExchangeAPIHeader* prev_api;  // an older table, for hosts that know only that
+    struct DLPackExchangeAPIHeader* prev_api;  // an older table, for older hosts
 } DLPackExchangeAPIHeader;
 
 // What torch.Tensor.__dlpack_c_exchange_api__ points to. Functions return 0, or -1 with a Python
-// error set. NoSync: the caller looks after streams.
+// error set. _no_sync: the caller orders the streams.
 typedef struct {
     DLPackExchangeAPIHeader header;
     int (*managed_tensor_allocator)(DLTensor* prototype, struct DLManagedTensorVersioned** out,

@@ -1,9 +1,10 @@
-/* abi/oneshot.h: the C door of _oneshot.so, allreduce of small tensors inside one node.
+/* abi/oneshot.h: the C interface of _oneshot.so, allreduce of small tensors inside one node.
  *
  * Every rank has an arena: device memory that its peers have mapped. A call copies the tensor into
- * the rank's own arena, raises flags in the arenas of the peers, waits for theirs, and reads. All
- * state between calls lies in the arenas, so that a call can be captured in a CUDA graph and
- * replayed. Results are the codes of cudaError_t, 0 for success.
+ * the rank's own arena, raises flags in the arenas of its peers, waits for theirs, and reads their
+ * arenas. All state between calls lies in the arenas, so a call can be captured in a CUDA graph and
+ * replayed. Results are the codes of cudaError_t, 0 for success. Every function but oneshot_launch
+ * may wait for the device; a launch enqueues on its stream.
  */
 #ifndef DRUMLINE_ONESHOT_H
 #define DRUMLINE_ONESHOT_H
@@ -29,11 +30,11 @@ typedef struct oneshot_call {
     int32_t algorithm;
     int32_t dtype;
     int32_t world;
-    int32_t first; /* the ranks [first, first + num_here) run in this launch */
+    int32_t first; /* the ranks [first, first + num_here) are in this launch */
     int32_t num_here;
     int32_t blocks;                    /* the same on every rank */
     uint64_t nbytes;                   /* a multiple of 16, at most ONESHOT_MAX_BYTES */
-    uint64_t timeout_ns;               /* of each wait */
+    uint64_t timeout_ns;               /* of each wait on the device */
     const void* in[ONESHOT_MAX_RANKS]; /* by rank; those of this launch. 16-byte aligned */
     void* out[ONESHOT_MAX_RANKS];      /* may be in */
     void* arena[ONESHOT_MAX_RANKS];    /* by rank; all of them */
@@ -50,15 +51,15 @@ int oneshot_destroy(void* arena);
 /* Sets every counter and flag of an arena to a byte pattern: 0, or 0xff for the last generation
  * before the numbers wrap. Nothing may be running. */
 int oneshot_reset(void* arena, int byte);
-/* For a peer in another process. */
+/* For a peer in another process: a CUDA IPC handle of ONESHOT_HANDLE_BYTES. */
 int oneshot_export(void* arena, void* handle);
 int oneshot_import(const void* handle, void** arena);
 int oneshot_close(void* arena);
-/* Lets the current device reach `device`, for a peer in the same process. */
+/* Lets the current device access the memory of `device`, for a peer in the same process. */
 int oneshot_reach(int device);
 
-/* A word of host memory that kernels write when they give up: 0, or
- * 1 + waiting rank + 16 * missing rank + 256 * stage. Nothing runs after it is set. */
+/* A word of host memory that kernels write when a wait times out: 0, or
+ * 1 + waiting rank + 16 * missing rank + 256 * stage. Later launches return at once. */
 int oneshot_error_create(uint32_t** host, uint32_t** device);
 int oneshot_error_destroy(uint32_t* host);
 

@@ -1,18 +1,18 @@
-// Allreduce of small tensors in one launch, for ranks whose memory each other can reach.
+// Allreduce of small tensors in one launch, for ranks that can access each other's device memory.
 //
-// One shot: every rank reads everything and adds it up itself; one wait. Two shots: every rank adds
-// up its own part and the others fetch it; two waits, but less is read. Sums are made in 32 bits,
-// in order of rank, and rounded once, so that all ranks have the same bits.
+// One shot: every rank reads everything and adds it itself; one wait. Two shots: every rank adds
+// its own part and the peers read it; two waits, but less is read. Sums are computed in 32 bits, in
+// order of rank, and rounded once, so that all ranks have the same bits.
 //
-// What makes it safe to call again and again, eagerly or from a graph:
-// - A generation number lies in the arena and is counted by the kernel itself. Every counter is
-//   moved on in every call, also those of blocks that were not launched, so the next call may have
-//   another grid.
-// - Two staging buffers alternate. A rank may be one call ahead of a peer, never two: its second
-//   wait needs the peer's flag, which the peer raises after the kernel before has ended.
-// - Block b of one rank waits only for blocks b of the others, and reads only what those wrote.
-// - A flag counts if it is at the generation waited for or at the next, so that numbers may wrap,
-//   and flags that were not used for long are not mistaken.
+// Why it may be called again and again, eagerly or from a graph:
+// - The generation number lies in the arena, and the kernel itself counts it. Every call advances
+//   every counter, also those of blocks that were not launched, so the next call may have another
+//   grid.
+// - Two staging buffers alternate. A rank may be one call ahead of a peer, never two: its next wait
+//   needs the peer's flag, which the peer raises after its previous kernel has ended.
+// - Block b of one rank waits only for blocks b of its peers, and reads only what those wrote.
+// - A flag counts if it is at the awaited generation or the next, so that generations may wrap, and
+//   flags that were not used for long are not mistaken.
 // - All blocks that wait for each other run at once: two fit on a multiprocessor, so that eight
 //   ranks of one launch fit on a GPU of 96.
 
@@ -39,8 +39,8 @@ struct Flag {
 
 struct Arena {
     uint32_t generation[ONESHOT_MAX_BLOCKS];
-    uint32_t failed;  // a wait ended without its peer; what follows would be wrong
-    alignas(128) Flag arrived[STAGES][ONESHOT_MAX_BLOCKS][ONESHOT_MAX_RANKS];  // [][][who]
+    uint32_t failed;  // a wait timed out, so later results would be wrong
+    alignas(128) Flag arrived[STAGES][ONESHOT_MAX_BLOCKS][ONESHOT_MAX_RANKS];  // [][][peer]
     alignas(128) Raw staged[2][ONESHOT_MAX_BYTES / sizeof(Raw)];
     alignas(128) Raw reduced[2][ONESHOT_MAX_BYTES / sizeof(Raw)];
 };
@@ -75,7 +75,7 @@ __device__ uint64_t now_ns() {
 
 // ---- waiting ----
 
-// Waits until *flag is `generation`, or one more. False if it took too long.
+// Waits until *flag is `generation`, or one more. False after the timeout.
 __device__ bool wait_for(const uint32_t* flag, uint32_t generation, uint64_t timeout_ns) {
     uint64_t start = now_ns();
     for (uint32_t spin = 1;; ++spin) {
@@ -90,23 +90,23 @@ __device__ void report(const Params& params, int rank, int missing, int stage) {
     __threadfence_system();
 }
 
-// Tells the same block of every rank that this one got here, and waits until they did. Called by
-// all threads; false, for all of them, if a rank did not come in time.
+// A barrier of the same block of all ranks. Called by all threads; false, for all of them, if a
+// rank did not arrive in time.
 template <int WORLD>
-__device__ bool meet(const Params& params, int rank, int stage, uint32_t generation) {
+__device__ bool barrier(const Params& params, int rank, int stage, uint32_t generation) {
     __syncthreads();  // what the block wrote happens before the release below
-    bool came = true;
+    bool arrived = true;
     int peer = threadIdx.x;
     if (peer < WORLD) {
         store_release(&params.arena[peer]->arrived[stage][blockIdx.x][rank].generation, generation);
         const Flag& flag = params.arena[rank]->arrived[stage][blockIdx.x][peer];
-        came = wait_for(&flag.generation, generation, params.timeout_ns);
-        if (!came) report(params, rank, peer, stage);
+        arrived = wait_for(&flag.generation, generation, params.timeout_ns);
+        if (!arrived) report(params, rank, peer, stage);
     }
-    return __syncthreads_and(came) != 0;
+    return __syncthreads_and(arrived) != 0;
 }
 
-// Once a wait has failed, later calls end at once. The same answer for all threads of a block.
+// Once a wait has timed out, later calls return at once. The same for all threads of a block.
 __device__ bool has_failed(const Params& params, int rank) {
     return __syncthreads_or(threadIdx.x == 0 && params.arena[rank]->failed != 0) != 0;
 }
@@ -115,7 +115,7 @@ __device__ uint32_t next_generation(const Params& params, int rank) {
     return params.arena[rank]->generation[blockIdx.x] + 1;
 }
 
-__device__ void leave(const Params& params, int rank, uint32_t generation) {
+__device__ void advance_generation(const Params& params, int rank, uint32_t generation) {
     __syncthreads();  // every thread has read the counter
     for (int i = blockIdx.x + gridDim.x * threadIdx.x; i < ONESHOT_MAX_BLOCKS;
          i += gridDim.x * blockDim.x)
@@ -166,10 +166,10 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) one_shot(Params param
     uint32_t begin = blockIdx.x * THREADS + threadIdx.x, step = gridDim.x * THREADS;
     for (uint32_t at = begin; at < params.num_vectors; at += step)
         params.arena[rank]->staged[buffer][at] = params.in[rank][at];
-    if (!meet<WORLD>(params, rank, 0, generation)) return;
+    if (!barrier<WORLD>(params, rank, 0, generation)) return;
     for (uint32_t at = begin; at < params.num_vectors; at += step)
         params.out[rank][at] = gather_and_add<T, WORLD>(params, buffer, at);
-    leave(params, rank, generation);
+    advance_generation(params, rank, generation);
 }
 
 template <class T, int WORLD>
@@ -184,20 +184,20 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) two_shot(Params param
     for (int owner = 0; owner < WORLD; ++owner)
         for (uint32_t at = owner * part + begin; at < end_of(owner); at += step)
             params.arena[rank]->staged[buffer][at] = params.in[rank][at];
-    if (!meet<WORLD>(params, rank, 0, generation)) return;
+    if (!barrier<WORLD>(params, rank, 0, generation)) return;
     for (uint32_t at = rank * part + begin; at < end_of(rank); at += step)
         params.arena[rank]->reduced[buffer][at] = gather_and_add<T, WORLD>(params, buffer, at);
-    if (!meet<WORLD>(params, rank, 1, generation)) return;
+    if (!barrier<WORLD>(params, rank, 1, generation)) return;
     for (int owner = 0; owner < WORLD; ++owner)
         for (uint32_t at = owner * part + begin; at < end_of(owner); at += step)
             params.out[rank][at] = params.arena[owner]->reduced[buffer][at];
-    leave(params, rank, generation);
+    advance_generation(params, rank, generation);
 }
 
-// ---- choosing the instance ----
+// ---- launching ----
 
 template <class T, int WORLD>
-cudaError_t launch_as(const oneshot_call& call, const Params& params) {
+cudaError_t launch_kernel(const oneshot_call& call, const Params& params) {
     dim3 grid(call.blocks, call.num_here);
     cudaStream_t stream = static_cast<cudaStream_t>(call.stream);
     if (call.algorithm == ONESHOT_TWO)
@@ -208,16 +208,16 @@ cudaError_t launch_as(const oneshot_call& call, const Params& params) {
 }
 
 template <class T>
-cudaError_t launch_for(const oneshot_call& call, const Params& params) {
+cudaError_t launch_for_world(const oneshot_call& call, const Params& params) {
     switch (call.world) {
         case 2:
-            return launch_as<T, 2>(call, params);
+            return launch_kernel<T, 2>(call, params);
         case 4:
-            return launch_as<T, 4>(call, params);
+            return launch_kernel<T, 4>(call, params);
         case 6:
-            return launch_as<T, 6>(call, params);
+            return launch_kernel<T, 6>(call, params);
         case 8:
-            return launch_as<T, 8>(call, params);
+            return launch_kernel<T, 8>(call, params);
         default:
             return cudaErrorInvalidValue;
     }
@@ -225,14 +225,14 @@ cudaError_t launch_for(const oneshot_call& call, const Params& params) {
 
 bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
-bool is_sound(const oneshot_call& call) {
-    bool sound = call.struct_size >= sizeof(oneshot_call) && call.first >= 0 && call.num_here > 0 &&
+bool is_valid(const oneshot_call& call) {
+    bool valid = call.struct_size >= sizeof(oneshot_call) && call.first >= 0 && call.num_here > 0 &&
                  call.first + call.num_here <= call.world && call.world <= ONESHOT_MAX_RANKS &&
                  call.blocks > 0 && call.blocks <= ONESHOT_MAX_BLOCKS && call.nbytes > 0 &&
                  call.nbytes % sizeof(Raw) == 0 && call.nbytes <= ONESHOT_MAX_BYTES;
-    for (int rank = call.first; sound && rank < call.first + call.num_here; ++rank)
-        sound = is_aligned(call.in[rank]) && is_aligned(call.out[rank]);
-    return sound;
+    for (int rank = call.first; valid && rank < call.first + call.num_here; ++rank)
+        valid = is_aligned(call.in[rank]) && is_aligned(call.out[rank]);
+    return valid;
 }
 
 Params params_of(const oneshot_call& call) {
@@ -291,7 +291,7 @@ int oneshot_reach(int device) {
     if (code != cudaSuccess || here == device) return code;
     code = cudaDeviceEnablePeerAccess(device, 0);
     if (code != cudaErrorPeerAccessAlreadyEnabled) return code;
-    cudaGetLastError();  // it was no error, but would be the last one
+    cudaGetLastError();  // clears it: access that is enabled already is not an error
     return cudaSuccess;
 }
 
@@ -306,15 +306,15 @@ int oneshot_error_create(uint32_t** host, uint32_t** device) {
 int oneshot_error_destroy(uint32_t* host) { return cudaFreeHost(host); }
 
 int oneshot_launch(const oneshot_call* call) {
-    if (!is_sound(*call)) return cudaErrorInvalidValue;
+    if (!is_valid(*call)) return cudaErrorInvalidValue;
     Params params = params_of(*call);
     switch (call->dtype) {
         case ONESHOT_FLOAT32:
-            return launch_for<float>(*call, params);
+            return launch_for_world<float>(*call, params);
         case ONESHOT_FLOAT16:
-            return launch_for<__half>(*call, params);
+            return launch_for_world<__half>(*call, params);
         case ONESHOT_BFLOAT16:
-            return launch_for<__nv_bfloat16>(*call, params);
+            return launch_for_world<__nv_bfloat16>(*call, params);
         default:
             return cudaErrorInvalidValue;
     }

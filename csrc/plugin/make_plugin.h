@@ -28,31 +28,17 @@ std::shared_ptr<Backend>* from_handle(comm_t comm) {
     return reinterpret_cast<std::shared_ptr<Backend>*>(comm);
 }
 
-// Runs `body`; passes what it throws to `on_failure`, whose result code is the answer.
-template <class OnFailure, class Body>
-comm_result guarded(OnFailure on_failure, Body body) {
+// The exception that is being handled, as a Failure. Called in catch blocks only.
+inline Failure current_failure() {
     try {
-        body();
-        return COMM_OK;
+        throw;
     } catch (const Failure& failure) {
-        return on_failure(failure);
+        return failure;
     } catch (const std::bad_alloc&) {
-        return on_failure(Failure{COMM_SYSTEM_ERROR, "out of host memory"});
+        return {COMM_SYSTEM_ERROR, "out of host memory"};
     } catch (const std::exception& error) {
-        return on_failure(Failure{COMM_INTERNAL_ERROR, error.what()});
+        return {COMM_INTERNAL_ERROR, error.what()};
     }
-}
-
-// The text of last_error(NULL).
-inline thread_local std::string thread_error;
-
-template <class Body>
-comm_result without_communicator(Body body) {
-    auto keep = [](const Failure& failure) {
-        thread_error = failure.text;
-        return failure.code;
-    };
-    return guarded(keep, body);
 }
 
 // The table entry for one method.
@@ -64,10 +50,29 @@ struct Entry<method> {
     static comm_result call(comm_t comm, Args... args) {
         Backend& backend = **from_handle<Backend>(comm);
         [[maybe_unused]] typename Backend::CallScope scope{backend};
-        return guarded([&](const Failure& failure) { return backend.fail(failure); },
-                       [&] { (backend.*method)(args...); });
+        try {
+            (backend.*method)(args...);
+            return COMM_OK;
+        } catch (...) {
+            return backend.fail(current_failure());
+        }
     }
 };
+
+// The text of last_error(NULL).
+inline thread_local std::string thread_error;
+
+template <class Body>
+comm_result without_communicator(Body body) {
+    try {
+        body();
+        return COMM_OK;
+    } catch (...) {
+        Failure failure = current_failure();
+        thread_error = failure.text;
+        return failure.code;
+    }
+}
 
 template <class Backend>
 comm_result probe(int32_t* score) {
@@ -94,8 +99,12 @@ const char* last_error(comm_t comm) {
 // From any thread, so in the middle of a call: neither CallScope nor last_error may be touched.
 template <class Backend>
 comm_result abort(comm_t comm) {
-    return guarded([](const Failure& failure) { return failure.code; },
-                   [&] { (*from_handle<Backend>(comm))->abort(); });
+    try {
+        (*from_handle<Backend>(comm))->abort();
+        return COMM_OK;
+    } catch (...) {
+        return current_failure().code;
+    }
 }
 
 // What every backend of ours offers. The backend adds its name, device, capabilities and the rest.

@@ -1,6 +1,6 @@
-// How each element type is widened for arithmetic and narrowed again. Branch-free, so that
-// compilers vectorize the loops around it. Floats narrower than 32 bits are added up in 32 bits and
-// rounded once, to nearest even. The processors' own bf16 instructions are not used: they flush
+// How each element type is widened for arithmetic and narrowed again, without branches, so that
+// compilers vectorize the loops around it. Floats narrower than 32 bits are added in 32 bits and
+// rounded once, to nearest even. The bf16 instructions of processors are not used: they flush
 // denormals to zero, so the result would depend on the machine.
 #pragma once
 
@@ -96,8 +96,9 @@ struct SmallFloat {
         uint32_t magnitude = value & magnitude_mask;
         uint32_t sign = static_cast<uint32_t>(value >> (total_bits - 1)) << 31;
         uint32_t normal = (magnitude << shift) + rebias;
-        uint32_t one = rebias + (1u << 23);  // the smallest normal, as a float
-        uint32_t denormal = bits_of(float_of(one | (magnitude << shift)) - float_of(one));
+        uint32_t min_normal = rebias + (1u << 23);  // as a float
+        uint32_t denormal =
+            bits_of(float_of(min_normal | (magnitude << shift)) - float_of(min_normal));
         uint32_t special = 0x7f800000u | (magnitude << shift);
         bool is_special = has_infinity ? magnitude >= top_exponent : magnitude == magnitude_mask;
         uint32_t bits = magnitude < smallest_normal ? denormal : normal;
@@ -110,8 +111,8 @@ struct SmallFloat {
         bits &= 0x7fffffffu;
         uint32_t normal =
             (bits - rebias + (1u << (shift - 1)) - 1 + ((bits >> shift) & 1u)) >> shift;
-        // Adding this power of two moves a denormal's last bit to the float's last bit: rounded for
-        // free.
+        // Adding this power of two moves a denormal's last bit to the float's last bit, so that the
+        // addition rounds.
         constexpr uint32_t magic = rebias + (static_cast<uint32_t>(shift + 1) << 23);
         uint32_t denormal = bits_of(float_of(bits) + float_of(magic)) - magic;
         uint32_t finite = bits < rebias + (1u << 23) ? denormal : normal;

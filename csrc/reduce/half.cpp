@@ -9,17 +9,17 @@ namespace shm {
 namespace {
 
 constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-constexpr __mmask16 every = 0xffff;  // without a mask, the header of GCC 12 makes it warn
+constexpr __mmask16 all_lanes = 0xffff;  // without a mask, GCC 12 warns in its own header
 
-// What is left of a vector goes through one that is whole, so that a number becomes the same bits
-// wherever it lies.
+// Converts the last elements in a whole vector, so that a number becomes the same bits at any
+// position.
 template <size_t width, class To, class From, class Convert>
 inline void convert_rest(To* to, const From* from, size_t count, Convert convert) {
     if (count == 0) return;
-    From whole[width] = {};
+    From padded[width] = {};
     To converted[width];
-    std::memcpy(whole, from, count * sizeof(From));
-    convert(converted, whole, width);
+    std::memcpy(padded, from, count * sizeof(From));
+    convert(converted, padded, width);
     std::memcpy(to, converted, count * sizeof(To));
 }
 
@@ -49,7 +49,7 @@ __attribute__((target("avx512f"))) void widen_halves_avx512(float* to, const uin
     for (; i + 16 <= count; i += 16)
         _mm512_storeu_ps(
             to + i, _mm512_maskz_cvtph_ps(
-                        every, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i))));
+                        all_lanes, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i))));
     convert_rest<16>(to + i, from + i, count - i, widen_halves_avx512);
 }
 
@@ -58,7 +58,7 @@ __attribute__((target("avx512f"))) void narrow_halves_avx512(uint16_t* to, const
     size_t i = 0;
     for (; i + 16 <= count; i += 16)
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i),
-                            _mm512_maskz_cvtps_ph(every, _mm512_loadu_ps(from + i), nearest));
+                            _mm512_maskz_cvtps_ph(all_lanes, _mm512_loadu_ps(from + i), nearest));
     convert_rest<16>(to + i, from + i, count - i, narrow_halves_avx512);
 }
 

@@ -1,5 +1,5 @@
-// Float16 to float32 and back by the processor's own instructions, exact and rounded to nearest
-// even like Float16 of reduce/codec.h, only faster.
+// Float16 to float32 and back by instructions of the processor: the same bits as Float16 of
+// reduce/codec.h, faster.
 #pragma once
 
 #include <cstddef>

@@ -52,33 +52,33 @@ struct Min {
     }
 };
 
-constexpr size_t block = 512;  // elements whose accumulators stay in the first-level cache
+constexpr size_t block_elements = 512;  // whose accumulators fit the first-level cache
 
-// What a function is compiled for: whether it spends code on the most usual case, and who converts
-// halves.
+// Instruction sets that a function is compiled for. has_fast_path: whether the most frequent case
+// has code of its own. converts_halves: whether there are instructions for Float16.
 struct Plain {
-    static constexpr bool fast = false, converts_halves = false;
+    static constexpr bool has_fast_path = false, converts_halves = false;
 };
 #if defined(__x86_64__)
 struct Avx2 {
-    static constexpr bool fast = true, converts_halves = true;
+    static constexpr bool has_fast_path = true, converts_halves = true;
     static constexpr auto widen_halves = widen_halves_avx2;
     static constexpr auto narrow_halves = narrow_halves_avx2;
 };
 struct Avx512 {
-    static constexpr bool fast = true, converts_halves = true;
+    static constexpr bool has_fast_path = true, converts_halves = true;
     static constexpr auto widen_halves = widen_halves_avx512;
     static constexpr auto narrow_halves = narrow_halves_avx512;
 };
 #endif
 
 template <class Codec, class Set>
-constexpr bool has_unit = Set::converts_halves && std::is_same<Codec, Float16>::value;
+constexpr bool uses_half_instructions = Set::converts_halves && std::is_same<Codec, Float16>::value;
 
 template <class Codec, class Set>
 ALWAYS_INLINE void widen(typename Codec::Wide* to, const typename Codec::Stored* from,
                          size_t count) {
-    if constexpr (has_unit<Codec, Set>)
+    if constexpr (uses_half_instructions<Codec, Set>)
         Set::widen_halves(to, from, count);
     else
         for (size_t i = 0; i < count; ++i) to[i] = Codec::widen(from[i]);
@@ -87,7 +87,7 @@ ALWAYS_INLINE void widen(typename Codec::Wide* to, const typename Codec::Stored*
 template <class Codec, class Set>
 ALWAYS_INLINE void narrow(typename Codec::Stored* to, const typename Codec::Wide* from,
                           size_t count) {
-    if constexpr (has_unit<Codec, Set>)
+    if constexpr (uses_half_instructions<Codec, Set>)
         Set::narrow_halves(to, from, count);
     else
         for (size_t i = 0; i < count; ++i) to[i] = Codec::narrow(from[i]);
@@ -96,8 +96,8 @@ ALWAYS_INLINE void narrow(typename Codec::Stored* to, const typename Codec::Wide
 template <class Codec, class Op, class Set>
 ALWAYS_INLINE void add(typename Codec::Wide* total, const typename Codec::Stored* next,
                        size_t count) {
-    if constexpr (has_unit<Codec, Set>) {
-        typename Codec::Wide wide[block];
+    if constexpr (uses_half_instructions<Codec, Set>) {
+        typename Codec::Wide wide[block_elements];
         Set::widen_halves(wide, next, count);
         for (size_t i = 0; i < count; ++i) total[i] = Op::apply(total[i], wide[i]);
     } else {
@@ -118,7 +118,7 @@ ALWAYS_INLINE void reduce_block(typename Codec::Stored* out, const void* const* 
                                 int num_sources, size_t offset, size_t count, int divisor) {
     using Stored = typename Codec::Stored;
     using Wide = typename Codec::Wide;
-    Wide total[block];
+    Wide total[block_elements];
     widen<Codec, Set>(total, static_cast<const Stored*>(sources[0]) + offset, count);
     for (int source = 1; source < num_sources; ++source)
         add<Codec, Op, Set>(total, static_cast<const Stored*>(sources[source]) + offset, count);
@@ -128,27 +128,27 @@ ALWAYS_INLINE void reduce_block(typename Codec::Stored* out, const void* const* 
     narrow<Codec, Set>(out + offset, total, count);
 }
 
-// The most usual case, for which code is spent: two operands, each element in one go.
+// The most frequent case: two operands, without an accumulator in between.
 template <class Codec, class Set>
-constexpr bool has_pairs =
-    Set::fast && (std::is_same<typename Codec::Stored, typename Codec::Wide>::value ||
-                  std::is_same<Codec, Bfloat16>::value);
+constexpr bool has_reduce_two =
+    Set::has_fast_path && (std::is_same<typename Codec::Stored, typename Codec::Wide>::value ||
+                           std::is_same<Codec, Bfloat16>::value);
 
 template <class Codec, class Op, class Set>
 ALWAYS_INLINE void reduce(void* out, const void* const* sources, int num_sources, size_t count,
                           int divisor) {
     using Stored = typename Codec::Stored;
     Stored* to = static_cast<Stored*>(out);
-    if constexpr (has_pairs<Codec, Set>)
+    if constexpr (has_reduce_two<Codec, Set>)
         if (num_sources == 2 && divisor <= 1)
             return reduce_two<Codec, Op>(to, static_cast<const Stored*>(sources[0]),
                                          static_cast<const Stored*>(sources[1]), count);
-    for (size_t i = 0; i < count; i += block)
-        reduce_block<Codec, Op, Set>(to, sources, num_sources, i, std::min(block, count - i),
-                                     divisor);
+    for (size_t i = 0; i < count; i += block_elements)
+        reduce_block<Codec, Op, Set>(to, sources, num_sources, i,
+                                     std::min(block_elements, count - i), divisor);
 }
 
-// The same source compiled for several instruction sets; which one runs is decided at run time.
+// The same source compiled for several instruction sets, of which one is chosen at run time.
 #define FOR_INSTRUCTION_SET(name, Set, attribute)                                             \
     template <class Codec, class Op>                                                          \
     attribute void name(void* out, const void* const* sources, int num_sources, size_t count, \
@@ -174,7 +174,7 @@ Reduce compiled_for(Instructions instructions) {
     return reduce_plain<Codec, Op>;
 }
 
-bool are_here(Instructions instructions) {
+bool is_supported(Instructions instructions) {
     switch (instructions) {
 #if defined(__x86_64__)
         case Instructions::avx512:
@@ -188,18 +188,18 @@ bool are_here(Instructions instructions) {
     }
 }
 
-// Signed numbers wrap like unsigned ones, so they share the code. Whole numbers have no average.
+// Signed integers wrap like unsigned ones, so they share the code. Integers have no average.
 template <class Codec>
 Reduce find_op(comm_op op, Instructions instructions) {
-    using Sums = typename Wrapping<Codec>::type;
+    using WrappingCodec = typename Wrapping<Codec>::type;
     switch (op) {
         case COMM_AVG:
             if (std::is_integral<typename Codec::Wide>::value) return nullptr;
             [[fallthrough]];
         case COMM_SUM:
-            return compiled_for<Sums, Sum>(instructions);
+            return compiled_for<WrappingCodec, Sum>(instructions);
         case COMM_PROD:
-            return compiled_for<Sums, Prod>(instructions);
+            return compiled_for<WrappingCodec, Prod>(instructions);
         case COMM_MAX:
             return compiled_for<Codec, Max>(instructions);
         case COMM_MIN:
@@ -209,21 +209,21 @@ Reduce find_op(comm_op op, Instructions instructions) {
     }
 }
 
-// true is the larger: max is "any", min and prod are "all". A sum of truths is not a truth.
+// true is the larger: max is "any", min and prod are "all". There is no sum or average of bools.
 Reduce find_bool_op(comm_op op, Instructions instructions) {
     if (op == COMM_PROD) op = COMM_MIN;
-    bool has_meaning = op == COMM_MAX || op == COMM_MIN;
-    return has_meaning ? find_op<Native<uint8_t>>(op, instructions) : nullptr;
+    bool is_defined = op == COMM_MAX || op == COMM_MIN;
+    return is_defined ? find_op<Native<uint8_t>>(op, instructions) : nullptr;
 }
 
-struct Dtype {
+struct DtypeInfo {
     comm_dtype number;
     const char* name;
     size_t size;
     Reduce (*find)(comm_op, Instructions);
 };
 
-const Dtype dtypes[] = {
+const DtypeInfo dtypes[] = {
     {COMM_FLOAT64, "float64", 8, find_op<Native<double>>},
     {COMM_FLOAT32, "float32", 4, find_op<Native<float>>},
     {COMM_FLOAT16, "float16", 2, find_op<Float16>},
@@ -240,8 +240,8 @@ const Dtype dtypes[] = {
     {COMM_BOOL, "bool", 1, find_bool_op},
 };
 
-const Dtype* find_dtype(comm_dtype number) {
-    for (const Dtype& dtype : dtypes)
+const DtypeInfo* find_dtype(comm_dtype number) {
+    for (const DtypeInfo& dtype : dtypes)
         if (dtype.number == number) return &dtype;
     return nullptr;
 }
@@ -250,39 +250,38 @@ const Dtype* find_dtype(comm_dtype number) {
 
 Instructions best_instructions() {
     for (Instructions instructions : {Instructions::avx512, Instructions::avx2})
-        if (are_here(instructions)) return instructions;
+        if (is_supported(instructions)) return instructions;
     return Instructions::plain;
 }
 
-bool find_instructions(const char* name, Instructions* found) {
+bool find_instructions(const char* name, Instructions* instructions) {
     static const char* const names[] = {"plain", "avx2", "avx512"};
-    for (Instructions instructions :
-         {Instructions::plain, Instructions::avx2, Instructions::avx512}) {
-        if (std::strcmp(name, names[static_cast<int>(instructions)]) != 0) continue;
-        *found = instructions;
-        return are_here(instructions);
+    for (Instructions candidate : {Instructions::plain, Instructions::avx2, Instructions::avx512}) {
+        if (std::strcmp(name, names[static_cast<int>(candidate)]) != 0) continue;
+        *instructions = candidate;
+        return is_supported(candidate);
     }
     return false;
 }
 
 Reduce find_reduce(comm_dtype number, comm_op op, Instructions instructions) {
-    const Dtype* dtype = find_dtype(number);
+    const DtypeInfo* dtype = find_dtype(number);
     return dtype == nullptr ? nullptr : dtype->find(op, instructions);
 }
 
 size_t size_of(comm_dtype number) {
-    const Dtype* dtype = find_dtype(number);
+    const DtypeInfo* dtype = find_dtype(number);
     return dtype == nullptr ? 0 : dtype->size;
 }
 
 const char* name_of_dtype(comm_dtype number) {
-    const Dtype* dtype = find_dtype(number);
-    return dtype == nullptr ? "a dtype unknown here" : dtype->name;
+    const DtypeInfo* dtype = find_dtype(number);
+    return dtype == nullptr ? "unknown dtype" : dtype->name;
 }
 
 const char* name_of_op(comm_op op) {
     static const char* const names[] = {"sum", "prod", "max", "min", "avg"};
-    return op >= COMM_SUM && op <= COMM_AVG ? names[op] : "an op unknown here";
+    return op >= COMM_SUM && op <= COMM_AVG ? names[op] : "unknown op";
 }
 
 #if defined(__x86_64__)

@@ -14,21 +14,21 @@ using Reduce = void (*)(void* out, const void* const* sources, int num_sources, 
 
 enum class Instructions { plain, avx2, avx512 };
 
-// The most that this processor has.
+// The widest that this processor supports.
 Instructions best_instructions();
-// By name, if this processor has them.
-bool find_instructions(const char* name, Instructions* found);
+// By name. False if there are none of that name, or this processor does not support them.
+bool find_instructions(const char* name, Instructions* instructions);
 
-// nullptr where the operation means nothing for the type. The result has the same bits with any
+// nullptr where the operation is not defined for the type. The result has the same bits with any
 // instructions.
 Reduce find_reduce(comm_dtype dtype, comm_op op, Instructions instructions);
 
-// Bytes of an element; 0 for a number that is no dtype.
+// Bytes of an element; 0 for an unknown dtype.
 size_t size_of(comm_dtype dtype);
 const char* name_of_dtype(comm_dtype dtype);
 const char* name_of_op(comm_op op);
 
-// Like memcpy, past the caches: for data that another core will read and this one will not.
+// memcpy past the caches, for data that another core reads next and this one does not.
 void copy_streaming(void* to, const void* from, size_t nbytes);
 
 }  // namespace shm

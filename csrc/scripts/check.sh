@@ -1,6 +1,6 @@
 #!/bin/sh
-# Does the vendor header compile alone, as C11 and C++17, and does all CUDA code compile for the
-# architectures we name? Nothing built here is kept or run.
+# Checks that the vendor header compiles alone, as C11 and C++17, and that all CUDA code compiles for
+# the architectures named below. Nothing built here is kept or run.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -11,7 +11,7 @@ for dialect in "c -std=c11" "c++ -std=c++17"; do
 done
 
 if ! command -v nvcc >/dev/null; then
-    echo "nvcc is not here: the CUDA code was not compiled. A machine with the CUDA toolkit would." >&2
+    echo "nvcc was not found, so the CUDA code was not compiled. Install the CUDA toolkit." >&2
     exit "${CUDA_CHECK_WITHOUT_NVCC:-0}"
 fi
 scratch=$(mktemp -d)

@@ -116,8 +116,7 @@ ShmCommunicator::~ShmCommunicator() {
     for (int peer = 0; peer < nranks; ++peer) ring_doorbell(peer);
 }
 
-void ShmCommunicator::check_process() const {
-    if (fork_guard_.is_original_process()) return;
+void ShmCommunicator::throw_forked() const {
     throw Failure{COMM_INVALID_USAGE,
                   prefix() + "process " + std::to_string(getpid()) +
                       " was forked from the rank and cannot use its communicator: the peers would "
@@ -125,18 +124,11 @@ void ShmCommunicator::check_process() const {
                       "a rank of its own"};
 }
 
-void ShmCommunicator::check_usable() const {
-    check_process();
-    if (!broken_.empty()) throw Failure{COMM_INVALID_USAGE, broken_};
-    check_not_aborted();
-}
-
-void ShmCommunicator::check_not_aborted(const std::string& doing) const {
-    if (aborted_.load(std::memory_order_relaxed))
-        throw Failure{COMM_REMOTE_ERROR,
-                      prefix() + "this communicator was aborted" +
-                          (doing.empty() ? "" : " in " + doing) +
-                          ", and its ranks are desynchronised. Make a new communicator"};
+void ShmCommunicator::throw_aborted(const std::string& doing) const {
+    throw Failure{COMM_REMOTE_ERROR,
+                  prefix() + "this communicator was aborted" +
+                      (doing.empty() ? "" : " in " + doing) +
+                      ", and its ranks are desynchronised. Make a new communicator"};
 }
 
 // ---- calls and steps ----
@@ -156,7 +148,9 @@ void ShmCommunicator::check_not_aborted(const std::string& doing) const {
 // publish c + 1; it cannot publish c + 2, since the first await() of c + 1 waits for that peer to
 // finish call c. So a rank is at most one call ahead, and two headers suffice.
 void ShmCommunicator::begin(const CallSignature& call, uint64_t inline_value) {
-    check_usable();
+    check_process();
+    if (!broken_.empty()) throw Failure{COMM_INVALID_USAGE, broken_};
+    check_not_aborted();
     call_ = call;
     inline_value_ = inline_value;
     deadline_ns_ = 0;
@@ -371,7 +365,7 @@ const char* ShmCommunicator::describe_end(int peer) const {
 
 // A peer that stopped may have done so because another died, which is then the first cause.
 void ShmCommunicator::check_peer(int peer, const std::string& doing) {
-    check_not_aborted(doing);
+    if (aborted_.load(std::memory_order_relaxed)) throw_aborted(doing);
     const char* end = describe_end(peer);
     if (end == nullptr) return;
     std::string text = prefix() + describe_peer(peer) + " " + end + " while rank " +

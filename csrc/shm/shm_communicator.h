@@ -160,9 +160,14 @@ class ShmCommunicator {
     void ring_doorbell(int peer);
 
     // Throws in a child that was forked from the rank: its steps would pass for the rank's own.
-    void check_process() const;
-    void check_usable() const;
-    void check_not_aborted(const std::string& doing = "") const;
+    void check_process() const {
+        if (!fork_guard_.is_original_process()) throw_forked();
+    }
+    void check_not_aborted() const {
+        if (aborted_.load(std::memory_order_relaxed)) throw_aborted("");
+    }
+    [[noreturn]] void throw_forked() const;
+    [[noreturn]] void throw_aborted(const std::string& doing) const;
     void start_deadline();
     const char* describe_end(int peer) const;  // nullptr if it still takes part
     void check_peer(int peer, const std::string& doing);

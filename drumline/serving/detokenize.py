@@ -1,63 +1,72 @@
-"""The text of tokens as they come, whole characters at a time, up to where it is to stop."""
+"""Incremental detokenization: whole characters as tokens arrive, up to a stop string.
+
+detokenizer = IncrementalDetokenizer(tokenizer, stop=("\\n\\n",))
+text = "".join(map(detokenizer.add, tokens)) + detokenizer.flush()
+
+tokenizers' DecodeStream is not used: it takes no tokenizer that is written in Python, cannot flush
+an incomplete character at the end, and raises InvalidPrefix on some sequences of byte tokens.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-UNFINISHED = "\ufffd"
-"""What a tokenizer shows for bytes that do not make a character yet."""
+REPLACEMENT = "\ufffd"
+"""A tokenizer decodes bytes that are not a character yet as this one."""
 
 
-class Text:
-    """The text of one row of tokens.
+class IncrementalDetokenizer:
+    """The text of one sequence of tokens.
 
-    A token may mean something else after those before it, so each is decoded together with the
-    piece before, and what that piece said alone is taken off.
+    The text of a token depends on the tokens before it. Therefore each piece is decoded together
+    with the piece before it, whose own text is then removed.
     """
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
         self.tokenizer, self.stop = tokenizer, stop
         self.is_stopped = False
         self._tokens: list[int] = []
-        self._begin = self._end = 0  # of the last piece that has been decoded
-        self._held = ""  # could be the beginning of a stop
+        self._prefix_start = self._prefix_end = 0  # the last piece that was decoded
+        self._held_back = ""  # a possible beginning of a stop string
 
     def add(self, token: int) -> str:
-        """What is certain now and has not been said before."""
+        """Append a token; return the new text that later tokens cannot change."""
         self._tokens.append(token)
-        before = self._decode(self._tokens[self._begin : self._end])
-        now = self._decode(self._tokens[self._begin :])
-        if now.endswith(UNFINISHED) or len(now) <= len(before):
+        text = self._pending_text()
+        if not text or text.endswith(REPLACEMENT):
             return ""
-        self._begin, self._end = self._end, len(self._tokens)
-        return self._until_stop(now[len(before) :])
+        self._prefix_start, self._prefix_end = self._prefix_end, len(self._tokens)
+        return self._before_stop(text)
 
-    def rest(self) -> str:
-        """What was held back, when no more tokens come."""
+    def flush(self) -> str:
+        """The text held back so far, to call after the last token."""
         if self.is_stopped:
             return ""
-        before = self._decode(self._tokens[self._begin : self._end])
-        now = self._decode(self._tokens[self._begin :])
-        said = self._until_stop(now[len(before) :])
-        held, self._held = self._held, ""
-        return said + held
+        text = self._before_stop(self._pending_text())
+        rest, self._held_back = self._held_back, ""
+        return text + rest
+
+    def _pending_text(self) -> str:
+        """The text of the tokens after the last decoded piece."""
+        prefix = self._decode(self._tokens[self._prefix_start : self._prefix_end])
+        return self._decode(self._tokens[self._prefix_start :])[len(prefix) :]
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
-    def _until_stop(self, text: str) -> str:
-        text = self._held + text
-        found = [place for stop in self.stop if (place := text.find(stop)) >= 0]
-        if found:
-            self.is_stopped, self._held = True, ""
-            return text[: min(found)]
-        kept = max((_overlap(text, stop) for stop in self.stop), default=0)
-        self._held = text[len(text) - kept :]
-        return text[: len(text) - kept]
+    def _before_stop(self, text: str) -> str:
+        text = self._held_back + text
+        starts = [start for stop in self.stop if (start := text.find(stop)) >= 0]
+        if starts:
+            self.is_stopped, self._held_back = True, ""
+            return text[: min(starts)]
+        length = max((_overlap(text, stop) for stop in self.stop), default=0)
+        self._held_back = text[len(text) - length :]
+        return text[: len(text) - length]
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How much of the end of text is a beginning of stop."""
+    """The length of the longest end of text that is a beginning of stop."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -1,71 +1,76 @@
-"""Numbers of a server, in the text format that Prometheus reads."""
+"""Metrics of a server for Prometheus.
+
+metrics = ServerMetrics(scheduler)
+metrics.observe_response("/v1/completions", 200)
+body = metrics.exposition()
+"""
 
 from __future__ import annotations
 
-import threading
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 
-BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
 
+from drumline.serving.scheduler import BatchScheduler
 
-class Histogram:
-    """How many durations were at most each of BOUNDS_S."""
-
-    def __init__(self) -> None:
-        self.counts = [0] * (len(BOUNDS_S) + 1)
-        self.total_s = 0.0
-
-    def add(self, seconds: float) -> None:
-        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
-        self.total_s += seconds
-
-    def lines(self, name: str) -> list[str]:
-        found, below = [], 0
-        for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), self.counts, strict=True):
-            below += count
-            found.append(f'{name}_bucket{{le="{bound}"}} {below}')
-        return [*found, f"{name}_sum {self.total_s:g}", f"{name}_count {below}"]
+BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
-class Metrics:
-    """What is counted here, and what others count, who are asked when somebody reads.
+class SchedulerCollector(Collector):  # type: ignore[misc]
+    """The scheduler's own counts, read when somebody asks for the metrics."""
 
-    Those whose names end in _total are counters, the others gauges.
-    """
+    def __init__(self, scheduler: BatchScheduler) -> None:
+        self.scheduler = scheduler
 
-    def __init__(self, others: dict[str, Callable[[], float]]) -> None:
-        self._others = others
-        self._lock = threading.Lock()
-        self._requests: Counter[tuple[str, int]] = Counter()
-        self._prompt_tokens = 0
-        self._first, self._whole = Histogram(), Histogram()
+    def collect(self) -> Iterator[Metric]:
+        scheduler = self.scheduler
+        yield CounterMetricFamily(
+            "drumline_new_tokens", "Generated tokens.", value=scheduler.num_new_tokens
+        )
+        for name, text, value in (
+            ("requests_running", "Sequences in a batch now.", scheduler.num_running),
+            ("requests_waiting", "Sequences in the queue now.", scheduler.num_waiting),
+            ("largest_batch", "Most sequences of one batch so far.", scheduler.largest_batch),
+        ):
+            yield GaugeMetricFamily(f"drumline_{name}", text, value=value)
 
-    def requested(self, path: str, status: int) -> None:
-        with self._lock:
-            self._requests[path, status] += 1
 
-    def answered(self, prompt_tokens: int, first_s: float, whole_s: float) -> None:
-        """A request, and when its first token came and its last."""
-        with self._lock:
-            self._prompt_tokens += prompt_tokens
-            self._first.add(first_s)
-            self._whole.add(whole_s)
+class ServerMetrics:
+    """Counters and latencies of one server, in a registry of its own."""
 
-    def text(self) -> str:
-        with self._lock:
-            lines = ["# TYPE drumline_requests_total counter"]
-            lines += [
-                f'drumline_requests_total{{path="{path}",status="{status}"}} {count}'
-                for (path, status), count in sorted(self._requests.items())
-            ]
-            lines.append("# TYPE drumline_prompt_tokens_total counter")
-            lines.append(f"drumline_prompt_tokens_total {self._prompt_tokens}")
-            for name, held in (("first_token", self._first), ("request", self._whole)):
-                lines.append(f"# TYPE drumline_{name}_seconds histogram")
-                lines += held.lines(f"drumline_{name}_seconds")
-        for name, ask in self._others.items():
-            kind = "counter" if name.endswith("_total") else "gauge"
-            lines += [f"# TYPE drumline_{name} {kind}", f"drumline_{name} {ask()}"]
-        return "\n".join([*lines, ""])
+    def __init__(self, scheduler: BatchScheduler) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(SchedulerCollector(scheduler))
+        self._responses = Counter(
+            "drumline_requests",
+            "HTTP responses by path and status.",
+            ["path", "status"],
+            registry=self.registry,
+        )
+        self._prompt_tokens = Counter(
+            "drumline_prompt_tokens", "Tokens of finished prompts.", registry=self.registry
+        )
+        self._first_token_s = self._latency("first_token", "Seconds to the first token.")
+        self._request_s = self._latency("request", "Seconds to the last token.")
+
+    def _latency(self, name: str, text: str) -> Histogram:
+        name = f"drumline_{name}_seconds"
+        return Histogram(name, text, buckets=BUCKETS_S, registry=self.registry)
+
+    def observe_response(self, path: str, status: int) -> None:
+        self._responses.labels(path, str(status)).inc()
+
+    def observe_completion(
+        self, prompt_tokens: int, first_token_s: float, request_s: float
+    ) -> None:
+        self._prompt_tokens.inc(prompt_tokens)
+        self._first_token_s.observe(first_token_s)
+        self._request_s.observe(request_s)
+
+    def exposition(self) -> bytes:
+        """All metrics in Prometheus' text format, of the type CONTENT_TYPE."""
+        return bytes(generate_latest(self.registry))

@@ -1,6 +1,6 @@
-"""What clients of OpenAI's API say and hear: requests, answers, chunks, errors.
+"""OpenAI's protocol: requests, responses, chunks of a stream, errors.
 
-Fields that are not understood are refused by name: an answer that ignored one would be wrong.
+Unsupported fields are rejected by name: a response that ignored one would be wrong.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from drumline.serving.sampling import Sampling
+from drumline.serving.sampling import SamplingParams
 
 DEFAULT_MAX_TOKENS = 16
-"""Of a completion that does not say; a chat may go on to the limit of the server."""
-MAX_FAULTS = 1000  # to look for the one to name: pydantic lists 300,000 in 20 s
+"""Of a completion without max_tokens; a chat may go on to the limit of the server."""
+MAX_ERRORS = 1000  # to search for the one to report: pydantic lists 300,000 in 20 s
 
 
 class ApiError(Exception):
-    """An answer in OpenAI's form of errors."""
+    """An error response in OpenAI's form."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class ApiError(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+def invalid_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(400, message, "invalid_request_error", code, param)
 
 
@@ -45,8 +45,8 @@ class StreamOptions(BaseModel):  # type: ignore[misc]
     include_obfuscation: Literal[False] = False
 
 
-class Asked(BaseModel):  # type: ignore[misc]
-    """What completions and chats have in common."""
+class GenerationRequest(BaseModel):  # type: ignore[misc]
+    """The fields that completions and chats share."""
 
     model_config = ConfigDict(extra="forbid")
     model: str
@@ -64,58 +64,63 @@ class Asked(BaseModel):  # type: ignore[misc]
     user: str | None = None
 
     @property
-    def choices(self) -> int:
-        """How many answers to each prompt."""
+    def num_choices(self) -> int:
+        """Completions of each prompt."""
         return self.n or 1
 
     @property
-    def wants_usage(self) -> bool:
+    def includes_usage(self) -> bool:
+        """Whether the last chunk of the stream holds the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling(self, max_tokens: int, choice: int) -> Sampling:
-        """Of one choice; with a seed each has its own."""
+    def sampling_params(self, max_tokens: int, choice: int) -> SamplingParams:
+        """The parameters of one choice. With a seed, each choice has a seed of its own."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return Sampling(
-            max_tokens,
-            1.0 if self.temperature is None else self.temperature,
-            1.0 if self.top_p is None else self.top_p,
-            self.top_k or 0,
-            self.presence_penalty or 0.0,
-            self.frequency_penalty or 0.0,
-            None if self.seed is None else (self.seed + choice) % 2**63,
-            tuple(text for text in stop if text),
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=self.top_k or 0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            seed=None if self.seed is None else (self.seed + choice) % 2**63,
+            stop=tuple(text for text in stop if text),
         )
 
 
-class Completion(Asked):
+class CompletionRequest(GenerationRequest):
+    """The body of /v1/completions."""
+
     prompt: str | list[str] | list[int] | list[list[int]]
 
 
-class Part(BaseModel):  # type: ignore[misc]
+class TextPart(BaseModel):  # type: ignore[misc]
     model_config = ConfigDict(extra="forbid")
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel):  # type: ignore[misc]
+class ChatMessage(BaseModel):  # type: ignore[misc]
     model_config = ConfigDict(extra="forbid")
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
+    content: str | list[TextPart]
     name: str | None = None
 
-    def plain(self) -> dict[str, str]:
-        """As chat templates take it."""
-        whole = self.content
-        text = whole if isinstance(whole, str) else "".join(part.text for part in whole)
+    def for_template(self) -> dict[str, str]:
+        """The message in the form that chat templates take."""
+        content = self.content
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
-class Chat(Asked):
-    messages: list[Message] = Field(min_length=1)
+class ChatCompletionRequest(GenerationRequest):
+    """The body of /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
 
 
-ASKING_NOTHING: dict[str, Any] = {
+DISABLED_VALUES: dict[str, Any] = {
     "best_of": 1,
     "echo": False,
     "logit_bias": {},
@@ -129,67 +134,67 @@ ASKING_NOTHING: dict[str, Any] = {
     "tools": [],
     "top_logprobs": 0,
 }
-"""Fields that are not supported, and what some clients send in them who do not want them."""
+"""Unsupported fields, with the value by which clients say that they do not use them."""
 
 
 def parse(body: bytes) -> dict[str, Any]:
-    """The fields of a request. Raises ApiError where there is no JSON object."""
+    """The fields of a request. Raises ApiError unless the body is a JSON object."""
     try:
         fields = json.loads(body)
     except UnicodeError as error:
-        raise invalid(f"The body holds what is no text: {error}") from error
+        raise invalid_request(f"The body is not valid text: {error}") from error
     except (ValueError, RecursionError) as error:
-        raise invalid(f"The body is no JSON: {error}") from error
+        raise invalid_request(f"The body is not JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise invalid("The body is no JSON object.")
+        raise invalid_request("The body is not a JSON object.")
     return fields
 
 
 def num_prompts(prompt: Any) -> int:
-    """The number of prompts in the field of this name; a list of tokens is one of them."""
-    is_one = not isinstance(prompt, list) or (prompt and isinstance(prompt[0], int))
-    return 1 if is_one else len(prompt)
+    """The number of prompts in the field `prompt`; a list of tokens is one prompt."""
+    is_single = not isinstance(prompt, list) or (prompt and isinstance(prompt[0], int))
+    return 1 if is_single else len(prompt)
 
 
 def validate(kind: type[Any], fields: dict[str, Any], max_items: int) -> Any:
-    """The request; a field that is null is as good as none. Raises ApiError that names a fault.
+    """The validated request; a field that is null counts as absent. Raises ApiError.
 
-    max_items: of each list or object.
+    max_items: the most items of any list or object.
     """
     try:
         present = _without_nulls(fields, max_items)
         json.dumps(present, ensure_ascii=False).encode()
         return kind.model_validate(
-            {name: value for name, value in present.items() if not _asks_nothing(name, value)}
+            {name: value for name, value in present.items() if not _is_disabled(name, value)}
         )
     except UnicodeError as error:
-        raise invalid(f"The body holds what is no text: {error}") from error
+        raise invalid_request(f"The body is not valid text: {error}") from error
     except RecursionError as error:
-        raise invalid("The body holds lists within lists without end.") from error
+        raise invalid_request("The body nests lists or objects too deeply.") from error
     except ValidationError as error:
-        raise _fault(error) from error
+        raise _validation_error(error) from error
 
 
-def _fault(error: ValidationError) -> ApiError:
-    if error.error_count() > MAX_FAULTS:
-        return invalid(
-            f"The body has {error.error_count()} faults, so none is named here; leave out fields "
-            "that OpenAI's API does not have, and lists of another type than it takes."
+def _validation_error(error: ValidationError) -> ApiError:
+    if error.error_count() > MAX_ERRORS:
+        return invalid_request(
+            f"The body has {error.error_count()} errors, too many to name. Leave out fields that "
+            "OpenAI's API does not have, and lists of another type than it takes."
         )
-    deepest = max(error.errors(), key=lambda fault: len(fault["loc"]))
-    where = ".".join(str(step) for step in deepest["loc"])
-    unknown = deepest["type"] == "extra_forbidden"
-    what = " is not supported by this server; leave it out." if unknown else f": {deepest['msg']}"
-    return invalid(where + what, where)
+    deepest = max(error.errors(), key=lambda details: len(details["loc"]))
+    field = ".".join(str(step) for step in deepest["loc"])
+    if deepest["type"] == "extra_forbidden":
+        return invalid_request(f"{field} is not supported by this server; leave it out.", field)
+    return invalid_request(f"{field}: {deepest['msg']}", field)
 
 
 def _without_nulls(value: Any, max_items: int) -> Any:
     if not isinstance(value, (dict, list)):
         return value
     if len(value) > max_items:
-        raise invalid(
+        raise invalid_request(
             f"{len(value)} items in one list or object are more than the {max_items} that this "
-            "server takes; send fewer.",
+            "server accepts; send fewer.",
             code="context_length_exceeded",
         )
     if isinstance(value, list):
@@ -198,52 +203,55 @@ def _without_nulls(value: Any, max_items: int) -> Any:
     return {name: _without_nulls(item, max_items) for name, item in pairs}
 
 
-def _asks_nothing(name: str, value: Any) -> bool:
-    known = ASKING_NOTHING.get(name)
-    return type(value) is type(known) and bool(value == known)
+def _is_disabled(name: str, value: Any) -> bool:
+    disabled = DISABLED_VALUES.get(name)
+    return type(value) is type(disabled) and bool(value == disabled)
 
 
-class Answers:
-    """The answers to one request, whole or in chunks."""
+class ResponseBuilder:
+    """The bodies of one response, whole or in chunks of a stream."""
 
     def __init__(self, model: str, is_chat: bool) -> None:
         self._is_chat = is_chat
-        self._head = {
+        self._header = {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": model,
         }
 
-    def whole(self, texts: list[str], ends: list[str], usage: dict[str, int]) -> dict[str, Any]:
+    def response(
+        self, texts: list[str], finish_reasons: list[str], usage: dict[str, int]
+    ) -> dict[str, Any]:
+        """The body of a response that is no stream."""
         kind = "chat.completion" if self._is_chat else "text_completion"
         choices = [
-            self._choice(number, end, "message", {"role": "assistant", "content": text})
-            for number, (text, end) in enumerate(zip(texts, ends, strict=True))
+            self._choice(index, reason, "message", {"role": "assistant", "content": text})
+            for index, (text, reason) in enumerate(zip(texts, finish_reasons, strict=True))
         ]
-        return {**self._head, "object": kind, "choices": choices, "usage": usage}
+        return {**self._header, "object": kind, "choices": choices, "usage": usage}
 
-    def opening(self, number: int) -> dict[str, Any]:
+    def first_chunk(self, index: int) -> dict[str, Any]:
         """The first chunk of a chat's choice."""
         return self._chunk(
-            [self._choice(number, None, "delta", {"role": "assistant", "content": ""})]
+            [self._choice(index, None, "delta", {"role": "assistant", "content": ""})]
         )
 
-    def chunk(self, number: int, text: str, end: str | None) -> dict[str, Any]:
-        said = {"content": text} if text or end is None else {}
-        if not self._is_chat:
-            said = {"content": text}
-        return self._chunk([self._choice(number, end, "delta", said)])
+    def chunk(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+        """A chunk of one choice; the last of a chat's choice holds no text."""
+        is_empty = self._is_chat and not text and finish_reason is not None
+        delta = {} if is_empty else {"content": text}
+        return self._chunk([self._choice(index, finish_reason, "delta", delta)])
 
-    def usage(self, usage: dict[str, int]) -> dict[str, Any]:
-        """The last chunk, for those who asked for it."""
+    def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
+        """The last chunk, if the request includes the usage."""
         return {**self._chunk([]), "usage": usage}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
-        return {**self._head, "object": kind, "choices": choices}
+        return {**self._header, "object": kind, "choices": choices}
 
     def _choice(
-        self, number: int, end: str | None, field: str, said: dict[str, str]
+        self, index: int, finish_reason: str | None, field: str, message: dict[str, str]
     ) -> dict[str, Any]:
-        what: dict[str, Any] = {field: said} if self._is_chat else {"text": said["content"]}
-        return {"index": number, **what, "logprobs": None, "finish_reason": end}
+        body: dict[str, Any] = {field: message} if self._is_chat else {"text": message["content"]}
+        return {"index": index, **body, "logprobs": None, "finish_reason": finish_reason}

@@ -1,4 +1,8 @@
-"""The next token of each row of a batch, each row with wishes of its own."""
+"""The next token of each sequence of a batch, sampled with that sequence's own parameters.
+
+sampler = TokenSampler(SamplingParams(temperature=0.7, top_p=0.9, seed=1))
+token = sampler.sample(logits)  # [vocabulary]
+"""
 
 from __future__ import annotations
 
@@ -6,76 +10,81 @@ from collections import Counter
 from dataclasses import dataclass
 
 import torch
+from transformers import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+MIN_TEMPERATURE = torch.finfo(torch.float32).tiny  # below, a division by it overflows
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How one row is continued. temperature 0 takes the likeliest token; top_k 0 allows all.
+class SamplingParams:
+    """Sampling parameters of one sequence, with the meaning of OpenAI's API.
 
-    presence and frequency are taken off the score of a token that the row already has, once and as
-    often as it has it.
+    temperature: 0 takes the most likely token. top_k: 0 allows all tokens.
+    presence_penalty, frequency_penalty: subtracted from the logit of a token that the sequence has
+    generated before, once and once per occurrence.
     """
 
     max_tokens: int = 16
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    presence: float = 0.0
-    frequency: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
 
 
-class Chooser:
-    """Chooses the tokens of one row; the same ones again for the same seed and scores."""
+class TokenSampler:
+    """Samples the tokens of one sequence; equal seeds and logits give equal tokens."""
 
-    def __init__(self, sampling: Sampling) -> None:
-        self.sampling = sampling
+    def __init__(self, params: SamplingParams) -> None:
+        self.params = params
         self.counts: Counter[int] = Counter()
-        self.random = torch.Generator()
-        if sampling.seed is None:
-            self.random.seed()
+        self.generator = torch.Generator()
+        if params.seed is None:
+            self.generator.seed()
         else:
-            self.random.manual_seed(sampling.seed)
+            self.generator.manual_seed(params.seed)
 
     @property
-    def is_plain(self) -> bool:
-        """Whether it always chooses the token with the highest score."""
-        wishes = self.sampling
-        return wishes.temperature == wishes.presence == wishes.frequency == 0
+    def is_greedy(self) -> bool:
+        """Whether the sampler always takes the token with the highest logit."""
+        params = self.params
+        return params.temperature == params.presence_penalty == params.frequency_penalty == 0
 
-    def choose(self, scores: torch.Tensor) -> int:
-        """The next token, from the scores of all: [vocabulary]."""
-        scores = self._punished(scores.float())
-        if self.sampling.temperature == 0:
-            token = int(scores.argmax())
+    def sample(self, logits: torch.Tensor) -> int:
+        """The next token. logits: [vocabulary]."""
+        logits = self._penalized(logits.float())
+        if self.params.temperature == 0:
+            token = int(logits.argmax())
         else:
-            least = torch.finfo(scores.dtype).tiny  # as good as 0, and dividing by that is not
-            scores = (scores - scores.max()) / max(self.sampling.temperature, least)
-            chances = torch.softmax(self._allowed(scores), 0)
-            token = int(torch.multinomial(chances.cpu(), 1, generator=self.random))
+            # The maximum is subtracted so that no temperature makes a logit infinite.
+            logits = _warpers(self.params)(None, (logits - logits.max())[None])[0]
+            probabilities = torch.softmax(logits, 0)
+            token = int(torch.multinomial(probabilities.cpu(), 1, generator=self.generator))
         self.counts[token] += 1
         return token
 
-    def _punished(self, scores: torch.Tensor) -> torch.Tensor:
-        presence, frequency = self.sampling.presence, self.sampling.frequency
+    def _penalized(self, logits: torch.Tensor) -> torch.Tensor:
+        presence, frequency = self.params.presence_penalty, self.params.frequency_penalty
         if not self.counts or presence == frequency == 0:
-            return scores
+            return logits
         tokens, counts = (
-            torch.tensor(list(x), device=scores.device)
-            for x in zip(*self.counts.items(), strict=True)
+            torch.tensor(list(values), device=logits.device)
+            for values in zip(*self.counts.items(), strict=True)
         )
-        return scores.index_add(0, tokens, -(presence + frequency * counts).to(scores.dtype))
+        return logits.index_add(0, tokens, -(presence + frequency * counts).to(logits.dtype))
 
-    def _allowed(self, scores: torch.Tensor) -> torch.Tensor:
-        """Scores of which top_k and top_p are left: the fewest likeliest tokens that make top_p."""
-        top_k, top_p = self.sampling.top_k, self.sampling.top_p
-        if 0 < top_k < len(scores):
-            scores = scores.masked_fill(scores < scores.topk(top_k).values[-1], -torch.inf)
-        if top_p < 1:
-            ordered, places = scores.sort(descending=True)
-            chances = ordered.softmax(0)
-            is_beyond = chances.cumsum(0) - chances >= top_p
-            is_beyond[0] = False
-            scores = scores.index_fill(0, places[is_beyond], -torch.inf)
-        return scores
+
+def _warpers(params: SamplingParams) -> LogitsProcessorList:
+    warpers = [TemperatureLogitsWarper(max(params.temperature, MIN_TEMPERATURE))]
+    if params.top_k:
+        warpers.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        warpers.append(TopPLogitsWarper(params.top_p))
+    return LogitsProcessorList(warpers)

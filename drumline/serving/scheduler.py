@@ -1,11 +1,12 @@
-"""Requests of many clients, continued together: each batch is one generate(), several at a time.
+"""Continuous batching: sequences of many requests, generated together in several batches.
 
-batcher = Batcher(model, Limits(max_length=4096))
-batcher.submit([Row(prompt, Sampling(), heard=print, ended=print)])
+scheduler = BatchScheduler(model, ServingLimits(max_length=4096))
+scheduler.submit([Generation(prompt, SamplingParams(), on_token=print, on_end=print)])
 
-A batch takes all that waits when one of the threads is free. While one batch is in one stage of the
-model, the next is in another. If all threads are busy and there is room for what waits, a batch
-breaks off after a while, and goes on together with that: its tokens so far are then its prompt.
+A batch is one generate(). A free thread starts a batch with everything that waits; while one batch
+is in one stage of the model, the next is in another. If all threads are busy and the queue would
+fit, a batch preempts itself after a while and restarts together with the queue: the tokens that it
+has generated are then part of its prompts.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -28,107 +28,111 @@ from transformers import (
 )
 
 from drumline.errors import DrumlineError, PeerLost
-from drumline.serving.sampling import Chooser, Sampling
+from drumline.serving.limits import ServingLimits, ServingTimings
+from drumline.serving.sampling import SamplingParams, TokenSampler
 
-GATHER_S = 0.003  # for requests that come together to go together
-SHORTEST_RUN = 16  # tokens of each row, before a batch breaks off
-COST_OF_BREAK = 1 / 32  # of a token that is read again, in tokens that are made
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Tokens of a row with its prompt; rows that run at a time, and that wait; threads."""
-
-    max_length: int
-    max_running: int = 16
-    max_waiting: int = 64
-    threads: int = 2
+MIN_TOKENS_BEFORE_PREEMPTION = 16  # per sequence
+DEFAULT_TIMINGS = ServingTimings()
+PREFILL_COST = 1 / 32  # of a token that is computed again, in generated tokens
 
 
-class Busy(DrumlineError):
-    """So much waits already that another request had better come later."""
+class ServerBusy(DrumlineError):
+    """The queue is full; a later request may succeed."""
 
 
 class RequestTooLarge(DrumlineError):
-    """So much will never find room, however long it waits."""
+    """The request exceeds the size of the queue and can never be scheduled."""
 
 
-class Row:
-    """One prompt that is being continued.
+class Generation:
+    """One prompt, and the tokens generated for it so far.
 
-    heard(token): called with each new token, from another thread; says whether to go on.
-    ended(how): called once, last: "stop", "length", "cancelled" or an exception.
+    on_token(token): called with each new token by a thread of the scheduler; returns whether to
+    continue.
+    on_end(reason): called once, last: "stop", "length", "cancelled" or an exception.
     """
 
     def __init__(
         self,
         prompt: Sequence[int],
-        sampling: Sampling,
-        heard: Callable[[int], bool],
-        ended: Callable[[str | Exception], None],
+        params: SamplingParams,
+        on_token: Callable[[int], bool],
+        on_end: Callable[[str | Exception], None],
     ) -> None:
-        self.prompt, self.sampling, self.chooser = prompt, sampling, Chooser(sampling)
-        self.new: list[int] = []
+        self.prompt, self.params, self.sampler = prompt, params, TokenSampler(params)
+        self.new_tokens: list[int] = []
         self.is_done = False
-        self.cancelled: str | Exception | None = None
-        self._heard, self._ended = heard, ended
+        self.cancel_reason: str | Exception | None = None
+        self._on_token, self._on_end = on_token, on_end
 
     @property
-    def num_left(self) -> int:
-        return self.sampling.max_tokens - len(self.new)
+    def tokens(self) -> list[int]:
+        """The prompt with the new tokens."""
+        return [*self.prompt, *self.new_tokens]
 
-    def cancel(self, why: str | Exception = "cancelled") -> None:
-        """It ends so with the next token, or before the first: nobody listens any more, say."""
-        self.cancelled = self.cancelled or why
+    @property
+    def num_remaining(self) -> int:
+        """The most tokens that are still to be generated."""
+        return self.params.max_tokens - len(self.new_tokens)
 
-    def take(self, token: int, ends: set[int]) -> None:
-        if self.cancelled is not None:
-            return self.end(self.cancelled)
-        self.new.append(token)
+    def cancel(self, reason: str | Exception = "cancelled") -> None:
+        """End with this reason at the next token, or before the first one."""
+        self.cancel_reason = self.cancel_reason or reason
+
+    def append(self, token: int, eos_tokens: set[int]) -> None:
+        """Take a new token, which may be the last."""
+        if self.cancel_reason is not None:
+            return self.end(self.cancel_reason)
+        self.new_tokens.append(token)
         try:
-            goes_on = token not in ends and self._heard(token)
-        except Exception as error:  # which is no matter of the other rows
+            should_continue = token not in eos_tokens and self._on_token(token)
+        except Exception as error:  # it ends this sequence, and no other of the batch
             return self.end(error)
-        if not goes_on:
+        if not should_continue:
             self.end("stop")
-        elif self.num_left == 0:
+        elif self.num_remaining == 0:
             self.end("length")
 
-    def choose(self, scores: torch.Tensor) -> int:
-        """The next token; any if it is done, as it is if there is none to be chosen."""
+    def sample(self, logits: torch.Tensor) -> int:
+        """The next token; any token if the sequence is done, or if sampling ends it by an error."""
         if not self.is_done:
             try:
-                return self.chooser.choose(scores)
-            except Exception as error:  # scores that are no numbers: no matter of the other rows
+                return self.sampler.sample(logits)
+            except Exception as error:  # logits that are NaN: no other sequence is affected
                 self.end(error)
         return 0
 
-    def end(self, how: str | Exception) -> None:
+    def end(self, reason: str | Exception) -> None:
+        """Call on_end, unless that was done."""
         if not self.is_done:
             self.is_done = True
-            self._ended(how)
+            self._on_end(reason)
 
 
-class Batcher:
-    """Threads that run what waits.
+class BatchScheduler:
+    """A queue of sequences, and threads that run batches of them.
 
-    on_loss is called if a rank of the model is lost, so that nothing will ever run again.
+    on_loss is called if a rank of the model is lost, after which nothing can run.
     """
 
     def __init__(
-        self, model: Any, limits: Limits, on_loss: Callable[[PeerLost], None] = lambda _: None
+        self,
+        model: Any,
+        limits: ServingLimits,
+        on_loss: Callable[[PeerLost], None] = lambda _: None,
+        timings: ServingTimings = DEFAULT_TIMINGS,
     ) -> None:
-        self.model, self.limits, self.on_loss = model, limits, on_loss
-        self.largest_batch = self.num_new = 0
-        self._ends = _as_set(model.generation_config.eos_token_id)
-        pad = model.generation_config.pad_token_id
-        self._pad = pad if pad is not None else min(self._ends, default=0)
-        self._waiting: deque[Row] = deque()
-        self._running: list[list[Row]] = []  # batches
+        self.model, self.limits, self.on_loss, self.timings = model, limits, on_loss, timings
+        self.largest_batch = self.num_new_tokens = 0
+        self._eos_tokens = _as_set(model.generation_config.eos_token_id)
+        pad_token = model.generation_config.pad_token_id
+        self._pad = pad_token if pad_token is not None else min(self._eos_tokens, default=0)
+        self._waiting: deque[Generation] = deque()
+        self._batches: list[list[Generation]] = []  # those that run
         self._changed = threading.Condition()
-        self._over: DrumlineError | None = None
-        self._is_breaking = False  # a batch, so that no other does
-        self._threads = [threading.Thread(target=self._serve) for _ in range(limits.threads)]
+        self._closed_by: DrumlineError | None = None
+        self._is_preempting = False  # one batch is, so that no other does
+        self._threads = [threading.Thread(target=self._serve) for _ in range(limits.num_threads)]
         for thread in self._threads:
             thread.start()
 
@@ -139,187 +143,195 @@ class Batcher:
     @property
     def num_running(self) -> int:
         with self._changed:
-            return sum(not row.is_done for batch in self._running for row in batch)
+            return sum(not item.is_done for batch in self._batches for item in batch)
 
-    def submit(self, rows: Sequence[Row]) -> None:
-        """Run them when there is room. Raises as check_room does, and takes none then."""
+    def submit(self, generations: Sequence[Generation]) -> None:
+        """Append all to the queue, or none. Raises as check_capacity does."""
         with self._changed:
-            self.check_room(len(rows))
-            self._waiting.extend(rows)
+            self.check_capacity(len(generations))
+            self._waiting.extend(generations)
             self._changed.notify_all()
 
-    def check_room(self, num_rows: int) -> None:
-        """Raise Busy or RequestTooLarge if so many rows may not wait now."""
-        if self._over is not None:
-            raise self._over
-        if num_rows > self.limits.max_waiting:
+    def check_capacity(self, num_sequences: int) -> None:
+        """Raise ServerBusy or RequestTooLarge if the queue cannot take that many now."""
+        if self._closed_by is not None:
+            raise self._closed_by
+        if num_sequences > self.limits.max_waiting:
             raise RequestTooLarge(
-                f"rank 0: {num_rows} prompts at a time are more than the "
+                f"rank 0: {num_sequences} prompts at a time are more than the "
                 f"{self.limits.max_waiting} that may wait here; ask for fewer."
             )
-        if len(self._waiting) + num_rows > self.limits.max_waiting:
-            raise Busy(
-                f"rank 0: {len(self._waiting)} requests wait already, and {num_rows} more "
+        if len(self._waiting) + num_sequences > self.limits.max_waiting:
+            raise ServerBusy(
+                f"rank 0: {len(self._waiting)} requests wait already, and {num_sequences} more "
                 f"would exceed the limit of {self.limits.max_waiting}; try again later."
             )
 
     def close(self) -> None:
-        """Return when what waits has been told that it ends, and what runs has, which it does with
-        its next token: whether a client reads its last ones or not."""
-        why = DrumlineError("rank 0: the server is being stopped; ask another one.")
-        self._end(why)
+        """End every sequence with an error; return when no batch runs.
+
+        A batch ends with its next token, whether or not a client reads the ones before.
+        """
+        error = DrumlineError("rank 0: the server is being stopped; ask another one.")
+        self._close_queue(error)
         with self._changed:
-            running = [row for batch in self._running for row in batch]
-        for row in running:
-            row.cancel(why)
+            running = [item for batch in self._batches for item in batch]
+        for item in running:
+            item.cancel(error)
         for thread in self._threads:
             thread.join()
 
-    def _end(self, why: DrumlineError) -> None:
+    def _close_queue(self, error: DrumlineError) -> None:
         with self._changed:
-            self._over = self._over or why
+            self._closed_by = self._closed_by or error
             waiting, self._waiting = list(self._waiting), deque()
             self._changed.notify_all()
-        for row in waiting:
-            row.end(why)
+        for item in waiting:
+            item.end(error)
 
     def _serve(self) -> None:
-        torch.set_grad_enabled(False)  # of this thread
-        while batch := self._gather():
+        torch.set_grad_enabled(False)  # a setting of this thread
+        while batch := self._start_batch():
             try:
-                self._run(batch)
+                self._generate(batch)
             except Exception as error:
-                for row in batch:
-                    row.end(error)
+                for item in batch:
+                    item.end(error)
                 if isinstance(error, PeerLost):
-                    self._end(error)
+                    self._close_queue(error)
                     self.on_loss(error)
-            self._put_back(batch)
+            self._finish_batch(batch)
 
-    def _put_back(self, batch: list[Row]) -> None:
-        """What has run; if it broke off, its rows are the next in line."""
-        left = [row for row in batch if not row.is_done]
-        with self._changed:
-            self._running.remove(batch)
-            if self._over is None:
-                self._waiting.extendleft(reversed(left))
-            self._changed.notify_all()
-        if self._over is not None:
-            for row in left:
-                row.end(self._over)
-
-    def _gather(self) -> list[Row]:
-        """The rows to run next, once there are any; none if it is over."""
+    def _start_batch(self) -> list[Generation]:
+        """The next batch, once anything waits; empty after close()."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._over is not None or self._next())
-                if self._over is not None:
+                self._changed.wait_for(lambda: self._closed_by is not None or self._next_batch())
+                if self._closed_by is not None:
                     return []
-            time.sleep(GATHER_S)
+            time.sleep(self.timings.gather_s)
             with self._changed:
-                batch = self._next()
+                batch = self._next_batch()
                 for _ in batch:
                     self._waiting.popleft()
                 if batch:
-                    self._running.append(batch)
+                    self._batches.append(batch)
                 self.largest_batch = max(self.largest_batch, len(batch))
-                self._is_breaking = self._is_breaking and not batch
+                self._is_preempting = self._is_preempting and not batch
             if batch:
                 return batch
 
-    def count(self, num_new: int) -> None:
+    def _finish_batch(self, batch: list[Generation]) -> None:
+        """Remove a batch; if it was preempted, put its sequences at the head of the queue."""
+        unfinished = [item for item in batch if not item.is_done]
         with self._changed:
-            self.num_new += num_new
+            self._batches.remove(batch)
+            if self._closed_by is None:
+                self._waiting.extendleft(reversed(unfinished))
+            self._changed.notify_all()
+        if self._closed_by is not None:
+            for item in unfinished:
+                item.end(self._closed_by)
 
-    def breaks_off(self, rows: list[Row], num_new: int, length: int) -> bool:
-        """Whether a batch that has made so many tokens a row, of length by now, had better go on
-        together with what waits. True for one batch at a time.
+    def should_preempt(self, batch: list[Generation], num_steps: int, length: int) -> bool:
+        """Whether a batch should stop and restart together with the queue.
+
+        num_steps: tokens of each sequence since the batch started. length: tokens of the longest.
+        True for one batch at a time, and only after so many steps that they outweigh the
+        computation of all `length` tokens again.
         """
-        if not self._waiting or num_new < max(SHORTEST_RUN, length * COST_OF_BREAK):
+        if not self._waiting:
+            return False
+        if num_steps < max(MIN_TOKENS_BEFORE_PREEMPTION, length * PREFILL_COST):
             return False
         with self._changed:
-            should = not self._is_breaking and bool(self._next(rows))
-            self._is_breaking = self._is_breaking or should
+            should = not self._is_preempting and bool(self._next_batch(batch))
+            self._is_preempting = self._is_preempting or should
             return should
 
-    def _next(self, batch: Sequence[Row] = ()) -> list[Row]:
-        """Those first in line that fit beside what runs, and into one batch with this one.
+    def _next_batch(self, restarting: Sequence[Generation] = ()) -> list[Generation]:
+        """The head of the queue, as far as the limits allow it beside the batches that run.
 
-        A row that is done takes room as long as its batch runs, but not longer.
+        restarting: a batch that the result would join. Its finished sequences count against
+        max_running until that batch ends, but not after.
         """
-        beside = [row for row in batch if not row.is_done]
-        room = self.limits.max_running - sum(map(len, self._running)) + len(batch) - len(beside)
-        together = list(beside)
-        for row in islice(self._waiting, max(room, 0)):
-            together.append(row)
-            prompt = max(len(each.prompt) + len(each.new) for each in together)
-            new = max(each.num_left for each in together)
-            if len(together) > 1 and prompt + new > self.limits.max_length:
-                together.pop()
+        joined = [item for item in restarting if not item.is_done]
+        num_kept = len(joined)
+        num_running = sum(map(len, self._batches)) - len(restarting) + num_kept
+        for item in islice(self._waiting, max(self.limits.max_running - num_running, 0)):
+            joined.append(item)
+            if len(joined) > 1 and _padded_length(joined) > self.limits.max_length:
+                joined.pop()
                 break
-        return together[len(beside) :]
+        return joined[num_kept:]
 
-    def _run(self, rows: list[Row]) -> None:
-        tokens, mask = self._padded([[*row.prompt, *row.new] for row in rows])
-        how = GenerationConfig(
-            max_new_tokens=max(row.num_left for row in rows),
-            do_sample=False,  # _Choice leaves one token to choose
+    def _generate(self, batch: list[Generation]) -> None:
+        tokens, mask = self._padded([item.tokens for item in batch])
+        config = GenerationConfig(
+            max_new_tokens=max(item.num_remaining for item in batch),
+            do_sample=False,  # _SampledTokens leaves one token to choose from
             pad_token_id=self._pad,
-            eos_token_id=sorted(self._ends) or None,
+            eos_token_id=sorted(self._eos_tokens) or None,
         )
         self.model.generate(
             tokens.to(self.model.device),
             attention_mask=mask.to(self.model.device),
-            generation_config=how,
-            logits_processor=LogitsProcessorList([_Choice(rows)]),
-            stopping_criteria=StoppingCriteriaList([_Delivery(rows, self._ends, self)]),
+            generation_config=config,
+            logits_processor=LogitsProcessorList([_SampledTokens(batch)]),
+            stopping_criteria=StoppingCriteriaList([_TokenDelivery(batch, self)]),
         )
 
+    def deliver(self, batch: list[Generation], tokens: list[int]) -> None:
+        """Give the unfinished sequences of a batch their new tokens."""
+        unfinished = [pair for pair in zip(batch, tokens, strict=True) if not pair[0].is_done]
+        with self._changed:
+            self.num_new_tokens += len(unfinished)
+        for item, token in unfinished:
+            item.append(token, self._eos_tokens)
+
     def _padded(self, prompts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and mask, each row at the right."""
+        """Tokens and attention mask, padded on the left: [len(prompts), longest] each."""
         longest = max(map(len, prompts))
         tokens = torch.full((len(prompts), longest), self._pad)
         mask = torch.zeros_like(tokens)
-        for number, prompt in enumerate(prompts):
-            tokens[number, longest - len(prompt) :] = torch.tensor(prompt)
-            mask[number, longest - len(prompt) :] = 1
+        for row, prompt in enumerate(prompts):
+            tokens[row, longest - len(prompt) :] = torch.tensor(prompt)
+            mask[row, longest - len(prompt) :] = 1
         return tokens, mask
 
 
-class _Choice(LogitsProcessor):  # type: ignore[misc]
-    """Leaves to each row the token that it has chosen."""
+class _SampledTokens(LogitsProcessor):  # type: ignore[misc]
+    """Sets all logits of a sequence to -inf, but for the token that its sampler chose."""
 
-    def __init__(self, rows: list[Row]) -> None:
-        self.rows = rows
+    def __init__(self, batch: list[Generation]) -> None:
+        self.batch = batch
 
     def __call__(self, tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if all(row.is_done or row.chooser.is_plain for row in self.rows):
+        if all(item.is_done or item.sampler.is_greedy for item in self.batch):
             return scores
-        left = torch.full_like(scores, -torch.inf)
-        for number, row in enumerate(self.rows):
-            left[number, row.choose(scores[number])] = 0
-        return left
+        sampled = torch.full_like(scores, -torch.inf)
+        for row, item in enumerate(self.batch):
+            sampled[row, item.sample(scores[row])] = 0
+        return sampled
 
 
-class _Delivery(StoppingCriteria):  # type: ignore[misc]
-    """Gives each row its new token, and says which rows are done."""
+class _TokenDelivery(StoppingCriteria):  # type: ignore[misc]
+    """Delivers new tokens, and stops the sequences that are done, or the batch to preempt it."""
 
-    def __init__(self, rows: list[Row], ends: set[int], batcher: Batcher) -> None:
-        self.rows, self.ends, self.batcher = rows, ends, batcher
-        self.num_new = 0
+    def __init__(self, batch: list[Generation], scheduler: BatchScheduler) -> None:
+        self.batch, self.scheduler = batch, scheduler
+        self.num_steps = 0
 
     def __call__(self, tokens: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        left = [
-            (row, token)
-            for row, token in zip(self.rows, tokens[:, -1].tolist(), strict=True)
-            if not row.is_done
-        ]
-        self.num_new += 1
-        self.batcher.count(len(left))
-        for row, token in left:
-            row.take(token, self.ends)
-        ends_all = self.batcher.breaks_off(self.rows, self.num_new, tokens.shape[1])
-        return torch.tensor([ends_all or row.is_done for row in self.rows], device=tokens.device)
+        self.num_steps += 1
+        self.scheduler.deliver(self.batch, tokens[:, -1].tolist())
+        preempts = self.scheduler.should_preempt(self.batch, self.num_steps, tokens.shape[1])
+        return torch.tensor([preempts or item.is_done for item in self.batch], device=tokens.device)
+
+
+def _padded_length(batch: list[Generation]) -> int:
+    """The most tokens that each row of this batch may get."""
+    return max(len(item.tokens) for item in batch) + max(item.num_remaining for item in batch)
 
 
 def _as_set(tokens: int | list[int] | None) -> set[int]:

@@ -19,18 +19,18 @@ class Mailbox(Communicator):
     def probe(cls, coor):
         return 1
 
-    def _open(self):
+    def do_open(self):
         self.store, self.counts = self.coor.store("mailbox"), {}
 
     def _next(self, src, dst):
         self.counts[src, dst] = number = self.counts.get((src, dst), 0) + 1
         return f"{src}/{dst}/{number}"
 
-    def _send(self, tensor, dst):
+    def do_send(self, tensor, dst):
         data = tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
         self.store.set(self._next(self.rank, dst), data)
 
-    def _recv(self, tensor, src):
+    def do_recv(self, tensor, src):
         data = bytearray(self.store.get(self._next(src, self.rank)))
         tensor.view(-1).copy_(torch.frombuffer(data, dtype=tensor.dtype))
 

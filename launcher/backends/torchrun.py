@@ -5,11 +5,7 @@ torchrun --nproc-per-node 2 script.py       # launcher.current() works inside sc
 
 from __future__ import annotations
 
-import contextlib
-import json
 import sys
-import time
-import traceback
 from collections.abc import Mapping
 
 from launcher import ports
@@ -43,12 +39,13 @@ def detect(environ: Mapping[str, str]) -> LaunchInfo | None:
     variables = read_variables(environ, NAME, MARKS, (*MARKS, *PLAIN))
     if variables is None:
         return _detect_plain(environ)
+    agent_listens = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return build(
         NAME,
         variables,
         launch_id="-".join(variables[name] for name in (MARKS[0], "MASTER_PORT", MARKS[1])),
         master_addr=variables["MASTER_ADDR"],
-        extras=_extras(environ),
+        extras={"launcher": NAME} | ({"store": "agent"} if agent_listens else {}),
         **read_numbers(variables, NUMBERS),
     )
 
@@ -79,11 +76,6 @@ def expected_info(job: Job) -> dict[str, object]:
     return fields | {"launch_id": f"{job.launch_id}-{port}-0"}
 
 
-def _extras(environ: Mapping[str, str]) -> dict[str, str]:
-    agent_listens = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return {"launcher": NAME} | ({"store": "agent"} if agent_listens else {})
-
-
 def command(job: Job) -> list[str]:
     """torchrun's command line for this node; each of several nodes runs its own."""
     options = ["--nproc-per-node", str(job.nprocs), "--rdzv-id", job.launch_id, *_rendezvous(job)]
@@ -99,20 +91,3 @@ def _rendezvous(job: Job) -> list[str]:
     port = job.master_port or ports.candidates(job.launch_id)[0]
     nodes = ["--nnodes", str(job.nnodes), "--node-rank", str(job.node_rank)]
     return [*nodes, "--master-addr", job.master_addr, "--master-port", str(port)]
-
-
-def write_error_file(environ: Mapping[str, str], error: BaseException) -> None:
-    """Write error to the file in which torchrun looks for the root cause, if it has named one.
-
-    The format is torch.distributed.elastic.multiprocessing.errors.ErrorHandler's.
-    """
-    path = environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
-    extra = {
-        "py_callstack": "".join(traceback.format_exception(error)),
-        "timestamp": str(int(time.time())),
-    }
-    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
-    with contextlib.suppress(OSError), open(path, "w") as file:  # the error itself matters more
-        json.dump({"message": message}, file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib import metadata
 
 WIDTH = 110
 MARKS = {True: "ok", False: "WRONG", None: "-"}
@@ -34,3 +35,11 @@ def lines(findings: Iterable[Finding]) -> Iterator[str]:
             yield f"         -> {finding.remedy}"
         num_problems += finding.ok is False
     yield f"{num_problems} wrong" if num_problems else "nothing is wrong"
+
+
+def installed_version(distribution: str) -> str:
+    """The version of an installed distribution; empty if it is missing."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""

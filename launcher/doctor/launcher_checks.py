@@ -7,11 +7,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 
 from launcher import timings
-from launcher.doctor.finding import Finding
+from launcher.doctor.finding import Finding, installed_version
 
 # What pip installs lies beside this Python, which need not be activated.
 PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
@@ -38,13 +37,18 @@ def launchers() -> Iterator[Finding]:
         else:
             works, version = _version(name, path, version_option)
             yield Finding("launchers", name, works or None, f"{version}, {path}")
-    yield _mpi4py()
+    version = installed_version("mpi4py")
+    missing = "not found; over several nodes MPI needs it: pip install mpi4py"
+    yield Finding("launchers", "mpi4py", bool(version) or None, version or missing)
 
 
 def _version(name: str, path: str, option: list[str]) -> tuple[bool, str]:
-    """Whether the command works, and its version."""
+    """(True if the command works, its version)."""
     if not option:
-        return _installed(DISTRIBUTIONS[name])
+        distribution = DISTRIBUTIONS[name]
+        version = installed_version(distribution)
+        missing = f"of another Python: this one has no {distribution}"
+        return bool(version), f"{distribution} {version}" if version else missing
     done = subprocess.run(
         [path, *option], capture_output=True, text=True, timeout=timings.TIMINGS.version_answer_s
     )
@@ -54,18 +58,3 @@ def _version(name: str, path: str, option: list[str]) -> tuple[bool, str]:
     hydra = [line.split()[-1] for line in lines if line.strip().startswith("Version:")]
     version = f"MPICH's process manager {hydra[0]}" if hydra else lines[0].strip()
     return done.returncode == 0, version
-
-
-def _installed(distribution: str) -> tuple[bool, str]:
-    try:
-        return True, f"{distribution} {metadata.version(distribution)}"
-    except metadata.PackageNotFoundError:
-        return False, f"of another Python: this one has no {distribution}"
-
-
-def _mpi4py() -> Finding:
-    try:
-        return Finding("launchers", "mpi4py", True, metadata.version("mpi4py"))
-    except metadata.PackageNotFoundError:
-        detail = "not found; over several nodes MPI needs it: pip install mpi4py"
-        return Finding("launchers", "mpi4py", None, detail)

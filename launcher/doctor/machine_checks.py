@@ -9,11 +9,10 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 
 from launcher import ports
-from launcher.doctor.finding import Finding
+from launcher.doctor.finding import Finding, installed_version
 from launcher.system import linux
 
 REQUIRED = ("torch", "msgpack", "filelock", "safetensors")
@@ -39,16 +38,9 @@ def software() -> Iterator[Finding]:
 
 def _versions(distributions: tuple[str, ...]) -> tuple[str, list[str]]:
     """(The versions as text, the missing distributions)."""
-    versions = {name: _version(name) for name in distributions}
+    versions = {name: installed_version(name) for name in distributions}
     text = ", ".join(f"{name} {version or 'is missing'}" for name, version in versions.items())
     return text, [name for name, version in versions.items() if not version]
-
-
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _system_calls() -> Finding:
@@ -63,7 +55,7 @@ def _system_calls() -> Finding:
 
 
 def ports_free() -> Iterator[Finding]:
-    """Whether a launch can listen on a port of loopback."""
+    """True if a launch can listen on a port of loopback."""
     listener = ports.listen(f"doctor-{os.getpid()}")
     with listener:
         span = f"launches take one of {ports.FIRST_PORT} to {ports.END_PORT - 1}, by launch_id"
@@ -126,7 +118,7 @@ def leftovers() -> Iterator[Finding]:
 
 
 def _is_stale(folder: Path) -> bool:
-    """Whether it is this user's, and the launcher whose pid is in its name has ended."""
+    """True if it is this user's, and the launcher whose pid is in its name has ended."""
     pid = folder.name.split("-")[2]
     return _is_own(folder) and not (pid.isdigit() and linux.process_stat(int(pid)))
 

@@ -19,15 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launcher import launch_secret, target, timings
-from launcher.errors import (
-    TIMEOUT_CODE,
-    Failure,
-    LaunchError,
-    LaunchInterrupted,
-    LaunchTimeout,
-    signal_name,
-)
+from launcher import errors, launch_secret, target, timings
+from launcher.errors import Failure, LaunchError
 from launcher.external.rank_main import LOGS
 from launcher.job import Job
 from launcher.launch_info import ENV_PREFIX
@@ -54,10 +47,11 @@ def run(backend: Any, job: Job) -> list[Any]:
         code = _watch(folder, backend.command(job), environment(backend, job), job.timeout_s)
         files = sorted(Path(folder).glob("[0-9]*.json"), key=lambda file: int(file.stem))
         records = [json_values.loads(file.read_bytes()) for file in files]
-    failures = _failures(records, began_s)
+    reports = [record["failure"] for record in records if "failure" in record]
+    failures = [Failure(**{**report, "time_s": report["time_s"] - began_s}) for report in reports]
+    failures.sort(key=outcome.by_cause)
     if failures:
-        first = failures[0]
-        raise LaunchError(f"{first.summary()}\n\n{first.traceback}", failures, first.exit_code)
+        raise errors.failed(failures)
     if code:
         raise LaunchError(f"{backend.NAME} exited with code {code}", exit_code=code)
     if job.target.kind == "function" and len(records) < job.nprocs:
@@ -107,15 +101,11 @@ def _watch(
         with _passing_signals(process) as signals:
             code = process.wait(timeout_s)
     except subprocess.TimeoutExpired as error:
-        raise LaunchTimeout(
-            f"the launch took longer than {timeout_s} s", exit_code=TIMEOUT_CODE
-        ) from error
+        raise errors.timed_out(timeout_s) from error
     finally:
         _end(process)
     if signals:
-        raise LaunchInterrupted(
-            f"the launch was stopped by {signal_name(signals[0])}", exit_code=128 + signals[0]
-        )
+        raise errors.interrupted(signals[0])
     return linux.shell_exit_code(code)
 
 
@@ -147,9 +137,3 @@ def _passing_signals(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
-
-
-def _failures(records: list[dict[str, Any]], began_s: float) -> tuple[Failure, ...]:
-    reports = [record["failure"] for record in records if "failure" in record]
-    failures = [Failure(**{**report, "time_s": report["time_s"] - began_s}) for report in reports]
-    return tuple(sorted(failures, key=outcome.by_cause))

@@ -35,7 +35,7 @@ Pipes = dict[str, tuple[int, int]]
 
 @dataclass(frozen=True)
 class RankExit:
-    """How a rank ended. identity: its rank and local_rank; empty if it did not report them."""
+    """The end of a rank. identity: its rank and local_rank; empty if it did not report them."""
 
     identity: dict[str, int]
     exit_code: int
@@ -155,18 +155,11 @@ def _print(stream: str, rank: int | None, lines: list[bytes]) -> None:
     # A backend launcher may give ranks a terminal of its own: that ours is one says nothing of it.
     label = b"" if rank is None else prefix(rank, stream, coloured=False)
     chunk = b""
-    for line in lines:
-        text = label + line + b"\n"
-        if len(chunk) + len(text) > CHUNK:
-            _write(STREAMS[stream], chunk)
-            chunk = b""
-        chunk += text
-    _write(STREAMS[stream], chunk)
-
-
-def _write(fd: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
+    for line in [label + line + b"\n" for line in lines] + [b""]:
+        if not line or len(chunk) + len(line) > CHUNK:
+            while chunk:
+                chunk = chunk[os.write(STREAMS[stream], chunk) :]
+        chunk += line
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ import time
 from types import FrameType
 
 from launcher import timings
-from launcher.system import linux
+from launcher.system import linux, stop_signals
 from launcher.system.stop_signals import STOP_SIGNALS
 
 
@@ -48,10 +48,7 @@ def main(parent: str, folder: str, *command: str) -> int:
 
 
 def _pre_exec(reaper: int) -> None:
-    """In the child, before it becomes the backend launcher: undo what a mask or handler passes."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    stop_signals.reset_in_child()
     linux.die_with(reaper, signal.SIGTERM)
 
 

@@ -11,6 +11,7 @@ it, and exits.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import os
@@ -190,7 +191,8 @@ class ForkServer:
     def loop(self) -> int:
         """Serve until no rank is left, or the launcher has died; then end all other descendants."""
         with selectors.DefaultSelector() as selector:
-            selector.register(self.wakeup_fd, selectors.EVENT_READ, self._drain_wakeups)
+            drain_wakeups = functools.partial(os.read, self.wakeup_fd, 4096)
+            selector.register(self.wakeup_fd, selectors.EVENT_READ, drain_wakeups)
             selector.register(self.plan.commands, selectors.EVENT_READ, self._on_command)
             # The end of the command pipe does not tell of the launcher's death: a child that the
             # program has forked during the launch may hold its other end.
@@ -231,9 +233,6 @@ class ForkServer:
 
     def _on_launcher_death(self) -> None:
         self.launcher_lives = False
-
-    def _drain_wakeups(self) -> None:
-        os.read(self.wakeup_fd, 4096)
 
     def _on_command(self) -> None:
         data = os.read(self.plan.commands, 65536)

@@ -71,7 +71,7 @@ class ForkServerHandle:
 
 
 def _is_fork_server(pid: int) -> bool:
-    """Whether it has that name; a rank just forked still has it, but leads no session yet."""
+    """True if it has that name; a rank just forked still has it, but leads no session yet."""
     stat = linux.process_stat(pid)
     is_leader = stat is not None and stat.session == pid
     return is_leader and linux.process_name(pid) == fork_server.PROCESS_NAME

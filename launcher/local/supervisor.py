@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import selectors
 import signal
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from launcher import timings
+from launcher import errors, timings
 from launcher.errors import signal_name
 from launcher.job import Job
 from launcher.launch_info import LaunchInfo
@@ -98,7 +99,7 @@ class Supervisor:
         for rank, (out, err, report) in zip(self.ranks, self.pipes.ranks, strict=True):
             self._register(out, self._printer(rank, "out"))
             self._register(err, self._printer(rank, "err"))
-            self._register(report, self._report_reader(rank))
+            self._register(report, _by_line(functools.partial(self._on_rank_report, rank)))
 
     def _register(self, fd: int, reader: Callable[[bytes], None]) -> None:
         os.set_blocking(fd, False)
@@ -106,7 +107,7 @@ class Supervisor:
         self.selector.register(fd, selectors.EVENT_READ, lambda: self._read(fd))
 
     def _read(self, fd: int) -> bool:
-        """Whether there was something to read; an empty read is the end of the pipe."""
+        """True if there was something to read; an empty read is the end of the pipe."""
         try:
             data = os.read(fd, 65536)
         except BlockingIOError:
@@ -124,9 +125,6 @@ class Supervisor:
                 self.output.take(rank.info.rank, stream, data)
 
         return print_data
-
-    def _report_reader(self, rank: LaunchedRank) -> Callable[[bytes], None]:
-        return _by_line(lambda line: self._on_rank_report(rank, line))
 
     @contextlib.contextmanager
     def _ending_if_unwritable(self) -> Iterator[None]:
@@ -176,7 +174,7 @@ class Supervisor:
         if self.stop_requests > 1:
             self._kill()
             return
-        self._set_end_reason(outcome.stopped_by_signal(number))
+        self._set_end_reason(functools.partial(errors.interrupted, number))
         self.output.notice(f"{signal_name(number)}: the ranks are asked to end; another kills them")
         # Ctrl-C reaches every process of a terminal's job, and so the children of ranks.
         is_ctrl_c = number == signal.SIGINT

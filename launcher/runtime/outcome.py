@@ -7,15 +7,8 @@ import signal
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from launcher import timings
-from launcher.errors import (
-    TIMEOUT_CODE,
-    Failure,
-    LaunchError,
-    LaunchInterrupted,
-    LaunchTimeout,
-    signal_name,
-)
+from launcher import errors, timings
+from launcher.errors import Failure, LaunchError, LaunchInterrupted
 from launcher.job import Job
 from launcher.runtime.rank_state import LaunchedRank, without_launcher
 
@@ -32,21 +25,16 @@ def results_or_raise(
 
     began_s: of the monotonic clock. oom_killed: the kernel has killed some process meanwhile.
     """
-    failures = _failures(job, ranks, began_s)
+    must_return = job.target.kind == "function"
+    failed = [rank for rank in ranks if rank.has_failed or (must_return and rank.exited_early)]
+    failures = tuple(sorted((rank.failure(began_s) for rank in failed), key=by_cause))
     if reason is None and any(rank.is_running for rank in ranks):
         reason = _server_killed
     if reason is not None:
         raise reason(failures)
     if failures:
-        raise LaunchError(_message(failures[0], ranks, oom_killed), failures, failures[0].exit_code)
+        raise errors.failed(failures, "\n".join(_notes(failures[0], ranks, oom_killed)))
     return [rank.result() for rank in ranks]
-
-
-def _failures(job: Job, ranks: list[LaunchedRank], began_s: float) -> Failures:
-    """The failed ranks, the cause first; those that the launcher ended come last."""
-    must_return = job.target.kind == "function"
-    failed = [rank for rank in ranks if rank.has_failed or (must_return and rank.exited_early)]
-    return tuple(sorted((rank.failure(began_s) for rank in failed), key=by_cause))
 
 
 class FailureOrder(NamedTuple):
@@ -69,12 +57,6 @@ def by_cause(failure: Failure) -> FailureOrder:
     return FailureOrder(failure.ended_by_launcher, time_s, failure.rank)
 
 
-def stopped_by_signal(number: int) -> EndReason:
-    """Somebody stopped the launcher."""
-    text = f"stopped by {signal_name(number)}"
-    return lambda failures: LaunchInterrupted(text, failures, 128 + number)
-
-
 def timed_out(job: Job, ranks: list[LaunchedRank]) -> EndReason:
     """The launch took too long; ranks: where each of them was, by the time of the error."""
 
@@ -84,8 +66,7 @@ def timed_out(job: Job, ranks: list[LaunchedRank]) -> EndReason:
             for rank in ranks
             if rank.dump
         ]
-        text = f"not over after {job.timeout_s} s, so it was ended{''.join(stacks)}"
-        return LaunchTimeout(text, failures, TIMEOUT_CODE)
+        return errors.timed_out(job.timeout_s, failures, note="".join(stacks))
 
     return error
 
@@ -115,11 +96,6 @@ def _server_killed(failures: Failures) -> LaunchError:
         failures,
         128 + signal.SIGKILL,
     )
-
-
-def _message(first: Failure, ranks: list[LaunchedRank], oom_killed: bool) -> str:
-    details = ["", first.traceback] if first.traceback else []
-    return "\n".join([first.summary(), *_notes(first, ranks, oom_killed), *details])
 
 
 def _notes(first: Failure, ranks: list[LaunchedRank], oom_killed: bool) -> Iterator[str]:

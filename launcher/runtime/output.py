@@ -97,7 +97,9 @@ class Output:
 
         Raises OSError if they have gone, or a disk is full.
         """
-        self._show_prompts()
+        if time.monotonic() - self._line_began_s >= timings.TIMINGS.prompt_s:
+            for rank, stream in self._prompts():
+                self._put(rank, stream, self._buffers[rank, stream].take())
         while self._queue:
             standard_stream, data = self._queue[0]
             rest = standard_stream.write(data, wait_s)
@@ -147,11 +149,6 @@ class Output:
             for key, buffer in self._buffers.items()
             if buffer.nbytes and self._standard_streams[key[1]].is_terminal
         ]
-
-    def _show_prompts(self) -> None:
-        if time.monotonic() - self._line_began_s >= timings.TIMINGS.prompt_s:
-            for rank, stream in self._prompts():
-                self._put(rank, stream, self._buffers[rank, stream].take())
 
 
 class StandardStream:

@@ -67,7 +67,10 @@ def _setup_child(setup: RankSetup, server: int) -> None:
     linux.die_with(server)
     linux.set_process_name(f"rank {setup.info.rank}")
     os.setsid()
-    _reset_signals()
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     _open_streams(setup)
     faulthandler.enable(file=setup.report)
     faulthandler.register(DUMP_SIGNAL, file=setup.report)
@@ -77,13 +80,6 @@ def _setup_child(setup: RankSetup, server: int) -> None:
     os.environ.update(setup.info.to_env())
     if setup.cpus:
         os.sched_setaffinity(0, setup.cpus)
-
-
-def _reset_signals() -> None:
-    signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _open_streams(setup: RankSetup) -> None:

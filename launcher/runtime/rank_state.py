@@ -43,7 +43,7 @@ class LaunchedRank:
 
     @property
     def exited_early(self) -> bool:
-        """Whether it exited with code 0 before its target returned."""
+        """True if it exited with code 0 before its target returned."""
         return self.exit_code == 0 and not self.record
 
     def result(self) -> Any:
@@ -68,7 +68,7 @@ class LaunchedRank:
         )
 
     def _failed_on_request(self, failed_s: float) -> bool:
-        """Whether it failed because the launcher asked it to end, not just at the same time."""
+        """True if it failed because the launcher asked it to end, not just at the same time."""
         if self.signalled_s is None:
             return False
         reacted = "failure" in self.record or self.exit_code == 128 + signal.SIGTERM

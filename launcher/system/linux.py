@@ -105,7 +105,7 @@ def count_threads() -> int:
 
 
 def holds_accelerator() -> bool:
-    """Whether this process has opened an accelerator's memory: such a process must not fork."""
+    """True if this process has opened an accelerator's memory: such a process must not fork."""
     links = map(link_of_fd, os.listdir("/proc/self/fd"))
     return any(link.startswith(("/dev/nvidia-uvm", "/dev/kfd")) for link in links)
 

@@ -25,5 +25,5 @@ def extras(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_inside_another(rank_extras: Mapping[str, str], environ: Mapping[str, str]) -> bool:
-    """Whether a backend launcher started this process, inside the rank with these extras."""
+    """True if a backend launcher started this process, inside the rank with these extras."""
     return rank_extras.get(KEY, "") != enclosing_launchers(environ)

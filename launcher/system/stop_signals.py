@@ -22,6 +22,13 @@ def unblock() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
+def reset_in_child() -> None:
+    """Between fork and exec: undo the handlers' SIG_IGN and the mask, which exec would keep."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    unblock()
+
+
 @contextlib.contextmanager
 def dispatched_to(
     selector: selectors.BaseSelector, on_signal: Callable[[int], None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from launcher.trace.recorder import rank_name
 from launcher.trace.summary import ThreadKey, TraceSpan, spans_by_thread
 
 COLOURS = {"start": "#c9c9c9", "wait": "#d1495b", "move": "#30638e", "work": "#8cb369"}
@@ -38,12 +39,8 @@ def _fill(axes: Any, rows: dict[ThreadKey, list[TraceSpan]]) -> None:
         axes.broken_barh(bars_ms, (number - 0.4, 0.8), facecolors=colours)
     for kind, colour in COLOURS.items():
         axes.plot([], [], color=colour, linewidth=6, label=kind)
-    axes.set_yticks(range(len(rows)), [_name(*row) for row in rows])
+    names = [rank_name(rank) + f", thread {thread}" * bool(thread) for rank, thread in rows]
+    axes.set_yticks(range(len(rows)), names)
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds")
     axes.figure.legend(loc="outside upper right", ncols=len(COLOURS))
-
-
-def _name(rank: int, thread: int) -> str:
-    name = f"rank {rank}" if rank >= 0 else "launcher"
-    return f"{name}, thread {thread}" if thread else name

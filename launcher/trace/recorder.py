@@ -15,6 +15,7 @@ import inspect
 import json
 import os
 import platform
+import secrets
 import threading
 import time
 import warnings
@@ -41,7 +42,7 @@ class Recorder:
 
     def __init__(self, folder: Path, info: LaunchInfo) -> None:
         self._rank = info.rank
-        name = f"rank-{info.rank}-{os.getpid()}-{id(self):x}.jsonl"
+        name = f"rank-{info.rank}-{os.getpid()}-{secrets.token_hex(4)}.jsonl"
         self._file = (folder / name).open("x", buffering=1 << 20)
         self._lock = threading.Lock()
         self._buffered: list[dict[str, Any]] = [clock()]
@@ -123,6 +124,11 @@ class Recorder:
             self._file.write("".join(json.dumps(record) + "\n" for record in self._buffered))
             self._file.flush()
         self._buffered.clear()
+
+
+def rank_name(rank: int) -> str:
+    """The name of a rank in viewers; -1 is the launcher."""
+    return f"rank {rank}" if rank >= 0 else "launcher"
 
 
 def event(

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.trace.recorder import rank_name
+
 KINDS = ("start", "wait", "move", "work")
 VIEWERS = "https://ui.perfetto.dev or chrome://tracing"
 
@@ -66,6 +68,5 @@ def _line(rank: int, spans: list[TraceSpan]) -> str:
     waits = [span.event for span in spans if span.kind == "wait"]
     longest = max(waits, key=lambda event: float(event["dur"]), default=None)
     wait = "" if longest is None else f"{longest['name']}, {longest['dur'] / 1e6:.3f} s"
-    name = "launcher" if rank < 0 else f"rank {rank}"
     seconds = " ".join(f"{total_s[kind]:9.3f}" for kind in KINDS)
-    return f"{name:>10} {len(spans):7} {seconds}  {wait}".rstrip()
+    return f"{rank_name(rank):>10} {len(spans):7} {seconds}  {wait}".rstrip()

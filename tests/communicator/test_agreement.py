@@ -57,7 +57,7 @@ def test_ranks_that_disagree_all_learn_who_asked_for_what(ranks, nodes, words):
 
 
 class LooksNoFurther(Gloo):
-    _compare = Communicator._compare
+    _check_same_call = Communicator._check_same_call
 
 
 def test_only_the_first_calls_are_compared_and_how_many_can_be_said(ranks):
@@ -69,7 +69,7 @@ def test_only_the_first_calls_are_compared_and_how_many_can_be_said(ranks):
             for _ in range(2):
                 comm.barrier()
             moved = []
-            comm._allgather = lambda out, tensor: moved.append(tensor)
+            comm.do_allgather = lambda out, tensor: moved.append(tensor)
             comm.barrier()
             return moved
 

@@ -15,8 +15,8 @@ CHECK = ("-m", "communicator", "check")
 class Swapped(Tcp):
     """A backend that lies."""
 
-    def _allgather(self, out, tensor):
-        super()._allgather(out, tensor)
+    def do_allgather(self, out, tensor):
+        super().do_allgather(out, tensor)
         out.copy_(out.flip(0))
 
 
@@ -40,7 +40,9 @@ def test_a_backend_that_conforms_ends_with_0_and_every_case_is_listed(
 
 
 def test_a_backend_that_lies_ends_with_1_and_what_is_wrong(monkeypatch, capsys):
-    monkeypatch.setitem(cli.rank.__globals__, "Communicator", lambda coor, backend: Swapped(coor))
+    monkeypatch.setitem(
+        cli.check_on_rank.__globals__, "Communicator", lambda coor, backend: Swapped(coor)
+    )
     assert cli.main(["check", "-n", "2", "--launcher", "threads"]) == 1
     shown = capsys.readouterr().out
     assert "FAILED  movement float32: rank 0: allgather of (1,)" in shown
@@ -70,4 +72,4 @@ def test_mpiexec_starts_the_ranks_of_a_check(warm):
 def test_a_number_of_ranks_that_cannot_be_is_wrong_usage(capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["check", "-n", "0"])
-    assert "invalid count value: '0'" in capsys.readouterr().err
+    assert "invalid num_ranks value: '0'" in capsys.readouterr().err

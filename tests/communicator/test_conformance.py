@@ -7,7 +7,7 @@ import torch
 
 from communicator import Communicator, Unsupported, conformance
 from communicator.backends.gloo import Gloo
-from communicator.backends.plugin import Shm
+from communicator.backends.shm import Shm
 from coordinator import Coordinator
 
 LARGE = 5003
@@ -199,26 +199,26 @@ def cannot_have_no_dimensions(comm, call, tensor, *others, **options):
 PLANTED = [
     *((forgets_the_tail, name, "float32 sum") for name in TAKES_OP),
     *((forgets_the_tail, name, "movement int8") for name in ("broadcast", "allgather", "alltoall")),
-    (forgets_the_tail, "recv", "recv hears"),
+    (forgets_the_tail, "recv", "recv takes"),
     *((forgets_the_end_of_large_ones, name, f"{name}, large") for name in IN_PLACE[:3]),
     *(
         (forgets_the_end_of_large_ones, name, f"{name}, large")
         for name in ("allgather", "alltoall")
     ),
     *((works_on_a_copy, name, f"{name}, shape (3, 5)") for name in IN_PLACE[:3]),
-    (works_on_a_copy, "recv", "recv hears"),
+    (works_on_a_copy, "recv", "recv takes"),
     *((returns_a_copy, name, f"{name}, shape (3, 5)") for name in IN_PLACE[:3]),
     *(
         (returns_a_copy, name, f"{name}, late")
         for name in ("allgather", "reduce_scatter", "alltoall")
     ),
-    (returns_a_copy, "recv", "recv hears"),
+    (returns_a_copy, "recv", "recv takes"),
     *((swaps_ranks, name, "movement float32") for name in ("allgather", "alltoall")),
     (gives_the_row_of_another, "reduce_scatter", "reduce_scatter, shape (3, 5)"),
     *((ignores_the_op, name, op) for name in TAKES_OP for op in ("float32 prod", "int64 max")),
     (ignores_the_root, "broadcast", "movement float32"),
     (ignores_the_root, "reduce", "reduce on every rank"),
-    (mistakes_the_peer, "recv", "recv hears"),
+    (mistakes_the_peer, "recv", "recv takes"),
     (mistakes_the_peer, "send", "keep order"),
     *((returns_too_early, name, f"{name}, late") for name in IN_PLACE[:3]),
     *((returns_too_early, name, f"{name}, late") for name in ("allgather", "reduce_scatter")),
@@ -242,7 +242,7 @@ PLANTED = [
     (writes_beside_the_tensor, "allreduce", "unaligned"),
     (takes_what_is_not_contiguous_and_loses_it, "allreduce", "not contiguous"),
     (gives_the_result_of_the_call_before, "allreduce", "close together"),
-    (mixes_up_messages, "_exchange", "group of both"),
+    (mixes_up_messages, "do_group", "group of both"),
     (loses_the_message, "send", "keep order"),
     (does_not_wait, "barrier", "barrier"),
     (refuses_on_one_rank, "broadcast", "broadcast, shape (3, 5)"),
@@ -298,11 +298,11 @@ def test_the_sound_backend_passes_every_case_and_a_fault_is_told(checked):
 class OnlySendsAndReceives(Gloo):
     """What a vendor writes first: two methods, and everything else is inherited."""
 
-    _barrier = Communicator._barrier
-    _broadcast = Communicator._broadcast
-    _allreduce = Communicator._allreduce
-    _allgather = Communicator._allgather
-    _exchange = Communicator._exchange
+    do_barrier = Communicator.do_barrier
+    do_broadcast = Communicator.do_broadcast
+    do_allreduce = Communicator.do_allreduce
+    do_allgather = Communicator.do_allgather
+    do_group = Communicator.do_group
 
 
 def test_send_and_recv_alone_make_a_whole_communicator(checked):

@@ -23,7 +23,7 @@ def test_hybrid_conforms(ranks):
     def body(info):
         with Coordinator(info, timeout_s=60) as coor, Communicator(coor) as comm:
             report = conformance.check(comm)
-            assert comm.backend == "hybrid"
+            assert comm.backend == "hierarchical"
             return report.having(conformance.FAILED), report.having(conformance.UNSUPPORTED)
 
     assert ranks(body, 4, [1, 2, 1]) == [([], [])] * 4
@@ -77,7 +77,7 @@ def test_a_rank_that_leaves_ends_the_call_on_every_node(ranks_or_errors):
     found = ranks_or_errors(body, 5, [3, 2])
     assert found[4] is None
     assert all(isinstance(error, PeerLost) for error in found[:4]), found
-    assert "First it was rank 3 in allgather" in str(found[1])
+    assert "The first failure: rank 3 in allgather" in str(found[1])
 
 
 def test_its_own_deadline_holds_inside_a_node_and_between(ranks):

@@ -28,7 +28,7 @@ def conforms(info):
     with Coordinator(info, timeout_s=60) as coor, Communicator(coor) as comm:
         report = conformance.check(comm, large=100_003)
         coor.barrier()
-        return comm.backend == "hybrid" and report.ok and not report.having("unsupported")
+        return comm.backend == "hierarchical" and report.ok and not report.having("unsupported")
 
 def outlives(info):
     coor = Coordinator(info, timeout_s=60)

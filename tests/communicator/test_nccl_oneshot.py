@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 
 from communicator import CommunicatorError, Unsupported
 from communicator.backends.nccl import oneshot
-from communicator.backends.nccl.oneshot import Algorithm, Call, Kernels, choose, num_blocks
+from communicator.backends.nccl.oneshot import (
+    Algorithm,
+    KernelCall,
+    Kernels,
+    num_blocks,
+    select_algorithm,
+)
 
 CSRC = Path(oneshot.__file__).parents[3] / "csrc"
 KIB = 1024
@@ -38,12 +44,12 @@ WORLDS = st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 16])
     ],
 )
 def test_size_world_and_dtype_choose_the_way(world_size, nbytes, dtype, expected):
-    assert choose(world_size, nbytes, dtype) == expected
+    assert select_algorithm(world_size, nbytes, dtype) == expected
 
 
 @given(WORLDS, SIZES, st.sampled_from(list(oneshot.DTYPES)))
 def test_whatever_is_chosen_fits_the_arena_and_the_grid(world_size, nbytes, dtype):
-    way = choose(world_size, nbytes, dtype)
+    way = select_algorithm(world_size, nbytes, dtype)
     if way is not None:
         assert world_size in (2, 4, 6, 8)
         assert nbytes % 16 == 0 and 0 < nbytes <= 512 * KIB
@@ -58,12 +64,12 @@ def test_a_process_of_another_container_is_not_taken_for_this_one_by_its_number(
     pid = os.getpid()
     peers = [types.SimpleNamespace(is_visible=seen, pid=pid + i) for seen, i in HERE_OR_NOT]
     group = object.__new__(oneshot.Oneshot)
-    group.coor, group._call, group._imported = types.SimpleNamespace(peers=peers), Call(), []
+    group.coor, group._call, group._imported = types.SimpleNamespace(peers=peers), KernelCall(), []
     reached, imported = [], []
     group._kernels = types.SimpleNamespace(
         reach=reached.append, import_=lambda handle, arena: imported.append(handle)
     )
-    group._reach([{"device": i, "pointer": 64, "handle": f"0{i}"} for i in range(3)])
+    group._map_arenas([{"device": i, "pointer": 64, "handle": f"0{i}"} for i in range(3)])
     assert (reached, imported) == ([0], [b"\x01", b"\x02"])
 
 
@@ -87,9 +93,9 @@ def test_python_and_the_header_agree_on_the_layout_of_a_call(tmp_path):
     subprocess.run(["gcc", f"-I{CSRC}", tmp_path / "probe.c", "-o", program], check=True)
     shown = subprocess.run([program], capture_output=True, text=True, check=True).stdout
     found = {name: int(value) for name, value in (line.split() for line in shown.splitlines())}
-    for name, _ in Call._fields_:
-        assert found[name.rstrip("_")] == getattr(Call, name).offset, name
-    assert found["size"] == ctypes.sizeof(Call)
+    for name, _ in KernelCall._fields_:
+        assert found[name.rstrip("_")] == getattr(KernelCall, name).offset, name
+    assert found["size"] == ctypes.sizeof(KernelCall)
     assert (found["ranks"], found["blocks_at_most"], found["abi"]) == (
         oneshot.MAX_RANKS,
         oneshot.MAX_BLOCKS,

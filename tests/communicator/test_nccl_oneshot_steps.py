@@ -14,7 +14,8 @@ import torch
 
 from communicator import CommunicatorTimeout
 from communicator.backends.nccl import oneshot
-from communicator.backends.nccl.oneshot import DTYPES, Algorithm, Call, ErrorWord, Kernels
+from communicator.backends.nccl.oneshot import Algorithm, ErrorWord, KernelCall, Kernels
+from communicator.dtypes import dtype_info
 
 CSRC = Path(oneshot.__file__).parents[3] / "csrc"
 HERE = Path(__file__).parent
@@ -65,9 +66,11 @@ class Ranks:
             self.arenas.append(arena.value)
 
     def launch(self, first, num_here, tensors, outs, way, blocks):
-        call = Call(struct_size=ctypes.sizeof(Call), algorithm=way, world=self.world_size)
+        call = KernelCall(
+            struct_size=ctypes.sizeof(KernelCall), algorithm=way, world=self.world_size
+        )
         call.first, call.num_here, call.blocks = first, num_here, blocks
-        call.dtype, call.nbytes = DTYPES[tensors[0].dtype], tensors[0].nbytes
+        call.dtype, call.nbytes = dtype_info(tensors[0].dtype).number, tensors[0].nbytes
         call.timeout_ns, call.error = int(self.timeout_s * 1e9), self.error.address
         for rank in range(self.world_size):
             call.arena[rank] = self.arenas[rank]
@@ -93,7 +96,7 @@ def in_order(tensors):
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 6, 8])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", oneshot.DTYPES, ids=str)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
 def test_every_rank_gets_the_bits_of_the_sum_in_order_of_rank(kernels, world_size, dtype, way):
     ranks = Ranks(kernels, world_size)
@@ -155,7 +158,9 @@ def test_a_rank_that_never_comes_is_named_and_later_calls_end_at_once(kernels):
     ids=str,
 )
 def test_a_call_that_cannot_be_is_refused(kernels, change):
-    call = Call(struct_size=ctypes.sizeof(Call), algorithm=1, dtype=7, world=4, num_here=2)
+    call = KernelCall(
+        struct_size=ctypes.sizeof(KernelCall), algorithm=1, dtype=7, world=4, num_here=2
+    )
     call.blocks, call.nbytes = 1, 64
     for name, value in change.items():
         setattr(call, name, value)

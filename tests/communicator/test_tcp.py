@@ -17,8 +17,8 @@ from communicator import (
     conformance,
 )
 from communicator.backends.tcp import Tcp
-from communicator.torch_interop.store_coordinator import Meeting
-from coordinator import Coordinator
+from communicator.torch_interop.store_coordinator import StoreCoordinator
+from coordinator import Coordinator, DrumlineError
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
@@ -99,7 +99,7 @@ def test_ranks_that_disagree_in_any_call_are_told(ranks, numel, theirs):
         with Coordinator(info, timeout_s=20) as coor:
             comm = Communicator(coor, "tcp", timeout_s=5, checked_calls=0)
             op, dtype, less = theirs if comm.rank == 2 else ("sum", torch.float32, 0)
-            with pytest.raises(CommunicatorError, match=r"disagree.*allreduce of .*allreduce of"):
+            with pytest.raises(DrumlineError, match=r"disagree.*allreduce of .*allreduce of"):
                 comm.allreduce(torch.ones(numel - less, dtype=dtype), op)
             coor.barrier()
 
@@ -112,7 +112,7 @@ def test_a_rank_with_nothing_to_add_is_told_too(ranks):
     def body(info):
         with Coordinator(info, timeout_s=20) as coor:
             comm = Communicator(coor, "tcp", timeout_s=5, checked_calls=0)
-            with pytest.raises(CommunicatorError, match=r"disagree.*\(0,\) float32 sum"):
+            with pytest.raises(DrumlineError, match=r"disagree.*\(0,\) float32 sum"):
                 comm.allreduce(torch.ones(3 if comm.rank == 1 else 0))
             coor.barrier()
 
@@ -186,7 +186,7 @@ def test_who_closes_the_communicator_ends_the_wait_of_a_thread_in_it(ranks):
             coor.barrier()
             if comm.rank == 0:
                 threading.Timer(0.2, comm.close).start()
-                with pytest.raises(CommunicatorError):
+                with pytest.raises(DrumlineError):
                     comm.recv(torch.ones(1), 1)
             coor.barrier()
             comm.close()
@@ -195,6 +195,6 @@ def test_who_closes_the_communicator_ends_the_wait_of_a_thread_in_it(ranks):
 
 
 def test_ranks_that_met_in_a_store_have_nothing_to_prove_with():
-    alone = Meeting(HashStore(), 0, 1, timeout_s=timedelta(seconds=5).total_seconds())
+    alone = StoreCoordinator(HashStore(), 0, 1, timeout_s=timedelta(seconds=5).total_seconds())
     with pytest.raises(Unsupported, match="no secret"):
         Tcp.probe(alone)

@@ -20,7 +20,7 @@ def agree_with_nccl() -> bool:
 
 
 def _agrees(small: Nccl, plain: Nccl, count: int, dtype: torch.dtype) -> bool:
-    found = torch.full((count,), plain.rank + 1, dtype=dtype, device=plain._device())
+    found = torch.full((count,), plain.rank + 1, dtype=dtype, device=plain.device)
     expected = found.clone()
     small.allreduce(found)
     plain.allreduce(expected)

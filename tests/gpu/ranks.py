@@ -289,7 +289,7 @@ def _is_exact(comm, nbytes, dtype, way) -> bool:
     generator = torch.Generator(GPU).manual_seed(comm.rank)
     mine = torch.randn(nbytes // dtype.itemsize, generator=generator, device=GPU).to(dtype)
     every, found = comm.allgather(mine), torch.empty_like(mine)
-    comm._small.sum(mine, found, way)
+    comm._oneshot.sum(mine, found, way)
     total = every[0].float()
     for part in every[1:]:
         total += part.float()
@@ -300,7 +300,7 @@ def _is_exact(comm, nbytes, dtype, way) -> bool:
 def oneshot_absent_rank(coor: Coordinator) -> list[str | float]:
     """The last rank does not make the call: the kernels of the others give up, and say so."""
     with Nccl(coor, device=0, oneshot=True) as comm:
-        comm._small._call.timeout_ns = int(2e9)
+        comm._oneshot._call.timeout_ns = int(2e9)
         start, said = time.monotonic(), ""
         if coor.rank != coor.world_size - 1:
             comm.allreduce(torch.ones(1024, device=GPU))

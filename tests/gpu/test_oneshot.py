@@ -14,13 +14,13 @@ import launcher
 from communicator import CommunicatorTimeout
 from communicator.backends.nccl import oneshot
 from communicator.backends.nccl.oneshot import (
-    DTYPES,
     Algorithm,
-    Call,
     ErrorWord,
+    KernelCall,
     Kernels,
     num_blocks,
 )
+from communicator.dtypes import dtype_info
 from tests.gpu import between_gpus
 from tests.gpu.one_gpu import needs_gpu, needs_two_gpus, run
 
@@ -44,7 +44,9 @@ class Ranks:
         self.kernels = Kernels()
         self.error = ErrorWord(self.kernels)
         self.world_size = world_size
-        self.call = Call(struct_size=ctypes.sizeof(Call), world=world_size, num_here=world_size)
+        self.call = KernelCall(
+            struct_size=ctypes.sizeof(KernelCall), world=world_size, num_here=world_size
+        )
         self.call.error, self.call.timeout_ns = self.error.address, int(timeout_s * 1e9)
         for rank in range(world_size):
             arena = ctypes.c_void_p()
@@ -54,7 +56,11 @@ class Ranks:
     def sum(self, tensors, way, blocks=None, outs=None):
         """Enqueue the sum of the tensors into each of outs, or in place."""
         call, outs = self.call, outs or tensors
-        call.algorithm, call.dtype, call.nbytes = way, DTYPES[tensors[0].dtype], tensors[0].nbytes
+        call.algorithm, call.dtype, call.nbytes = (
+            way,
+            dtype_info(tensors[0].dtype).number,
+            tensors[0].nbytes,
+        )
         call.blocks = blocks or num_blocks(self.world_size, tensors[0].nbytes, way)
         for rank, (tensor, out) in enumerate(zip(tensors, outs, strict=True)):
             call.in_[rank], call.out[rank] = tensor.data_ptr(), out.data_ptr()
@@ -99,7 +105,7 @@ def bits(tensor):
 
 
 @pytest.mark.parametrize("ranks", WORLDS, indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", oneshot.DTYPES, ids=str)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
 def test_sums_of_every_size_have_the_bits_of_the_sum_in_order_of_rank(ranks, dtype, way):
     for seed, nbytes in enumerate(SIZES):

@@ -15,25 +15,16 @@ from typing import Any
 
 import torch
 
-from communicator.base import Communicator
-from communicator.errors import CommunicatorError, CommunicatorTimeout, DrumlineError, Unsupported
+from communicator.base import Capabilities, Communicator
+from communicator.default_collectives import P2PCall
+from communicator.dtypes import OPS, dtype_info
+from communicator.errors import CommunicatorError, CommunicatorTimeout, Unsupported
+from communicator.failures import describe_lost, run_on_all_ranks
 from coordinator import Coordinator
 
 SCORE = 150
-OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}  # ncclRedOp_t
-DTYPES = {  # ncclDataType_t
-    torch.int8: 0,
-    torch.uint8: 1,
-    torch.int32: 2,
-    torch.uint32: 3,
-    torch.int64: 4,
-    torch.uint64: 5,
-    torch.float16: 6,
-    torch.float32: 7,
-    torch.float64: 8,
-    torch.bfloat16: 9,
-}
-BYTE = 1
+BYTE = 1  # ncclUint8
+LAST_DTYPE = 9  # ncclBfloat16; older NCCLs know no more
 
 
 class Cupy(Communicator):
@@ -41,7 +32,8 @@ class Cupy(Communicator):
 
     name = "cupy"
     device_type = "cuda"
-    _checked_calls = 0  # comparing would wait for the GPU, which a capture does not survive
+    # Comparing would wait for the GPU, which a capture does not survive.
+    capabilities = Capabilities(checked_calls=0)
 
     @classmethod
     def probe(cls, coor: Coordinator) -> int:
@@ -52,59 +44,52 @@ class Cupy(Communicator):
         _nccl()
         return SCORE
 
-    def _open(self, device: int | None = None) -> None:
+    def do_open(self, device: int | None = None) -> None:
         self._ordinal = self.coor.info.local_rank if device is None else device
         self._captured = False  # then NCCL's own end would wait for the graph, for ever
         self._nccl = _nccl()
-        mine = bytes(part & 0xFF for part in self._nccl.get_unique_id()) if self.rank == 0 else b""
-        unique_id = self.coor.broadcast(mine or None)
+        unique_id = b""
+        if self.rank == 0:
+            unique_id = bytes(part & 0xFF for part in self._nccl.get_unique_id())
+        unique_id = self.coor.broadcast(unique_id or None)
         signed = tuple(byte - 256 if byte > 127 else byte for byte in unique_id)
-        problem = ""
-        try:
-            self._comm = self._bounded("start", lambda: self._join(signed))
-        except DrumlineError as error:
-            problem = str(error)
-        for rank, text in enumerate(self.coor.allgather(problem.encode())):
-            if text:
-                raise CommunicatorError(
-                    f"rank {self.rank}: rank {rank} could not join: {text.decode()}"
-                )
+        run_on_all_ranks(self.coor, lambda: self._bounded("start", lambda: self._join(signed)))
 
-    def _join(self, unique_id: tuple[int, ...]) -> Any:
+    def _join(self, unique_id: tuple[int, ...]) -> None:
         with torch.cuda.device(self._ordinal):
-            return self._nccl.NcclCommunicator(self.world_size, unique_id, self.rank)
+            self._comm = self._nccl.NcclCommunicator(self.world_size, unique_id, self.rank)
 
     def _bounded(self, what: str, body: Callable[[], Any]) -> Any:
-        """body on a thread, which is left behind if it does not end in time."""
-        found: list[Any] = []
-        thread = threading.Thread(target=lambda: found.append(_result(body)), daemon=True)
+        """The result of body, on a thread that is abandoned if it does not end in time."""
+        results: list[Any] = []
+        thread = threading.Thread(target=lambda: results.append(_result(body)), daemon=True)
         thread.start()
         thread.join(self.timeout_s)
-        if not found:
+        if not results:
             raise CommunicatorTimeout(
                 f"rank {self.rank}: NCCL did not {what} within {self.timeout_s:g} s. Is every rank "
-                f"there?{self._lost_peers()} NCCL_DEBUG=INFO tells more."
+                f"there?{describe_lost(self._lost_peers())} NCCL_DEBUG=INFO tells more."
             )
-        if isinstance(found[0], Exception):
+        if isinstance(results[0], Exception):
             raise CommunicatorError(
-                f"rank {self.rank}: NCCL did not {what}: {_words(found[0])}. This communicator "
-                "cannot be used. NCCL_DEBUG=INFO tells more."
-            ) from found[0]
-        return found[0]
+                f"rank {self.rank}: NCCL did not {what}: {_describe(results[0])}. This "
+                "communicator cannot be used. NCCL_DEBUG=INFO tells more."
+            ) from results[0]
+        return results[0]
 
-    def _close(self) -> None:
+    def do_close(self) -> None:
         comm = self.__dict__.pop("_comm", None)
         if comm is None:
             return
         if self._captured:
-            _keep_for_ever(comm)
+            _leak(comm)
         else:
             self._bounded("end", comm.destroy)
 
     def __del__(self) -> None:
         """Never calls NCCL, whose end waits for others; cupy's own would."""
         if comm := self.__dict__.pop("_comm", None):
-            _keep_for_ever(comm)
+            _leak(comm)
 
     def _device(self) -> torch.device:
         return torch.device("cuda", self._ordinal)
@@ -113,67 +98,68 @@ class Cupy(Communicator):
         self._captured = self._captured or torch.cuda.is_current_stream_capturing()
         stream = torch.cuda.current_stream(self._ordinal).cuda_stream
         with torch.cuda.device(self._ordinal):
-            found = _result(lambda: getattr(self._comm, call)(*arguments, stream))
-        if isinstance(found, Exception):
+            result = _result(lambda: getattr(self._comm, call)(*arguments, stream))
+        if isinstance(result, Exception):
             raise CommunicatorError(
-                f"rank {self.rank}: {call} failed in NCCL: {_words(found)}. Its result is not to "
-                f"be used.{self._lost_peers()} NCCL_DEBUG=INFO tells more."
-            ) from found
+                f"rank {self.rank}: {call} failed in NCCL: {_describe(result)}. Its result is not "
+                f"to be used.{describe_lost(self._lost_peers())} NCCL_DEBUG=INFO tells more."
+            ) from result
 
-    def _reduced(self, tensor: torch.Tensor, op: str) -> tuple[int, int]:
+    def _reduction_codes(self, tensor: torch.Tensor, op: str) -> tuple[int, int]:
         """NCCL's numbers for dtype and op. A bool is a byte: max is any, min and prod are all."""
         if tensor.dtype == torch.bool:
-            return BYTE, OPS["min" if op == "prod" else op]
-        if tensor.dtype not in DTYPES:
+            return BYTE, OPS["min" if op == "prod" else op].nccl
+        number = dtype_info(tensor.dtype).number
+        if number is None or number > LAST_DTYPE:
             raise Unsupported(
                 f"rank {self.rank}: cupy's NCCL does not reduce {tensor.dtype}. Convert it, or use "
                 "backend='nccl'."
             )
-        return DTYPES[tensor.dtype], OPS[op]
+        return number, OPS[op].nccl
 
-    def _allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
-        kind = self._reduced(tensor, op)
-        self._run("allReduce", tensor.data_ptr(), out.data_ptr(), tensor.numel(), *kind)
+    def do_allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
+        codes = self._reduction_codes(tensor, op)
+        self._run("allReduce", tensor.data_ptr(), out.data_ptr(), tensor.numel(), *codes)
 
-    def _reduce(self, out: torch.Tensor | None, tensor: torch.Tensor, dst: int, op: str) -> None:
-        kind = self._reduced(tensor, op)
+    def do_reduce(self, out: torch.Tensor | None, tensor: torch.Tensor, dst: int, op: str) -> None:
+        codes = self._reduction_codes(tensor, op)
         to = 0 if out is None else out.data_ptr()
-        self._run("reduce", tensor.data_ptr(), to, tensor.numel(), *kind, dst)
+        self._run("reduce", tensor.data_ptr(), to, tensor.numel(), *codes, dst)
 
-    def _reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
-        kind = self._reduced(tensor, op)
-        self._run("reduceScatter", tensor.data_ptr(), out.data_ptr(), out.numel(), *kind)
+    def do_reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
+        codes = self._reduction_codes(tensor, op)
+        self._run("reduceScatter", tensor.data_ptr(), out.data_ptr(), out.numel(), *codes)
 
-    def _broadcast(self, tensor: torch.Tensor, src: int) -> None:
+    def do_broadcast(self, tensor: torch.Tensor, src: int) -> None:
         at = tensor.data_ptr()
         self._run("broadcast", at, at, tensor.nbytes, BYTE, src)
 
-    def _allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+    def do_allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         self._run("allGather", tensor.data_ptr(), out.data_ptr(), tensor.nbytes, BYTE)
 
-    def _alltoall(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+    def do_alltoall(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         out[self.rank].copy_(tensor[self.rank])
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         sends = [("send", tensor[rank], rank) for rank in others]
-        self._exchange(sends + [("recv", out[rank], rank) for rank in others])
+        self.do_group(sends + [("recv", out[rank], rank) for rank in others])
 
-    def _send(self, tensor: torch.Tensor, dst: int) -> None:
+    def do_send(self, tensor: torch.Tensor, dst: int) -> None:
         self._run("send", tensor.data_ptr(), tensor.nbytes, BYTE, dst)
 
-    def _recv(self, tensor: torch.Tensor, src: int) -> None:
+    def do_recv(self, tensor: torch.Tensor, src: int) -> None:
         self._run("recv", tensor.data_ptr(), tensor.nbytes, BYTE, src)
 
-    def _exchange(self, calls: list[tuple[str, torch.Tensor, int]]) -> None:
+    def do_group(self, calls: list[P2PCall]) -> None:
         self._nccl.groupStart()
         try:
             for kind, tensor, peer in calls:
-                self._send(tensor, peer) if kind == "send" else self._recv(tensor, peer)
+                self.do_send(tensor, peer) if kind == "send" else self.do_recv(tensor, peer)
         finally:
             self._nccl.groupEnd()
 
-    def _barrier(self) -> None:
-        word = torch.zeros(1, device=self._device())
-        self._allreduce(word, word, "max")
+    def do_barrier(self) -> None:
+        word = torch.zeros(1, device=self.device)
+        self.do_allreduce(word, word, "max")
 
 
 def _nccl() -> Any:
@@ -182,7 +168,7 @@ def _nccl() -> Any:
         from cupy.cuda import nccl
     except ImportError as error:
         raise Unsupported(
-            f"cupy is not here ({error}). Install cupy-cuda13x or cupy-cuda12x."
+            f"cupy is not installed ({error}). Install cupy-cuda13x or cupy-cuda12x."
         ) from error
     if not getattr(nccl, "available", False):
         raise Unsupported("this cupy has no NCCL. Install nvidia-nccl beside it.")
@@ -190,9 +176,9 @@ def _nccl() -> Any:
 
 
 def _result(body: Callable[[], Any]) -> Any:
-    """What body returns, or what it raised, such as cupy's NcclError, or KeyError for newer codes.
+    """The result of body, or its exception: cupy's NcclError, or KeyError for newer codes.
 
-    Anything: on the thread of _bounded it would be lost, and taken for a wait without an end.
+    Any exception: on the thread of _bounded it would be lost, and taken for a timeout.
     """
     try:
         return body() or True
@@ -200,10 +186,10 @@ def _result(body: Callable[[], Any]) -> Any:
         return error
 
 
-def _words(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _keep_for_ever(comm: Any) -> None:
-    """So that cupy does not destroy it while memory is collected, nor under a living graph."""
+def _leak(comm: Any) -> None:
+    """Keep comm for ever: cupy destroys it in garbage collection, even under a living graph."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(comm))

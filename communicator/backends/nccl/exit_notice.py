@@ -1,37 +1,40 @@
-"""Who left a communicator in good order, and who died: both are processes that are gone."""
+"""Tells peers that closed a communicator from peers that crashed: the processes of both exit."""
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterable
 
-from coordinator import Coordinator, CoordinatorError, Peer
+from communicator import timings
+from coordinator import Coordinator, RankFailure
 
-ANSWER_S = 5.0
 
+class ExitNotice:
+    """A key of a shared store for each rank, written when it has closed one communicator.
 
-class Farewell:
-    """A key of the Coordinator for each rank, put when it has closed one communicator.
-
-    name: the communicator's, no other of this Coordinator has it. Not collective, any thread.
+    Collective to create, and then not. Any thread.
     """
 
-    def __init__(self, coor: Coordinator, name: str) -> None:
-        self._coor, self._prefix = coor, f"communicator/{name}/left/"
-        self._left: set[int] = set()  # what is once known is not asked for again
+    def __init__(self, coor: Coordinator) -> None:
+        self._rank = coor.rank
+        self._store = coor.store("exit notices", timeout_s=timings.TIMINGS.exit_notice_s)
+        self._announced: set[int] = set()  # a notice that was read is not read again
 
-    def say(self) -> None:
-        """This rank has done all it had to do."""
-        with suppress(CoordinatorError):  # rank 0 is gone: the others see that by themselves
-            self._coor.put(f"{self._prefix}{self._coor.rank}", b"1", timeout_s=ANSWER_S)
+    def announce(self) -> None:
+        """Write that this rank has closed."""
+        try:
+            self._store.set(str(self._rank), "closed")
+        except RuntimeError:
+            pass  # rank 0 has exited, which the others notice themselves
 
-    def died(self) -> list[Peer]:
-        """The peers that are seen dead on this host, without having left before."""
-        peers = enumerate(self._coor.peers)
-        return [peer for rank, peer in peers if peer.is_known_dead() and not self._has_left(rank)]
+    def unannounced(self, failures: Iterable[RankFailure]) -> tuple[RankFailure, ...]:
+        """The failed ranks that had not closed."""
+        return tuple(failure for failure in failures if not self._has_announced(failure.rank))
 
-    def _has_left(self, rank: int) -> bool:
-        if rank not in self._left:
-            with suppress(CoordinatorError):  # nobody can tell any more: not in good order
-                if self._coor.get(f"{self._prefix}{rank}", timeout_s=ANSWER_S):
-                    self._left.add(rank)
-        return rank in self._left
+    def _has_announced(self, rank: int) -> bool:
+        if rank not in self._announced:
+            try:
+                if self._store.check([str(rank)]):
+                    self._announced.add(rank)
+            except RuntimeError:
+                return False  # rank 0 has exited: unreadable counts as not announced
+        return rank in self._announced

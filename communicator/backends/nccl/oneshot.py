@@ -1,7 +1,7 @@
 """Sums of small tensors in one kernel, for ranks of one node whose GPUs reach each other.
 
 comm = Communicator(coor, backend="nccl", oneshot=True)
-comm.allreduce(tensor)       # by the kernel where choose() says so, by NCCL otherwise
+comm.allreduce(tensor)       # by the kernel where select_algorithm() says so, or by NCCL
 
 The kernel (csrc/cuda/oneshot.cu) is optional: csrc/scripts/build_cuda.sh builds it where nvcc is.
 """
@@ -9,7 +9,6 @@ The kernel (csrc/cuda/oneshot.cu) is optional: csrc/scripts/build_cuda.sh builds
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 from collections.abc import Callable
 from enum import IntEnum
@@ -17,7 +16,9 @@ from typing import Any
 
 import torch
 
+from communicator.dtypes import dtype_info
 from communicator.errors import CommunicatorError, CommunicatorTimeout, DrumlineError, Unsupported
+from communicator.failures import run_on_all_ranks
 from coordinator import Coordinator
 
 LIBRARY = os.path.join(os.path.dirname(__file__), "_oneshot.so")
@@ -29,8 +30,8 @@ VECTOR_BYTES = 16
 THREADS = 512
 KIB = 1024
 
-DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # as in communicator.h
-# Up to how many bytes each way was published to win over NCCL on GPUs joined by NVLink (vLLM
+DTYPES = (torch.float16, torch.float32, torch.bfloat16)
+# Up to how many bytes each algorithm was published to beat NCCL on GPUs joined by NVLink (vLLM
 # pull requests 24111 and 24532, SGLang issue 2904), kept below where they cross.
 ONE_SHOT_BYTES = {2: 512 * KIB, 4: 256 * KIB, 6: 128 * KIB, 8: 64 * KIB}
 TWO_SHOT_BYTES = {2: 512 * KIB, 4: 512 * KIB, 6: 512 * KIB, 8: 256 * KIB}
@@ -41,8 +42,8 @@ class Algorithm(IntEnum):
     TWO_SHOT = 2  # every rank adds up a part, and the others fetch it
 
 
-def choose(world_size: int, nbytes: int, dtype: torch.dtype) -> Algorithm | None:
-    """How to sum; None leaves it to NCCL. Of nothing but these three, so that all ranks agree."""
+def select_algorithm(world_size: int, nbytes: int, dtype: torch.dtype) -> Algorithm | None:
+    """The algorithm, or None for NCCL. From nothing but these three, so that all ranks agree."""
     if dtype not in DTYPES or nbytes == 0 or nbytes % VECTOR_BYTES:
         return None
     if nbytes <= ONE_SHOT_BYTES.get(world_size, 0):
@@ -61,7 +62,7 @@ def num_blocks(world_size: int, nbytes: int, algorithm: Algorithm) -> int:
 Pointers = ctypes.c_void_p * MAX_RANKS
 
 
-class Call(ctypes.Structure):
+class KernelCall(ctypes.Structure):
     """oneshot_call of csrc/abi/oneshot.h."""
 
     _fields_ = [
@@ -112,7 +113,7 @@ class Kernels:
 
 
 class ErrorWord:
-    """Where a kernel that gave up waiting says who did not come: host memory that the GPU sees."""
+    """Host memory where a kernel that gave up waiting writes which rank it waited for."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -124,7 +125,7 @@ class ErrorWord:
         if word := self._host[0]:
             raise CommunicatorTimeout(
                 f"rank {rank}: the one-shot kernel of rank {(word & 15) - 1} waited in vain for "
-                f"rank {word >> 4 & 15}, which did not make the same call or is gone. Results "
+                f"rank {word >> 4 & 15}, which did not make the same call or exited. Results "
                 "since then are not to be used. Close the communicator and make a new one."
             )
 
@@ -143,30 +144,29 @@ class Oneshot:
         self.coor, self.rank, self.world_size = coor, coor.rank, coor.world_size
         self._device, self._closed = device, False
         self._captured = False  # then graphs may use the arenas for as long as the process lasts
-        self._call = Call(struct_size=ctypes.sizeof(Call), world=self.world_size, num_here=1)
+        self._call = KernelCall(struct_size=ctypes.sizeof(KernelCall))
+        self._call.world, self._call.num_here = self.world_size, 1
         self._call.first = self.rank
         self._call.timeout_ns = int(coor.timeout_s * 1e9)
         self._imported: list[ctypes.c_void_p] = []
-        offers = self._together(self._offer)
-        self._together(lambda: self._reach(offers))
-        self._together(self._try)
+        exports = self._on_all_ranks(self._export_arena)
+        self._on_all_ranks(lambda: self._map_arenas(exports))
+        self._on_all_ranks(self._check_sums)
 
-    def _together(self, step: Callable[[], Any]) -> list[Any]:
-        """step on every rank, then one exchange of how it went; the same decision everywhere."""
-        mine: dict[str, Any] = {"problem": "", "result": None}
-        try:
-            with torch.cuda.device(self._device):
-                mine["result"] = step()
-        except DrumlineError as error:
-            mine["problem"] = str(error)
-        said = [json.loads(data) for data in self.coor.allgather(json.dumps(mine).encode())]
-        for peer, theirs in zip(self.coor.peers, said, strict=True):
-            if theirs["problem"]:
-                raise Unsupported(f"rank {self.rank}: {peer}: {theirs['problem']}")
-        return [theirs["result"] for theirs in said]
+    def _on_all_ranks(self, step: Callable[[], Any]) -> list[Any]:
+        """Every rank's result of the step; Unsupported on all if it failed on one. Collective."""
 
-    def _offer(self) -> dict[str, Any]:
-        """What the peers need to map this rank's arena."""
+        def on_device() -> Any:
+            try:
+                with torch.cuda.device(self._device):
+                    return step()
+            except DrumlineError as error:
+                raise Unsupported(f"rank {self.rank}: {error}") from error
+
+        return run_on_all_ranks(self.coor, on_device)
+
+    def _export_arena(self) -> dict[str, Any]:
+        """Create this rank's arena; what peers need to map it."""
         if self.world_size not in ONE_SHOT_BYTES:
             raise Unsupported(f"one-shot sums are for 2, 4, 6 or 8 ranks, not {self.world_size}")
         if self.coor.local_world_size != self.world_size:
@@ -181,34 +181,34 @@ class Oneshot:
         return {
             "device": self._device,
             "pointer": self._arena.value,
-            "handle": handle.raw.hex(),
+            "handle": handle.raw,
         }
 
-    def _reach(self, offers: list[dict[str, Any]]) -> None:
-        for rank, offer in enumerate(offers):
-            if self._is_here(rank):
-                self._kernels.reach(offer["device"])
-                self._call.arena[rank] = offer["pointer"]
+    def _map_arenas(self, exports: list[dict[str, Any]]) -> None:
+        for rank, export in enumerate(exports):
+            if self._is_same_process(rank):
+                self._kernels.reach(export["device"])
+                self._call.arena[rank] = export["pointer"]
                 continue
             arena = ctypes.c_void_p()
-            self._kernels.import_(bytes.fromhex(offer["handle"]), ctypes.byref(arena))
+            self._kernels.import_(export["handle"], ctypes.byref(arena))
             self._imported.append(arena)
             self._call.arena[rank] = arena.value
 
-    def _is_here(self, rank: int) -> bool:
-        """Is it a thread of this process? Two containers may each have a process of one number."""
+    def _is_same_process(self, rank: int) -> bool:
+        """True for a rank that is a thread of this process. Two containers may have equal pids."""
         peer = self.coor.peers[rank]
         return peer.is_visible and peer.pid == os.getpid()
 
-    def _try(self) -> None:
-        """Add up numbers that are known: drivers have been seen to claim a way that is none."""
+    def _check_sums(self) -> None:
+        """Sum known numbers: drivers have been seen to report peer access that does not work."""
         tensor = torch.full((4096,), float(self.rank + 1), device=f"cuda:{self._device}")
         for algorithm in Algorithm:
-            self.sum(tensor.clone(), found := torch.empty_like(tensor), algorithm)
+            self.sum(tensor.clone(), result := torch.empty_like(tensor), algorithm)
             torch.cuda.synchronize()
             self.check()
             expected = self.world_size * (self.world_size + 1) / 2
-            if not bool((found == expected).all()):
+            if not bool((result == expected).all()):
                 raise CommunicatorError(f"a first {algorithm.name} sum came out wrong")
 
     def check(self) -> None:
@@ -220,7 +220,7 @@ class Oneshot:
         self.check()
         self._captured = self._captured or torch.cuda.is_current_stream_capturing()
         call, nbytes = self._call, tensor.nbytes
-        call.algorithm, call.dtype, call.nbytes = algorithm, DTYPES[tensor.dtype], nbytes
+        call.algorithm, call.dtype, call.nbytes = algorithm, dtype_info(tensor.dtype).number, nbytes
         call.blocks = num_blocks(self.world_size, nbytes, algorithm)
         call.in_[self.rank], call.out[self.rank] = tensor.data_ptr(), out.data_ptr()
         call.stream = torch.cuda.current_stream(self._device).cuda_stream

@@ -273,12 +273,12 @@ PyObject* shape_of(const TensorView& view) {
     return shape;
 }
 
-int refuse_shape(const CallSite& site, const TensorView& view, const char* what,
+int refuse_shape(const CallSite& site, const TensorView& view, const char* name,
                  const char* expected) {
     PyObject* shape = shape_of(view);
     if (shape == NULL) return -1;
     PyErr_Format(PyExc_ValueError, "rank %d, %s: %s is %S in a group of %d ranks, but must be %s",
-                 site.rank, site.call, what, shape, site.nranks, expected);
+                 site.rank, site.call, name, shape, site.nranks, expected);
     Py_DECREF(shape);
     return -1;
 }
@@ -302,6 +302,17 @@ int read_scaled_sum(PyObject* object) {
 int refuse_op(const CallSite& site, PyObject* op, const char* why) {
     PyErr_Format(PyExc_ValueError, "rank %d, %s: op=%R %s", site.rank, site.call, op, why);
     return -1;
+}
+
+// Another spelling of an op, such as torch.distributed.ReduceOp.SUM; -1 with an error if it is none.
+int translate_op(const CallSite& site, PyObject* object) {
+    PyObject* read = import_attribute("communicator.arguments", "read_op", NULL);
+    PyObject* name =
+        read == NULL ? NULL : PyObject_CallFunction(read, "isO", site.rank, site.call, object);
+    int op = name == NULL ? -1 : find_op(name);
+    Py_XDECREF(name);
+    Py_XDECREF(read);
+    return op;
 }
 
 }  // namespace
@@ -384,7 +395,7 @@ int read_op(const CallSite& site, PyObject* object, comm_dtype dtype, comm_op* o
     if (object == NULL) object = op_names[COMM_SUM];
     *op = site.scaled_sums && PyLong_Check(object) ? read_scaled_sum(object) : find_op(object);
     if (*op > COMM_AVG) return 0;
-    if (*op < 0) return refuse_op(site, object, "is none of sum, prod, max, min, avg");
+    if (*op < 0 && (*op = translate_op(site, object)) < 0) return -1;
     if (*op == COMM_AVG && !is_floating(dtype))
         return refuse_op(site, object, "of integers is not an integer. Use op='sum' and divide");
     if (dtype == COMM_BOOL && *op == COMM_SUM)

@@ -22,7 +22,7 @@ class Acme(Communicator):
             raise Unsupported("acme connects the ranks of one node only")
         return 1
 
-    def _open(self) -> None:
+    def do_open(self) -> None:
         listener = socket.create_server(("127.0.0.1", 0), backlog=self.world_size)
         listener.settimeout(self.timeout_s)
         ports = self.coor.allgather(str(listener.getsockname()[1]).encode())
@@ -38,11 +38,11 @@ class Acme(Communicator):
             self._sockets[peer] = connection
         listener.close()
 
-    def _close(self) -> None:
+    def do_close(self) -> None:
         for connection in self._sockets.values():
             connection.close()
 
-    def _send(self, tensor: torch.Tensor, dst: int) -> None:
+    def do_send(self, tensor: torch.Tensor, dst: int) -> None:
         try:
             self._sockets[dst].sendall(_memory(tensor))
         except TimeoutError as error:
@@ -50,7 +50,7 @@ class Acme(Communicator):
         except OSError as error:
             raise PeerLost(f"rank {self.rank}: rank {dst} is gone") from error
 
-    def _recv(self, tensor: torch.Tensor, src: int) -> None:
+    def do_recv(self, tensor: torch.Tensor, src: int) -> None:
         room = _memory(tensor)
         try:
             while room:

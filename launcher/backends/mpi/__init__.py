@@ -77,16 +77,12 @@ def _info(
         launch_id = mpi_rendezvous.name_from_pmi(environ)
     addr = LOOPBACK if one_node else environ.get("MASTER_ADDR")
     if not (launch_id and addr):
-        exchanged_id, exchanged_addr = mpi_rendezvous.exchange(sizes["world_size"], _host(environ))
+        # The name under which mpiexec reached this node, if it sets one.
+        host = environ.get("PMIX_HOSTNAME") or environ.get("PMI_HOSTNAME") or socket.gethostname()
+        exchanged_id, exchanged_addr = mpi_rendezvous.exchange(sizes["world_size"], host)
         launch_id, addr = launch_id or exchanged_id, addr or exchanged_addr
     rendezvous = rendezvous_info(environ, launch_id, addr)
     return build(NAME, variables, **sizes, **rendezvous, extras={"launcher": NAME})
-
-
-def _host(environ: Mapping[str, str]) -> str:
-    """The name of this node under which mpiexec reached it."""
-    name = environ.get("PMIX_HOSTNAME") or environ.get("PMI_HOSTNAME")
-    return name or socket.gethostname()
 
 
 def command(job: Job) -> list[str]:
@@ -121,7 +117,7 @@ def _hydra_options(job: Job) -> list[str]:
 
 @functools.cache
 def _is_open_mpi(mpiexec: str) -> bool:
-    """Whether mpiexec is Open MPI's; False for the Hydra of MPICH and Intel MPI."""
+    """True if mpiexec is Open MPI's; False for the Hydra of MPICH and Intel MPI."""
     if not mpiexec:
         raise LaunchInfoError(
             "no mpiexec on PATH, so no ranks can be started under MPI. Load the module of an MPI, "

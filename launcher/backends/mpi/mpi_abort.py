@@ -17,13 +17,12 @@ import sys
 from collections.abc import Sequence
 
 from launcher import launch_secret
-from launcher.system import linux
-from launcher.system.stop_signals import STOP_SIGNALS
+from launcher.system import linux, stop_signals
 
 
 def main(command: Sequence[str]) -> int:
     """Run command, with our descriptors, and end the launch if it fails. Returns its exit code."""
-    for number in STOP_SIGNALS:
+    for number in stop_signals.STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # they reach the rank as well, which decides
     pre_exec = functools.partial(_pre_exec, os.getpid())
     rank = subprocess.Popen(command, close_fds=False, preexec_fn=pre_exec)
@@ -39,8 +38,7 @@ def main(command: Sequence[str]) -> int:
 
 
 def _pre_exec(parent: int) -> None:
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
+    stop_signals.reset_in_child()
     linux.die_with(parent)
 
 

@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 
 from launcher import launch_secret, ports
@@ -37,12 +36,11 @@ class RankActor:
         with contextlib.suppress(OSError):  # not on this host: functions do without
             os.chdir(folder)
             sys.path.insert(0, folder)
-        extras = {"secret_fd": str(launch_secret.store(secret)), **self._master_fd()}
+        extras = {"secret_fd": str(launch_secret.store(secret))}
+        if self._listener:
+            extras["master_fd"] = str(self._listener.fileno())
         rank_info = LaunchInfo.from_bytes(info)
         rank_info = replace(rank_info, extras={**rank_info.extras, **extras})
         os.environ.update(rank_info.to_env())
         job = Job(Target(kind, name), args=tuple(json_values.loads(arguments)))  # type: ignore[arg-type]
         return json_values.dumps(run_target(job, rank_info))
-
-    def _master_fd(self) -> Mapping[str, str]:
-        return {"master_fd": str(self._listener.fileno())} if self._listener else {}

@@ -16,8 +16,7 @@ import uuid
 
 import torch
 
-from communicator import PeerLost
-from communicator.backends import nccl
+from communicator import PeerLost, timings
 from communicator.backends.nccl import Nccl
 from coordinator import Coordinator
 from launcher import LaunchInfo
@@ -44,7 +43,7 @@ def see(coor, comm):
     deadline = time.monotonic() + SOON_S
     while not coor.peers[1].is_known_dead() and time.monotonic() < deadline:
         time.sleep(0.01)
-    time.sleep(nccl.GRACE_S + LOOKS * nccl.WATCH_S)
+    time.sleep(timings.TIMINGS.watchdog_grace_s + LOOKS * timings.TIMINGS.watchdog_poll_s)
     try:
         comm.close()
     except PeerLost as error:

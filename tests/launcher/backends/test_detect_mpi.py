@@ -88,9 +88,9 @@ def test_node_rank_of_open_mpi_is_no_node_s_index():
 
 
 def test_mpich_on_one_node_is_named_by_the_process_at_the_other_end():
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        environ = {**MPICH, "PMI_FD": str(ours.fileno()), "LAUNCH_ID": ""}
+    rank_end, starter_end = socket.socketpair()
+    with rank_end, starter_end:
+        environ = {**MPICH, "PMI_FD": str(rank_end.fileno()), "LAUNCH_ID": ""}
         info = mpi.detect(environ)
         assert str(os.getpid()) in info.launch_id
         assert mpi.detect({**environ, "PMI_RANK": "0"}).launch_id == info.launch_id

@@ -58,7 +58,7 @@ def test_torchrun_inside_a_worker_of_ray_wins():
 
 
 def test_ranks_of_a_node_are_counted_on_that_node():
-    found = infos_for_nodes("tuesday", ["a", "a", "a", "b", "b"], "10.0.0.1", 4567)
-    assert [info.rank for info in found] == [0, 1, 2, 3, 4]
-    assert [info.local_rank for info in found] == [0, 1, 2, 0, 1]
-    assert [info.local_world_size for info in found] == [3, 3, 3, 2, 2]
+    infos = infos_for_nodes("tuesday", ["a", "a", "a", "b", "b"], "10.0.0.1", 4567)
+    assert [info.rank for info in infos] == [0, 1, 2, 3, 4]
+    assert [info.local_rank for info in infos] == [0, 1, 2, 0, 1]
+    assert [info.local_world_size for info in infos] == [3, 3, 3, 2, 2]

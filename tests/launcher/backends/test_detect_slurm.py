@@ -54,7 +54,7 @@ def test_master_is_the_first_node_of_the_step_and_not_the_node_of_srun():
 
 
 def test_step_on_one_node_meets_on_loopback():
-    one = {
+    one_node = {
         **TASK,
         "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_STEP_TASKS_PER_NODE": "2",
@@ -64,7 +64,7 @@ def test_step_on_one_node_meets_on_loopback():
         "SLURM_LOCALID": "1",
         "SLURM_GTIDS": "0,1",
     }
-    assert slurm.detect(one).master_addr == "127.0.0.1"
+    assert slurm.detect(one_node).master_addr == "127.0.0.1"
 
 
 def test_all_tasks_of_a_step_agree_on_where_to_meet():

@@ -235,11 +235,13 @@ def test_log_folder_is_created_and_gets_a_file_for_each_rank_and_stream(mpi_name
 
 def test_dry_run_shows_what_mpiexec_will_start_on_all_nodes(mpi_name, command):
     script = command.script("import launcher\nprint(launcher.current().to_bytes().decode())")
-    asked = ["run", "--launcher", "mpi", "-n", "2", "--launch-id", "tuesday", "--dry-run"]
-    first, *infos = command.run(*asked, script).out.splitlines()
+    arguments = ["run", "--launcher", "mpi", "-n", "2", "--launch-id", "tuesday", "--dry-run"]
+    first, *infos = command.run(*arguments, script).out.splitlines()
     assert "-m launcher.external.rank_main FOLDER script" in first
     assert [json.loads(info)["extras"] for info in infos] == [{"launcher": "mpi"}] * 2
-    two_nodes = command.run(*asked, "--nnodes", "2", "--node-rank", "1", script).out.splitlines()
+    two_nodes = command.run(
+        *arguments, "--nnodes", "2", "--node-rank", "1", script
+    ).out.splitlines()
     assert [json.loads(info)["rank"] for info in two_nodes[1:]] == [0, 1, 2, 3]
     assert json.loads(two_nodes[1])["master_addr"] == "chosen by mpi"
 
@@ -248,5 +250,5 @@ def test_log_folder_that_cannot_be_created_is_a_usage_error(mpi_name, command):
     script = command.script("open('ran', 'w')")
     ended = command.run("run", "--launcher", "mpi", "--log-dir", "/proc/none", script)
     assert ended.code == 2
-    assert "'/proc/none' for logs cannot be written" in ended.err
+    assert "the log folder '/proc/none' cannot be written" in ended.err
     assert not (command.folder / "ran").exists()

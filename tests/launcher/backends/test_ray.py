@@ -99,18 +99,18 @@ def test_ranks_share_a_secret(five):
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "said"),
+    ("how", "code", "message"),
     [("raise", 1, "KeyError: 'layer 3'"), ("kill", 1, "rank 1")],
 )
-def test_first_failure_ends_the_launch_and_is_named(work, how, code, said):
-    with pytest.raises(LaunchError, match=said) as raised:
+def test_first_failure_ends_the_launch_and_is_named(work, how, code, message):
+    with pytest.raises(LaunchError, match=message) as raised:
         launcher.launch(work.fail, nprocs=2, launcher="ray", args=(1, how), timeout_s=50)
     assert raised.value.exit_code == code
     assert raised.value.failures[0].rank == 1
 
 
 def test_launch_that_takes_too_long_is_ended(work):
-    with pytest.raises(LaunchTimeout, match=r"longer than 1.5 s"):
+    with pytest.raises(LaunchTimeout, match=r"not over after 1.5 s"):
         launcher.launch(work.sleep, nprocs=2, launcher="ray", args=(60,), timeout_s=1.5)
 
 
@@ -132,8 +132,8 @@ def test_the_command_of_the_documents_gives_every_node_its_ranks(work, documente
     """As printed, but with room for two ranks on a node, and not where the cluster was started."""
     line = documented("running.md", "python -m launcher run --launcher ray --nnodes 2")
     address = sys.modules["ray"].get_runtime_context().gcs_address
-    said = line(words=[("-n 4", "-n 2")], environ={**os.environ, "RAY_ADDRESS": address})
-    assert sorted(re.findall(r"rank (\d) of 4, local rank (\d)", said)) == [
+    output = line(words=[("-n 4", "-n 2")], environ={**os.environ, "RAY_ADDRESS": address})
+    assert sorted(re.findall(r"rank (\d) of 4, local rank (\d)", output)) == [
         (str(rank), str(rank % 2)) for rank in range(4)
     ]
 

@@ -57,7 +57,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 def _free_ports(count):
     with contextlib.ExitStack() as open_sockets:
         sockets = [open_sockets.enter_context(socket.create_server(("", 0))) for _ in range(count)]
-        return [found.getsockname()[1] for found in sockets]
+        return [listener.getsockname()[1] for listener in sockets]
 
 
 def _wait_until_idle(environ, log):
@@ -138,8 +138,8 @@ def test_tasks_spread_unevenly_over_nodes_know_each_other(slurm):
 def test_the_commands_of_the_documents_run_as_printed(slurm, documented, start, ranks):
     """But for the number of ranks, for the sake of time."""
     environ = {**slurm, "MASTER_ADDR": "127.0.0.1"}  # n1 is no name that is known here
-    said = documented("running.md", start)(words=[(f"{ranks} 4", f"{ranks} 2")], environ=environ)
-    assert sorted(re.findall(r"rank (\d) of 4, local rank (\d), hosts 1", said)) == [
+    output = documented("running.md", start)(words=[(f"{ranks} 4", f"{ranks} 2")], environ=environ)
+    assert sorted(re.findall(r"rank (\d) of 4, local rank (\d), hosts 1", output)) == [
         (str(rank), str(rank % 2)) for rank in range(4)
     ]
 
@@ -217,5 +217,5 @@ def test_mpiexec_inside_srun_wins(slurm):
 def test_every_recipe_runs_unchanged_under_srun(slurm):
     script = ROOT / "tests" / "programs" / "every_script.py"
     folder = ROOT / "examples" / "recipes"
-    said = _output(["srun", "-n", "2", sys.executable, str(script), str(folder)], slurm)
-    assert said.count("ended: ") == 2 * RECIPES
+    output = _output(["srun", "-n", "2", sys.executable, str(script), str(folder)], slurm)
+    assert output.count("ended: ") == 2 * RECIPES

@@ -37,7 +37,7 @@ def _infos(out):
     return [json.loads(line[line.index("{") :]) for line in lines]
 
 
-def test_gang_that_a_bare_torchrun_restarts_is_another_launch(tmp_path):
+def test_group_that_a_bare_torchrun_restarts_is_another_launch(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(FAIL_ONCE)
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
@@ -75,11 +75,11 @@ def test_dry_run_shows_what_the_ranks_will_have_and_what_torchrun_chooses(failed
     first, *shown = _run([*run, "--dry-run", str(script)]).stdout.splitlines()
     assert f"-m launcher.external.rank_main FOLDER script {script}" in first
     real = min(_infos(failed.stdout), key=lambda info: info["rank"])
-    foreseen = json.loads(shown[0])
-    chosen = {name for name, value in foreseen.items() if value == "chosen by torchrun"}
-    assert chosen == {"launch_id", "master_addr", "master_port"}
+    expected = json.loads(shown[0])
+    placeholders = {name for name, value in expected.items() if value == "chosen by torchrun"}
+    assert placeholders == {"launch_id", "master_addr", "master_port"}
     del real["extras"]["secret_fd"]
-    assert {**foreseen, **{name: real[name] for name in chosen}} == real
+    assert {**expected, **{name: real[name] for name in placeholders}} == real
 
 
 def test_failure_of_a_rank_is_torchrun_s_root_cause_and_our_exit_code(failed):

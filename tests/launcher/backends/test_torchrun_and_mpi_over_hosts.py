@@ -19,13 +19,13 @@ def infos(out):
     return sorted((json.loads(line) for line in out.splitlines()), key=lambda info: info["rank"])
 
 
-def check_five_ranks(found, master_addr):
-    assert [info["rank"] for info in found] == [0, 1, 2, 3, 4]
-    assert [info["local_world_size"] for info in found] == [3, 3, 3, 2, 2]
-    assert {info["local_rank"] for info in found[:3]} == {0, 1, 2}
-    assert {info["local_rank"] for info in found[3:]} == {0, 1}
-    assert len({(i["launch_id"], i["master_port"], i["world_size"]) for i in found}) == 1
-    assert {info["master_addr"] for info in found} == {master_addr}
+def check_five_ranks(ranks, master_addr):
+    assert [info["rank"] for info in ranks] == [0, 1, 2, 3, 4]
+    assert [info["local_world_size"] for info in ranks] == [3, 3, 3, 2, 2]
+    assert {info["local_rank"] for info in ranks[:3]} == {0, 1, 2}
+    assert {info["local_rank"] for info in ranks[3:]} == {0, 1}
+    assert len({(i["launch_id"], i["master_port"], i["world_size"]) for i in ranks}) == 1
+    assert {info["master_addr"] for info in ranks} == {master_addr}
 
 
 def mpich(hosts):
@@ -56,20 +56,20 @@ def test_the_command_of_the_documents_for_mpich_runs_as_printed(hosts, documente
     if not (BIN / "mpiexec.hydra").exists():
         pytest.skip("no MPICH: runs on Linux (x86-64, arm64) after `pip install mpich`")
     shell = {"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": str(hosts.remote_shell)}
-    said = documented("running.md", "mpiexec -n 8 -ppn 4")(
+    output = documented("running.md", "mpiexec -n 8 -ppn 4")(
         around=hosts.command(0, []),
         words=[("a,b", "10.77.0.1,10.77.0.2"), ("10.0.0.1", "10.77.0.1")],
         environ={**os.environ, **shell},
     )
-    assert sorted(re.findall(r"rank (\d) of 8, local rank (\d), hosts 2", said)) == [
+    assert sorted(re.findall(r"rank (\d) of 8, local rank (\d), hosts 2", output)) == [
         (str(rank), str(rank % 4)) for rank in range(8)
-    ], said
+    ], output
 
 
 def test_five_ranks_of_mpich_meet_at_the_master_given(hosts):
-    found = infos(hosts.run(mpich(hosts), MASTER_ADDR="10.77.0.1", LAUNCH_ID="tuesday"))
-    check_five_ranks(found, "10.77.0.1")
-    assert found[4]["launch_id"] == "tuesday"
+    ranks = infos(hosts.run(mpich(hosts), MASTER_ADDR="10.77.0.1", LAUNCH_ID="tuesday"))
+    check_five_ranks(ranks, "10.77.0.1")
+    assert ranks[4]["launch_id"] == "tuesday"
 
 
 def test_five_ranks_of_mpich_agree_on_a_master_through_mpi4py(hosts):

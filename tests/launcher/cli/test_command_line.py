@@ -183,8 +183,8 @@ def test_omp_num_threads_is_each_ranks_share_of_the_cores(command):
     script = command.script("import os\nprint(os.environ['OMP_NUM_THREADS'])")
     many = 2 * len(os.sched_getaffinity(0))
     assert command.run("run", "-n", str(many), script).lines(0) == ["1"]
-    chosen = command.run("run", "-n", "1", script, env={"OMP_NUM_THREADS": "7"})
-    assert chosen.lines(0) == ["7"]
+    preset = command.run("run", "-n", "1", script, env={"OMP_NUM_THREADS": "7"})
+    assert preset.lines(0) == ["7"]
 
 
 def test_preload_imports_a_module_once_for_all_ranks(command):

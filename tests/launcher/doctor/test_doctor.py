@@ -133,7 +133,7 @@ def test_a_backend_launcher_of_another_python_is_no_problem(monkeypatch, tmp_pat
     (tmp_path / "ray").chmod(0o755)
     monkeypatch.setattr(launcher_checks, "PATH", str(tmp_path))
     monkeypatch.setitem(launcher_checks.DISTRIBUTIONS, "ray", "no-such-package")
-    (ray,) = [it for it in launcher_checks.launchers() if it.name == "ray"]
+    (ray,) = [item for item in launcher_checks.launchers() if item.name == "ray"]
     assert ray.ok is None and ray.detail.startswith("of another Python")
 
 
@@ -143,7 +143,7 @@ def test_srun_without_a_cluster_is_no_problem(monkeypatch, tmp_path):
     )
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setattr(launcher_checks, "PATH", str(tmp_path))
-    (srun,) = [it for it in launcher_checks.launchers() if it.name == "srun"]
+    (srun,) = [item for item in launcher_checks.launchers() if item.name == "srun"]
     assert srun.ok is None and "no slurm.conf" in srun.detail and "DNS" not in srun.detail
 
 
@@ -193,7 +193,7 @@ def driver(uuids, level):
         "nvmlDeviceGetName": lambda handle: "a GPU",
         "nvmlDeviceGetMigMode": lambda handle: (0, 0),
         "nvmlDeviceGetMemoryInfo": lambda handle: memory,
-        "nvmlDeviceGetTopologyCommonAncestor": lambda one, other: level,
+        "nvmlDeviceGetTopologyCommonAncestor": lambda a, b: level,
         "nvmlDeviceGetNvLinkState": no_link,
     }.items():
         setattr(nvml, name, answer)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher.trace.recorder import clock, event
+from launcher.trace.recorder import clock, event, rank_name
 
 LAUNCHER = -1  # the "rank" of the launcher itself
 
@@ -51,7 +51,10 @@ def merge(folder: Path, out: Path, launch: Iterable[dict[str, Any]] = ()) -> int
     events = _aligned([*filter(None, recordings), [clock(), *launch]])
     events += list(_start_events(events))
     events += list(_renumber_threads(events))
-    events += [_process_name_event(rank) for rank in sorted({event["pid"] for event in events})]
+    events += [
+        {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": rank_name(rank)}}
+        for rank in sorted({event["pid"] for event in events})
+    ]
     write({"traceEvents": events}, out)
     return len(events)
 
@@ -151,8 +154,3 @@ def _offsets(recordings: list[list[dict[str, Any]]]) -> dict[str, float]:
     offsets = {name: statistics.median(samples) for name, samples in measured.items() if samples}
     day_of_rank_0 = [days[name] - offset for name, offset in offsets.items()] or [0]
     return {name: offsets.get(name, day - day_of_rank_0[0]) for name, day in days.items()}
-
-
-def _process_name_event(rank: int) -> dict[str, Any]:
-    name = "launcher" if rank < 0 else f"rank {rank}"
-    return {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": name}}

@@ -1,4 +1,4 @@
-"""OpenAI's own client at a server of 2 ranks. The last test ends it."""
+"""A server on 2 ranks with OpenAI's own client. The last test ends the server."""
 
 import asyncio
 import importlib
@@ -17,42 +17,28 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import launcher
 from coordinator import Coordinator
+from drumline.serving import http_server as http_server
 from drumline.serving import scheduler
-from drumline.serving.sampling import Sampling
-from drumline.serving.scheduler import Batcher, Limits, Row
+from drumline.serving.limits import ServingLimits, ServingTimings
+from drumline.serving.sampling import SamplingParams
+from drumline.serving.scheduler import Generation
 from launcher.timings import TIMINGS
+from tests.drumline.serving.conftest import expected
 
-openai = pytest.importorskip("openai", reason="runs after `pip install openai fastapi uvicorn`")
-pytest.importorskip("uvicorn", reason="runs after `pip install openai fastapi uvicorn`")
-serve = importlib.import_module("drumline.serving.server")  # which is a function's name too
-service_module = importlib.import_module("drumline.serving.app")
-Service, application = service_module.Service, service_module.application
+REASON = "runs after `pip install openai 'drumline[serve]'`"
+openai = pytest.importorskip("openai", reason=REASON)
+for package in ("fastapi", "uvicorn", "prometheus_client"):
+    pytest.importorskip(package, reason=REASON)
+app = importlib.import_module("drumline.serving.app")  # it needs these packages
 
-ROOT = Path(__file__).parents[2]
-TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
+ROOT = Path(__file__).parents[3]
 KEY = "a key of the tests"
-LONG = Limits(max_length=2000)
+LIMITS = ServingLimits(max_length=2000)
 PROMPTS = ["5 6 7", "11 12 13 14 15 16", "40", "9 8 7 6 5 4 3 9 8"]
-
-
-@pytest.fixture(scope="module")
-def plain(checkpoints):
-    """The model in this process, beside its directory with a tokenizer of 64 words."""
-    model, path = checkpoints.llama()
-    names = ["nothing", "begin", "end", *map(str, range(3, 64))]
-    words = Tokenizer(models.WordLevel({n: i for i, n in enumerate(names)}, unk_token="nothing"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"pad_token": "nothing", "bos_token": "begin", "eos_token": "end"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **special)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(path)
-    return model, path
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +56,9 @@ def server(plain, warm, tmp_path_factory):
         info = launcher.LaunchInfo(launch_id, 2, 2, rank, rank, "127.0.0.1", port)
         environ = {**os.environ, **info.to_env()}
         ranks.append(warm.start(*command, "1GiB", *options, *limits, env=environ, cwd=ROOT))
-    said = ranks[0].stdout.readline()
+    line = ranks[0].stdout.readline()
     try:
-        yield ranks, re.search(r"serving llama at (http://127\.0\.0\.1:\d+)/v1", said)[1]
+        yield ranks, re.search(r"serving llama at (http://127\.0\.0\.1:\d+)/v1", line)[1]
     finally:
         for rank in ranks:
             rank.kill()
@@ -102,35 +88,26 @@ def metric(server, name):
         return float(re.search(rf"^{re.escape(name)} (.*)$", answer.read().decode(), re.M)[1])
 
 
-def expected(plain, prompt, num_new=12):
-    """Greedy tokens of one process, as text, and how they end."""
-    tokens = torch.tensor([[int(word) for word in prompt.split()]])
-    found = plain[0].generate(tokens, max_new_tokens=num_new, do_sample=False)[0].tolist()
-    new = found[tokens.shape[1] :]
-    end = "stop" if 2 in new else "length"
-    return " ".join(str(n) for n in new if n > 2), end
-
-
 def test_the_model_is_listed_by_its_name(client):
     (card,) = client.models.list().data
     assert card.id == "llama" and client.models.retrieve("llama").id == "llama"
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_a_completion_is_what_one_process_says(plain, complete, prompt):
+def test_a_completion_equals_that_of_a_single_process(plain, complete, prompt):
     answer = complete(prompt)
     text, end = expected(plain, prompt)
     assert answer.choices[0].text.strip() == text and answer.choices[0].finish_reason == end
     assert answer.usage.prompt_tokens == len(prompt.split())
 
 
-def test_tokens_are_a_prompt_too_and_so_are_several(plain, complete):
+def test_a_prompt_may_be_tokens_and_a_request_may_hold_several(plain, complete):
     answer = complete([[5, 6, 7], [40]])
-    said = [choice.text.strip() for choice in answer.choices]
-    assert said == [expected(plain, prompt)[0] for prompt in ("5 6 7", "40")]
+    texts = [choice.text.strip() for choice in answer.choices]
+    assert texts == [expected(plain, prompt)[0] for prompt in ("5 6 7", "40")]
 
 
-def test_a_chat_goes_through_the_template(plain, client):
+def test_a_chat_goes_through_the_chat_template(plain, client):
     messages = [
         {"role": "system", "content": "11 12 13"},
         {"role": "user", "content": [{"type": "text", "text": "14 15 16"}]},
@@ -159,56 +136,52 @@ def test_a_stream_has_the_same_text_in_pieces_and_ends_with_the_usage(plain, cli
     assert [e for e in ends if e] == [end] and chunks[-1].usage.prompt_tokens == 6
 
 
-def test_clients_at_the_same_time_share_batches_and_get_what_each_gets_alone(
-    plain, server, complete
-):
+def test_concurrent_clients_share_batches_and_get_the_same_text_as_alone(plain, server, complete):
     with ThreadPoolExecutor(6) as threads:
         answers = list(threads.map(complete, PROMPTS[:3] * 4))
-    said = [answer.choices[0].text.strip() for answer in answers]
-    assert said == [expected(plain, prompt)[0] for prompt in PROMPTS[:3]] * 4
+    texts = [answer.choices[0].text.strip() for answer in answers]
+    assert texts == [expected(plain, prompt)[0] for prompt in PROMPTS[:3]] * 4
     assert metric(server, "drumline_largest_batch") > 1
 
 
-def test_a_short_request_does_not_wait_for_long_ones_that_came_before(
-    plain, server, client, complete
-):
-    """The server has two threads, and each of the long ones is all that one of them does."""
+def test_a_short_request_does_not_wait_for_earlier_long_ones(plain, server, client, complete):
+    """The server has two threads, and each long request keeps one of them busy."""
     long = ["15", "17"]
-    asked = {"model": "llama", "max_tokens": 95, "temperature": 0, "stream": True}
-    streams = [iter(client.completions.create(prompt=prompt, **asked)) for prompt in long]
-    said = [next(stream).choices[0].text for stream in streams]
+    options = {"model": "llama", "max_tokens": 95, "temperature": 0, "stream": True}
+    streams = [iter(client.completions.create(prompt=prompt, **options)) for prompt in long]
+    firsts = [next(stream).choices[0].text for stream in streams]
     assert complete("5 6 7").choices[0].text.strip() == expected(plain, "5 6 7")[0]
     assert metric(server, "drumline_requests_running") == 2
     later = [[chunk.choices[0].text for chunk in stream] for stream in streams]
-    for prompt, first, rest in zip(long, said, later, strict=True):
+    for prompt, first, rest in zip(long, firsts, later, strict=True):
         assert (first + "".join(rest)).strip() == expected(plain, prompt, 95)[0]
 
 
-def test_each_row_of_a_batch_samples_as_it_was_asked_to(complete):
-    def ask(options):
+def test_each_sequence_of_a_batch_has_its_own_sampling_parameters(complete):
+    def text_with(options):
         return complete("5 6 7", **options).choices[0].text
 
-    wishes = [
+    requests = [
         {"temperature": 0},
         {"temperature": 1.5, "seed": 1},
         {"temperature": 1.5, "seed": 2},
         {"temperature": 1.5, "seed": 3, "extra_body": {"top_k": 1}},
         {"temperature": 1.5, "seed": 4, "top_p": 1e-6},
     ]
-    alone = [ask(wish) for wish in wishes]
+    alone = [text_with(options) for options in requests]
     with ThreadPoolExecutor(5) as threads:
-        assert list(threads.map(ask, wishes)) == alone
+        assert list(threads.map(text_with, requests)) == alone
     assert len(set(alone)) == 3 and alone[0] == alone[3] == alone[4]
 
 
-def test_choices_differ_and_a_seed_brings_them_back(complete):
+def test_choices_differ_and_a_seed_reproduces_them(complete):
     first, again = (
         [c.text for c in complete("5 6 7", n=3, temperature=1.5, seed=7).choices] for _ in range(2)
     )
     assert first == again and len(set(first)) == 3
 
 
-def test_text_ends_before_a_stop(plain, complete):
+def test_the_text_ends_before_a_stop_string(plain, complete):
     words = expected(plain, PROMPTS[1])[0].split()
     stop = f"{words[3]} {words[4]}"
     before = expected(plain, PROMPTS[1])[0].partition(stop)[0]
@@ -216,17 +189,19 @@ def test_text_ends_before_a_stop(plain, complete):
     assert choice.text.strip() == before.strip() and choice.finish_reason == "stop"
 
 
-def test_a_penalty_keeps_tokens_from_coming_again(complete):
-    punished, free = (
+def test_penalties_make_repeated_tokens_rarer(complete):
+    penalized, free = (
         complete("5 6 7", presence_penalty=size, frequency_penalty=size, max_tokens=20)
         for size in (2, 0)
     )
-    most = [Counter(each.choices[0].text.split()).most_common(1)[0][1] for each in (punished, free)]
-    assert most[0] < most[1]
+    counts = [
+        Counter(answer.choices[0].text.split()).most_common(1)[0][1] for answer in (penalized, free)
+    ]
+    assert counts[0] < counts[1]
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "said"),
+    ("options", "kind", "message"),
     [
         ({"model": "gpt"}, openai.NotFoundError, "'gpt' is not served here"),
         ({"max_tokens": 99}, openai.BadRequestError, "more than the 100"),
@@ -239,37 +214,37 @@ def test_a_penalty_keeps_tokens_from_coming_again(complete):
         ({"prompt": [5, "x"]}, openai.BadRequestError, r"prompt.list\[str\].0: .* valid string"),
     ],
 )
-def test_what_cannot_be_answered_is_an_error_of_openais_form(client, options, kind, said):
-    asked = {"model": "llama", "prompt": "5 6", "max_tokens": 3, **options}
-    with pytest.raises(kind, match=said) as raised:
-        client.completions.create(**asked)
+def test_an_invalid_request_is_an_error_in_openais_form(client, options, kind, message):
+    request = {"model": "llama", "prompt": "5 6", "max_tokens": 3, **options}
+    with pytest.raises(kind, match=message) as raised:
+        client.completions.create(**request)
     assert raised.value.body["message"] and raised.value.body["type"]
 
 
-def test_who_finds_too_many_in_line_is_told_to_come_again(complete):
-    def ask(_):
+def test_a_full_queue_answers_that_the_server_is_busy(complete):
+    def finish_reason_or_limit(_):
         try:
             return complete("15", n=8, max_tokens=95).choices[7].finish_reason
         except openai.RateLimitError as error:
             return re.search("limit of 8", str(error))[0]
 
     with ThreadPoolExecutor(10) as threads:
-        assert {*threads.map(ask, range(10))} == {"length", "limit of 8"}
+        assert {*threads.map(finish_reason_or_limit, range(10))} == {"length", "limit of 8"}
 
 
-def test_fields_that_ask_for_nothing_are_as_good_as_none(complete):
+def test_unsupported_fields_with_their_disabled_values_are_accepted(complete):
     """Some clients send all the fields they know."""
-    nothing = {"echo": False, "best_of": 1, "suffix": None, "logit_bias": {}, "logprobs": None}
+    disabled = {"echo": False, "best_of": 1, "suffix": None, "logit_bias": {}, "logprobs": None}
     chats = {"metadata": {}, "tool_choice": "none", "tools": [], "service_tier": "auto"}
     stream = complete(
         "5 6 7",
-        **nothing,
+        **disabled,
         extra_body={**chats, "top_logprobs": 0, "modalities": ["text"]},
         stream=True,
         stream_options={"include_obfuscation": False},
     )
-    said = "".join(chunk.choices[0].text for chunk in stream)
-    assert said == complete("5 6 7").choices[0].text
+    text = "".join(chunk.choices[0].text for chunk in stream)
+    assert text == complete("5 6 7").choices[0].text
 
 
 @pytest.mark.parametrize(
@@ -284,7 +259,7 @@ def test_fields_that_ask_for_nothing_are_as_good_as_none(complete):
     ],
     ids=["cut off", "deep", "a deep prompt", "half a character", "no text", "no number"],
 )
-def test_a_body_that_makes_no_sense_is_an_error_of_openais_form(server, body):
+def test_an_unreadable_body_is_an_error_in_openais_form(server, body):
     """Depth without end, and halves of characters, were once answered as mistakes of the server."""
     request = urllib.request.Request(
         f"{server[1]}/v1/completions", data=body, headers={"Authorization": f"Bearer {KEY}"}
@@ -319,7 +294,7 @@ def post(server, path, body):
 
 
 @pytest.mark.parametrize(("path", "fields"), HUGE.values(), ids=HUGE)
-def test_a_huge_request_is_refused_while_others_are_answered(server, path, fields):
+def test_a_huge_request_is_rejected_while_others_are_answered(server, path, fields):
     """80 kB made the server deaf for minutes, and took 5 GiB of its memory."""
     statm = Path(f"/proc/{server[0][0].pid}/statm")
 
@@ -340,39 +315,39 @@ def test_a_huge_request_is_refused_while_others_are_answered(server, path, field
     assert max(most, memory_nbytes()) - before < 200 << 20
 
 
-def test_many_faults_are_counted_and_not_listed(server):
+def test_many_validation_errors_are_counted_and_not_listed(server):
     body = {"model": "llama", "messages": [{"role": "user", "content": [{}] * 100}] * 50}
     status, error = post(server, "chat/completions", body)
-    assert status == 400 and "faults" in error["message"]
+    assert status == 400 and "10050 errors" in error["message"]
 
 
-def test_a_prompt_of_too_many_tokens_exceeds_the_context(server):
+def test_a_prompt_of_too_many_tokens_exceeds_the_context_length(server):
     for prompt in ([5] * 100, [5] * 101, [[5] * 1000]):  # with those to come, and by itself
         status, error = post(server, "completions", {"model": "llama", "prompt": prompt})
         assert status == 400 and error["code"] == "context_length_exceeded"
 
 
-def test_a_request_is_refused_for_all_its_choices_before_any_is_made(plain, monkeypatch):
+def test_a_request_with_too_many_choices_is_rejected_before_any_is_created(plain, monkeypatch):
     def fail(*_):
-        raise AssertionError("a row was built")
+        raise AssertionError("a generation was created")
 
-    monkeypatch.setattr(scheduler, "Chooser", fail)
+    monkeypatch.setattr(scheduler, "TokenSampler", fail)
     body = {"model": "llama", "prompt": [[5]] * 40, "n": 2}
-    with closing(Service("llama", plain[0], None, LONG)) as service:
-        status, text = asyncio.run(respond(service, body, is_gone=False))
+    with closing(app.Service("llama", plain[0], None, LIMITS)) as service:
+        status, text = asyncio.run(respond(service, body, is_disconnected=False))
     assert status == 400 and "80 prompts at a time are more than the 64" in text
 
 
-def test_what_a_client_asked_that_has_gone_is_not_built(plain, monkeypatch):
-    built = []
-    monkeypatch.setattr(scheduler, "Chooser", built.append)
+def test_nothing_is_created_for_a_client_that_has_disconnected(plain, monkeypatch):
+    created = []
+    monkeypatch.setattr(scheduler, "TokenSampler", created.append)
     body = {"model": "llama", "prompt": [5]}
-    with closing(Service("llama", plain[0], None, LONG)) as service:
-        status, _ = asyncio.run(respond(service, body, is_gone=True))
-    assert status == 499 and not built
+    with closing(app.Service("llama", plain[0], None, LIMITS)) as service:
+        status, _ = asyncio.run(respond(service, body, is_disconnected=True))
+    assert status == 499 and not created
 
 
-async def respond(service, body, is_gone):
+async def respond(service, body, is_disconnected):
     """The status and body that the application sends to a client, which may have gone by then."""
     messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
     sent = []
@@ -380,7 +355,7 @@ async def respond(service, body, is_gone):
     async def receive():
         if messages:
             return messages.pop()
-        if not is_gone:
+        if not is_disconnected:
             await asyncio.Event().wait()
         return {"type": "http.disconnect"}
 
@@ -388,17 +363,17 @@ async def respond(service, body, is_gone):
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
-    await application(service, None)({**scope, "query_string": b""}, receive, send)
+    await app.application(service, None)({**scope, "query_string": b""}, receive, send)
     return sent[0]["status"], b"".join(part.get("body", b"") for part in sent).decode()
 
 
-def test_who_does_not_know_the_key_is_told_so(server):
+def test_a_client_with_a_wrong_key_is_rejected(server):
     stranger = openai.OpenAI(base_url=f"{server[1]}/v1", api_key="guess", max_retries=0)
     with stranger, pytest.raises(openai.AuthenticationError, match="missing or wrong"):
         stranger.models.list()
 
 
-def test_a_body_that_never_ends_is_not_read_to_its_end(server):
+def test_a_body_that_is_too_large_is_not_read_to_its_end(server):
     request = urllib.request.Request(
         f"{server[1]}/v1/completions",
         data=b" " * (5 << 20),
@@ -410,20 +385,20 @@ def test_a_body_that_never_ends_is_not_read_to_its_end(server):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_stops_what_runs_for_it(plain, server, stream):
+def test_a_client_that_disconnects_ends_its_generations(plain, server, stream):
     prompt, num_new = "15", 95
     assert expected(plain, prompt, num_new)[1] == "length"
     before = metric(server, "drumline_new_tokens_total")
     impatient = openai.OpenAI(base_url=f"{server[1]}/v1", api_key=KEY, max_retries=0)
-    asked = {"model": "llama", "prompt": prompt, "max_tokens": num_new, "temperature": 0, "n": 4}
+    request = {"model": "llama", "prompt": prompt, "max_tokens": num_new, "temperature": 0, "n": 4}
     with impatient:
         if stream:
-            answer = impatient.completions.create(**asked, stream=True)
+            answer = impatient.completions.create(**request, stream=True)
             next(iter(answer))
             answer.close()
         else:
             with pytest.raises(openai.APITimeoutError):
-                impatient.completions.create(**asked, timeout=0.15)
+                impatient.completions.create(**request, timeout=0.15)
     until = time.monotonic() + 10
     while metric(server, "drumline_requests_running") and time.monotonic() < until:
         time.sleep(0.05)
@@ -431,72 +406,35 @@ def test_a_client_that_goes_away_stops_what_runs_for_it(plain, server, stream):
     assert metric(server, "drumline_new_tokens_total") - before < 4 * num_new
 
 
-def test_a_row_that_fails_ends_alone(plain):
-    """Scores that are no numbers, or a text that cannot be made, ended all rows of the batch."""
-    new, how, all_there = [], [], threading.Barrier(2)
-
-    def hear(token: int) -> bool:
-        new.append(token)
-        return True
-
-    def fail(_: int) -> bool:
-        raise ValueError("no text")
-
-    wild = Sampling(max_tokens=9, temperature=float("nan"))
-    rows = [
-        Row([5], Sampling(max_tokens=9, temperature=0), fail, how.append),
-        Row([5], wild, hear, how.append),
-        Row([5, 6, 7], Sampling(max_tokens=9, temperature=0), hear, lambda end: all_there.wait(30)),
-    ]
-    batcher = Batcher(plain[0], Limits(max_length=100))
-    batcher.submit(rows)
-    all_there.wait(30)
-    batcher.close()
-    assert [type(error) for error in how] == [RuntimeError, ValueError]
-    assert " ".join(map(str, new)) == expected(plain, "5 6 7", 9)[0] and batcher.largest_batch == 3
-
-
-def test_what_runs_for_a_client_that_reads_nothing_ends_with_the_server(plain):
-    """It ran to its last token before the server ended, which the launcher did not wait for."""
-    began, how = threading.Event(), []
-
-    def hear(_: int) -> bool:
-        began.set()
-        return True
-
-    batcher = Batcher(plain[0], LONG)
-    row = Row([15], Sampling(max_tokens=1900, temperature=0), hear, how.append)
-    batcher.submit([row])
-    assert began.wait(30)
-    batcher.close()
-    assert "is being stopped" in str(how[0]) and len(row.new) < 1900
-
-
-def test_who_waits_when_the_grace_is_over_hears_that_the_server_ends(plain, monkeypatch):
+def test_a_request_that_outlasts_the_grace_period_ends_with_an_error(plain, monkeypatch):
     """A stream was cut off, without a word, and the log was full of tracebacks."""
-    monkeypatch.setattr(serve, "GRACE_S", 0)
-    monkeypatch.setattr(plain[0].generation_config, "eos_token_id", None)  # it goes on and on
-    has_ended, how = threading.Event(), []
+    monkeypatch.setattr(plain[0].generation_config, "eos_token_id", None)  # it never ends itself
+    has_ended, reasons = threading.Event(), []
 
-    def end(why) -> None:
-        how.append(str(why))
+    def on_end(reason) -> None:
+        reasons.append(str(reason))
         has_ended.set()
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(plain[1])
-    with Coordinator() as coor, closing(Service("llama", plain[0], tokenizer, LONG)) as service:
-        row = Row([15], Sampling(max_tokens=1900, temperature=0), lambda _: True, end)
-        service.batcher.submit([row])
-        with serve._watching(coor, service, SimpleNamespace(should_exit=True)):
+    timings = ServingTimings(drain_s=0)
+    service = app.Service("llama", plain[0], tokenizer, LIMITS, timings)
+    with Coordinator() as coor, closing(service):
+        params = SamplingParams(max_tokens=1900, temperature=0)
+        generation = Generation([15], params, lambda _: True, on_end)
+        service.scheduler.submit([generation])
+        with http_server._monitored(coor, service, SimpleNamespace(should_exit=True)):
             assert has_ended.wait(30)
-    assert "is being stopped" in how[0] and len(row.new) < 1900
+    assert "is being stopped" in reasons[0] and len(generation.new_tokens) < 1900
 
 
-def test_who_waits_hears_that_the_server_ends_before_an_engines_launcher_kills_it():
+def test_requests_end_before_a_backend_launcher_kills_the_server():
     """Answers had five seconds to end, as many as the launcher grants before it kills."""
-    assert TIMINGS.backend_grace_s > serve.GRACE_S + serve.WATCH_S + serve.REGRET_S
+    timings = ServingTimings()
+    shutdown_s = timings.drain_s + timings.failure_poll_s + timings.notify_s
+    assert TIMINGS.backend_grace_s > shutdown_s
 
 
-def test_health_and_metrics_tell_what_was_done(server, complete):
+def test_health_and_metrics_report_the_requests_so_far(server, complete):
     with urllib.request.urlopen(f"{server[1]}/health", timeout=10) as answer:
         assert json.load(answer) == {"status": "ok"}
     before = metric(server, "drumline_new_tokens_total")
@@ -506,11 +444,11 @@ def test_health_and_metrics_tell_what_was_done(server, complete):
     assert count >= 1 and metric(server, "drumline_request_seconds_count") >= 1
 
 
-def test_a_rank_that_dies_is_an_answer_of_500_and_the_end_of_the_server(server, client):
+def test_the_death_of_a_rank_is_status_500_and_the_end_of_the_server(server, client):
     ranks, _ = server
-    asked = {"model": "llama", "prompt": "15", "max_tokens": 95, "n": 4, "temperature": 0}
+    request = {"model": "llama", "prompt": "15", "max_tokens": 95, "n": 4, "temperature": 0}
     with ThreadPoolExecutor(1) as thread:
-        answer = thread.submit(client.completions.create, **asked)
+        answer = thread.submit(client.completions.create, **request)
         time.sleep(0.1)
         ranks[1].kill()
         error = answer.exception(timeout=10)

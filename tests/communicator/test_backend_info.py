@@ -6,17 +6,17 @@ from launcher import launch
 from launcher.doctor import layer_checks
 
 
-def told(name):
-    return launch(backend_info.checked, 2, launcher="threads", args=(name,))[0]
+def status_of(name):
+    return launch(backend_info.check_on_rank, 2, launcher="threads", args=(name,))[0]
 
 
 def test_a_backend_that_conforms_is_told_with_the_number_of_cases():
-    verdict, text = told("shm")
+    verdict, text = status_of("shm")
     assert verdict == backend_info.CONFORMS and "passed" in text and "0 FAILED" in text
 
 
 def test_a_backend_that_cannot_be_used_here_is_told_with_its_reason_alone():
-    verdict, text = told("hybrid")
+    verdict, text = status_of("hybrid")
     assert verdict == backend_info.UNUSABLE and text.startswith("2 ranks on 1 nodes")
 
 
@@ -25,9 +25,9 @@ def test_a_backend_that_lies_fails(monkeypatch):
         plain(self, out, tensor)
         out.copy_(out.flip(0))
 
-    plain = Tcp._allgather
-    monkeypatch.setattr(Tcp, "_allgather", flipped)
-    assert told("tcp")[0] == backend_info.FAILS
+    plain = Tcp.do_allgather
+    monkeypatch.setattr(Tcp, "do_allgather", flipped)
+    assert status_of("tcp")[0] == backend_info.FAILS
 
 
 def test_the_doctor_knows_the_words():

@@ -1,0 +1,48 @@
+"""Every waiting time of the communicator, in seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+
+@dataclass(frozen=True)
+class CommunicatorTimings:
+    """Seconds, each with what it must be longer than. Tests replace TIMINGS by a scaled copy."""
+
+    # Longer than one message to rank 0 takes, or the comparison of a call is tried twice.
+    call_check_poll_s: float = 1.0
+    # Longer than Coordinator.check() takes; how late a lost peer is noticed.
+    liveness_poll_s: float = 0.1
+    # Longer than the kernel takes from closing a dead process's sockets to reaping it.
+    exit_lag_s: float = 0.5
+    # Longer than a request to a torch Store takes; doubled at each look, up to the next.
+    store_poll_s: float = 0.0005
+    # Longer than store_poll_s; how late a rank notices that the others have come.
+    store_poll_max_s: float = 0.1
+    # Longer than reading the state of the peers takes.
+    exit_poll_s: float = 0.005
+    # Longer than MPI_Test takes; the longest pause between two tests of a slow call.
+    mpi_poll_s: float = 1e-3
+    # Longer than asking NCCL for its asynchronous error takes.
+    watchdog_poll_s: float = 0.25
+    # Longer than a kernel that a dead peer has finished needs to be done here as well.
+    watchdog_grace_s: float = 1.0
+    # Longer than a CUDA event query takes.
+    stream_poll_s: float = 0.0005
+    # Longer than rank 0 takes to answer while it is busy.
+    exit_notice_s: float = 5.0
+    # Conformance: longer than a barrier takes, so that an early exit from it shows.
+    conformance_late_s: float = 0.05
+    # Conformance: longer than a collective takes, so that a late rank is late.
+    conformance_pause_s: float = 0.015
+    # Longer than the slowest call of a conformance check; when a backend that hangs has failed.
+    check_call_s: float = 60.0
+    # Longer than check_call_s and the rest of the check, with two processes.
+    doctor_launch_s: float = 120.0
+
+    def scaled(self, factor: float) -> CommunicatorTimings:
+        """A copy with every time multiplied by factor."""
+        return replace(self, **{f.name: getattr(self, f.name) * factor for f in fields(self)})
+
+
+TIMINGS = CommunicatorTimings()

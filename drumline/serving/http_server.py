@@ -1,0 +1,228 @@
+"""An HTTP server of OpenAI's API, over one model on every rank.
+
+drumline serve --model DIR -n 2
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator import Coordinator, RankFailure
+from drumline.checkpoint.config_files import read_tokenizer
+from drumline.core.consistency import run_on_all_ranks
+from drumline.errors import DrumlineError, PeerLost
+from drumline.serving.limits import ServingLimits
+from drumline.strategies.load import Memory, load
+from drumline.strategies.with_model import num_positions, read_generator
+
+DEFAULT_MAX_LENGTH = 4096  # tokens, where the model has positions for more
+
+
+def serve(
+    model_path: str,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    key_file: str | None = None,
+    memory: Memory | None = None,
+    max_length: int | None = None,
+    max_running: int = 16,
+    max_waiting: int = 64,
+) -> None:
+    """Load the model over all ranks, and answer requests on rank 0 until stopped. Collective.
+
+    host: the address to listen on. Any but a loopback address requires key_file, a file with the
+    key that clients send. port: 0 takes a free one; the first line that is printed names it.
+    max_length: tokens of a prompt with its completion. max_running, max_waiting: prompts at a time.
+
+    Raises PeerLost when a rank is lost, after every open request was answered with that error.
+    """
+    with Coordinator() as coor:
+
+        def prepare() -> tuple[int, _Endpoint | None]:
+            if not coor.is_master():  # the files may be on rank 0 alone
+                return 0, None
+            _import_uvicorn()
+            key = _read_key(host, key_file)
+            length = _length(model_path, max_length)
+            return length, _Endpoint(read_tokenizer(model_path), _bound(host, port), key)
+
+        length, endpoint = run_on_all_ranks(coor, prepare)
+        length = coor.broadcast_object(length)
+        with (
+            # Rank 0 decides when the others end, so that they do not obey the signal themselves.
+            endpoint.listener if endpoint else _signals(signal.SIG_IGN),
+            load(
+                model_path, coor=coor, max_memory=memory, batch=max_running, length=length
+            ) as model,
+        ):
+            assert endpoint is not None  # the other ranks never leave load()
+            num_threads = max(2, len(model.device_map.ranks))
+            limits = ServingLimits(length, max_running, max_waiting, num_threads)
+            _serve_requests(model, model_path, coor, limits, endpoint)
+
+
+@dataclass(frozen=True)
+class _Endpoint:
+    """The tokenizer, the bound socket and the clients' key."""
+
+    tokenizer: Any
+    listener: socket.socket
+    key: str | None
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket at this address that does not listen yet: it does once the model is loaded."""
+    listener = None
+    try:
+        family, *_, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, OverflowError) as error:
+        if listener is not None:
+            listener.close()
+        raise DrumlineError(
+            f"rank 0: cannot serve at {host}, port {port}: {error}; give another --host or --port."
+        ) from error
+    return listener
+
+
+def _read_key(host: str, key_file: str | None) -> str | None:
+    try:
+        key = Path(key_file).read_text().strip() if key_file else None
+    except (OSError, UnicodeError) as error:
+        raise DrumlineError(
+            f"rank 0: the key in {key_file} cannot be read ({error}), so no client could connect; "
+            "write a key of 32 letters there."
+        ) from error
+    if key == "":
+        raise DrumlineError(f"rank 0: the key in {key_file} is empty; write a key of 32 letters.")
+    if key is None and not _is_loopback(host):
+        raise DrumlineError(
+            f"rank 0: there is no key, so everyone who reaches {host} could use the model; write "
+            "a key into a file and give --api-key-file FILE, or serve on 127.0.0.1."
+        )
+    return key
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _length(model_path: str, max_length: int | None) -> int:
+    """Tokens of a sequence: max_length, if the model has positions for them."""
+    config = read_generator(model_path)
+    if config.is_encoder_decoder:
+        raise DrumlineError(
+            f"rank 0: {model_path} is an encoder-decoder, but OpenAI's API continues prompts; "
+            "serve a decoder, or call generate() in a script of your own."
+        )
+    most = num_positions(config)
+    if max_length is not None and max_length > most:
+        raise DrumlineError(
+            f"rank 0: --max-length is {max_length}, but the model has positions for {most}; give "
+            f"--max-length {most} or less."
+        )
+    return max_length or min(most, DEFAULT_MAX_LENGTH)
+
+
+def _import_uvicorn() -> Any:
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn
+    except ImportError as error:
+        raise DrumlineError(
+            f"rank 0: `drumline serve` needs packages that are not installed ({error}); "
+            "`pip install 'drumline[serve]'`."
+        ) from error
+    return uvicorn
+
+
+def _serve_requests(
+    model: Any, path: str, coor: Coordinator, limits: ServingLimits, endpoint: _Endpoint
+) -> None:
+    from drumline.serving.app import Service, application
+
+    uvicorn = _import_uvicorn()
+    name = Path(path).resolve().name
+    with contextlib.closing(Service(name, model, endpoint.tokenizer, limits)) as service:
+        options = {"log_level": "warning", "access_log": False, "lifespan": "off"}
+        app = application(service, endpoint.key)
+        shutdown_s = service.timings.drain_s + service.timings.notify_s
+        config = uvicorn.Config(app, timeout_graceful_shutdown=shutdown_s, **options)
+        server = uvicorn.Server(config)
+        endpoint.listener.listen()
+        host, port = endpoint.listener.getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
+        print(f"serving {name} at http://{host}:{port}/v1", flush=True)
+        with _graceful_stop(server), _monitored(coor, service, server):
+            server.run(sockets=[endpoint.listener])
+    if service.failure is not None:
+        raise service.failure
+
+
+def _graceful_stop(server: Any) -> contextlib.AbstractContextManager[None]:
+    """Within, SIGINT and SIGTERM end the server in order, and nothing else."""
+    server.capture_signals = contextlib.nullcontext  # uvicorn's own raises the signal again
+    return _signals(server.handle_exit)
+
+
+@contextlib.contextmanager
+def _signals(handler: Any) -> Iterator[None]:
+    """Within, handle SIGINT and SIGTERM; only in the main thread, the one that can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    previous = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _monitored(coor: Coordinator, service: Any, server: Any) -> Iterator[None]:
+    """Within, a lost rank ends the server, even an idle one; and once the server ends, requests
+    that run for longer than drain_s get an error as their answer."""
+    has_ended = threading.Event()
+    poll_s = service.timings.failure_poll_s
+
+    def on_failure(failure: RankFailure) -> None:
+        text = f"rank 0: {failure.text}, so nothing can be answered; start all ranks again."
+        service.fail(PeerLost(text, failures=(failure,)))
+
+    def monitor() -> None:
+        drain_s = float(service.timings.drain_s)
+        while not has_ended.wait(poll_s):
+            if service.failure is not None:
+                server.should_exit = True
+            drain_s -= poll_s * server.should_exit
+            if drain_s < 0:
+                service.close()
+                return
+
+    monitor_thread = threading.Thread(target=monitor)
+    monitor_thread.start()
+    try:
+        # A suspended rank may recover: it is an error of the calls that wait for it, not a failure.
+        with coor.on_failure(on_failure, is_waiting=lambda: False):
+            yield
+    finally:
+        has_ended.set()
+        monitor_thread.join()

@@ -1,0 +1,73 @@
+"""Incremental detokenization gives the text of all tokens, whatever the tokens and the stops."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
+
+from drumline.serving.detokenize import IncrementalDetokenizer
+
+WORDS = st.text(alphabet="ab é漢🙂", max_size=12)
+
+
+class ByteTokenizer:
+    """A tokenizer whose tokens are bytes: characters come in up to four pieces."""
+
+    def decode(self, tokens, skip_special_tokens):
+        return bytes(tokens).decode(errors="replace")
+
+
+def pieces_of(text, stop=()):
+    """The text after each token, and at the end."""
+    detokenizer = IncrementalDetokenizer(ByteTokenizer(), stop)
+    pieces = []
+    for token in text.encode():
+        pieces.append(detokenizer.add(token))
+        if detokenizer.is_stopped:
+            break
+    return [*pieces, detokenizer.flush()]
+
+
+@given(WORDS)
+def test_the_pieces_are_the_text_and_have_no_half_characters(text):
+    assert "".join(pieces_of(text)) == text
+    assert not any("\ufffd" in piece for piece in pieces_of(text))
+
+
+@given(WORDS, st.lists(st.text(alphabet="ab é", min_size=1, max_size=3), max_size=3))
+def test_the_text_ends_before_the_first_complete_stop_string(text, stop):
+    ends = [text.find(string) + len(string) for string in stop if string in text]
+    complete = text[: min(ends)] if ends else text
+    starts = [complete.find(string) for string in stop if string in complete]
+    assert "".join(pieces_of(text, tuple(stop))) == complete[: min(starts, default=len(complete))]
+
+
+def test_text_that_cannot_become_a_stop_string_is_not_held_back():
+    assert pieces_of("abcabd", ("abd",)) == ["", "", "abc", "", "", "", ""]
+
+
+def test_an_incomplete_character_is_shown_at_the_end():
+    detokenizer = IncrementalDetokenizer(ByteTokenizer())
+    assert [detokenizer.add(token) for token in "a漢".encode()[:-1]] == ["a", "", ""]
+    assert detokenizer.flush() == "\ufffd"
+
+
+def byte_fallback_tokenizer():
+    """A tokenizer as Llama 2 has: words by their letters, and bytes for every other character."""
+    names = ["<unk>", "<s>", "\u2581", "a", "b", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens = {name: number for number, name in enumerate(names)}
+    fast = Tokenizer(models.BPE(tokens, [], unk_token="<unk>", byte_fallback=True))
+    fast.normalizer = normalizers.Replace(" ", "\u2581")
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    fast.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=fast, bos_token="<s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("text", ["a \u6f22b", "\U0001f642", "b a\u00e9\u6f22 a"])
+def test_byte_fallback_and_special_tokens_of_a_real_tokenizer_are_decoded(text):
+    tokenizer = byte_fallback_tokenizer()
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    tokens = [tokenizer.bos_token_id, *tokenizer.encode(text), tokenizer.bos_token_id]
+    pieces = [*map(detokenizer.add, tokens), detokenizer.flush()]
+    assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
