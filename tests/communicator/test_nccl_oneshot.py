@@ -69,7 +69,7 @@ def test_a_process_of_another_container_with_the_same_pid_is_another_process():
     group._kernels = types.SimpleNamespace(
         reach=reached.append, import_=lambda handle, arena: imported.append(handle)
     )
-    group._map_arenas([{"device": i, "pointer": 64, "handle": f"0{i}"} for i in range(3)])
+    group._map_arenas([{"device": i, "pointer": 64, "handle": bytes([i])} for i in range(3)])
     assert (reached, imported) == ([0], [b"\x01", b"\x02"])
 
 

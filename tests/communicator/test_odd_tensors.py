@@ -41,7 +41,7 @@ ODD = {
         torch.ones(4), 0.1, 0, torch.quint8
     ),
     "has no memory: it was freed": freed,
-    "memory.* or never made": lambda: torch._efficientzerotensor(4),
+    "memory.* or never allocated": lambda: torch._efficientzerotensor(4),
     "on meta": lambda: torch.ones(4, device="meta"),
     "contiguous": lambda: torch.ones(1).expand(4),
     "needs a torch.Tensor, not ndarray": lambda: torch.ones(4).numpy(),

@@ -1,6 +1,6 @@
 """torch.distributed on our communicators gives what it gives on gloo.
 
-The programs are in programs/process_group_programs.py, which imports what is needed and forks their ranks.
+The programs are in programs/process_group_programs.py, which forks their ranks.
 """
 
 import re
