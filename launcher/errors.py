@@ -9,6 +9,7 @@ TargetError(ValueError)       the script, module or function cannot be run
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 TIMEOUT_CODE = 124  # as timeout(1)
@@ -94,3 +95,25 @@ class LaunchInterrupted(LaunchError):
 
 class TargetError(ValueError):
     """The script, module or function to run cannot be found."""
+
+
+def failed(failures: Sequence[Failure], note: str = "") -> LaunchError:
+    """The error of failed ranks, the cause first. note: further lines after its summary."""
+    first = failures[0]
+    text = "\n".join(filter(None, [first.summary(), note]))
+    details = f"\n\n{first.traceback}" if first.traceback else ""
+    return LaunchError(text + details, tuple(failures), first.exit_code)
+
+
+def interrupted(number: int, failures: tuple[Failure, ...] = ()) -> LaunchInterrupted:
+    """The error of a launch that this signal to the launcher has ended."""
+    return LaunchInterrupted(f"stopped by {signal_name(number)}", failures, 128 + number)
+
+
+def timed_out(
+    timeout_s: float | None, failures: tuple[Failure, ...] = (), note: str = ""
+) -> LaunchTimeout:
+    """The error of a launch that has exceeded timeout_s."""
+    return LaunchTimeout(
+        f"not over after {timeout_s} s, so it was ended{note}", failures, TIMEOUT_CODE
+    )

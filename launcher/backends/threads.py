@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
-from launcher import detection, launch_secret, ports, target, timings
-from launcher.errors import TIMEOUT_CODE, Failure, LaunchError, LaunchInterrupted, LaunchTimeout
+from launcher import detection, errors, launch_secret, ports, target, timings
+from launcher.errors import Failure, LaunchError
 from launcher.job import Job
 from launcher.launch_info import LaunchInfo
 from launcher.local.launch_infos import infos_for_node
@@ -43,9 +43,7 @@ def run(job: Job, owns_process: bool = False) -> list[Any]:
             with rank_streams(job):
                 return _run(job)
         except KeyboardInterrupt as error:
-            number = signal.SIGINT
-            text = f"stopped by {number.name}"
-            raise LaunchInterrupted(text, exit_code=128 + number) from error
+            raise errors.interrupted(signal.SIGINT) from error
     if job.log_dir is not None:
         raise ValueError(
             f"log_dir={job.log_dir!r} is not supported for threads of a program, which print where "
@@ -130,19 +128,11 @@ class RankThreads:
     def _launch_error(self) -> LaunchError:
         ended = {*self.values, *(failure.rank for failure, _ in self.errors)}
         running = [str(rank) for rank in range(self.job.nprocs) if rank not in ended]
-        note = (
-            f" Threads cannot be ended from outside: rank {', '.join(running)} still runs."
-            if running
-            else ""
-        )
+        note = f"Threads cannot be ended from outside: rank {', '.join(running)} still runs."
         if not self.errors:
-            text = f"the launch took longer than {self.job.timeout_s} s.{note}"
-            return LaunchTimeout(text, exit_code=TIMEOUT_CODE)
-        failures = tuple(failure for failure, _ in self.errors)
-        first, cause = self.errors[0]
-        text = f"{first.summary()}.{note}\n\n{first.traceback}"
-        error = LaunchError(text, failures, first.exit_code)
-        error.__cause__ = cause
+            return errors.timed_out(self.job.timeout_s, note=f". {note}")
+        error = errors.failed([failure for failure, _ in self.errors], note if running else "")
+        error.__cause__ = self.errors[0][1]
         return error
 
 

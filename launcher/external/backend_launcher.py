@@ -19,15 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launcher import launch_secret, target, timings
-from launcher.errors import (
-    TIMEOUT_CODE,
-    Failure,
-    LaunchError,
-    LaunchInterrupted,
-    LaunchTimeout,
-    signal_name,
-)
+from launcher import errors, launch_secret, target, timings
+from launcher.errors import Failure, LaunchError
 from launcher.external.rank_main import LOGS
 from launcher.job import Job
 from launcher.launch_info import ENV_PREFIX
@@ -58,10 +51,7 @@ def run(backend: Any, job: Job) -> list[Any]:
     failures = [Failure(**{**report, "time_s": report["time_s"] - began_s}) for report in reports]
     failures.sort(key=outcome.by_cause)
     if failures:
-        first = failures[0]
-        raise LaunchError(
-            f"{first.summary()}\n\n{first.traceback}", tuple(failures), first.exit_code
-        )
+        raise errors.failed(failures)
     if code:
         raise LaunchError(f"{backend.NAME} exited with code {code}", exit_code=code)
     if job.target.kind == "function" and len(records) < job.nprocs:
@@ -111,15 +101,11 @@ def _watch(
         with _passing_signals(process) as signals:
             code = process.wait(timeout_s)
     except subprocess.TimeoutExpired as error:
-        raise LaunchTimeout(
-            f"the launch took longer than {timeout_s} s", exit_code=TIMEOUT_CODE
-        ) from error
+        raise errors.timed_out(timeout_s) from error
     finally:
         _end(process)
     if signals:
-        raise LaunchInterrupted(
-            f"the launch was stopped by {signal_name(signals[0])}", exit_code=128 + signals[0]
-        )
+        raise errors.interrupted(signals[0])
     return linux.shell_exit_code(code)
 
 

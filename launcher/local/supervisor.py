@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from launcher import timings
+from launcher import errors, timings
 from launcher.errors import signal_name
 from launcher.job import Job
 from launcher.launch_info import LaunchInfo
@@ -174,7 +174,7 @@ class Supervisor:
         if self.stop_requests > 1:
             self._kill()
             return
-        self._set_end_reason(outcome.stopped_by_signal(number))
+        self._set_end_reason(functools.partial(errors.interrupted, number))
         self.output.notice(f"{signal_name(number)}: the ranks are asked to end; another kills them")
         # Ctrl-C reaches every process of a terminal's job, and so the children of ranks.
         is_ctrl_c = number == signal.SIGINT

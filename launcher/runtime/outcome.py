@@ -7,15 +7,8 @@ import signal
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from launcher import timings
-from launcher.errors import (
-    TIMEOUT_CODE,
-    Failure,
-    LaunchError,
-    LaunchInterrupted,
-    LaunchTimeout,
-    signal_name,
-)
+from launcher import errors, timings
+from launcher.errors import Failure, LaunchError, LaunchInterrupted
 from launcher.job import Job
 from launcher.runtime.rank_state import LaunchedRank, without_launcher
 
@@ -40,11 +33,7 @@ def results_or_raise(
     if reason is not None:
         raise reason(failures)
     if failures:
-        first = failures[0]
-        lines = [first.summary(), *_notes(first, ranks, oom_killed)]
-        if first.traceback:
-            lines += ["", first.traceback]
-        raise LaunchError("\n".join(lines), failures, first.exit_code)
+        raise errors.failed(failures, "\n".join(_notes(failures[0], ranks, oom_killed)))
     return [rank.result() for rank in ranks]
 
 
@@ -68,12 +57,6 @@ def by_cause(failure: Failure) -> FailureOrder:
     return FailureOrder(failure.ended_by_launcher, time_s, failure.rank)
 
 
-def stopped_by_signal(number: int) -> EndReason:
-    """Somebody stopped the launcher."""
-    text = f"stopped by {signal_name(number)}"
-    return lambda failures: LaunchInterrupted(text, failures, 128 + number)
-
-
 def timed_out(job: Job, ranks: list[LaunchedRank]) -> EndReason:
     """The launch took too long; ranks: where each of them was, by the time of the error."""
 
@@ -83,8 +66,7 @@ def timed_out(job: Job, ranks: list[LaunchedRank]) -> EndReason:
             for rank in ranks
             if rank.dump
         ]
-        text = f"not over after {job.timeout_s} s, so it was ended{''.join(stacks)}"
-        return LaunchTimeout(text, failures, TIMEOUT_CODE)
+        return errors.timed_out(job.timeout_s, failures, note="".join(stacks))
 
     return error
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from launcher import launch_secret, target, timings
+from launcher import errors, launch_secret, target, timings
 from launcher.backends.ray import NAME
 from launcher.backends.ray.ray_actor import RankActor
-from launcher.backends.ray.ray_signals import DeferredSignals, interrupted
+from launcher.backends.ray.ray_signals import DeferredSignals
 from launcher.errors import TIMEOUT_CODE, Failure, LaunchError, LaunchTimeout
 from launcher.job import LOOPBACK, Job
 from launcher.launch_info import LaunchInfo
@@ -43,16 +43,10 @@ def run(job: Job) -> list[Any]:
         calls = _call(job, actors, _infos(ray, job, actors, signals))
         results, failures = _gather(ray, calls, job.timeout_s, signals)
     if failures:
-        first = failures[0]
-        text = f"{first.summary()}\n\n{first.traceback or first.message}"
-        raise LaunchError(text, tuple(failures), first.exit_code)
+        raise errors.failed(failures, note=failures[0].message * (not failures[0].traceback))
     if len(results) < _world_size(job):
-        raise _timeout(job)
+        raise errors.timed_out(job.timeout_s)
     return [results[rank] for rank in range(_world_size(job))]
-
-
-def _timeout(job: Job) -> LaunchTimeout:
-    return LaunchTimeout(f"the launch took longer than {job.timeout_s} s", exit_code=TIMEOUT_CODE)
 
 
 def _import_ray() -> Any:
@@ -80,7 +74,7 @@ def _connected(ray: Any, job: Job, signals: DeferredSignals) -> Iterator[None]:
     try:
         _connect(ray, job)
     except SystemExit as stopped:  # how Ray handles SIGTERM, here and from here on
-        raise interrupted(signal.SIGTERM) from stopped
+        raise errors.interrupted(signal.SIGTERM) from stopped
     signals.install()
     try:
         yield
@@ -186,7 +180,7 @@ def _infos(
         addr = addresses[nodes[0]]
     listening = actors[0].actor.listen.remote(job.launch_id, addr, job.master_port)
     if not signals.wait(ray, [listening], job.timeout_s or timings.TIMINGS.longest_timeout_s):
-        raise _timeout(job)
+        raise errors.timed_out(job.timeout_s)
     return infos_for_nodes(job.launch_id, nodes, addr, ray.get(listening))
 
 

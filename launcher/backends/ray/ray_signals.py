@@ -7,8 +7,7 @@ import threading
 import time
 from typing import Any
 
-from launcher import timings
-from launcher.errors import LaunchInterrupted, signal_name
+from launcher import errors, timings
 from launcher.system.stop_signals import STOP_SIGNALS
 
 
@@ -40,12 +39,6 @@ class DeferredSignals:
         done: list[Any] = []
         while not done and (left := deadline - time.monotonic()) > 0:
             if self._received:
-                raise interrupted(self._received[0])
+                raise errors.interrupted(self._received[0])
             done, _ = ray.wait(calls, timeout=min(left, timings.TIMINGS.ray_signal_poll_s))
         return done
-
-
-def interrupted(number: int) -> LaunchInterrupted:
-    """The error of a launch that this signal has stopped."""
-    text = f"the launch was stopped by {signal_name(number)}"
-    return LaunchInterrupted(text, exit_code=128 + number)
