@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 RANKS ?= 2
-TRAINING_STEPS ?= 300
+TRAINING_STEPS ?= 200
 MODEL ?= demo/llama
 
 BIN := .venv/bin
@@ -27,10 +27,10 @@ help:
 .PHONY: demo
 demo: .venv/ready
 	@if test -e $(MODEL)/config.json; then echo "== found the trained model in $(MODEL)"; else \
-	  echo "== training a character-level Llama on $(RANKS) ranks (about a minute)"; \
-	  $(BIN)/python -m launcher run -n $(RANKS) --preload drumline examples/demo/train.py $(MODEL) $(TRAINING_STEPS); fi
+	  echo "== training a character-level Llama on $(RANKS) ranks (less than a minute)"; \
+	  $(BIN)/drumline run -n $(RANKS) --preload drumline examples/demo/train.py $(MODEL) $(TRAINING_STEPS); fi
 	@echo "== generating with the model split over $(RANKS) ranks"
-	@$(BIN)/python -m launcher run -n $(RANKS) --preload drumline examples/demo/generate.py $(MODEL)
+	@$(BIN)/drumline run -n $(RANKS) --preload drumline examples/demo/generate.py $(MODEL)
 
 # In several processes side by side, for tests of processes mostly wait.
 SIDE_BY_SIDE ?= 3
@@ -39,10 +39,10 @@ SIDE_BY_SIDE ?= 3
 test: export OMP_WAIT_POLICY := passive
 test: .venv/ready
 ifdef TESTS
-	@$(BIN)/python -m pytest $(TESTS)
+	@$(BIN)/python -m pytest $(TEST_OPTIONS) $(TESTS)
 else
 	@echo "== running the tests"
-	@$(BIN)/python -m tests.programs.side_by_side $(SIDE_BY_SIDE)
+	@$(BIN)/python -m tests.programs.side_by_side $(SIDE_BY_SIDE) $(TEST_OPTIONS)
 endif
 
 .PHONY: lint

@@ -312,15 +312,15 @@ class Communicator(CollectivesFromP2P):
     def all_reduce(
         self, tensor: torch.Tensor, op: Op = "sum", *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The same as allreduce."""
+        """An alias of allreduce."""
         return self.allreduce(tensor, op, out=out)
 
     def all_gather(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The same as allgather."""
+        """An alias of allgather."""
         return self.allgather(tensor, out=out)
 
     def all_to_all(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The same as alltoall."""
+        """An alias of alltoall."""
         return self.alltoall(tensor, out=out)
 
     # Internal.
@@ -336,14 +336,14 @@ class Communicator(CollectivesFromP2P):
             self.do_send(tensor, peer) if kind == "send" else self.do_recv(tensor, peer)
 
     def _has_work(self, tensor: torch.Tensor) -> bool:
-        """Whether a collective is passed on to the backend."""
+        """True if a collective is passed on to the backend."""
         return tensor.numel() > 0 or self.capabilities.empty_collectives
 
     def _lost_peers(self) -> tuple[RankFailure, ...]:
         return lost_peers(self)
 
     def _await_lost_peers(self) -> tuple[RankFailure, ...]:
-        """The same, after a connection was closed: the end of its process is seen a bit later."""
+        """The lost peers after a connection closed: its process is seen to end a bit later."""
         return lost_peers(self, timings.TIMINGS.exit_lag_s)
 
     def _check_same_call(

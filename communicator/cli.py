@@ -9,21 +9,26 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-import communicator
 from communicator import conformance, timings
 from communicator.base import Communicator
 from communicator.errors import Unsupported
 from coordinator import Coordinator
 from launcher import LaunchError, launch
+from launcher.cli import CommandParser, VersionAction
 
+PROG = "python -m communicator"
 CONFORMING, NOT_CONFORMING, CANNOT_RUN = 0, 1, 2
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(prog: str = PROG) -> argparse.ArgumentParser:
     """The options are few on purpose, and held by a test."""
-    commands_parser = argparse.ArgumentParser(prog="python -m communicator", allow_abbrev=False)
-    commands_parser.add_argument("--version", action="version", version=communicator.__version__)
-    commands = commands_parser.add_subparsers(dest="command", required=True)
+    commands_parser = argparse.ArgumentParser(prog=prog, allow_abbrev=False)
+    commands_parser.add_argument(
+        "--version", action=VersionAction, nargs=0, help="print the version"
+    )
+    commands = commands_parser.add_subparsers(
+        dest="command", required=True, parser_class=CommandParser
+    )
     check = commands.add_parser("check", help="run the conformance check", allow_abbrev=False)
     check.add_argument(
         "--backend", metavar="NAME", help="a name, or the path of a library; the best if not given"
@@ -38,9 +43,9 @@ def parser() -> argparse.ArgumentParser:
     return commands_parser
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], prog: str = PROG) -> int:
     """Print every case of the check. 0 if the backend conforms, 1 if not, 2 if it cannot run."""
-    options = parser().parse_args(arguments)
+    options = parser(prog).parse_args(arguments)
     try:
         results = launch(
             check_on_rank, options.nprocs, launcher=options.launcher, args=(options.backend,)
@@ -49,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
         print(error, file=sys.stderr)
         return NOT_CONFORMING
     except ValueError as error:  # no such launcher, or one that cannot start here
-        print(f"python -m communicator: {error}", file=sys.stderr)
+        print(f"{prog}: {error}", file=sys.stderr)
         return CANNOT_RUN
     text, code = results[0]
     print(text, file=sys.stderr if code == CANNOT_RUN else sys.stdout)

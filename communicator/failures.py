@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from communicator import timings
@@ -52,6 +53,12 @@ def describe_lost(failures: Iterable[RankFailure]) -> str:
     """A sentence for an error; empty if there are none."""
     texts = "; ".join(map(str, failures))
     return f" Lost: {texts}." if texts else ""
+
+
+def report(coor: Coordinator, failure: RankFailure) -> None:
+    """Let all ranks of the group know of a failure, if they share a Coordinator that is open."""
+    with suppress(AttributeError, CoordinatorError):
+        coor.report_failure(failure.rank, f"lost: {failure}")
 
 
 def run_on_all_ranks(coor: Coordinator, work: Callable[[], Any]) -> list[Any]:

@@ -4,6 +4,7 @@ with Coordinator() as coor:
     config = coor.broadcast(b"lr=0.1" if coor.is_master() else None)
 """
 
+import launcher
 from coordinator.coordinator import Coordinator
 from coordinator.errors import (
     CoordinatorError,
@@ -32,3 +33,5 @@ __all__ = [
     "Timings",
     "group_by_node",
 ]
+
+__version__ = launcher.__version__

@@ -1,69 +1,162 @@
-"""One transformers model over the devices of every rank, as if they were one.
+"""One transformers model over the devices of every rank, as if they were one device.
 
 model = drumline.load("checkpoint", device_map="auto")
 print(model.device_map)
 model.generate(tokens)
+
+Engines find the lower layers' names here too: `from drumline import Coordinator, Communicator`.
+`import drumline` imports nothing else. A name imports its module when it is first used.
 """
 
-from drumline.checkpoint.plan_executor import LoadStats
-from drumline.checkpoint.shard_loader import load_into
-from drumline.compile_once.artifact_cache import BuildError
-from drumline.compile_once.device_check import assert_device, check_devices
-from drumline.compile_once.device_mapping import HoistError, UnmappedDevice
-from drumline.compile_once.device_mapping import HoistReport as HoistReport
-from drumline.compile_once.hoist import hoist
-from drumline.compile_once.hoist_package import hoist_package
-from drumline.compile_once.portable import check_no_process_groups, trace_portable
-from drumline.compile_once.precompile import (
-    assert_identical_on_ranks,
-    fingerprint,
-    get_or_build,
-    precompile,
-    precompile_modules,
-)
-from drumline.core.device_map import DeviceMap, ModelProfile, ModulePart, Place
-from drumline.core.mesh import Mesh
-from drumline.core.shards import ShardSpec
-from drumline.errors import (
-    CheckpointError,
-    DrumlineError,
-    PeerLost,
-    PlanError,
-    StageError,
-    WorkerExit,
-)
-from drumline.planner.cost_model import (
-    DeviceSpeed,
-    DeviceSpeeds,
-    Estimate,
-    LinkSpeed,
-    PassShape,
-    estimate,
-    uniform_speeds,
-)
-from drumline.planner.measure import measure_speeds
-from drumline.planner.memory import cluster_memory
-from drumline.planner.plan import plan
-from drumline.strategies.accelerate_compat import (
-    dispatch_model,
-    get_balanced_memory,
-    get_max_memory,
-    infer_auto_device_map,
-    load_checkpoint_and_dispatch,
-)
-from drumline.strategies.existing_model import dispatch
-from drumline.strategies.load import load
-from drumline.tensor_parallel.parallelize import (
-    connect,
-    local_shard,
-    parallelize,
-    read_plan,
-    shard_specs,
-)
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the same names as in NAMES_BY_MODULE, for type checkers and editors
+    from communicator import (
+        Communicator,
+        CommunicatorError,
+        CommunicatorTimeout,
+        Unsupported,
+        backend_names,
+    )
+    from coordinator import (
+        Coordinator,
+        CoordinatorError,
+        CoordinatorTimeout,
+        DrumlineError,
+        Peer,
+        PeerLost,
+        RankFailure,
+        RemoteError,
+    )
+    from drumline.checkpoint.plan_executor import LoadStats
+    from drumline.checkpoint.shard_loader import load_into
+    from drumline.compile_once.artifact_cache import BuildError
+    from drumline.compile_once.device_check import assert_device, check_devices
+    from drumline.compile_once.device_mapping import HoistError, HoistReport, UnmappedDevice
+    from drumline.compile_once.hoist import hoist
+    from drumline.compile_once.hoist_package import hoist_package
+    from drumline.compile_once.portable import check_no_process_groups, trace_portable
+    from drumline.compile_once.precompile import (
+        assert_identical_on_ranks,
+        fingerprint,
+        get_or_build,
+        precompile,
+        precompile_modules,
+    )
+    from drumline.core.device_map import DeviceMap, ModelProfile, ModulePart, Place
+    from drumline.core.mesh import Mesh
+    from drumline.core.shards import ShardSpec
+    from drumline.errors import CheckpointError, PlanError, StageError, WorkerExit
+    from drumline.planner.cost_model import (
+        DeviceSpeed,
+        DeviceSpeeds,
+        Estimate,
+        LinkSpeed,
+        PassShape,
+        estimate,
+        uniform_speeds,
+    )
+    from drumline.planner.measure import measure_speeds
+    from drumline.planner.memory import cluster_memory
+    from drumline.planner.plan import plan
+    from drumline.strategies.accelerate_compat import (
+        dispatch_model,
+        get_balanced_memory,
+        get_max_memory,
+        infer_auto_device_map,
+        load_checkpoint_and_dispatch,
+    )
+    from drumline.strategies.existing_model import dispatch
+    from drumline.strategies.load import load
+    from drumline.tensor_parallel.parallelize import (
+        connect,
+        local_shard,
+        parallelize,
+        read_plan,
+        shard_specs,
+    )
+    from launcher import LaunchError, LaunchInfo, current, launch
+
+NAMES_BY_MODULE = {
+    "launcher": ("LaunchError", "LaunchInfo", "current", "launch"),
+    "coordinator": (
+        "Coordinator",
+        "CoordinatorError",
+        "CoordinatorTimeout",
+        "DrumlineError",
+        "Peer",
+        "PeerLost",
+        "RankFailure",
+        "RemoteError",
+    ),
+    "communicator": (
+        "Communicator",
+        "CommunicatorError",
+        "CommunicatorTimeout",
+        "Unsupported",
+        "backend_names",
+    ),
+    "drumline.checkpoint.plan_executor": ("LoadStats",),
+    "drumline.checkpoint.shard_loader": ("load_into",),
+    "drumline.compile_once.artifact_cache": ("BuildError",),
+    "drumline.compile_once.device_check": ("assert_device", "check_devices"),
+    "drumline.compile_once.device_mapping": ("HoistError", "HoistReport", "UnmappedDevice"),
+    "drumline.compile_once.hoist": ("hoist",),
+    "drumline.compile_once.hoist_package": ("hoist_package",),
+    "drumline.compile_once.portable": ("check_no_process_groups", "trace_portable"),
+    "drumline.compile_once.precompile": (
+        "assert_identical_on_ranks",
+        "fingerprint",
+        "get_or_build",
+        "precompile",
+        "precompile_modules",
+    ),
+    "drumline.core.device_map": ("DeviceMap", "ModelProfile", "ModulePart", "Place"),
+    "drumline.core.mesh": ("Mesh",),
+    "drumline.core.shards": ("ShardSpec",),
+    "drumline.errors": ("CheckpointError", "PlanError", "StageError", "WorkerExit"),
+    "drumline.planner.cost_model": (
+        "DeviceSpeed",
+        "DeviceSpeeds",
+        "Estimate",
+        "LinkSpeed",
+        "PassShape",
+        "estimate",
+        "uniform_speeds",
+    ),
+    "drumline.planner.measure": ("measure_speeds",),
+    "drumline.planner.memory": ("cluster_memory",),
+    "drumline.planner.plan": ("plan",),
+    "drumline.strategies.accelerate_compat": (
+        "dispatch_model",
+        "get_balanced_memory",
+        "get_max_memory",
+        "infer_auto_device_map",
+        "load_checkpoint_and_dispatch",
+    ),
+    "drumline.strategies.existing_model": ("dispatch",),
+    "drumline.strategies.load": ("load",),
+    "drumline.tensor_parallel.parallelize": (
+        "connect",
+        "local_shard",
+        "parallelize",
+        "read_plan",
+        "shard_specs",
+    ),
+}
 
 __all__ = [
     "BuildError",
     "CheckpointError",
+    "Communicator",
+    "CommunicatorError",
+    "CommunicatorTimeout",
+    "Coordinator",
+    "CoordinatorError",
+    "CoordinatorTimeout",
     "DeviceMap",
     "DeviceSpeed",
     "DeviceSpeeds",
@@ -71,25 +164,33 @@ __all__ = [
     "Estimate",
     "HoistError",
     "HoistReport",
+    "LaunchError",
+    "LaunchInfo",
     "LinkSpeed",
     "LoadStats",
     "Mesh",
     "ModelProfile",
     "ModulePart",
     "PassShape",
+    "Peer",
     "PeerLost",
     "Place",
     "PlanError",
+    "RankFailure",
+    "RemoteError",
     "ShardSpec",
     "StageError",
     "UnmappedDevice",
+    "Unsupported",
     "WorkerExit",
     "assert_device",
     "assert_identical_on_ranks",
+    "backend_names",
     "check_devices",
     "check_no_process_groups",
     "cluster_memory",
     "connect",
+    "current",
     "dispatch",
     "dispatch_model",
     "estimate",
@@ -100,6 +201,7 @@ __all__ = [
     "hoist",
     "hoist_package",
     "infer_auto_device_map",
+    "launch",
     "load",
     "load_checkpoint_and_dispatch",
     "load_into",
@@ -114,3 +216,19 @@ __all__ = [
     "trace_portable",
     "uniform_speeds",
 ]
+
+MODULES = {name: module for module, names in NAMES_BY_MODULE.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used (PEP 562)."""
+    if name == "__version__":
+        return importlib.import_module("launcher").__version__
+    if name not in MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(MODULES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})

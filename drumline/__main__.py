@@ -1,7 +1,7 @@
-"""python -m drumline plan | generate | bench | serve | run"""
+"""`python -m drumline`: see drumline/cli/__init__.py."""
 
 import sys
 
 from drumline.cli import main
 
-sys.exit(main(sys.argv[1:]))
+sys.exit(main(sys.argv[1:], "python -m drumline"))

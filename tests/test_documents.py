@@ -10,8 +10,10 @@ A block of commands has a comment above it that says how it is held to its word:
 <!-- shown -->                       above a block of text: its lines are what was printed
 """
 
+import argparse
 import ast
 import contextlib
+import importlib
 import os
 import re
 import shlex
@@ -117,7 +119,7 @@ def test_the_commands_for_two_machines_run_as_printed(hosts, who):
 
 def test_our_commands_for_two_machines_run_as_printed_and_their_traces_are_joined(hosts, who):
     """With a rank on each, and --trace as well."""
-    start = "python -m launcher run --launcher torchrun --nnodes 2"
+    start = "drumline run --launcher torchrun --nnodes 2"
     traces = f"{who.parent}/$(hostname).json"
     words = {"-n 4": f"-n 1 --trace {traces}", "who.py": who}
     assert hosts.typed(RUNNING, start, **words) == [
@@ -138,10 +140,22 @@ def test_every_command_of_a_page_is_held_by_a_test(page):
             assert f"def {test}(" in (ROOT / path).read_text(), how
 
 
+def _parse_command(words: list[str]) -> None:
+    """Parse a command of `drumline`, or the one of a lower layer that it stands for."""
+    module, _ = drumline.cli.DELEGATED.get(words[0], ("drumline.cli", ""))
+    parser = launcher.cli.parse if module == "launcher.cli" else _parser(module).parse_args
+    parser(words)
+
+
+def _parser(module: str) -> argparse.ArgumentParser:
+    return importlib.import_module(module).parser()
+
+
 PARSERS = {
     "python -m launcher": launcher.cli.parse,
     "python -m communicator": communicator.cli.parser().parse_args,
-    "python -m drumline": drumline.cli.parser().parse_args,
+    "python -m drumline": _parse_command,
+    "drumline": _parse_command,
     "torchrun": get_args_parser().parse_args,
 }
 

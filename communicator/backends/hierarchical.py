@@ -19,8 +19,8 @@ from communicator.backends.tagged_p2p import TaggedP2PCommunicator
 from communicator.backends.tcp import Tcp
 from communicator.base import Capabilities, Communicator
 from communicator.default_collectives import P2PCall, accumulator
-from communicator.errors import CommunicatorError, DrumlineError, Unsupported, with_text
-from communicator.failures import describe_lost, run_on_all_ranks
+from communicator.errors import CommunicatorError, DrumlineError, PeerLost, Unsupported, with_text
+from communicator.failures import describe_lost, report, run_on_all_ranks
 from communicator.selection import backend_class
 from coordinator import Coordinator
 
@@ -273,22 +273,29 @@ class Hierarchical(Communicator):
             raise failure from error
 
     def _failure(self, call: str, error: DrumlineError) -> DrumlineError:
-        """The error, with the failure that came first on any rank."""
+        """The error, with the lost ranks and the failure that came first on any rank.
+
+        A lost rank is reported: its death may be visible on its own host alone, and rank 0, which
+        keeps the first failure, may exit before others have read it.
+        """
         text = f"rank {self.rank} in {call}: {error}"
         try:
             first = self._failures.compare_set("first", "", text).decode()
         except RuntimeError:
             first = "unknown, for rank 0, which kept the failures, exited."
+        lost = self._await_lost_peers() if isinstance(error, PeerLost) else self._lost_peers()
+        if lost:
+            report(self.coor, lost[0])
         cause = "" if first == text else f" The first failure: {first}"
-        return with_text(
-            error,
+        text = (
             f"rank {self.rank} lost its peers in {call} ({self.world_size} ranks on "
-            f"{len(self._nodes)} nodes).{describe_lost(self._lost_peers())} {error}{cause}",
+            f"{len(self._nodes)} nodes).{describe_lost(lost)} {error}{cause}"
         )
+        return PeerLost(text, lost) if isinstance(error, PeerLost) else with_text(error, text)
 
 
 def _was_dropped(error: DrumlineError) -> bool:
-    """Whether the error is of a message that did not fit: the only plain CommunicatorError."""
+    """True for the error of a message that did not fit: the only plain CommunicatorError."""
     return type(error) is CommunicatorError
 
 

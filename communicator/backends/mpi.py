@@ -164,7 +164,7 @@ class Mpi(TaggedP2PCommunicator):
 
 
 def _is_reduced(tensor: torch.Tensor) -> bool:
-    """Whether MPI reduces it. A bool travels as a byte: max is "any", min and prod are "all"."""
+    """True if MPI reduces it. A bool is sent as a byte: max is "any", min and prod are "all"."""
     return dtype_info(tensor.dtype).mpi is not None or tensor.dtype == torch.bool
 
 

@@ -116,7 +116,7 @@ class PluginCommunicator(Communicator):
         """Done already, by the CallChecker or by the library."""
 
     def is_capturing(self) -> bool:
-        """Whether torch's current stream is being captured in a CUDA graph."""
+        """True while torch's current stream is captured in a CUDA graph."""
         return (
             self.device_type == "cuda"
             and torch.cuda.is_available()

@@ -15,13 +15,13 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
+from communicator import timings
 from communicator.errors import CommunicatorTimeout
 from coordinator import Peer, RemoteError
 from launcher import LaunchInfo
 
 LOOPBACK = "127.0.0.1"
 DISCARD_PORT = 9  # nothing is sent there
-FIRST_PAUSE_S, LAST_PAUSE_S = 0.0005, 0.1
 
 
 class StoreCoordinator:
@@ -152,7 +152,7 @@ class StoreCoordinator:
     def _answer_requests(self, store: Store, prefix: str, keys: list[str]) -> None:
         """Answer all requests, those of dead ranks too, until every rank has written its key."""
         store.set(_request_key(0), prefix)
-        pause_s, start = FIRST_PAUSE_S, time.monotonic()
+        pause_s, start = timings.TIMINGS.store_poll_s, time.monotonic()
         while not self._store.check(keys):
             if time.monotonic() > start + self.timeout_s:
                 raise self._timeout(self._store, keys, start)
@@ -160,7 +160,7 @@ class StoreCoordinator:
                 if store.check([_request_key(rank)]):
                     store.set(_answer_key(store.get(_request_key(rank)).decode()), prefix)
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LAST_PAUSE_S)
+            pause_s = min(2 * pause_s, timings.TIMINGS.store_poll_max_s)
 
     def _wait(
         self, store: Store, keys: list[str], by_rank: list[str], timeout_s: float | None = None
@@ -198,7 +198,7 @@ def _answer_key(token: str) -> str:
 
 
 def _server_address(store: Any) -> tuple[str, int]:
-    """Where the store is served; this host, if it is a file or a piece of memory."""
+    """Host and port of the store; this host for one in a file or in memory."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return getattr(store, "host", LOOPBACK), getattr(store, "port", DISCARD_PORT)

@@ -10,7 +10,7 @@ from typing import Any
 
 import transformers
 
-from drumline.checkpoint.json_files import check_regular_files, read_json
+from drumline.checkpoint.json_files import check_has_config, check_regular_files, read_json
 from drumline.checkpoint.safetensors_index import Index, read_index
 from drumline.errors import CheckpointError
 
@@ -31,16 +31,7 @@ def read_config(path: str | Path) -> Any:
     """The config of a checkpoint. Raises CheckpointError unless its files are complete."""
     folder = Path(path)
     check_regular_files(folder)
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        raise CheckpointError(
-            f"{folder} holds an adapter and no model, and layers on several ranks take no "
-            f"adapters; {MERGE_ADAPTER}."
-        )
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(
-            f"{folder} holds no config.json, so there is no model in it; give the directory that "
-            "save_pretrained() wrote, or that a download of the model ended in."
-        )
+    check_has_config(folder)
     content = read_json(folder / "config.json")
     _check_no_pickles(folder, content)
     _check_num_layers(folder, content, read_index(folder))
@@ -139,9 +130,3 @@ def _check_no_pickles(folder: Path, content: Mapping[str, Any]) -> None:
             f"{folder} holds {', '.join(pickles)}, pickles that would run whatever code is in "
             f"them; convert once, where you trust the file: python -c {shlex.quote(code)}"
         )
-
-
-MERGE_ADAPTER = (
-    "merge the adapter into a checkpoint and load that: AutoPeftModelForCausalLM.from_pretrained("
-    "adapter).merge_and_unload().save_pretrained(directory)"
-)

@@ -9,6 +9,11 @@ from typing import Any
 
 from drumline.errors import CheckpointError
 
+MERGE_ADAPTER = (
+    "merge the adapter into a checkpoint and load that: AutoPeftModelForCausalLM.from_pretrained("
+    "adapter).merge_and_unload().save_pretrained(directory)"
+)
+
 
 def check_regular_file(file: Path) -> None:
     """Raise unless it is an ordinary file, or a link to one: opening a pipe waits for a writer.
@@ -29,6 +34,20 @@ def check_regular_files(folder: Path) -> None:
         for file in sorted(folder.glob(pattern)):
             if file.exists() and not file.is_dir():
                 check_regular_file(file)
+
+
+def check_has_config(folder: Path) -> None:
+    """Raise CheckpointError if a folder holds no model."""
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder} holds an adapter and no model, and layers on several ranks take no "
+            f"adapters; {MERGE_ADAPTER}."
+        )
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder} holds no config.json, so there is no model in it; give the directory that "
+            "save_pretrained() wrote, or that a download of the model ended in."
+        )
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""How fast a model is over the ranks: prompt and tokens a second, memory, bytes a hop.
+"""Speed of a model over the ranks: prefill and decode in tokens/s, memory, bytes per hop.
 
-python -m drumline bench --model DIR -n 2 --batch 8 --prompt-tokens 512
+drumline bench --model DIR -n 2 --batch 8 --prompt-tokens 512
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from drumline.strategies.with_model import (
     with_model,
 )
 
-REPEATS = 3  # after one that warms up
+REPEATS = 3  # after a first run that warms up
 
 
 @dataclass(frozen=True)
-class Speed:
-    """Of generate(): seconds to the first token of all rows, and from there to the last."""
+class GenerationTiming:
+    """Seconds of a generate() to the first token of all sequences, and from there to the last."""
 
     batch: int
     prompt_tokens: int
     new_tokens: int
-    first_s: float
-    rest_s: float
+    first_token_s: float
+    decode_s: float
 
     @property
-    def prefill(self) -> float:
-        """Tokens of prompt a second."""
-        return self.batch * self.prompt_tokens / self.first_s
+    def prefill_rate(self) -> float:
+        """Tokens of the prompts per second."""
+        return self.batch * self.prompt_tokens / self.first_token_s
 
     @property
-    def decode(self) -> float:
-        """Tokens a second after the first of each row."""
-        return self.batch * (self.new_tokens - 1) / self.rest_s
+    def decode_rate(self) -> float:
+        """Tokens per second after the first of each sequence."""
+        return self.batch * (self.new_tokens - 1) / self.decode_s
 
 
 def bench(
@@ -54,81 +54,90 @@ def bench(
     new_tokens: int = 64,
     memory: Memory | None = None,
 ) -> None:
-    """Load the model over all ranks, time it on prompts drawn at random, print it. Collective."""
-    (model, speeds), peaks = with_model(
+    """Load the model over all ranks, and print its speed on random prompts. Collective.
+
+    batch: sequences. memory: of each rank, as max_memory of `drumline.load`.
+    """
+    (model, timings), peaks = with_model(
         model_path,
-        lambda model: (model, _repeated(model, batch, prompt_tokens, new_tokens)),
+        lambda model: (model, _measure_repeatedly(model, batch, prompt_tokens, new_tokens)),
         memory,
         before=lambda: read_generator(model_path, prompt_tokens + new_tokens),
         batch=batch,
         length=prompt_tokens + new_tokens,
     )
-    print(_report(model, speeds))
+    print(_report(model, timings))
     rows = [
         (rank, model.device_map.holds(rank), text)
         for rank, text in enumerate(describe_peaks(peaks))
     ]
-    print("\n" + markdown(("rank", "holds", "memory at most"), rows))
+    print("\n" + markdown(("rank", "holds", "peak memory"), rows))
 
 
-def _repeated(model: Any, batch: int, prompt_tokens: int, new_tokens: int) -> list[Speed]:
+def _measure_repeatedly(
+    model: Any, batch: int, prompt_tokens: int, new_tokens: int
+) -> list[GenerationTiming]:
     torch.manual_seed(0)
     prompt = torch.randint(0, model.get_input_embeddings().num_embeddings, (batch, prompt_tokens))
     prompt = prompt.to(model.device)
     return [measure(model, prompt, new_tokens) for _ in range(1 + REPEATS)][1:]
 
 
-def measure(model: Any, prompt: torch.Tensor, new_tokens: int) -> Speed:
-    """Greedy, once for one token and once for so many of each row of prompt.
+def measure(model: Any, prompt: torch.Tensor, new_tokens: int) -> GenerationTiming:
+    """Time generate() twice: for one token, and for new_tokens. prompt: [batch, prompt_tokens].
 
-    As an ordinary generate() each, so that what speeds those up counts; a clock in between would
-    not be ordinary.
+    Both are ordinary calls. A streamer that notes the first token would turn off what makes an
+    ordinary call fast.
     """
-    first_s, whole_s = _generate(model, prompt, 1), _generate(model, prompt, new_tokens)
+    first_s, total_s = _generate(model, prompt, 1), _generate(model, prompt, new_tokens)
     batch, prompt_tokens = prompt.shape
-    return Speed(batch, prompt_tokens, new_tokens, first_s, max(whole_s - first_s, 1e-9))
+    decode_s = max(total_s - first_s, 1e-9)
+    return GenerationTiming(batch, prompt_tokens, new_tokens, first_s, decode_s)
 
 
-def _generate(model: Any, prompt: torch.Tensor, num: int) -> float:
-    """The seconds that so many tokens take, without an end before."""
-    begun = time.perf_counter()
+def _generate(model: Any, prompt: torch.Tensor, num_tokens: int) -> float:
+    """Seconds to generate num_tokens greedily, without a stop before."""
+    start = time.perf_counter()
     mask = torch.ones_like(prompt)
     model.generate(
-        prompt, attention_mask=mask, min_new_tokens=num, max_new_tokens=num, do_sample=False
+        prompt,
+        attention_mask=mask,
+        min_new_tokens=num_tokens,
+        max_new_tokens=num_tokens,
+        do_sample=False,
     )
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
-def _report(model: Any, speeds: list[Speed]) -> str:
+def _report(model: Any, timings: list[GenerationTiming]) -> str:
     facts = {
         "model": f"{type(model).__name__}, {format_nbytes(sum(model.device_map.nbytes.values()))}",
         "ranks": len(model.device_map.ranks),
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
         "threads": torch.get_num_threads(),
     }
-    units = ("first token (ms)", "prefill (tokens/s)", "decode (tokens/s)", "a hop")
+    units = ("first token (ms)", "prefill (tokens/s)", "decode (tokens/s)", "per hop")
     head = ("batch", "prompt (tokens)", "new (tokens)", *units)
-    one = speeds[0]
     row = (
-        one.batch,
-        one.prompt_tokens,
-        one.new_tokens,
-        _spread([1e3 * speed.first_s for speed in speeds]),
-        _spread([speed.prefill for speed in speeds]),
-        _spread([speed.decode for speed in speeds]),
+        timings[0].batch,
+        timings[0].prompt_tokens,
+        timings[0].new_tokens,
+        _spread([1e3 * timing.first_token_s for timing in timings]),
+        _spread([timing.prefill_rate for timing in timings]),
+        _spread([timing.decode_rate for timing in timings]),
         describe_traffic(model.traffic),
     )
     lines = [f"- {name}: {value}" for name, value in facts.items()]
-    return "\n".join(["## inference", "", *lines, "", markdown(head, [row])])
+    return "\n".join(["## drumline bench", "", *lines, "", markdown(head, [row])])
 
 
 def _spread(values: list[float]) -> str:
-    """Median, and the range of all: 3.1 (2.9-3.4)."""
+    """Median and range, such as 3.1 (2.9-3.4)."""
     return f"{statistics.median(values):.4g} ({min(values):.4g}-{max(values):.4g})"
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table that is read as it is, too."""
+    """A Markdown table with aligned columns."""
     grid = [list(head), *([str(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
     lines = ["| " + " | ".join(map(str.rjust, row, widths)) + " |" for row in grid]

@@ -1,6 +1,6 @@
-"""Text from a prompt, streamed to the terminal as it comes.
+"""Text generated from a prompt, streamed to the terminal.
 
-python -m drumline generate --model DIR -n 2 --prompt "Once upon"
+drumline generate --model DIR -n 2 --prompt "Once upon"
 """
 
 from __future__ import annotations
@@ -31,62 +31,64 @@ def generate_text(
     seed: int | None = None,
     memory: Memory | None = None,
 ) -> None:
-    """Load the model over all ranks, stream what it says, and say how fast that was. Collective.
+    """Load the model over all ranks, stream its text, and print its speed. Collective.
 
-    seed: samples with it; greedy if not given. memory: room of each rank, as max_memory of load.
+    seed: of the sampling; greedy if not given. memory: of each rank, as max_memory of
+    `drumline.load`.
     """
-    asked: list[tuple[Any, Any]] = []
+    prepared: list[tuple[Any, Any]] = []
 
     def prepare() -> None:
         tokenizer = read_tokenizer(model_path)
-        inputs = _tokens(tokenizer, prompt)
+        inputs = _tokenize(tokenizer, prompt)
         read_generator(model_path, inputs["input_ids"].shape[1] + max_new_tokens)
-        asked.append((tokenizer, inputs))
+        prepared.append((tokenizer, inputs))
 
-    (model, said), peaks = with_model(
+    (model, summary), peaks = with_model(
         model_path,
-        lambda model: (model, _say(model, *asked[0], max_new_tokens, seed)),
+        lambda model: (model, _stream(model, *prepared[0], max_new_tokens, seed)),
         memory,
         before=prepare,
     )
-    print("\n".join([said, *_memory_lines(model.device_map, peaks)]))
+    print("\n".join([summary, *_memory_lines(model.device_map, peaks)]))
 
 
-def _tokens(tokenizer: Any, prompt: str) -> Any:
+def _tokenize(tokenizer: Any, prompt: str) -> Any:
     try:
         prompt.encode()
     except UnicodeError as error:
         raise DrumlineError(
-            f"rank 0: {prompt!r} holds what is no text ({error}); write the prompt in UTF-8."
+            f"rank 0: the prompt {prompt!r} is not valid text ({error}); write it in UTF-8."
         ) from error
     inputs = tokenizer(prompt, return_tensors="pt")
     if inputs["input_ids"].shape[1] == 0:
         raise DrumlineError(
-            f"rank 0: {prompt!r} has no tokens, so there is nothing to continue; give a longer one."
+            f"rank 0: the prompt {prompt!r} has no tokens, so there is nothing to continue; give a "
+            "longer one."
         )
     return inputs
 
 
-def _say(model: Any, tokenizer: Any, inputs: Any, max_new_tokens: int, seed: int | None) -> str:
-    """Stream the text; how fast it was, in words."""
+def _stream(model: Any, tokenizer: Any, inputs: Any, max_new_tokens: int, seed: int | None) -> str:
+    """Print the text as it is generated; return a summary of its speed."""
     print(model.device_map, flush=True)
     inputs = inputs.to(model.device)
     if seed is not None:
         torch.manual_seed(seed)
-    clock = Clock(tokenizer)
+    streamer = TimedStreamer(tokenizer)
     tokens = model.generate(
-        **inputs, max_new_tokens=max_new_tokens, do_sample=seed is not None, streamer=clock
+        **inputs, max_new_tokens=max_new_tokens, do_sample=seed is not None, streamer=streamer
     )
     num_prompt = inputs["input_ids"].shape[1]
-    return clock.summary(num_prompt, tokens.shape[1] - num_prompt, model.traffic)
+    return streamer.summary(num_prompt, tokens.shape[1] - num_prompt, model.traffic)
 
 
-class Clock(TextStreamer):  # type: ignore[misc]
-    """Prints tokens as they come, and notes when the first one did."""
+class TimedStreamer(TextStreamer):  # type: ignore[misc]
+    """A streamer that notes the time of each token."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer)
-        self.begun = time.monotonic()
+        self.start = time.monotonic()
         self.times: list[float] = []  # of the prompt, then of each token
 
     def put(self, value: torch.Tensor) -> None:
@@ -94,19 +96,20 @@ class Clock(TextStreamer):  # type: ignore[misc]
         super().put(value)
 
     def summary(self, num_prompt: int, num_new: int, traffic: tuple[int, int] | None) -> str:
-        whole_s = time.monotonic() - self.begun
-        line = f"{num_new} tokens in {whole_s:.2f} s, {num_new / whole_s:.1f} tokens/s"
+        """The speed as text. traffic: as of the model."""
+        total_s = time.monotonic() - self.start
+        line = f"{num_new} tokens in {total_s:.2f} s, {num_new / total_s:.1f} tokens/s"
         if len(self.times) > 2:
-            first_s, rest_s = self.times[1] - self.begun, self.times[-1] - self.times[1]
+            first_token_s, decode_s = self.times[1] - self.start, self.times[-1] - self.times[1]
             line += (
-                f"; {num_prompt} of prompt and the first token in {1e3 * first_s:.0f} ms, then "
-                f"{(len(self.times) - 2) / rest_s:.1f} tokens/s"
+                f"; prompt of {num_prompt} and first token in {1e3 * first_token_s:.0f} ms, then "
+                f"{(len(self.times) - 2) / decode_s:.1f} tokens/s"
             )
-        return line + f"; {describe_traffic(traffic)} a hop"
+        return line + f"; {describe_traffic(traffic)} per hop"
 
 
 def _memory_lines(device_map: Any, peaks: Peaks) -> list[str]:
-    """What each rank was planned to hold, and the most it took with all its libraries."""
+    """For each rank: the planned bytes of the model, and the peak memory of the process."""
     planned = {rank: 0 for rank in range(len(peaks))}
     for place in {*device_map.places.values()}:
         planned[place[0]] += device_map.used(place)

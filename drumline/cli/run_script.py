@@ -1,6 +1,6 @@
-"""A transformers script that knows nothing of ranks, run over all of them.
+"""An unmodified transformers script, run with its model over all ranks.
 
-python -m drumline run -n 2 script.py
+drumline auto -n 2 script.py
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ PLANS = ("auto", "balanced", "sequential", "fastest")
 
 
 def run_script(script: str, arguments: list[str]) -> None:
-    """Run a script of the user, with a model over all ranks where it asks for a device map.
+    """Run a script whose from_pretrained(device_map="auto") loads over all ranks. Collective.
 
-    What ends the script on the master ends the other ranks with the same exit code.
+    The script runs on rank 0; when it ends, the other ranks end with its exit code.
     """
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
@@ -35,9 +35,9 @@ def run_script(script: str, arguments: list[str]) -> None:
 
 @contextlib.contextmanager
 def models_over_all_ranks() -> Iterator[None]:
-    """Within this block from_pretrained(device_map="auto") loads over every rank.
+    """Within, from_pretrained(device_map="auto") loads over every rank.
 
-    For a process that runs one script: it changes transformers for the whole process.
+    It patches transformers for the whole process, which is to run this script alone.
     """
     original = PreTrainedModel.__dict__["from_pretrained"]
     loaded: list[Any] = []
@@ -45,8 +45,8 @@ def models_over_all_ranks() -> Iterator[None]:
     def from_pretrained(cls: Any, path: Any, *args: Any, **options: Any) -> Any:
         if options.get("device_map") not in PLANS:
             return original.__func__(cls, path, *args, **options)
-        _refuse_second(loaded, path)
-        loaded.append(load_everywhere(cls, path, options))
+        _check_single(loaded, path)
+        loaded.append(load_over_all_ranks(cls, path, options))
         return loaded[0]
 
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)
@@ -62,25 +62,25 @@ def models_over_all_ranks() -> Iterator[None]:
             model.close(code)
 
 
-def _refuse_second(loaded: list[Any], path: Any) -> None:
+def _check_single(loaded: list[Any], path: Any) -> None:
     if loaded and loaded[0].traffic is not None:
         raise DrumlineError(
             f"rank 0: the script loads {str(path)!r} with a device_map, but the other ranks serve "
-            "its first model until the script ends; load the second without a device_map, here, "
-            "or in a script of its own."
+            "its first model until the script ends; load the second model without a device_map, "
+            "or in another script."
         )
 
 
-def load_everywhere(cls: Any, path: Any, options: dict[str, Any]) -> Any:
-    """What from_pretrained with these options gives, over all ranks.
+def load_over_all_ranks(cls: Any, path: Any, options: dict[str, Any]) -> Any:
+    """The model that from_pretrained returns with these options, over all ranks.
 
-    Some of them are the config's, as attn_implementation is, and AutoModel has put them there.
+    Some options belong to the config, such as attn_implementation; AutoModel has moved them there.
     """
     folder = Path(path, options.pop("subfolder", None) or "")
     config = options.pop("config", None)
     dtype = options.pop("dtype", options.pop("torch_dtype", None))
-    known = {key: options.pop(key) for key in ("device_map", "max_memory") if key in options}
+    placement = {key: options.pop(key) for key in ("device_map", "max_memory") if key in options}
     if not isinstance(config, PreTrainedConfig) and (folder / "config.json").is_file():
-        read = cls.config_class.from_pretrained
-        config, options = read(config or folder, return_unused_kwargs=True, **options)
-    return load(folder, cls=cls, dtype=dtype, config=config, **known, **options)
+        read_config = cls.config_class.from_pretrained
+        config, options = read_config(config or folder, return_unused_kwargs=True, **options)
+    return load(folder, cls=cls, dtype=dtype, config=config, **placement, **options)

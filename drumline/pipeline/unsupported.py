@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 from transformers.utils import output_capturing
 
-from drumline.checkpoint.config_files import MERGE_ADAPTER
+from drumline.checkpoint.json_files import MERGE_ADAPTER
 from drumline.errors import DrumlineError
 
 NO_TRAINING = "it is for inference, under torch.no_grad(); train on a model that is whole"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator import Coordinator
+from coordinator import Coordinator, RankFailure
 from drumline.checkpoint.config_files import read_tokenizer
 from drumline.core.consistency import run_on_all_ranks
 from drumline.errors import DrumlineError, PeerLost
@@ -203,13 +203,13 @@ def _monitored(coor: Coordinator, service: Any, server: Any) -> Iterator[None]:
     has_ended = threading.Event()
     poll_s = service.timings.failure_poll_s
 
+    def on_failure(failure: RankFailure) -> None:
+        text = f"rank 0: {failure.text}, so nothing can be answered; start all ranks again."
+        service.fail(PeerLost(text, failures=(failure,)))
+
     def monitor() -> None:
         drain_s = float(service.timings.drain_s)
         while not has_ended.wait(poll_s):
-            lost = [str(peer) for peer in coor.peers if peer.is_known_dead()]
-            if lost:
-                text = f"rank 0: {' and '.join(lost)} is gone, so nothing can be answered"
-                service.fail(PeerLost(f"{text}; start all ranks again."))
             if service.failure is not None:
                 server.should_exit = True
             drain_s -= poll_s * server.should_exit
@@ -220,7 +220,9 @@ def _monitored(coor: Coordinator, service: Any, server: Any) -> Iterator[None]:
     monitor_thread = threading.Thread(target=monitor)
     monitor_thread.start()
     try:
-        yield
+        # A suspended rank may recover: it is an error of the calls that wait for it, not a failure.
+        with coor.on_failure(on_failure, is_waiting=lambda: False):
+            yield
     finally:
         has_ended.set()
         monitor_thread.join()

@@ -1,6 +1,6 @@
-"""Train a small character-level Llama on all ranks, and save it as a sharded checkpoint.
+"""Train a small character-level Llama on all ranks; save it with its tokenizer as a checkpoint.
 
-python -m launcher run -n 2 examples/demo/train.py FOLDER [STEPS]
+drumline run -n 2 examples/demo/train.py FOLDER [STEPS]
 """
 
 import sys
@@ -12,14 +12,15 @@ import torch
 from rich.console import Console
 from rich.progress_bar import ProgressBar
 from rich.table import Table
-from text import CHARACTERS, START, corpus
+from text import character_tokenizer, corpus
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from communicator import Communicator
 from coordinator import Coordinator
 
-STEPS = int(sys.argv[2]) if len(sys.argv) > 2 else 300
+STEPS = int(sys.argv[2]) if len(sys.argv) > 2 else 200
+TOKENIZER = character_tokenizer()
 BATCH, LENGTH, LEARNING_RATE = 16, 128, 3e-3
 REPORTS, BAR = 15, 30  # lines of progress, characters of the bar
 
@@ -27,15 +28,15 @@ REPORTS, BAR = 15, 30  # lines of progress, characters of the bar
 def new_model() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(CHARACTERS) + 1,
+        vocab_size=len(TOKENIZER),
         hidden_size=128,
         intermediate_size=384,
         num_hidden_layers=6,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=1024,
-        pad_token_id=START,
-        bos_token_id=START,
+        pad_token_id=TOKENIZER.pad_token_id,
+        bos_token_id=None,
         eos_token_id=None,
     )
     return LlamaForCausalLM(config)
@@ -68,7 +69,7 @@ def report(step: int, loss: float, start: float) -> None:
 def train(coor: Coordinator, comm: Communicator) -> LlamaForCausalLM:
     """The same model on every rank, each having seen its share of every batch."""
     torch.set_num_threads(max(torch.get_num_threads() // coor.local_world_size, 1))
-    model, tokens = new_model(), corpus()
+    model, tokens = new_model(), corpus(TOKENIZER)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=STEPS)
     generator = torch.Generator().manual_seed(coor.rank)
@@ -91,10 +92,11 @@ def save(model: LlamaForCausalLM, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as beside:
         model.save_pretrained(Path(beside) / "new", max_shard_size="1MB")
+        TOKENIZER.save_pretrained(Path(beside) / "new")
         try:
             (Path(beside) / "new").rename(folder)
         except OSError:
-            print(f"{folder} was made by somebody else in the meantime; kept theirs")
+            print(f"{folder} was made by somebody else in the meantime; kept that one")
             return
     print(f"saved {sum(p.numel() for p in model.parameters()):,} parameters in {folder}")
 

@@ -26,6 +26,7 @@ from launcher.errors import LaunchError
 from launcher.job import LOOPBACK, Job, Target
 from launcher.system import gpus, linux
 
+PROG = "python -m launcher"
 USAGE_CODE = 2
 OPTIONS_WITHOUT_VALUE = ("--", "-h", "--help", "-m", "--bind", "--dry-run")
 
@@ -38,21 +39,57 @@ class VersionAction(argparse.Action):
         parser.exit()
 
 
-def parser() -> argparse.ArgumentParser:
+class CommandParser(argparse.ArgumentParser):
+    """A parser of one command: an unknown option is an error with the usage of that command."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return options, unknown
+
+
+def parser(prog: str = PROG) -> argparse.ArgumentParser:
     """The parser of all commands. A test holds the list of options: they are few on purpose."""
-    top = argparse.ArgumentParser(prog="python -m launcher", allow_abbrev=False)
+    top = argparse.ArgumentParser(prog=prog, allow_abbrev=False)
     top.add_argument("--version", action=VersionAction, nargs=0, help="print the version")
-    commands = top.add_subparsers(dest="command", required=True)
+    commands = top.add_subparsers(dest="command", required=True, parser_class=CommandParser)
     run = commands.add_parser("run", help="start a script once per rank", allow_abbrev=False)
-    run.add_argument("-n", "--nproc-per-node", default="1", metavar="N", help="ranks on this node")
     run.add_argument(
-        "--launcher", default="multiprocessing", metavar="NAME", help="how to start the ranks"
+        "-n",
+        "--nproc-per-node",
+        default="1",
+        metavar="N",
+        help="ranks on this node: a number, cpu, gpu or auto; default: %(default)s",
     )
-    run.add_argument("--nnodes", type=int, default=1, metavar="N", help="number of nodes")
-    run.add_argument("--node-rank", type=int, default=0, metavar="N", help="the index of this node")
-    run.add_argument("--master-addr", default=LOOPBACK, metavar="ADDRESS", help="address of rank 0")
     run.add_argument(
-        "--master-port", type=int, default=0, metavar="PORT", help="port of rank 0; 0: by launch id"
+        "--launcher",
+        default="multiprocessing",
+        metavar="NAME",
+        help="how to start the ranks; default: %(default)s",
+    )
+    run.add_argument(
+        "--nnodes", type=int, default=1, metavar="N", help="number of nodes; default: %(default)s"
+    )
+    run.add_argument(
+        "--node-rank",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the index of this node; default: %(default)s",
+    )
+    run.add_argument(
+        "--master-addr",
+        default=LOOPBACK,
+        metavar="ADDRESS",
+        help="address of rank 0; default: %(default)s",
+    )
+    run.add_argument(
+        "--master-port",
+        type=int,
+        default=0,
+        metavar="PORT",
+        help="port of rank 0; default: by launch id",
     )
     run.add_argument("--launch-id", metavar="ID", help="name of the launch; random by default")
     run.add_argument("--log-dir", metavar="FOLDER", help="write a file per rank and stream")
@@ -82,12 +119,12 @@ def _add_diagnostics(commands: Any) -> None:
     trace.add_argument("--png", type=Path, metavar="FILE", nargs="?", const=Path(), help=png_help)
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
+def parse(arguments: Sequence[str], prog: str = PROG) -> argparse.Namespace:
     """The options, with the script's arguments unchanged: argparse would drop a `--`."""
     if arguments[:1] != ["run"]:
-        return parser().parse_args(arguments)
+        return parser(prog).parse_args(arguments)
     script = _script_index(arguments)
-    options = parser().parse_args(arguments[: script + 1])
+    options = parser(prog).parse_args(arguments[: script + 1])
     options.arguments = list(arguments[script + 1 :])
     return options
 
@@ -106,19 +143,22 @@ def _stands_alone(word: str) -> bool:
     return word in OPTIONS_WITHOUT_VALUE or has_value
 
 
-def main(arguments: Sequence[str]) -> int:
-    """The exit code: of the first failed rank, 128 + a signal's number, or 2 for a usage error."""
+def main(arguments: Sequence[str], prog: str = PROG) -> int:
+    """The exit code: of the first failed rank, 128 + a signal's number, or 2 for a usage error.
+
+    prog: the command that the user typed, for usages and errors.
+    """
     linux.open_missing_streams()
     # Shells start background jobs with SIGINT ignored; sent to a launch, it is meant for it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    options = parse(arguments)
+    options = parse(arguments, prog)
     try:
         return COMMANDS[options.command](options)
     except LaunchError as error:
         _print_error(failure_report.lines(error))
         return error.exit_code
     except (ValueError, OSError) as error:
-        _print_error([f"python -m launcher: {error}"])
+        _print_error([f"{prog}: {error}"])
         return USAGE_CODE
 
 

@@ -29,6 +29,7 @@ IMPORTS = (
     "transformers.models.llama.modeling_llama",
     "transformers.generation.utils",
     "drumline",
+    "drumline.cli.generate",
 )
 REQUEST_BYTES = 1 << 17
 WARM = "warm parent"  # the name of the plugin of pytest that is one
@@ -148,6 +149,9 @@ def prepare() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     for name in IMPORTS:
         importlib.import_module(name)
+    drumline = sys.modules["drumline"]
+    for name in drumline.__all__:  # each imports its module when it is first used
+        getattr(drumline, name)
     os.environ.clear()
     os.environ.update(environ)
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not fork"

@@ -27,7 +27,7 @@ class ExitNotice:
             pass  # rank 0 has exited, which the others notice themselves
 
     def unannounced(self, failures: Iterable[RankFailure]) -> tuple[RankFailure, ...]:
-        """Those of the failed ranks that had not closed."""
+        """The failed ranks that had not closed."""
         return tuple(failure for failure in failures if not self._has_announced(failure.rank))
 
     def _has_announced(self, rank: int) -> bool:

@@ -166,7 +166,7 @@ class Oneshot:
         return run_on_all_ranks(self.coor, on_device)
 
     def _export_arena(self) -> dict[str, Any]:
-        """What the peers need to map this rank's arena."""
+        """Create this rank's arena; what peers need to map it."""
         if self.world_size not in ONE_SHOT_BYTES:
             raise Unsupported(f"one-shot sums are for 2, 4, 6 or 8 ranks, not {self.world_size}")
         if self.coor.local_world_size != self.world_size:
@@ -196,7 +196,7 @@ class Oneshot:
             self._call.arena[rank] = arena.value
 
     def _is_same_process(self, rank: int) -> bool:
-        """Whether the rank is a thread of this process. Two containers may have equal pids."""
+        """True for a rank that is a thread of this process. Two containers may have equal pids."""
         peer = self.coor.peers[rank]
         return peer.is_visible and peer.pid == os.getpid()
 

@@ -1,10 +1,12 @@
-"""The command line, as its user runs it."""
+"""The commands of `drumline`, as their user runs them."""
 
 from __future__ import annotations
 
+import importlib
 import io
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,13 +21,19 @@ from transformers import (
     XLNetConfig,
 )
 
+import drumline
 import launcher
-from drumline.cli import main, parser
-from drumline.cli.run_script import load_everywhere
+from drumline.cli import DELEGATED, main, parser
+from drumline.cli.run_script import load_over_all_ranks
 from drumline.strategies.with_model import num_positions
 from tests.drumline.conftest import LLAMA
 
 ROOT = Path(__file__).parents[3]
+
+
+def _import_serving() -> None:
+    for package in ("fastapi", "uvicorn", "prometheus_client"):
+        pytest.importorskip(package, reason="runs after `pip install 'drumline[serve]'`")
 
 
 def test_a_config_may_have_no_limit_of_positions():
@@ -34,21 +42,21 @@ def test_a_config_may_have_no_limit_of_positions():
     assert num_positions(XLNetConfig()) == num_positions(MambaConfig()) == sys.maxsize
 
 
-def test_plan_prints_the_map_the_room_and_the_hops(checkpoints, capsys):
+def test_plan_prints_the_device_map_and_the_hops(checkpoints, capsys):
     path = str(checkpoints.llama()[1])
     assert main(["plan", "--model", path, "--memory", "160KiB", "--ranks", "2"]) == 0
     out = capsys.readouterr().out
     assert "rank 0 cpu" in out and "rank 1 cpu" in out and "2 hops a token" in out
 
 
-def test_plan_counts_hops_of_every_rank_and_trips_to_a_head_that_is_elsewhere(checkpoints, capsys):
+def test_plan_counts_hops_of_every_rank_and_of_a_head_on_another_rank(checkpoints, capsys):
     path = str(checkpoints.llama()[1])
     for sizes, hops in [(["1MiB"] * 5, 5), (["40KiB", "40KiB", "180KiB"], 6), (["1MiB"], 0)]:
         assert main(["plan", "--model", path, "--memory", *sizes]) == 0
         assert f"{hops} hops a token" in capsys.readouterr().out
 
 
-def test_plan_expects_that_only_what_a_token_passes_is_read(checkpoints, capsys):
+def test_plan_counts_only_the_weights_that_a_token_reads(checkpoints, capsys):
     """ "At most" so many tokens a second was less than what experts and encoders leave possible."""
     half = {"d_ff": 64, "num_layers": 4, "num_decoder_layers": 4, "vocab_size": 9, "d_model": 32}
     mixture = {**LLAMA, "num_local_experts": 8, "num_experts_per_tok": 2}
@@ -60,14 +68,14 @@ def test_plan_expects_that_only_what_a_token_passes_is_read(checkpoints, capsys)
         assert rate > 1.5e9 / (4 * model.num_parameters())
 
 
-def test_plan_counts_the_cache_that_is_wanted(checkpoints, capsys):
+def test_plan_counts_the_key_value_cache(checkpoints, capsys):
     path = str(checkpoints.llama()[1])
     arguments = ["plan", "--model", path, "--memory", "160KiB", "160KiB", "--batch", "64"]
     assert main([*arguments, "--length", "1000"]) == 1
     assert "bytes" in capsys.readouterr().err
 
 
-def test_plan_shows_the_fastest_cut_and_how_fast_that_is(checkpoints, capsys):
+def test_plan_shows_the_fastest_device_map_and_its_speed(checkpoints, capsys):
     """Of equal ranks with slow links one is the fastest, if the model fits there."""
     path = str(checkpoints.llama()[1])
     line = ["plan", "--model", path, "--memory", "1MiB", "--ranks", "2", "--hop", "1e6"]
@@ -78,12 +86,12 @@ def test_plan_shows_the_fastest_cut_and_how_fast_that_is(checkpoints, capsys):
     assert rates[0] < 1 < rates[1]
 
 
-def test_plan_says_what_is_missing(checkpoints, capsys):
+def test_plan_names_the_missing_memory(checkpoints, capsys):
     assert main(["plan", "--model", str(checkpoints.llama()[1]), "--memory", "10KiB"]) == 1
     assert "are missing in all" in capsys.readouterr().err
 
 
-def test_one_size_is_that_of_every_rank_and_other_numbers_are_refused(checkpoints, capsys):
+def test_one_memory_size_is_that_of_every_rank_and_other_numbers_are_rejected(checkpoints, capsys):
     """Sizes that were too few once gave the other ranks nothing, without a word."""
     path = str(checkpoints.llama()[1])
     assert main(["plan", "--model", path, "--memory", "1MiB", "1MiB", "--ranks", "3"]) == 1
@@ -102,20 +110,20 @@ BAD = [
     ("generate", "--prompt 5 --max-new-tokens 0", "not a number from 1 on"),
     ("bench", "-n none", "invalid int value"),
     ("bench", "--new-tokens 1", "not a number from 2 on"),
-    ("serve", "--port 99999", "no port"),
+    ("serve", "--port 99999", "not a port"),
 ]
 
 
-@pytest.mark.parametrize(("name", "line", "said"), BAD)
-def test_arguments_that_make_no_sense_are_refused_in_a_line(name, line, said, capsys):
+@pytest.mark.parametrize(("name", "line", "message"), BAD)
+def test_invalid_arguments_are_rejected_in_a_line(name, line, message, capsys):
     with pytest.raises(SystemExit) as ended:
         main([name, "--model", "somewhere", *line.split()])
     assert ended.value.code == 2
-    assert said in capsys.readouterr().err.splitlines()[-1]
+    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("plan --model {} --memory 1MiB --dtype float17", "dtype='float17' is none"),
         ("plan --model {} --memory 1MiB --dtype float8_e4m3fn", "'float8_e4m3fn' is none"),
@@ -125,19 +133,66 @@ def test_arguments_that_make_no_sense_are_refused_in_a_line(name, line, said, ca
             "are missing in all",
         ),
         ("generate --model {}/nowhere -n 2 --prompt 5", "no config.json"),
-        ("run -n 2 {}/nowhere.py", "is not there"),
-        ("run {}", "is not there"),
+        ("auto -n 2 {}/nowhere.py", "does not exist"),
+        ("auto {}", "does not exist"),
         ("bench --model {} --prompt-tokens 9 --new-tokens 8", "has positions for 16"),
         ("bench --model {} -n 2 --prompt-tokens 9 --new-tokens 8", "has positions for 16"),
     ],
 )
-def test_what_cannot_be_done_is_an_error_of_one_line(checkpoints, capsys, line, said):
+def test_an_impossible_command_is_an_error_of_one_line(checkpoints, capsys, line, message):
     small = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 1, "n_positions": 16}
     _, path = checkpoints.make("without a tokenizer", "GPT2LMHeadModel", **small)
     assert main([word.format(path) for word in line.split()]) == 1
-    told = capsys.readouterr().err
-    assert said in told.strip().splitlines()[-1] and "python -m drumline: " in told
-    assert "Traceback" not in told
+    error = capsys.readouterr().err
+    assert message in error.strip().splitlines()[-1] and "drumline: " in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("prog", ["drumline", "python -m drumline"])
+@pytest.mark.parametrize(
+    ("line", "command"),
+    [
+        ("run --nproc 2 script.py", "run"),
+        ("doctor --slow", "doctor"),
+        ("check --fast", "check"),
+        ("auto --nproc 2 script.py", "auto"),
+        ("plan --model DIR --memory 1GiB --lenght 9", "plan"),
+    ],
+)
+def test_an_unknown_option_shows_the_usage_of_its_command(line, command, prog, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(line.split(), prog)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"usage: {prog} {command} ")
+    assert f"{prog} {command}: error: unrecognized arguments: --" in error
+
+
+@pytest.mark.parametrize(
+    "line", ["--version", "run -n 2 --dry-run script.py", "doctor --help", "auto --help"]
+)
+def test_commands_that_need_no_model_start_without_torch(line):
+    """`drumline run` is to start as fast as `python -m launcher run`."""
+    body = (
+        "import sys\nfrom drumline.cli import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit as ended:\n    assert not ended.code\n"
+        "print([m for m in ('torch', 'transformers', 'coordinator') if m in sys.modules])"
+    )
+    command = [sys.executable, "-c", body, *line.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_run_is_the_launchers_own_under_the_name_of_the_command(capsys):
+    assert main(["run", "-n", "2", "--nnodes", "0", "script.py"], "python -m drumline") == 2
+    assert capsys.readouterr().err.startswith("python -m drumline: ")
+
+
+@pytest.mark.parametrize("prog", ["launcher", "communicator", "drumline"])
+def test_every_command_line_prints_the_version(prog, capsys):
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"{prog}.cli").main(["--version"])
+    assert ended.value.code == 0 and drumline.__version__ in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -151,8 +206,8 @@ def with_tokenizer(checkpoints) -> Path:
 
 def test_a_prompt_of_a_dash_is_read_from_the_standard_input(with_tokenizer, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("5 6 7\n"))
-    given = ["--model", str(with_tokenizer), "--prompt", "-", "--max-new-tokens", "3"]
-    assert main(["generate", *given]) == 0
+    options = ["--model", str(with_tokenizer), "--prompt", "-", "--max-new-tokens", "3"]
+    assert main(["generate", *options]) == 0
     assert "5 6 7 55 54 10" in capsys.readouterr().out
 
 
@@ -160,17 +215,19 @@ def test_generate_streams_text_and_ends_with_a_summary(warm, with_tokenizer):
     arguments = ["--model", with_tokenizer, "-n", 2, "--prompt", "5 6 7"]
     done = warm.run("-m", "drumline", "generate", *arguments)
     assert done.returncode == 0, done.stderr
-    assert "5 6 7" in done.stdout and "tokens/s" in done.stdout and "a hop" in done.stdout
+    assert "5 6 7" in done.stdout and "tokens/s" in done.stdout and "per hop" in done.stdout
     assert re.search(r"rank 1: [\d.]+ KiB of model, [\d.]+ MiB of memory at most", done.stdout)
 
 
-@pytest.mark.parametrize(("prompt", "said"), [("", "no tokens"), ("5 \udcff", "is no text")])
-def test_a_prompt_that_is_none_is_refused_before_anything_is_loaded(
-    with_tokenizer, capsys, prompt, said
+@pytest.mark.parametrize(
+    ("prompt", "message"), [("", "no tokens"), ("5 \udcff", "is not valid text")]
+)
+def test_an_empty_or_invalid_prompt_is_rejected_before_loading(
+    with_tokenizer, capsys, prompt, message
 ):
     assert main(["generate", "--model", str(with_tokenizer), "--prompt", prompt]) == 1
-    told = capsys.readouterr()
-    assert said in told.err and not told.out
+    printed = capsys.readouterr()
+    assert message in printed.err and not printed.out
 
 
 def test_the_commands_for_two_machines_run_as_printed(checkpoints, hosts, with_tokenizer):
@@ -182,16 +239,18 @@ def test_the_commands_for_two_machines_run_as_printed(checkpoints, hosts, with_t
     assert "rank 1 cpu" in first and "tokens/s" in first and not second
 
 
-def test_bench_tells_prompt_and_tokens_a_second_memory_and_hops(checkpoints, capsys):
+def test_bench_prints_prefill_and_decode_rates_memory_and_hops(checkpoints, capsys):
     sizes = ["--batch", "2", "--prompt-tokens", "16", "--new-tokens", "5"]
     assert main(["bench", "--model", str(checkpoints.llama()[1]), *sizes]) == 0
     head, _, row = capsys.readouterr().out.split("\n\n")[2].splitlines()
     named = dict(zip(head.split("|"), row.split("|"), strict=True))
-    told = {name.strip(): cell.split() for name, cell in named.items()}
-    assert [told[name] for name in ("batch", "prompt (tokens)", "new (tokens)")] == [
+    cells = {name.strip(): cell.split() for name, cell in named.items()}
+    assert [cells[name] for name in ("batch", "prompt (tokens)", "new (tokens)")] == [
         ["2"], ["16"], ["5"]
     ]  # fmt: skip
-    first_s, prefill, decode = (float(told[n][0]) for n in told if n.endswith("(ms)") or "/s" in n)
+    first_s, prefill, decode = (
+        float(cells[name][0]) for name in cells if name.endswith("(ms)") or "/s" in name
+    )
     assert prefill == pytest.approx(2 * 16 / first_s * 1e3, rel=0.5) and decode > 0
 
 
@@ -201,16 +260,16 @@ OPTIONS = {
     "bench": "--model -n --ranks --memory --batch --prompt-tokens --new-tokens",
     "serve": "--model -n --ranks --memory --host --port --api-key-file --max-length --max-running"
     " --max-waiting",
-    "run": "-n --ranks",
+    "auto": "-n --ranks",
 }
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_options_are_few(name):
     (commands,) = (action for action in parser()._actions if action.choices)
-    assert set(commands.choices) == set(OPTIONS)
-    known = [name for action in commands.choices[name]._actions for name in action.option_strings]
-    assert known == ["-h", "--help", *OPTIONS[name].split()]
+    assert set(commands.choices) == {*OPTIONS, *DELEGATED}
+    options = [name for action in commands.choices[name]._actions for name in action.option_strings]
+    assert options == ["-h", "--help", *OPTIONS[name].split()]
 
 
 SCRIPT = """
@@ -228,7 +287,7 @@ except RuntimeError as error:
     print(error)
 sys.exit(7)
 """
-RUN = "import sys\nfrom drumline.cli import main\nsys.exit(main(['run', *sys.argv[1:]]))"
+RUN = "import sys\nfrom drumline.cli import main\nsys.exit(main(['auto', *sys.argv[1:]]))"
 
 
 def test_an_unmodified_script_runs_over_the_ranks_and_ends_them_with_its_code(
@@ -244,7 +303,7 @@ def test_an_unmodified_script_runs_over_the_ranks_and_ends_them_with_its_code(
 
 
 @pytest.mark.parametrize("is_read_before", [True, False])
-def test_what_a_script_says_of_the_config_is_heard(checkpoints, tmp_path, is_read_before):
+def test_from_pretrained_options_of_the_config_are_used(checkpoints, tmp_path, is_read_before):
     """AutoModel puts attn_implementation into a config, which was dropped: sdpa ran, silently."""
     plain, path = checkpoints.llama()
     shutil.copytree(path, tmp_path / "inner")
@@ -256,17 +315,17 @@ def test_what_a_script_says_of_the_config_is_heard(checkpoints, tmp_path, is_rea
         settings = {"config": AutoConfig.from_pretrained(path, **settings)}
 
     def rank():
-        with load_everywhere(type(plain), tmp_path, {**options, **settings}) as model:
+        with load_over_all_ranks(type(plain), tmp_path, {**options, **settings}) as model:
             config = model.config
             logits = model(torch.tensor([[5, 6, 7]])).logits
             return config._attn_implementation, config.use_cache, logits.dtype, model.device_map
 
-    found = launcher.launch(rank, nprocs=2, launcher="threads", timeout_s=60)[0]
-    assert found[:3] == ("eager", False, torch.bfloat16) and found[3].ranks == [0, 1]
+    *loaded, device_map = launcher.launch(rank, nprocs=2, launcher="threads", timeout_s=60)[0]
+    assert loaded == ["eager", False, torch.bfloat16] and device_map.ranks == [0, 1]
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--host", "0.0.0.0"], "there is no key"),
         (["--api-key-file", "/dev/null"], "is empty"),
@@ -274,22 +333,22 @@ def test_what_a_script_says_of_the_config_is_heard(checkpoints, tmp_path, is_rea
         (["--max-length", "1000000"], "has positions for"),
     ],
 )
-def test_a_server_that_cannot_be_as_asked_does_not_start(checkpoints, capsys, options, said):
-    pytest.importorskip("uvicorn", reason="runs after `pip install fastapi uvicorn`")
+def test_serve_with_impossible_options_does_not_start(checkpoints, capsys, options, message):
+    _import_serving()
     assert main(["serve", "--model", str(checkpoints.llama()[1]), *options]) == 1
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("line", ["serve", "bench -n 2"])
-def test_a_model_that_makes_no_text_is_refused(checkpoints, warm, line):
-    pytest.importorskip("uvicorn", reason="runs after `pip install fastapi uvicorn`")
+def test_a_model_that_generates_no_text_is_rejected(checkpoints, warm, line):
+    _import_serving()
     _, path = checkpoints.make("bert to serve", "BertForMaskedLM", **LLAMA)
     done = warm.run("-m", "drumline", *line.split(), "--model", path)
     assert done.returncode == 1 and "does not generate text" in done.stderr
 
 
-def test_a_model_that_does_not_continue_text_is_not_served(checkpoints, capsys):
-    pytest.importorskip("uvicorn", reason="runs after `pip install fastapi uvicorn`")
+def test_an_encoder_decoder_is_not_served(checkpoints, capsys):
+    _import_serving()
     small = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 9}
     _, path = checkpoints.make("t5 to serve", "T5ForConditionalGeneration", **small)
     assert main(["serve", "--model", str(path)]) == 1

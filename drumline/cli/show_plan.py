@@ -1,0 +1,70 @@
+"""The device map of a model, as text; loads no weights.
+
+drumline plan --model DIR --memory 8GiB 8GiB 16GiB
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from drumline.checkpoint.config_files import read_config
+from drumline.core.device_map import format_nbytes
+from drumline.planner.cost_model import PassShape, estimate, ring_passes, uniform_speeds
+from drumline.planner.memory import nbytes
+from drumline.planner.model_profile import (
+    build_on_meta,
+    cache_nbytes,
+    decode_profile,
+    estimate_workspace_nbytes,
+    hidden_width,
+    model_class,
+    profile_model,
+    with_cache,
+)
+from drumline.planner.plan import plan
+from drumline.strategies.load import checkpoint_dtype
+
+
+def show_plan(
+    model_path: str | Path,
+    memory: list[str],
+    device_map: str = "auto",
+    dtype: str | None = None,
+    batch: int = 1,
+    length: int = 0,
+    bandwidth: str = "20GB",
+    hop_us: float = 100.0,
+) -> None:
+    """Print the device map, the memory that is left, and the most tokens per second.
+
+    memory: of each rank. batch, length: sequences, and the tokens of each in the cache.
+    bandwidth: bytes that a rank reads in a second. hop_us: latency between two ranks.
+    """
+    config = read_config(model_path)
+    torch_dtype = checkpoint_dtype(dtype, config)
+    model = build_on_meta(model_class(config), config, torch_dtype)
+    weights = profile_model(model)
+    cache = cache_nbytes(config, torch_dtype, batch, length)
+    workspace = estimate_workspace_nbytes(config, torch_dtype, batch, length)
+    profile = with_cache(weights, cache, workspace)
+    room = {(rank, "cpu"): nbytes(size) for rank, size in enumerate(memory)}
+    speeds = uniform_speeds(room, nbytes=nbytes(bandwidth), hop_s=hop_us * 1e-6)
+    shape = PassShape(batch, hidden_width(config), torch_dtype.itemsize)
+    planned = plan(profile, room, device_map, speeds=speeds, step=shape)
+    decoding = decode_profile(model, profile)
+    names = {part.name for part in (*decoding.others, *decoding.layers) if part.nbytes}
+    ranks = [planned.places[name][0] for name, _ in model.named_modules() if name in names]
+    shape = dataclasses.replace(shape, ring_passes=ring_passes(ranks))
+    rate = estimate(decoding, planned, speeds, shape).tokens_a_second
+    left = sum(size - planned.used(place) for place, size in planned.room.items())
+    print(planned)
+    print(
+        f"{format_nbytes(weights.nbytes)} of weights, "
+        f"{format_nbytes(cache * len(weights.layers))} of cache ({batch} x {length} tokens), "
+        f"{format_nbytes(left)} left over"
+    )
+    print(
+        f"{shape.ring_passes * len(memory)} hops a token; at most {rate:.1f} tokens/s at "
+        f"{bandwidth}/s and {hop_us:g} us a hop"
+    )

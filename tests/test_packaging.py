@@ -1,0 +1,181 @@
+"""The declared dependencies are those that the packages import, and none is imported too early."""
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("launcher", "coordinator", "communicator", "drumline")
+FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+MODULES_OF_EXTRAS = {
+    "serve": {"drumline/serving/app.py", "drumline/serving/metrics.py"}
+    | {"drumline/serving/protocol.py"},
+}
+"""Modules that only the commands of an extra import, and so may import its packages at the top."""
+NOT_INSTALLED = {"ray": "ray", "mpi4py": "mpi4py", "cupy": "cupy-cuda12x"}
+"""Distributions of packages that this machine may lack, so that their metadata cannot be asked."""
+
+
+def _table(name: str) -> str:
+    """The lines of a table of pyproject.toml; Python 3.10 has no parser for them."""
+    _, _, rest = (ROOT / "pyproject.toml").read_text().partition(f"\n[{name}]\n")
+    return rest.partition("\n[")[0]
+
+
+def _distribution(requirement: str) -> str:
+    return re.sub(r"[-_.]+", "-", Requirement(requirement).name).lower()
+
+
+def _requirements(text: str) -> set[str]:
+    return {_distribution(requirement) for requirement in re.findall(r'"([^"]+)"', text)}
+
+
+CORE = _requirements(re.search(r"^dependencies = \[(.*?)^\]", _table("project"), re.M | re.S)[1])
+EXTRAS = {
+    name: _requirements(text) - {"drumline"}
+    for name, text in re.findall(
+        r"^(\w+) = \[(.*?)\](?:  #[^\n]*)?$", _table("project.optional-dependencies"), re.M | re.S
+    )
+}
+OF_USERS = {name: EXTRAS[name] for name in EXTRAS if name not in ("test", "bench", "docs", "lint")}
+
+
+def _imports(path: Path) -> list[tuple[str, bool]]:
+    """The third-party packages that a file imports, and whether when it is imported itself."""
+    tree = ast.parse(path.read_text())
+    late = {
+        node
+        for outer in ast.walk(tree)
+        if isinstance(outer, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for node in ast.walk(outer)
+    }
+    return [
+        (module.split(".")[0], node not in late)
+        for node in ast.walk(tree)
+        for module in _modules(node)
+        if module.split(".")[0] not in {*sys.stdlib_module_names, *PACKAGES}
+    ]
+
+
+def _modules(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and not node.level:
+        return [node.module or ""]
+    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        return [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]
+    return []
+
+
+@cache
+def _distributions() -> dict[str, list[str]]:
+    return dict(metadata.packages_distributions())
+
+
+def _distributions_of(package: str) -> set[str]:
+    names = _distributions().get(package) or [NOT_INSTALLED.get(package, package)]
+    return {_distribution(name) for name in names}
+
+
+def test_every_imported_package_is_a_declared_dependency():
+    declared = CORE.union(*OF_USERS.values())
+    undeclared = {
+        (path.relative_to(ROOT).as_posix(), package)
+        for path in FILES
+        for package, _ in _imports(path)
+        if not _distributions_of(package) & declared
+    }
+    assert not undeclared
+
+
+def test_a_package_of_an_extra_is_imported_in_functions_or_by_the_modules_of_the_extra():
+    early = set()
+    for path in FILES:
+        name = path.relative_to(ROOT).as_posix()
+        allowed = CORE.union(
+            *(OF_USERS[e] for e, files in MODULES_OF_EXTRAS.items() if name in files)
+        )
+        for package, is_early in _imports(path):
+            if is_early and not _distributions_of(package) & allowed:
+                early.add((name, package))
+    assert not early
+
+
+def test_no_dependency_is_declared_that_nothing_imports():
+    """numpy is the one that only torch imports."""
+    used = {
+        name
+        for path in FILES
+        for package, _ in _imports(path)
+        for name in _distributions_of(package)
+    }
+    assert used >= CORE - {"numpy"}
+
+
+IMPORT_ALL = """
+import importlib, sys
+undeclared = set(sys.argv[2:])
+
+class OnlyDeclared:
+    '''A finder that does not find packages that are not declared.'''
+    def __init__(self, finder):
+        self.finder = finder
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in undeclared:
+            return self.finder.find_spec(name, path, target)
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+sys.meta_path[:] = map(OnlyDeclared, sys.meta_path)
+try:
+    import pytest
+except ModuleNotFoundError:
+    module = importlib.import_module(sys.argv[1])
+    for name in module.__all__:
+        getattr(module, name)
+    print("imported", sys.argv[1])
+"""
+
+
+def _closure(distributions: set[str]) -> set[str]:
+    """Distributions with all that they require, as far as they are installed."""
+    todo, closure = set(distributions), set()
+    while todo:
+        name = todo.pop()
+        closure.add(name)
+        try:
+            requirements = [Requirement(text) for text in metadata.requires(name) or []]
+        except metadata.PackageNotFoundError:
+            continue
+        needed = {r.name for r in requirements if not r.marker or r.marker.evaluate({"extra": ""})}
+        todo |= {re.sub(r"[-_.]+", "-", name).lower() for name in needed} - closure
+    return closure
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_and_all_its_names_import_with_the_core_dependencies_alone(package):
+    closure = _closure({*CORE, "drumline"})
+    undeclared = {
+        name
+        for name, distributions in _distributions().items()
+        if not {_distribution(distribution) for distribution in distributions} & closure
+    }
+    assert {"pytest", "matplotlib"} <= undeclared and not {"torch", *PACKAGES} & undeclared
+    command = [sys.executable, "-c", IMPORT_ALL, package, *undeclared]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert done.stdout.strip() == f"imported {package}", done.stderr
+
+
+def test_the_console_script_is_the_command_line():
+    entries = dict(re.findall(r'^(\w+) = "(.*?)"$', _table("project.scripts"), re.M))
+    assert set(entries) == {"drumline"}
+    module, _, function = entries["drumline"].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
