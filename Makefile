@@ -39,10 +39,10 @@ SIDE_BY_SIDE ?= 3
 test: export OMP_WAIT_POLICY := passive
 test: .venv/ready
 ifdef TESTS
-	@$(BIN)/python -m pytest $(TESTS)
+	@$(BIN)/python -m pytest $(TEST_OPTIONS) $(TESTS)
 else
 	@echo "== running the tests"
-	@$(BIN)/python -m tests.programs.side_by_side $(SIDE_BY_SIDE)
+	@$(BIN)/python -m tests.programs.side_by_side $(SIDE_BY_SIDE) $(TEST_OPTIONS)
 endif
 
 .PHONY: lint

@@ -1,6 +1,6 @@
-"""benchmarks/README.md, written from the tables and pictures of the last run.
+"""benchmarks/README.md, from the tables and pictures of the last run.
 
-python -m benchmarks.report      # writes it again, and the numbers of the README
+python -m benchmarks.report      # writes it again, and the table of the README
 """
 
 from __future__ import annotations
@@ -28,34 +28,36 @@ class Section:
 
 
 SECTIONS = (
-    Section("startup", "Starting, and ending after a death", ("startup",), ("startup",), "startup"),
+    Section(
+        "startup", "Starting, and ending after a failure", ("startup",), ("startup",), "startup"
+    ),
     Section(
         "coordinator",
-        "Agreeing",
+        "Coordinator",
         ("coordinator-*",),
         ("coordinator-*",),
         "coordinator coordinator-peers",
     ),
     Section(
         "communicator",
-        "Moving tensors",
+        "Communicator",
         ("collectives-*", "shm-limits"),
         ("collectives-*-latency", "collectives-*-bandwidth"),
         "collectives collectives-4 shm-limits",
     ),
-    Section("calls", "What a call costs", ("calls", "tracing"), (), "calls tracing"),
+    Section("calls", "The cost of a call", ("calls", "tracing"), (), "calls tracing"),
     Section(
         "inference", "One model over ranks", ("inference*", "model"), ("model",), "inference model"
     ),
-    Section("loading", "Loading into shards", ("nd_loading",), (), "nd_loading"),
-    Section("compiling", "Compiling once for all", ("compile_once-*",), (), "compile_once"),
+    Section("loading", "Loading sharded checkpoints", ("nd_loading",), (), "nd_loading"),
+    Section("compiling", "Compiling once for all ranks", ("compile_once-*",), (), "compile_once"),
     Section(
         "scale",
-        "Growing",
+        "Scaling",
         ("scale", "scale-fits"),
         ("scale",),
         "scale",
-        "What this says of thousands of ranks: [scale.md](scale.md).\n\n",
+        "Extrapolated to thousands of ranks: [scale.md](scale.md).\n\n",
     ),
     Section(
         "gpu", "On a GPU", ("gpu-calls", "gpu-oneshot", "gpu-sanitizer", "gpu-worlds", "gpu-lives")
@@ -65,42 +67,47 @@ HEAD = """# Benchmarks
 
     python -m benchmarks           # or: make bench
 
-measures every layer beside what one would use instead, of what is installed, in the same run and
-in turns, and writes this page, with a table, JSON lines and a picture of each. Nothing here comes
-from elsewhere. Above each table stand machine, versions, commit and the command that makes it
-again. Numbers are medians, with the middle half in brackets; `right` or `equal` says whether the
-results were compared and were the same. On a machine with few cores believe the ratio, not the
-time. How each is measured: [docs/benchmarks.md](../docs/benchmarks.md).
+measures every layer and the usual alternatives that are installed, in turns in the same run, and
+writes this page with a table, JSON lines and a picture of each. No number comes from elsewhere.
+Above each table are the machine, versions, commit and the command that makes it again.
+
+- Numbers are medians; the middle half is in brackets.
+- `ours` is drumline. A `ratio` below 1 means that drumline is faster, unless its head says
+  otherwise.
+- `right` or `equal` says whether the results were compared with the expected ones and matched.
+- On a machine with few cores trust the ratio, not the time.
+
+[docs/benchmarks.md](../docs/benchmarks.md) says how each is measured.
 """
 MISSING = "Not measured yet.\n"
 LAST = "## The steps of the last run\n\n"
 
 
 def write(results: Path = RESULTS) -> Path:
-    """Put together what is in results: beside this file, or in results if they are elsewhere."""
+    """Write the page from the files in `results`; beside them, unless they are the kept ones."""
     page = HERE / "README.md" if results.parent == HERE else results / "README.md"
-    parts = [shown(each, results, page.parent) for each in SECTIONS]
-    told = steps.page(results)
-    parts.append(LAST + told if told else "")
+    parts = [section_text(section, results, page.parent) for section in SECTIONS]
+    table = steps.page(results)
+    parts.append(LAST + table if table else "")
     page.write_text("\n".join([HEAD, *filter(None, parts)]))
     if page.parent == HERE:
         speed.write(HERE.parent / "README.md", results)
     return page
 
 
-def shown(section: Section, results: Path, beside: Path) -> str:
-    """Its heading, pictures and tables, or that there are none yet."""
-    found = files(results, section.tables, ".md")
-    again = f"python -m benchmarks {section.steps}" if section.steps else "make gpu"
+def section_text(section: Section, results: Path, beside: Path) -> str:
+    """The heading, pictures and tables of a section, or a note that none were measured."""
+    tables = files(results, section.tables, ".md")
+    command = f"python -m benchmarks {section.steps}" if section.steps else "make gpu"
     pictures = files(results, section.pictures, ".svg")
     links = [f"![{path.stem}]({path.relative_to(beside)})\n" for path in pictures]
-    # The marks let the site show the tables, whose pictures lie elsewhere for it.
-    tables = [
+    # The documentation site includes what is between the marks: tables without pictures.
+    body = [
         f"<!-- --8<-- [start:{section.name}] -->\n",
-        *(map(embedded, found) if found else [MISSING]),
+        *(map(embedded, tables) if tables else [MISSING]),
     ]
-    head = f"## {section.title}\n\n    {again}\n\n{section.more}"
-    return head + "\n".join([*links, *tables, f"<!-- --8<-- [end:{section.name}] -->\n"])
+    head = f"## {section.title}\n\n    {command}\n\n{section.more}"
+    return head + "\n".join([*links, *body, f"<!-- --8<-- [end:{section.name}] -->\n"])
 
 
 def files(folder: Path, patterns: tuple[str, ...], ending: str) -> list[Path]:

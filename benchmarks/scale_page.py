@@ -7,37 +7,37 @@ from pathlib import Path
 from benchmarks.table import RESULTS, Table
 
 HERE = Path(__file__).parent
-HEAD = """# Thousands of ranks, on paper
+HEAD = """# Thousands of ranks, extrapolated
 
     python -m benchmarks.scale --save
 
-forks as many ranks as one machine bears, measures what each of them works for starting up, a
-barrier, a broadcast and an allgather, fits the growth and extrapolates it. It writes this page.
+forks as many ranks as one machine bears, measures the processor time of one rank for start-up, a
+barrier, a broadcast and an allgather, fits how it grows and extrapolates. It writes this page.
 
-The ranks share the cores of one machine, so the time until the last is done is the sum of what all
-work. On a cluster they work at once, and what counts is the one that works most: rank 0, to which
-all come. Where it grows linearly, a launch of 10,000 costs it ten times what one of 1,000 does.
+The ranks share the cores of one machine, so the wall time is the sum of all ranks' work. On a
+cluster they work in parallel, and the rank with the most work decides: rank 0, to which all ranks
+connect. Where its work grows linearly, 10,000 ranks cost it ten times what 1,000 cost.
 """
 CHANGED = """## What was changed because of it
 
-- Between nodes every call carries what the ranks are in, so that a mismatch is seen. Each node's
-  word used to travel to all nodes, so that the work of a barrier grew with the number of nodes at
-  every node, and quadratically in sum. Now equal words become one on their way up the tree, and
-  only what differs goes on: a barrier's messages have one size, however many nodes there are.
-- To hand an allgather down the tree, a node asked of each entry whether any of the nodes below
-  wants it, which made it quadratic at rank 0. Now an entry says where it goes.
+- Between nodes every call carries the calls that the ranks are in, so that a mismatch is seen. Each
+  node's record used to travel to all nodes, so a barrier cost each node linear work, and all nodes
+  together quadratic work. Now equal records are merged on their way up the tree, and only those
+  that differ go on: the messages of a barrier have one size, however many nodes there are.
+- To send an allgather down the tree, a node compared each entry with the nodes below it, which was
+  quadratic at rank 0. Now each entry says where it goes.
 - Within a node nothing passes through rank 0: a call is a few words in memory that all ranks of the
-  node look at.
+  node read.
 
-## What stays linear, and where it ends
+## What stays linear, and its limits
 
-- Every rank holds one connection to rank 0 for keys and news, so rank 0 needs as many open files as
-  there are ranks: `ulimit -n`. `python -m launcher doctor` says how many there may be.
-- Every rank proves the launch secret to rank 0, and learns who the others are: their number times
-  what one of them weighs, to each of them. This is the start-up of rank 0 in the table.
-- Every rank tells rank 0 twice a second that it lives, and hears of the others: less often from 256
-  ranks on, so that rank 0 never takes more than 512 such messages a second in all.
-- An allgather brings every rank what every other gave; that is what it is for.
+- Every rank holds one connection to rank 0 for keys and heartbeats, so rank 0 needs as many open
+  files as there are ranks: `ulimit -n`. `drumline doctor` prints the limit.
+- Every rank proves the launch secret to rank 0 and receives the list of peers, whose size is
+  proportional to their number. This is rank 0's start-up in the table.
+- Every rank sends rank 0 two heartbeats a second; from 256 ranks on fewer, so that rank 0 never
+  handles more than 512 a second.
+- An allgather delivers every rank's data to every rank; that is its purpose.
 """
 
 
@@ -45,26 +45,26 @@ def write(table: Table, fitted: Table) -> Path:
     """The page, beside this file, or among the results if those are kept elsewhere."""
     folder = HERE if RESULTS.parent == HERE else RESULTS
     path = folder / ("scale.md" if folder == HERE else "scale-page.md")
-    parts = [HEAD, said(fitted), CHANGED, fitted.markdown(), table.markdown()]
+    parts = [HEAD, describe_growth(fitted), CHANGED, fitted.markdown(), table.markdown()]
     path.write_text("\n".join(parts))
     return path
 
 
-def said(fitted: Table) -> str:
-    """Which grow how, in words, as the fits say it: a line for each growth and rank."""
+def describe_growth(fitted: Table) -> str:
+    """The fits in words: a line for each kind of growth and rank."""
     lines = []
     for growth in ("quadratic", "linear", "logarithmic", "constant"):
-        for who in ("rank 0", "other rank"):
-            found = [
+        for rank in ("rank 0", "other rank"):
+            calls = [
                 f"{what} ({layout})"
-                for what, layout, whose, _, grows, *_ in fitted.rows
-                if (whose, grows) == (who, growth)
+                for what, layout, of_rank, _, grows, *_ in fitted.rows
+                if (of_rank, grows) == (rank, growth)
             ]
-            if found:
-                lines.append(f"- {growth}, {who}: {', '.join(found)}")
+            if calls:
+                lines.append(f"- {growth}, {rank}: {', '.join(calls)}")
     heading = "## How the work of one rank grows"
     caution = (
-        "What fits best is not always what is so: a rank that waits looks now and then at whether "
-        "the others live, and on a crowded machine it waits long."
+        "The best fit is not always the true law: a rank that waits checks now and then that its "
+        "peers are alive, and on an oversubscribed machine it waits long."
     )
     return "\n".join([heading, "", *lines, "", caution, ""])

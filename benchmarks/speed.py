@@ -1,4 +1,4 @@
-"""The few numbers of the README, out of the tables of the last run.
+"""The table of the README: a few rows of the last run's tables, each beside every baseline.
 
 speed.write(Path("README.md"), RESULTS)  # between the two marks
 """
@@ -6,6 +6,8 @@ speed.write(Path("README.md"), RESULTS)  # between the two marks
 from __future__ import annotations
 
 import json
+import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,74 +15,93 @@ from typing import Any
 from benchmarks.table import text
 
 START, END = "<!-- speed: written by `python -m benchmarks` -->\n", "<!-- speed ends -->"
-HEAD = ("what", "ours", "instead", "", "ours / that")
+HEAD = ("measured", "drumline", "baseline", "baseline time", "ratio")
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Pick:
-    """One line: two cells of a table. ours, theirs: a column, and what the row must hold."""
+    """Rows of one results table that match `where`; every peer among them is a baseline.
+
+    time, baseline_time: columns. peer: the column that names the baseline, or its name.
+    """
 
     what: str
     table: str
+    where: Row
     unit: str
-    instead: str
-    ours: tuple[str, Row]
-    theirs: tuple[str, Row]
+    time: str
+    baseline_time: str = ""
+    peer: str = "peer"
+
+    def pairs(self, results: Path) -> Iterator[tuple[Row, str, Any]]:
+        """drumline's row, the baseline's name, and the baseline's cell."""
+        for row in matching(results / f"{self.table}.jsonl", self.where):
+            yield row, str(row.get(self.peer, self.peer)), row[self.baseline_time]
 
 
-def beside(
-    what: str, table: str, unit: str, instead: str, row: Row, ours: str, theirs: str
-) -> Pick:
-    """Both in one row of the table."""
-    return Pick(what, table, unit, instead, (ours, row), (theirs, row))
+@dataclass(frozen=True)
+class DecodePick(Pick):
+    """A table with a row for each contestant: `where` chooses drumline's, `over` names it."""
+
+    over: str = "ours"
+
+    def pairs(self, results: Path) -> Iterator[tuple[Row, str, Any]]:
+        rows = matching(results / f"{self.table}.jsonl", self.where)
+        for ours in (row for row in rows if row["over"] == self.over):
+            for row in rows:
+                if not row["over"].startswith("ours"):
+                    yield ours, row["over"], row[self.time]
 
 
-def started(what: str, ranks: int, peer: str) -> Pick:
-    row = {"what": what, "ranks": ranks, "peer": peer}
-    return beside(f"{what}, {ranks} ranks", "startup", "s", peer, row, "ours (s)", "(s)")
+def startup(what: str, column: str, ranks: int) -> Pick:
+    return Pick(what, "startup", {"what": column, "ranks": ranks}, "s", "ours (s)", "(s)")
 
 
-def allreduce(size: str, nbytes: int, peer: str) -> Pick:
-    row = {"operation": "allreduce", "dtype": "float32", "bytes": nbytes, "peer": peer}
-    what = f"allreduce of {size}, 2 ranks"
-    return beside(what, "collectives-2-ranks", "us", peer, row, "ours (us)", "(us)")
+def allreduce(size: str, nbytes: int) -> Pick:
+    where = {"operation": "allreduce", "dtype": "float32", "bytes": nbytes}
+    what = f"`Communicator.allreduce()` of {size}, 2 ranks"
+    return Pick(what, "collectives-2-ranks", where, "us", "ours (us)", "(us)")
 
 
-def decode(batch: int, peer: str, ours: str = "ours") -> Pick:
-    column, what = "ms per token", f"decode, batch {batch}"
-    sides = [(column, {"what": what, "over": over}) for over in (ours, peer)]
-    how = ours.removeprefix("ours")
-    return Pick(f"{what}, 2 ranks{how}", "inference", "ms a token", peer, *sides)
+def barrier(table: str, baseline_time: str, peer: str = "peer") -> Pick:
+    what = "`Coordinator.barrier()`, 2 ranks"
+    return Pick(what, table, {"operation": "barrier"}, "us", "ours (us)", baseline_time, peer)
+
+
+def decode(batch: int, device_map: str, over: str) -> Pick:
+    what = f'decoding on 2 ranks, batch {batch}, `device_map="{device_map}"`'
+    where = {"what": f"decode, batch {batch}"}
+    return DecodePick(what, "inference", where, "ms/token", "ms per token", over=over)
 
 
 FASTEST = 'ours, "fastest"'
-RPC = "torch RPC, as in Accelerate's PR 4066"
 PICKS = (
-    started("command to barrier", 4, "torchrun"),
-    started("command to barrier", 4, "mpiexec, MPICH"),
-    started("death to the end", 2, "torchrun"),
-    beside(
-        *("barrier of the Coordinator, 2 ranks", "coordinator-2", "us", "torch.distributed, gloo"),
-        *({"operation": "barrier"}, "ours (us)", "torch.distributed (us)"),
+    startup("start until all of 4 ranks passed a barrier", "command to barrier", 4),
+    startup("SIGKILL of a rank until the command ended, 2 ranks", "death to the end", 2),
+    barrier("coordinator-2", "torch.distributed (us)", "torch.distributed objects, gloo"),
+    barrier("coordinator-peers-2", "(us)"),
+    allreduce("8 B", 8),
+    allreduce("64 MiB", 64 << 20),
+    Pick(
+        *("one call, from Python into C", "calls", {"call": "allreduce"}),
+        *("ns", "ours (ns)", "(ns)"),
     ),
-    allreduce("8 B", 8, "gloo"),
-    allreduce("8 B", 8, "MPICH"),
-    allreduce("64 MiB", 64 << 20, "MPICH"),
-    beside(
-        *("a call from Python into C", "calls", "ns", "ctypes, as vLLM's pynccl"),
-        *({"peer": "ctypes, as vLLM's pynccl"}, "ours (ns)", "(ns)"),
-    ),
-    decode(1, "one process"),
-    decode(1, RPC),
-    decode(32, "one process"),
-    decode(1, "one process", FASTEST),
-    decode(32, "one process", FASTEST),
-    beside(
-        *("peak memory of a rank, model over 4", "model", "MiB", "from_pretrained in one process"),
-        *({"ranks": 4}, "peak of a rank (MiB)", "plain peak (MiB)"),
+    decode(1, "auto", "ours"),
+    decode(1, "fastest", FASTEST),
+    decode(32, "auto", "ours"),
+    decode(32, "fastest", FASTEST),
+    Pick(
+        *("peak memory of a rank, model over 4 ranks", "model", {"ranks": 4}, "MiB"),
+        *("peak of a rank (MiB)", "plain peak (MiB)", "from_pretrained in one process"),
     ),
 )
+
+
+def matching(path: Path, where: Row) -> list[Row]:
+    """The rows of a table of results that hold all of `where`."""
+    rows = map(json.loads, path.read_text().splitlines()) if path.exists() else []
+    return [row for row in rows if where.items() <= row.items()]
 
 
 def write(readme: Path, results: Path) -> None:
@@ -91,30 +112,25 @@ def write(readme: Path, results: Path) -> None:
 
 
 def lines(results: Path) -> str:
-    """A small table of what the tables have, and where and when they were measured."""
-    found = [(pick, *cells(pick, results)) for pick in PICKS]
-    rows = [row(pick, ours, theirs) for pick, ours, theirs in found if ours and theirs]
-    used = [each for _, each, _ in found if each]
-    where, when = ({each[fact]: None for each in used} for fact in ("machine", "commit"))
-    said = f"{'; '.join(where)}; commit {', '.join(when)}"
-    head = [" | ".join(HEAD).join(("| ", " |")), "|---|---:|---|---:|---:|"]
-    return "\n".join([*head, *rows, "", f"Medians. {said}.", ""])
-
-
-def cells(pick: Pick, results: Path) -> tuple[Row | None, Row | None]:
-    path = results / f"{pick.table}.jsonl"
-    table = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    ours, theirs = (
-        next((each for each in table if wanted.items() <= each.items()), None)
-        for _, wanted in (pick.ours, pick.theirs)
+    """The table, and below it the machines and commits of its rows."""
+    pairs = [(pick, *pair) for pick in PICKS for pair in pick.pairs(results)]
+    rows: list[str] = []
+    shown: set[str] = set()  # in the first column, once
+    for pick, ours, peer, baseline in pairs:
+        what = "" if pick.what in shown else pick.what
+        shown.add(pick.what)
+        rows.append(line(what, pick.unit, peer, median(ours[pick.time]), median(baseline)))
+    machines, commits = (
+        {ours[fact]: None for _, ours, _, _ in pairs} for fact in ("machine", "commit")
     )
-    return ours, theirs
+    head = [" | ".join(HEAD).join(("| ", " |")), "|---|---:|---|---:|---:|"]
+    source = f"Medians. Machine: {'; '.join(machines)}. Commits: {', '.join(commits)}."
+    return "\n".join([*head, *rows, "", textwrap.fill(source, 100), ""])
 
 
-def row(pick: Pick, ours: Row, theirs: Row) -> str:
-    mine, other = median(ours[pick.ours[0]]), median(theirs[pick.theirs[0]])
-    numbers = (f"{text(mine)} {pick.unit}", pick.instead, f"{text(other)} {pick.unit}")
-    return "| " + " | ".join((pick.what, *numbers, f"{mine / other:.2g}")) + " |"
+def line(what: str, unit: str, peer: str, time: float, baseline_time: float) -> str:
+    cells = (what, f"{text(time)} {unit}", peer, f"{text(baseline_time)} {unit}")
+    return "| " + " | ".join((*cells, f"{time / baseline_time:.2g}")) + " |"
 
 
 def median(cell: Any) -> float:

@@ -15,63 +15,75 @@ def check_tensor(rank: int, call: str, tensor: torch.Tensor, device_type: str) -
     if torch._subclasses.fake_tensor.is_fake(tensor):
         raise TypeError(
             f"{where}: a FakeTensor has no data to move. Inside a function for torch.compile call "
-            "communicator.torch_interop.compile.allreduce, or call from outside of it."
+            "communicator.compile.allreduce, or call from outside of it."
         )
     if _is_wrapper(tensor):
         raise TypeError(
             f"{where}: a {type(tensor).__name__} is a wrapper here and has no data of its own to "
             "move. Pass the tensor inside it; call from outside of torch.func's transforms."
         )
+    if problem := _kind_problem(tensor, device_type) or _memory_problem(tensor):
+        raise ValueError(f"{where}: {problem}")
+
+
+def _kind_problem(tensor: torch.Tensor, device_type: str) -> str:
+    """Why no backend moves tensors of this kind, or ""."""
     if tensor.is_nested:
-        raise ValueError(
-            f"{where}: a nested tensor is no one piece of memory that others could read. Pass its "
-            "parts, one by one: tensor.unbind()"
+        return (
+            "a nested tensor is no one piece of memory that others could read. Pass its parts, one "
+            "by one: tensor.unbind()"
         )
     if tensor.is_meta:
-        raise ValueError(
-            f"{where}: a tensor on meta has a shape and no data to move. Make a real one: "
+        return (
+            "a tensor on meta has a shape and no data to move. Make a real one: "
             "torch.empty_like(tensor, device=comm.device)"
         )
     if tensor.device.type != device_type:
-        raise ValueError(
-            f"{where}: the tensor is on {tensor.device}, this communicator moves tensors on "
-            f"{device_type}. Move it with .to({device_type!r}), or choose another backend."
+        return (
+            f"the tensor is on {tensor.device}, this communicator moves tensors on {device_type}. "
+            f"Move it with .to({device_type!r}), or choose another backend."
         )
     if tensor.layout != torch.strided:
-        raise ValueError(
-            f"{where}: a tensor of layout {tensor.layout} is not one plain piece of memory that "
-            "others could read. Pass tensor.to_dense()"
+        return (
+            f"a tensor of layout {tensor.layout} is not one plain piece of memory that others "
+            "could read. Pass tensor.to_dense()"
         )
     if tensor.is_quantized:
-        raise ValueError(
-            f"{where}: {tensor.dtype} means something only with its scale, which others do not "
-            "have. Pass tensor.dequantize(), or tensor.int_repr() and the scale."
+        return (
+            f"{tensor.dtype} means something only with its scale, which others do not have. Pass "
+            "tensor.dequantize(), or tensor.int_repr() and the scale."
         )
+    return ""
+
+
+def _memory_problem(tensor: torch.Tensor) -> str:
+    """Why this tensor's memory is not what it shows, or must not be written, or ""."""
     if tensor.is_neg() or tensor.is_conj():
         lazy = "conj" if tensor.is_conj() else "neg"
-        raise ValueError(
-            f"{where}: the tensor is a view whose numbers are changed only when they are read, so "
-            f"others would get the wrong ones. Pass tensor.resolve_{lazy}()"
+        return (
+            "the tensor is a view whose numbers are changed only when they are read, so others "
+            f"would get the wrong ones. Pass tensor.resolve_{lazy}()"
         )
     if not tensor.is_contiguous():
-        raise ValueError(
-            f"{where}: a tensor of shape {tuple(tensor.shape)} that is not contiguous in memory "
-            "would be changed in a copy, and the result lost. Pass tensor.contiguous()."
+        return (
+            f"a tensor of shape {tuple(tensor.shape)} that is not contiguous in memory would be "
+            "changed in a copy, and the result lost. Pass tensor.contiguous()."
         )
     if tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            f"{where}: autograd does not see what a communicator writes. Pass tensor.detach(), or "
-            "call under torch.no_grad()."
+        return (
+            "autograd does not see what a communicator writes. Pass tensor.detach(), or call under "
+            "torch.no_grad()."
         )
     if tensor.numel() and not tensor.data_ptr():
-        raise ValueError(
-            f"{where}: the tensor has no memory: it was given back, as resize_(0) of a storage "
-            "does, or never made. Pass it while it has its data."
+        return (
+            "the tensor has no memory: it was freed, as resize_(0) of a storage does, or never "
+            "allocated. Pass it while it has its data."
         )
+    return ""
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:
-    """Does it stand for another tensor? By a dispatcher of its own, or inside vmap and grad."""
+    """True for a tensor subclass with a dispatcher of its own, and inside vmap and grad."""
     kind = type(tensor)
     if kind is not torch.Tensor and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return True
@@ -93,7 +105,7 @@ def check_like(
 
 def check_apart(rank: int, call: str, tensor: torch.Tensor, out: torch.Tensor) -> None:
     """Raise ValueError if out shares memory with tensor, unless the call is just in place."""
-    in_place = {
+    in_place = {  # where out begins in a call that is in place, in bytes after the tensor
         "allreduce": 0,
         "allgather": -rank * tensor.nbytes,
         "reduce_scatter": rank * out.nbytes,

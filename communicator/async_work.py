@@ -1,7 +1,7 @@
-"""Calls that go on while their caller does something else, and the handles to wait for them.
+"""Calls that run in the background, and the objects to wait for them.
 
 queue = WorkQueue()
-work = queue.put(lambda: comm.allreduce(tensor), [tensor])
+work = queue.submit(lambda: comm.allreduce(tensor), [tensor])
 work.wait()
 """
 
@@ -22,7 +22,7 @@ from communicator.errors import CommunicatorTimeout
 NO_TIMEOUT = timedelta(0)
 
 
-class Handle(Work):
+class AsyncWork(Work):
     """The Work that torch.distributed returns for a call: wait() raises what the call raised."""
 
     def __init__(self, result: list[torch.Tensor]) -> None:
@@ -31,11 +31,11 @@ class Handle(Work):
         self._ended = threading.Event()
         self._error: Exception | None = None
         self._lock = threading.Lock()
-        self._end: Future[None] | None = None  # made, with the other, when somebody asks for it
+        self._end_future: Future[None] | None = None  # created, with the other, on request
         self._future: Future[list[torch.Tensor]] | None = None
 
-    def run(self, call: Callable[[], object]) -> Handle:
-        """Do the call on this thread."""
+    def run(self, call: Callable[[], object]) -> AsyncWork:
+        """Run the call on this thread."""
         try:
             call()
         except Exception as error:
@@ -48,18 +48,18 @@ class Handle(Work):
         self._error = error
         with self._lock:
             self._ended.set()
-        if self._end is not None:
-            with torch.inference_mode(False):  # what others do when they hear of it is theirs
-                self._end.set_result(None)
+        if self._end_future is not None:
+            with torch.inference_mode(False):  # callbacks run in a mode of their own
+                self._end_future.set_result(None)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """True once the result is there. timeout 0: the deadline of the call itself."""
         if not self._ended.wait(timeout.total_seconds() or None):
             raise CommunicatorTimeout(
-                f"waited {timeout.total_seconds():g} s for a call that still goes on. Give wait() "
-                "more time, or none."
+                f"waited {timeout.total_seconds():g} s for a call that is still running. Give "
+                "wait() more time, or none."
             )
-        self._outcome()
+        self._result_or_raise()
         return True
 
     def synchronize(self) -> None:
@@ -86,35 +86,35 @@ class Handle(Work):
         with self._lock:
             if self._future is not None:
                 return self._future
-            self._end = Future()
-            self._future = self._end.then(self._outcome)
+            self._end_future = Future()
+            self._future = self._end_future.then(self._result_or_raise)
             has_ended = self._ended.is_set()
         if has_ended:
-            self._end.set_result(None)
+            self._end_future.set_result(None)
         return self._future
 
-    def _outcome(self, _: object = None) -> list[torch.Tensor]:
+    def _result_or_raise(self, _: object = None) -> list[torch.Tensor]:
         if self._error is not None:
             raise self._error
         return self._result
 
 
 class WorkQueue:
-    """A thread that does one call after another, in the order in which they were put."""
+    """A thread that runs one call after another, in the order in which they were submitted."""
 
     def __init__(self) -> None:
         self._calls: Queue[Callable[[], object] | None] = Queue()
         self._thread: threading.Thread | None = None
 
-    def put(self, call: Callable[[], object], result: list[torch.Tensor]) -> Handle:
-        """Do the call after those before it, and return at once.
+    def submit(self, call: Callable[[], object], result: list[torch.Tensor]) -> AsyncWork:
+        """Run the call after those before it, and return at once.
 
-        One that is made when another ends (Future.then) is done here, and so comes next on all
+        One that is submitted when another ends (Future.then) runs here, and so comes next on all
         ranks if each asked for that end before it made any further call.
         """
-        handle = Handle(result)
+        handle = AsyncWork(result)
         if threading.current_thread() is self._thread:
-            with torch.inference_mode():  # as what it serves, which end() has left
+            with torch.inference_mode():  # as the calls it serves, which end() has left
                 return handle.run(call)
         self._calls.put(lambda: handle.run(call))
         if self._thread is None:
@@ -122,11 +122,11 @@ class WorkQueue:
             self._thread.start()
         return handle
 
-    def do(self, call: Callable[[], object], result: list[torch.Tensor]) -> Handle:
-        """Do the call on this thread if nothing is before it: no other need wake. Else as put."""
+    def run_or_submit(self, call: Callable[[], object], result: list[torch.Tensor]) -> AsyncWork:
+        """Run the call on this thread if none is before it: no thread need wake. Or submit it."""
         if self._calls.unfinished_tasks:
-            return self.put(call, result)
-        return Handle(result).run(call)
+            return self.submit(call, result)
+        return AsyncWork(result).run(call)
 
     def close(self) -> None:
         """Return when all calls have ended."""

@@ -9,7 +9,6 @@ and is overridden, one `do_` method at a time, where the backend does better.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,7 +30,8 @@ from communicator.arguments import (
 from communicator.default_collectives import CollectivesFromP2P, P2PCall
 from communicator.dtypes import Op
 from communicator.errors import CommunicatorError, Unsupported
-from coordinator import Coordinator
+from communicator.failures import lost_peers
+from coordinator import Coordinator, RankFailure
 
 TRACED = (
     "allreduce",
@@ -312,15 +312,15 @@ class Communicator(CollectivesFromP2P):
     def all_reduce(
         self, tensor: torch.Tensor, op: Op = "sum", *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The same as allreduce."""
+        """An alias of allreduce."""
         return self.allreduce(tensor, op, out=out)
 
     def all_gather(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The same as allgather."""
+        """An alias of allgather."""
         return self.allgather(tensor, out=out)
 
     def all_to_all(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The same as alltoall."""
+        """An alias of alltoall."""
         return self.alltoall(tensor, out=out)
 
     # Internal.
@@ -336,20 +336,15 @@ class Communicator(CollectivesFromP2P):
             self.do_send(tensor, peer) if kind == "send" else self.do_recv(tensor, peer)
 
     def _has_work(self, tensor: torch.Tensor) -> bool:
-        """Whether a collective is passed on to the backend."""
+        """True if a collective is passed on to the backend."""
         return tensor.numel() > 0 or self.capabilities.empty_collectives
 
-    def _lost_peers(self) -> str:
-        """The peers of this host that are known dead, for an error; empty if none is."""
-        dead = [str(peer) for peer in self.coor.peers if peer.is_known_dead()]
-        return f" Lost: {', '.join(dead)}." if dead else ""
+    def _lost_peers(self) -> tuple[RankFailure, ...]:
+        return lost_peers(self)
 
-    def _await_lost_peers(self) -> str:
-        """The same, when a peer's connection was closed: its process is known dead a bit later."""
-        deadline = time.monotonic() + timings.TIMINGS.exit_lag_s
-        while not (lost := self._lost_peers()) and time.monotonic() < deadline:
-            time.sleep(timings.TIMINGS.exit_poll_s)
-        return lost
+    def _await_lost_peers(self) -> tuple[RankFailure, ...]:
+        """The lost peers after a connection closed: its process is seen to end a bit later."""
+        return lost_peers(self, timings.TIMINGS.exit_lag_s)
 
     def _check_same_call(
         self, call: str, tensor: torch.Tensor | None = None, details: str = ""

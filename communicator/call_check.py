@@ -173,10 +173,10 @@ class CallChecker:
         """Every rank's description of its call. Waits for the slowest rank, until the deadline."""
         deadline = time.monotonic() + self._comm.timeout_s
         while True:
-            self._comm.check_peers(call)
             try:
                 return self._try_gather(description)
             except CoordinatorTimeout as error:
+                self._comm.check_peers(call)
                 self._raise_if_captured(call)
                 if time.monotonic() > deadline:
                     raise self._late(call) from error

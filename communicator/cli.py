@@ -33,7 +33,7 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
     check.add_argument(
         "--backend", metavar="NAME", help="a name, or the path of a library; the best if not given"
     )
-    check.add_argument("-n", dest="nprocs", type=_positive, default=2, metavar="N", help="ranks")
+    check.add_argument("-n", dest="nprocs", type=num_ranks, default=2, metavar="N", help="ranks")
     check.add_argument(
         "--launcher",
         metavar="NAME",
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str], prog: str = PROG) -> int:
     return int(code)
 
 
-def _positive(text: str) -> int:
+def num_ranks(text: str) -> int:
     """A number of ranks. Raises ValueError, which argparse turns into wrong usage."""
     number = int(text)
     if number < 1:

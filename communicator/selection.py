@@ -85,7 +85,7 @@ def _resolve(item: Any) -> type[Communicator]:
 
 
 def is_file(item: str | os.PathLike[str]) -> bool:
-    """Whether it is the path of a library, and not a name."""
+    """True for the path of a library, False for a name."""
     return not isinstance(item, str) or item.endswith(".so") or os.sep in item
 
 

@@ -15,6 +15,10 @@ class CommunicatorTimings:
     liveness_poll_s: float = 0.1
     # Longer than the kernel takes from closing a dead process's sockets to reaping it.
     exit_lag_s: float = 0.5
+    # Longer than a request to a torch Store takes; doubled at each look, up to the next.
+    store_poll_s: float = 0.0005
+    # Longer than store_poll_s; how late a rank notices that the others have come.
+    store_poll_max_s: float = 0.1
     # Longer than reading the state of the peers takes.
     exit_poll_s: float = 0.005
     # Longer than MPI_Test takes; the longest pause between two tests of a slow call.

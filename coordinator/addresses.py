@@ -1,4 +1,4 @@
-"""Where rank 0 listens, and by which address of this host the others reach it."""
+"""Addresses: of rank 0's listening socket, and of this host as others reach it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Address = tuple[socket.AddressFamily, tuple[Any, ...]]
 BACKLOG = 2048
 SIOCGIFADDR = 0x8915  # netdevice(7)
 # Nobody has these (RFC 5737, RFC 3849): asking for the way to them gives the way out.
-SOMEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 
 
 def spans_nodes(info: LaunchInfo) -> bool:
@@ -25,36 +25,37 @@ def spans_nodes(info: LaunchInfo) -> bool:
 
 
 def candidates(info: LaunchInfo) -> list[Address]:
-    """Where rank 0 may listen, the likeliest first: what master_addr means on this host.
+    """Addresses where rank 0 may listen, the likeliest first: those of master_addr on this host.
 
     On many hosts their own name means the loopback, which no other host reaches. If the launch
     spans nodes, that is then replaced by the address this host uses towards others.
     """
-    found = _resolve(info)
-    if any(_is_anywhere(where) for _, where in found):
+    addresses = _resolve(info)
+    if any(_is_wildcard(address) for _, address in addresses):
         raise CoordinatorError(
             f"rank {info.rank}: master_addr {info.master_addr!r} is every interface and no host, "
             "so strangers could reach rank 0 by any of them. Give the one address of rank 0's host "
             "by which the others reach it."
         )
-    if spans_nodes(info) and all(_is_for_one_link(where) for _, where in found):
+    if spans_nodes(info) and all(_is_link_local(address) for _, address in addresses):
         raise CoordinatorError(
             f"rank {info.rank}: master_addr {info.master_addr!r} is good on one link alone, where "
             "each host calls that link by a name of its own, so the nodes could not connect to "
             "each other. Give an address of rank 0's host that is good everywhere."
         )
     is_name = not _is_literal(info.master_addr)
-    if spans_nodes(info) and is_name and any(_is_loopback(address) for address in found):
-        outward = [(family, (text, info.master_port)) for family, text in outward_addresses()]
-        found = [address for address in found if not _is_loopback(address)] + outward or found
-    return found
+    if spans_nodes(info) and is_name and any(_is_loopback(address) for address in addresses):
+        routable = [(family, (text, info.master_port)) for family, text in routable_addresses()]
+        outside = [address for address in addresses if not _is_loopback(address)]
+        return outside + routable or addresses
+    return addresses
 
 
 def _resolve(info: LaunchInfo) -> list[Address]:
     try:
         # As bytes: for text, getaddrinfo first loads the tables of international names.
         host = info.master_addr
-        found = socket.getaddrinfo(
+        records = socket.getaddrinfo(
             host.encode() if host.isascii() else host, info.master_port, type=socket.SOCK_STREAM
         )
     except socket.gaierror as error:
@@ -63,7 +64,7 @@ def _resolve(info: LaunchInfo) -> list[Address]:
             f"{info.master_addr!r} is ({error.strerror}), so it cannot reach rank 0. Give an "
             "address that every host knows with --master-addr."
         ) from error
-    return [(family, address) for family, _, _, _, address in found]
+    return [(family, address) for family, _, _, _, address in records]
 
 
 def _is_literal(host: str) -> bool:
@@ -78,27 +79,27 @@ def _is_loopback(address: Address) -> bool:
     return ipaddress.ip_address(str(address[1][0]).partition("%")[0]).is_loopback
 
 
-def _is_anywhere(address: tuple[Any, ...]) -> bool:
+def _is_wildcard(address: tuple[Any, ...]) -> bool:
     return ipaddress.ip_address(str(address[0]).partition("%")[0]).is_unspecified
 
 
-def _is_for_one_link(address: tuple[Any, ...]) -> bool:
-    found = ipaddress.ip_address(str(address[0]).partition("%")[0])
-    return found.version == 6 and found.is_link_local
+def _is_link_local(address: tuple[Any, ...]) -> bool:
+    parsed = ipaddress.ip_address(str(address[0]).partition("%")[0])
+    return parsed.version == 6 and parsed.is_link_local
 
 
-def outward_addresses() -> list[tuple[socket.AddressFamily, str]]:
-    """By which addresses this host goes out: its default routes', else its interfaces'."""
-    found = []
-    for family, somewhere in SOMEWHERE:
+def routable_addresses() -> list[tuple[socket.AddressFamily, str]]:
+    """Addresses of this host on its default routes; without those, of its interfaces."""
+    addresses = []
+    for family, outside in OUTSIDE:
         try:
-            found.append((family, source_towards(family, (somewhere, 9))))
+            addresses.append((family, local_address_for(family, (outside, 9))))
         except OSError:
             continue  # no such route
-    return found or _interface_addresses()
+    return addresses or _interface_addresses()
 
 
-def source_towards(family: int, address: tuple[Any, ...]) -> str:
+def local_address_for(family: int, address: tuple[Any, ...]) -> str:
     """The local address from which the kernel would send there; nothing is sent."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
@@ -108,15 +109,15 @@ def source_towards(family: int, address: tuple[Any, ...]) -> str:
 def _interface_addresses() -> list[tuple[socket.AddressFamily, str]]:
     """Those of real interfaces: a bridge is this host's inside."""
     names = [name for _, name in socket.if_nameindex() if name != "lo" and not _is_bridge(name)]
-    four = [(socket.AF_INET, text) for name in names if (text := _ipv4_of(name))]
-    return four + [(socket.AF_INET6, text) for name, text in _ipv6() if name in names]
+    four = [(socket.AF_INET, text) for name in names if (text := ipv4_of(name))]
+    return four + [(socket.AF_INET6, text) for name, text in ipv6_addresses() if name in names]
 
 
 def _is_bridge(name: str) -> bool:
     return Path("/sys/class/net", name, "bridge").exists()
 
 
-def _ipv4_of(name: str) -> str:
+def ipv4_of(name: str) -> str:
     request = struct.pack("256s", name.encode())
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -125,7 +126,7 @@ def _ipv4_of(name: str) -> str:
             return ""
 
 
-def _ipv6() -> list[tuple[str, str]]:
+def ipv6_addresses() -> list[tuple[str, str]]:
     """Interface and address, of those that are not for one link only (scope 0, if_inet6)."""
     try:
         lines = Path("/proc/net/if_inet6").read_text().splitlines()
@@ -175,7 +176,7 @@ def _adopt(info: LaunchInfo) -> socket.socket:
 def _why_unfit(listener: socket.socket) -> str:
     if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         return "it does not listen"
-    return "it listens on every interface" if _is_anywhere(listener.getsockname()) else ""
+    return "it listens on every interface" if _is_wildcard(listener.getsockname()) else ""
 
 
 def bound(family: int, address: tuple[Any, ...]) -> socket.socket:
@@ -193,7 +194,7 @@ def bound(family: int, address: tuple[Any, ...]) -> socket.socket:
     return listener
 
 
-def shown(address: tuple[Any, ...]) -> str:
-    """address:port as one writes it."""
+def format_address(address: tuple[Any, ...]) -> str:
+    """address:port, with brackets around an IPv6 address."""
     host, port = address[0], address[1]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,4 +1,4 @@
-"""Which call a rank is in, until when, and where in the user's code it was made."""
+"""The call that a rank is in: its name and number, its line in the user's code, its deadline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 _HERE = str(Path(__file__).parent)
 
 
-class Call(NamedTuple):
+class CallSite(NamedTuple):
     """The number-th call of this rank on this Coordinator."""
 
     name: str
@@ -33,17 +33,17 @@ class CallStatus(NamedTuple):
 
     @property
     def call(self) -> str:
-        return str(Call(*self[:3]))
+        return str(CallSite(*self[:3]))
 
     def __str__(self) -> str:
         ago = f"{self.ago_s:.1f}" if self.ago_s < 10 else f"{self.ago_s:.0f}"
         return f"last seen {ago} s ago in {self.name} #{self.number}, {self.where}"
 
 
-class Waiting(NamedTuple):
+class PendingCall(NamedTuple):
     """A call that this rank is in, and its one deadline."""
 
-    call: Call
+    call: CallSite
     since: float
     timeout_s: float
 
@@ -59,15 +59,15 @@ class Waiting(NamedTuple):
     def waited_s(self) -> float:
         return time.monotonic() - self.since
 
-    def anew(self, timeout_s: float | None = None) -> Waiting:
+    def restarted(self, timeout_s: float | None = None) -> PendingCall:
         """The same call with all its time, or another time, from now on."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        return Waiting(self.call, time.monotonic(), limit_s)
+        return PendingCall(self.call, time.monotonic(), limit_s)
 
 
-def waiting(name: str, number: int, timeout_s: float) -> Waiting:
+def begin_call(name: str, number: int, timeout_s: float) -> PendingCall:
     """A call that begins now, where the user made it."""
-    return Waiting(Call(name, number, caller()), time.monotonic(), timeout_s)
+    return PendingCall(CallSite(name, number, caller()), time.monotonic(), timeout_s)
 
 
 def caller() -> str:
@@ -81,20 +81,20 @@ def caller() -> str:
 
 
 def _is_ours(filename: str) -> bool:
-    """Frames between the user's call and ours are not the user's either."""
+    """Is the file of this package, or between the user's call and it?"""
     return filename.startswith(_HERE) or filename.endswith(
         ("contextlib.py", "launcher/trace/recorder.py")
     )
 
 
 def traceback_of(error: BaseException) -> str:
-    """The traceback as the user would want it: without the frames of this package."""
+    """The traceback of an error and its causes, without the frames of this package."""
     whole = traceback.TracebackException.from_exception(error)
     left: list[traceback.TracebackException | None] = [whole]
     while left:
-        each = left.pop()
-        if each is not None:
-            theirs = [frame for frame in each.stack if not _is_ours(frame.filename)]
-            each.stack = traceback.StackSummary.from_list(theirs)
-            left += [each.__cause__, each.__context__]
+        part = left.pop()
+        if part is not None:
+            frames = [frame for frame in part.stack if not _is_ours(frame.filename)]
+            part.stack = traceback.StackSummary.from_list(frames)
+            left += [part.__cause__, part.__context__]
     return "".join(whole.format())

@@ -1,4 +1,4 @@
-"""What every rank of a group calls alike: bytes, values and agreement, over one exchange."""
+"""The collective calls of a group: bytes, values, agreement and work, over one exchange."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from coordinator.control.object_codec import packed, unpacked, why_unsendable
 from coordinator.errors import CoordinatorError
 from coordinator.outcome import Outcome, raise_first_failure
 from coordinator.peers import Peer
-from coordinator.transport.group import EVERYBODY, scattered
+from coordinator.transport.group import Exchange, pack_parts
 
 
 class Collectives:
@@ -23,15 +23,7 @@ class Collectives:
     peers: tuple[Peer, ...]
 
     @abstractmethod
-    def _exchange(
-        self,
-        name: str,
-        data: bytes,
-        timeout_s: float | None,
-        root: int = EVERYBODY,
-        reader: int = EVERYBODY,
-        is_scattered: bool = False,
-    ) -> list[bytes]: ...
+    def _exchange(self, name: str, exchange: Exchange, timeout_s: float | None) -> list[bytes]: ...
 
     # ---- bytes ----
 
@@ -43,41 +35,41 @@ class Collectives:
         Raises ValueError if src is no rank of the group or gives no bytes.
         """
         self._check_rank(src, "src")
-        mine = self._bytes(data, "broadcasts") if self.rank == src else b""
-        return self._exchange("broadcast", mine, timeout_s, root=src)[src]
+        own = self._bytes(data, "broadcasts") if self.rank == src else b""
+        return self._exchange("broadcast", Exchange(own, root=src), timeout_s)[src]
 
     def allgather(self, data: bytes, *, timeout_s: float | None = None) -> list[bytes]:
         """The data of every rank, in order of rank, on every rank. Collective; sizes may differ."""
-        return self._exchange("allgather", self._bytes(data, "gathers"), timeout_s)
+        return self._exchange("allgather", Exchange(self._bytes(data, "gathers")), timeout_s)
 
     def gather(
         self, data: bytes, dst: int = 0, *, timeout_s: float | None = None
     ) -> list[bytes] | None:
         """The data of every rank, in order of rank, on rank dst; None elsewhere. Collective."""
         self._check_rank(dst, "dst")
-        mine = self._bytes(data, "gathers")
-        found = self._exchange("gather", mine, timeout_s, root=dst, reader=dst)
-        return found if self.rank == dst else None
+        exchange = Exchange(self._bytes(data, "gathers"), root=dst, reader=dst)
+        gathered = self._exchange("gather", exchange, timeout_s)
+        return gathered if self.rank == dst else None
 
     def scatter(
         self, data: Sequence[bytes] | None = None, src: int = 0, *, timeout_s: float | None = None
     ) -> bytes:
         """data[rank] of rank src. Collective; only src needs to give data, for each rank one."""
         self._check_rank(src, "src")
-        mine = b""
+        packed = b""
         if self.rank == src:
-            given = [self._bytes(part, "scatters") for part in data or ()]
-            if len(given) != self.world_size:
+            parts = [self._bytes(part, "scatters") for part in data or ()]
+            if len(parts) != self.world_size:
                 raise ValueError(
-                    f"{self._me} scatters {len(given)} parts among {self.world_size} ranks"
+                    f"{self._me} scatters {len(parts)} parts among {self.world_size} ranks"
                 )
-            mine = scattered(given)
-        found = self._exchange("scatter", mine, timeout_s, root=src, is_scattered=True)
-        return found[src]
+            packed = pack_parts(parts)
+        exchange = Exchange(packed, root=src, is_scattered=True)
+        return self._exchange("scatter", exchange, timeout_s)[src]
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Return once every rank of the group has called. Collective."""
-        self._exchange("barrier", b"", timeout_s)
+        self._exchange("barrier", Exchange(b""), timeout_s)
 
     # ---- agreement ----
 
@@ -86,25 +78,25 @@ class Collectives:
 
         Raises CoordinatorError on every rank, listing who gave what, if not.
         """
-        mine = self._packed(value)
-        found = self._exchange("agree", mine, timeout_s)
-        self._check_sendable(mine)
-        if any(data != mine for data in found):
-            given: dict[bytes, list[int]] = {}
-            for rank, data in zip(self.ranks, found, strict=True):
-                given.setdefault(data, []).append(rank)
-            values = [(self._unpacked(data), who) for data, who in given.items()]
-            said = "; ".join(f"{value!r:.200} by ranks {who}" for value, who in values)
-            raise CoordinatorError(
-                f"{self._me}: the ranks do not agree ({caller()}). Given were {said}. "
-                "Start all ranks with the same arguments and the same files."
-            )
-        return value
+        own = self._packed(value)
+        gathered = self._exchange("agree", Exchange(own), timeout_s)
+        self._check_sendable(own)
+        if all(data == own for data in gathered):
+            return value
+        by_value: dict[bytes, list[int]] = {}
+        for rank, data in zip(self.ranks, gathered, strict=True):
+            by_value.setdefault(data, []).append(rank)
+        values = [(self._unpacked(data), ranks) for data, ranks in by_value.items()]
+        text = "; ".join(f"{value!r:.200} by ranks {ranks}" for value, ranks in values)
+        raise CoordinatorError(
+            f"{self._me}: the ranks do not agree ({caller()}). Given were {text}. "
+            "Start all ranks with the same arguments and the same files."
+        )
 
     def all_true(self, ok: bool, *, timeout_s: float | None = None) -> bool:
-        """Whether every rank said yes: the same answer on every rank. Collective."""
-        found = self._exchange("all_true", b"y" if ok else b"n", timeout_s)
-        return all(data == b"y" for data in found)
+        """True if ok is true on every rank: the same answer on every rank. Collective."""
+        gathered = self._exchange("all_true", Exchange(b"y" if ok else b"n"), timeout_s)
+        return all(data == b"y" for data in gathered)
 
     # ---- work ----
 
@@ -141,35 +133,35 @@ class Collectives:
         Of what cannot be sent, every rank hears: ValueError on src, CoordinatorError elsewhere.
         """
         data = self._packed(value) if self.rank == src else None
-        found = self.broadcast(data, src, timeout_s=timeout_s)
+        received = self.broadcast(data, src, timeout_s=timeout_s)
         self._check_sendable(data)
-        return self._unpacked(found)
+        return self._unpacked(received)
 
     def allgather_object(self, value: Any, *, timeout_s: float | None = None) -> list[Any]:
         """The value of every rank, in order of rank; as allgather."""
         data = self._packed(value)
-        found = self.allgather(data, timeout_s=timeout_s)
+        gathered = self.allgather(data, timeout_s=timeout_s)
         self._check_sendable(data)
-        return [self._unpacked(data) for data in found]
+        return [self._unpacked(data) for data in gathered]
 
     def gather_object(
         self, value: Any, dst: int = 0, *, timeout_s: float | None = None
     ) -> list[Any] | None:
         """The value of every rank, in order of rank, on rank dst; as gather."""
         data = self._packed(value)
-        found = self.gather(data, dst, timeout_s=timeout_s)
+        gathered = self.gather(data, dst, timeout_s=timeout_s)
         self._check_sendable(data)
-        return None if found is None else [self._unpacked(data) for data in found]
+        return None if gathered is None else [self._unpacked(data) for data in gathered]
 
     def scatter_object(
         self, values: Sequence[Any] | None = None, src: int = 0, *, timeout_s: float | None = None
     ) -> Any:
         """values[rank] of rank src; as scatter."""
         data = [self._packed(value) for value in values or ()] if self.rank == src else None
-        found = self.scatter(data, src, timeout_s=timeout_s)
+        received = self.scatter(data, src, timeout_s=timeout_s)
         for part in data or ():
             self._check_sendable(part)
-        return self._unpacked(found)
+        return self._unpacked(received)
 
     def _packed(self, value: Any) -> bytes:
         return packed(value, self.ranks[self.rank])
@@ -178,7 +170,7 @@ class Collectives:
         return unpacked(data, self.ranks[self.rank])
 
     def _check_sendable(self, data: bytes | None) -> None:
-        """Raise if this rank gave what cannot be sent, once the others have heard it."""
+        """Raise if this rank's value cannot be sent, after the call, so that nobody waits."""
         why = why_unsendable(data or b"")
         if why:
             raise ValueError(f"{why}. Only None, bool, int, float, str, bytes, lists and dicts go")

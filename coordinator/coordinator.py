@@ -20,8 +20,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 import launcher
-from coordinator.addresses import candidates, source_towards
-from coordinator.call_site import Waiting, caller, traceback_of, waiting
+from coordinator.addresses import candidates, local_address_for
+from coordinator.call_site import PendingCall, begin_call, caller, traceback_of
 from coordinator.collectives import Collectives
 from coordinator.control import session as sessions
 from coordinator.control.session import Session
@@ -32,16 +32,16 @@ from coordinator.failure.peer_monitor import CLOSED, FORGOTTEN
 from coordinator.failure.subscription import Subscription, always
 from coordinator.peers import Peer, group_by_node
 from coordinator.store import lock as locks
-from coordinator.store.prefix_store import Keys
-from coordinator.store.sequencer import Turns
-from coordinator.timings import Timings
-from coordinator.transport.connections import Crossing
-from coordinator.transport.group import EVERYBODY, Group, parts
+from coordinator.store.prefix_store import PrefixStore
+from coordinator.store.sequencer import Sequencer
+from coordinator.timings import DEFAULT, Timings
+from coordinator.transport.connections import PeerConnector
+from coordinator.transport.group import Exchange, Group, unpack_parts
+from coordinator.transport.joining import join_group
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-DEFAULT_TIMEOUT_S = 300.0
 CLOCK_READINGS = 9
 TRACED = (
     *(
@@ -56,7 +56,6 @@ TRACED = (
     ),
     *("once", "split", "put", "get", "wait"),
 )
-LINGER_S = 2.0  # of rank 0 in a broken group, for the others to hear why it broke
 
 
 class Coordinator(Collectives):
@@ -76,83 +75,84 @@ class Coordinator(Collectives):
         self,
         info: launcher.LaunchInfo | None = None,
         *,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        timings: Timings | None = None,
+        timeout_s: float = 300.0,
+        timings: Timings = DEFAULT,
     ) -> None:
         self.info = launcher.current() if info is None else info
         self.timeout_s = self._checked(timeout_s)
         self._session: Session | None = None
-        self._above: tuple[weakref.WeakSet[Coordinator], ...] = ()  # the groups of those it is of
+        self._timings = timings
+        self._ancestors: tuple[weakref.WeakSet[Coordinator], ...] = ()  # their _subgroups
         number = 0
         if self.info.world_size > 1:
-            self._session, number = sessions.enter(self.info, timeout_s, timings or Timings())
-        call = waiting("Coordinator", number + 1, timeout_s)
+            self._session, number = sessions.join(self.info, timeout_s, timings)
+        call = begin_call("Coordinator", number + 1, timeout_s)
         self._join(f"c{number}/", range(self.info.world_size), None, call)
 
     def _join(
-        self, key: str, ranks: Sequence[int], parent: FailureDetector | None, call: Waiting
+        self, key: str, ranks: Sequence[int], parent: FailureDetector | None, call: PendingCall
     ) -> None:
         """Become one rank of a group, whose members meet under key."""
         self._pid = os.getpid()
         self.ranks = tuple(ranks)  # of the launch, by rank of this group
         self.rank = self.ranks.index(self.info.rank)
         self.world_size = len(self.ranks)
-        self._calls = 0
-        self._call: Waiting | None = None  # the collective call that a thread is in
+        self._num_calls = 0
+        self._call: PendingCall | None = None  # the collective call that a thread is in
         self._busy = threading.Lock()
         self._locks = locks.Locks(self.info.launch_id)
         self._once_locks: dict[str, threading.Lock] = {}
-        self._counts: dict[object, int] = {}  # of splits and stores, by what they are called
-        self._lent: list[Store] = []  # torch keeps only the half of a Store that is in C++
+        self._counts: dict[object, int] = {}  # of splits and stores, by name
+        self._stores: list[Store] = []  # torch keeps only the C++ half of a Store alive
         self._broken: CoordinatorError | None = None
         self._closed = False
         self._recorder: launcher.Recorder | None = None
         self._subgroups: weakref.WeakSet[Coordinator] = weakref.WeakSet()  # and theirs
         self._node: Coordinator | None = None
         self._leaders: Coordinator | None = None
-        self._keys = Keys(key, self._session, self.info.rank)
+        self._store = PrefixStore(key, self._session, self.info.rank)
         self._group: Group | None = None
         me = Peer.me(self.info, self.address if self._session is not None else "")
         self.peers: tuple[Peer, ...] = (me,)
         if self.world_size > 1:
-            self.peers = self._meet(key, me, parent, call)
+            self.peers = self._join_ranks(key, me, parent, call)
         self.nodes = [
             [self.ranks.index(rank) for rank in node] for node in group_by_node(self.peers)
         ]
         self.node_index = next(i for i, node in enumerate(self.nodes) if self.rank in node)
-        self._mine = self.nodes[self.node_index]
-        self.local_rank = self._mine.index(self.rank)
-        self.local_world_size = len(self._mine)
+        self._node_ranks = self.nodes[self.node_index]
+        self.local_rank = self._node_ranks.index(self.rank)
+        self.local_world_size = len(self._node_ranks)
         stack_dump.listen()
         self._recorder = launcher.recorder(self.info)
         if parent is None and any(peer.is_traced for peer in self.peers):
             # Of a part of the ranks, the first need not be rank 0 of the launch. All take part, for
             # some may have no folder to record in.
-            behind_ns = self._behind_master_ns()
+            offset_ns = self._offset_to_master_ns()
             if self._recorder is not None:
-                self._recorder.align(behind_ns)
+                self._recorder.align(offset_ns)
         if self._recorder is not None:
             self._recorder.follow(self, TRACED, "wait", group=key)
 
-    def _behind_master_ns(self) -> int:
-        """What to add to this host's clock to have rank 0's: both read as a barrier ends, often."""
+    def _offset_to_master_ns(self) -> int:
+        """The nanoseconds by which this host's clock is behind rank 0's: the median of several
+        readings, each at the end of a barrier."""
         if len(self.nodes) == 1:
             return 0
-        behind = []
+        offsets = []
         for _ in range(CLOCK_READINGS):
             self.barrier()
-            mine = time.monotonic_ns()
-            clocks = self.allgather(mine.to_bytes(8, "little"))
-            behind.append(int.from_bytes(clocks[0], "little") - mine)
-        return sorted(behind)[CLOCK_READINGS // 2]
+            now_ns = time.monotonic_ns()
+            clocks = self.allgather(now_ns.to_bytes(8, "little"))
+            offsets.append(int.from_bytes(clocks[0], "little") - now_ns)
+        return sorted(offsets)[CLOCK_READINGS // 2]
 
-    def _meet(
-        self, key: str, me: Peer, parent: FailureDetector | None, call: Waiting
+    def _join_ranks(
+        self, key: str, me: Peer, parent: FailureDetector | None, call: PendingCall
     ) -> tuple[Peer, ...]:
         assert self._session is not None
-        self._group = Group(key, self._session, self.rank, self.world_size)
         try:
-            self._group.join(me, self.ranks, parent, call)
+            self._group = join_group(key, self._session, me, self.ranks, parent, call)
         except BaseException as error:
             self._broken = CoordinatorError(f"{self._me} could not join: {error}")
             self.close()
@@ -165,7 +165,7 @@ class Coordinator(Collectives):
         if self._session is not None:
             return self._session.client.local_address
         family, address = candidates(self.info)[0]
-        return source_towards(family, (address[0], self.info.master_port or 9))
+        return local_address_for(family, (address[0], self.info.master_port or 9))
 
     def is_master(self) -> bool:
         """Is this rank 0 of the group?"""
@@ -179,14 +179,14 @@ class Coordinator(Collectives):
         """Return once every rank of this node has called. Collective over the node."""
         self._check_open("local_barrier")
         if self.local_world_size == self.world_size:
-            self._exchange("local_barrier", b"", timeout_s)
+            self._exchange("local_barrier", Exchange(b""), timeout_s)
             return
-        call = self._waiting("local_barrier", timeout_s)
+        call = self._begin_call("local_barrier", timeout_s)
         if self._node is None:
-            self._node = self._subgroup(tuple(self._mine), call)
-        self._node._exchange("local_barrier", b"", call.left_s)
+            self._node = self._subgroup(tuple(self._node_ranks), call)
+        self._node._exchange("local_barrier", Exchange(b""), call.left_s)
 
-    # ---- turns ----
+    # ---- sequencing ----
 
     @contextmanager
     def local_master_first(self, *, timeout_s: float | None = None) -> Iterator[None]:
@@ -194,7 +194,7 @@ class Coordinator(Collectives):
 
         If the body raises on the first rank, the others raise CoordinatorError without running it.
         """
-        with self._first("local_master_first", self._mine, timeout_s):
+        with self._first("local_master_first", self._node_ranks, timeout_s):
             yield
 
     @contextmanager
@@ -209,34 +209,34 @@ class Coordinator(Collectives):
         """Counted apart from calls: other nodes need not take part."""
         self._check_open(name)
         number = self._count((name, *ranks))
-        call = self._waiting(name, timeout_s, number + 1)
+        call = self._begin_call(name, timeout_s, number + 1)
         first = self.ranks[ranks[0]]
-        return self._turns(name, str(first), str(number)).first(first, call)
+        return self._sequencer(name, str(first), str(number)).first(first, call)
 
     def once(
         self, name: str, work: Callable[[], bytes], *, timeout_s: float | None = None
     ) -> bytes:
-        """What work returned on the one rank of this node that ran it. Not collective.
+        """The result of work() on the one rank of this node that ran it. Not collective.
 
         The first rank to come runs it; the others, now or later, get its bytes, or CoordinatorError
         with its traceback if it raised. A name stands for one run in the life of the Coordinator.
         """
         self._check_open("once")
-        call = self._waiting("once", timeout_s)
-        alone = self._once_locks.setdefault(name, threading.Lock())
-        if not alone.acquire(timeout=call.left_s):
+        call = self._begin_call("once", timeout_s)
+        own_lock = self._once_locks.setdefault(name, threading.Lock())
+        if not own_lock.acquire(timeout=call.left_s):
             raise CoordinatorTimeout(
                 f"{self._me} waited {call.timeout_s:g} s in {call.call} for another thread of its "
                 f"own that is in once({name!r}). Give a longer timeout_s, or look at what it does."
             )
         try:
-            return self._turns("once", str(self._mine[0]), name).once(work, call)
+            return self._sequencer("once", str(self._node_ranks[0]), name).once(work, call)
         finally:
-            alone.release()
+            own_lock.release()
 
-    def _turns(self, *names: str) -> Turns:
+    def _sequencer(self, *names: str) -> Sequencer:
         detector = self._group.detector if self._group is not None else None
-        return Turns(self._keys.below("turns", *names), self.info.rank, detector)
+        return Sequencer(self._store.child("sequences", *names), self.info.rank, detector)
 
     def lock(self, name: str, *, timeout_s: float | None = None) -> AbstractContextManager[None]:
         """Hold a lock that one rank of this node holds at a time. Not collective.
@@ -245,21 +245,21 @@ class Coordinator(Collectives):
         another launch with a lock of the same name is not kept waiting.
         """
         self._check_open("lock")
-        call = self._waiting("lock", timeout_s)
+        call = self._begin_call("lock", timeout_s)
         return locks.hold(self._locks.path(name), name, str(self.peers[self.rank]), call)
 
-    # ---- keys ----
+    # ---- key-value store ----
 
     def put(self, key: str, value: bytes, *, timeout_s: float | None = None) -> None:
         """Keep value at rank 0 of the launch, for the ranks of this group. Not collective."""
         self._check_open("put")
         data = self._bytes(value, "puts")
-        self._keys.below("user").put(key, data, self._waiting("put", timeout_s))
+        self._store.child("user").put(key, data, self._begin_call("put", timeout_s))
 
     def get(self, key: str, *, timeout_s: float | None = None) -> bytes | None:
         """What a rank of this group has put; None if none has."""
         self._check_open("get")
-        return self._keys.below("user").get(key, self._waiting("get", timeout_s))
+        return self._store.child("user").get(key, self._begin_call("get", timeout_s))
 
     def wait(self, key: str, *, timeout_s: float | None = None) -> bytes:
         """What a rank of this group puts, once it has.
@@ -267,19 +267,19 @@ class Coordinator(Collectives):
         Raises CoordinatorTimeout saying where the ranks are, PeerLost once one of them has died.
         """
         self._check_open("wait")
-        return self._wait(self._keys.below("user"), [key], self._waiting("wait", timeout_s))[0]
+        return self._wait(self._store.child("user"), [key], self._begin_call("wait", timeout_s))[0]
 
-    def _wait(self, keys: Keys, names: Sequence[str], call: Waiting) -> list[bytes]:
+    def _wait(self, store: PrefixStore, keys: Sequence[str], call: PendingCall) -> list[bytes]:
         detector = self._group.detector if self._group is not None else None
         if detector is None:
-            return keys.wait(names, call)
+            return store.wait(keys, call)
 
-        def look() -> None:
+        def check() -> None:
             self._check_open(call.call.name)
             detector.check_alive(call)
 
         try:
-            return keys.wait(names, call, look)
+            return store.wait(keys, call, check)
         except CoordinatorTimeout as error:
             text = f"{error} The ranks are:\n{detector.short_table()}"
             raise CoordinatorTimeout(text) from error.__cause__
@@ -293,9 +293,9 @@ class Coordinator(Collectives):
         from coordinator.store.torch_store import TorchStore
 
         self._check_open("store")
-        keys = self._keys.below("lent", name, str(self._count(("store", name))))
-        self._lent.append(TorchStore(keys, self._wait, self._limit(timeout_s)))
-        return self._lent[-1]
+        child = self._store.child("stores", name, str(self._count(("store", name))))
+        self._stores.append(TorchStore(child, self._wait, self._limit(timeout_s)))
+        return self._stores[-1]
 
     def connections(self, *, timeout_s: float | None = None) -> dict[int, socket.socket]:
         """A connection to every other rank of the group, by rank. Collective.
@@ -306,10 +306,10 @@ class Coordinator(Collectives):
         self._check_open("connections")
         if self._session is None or self.world_size == 1:
             return {}
-        call = self._waiting("connections", timeout_s)
-        name = f"{self._keys.prefix}{call.call.number}"
-        return Crossing(self._session, self.rank, self.peers, name).connect(
-            lambda data: self._exchange("connections", data, call.left_s), call.left_s
+        call = self._begin_call("connections", timeout_s)
+        name = f"{self._store.prefix}{call.call.number}"
+        return PeerConnector(self._session, self.rank, self.peers, name).connect(
+            lambda data: self._exchange("connections", Exchange(data), call.left_s), call.left_s
         )
 
     # ---- groups ----
@@ -319,7 +319,7 @@ class Coordinator(Collectives):
         """The group's ranks on this node. Collective over them when first used."""
         self._check_open("node")
         if self._node is None:
-            self._node = self._subgroup(tuple(self._mine), self._waiting("node", None))
+            self._node = self._subgroup(tuple(self._node_ranks), self._begin_call("node", None))
         return self._node
 
     @property
@@ -328,7 +328,7 @@ class Coordinator(Collectives):
         self._check_open("leaders")
         firsts = tuple(node[0] for node in self.nodes)
         if self._leaders is None and self.rank in firsts:
-            self._leaders = self._subgroup(firsts, self._waiting("leaders", None))
+            self._leaders = self._subgroup(firsts, self._begin_call("leaders", None))
         return self._leaders
 
     def split(self, ranks: Sequence[int], *, timeout_s: float | None = None) -> Coordinator | None:
@@ -345,19 +345,20 @@ class Coordinator(Collectives):
             self._check_rank(member, "ranks")
         if self.rank not in members:
             return None
-        return self._subgroup(members, self._waiting("split", timeout_s))
+        return self._subgroup(members, self._begin_call("split", timeout_s))
 
-    def _subgroup(self, members: tuple[int, ...], call: Waiting) -> Coordinator:
+    def _subgroup(self, members: tuple[int, ...], call: PendingCall) -> Coordinator:
         number = self._count(("split", members))
         group = Coordinator.__new__(Coordinator)
         group.info, group.timeout_s, group._session = self.info, self.timeout_s, self._session
-        group._above = (*self._above, self._subgroups)
+        group._timings = self._timings
+        group._ancestors = (*self._ancestors, self._subgroups)
         if self._session is not None:
-            sessions.stay(self.info)
-        key = f"{self._keys.prefix}{'-'.join(map(str, members))}:{number}/"
+            sessions.retain(self.info)
+        key = f"{self._store.prefix}{'-'.join(map(str, members))}:{number}/"
         detector = self._group.detector if self._group is not None else None
         group._join(key, [self.ranks[member] for member in members], detector, call)
-        for groups in group._above:
+        for groups in group._ancestors:
             groups.add(group)
         return group
 
@@ -374,7 +375,7 @@ class Coordinator(Collectives):
         limit = self._limit(timeout_s)
         if self._closed or self._pid != os.getpid():
             return
-        self._interrupt(min(limit, LINGER_S))
+        self._interrupt(min(limit, self._timings.linger_s))
         groups = (self._node, self._leaders) if self._broken is None else tuple(self._subgroups)
         for group in groups:
             if group is not None:
@@ -383,7 +384,7 @@ class Coordinator(Collectives):
         self._closed = True
         if self._recorder is not None:
             self._recorder.close()
-        limit = limit if self._broken is None else min(limit, LINGER_S)
+        limit = limit if self._broken is None else min(limit, self._timings.linger_s)
         own = self._group
         late = self._release(CLOSED, limit)
         if late and self._broken is None:
@@ -507,7 +508,7 @@ class Coordinator(Collectives):
         if self._broken is not None:
             raise self._broken
         if self._group is not None and not self._closed:
-            self._group.detector.check_group(self._waiting("check", None))
+            self._group.detector.check_group(self._begin_call("check", None))
 
     def diagnose(self, *, stacks_too: bool = True) -> str:
         """Where every rank is, a line each; the other ranks of this node also show their stacks.
@@ -526,15 +527,7 @@ class Coordinator(Collectives):
 
     # ---- within ----
 
-    def _exchange(
-        self,
-        name: str,
-        data: bytes,
-        timeout_s: float | None,
-        root: int = EVERYBODY,
-        reader: int = EVERYBODY,
-        is_scattered: bool = False,
-    ) -> list[bytes]:
+    def _exchange(self, name: str, exchange: Exchange, timeout_s: float | None) -> list[bytes]:
         """One collective call; what breaks it breaks the group."""
         self._check_open(name)
         if not self._busy.acquire(blocking=False):
@@ -544,19 +537,17 @@ class Coordinator(Collectives):
                 "Give each thread a Coordinator of its own, or take turns with a lock."
             )
         try:
-            self._calls += 1
-            self._call = self._waiting(name, timeout_s, self._calls)
-            return self._exchange_alone(self._call, data, root, reader, is_scattered)
+            self._num_calls += 1
+            self._call = self._begin_call(name, timeout_s, self._num_calls)
+            return self._exchange_alone(self._call, exchange)
         finally:
             self._busy.release()
 
-    def _exchange_alone(
-        self, call: Waiting, data: bytes, root: int, reader: int, is_scattered: bool
-    ) -> list[bytes]:
+    def _exchange_alone(self, call: PendingCall, exchange: Exchange) -> list[bytes]:
         if self._group is None:
-            return parts(data, 1) if is_scattered else [data]
+            return unpack_parts(exchange.data, 1) if exchange.is_scattered else [exchange.data]
         try:
-            return self._group.exchange(call, data, root, reader, is_scattered)
+            return self._group.exchange(call, exchange)
         except CoordinatorError as error:
             self._broken = error
             raise
@@ -564,11 +555,13 @@ class Coordinator(Collectives):
             self._abandon(error)
             raise
 
-    def _waiting(self, name: str, timeout_s: float | None, number: int | None = None) -> Waiting:
+    def _begin_call(
+        self, name: str, timeout_s: float | None, number: int | None = None
+    ) -> PendingCall:
         """A call that begins now; numbered by its name, unless it is a collective one."""
         if number is None:
             number = self._count(("call", name)) + 1
-        return waiting(name, number, self._limit(timeout_s))
+        return begin_call(name, number, self._limit(timeout_s))
 
     def _limit(self, timeout_s: float | None) -> float:
         return self.timeout_s if timeout_s is None else self._checked(timeout_s)

@@ -12,19 +12,19 @@ from coordinator import addresses
 
 
 def interfaces() -> dict[str, list[str]]:
-    """The addresses of each interface, those for one link only left out."""
-    found = {
-        name: [text] if (text := addresses._ipv4_of(name)) else []
+    """The addresses of each interface, without link-local ones."""
+    by_name = {
+        name: [text] if (text := addresses.ipv4_of(name)) else []
         for _, name in socket.if_nameindex()
     }
-    for name, text in addresses._ipv6():
-        found.setdefault(name, []).append(text)
-    return found
+    for name, text in addresses.ipv6_addresses():
+        by_name.setdefault(name, []).append(text)
+    return by_name
 
 
 def facts() -> dict[str, object]:
     """outward: by which addresses other hosts would reach this one, the first choice first."""
-    outward = [text for _, text in addresses.outward_addresses()]
+    outward = [text for _, text in addresses.routable_addresses()]
     return {"interfaces": interfaces(), "outward": outward}
 
 

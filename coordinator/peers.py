@@ -1,4 +1,4 @@
-"""Who the other ranks are, and which of them share a node."""
+"""Peers: the other ranks with their processes and hosts, and the nodes that they share."""
 
 from __future__ import annotations
 
@@ -105,14 +105,14 @@ def group_by_node(peers: Sequence[Peer]) -> list[list[int]]:
     A node is what the launcher counted as one: a set of ranks on one machine whose local_ranks are
     0 .. local_world_size-1, each once. Two such sets on one machine are two nodes.
     """
-    found: list[dict[int, Peer]] = []
+    nodes: list[dict[int, Peer]] = []
     open_nodes: dict[tuple[str, str, int], list[dict[int, Peer]]] = {}
     for peer in sorted(peers, key=lambda peer: peer.rank):
-        alike = open_nodes.setdefault((peer.boot_id, peer.host, peer.local_world_size), [])
-        node = next((node for node in alike if peer.local_rank not in node), None)
+        same_host = open_nodes.setdefault((peer.boot_id, peer.host, peer.local_world_size), [])
+        node = next((node for node in same_host if peer.local_rank not in node), None)
         if node is None:
             node = {}
-            alike.append(node)
-            found.append(node)
+            same_host.append(node)
+            nodes.append(node)
         node[peer.local_rank] = peer
-    return [[node[local].rank for local in sorted(node)] for node in found]
+    return [[node[local].rank for local in sorted(node)] for node in nodes]

@@ -7,26 +7,83 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class Timings:
-    """How long things may take before the coordinator draws a conclusion."""
+    """How long things may take before the coordinator draws a conclusion, and how often it looks.
 
+    Deadlines of calls are no part of it: those are the caller's timeout_s.
+    """
+
+    # ---- failure detection: coordinator/failure/ ----
     scan_s: float = 0.25
     """Between two looks at the other ranks while there is a subscriber to their failures. A death
-    on this host is noticed at once; must be well below suspended_s."""
+    on this host is noticed at once. Must be well below suspended_s."""
     suspended_s: float = 1.25
-    """A process must have been stopped for so long to count as suspended: a debugger lets it go on
-    before. Must exceed several scan_s."""
+    """A process counts as suspended after so long: a debugger lets it go on before. Must exceed
+    several scan_s."""
     silent_s: float = 2.5
-    """Without a heartbeat at rank 0, after which a rank of another host counts as suspended. Must
-    exceed several heartbeats."""
+    """Without a heartbeat at rank 0, after which a rank of another host counts as suspended or its
+    host as unreachable. Must exceed several heartbeat_s, and ping_after_s + acknowledged_s."""
     master_silent_s: float = 10.0
     """Without an answer of rank 0, after which it counts as unreachable. Must exceed the time for
     which loading a model on all GPUs keeps rank 0 from everything else."""
     membership_s: float = 0.5
     """Between two questions to rank 0 about ranks of other hosts."""
-    exit_notice_s: float = 0.5
+    exit_notice_s: float = 1.0
     """For rank 0 to learn whether a process that ended had closed first. Must exceed the time
     between the end of a process's connections and the end of the process."""
+    lost_grace_s: float = 0.5
+    """After rank 0 lost a connection, for what that rank had sent to others to arrive."""
+    reason_s: float = 1.5
+    """For the reason of a broken connection to arrive through rank 0. Must exceed heartbeat_s."""
+    departed_s: float = 1.0
+    """Between two questions to rank 0 about ranks that have left."""
+    new_group_s: float = 5.0
+    """For a group to appear in the heartbeats of all its ranks. Must exceed several heartbeat_s."""
+
+    # ---- control plane: coordinator/control/ ----
+    heartbeat_s: float = 0.5
+    """Between two heartbeats of a rank to rank 0."""
+    tick_s: float = 0.5
+    """Between two looks of rank 0's server at pending and silent connections."""
+    ping_after_s: float = 1.5
+    """Without a heartbeat, after which rank 0 sends a ping. Must exceed two heartbeat_s."""
+    acknowledged_s: float = 0.5
+    """For the kernel of another host to acknowledge a ping. Must exceed the round trip."""
+    answer_s: float = 1.0
+    """At most, for questions to rank 0 that only improve an error."""
+    last_answer_s: float = 0.2
+    """As answer_s, where the deadline has passed already."""
+    report_s: float = 0.3
+    """To tell rank 0 why a group failed, which may be the end of a deadline."""
+    exit_s: float = 0.5
+    """For a process to end after its connections broke."""
+    handshake_s: float = 10.0
+    """For a client to authenticate, after which it is sent away."""
+    accept_retry_s: float = 0.01
+    """Before rank 0 tries to accept again when no descriptors are left."""
+    connect_retry_s: float = 0.02
+    """Between two attempts to connect to rank 0 or to another node."""
+    connect_s: float = 5.0
+    """Of one attempt to connect where there are several addresses: a route that drops packets
+    would take minutes."""
+
+    # ---- transport, store, Coordinator ----
+    idle_s: float = 0.1
+    """Between two looks at failures while waiting for a socket."""
+    shm_wait_s: float = 0.05
+    """Between two looks at failures while waiting in shared memory."""
+    link_extra_s: float = 5.0
+    """Beyond the deadline of a call, for connections between nodes: the error of the deadline must
+    come first. Must exceed reason_s + answer_s."""
+    rendezvous_s: float = 1.0
+    """Between two questions to rank 0 about lost ranks while a group is being made."""
+    failed_turn_s: float = 5.0
+    """To store that once() or master_first() failed, whatever its own deadline."""
+    linger_s: float = 2.0
+    """Of rank 0 in a failed group, for the others to hear why it failed. Must exceed reason_s."""
 
     def scaled(self, factor: float) -> Timings:
         """All of them multiplied."""
         return Timings(*(factor * getattr(self, field.name) for field in fields(self)))
+
+
+DEFAULT = Timings()

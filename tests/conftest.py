@@ -217,6 +217,33 @@ def _segments() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if "drumline" in name}
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--skipped-into",
+        type=Path,
+        help="append what is skipped to this file: pytest @FILE runs it",
+    )
+
+
+class SkippedTests:
+    """Notes the tests that were skipped, to be run where more is installed."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if report.skipped and not hasattr(report, "wasxfail"):
+            with self._file.open("a") as file:  # of several processes: a short line is one write
+                file.write(f"{report.nodeid}\n")
+
+    pytest_runtest_logreport = pytest_collectreport = _note
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if file := config.getoption("--skipped-into"):
+        config.pluginmanager.register(SkippedTests(file))
+
+
 FORKING = ("launcher", "coordinator")
 
 

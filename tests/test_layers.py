@@ -1,114 +1,238 @@
-"""The rules between the floors, held over the syntax trees of the packages."""
+"""The rules between layers and packages, held over the syntax trees of the code."""
 
 import ast
+import collections
+import functools
 import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FLOORS = ("launcher", "coordinator", "communicator", "drumline")
-FILES = [path for floor in FLOORS for path in sorted((ROOT / floor).rglob("*.py"))]
+LAYERS = ("launcher", "coordinator", "communicator", "drumline")
+
+# A line may import itself and the lines before it. `base` is the layer's modules that are not named
+# elsewhere; a layer's own `__init__` may import all of it.
+ORDER = {
+    "launcher": (
+        "base records system trace",
+        "registry detection",
+        "runtime external local",
+        "backends launch_job",
+        "doctor",
+        "cli __main__",
+    ),
+    "coordinator": (
+        "base",
+        "control",
+        "failure",
+        "store transport",
+        "collectives coordinator outcome",
+    ),
+    "communicator": (
+        "base torch_interop",
+        "backends",
+        "conformance",
+        "cli backend_info __main__ torch_backend compile",
+    ),
+    "drumline": (
+        "base core",
+        "planner checkpoint",
+        "liveness offload kv_cache",
+        "tensor_parallel compile_once",
+        "stages",
+        "pipeline",
+        "strategies",
+        "serving",
+        "cli __main__",
+    ),
+}
 
 
-def _name(path: Path) -> str:
-    return str(path.relative_to(ROOT))
+@functools.cache
+def _trees() -> dict[Path, ast.Module]:
+    paths = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]
+    return {path.relative_to(ROOT): ast.parse(path.read_text()) for path in paths}
 
 
-def _imports(path: Path) -> list[str]:
-    """Every module that the file imports, wherever in it, as dotted names."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+def _module(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@functools.cache
+def _modules() -> frozenset[str]:
+    return frozenset(map(_module, _trees()))
+
+
+def _imports(tree: ast.AST, is_top_level: bool = False) -> list[str]:
+    """Every module that the tree imports, as dotted names; those of type checkers left out."""
+    names = []
+    nodes = tree.body if is_top_level else _walk_without_types(tree)  # type: ignore[attr-defined]
+    for node in nodes:
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            found.append(path.parent.name if node.level else node.module or "")
-    return found
+            assert not node.level, "relative import"
+            module = node.module or ""
+            submodules = [f"{module}.{alias.name}" for alias in node.names]
+            names += [name if name in _modules() else module for name in submodules]
+    return names
 
 
-@pytest.mark.parametrize("path", FILES, ids=_name)
-def test_a_floor_imports_only_lower_floors_and_only_their_public_names(path):
+def _walk_without_types(tree: ast.AST):
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        yield node
+        yield from _walk_without_types(node)
+
+
+def _rank_in_order(layer: str, module: str) -> int:
+    """The line of the layer's table that the module stands in."""
+    part = (module.split(".") + [""])[1]
+    for number, line in enumerate(ORDER[layer]):
+        if part in line.split():
+            return number
+    return 0  # base
+
+
+def _names(tree: ast.AST) -> set[str]:
+    """Every identifier and attribute of the tree, comments and strings left out."""
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return names | {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+
+
+def test_a_layer_imports_only_lower_layers_and_only_their_public_names():
     """A command line may also build on the command lines of the layers below."""
-    floor = path.relative_to(ROOT).parts[0]
-    lower = FLOORS[: FLOORS.index(floor)]
-    for module in _imports(path):
-        top = module.split(".")[0]
-        if top in FLOORS and top != floor:
-            assert top in lower, f"{_name(path)} imports {module}, a higher floor"
-            is_entry_point = module == f"{top}.cli" and "cli" in (path.stem, path.parent.name)
-            assert module == top or is_entry_point, f"{_name(path)} imports {module}"
+    wrong = []
+    for path, tree in _trees().items():
+        layer = path.parts[0]
+        for node in ast.walk(tree):
+            if not isinstance(node, (ast.Import, ast.ImportFrom)):
+                continue
+            froms = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            modules = froms or [alias.name for alias in node.names]
+            for module in modules:
+                top = module.split(".")[0]
+                if top not in LAYERS or top == layer:
+                    continue
+                names = {alias.name for alias in node.names} if froms else set()
+                is_lower = LAYERS.index(top) < LAYERS.index(layer)
+                is_command_line = module == f"{top}.cli" and "cli" in path.with_suffix("").parts
+                is_public = is_command_line or (module == top and names <= _public(top))
+                if not is_lower or not is_public:
+                    wrong.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
+    assert wrong == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=_name)
-def test_public_names_are_the_only_ones_taken(path):
-    """`from launcher import x` takes only what launcher.__all__ offers."""
-    floor = path.relative_to(ROOT).parts[0]
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module in FLOORS and node.module != floor:
-            offered = _public(node.module)
-            taken = {alias.name for alias in node.names}
-            assert taken <= offered, f"{_name(path)} takes {taken - offered} of {node.module}"
-
-
-def _public(floor: str) -> set[str]:
-    tree = ast.parse((ROOT / floor / "__init__.py").read_text())
-    for node in tree.body:
+@functools.cache
+def _public(layer: str) -> set[str]:
+    for node in _trees()[Path(layer, "__init__.py")].body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             return set(ast.literal_eval(node.value))
     return set()
 
 
+def test_a_package_imports_only_those_before_it_in_the_table():
+    wrong = []
+    for path, tree in _trees().items():
+        layer, module = path.parts[0], _module(path)
+        if module == layer:
+            continue
+        for imported in _imports(tree, is_top_level=True):
+            is_ours = imported.split(".")[0] == layer and imported != layer
+            if is_ours and _rank_in_order(layer, imported) > _rank_in_order(layer, module):
+                wrong.append(f"{module} imports {imported}")
+    assert wrong == []
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    graph = {_module(path): set() for path in _trees()}
+    for path, tree in _trees().items():
+        graph[_module(path)] |= {n for n in _imports(tree, is_top_level=True) if n in graph}
+    for layer in LAYERS:  # its `__init__` gathers what its modules have made
+        for edges in graph.values():
+            edges.discard(layer)
+    while leaves := {module for module, edges in graph.items() if not edges & graph.keys()}:
+        for module in leaves:
+            del graph[module]
+    assert graph == {}
+
+
+@pytest.mark.xfail(reason="renaming is under way")
+def test_every_folder_is_small_enough_to_read():
+    folders = collections.Counter(path.parent for path in _trees() if path.name != "__init__.py")
+    assert {str(folder): n for folder, n in folders.items() if n > 12} == {}
+
+
+@pytest.mark.xfail(reason="renaming is under way")
+def test_every_package_is_on_the_map():
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    folders = {path.parent for path in _trees()} | {
+        path.relative_to(ROOT).parent for path in (ROOT / "csrc").rglob("*.cpp")
+    }
+    assert [str(folder) for folder in sorted(folders) if f"`{folder}/`" not in text] == []
+
+
+@pytest.mark.xfail(reason="renaming is under way")
+def test_a_module_name_stands_for_one_module():
+    repeated = {"errors", "cli", "mpi", "timings", "__main__"}
+    stems = collections.defaultdict(list)
+    for path in _trees():
+        module = _module(path)
+        if path.name != "__init__.py":
+            stems[module.split(".")[-1]].append(module)
+    assert {s: m for s, m in stems.items() if len(m) > 1 and s not in repeated} == {}
+
+
+@pytest.mark.xfail(reason="renaming is under way")
+def test_a_class_name_stands_for_one_class():
+    places = collections.defaultdict(list)
+    for path, tree in _trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(str(path))
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+
+
 STANDARD = {*sys.stdlib_module_names, "launcher"}
-# What the launcher may use if it is there: each is imported inside the one function that needs it.
-LAZY = {"ray", "mpi4py", "pynvml", "rich", "torch", "matplotlib"}
+# What the launcher may use if it is there: each is imported inside the function that needs it.
+LAZY = {"ray", "mpi4py", "pynvml", "rich", "torch", "matplotlib", "argcomplete"}
 
 
-def _top_level_imports(path: Path) -> list[str]:
-    found = []
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            found.append(node.module or "")
-    return found
+def test_the_launcher_loads_the_standard_library_alone():
+    for path, tree in _trees().items():
+        if path.parts[0] == "launcher":
+            top_level = {name.split(".")[0] for name in _imports(tree, is_top_level=True)}
+            assert top_level <= STANDARD, path
+            assert {name.split(".")[0] for name in _imports(tree)} <= STANDARD | LAZY, path
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "launcher").rglob("*.py")), ids=_name)
-def test_the_launcher_loads_the_standard_library_alone(path):
-    assert {module.split(".")[0] for module in _top_level_imports(path)} <= STANDARD
-    assert {module.split(".")[0] for module in _imports(path)} <= STANDARD | LAZY
+def test_nothing_is_ever_unpickled():
+    for path, tree in _trees().items():
+        modules = {name.split(".")[0] for name in _imports(tree)}
+        assert not modules & {"pickle", "cloudpickle", "dill", "marshal", "shelve"}, path
+        unpickling = {"broadcast_object_list", "all_gather_object", "recv_object_list"}
+        assert not _names(tree) & unpickling, path
 
 
-def _names(path: Path) -> set[str]:
-    """Every identifier and attribute in the file, comments and strings left out."""
-    tree = ast.parse(path.read_text())
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    return names | {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+def test_only_the_launcher_reads_the_environment():
+    for path, tree in _trees().items():
+        if path.parts[0] != "launcher":
+            assert not _names(tree) & {"environ", "getenv", "putenv"}, path
 
 
-@pytest.mark.parametrize("path", FILES, ids=_name)
-def test_nothing_is_ever_unpickled(path):
-    modules = {module.split(".")[0] for module in _imports(path)}
-    assert not modules & {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
-    assert not _names(path) & {"broadcast_object_list", "all_gather_object", "recv_object_list"}
+def test_no_library_exits_and_none_listens_everywhere():
+    for path, tree in _trees().items():
+        text = (ROOT / path).read_text()
+        assert "0.0.0.0" not in text and "tcp://*" not in text, path
+        if path.parts[0] != "launcher" and path.name != "__main__.py":
+            assert not _names(tree) & {"_exit", "exit", "quit"}, path
 
 
-@pytest.mark.parametrize("path", FILES, ids=_name)
-def test_only_the_launcher_reads_the_environment(path):
-    if path.relative_to(ROOT).parts[0] != "launcher":
-        assert not _names(path) & {"environ", "getenv", "putenv"}
-
-
-@pytest.mark.parametrize("path", FILES, ids=_name)
-def test_no_library_exits_and_none_listens_everywhere(path):
-    text = path.read_text()
-    assert "0.0.0.0" not in text and "tcp://*" not in text
-    if path.relative_to(ROOT).parts[0] != "launcher" and path.name != "__main__.py":
-        assert not _names(path) & {"_exit", "exit", "quit"}
-
-
-@pytest.mark.parametrize("path", FILES, ids=_name)
-def test_no_floor_writes_cuda_visible_devices(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Assign):
-            assert "CUDA_VISIBLE_DEVICES" not in ast.unparse(node.targets[0])
+def test_nothing_writes_cuda_visible_devices():
+    for path, tree in _trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign):
+                assert "CUDA_VISIBLE_DEVICES" not in ast.unparse(node.targets[0]), path

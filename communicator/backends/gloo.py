@@ -16,6 +16,7 @@ from communicator import call_check
 from communicator.backends.tagged_p2p import TaggedP2PCommunicator, as_bytes
 from communicator.dtypes import OPS
 from communicator.errors import CommunicatorTimeout, DrumlineError, PeerLost
+from communicator.failures import describe_lost
 from coordinator import Coordinator, CoordinatorError
 
 REDUCED = {
@@ -124,12 +125,12 @@ class Gloo(TaggedP2PCommunicator):
         text = str(error)
         timed_out = "timed out" in text.lower()
         lost = self._lost_peers() if timed_out else self._await_lost_peers()
-        kind = CommunicatorTimeout if timed_out else PeerLost
-        return kind(
+        message = (
             f"rank {self.rank} waited {waited_s:.1f} s in {call} (gloo, {self.world_size} ranks)."
-            f"{lost} Are all ranks in the same call, with tensors of the same "
-            f"size, and alive? ({text}){self._diagnosis() if timed_out else ''}"
+            f"{describe_lost(lost)} Are all ranks in the same call, with tensors of the same size, "
+            f"and alive? ({text}){self._diagnosis() if timed_out else ''}"
         )
+        return CommunicatorTimeout(message) if timed_out else PeerLost(message, lost)
 
     def _diagnosis(self) -> str:
         """The Coordinator's report of where the ranks are, for an error."""

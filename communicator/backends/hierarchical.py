@@ -19,7 +19,8 @@ from communicator.backends.tagged_p2p import TaggedP2PCommunicator
 from communicator.backends.tcp import Tcp
 from communicator.base import Capabilities, Communicator
 from communicator.default_collectives import P2PCall, accumulator
-from communicator.errors import CommunicatorError, DrumlineError, Unsupported, with_text
+from communicator.errors import CommunicatorError, DrumlineError, PeerLost, Unsupported, with_text
+from communicator.failures import describe_lost, report, run_on_all_ranks
 from communicator.selection import backend_class
 from coordinator import Coordinator
 
@@ -82,18 +83,12 @@ class Hierarchical(Communicator):
         self._node_of = {rank: k for k, node in enumerate(self._nodes) for rank in node}
         self._node_ranks = self._nodes[self._node_of[self.rank]]  # of this rank's node
         self._failures = self.coor.store("hierarchical failures")
-        error: DrumlineError | None = None
+        network = backend_class(between)
         try:
-            self._open_subgroups(backend_class(between))
-        except DrumlineError as caught:
-            error = caught
-        errors = self.coor.allgather(str(error or "").encode())
-        if any(errors):
+            run_on_all_ranks(self.coor, lambda: self._open_subgroups(network))
+        except DrumlineError:
             self.do_close()
-            raise error or CommunicatorError(
-                f"rank {self.rank}: no hierarchical communicator, for a rank could not join one of "
-                f"its subgroups: {max(errors).decode()}"
-            )
+            raise
 
     def _open_subgroups(self, network: Any) -> None:
         """Open the groups of all ranks, of this node, and, on a leader, of the leaders."""
@@ -278,22 +273,29 @@ class Hierarchical(Communicator):
             raise failure from error
 
     def _failure(self, call: str, error: DrumlineError) -> DrumlineError:
-        """The error, with the failure that came first on any rank."""
+        """The error, with the lost ranks and the failure that came first on any rank.
+
+        A lost rank is reported: its death may be visible on its own host alone, and rank 0, which
+        keeps the first failure, may exit before others have read it.
+        """
         text = f"rank {self.rank} in {call}: {error}"
         try:
             first = self._failures.compare_set("first", "", text).decode()
         except RuntimeError:
             first = "unknown, for rank 0, which kept the failures, exited."
+        lost = self._await_lost_peers() if isinstance(error, PeerLost) else self._lost_peers()
+        if lost:
+            report(self.coor, lost[0])
         cause = "" if first == text else f" The first failure: {first}"
-        return with_text(
-            error,
+        text = (
             f"rank {self.rank} lost its peers in {call} ({self.world_size} ranks on "
-            f"{len(self._nodes)} nodes).{self._lost_peers()} {error}{cause}",
+            f"{len(self._nodes)} nodes).{describe_lost(lost)} {error}{cause}"
         )
+        return PeerLost(text, lost) if isinstance(error, PeerLost) else with_text(error, text)
 
 
 def _was_dropped(error: DrumlineError) -> bool:
-    """Whether the error is of a message that did not fit: the only plain CommunicatorError."""
+    """True for the error of a message that did not fit: the only plain CommunicatorError."""
     return type(error) is CommunicatorError
 
 

@@ -21,10 +21,10 @@ from communicator.base import Capabilities
 from communicator.dtypes import OPS, dtype_info
 from communicator.errors import (
     CommunicatorTimeout,
-    DrumlineError,
     PeerLost,
     Unsupported,
 )
+from communicator.failures import describe_lost
 from coordinator import Coordinator
 
 EAGER_TESTS = 200  # of a call before its thread sleeps between them
@@ -155,16 +155,16 @@ class Mpi(TaggedP2PCommunicator):
         if not lost and waited_s < self.timeout_s:
             return
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(request))  # for ever: MPI may still write
-        kind: type[DrumlineError] = PeerLost if lost else CommunicatorTimeout
-        raise kind(
+        message = (
             f"rank {self.rank} waited {waited_s:.1f} s in {call} (mpi, {self.world_size} ranks)."
-            f"{lost} Are all ranks in the same call, with tensors of the same "
-            "size, and alive?"
+            f"{describe_lost(lost)} Are all ranks in the same call, with tensors of the same size, "
+            "and alive?"
         )
+        raise PeerLost(message, lost) if lost else CommunicatorTimeout(message)
 
 
 def _is_reduced(tensor: torch.Tensor) -> bool:
-    """Whether MPI reduces it. A bool travels as a byte: max is "any", min and prod are "all"."""
+    """True if MPI reduces it. A bool is sent as a byte: max is "any", min and prod are "all"."""
     return dtype_info(tensor.dtype).mpi is not None or tensor.dtype == torch.bool
 
 

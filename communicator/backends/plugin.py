@@ -7,7 +7,6 @@ comm.allreduce(torch.ones(4))
 from __future__ import annotations
 
 import ctypes
-import json
 import math
 import secrets
 import weakref
@@ -22,7 +21,8 @@ from communicator.base import Communicator
 from communicator.call_check import CallChecker
 from communicator.default_collectives import P2PCall
 from communicator.dtypes import Op
-from communicator.errors import CommunicatorError, DrumlineError, PeerLost, Unsupported
+from communicator.errors import DrumlineError, PeerLost, Unsupported
+from communicator.failures import describe_lost, run_on_all_ranks
 from coordinator import Coordinator
 
 ONE_NODE = 1 << 1  # COMM_CAP_ONE_NODE of communicator.h
@@ -46,7 +46,8 @@ class PluginCommunicator(Communicator):
     def __init__(self, coor: Coordinator, backend: Any = None, **options: Any) -> None:
         super().__init__(coor, backend, **options)
         declared = self.capabilities
-        if declared.checked_calls > 0 and self.world_size > 1 and not declared.compares_every_call:
+        is_checked = declared.checked_calls > 0 and not declared.compares_every_call
+        if is_checked and self.world_size > 1 and isinstance(coor, Coordinator):  # it needs a store
             self._call_checker = CallChecker(self, declared.checked_calls)
 
     @classmethod
@@ -69,25 +70,26 @@ class PluginCommunicator(Communicator):
     def do_open(self, **options: Any) -> None:
         self._load_plugin()
         name, unique_id = self._agree()
-        error: Exception | None = None
         try:
-            self._comm = self._plugin.init(
-                self.rank,
-                self.world_size,
-                self.coor,
-                device=-1 if self.device_type == "cpu" else self.device.index,
-                timeout_ms=max(1, int(self.timeout_s * 1000)),
-                name=name,
-                unique_id=unique_id,
-                options=[f"{key}={value}" for key, value in options.items()],
-            )
-        except (DrumlineError, ValueError) as caught:
-            error = caught
-        self._all_or_none(error)
-        if (
-            type(self).allreduce is PluginCommunicator.allreduce
-        ):  # called most: no Python in between
+            run_on_all_ranks(self.coor, lambda: self._init(name, unique_id, options))
+        except Exception:
+            self.do_close()
+            raise
+        # allreduce is called most: where no subclass overrides it, no Python is in between.
+        if type(self).allreduce is PluginCommunicator.allreduce:
             self.allreduce = self._comm.allreduce  # type: ignore[method-assign]
+
+    def _init(self, name: str, unique_id: bytes, options: dict[str, Any]) -> None:
+        self._comm = self._plugin.init(
+            self.rank,
+            self.world_size,
+            self.coor,
+            device=-1 if self.device_type == "cpu" else self.device.index,
+            timeout_ms=max(1, int(self.timeout_s * 1000)),
+            name=name,
+            unique_id=unique_id,
+            options=[f"{key}={value}" for key, value in options.items()],
+        )
 
     def _load_plugin(self) -> None:
         self._plugin = _native.open(self.path)
@@ -99,28 +101,14 @@ class PluginCommunicator(Communicator):
         library = f"{self._plugin.name} {self._plugin.version}"
         name = f"{self.coor.info.launch_id}-{secrets.token_hex(4)}"
         unique_id = self._plugin.unique_id() if self.rank == 0 else b""
-        proposals = self.coor.allgather(json.dumps([library, name, unique_id.hex()]).encode())
-        libraries, names, unique_ids = zip(*map(json.loads, proposals), strict=True)
-        for rank, other in enumerate(libraries):
+        proposals = self.coor.allgather_object([library, name, unique_id])
+        for rank, (other, _, _) in enumerate(proposals):
             if other != library:
                 raise Unsupported(
                     f"rank {self.rank}: this rank has {library}, rank {rank} has {other}. Their "
                     "messages may differ; install the same version everywhere."
                 )
-        return names[0], bytes.fromhex(unique_ids[0])
-
-    def _all_or_none(self, error: Exception | None) -> None:
-        """Fail on every rank if one could not join: the others would wait for it."""
-        said = self.coor.allgather(str(error or "").encode())
-        if error is not None:
-            raise error
-        for rank, text in enumerate(said):
-            if text:
-                self.do_close()
-                raise CommunicatorError(
-                    f"rank {self.rank}: rank {rank} could not join the {self._plugin.name} "
-                    f"communicator, so nobody can use it. It says: {text.decode()}"
-                )
+        return proposals[0][1], proposals[0][2]
 
     def _check_same_call(
         self, call: str, tensor: torch.Tensor | None = None, details: str = ""
@@ -128,7 +116,7 @@ class PluginCommunicator(Communicator):
         """Done already, by the CallChecker or by the library."""
 
     def is_capturing(self) -> bool:
-        """Whether torch's current stream is being captured in a CUDA graph."""
+        """True while torch's current stream is captured in a CUDA graph."""
         return (
             self.device_type == "cuda"
             and torch.cuda.is_available()
@@ -139,8 +127,9 @@ class PluginCommunicator(Communicator):
         """Raise PeerLost if a peer that the call would wait for is known dead."""
         if lost := self._lost_peers():
             raise PeerLost(
-                f"rank {self.rank} lost a peer before {call}.{lost} Start all ranks again, and "
-                "look at what those printed last."
+                f"rank {self.rank} lost a peer before {call}.{describe_lost(lost)} Start all ranks "
+                "again, and look at what those printed last.",
+                lost,
             )
 
     def do_close(self) -> None:

@@ -87,7 +87,7 @@ class TaggedP2PCommunicator(Communicator):
         return self.start_bytes(message.kind, data, message.peer, tag)
 
     def _check_description(self, call: str, message: PendingMessage) -> str:
-        """What is wrong with a message, or "".
+        """The problem of a message, or "".
 
         One that does not fit is received all the same, elsewhere: its sender and the next message
         need not wait.

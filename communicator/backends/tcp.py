@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from communicator import call_check, timings
-from communicator.async_work import Handle, WorkQueue
+from communicator.async_work import AsyncWork, WorkQueue
 from communicator.backends.tagged_p2p import as_bytes
 from communicator.backends.tensor_socket import SocketClosed, Steps, TensorSocket
 from communicator.base import Capabilities, Communicator
@@ -22,11 +22,13 @@ from communicator.errors import (
     PeerLost,
     Unsupported,
 )
-from coordinator import Coordinator, CoordinatorError
+from communicator.failures import describe_lost
+from coordinator import Coordinator, CoordinatorError, FailureReason, RankFailure
 
 SPLIT_FROM_BYTES = 1 << 21  # from this size on all ranks share the work of an allreduce
 MAX_SCRATCH_BYTES = 1 << 24  # of memory that is kept between two of those
 ALIGNMENT = 64
+LEFT = FailureReason.LEFT
 CONNECTION_ENDED = select.POLLERR | select.POLLHUP | select.POLLNVAL  # which poll always reports
 DIRECTION = {"send": "send to rank", "recv": "recv from rank"}
 
@@ -34,9 +36,9 @@ DIRECTION = {"send": "send to rank", "recv": "recv from rank"}
 class ConnectionLost(Exception):
     """The connection to a peer broke."""
 
-    def __init__(self, peer: int, why: str) -> None:
+    def __init__(self, peer: int, why: str, failures: Sequence[RankFailure] = ()) -> None:
         super().__init__(why)
-        self.peer, self.why = peer, why
+        self.peer, self.why, self.failures = peer, why, failures
 
 
 class MessageMismatch(Exception):
@@ -115,11 +117,11 @@ class Tcp(Communicator):
         if problem:
             raise CommunicatorError(problem)
 
-    def start_group(self, calls: list[P2PCall]) -> Handle | None:
+    def start_group(self, calls: list[P2PCall]) -> AsyncWork | None:
         """Start sends and receives, which progress by themselves until finish_group."""
-        return self._queue.put(lambda: self.do_group(calls), []) if calls else None
+        return self._queue.submit(lambda: self.do_group(calls), []) if calls else None
 
-    def finish_group(self, pending: Handle | None) -> None:
+    def finish_group(self, pending: AsyncWork | None) -> None:
         """Return when all have ended. Raises CommunicatorError if a message did not fit."""
         if pending is not None:
             pending.wait()
@@ -271,7 +273,8 @@ class Tcp(Communicator):
         try:
             self.coor.check()
         except CoordinatorError as error:
-            raise ConnectionLost(next(iter(peers)), str(error)) from error
+            failures = error.failures if isinstance(error, PeerLost) else ()
+            raise ConnectionLost(next(iter(peers)), str(error), failures) from error
         for peer in peers:
             if self.coor.peers[peer].is_known_dead():
                 raise ConnectionLost(peer, "it died")
@@ -293,16 +296,19 @@ class Tcp(Communicator):
         where = f"{call} (tcp, {self.world_size} ranks)"
         if isinstance(error, TimeoutError):
             return CommunicatorTimeout(
-                f"rank {self.rank} waited {self.timeout_s:g} s in {where}.{self._lost_peers()} Are "
+                f"rank {self.rank} waited {self.timeout_s:g} s in {where}."
+                f"{describe_lost(self._lost_peers())} Are "
                 "all ranks alive and in the same call, with tensors of the same size?"
             )
         if isinstance(error, ConnectionLost):
             peer, why = self.coor.peers[error.peer], error.why.rstrip(".")
             end = "" if why.endswith("?") else "."
+            lost = self._await_lost_peers()
+            failures = error.failures or lost or (RankFailure(error.peer, peer, LEFT, text=why),)
             return PeerLost(
-                f"rank {self.rank} lost {peer} in {where}: {why}{end}"
-                f"{self._await_lost_peers()} Start all ranks again, and look at what those printed "
-                "last."
+                f"rank {self.rank} lost {peer} in {where}: {why}{end}{describe_lost(lost)} Start "
+                "all ranks again, and look at what those printed last.",
+                failures,
             )
         if isinstance(error, MessageMismatch):
             return CommunicatorError(str(error))

@@ -120,7 +120,7 @@ class TensorSocket:
         return self._buffer[self._begin - nbytes : self._begin]
 
     def _receive(self, data: memoryview) -> int:
-        """How many bytes received, which may be none yet."""
+        """Read into data what has arrived; the number of bytes, maybe 0."""
         try:
             count = self._socket.recv_into(data)
         except BlockingIOError:

@@ -197,7 +197,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def differs(result: torch.Tensor, expected: torch.Tensor, what: str) -> str:
-    """How two tensors differ as bytes, or ""."""
+    """The first difference of two tensors as bytes, or ""."""
     result, expected = result.cpu(), expected.cpu()
     if result.shape != expected.shape or result.dtype != expected.dtype:
         return f"{what}: {tuple(result.shape)} {result.dtype}, expected {tuple(expected.shape)}"

@@ -55,7 +55,10 @@ class ReferenceData:
     def problem(
         self, result: torch.Tensor, expected: torch.Tensor, what: str, first: int = 0
     ) -> str:
-        """Where result differs from expected, which begins at element `first` of total()."""
+        """The first element of result that differs from expected, in words, or "".
+
+        expected: elements of total(), from `first` on.
+        """
         result = result.cpu()
         if result.shape != expected.shape or result.dtype != self.dtype:
             return f"{what} gave {_described(result)}, expected shape {tuple(expected.shape)}"

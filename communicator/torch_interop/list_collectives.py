@@ -1,6 +1,6 @@
-"""Collectives in the shapes that torch.distributed knows: lists of tensors, and uneven sizes.
+"""Collectives with torch.distributed's arguments: lists of tensors, and uneven sizes.
 
-lists.allgather(comm, [a, b, c], mine)
+list_collectives.allgather(comm, [a, b, c], tensor)
 
 Tensors may be parts of others, complex, lazily negated or conjugated, or under autograd. torch asks
 for as many elements on every rank, not for the same shape; so a communicator gets them flat here.
@@ -16,23 +16,17 @@ import torch
 from torch.distributed import ReduceOp
 
 from communicator.base import Communicator
+from communicator.dtypes import NAMES_OF_TORCH_OPS
 from communicator.errors import Unsupported
 
-OPS = {
-    ReduceOp.SUM: "sum",
-    ReduceOp.AVG: "avg",
-    ReduceOp.PRODUCT: "prod",
-    ReduceOp.MAX: "max",
-    ReduceOp.MIN: "min",
-}
 BOOL_OPS = {
-    **OPS,
+    **NAMES_OF_TORCH_OPS,
     ReduceOp.SUM: "max",
     ReduceOp.BOR: "max",
     ReduceOp.PRODUCT: "min",
     ReduceOp.BAND: "min",
 }
-COMPLEX_OPS = {op: OPS[op] for op in (ReduceOp.SUM, ReduceOp.AVG)}
+COMPLEX_OPS = {op: NAMES_OF_TORCH_OPS[op] for op in (ReduceOp.SUM, ReduceOp.AVG)}
 BITWISE = {
     ReduceOp.BAND: torch.bitwise_and,
     ReduceOp.BOR: torch.bitwise_or,
@@ -42,11 +36,11 @@ Tensors = Sequence[torch.Tensor]
 
 
 def allreduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> None:
-    with _flat(tensor) as whole:
+    with flattened(tensor) as whole:
         if _is_bitwise(op, tensor.dtype):
             whole.copy_(_bitwise(comm, whole, op))
         else:
-            comm.allreduce(whole, _op(comm, op, tensor.dtype))
+            comm.allreduce(whole, _op_name(comm, op, tensor.dtype))
 
 
 def _is_bitwise(op: Any, dtype: torch.dtype) -> bool:
@@ -62,14 +56,14 @@ def _bitwise(comm: Communicator, whole: torch.Tensor, op: Any) -> torch.Tensor:
 
 
 def broadcast(comm: Communicator, tensor: torch.Tensor, src: int) -> None:
-    with _flat(tensor) as whole:
+    with flattened(tensor) as whole:
         comm.broadcast(whole, src)
 
 
 def reduce(comm: Communicator, tensor: torch.Tensor, dst: int, op: Any) -> None:
-    with _flat(tensor) as whole:
+    with flattened(tensor) as whole:
         if not _is_bitwise(op, tensor.dtype):
-            comm.reduce(whole, dst, _op(comm, op, tensor.dtype))
+            comm.reduce(whole, dst, _op_name(comm, op, tensor.dtype))
             return
         total = _bitwise(comm, whole, op)
         if comm.rank == dst:
@@ -80,8 +74,8 @@ def allgather(comm: Communicator, outs: Tensors, tensor: torch.Tensor) -> None:
     """outs: one for each rank, each of the shape that rank has."""
     if any(out.shape != outs[0].shape for out in outs):
         return _allgather_uneven(comm, outs, tensor)
-    for out, row in zip(outs, comm.allgather(_read(tensor).view(-1)), strict=True):
-        _fill(out, row)
+    for out, row in zip(outs, comm.allgather(_as_flat_input(tensor).view(-1)), strict=True):
+        _write_back(out, row)
 
 
 def _allgather_uneven(comm: Communicator, outs: Tensors, tensor: torch.Tensor) -> None:
@@ -92,19 +86,19 @@ def _allgather_uneven(comm: Communicator, outs: Tensors, tensor: torch.Tensor) -
 
 def allgather_flat(comm: Communicator, out: torch.Tensor, tensor: torch.Tensor) -> None:
     """out: what the ranks have, one after the other."""
-    mine = _read(tensor).view(-1)
-    with _flat(out) as whole:
-        comm.allgather(mine, out=whole.view(comm.world_size, -1))
+    own_input = _as_flat_input(tensor).view(-1)
+    with flattened(out) as whole:
+        comm.allgather(own_input, out=whole.view(comm.world_size, -1))
 
 
 def reduce_scatter(comm: Communicator, out: torch.Tensor, rows: Tensors, op: Any) -> None:
     """rows: one for each rank, which may differ in shape."""
     if any(row.shape != rows[0].shape for row in rows):
         for dst, row in enumerate(rows):
-            total = _read(row).view(-1).clone()
-            comm.reduce(total, dst, _op(comm, op, row.dtype))
+            total = _as_flat_input(row).view(-1).clone()
+            comm.reduce(total, dst, _op_name(comm, op, row.dtype))
             if dst == comm.rank:
-                _fill(out, total)
+                _write_back(out, total)
         return
     reduce_scatter_flat(comm, out, torch.stack([row.detach() for row in rows]), op)
 
@@ -113,9 +107,9 @@ def reduce_scatter_flat(
     comm: Communicator, out: torch.Tensor, tensor: torch.Tensor, op: Any
 ) -> None:
     """tensor: what is for each rank, one after the other."""
-    with _flat(out) as whole:
-        rows = _read(tensor).view(comm.world_size, -1)
-        comm.reduce_scatter(rows, _op(comm, op, out.dtype), out=whole)
+    with flattened(out) as whole:
+        rows = _as_flat_input(tensor).view(comm.world_size, -1)
+        comm.reduce_scatter(rows, _op_name(comm, op, out.dtype), out=whole)
 
 
 def gather(comm: Communicator, outs: Tensors, tensor: torch.Tensor, dst: int) -> None:
@@ -124,7 +118,7 @@ def gather(comm: Communicator, outs: Tensors, tensor: torch.Tensor, dst: int) ->
         exchange(comm, [None] * comm.world_size, outs)
         outs[dst].detach().copy_(tensor.detach())
     else:
-        comm.send(_read(tensor).view(-1), dst)
+        comm.send(_as_flat_input(tensor).view(-1), dst)
 
 
 def scatter(comm: Communicator, out: torch.Tensor, rows: Tensors, src: int) -> None:
@@ -133,7 +127,7 @@ def scatter(comm: Communicator, out: torch.Tensor, rows: Tensors, src: int) -> N
         exchange(comm, rows, [None] * comm.world_size)
         out.detach().copy_(rows[src].detach())
     else:
-        with _flat(out) as whole:
+        with flattened(out) as whole:
             comm.recv(whole, src)
 
 
@@ -156,8 +150,8 @@ def alltoall_flat(
         parts = torch.split(tensor.detach(), list(sizes) or even)
         return alltoall(comm, torch.split(out.detach(), list(out_sizes) or even), parts)
     rows = (comm.world_size, -1)
-    with _flat(out) as whole:
-        comm.alltoall(_read(tensor).view(rows), out=whole.view(rows))
+    with flattened(out) as whole:
+        comm.alltoall(_as_flat_input(tensor).view(rows), out=whole.view(rows))
 
 
 def exchange(
@@ -172,30 +166,32 @@ def exchange(
         for peer, tensor in enumerate(tensors)
         if tensor is not None and peer != comm.rank
     ]
-    with pieces([tensor for _, tensor, _ in calls]) as whole, comm.group():
+    with flattened_all([tensor for _, tensor, _ in calls]) as whole, comm.group():
         for (move, _, peer), tensor in zip(calls, whole, strict=True):
             move(tensor, peer)
 
 
-def _op(comm: Communicator, op: Any, dtype: torch.dtype) -> str:
-    """What we call it. Complex numbers come to a communicator as pairs, which only add up alike."""
-    table = BOOL_OPS if dtype == torch.bool else COMPLEX_OPS if dtype.is_complex else OPS
+def _op_name(comm: Communicator, op: Any, dtype: torch.dtype) -> str:
+    """Our name of the op. Complex numbers are moved as pairs, of which only sums are right."""
+    table = NAMES_OF_TORCH_OPS
+    if dtype == torch.bool or dtype.is_complex:
+        table = BOOL_OPS if dtype == torch.bool else COMPLEX_OPS
     if op not in table:
         raise Unsupported(
             f"rank {comm.rank}: {op} of {dtype} is not offered here. Use one of "
-            f"{', '.join(each.name for each in table)}."
+            f"{', '.join(op.name for op in table)}."
         )
     return table[op]
 
 
-def _read(tensor: torch.Tensor) -> torch.Tensor:
+def _as_flat_input(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in one piece of memory: without autograd, what is lazy done, complex as pairs."""
-    found = tensor.detach().resolve_conj().resolve_neg()
-    return (torch.view_as_real(found) if found.is_complex() else found).contiguous()
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return (torch.view_as_real(plain) if plain.is_complex() else plain).contiguous()
 
 
-def _fill(tensor: torch.Tensor, whole: torch.Tensor) -> None:
-    """Write into the tensor what _read would give."""
+def _write_back(tensor: torch.Tensor, whole: torch.Tensor) -> None:
+    """Write into the tensor what _as_flat_input would give."""
     target = tensor.detach()
     if target.is_complex():
         whole = torch.view_as_complex(whole.view(*target.shape, 2))
@@ -203,16 +199,16 @@ def _fill(tensor: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 @contextmanager
-def pieces(tensors: Tensors) -> Iterator[list[torch.Tensor]]:
+def flattened_all(tensors: Tensors) -> Iterator[list[torch.Tensor]]:
     """The tensors, each flat in one piece; what is written there ends up in the tensors."""
     with ExitStack() as stack:
-        yield [stack.enter_context(_flat(tensor)) for tensor in tensors]
+        yield [stack.enter_context(flattened(tensor)) for tensor in tensors]
 
 
 @contextmanager
-def _flat(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def flattened(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensor, flat in one piece; what is written there ends up in the tensor."""
-    whole = _read(tensor)
+    whole = _as_flat_input(tensor)
     yield whole.view(-1)
     if whole.data_ptr() != tensor.data_ptr():
-        _fill(tensor, whole)
+        _write_back(tensor, whole)

@@ -1,6 +1,6 @@
-"""What a Communicator needs of a Coordinator, over a Store that somebody else opened.
+"""The interface of a Coordinator that communicators use, over a torch Store.
 
-comm = Communicator(Meeting(store, rank, world_size, timeout_s=300))
+comm = Communicator(StoreCoordinator(store, rank, world_size, timeout_s=300))
 """
 
 from __future__ import annotations
@@ -9,59 +9,56 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
+from communicator import timings
 from communicator.errors import CommunicatorTimeout
-from coordinator import Peer
+from coordinator import Peer, RemoteError
 from launcher import LaunchInfo
 
 LOOPBACK = "127.0.0.1"
 DISCARD_PORT = 9  # nothing is sent there
-FIRST_PAUSE_S, LAST_PAUSE_S = 0.0005, 0.1
 
 
-class Meeting:
-    """The ranks that share a store. Collective to make.
+class StoreCoordinator:
+    """The ranks that share a store. Collective to create. Needs no closing.
 
-    The store may hold what others left: torchrun gives the one that it has to the ranks that it
-    starts after a failure. So rank 0 names a part of it that was never used.
-
-    It has the names of a Coordinator that communicators use, and no others. It holds nothing that
-    needs closing.
+    The store may hold keys of earlier ranks: torchrun passes its own to the ranks that it restarts
+    after a failure. So rank 0 chooses a prefix that was never used.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self._rounds = 0
-        self._lent: dict[str, int] = {}
+        self._stores: dict[str, int] = {}
         alone = LaunchInfo(launch_id="alone", world_size=1)
         here = Peer.me(alone)
         token = secrets.token_hex(8)
-        part = token if rank == 0 else self._ask_for_part(store, token)
-        self._store = PrefixStore(part, store)
-        keys = self._put(json.dumps([token, here.host, here.boot_id]).encode())
+        prefix = token if rank == 0 else self._request_prefix(store, token)
+        self._store = PrefixStore(prefix, store)
+        keys = self._publish(json.dumps([token, here.host, here.boot_id]).encode())
         if rank == 0:
-            self._name_part(store, part, keys)
-        said = [json.loads(data) for data in self._get(keys)]
-        places = [tuple(place) for _, *place in said]
+            self._answer_requests(store, prefix, keys)
+        introductions = [json.loads(data) for data in self._collect(keys)]
+        hosts = [tuple(host) for _, *host in introductions]
         self.nodes = [
-            [rank for rank, other in enumerate(places) if other == place]
-            for place in dict.fromkeys(places)
+            [rank for rank, other in enumerate(hosts) if other == host]
+            for host in dict.fromkeys(hosts)
         ]
         self._node = next(node for node in self.nodes if rank in node)
         self.local_rank, self.local_world_size = self._node.index(rank), len(self._node)
         self.info = LaunchInfo(
-            launch_id=said[0][0],
+            launch_id=introductions[0][0],
             world_size=world_size,
             local_world_size=self.local_world_size,
             rank=rank,
             local_rank=self.local_rank,
-            master_addr=_server(store)[0],
-            master_port=_server(store)[1],
+            master_addr=_server_address(store)[0],
+            master_port=_server_address(store)[1],
         )
         me = Peer.me(self.info).to_json().encode()
         self.peers = tuple(Peer.from_json(data) for data in self.allgather(me))
@@ -69,7 +66,7 @@ class Meeting:
     @property
     def address(self) -> str:
         """The address of this host by which it reaches the store, and so the others reach it."""
-        host, port = _server(self._store)
+        host, port = _server_address(self._store)
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)
@@ -77,95 +74,131 @@ class Meeting:
 
     def allgather(self, data: bytes, *, timeout_s: float | None = None) -> list[bytes]:
         """The data of every rank, in order of rank. Collective."""
-        return self._get(self._put(data), timeout_s)
+        return self._collect(self._publish(data), timeout_s)
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        """The value of every rank, in order of rank: JSON, or bytes in it. Collective."""
+        gathered = self.allgather(json.dumps(value, default=_encode_bytes).encode())
+        return [json.loads(data, object_hook=_decode_bytes) for data in gathered]
+
+    def run_on_all_ranks(self, work: Callable[[], Any]) -> list[Any]:
+        """Every rank's result of work(); raises on all ranks if it failed on one. Collective."""
+        result, failure = None, None
+        try:
+            result = work()
+        except Exception as error:
+            failure = error
+        error_type = "" if failure is None else type(failure).__name__
+        outcomes = self.allgather_object([result, error_type, str(failure)])
+        if failure is not None:
+            raise failure
+        for peer, (_, error_type, text) in zip(self.peers, outcomes, strict=True):
+            if error_type:
+                raise RemoteError(
+                    f"rank {self.rank}: {peer} failed: {error_type}: {text}",
+                    peer.rank,
+                    peer,
+                    error_type,
+                    text,
+                )
+        return [result for result, _, _ in outcomes]
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         self.allgather(b"", timeout_s=timeout_s)
 
-    def store(self, name: str) -> Store:
-        """A part of the store that nobody else uses. Collective in this: the n-th call with a name
-        gives every rank the same, empty before.
+    def store(self, name: str, *, timeout_s: float | None = None) -> Store:
+        """An empty store for one purpose: the n-th call with a name is the same on every rank.
+
+        timeout_s: not used, a torch Store has its own.
         """
-        number = self._lent.get(name, 0)
-        self._lent[name] = number + 1
+        number = self._stores.get(name, 0)
+        self._stores[name] = number + 1
         return PrefixStore(f"lent/{name}/{number}", self._store)
 
-    def split(self, ranks: Sequence[int]) -> Meeting | None:
-        """A Meeting of some ranks, in this order. Collective over them; the others get None."""
+    def split(self, ranks: Sequence[int]) -> StoreCoordinator | None:
+        """The Coordinator of some ranks, in this order; None on others. Collective over them."""
         if self.rank not in ranks:
             return None
         store = self.store(f"split/{'-'.join(map(str, ranks))}")
-        return Meeting(store, list(ranks).index(self.rank), len(ranks), self.timeout_s)
+        return StoreCoordinator(store, list(ranks).index(self.rank), len(ranks), self.timeout_s)
 
     def close(self) -> None:
-        """The store is somebody else's."""
+        """Nothing: the store is the caller's."""
 
-    def __enter__(self) -> Meeting:
+    def __enter__(self) -> StoreCoordinator:
         return self
 
     def __exit__(self, *reason: object) -> None:
         self.close()
 
-    def _put(self, data: bytes) -> list[str]:
-        """The keys of the data of every rank, now that this rank's is there."""
+    def _publish(self, data: bytes) -> list[str]:
+        """Write this rank's data; the keys of every rank's data."""
         self._rounds += 1
         keys = [f"{self._rounds}/{rank}" for rank in range(self.world_size)]
         self._store.set(keys[self.rank], data)  # type: ignore[arg-type]  # torch takes bytes too
         return keys
 
-    def _get(self, keys: list[str], timeout_s: float | None = None) -> list[bytes]:
+    def _collect(self, keys: list[str], timeout_s: float | None = None) -> list[bytes]:
         self._wait(self._store, keys, keys, timeout_s)
         return [self._store.get(key) for key in keys]
 
-    def _ask_for_part(self, store: Store, token: str) -> str:
+    def _request_prefix(self, store: Store, token: str) -> str:
         """The name that rank 0 gives to the asker with this token, and so never to a dead one."""
-        store.set(_asking(self.rank), token)
-        asking = [_asking(rank) for rank in range(self.world_size)]
-        self._wait(store, [_answer(token)], asking)
-        return store.get(_answer(token)).decode()
+        store.set(_request_key(self.rank), token)
+        requests = [_request_key(rank) for rank in range(self.world_size)]
+        self._wait(store, [_answer_key(token)], requests)
+        return store.get(_answer_key(token)).decode()
 
-    def _name_part(self, store: Store, part: str, keys: list[str]) -> None:
-        """Answer all that ask, the dead too, until every rank has put its key into the part."""
-        store.set(_asking(0), part)
-        pause_s, begun = FIRST_PAUSE_S, time.monotonic()
+    def _answer_requests(self, store: Store, prefix: str, keys: list[str]) -> None:
+        """Answer all requests, those of dead ranks too, until every rank has written its key."""
+        store.set(_request_key(0), prefix)
+        pause_s, start = timings.TIMINGS.store_poll_s, time.monotonic()
         while not self._store.check(keys):
-            if time.monotonic() > begun + self.timeout_s:
-                raise self._missing(self._store, keys, begun)
+            if time.monotonic() > start + self.timeout_s:
+                raise self._timeout(self._store, keys, start)
             for rank in range(1, self.world_size):
-                if store.check([_asking(rank)]):
-                    store.set(_answer(store.get(_asking(rank)).decode()), part)
+                if store.check([_request_key(rank)]):
+                    store.set(_answer_key(store.get(_request_key(rank)).decode()), prefix)
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LAST_PAUSE_S)
+            pause_s = min(2 * pause_s, timings.TIMINGS.store_poll_max_s)
 
     def _wait(
         self, store: Store, keys: list[str], by_rank: list[str], timeout_s: float | None = None
     ) -> None:
-        """Return when the keys are in the store. by_rank: one key that each rank puts there."""
-        begun = time.monotonic()
+        """Return when the keys are in the store. by_rank: one key that each rank writes."""
+        start = time.monotonic()
         try:
             store.wait(keys, timedelta(seconds=timeout_s or self.timeout_s))
         except RuntimeError as error:
-            raise self._missing(store, by_rank, begun) from error
+            raise self._timeout(store, by_rank, start) from error
 
-    def _missing(self, store: Store, by_rank: list[str], begun: float) -> CommunicatorTimeout:
+    def _timeout(self, store: Store, by_rank: list[str], start: float) -> CommunicatorTimeout:
         missing = [rank for rank, key in enumerate(by_rank) if not store.check([key])]
         return CommunicatorTimeout(
-            f"rank {self.rank} waited {time.monotonic() - begun:.1f} s for ranks {missing or [0]} "
+            f"rank {self.rank} waited {time.monotonic() - start:.1f} s for ranks {missing or [0]} "
             f"of {self.world_size} to make the same communicator. Do all ranks make the same "
             "process groups, in the same order?"
         )
 
 
-def _asking(rank: int) -> str:
-    return f"asking/{rank}"
+def _encode_bytes(data: bytes) -> dict[str, str]:
+    return {"bytes": data.hex()}
 
 
-def _answer(token: str) -> str:
+def _decode_bytes(value: dict[str, Any]) -> Any:
+    return bytes.fromhex(value["bytes"]) if set(value) == {"bytes"} else value
+
+
+def _request_key(rank: int) -> str:
+    return f"requests/{rank}"
+
+
+def _answer_key(token: str) -> str:
     return f"answer/{token}"
 
 
-def _server(store: Any) -> tuple[str, int]:
-    """Where the store is served; this host, if it is a file or a piece of memory."""
+def _server_address(store: Any) -> tuple[str, int]:
+    """Host and port of the store; this host for one in a file or in memory."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return getattr(store, "host", LOOPBACK), getattr(store, "port", DISCARD_PORT)

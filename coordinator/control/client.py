@@ -1,4 +1,4 @@
-"""A rank's end of the hub: asks, and waits for answers with a deadline."""
+"""A rank's end of the control plane: sends requests to rank 0's server, with a deadline each."""
 
 from __future__ import annotations
 
@@ -10,203 +10,207 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from coordinator.addresses import Address, shown
-from coordinator.control.framing import Halfway, Late, Link, LinkBroken, nothing
-from coordinator.control.handshake import Caller, NotAdmitted, Proof, TryAgain, knock
-from coordinator.control.server import Hub
+from coordinator.addresses import Address, format_address
+from coordinator.control.credentials import Credentials
+from coordinator.control.framing import (
+    Connection,
+    ConnectionBroken,
+    NoMessage,
+    TruncatedMessage,
+    noop,
+)
+from coordinator.control.handshake import Hello, NotReady, Rejected, authenticate
+from coordinator.control.server import LOCAL_OPS, ControlServer, Op
 from coordinator.errors import CoordinatorError, CoordinatorTimeout
-
-RETRY_S = 0.02
-CONNECT_S = 5.0  # of one attempt; a route that swallows packets would take minutes
-AT_ONCE = {
-    "set",
-    "get",
-    "add",
-    "swap",
-    "delete",
-    "count",
-    "came",
-    "beat",
-    "report",
-    "census",
-    "names",
-}
+from coordinator.timings import DEFAULT, Timings
 
 
-class HubGone(Exception):
-    """Rank 0 is not there any more."""
+class ServerLost(Exception):
+    """Rank 0 is gone for good."""
 
 
 class Client:
-    """Connections of one rank to the hub: one for each thread that is asking at the moment."""
+    """Connections of one rank to the server: one for each thread with a request at the moment.
+
+    addresses: where to look for the server, at every attempt. server: if it lives in this process,
+    LOCAL_OPS need no connection. Raises CoordinatorTimeout if rank 0 cannot be reached in time.
+    """
 
     def __init__(
         self,
-        where: Callable[[], list[Address]],
-        proof: Proof,
-        caller: Caller,
+        addresses: Callable[[], list[Address]],
+        credentials: Credentials,
+        hello: Hello,
         timeout_s: float,
-        hub: Hub | None = None,
+        server: ControlServer | None = None,
+        timings: Timings = DEFAULT,
     ) -> None:
-        """hub: if it lives in this process, what it can answer at once is asked for directly."""
-        self._where, self._proof, self._caller, self._hub = where, proof, caller, hub
-        self._rank = caller.rank
+        self._addresses, self._credentials, self._hello = addresses, credentials, hello
+        self._server, self._timings = server, timings
+        self._rank = hello.rank
         self._lock = threading.RLock()  # __del__ may come at any time
-        self._free: list[Link] = []
-        self._halfway: list[Link] = []  # open, for to close them would look like a death
-        self._asking: set[Link] = set()  # of threads that wait for an answer
-        self._number = 0
+        self._idle: list[Connection] = []
+        # Left in the middle of a message, and kept open: to close them would look like a death.
+        self._mid_request: list[Connection] = []
+        self._in_use: set[Connection] = set()  # of threads that wait for an answer
+        self._request = 0
         self._closed = False
-        self.why_gone = ""  # once rank 0 is: it does not come back
-        self._is_admitted = False
+        self.why_lost = ""  # once the server is: it does not come back
+        self._is_accepted = False
         self._timeout_s = timeout_s
-        first = self._connect(time.monotonic() + timeout_s, nothing)
+        first = self._connect(time.monotonic() + timeout_s, noop)
         self.local_address = str(first.socket.getsockname()[0]).partition("%")[0]
-        self._free.append(first)
-        self._is_admitted = True
+        self._idle.append(first)
+        self._is_accepted = True
 
     def ask(
-        self, op: str, *arguments: Any, timeout_s: float, idle: Callable[[], None] = nothing
+        self, op: Op, *arguments: Any, timeout_s: float, idle: Callable[[], None] = noop
     ) -> Any:
-        """The hub's answer. Raises Late if it does not come in time, HubGone if it never will,
-        CoordinatorError if the hub cannot make sense of it.
+        """Return the server's answer. idle: as in Connection.
 
-        idle is called now and then while waiting, and may raise.
+        Raises NoMessage if it does not come in time, ServerLost if it never will, and
+        CoordinatorError if the server cannot make sense of the request.
         """
-        if self._hub is not None and op in AT_ONCE and not self._hub.is_over:
-            return self._hub.ask(op, *arguments, timeout_s=timeout_s)
+        if self._server is not None and op in LOCAL_OPS and not self._server.is_over:
+            return self._server.ask(op, *arguments, timeout_s=timeout_s)
         deadline = time.monotonic() + timeout_s
-        with self._link(deadline, idle) as link:
+        with self._connection(deadline, idle) as connection:
             with self._lock:
-                self._number = number = self._number + 1
-            link.send((number, op, *arguments), deadline, idle)
+                self._request = request = self._request + 1
+            connection.send((request, op, *arguments), deadline, idle)
             answered, value, *problem = -1, None
-            while answered != number:  # or an answer that was given up, or a ping
-                answered, value, *problem = link.receive(deadline, idle)
+            # Answers to requests that were given up, and pings (request 0), are passed over.
+            while answered != request:
+                answered, value, *problem = connection.receive(deadline, idle)
             if problem:
                 raise CoordinatorError(problem[0])
             return value
 
     @contextmanager
-    def _link(self, deadline: float, idle: Callable[[], None]) -> Iterator[Link]:
+    def _connection(self, deadline: float, idle: Callable[[], None]) -> Iterator[Connection]:
         with self._lock:
-            if self._closed or self.why_gone:
-                raise HubGone(self.why_gone or "this rank has left")
-            link = self._free.pop() if self._free else None
-        if link is None:
-            link = self._connect(deadline, idle)
-        self._asking.add(link)
+            if self._closed or self.why_lost:
+                raise ServerLost(self.why_lost or "this rank has left")
+            connection = self._idle.pop() if self._idle else None
+        if connection is None:
+            connection = self._connect(deadline, idle)
+        self._in_use.add(connection)
         try:
-            yield link
-        except Halfway as error:
-            raise Late(str(error)) from error
-        except LinkBroken as error:
-            raise self._gone(str(error)) from error
+            yield connection
+        except TruncatedMessage as error:
+            raise NoMessage(str(error)) from error
+        except ConnectionBroken as error:
+            raise self._lost(str(error)) from error
         finally:
-            self._give_back(link)
+            self._put_back(connection)
 
-    def _gone(self, why: str) -> HubGone:
-        self.why_gone = self.why_gone or why
-        return HubGone(self.why_gone)
+    def _lost(self, why: str) -> ServerLost:
+        self.why_lost = self.why_lost or why
+        return ServerLost(self.why_lost)
 
-    def _give_back(self, link: Link) -> None:
+    def _put_back(self, connection: Connection) -> None:
         with self._lock:
-            self._asking.discard(link)
-            if self._closed or self.why_gone:
-                _part(link, says_bye=link.is_between_messages)
-            elif link.is_between_messages:
-                self._free.append(link)
+            self._in_use.discard(connection)
+            if self._closed or self.why_lost:
+                _close(connection, is_orderly=connection.is_between_messages)
+            elif connection.is_between_messages:
+                self._idle.append(connection)
             else:
-                self._halfway.append(link)
+                self._mid_request.append(connection)
 
-    def close(self, says_bye: bool = True) -> None:
-        """Leave; says_bye: so that nobody takes it for a death."""
+    def close(self, is_orderly: bool = True) -> None:
+        """Leave; is_orderly: announce it, so that nobody takes it for a death."""
         with self._lock:
             self._closed = True
-            links, self._free = self._free, []
-            halfway, self._halfway = self._halfway, []
-        for link in halfway:
-            link.close()
-        for link in links:
-            _part(link, says_bye)
+            idle, self._idle = self._idle, []
+            mid_request, self._mid_request = self._mid_request, []
+        for connection in mid_request:
+            connection.close()
+        for connection in idle:
+            _close(connection, is_orderly)
 
     def drop(self) -> None:
         """In a forked child: close the descriptors, which leaves those of the parent alone."""
         self._closed = True
-        for link in (*self._free, *self._halfway, *self._asking):
-            link.close()
+        for connection in (*self._idle, *self._mid_request, *self._in_use):
+            connection.close()
 
-    def _connect(self, deadline: float, idle: Callable[[], None]) -> Link:
-        """A proven connection to the hub. Retries until the deadline; once this rank was let in,
-        who refuses it is not rank 0 any more."""
-        why, where = "it was not tried", "rank 0"
+    def _connect(self, deadline: float, idle: Callable[[], None]) -> Connection:
+        """An authenticated connection to the server; tries again until the deadline.
 
-        def look() -> None:
-            if self.why_gone:
-                raise HubGone(self.why_gone)
+        Once this rank was accepted, a host that refuses the connection runs no rank 0 any more.
+        """
+        why, address = "no attempt was made", "rank 0"
+
+        def check() -> None:
+            if self.why_lost:
+                raise ServerLost(self.why_lost)
             idle()
 
         while True:
-            addresses = self._where()
-            for family, address in addresses:
-                where = shown(address)
-                last = deadline if len(addresses) == 1 else time.monotonic() + CONNECT_S
+            addresses = self._addresses()
+            for family, target in addresses:
+                address = format_address(target)
+                is_only = len(addresses) == 1
+                until = deadline if is_only else time.monotonic() + self._timings.connect_s
                 try:
-                    return connect(family, address, self._proof, self._caller, last, look)
-                except NotAdmitted as error:
-                    raise self._unwanted(where, error) from error
-                except (TryAgain, OSError) as error:
+                    return connect(family, target, self._credentials, self._hello, until, check)
+                except Rejected as error:
+                    raise self._rejected(address, error) from error
+                except (NotReady, OSError) as error:
                     why = str(error)
-                    if self._is_admitted and isinstance(error, ConnectionRefusedError):
-                        raise self._gone(why) from error
-            look()
-            if time.monotonic() >= deadline and self._is_admitted:
-                raise Late(why)
+                    if self._is_accepted and isinstance(error, ConnectionRefusedError):
+                        raise self._lost(why) from error
+            check()
             if time.monotonic() >= deadline:
-                raise CoordinatorTimeout(
-                    f"rank {self._rank} (host {socket.gethostname()}) could not reach rank 0 at "
-                    f"{where} for {self._timeout_s:g} s ({why}). Is rank 0 alive, is the address "
-                    "one that this host can reach, and does a firewall stand between?"
-                )
-            time.sleep(RETRY_S)
+                raise NoMessage(why) if self._is_accepted else self._unreachable(address, why)
+            time.sleep(self._timings.connect_retry_s)
 
-    def _unwanted(self, where: str, error: NotAdmitted) -> CoordinatorError:
+    def _unreachable(self, address: str, why: str) -> CoordinatorTimeout:
+        return CoordinatorTimeout(
+            f"rank {self._rank} (host {socket.gethostname()}) could not reach rank 0 at {address} "
+            f"for {self._timeout_s:g} s ({why}). Check that rank 0 is alive, that this host can "
+            "reach that address, and that no firewall stands between."
+        )
+
+    def _rejected(self, address: str, error: Rejected) -> CoordinatorError:
+        credentials = self._credentials
         return CoordinatorError(
-            f"rank {self._rank} came to {where} to join launch {self._proof.launch_id!r} of "
-            f"{self._proof.world_size} ranks, but {error}. Give each launch its own --launch-id or "
+            f"rank {self._rank} came to {address} to join launch {credentials.launch_id!r} of "
+            f"{credentials.world_size} ranks, but {error}. Give each launch its own --launch-id or "
             "--master-port, and start all its ranks in the same way."
         )
 
 
-def _part(link: Link, says_bye: bool) -> None:
+def _close(connection: Connection, is_orderly: bool) -> None:
     try:
-        if says_bye:
-            link.send((0, "bye"), time.monotonic() + 1)
-    except LinkBroken:
+        if is_orderly:
+            connection.send((0, Op.LEAVE), time.monotonic() + 1)
+    except ConnectionBroken:
         pass  # rank 0 was quicker, or is dead
-    link.close()
+    connection.close()
 
 
 def connect(
     family: int,
     address: tuple[Any, ...],
-    proof: Proof,
-    caller: Caller,
+    credentials: Credentials,
+    hello: Hello,
     deadline: float,
-    idle: Callable[[], None] = nothing,
-) -> Link:
-    """A proven connection. Raises OSError, TryAgain or NotAdmitted."""
+    idle: Callable[[], None] = noop,
+) -> Connection:
+    """An authenticated connection. Raises OSError, NotReady or Rejected."""
     left_s = max(deadline - time.monotonic(), 0.001)
-    connection = socket.socket(family, socket.SOCK_STREAM)
+    raw = socket.socket(family, socket.SOCK_STREAM)
     try:
-        connection.settimeout(min(left_s, CONNECT_S))
-        connection.connect(address)
-        if connection.getsockname() == connection.getpeername():
+        raw.settimeout(min(left_s, DEFAULT.connect_s))
+        raw.connect(address)
+        if raw.getsockname() == raw.getpeername():
             # tcp(7): who connects to a free port of its own range may meet itself
-            raise OSError(errno.ECONNREFUSED, "it met itself")
-        link = Link(connection)
-        knock(link, proof, caller, deadline, idle)
+            raise OSError(errno.ECONNREFUSED, "it connected to itself")
+        connection = Connection(raw)
+        authenticate(connection, credentials, hello, deadline, idle)
     except BaseException:
-        connection.close()
+        raw.close()
         raise
-    return link
+    return connection

@@ -1,20 +1,50 @@
-"""What the ranks of a launch know and nobody else does."""
+"""What both ends of a connection must have in common: the launch secret, its id and its size."""
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import os
+import struct
+from dataclasses import dataclass
 
 from coordinator.errors import CoordinatorError
 from launcher import LaunchInfo
 
-NBYTES = 32
+MAGIC = b"drumline"
+VERSION = 3  # of the protocol
+SECRET_NBYTES = 32
 
 
-def secret_of(info: LaunchInfo) -> bytes:
-    """The launch secret; without one, bytes that follow from the launch_id.
+@dataclass(frozen=True)
+class Credentials:
+    """The launch secret, and what is authenticated with it."""
 
-    The second keeps apart launches that meet by accident, and nobody who wants in: see
+    secret: bytes
+    launch_id: str
+    world_size: int
+
+    def fingerprint(self) -> bytes:
+        """Tells an honest client that it reached another launch; reveals nothing of the secret."""
+        return hashlib.sha256(self._context()).digest()[:16]
+
+    def mac(self, end: bytes, message: bytes, nonces: bytes) -> bytes:
+        """The MAC of what one end sends.
+
+        end: b"client" or b"server", so that no MAC can be sent back. message: all that this end
+        sends but the MAC itself, and of the client's words their MAC.
+        """
+        return hmac.digest(self.secret, end + self._context() + message + nonces, "sha256")
+
+    def _context(self) -> bytes:
+        name = self.launch_id.encode()
+        return struct.pack("!8sHQI", MAGIC, VERSION, self.world_size, len(name)) + name
+
+
+def launch_secret(info: LaunchInfo) -> bytes:
+    """The launch secret; without one, bytes that are derived from the launch_id.
+
+    Those keep launches apart that meet by accident, and do not stop an attacker: see
     docs/security.md for what a stranger can do then.
     """
     fd = info.extras.get("secret_fd")
@@ -22,13 +52,13 @@ def secret_of(info: LaunchInfo) -> bytes:
         return hashlib.sha256(f"drumline, no secret\0{info.launch_id}".encode()).digest()
     try:
         is_ours = "launch-secret" in os.readlink(f"/proc/self/fd/{fd}")
-        found = os.pread(int(fd), NBYTES, 0) if is_ours else b""
+        secret = os.pread(int(fd), SECRET_NBYTES, 0) if is_ours else b""
     except OSError:
-        found = b""
-    if len(found) != NBYTES:
+        secret = b""
+    if len(secret) != SECRET_NBYTES:
         raise CoordinatorError(
             f"rank {info.rank} cannot read the launch secret from descriptor {fd}, so the others "
-            "would not believe it. Was this process started by a rank without its descriptors? "
-            "Pass them on (subprocess: pass_fds), or let the rank itself make the Coordinator."
+            "would reject it. Was this process started by a rank without its descriptors? Pass "
+            "them on (subprocess: pass_fds), or let the rank itself make the Coordinator."
         )
-    return found
+    return secret

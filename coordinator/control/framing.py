@@ -1,4 +1,4 @@
-"""Messages on a connection: a length and then msgpack, so one packet if they are small."""
+"""Framing of messages on a connection: a length and then msgpack, one packet if they are small."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from typing import Any
 
 import msgpack
 
+from coordinator.timings import DEFAULT
+
 LENGTH = struct.Struct("!Q")
 MAX_NBYTES = 1 << 34  # of one message between ranks that have proved themselves
-SMALL = 1 << 16
-PIECE = 1 << 18
-SLICE_S = 0.1
+SMALL = 1 << 16  # sent together with its length
+PIECE = 1 << 18  # stays in the cache until it is joined to the others
 
 
-class LinkBroken(Exception):
+class ConnectionBroken(Exception):
     """The connection has ended."""
 
 
-class Halfway(LinkBroken):
-    """The deadline has passed in the middle of a message: the connection can serve no other."""
+class TruncatedMessage(ConnectionBroken):
+    """The deadline passed in the middle of a message: the connection can carry no other."""
 
 
-class Late(Exception):
-    """Nothing came until the deadline; the connection is as good as before."""
+class NoMessage(Exception):
+    """No message began before the deadline; the connection is as good as before."""
 
 
 def pack(message: Any) -> bytes:
@@ -38,22 +39,26 @@ def unpack(data: bytes | bytearray | memoryview) -> Any:
     return msgpack.unpackb(data, strict_map_key=False)
 
 
-def nothing() -> None:
-    """What to do while waiting, for who has nothing to do."""
+def noop() -> None:
+    """The idle function of callers that have nothing to do while they wait."""
 
 
-class Link:
-    """One end of a connection, used by one thread at a time."""
+class Connection:
+    """One end of a connection, used by one thread at a time.
+
+    Every method takes a deadline (time.monotonic()) and idle, which is called every idle_s while
+    the method waits, and may raise.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
-        self.is_between_messages = True  # else it can serve no other
+        self.is_between_messages = True  # else it can carry no other
         connection.setblocking(False)
         if connection.family in (socket.AF_INET, socket.AF_INET6):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def send(self, message: Any, deadline: float, idle: Callable[[], None] = nothing) -> None:
-        """Send one message. idle is called now and then while waiting, and may raise."""
+    def send(self, message: Any, deadline: float, idle: Callable[[], None] = noop) -> None:
+        """Send one message."""
         body = pack(message)
         self.is_between_messages = False
         if len(body) <= SMALL:
@@ -63,73 +68,73 @@ class Link:
             self.write(body, deadline, idle)
         self.is_between_messages = True
 
-    def receive(self, deadline: float, idle: Callable[[], None] = nothing) -> Any:
-        """The next message. Raises Late if none has begun by the deadline."""
-        self._wait(select.POLLIN, deadline, idle, Late)
+    def receive(self, deadline: float, idle: Callable[[], None] = noop) -> Any:
+        """Return the next message. Raises NoMessage if none has begun by the deadline."""
+        self._wait(select.POLLIN, deadline, idle, NoMessage)
         self.is_between_messages = False
         (nbytes,) = LENGTH.unpack(self.read_exactly(LENGTH.size, deadline, idle))
         if nbytes > MAX_NBYTES:
-            raise LinkBroken(f"a message of {nbytes} bytes")
+            raise ConnectionBroken(f"a message of {nbytes} bytes")
         message = unpack(self.read_exactly(nbytes, deadline, idle))
         self.is_between_messages = True
         return message
 
-    def write(self, data: bytes, deadline: float, idle: Callable[[], None] = nothing) -> None:
-        left = memoryview(data)
-        while left:
+    def write(self, data: bytes, deadline: float, idle: Callable[[], None] = noop) -> None:
+        unsent = memoryview(data)
+        while unsent:
             try:
-                left = left[self.socket.send(left) :]
+                unsent = unsent[self.socket.send(unsent) :]
             except BlockingIOError:
-                self._wait(select.POLLOUT, deadline, idle, Halfway)
+                self._wait(select.POLLOUT, deadline, idle, TruncatedMessage)
             except OSError as error:
-                raise LinkBroken(str(error)) from error
+                raise ConnectionBroken(str(error)) from error
 
     def read_exactly(
-        self, nbytes: int, deadline: float, idle: Callable[[], None] = nothing
+        self, nbytes: int, deadline: float, idle: Callable[[], None] = noop
     ) -> bytearray:
         data = bytearray(nbytes)
-        left = memoryview(data)
-        while left:
+        unread = memoryview(data)
+        while unread:
             try:
-                count = self.socket.recv_into(left)
+                count = self.socket.recv_into(unread)
             except BlockingIOError:
-                self._wait(select.POLLIN, deadline, idle, Halfway)
+                self._wait(select.POLLIN, deadline, idle, TruncatedMessage)
                 continue
             except OSError as error:
-                raise LinkBroken(str(error)) from error
+                raise ConnectionBroken(str(error)) from error
             if count == 0:
-                raise LinkBroken("the other end has closed the connection")
-            left = left[count:]
+                raise ConnectionBroken("the other end has closed the connection")
+            unread = unread[count:]
         return data
 
-    def read_bytes(self, nbytes: int, deadline: float, idle: Callable[[], None] = nothing) -> bytes:
-        """As read_exactly; for much, in pieces that stay in the cache until they are joined."""
+    def read_bytes(self, nbytes: int, deadline: float, idle: Callable[[], None] = noop) -> bytes:
+        """As read_exactly, for large data: in pieces that stay in the cache until joined."""
         pieces = []
         while nbytes > 0:
             try:
                 piece = self.socket.recv(min(nbytes, PIECE))
             except BlockingIOError:
-                self._wait(select.POLLIN, deadline, idle, Halfway)
+                self._wait(select.POLLIN, deadline, idle, TruncatedMessage)
                 continue
             except OSError as error:
-                raise LinkBroken(str(error)) from error
+                raise ConnectionBroken(str(error)) from error
             if not piece:
-                raise LinkBroken("the other end has closed the connection")
+                raise ConnectionBroken("the other end has closed the connection")
             nbytes -= len(piece)
             pieces.append(piece)
         return b"".join(pieces)
 
     def _wait(
-        self, events: int, deadline: float, idle: Callable[[], None], late: type[Exception]
+        self, events: int, deadline: float, idle: Callable[[], None], error: type[Exception]
     ) -> None:
         poll = select.poll()
         poll.register(self.socket, events)
         while True:
             left_s = deadline - time.monotonic()
-            if poll.poll(max(min(left_s, SLICE_S), 0) * 1000):
+            if poll.poll(max(min(left_s, DEFAULT.idle_s), 0) * 1000):
                 return
             if left_s <= 0:
-                raise late("the deadline passed")
+                raise error("the deadline passed")
             idle()
 
     def close(self) -> None:

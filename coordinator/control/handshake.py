@@ -1,12 +1,12 @@
-"""Who may come in: both ends of a connection prove that they know the launch secret.
+"""The handshake: both ends of a connection prove that they know the launch secret.
 
     server -> client   magic, version, fingerprint of the launch, nonce
     client -> server   rank, turn, purpose, token and name of the process, nonce, MAC over all of it
-    server -> client   verdict, name of the process that is this rank already, MAC
+    server -> client   answer, name of the process that is this rank already, MAC
 
-Fresh nonces from both ends make a recorded answer worthless, and the name of the end inside the MAC
-makes it worthless to send one back. All messages have a fixed size, so that nothing a stranger
-says is ever parsed. The token tells two processes apart that both claim to be one rank.
+Fresh nonces of both ends make a recorded answer worthless, and the name of the end inside the MAC
+makes it worthless to send one back. All messages have a fixed size, so nothing of a stranger is
+ever parsed. The token tells two processes apart that both claim to be one rank.
 """
 
 from __future__ import annotations
@@ -21,110 +21,103 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
-from coordinator.control.framing import Link, LinkBroken, nothing
+from coordinator.control.credentials import MAGIC, VERSION, Credentials
+from coordinator.control.framing import Connection, ConnectionBroken, noop
+from coordinator.timings import DEFAULT, Timings
 
-MAGIC = b"drumline"
-VERSION = 2
+MAC_NBYTES = 32
 GREETING = struct.Struct("!8sH16s32s")  # magic, version, fingerprint, nonce
 NAME_NBYTES = 96
-HELLO = struct.Struct(f"!II32s8s{NAME_NBYTES}s32s32s")  # Caller's fields, nonce, MAC
-WELCOME = struct.Struct(f"!B{NAME_NBYTES}s32s")  # verdict, name, MAC
-ADMITTED, NOT_NOW, REFUSED, TAKEN = 0, 1, 2, 3
-
-HANDSHAKE_S = 10.0
-FULL_S = 0.01  # before we try again to accept, where no descriptors are left
-MAX_VISITORS = 128  # who have not proved anything, or as many as may come; the oldest goes first
+HELLO = struct.Struct(f"!II32s8s{NAME_NBYTES}s32s32s")  # Hello's fields, nonce, MAC
+WELCOME = struct.Struct(f"!B{NAME_NBYTES}s32s")  # Answer, name, MAC
+MAX_PENDING = (
+    128  # unauthenticated connections, or as many as ranks may come; the oldest goes first
+)
 
 log = logging.getLogger("coordinator")
 
 
-@dataclass(frozen=True)
-class Proof:
-    """What both ends must agree on."""
+class Answer(IntEnum):
+    """The server's answer to a hello."""
 
-    secret: bytes
-    launch_id: str
-    world_size: int
-
-    def fingerprint(self) -> bytes:
-        """Tells an honest client that it came to the wrong launch; nothing of the secret."""
-        return hashlib.sha256(self._context()).digest()[:16]
-
-    def mac(self, end: bytes, said: bytes, nonces: bytes) -> bytes:
-        """said: all that this end says but the MAC itself, and of the client's words their MAC."""
-        return hmac.digest(self.secret, end + self._context() + said + nonces, "sha256")
-
-    def _context(self) -> bytes:
-        name = self.launch_id.encode()
-        return struct.pack("!8sHQI", MAGIC, VERSION, self.world_size, len(name)) + name
+    ACCEPTED = 0
+    NOT_READY = 1
+    REJECTED = 2
+    DUPLICATE_RANK = 3
 
 
-class NotAdmitted(Exception):
-    """The other end will not have us, and asking again will not change that."""
+class Rejected(Exception):
+    """The other end refuses this one, and asking again will not change that."""
 
 
-class TryAgain(Exception):
+class NotReady(Exception):
     """The other end is not there yet, or about to go."""
 
 
 def purpose_of(text: str) -> bytes:
-    """What a connection is for, in the size the handshake has for it."""
+    """The purpose of a connection, in the size that the handshake has for it."""
     return hashlib.sha256(text.encode()).digest()
 
 
-HUB = purpose_of("hub")
+CONTROL = purpose_of("control")
 
 
 @dataclass(frozen=True)
-class Caller:
-    """Who comes, what for, and to which turn: how many Coordinators the rank had made before.
+class Hello:
+    """The claim of a client: its rank, the purpose of the connection and its turn.
 
-    token, who: of its process, for one rank to be one process, and for an error to name it.
+    turn: how many Coordinators the rank had made before. token, process: of its process, so that
+    one rank is one process, and for an error to name it.
     """
 
     rank: int
     purpose: bytes
     turn: int = 0
     token: bytes = bytes(8)
-    who: str = ""
+    process: str = ""
 
-    def fields(self) -> tuple[int, int, bytes, bytes, bytes]:
-        return self.rank, self.turn, self.purpose, self.token, self.who.encode()[:NAME_NBYTES]
+    def pack(self, nonce: bytes) -> bytes:
+        """Without the MAC."""
+        name = self.process.encode()[:NAME_NBYTES]
+        fields = (self.rank, self.turn, self.purpose, self.token, name)
+        return HELLO.pack(*fields, nonce, bytes(MAC_NBYTES))[:-MAC_NBYTES]
 
 
-def knock(
-    link: Link,
-    proof: Proof,
-    caller: Caller,
+def authenticate(
+    connection: Connection,
+    credentials: Credentials,
+    hello: Hello,
     deadline: float,
-    idle: Callable[[], None] = nothing,
+    idle: Callable[[], None] = noop,
 ) -> None:
-    """The client's side. Raises TryAgain or NotAdmitted. idle as in Link."""
+    """Run the client's side. Raises NotReady or Rejected. idle as in Connection."""
     try:
-        greeting = link.read_exactly(GREETING.size, deadline, idle)
-        magic, version, fingerprint, theirs = GREETING.unpack(greeting)
-        _check_greeting(magic, version, fingerprint == proof.fingerprint())
-        mine = secrets.token_bytes(32)
-        said = HELLO.pack(*caller.fields(), mine, bytes(32))[:-32]
-        mac = proof.mac(b"client", said, theirs)
-        link.write(said + mac, deadline)
-        welcome = link.read_exactly(WELCOME.size, deadline, idle)
-        verdict, name, answer = WELCOME.unpack(welcome)
-    except LinkBroken as error:
-        raise TryAgain(f"what listens there has not answered as rank 0 does: {error}") from error
-    if verdict == REFUSED:
-        raise NotAdmitted("it refused the launch secret of this rank")
-    if not hmac.compare_digest(answer, proof.mac(b"server", _told(verdict, name), mac + theirs)):
-        raise NotAdmitted("it does not know the launch secret, so it is not ours")
-    if verdict == NOT_NOW:
-        raise TryAgain("it is not this rank's turn")
-    if verdict == TAKEN:
-        raise NotAdmitted(f"{_text(name)} is rank {caller.rank} already, and this is {caller.who}")
+        greeting = connection.read_exactly(GREETING.size, deadline, idle)
+        magic, version, fingerprint, server_nonce = GREETING.unpack(greeting)
+        _check_greeting(magic, version, fingerprint == credentials.fingerprint())
+        message = hello.pack(secrets.token_bytes(32))
+        mac = credentials.mac(b"client", message, server_nonce)
+        connection.write(message + mac, deadline)
+        welcome = connection.read_exactly(WELCOME.size, deadline, idle)
+        answer, name, server_mac = WELCOME.unpack(welcome)
+    except ConnectionBroken as error:
+        raise NotReady(f"what listens there has not answered as rank 0 does: {error}") from error
+    if answer == Answer.REJECTED:
+        raise Rejected("it refused the launch secret of this rank")
+    expected = credentials.mac(b"server", _welcome(answer, name), mac + server_nonce)
+    if not hmac.compare_digest(server_mac, expected):
+        raise Rejected("it does not know the launch secret, so it is not ours")
+    if answer == Answer.NOT_READY:
+        raise NotReady("it is not this rank's turn")
+    if answer == Answer.DUPLICATE_RANK:
+        raise Rejected(f"{_text(name)} is rank {hello.rank} already, and this is {hello.process}")
 
 
-def _told(verdict: int, name: bytes) -> bytes:
-    return WELCOME.pack(verdict, name, bytes(32))[:-32]
+def _welcome(answer: int, name: bytes) -> bytes:
+    """Without the MAC."""
+    return WELCOME.pack(answer, name, bytes(MAC_NBYTES))[:-MAC_NBYTES]
 
 
 def _text(name: bytes) -> str:
@@ -133,11 +126,11 @@ def _text(name: bytes) -> str:
 
 def _check_greeting(magic: bytes, version: int, is_same_launch: bool) -> None:
     if magic != MAGIC:
-        raise NotAdmitted("something else listens there")
+        raise Rejected("something else listens there")
     if version != VERSION:
-        raise NotAdmitted(f"it speaks protocol {version}, not {VERSION}: install one version")
+        raise Rejected(f"it speaks protocol {version}, not {VERSION}: install one version")
     if not is_same_launch:
-        raise NotAdmitted("it belongs to another launch, or to one of another world size")
+        raise Rejected("it belongs to another launch, or to one of another world size")
 
 
 @dataclass(frozen=True)
@@ -146,57 +139,59 @@ class Handler:
     a socket that must stay open does nothing then."""
 
     on_ready: Callable[[int], None]
-    on_error: Callable[[], None] = nothing
+    on_error: Callable[[], None] = noop
 
 
 @dataclass
-class _Visitor:
-    """A connection that has proved nothing yet."""
+class _PendingConnection:
+    """A connection that is not authenticated yet."""
 
-    link: socket.socket
+    socket: socket.socket
     nonce: bytes
     since: float
-    heard: bytes = b""
+    received: bytes = b""
 
 
-class Gate:
-    """Watches a listening socket within somebody's selector, and hands on who has proved itself.
+class AuthenticatedListener:
+    """Accepts connections within somebody's selector, and hands on those that authenticate.
 
     All that is registered with the selector is a Handler, and whoever selects calls handle().
 
-    on_admitted(connection, caller) decides what becomes of it.
-    judge(caller): ADMITTED, NOT_NOW, REFUSED, or TAKEN and by whom.
-    most: so many strangers may wait.
+    on_accepted(connection, hello) takes the connection over.
+    authorize(hello): the Answer, and for DUPLICATE_RANK the process that is this rank already.
+    max_pending: so many unauthenticated connections may wait.
     """
 
     def __init__(
         self,
         listener: socket.socket,
-        proof: Proof,
+        credentials: Credentials,
         selector: selectors.BaseSelector,
-        on_admitted: Callable[[socket.socket, Caller], None],
-        judge: Callable[[Caller], tuple[int, str]] = lambda _: (ADMITTED, ""),
-        most: int = MAX_VISITORS,
+        on_accepted: Callable[[socket.socket, Hello], None],
+        authorize: Callable[[Hello], tuple[Answer, str]] = lambda _: (Answer.ACCEPTED, ""),
+        max_pending: int = MAX_PENDING,
+        timings: Timings = DEFAULT,
     ) -> None:
-        self._listener, self._proof, self._selector = listener, proof, selector
-        self._on_admitted, self._verdict_on, self._most = on_admitted, judge, most
-        self._visitors: dict[socket.socket, _Visitor] = {}  # the oldest first
-        self._refused = 0
-        self._errors = 0
+        self._listener, self._credentials, self._selector = listener, credentials, selector
+        self._on_accepted, self._authorize, self._max_pending = on_accepted, authorize, max_pending
+        self._timings = timings
+        self._pending: dict[socket.socket, _PendingConnection] = {}  # the oldest first
+        self._num_rejected = 0
+        self._num_errors = 0
         self._is_full = False  # there were no descriptors left but for those who may stay
         listener.setblocking(False)
         selector.register(listener, selectors.EVENT_READ, Handler(self._accept))
 
     def close(self) -> None:
-        """Forget the visitors. The listening socket stays its owner's."""
+        """Close the pending connections. The listening socket stays its owner's."""
         self._selector.unregister(self._listener)
-        for link in list(self._visitors):
-            self._drop(link)
+        for connection in list(self._pending):
+            self._drop(connection)
 
     def drop(self) -> None:
         """In a forked child: close the connections, which leaves those of the parent alone."""
-        for link in self._visitors:
-            link.close()
+        for connection in self._pending:
+            connection.close()
 
     def handle(self, ready: Sequence[tuple[selectors.SelectorKey, int]]) -> None:
         """Call the handlers of what select() returned; an error ends that one connection alone."""
@@ -209,114 +204,117 @@ class Gate:
 
     def _log_error(self, error: Exception) -> None:
         """Log the first with its traceback; a stranger may be able to repeat it."""
-        self._errors += 1
+        self._num_errors += 1
         log.log(
-            logging.ERROR if self._errors == 1 else logging.DEBUG,
+            logging.ERROR if self._num_errors == 1 else logging.DEBUG,
             "launch %s: a connection failed and was given up: %r. All others are served as before, "
             "but this is a defect of drumline: report it with this traceback.",
-            self._proof.launch_id,
+            self._credentials.launch_id,
             error,
             exc_info=error,
         )
 
     def tick(self) -> None:
-        """To be called now and then: who takes too long is sent away."""
-        late = time.monotonic() - HANDSHAKE_S
-        for visitor in list(self._visitors.values()):
-            if visitor.since > late:
+        """Send away connections that take too long; to be called now and then."""
+        oldest = time.monotonic() - self._timings.handshake_s
+        for pending in list(self._pending.values()):
+            if pending.since > oldest:
                 break
-            self._refuse(visitor.link, "said too little in time")
+            self._reject(pending.socket, "sent too little in time")
 
     def _accept(self, _: int) -> None:
-        for _ in range(16):  # and then let the admitted have their turn
+        for _ in range(16):  # and then let the authenticated have their turn
             try:
-                link, _ = self._listener.accept()
+                connection, _ = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError as error:  # no descriptors left, or the visitor is gone again
-                self._could_not_accept(error)
+            except OSError as error:  # no descriptors left, or the client is gone again
+                self._on_accept_error(error)
                 return
             try:
-                self._greet(link)
+                self._greet(connection)
             except Exception:
-                self._drop(link)
+                self._drop(connection)
                 raise
 
-    def _could_not_accept(self, error: OSError) -> None:
-        level = logging.DEBUG if self._visitors or self._is_full else logging.WARNING
+    def _on_accept_error(self, error: OSError) -> None:
+        level = logging.DEBUG if self._pending or self._is_full else logging.WARNING
         log.log(level, "rank 0 could not accept a connection: %s", error)
-        self._is_full = self._is_full or not self._visitors
-        if not self._visitors:
-            time.sleep(FULL_S)
-        self._make_room(len(self._visitors) // 2)
+        self._is_full = self._is_full or not self._pending
+        if not self._pending:
+            time.sleep(self._timings.accept_retry_s)
+        self._make_room(len(self._pending) // 2)
 
-    def _greet(self, link: socket.socket) -> None:
-        self._make_room(self._most - 1)
-        visitor = _Visitor(link, secrets.token_bytes(32), time.monotonic())
-        link.setblocking(False)
-        handler = Handler(lambda _: self._hear(visitor), lambda: self._drop(link))
-        self._selector.register(link, selectors.EVENT_READ, handler)
-        self._visitors[link] = visitor
-        greeting = GREETING.pack(MAGIC, VERSION, self._proof.fingerprint(), visitor.nonce)
-        self._say(link, greeting)
+    def _greet(self, connection: socket.socket) -> None:
+        self._make_room(self._max_pending - 1)
+        pending = _PendingConnection(connection, secrets.token_bytes(32), time.monotonic())
+        connection.setblocking(False)
+        handler = Handler(lambda _: self._receive(pending), lambda: self._drop(connection))
+        self._selector.register(connection, selectors.EVENT_READ, handler)
+        self._pending[connection] = pending
+        fingerprint = self._credentials.fingerprint()
+        self._send(connection, GREETING.pack(MAGIC, VERSION, fingerprint, pending.nonce))
 
-    def _make_room(self, most: int) -> None:
-        while len(self._visitors) > most:
-            self._refuse(next(iter(self._visitors)), "waited while others came")
+    def _make_room(self, max_pending: int) -> None:
+        while len(self._pending) > max_pending:
+            self._reject(next(iter(self._pending)), "waited while others came")
 
-    def _hear(self, visitor: _Visitor) -> None:
-        if visitor.link not in self._visitors:
+    def _receive(self, pending: _PendingConnection) -> None:
+        if pending.socket not in self._pending:
             return  # sent away by another handler since select() returned
         try:
-            data = visitor.link.recv(HELLO.size - len(visitor.heard))
+            data = pending.socket.recv(HELLO.size - len(pending.received))
         except BlockingIOError:
             return
         except OSError:
             data = b""
         if not data:
-            return self._refuse(visitor.link, "left in the middle of the handshake")
-        visitor.heard += data
-        if len(visitor.heard) == HELLO.size:
-            self._judge(visitor)
+            return self._reject(pending.socket, "left in the middle of the handshake")
+        pending.received += data
+        if len(pending.received) == HELLO.size:
+            self._decide(pending)
 
-    def _judge(self, visitor: _Visitor) -> None:
-        rank, turn, purpose, token, who, _, mac = HELLO.unpack(visitor.heard)
-        expected = self._proof.mac(b"client", visitor.heard[:-32], visitor.nonce)
-        if not hmac.compare_digest(mac, expected) or rank >= self._proof.world_size:
-            self._say(visitor.link, WELCOME.pack(REFUSED, b"", bytes(32)))
-            return self._refuse(visitor.link, "does not know the launch secret")
-        caller = Caller(rank, purpose, turn, token, _text(who))
-        verdict, name = self._verdict_on(caller)
-        told = _told(verdict, name.encode()[:NAME_NBYTES])
-        answer = self._proof.mac(b"server", told, mac + visitor.nonce)
-        if not self._say(visitor.link, told + answer) or verdict != ADMITTED:
-            return self._drop(visitor.link)
-        del self._visitors[visitor.link]
-        self._selector.unregister(visitor.link)
-        self._on_admitted(visitor.link, caller)
+    def _decide(self, pending: _PendingConnection) -> None:
+        rank, turn, purpose, token, process, _, mac = HELLO.unpack(pending.received)
+        message = pending.received[:-MAC_NBYTES]
+        expected = self._credentials.mac(b"client", message, pending.nonce)
+        if not hmac.compare_digest(mac, expected) or rank >= self._credentials.world_size:
+            self._send(pending.socket, WELCOME.pack(Answer.REJECTED, b"", bytes(MAC_NBYTES)))
+            return self._reject(pending.socket, "does not know the launch secret")
+        hello = Hello(rank, purpose, turn, token, _text(process))
+        answer, name = self._authorize(hello)
+        welcome = _welcome(answer, name.encode()[:NAME_NBYTES])
+        server_mac = self._credentials.mac(b"server", welcome, mac + pending.nonce)
+        is_sent = self._send(pending.socket, welcome + server_mac)
+        if not is_sent or answer != Answer.ACCEPTED:
+            return self._drop(pending.socket)
+        del self._pending[pending.socket]
+        self._selector.unregister(pending.socket)
+        self._on_accepted(pending.socket, hello)
 
-    def _say(self, link: socket.socket, data: bytes) -> bool:
+    def _send(self, connection: socket.socket, data: bytes) -> bool:
         try:
-            return link.send(data) == len(data)  # less than any socket buffer
+            return connection.send(data) == len(data)  # less than any socket buffer
         except OSError:
             return False
 
-    def _refuse(self, link: socket.socket, why: str) -> None:
+    def _reject(self, connection: socket.socket, why: str) -> None:
         """Send a stranger away; the first is worth a line in the log."""
-        self._refused += 1
-        level = logging.WARNING if self._refused == 1 else logging.DEBUG
-        log.log(level, "launch %s: a stranger %s (%s)", self._proof.launch_id, why, _name(link))
-        self._drop(link)
+        self._num_rejected += 1
+        level = logging.WARNING if self._num_rejected == 1 else logging.DEBUG
+        launch_id, address = self._credentials.launch_id, _peer_address(connection)
+        log.log(level, "launch %s: a stranger %s (%s)", launch_id, why, address)
+        self._drop(connection)
 
-    def _drop(self, link: socket.socket) -> None:
-        """Close a connection: a visitor's, or one that could not be handed on."""
-        if self._visitors.pop(link, None) is not None:
-            self._selector.unregister(link)
-        link.close()
+    def _drop(self, connection: socket.socket) -> None:
+        """Close a connection: a pending one, or one that could not be handed on."""
+        if self._pending.pop(connection, None) is not None:
+            self._selector.unregister(connection)
+        connection.close()
 
 
-def _name(link: socket.socket) -> str:
+def _peer_address(connection: socket.socket) -> str:
     try:
-        return str(link.getpeername()[0])
+        return str(connection.getpeername()[0])
     except OSError:
-        return "gone"
+        return "disconnected"

@@ -1,7 +1,7 @@
-"""What rank 0 serves to the others: a key-value store, meetings, and news of who is lost.
+"""Rank 0's control-plane server: a key-value store, rendezvous, heartbeats and membership.
 
-One thread, one address, and only those whom the Gate has let in. It carries small things at the
-start and when something fails; what ranks send each other otherwise goes between them.
+One thread, one address, and only authenticated ranks. It carries small things at the start and
+when something fails; all other data go directly between the ranks.
 """
 
 from __future__ import annotations
@@ -18,100 +18,131 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, NamedTuple
 
-from coordinator.control.framing import LENGTH, MAX_NBYTES, Late, pack, unpack
+from coordinator.control.credentials import Credentials
+from coordinator.control.framing import LENGTH, MAX_NBYTES, NoMessage, pack, unpack
 from coordinator.control.handshake import (
-    ADMITTED,
-    HUB,
-    MAX_VISITORS,
-    NOT_NOW,
-    REFUSED,
-    TAKEN,
-    Caller,
-    Gate,
+    CONTROL,
+    MAX_PENDING,
+    Answer,
+    AuthenticatedListener,
     Handler,
-    Proof,
+    Hello,
 )
-from coordinator.control.tables import LATER, LEFT, SUSPENDED, Meetings, Values
+from coordinator.control.membership import Member, MembershipTable, RankReport
+from coordinator.control.tables import PENDING, KeyValueTable, RendezvousTable
 from coordinator.errors import CoordinatorError
+from coordinator.timings import DEFAULT, Timings
 
-TICK_S = 0.5
-SILENT_S = 1.5  # then its host is asked whether it still answers
 RECEIVE_NBYTES = 1 << 18
-ACKNOWLEDGED_S = 0.5  # within which the other kernel confirms what it has got
 RESERVE = 16  # descriptors that neither ranks nor strangers may use up
-MIN_VISITORS = 4
+MIN_PENDING = 4
 PING = (0, None)  # an answer nobody waits for: what counts is whether the other kernel takes it
 # What asking for nonsense raises
-SENSELESS = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
+BAD_REQUEST = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
 
 log = logging.getLogger("coordinator")
 
 
+class Op(str, Enum):
+    """An operation of the server, equal to its name in a request."""
+
+    __hash__ = str.__hash__
+    __str__ = str.__str__
+
+    SET = "set"
+    GET = "get"
+    WAIT = "wait"
+    ADD = "add"
+    SWAP = "swap"
+    DELETE = "delete"
+    COUNT = "count"
+    RENDEZVOUS = "rendezvous"
+    ARRIVED = "arrived"
+    HEARTBEAT = "heartbeat"
+    REPORT = "report"
+    MEMBERSHIP = "membership"
+    PROCESSES = "processes"
+    LEAVE = "leave"
+
+
+LOCAL_OPS = frozenset(Op) - {Op.WAIT, Op.RENDEZVOUS, Op.LEAVE}  # answered at once
+
+
 @dataclass
-class _Member:
+class _RankConnection:
     """One connection of a rank."""
 
-    link: socket.socket
+    socket: socket.socket
     rank: int
-    heard: bytearray = field(default_factory=bytearray)
+    received: bytearray = field(default_factory=bytearray)
     unsent: bytearray = field(default_factory=bytearray)
-    asked: int = 0  # the number of the request that waits for its answer
+    request: int = 0  # the number of the request that waits for its answer
 
 
-class _Asker(NamedTuple):
-    """Who asks, and the number of the request; rank 0 itself needs no connection."""
+class _Requester(NamedTuple):
+    """The rank that asks, and the number of its request; rank 0 itself needs no connection."""
 
     rank: int
-    member: _Member | None = None
-    number: int = 0
+    connection: _RankConnection | None = None
+    request: int = 0
 
 
-@dataclass
-class _Rank:
-    token: bytes = b""  # of the process that is this rank
-    who: str = ""
-    links: set[int] = field(default_factory=set)
-    beat_at: float = 0.0
-    asked_at: float = 0.0
-    rows: Any = None
-    stopped: list[int] = field(default_factory=list)  # neighbours it sees stopped
-    lost_at: float = 0.0
+class ControlServer:
+    """Serves on a listening socket, which it owns, until all ranks have left."""
 
-
-class Hub:
-    """Serves on a listening socket, which it owns, until everybody has left."""
-
-    def __init__(self, listener: socket.socket, proof: Proof) -> None:
+    def __init__(
+        self, listener: socket.socket, credentials: Credentials, timings: Timings = DEFAULT
+    ) -> None:
         self.address: tuple[Any, ...] = listener.getsockname()
         self._listener = listener
+        self._timings = timings
         self._closing = threading.Event()
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._state = threading.Lock()  # of all below: rank 0 asks without a connection
         self._ending = False
         self._turn = 0
-        self._members: dict[int, _Member] = {}
-        self._ranks: dict[int, _Rank] = {}
-        self._news: list[tuple[str, Any]] = []
-        self._operations = self._made_operations()
-        self._poked, self._poke = socket.socketpair()
+        self._connections: dict[int, _RankConnection] = {}
+        self._membership = MembershipTable()
+        self._operations = self._make_operations()
+        self._woken, self._wakeup = socket.socketpair()
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._poked, selectors.EVENT_READ, Handler(self._drain))
-        most = _room_for_strangers(proof.world_size)
-        self._gate = Gate(listener, proof, self._selector, self._admit, self._judge, most)
-        self._thread = threading.Thread(target=self._serve, name="drumline-hub", daemon=True)
+        self._selector.register(self._woken, selectors.EVENT_READ, Handler(self._on_wakeup))
+        self._authenticator = AuthenticatedListener(
+            listener,
+            credentials,
+            self._selector,
+            self._add,
+            self._authorize,
+            _max_pending_connections(credentials.world_size),
+            timings,
+        )
+        self._thread = threading.Thread(target=self._serve, name="drumline-server", daemon=True)
         self._thread.start()
 
-    def _made_operations(self) -> dict[str, Callable[..., Any]]:
-        """What can be asked for: each is called with who asks, and the arguments."""
-        values: Values[_Asker] = Values(self._answer)
-        meetings: Meetings[_Asker] = Meetings(self._answer_alike)
-        own = (self._beat, self._report, self._census, self._names)
-        theirs = (values.set, values.get, values.wait, values.add, values.swap, values.delete)
-        every = (*own, *theirs, values.count, meetings.meet, meetings.came)
-        return {operation.__name__.lstrip("_"): operation for operation in every}
+    def _make_operations(self) -> dict[str, Callable[..., Any]]:
+        """The functions of the operations: each is called with its requester and the arguments."""
+        values: KeyValueTable[_Requester] = KeyValueTable(self._answer)
+        rendezvous: RendezvousTable[_Requester] = RendezvousTable(self._answer_all)
+        membership = self._membership
+        return {
+            Op.SET: values.set,
+            Op.GET: values.get,
+            Op.WAIT: values.wait,
+            Op.ADD: values.add,
+            Op.SWAP: values.swap,
+            Op.DELETE: values.delete,
+            Op.COUNT: values.count,
+            Op.RENDEZVOUS: rendezvous.rendezvous,
+            Op.ARRIVED: rendezvous.arrived,
+            Op.HEARTBEAT: lambda sender, *status: membership.heartbeat(sender.rank, *status),
+            Op.REPORT: lambda _, group, failure: membership.report(group, failure),
+            Op.MEMBERSHIP: lambda _: self._reports(),
+            Op.PROCESSES: lambda _, ranks: membership.processes(ranks),
+        }
 
     # ---- from rank 0's own threads ----
 
@@ -120,18 +151,18 @@ class Hub:
         return self._over.is_set()
 
     def ask(self, op: str, *arguments: Any, timeout_s: float) -> Any:
-        """What a connection would bring, for rank 0 itself; LATER if that takes others."""
+        """Answer rank 0 itself without a connection; one of LOCAL_OPS."""
         if not self._state.acquire(timeout=timeout_s):
-            raise Late("rank 0 is busy")
+            raise NoMessage("rank 0 is busy")
         try:
-            return self._operations[op](_Asker(0), *arguments)
-        except SENSELESS as error:
-            raise CoordinatorError(_senseless(0, op, error)) from error
+            return self._operations[op](_Requester(0), *arguments)
+        except BAD_REQUEST as error:
+            raise CoordinatorError(_bad_request(0, op, error)) from error
         finally:
             self._state.release()
 
     def open(self, turn: int) -> bool:
-        """Take in ranks that have come to this turn, until begin_closing(). False if it is over."""
+        """Accept ranks that have come to this turn, until begin_closing(). False if it is over."""
         with self._lock:
             self._turn = turn
             self._closing.clear()
@@ -141,10 +172,10 @@ class Hub:
         return is_open
 
     def begin_closing(self) -> None:
-        """Take no new ranks in, and end once those that are there have left."""
+        """Accept no new ranks, and end once all that are here have left."""
         self._closing.set()
         try:
-            self._poke.send(b".")
+            self._wakeup.send(b".")
         except OSError:
             pass  # it has ended already
 
@@ -153,15 +184,16 @@ class Hub:
 
     def present(self) -> list[int]:
         """Ranks that have not left."""
-        return sorted(rank for rank, known in list(self._ranks.items()) if known.links)
+        members = list(self._membership.members.items())
+        return sorted(rank for rank, member in members if member.connections)
 
     def drop(self) -> None:
         """In a forked child: close the descriptors, which leaves those of the parent alone."""
-        for member in self._members.values():
-            member.link.close()
-        self._gate.drop()
-        for each in (self._listener, self._poked, self._poke):
-            each.close()
+        for connection in self._connections.values():
+            connection.socket.close()
+        self._authenticator.drop()
+        for end in (self._listener, self._woken, self._wakeup):
+            end.close()
         self._selector.close()
 
     # ---- the thread ----
@@ -170,223 +202,206 @@ class Hub:
         tick_at = 0.0
         try:
             while not self._is_to_end():
-                events = self._selector.select(TICK_S)
+                events = self._selector.select(self._timings.tick_s)
                 with self._state:
-                    self._gate.handle(events)
+                    self._authenticator.handle(events)
                     if time.monotonic() >= tick_at:
-                        tick_at = time.monotonic() + TICK_S
-                        self._gate.tick()
-                        self._look_after_silent()
+                        tick_at = time.monotonic() + self._timings.tick_s
+                        self._authenticator.tick()
+                        self._ping_silent()
         finally:
             self._end()
             self._over.set()
 
     def _is_to_end(self) -> bool:
         with self._lock:
-            self._ending = self._closing.is_set() and not self._members
+            self._ending = self._closing.is_set() and not self._connections
             return self._ending
 
     def _end(self) -> None:
-        for number in list(self._members):
-            self._part(number)
-        self._gate.close()
-        for each in (self._listener, self._poked, self._poke):
-            each.close()
+        for number in list(self._connections):
+            self._remove(number)
+        self._authenticator.close()
+        for end in (self._listener, self._woken, self._wakeup):
+            end.close()
         self._selector.close()
 
-    def _drain(self, _: int) -> None:
-        self._poked.recv(64)
+    def _on_wakeup(self, _: int) -> None:
+        self._woken.recv(64)
 
-    def _judge(self, caller: Caller) -> tuple[int, str]:
-        """Who is ahead of rank 0 waits: this hub may be about to end."""
-        if caller.purpose != HUB:
-            return REFUSED, ""
-        known = self._ranks.get(caller.rank)
-        if known is not None and known.links:
-            return (ADMITTED, "") if known.token == caller.token else (TAKEN, known.who)
-        is_open = caller.turn <= self._turn and not self._closing.is_set()
-        return (ADMITTED if is_open else NOT_NOW), ""
+    def _authorize(self, hello: Hello) -> tuple[Answer, str]:
+        """A rank that is ahead of rank 0 waits: this server may be about to end."""
+        if hello.purpose != CONTROL:
+            return Answer.REJECTED, ""
+        member = self._membership.members.get(hello.rank)
+        if member is not None and member.connections:
+            if member.token == hello.token:
+                return Answer.ACCEPTED, ""
+            return Answer.DUPLICATE_RANK, member.process
+        is_open = hello.turn <= self._turn and not self._closing.is_set()
+        return (Answer.ACCEPTED if is_open else Answer.NOT_READY), ""
 
-    def _admit(self, link: socket.socket, caller: Caller) -> None:
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        member = _Member(link, caller.rank)
-        number = link.fileno()
-        handler = Handler(lambda events: self._on(member, events), lambda: self._lose(member))
-        self._selector.register(link, selectors.EVENT_READ, handler)
-        self._members[number] = member
-        known = self._ranks.setdefault(caller.rank, _Rank())
-        known.token, known.who = caller.token, caller.who
-        known.links.add(number)
-        known.lost_at, known.beat_at = 0.0, time.monotonic()
+    def _add(self, accepted: socket.socket, hello: Hello) -> None:
+        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection = _RankConnection(accepted, hello.rank)
+        number = accepted.fileno()
+        handler = Handler(
+            lambda events: self._on_ready(connection, events),
+            lambda: self._on_connection_lost(connection),
+        )
+        self._selector.register(accepted, selectors.EVENT_READ, handler)
+        self._connections[number] = connection
+        self._membership.add_connection(hello.rank, hello.token, hello.process, number)
 
-    def _on(self, member: _Member, events: int) -> None:
+    def _on_ready(self, connection: _RankConnection, events: int) -> None:
         try:
             if events & selectors.EVENT_WRITE:
-                self._flush(member)
-            if events & selectors.EVENT_READ and not self._hear(member):
-                self._lose(member)
+                self._flush(connection)
+            if events & selectors.EVENT_READ and not self._receive(connection):
+                self._on_connection_lost(connection)
         except OSError:
-            self._lose(member)
-        except SENSELESS as error:
-            log.error("rank %d said what is no request: %r", member.rank, error)
-            self._lose(member)
+            self._on_connection_lost(connection)
+        except BAD_REQUEST as error:
+            log.error("rank %d sent what is no request: %r", connection.rank, error)
+            self._on_connection_lost(connection)
 
-    def _hear(self, member: _Member) -> bool:
-        """Take in what has come; False at the end of the connection."""
+    def _receive(self, connection: _RankConnection) -> bool:
+        """Serve the requests that have come; False at the end of the connection."""
         try:
-            data = member.link.recv(RECEIVE_NBYTES)
+            data = connection.socket.recv(RECEIVE_NBYTES)
         except BlockingIOError:
             return True
-        member.heard += data
-        while (message := _first_message(member.heard)) is not None:
-            number, op, *arguments = message
-            if op == "bye":
-                self._part(member.link.fileno())
+        connection.received += data
+        while (message := _first_message(connection.received)) is not None:
+            request, op, *arguments = message
+            if op == Op.LEAVE:
+                self._remove(connection.socket.fileno())
                 return True
-            self._do(member, number, op, arguments)
+            self._do(connection, request, op, arguments)
         return bool(data)
 
-    def _do(self, member: _Member, number: int, op: str, arguments: Sequence[Any]) -> None:
-        member.asked = number
-        asker = _Asker(member.rank, member, number)
+    def _do(
+        self, connection: _RankConnection, request: int, op: str, arguments: Sequence[Any]
+    ) -> None:
+        connection.request = request
+        requester = _Requester(connection.rank, connection, request)
         try:
-            found = self._operations[op](asker, *arguments)
-            if found is not LATER:
-                self._answer(asker, found)
-        except SENSELESS as error:
-            self._send(member, pack((number, None, _senseless(member.rank, op, error))))
+            answer = self._operations[op](requester, *arguments)
+            if answer is not PENDING:
+                self._answer(requester, answer)
+        except BAD_REQUEST as error:
+            text = _bad_request(connection.rank, op, error)
+            self._send(connection, pack((request, None, text)))
 
-    def _answer(self, asker: _Asker, value: Any) -> None:
-        if asker.member is not None and asker.number == asker.member.asked:
-            self._send(asker.member, pack((asker.number, value)))
+    def _answer(self, requester: _Requester, value: Any) -> None:
+        connection = requester.connection
+        if connection is not None and requester.request == connection.request:
+            self._send(connection, pack((requester.request, value)))
 
-    def _answer_alike(self, askers: Sequence[_Asker], value: Any) -> None:
-        """Packed once for all of them."""
+    def _answer_all(self, requesters: Sequence[_Requester], value: Any) -> None:
+        """Pack the value once for all of them: after it, each message is (request, value)."""
         packed = pack(value)
-        for asker in askers:
-            if asker.member is not None and asker.number == asker.member.asked:
-                self._send(asker.member, b"\x92" + pack(asker.number) + packed)
+        for requester in requesters:
+            connection = requester.connection
+            if connection is not None and requester.request == connection.request:
+                pair = b"\x92"  # msgpack's array of two
+                self._send(connection, pair + pack(requester.request) + packed)
 
-    def _send(self, member: _Member, body: bytes) -> None:
-        if member.link.fileno() < 0:
+    def _send(self, connection: _RankConnection, body: bytes) -> None:
+        if connection.socket.fileno() < 0:
             return
-        member.unsent += LENGTH.pack(len(body))
-        member.unsent += body
+        connection.unsent += LENGTH.pack(len(body))
+        connection.unsent += body
         try:
-            self._flush(member)
+            self._flush(connection)
         except OSError:
-            self._lose(member)
+            self._on_connection_lost(connection)
 
-    def _flush(self, member: _Member) -> None:
+    def _flush(self, connection: _RankConnection) -> None:
+        unsent = connection.unsent
         try:
-            while member.unsent:
-                del member.unsent[: member.link.send(memoryview(member.unsent)[:RECEIVE_NBYTES])]
+            while unsent:
+                del unsent[: connection.socket.send(memoryview(unsent)[:RECEIVE_NBYTES])]
         except BlockingIOError:
             pass
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if member.unsent else 0)
-        key = self._selector.get_key(member.link)
-        if key.events != wanted:
-            self._selector.modify(member.link, wanted, key.data)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
+        key = self._selector.get_key(connection.socket)
+        if key.events != events:
+            self._selector.modify(connection.socket, events, key.data)
 
-    def _lose(self, member: _Member) -> None:
-        """A connection ended without a word: if it was the rank's last, the rank is lost."""
-        if member.link.fileno() < 0:
-            return
-        self._part(member.link.fileno())
-        known = self._ranks[member.rank]
-        if not known.links:
-            known.lost_at = time.monotonic()
-            self._news.append(("", member.rank))
+    def _on_connection_lost(self, connection: _RankConnection) -> None:
+        """The connection ended without LEAVE."""
+        if connection.socket.fileno() >= 0:
+            self._remove(connection.socket.fileno())
+            self._membership.mark_lost(connection.rank)
 
-    def _part(self, number: int) -> None:
-        member = self._members.pop(number)
-        self._ranks[member.rank].links.discard(number)
-        self._selector.unregister(member.link)
-        member.link.close()
+    def _remove(self, number: int) -> None:
+        connection = self._connections.pop(number)
+        self._membership.remove_connection(connection.rank, number)
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
 
-    def _look_after_silent(self) -> None:
-        """Send something to hosts that are silent: what counts is whether it is acknowledged."""
-        now = time.monotonic()
-        for known in self._ranks.values():
-            is_silent = known.rows is not None and now - known.beat_at > SILENT_S
-            if is_silent and now - known.asked_at > 2 * SILENT_S:
-                known.asked_at = now
-                for number in list(known.links):
-                    self._send(self._members[number], pack(PING))
+    # ---- hosts that do not answer ----
 
-    def _is_cut_off(self, known: _Rank, now: float) -> bool:
-        links = [self._members[number].link for number in known.links]
-        return now - known.asked_at > ACKNOWLEDGED_S and any(map(_is_unacknowledged, links))
+    def _ping_silent(self) -> None:
+        """Send something to silent hosts: what counts is whether it is acknowledged."""
+        now, silent_s = time.monotonic(), self._timings.ping_after_s
+        for member in self._membership.members.values():
+            if member.is_silent(now, silent_s) and now - member.pinged_at > 2 * silent_s:
+                member.pinged_at = now
+                for number in list(member.connections):
+                    self._send(self._connections[number], pack(PING))
 
-    # ---- operations, beside those of the ledger ----
+    def _reports(self) -> dict[int, RankReport]:
+        members = self._membership.members.items()
+        return self._membership.reports(
+            [rank for rank, member in members if self._is_unreachable(member)]
+        )
 
-    def _beat(self, asker: _Asker, since: int, rows: Any, stopped: list[int]) -> list[Any]:
-        known = self._ranks[asker.rank]
-        known.beat_at, known.rows, known.stopped = time.monotonic(), rows, stopped
-        return self._news[since:]
-
-    def _report(self, _: _Asker, group: str, verdict: bytes) -> None:
-        if all(name != group for name, _ in self._news):
-            self._news.append((group, verdict))
-
-    def _names(self, _: _Asker, ranks: Sequence[int]) -> list[str]:
-        """The process of each rank that has ever come, as it named itself."""
-        return [self._ranks[rank].who for rank in ranks]
-
-    def _census(self, _: _Asker) -> dict[int, Any]:
-        """Of each rank: since its last beat, its rows, a note, since it was lost or left (-1: it is
-        there), is it cut off."""
-        now = time.monotonic()
-        stopped = {rank for known in self._ranks.values() for rank in known.stopped}
-        return {
-            rank: (
-                now - known.beat_at,
-                known.rows,
-                LEFT if not (known.links or known.lost_at) else SUSPENDED * (rank in stopped),
-                now - known.lost_at if known.lost_at else -1.0,
-                self._is_cut_off(known, now),
-            )
-            for rank, known in self._ranks.items()
-        }
+    def _is_unreachable(self, member: Member) -> bool:
+        if time.monotonic() - member.pinged_at <= self._timings.acknowledged_s:
+            return False
+        sockets = [self._connections[number].socket for number in member.connections]
+        return any(map(_is_unacknowledged, sockets))
 
 
-def _room_for_strangers(world_size: int) -> int:
-    """How many who have proved nothing may wait, so that every rank still gets a descriptor.
+def _max_pending_connections(world_size: int) -> int:
+    """How many unauthenticated clients may wait, so that every rank still gets a descriptor.
 
     All ranks may come at once, and none of them is to be sent away for another.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     spare = limit - len(os.listdir("/proc/self/fd")) - world_size - RESERVE
-    if spare < MIN_VISITORS:
+    if spare < MIN_PENDING:
         raise CoordinatorError(
             f"rank 0 may open {limit} files, which is too few to serve {world_size} ranks: it "
-            f"needs {MIN_VISITORS - spare} more. Raise the limit (`ulimit -n {limit * 4}`) where "
+            f"needs {MIN_PENDING - spare} more. Raise the limit (`ulimit -n {limit * 4}`) where "
             "rank 0 is started."
         )
-    return min(max(MAX_VISITORS, world_size), max(MIN_VISITORS, spare // 2))
+    return min(max(MAX_PENDING, world_size), max(MIN_PENDING, spare // 2))
 
 
-def _senseless(rank: int, op: str, error: Exception) -> str:
+def _bad_request(rank: int, op: str, error: Exception) -> str:
     return f"rank {rank} asked rank 0 to {op} what it cannot: {error!r}"
 
 
-def _first_message(heard: bytearray) -> Any:
-    """The first whole message of what was heard, taken out of it; None if there is none yet."""
-    if len(heard) < LENGTH.size:
+def _first_message(received: bytearray) -> Any:
+    """Take the first whole message out of what was received; None if there is none yet."""
+    if len(received) < LENGTH.size:
         return None
-    (nbytes,) = LENGTH.unpack_from(heard)
+    (nbytes,) = LENGTH.unpack_from(received)
     if nbytes > MAX_NBYTES:
         raise OSError(f"a message of {nbytes} bytes")
     end = LENGTH.size + nbytes
-    if len(heard) < end:
+    if len(received) < end:
         return None
-    message = unpack(heard[LENGTH.size : end])
-    del heard[:end]
+    message = unpack(received[LENGTH.size : end])
+    del received[:end]
     return message
 
 
-def _is_unacknowledged(link: socket.socket) -> bool:
-    """Is something on the way that the other kernel has not acknowledged? tcp(7), SIOCOUTQ."""
-    (nbytes,) = struct.unpack("i", fcntl.ioctl(link, termios.TIOCOUTQ, bytes(4)))
+def _is_unacknowledged(connection: socket.socket) -> bool:
+    """Is something sent that the other kernel has not acknowledged? tcp(7), SIOCOUTQ."""
+    (nbytes,) = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))
     return bool(nbytes)

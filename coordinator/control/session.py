@@ -1,4 +1,4 @@
-"""One rank's stay in its launch: its end of the hub, and at rank 0 the hub itself.
+"""One rank's session in its launch: its client of rank 0's server, and at rank 0 the server too.
 
 Every Coordinator of the rank shares it; it ends with the last of them.
 """
@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -21,148 +22,165 @@ from coordinator.addresses import (
     bound,
     candidates,
     listen,
-    outward_addresses,
-    source_towards,
+    local_address_for,
+    routable_addresses,
     spans_nodes,
 )
-from coordinator.control.client import Client, HubGone
-from coordinator.control.credentials import NBYTES, secret_of
-from coordinator.control.framing import Late, nothing
-from coordinator.control.handshake import HUB, Caller, Proof
+from coordinator.call_site import CallStatus
+from coordinator.control.client import Client, ServerLost
+from coordinator.control.credentials import SECRET_NBYTES, Credentials, launch_secret
+from coordinator.control.framing import NoMessage, noop
+from coordinator.control.handshake import CONTROL, Hello
+from coordinator.control.membership import Membership, RankReport
 from coordinator.control.process_monitor import PeerProcess
-from coordinator.control.server import Hub
-from coordinator.control.tables import Membership, RankReport
+from coordinator.control.server import ControlServer, Op
 from coordinator.errors import CoordinatorError, CoordinatorTimeout
-from coordinator.peers import Peer, stat
+from coordinator.peers import Peer
 from coordinator.timings import Timings
 from launcher import LaunchInfo
 
-BEAT_S = 0.5
-BEATS_PER_S = 512  # that rank 0 can take from all ranks together without noticing
-ANSWER_S = 1.0  # at most, for questions that only make an error better
-REPORT_S = 0.3  # to tell rank 0 why a group broke, which may be the end of a deadline
-EXIT_S = 0.5  # a process that ends closes its connections first
+HEARTBEATS_PER_S = 512  # that rank 0 can take from all ranks together without noticing
+NO_ANSWER = (ServerLost, NoMessage, CoordinatorError)  # rank 0 is gone, suspended, busy or cut off
 
 
-class Row(Protocol):
-    """What a group of this rank tells the others in each beat."""
+class GroupStatus(Protocol):
+    """A group of this rank, as its heartbeats report it."""
 
     key: str
 
-    def row(self) -> tuple[str, int, str, float]: ...
+    def call_status(self) -> CallStatus: ...
 
     def drop(self) -> None: ...
 
 
 class Session:
-    """What the Coordinators of one rank of one launch share."""
+    """State that the Coordinators of one rank of one launch share.
+
+    lost: ranks of the launch whose connections to rank 0 broke, and when this rank heard of it.
+    group_failures: packed GroupFailures by key of the group.
+    """
 
     def __init__(
-        self, info: LaunchInfo, hub: Hub | None, client: Client, proof: Proof, timings: Timings
+        self,
+        info: LaunchInfo,
+        server: ControlServer | None,
+        client: Client,
+        credentials: Credentials,
+        timings: Timings,
     ) -> None:
-        self.info, self.hub, self.client, self.proof = info, hub, client, proof
+        self.info, self.server, self.client, self.credentials = info, server, client, credentials
         self.timings = timings
         self.users = 0
-        self.lost: dict[int, float] = {}  # ranks of the launch, and when we heard
-        self.verdicts: dict[str, bytes] = {}  # by group
-        self.hub_lost_at = 0.0
-        self._news = 0
-        self._rows: dict[str, Row] = {}
+        self.lost: dict[int, float] = {}
+        self.group_failures: dict[str, bytes] = {}
+        self.server_lost_at = 0.0
+        self._num_news = 0
+        self._groups: dict[str, GroupStatus] = {}
         self._refreshing = threading.Lock()
         self._closed = threading.Event()
-        self._neighbour: Peer | None = None
+        self._next_local: PeerProcess | None = None
         self._master: PeerProcess | None = None
-        self._beats = False
+        self._heartbeat: threading.Thread | None = None
         if spans_nodes(info):
-            self.begin_beating()
+            self.start_heartbeat()
 
-    def begin_beating(self) -> None:
-        """From now on rank 0 hears from this rank, and this rank what becomes of those that share
+    def start_heartbeat(self) -> None:
+        """From now on rank 0 hears from this rank, and this rank of failures of ranks that share
         no memory with it."""
-        if not self._beats:
-            self._beats = True
-            threading.Thread(target=self._beat, name="drumline-beat", daemon=True).start()
+        if self._heartbeat is None:
+            self._heartbeat = threading.Thread(
+                target=self._send_heartbeats, name="drumline-heartbeat", daemon=True
+            )
+            self._heartbeat.start()
 
-    def watch(self, group: Row) -> None:
-        self._rows[group.key] = group
+    def add_group(self, group: GroupStatus) -> None:
+        self._groups[group.key] = group
 
-    def forget(self, group: Row) -> None:
-        self._rows.pop(group.key, None)
+    def remove_group(self, group: GroupStatus) -> None:
+        self._groups.pop(group.key, None)
 
-    def get_to_know(self, neighbour: Peer, peers: Sequence[Peer]) -> None:
-        """A stopped process cannot say that it is: the next one on its node does."""
-        if self._neighbour is None:
-            self._neighbour = neighbour
+    def set_watch_targets(self, next_local: Peer, peers: Sequence[Peer]) -> None:
+        """Watch the next rank of this node, since a suspended process cannot report itself, and
+        rank 0 if it is among the peers."""
+        if self._next_local is None:
+            self._next_local = PeerProcess(next_local)
         master = next((peer for peer in peers if peer.rank == 0), None)
         if self._master is None and master is not None:
             self._master = PeerProcess(master)
 
-    def _beat(self) -> None:
-        pause_s = max(BEAT_S, self.info.world_size / BEATS_PER_S)
-        self.refresh()  # who is cut off before it has said anything could not be told from others
+    def _send_heartbeats(self) -> None:
+        pause_s = max(self.timings.heartbeat_s, self.info.world_size / HEARTBEATS_PER_S)
+        self.refresh()  # else a rank that is cut off at once would look like one that never came
         while not self._closed.wait(pause_s):
             self.refresh()
 
-    def refresh(self, timeout_s: float = ANSWER_S) -> None:
-        """Tell rank 0 what this rank does, and hear who is lost and which groups failed."""
-        deadline = time.monotonic() + timeout_s
-        if not self._refreshing.acquire(timeout=timeout_s):
+    def refresh(self, timeout_s: float | None = None) -> None:
+        """Send a heartbeat to rank 0, and learn from the answer which ranks and groups failed."""
+        limit_s = self.timings.answer_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
+        if not self._refreshing.acquire(timeout=limit_s):
             return  # another thread waits for rank 0 already
         try:
-            rows = {group.key: group.row() for group in list(self._rows.values())}
+            calls = {group.key: group.call_status() for group in list(self._groups.values())}
             left_s = max(deadline - time.monotonic(), 0.0)
-            self._take_in(self.ask("beat", self._news, rows, self._note(), timeout_s=left_s))
-        except (HubGone, Late, CoordinatorError):
-            return  # rank 0 is gone, stopped, busy or cut off: the deadlines decide
+            updates = self.ask(
+                Op.HEARTBEAT, self._num_news, calls, self._suspended(), timeout_s=left_s
+            )
+            self._apply_updates(updates)
+        except NO_ANSWER:
+            return  # the deadlines decide
         finally:
             self._refreshing.release()
 
-    def _take_in(self, news: Sequence[tuple[str, Any]]) -> None:
-        self._news += len(news)
-        for group, what in news:
+    def _apply_updates(self, updates: Sequence[tuple[str, Any]]) -> None:
+        self._num_news += len(updates)
+        for group, update in updates:
             if group:
-                self.verdicts.setdefault(group, what)
+                self.group_failures.setdefault(group, update)
             else:
-                self.lost.setdefault(what, time.monotonic())
+                self.lost.setdefault(update, time.monotonic())
 
-    def _note(self) -> list[Any]:
-        """That our neighbour is stopped, if it is; [] else."""
-        neighbour = self._neighbour
-        if neighbour is None or neighbour.rank == self.info.rank or not neighbour.is_visible:
+    def _suspended(self) -> list[int]:
+        """The next rank of this node, if it is suspended."""
+        process = self._next_local
+        if process is None or process.peer.rank == self.info.rank or not process.is_suspended():
             return []
-        return [neighbour.rank] if stat(neighbour.pid)[:1] in (["T"], ["t"]) else []
+        return [process.peer.rank]
 
-    def membership(self, timeout_s: float = ANSWER_S) -> Membership:
-        """What rank 0 knows of each rank; nothing if it does not answer."""
+    def membership(self, timeout_s: float | None = None) -> Membership:
+        """All ranks as rank 0 knows them; empty if it does not answer."""
+        limit_s = self.timings.answer_s if timeout_s is None else timeout_s
         try:
-            reports = self.ask("census", timeout_s=timeout_s)
+            reports = self.ask(Op.MEMBERSHIP, timeout_s=limit_s)
             return {rank: RankReport.from_wire(fields) for rank, fields in reports.items()}
-        except (HubGone, Late, CoordinatorError):
+        except NO_ANSWER:
             return {}
 
-    def report(self, group: str, verdict: bytes) -> None:
-        """Who does not hear it finds out by itself."""
+    def report(self, group: str, failure: bytes) -> None:
+        """Publish the failure of a group through rank 0; without an answer, every rank finds out
+        for itself."""
         try:
-            self.ask("report", group, verdict, timeout_s=REPORT_S)
-        except (HubGone, Late, CoordinatorError):
+            self.ask(Op.REPORT, group, failure, timeout_s=self.timings.report_s)
+        except NO_ANSWER:
             pass
 
     def ask(
-        self, op: str, *arguments: Any, timeout_s: float, idle: Callable[[], None] = nothing
+        self, op: Op, *arguments: Any, timeout_s: float, idle: Callable[[], None] = noop
     ) -> Any:
-        """Ask the hub. Raises Late if it does not answer in time, HubGone if it is gone."""
+        """Ask the server. Raises NoMessage if it does not answer in time, ServerLost if it is
+        gone."""
 
-        def look() -> None:
+        def check() -> None:
             self._check_open()
             if self._master is not None and self._master.is_dead():
-                raise HubGone(self._master.state())
+                raise ServerLost(self._master.state())
             idle()
 
         try:
-            return self.client.ask(op, *arguments, timeout_s=timeout_s, idle=look)
-        except HubGone:
+            return self.client.ask(op, *arguments, timeout_s=timeout_s, idle=check)
+        except ServerLost:
             self._check_open()
-            self.hub_lost_at = self.hub_lost_at or time.monotonic()
+            self.server_lost_at = self.server_lost_at or time.monotonic()
             self.lost.setdefault(0, time.monotonic())
             raise
 
@@ -170,97 +188,109 @@ class Session:
         if self._closed.is_set():
             raise CoordinatorError(
                 f"rank {self.info.rank} closed its last Coordinator while another thread was in a "
-                "call on it, so nobody answers that. Close it when no thread uses it any more."
+                "call on it. Close it when no thread uses it any more."
             )
 
-    def master(self) -> str:
-        """Rank 0 of the launch, as well as this rank can name it by now, and what it does."""
+    def describe_master(self) -> str:
+        """Rank 0 of the launch, as far as this rank knows it, and its state."""
         if self._master is None:
             return f"rank 0 ({self.info.master_addr}:{self.info.master_port})"
-        if self.hub_lost_at:
-            self._master.dies_within(EXIT_S)
-        state = self._master.state()
-        return f"{self._master.peer}, {state or 'out of sight'},"
+        if self.server_lost_at:
+            self._master.dies_within(self.timings.exit_s)
+        return f"{self._master.peer}, {self._master.state() or 'on another host'},"
 
     def end(self) -> None:
+        """Leave the launch. A heartbeat on its way is given up first: if the process ended with its
+        connection open, that would look like a death."""
         self._closed.set()
+        if self._heartbeat is not None and self._heartbeat is not threading.current_thread():
+            self._heartbeat.join(self.timings.answer_s)
         self.client.close()
-        if self._master is not None:
-            self._master.close()
+        self._close_processes()
 
     def drop(self) -> None:
         """In a forked child: close the descriptors, which leaves those of the parent alone."""
         self._closed = threading.Event()  # the lock of the old one may be held by no thread
         self._closed.set()
         self.client.drop()
-        for group in self._rows.values():
+        for group in self._groups.values():
             group.drop()
-        if self.hub is not None:
-            self.hub.drop()
-        if self._master is not None:
-            self._master.close()
+        if self.server is not None:
+            self.server.drop()
+        self._close_processes()
+
+    def _close_processes(self) -> None:
+        for process in (self._master, self._next_local):
+            if process is not None:
+                process.close()
 
 
-class _Seat:
-    """The session of one rank, as often as it is opened, and how many Coordinators it has made."""
+class _ProcessSession:
+    """The session of one rank in this process, which may be opened several times.
+
+    num_coordinators: how many Coordinators the rank has made: the turn of the next one.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # __del__ may come at any time
         self.session: Session | None = None
-        self.hub: Hub | None = None
-        self.number = 0
-        self.point: _Point | None = None
+        self.server: ControlServer | None = None
+        self.num_coordinators = 0
+        self.location: _ServerLocation | None = None
         self.token = secrets.token_bytes(8)
 
-    def enter(self, info: LaunchInfo, timeout_s: float, timings: Timings) -> tuple[Session, int]:
+    def join(self, info: LaunchInfo, timeout_s: float, timings: Timings) -> tuple[Session, int]:
         with self.lock:
             if self.session is None:
                 self.session = self._open(info, timeout_s, timings)
-            elif self.hub is not None:
-                self.hub.open(self.number)
+            elif self.server is not None:
+                self.server.open(self.num_coordinators)
             self.session.users += 1
-            self.number += 1
-            return self.session, self.number - 1
+            self.num_coordinators += 1
+            return self.session, self.num_coordinators - 1
 
-    def stay(self) -> None:
+    def retain(self) -> None:
         with self.lock:
             assert self.session is not None
             self.session.users += 1
 
     def _open(self, info: LaunchInfo, timeout_s: float, timings: Timings) -> Session:
-        if info.extras.get("store") == "agent" and self.point is None:
-            self.point = _agree_on_point(info, timeout_s)
-        proof = Proof(self._secret(info), info.launch_id, info.world_size)
-        if info.rank == 0 and (self.hub is None or not self.hub.open(self.number)):
-            self.hub = Hub(self._listener(info), proof)
-            self.hub.open(self.number)
-        who = f"host {socket.gethostname()}, pid {os.getpid()}"
-        caller = Caller(info.rank, HUB, self.number, self.token, who)
-        client = Client(lambda: self._where(info), proof, caller, timeout_s, self.hub)
-        atexit.register(client.close, says_bye=False)  # who ends without closing is lost
-        return Session(info, self.hub, client, proof, timings)
+        if info.extras.get("store") == "agent" and self.location is None:
+            self.location = _locate_server_by_store(info, timeout_s)
+        turn = self.num_coordinators
+        credentials = Credentials(self._secret(info), info.launch_id, info.world_size)
+        if info.rank == 0 and (self.server is None or not self.server.open(turn)):
+            self.server = ControlServer(self._listener(info), credentials, timings)
+            self.server.open(turn)
+        process = f"host {socket.gethostname()}, pid {os.getpid()}"
+        hello = Hello(info.rank, CONTROL, turn, self.token, process)
+        client = Client(
+            lambda: self._addresses(info), credentials, hello, timeout_s, self.server, timings
+        )
+        atexit.register(client.close, is_orderly=False)  # a rank that ends without close() is lost
+        return Session(info, self.server, client, credentials, timings)
 
     def _secret(self, info: LaunchInfo) -> bytes:
-        return self.point.secret if self.point is not None else secret_of(info)
+        return self.location.secret if self.location is not None else launch_secret(info)
 
     def _listener(self, info: LaunchInfo) -> socket.socket:
-        if self.point is not None and self.point.listener is not None:
-            return self.point.listener.dup()
+        if self.location is not None and self.location.listener is not None:
+            return self.location.listener.dup()
         return listen(info)
 
-    def _where(self, info: LaunchInfo) -> list[Address]:
-        if self.hub is not None:
-            family = socket.AF_INET6 if ":" in self.hub.address[0] else socket.AF_INET
-            return [(family, self.hub.address)]
-        if self.point is not None:
-            return [self.point.address]
+    def _addresses(self, info: LaunchInfo) -> list[Address]:
+        if self.server is not None:
+            address = self.server.address
+            return [(_family_of(address[0]), address)]
+        if self.location is not None:
+            return [self.location.address]
         return candidates(info)
 
     def leave(self, timeout_s: float | None) -> list[int]:
-        """One Coordinator less. At rank 0 the last one waits until everybody has left, unless
-        timeout_s is None. Returns the ranks that had not in time."""
+        """One Coordinator less. At rank 0 the last one waits until all ranks have left, unless
+        timeout_s is None. Returns the ranks that had not left in time."""
         with self.lock:
-            session, hub = self.session, self.hub
+            session, server = self.session, self.server
             assert session is not None
             session.users -= 1
             if session.users > 0:
@@ -268,74 +298,80 @@ class _Seat:
             self.session = None
             session.end()
             atexit.unregister(session.client.close)
-        if hub is None:
+        if server is None:
             return []
-        hub.begin_closing()
-        if timeout_s is None or hub.wait(timeout_s):
+        server.begin_closing()
+        if timeout_s is None or server.wait(timeout_s):
             return []
-        return hub.present()
+        return server.present()
 
     def drop(self) -> None:
         """In a forked child: close the descriptors, which leaves those of the parent alone."""
         if self.session is not None:
             self.session.drop()
-        elif self.hub is not None:
-            self.hub.drop()
-        if self.point is not None and self.point.listener is not None:
-            self.point.listener.close()
+        elif self.server is not None:
+            self.server.drop()
+        if self.location is not None and self.location.listener is not None:
+            self.location.listener.close()
 
 
-class _Seats:
-    """The ranks that live in this process.
+class _ProcessSessions:
+    """The sessions of the ranks that live in this process.
 
-    A listening socket belongs to the process whatever we do, so its owner is found by process too.
+    Sockets belong to the process, so that their owner is found by process, too.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # __del__ may come at any time
-        self._seats: dict[tuple[str, int, int], _Seat] = {}
+        self._sessions: dict[tuple[str, int, int], _ProcessSession] = {}
 
-    def of(self, info: LaunchInfo) -> _Seat:
+    def of(self, info: LaunchInfo) -> _ProcessSession:
+        key = (info.launch_id, info.rank, os.getpid())
         with self._lock:
-            return self._seats.setdefault((info.launch_id, info.rank, os.getpid()), _Seat())
+            return self._sessions.setdefault(key, _ProcessSession())
 
     def drop(self) -> None:
         """In a forked child, which is none of its parent's ranks: connections that it would keep
         open hide from the others that the parent has died."""
         self._lock = threading.RLock()  # of a thread that is not here, perhaps
-        for seat in self._seats.values():
-            seat.drop()
-        self._seats = {}
+        for session in self._sessions.values():
+            session.drop()
+        self._sessions = {}
 
 
-_seats = _Seats()
-os.register_at_fork(after_in_child=_seats.drop)
+_process_sessions = _ProcessSessions()
+os.register_at_fork(after_in_child=_process_sessions.drop)
 
 
-def enter(info: LaunchInfo, timeout_s: float, timings: Timings) -> tuple[Session, int]:
+def join(info: LaunchInfo, timeout_s: float, timings: Timings) -> tuple[Session, int]:
     """The session of this rank, and how many Coordinators the rank has made before."""
-    return _seats.of(info).enter(info, timeout_s, timings)
+    return _process_sessions.of(info).join(info, timeout_s, timings)
 
 
-def stay(info: LaunchInfo) -> None:
-    """One more Coordinator of this rank uses the session."""
-    _seats.of(info).stay()
+def retain(info: LaunchInfo) -> None:
+    """Count one more Coordinator of this rank in its session."""
+    _process_sessions.of(info).retain()
 
 
 def leave(info: LaunchInfo, timeout_s: float | None) -> list[int]:
-    """Give the session back. At rank 0, see _Seat.leave."""
-    return _seats.of(info).leave(timeout_s)
+    """Give the session back; see _ProcessSession.leave."""
+    return _process_sessions.of(info).leave(timeout_s)
 
 
-class _Point:
-    """Where the hub is, and its secret, where the launcher's own store has told us."""
+@dataclass(frozen=True)
+class _ServerLocation:
+    """The address and secret of rank 0's server, where the launcher's own store has them.
 
-    def __init__(self, address: Address, secret: bytes, listener: socket.socket | None) -> None:
-        self.address, self.secret, self.listener = address, secret, listener
+    listener: at rank 0, its socket.
+    """
+
+    address: Address
+    secret: bytes
+    listener: socket.socket | None
 
 
-def _agree_on_point(info: LaunchInfo, timeout_s: float) -> _Point:
-    """Rank 0 listens beside the launcher's store, and says there where, and draws a secret."""
+def _locate_server_by_store(info: LaunchInfo, timeout_s: float) -> _ServerLocation:
+    """Rank 0 listens beside the launcher's store, and stores there its address and a secret."""
     from torch.distributed import TCPStore
 
     key = f"drumline/{info.launch_id}"
@@ -343,28 +379,30 @@ def _agree_on_point(info: LaunchInfo, timeout_s: float) -> _Point:
     try:
         store = TCPStore(info.master_addr, info.master_port, None, False, timeout=limit)
         if info.rank == 0:
-            listener = _listener_beside(info)
-            secret = secrets.token_bytes(NBYTES)
-            said = [*listener.getsockname()[:2], secret.hex()]
-            store.set(key, json.dumps(said))
-            return _Point((listener.family, listener.getsockname()), secret, listener)
+            listener = _listener_next_to_store(info)
+            secret = secrets.token_bytes(SECRET_NBYTES)
+            store.set(key, json.dumps([*listener.getsockname()[:2], secret.hex()]))
+            return _ServerLocation((listener.family, listener.getsockname()), secret, listener)
         host, port, text = json.loads(store.get(key))
     except RuntimeError as error:
         raise CoordinatorTimeout(
             f"rank {info.rank} (host {socket.gethostname()}) waited {timeout_s:g} s at the "
-            f"launcher's store {info.master_addr}:{info.master_port} for rank 0 to say where it "
-            f"listens. Did rank 0 make a Coordinator too? ({error})"
+            f"launcher's store {info.master_addr}:{info.master_port} for the address of rank 0. "
+            f"Check that rank 0 makes a Coordinator, too. ({error})"
         ) from error
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return _Point((family, (host, port)), bytes.fromhex(text), None)
+    return _ServerLocation((_family_of(host), (host, port)), bytes.fromhex(text), None)
 
 
-def _listener_beside(info: LaunchInfo) -> socket.socket:
+def _family_of(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _listener_next_to_store(info: LaunchInfo) -> socket.socket:
     if not spans_nodes(info):
         return bound(socket.AF_INET, ("127.0.0.1", 0))
     family, address = candidates(info)[0]
     try:
-        return bound(family, (source_towards(family, address), 0))
+        return bound(family, (local_address_for(family, address), 0))
     except OSError:
-        family, text = outward_addresses()[0]
+        family, text = routable_addresses()[0]
         return bound(family, (text, 0))

@@ -1,122 +1,96 @@
-"""What rank 0 keeps for the others: values by name, and what is given in meetings."""
+"""Tables that rank 0 keeps for all ranks: values by name, and open rendezvous.
+
+An operation that has to wait for another rank returns PENDING, and answers later.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
-from coordinator.call_site import CallStatus
-
-LEFT, SUSPENDED = "left", "suspended"  # notes of a RankReport
-LATER = object()  # the answer comes when somebody else has spoken
+PENDING = object()  # the answer comes when another rank has done its part
 COUNTS = (-(1 << 63), (1 << 63) - 1)  # as torch's Store.add
 
-Asker = TypeVar("Asker")
-Answer = Callable[[Asker, Any], None]
+Requester = TypeVar("Requester")
 
 
-class RankReport(NamedTuple):
-    """A rank as rank 0 knows it.
+class KeyValueTable(Generic[Requester]):
+    """Values by name. answer(requester, values) is called for requesters that had to wait."""
 
-    silent_s: since its last heartbeat. calls: of each of its groups, by key. note: LEFT, SUSPENDED
-    or nothing. lost_s: since its last connection broke, or -1. is_unreachable: its host does not
-    acknowledge what was sent to it.
-    """
-
-    silent_s: float
-    calls: Mapping[str, CallStatus] | None
-    note: str
-    lost_s: float
-    is_unreachable: bool
-
-    @classmethod
-    def from_wire(cls, fields: Sequence[Any]) -> RankReport:
-        silent_s, calls, note, lost_s, is_unreachable = fields
-        if calls is not None:
-            calls = {key: CallStatus(*status) for key, status in calls.items()}
-        return cls(silent_s, calls, note, lost_s, is_unreachable)
-
-
-Membership = Mapping[int, RankReport]  # by rank of the launch; empty if rank 0 does not answer
-
-
-class Values(Generic[Asker]):
-    """Values by name. answer(asker, values) is called for those that had to wait."""
-
-    def __init__(self, answer: Answer[Asker]) -> None:
+    def __init__(self, answer: Callable[[Requester, Any], None]) -> None:
         self._answer = answer
         self._values: dict[str, bytes] = {}
-        self._wanted: dict[str, list[tuple[Asker, Sequence[str]]]] = {}
+        self._waiting: dict[str, list[tuple[Requester, Sequence[str]]]] = {}  # by a missing key
 
-    def set(self, _: Asker, key: str, value: bytes) -> None:
+    def set(self, _: Requester, key: str, value: bytes) -> None:
         self._values[key] = value
-        for asker, keys in self._wanted.pop(key, []):
-            found = self.wait(asker, keys)
-            if found is not LATER:
-                self._answer(asker, found)
+        for requester, keys in self._waiting.pop(key, []):
+            values = self.wait(requester, keys)
+            if values is not PENDING:
+                self._answer(requester, values)
 
-    def get(self, _: Asker, key: str) -> bytes | None:
+    def get(self, _: Requester, key: str) -> bytes | None:
         return self._values.get(key)
 
-    def wait(self, asker: Asker, keys: Sequence[str]) -> Any:
-        """The values of all keys, now or LATER."""
+    def wait(self, requester: Requester, keys: Sequence[str]) -> Any:
+        """The values of all keys, now or PENDING."""
         missing = next((key for key in keys if key not in self._values), None)
         if missing is None:
             return [self._values[key] for key in keys]
-        self._wanted.setdefault(missing, []).append((asker, keys))
-        return LATER
+        self._waiting.setdefault(missing, []).append((requester, keys))
+        return PENDING
 
-    def add(self, asker: Asker, key: str, amount: int) -> int:
+    def add(self, requester: Requester, key: str, amount: int) -> int:
         total = int(self._values.get(key, b"0")) + amount
         if not COUNTS[0] <= total <= COUNTS[1]:
             raise OverflowError(f"{key!r} would be {total}, and a counter has 64 bits")
-        self.set(asker, key, str(total).encode())
+        self.set(requester, key, str(total).encode())
         return total
 
-    def swap(self, asker: Asker, key: str, expected: bytes, value: bytes) -> bytes:
+    def swap(self, requester: Requester, key: str, expected: bytes, value: bytes) -> bytes:
         """As torch's Store.compare_set: an empty expectation is that there is no value."""
-        there = self._values.get(key)
-        if there is None and expected:
+        current = self._values.get(key)
+        if current is None and expected:
             return expected
-        if (there or b"") == expected:
-            self.set(asker, key, value)
+        if (current or b"") == expected:
+            self.set(requester, key, value)
             return value
-        return there or b""
+        return current or b""
 
-    def delete(self, _: Asker, key: str) -> bool:
+    def delete(self, _: Requester, key: str) -> bool:
         return self._values.pop(key, None) is not None
 
-    def count(self, _: Asker, prefix: str) -> int:
+    def count(self, _: Requester, prefix: str) -> int:
         return sum(key.startswith(prefix) for key in self._values)
 
 
 @dataclass
-class _Meeting(Generic[Asker]):
-    given: dict[int, bytes] = field(default_factory=dict)
-    waiting: list[Asker] = field(default_factory=list)
+class _OpenRendezvous(Generic[Requester]):
+    data: dict[int, bytes] = field(default_factory=dict)  # by place
+    waiting: list[Requester] = field(default_factory=list)
 
 
-class Meetings(Generic[Asker]):
-    """Ranks that give something each, and go on once they have what everybody gave.
+class RendezvousTable(Generic[Requester]):
+    """Ranks that give data each, and go on once they have what all gave.
 
-    answer(askers, given) is called once for all of them.
+    answer(requesters, data) is called once for all of them.
     """
 
-    def __init__(self, answer: Callable[[Sequence[Asker], list[bytes]], None]) -> None:
+    def __init__(self, answer: Callable[[Sequence[Requester], list[bytes]], None]) -> None:
         self._answer = answer
-        self._open: dict[str, _Meeting[Asker]] = {}
+        self._open: dict[str, _OpenRendezvous[Requester]] = {}
 
-    def meet(self, asker: Asker, key: str, place: int, size: int, data: bytes) -> Any:
-        meeting: _Meeting[Asker] = self._open.setdefault(key, _Meeting())
-        meeting.given[place] = data
-        meeting.waiting.append(asker)
-        if len(meeting.given) == size:
+    def rendezvous(self, requester: Requester, key: str, place: int, size: int, data: bytes) -> Any:
+        current: _OpenRendezvous[Requester] = self._open.setdefault(key, _OpenRendezvous())
+        current.data[place] = data
+        current.waiting.append(requester)
+        if len(current.data) == size:
             del self._open[key]
-            self._answer(meeting.waiting, [meeting.given[place] for place in range(size)])
-        return LATER
+            self._answer(current.waiting, [current.data[place] for place in range(size)])
+        return PENDING
 
-    def came(self, _: Asker, key: str) -> list[int]:
-        """The places that have given their data, of a meeting that is not over."""
-        meeting = self._open.get(key)
-        return sorted(meeting.given) if meeting else []
+    def arrived(self, _: Requester, key: str) -> list[int]:
+        """The places that have given their data, of a rendezvous that is not over."""
+        current = self._open.get(key)
+        return sorted(current.data) if current else []

@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from coordinator._node_shm import Board
-from coordinator.call_site import Call, Waiting
-from coordinator.control.session import ANSWER_S, Session
-from coordinator.control.tables import Membership
+from coordinator._node_shm import NodeSegment
+from coordinator.call_site import CallSite, PendingCall
+from coordinator.control.membership import Membership
+from coordinator.control.session import Session
 from coordinator.errors import (
     KINDS,
     CoordinatorError,
@@ -27,8 +27,6 @@ from coordinator.failure.scan import FailureScan
 from coordinator.failure.subscription import FailureNotifier, Subscription, always
 from coordinator.peers import Peer
 
-REASON_S = 1.5  # how long the reason of a broken connection may take to arrive
-LAST_ANSWER_S = 0.2  # for rank 0 to say who is late, where it was not asked before the deadline
 ADVICE = "The group is out of step: end the launch, and look at what those ranks printed last."
 SAME_CALLS = (
     "All ranks must make the same calls, with the same src or dst, in the same order: end the "
@@ -42,14 +40,15 @@ class FailureDetector:
     def __init__(self, key: str, session: Session, rank: int, peers: Sequence[Peer]) -> None:
         self.key, self.session, self.peers = key, session, peers
         self.me = peers[rank]
+        self.timings = session.timings
         self.monitor = PeerMonitor(key, session, self.me, peers)
         self._scan = FailureScan(self.monitor, self.group_failure)
         self._notifier = FailureNotifier(self._scan)
         self._prefetched: tuple[float, Membership] = (0.0, {})
 
-    def share(self, shm_domain: Sequence[int], board: Board) -> None:
+    def share(self, shm_domain: Sequence[int], segment: NodeSegment) -> None:
         """From now on these places of the group share memory with us."""
-        self.monitor.share(shm_domain, board)
+        self.monitor.share(shm_domain, segment)
 
     def close(self) -> None:
         self._notifier.close()
@@ -74,34 +73,34 @@ class FailureDetector:
         """The failed ranks, the first to fail first; waits so long for there to be one."""
         deadline = time.monotonic() + wait_s
         while not (failures := self._scan.scan()) and time.monotonic() < deadline:
-            time.sleep(min(self.session.timings.scan_s / 10, wait_s))
+            time.sleep(min(self.timings.scan_s / 10, wait_s))
         return failures
 
     # ---- while waiting in a call ----
 
-    def check(self, waiting: Waiting) -> None:
+    def check(self, pending: PendingCall) -> None:
         """Return if there is still reason to wait; else raise why not."""
-        self.check_group(waiting)
+        self.check_group(pending)
         exited = self.monitor.awaited_exits()
         if exited:
-            raise self._lost(exited, waiting)
+            raise self._lost(exited, pending)
         now = time.monotonic()
-        if now >= waiting.deadline:
-            late = self.monitor.stragglers(waiting.call, self._membership(waiting))
-            raise self.fail(CoordinatorTimeout, late, waiting)
-        if waiting.deadline - now < min(ANSWER_S, waiting.timeout_s / 4):
-            self._prefetch_membership(waiting)
+        if now >= pending.deadline:
+            late = self.monitor.stragglers(pending.call, self._membership(pending))
+            raise self.fail(CoordinatorTimeout, late, pending)
+        if pending.deadline - now < min(self.timings.answer_s, pending.timeout_s / 4):
+            self._prefetch_membership(pending)
 
-    def check_group(self, waiting: Waiting) -> None:
+    def check_group(self, pending: PendingCall) -> None:
         """Raise if the group has failed."""
         failure = self.group_failure()
         if failure is not None:
-            raise self._error(failure, waiting)
+            raise self._error(failure, pending)
 
     def check_members(
         self,
         ranks: Collection[int],
-        waiting: Waiting,
+        pending: PendingCall,
         has_come: Callable[[], bool] = lambda: False,
     ) -> None:
         """Raise if one of these ranks of the launch will not come to what is no call of ours.
@@ -109,73 +108,79 @@ class FailureDetector:
         has_come: asked before that: is what they were to do done already?
         """
         failure = self.group_failure()
-        exited = self.monitor.exited(ranks) or self.monitor.departed_remote(ranks, waiting.left_s)
+        exited = self.monitor.exited(ranks) or self.monitor.departed_remote(ranks, pending.left_s)
         if (failure is not None or exited) and has_come():
             return
-        self.check_group(waiting)
+        self.check_group(pending)
         if exited:
-            raise self._lost(exited, waiting)
+            raise self._lost(exited, pending)
 
-    def check_alive(self, waiting: Waiting) -> None:
+    def check_alive(self, pending: PendingCall) -> None:
         """Raise if a rank has died: one that has left did what it had to do, perhaps."""
-        self.check_group(waiting)
+        self.check_group(pending)
         died = self.monitor.died()
         if died:
-            raise self._lost(died, waiting)
+            raise self._lost(died, pending)
 
-    def _lost(self, exited: Sequence[ObservedRank], waiting: Waiting) -> CoordinatorError:
+    def _lost(self, exited: Sequence[ObservedRank], pending: PendingCall) -> CoordinatorError:
         """The error for ranks that exited, or their own reason, which may still be at rank 0."""
         if any(self.monitor.is_remote(observed.peer.rank) for observed in exited):
-            self.session.refresh(LAST_ANSWER_S)
+            self.session.refresh(self.timings.last_answer_s)
         failure = self.group_failure()
         if failure is not None:
-            return self._error(failure, waiting)
-        return self.fail(PeerLost, exited, waiting)
+            return self._error(failure, pending)
+        return self.fail(PeerLost, exited, pending)
 
     def group_failure(self) -> GroupFailure | None:
         """Why the group has failed; None while it has not."""
-        board = self.monitor.board
-        data = board.verdict() if board is not None else None
-        data = data if data is not None else self.session.verdicts.get(self.key)
+        segment = self.monitor.segment
+        data = segment.group_failure() if segment is not None else None
+        data = data if data is not None else self.session.group_failures.get(self.key)
         return None if data is None else GroupFailure.unpack(data)
 
-    def _prefetch_membership(self, waiting: Waiting) -> None:
+    def _prefetch_membership(self, pending: PendingCall) -> None:
         """Ask rank 0 which ranks are late before the deadline, since it may not answer."""
-        if self.monitor.has_remote and self._prefetched[0] != waiting.since:
-            self._prefetched = (waiting.since, self.session.membership(waiting.left_s))
+        if self.monitor.has_remote and self._prefetched[0] != pending.since:
+            self._prefetched = (pending.since, self.session.membership(pending.left_s))
 
-    def _membership(self, waiting: Waiting) -> Membership:
+    def _membership(self, pending: PendingCall) -> Membership:
         if not self.monitor.has_remote:
             return {}
         since, membership = self._prefetched
-        return membership if since == waiting.since else self.session.membership(LAST_ANSWER_S)
+        return (
+            membership
+            if since == pending.since
+            else self.session.membership(self.timings.last_answer_s)
+        )
 
-    def broken(self, rank: int, why: str, waiting: Waiting) -> CoordinatorError:
+    def broken(self, rank: int, why: str, pending: PendingCall) -> CoordinatorError:
         """The error for a broken connection to a rank of the group: the reason, if it arrives
         shortly."""
-        until = min(time.monotonic() + REASON_S, waiting.deadline + ANSWER_S)
+        until = min(
+            time.monotonic() + self.timings.reason_s, pending.deadline + self.timings.answer_s
+        )
         while time.monotonic() < until:
             self.session.refresh(timeout_s=0.5)
             try:
-                self.check(waiting)
+                self.check(pending)
             except CoordinatorError as error:
                 return error
-            if self.session.hub_lost_at:
+            if self.session.server_lost_at:
                 break  # nobody is left who could tell
             time.sleep(0.05)
         state, reason = f"its connection broke: {why}", FailureReason.UNREACHABLE
-        return self.fail(PeerLost, [ObservedRank(self.peers[rank], state, None, reason)], waiting)
+        return self.fail(PeerLost, [ObservedRank(self.peers[rank], state, None, reason)], pending)
 
     # ---- failing the group ----
 
     def fail(
-        self, kind: type[CoordinatorError], observed: Sequence[ObservedRank], waiting: Waiting
+        self, kind: type[CoordinatorError], observed: Sequence[ObservedRank], pending: PendingCall
     ) -> CoordinatorError:
         """Fail the group for a reason; the error for this rank, or that of who was quicker."""
         text = " and ".join(map(str, observed)) or "a rank that nobody can name"
         ranks = [rank.peer.rank for rank in observed]
         failures = [FailureRecord.of(rank) for rank in observed if rank.reason is not None]
-        return self._error(self._publish(kind, str(waiting.call), text, ranks, failures), waiting)
+        return self._error(self._publish(kind, str(pending.call), text, ranks, failures), pending)
 
     def abandon(self, why: str, where: str, causes: Sequence[RankFailure] = ()) -> None:
         """Fail the group because this rank leaves it in the middle.
@@ -203,19 +208,19 @@ class FailureDetector:
     ) -> GroupFailure:
         """Give the reason to all other ranks, or learn theirs if another rank was quicker."""
         failure = GroupFailure.of(kind, self.me.rank, where, text, ranks, failures)
-        data, board = failure.pack(), self.monitor.board
-        if board is not None and not board.give_verdict(data):
+        data, segment = failure.pack(), self.monitor.segment
+        if segment is not None and not segment.publish_failure(data):
             return self.group_failure() or failure
-        if board is None:
-            data = self.session.verdicts.setdefault(self.key, data)  # for our other threads
+        if segment is None:
+            data = self.session.group_failures.setdefault(self.key, data)  # for our other threads
         if self.monitor.has_remote:
             self.session.report(self.key, data)
         return GroupFailure.unpack(data)
 
-    def _error(self, failure: GroupFailure, waiting: Waiting) -> CoordinatorError:
+    def _error(self, failure: GroupFailure, pending: PendingCall) -> CoordinatorError:
         """The error that this rank raises for the failure of its group."""
         self._forward(failure)
-        kind, me, call = KINDS[failure.kind], self.me.rank, waiting.call
+        kind, me, call = KINDS[failure.kind], self.me.rank, pending.call
         reporter, text = failure.reporter, failure.text
         if kind is CoordinatorError:
             return CoordinatorError(
@@ -231,7 +236,7 @@ class FailureDetector:
             noticed = "" if reporter == me else f"Rank {reporter} noticed it, in {failure.where}. "
             end = "" if text.endswith("\n") else ". "
             message = (
-                f"rank {me} waited {waiting.waited_s:.1f} s in {call} for {text}{end}{noticed}"
+                f"rank {me} waited {pending.waited_s:.1f} s in {call} for {text}{end}{noticed}"
                 f"{ADVICE}"
             )
         if kind is PeerLost:
@@ -240,15 +245,15 @@ class FailureDetector:
 
     def _forward(self, failure: GroupFailure) -> None:
         """Show the ranks of this node at once what was heard from another node."""
-        board = self.monitor.board
-        if board is not None and board.verdict() is None:
-            board.give_verdict(failure.pack())
+        segment = self.monitor.segment
+        if segment is not None and segment.group_failure() is None:
+            segment.publish_failure(failure.pack())
 
-    def in_different_calls(self, waiting: Waiting) -> CoordinatorError:
+    def in_different_calls(self, pending: PendingCall) -> CoordinatorError:
         """The error when all of this node have come, but to different calls."""
-        return self.disagree(self.monitor.local_calls(), waiting)
+        return self.disagree(self.monitor.local_calls(), pending)
 
-    def disagree(self, calls: Mapping[int, Call], waiting: Waiting) -> CoordinatorError:
+    def disagree(self, calls: Mapping[int, CallSite], pending: PendingCall) -> CoordinatorError:
         """The error for ranks of the launch that made these calls instead of one."""
         by_call: dict[tuple[str, int], list[int]] = {}
         for rank, call in calls.items():
@@ -257,7 +262,7 @@ class FailureDetector:
         text = " and ".join(texts)
         if len(by_call) == 1:
             text += " with another src or dst"
-        return self._error(self._publish(CoordinatorError, str(waiting.call), text), waiting)
+        return self._error(self._publish(CoordinatorError, str(pending.call), text), pending)
 
     def _describe(self, ranks: Sequence[int]) -> str:
         first = next(peer for peer in self.peers if peer.rank == ranks[0])
@@ -267,7 +272,9 @@ class FailureDetector:
 
     def describe_ranks(self, ranks: Collection[int]) -> str:
         """These ranks of the launch: where they are, and what they do."""
-        membership = self.session.membership(LAST_ANSWER_S) if self.monitor.has_remote else {}
+        membership = (
+            self.session.membership(self.timings.last_answer_s) if self.monitor.has_remote else {}
+        )
         return " and ".join(map(str, self.monitor.observe(ranks, membership))) or (
             f"ranks {list(ranks)}"
         )
@@ -278,14 +285,14 @@ class FailureDetector:
         peers = (str(peer) for peer in self.peers if peer.rank == rank)
         return str(observed) if observed is not None else next(peers, f"rank {rank}")
 
-    def table(self, timeout_s: float = ANSWER_S, limit: int | None = None) -> str:
+    def table(self, timeout_s: float | None = None, limit: int | None = None) -> str:
         """A line for every rank: where it is and what it does."""
         membership = self.session.membership(timeout_s) if self.monitor.has_remote else {}
         return self.monitor.table(membership, limit)
 
     def short_table(self) -> str:
         """As table(), for an error that is due already."""
-        return self.table(LAST_ANSWER_S, MAX_LINES)
+        return self.table(self.timings.last_answer_s, MAX_LINES)
 
 
 def _end_of(text: str, most: int = 8000) -> str:

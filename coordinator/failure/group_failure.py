@@ -13,7 +13,7 @@ from coordinator.errors import CoordinatorError, FailureReason, RankFailure
 from coordinator.failure.peer_monitor import ObservedRank
 from coordinator.peers import Peer
 
-# Together they must fit verdict_bytes of node_shm.h.
+# Together they must fit failure_bytes of node_shm.h.
 MAX_TEXT, MAX_TAIL = 8000, 1000  # characters of the text, and of its end if it is longer
 MAX_RANKS = 256
 MAX_FAILURES, MAX_FAILURE_TEXT = 8, 300

@@ -9,11 +9,11 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from coordinator._node_shm import Board
-from coordinator.call_site import Call, CallStatus
+from coordinator._node_shm import NodeSegment
+from coordinator.call_site import CallSite, CallStatus
+from coordinator.control.membership import LEFT, SUSPENDED, Membership, RankReport
 from coordinator.control.process_monitor import PeerProcess
-from coordinator.control.session import ANSWER_S, Session
-from coordinator.control.tables import LEFT, SUSPENDED, Membership, RankReport
+from coordinator.control.session import Session
 from coordinator.errors import FailureReason
 from coordinator.peers import Peer
 
@@ -24,9 +24,6 @@ STATUS_TEXT = {
     FORGOTTEN: "dropped its Coordinator without close()",
 }
 CONNECTION_LOST = "exited, or its connection broke"
-GRACE_S = 0.5  # what a lost rank had sent may still be on its way
-LOOK_S = 1.0  # between two questions to rank 0 about who has left
-NEW_S = 5.0  # until when a group may be missing from what its ranks tell rank 0
 MAX_LINES = 16  # of a table within an error
 RUNNING = "running"
 
@@ -69,16 +66,17 @@ class PeerMonitor:
 
     def __init__(self, key: str, session: Session, me: Peer, peers: Sequence[Peer]) -> None:
         self.key, self.session, self.me, self.peers = key, session, me, peers
-        self.board: Board | None = None
+        self.segment: NodeSegment | None = None
         self._local: dict[int, int] = {}  # rank of the launch: its place in the shared memory
         self._remote = {peer.rank: peer for peer in peers if peer.rank != me.rank}
         self._processes: dict[int, PeerProcess] = {}
+        self._timings = session.timings
         self._since = time.monotonic()
         self._asked_at = 0.0
 
-    def share(self, shm_domain: Sequence[int], board: Board) -> None:
+    def share(self, shm_domain: Sequence[int], segment: NodeSegment) -> None:
         """From now on these places of the group share memory with us, in this order."""
-        self.board = board
+        self.segment = segment
         self._local = {self.peers[place].rank: index for index, place in enumerate(shm_domain)}
         self._remote = {peer.rank: peer for peer in self.peers if peer.rank not in self._local}
         for place in shm_domain:
@@ -119,9 +117,12 @@ class PeerMonitor:
         """Those of these ranks that rank 0 knows to have left; asks it once in a while."""
         peers = [peer for rank, peer in self._remote.items() if rank in ranks]
         now = time.monotonic()
-        if not peers or now - self._asked_at < LOOK_S:
+        if not peers or now - self._asked_at < self._timings.departed_s:
             return []
-        self._asked_at, membership = now, self.session.membership(min(ANSWER_S, timeout_s))
+        self._asked_at, membership = (
+            now,
+            self.session.membership(min(self._timings.answer_s, timeout_s)),
+        )
         return [
             ObservedRank(peer, CLOSED_ITS_COORDINATOR, None, FailureReason.LEFT)
             for peer in peers
@@ -132,8 +133,8 @@ class PeerMonitor:
         """Has the rank of this report closed the group, or all that it had?"""
         if report is None:
             return False
-        is_fresh = report.silent_s < self.session.timings.silent_s
-        is_old = time.monotonic() - self._since > NEW_S and is_fresh
+        is_fresh = report.silent_s < self._timings.silent_s
+        is_old = time.monotonic() - self._since > self._timings.new_group_s and is_fresh
         is_without_group = report.calls is not None and self.key not in report.calls
         return report.note == LEFT or (is_old and is_without_group)
 
@@ -163,7 +164,7 @@ class PeerMonitor:
     def remote_exit(self, rank: int) -> ObservedRank | None:
         """A rank that shares no memory, if rank 0 lost its connection."""
         since = self.session.lost.get(rank)
-        if since is None or time.monotonic() - since < GRACE_S:
+        if since is None or time.monotonic() - since < self._timings.lost_grace_s:
             return None
         exited, lost_s = FailureReason.EXITED, time.monotonic() - since
         return ObservedRank(self._remote[rank], CONNECTION_LOST, None, exited, None, lost_s)
@@ -173,8 +174,8 @@ class PeerMonitor:
         return status.status, status.last_call if status.num_calls else None
 
     def _read_status(self, rank: int) -> PeerStatus:
-        assert self.board is not None
-        status, has_arrived, num_calls, name, number, where, ago_s = self.board.glimpse(
+        assert self.segment is not None
+        status, has_arrived, num_calls, name, number, where, ago_s = self.segment.read_status(
             self._local[rank]
         )
         return PeerStatus(
@@ -186,17 +187,17 @@ class PeerMonitor:
 
     # ---- ranks that are late ----
 
-    def local_calls(self) -> dict[int, Call]:
+    def local_calls(self) -> dict[int, CallSite]:
         """The call that each rank of this node is in."""
-        return {rank: Call(*self._read_status(rank).last_call[:3]) for rank in self._local}
+        return {rank: CallSite(*self._read_status(rank).last_call[:3]) for rank in self._local}
 
-    def stragglers(self, call: Call, membership: Membership) -> list[ObservedRank]:
+    def stragglers(self, call: CallSite, membership: Membership) -> list[ObservedRank]:
         """The ranks that are not in this call, with what they do instead."""
         local = [self._local_straggler(rank, call) for rank in self.missing()]
         remote = [self._observe_remote(rank, membership, call) for rank in self._remote]
         return [observed for observed in (*local, *remote) if observed is not None]
 
-    def _local_straggler(self, rank: int, call: Call) -> ObservedRank | None:
+    def _local_straggler(self, rank: int, call: CallSite) -> ObservedRank | None:
         if self._read_status(rank).last_call[:2] == call[:2]:
             return None  # it waits in this very call, for a rank of another node
         return self._observe_local(rank)
@@ -214,7 +215,7 @@ class PeerMonitor:
         return ObservedRank(self._peer(rank), state, last_call)
 
     def _observe_remote(
-        self, rank: int, membership: Membership, call: Call | None
+        self, rank: int, membership: Membership, call: CallSite | None
     ) -> ObservedRank | None:
         """A rank that shares no memory, as rank 0 knows it; None if it is in the call."""
         if not membership:
@@ -234,14 +235,14 @@ class PeerMonitor:
             last_call = last_call._replace(ago_s=last_call.ago_s + report.silent_s)
         else:
             last_call = None
-        state, reason = judge_report(report, self.session.timings.silent_s)
+        state, reason = judge_report(report, self._timings.silent_s)
         if last_call is None:
             state = f"not seen in any call, {state}"
         return ObservedRank(peer, state, last_call, reason, None, report.silent_s)
 
     def _observe_without_server(self, rank: int) -> ObservedRank | None:
         if rank == 0:
-            is_lost = bool(self.session.hub_lost_at)
+            is_lost = bool(self.session.server_lost_at)
             state = "gone" if is_lost else "suspended, or its host cut off"
             return ObservedRank(self._remote[rank], f"it does not answer: {state}")
         if 0 in self._remote:

@@ -10,9 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Container, Iterable
 
+from coordinator.control.membership import SUSPENDED, Membership
 from coordinator.control.process_monitor import PeerProcess
-from coordinator.control.session import BEATS_PER_S
-from coordinator.control.tables import SUSPENDED, Membership
+from coordinator.control.session import HEARTBEATS_PER_S
 from coordinator.errors import FailureReason, PeerLost, RankFailure
 from coordinator.failure.group_failure import GroupFailure
 from coordinator.failure.peer_monitor import (
@@ -150,9 +150,11 @@ class FailureScan:
             return ObservedRank(peer, CLOSED_ITS_COORDINATOR, None, FailureReason.LEFT)
         if not process.is_dead():
             return None
-        dead_s = time.monotonic() - self._dead_at.setdefault(peer.rank, time.monotonic())
+        dead_at = self._dead_at.setdefault(peer.rank, time.monotonic())
+        dead_s = time.monotonic() - dead_at
         is_lost = report is not None and report.lost_s >= 0
-        if not is_lost and dead_s < self._timings.exit_notice_s:
+        is_stale = self._asked_at <= dead_at  # it may have left since
+        if not is_lost and (is_stale or dead_s < self._timings.exit_notice_s):
             return None
         state, status = process.state(), process.exit_status
         return ObservedRank(peer, state, None, FailureReason.EXITED, status, dead_s)
@@ -161,8 +163,10 @@ class FailureScan:
 
     def _refresh_membership(self) -> None:
         now, session = time.monotonic(), self.monitor.session
-        pause_s = max(self._timings.membership_s, session.info.world_size / BEATS_PER_S)
-        if not self.monitor.has_remote or now - self._asked_at < pause_s:
+        pause_s = max(self._timings.membership_s, session.info.world_size / HEARTBEATS_PER_S)
+        is_urgent = any(dead_at > self._asked_at for dead_at in self._dead_at.values())
+        is_due = is_urgent or now - self._asked_at >= pause_s
+        if not self.monitor.has_remote or not is_due:
             return
         self._asked_at = now
         self._membership = session.membership()

@@ -1,4 +1,4 @@
-"""Where the ranks of this node are in their code: each writes its stacks to its standard error."""
+"""Stack dumps: ranks of this node write their Python stacks to their standard error."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def listen() -> None:
 
 def ask(peers: Iterable[Peer]) -> list[Peer]:
     """Have processes of this host show their stacks; those that will."""
-    asked = {}
+    by_pid = {}
     for peer in peers:
         if peer.is_visible and not peer.is_known_dead() and _catches(peer.pid):
-            asked[peer.pid] = peer
-    for pid in asked:
+            by_pid[peer.pid] = peer
+    for pid in by_pid:
         os.kill(pid, SIGNAL)
-    return list(asked.values())
+    return list(by_pid.values())
 
 
 def _catches(pid: int) -> bool:

@@ -1,4 +1,4 @@
-"""A lock that one process of a node holds at a time."""
+"""Locks that one process of a node holds at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
-from coordinator.call_site import Waiting
+from coordinator.call_site import PendingCall
 from coordinator.errors import CoordinatorTimeout
 
 WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # flock(2): of some filesystems
@@ -27,28 +27,28 @@ class Locks:
     """The locks of one rank of a launch: files in a folder that the launch has on the node.
 
     While a rank may use the folder it shares a lock on a file in it; who gets that file alone is
-    the last, and removes the folder. So no file is taken away that another may be waiting on.
+    the last, and removes the folder. So no file is removed that another may be waiting for.
     """
 
     def __init__(self, launch_id: str) -> None:
         self._launch_id = launch_id
         self._opening = threading.Lock()
         self._folder: Path | None = None
-        self._stay = -1
+        self._users_fd = -1
 
     def path(self, name: str) -> Path:
         """The file of a lock."""
         with self._opening:
             if self._folder is None:
-                self._folder, self._stay = _enter(self._launch_id)
+                self._folder, self._users_fd = _enter(self._launch_id)
             return self._folder / f"{_digest(name)}.lock"
 
     def close(self) -> None:
         with self._opening:
-            folder, stay = self._folder, self._stay
-            self._folder, self._stay = None, -1
+            folder, users_fd = self._folder, self._users_fd
+            self._folder, self._users_fd = None, -1
         if folder is not None:
-            _leave(folder, stay)
+            _leave(folder, users_fd)
 
 
 def folder_of(launch_id: str) -> Path:
@@ -82,35 +82,35 @@ def _enter(launch_id: str) -> tuple[Path, int]:
         try:
             folder = folder_of(launch_id)
             _make(folder)
-            stay = os.open(folder / "users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            users_fd = os.open(folder / "users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:
             _check_is_there(Path(tempfile.gettempdir()))
             continue  # removed in between by who was the last
-        _flock(stay, fcntl.LOCK_SH)
-        if _is_at(folder / "users", stay):
-            return folder, stay
-        os.close(stay)
+        _flock(users_fd, fcntl.LOCK_SH)
+        if _is_at(folder / "users", users_fd):
+            return folder, users_fd
+        os.close(users_fd)
 
 
 def _is_at(path: Path, fd: int) -> bool:
-    """Is it still this file that the others find there?"""
+    """Is the file at the path still the one of this descriptor?"""
     try:
         return path.stat().st_ino == os.fstat(fd).st_ino
     except FileNotFoundError:
         return False
 
 
-def _leave(folder: Path, stay: int) -> None:
-    """Give it back; whoever is the last removes it, and what dead ranks have left anywhere."""
+def _leave(folder: Path, users_fd: int) -> None:
+    """Stop sharing the folder; the last to leave removes it, and folders of dead launches."""
     try:
-        _remove_if_unused(folder, stay)
+        _remove_if_unused(folder, users_fd)
         for other in folder.parent.iterdir():
             _sweep(other)
         folder.parent.rmdir()
     except OSError:
         pass  # others are there, or other launches
     finally:
-        os.close(stay)
+        os.close(users_fd)
 
 
 def _sweep(folder: Path) -> None:
@@ -147,19 +147,19 @@ def _flock(fd: int, how: int) -> bool:
 
 
 @contextmanager
-def hold(path: Path, name: str, who: str, waiting: Waiting) -> Iterator[None]:
-    """Hold the lock; the error of one who waits in vain names the holder and since when."""
+def hold(path: Path, name: str, owner: str, pending: PendingCall) -> Iterator[None]:
+    """Hold the lock of a path; a timeout names its holder and since when. owner: this rank."""
     holder = path.with_suffix(".holder")
     try:
-        lock = _acquire(path, waiting.timeout_s)
+        lock = _acquire(path, pending.timeout_s)
     except Timeout as error:
         raise CoordinatorTimeout(
-            f"{who} waited {waiting.timeout_s:g} s in {waiting.call} for lock {name!r}, held by "
+            f"{owner} waited {pending.timeout_s:g} s in {pending.call} for lock {name!r}, held by "
             f"{_read(holder)}. Give a longer timeout_s, or look at what the holder does; if it is "
             f"dead, the file {path} is left from it and may be removed."
         ) from error
     try:
-        holder.write_text(f"{who} since {time.strftime('%H:%M:%S')}")
+        holder.write_text(f"{owner} since {time.strftime('%H:%M:%S')}")
         yield
     finally:
         holder.unlink(missing_ok=True)

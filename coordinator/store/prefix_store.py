@@ -1,22 +1,21 @@
-"""Values by name that the ranks of a group share: at rank 0, or here if there is but one rank."""
+"""A key-value store that the ranks of a group share: at rank 0, or here for a single rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from coordinator.call_site import Waiting
-from coordinator.control.client import HubGone
-from coordinator.control.framing import Late, nothing
+from coordinator.call_site import PendingCall
+from coordinator.control.client import ServerLost
+from coordinator.control.framing import NoMessage, noop
+from coordinator.control.server import BAD_REQUEST, Op
 from coordinator.control.session import Session
-from coordinator.errors import CoordinatorTimeout, PeerLost
-from coordinator.failure.detector import LAST_ANSWER_S
-
-KEPT = "which keeps what ranks put"
+from coordinator.control.tables import PENDING, KeyValueTable
+from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost
 
 
-class Keys:
-    """The values below some names, which are told apart whatever characters they have.
+class PrefixStore:
+    """The values under a prefix; names may have any characters.
 
     rank: of the launch. Every method raises CoordinatorTimeout at the deadline of the call that it
     is part of, and PeerLost once rank 0 is gone.
@@ -24,103 +23,92 @@ class Keys:
 
     def __init__(self, prefix: str, session: Session | None, rank: int) -> None:
         self.prefix, self._session, self._rank = prefix, session, rank
-        self._alone: dict[str, bytes] = {}
+        self._local: KeyValueTable[None] = KeyValueTable(lambda requester, values: None)
 
-    def below(self, *names: str) -> Keys:
-        found = Keys(self.prefix + "".join(map(_quoted, names)), self._session, self._rank)
-        found._alone = self._alone
-        return found
+    def child(self, *names: str) -> PrefixStore:
+        """The store under these names within this one."""
+        prefix = self.prefix + "".join(map(_quoted, names))
+        store = PrefixStore(prefix, self._session, self._rank)
+        store._local = self._local
+        return store
 
-    def put(self, key: str, value: bytes, waiting: Waiting) -> None:
-        if self._session is None:
-            self._alone[self._name(key)] = value
-        else:
-            self._ask(waiting, "set", self._name(key), value)
+    def put(self, key: str, value: bytes, pending: PendingCall) -> None:
+        self._ask(pending, Op.SET, self._name(key), value)
 
-    def get(self, key: str, waiting: Waiting) -> bytes | None:
-        if self._session is None:
-            return self._alone.get(self._name(key))
-        found = self._ask(waiting, "get", self._name(key))
-        return None if found is None else bytes(found)
+    def get(self, key: str, pending: PendingCall) -> bytes | None:
+        value = self._ask(pending, Op.GET, self._name(key))
+        return None if value is None else bytes(value)
 
     def wait(
-        self, keys: Sequence[str], waiting: Waiting, idle: Callable[[], None] = nothing
+        self, keys: Sequence[str], pending: PendingCall, idle: Callable[[], None] = noop
     ) -> list[bytes]:
-        """The values of all of them, once there. idle is called now and then, and may raise."""
+        """The values of all keys, once they are there. idle: as in Connection."""
         names = [self._name(key) for key in keys]
-        if self._session is not None:
-            return list(self._ask(waiting, "wait", names, idle=idle, what=keys))
-        missing = [key for key in keys if self._name(key) not in self._alone]
-        if missing:
+        values = self._ask(pending, Op.WAIT, names, idle=idle, keys=keys)
+        if values is PENDING:
+            missing = [key for key in keys if self.get(key, pending) is None]
             raise CoordinatorTimeout(
-                f"rank {self._rank} would wait in {waiting.call} for {missing} for ever: nobody "
+                f"rank {self._rank} would wait in {pending.call} for {missing} for ever: nobody "
                 "but this rank could put it, and it has not"
             )
-        return [self._alone[name] for name in names]
+        return list(values)
 
-    def add(self, key: str, amount: int, waiting: Waiting) -> int:
-        if self._session is not None:
-            return int(self._ask(waiting, "add", self._name(key), amount))
-        total = int(self._alone.get(self._name(key), b"0")) + amount
-        self._alone[self._name(key)] = str(total).encode()
-        return total
+    def add(self, key: str, amount: int, pending: PendingCall) -> int:
+        return int(self._ask(pending, Op.ADD, self._name(key), amount))
 
-    def swap(self, key: str, expected: bytes, value: bytes, waiting: Waiting) -> bytes:
-        """Put value if expected is there (nothing: if nothing is); what is there afterwards."""
-        if self._session is not None:
-            return bytes(self._ask(waiting, "swap", self._name(key), expected, value))
-        there = self._alone.get(self._name(key))
-        if there is None and expected:
-            return expected
-        if (there or b"") == expected:
-            self._alone[self._name(key)] = value
-            return value
-        return there or b""
+    def swap(self, key: str, expected: bytes, value: bytes, pending: PendingCall) -> bytes:
+        """Put value if the current one is expected (b"": none); the value afterwards."""
+        return bytes(self._ask(pending, Op.SWAP, self._name(key), expected, value))
 
-    def delete(self, key: str, waiting: Waiting) -> bool:
-        if self._session is None:
-            return self._alone.pop(self._name(key), None) is not None
-        return bool(self._ask(waiting, "delete", self._name(key)))
+    def delete(self, key: str, pending: PendingCall) -> bool:
+        return bool(self._ask(pending, Op.DELETE, self._name(key)))
 
-    def count(self, waiting: Waiting) -> int:
-        if self._session is None:
-            return sum(name.startswith(self.prefix) for name in self._alone)
-        return int(self._ask(waiting, "count", self.prefix))
+    def count(self, pending: PendingCall) -> int:
+        return int(self._ask(pending, Op.COUNT, self.prefix))
 
     def _name(self, key: str) -> str:
         return self.prefix + _quoted(key)
 
     def _ask(
         self,
-        waiting: Waiting,
-        op: str,
+        pending: PendingCall,
+        op: Op,
         *arguments: Any,
-        idle: Callable[[], None] = nothing,
-        what: Sequence[str] = (),
+        idle: Callable[[], None] = noop,
+        keys: Sequence[str] = (),
     ) -> Any:
-        assert self._session is not None
+        if self._session is None:
+            return self._ask_local(op, *arguments)
         try:
-            return self._session.ask(op, *arguments, timeout_s=waiting.left_s, idle=idle)
-        except Late as error:
-            raise self._late(waiting, what) from error
-        except HubGone as error:
+            return self._session.ask(op, *arguments, timeout_s=pending.left_s, idle=idle)
+        except NoMessage as error:
+            raise self._timeout(self._session, pending, keys) from error
+        except ServerLost as error:
+            master = self._session.describe_master()
             raise PeerLost(
-                f"rank {self._rank} was in {waiting.call} when {self._session.master()} {KEPT}, "
+                f"rank {self._rank} was in {pending.call} when {master} which keeps the values, "
                 "was found to be gone. End the launch, and look at what rank 0 printed last."
             ) from error
 
-    def _late(self, waiting: Waiting, what: Sequence[str]) -> CoordinatorTimeout:
+    def _ask_local(self, op: Op, *arguments: Any) -> Any:
+        try:
+            return getattr(self._local, op.value)(None, *arguments)
+        except BAD_REQUEST as error:
+            raise CoordinatorError(f"rank {self._rank} cannot {op.value}: {error}") from error
+
+    def _timeout(
+        self, session: Session, pending: PendingCall, keys: Sequence[str]
+    ) -> CoordinatorTimeout:
         """The error for a deadline: rank 0 does not answer, or nobody has put it."""
-        assert self._session is not None
-        waited = f"rank {self._rank} waited {waiting.timeout_s:g} s in {waiting.call} for"
-        if what and self._session.membership(LAST_ANSWER_S):
-            return CoordinatorTimeout(f"{waited} {list(what)}, which nobody has put.")
+        waited = f"rank {self._rank} waited {pending.timeout_s:g} s in {pending.call} for"
+        if keys and session.membership(session.timings.last_answer_s):
+            return CoordinatorTimeout(f"{waited} {list(keys)}, which nobody has put.")
         return CoordinatorTimeout(
-            f"{waited} {self._session.master()} {KEPT} and does not answer: it is stopped, busy or "
-            "cut off. Give a longer timeout_s, or look at what it does."
+            f"{waited} {session.describe_master()} which keeps the values and does not answer: it "
+            "is suspended, busy or cut off. Give a longer timeout_s, or look at what it does."
         )
 
 
 def _quoted(name: str) -> str:
-    """With its length in front, so that no name can look like another with something behind."""
+    """The name after its length, so that no name can look like another with a suffix."""
     return f"{len(name)}:{name}/"

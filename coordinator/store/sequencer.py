@@ -1,6 +1,7 @@
-"""Some rank first and the others after it, or some rank for all: through keys, not collectives.
+"""Sequencing: one rank runs a block before the others, or one rank for all, through the store.
 
-Who fails says why, so that nobody waits for what will not come.
+It needs no collective call: ranks of other nodes need not take part. A rank that fails stores why,
+so that nobody waits for what will not come.
 """
 
 from __future__ import annotations
@@ -8,101 +9,104 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from coordinator.call_site import Waiting, traceback_of
+from coordinator.call_site import PendingCall, traceback_of
 from coordinator.control.framing import pack, unpack
 from coordinator.errors import CoordinatorError, CoordinatorTimeout
 from coordinator.failure.detector import FailureDetector
-from coordinator.store.prefix_store import Keys
+from coordinator.store.prefix_store import PrefixStore
+from coordinator.timings import DEFAULT
 
-TELL_S = 5.0  # for saying that it failed, whatever its own deadline
-OUTCOME, WHO = "outcome", "who"
+OUTCOME, FIRST = "outcome", "first"  # keys: what came of the block, and the rank that runs it
 
 
-class Turns:
-    """What one rank needs to wait for another that does something first.
+class Sequencer:
+    """Lets one rank run a block before the others. Ranks are those of the launch.
 
-    Ranks are those of the launch. keys: of this one turn.
+    store: of this one block. detector: of the group, None if that is this rank alone.
     """
 
-    def __init__(self, keys: Keys, rank: int, detector: FailureDetector | None) -> None:
-        self._keys, self._rank, self._detector = keys, rank, detector
+    def __init__(self, store: PrefixStore, rank: int, detector: FailureDetector | None) -> None:
+        self._store, self._rank, self._detector = store, rank, detector
 
     @contextmanager
-    def first(self, first: int, waiting: Waiting) -> Iterator[None]:
+    def first(self, first: int, pending: PendingCall) -> Iterator[None]:
         """Run the body on rank first, and on the others once it has ended there."""
         if self._rank != first:
-            self._outcome(first, waiting)
+            self._wait_for_outcome(first, pending)
             yield
             return
-        with self._telling(waiting):
+        with self._storing_failure(pending):
             yield
-        self._put(b"", waiting)
+        self._put(b"", pending)
 
-    def once(self, work: Callable[[], bytes], waiting: Waiting) -> bytes:
-        """What work returned to whoever came first."""
-        chosen = int(self._keys.swap(WHO, b"", str(self._rank).encode(), waiting))
-        done = self._keys.get(OUTCOME, waiting)
-        if done is not None:
-            return self._result(done, chosen, waiting)
-        if chosen != self._rank:
-            return self._outcome(chosen, waiting)
-        with self._telling(waiting):
-            found = work()
-            if not isinstance(found, bytes):
+    def once(self, work: Callable[[], bytes], pending: PendingCall) -> bytes:
+        """The result of work() on the rank that came first."""
+        first = int(self._store.swap(FIRST, b"", str(self._rank).encode(), pending))
+        outcome = self._store.get(OUTCOME, pending)
+        if outcome is not None:
+            return self._result(outcome, first, pending)
+        if first != self._rank:
+            return self._wait_for_outcome(first, pending)
+        with self._storing_failure(pending):
+            result = work()
+            if not isinstance(result, bytes):
                 raise TypeError(
-                    f"rank {self._rank}: the work of once() returned {type(found).__name__}, not "
+                    f"rank {self._rank}: the work of once() returned {type(result).__name__}, not "
                     "bytes"
                 )
-        self._put(found, waiting)
-        return found
+        self._put(result, pending)
+        return result
 
     @contextmanager
-    def _telling(self, waiting: Waiting) -> Iterator[None]:
-        """If the body raises, the others hear why."""
+    def _storing_failure(self, pending: PendingCall) -> Iterator[None]:
+        """If the body raises, store why for the others."""
         try:
             yield
         except BaseException as error:
-            self._put_failure(error, waiting)
+            self._put_failure(error, pending)
             raise
 
-    def _put(self, found: bytes, waiting: Waiting) -> None:
-        """The body has a time of its own: what it took is not taken from the deadline."""
-        self._keys.put(OUTCOME, pack((True, found)), waiting.anew())
+    def _put(self, result: bytes, pending: PendingCall) -> None:
+        """Store the result; the time of the body is no part of the deadline."""
+        self._store.put(OUTCOME, pack((True, result)), pending.restarted())
 
-    def _put_failure(self, error: BaseException, waiting: Waiting) -> None:
-        told = pack((False, traceback_of(error).encode()))
+    def _put_failure(self, error: BaseException, pending: PendingCall) -> None:
+        outcome = pack((False, traceback_of(error).encode()))
         try:
-            self._keys.put(OUTCOME, told, waiting.anew(TELL_S))
+            self._store.put(OUTCOME, outcome, pending.restarted(DEFAULT.failed_turn_s))
         except CoordinatorError:
             pass  # rank 0 is gone, which the others see by themselves
 
-    def _outcome(self, who: int, waiting: Waiting) -> bytes:
-        """What came of it at rank who. Raises CoordinatorError with its traceback if it failed."""
+    def _wait_for_outcome(self, first: int, pending: PendingCall) -> bytes:
+        """The result of rank first. Raises CoordinatorError with its traceback if it failed."""
         assert self._detector is not None
         try:
-            (found,) = self._keys.wait([OUTCOME], waiting, lambda: self._look(who, waiting))
+            (outcome,) = self._store.wait([OUTCOME], pending, lambda: self._check(first, pending))
         except CoordinatorTimeout as error:
             raise CoordinatorTimeout(
-                f"rank {self._rank} waited {waiting.timeout_s:g} s in {waiting.call} for "
-                f"{self._detector.describe_ranks([who])} to go first. Give a longer timeout_s, or "
-                "look at what it does."
+                f"rank {self._rank} waited {pending.timeout_s:g} s in {pending.call} for "
+                f"{self._detector.describe_ranks([first])} to go first. Give a longer timeout_s, "
+                "or look at what it does."
             ) from error
-        return self._result(found, who, waiting)
+        return self._result(outcome, first, pending)
 
-    def _look(self, who: int, waiting: Waiting) -> None:
-        """Raise if rank who will not say any more how it went."""
+    def _check(self, first: int, pending: PendingCall) -> None:
+        """Raise if rank first failed before it could store an outcome."""
         assert self._detector is not None
-        is_done = lambda: self._keys.get(OUTCOME, waiting) is not None  # noqa: E731
-        self._detector.check_members([who], waiting, is_done)
 
-    def _result(self, found: bytes, who: int, waiting: Waiting) -> bytes:
-        good, data = unpack(found)
-        if not good:
+        def is_done() -> bool:
+            return self._store.get(OUTCOME, pending) is not None
+
+        self._detector.check_members([first], pending, is_done)
+
+    def _result(self, outcome: bytes, first: int, pending: PendingCall) -> bytes:
+        is_ok, data = unpack(outcome)
+        if not is_ok:
             peer = "this rank"
             if self._detector is not None:
-                peer = next(str(peer) for peer in self._detector.peers if peer.rank == who)
+                peer = next(str(peer) for peer in self._detector.peers if peer.rank == first)
             raise CoordinatorError(
-                f"rank {self._rank}: {peer} went first in {waiting.call} and failed:\n"
+                f"rank {self._rank}: {peer} went first in {pending.call} and failed:\n"
                 f"{data.decode()}"
             )
         return bytes(data)

@@ -1,6 +1,6 @@
-"""A connection between any two ranks of a group, at whose ends both have proved who they are.
+"""Connections between any two ranks of a group, authenticated at both ends.
 
-The higher rank of a pair calls the lower, which listens for as long as this takes.
+The higher rank of a pair connects to the lower, which listens for as long as this takes.
 """
 
 from __future__ import annotations
@@ -10,44 +10,43 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 
-from coordinator.control.framing import Late, Link, pack, unpack
+from coordinator.control.framing import Connection, NoMessage, pack, unpack
 from coordinator.control.session import Session
 from coordinator.errors import CoordinatorError, PeerLost
 from coordinator.peers import Peer
-from coordinator.transport.tree import Door, climb
+from coordinator.transport.tree import ChildListener, connect_to_parent
 
 Exchange = Callable[[bytes], list[bytes]]
 
 
-class Crossing:
-    """This rank among its peers, who all connect to each other.
+class PeerConnector:
+    """Connects this rank to all its peers. Errors name ranks as in the launch.
 
-    rank: its place among the peers. Errors name ranks as in the launch.
+    rank: its place among the peers. name: of this set of connections, the same on all ranks.
     """
 
     def __init__(self, session: Session, rank: int, peers: Sequence[Peer], name: str) -> None:
         self._session, self._rank, self._peers, self._name = session, rank, peers, name
+        self._connections: dict[int, Connection] = {}
 
     def connect(self, exchange: Exchange, timeout_s: float) -> dict[int, socket.socket]:
         """The connections, by rank. exchange: an allgather over the peers. Collective."""
         deadline = time.monotonic() + timeout_s
-        found: dict[int, Link] = {}
-        callers = range(self._rank + 1, len(self._peers))
-        address = self._session.client.local_address
-        with closing(
-            Door(address, self._session.proof, self._purpose(self._rank), callers)
-        ) as door:
-            doors = [unpack(data) for data in exchange(pack(list(door.address)))]
-            problem = self._meet(doors, door, found, deadline, timeout_s)
+        higher = range(self._rank + 1, len(self._peers))
+        session, purpose = self._session, self._purpose(self._rank)
+        address = session.client.local_address
+        with closing(ChildListener(address, session.credentials, purpose, higher)) as listener:
+            addresses = [unpack(data) for data in exchange(pack(list(listener.address)))]
+            problem = self._connect(addresses, listener, deadline, timeout_s)
         problems = [data.decode() for data in exchange(problem.encode()) if data]
         if problems:
-            for link in (*found.values(), *door.came.values()):
-                link.close()
+            for connection in (*self._connections.values(), *listener.accepted.values()):
+                connection.close()
             raise CoordinatorError(
                 problem
                 or f"rank {self._me.rank} has no connections, for another has none: {problems[0]}"
             )
-        return {rank: link.socket for rank, link in found.items()}
+        return {rank: connection.socket for rank, connection in self._connections.items()}
 
     def _purpose(self, listener: int) -> str:
         return f"connections/{self._name}/{listener}"
@@ -56,36 +55,35 @@ class Crossing:
     def _me(self) -> Peer:
         return self._peers[self._rank]
 
-    def _meet(
+    def _connect(
         self,
-        doors: list[tuple[str, int]],
-        door: Door,
-        found: dict[int, Link],
+        addresses: list[tuple[str, int]],
+        listener: ChildListener,
         deadline: float,
         timeout_s: float,
     ) -> str:
-        """Fill found; what went wrong, or nothing."""
-        callers = range(self._rank + 1, len(self._peers))
-        me, proof = self._me, self._session.proof
+        """Connect to the lower ranks, and accept the higher; the problem, or nothing."""
+        higher = range(self._rank + 1, len(self._peers))
+        me, credentials = self._me, self._session.credentials
         try:
             for rank in range(self._rank):
                 purpose, peer = f"{self._purpose(rank)}/{self._rank}", self._peers[rank]
-                found[rank] = climb(
-                    doors[rank], proof, me, peer, purpose, deadline, self._check_alive
+                self._connections[rank] = connect_to_parent(
+                    addresses[rank], credentials, me, peer, purpose, deadline, self._check_alive
                 )
-            found.update(door.wait(deadline, self._check_alive))
+            self._connections.update(listener.wait(deadline, self._check_alive))
         except CoordinatorError as error:
             return str(error)
-        except Late:
-            late = [str(self._peers[rank]) for rank in callers if rank not in door.came]
+        except NoMessage:
+            late = [str(self._peers[rank]) for rank in higher if rank not in listener.accepted]
             return f"{me} waited {timeout_s:g} s for {' and '.join(late)} to connect"
         return ""
 
     def _check_alive(self) -> None:
         lost = self._session.lost
-        gone = [str(peer) for peer in self._peers if peer.rank in lost or peer.is_known_dead()]
-        if gone:
+        dead = [str(peer) for peer in self._peers if peer.rank in lost or peer.is_known_dead()]
+        if dead:
             raise PeerLost(
-                f"rank {self._me.rank} was connecting to its peers, but gone are "
-                f"{', '.join(gone)}. Look at what they printed last."
+                f"rank {self._me.rank} was connecting to its peers when {', '.join(dead)} exited. "
+                "Look at what they printed last."
             )

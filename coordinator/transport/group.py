@@ -1,331 +1,203 @@
-"""How the bytes of a collective call travel: memory within a node, connections between nodes."""
+"""Transport of collective calls: shared memory within a node, connections between nodes.
+
+A shm domain is a set of ranks that share memory: those of one node, kernel and user. The first rank
+of each domain is in the tree that connects the domains.
+"""
 
 from __future__ import annotations
 
-import logging
-import os
 import struct
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import coordinator._node_shm as _node_shm
-from coordinator.call_site import Call, Waiting
-from coordinator.control.framing import Late, pack, unpack
+from coordinator.call_site import CallSite, CallStatus, PendingCall
+from coordinator.control.framing import pack, unpack
 from coordinator.control.session import Session
-from coordinator.errors import CoordinatorError, CoordinatorTimeout
 from coordinator.failure.detector import FailureDetector
-from coordinator.peers import Peer, group_by_node
-from coordinator.transport.rendezvous import Meetings
-from coordinator.transport.tree import (
-    EVERYWHERE,
-    Door,
-    EdgeBroken,
-    Entry,
-    Tree,
-    children_of,
-    climb,
-    parent_of,
-)
+from coordinator.peers import Peer
+from coordinator.transport.tree import EVERYWHERE, Entry, Tree, TreeLinkBroken
 
-SLICE_S = 0.05  # of waiting, after which we look who is still alive
-JOIN_PART = 0.8  # of the time to join, for connections: the rest is to hear who could not
-EDGE_S = 5.0  # beyond the deadline, for connections to be broken by nothing but what breaks them
 EVERYBODY = -1
 
-log = logging.getLogger("coordinator")
+
+class Exchange(NamedTuple):
+    """One rank's part in a collective call.
+
+    root: the only rank that gives data, or takes it, so that ranks can check that they mean the
+    same. reader: the rank that reads. is_scattered: each rank reads its part of what pack_parts()
+    made.
+    """
+
+    data: bytes
+    root: int = EVERYBODY
+    reader: int = EVERYBODY
+    is_scattered: bool = False
+
+    @property
+    def tag(self) -> int:
+        """Compared among the ranks of a shm domain, where it is unsigned: 0 is EVERYBODY."""
+        return self.root + 1
 
 
 class Group:
-    """The ranks of a group, joined. Collective throughout."""
+    """The ranks of a group, joined; see join_group(). Collective throughout.
 
-    def __init__(self, key: str, session: Session, rank: int, size: int) -> None:
-        self.key, self.session, self.rank, self.size = key, session, rank, size
-        self.peers: tuple[Peer, ...] = ()
-        self._last = ("start", 0, "", time.monotonic())
-        self._board: _node_shm.Board | None = None
-        self._tree: Tree | None = None
-        session.watch(self)
+    shm_domains: places of the group. segment: of this rank's domain, None if that is this rank
+    alone. tree: None unless this rank is the first of its domain and there are several.
+    """
 
-    def row(self) -> tuple[str, int, str, float]:
-        """The call this rank was last seen in, and how long ago that was."""
-        name, number, where, since = self._last
-        return name, number, where, time.monotonic() - since
-
-    # ---- joining ----
-
-    def join(
-        self, me: Peer, members: Sequence[int], parent: FailureDetector | None, call: Waiting
-    ) -> None:
-        """Meet the members (ranks of the launch), and connect to them.
-
-        parent: looks after a group that has all of them. call: in which this happens.
-        """
-        self._meetings = Meetings(self.key, self.session, members, parent, call)
-        self._joining = call
-        given = self._meet("peers", me.to_json().encode())
-        self.peers = tuple(Peer.from_json(data) for data in given)
-        self.detector = FailureDetector(self.key, self.session, self.rank, self.peers)
-        self.islands = self._share_memory(_islands(self.peers))
-        self._index = next(i for i, island in enumerate(self.islands) if self.rank in island)
-        self.island = self.islands[self._index]
-        self._island_of = {rank: i for i, island in enumerate(self.islands) for rank in island}
-        self.session.get_to_know(self._neighbour(), self.peers)
-        if len(self.islands) > 1:
-            self.session.begin_beating()
-            self._connect()
-
-    def _meet(self, name: str, data: bytes) -> list[bytes]:
-        """What every rank gives. Collective."""
-        return self._meetings.meet(name, data)
-
-    def _share_memory(self, islands: list[list[int]]) -> list[list[int]]:
-        """Attach to the memory of each island. Where that fails, its ranks become islands."""
-        if all(len(island) == 1 for island in islands):
-            return islands
-        mine = next(island for island in islands if self.rank in island)
-        fd, offer = self._offer(mine)
-        try:
-            given = [unpack(data) for data in self._meet("memory", offer)]
-            problem = self._attach(mine, given)
-            told = self._meet("attached", problem.encode())
-        finally:
-            if fd >= 0:
-                os.close(fd)
-        return self._without_broken(islands, [data.decode() for data in told])
-
-    def _offer(self, island: list[int]) -> tuple[int, bytes]:
-        """Fresh memory, if this rank is to make it; and what the others need to know."""
-        cores = sorted(os.sched_getaffinity(0))
-        if self.rank != island[0] or len(island) == 1:
-            return -1, pack((-1, "", cores))
-        try:
-            fd = _node_shm.create(len(island))
-        except OSError as error:
-            return -1, pack((-1, f"{error.strerror}", cores))
-        return fd, pack((fd, "", cores))
-
-    def _attach(self, island: list[int], given: list[Any]) -> str:
-        """Why this rank cannot share memory; nothing if it does."""
-        if len(island) == 1:
-            return ""
-        fd, problem, _ = given[island[0]]
-        cores = {core for rank in island for core in given[rank][2]}
-        if problem:
-            return str(problem)
-        try:
-            own = os.open(f"/proc/{self.peers[island[0]].pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            return str(error)
-        try:
-            place, may_spin = island.index(self.rank), len(cores) >= len(island)
-            self._board = _node_shm.Board(own, len(island), place, may_spin)
-        except OSError as error:
-            return str(error)
-        finally:
-            os.close(own)
-        self.detector.share(island, self._board)
-        return ""
-
-    def _without_broken(self, islands: list[list[int]], told: list[str]) -> list[list[int]]:
-        found = []
-        for island in islands:
-            problems = [f"{self.peers[rank]}: {told[rank]}" for rank in island if told[rank]]
-            found += [[rank] for rank in island] if problems else [island]
-            if problems and self.rank in island:
-                self._board = None
-                self.detector = FailureDetector(self.key, self.session, self.rank, self.peers)
-                log.warning(
-                    "rank %d: %d ranks of this node cannot share memory (%s); they use TCP",
-                    self.session.info.rank, len(island), problems[0],
-                )  # fmt: skip
-        return found
-
-    def _connect(self) -> None:
-        """The first rank of each island joins the tree; all hear if one cannot."""
-        leads = self.rank == self.island[0]
-        children = children_of(self._index, len(self.islands)) if leads else []
-        purpose = f"tree/{self.key}"
-        address, proof = self.session.client.local_address, self.session.proof
-        door = Door(address, proof, purpose, children) if children else None
-        try:
-            doors = [unpack(data) for data in self._meet("doors", pack(door and door.address))]
-            problem = self._join_tree(doors, door, purpose) if leads else ""
-        finally:
-            if door:
-                door.close()
-        told = [data.decode() for data in self._meet("tree", problem.encode()) if data]
-        if told:
-            me = self.session.info.rank
-            raise CoordinatorTimeout(problem or f"rank {me} could not join: {told[-1]}")
-
-    def _join_tree(self, doors: list[Any], door: Door | None, purpose: str) -> str:
-        """Why this rank cannot connect to its neighbours; nothing if it has."""
-        me, parent = self.peers[self.rank], None
-        deadline = time.monotonic() + JOIN_PART * self._joining.left_s
-        try:
-            if self._index > 0:
-                above = self.islands[parent_of(self._index)][0]
-                target, label = doors[above], f"{purpose}/{self._index}"
-                parent = climb(target, self.session.proof, me, self.peers[above], label, deadline)
-            children = door.wait(deadline, self._meetings.check_lost) if door else {}
-        except Late:
-            return self._children_missing(door)
-        except CoordinatorError as error:
-            return str(error)
-        self._tree = Tree(self._index, len(self.islands), parent, children)
-        return ""
-
-    def _children_missing(self, door: Door | None) -> str:
-        assert door is not None
-        wanted = children_of(self._index, len(self.islands))
-        late = [self.peers[self.islands[i][0]] for i in wanted if i not in door.came]
-        names = " and ".join(f"{peer} at {peer.address}" for peer in late)
-        me = self.peers[self.rank]
-        return (
-            f"rank {me.rank} (host {me.host}, address {me.address}) waited "
-            f"{JOIN_PART * self._joining.timeout_s:g} s in {self._joining.call} for {names} to "
-            "connect"
-        )
-
-    # ---- calling ----
-
-    def exchange(
+    def __init__(
         self,
-        waiting: Waiting,
-        data: bytes,
-        root: int = EVERYBODY,
-        reader: int = EVERYBODY,
-        is_scattered: bool = False,
-    ) -> list[bytes]:
-        """What each rank gives, or nothing where this rank is not to read it.
+        key: str,
+        session: Session,
+        rank: int,
+        detector: FailureDetector,
+        shm_domains: Sequence[Sequence[int]],
+        segment: _node_shm.NodeSegment | None,
+        tree: Tree | None,
+    ) -> None:
+        self.key, self.session, self.rank = key, session, rank
+        self.detector, self.shm_domains = detector, shm_domains
+        self.peers: tuple[Peer, ...] = tuple(detector.peers)
+        self._segment, self._tree = segment, tree
+        self._domain_of = {rank: i for i, domain in enumerate(shm_domains) for rank in domain}
+        self._shm_domain = shm_domains[self._domain_of[rank]]
+        self._last = (CallSite("start", 0, ""), time.monotonic())
+        session.add_group(self)
 
-        root: who alone gives, or takes, for the ranks to check that they mean the same.
-        reader: who reads. is_scattered: each rank reads its part of what scattered() made.
-        """
-        call = waiting.call
-        self._last = (*call, waiting.since)
-        self.detector.check_group(waiting)
+    def call_status(self) -> CallStatus:
+        """The call this rank was last in."""
+        call, since = self._last
+        return CallStatus(*call, time.monotonic() - since)
+
+    @property
+    def _is_first(self) -> bool:
+        return self.rank == self._shm_domain[0]
+
+    def exchange(self, pending: PendingCall, exchange: Exchange) -> list[bytes]:
+        """The data of each rank, or nothing where this rank is not to read it."""
+        call = pending.call
+        self._last = (call, pending.since)
+        self.detector.check_group(pending)
         try:
-            if len(self.islands) == 1:
-                wants = reader in (EVERYBODY, self.rank)
-                return self._exchange_here(waiting, root + 1, data, wants, is_scattered)
-            return self._exchange_everywhere(waiting, data, root, reader, is_scattered)
-        except _node_shm.Mismatch:
-            raise self.detector.in_different_calls(waiting) from None
-        except EdgeBroken as error:
-            neighbour = self.islands[error.index][0]
-            raise self.detector.broken(neighbour, str(error), waiting) from error
+            if len(self.shm_domains) == 1:
+                reads = exchange.reader in (EVERYBODY, self.rank)
+                return self._exchange_in_domain(pending, exchange, reads)
+            return self._exchange_in_all(pending, exchange)
+        except _node_shm.CallMismatch:
+            raise self.detector.in_different_calls(pending) from None
+        except TreeLinkBroken as error:
+            neighbour = self.shm_domains[error.index][0]
+            raise self.detector.broken(neighbour, str(error), pending) from error
         finally:
-            self._last = (*call, time.monotonic())
+            self._last = (call, time.monotonic())
 
-    def _exchange_here(
-        self, waiting: Waiting, tag: int, data: bytes, wants: bool, is_scattered: bool
+    def _exchange_in_domain(
+        self, pending: PendingCall, exchange: Exchange, reads: bool
     ) -> list[bytes]:
-        """Among the ranks of this island, by their place in it."""
-        board = self._board  # ours, even if another thread closes the group
-        if board is None:
-            return [data]
-        call = waiting.call
-        found = board.exchange(
-            call.name, call.number, tag, call.where, data, wants, is_scattered, SLICE_S
+        """Among the ranks of this shm domain, by their place in it."""
+        segment = self._segment  # ours, even if another thread closes the group
+        if segment is None:
+            return [exchange.data]
+        (name, number, where), wait_s = pending.call, self.session.timings.shm_wait_s
+        data, is_scattered = exchange.data, exchange.is_scattered
+        results = segment.exchange(
+            name, number, exchange.tag, where, data, reads, is_scattered, wait_s
         )
-        while found is None:
-            self.detector.check(waiting)
-            found = board.resume(SLICE_S)
-        return found
+        while results is None:
+            self.detector.check(pending)
+            results = segment.resume(wait_s)
+        return results
 
-    def _exchange_everywhere(
-        self, waiting: Waiting, data: bytes, root: int, reader: int, is_scattered: bool
-    ) -> list[bytes]:
-        """First within the islands, then between their first ranks, then within again."""
-        leads = self.rank == self.island[0]
-        given = self._exchange_here(waiting, root + 1, data, leads, False)
-        entries = self._climb(waiting, given, root, reader, is_scattered) if leads else []
-        brought = pack(entries) if leads and len(self.island) > 1 else b""
-        told = self._exchange_here(waiting, root + 1, brought, not leads, False)
-        if not leads:
-            entries = unpack(told[0])
-        found = [b""] * self.size
-        for src, dst, part in entries:
+    def _exchange_in_all(self, pending: PendingCall, exchange: Exchange) -> list[bytes]:
+        """First within the domains, then between their first ranks, then within again."""
+        gathered = self._exchange_in_domain(
+            pending, exchange._replace(is_scattered=False), self._is_first
+        )
+        entries: list[tuple[int, int, bytes]] = []
+        if self._is_first:
+            entries = self._exchange_between_domains(pending, gathered, exchange)
+        packed = pack(entries) if self._is_first and len(self._shm_domain) > 1 else b""
+        spread = Exchange(packed, exchange.root)
+        from_first = self._exchange_in_domain(pending, spread, not self._is_first)
+        if not self._is_first:
+            entries = unpack(from_first[0])
+        results = [b""] * len(self.peers)
+        for src, dst, data in entries:
             if dst in (EVERYBODY, self.rank):
-                found[src] = part
-        return found
+                results[src] = data
+        return results
 
-    def _climb(
-        self, waiting: Waiting, given: list[bytes], root: int, reader: int, is_scattered: bool
+    def _exchange_between_domains(
+        self, pending: PendingCall, gathered: list[bytes], exchange: Exchange
     ) -> list[tuple[int, int, bytes]]:
-        """Who gives whom what, of that which ranks of this island want."""
+        """(src, dst, data) of all entries for ranks of this domain."""
         assert self._tree is not None
-        entries: list[Entry] = []
-        for src, data in zip(self.island, given, strict=True):
-            if is_scattered and data:
-                each = enumerate(parts(data, self.size))
-                entries += [Entry(self._index, src, dst, part) for dst, part in each]
-            elif data:
-                entries.append(Entry(self._index, src, reader, data))
+        # Headers are equal if name, number and root of the call are.
+        own, timings = (*pending.call[:2], exchange.root), self.session.timings
 
-        def goes_to(entry: Entry) -> int:
-            return EVERYWHERE if entry.dst == EVERYBODY else self._island_of[entry.dst]
+        def check() -> None:
+            self.detector.check(pending)
 
-        mine = (*waiting.call[:2], root)
-        idle: Callable[[], None] = lambda: self.detector.check(waiting)  # noqa: E731
-        headers, found = self._tree.exchange(
-            (mine, waiting.call), entries, goes_to, waiting.deadline + EDGE_S, idle
+        headers, entries = self._tree.exchange(
+            (own, pending.call),
+            self._entries(gathered, exchange),
+            self._dst_domain_of,
+            pending.deadline + timings.link_extra_s,
+            check,
         )
-        for index, (theirs, call) in headers:
-            if tuple(theirs) != mine:
-                first = self.peers[self.islands[index][0]]
+        for index, (header, call) in headers:
+            if tuple(header) != own:
+                first = self.peers[self.shm_domains[index][0]]
                 me = self.peers[self.rank].rank
-                calls = {me: waiting.call, first.rank: Call(*call)}
-                raise self.detector.disagree(calls, waiting)
-        return [(entry.src, entry.dst, entry.data) for entry in found]
+                calls = {me: pending.call, first.rank: CallSite(*call)}
+                raise self.detector.disagree(calls, pending)
+        return [(entry.src, entry.dst, entry.data) for entry in entries]
 
-    def _neighbour(self) -> Peer:
-        """The next rank on this node."""
-        return self.peers[self.island[(self.island.index(self.rank) + 1) % len(self.island)]]
+    def _entries(self, gathered: list[bytes], exchange: Exchange) -> list[Entry]:
+        index, size = self._domain_of[self.rank], len(self.peers)
+        entries: list[Entry] = []
+        for src, data in zip(self._shm_domain, gathered, strict=True):
+            if exchange.is_scattered and data:
+                parts = enumerate(unpack_parts(data, size))
+                entries += [Entry(index, src, dst, part) for dst, part in parts]
+            elif data:
+                entries.append(Entry(index, src, exchange.reader, data))
+        return entries
+
+    def _dst_domain_of(self, entry: Entry) -> int:
+        return EVERYWHERE if entry.dst == EVERYBODY else self._domain_of[entry.dst]
 
     def set_status(self, status: int) -> None:
-        if self._board is not None:
-            self._board.set_status(status)
+        if self._segment is not None:
+            self._segment.set_status(status)
 
     def close(self) -> None:
-        self.session.forget(self)
+        self.session.remove_group(self)
         if self._tree is not None:
             self._tree.close()
-        if self.peers:
-            self.detector.close()
-        self._board = self._tree = None
+        self.detector.close()
+        self._segment = self._tree = None
 
     def drop(self) -> None:
         """In a forked child: close the descriptors, which leaves those of the parent alone."""
         if self._tree is not None:
             self._tree.close()
-        if self.peers:
-            self.detector.drop()
+        self.detector.drop()
 
 
-def _islands(peers: Sequence[Peer]) -> list[list[int]]:
-    """Places of the group that may share memory: of one node, one kernel, one user."""
-    by_rank = {peer.rank: place for place, peer in enumerate(peers)}
-    found: dict[tuple[int, str], list[int]] = {}
-    for number, node in enumerate(group_by_node(peers)):
-        for rank in node:
-            place = by_rank[rank]
-            found.setdefault((number, peers[place].memory), []).append(place)
-    return sorted(sorted(island) for island in found.values())
-
-
-def scattered(given: Sequence[bytes]) -> bytes:
-    """The parts for each rank in one piece: a table of where each begins, and then the parts."""
+def pack_parts(parts: Sequence[bytes]) -> bytes:
+    """The parts for each rank in one piece: a table of their offsets, and then the parts."""
     offsets = [0]
-    for part in given:
+    for part in parts:
         offsets.append(offsets[-1] + len(part))
-    return struct.pack(f"={len(offsets)}Q", *offsets) + b"".join(given)
+    return struct.pack(f"={len(offsets)}Q", *offsets) + b"".join(parts)
 
 
-def parts(data: bytes, size: int) -> list[bytes]:
-    """What scattered() was given."""
+def unpack_parts(data: bytes, size: int) -> list[bytes]:
+    """The parts that pack_parts() was given."""
     table = struct.calcsize(f"={size + 1}Q")
     offsets = struct.unpack_from(f"={size + 1}Q", data)
     view = memoryview(data)[table:]

@@ -1,28 +1,27 @@
-"""How ranks wait for each other while they become a group: at rank 0, since they know no better."""
+"""The rendezvous of ranks that become a group: at rank 0, before they have connections."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 
-from coordinator.call_site import Waiting
-from coordinator.control.client import HubGone
-from coordinator.control.framing import Late
-from coordinator.control.session import ANSWER_S, EXIT_S, Session
+from coordinator.call_site import PendingCall
+from coordinator.control.client import ServerLost
+from coordinator.control.framing import NoMessage
+from coordinator.control.server import Op
+from coordinator.control.session import NO_ANSWER, Session
 from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost
-from coordinator.failure.detector import LAST_ANSWER_S, FailureDetector
+from coordinator.failure.detector import FailureDetector
 from coordinator.failure.group_failure import GroupFailure
 
-PATIENCE_S = 1.0  # after which we ask who is lost
-SLICE_S = 0.05
-ALIKE = "All members of a group must make the call that makes it, with the same ranks."
+SAME_GROUP = "All members of a group must make the call that makes it, with the same ranks."
 
 
-class Meetings:
-    """The meetings of one group that is being made.
+class Rendezvous:
+    """Exchanges of data among the members of one group that is being made.
 
-    members: ranks of the launch, by their place in the group. parent: looks after a group that has
-    all of them.
+    members: ranks of the launch, by their place in the group. parent: of a group that has all of
+    them, if there is one.
     """
 
     def __init__(
@@ -31,121 +30,127 @@ class Meetings:
         session: Session,
         members: Sequence[int],
         parent: FailureDetector | None,
-        waiting: Waiting,
+        pending: PendingCall,
     ) -> None:
         self._key, self._session, self._members = key, session, members
-        self._parent, self._waiting = parent, waiting
+        self._parent, self._pending = parent, pending
+        self._timings = session.timings
         self._rank = session.info.rank
-        self._patience = time.monotonic() + PATIENCE_S
-        self._came: list[int] | None = None  # places, asked for shortly before the deadline
+        self._refresh_at = time.monotonic() + self._timings.rendezvous_s
+        self._arrived: list[int] | None = None  # places, asked for shortly before the deadline
 
-    def meet(self, name: str, data: bytes) -> list[bytes]:
-        """What every rank gives. Collective."""
+    def exchange(self, name: str, data: bytes) -> list[bytes]:
+        """What every member gives, by place. Collective."""
         key = f"{self._key}/{name}"
         place, size = self._members.index(self._rank), len(self._members)
-        self._came = None
+        self._arrived = None
         try:
-            found = self._session.ask(
-                "meet", key, place, size, data,
-                timeout_s=self._waiting.left_s, idle=lambda: self._look(key),
+            return list(
+                self._session.ask(
+                    Op.RENDEZVOUS, key, place, size, data,
+                    timeout_s=self._pending.left_s, idle=lambda: self._check(key),
+                )
             )  # fmt: skip
-            return list(found)
-        except HubGone as error:
-            raise self._without_hub() from error
-        except Late as error:
-            raise self._too_late(key) from error
+        except ServerLost as error:
+            raise self._without_server() from error
+        except NoMessage as error:
+            raise self._timeout(key) from error
 
-    def _look(self, key: str) -> None:
+    def _check(self, key: str) -> None:
         """Raise if a member will not come; ask who has, before it is too late to ask."""
         self.check_lost()
-        left_s = self._waiting.left_s
-        if self._came is None and left_s < min(ANSWER_S, self._waiting.timeout_s / 4):
-            self._came = self._ask_who_came(key, left_s)
+        left_s, patience_s = self._pending.left_s, self._pending.timeout_s / 4
+        if self._arrived is None and left_s < min(self._timings.answer_s, patience_s):
+            self._arrived = self._ask_arrived(key, left_s)
 
     def check_lost(self) -> None:
         """Raise if a member is dead, or has left."""
         if self._parent is not None:
-            self._parent.check_members(self._members, self._waiting)
-        if time.monotonic() > self._patience:
-            self._session.refresh(min(ANSWER_S, self._waiting.left_s))
-            self._patience = time.monotonic() + PATIENCE_S
-        self._check_given_up()
+            self._parent.check_members(self._members, self._pending)
+        if time.monotonic() > self._refresh_at:
+            self._session.refresh(min(self._timings.answer_s, self._pending.left_s))
+            self._refresh_at = time.monotonic() + self._timings.rendezvous_s
+        self._check_withdrawn()
         lost = [rank for rank in self._members if rank in self._session.lost]
         if lost and self._parent is None:
             raise PeerLost(
-                f"rank {self._rank} was in {self._waiting.call} when {self._named(lost)} exited, "
-                "or lost the connection to rank 0, before all of launch "
+                f"rank {self._rank} was in {self._pending.call} when {self._describe(lost)} "
+                "exited, or lost the connection to rank 0, before all of launch "
                 f"{self._session.info.launch_id} had joined. Look at what was printed there last."
             )
 
-    def _check_given_up(self) -> None:
-        data = self._session.verdicts.get(self._key)
-        if data is not None:
-            failure = GroupFailure.unpack(data)
-            me, call, waited_s = self._rank, self._waiting.call, self._waiting.waited_s
+    def _check_withdrawn(self) -> None:
+        """Raise if another member has given up already."""
+        data = self._session.group_failures.get(self._key)
+        if data is None:
+            return
+        failure = GroupFailure.unpack(data)
+        me, call = self._rank, self._pending.call
+        if me in failure.ranks:
             raise CoordinatorTimeout(
                 f"rank {me} entered {call}, but rank {failure.reporter} had already given up, in "
-                f"{failure.where}, waiting for {failure.text}. {ALIKE}"
-                if me in failure.ranks
-                else f"rank {me} waited {waited_s:.1f} s in {call} for {failure.text}. "
-                f"Rank {failure.reporter} noticed it, in {failure.where}. {ALIKE}"
+                f"{failure.where}, waiting for {failure.text}. {SAME_GROUP}"
             )
+        raise CoordinatorTimeout(
+            f"rank {me} waited {self._pending.waited_s:.1f} s in {call} for {failure.text}. Rank "
+            f"{failure.reporter} noticed it, in {failure.where}. {SAME_GROUP}"
+        )
 
-    def _give_up(self, text: str, missing: Sequence[int]) -> None:
-        """Tell who comes later that this rank does not wait any more."""
-        call = str(self._waiting.call)
+    def _withdraw(self, text: str, missing: Sequence[int]) -> None:
+        """Publish that this rank waits no more, for those who come later."""
+        call = str(self._pending.call)
         failure = GroupFailure.of(CoordinatorTimeout, self._rank, call, text, missing)
         self._session.report(self._key, failure.pack())
 
-    def _named(self, ranks: Sequence[int]) -> str:
+    def _describe(self, ranks: Sequence[int]) -> str:
         try:
-            names = self._session.ask("names", ranks, timeout_s=LAST_ANSWER_S)
-        except (HubGone, Late, CoordinatorError):
+            processes = self._session.ask(
+                Op.PROCESSES, ranks, timeout_s=self._timings.last_answer_s
+            )
+        except NO_ANSWER:
             return f"ranks {list(ranks)}"
-        return " and ".join(
-            f"rank {rank} ({name})" for rank, name in zip(ranks, names, strict=True)
-        )
+        pairs = zip(ranks, processes, strict=True)
+        return " and ".join(f"rank {rank} ({process})" for rank, process in pairs)
 
-    def _ask_who_came(self, key: str, timeout_s: float) -> list[int] | None:
+    def _ask_arrived(self, key: str, timeout_s: float) -> list[int] | None:
         try:
-            return list(self._session.ask("came", key, timeout_s=timeout_s))
-        except (HubGone, Late, CoordinatorError):
+            return list(self._session.ask(Op.ARRIVED, key, timeout_s=timeout_s))
+        except NO_ANSWER:
             return None
 
-    def _without_hub(self) -> CoordinatorError:
-        """A process that ends closes its connections first: who it was shows a little later."""
-        until = time.monotonic() + EXIT_S
+    def _without_server(self) -> CoordinatorError:
+        """The error when rank 0 is gone. A process that ends closes its connections first; which
+        rank it was shows a little later."""
+        until = time.monotonic() + self._timings.exit_s
         while self._parent is not None and time.monotonic() < until:
             try:
-                self._parent.check_members(self._members, self._waiting)
+                self._parent.check_members(self._members, self._pending)
             except CoordinatorError as error:
                 return error
-            time.sleep(SLICE_S)
+            time.sleep(self._timings.shm_wait_s)
         return PeerLost(
-            f"rank {self._rank} was in {self._waiting.call} when {self._session.master()} was "
-            "found to be gone, while the ranks were joining. Look at what rank 0 printed last."
+            f"rank {self._rank} was in {self._pending.call} when {self._session.describe_master()} "
+            "was found to be gone, while the ranks were joining. Look at what rank 0 printed last."
         )
 
-    def _too_late(self, key: str) -> CoordinatorTimeout:
-        info, waited = self._session.info, self._waited()
-        came = self._came
-        if came is None:
-            came = self._ask_who_came(key, LAST_ANSWER_S)
-        if came is None:
+    def _timeout(self, key: str) -> CoordinatorTimeout:
+        info = self._session.info
+        waited = f"rank {self._rank} waited {self._pending.timeout_s:g} s in {self._pending.call}"
+        arrived = self._arrived
+        if arrived is None:
+            arrived = self._ask_arrived(key, self._timings.last_answer_s)
+        if arrived is None:
             return CoordinatorTimeout(
-                f"{waited} to join launch {info.launch_id}, but {self._session.master()} does not "
-                "answer: it is stopped, stuck or cut off."
+                f"{waited} to join launch {info.launch_id}, but {self._session.describe_master()} "
+                "does not answer: it is suspended, stuck or cut off."
             )
-        missing = [rank for place, rank in enumerate(self._members) if place not in came]
+        missing = [rank for place, rank in enumerate(self._members) if place not in arrived]
         if self._parent is not None:
-            described = self._parent.describe_ranks(missing)
-            self._give_up(described, missing)
-            return CoordinatorTimeout(f"{waited} for {described}. {ALIKE}")
+            text = self._parent.describe_ranks(missing)
+            self._withdraw(text, missing)
+            return CoordinatorTimeout(f"{waited} for {text}. {SAME_GROUP}")
         return CoordinatorTimeout(
-            f"{waited} for ranks {missing} to join launch {info.launch_id}. Were all "
-            f"{info.world_size} ranks started, and do the missing ones reach "
-            f"{info.master_addr}:{info.master_port}?"
+            f"{waited} for ranks {missing} to join launch {info.launch_id}. Check that all "
+            f"{info.world_size} ranks were started, and that the missing ones reach "
+            f"{info.master_addr}:{info.master_port}."
         )
-
-    def _waited(self) -> str:
-        return f"rank {self._rank} waited {self._waiting.timeout_s:g} s in {self._waiting.call}"

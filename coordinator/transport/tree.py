@@ -1,8 +1,8 @@
-"""The first ranks of each node, joined by connections of their own into a binomial tree.
+"""A binomial tree over the first ranks of the nodes, for collective calls between nodes.
 
-A call goes up the tree, each node adding what its ranks gave, and comes down again, each node
-getting what its ranks want. So a call costs every node a logarithm of messages, and the root sees
-whether all are in the same call.
+A call goes up the tree, each node adding the entries of its ranks, and comes down again, each node
+getting the entries for its ranks. So a call costs every node a logarithm of messages, and the root
+sees whether all nodes are in the same call.
 """
 
 from __future__ import annotations
@@ -14,69 +14,68 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coordinator.addresses import shown
+from coordinator.addresses import format_address
 from coordinator.control.client import connect
-from coordinator.control.framing import SMALL, Late, Link, LinkBroken, nothing
+from coordinator.control.credentials import Credentials
+from coordinator.control.framing import SMALL, Connection, ConnectionBroken, NoMessage, noop
 from coordinator.control.handshake import (
-    MAX_VISITORS,
-    Caller,
-    Gate,
-    NotAdmitted,
-    Proof,
-    TryAgain,
+    MAX_PENDING,
+    AuthenticatedListener,
+    Hello,
+    NotReady,
+    Rejected,
     purpose_of,
 )
 from coordinator.errors import CoordinatorError, CoordinatorTimeout
 from coordinator.peers import Peer
+from coordinator.timings import DEFAULT
 
 EVERYWHERE = -1
-RETRY_S = 0.05
-TICK_S = 0.1
 
 
 def parent_of(index: int) -> int:
-    """The node above: without the lowest bit."""
+    """The parent node: without the lowest bit."""
     return index & (index - 1)
 
 
 def children_of(index: int, size: int) -> list[int]:
-    found, bit = [], 1
+    children, bit = [], 1
     while index | bit < size and not index & bit:
-        found.append(index | bit)
+        children.append(index | bit)
         bit <<= 1
-    return found
+    return children
 
 
 def subtree_of(index: int, size: int) -> range:
-    """The nodes below, and itself: numbers that share its leading bits."""
+    """The node and all below it: numbers that share its leading bits."""
     span = index & -index or size
     return range(index, min(index + span, size))
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What rank src, on node home, gives to rank dst (EVERYBODY: to all)."""
+    """Data that rank src, on node src_node, gives to rank dst (EVERYBODY: to all)."""
 
-    home: int
+    src_node: int
     src: int
     dst: int
     data: bytes
 
 
 def _distinct(headers: list[Any]) -> list[Any]:
-    """One of each kind: who gave it, and the header, whose first part is what must be equal."""
+    """One of each kind: its node, and the header, whose first part is what must be equal."""
     kinds: dict[Any, Any] = {}
     for index, header in headers:
         kinds.setdefault(tuple(header[0]), (index, header))
     return list(kinds.values())
 
 
-def _is_for(goes_to: int, nodes: Container[int]) -> bool:
-    return goes_to == EVERYWHERE or goes_to in nodes
+def _is_for(dst_node: int, nodes: Container[int]) -> bool:
+    return dst_node == EVERYWHERE or dst_node in nodes
 
 
-class EdgeBroken(Exception):
-    """The connection to a neighbour broke."""
+class TreeLinkBroken(Exception):
+    """The connection to a neighbour in the tree broke."""
 
     def __init__(self, index: int, why: str) -> None:
         super().__init__(why)
@@ -84,9 +83,15 @@ class EdgeBroken(Exception):
 
 
 class Tree:
-    """This node's connections to its neighbours."""
+    """This node's connections to its neighbours in the tree."""
 
-    def __init__(self, index: int, size: int, parent: Link | None, children: dict[int, Link]):
+    def __init__(
+        self,
+        index: int,
+        size: int,
+        parent: Connection | None,
+        children: dict[int, Connection],
+    ) -> None:
         self.index, self.size = index, size
         self._parent, self._children = parent, children
 
@@ -94,144 +99,150 @@ class Tree:
         self,
         header: Any,
         entries: list[Entry],
-        goes_to: Callable[[Entry], int],
+        dst_node_of: Callable[[Entry], int],
         deadline: float,
         idle: Callable[[], None],
     ) -> tuple[list[Any], list[Entry]]:
-        """The headers that differ, each with a node that gave it; the entries this node wants.
+        """The headers that differ, each with a node that gave it, and this node's entries.
 
-        goes_to(entry): which node wants it, or EVERYWHERE. Of equal headers one goes on, so that a
-        call in which all nodes agree has messages of one size, however many nodes there are.
+        dst_node_of(entry): the node that needs it, or EVERYWHERE. Of equal headers one goes on, so
+        that a call in which all nodes agree has messages of one size, however many nodes there are.
         """
         headers = [(self.index, header)]
         for index, child in self._children.items():
-            their_headers, theirs = self._receive(index, child, deadline, idle)
-            headers = _distinct([*headers, *their_headers])
-            entries = entries + theirs
+            child_headers, child_entries = self._receive(index, child, deadline, idle)
+            headers = _distinct([*headers, *child_headers])
+            entries = entries + child_entries
         if self._parent is not None:
-            above = parent_of(self.index)
-            self._send(above, self._parent, (headers, entries), deadline, idle)
-            headers, brought = self._receive(above, self._parent, deadline, idle)
-            entries = entries + brought
+            parent = parent_of(self.index)
+            self._send(parent, self._parent, (headers, entries), deadline, idle)
+            # The parent sends the entries of all nodes but this subtree's, which are here already.
+            headers, from_above = self._receive(parent, self._parent, deadline, idle)
+            entries = entries + from_above
         for index, child in self._children.items():
-            below = subtree_of(index, self.size)
-            theirs = [entry for entry in entries if entry.home not in below]
-            for_them = [entry for entry in theirs if _is_for(goes_to(entry), below)]
-            self._send(index, child, (headers, for_them), deadline, idle)
-        return headers, [entry for entry in entries if _is_for(goes_to(entry), (self.index,))]
+            subtree = subtree_of(index, self.size)
+            others = [entry for entry in entries if entry.src_node not in subtree]
+            for_child = [entry for entry in others if _is_for(dst_node_of(entry), subtree)]
+            self._send(index, child, (headers, for_child), deadline, idle)
+        return headers, [entry for entry in entries if _is_for(dst_node_of(entry), (self.index,))]
 
     def _send(
         self,
         index: int,
-        link: Link,
+        connection: Connection,
         message: tuple[list[Any], list[Entry]],
         deadline: float,
         idle: Callable[[], None],
     ) -> None:
-        """The small entries within the message, the large after it: those are not copied."""
+        """The small entries go within the message, the large after it: those are not copied."""
         headers, entries = message
-        large = [entry.data for entry in entries if len(entry.data) > SMALL]
-        listed = [
-            (
-                entry.home,
-                entry.src,
-                entry.dst,
-                len(entry.data) if len(entry.data) > SMALL else entry.data,
-            )
-            for entry in entries
-        ]
+        listed = []
+        for entry in entries:
+            data = len(entry.data) if len(entry.data) > SMALL else entry.data
+            listed.append((entry.src_node, entry.src, entry.dst, data))
         try:
-            link.send((headers, listed), deadline, idle)
-            for data in large:
-                link.write(data, deadline, idle)
-        except LinkBroken as error:
-            raise EdgeBroken(index, str(error)) from error
+            connection.send((headers, listed), deadline, idle)
+            for entry in entries:
+                if len(entry.data) > SMALL:
+                    connection.write(entry.data, deadline, idle)
+        except ConnectionBroken as error:
+            raise TreeLinkBroken(index, str(error)) from error
 
     def _receive(
-        self, index: int, link: Link, deadline: float, idle: Callable[[], None]
+        self, index: int, connection: Connection, deadline: float, idle: Callable[[], None]
     ) -> tuple[list[Any], list[Entry]]:
         try:
-            headers, listed = link.receive(deadline, idle)
+            headers, listed = connection.receive(deadline, idle)
             entries = []
-            for home, src, dst, data in listed:
+            for src_node, src, dst, data in listed:
                 if isinstance(data, int):
-                    data = link.read_bytes(data, deadline, idle)
-                entries.append(Entry(home, src, dst, data))
+                    data = connection.read_bytes(data, deadline, idle)
+                entries.append(Entry(src_node, src, dst, data))
             return headers, entries
-        except (LinkBroken, Late) as error:
-            raise EdgeBroken(index, str(error)) from error
+        except (ConnectionBroken, NoMessage) as error:
+            raise TreeLinkBroken(index, str(error)) from error
 
     def close(self) -> None:
-        for link in [*self._children.values(), *([self._parent] if self._parent else [])]:
-            link.close()
+        for connection in self._children.values():
+            connection.close()
+        if self._parent is not None:
+            self._parent.close()
 
 
-class Door:
-    """Where the children of a node come in while a group is being made."""
+class ChildListener:
+    """Accepts the connections of a node's children while a group is being made.
 
-    def __init__(self, address: str, proof: Proof, purpose: str, children: Sequence[int]) -> None:
+    accepted: those that have come, by child.
+    """
+
+    def __init__(
+        self, address: str, credentials: Credentials, purpose: str, children: Sequence[int]
+    ) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._purposes = {purpose_of(f"{purpose}/{child}"): child for child in children}
         self._listener = socket.socket(family, socket.SOCK_STREAM)
         self._listener.bind((address, 0))
-        most = max(MAX_VISITORS, len(children))  # who may all come at once
-        self._listener.listen(most)
+        max_pending = max(MAX_PENDING, len(children))  # who may all come at once
+        self._listener.listen(max_pending)
         self.address: tuple[Any, ...] = self._listener.getsockname()[:2]
         self._selector = selectors.DefaultSelector()
-        self._gate = Gate(self._listener, proof, self._selector, self._admit, most=most)
-        self.came: dict[int, Link] = {}
+        self._authenticator = AuthenticatedListener(
+            self._listener, credentials, self._selector, self._add, max_pending=max_pending
+        )
+        self.accepted: dict[int, Connection] = {}
 
-    def _admit(self, connection: socket.socket, caller: Caller) -> None:
-        child = self._purposes.get(caller.purpose)
-        if child is None or child in self.came:
+    def _add(self, connection: socket.socket, hello: Hello) -> None:
+        child = self._purposes.get(hello.purpose)
+        if child is None or child in self.accepted:
             connection.close()
         else:
-            self.came[child] = Link(connection)
+            self.accepted[child] = Connection(connection)
 
-    def wait(self, deadline: float, idle: Callable[[], None]) -> dict[int, Link]:
-        """The children, once all are there. Raises Late; the missing are those not in `came`."""
-        while len(self.came) < len(self._purposes):
-            self._gate.handle(self._selector.select(TICK_S))
-            self._gate.tick()
+    def wait(self, deadline: float, idle: Callable[[], None]) -> dict[int, Connection]:
+        """The children's connections, once all are here. Raises NoMessage; those that are missing
+        are not in `accepted`."""
+        while len(self.accepted) < len(self._purposes):
+            self._authenticator.handle(self._selector.select(DEFAULT.idle_s))
+            self._authenticator.tick()
             idle()
             if time.monotonic() >= deadline:
-                raise Late("not all came")
-        return {child: self.came[child] for child in sorted(self.came)}
+                raise NoMessage("not all came")
+        return {child: self.accepted[child] for child in sorted(self.accepted)}
 
     def close(self) -> None:
-        self._gate.close()
+        self._authenticator.close()
         self._selector.close()
         self._listener.close()
 
 
-def climb(
+def connect_to_parent(
     address: Sequence[Any],
-    proof: Proof,
+    credentials: Credentials,
     me: Peer,
-    to: Peer,
+    parent: Peer,
     purpose: str,
     deadline: float,
-    idle: Callable[[], None] = nothing,
-) -> Link:
-    """The connection to the node above, whose Door is at address."""
+    idle: Callable[[], None] = noop,
+) -> Connection:
+    """A connection to a peer whose ChildListener is at address; tries until the deadline."""
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-    caller = Caller(me.rank, purpose_of(purpose))
+    hello = Hello(me.rank, purpose_of(purpose))
+    target = (address[0], address[1])
     while True:
         try:
-            target = (address[0], address[1])
-            return connect(family, target, proof, caller, deadline)
-        except NotAdmitted as error:
+            return connect(family, target, credentials, hello, deadline)
+        except Rejected as error:
             raise CoordinatorError(
-                f"rank {me.rank} was not let in by {to} at {shown(target)}: {error}"
+                f"rank {me.rank} was rejected by {parent} at {format_address(target)}: {error}"
             ) from error
-        except (TryAgain, OSError) as error:
+        except (NotReady, OSError) as error:
             why = str(error)
         if time.monotonic() >= deadline:
             raise CoordinatorTimeout(
-                f"rank {me.rank} (host {me.host}, address {me.address}) cannot reach {to} at "
-                f"{shown(target)} ({why}), so the two nodes cannot exchange anything. Check the "
-                "route and the firewall between those two addresses; ranks reach each other by the "
-                "address by which they reach master_addr."
+                f"rank {me.rank} (host {me.host}, address {me.address}) cannot reach {parent} at "
+                f"{format_address(target)} ({why}), so the two nodes cannot exchange anything. "
+                "Check the route and the firewall between those two addresses; ranks reach each "
+                "other by the address by which they reach master_addr."
             )
         idle()
-        time.sleep(RETRY_S)
+        time.sleep(DEFAULT.connect_retry_s)

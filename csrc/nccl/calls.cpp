@@ -32,51 +32,52 @@ Payload payload_of_move(comm_dtype dtype, uint64_t count) {
 NcclOp op_of_bool(comm_op op) { return op == COMM_PROD ? COMM_MIN : op; }
 
 // NCCL needs its kernels for 8-bit floats, and a GPU that can run them.
-void check_float8(const NcclCommunicator& communicator, const std::string& what) {
+void check_float8(const NcclCommunicator& communicator, const std::string& subject) {
     if (communicator.nccl.version < NCCL_FIRST_FLOAT8)
         throw communicator.failure(
-            COMM_UNSUPPORTED, nccl_not_supported(communicator.nccl, (what + "8-bit floats").c_str(),
-                                                 NCCL_FIRST_FLOAT8));
+            COMM_UNSUPPORTED,
+            nccl_not_supported(communicator.nccl, (subject + "8-bit floats").c_str(),
+                               NCCL_FIRST_FLOAT8));
     if (communicator.sm_major != 0 && communicator.sm_major < FLOAT8_SM_MAJOR)
         throw communicator.failure(
-            COMM_UNSUPPORTED, what + "8-bit floats needs a GPU of sm_90 or newer, this one is sm_" +
-                                  std::to_string(communicator.sm_major) +
-                                  "x. Convert to bfloat16 and back");
+            COMM_UNSUPPORTED,
+            subject + "8-bit floats needs a GPU of sm_90 or newer, this one is sm_" +
+                std::to_string(communicator.sm_major) + "x. Convert to bfloat16 and back");
 }
 
-void check_scaled_sum(const NcclCommunicator& communicator, const std::string& what,
+void check_scaled_sum(const NcclCommunicator& communicator, const std::string& subject,
                       comm_dtype dtype, comm_op op) {
     for (const ScaledSum& sum : communicator.scaled_sums)
         if (sum.op == op && sum.dtype == dtype) return;
     throw communicator.failure(COMM_INVALID_ARGUMENT,
-                               what +
+                               subject +
                                    "this dtype with a scaled sum that was made for another dtype "
                                    "or communicator, or freed. Make one with scaled_sum()");
 }
 
 // One rank has nothing to average. NCCL would scale by 1 then, with a kernel that it lacks for
 // 8-bit floats, and its refusal would end the communicator.
-NcclOp op_of_one_rank(const NcclCommunicator& communicator, const std::string& what,
+NcclOp op_of_one_rank(const NcclCommunicator& communicator, const std::string& subject,
                       comm_dtype dtype, NcclOp op) {
     if (op == COMM_AVG) return COMM_SUM;
     if (op <= COMM_AVG || !is_float8(dtype)) return op;
     throw communicator.failure(
         COMM_UNSUPPORTED,
-        what + "8-bit floats with a scaled sum needs two ranks in NCCL. Multiply the tensor");
+        subject + "8-bit floats with a scaled sum needs two ranks in NCCL. Multiply the tensor");
 }
 
 // The op for NCCL. Throws if it cannot reduce this dtype so, before anything is enqueued: an error
 // of NCCL itself would end the communicator.
 NcclOp resolve_op(const NcclCommunicator& communicator, Operation operation, comm_dtype dtype,
                   comm_op op) {
-    std::string what = std::string(name_of(operation)) + " of ";
+    std::string subject = std::string(name_of(operation)) + " of ";
     if (dtype == COMM_INT16)
         throw communicator.failure(
-            COMM_UNSUPPORTED, what + "int16 does not exist in NCCL. Convert to int32 and back");
-    if (is_float8(dtype)) check_float8(communicator, what);
-    if (op > COMM_AVG) check_scaled_sum(communicator, what, dtype, op);
+            COMM_UNSUPPORTED, subject + "int16 does not exist in NCCL. Convert to int32 and back");
+    if (is_float8(dtype)) check_float8(communicator, subject);
+    if (op > COMM_AVG) check_scaled_sum(communicator, subject, dtype, op);
     if (dtype == COMM_BOOL) op = op_of_bool(op);
-    return communicator.nranks == 1 ? op_of_one_rank(communicator, what, dtype, op) : op;
+    return communicator.nranks == 1 ? op_of_one_rank(communicator, subject, dtype, op) : op;
 }
 
 // As sends and receives of one group, before NCCL 2.28.3.

@@ -75,7 +75,8 @@ bool open_nccl(const char* path, NcclLibrary* library, std::string* problem) {
     return handle != nullptr && find_functions(library, handle, problem);
 }
 
-std::string nccl_not_supported(const NcclLibrary& library, const char* what, int since) {
-    return std::string(what) + " is not supported by NCCL " + nccl_version_text(library.version) +
-           " (" + library.path + "); needs NCCL " + nccl_version_text(since) + " or newer";
+std::string nccl_not_supported(const NcclLibrary& library, const char* feature, int since) {
+    return std::string(feature) + " is not supported by NCCL " +
+           nccl_version_text(library.version) + " (" + library.path + "); needs NCCL " +
+           nccl_version_text(since) + " or newer";
 }

@@ -95,4 +95,4 @@ std::string nccl_version_text(int version);
 // It is never unloaded. False, with the reason in *problem, if it cannot be used.
 bool open_nccl(const char* path, NcclLibrary* library, std::string* problem);
 // "not supported by NCCL 2.27.3 (path); needs NCCL 2.28.3 or newer" of a function that is absent.
-std::string nccl_not_supported(const NcclLibrary& library, const char* what, int since);
+std::string nccl_not_supported(const NcclLibrary& library, const char* feature, int since);

@@ -1,5 +1,5 @@
-// coordinator._node_shm: the board for Python. Reads arguments, releases the interpreter, calls. The
-// limited API, so bytes are bytes objects and nothing else.
+// coordinator._node_shm: NodeSegment for Python. Converts arguments, releases the interpreter lock,
+// calls. Uses the limited API, so data are bytes objects only.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -15,34 +15,34 @@
 
 namespace {
 
-using board::Board;
-using board::Call;
-using board::Range;
+using node_shm::NodeSegment;
+using node_shm::CallRecord;
+using node_shm::Range;
 
 PyObject* mismatch_error;
 
-// A call that has begun and not ended: waiting returns to Python now and then.
+// A call that has begun and not ended: exchange() and resume() return to Python now and then.
 struct Pending {
     PyObject* data = nullptr;   // this rank's bytes
-    PyObject* found = nullptr;  // list of bytes by rank, once sizes are known
-    std::vector<Range> ranges;  // what is wanted of each rank's bytes
+    PyObject* results = nullptr;  // list of bytes by rank, once sizes are known
+    std::vector<Range> ranges;  // the part of each rank's bytes that is read
     std::vector<char*> targets;
-    bool wants = false;
+    bool reads = false;
     bool is_scattered = false;
 };
 
 struct Object {
-    PyObject_HEAD Board* board;
+    PyObject_HEAD NodeSegment* segment;
     Pending* pending;
 };
 
 Object* self_of(PyObject* object) { return reinterpret_cast<Object*>(object); }
 
 void forget(Pending* pending) {
-    PyObject *data = pending->data, *found = pending->found;
+    PyObject *data = pending->data, *results = pending->results;
     *pending = Pending{};
     Py_XDECREF(data);
-    Py_XDECREF(found);
+    Py_XDECREF(results);
 }
 
 int64_t deadline_of(double timeout_s) {
@@ -50,21 +50,22 @@ int64_t deadline_of(double timeout_s) {
 }
 
 bool copy_text(PyObject* text, char* target, size_t nbytes) {
-    const char* found = PyUnicode_AsUTF8AndSize(text, nullptr);
-    if (found == nullptr) return false;
-    snprintf(target, nbytes, "%s", found);
+    const char* utf8 = PyUnicode_AsUTF8AndSize(text, nullptr);
+    if (utf8 == nullptr) return false;
+    snprintf(target, nbytes, "%s", utf8);
     return true;
 }
 
-Range wanted(const Object* self, int rank) {
+// The part of a rank's bytes that this rank reads.
+Range range_to_read(const Object* self, int rank) {
     const Pending* pending = self->pending;
-    if (!pending->wants) return {};
-    if (pending->is_scattered) return self->board->part_of(rank);
-    return {0, self->board->call_of(rank).nbytes};
+    if (!pending->reads) return {};
+    if (pending->is_scattered) return self->segment->part_of(rank);
+    return {0, self->segment->call_of(rank).nbytes};
 }
 
-// Large pages, where the system gives them to who asks: else filling fresh memory costs more than
-// copying into it. It is advice, so its failure is none.
+// Ask for huge pages: otherwise page faults of fresh memory cost more than the copy. Errors are
+// ignored, since it is only advice.
 void advise_large_pages(char* start, size_t nbytes) {
     constexpr uintptr_t large = 2 << 20;
     if (nbytes < 2 * large) return;
@@ -73,72 +74,72 @@ void advise_large_pages(char* start, size_t nbytes) {
     madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 }
 
-// A place for what the ranks bring, now that it is known how much that is.
-bool make_room(Object* self) {
+// Allocate the results, now that the size of each rank's data is known.
+bool allocate_results(Object* self) {
     Pending* pending = self->pending;
-    int nranks = self->board->nranks;
-    pending->found = PyList_New(nranks);
-    if (pending->found == nullptr) return false;
+    int nranks = self->segment->nranks;
+    pending->results = PyList_New(nranks);
+    if (pending->results == nullptr) return false;
     pending->ranges.resize(nranks);
     pending->targets.assign(nranks, nullptr);
     for (int rank = 0; rank < nranks; ++rank) {
-        bool is_mine = rank == self->board->rank && !pending->is_scattered;
-        Range range = is_mine ? Range{} : wanted(self, rank);
-        PyObject* item = is_mine ? pending->data : nullptr;
-        if (is_mine)
+        bool is_own = rank == self->segment->rank && !pending->is_scattered;
+        Range range = is_own ? Range{} : range_to_read(self, rank);
+        PyObject* item = is_own ? pending->data : nullptr;
+        if (is_own)
             Py_INCREF(item);
         else
             item = PyBytes_FromStringAndSize(nullptr, range.end - range.begin);
         if (item == nullptr) return false;
         pending->ranges[rank] = range;
-        pending->targets[rank] = is_mine ? nullptr : PyBytes_AsString(item);
-        if (!is_mine) advise_large_pages(PyBytes_AsString(item), range.end - range.begin);
-        PyList_SetItem(pending->found, rank, item);
+        pending->targets[rank] = is_own ? nullptr : PyBytes_AsString(item);
+        if (!is_own) advise_large_pages(PyBytes_AsString(item), range.end - range.begin);
+        PyList_SetItem(pending->results, rank, item);
     }
     return true;
 }
 
 void read_round(const Object* self) {
-    for (int rank = 0; rank < self->board->nranks; ++rank)
+    for (int rank = 0; rank < self->segment->nranks; ++rank)
         if (self->pending->targets[rank] != nullptr)
-            self->board->read(rank, self->pending->ranges[rank], self->pending->targets[rank]);
+            self->segment->read(rank, self->pending->ranges[rank], self->pending->targets[rank]);
 }
 
-bool is_everyone_in_this_call(const Board* board) {
-    for (int rank = 0; rank < board->nranks; ++rank)
-        if (!board->is_same_call(rank)) return false;
+bool is_everyone_in_this_call(const NodeSegment* segment) {
+    for (int rank = 0; rank < segment->nranks; ++rank)
+        if (!segment->is_same_call(rank)) return false;
     return true;
 }
 
 // After the first round. False with an exception set.
-bool take_stock(Object* self) {
-    if (!is_everyone_in_this_call(self->board)) {
+bool check_calls_and_allocate(Object* self) {
+    if (!is_everyone_in_this_call(self->segment)) {
         PyErr_SetString(mismatch_error, "the ranks are in different calls");
         return false;
     }
-    return make_room(self);
+    return allocate_results(self);
 }
 
-// Every further round; False if time ran out in one.
+// Run all further rounds; false if time ran out in one.
 bool run_rounds(Object* self, int64_t deadline_ns) {
-    Board* board = self->board;
+    NodeSegment* segment = self->segment;
     do {
-        if (!board->wait(deadline_ns)) return false;
+        if (!segment->wait(deadline_ns)) return false;
         read_round(self);
-    } while (board->next());
+    } while (segment->next());
     return true;
 }
 
 PyObject* finish(Object* self) {
-    self->board->end();
-    PyObject* found = self->pending->found;
-    Py_INCREF(found);
+    self->segment->end();
+    PyObject* results = self->pending->results;
+    Py_INCREF(results);
     forget(self->pending);
-    return found;
+    return results;
 }
 
 PyObject* fail(Object* self) {
-    self->board->end();
+    self->segment->end();
     forget(self->pending);
     return nullptr;
 }
@@ -147,13 +148,13 @@ PyObject* fail(Object* self) {
 PyObject* proceed(Object* self, double timeout_s) {
     int64_t deadline_ns = deadline_of(timeout_s);
     bool is_over = false;
-    if (self->pending->found == nullptr) {
+    if (self->pending->results == nullptr) {
         bool is_complete;
         Py_BEGIN_ALLOW_THREADS;
-        is_complete = self->board->wait(deadline_ns);
+        is_complete = self->segment->wait(deadline_ns);
         Py_END_ALLOW_THREADS;
         if (!is_complete) Py_RETURN_NONE;
-        if (!take_stock(self)) return fail(self);
+        if (!check_calls_and_allocate(self)) return fail(self);
     }
     Py_BEGIN_ALLOW_THREADS;
     is_over = run_rounds(self, deadline_ns);
@@ -162,13 +163,13 @@ PyObject* proceed(Object* self, double timeout_s) {
     return finish(self);
 }
 
-PyObject* board_exchange(PyObject* object, PyObject* const* args, Py_ssize_t nargs) {
+PyObject* segment_exchange(PyObject* object, PyObject* const* args, Py_ssize_t nargs) {
     Object* self = self_of(object);
     if (nargs != 8) {
         PyErr_SetString(PyExc_TypeError, "exchange() takes 8 arguments");
         return nullptr;
     }
-    Call call = {};
+    CallRecord call = {};
     char* data;
     Py_ssize_t nbytes;
     if (!copy_text(args[0], call.name, sizeof call.name) ||
@@ -179,20 +180,20 @@ PyObject* board_exchange(PyObject* object, PyObject* const* args, Py_ssize_t nar
     call.tag = PyLong_AsUnsignedLongLong(args[2]);
     call.nbytes = static_cast<uint64_t>(nbytes);
     double timeout_s = PyFloat_AsDouble(args[7]);
-    bool wants = PyObject_IsTrue(args[5]) == 1, is_scattered = PyObject_IsTrue(args[6]) == 1;
+    bool reads = PyObject_IsTrue(args[5]) == 1, is_scattered = PyObject_IsTrue(args[6]) == 1;
     if (PyErr_Occurred()) return nullptr;
     forget(self->pending);
     Py_INCREF(args[4]);
     self->pending->data = args[4];
-    self->pending->wants = wants;
+    self->pending->reads = reads;
     self->pending->is_scattered = is_scattered;
     Py_BEGIN_ALLOW_THREADS;
-    self->board->begin(call, data);
+    self->segment->begin(call, data);
     Py_END_ALLOW_THREADS;
     return proceed(self, timeout_s);
 }
 
-PyObject* board_resume(PyObject* object, PyObject* argument) {
+PyObject* segment_resume(PyObject* object, PyObject* argument) {
     double timeout_s = PyFloat_AsDouble(argument);
     if (PyErr_Occurred()) return nullptr;
     if (self_of(object)->pending->data == nullptr) {
@@ -202,50 +203,51 @@ PyObject* board_resume(PyObject* object, PyObject* argument) {
     return proceed(self_of(object), timeout_s);
 }
 
-PyObject* board_glimpse(PyObject* object, PyObject* argument) {
-    Board* board = self_of(object)->board;
+PyObject* segment_glimpse(PyObject* object, PyObject* argument) {
+    NodeSegment* segment = self_of(object)->segment;
     long rank = PyLong_AsLong(argument);
     if (PyErr_Occurred()) return nullptr;
-    if (rank < 0 || rank >= board->nranks) {
+    if (rank < 0 || rank >= segment->nranks) {
         PyErr_SetString(PyExc_IndexError, "no such rank");
         return nullptr;
     }
-    board::Glimpse found = board->glimpse(static_cast<int>(rank));
-    double ago_s = (shm::now_ns() - found.seen_ns) / 1e9;
-    return Py_BuildValue("IiIsKsd", found.status, static_cast<int>(found.has_arrived), found.calls,
-                         found.call.name, static_cast<unsigned long long>(found.call.number),
-                         found.call.site, ago_s);
+    node_shm::PeerStatus peer = segment->read_status(static_cast<int>(rank));
+    double ago_s = (shm::now_ns() - peer.seen_ns) / 1e9;
+    return Py_BuildValue("IiIsKsd", peer.status, static_cast<int>(peer.has_arrived), peer.calls,
+                         peer.call.name, static_cast<unsigned long long>(peer.call.number),
+                         peer.call.site, ago_s);
 }
 
-PyObject* board_set_status(PyObject* object, PyObject* argument) {
+PyObject* segment_set_status(PyObject* object, PyObject* argument) {
     unsigned long status = PyLong_AsUnsignedLong(argument);
     if (PyErr_Occurred()) return nullptr;
-    self_of(object)->board->set_status(static_cast<uint32_t>(status));
+    self_of(object)->segment->set_status(static_cast<uint32_t>(status));
     Py_RETURN_NONE;
 }
 
-PyObject* board_give_verdict(PyObject* object, PyObject* argument) {
+PyObject* segment_publish_failure(PyObject* object, PyObject* argument) {
     char* text;
     Py_ssize_t nbytes;
     if (PyBytes_AsStringAndSize(argument, &text, &nbytes) != 0) return nullptr;
-    return PyBool_FromLong(self_of(object)->board->give_verdict(text, static_cast<size_t>(nbytes)));
+    NodeSegment* segment = self_of(object)->segment;
+    return PyBool_FromLong(segment->publish_failure(text, static_cast<size_t>(nbytes)));
 }
 
-PyObject* board_verdict(PyObject* object, PyObject*) {
-    Board* board = self_of(object)->board;
-    if (!board->has_verdict()) Py_RETURN_NONE;
-    return PyBytes_FromStringAndSize(board->head().verdict, board->head().verdict_size);
+PyObject* segment_group_failure(PyObject* object, PyObject*) {
+    NodeSegment* segment = self_of(object)->segment;
+    if (!segment->has_failed()) Py_RETURN_NONE;
+    return PyBytes_FromStringAndSize(segment->header().failure, segment->header().failure_size);
 }
 
-void board_dealloc(PyObject* object) {
+void segment_dealloc(PyObject* object) {
     Object* self = self_of(object);
     if (self->pending != nullptr) forget(self->pending);
     delete self->pending;
-    delete self->board;
+    delete self->segment;
     free_object(object);
 }
 
-PyObject* board_new(PyTypeObject* type, PyObject* args, PyObject*) {
+PyObject* segment_new(PyTypeObject* type, PyObject* args, PyObject*) {
     int fd, nranks, rank, may_spin;
     if (!PyArg_ParseTuple(args, "iiip", &fd, &nranks, &rank, &may_spin)) return nullptr;
     if (rank < 0 || rank >= nranks) {
@@ -256,8 +258,8 @@ PyObject* board_new(PyTypeObject* type, PyObject* args, PyObject*) {
     if (object == nullptr) return nullptr;
     Object* self = self_of(object);
     self->pending = new Pending;
-    self->board = new Board(nranks, rank, may_spin != 0);
-    int error = self->board->map(fd);
+    self->segment = new NodeSegment(nranks, rank, may_spin != 0);
+    int error = self->segment->map(fd);
     if (error == 0) return object;
     Py_DECREF(object);
     errno = error;
@@ -267,35 +269,35 @@ PyObject* board_new(PyTypeObject* type, PyObject* args, PyObject*) {
 PyObject* create(PyObject*, PyObject* argument) {
     long nranks = PyLong_AsLong(argument);
     if (PyErr_Occurred()) return nullptr;
-    int fd = Board::create(static_cast<int>(nranks));
+    int fd = NodeSegment::create(static_cast<int>(nranks));
     if (fd >= 0) return PyLong_FromLong(fd);
     errno = -fd;
     return PyErr_SetFromErrno(PyExc_OSError);
 }
 
-PyMethodDef board_methods[] = {
-    {"exchange", as_method(board_exchange), METH_FASTCALL,
-     "exchange(name, number, tag, site, data, wants, is_scattered, timeout_s)\n"
+PyMethodDef segment_methods[] = {
+    {"exchange", as_method(segment_exchange), METH_FASTCALL,
+     "exchange(name, number, tag, site, data, reads, is_scattered, timeout_s)\n"
      "-> list of every rank's bytes, or None if not all came in time: then resume().\n"
-     "Collective. Raises Mismatch if the ranks are in different calls."},
-    {"resume", board_resume, METH_O, "resume(timeout_s) -> as exchange()"},
-    {"glimpse", board_glimpse, METH_O,
-     "glimpse(rank) -> (status, has_arrived, calls, name, number, site, seen_ago_s)"},
-    {"set_status", board_set_status, METH_O, "set_status(number), for the others to see"},
-    {"give_verdict", board_give_verdict, METH_O,
-     "give_verdict(bytes) -> whether it is the first; wakes everybody"},
-    {"verdict", board_verdict, METH_NOARGS, "verdict() -> bytes, or None"},
+     "Collective. Raises CallMismatch if the ranks are in different calls."},
+    {"resume", segment_resume, METH_O, "resume(timeout_s) -> as exchange()"},
+    {"read_status", segment_glimpse, METH_O,
+     "read_status(rank) -> (status, has_arrived, calls, name, number, site, seen_ago_s)"},
+    {"set_status", segment_set_status, METH_O, "set_status(number), for the others to see"},
+    {"publish_failure", segment_publish_failure, METH_O,
+     "publish_failure(bytes) -> whether it is the first; wakes everybody"},
+    {"group_failure", segment_group_failure, METH_NOARGS, "group_failure() -> bytes, or None"},
     {nullptr, nullptr, 0, nullptr}};
 
-PyType_Slot board_slots[] = {{Py_tp_new, reinterpret_cast<void*>(board_new)},
-                             {Py_tp_dealloc, reinterpret_cast<void*>(board_dealloc)},
-                             {Py_tp_methods, board_methods},
+PyType_Slot segment_slots[] = {{Py_tp_new, reinterpret_cast<void*>(segment_new)},
+                             {Py_tp_dealloc, reinterpret_cast<void*>(segment_dealloc)},
+                             {Py_tp_methods, segment_methods},
                              {0, nullptr}};
-PyType_Spec board_spec = {"coordinator._node_shm.Board", sizeof(Object), 0, Py_TPFLAGS_DEFAULT,
-                          board_slots};
+PyType_Spec segment_spec = {"coordinator._node_shm.NodeSegment", sizeof(Object), 0,
+                            Py_TPFLAGS_DEFAULT, segment_slots};
 
 PyMethodDef module_methods[] = {
-    {"create", create, METH_O, "create(nranks) -> descriptor of the memory of a board"},
+    {"create", create, METH_O, "create(nranks) -> descriptor of the memory of a segment"},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module_definition = {PyModuleDef_HEAD_INIT,
@@ -313,11 +315,11 @@ PyModuleDef module_definition = {PyModuleDef_HEAD_INIT,
 PyMODINIT_FUNC PyInit__node_shm(void) {
     PyObject* module = PyModule_Create(&module_definition);
     if (module == nullptr) return nullptr;
-    mismatch_error = PyErr_NewException("coordinator._node_shm.Mismatch", nullptr, nullptr);
-    PyObject* type = PyType_FromSpec(&board_spec);
+    mismatch_error = PyErr_NewException("coordinator._node_shm.CallMismatch", nullptr, nullptr);
+    PyObject* type = PyType_FromSpec(&segment_spec);
     if (mismatch_error == nullptr || type == nullptr) return nullptr;
     Py_INCREF(mismatch_error);
-    PyModule_AddObject(module, "Mismatch", mismatch_error);
-    PyModule_AddObject(module, "Board", type);
+    PyModule_AddObject(module, "CallMismatch", mismatch_error);
+    PyModule_AddObject(module, "NodeSegment", type);
     return module;
 }

@@ -1,4 +1,4 @@
-"""The caches of one rank, by the number that the master gave them."""
+"""The KV caches of one rank, by the number that rank 0 gave them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transformers.cache_utils import (
 from drumline.core.cache_kinds import Fp8QuantizedLayer
 from drumline.core.pytree import CacheLookup
 from drumline.errors import DrumlineError
-from drumline.kv_cache.merge import merge_caches
+from drumline.kv_cache.merge_caches import merge_caches
 
 CACHE_OPERATIONS = (
     "reorder_cache",
@@ -44,13 +44,13 @@ GROUP_WISE = ("nbits", "axis_key", "axis_value", "q_group_size", "residual_lengt
 
 
 def quantization_options(layer: Any) -> tuple[str, dict[str, int]]:
-    """What QuantizedCache is made with to have such layers: the backend, and its options."""
+    """The backend and options with which a QuantizedCache has such layers."""
     options = {name: getattr(layer, name) for name in GROUP_WISE if hasattr(layer, name)}
     return QUANTIZED_BACKENDS[type(layer)], options
 
 
 class CacheRegistry(CacheLookup):
-    """Holds the keys and values of the layers that are here; they never leave."""
+    """The keys and values of the layers of this rank; they never leave it."""
 
     def __init__(self, config: Any):
         self.config = config
@@ -67,15 +67,17 @@ class CacheRegistry(CacheLookup):
             ) from None
 
     def pair(self, own: Cache, cross: Cache) -> EncoderDecoderCache:
-        """The two as one, the same object each time, since it remembers which layers are filled."""
+        """Both caches as one; the same object each time, since it remembers the filled layers."""
         key = (id(own), id(cross))
         if key not in self.pairs:
             self.pairs[key] = EncoderDecoderCache(own, cross)
         return self.pairs[key]
 
     def apply(self, operation: str, number: int, *arguments: Any) -> None:
-        """Do what the master wrote down. A cache that this fails for is not known afterwards, as it
-        would no longer hold what it holds elsewhere."""
+        """Apply an operation that rank 0 logged.
+
+        A cache for which it fails is forgotten: it would differ from its parts on other ranks.
+        """
         try:
             self._apply(operation, number, *arguments)
         except Exception:
@@ -95,11 +97,12 @@ class CacheRegistry(CacheLookup):
             self._change(operation, number, *arguments)
         else:
             raise DrumlineError(
-                f"{operation!r} is no operation on a cache; the ranks run different versions."
+                f"{operation!r} is not an operation on a cache; install the same version of "
+                "drumline on all ranks."
             )
 
     def _build(self, kind: str, detail: Any, rest: Any) -> Cache:
-        """As the master's, which may have no windows where the config does: across an encoder."""
+        """Build as on rank 0, where a cache may lack the config's windows: across an encoder."""
         if kind == "quantized":
             return QuantizedCache(detail, self.config, **rest)
         is_plain = rest
@@ -123,19 +126,19 @@ class CacheRegistry(CacheLookup):
         self.caches[number] = copy.deepcopy(self.cache(source))
 
     def _free(self, number: int) -> None:
-        gone = self.caches.pop(number, None)
-        self.pairs = {key: pair for key, pair in self.pairs.items() if id(gone) not in key}
+        cache = self.caches.pop(number, None)
+        self.pairs = {key: pair for key, pair in self.pairs.items() if id(cache) not in key}
 
 
 def change_layers(cache: Cache, operation: str, *arguments: Any) -> None:
-    """What a cache's method of this name does, to those of its layers that hold something here."""
+    """Apply a cache's method of this name to those of its layers that hold something here."""
     for layer in cache.layers:
         if _can(layer, operation):
             getattr(_filled_part(layer, operation), operation)(layer, *arguments)
 
 
 def _filled_part(layer: Any, operation: str) -> type[Any]:
-    """The class of a layer, or of its keys alone, if its states are on another rank (Inkling)."""
+    """The class of a layer, or of its keys alone if another rank has its states (Inkling)."""
     for kind in type(layer).__mro__ if not _has_states(layer) else ():
         is_of_keys = issubclass(kind, CacheLayerMixin) and hasattr(kind, operation)
         if is_of_keys and not issubclass(kind, LinearAttentionCacheLayerMixin):
@@ -144,8 +147,10 @@ def _filled_part(layer: Any, operation: str) -> type[Any]:
 
 
 def _can(layer: Any, operation: str) -> bool:
-    """Whether there is something to do: the layers of other ranks stay empty here, and transformers
-    expects to find a window or a state in a layer that it crops."""
+    """Whether the operation applies to the layer.
+
+    Layers of other ranks stay empty here, and crop() expects a window or a state in a layer.
+    """
     if operation == "activate_past_recording":
         return hasattr(layer, operation)
     return is_filled(layer)
@@ -161,4 +166,4 @@ def _has_states(layer: Any) -> bool:
         getattr(layer, name, {})
         for name in ("is_conv_states_initialized", "is_recurrent_states_initialized")
     ]
-    return any(any(each.values()) for each in flags)
+    return any(any(flag.values()) for flag in flags)

@@ -1,9 +1,14 @@
-"""What the master keeps in place of keys and values that are on other ranks."""
+"""Placeholders on rank 0 for the keys and values of cache layers that other ranks hold.
+
+A placeholder has the shape of the keys and one byte for all tokens, so that lengths are right. The
+version of a layer is its placeholder as its rank last heard of it: a script that changes a layer by
+hand is noticed, since every change makes another tensor.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,11 +28,11 @@ COUNTING_FUNCTIONS = {
     "size",
     "to",
 }
-"""The functions that count, cut and reorder tokens; none reads a value, and none writes one."""
+"""Functions that count, slice and reorder tokens; none reads a value, and none writes one."""
 
 
 class PlaceholderTensor(torch.Tensor):
-    """One byte per token in the shape of keys: its lengths are true, and its values are refused."""
+    """A tensor in the shape of keys whose sizes are right; reading its values raises."""
 
     @classmethod
     def __torch_function__(
@@ -52,17 +57,53 @@ ONE = torch.zeros((), dtype=torch.uint8)
 
 
 def make_placeholder(batch: int, tokens: int) -> torch.Tensor:
-    """[batch, 1, tokens, 1]"""
+    """A placeholder of shape [batch, 1, tokens, 1]."""
     plain = ONE.expand(batch, 1, tokens, 1)
     return torch.Tensor._make_subclass(PlaceholderTensor, plain)
 
 
 counting_tokens = torch._C.DisableTorchFunctionSubclass
-"""Within this context, of one thread, a cache may do to shadows what it does to keys."""
+"""Within this context, of one thread, a cache may do to placeholders all that it does to keys."""
 
 
 def replace_with_placeholders(layer: Any) -> None:
-    """Make shadows of what a layer of a cache made itself."""
+    """Turn the keys and values that a layer of a cache made itself into placeholders."""
     for name in ("keys", "values"):
         if type(getattr(layer, name, None)) is torch.Tensor:
             setattr(layer, name, getattr(layer, name).as_subclass(PlaceholderTensor))
+
+
+class LayerVersion(NamedTuple):
+    """A layer as its rank last heard of it."""
+
+    keys: Any = None
+    values: Any = None
+    length: int = 0
+    has_state: bool = False
+
+
+EMPTY_LAYER = LayerVersion()
+
+
+def version_of(layer: Any) -> LayerVersion:
+    """The present version of a layer."""
+    states = getattr(layer, "has_previous_state", None) or {}
+    length = int(getattr(layer, "get_seq_length", int)())
+    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    return LayerVersion(keys, values, length, any(states.values()))
+
+
+def check_unchanged(index: int, layer: Any, version: LayerVersion) -> None:
+    """Raise DrumlineError unless the layer, None if it was removed, has this version."""
+    now = version_of(layer)
+    if version is EMPTY_LAYER and (now.length, now.has_state) == (0, False):
+        return
+    is_same = now.keys is version.keys and now.values is version.values
+    if not is_same or now[2:] != version[2:]:
+        raise DrumlineError(
+            f"rank 0: layer {index} of this cache was changed by hand: it has {now.length} tokens "
+            f"here, and {version.length} on the rank that holds it, so later tokens would be "
+            "wrong; change the whole cache, with cache.crop(-3), "
+            "cache.batch_select_indices(rows) or cache.reorder_cache(rows), or start from an "
+            "empty one."
+        )

@@ -1,9 +1,8 @@
-"""The master's side of a cache whose layers live on other ranks.
+"""The KV cache on rank 0 whose layers are on other ranks: a proxy with placeholder tensors.
 
-The cache object stays the one that transformers made, so lengths, masks, windows and croppings are
-its own. A layer held elsewhere is kept in step with one byte per token in place of keys and values,
-and what changes a cache outside the layers (reorder, crop, repeat...) is written down and sent
-along with the next call.
+The cache object stays the one that transformers made, so lengths, masks, windows and crop() are its
+own. A layer that another rank holds has placeholders for keys and values, and changes of a cache
+outside the layers (reorder, crop, repeat...) are logged and sent with the next call.
 """
 
 from __future__ import annotations
@@ -26,18 +25,21 @@ from transformers.cache_utils import (
 
 from drumline.core.cache_kinds import BaseQuantizedLayer
 from drumline.errors import DrumlineError
-from drumline.kv_cache.merge import merge_caches
+from drumline.kv_cache.merge_caches import merge_caches
 from drumline.kv_cache.owner import QUANTIZED_BACKENDS, change_layers, quantization_options
 from drumline.kv_cache.placeholder import (
+    EMPTY_LAYER,
+    LayerVersion,
+    check_unchanged,
     counting_tokens,
     make_placeholder,
     replace_with_placeholders,
+    version_of,
 )
-from drumline.kv_cache.version import EMPTY_LAYER, LayerVersion, check_unchanged, version_of
 
 
 class CacheOpLog(Protocol):
-    """Where operations wait for the next message."""
+    """A log of cache operations, which are sent with the next message."""
 
     def record(self, name: str, *arguments: Any) -> None: ...
     def forget(self, number: int) -> None: ...
@@ -49,7 +51,7 @@ class CacheOpLog(Protocol):
 
 
 class LayerGrowth(NamedTuple):
-    """How a layer went on: those of one pass, whose keys were the same before, share the rest."""
+    """The last growth of a layer; layers whose keys were the same before share the placeholder."""
 
     before: torch.Tensor | None = None
     shape: tuple[int, int] = (0, 0)
@@ -59,17 +61,17 @@ class LayerGrowth(NamedTuple):
 class CacheProxy:
     """Mixed into the class of a cache once it is known to other ranks."""
 
-    journal: CacheOpLog
+    op_log: CacheOpLog
     number: int
     is_inconsistent = False
-    step = LayerGrowth()
-    ahead: tuple[int, LayerVersion] = (
+    last_growth = LayerGrowth()
+    next_version: tuple[int, LayerVersion] = (
         0,
         EMPTY_LAYER,
     )  # rows, and a layer with one token more than now
 
-    known: dict[int, LayerVersion]
-    """The layers that are on other ranks, as those know them."""
+    remote_versions: dict[int, LayerVersion]
+    """By index of a layer that another rank holds, the version that it knows."""
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._change("reorder_cache", beam_idx)
@@ -87,13 +89,13 @@ class CacheProxy:
         self._change("activate_past_recording")
 
     def reset(self) -> None:
-        self.journal.record("reset", self.number)
+        self.op_log.record("reset", self.number)
         with counting_tokens():
             super().reset()  # type: ignore[misc]
-        self.remember()
+        self.sync_versions()
 
     def update(self, keys: Any, values: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        if layer_idx in self.known:
+        if layer_idx in self.remote_versions:
             raise DrumlineError(
                 f"rank 0: layer {layer_idx} of this cache is on another rank, which would not get "
                 "keys and values that are put in here; call the model with the tokens, and it "
@@ -101,12 +103,12 @@ class CacheProxy:
             )
         return super().update(keys, values, layer_idx, *args, **kwargs)  # type: ignore[misc]
 
-    def remember(self) -> None:
-        """The other ranks have changed their layers as these here were."""
+    def sync_versions(self) -> None:
+        """Take the placeholders as they are now for the versions that the other ranks have."""
         layers = self.layers  # type: ignore[attr-defined]
-        for index in self.known:
+        for index in self.remote_versions:
             replace_with_placeholders(layers[index])
-            self.known[index] = version_of(layers[index])
+            self.remote_versions[index] = version_of(layers[index])
 
     def _change(self, name: str, *arguments: Any) -> None:
         if isinstance(self, QuantizedCache) and name != "reorder_cache":
@@ -114,25 +116,25 @@ class CacheProxy:
                 f"rank 0: {name}() of a quantized cache would change only those of its tokens that "
                 "are not quantized yet; use a dynamic cache, or start from an empty one."
             )
-        for index, known in self.known.items():
-            check_unchanged(index, _layer(self, index), known)
+        for index, version in self.remote_versions.items():
+            check_unchanged(index, _layer(self, index), version)
         try:
             with counting_tokens():
                 change_layers(self, name, *arguments)
-            self.journal.record(name, self.number, *arguments)
+            self.op_log.record(name, self.number, *arguments)
         except BaseException:
-            self.is_inconsistent = True  # some layers were changed; nobody else is told
+            self.is_inconsistent = True  # some layers were changed here, and none elsewhere
             raise
-        self.remember()
+        self.sync_versions()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         twin = object.__new__(type(self))
         memo[id(self)] = twin
-        others = ("journal", "number", "ahead")
+        others = ("op_log", "number", "next_version")
         own = {key: value for key, value in vars(self).items() if key not in others}
         twin.__dict__.update(copy.deepcopy(own, memo))
-        _register(twin, self.journal)
-        self.journal.record("fork", twin.number, self.number)
+        _register(twin, self.op_log)
+        self.op_log.record("fork", twin.number, self.number)
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -142,13 +144,13 @@ class CacheProxy:
         )
 
 
-def cache_number(cache: Cache, journal: CacheOpLog, layers: Iterable[int] = ()) -> int:
-    """The number by which other ranks know this cache; the first time, they create it.
+def cache_number(cache: Cache, op_log: CacheOpLog, layers: Iterable[int] = ()) -> int:
+    """The number of this cache on all ranks; the first call makes it a proxy and logs its creation.
 
-    layers: those of the cache that another rank is about to fill, so they must be empty till then.
+    layers: those that another rank is about to fill; they must be empty until then.
     """
     if isinstance(cache, CacheProxy):
-        if cache.journal is not journal:
+        if cache.op_log is not op_log:
             raise DrumlineError(
                 "this cache belongs to another distributed model, whose ranks hold its keys and "
                 "values; start from an empty cache."
@@ -159,41 +161,41 @@ def cache_number(cache: Cache, journal: CacheOpLog, layers: Iterable[int] = ()) 
                 "tokens; start from an empty cache."
             )
         return cache.number
-    _refuse_contents(cache, layers)
-    recipe = _recipe(cache)
-    cache.__class__ = _mirrored(type(cache))
+    _check_empty(cache, layers)
+    recipe = _build_arguments(cache)
+    cache.__class__ = _proxy_class(type(cache))
     assert isinstance(cache, CacheProxy)
-    _register(cache, journal)
-    cache.known = {}
-    journal.record("create", cache.number, recipe)
+    _register(cache, op_log)
+    cache.remote_versions = {}
+    op_log.record("create", cache.number, recipe)
     if any(getattr(layer, "record_past", False) for layer in cache.layers):  # type: ignore[attr-defined]
-        journal.record("activate_past_recording", cache.number)
+        op_log.record("activate_past_recording", cache.number)
     return cache.number
 
 
 def merge_proxies(whole: Cache, parts: Sequence[Cache]) -> None:
-    """Put the caches of groups of rows together, here and wherever the other ranks hold them."""
+    """Merge the caches of micro-batches, here and on the ranks that hold their layers."""
     first = parts[0]
     if isinstance(first, CacheProxy):
-        number = cache_number(whole, first.journal)
-        first.journal.record("join", number, [cache_number(part, first.journal) for part in parts])
+        number = cache_number(whole, first.op_log)
+        first.op_log.record("join", number, [cache_number(part, first.op_log) for part in parts])
     with counting_tokens():
         merge_caches(whole, parts)
     if isinstance(first, CacheProxy) and isinstance(whole, CacheProxy):
-        whole.known = dict(first.known)
-        whole.remember()
+        whole.remote_versions = dict(first.remote_versions)
+        whole.sync_versions()
 
 
-def _register(cache: CacheProxy, journal: CacheOpLog) -> None:
-    cache.journal, cache.number = journal, journal.next_cache()
-    weakref.finalize(cache, journal.forget, cache.number).atexit = False
+def _register(cache: CacheProxy, op_log: CacheOpLog) -> None:
+    cache.op_log, cache.number = op_log, op_log.next_cache()
+    weakref.finalize(cache, op_log.forget, cache.number).atexit = False
 
 
-def _mirrored(kind: type[Any]) -> type[Any]:
+def _proxy_class(kind: type[Any]) -> type[Any]:
     return type(kind.__name__, (CacheProxy, kind), {"__module__": kind.__module__})
 
 
-def _refuse_contents(cache: Cache, layers: Iterable[int]) -> None:
+def _check_empty(cache: Cache, layers: Iterable[int]) -> None:
     for index in layers:
         layer = _layer(cache, index)
         states = getattr(layer, "has_previous_state", None) or {}
@@ -207,9 +209,9 @@ def _refuse_contents(cache: Cache, layers: Iterable[int]) -> None:
             )
 
 
-def _recipe(cache: Cache) -> tuple[Any, ...]:
-    """What the owner needs to build the same cache: its kind, its length or whether it has layers
-    from the beginning, and whether these are of the config's kinds or all plain."""
+def _build_arguments(cache: Cache) -> tuple[Any, ...]:
+    """Arguments to build the same cache elsewhere: its kind; its length, or whether it has layers
+    from the beginning; and whether all of these are plain or of the config's kinds."""
     if cache.offloading:
         kind = None
     elif isinstance(cache, StaticCache):
@@ -240,20 +242,21 @@ def account_tokens(
     """
     assert isinstance(cache, CacheProxy)
     is_plain = hidden.dim() == 3 and not by_pass
-    batch, tokens = hidden.shape[:2] if is_plain else cache.journal.rows_and_tokens()
-    if cache.journal.shape_of_pass == (tokens, batch):
+    batch, tokens = hidden.shape[:2] if is_plain else cache.op_log.rows_and_tokens()
+    if cache.op_log.shape_of_pass == (tokens, batch):
         batch, tokens = tokens, batch
     for index in layers:
         layer = _layer(cache, index)
         if type(layer) is DynamicLayer and layer.is_initialized:
-            _advance_dynamic(cache, index, layer, batch, tokens)
+            _grow_dynamic(cache, index, layer, batch, tokens)
         else:
-            _advance_layer(cache, index, layer, batch, tokens)
+            _grow_layer(cache, index, layer, batch, tokens)
 
 
 def matches_pass_shape(shape_of_pass: tuple[int, int] | None, hidden: torch.Tensor) -> bool:
-    """Whether [batch, tokens, width] are those of the pass; ProphetNet has several streams of them
-    behind each other, so what these put into a cache has to be seen first."""
+    """Whether [batch, tokens, width] has the shape of the pass.
+
+    ProphetNet has several streams behind each other, so their effect on a cache is seen first."""
     if shape_of_pass is None or hidden.dim() != 3:
         return True
     rows_and_tokens = tuple(hidden.shape[:2])
@@ -263,8 +266,10 @@ def matches_pass_shape(shape_of_pass: tuple[int, int] | None, hidden: torch.Tens
 def grew_by_pass(
     shape_of_pass: tuple[int, int] | None, hidden: torch.Tensor, filled: Sequence[Sequence[int]]
 ) -> bool:
-    """Whether the tokens of the pass went into a cache, and not those of a hidden state that has
-    others. filled: a layer of the cache, its tokens before, and now."""
+    """Whether the tokens of the pass went into a cache, not the number that the hidden state has.
+
+    filled: for each layer of the cache: its index, its tokens before, and now.
+    """
     if shape_of_pass is None or matches_pass_shape(shape_of_pass, hidden):
         return False
     rows, tokens = shape_of_pass
@@ -291,25 +296,25 @@ def _layer(cache: Any, index: int) -> Any:
     return cache.layers[index] if index < len(cache.layers) else None
 
 
-def _advance_dynamic(
+def _grow_dynamic(
     cache: CacheProxy, index: int, layer: DynamicLayer, batch: int, tokens: int
 ) -> None:
-    """The layers of one pass share one shadow, so that most need no more than to be given it."""
-    known, keys = cache.known.get(index, EMPTY_LAYER), layer.keys
-    if keys is not known.keys or layer.values is not known.values:
-        check_unchanged(index, layer, known)
-    step = cache.step
-    if keys is not step.before or (batch, tokens) != step.shape:
-        now = step.version
-        if (step.shape[0], now.length) != (batch, known.length + tokens):
-            now = _full(cache, batch, known.length + tokens)
-        cache.step = step = LayerGrowth(keys, (batch, tokens), now)
-    layer.keys = layer.values = step.version.keys
-    cache.known[index] = step.version
+    """Grow a dynamic layer. The layers of one pass share one placeholder, so most only take it."""
+    version, keys = cache.remote_versions.get(index, EMPTY_LAYER), layer.keys
+    if keys is not version.keys or layer.values is not version.values:
+        check_unchanged(index, layer, version)
+    growth = cache.last_growth
+    if keys is not growth.before or (batch, tokens) != growth.shape:
+        now = growth.version
+        if (growth.shape[0], now.length) != (batch, version.length + tokens):
+            now = _version_of_length(cache, batch, version.length + tokens)
+        cache.last_growth = growth = LayerGrowth(keys, (batch, tokens), now)
+    layer.keys = layer.values = growth.version.keys
+    cache.remote_versions[index] = growth.version
 
 
-def _full(cache: CacheProxy, batch: int, tokens: int) -> LayerVersion:
-    rows, now = cache.ahead
+def _version_of_length(cache: CacheProxy, batch: int, tokens: int) -> LayerVersion:
+    rows, now = cache.next_version
     if (rows, now.length) == (batch, tokens):
         return now
     keys = make_placeholder(batch, tokens)
@@ -317,29 +322,29 @@ def _full(cache: CacheProxy, batch: int, tokens: int) -> LayerVersion:
 
 
 def prepare_next_token(cache: Cache) -> None:
-    """Make the shadow of the next token while there is time: of all that is done for a token before
-    it is sent, that takes longest."""
-    if isinstance(cache, CacheProxy) and (step := cache.step).version is not EMPTY_LAYER:
-        cache.ahead = step.shape[0], _full(cache, step.shape[0], step.version.length + 1)
+    """Make the placeholder of the next token ahead of time: the longest work before sending it."""
+    if isinstance(cache, CacheProxy) and (growth := cache.last_growth).version is not EMPTY_LAYER:
+        batch, length = growth.shape[0], growth.version.length + 1
+        cache.next_version = batch, _version_of_length(cache, batch, length)
 
 
-def _advance_layer(cache: CacheProxy, index: int, layer: Any, batch: int, tokens: int) -> None:
-    check_unchanged(index, layer, cache.known.get(index, EMPTY_LAYER))
+def _grow_layer(cache: CacheProxy, index: int, layer: Any, batch: int, tokens: int) -> None:
+    check_unchanged(index, layer, cache.remote_versions.get(index, EMPTY_LAYER))
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
         layer.batch_size = batch
-    if index not in cache.known and getattr(layer, "is_initialized", False):
+    if index not in cache.remote_versions and getattr(layer, "is_initialized", False):
         layer.is_initialized = False  # generate() made room for keys, which do not come here
     if isinstance(layer, BaseQuantizedLayer):
         layer = cache.layers[index] = DynamicLayer()  # type: ignore[attr-defined]  # counts as well
     if layer is None or hasattr(layer, "get_seq_length"):
         with counting_tokens():
-            _count(cache, index, make_placeholder(batch, tokens))
+            _append_placeholder(cache, index, make_placeholder(batch, tokens))
         replace_with_placeholders(_layer(cache, index))
-    cache.known[index] = version_of(_layer(cache, index))
+    cache.remote_versions[index] = version_of(_layer(cache, index))
 
 
-def _count(cache: CacheProxy, index: int, new: torch.Tensor) -> None:
+def _append_placeholder(cache: CacheProxy, index: int, new: torch.Tensor) -> None:
     try:
         super(CacheProxy, cache).update(new, new, index)  # type: ignore[misc]
     except (IndexError, RuntimeError) as error:

@@ -1,6 +1,6 @@
-"""Runs each module of a rank on its device: inputs follow, and weights come from the CPU or disk.
+"""Running of each module on its device: inputs are moved, weights come from the CPU or disk.
 
-place(model, chosen, rank, shelf)
+install_device_hooks(model, device_map, rank, prefetcher)
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def _is_module(model: nn.Module, name: str) -> bool:
     try:
         model.get_submodule(name)
     except AttributeError:
-        return False  # a parameter by itself, which nobody calls
+        return False  # a parameter by itself, which is never called
     return True
 
 
 def _with_loaded_weights(forward: Forward, name: str, prefetcher: WeightPrefetcher) -> Forward:
-    """With the module's weights at hand for as long as it runs."""
+    """Wrap a forward so that the module's weights are loaded while it runs."""
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -63,7 +63,7 @@ def _with_loaded_weights(forward: Forward, name: str, prefetcher: WeightPrefetch
 
 
 def _with_moved_arguments(forward: Forward, device: torch.device) -> Forward:
-    """With tensors among the arguments on the device of the module."""
+    """Wrap a forward so that tensors among its arguments are moved to the device."""
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -73,7 +73,7 @@ def _with_moved_arguments(forward: Forward, device: torch.device) -> Forward:
 
 
 class _MoveOutputs:
-    """Moves what the whole model returns to the device that its inputs go to."""
+    """Moves the outputs of the whole model to the device that its inputs go to."""
 
     def __init__(self, device: torch.device):
         self.device = device

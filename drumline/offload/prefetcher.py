@@ -1,4 +1,4 @@
-"""Weights that do not stay where they are used: on disk or in CPU memory, brought layer by layer.
+"""Offloaded weights, on disk or in CPU memory, prefetched layer by layer.
 
 shelf = WeightPrefetcher(model, {"model.layers.3": tensors_of_it}, device)
 with prefetcher.loaded("model.layers.3"):   # while the next one is on its way already
@@ -24,11 +24,11 @@ from drumline.checkpoint.shard_plan import SourceSlice, TensorRequest, plan_load
 from drumline.core.mesh import Mesh
 
 Tensors = dict[str, torch.Tensor]
-Room = Callable[[torch.Size, torch.dtype], torch.Tensor]
+Allocate = Callable[[torch.Size, torch.dtype], torch.Tensor]
 
 
 class DiskWeights:
-    """The weights of one module in the files of a checkpoint, read anew each time."""
+    """The weights of one module in the files of a checkpoint, read again for each use."""
 
     def __init__(
         self,
@@ -48,9 +48,9 @@ class DiskWeights:
         }
         self.plan = plan_loading(wanted, index, Mesh({"pp": 1}), [0])
 
-    def fetch(self, room: Room, device: torch.device) -> Tensors:
+    def fetch(self, allocate: Allocate, device: torch.device) -> Tensors:
         """Read with pread, block by block, into memory that is used again and again."""
-        found = {name: room(shape, self.dtypes[name]) for name, shape in self.shapes.items()}
+        found = {name: allocate(shape, self.dtypes[name]) for name, shape in self.shapes.items()}
         execute_locally(self.plan, self.index, self.path, found, self.dtypes)
         return {name: tensor.to(device) for name, tensor in found.items()}
 
@@ -61,7 +61,7 @@ class CpuWeights:
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
         self.tensors = dict(tensors)
 
-    def fetch(self, room: Room, device: torch.device) -> Tensors:
+    def fetch(self, allocate: Allocate, device: torch.device) -> Tensors:
         return {name: tensor.to(device) for name, tensor in self.tensors.items()}
 
 
@@ -79,52 +79,54 @@ class WeightPrefetcher:
         self.modules = {name: model.get_submodule(name) for name in away}
         names = list(away)
         self.next = dict(zip(names, [*names[1:], *names[:1]], strict=True))
-        self.coming: dict[str, _Fetch] = {}
-        self.spare: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-        self.turn = threading.RLock()  # of several conversations, one runs an offloaded module
+        self.fetches: dict[str, _FetchThread] = {}
+        self.free_buffers: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = defaultdict(
+            list
+        )
+        self.lock = threading.RLock()  # of several conversations, one runs an offloaded module
 
     @contextlib.contextmanager
     def loaded(self, name: str) -> Iterator[None]:
         """The module has its weights inside the block, and nothing afterwards."""
-        with self.turn:
-            tensors = (self.coming.pop(name, None) or self._start(name)).result()
+        with self.lock:
+            tensors = (self.fetches.pop(name, None) or self._start(name)).result()
             after = self.next[name]
-            if after != name and after not in self.coming:
-                self.coming[after] = self._start(after)
+            if after != name and after not in self.fetches:
+                self.fetches[after] = self._start(after)
             empty = _exchange(self.modules[name], tensors)
             try:
                 yield
             finally:
                 _exchange(self.modules[name], empty)
-                self._keep(tensors)
+                self._recycle(tensors)
 
-    def _start(self, name: str) -> _Fetch:
-        if name not in self.coming:
-            for unused in list(self.coming):  # a call out of order: two at a time is enough
-                self._keep(self.coming.pop(unused).result())
-        return _Fetch(lambda: self._fetch(name))
+    def _start(self, name: str) -> _FetchThread:
+        if name not in self.fetches:
+            for unused in list(self.fetches):  # a call out of order: two at a time is enough
+                self._recycle(self.fetches.pop(unused).result())
+        return _FetchThread(lambda: self._fetch(name))
 
     def _fetch(self, name: str) -> Tensors:
-        with _beside(self.device):
-            return self.away[name].fetch(self._room, self.device)
+        with _copy_stream(self.device):
+            return self.away[name].fetch(self._allocate, self.device)
 
-    def _room(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        free = self.spare[(shape, dtype)]
+    def _allocate(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        free = self.free_buffers[(shape, dtype)]
         if not free:
-            self.spare.clear()  # a module of another kind: what the last kind used goes first
+            self.free_buffers.clear()  # a module of another kind: free the buffers of the last kind
             return torch.empty(shape, dtype=dtype)
         return free.pop()
 
-    def _keep(self, tensors: Tensors) -> None:
+    def _recycle(self, tensors: Tensors) -> None:
         """Memory of the CPU is used again; an accelerator's goes back to its allocator."""
         for tensor in tensors.values():
             if tensor.device.type == "cpu":
-                self.spare[(tensor.shape, tensor.dtype)].append(tensor)
+                self.free_buffers[(tensor.shape, tensor.dtype)].append(tensor)
             else:
                 tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
-class _Fetch(threading.Thread):
+class _FetchThread(threading.Thread):
     """Work in a thread of its own; `result` waits for it, and raises what it raised."""
 
     def __init__(self, work: Callable[[], Tensors]):
@@ -147,13 +149,13 @@ class _Fetch(threading.Thread):
         return self.found
 
 
-def _beside(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Copies to an accelerator go over a stream of their own, beside the work of the layers."""
+def _copy_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """A stream of its own for copies to an accelerator, concurrent with the layers."""
     return contextlib.nullcontext() if device.type == "cpu" else torch.Stream(device)
 
 
 def _exchange(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """Put these tensors in the place of those that the module has; returns what was there."""
+    """Replace tensors of a module; return the former ones."""
     before: Tensors = {}
     for name, tensor in tensors.items():
         owner, _, key = name.rpartition(".")
@@ -171,9 +173,9 @@ def make_prefetcher(
     device: torch.device,
     on_disk: Callable[[str, Tensors], DiskWeights] | None = None,
 ) -> WeightPrefetcher | None:
-    """The shelf of a rank whose modules lie at `places` ("cpu" or "disk"); None for no modules.
+    """The prefetcher of a rank for modules at `places` ("cpu" or "disk"); None for no modules.
 
-    on_disk: makes the reader of a module's tensors, given its name.
+    on_disk: makes the DiskWeights of a module from its name and tensors.
     """
     away: dict[str, DiskWeights | CpuWeights] = {}
     for name, place in places.items():

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from drumline.errors import DrumlineError
-from drumline.kv_cache.merge import can_be_merged, has_known_layers
+from drumline.kv_cache.merge_caches import can_be_merged, has_known_layers
 from drumline.kv_cache.proxy import merge_proxies
 from drumline.pipeline import microbatch
 from drumline.pipeline.driver import Session

@@ -22,7 +22,7 @@ from drumline.core.pytree import (
 )
 from drumline.errors import DrumlineError, PeerLost, story
 from drumline.kv_cache.owner import CacheRegistry
-from drumline.kv_cache.version import EMPTY_LAYER, LayerVersion, version_of
+from drumline.kv_cache.placeholder import EMPTY_LAYER, LayerVersion, version_of
 from drumline.stages import message_trace
 from drumline.stages.cuda_graphs import Graphs
 from drumline.stages.messages import Kind, Message

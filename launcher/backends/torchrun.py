@@ -5,11 +5,7 @@ torchrun --nproc-per-node 2 script.py       # launcher.current() works inside sc
 
 from __future__ import annotations
 
-import contextlib
-import json
 import sys
-import time
-import traceback
 from collections.abc import Mapping
 
 from launcher import ports
@@ -95,20 +91,3 @@ def _rendezvous(job: Job) -> list[str]:
     port = job.master_port or ports.candidates(job.launch_id)[0]
     nodes = ["--nnodes", str(job.nnodes), "--node-rank", str(job.node_rank)]
     return [*nodes, "--master-addr", job.master_addr, "--master-port", str(port)]
-
-
-def write_error_file(environ: Mapping[str, str], error: BaseException) -> None:
-    """Write error to the file in which torchrun looks for the root cause, if it has named one.
-
-    The format is torch.distributed.elastic.multiprocessing.errors.ErrorHandler's.
-    """
-    path = environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
-    extra = {
-        "py_callstack": "".join(traceback.format_exception(error)),
-        "timestamp": str(int(time.time())),
-    }
-    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
-    with contextlib.suppress(OSError), open(path, "w") as file:  # the error itself matters more
-        json.dump({"message": message}, file)

@@ -181,11 +181,11 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _trace(options: argparse.Namespace) -> int:
-    from launcher.trace import merge, plot, summary
+    from launcher.trace import merge_traces, plot, summary
 
-    trace, file = merge.read(options.traces), options.into or options.traces[0]
+    trace, file = merge_traces.read(options.traces), options.into or options.traces[0]
     if options.into is not None:
-        merge.write(trace, options.into)
+        merge_traces.write(trace, options.into)
     if options.png is not None:
         plot.draw(trace, options.png if options.png != Path() else file.with_suffix(".png"))
     _print([*summary.lines(trace), f"open {file} in {summary.VIEWERS}"])

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import detection, target
-from launcher.backends import torchrun
-from launcher.external import rank_wrapper
+from launcher.external import rank_wrapper, torch_error_file
 from launcher.job import Job, Target
 from launcher.launch_info import LaunchInfo
 from launcher.records import json_values
@@ -65,7 +64,7 @@ def run_target(job: Job, info: LaunchInfo) -> dict[str, Any]:
     except BaseException as error:
         if rank_process.exit_code(error) == 0:
             return {"result": None}
-        torchrun.write_error_file(os.environ, error)
+        torch_error_file.write_error_file(os.environ, error)
         identity = {"rank": info.rank, "local_rank": info.local_rank, "pid": os.getpid()}
         return {"failure": {**rank_process.describe(error), **identity}}
 

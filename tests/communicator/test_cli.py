@@ -72,4 +72,4 @@ def test_mpiexec_starts_the_ranks_of_a_check(warm):
 def test_a_number_of_ranks_that_cannot_be_is_wrong_usage(capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["check", "-n", "0"])
-    assert "invalid count value: '0'" in capsys.readouterr().err
+    assert "invalid num_ranks value: '0'" in capsys.readouterr().err

@@ -39,7 +39,7 @@ def test_survivors_of_a_rank_killed_in_backward_are_told_who_died(outcome, case)
 def test_ranks_that_wait_in_backward_for_one_that_is_late_are_told_of_the_timeout(outcome):
     for _, text, _ in outcome("late"):
         assert "CommunicatorTimeout" in text
-        assert "Not there yet: rank 1" in text
+        assert "Missing: rank 1" in text
 
 
 def test_sparse_gradient_is_refused_in_one_sentence(outcome):

@@ -15,7 +15,7 @@ import torch
 from communicator import CommunicatorError, PeerLost, Unsupported, call_check, timings
 from communicator.backends import nccl
 from communicator.backends.nccl import Nccl
-from coordinator import Coordinator
+from coordinator import Coordinator, FailureReason, RankFailure
 from tests.communicator import nccl_host
 
 pytestmark = pytest.mark.skipif(
@@ -72,22 +72,24 @@ def test_leaving_because_of_an_error_aborts_and_waits_for_nobody(path):
     assert log_of(path) == ["CommAbort"]
 
 
-class Hasty(Nccl):
-    """Says, once all have started, that it could not."""
+class FailsToStart(Nccl):
+    """On rank 1 fails once NCCL has started."""
 
-    def _all_or_none(self, error):
-        super()._all_or_none(CommunicatorError("no more room") if self.rank == 1 else error)
+    def _init(self, name, unique_id, options):
+        super()._init(name, unique_id, options)
+        if self.rank == 1:
+            raise CommunicatorError("no more room")
 
 
 def test_if_one_rank_cannot_start_the_others_take_theirs_back(path, ranks):
     def body(info):
         with Coordinator(info, timeout_s=20) as coor:
             with pytest.raises(CommunicatorError, match="no more room"):
-                Hasty(coor, library=path)
+                FailsToStart(coor, library=path)
             return "told"
 
     assert ranks(body, 3) == ["told"] * 3
-    assert log_of(path).count("CommAbort") == 2
+    assert log_of(path).count("CommAbort") == 3
 
 
 def test_after_abort_every_call_says_why_and_close_is_quiet(path):
@@ -111,9 +113,17 @@ def test_a_peer_that_is_seen_dead_ends_the_communicator_and_is_named(path, ranks
     assert ranks(body, 2) == [True, True]
 
 
+RANK_9 = RankFailure(9, types.SimpleNamespace(rank=9), FailureReason.EXITED, text="rank 9")
+
+
+def lost_peers_of(comm, rank):
+    peer = comm.coor.peers[rank]
+    return (RankFailure(rank, peer, FailureReason.EXITED, text=str(peer)),)
+
+
 def lose_the_other(comm):
     """Let the watch see the other rank dead, and wait until it has ended the communicator."""
-    comm._exit_notice.unannounced_exits = lambda: [comm.coor.peers[1 - comm.rank]]
+    comm._lost_peers = lambda: lost_peers_of(comm, 1 - comm.rank)
     deadline = time.monotonic() + SOON_S
     while not comm._end_reason and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -123,12 +133,12 @@ def test_leaving_after_a_loss_does_not_hide_the_error_that_is_under_way(path):
     with Coordinator() as coor:
         warned = pytest.warns(RuntimeWarning, match=r"rank 0: .* a peer died\. Lost: rank 9\.")
         with warned, pytest.raises(ZeroDivisionError), Nccl(coor, library=path) as comm:
-            comm.abort_because("a peer died. Lost: rank 9.")
+            comm.abort_because(PeerLost("a peer died. Lost: rank 9."))
             raise ZeroDivisionError
         comm = Nccl(coor, library=path)
         with pytest.warns(RuntimeWarning), pytest.raises(ZeroDivisionError):
             try:
-                comm.abort_because("a peer died. Lost: rank 9.")
+                comm.abort_because(PeerLost("a peer died. Lost: rank 9."))
                 raise ZeroDivisionError
             finally:
                 comm.close()
@@ -139,7 +149,7 @@ def test_an_end_that_fails_names_the_dead_and_closes(path):
     with Coordinator() as coor:
         comm = Nccl(coor, library=path)
         comm._comm = types.SimpleNamespace(finalize=fail, abort=quietly, close=quietly)
-        comm._lost_peers = lambda: " Lost: rank 9."
+        comm._await_lost_peers = lambda: (RANK_9,)
         with pytest.raises(PeerLost, match=r"remote error\. Lost: rank 9\.$"):
             comm.close()
         assert comm._closed
@@ -167,7 +177,7 @@ def test_an_allreduce_that_fails_names_the_dead_or_says_what_ended_the_communica
     with Coordinator() as coor, Nccl(coor, library=path) as comm:
         kept, comm._comm = comm._comm, types.SimpleNamespace(allreduce=fail)
         allreduce, comm._comm = nccl._fast_allreduce(comm), kept
-        comm._lost_peers = lambda: " Lost: rank 9."
+        comm._await_lost_peers = lambda: (RANK_9,)
         with pytest.raises(PeerLost, match=r"remote error\. Lost: rank 9\.$"):
             allreduce(torch.ones(3))
         comm.abort()
@@ -181,11 +191,10 @@ def test_an_error_that_nccl_meets_by_itself_ends_the_communicator_and_names_the_
     def body(info):
         with Coordinator(info, timeout_s=20) as coor:
             comm = Nccl(coor, library=path)
-            failed, looks = threading.Event(), iter([""])
-            comm._lost_peers = lambda: next(looks, " Lost: rank 9.") if failed.is_set() else ""
+            comm._lost_peers = lambda: ()
+            comm._await_lost_peers = lambda: (RANK_9,)
             coor.barrier()
             ctypes.CDLL(path).stand_in_fail_with(6)
-            failed.set()
             deadline = time.monotonic() + SOON_S
             while not comm._end_reason and time.monotonic() < deadline:
                 time.sleep(0.02)
@@ -311,7 +320,7 @@ def test_a_comparison_that_waits_ends_with_the_communicator(path, ranks, end):
             comm._check = lambda call, tensor: None
             if info.rank == 0:
                 if end == "death":
-                    comm._exit_notice.unannounced_exits = lambda: coor.peers[1:]
+                    comm._lost_peers = lambda: lost_peers_of(comm, 1)
                 else:
                     threading.Timer(0.1, comm.abort).start()
                 start = time.monotonic()
@@ -339,7 +348,7 @@ def test_if_one_rank_has_no_room_no_rank_registers_and_all_are_told(path, ranks,
             log_of(path)
             coor.barrier()
             with pytest.raises(
-                CommunicatorError, match=r"rank 1 \(.* cannot have it: ncclMemAlloc"
+                CommunicatorError, match=r"rank 1.* all ranks or none: ncclMemAlloc"
             ):
                 comm.empty(10)
             coor.barrier()

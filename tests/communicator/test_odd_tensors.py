@@ -21,7 +21,7 @@ def fake():
         return torch.ones(4)
 
 
-def given_back():
+def freed():
     tensor = torch.ones(4)
     tensor.untyped_storage().resize_(0)
     return tensor
@@ -40,7 +40,7 @@ ODD = {
     "quint8 means something": lambda: torch.quantize_per_tensor(
         torch.ones(4), 0.1, 0, torch.quint8
     ),
-    "has no memory: it was given back": given_back,
+    "has no memory: it was freed": freed,
     "memory.* or never made": lambda: torch._efficientzerotensor(4),
     "on meta": lambda: torch.ones(4, device="meta"),
     "contiguous": lambda: torch.ones(1).expand(4),

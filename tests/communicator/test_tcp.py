@@ -17,7 +17,7 @@ from communicator import (
     conformance,
 )
 from communicator.backends.tcp import Tcp
-from communicator.torch_interop.store_coordinator import Meeting
+from communicator.torch_interop.store_coordinator import StoreCoordinator
 from coordinator import Coordinator, DrumlineError
 
 
@@ -195,6 +195,6 @@ def test_who_closes_the_communicator_ends_the_wait_of_a_thread_in_it(ranks):
 
 
 def test_ranks_that_met_in_a_store_have_nothing_to_prove_with():
-    alone = Meeting(HashStore(), 0, 1, timeout_s=timedelta(seconds=5).total_seconds())
+    alone = StoreCoordinator(HashStore(), 0, 1, timeout_s=timedelta(seconds=5).total_seconds())
     with pytest.raises(Unsupported, match="no secret"):
         Tcp.probe(alone)

@@ -17,7 +17,7 @@ from coordinator.control.client import Client
 from coordinator.store.lock import Locks
 
 RUNS = [25, pytest.param(200, marks=pytest.mark.soak)]
-AT_ONCE = 20
+LOCAL_OPS = 20
 DEADLINE_S = 2.0
 # As vLLM's stateless process group test (tests/distributed/test_utils.py), skipped there as flaky.
 STATELESS_RUNS = 200
@@ -103,7 +103,7 @@ def test_random_runs_end_as_stated(no_memory_left, fork, tmp_path, monkeypatch, 
     left = list(range(runs))
     going = []
     while left or going:
-        while left and len(going) < AT_ONCE:
+        while left and len(going) < LOCAL_OPS:
             seed = left.pop()
             nodes = script(seed)[0]
             body = lambda info, seed=seed: run(seed, info)  # noqa: E731
@@ -223,7 +223,7 @@ def test_diagnose_shows_every_rank_and_the_stacks_of_the_others(coordinated, cap
 
 
 def test_messages_at_the_start_grow_in_step_with_the_ranks(coordinated, monkeypatch):
-    """A rank asks the hub as often among 12 as among 3: counted, so that 1,024 are foreseen."""
+    """A rank asks rank 0 as often among 12 as among 3: counted, to predict 1,024."""
     made, original = [], Client.ask
 
     def ask(self, op, *arguments, **options):
@@ -232,7 +232,9 @@ def test_messages_at_the_start_grow_in_step_with_the_ranks(coordinated, monkeypa
 
     monkeypatch.setattr(Client, "ask", ask)
     counts = {
-        nprocs: {outcome.value for outcome in coordinated(lambda _: made.count("meet"), nprocs)}
+        nprocs: {
+            outcome.value for outcome in coordinated(lambda _: made.count("rendezvous"), nprocs)
+        }
         for nprocs in (3, 12)
     }
     assert counts == {3: {3}, 12: {3}}

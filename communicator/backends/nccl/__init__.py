@@ -7,7 +7,6 @@ comm.allreduce(torch.ones(4, device=f"cuda:{comm.coor.local_rank}"))
 from __future__ import annotations
 
 import functools
-import json
 import os
 import secrets
 import sys
@@ -38,7 +37,8 @@ from communicator.errors import (
     Unsupported,
     with_text,
 )
-from coordinator import Coordinator
+from communicator.failures import describe_lost
+from coordinator import Coordinator, RankFailure
 
 SCORE = 200
 
@@ -59,7 +59,7 @@ def _adding_dead_peers(call: str) -> Any:
 
 
 def _fast_allreduce(comm: Nccl) -> Callable[..., torch.Tensor]:
-    """The same for allreduce, which is called most: one frame of Python above the C call."""
+    """allreduce as _adding_dead_peers makes it, with one frame of Python above the C call."""
     native, owner = comm._comm.allreduce, weakref.ref(comm)
 
     def allreduce(
@@ -112,6 +112,7 @@ class Nccl(PluginCommunicator):
     _watchdog: Watchdog | None = None
     _is_finalized = False
     _end_reason = ""  # why this communicator was aborted
+    _end_failures: tuple[RankFailure, ...] = ()
     _is_end_known = False  # to its user: an error said so, or the user called abort()
     _exit_notice: ExitNotice
     _oneshot: Oneshot | None = None
@@ -144,8 +145,8 @@ class Nccl(PluginCommunicator):
             super().do_open(**options)
         else:
             self._load_plugin()
-            self._exit_notice = ExitNotice(self.coor, "split")
             self._comm = existing
+        self._exit_notice = ExitNotice(self.coor)
         self._connect()
         if oneshot:
             self._oneshot = Oneshot(self.coor, self._ordinal)
@@ -176,14 +177,12 @@ class Nccl(PluginCommunicator):
             proposal |= {"build": [self._library.version, size], "path": self._library.path}
         if self.rank == 0 and self._library is not None:
             try:
-                proposal["unique_id"] = self._library.unique_id().hex()
+                proposal["unique_id"] = self._library.unique_id()
             except Unsupported as error:
                 proposal["problem"] = str(error)
-        gathered = self.coor.allgather(json.dumps(proposal).encode())
-        proposals = [json.loads(data) for data in gathered]
+        proposals = self.coor.allgather_object(proposal)
         self._check_libraries(proposals)
-        self._exit_notice = ExitNotice(self.coor, proposals[0]["name"])
-        return proposals[0]["name"], bytes.fromhex(proposals[0]["unique_id"])
+        return proposals[0]["name"], proposals[0]["unique_id"]
 
     def _check_libraries(self, proposals: list[dict[str, Any]]) -> None:
         """Raise Unsupported, on every rank alike, unless all have the same library."""
@@ -225,9 +224,10 @@ class Nccl(PluginCommunicator):
             event.record(self._stream or torch.cuda.current_stream())
         while not event.query():
             if time.monotonic() > deadline:
+                lost = describe_lost(self._lost_peers())
                 raise CommunicatorTimeout(
                     f"rank {self.rank}: the stream was not done in time: some rank did not make "
-                    f"the same calls.{self._lost_peers()} abort() ends what waits on the GPU."
+                    f"the same calls.{lost} abort() ends what waits on the GPU."
                 )
             time.sleep(timings.TIMINGS.stream_poll_s)
         if self._oneshot is not None:
@@ -241,13 +241,16 @@ class Nccl(PluginCommunicator):
         """The error with the peers that died, or why this communicator was aborted meanwhile."""
         if self._end_reason:
             return self._end_error()
-        return with_text(error, f"{error}{self._await_lost_peers()}")
+        lost = self._await_lost_peers()
+        text = f"{error}{describe_lost(lost)}"
+        return PeerLost(text, lost) if isinstance(error, PeerLost) else with_text(error, text)
 
     def _end_error(self) -> PeerLost:
         self._is_end_known = True
         return PeerLost(
             f"rank {self.rank}: this communicator has ended: {self._end_reason} Close it and make "
-            "a new one over the ranks that are left."
+            "a new one over the ranks that are left.",
+            self._end_failures,
         )
 
     def _check_open(self, call: str) -> None:
@@ -262,16 +265,17 @@ class Nccl(PluginCommunicator):
     def is_usable(self) -> bool:
         return not self._closed and not self._end_reason
 
-    def find_failure(self) -> str:
-        """Why no call can succeed any more, or ""."""
-        if died := self._exit_notice.unannounced_exits():
+    def find_failure(self) -> PeerLost | None:
+        """Why no call can succeed any more; None while they can."""
+        if lost := self._exit_notice.unannounced(self._lost_peers()):
             time.sleep(timings.TIMINGS.watchdog_grace_s)
-            return f"a peer died. Lost: {', '.join(map(str, died))}."
+            return PeerLost(f"a peer died.{describe_lost(lost)}", lost)
         try:
             self._comm.async_error()
         except DrumlineError as error:
-            return f"{error}{self._await_lost_peers()}"
-        return ""
+            lost = self._await_lost_peers()
+            return PeerLost(f"{error}{describe_lost(lost)}", lost)
+        return None
 
     def abort(self) -> None:
         """From any thread: calls that wait and later ones raise PeerLost. Bounded in time.
@@ -279,13 +283,14 @@ class Nccl(PluginCommunicator):
         Every rank must abort, for NCCL does not tell the peers. Kernels that wait are ended; while
         a graph that captured this communicator is alive, NCCL frees its memory only later.
         """
-        self.abort_because("abort() was called.", is_known=True)
+        self.abort_because(PeerLost("abort() was called."), is_known=True)
 
-    def abort_because(self, reason: str, is_known: bool = False) -> None:
+    def abort_because(self, reason: PeerLost, is_known: bool = False) -> None:
         """Abort, from any thread. is_known: to the user, so that close() need not raise it."""
         if not self.is_usable():
             return
-        self._end_reason, self._is_end_known = reason, is_known
+        self._end_failures, self._is_end_known = reason.failures, is_known
+        self._end_reason = str(reason)
         if self._call_checker is not None:
             self._call_checker.uninstall()
         self.__dict__.pop("allreduce", None)  # the fast one, which does not look at _end_reason

@@ -18,7 +18,8 @@ import torch
 from communicator.base import Capabilities, Communicator
 from communicator.default_collectives import P2PCall
 from communicator.dtypes import OPS, dtype_info
-from communicator.errors import CommunicatorError, CommunicatorTimeout, DrumlineError, Unsupported
+from communicator.errors import CommunicatorError, CommunicatorTimeout, Unsupported
+from communicator.failures import describe_lost, run_on_all_ranks
 from coordinator import Coordinator
 
 SCORE = 150
@@ -52,20 +53,11 @@ class Cupy(Communicator):
             unique_id = bytes(part & 0xFF for part in self._nccl.get_unique_id())
         unique_id = self.coor.broadcast(unique_id or None)
         signed = tuple(byte - 256 if byte > 127 else byte for byte in unique_id)
-        problem = ""
-        try:
-            self._comm = self._bounded("start", lambda: self._join(signed))
-        except DrumlineError as error:
-            problem = str(error)
-        for rank, text in enumerate(self.coor.allgather(problem.encode())):
-            if text:
-                raise CommunicatorError(
-                    f"rank {self.rank}: rank {rank} could not join: {text.decode()}"
-                )
+        run_on_all_ranks(self.coor, lambda: self._bounded("start", lambda: self._join(signed)))
 
-    def _join(self, unique_id: tuple[int, ...]) -> Any:
+    def _join(self, unique_id: tuple[int, ...]) -> None:
         with torch.cuda.device(self._ordinal):
-            return self._nccl.NcclCommunicator(self.world_size, unique_id, self.rank)
+            self._comm = self._nccl.NcclCommunicator(self.world_size, unique_id, self.rank)
 
     def _bounded(self, what: str, body: Callable[[], Any]) -> Any:
         """The result of body, on a thread that is abandoned if it does not end in time."""
@@ -76,7 +68,7 @@ class Cupy(Communicator):
         if not results:
             raise CommunicatorTimeout(
                 f"rank {self.rank}: NCCL did not {what} within {self.timeout_s:g} s. Is every rank "
-                f"there?{self._lost_peers()} NCCL_DEBUG=INFO tells more."
+                f"there?{describe_lost(self._lost_peers())} NCCL_DEBUG=INFO tells more."
             )
         if isinstance(results[0], Exception):
             raise CommunicatorError(
@@ -110,7 +102,7 @@ class Cupy(Communicator):
         if isinstance(result, Exception):
             raise CommunicatorError(
                 f"rank {self.rank}: {call} failed in NCCL: {_describe(result)}. Its result is not "
-                f"to be used.{self._lost_peers()} NCCL_DEBUG=INFO tells more."
+                f"to be used.{describe_lost(self._lost_peers())} NCCL_DEBUG=INFO tells more."
             ) from result
 
     def _reduction_codes(self, tensor: torch.Tensor, op: str) -> tuple[int, int]:

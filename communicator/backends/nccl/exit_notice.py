@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterable
 
 from communicator import timings
-from coordinator import Coordinator, CoordinatorError, Peer
+from coordinator import Coordinator, RankFailure
 
 
 class ExitNotice:
-    """A key of the Coordinator for each rank, written when it has closed one communicator.
+    """A key of a shared store for each rank, written when it has closed one communicator.
 
-    name: the communicator's, unique in this Coordinator. Not collective, any thread.
+    Collective to create, and then not. Any thread.
     """
 
-    def __init__(self, coor: Coordinator, name: str) -> None:
-        self._coor, self._prefix = coor, f"communicator/{name}/left/"
+    def __init__(self, coor: Coordinator) -> None:
+        self._rank = coor.rank
+        self._store = coor.store("exit notices", timeout_s=timings.TIMINGS.exit_notice_s)
         self._announced: set[int] = set()  # a notice that was read is not read again
 
     def announce(self) -> None:
         """Write that this rank has closed."""
-        with suppress(CoordinatorError):  # rank 0 has exited, which the others notice themselves
-            timeout_s = timings.TIMINGS.exit_notice_s
-            self._coor.put(f"{self._prefix}{self._coor.rank}", b"1", timeout_s=timeout_s)
+        try:
+            self._store.set(str(self._rank), "closed")
+        except RuntimeError:
+            pass  # rank 0 has exited, which the others notice themselves
 
-    def unannounced_exits(self) -> list[Peer]:
-        """The peers of this host that are known dead and have not announced it."""
-        peers = enumerate(self._coor.peers)
-        return [
-            peer for rank, peer in peers if peer.is_known_dead() and not self._has_announced(rank)
-        ]
+    def unannounced(self, failures: Iterable[RankFailure]) -> tuple[RankFailure, ...]:
+        """The failed ranks that had not closed."""
+        return tuple(failure for failure in failures if not self._has_announced(failure.rank))
 
     def _has_announced(self, rank: int) -> bool:
         if rank not in self._announced:
-            with suppress(CoordinatorError):  # unreadable counts as not announced
-                timeout_s = timings.TIMINGS.exit_notice_s
-                if self._coor.get(f"{self._prefix}{rank}", timeout_s=timeout_s):
+            try:
+                if self._store.check([str(rank)]):
                     self._announced.add(rank)
+            except RuntimeError:
+                return False  # rank 0 has exited: unreadable counts as not announced
         return rank in self._announced

@@ -1,4 +1,4 @@
-"""Which libnccl (or librccl): looked for in one order, and looked at before it is loaded.
+"""Finds libnccl (or librccl), and checks the file before it is loaded.
 
 library = find()            # torch's own copy if it has one, then the wheel's, then the system's
 library.version_text        # "2.28.9"
@@ -58,10 +58,10 @@ class NcclLibrary:
         return version_text(self.version)
 
     def unique_id(self) -> bytes:
-        """128 bytes that differ each time, by which one group of ranks meets."""
-        found = (ctypes.c_char * UNIQUE_ID_BYTES)()
-        self._check("ncclGetUniqueId", self._library.ncclGetUniqueId(ctypes.byref(found)))
-        return bytes(found.raw)
+        """128 bytes that differ each time, by which the ranks of one communicator connect."""
+        unique_id = (ctypes.c_char * UNIQUE_ID_BYTES)()
+        self._check("ncclGetUniqueId", self._library.ncclGetUniqueId(ctypes.byref(unique_id)))
+        return bytes(unique_id.raw)
 
     def error_string(self, code: int) -> str:
         """NCCL's own words for a result."""
@@ -117,8 +117,8 @@ def find(path: str | None = None) -> NcclLibrary:
 def candidates() -> Iterator[str]:
     """Files in order of preference: loaded ones, then those of installed packages."""
     for soname in SONAMES:
-        if found := mapped(soname):
-            yield found
+        if path := mapped(soname):
+            yield path
     yield from _of_packages()
 
 
@@ -173,7 +173,7 @@ def check_complete(path: str) -> None:
 
 
 def _segments_of(header: bytes, path: str) -> tuple[int, int, int]:
-    """Where the table of segments begins, how long a row is, and how many there are."""
+    """Offset, row size and number of rows of the program header table."""
     if len(header) < 64 or header[:6] != b"\x7fELF\x02\x01":
         raise Unsupported(f"{path} is no 64-bit shared library. Give the path of libnccl.so.2.")
     start, size, count = struct.unpack_from("<Q14xHH", header, 32)

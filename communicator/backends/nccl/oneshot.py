@@ -9,7 +9,6 @@ The kernel (csrc/cuda/oneshot.cu) is optional: csrc/scripts/build_cuda.sh builds
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 from collections.abc import Callable
 from enum import IntEnum
@@ -19,6 +18,7 @@ import torch
 
 from communicator.dtypes import dtype_info
 from communicator.errors import CommunicatorError, CommunicatorTimeout, DrumlineError, Unsupported
+from communicator.failures import run_on_all_ranks
 from coordinator import Coordinator
 
 LIBRARY = os.path.join(os.path.dirname(__file__), "_oneshot.so")
@@ -155,21 +155,18 @@ class Oneshot:
 
     def _on_all_ranks(self, step: Callable[[], Any]) -> list[Any]:
         """Every rank's result of the step; Unsupported on all if it failed on one. Collective."""
-        outcome: dict[str, Any] = {"problem": "", "result": None}
-        try:
-            with torch.cuda.device(self._device):
-                outcome["result"] = step()
-        except DrumlineError as error:
-            outcome["problem"] = str(error)
-        gathered = self.coor.allgather(json.dumps(outcome).encode())
-        outcomes = [json.loads(data) for data in gathered]
-        for peer, outcome in zip(self.coor.peers, outcomes, strict=True):
-            if outcome["problem"]:
-                raise Unsupported(f"rank {self.rank}: {peer}: {outcome['problem']}")
-        return [outcome["result"] for outcome in outcomes]
+
+        def on_device() -> Any:
+            try:
+                with torch.cuda.device(self._device):
+                    return step()
+            except DrumlineError as error:
+                raise Unsupported(f"rank {self.rank}: {error}") from error
+
+        return run_on_all_ranks(self.coor, on_device)
 
     def _export_arena(self) -> dict[str, Any]:
-        """What the peers need to map this rank's arena."""
+        """Create this rank's arena; what peers need to map it."""
         if self.world_size not in ONE_SHOT_BYTES:
             raise Unsupported(f"one-shot sums are for 2, 4, 6 or 8 ranks, not {self.world_size}")
         if self.coor.local_world_size != self.world_size:
@@ -184,7 +181,7 @@ class Oneshot:
         return {
             "device": self._device,
             "pointer": self._arena.value,
-            "handle": handle.raw.hex(),
+            "handle": handle.raw,
         }
 
     def _map_arenas(self, exports: list[dict[str, Any]]) -> None:
@@ -194,12 +191,12 @@ class Oneshot:
                 self._call.arena[rank] = export["pointer"]
                 continue
             arena = ctypes.c_void_p()
-            self._kernels.import_(bytes.fromhex(export["handle"]), ctypes.byref(arena))
+            self._kernels.import_(export["handle"], ctypes.byref(arena))
             self._imported.append(arena)
             self._call.arena[rank] = arena.value
 
     def _is_same_process(self, rank: int) -> bool:
-        """Whether the rank is a thread of this process. Two containers may have equal pids."""
+        """True for a rank that is a thread of this process. Two containers may have equal pids."""
         peer = self.coor.peers[rank]
         return peer.is_visible and peer.pid == os.getpid()
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from communicator.errors import CommunicatorError, Unsupported
+from communicator.failures import run_on_all_ranks
 
 if TYPE_CHECKING:
     from communicator.backends.nccl import Nccl
@@ -55,21 +56,18 @@ def _is_capturing() -> bool:
 
 def _check_free_memory(comm: Nccl, nbytes: int) -> None:
     """Raise on every rank if one cannot allocate: the others would wait for it inside NCCL."""
-    if comm.world_size == 1:
-        return
-    problem = ""
-    try:
-        with torch.cuda.device(comm.device):
-            comm.library.try_mem_alloc(nbytes)
-    except Unsupported as error:
-        problem = str(error)
-    problems = comm.coor.allgather(problem.encode())
-    for peer, text in zip(comm.coor.peers, problems, strict=True):
-        if text:
+
+    def try_alloc() -> None:
+        try:
+            with torch.cuda.device(comm.device):
+                comm.library.try_mem_alloc(nbytes)
+        except Unsupported as error:
             raise CommunicatorError(
-                f"rank {comm.rank}: empty of {nbytes} bytes is for all ranks or none, and "
-                f"{peer} cannot have it: {text.decode()} Ask for less, or free memory there."
-            )
+                f"rank {comm.rank}: empty of {nbytes} bytes is for all ranks or none: {error} Ask "
+                "for less, or free memory there."
+            ) from error
+
+    run_on_all_ranks(comm.coor, try_alloc)
 
 
 class _Block:

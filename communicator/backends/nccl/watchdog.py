@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Watchdog(threading.Thread):
-    """Aborts comm a few times a second at the earliest, once it finds a failure.
+    """Looks for failures a few times a second, and aborts comm at the first.
 
     A kernel that waits for a dead peer would wait for ever, and so would a synchronization with
     it. Makes no CUDA call: one could end the capture of a graph. Holds no reference to comm.
@@ -29,14 +29,14 @@ class Watchdog(threading.Thread):
             pass
 
     def _check(self) -> bool:
-        """Whether to go on."""
+        """Check once; False when there is nothing more to watch."""
         comm = self._comm()
         if comm is None or not comm.is_usable():
             return False
-        reason = comm.find_failure()
-        if reason and not self._stopped.is_set():
-            comm.abort_because(reason)
-        return not reason
+        failure = comm.find_failure()
+        if failure is not None and not self._stopped.is_set():
+            comm.abort_because(failure)
+        return failure is None
 
     def stop(self) -> None:
         self._stopped.set()

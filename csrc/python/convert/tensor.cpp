@@ -273,12 +273,12 @@ PyObject* shape_of(const TensorView& view) {
     return shape;
 }
 
-int refuse_shape(const CallSite& site, const TensorView& view, const char* what,
+int refuse_shape(const CallSite& site, const TensorView& view, const char* name,
                  const char* expected) {
     PyObject* shape = shape_of(view);
     if (shape == NULL) return -1;
     PyErr_Format(PyExc_ValueError, "rank %d, %s: %s is %S in a group of %d ranks, but must be %s",
-                 site.rank, site.call, what, shape, site.nranks, expected);
+                 site.rank, site.call, name, shape, site.nranks, expected);
     Py_DECREF(shape);
     return -1;
 }

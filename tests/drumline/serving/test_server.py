@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerFast
 
 import launcher
 from coordinator import Coordinator
+from drumline.serving import http_server as http_server
 from drumline.serving import scheduler
-from drumline.serving import server as http_server
 from drumline.serving.limits import ServingLimits, ServingTimings
 from drumline.serving.sampling import SamplingParams
 from drumline.serving.scheduler import Generation

@@ -6,6 +6,7 @@ import pytest
 
 from launcher import LaunchInfoError
 from launcher.backends import torchrun
+from launcher.external import torch_error_file
 
 # The second rank on the second of two nodes, with 3 and 2 ranks.
 RANK = {
@@ -72,15 +73,15 @@ def test_error_is_left_where_torchrun_looks_for_it(tmp_path):
     try:
         raise KeyError("layer 3")
     except KeyError as error:
-        torchrun.write_error_file({"TORCHELASTIC_ERROR_FILE": str(file)}, error)
+        torch_error_file.write_error_file({"TORCHELASTIC_ERROR_FILE": str(file)}, error)
     message = json.loads(file.read_text())["message"]
     assert message["message"] == "KeyError: 'layer 3'"
     assert "test_detect_torchrun.py" in message["extraInfo"]["py_callstack"]
 
 
 def test_error_without_a_place_for_it_is_left_nowhere(tmp_path):
-    torchrun.write_error_file({}, KeyError())
-    torchrun.write_error_file(
+    torch_error_file.write_error_file({}, KeyError())
+    torch_error_file.write_error_file(
         {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "gone" / "error")}, KeyError()
     )
     assert not list(tmp_path.iterdir())

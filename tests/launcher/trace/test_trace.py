@@ -8,7 +8,7 @@ import time
 import pytest
 
 from launcher import LaunchInfo, cli
-from launcher.trace import merge, summary
+from launcher.trace import merge_traces, summary
 from launcher.trace import recorder as tracing
 
 
@@ -44,7 +44,7 @@ def test_a_launch_that_is_not_traced_has_no_recorder():
 def test_spans_of_all_ranks_are_merged_into_one_file(tmp_path):
     for rank in range(2):
         _record(tmp_path / "parts", rank)
-    merge.merge(tmp_path / "parts", tmp_path / "out.json")
+    merge_traces.merge(tmp_path / "parts", tmp_path / "out.json")
     merged = json.loads((tmp_path / "out.json").read_text())
     assert crossing_spans(merged) == []
     spans = [event for event in merged["traceEvents"] if event["ph"] == "X"]
@@ -55,7 +55,7 @@ def test_spans_of_all_ranks_are_merged_into_one_file(tmp_path):
 
 def _starts(folder):
     """When each span of the merged recordings begins, in seconds."""
-    merge.merge(folder, folder.parent / "out.json")
+    merge_traces.merge(folder, folder.parent / "out.json")
     merged = json.loads((folder.parent / "out.json").read_text())
     return [event["ts"] / 1e6 for event in merged["traceEvents"] if "ts" in event]
 
@@ -103,7 +103,7 @@ def test_hosts_whose_clocks_are_a_day_apart_are_merged_onto_one(hosts, tmp_path)
         for rank, before in enumerate(([], later))
     ]
     assert [rank.wait(60) for rank in ranks] == [0, 0]
-    merge.merge(folder, tmp_path / "out.json")
+    merge_traces.merge(folder, tmp_path / "out.json")
     merged = json.loads((tmp_path / "out.json").read_text())
     assert crossing_spans(merged) == []
     spans = [event for event in merged["traceEvents"] if event["ph"] == "X"]
@@ -137,7 +137,7 @@ def test_hosts_without_the_folder_of_the_trace_stay_in_step_with_those_that_have
 
 
 def test_recordings_of_several_nodes_are_in_the_folder_of_the_trace(tmp_path):
-    with merge.recordings_merged_into(tmp_path / "out.json", nnodes=2) as folder:
+    with merge_traces.recordings_merged_into(tmp_path / "out.json", nnodes=2) as folder:
         assert folder.parent == tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
@@ -146,14 +146,14 @@ def test_the_traces_of_two_nodes_are_joined_into_one(tmp_path, command):
     for rank in range(2):
         _record(tmp_path / f"parts{rank}", rank)
         launch = tracing.event("launch", "start", 0, 10, -1, 0, {})
-        merge.merge(tmp_path / f"parts{rank}", tmp_path / f"{rank}.json", [launch])
+        merge_traces.merge(tmp_path / f"parts{rank}", tmp_path / f"{rank}.json", [launch])
     files = [str(tmp_path / name) for name in ("0.json", "1.json", "both.json")]
     ended = command.run("trace", *files[:2], "--into", files[2])
     assert ended.code == 0, ended.err
     rows = [line.split()[0] for line in ended.out.splitlines()[1:]]
     assert rows == ["launcher", "launcher", "rank", "rank", "open"]
     assert f"open {files[2]} in" in ended.out
-    assert crossing_spans(merge.read([tmp_path / "both.json"])) == []
+    assert crossing_spans(merge_traces.read([tmp_path / "both.json"])) == []
 
 
 def test_recorders_of_one_rank_have_files_of_their_own(tmp_path):
@@ -167,7 +167,7 @@ def test_a_line_cut_off_by_a_crash_is_left_out(tmp_path):
     _record(tmp_path / "parts", 0)
     part = next((tmp_path / "parts").iterdir())
     part.write_text(part.read_text() + '{"name": "allred')
-    assert merge.merge(tmp_path / "parts", tmp_path / "out.json") == 3  # two names of rows
+    assert merge_traces.merge(tmp_path / "parts", tmp_path / "out.json") == 3  # two names of rows
 
 
 class _Moves:
@@ -214,7 +214,7 @@ def _span(start, took, **other):
 def test_a_file_that_is_no_trace_is_an_error(tmp_path, events, message):
     (tmp_path / "out.json").write_text(json.dumps({"traceEvents": events}))
     with pytest.raises(ValueError, match=r"out\.json is no trace") as raised:
-        merge.read([tmp_path / "out.json"])
+        merge_traces.read([tmp_path / "out.json"])
     assert message in str(raised.value)
 
 
@@ -226,7 +226,7 @@ def test_a_trace_is_drawn_as_a_picture(tmp_path):
     pytest.importorskip("matplotlib", reason="runs after `pip install matplotlib`")
     for rank in range(2):
         _record(tmp_path / "parts", rank)
-    merge.merge(tmp_path / "parts", tmp_path / "out.json")
+    merge_traces.merge(tmp_path / "parts", tmp_path / "out.json")
     for arguments, picture in ([], "out.png"), ([str(tmp_path / "mine.png")], "mine.png"):
         assert cli.main(["trace", str(tmp_path / "out.json"), "--png", *arguments]) == 0
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
@@ -250,7 +250,7 @@ def test_a_failed_launch_is_traced(tmp_path, command):
     out = tmp_path / "out.json"
     script = command.script("import os; os.abort()")
     assert command.run("run", "-n", "2", "--trace", str(out), script).code == 134
-    assert crossing_spans(merge.read([out])) == []
+    assert crossing_spans(merge_traces.read([out])) == []
 
 
 def test_an_unwritable_trace_file_is_a_usage_error(command, usage_error, tmp_path):
@@ -325,6 +325,6 @@ def test_threads_of_a_rank_have_numbers_of_their_own(tmp_path):
     other.start()
     other.join()
     recorder.close()
-    merge.merge(tmp_path / "parts", tmp_path / "out.json")
+    merge_traces.merge(tmp_path / "parts", tmp_path / "out.json")
     events = json.loads((tmp_path / "out.json").read_text())["traceEvents"]
     assert [event["tid"] for event in events if event["ph"] == "X"] == [0, 1]

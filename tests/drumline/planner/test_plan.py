@@ -100,7 +100,7 @@ def test_sequential_fills_one_rank_after_the_other():
     assert layers_by_rank(plan(LLAMA, room, "sequential")) == [5, 3]
 
 
-def test_a_head_that_does_not_fit_on_the_master_goes_behind_the_last_layer():
+def test_a_head_that_does_not_fit_on_rank_0_goes_behind_the_last_layer():
     chosen = plan(LLAMA, {(0, "cpu"): 60, (1, "cpu"): 500, (2, "cpu"): 500})
     assert chosen.places["model.embed_tokens"] == (0, "cpu")
     assert chosen.places["lm_head"] == (2, "cpu")
@@ -228,7 +228,7 @@ def test_offloading_keeps_every_module_within_some_room(model, sizes):
     assert all(len({chosen.places[name] for name in tie}) == 1 for tie in model.ties)
 
 
-def test_a_map_of_ones_own_may_name_devices_of_the_master_and_disks():
+def test_a_users_device_map_may_name_devices_of_rank_0_and_disks():
     room = {(0, "cuda:0"): 1000, (0, "cpu"): 1000, (1, "cpu"): 1000}
     given = {
         "": 0,
@@ -245,7 +245,7 @@ def test_a_map_of_ones_own_may_name_devices_of_the_master_and_disks():
 LOOSE = ModelProfile(LLAMA.layers, (ModulePart("scale", 4), *LLAMA.others), root_tensors=("scale",))
 
 
-def test_a_tensor_that_the_model_uses_by_itself_stays_on_the_master():
+def test_a_tensor_that_the_model_uses_outside_of_modules_stays_on_rank_0():
     chosen = plan(LOOSE, {(0, "cpu"): 60, (1, "cpu"): 900})
     assert chosen.places["scale"] == (0, "cpu") and chosen.places["lm_head"] == (1, "cpu")
     room = {(0, "cpu"): 1000, (1, "cpu"): 1000}

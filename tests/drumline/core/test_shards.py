@@ -48,7 +48,7 @@ def shard(whole, splits, mesh, rank):
 
 @settings(max_examples=150, deadline=None)
 @given(cuts())
-def test_the_boxes_tile_the_tensor_once_for_each_replica(case):
+def test_owned_regions_tile_the_tensor_once_for_each_replica(case):
     mesh, shape, splits = case
     count = torch.zeros(shape, dtype=torch.int)
     for rank in mesh.ranks:
@@ -104,7 +104,7 @@ def as_rank():
     dist.destroy_process_group()
 
 
-def test_the_boxes_are_the_local_shards_of_dtensor(as_rank):
+def test_owned_regions_are_the_local_shards_of_dtensor(as_rank):
     mesh = Mesh({"dp_shard": 2, "tp": 2})
     for rank in range(4):
         as_rank(rank)
@@ -175,7 +175,7 @@ def test_blocks_tile_a_box_and_none_is_larger_than_the_limit(shape, limit):
     assert (count == 1).all()
 
 
-def test_a_cut_along_an_axis_that_is_not_there_is_refused():
+def test_a_split_along_an_axis_that_is_not_in_the_mesh_is_refused():
     with pytest.raises(PlanError, match="tp"):
         owned_regions((4, 4), (ShardSpec("tp", 0),), Mesh({"dp_shard": 2}), 0)
     with pytest.raises(PlanError, match="dimension 2"):

@@ -36,7 +36,7 @@ def test_all_ranks_have_the_same_speeds_of_every_place_and_link(ranks):
     assert all(value > 0 for number in numbers for value in vars(number).values())
 
 
-def test_teams_are_measured_by_every_number_of_ranks_that_a_node_has(ranks):
+def test_tp_groups_are_measured_by_every_size_that_divides_a_node(ranks):
     def rank(info):
         torch.set_num_threads(1)
         with Coordinator(info) as coor:
@@ -48,7 +48,7 @@ def test_teams_are_measured_by_every_number_of_ranks_that_a_node_has(ranks):
     assert all(value > 0 for team in found[0] for value in vars(team.sums).values())
 
 
-def test_devices_that_differ_by_little_count_as_alike():
+def test_devices_that_differ_by_little_count_as_equal():
     """A disturbed measurement would send layers away for nothing."""
     found = {
         (0, "cpu"): DeviceSpeed(90.0, 5.0),
@@ -151,7 +151,7 @@ def test_a_config_of_ones_own_is_used_however_the_model_is_divided(
     assert given.to_dict() == before
 
 
-def test_ranks_that_are_asked_for_different_things_are_told(checkpoints, ranks_or_errors):
+def test_ranks_with_different_arguments_raise(checkpoints, ranks_or_errors):
     """Each would have measured and chosen for itself."""
     _, path = checkpoints.llama()
 

@@ -61,7 +61,7 @@ def check(operations, sources, targets, tensors):
 
 @settings(max_examples=60, deadline=None)
 @given(shapes, st.integers(2, 3), st.data())
-def test_a_tensor_is_cut_into_chunks(shape, count, data):
+def test_a_tensor_is_split_into_chunks(shape, count, data):
     dim = data.draw(st.integers(0, len(shape) - 1))
     shape = (*shape[:dim], shape[dim] * count, *shape[dim + 1 :])
     whole = torch.arange(torch.tensor(shape).prod()).reshape(shape)
@@ -85,7 +85,7 @@ def test_lists_of_tensors_are_stacked_and_joined(shape, count, data):
     check([MergeModulelist(dim=0), Concatenate(dim=dim)], ["gate", "up"], ["both"], tensors)
 
 
-def test_what_computes_is_told_apart():
+def test_conversions_that_compute_are_not_streamable():
     tensors = {"joint": {"a": torch.zeros(2, 3)}}
     with pytest.raises(NotStreamable, match="Transpose"):
         converted([Transpose(0, 1)], ["joint"], ["turned"], tensors)

@@ -1,4 +1,4 @@
-"""One cache from the caches of groups of rows, in their order."""
+"""Merging of the caches of micro-batches into the cache of the whole batch, in their order."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWin
 
 
 def has_known_layers(cache: Any) -> bool:
-    """Whether its layers hold keys and values by row and token, and nothing else."""
+    """Whether its layers hold keys and values by sequence and token, and nothing else."""
     is_plain = type(cache).__name__ in KINDS and not cache.offloading
     return is_plain and all(type(layer) in LAYERS for layer in cache.layers)
 
 
 def can_be_merged(cache: Any) -> bool:
-    """Whether it is empty, and what it will hold can be put together from the parts of groups."""
+    """Whether it is empty and can be filled by merging the caches of micro-batches."""
     return has_known_layers(cache) and not any(layer.is_initialized for layer in cache.layers)
 
 
 def merge_caches(whole: Cache, parts: Sequence[Cache]) -> None:
-    """Fill an empty cache with the rows of others, which are used up."""
+    """Fill an empty cache with the sequences of others, which cannot be used afterwards."""
     for index, layers in enumerate(zip(*[part.layers for part in parts], strict=True)):
         if index == len(whole.layers):
             whole.layers.append(layers[0])

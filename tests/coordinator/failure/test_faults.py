@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.transport.group import Exchange
+
 EVERY = runpy.run_path(str(Path(__file__).with_name("every_call.py")))
 CALLS, COLLECTIVE, MEETING, TURNS = (
     EVERY["CALLS"], list(EVERY["COLLECTIVE"]), list(EVERY["MEETING"]), list(EVERY["TURNS"])
@@ -134,7 +136,7 @@ def check_told_of_leaving(row, victim):
 
 
 def stray(coor):
-    coor._exchange("else", b"", None)
+    coor._exchange("else", Exchange(b""), None)
 
 
 def check_told_of_difference(row, _):

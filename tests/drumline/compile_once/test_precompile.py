@@ -296,7 +296,7 @@ def test_a_canary_that_sings_differently_on_one_rank_stops_all(ranks_or_errors):
         assert isinstance(error, BuildError) and "[2]" in str(error)
 
 
-def test_modules_that_are_not_alike_are_not_compiled_as_one(ranks_or_errors):
+def test_modules_that_differ_are_not_compiled_as_one(ranks_or_errors):
     def rank(info):
         modules = [nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2, bias=False)]
         with Coordinator(info, timeout_s=20) as coor:

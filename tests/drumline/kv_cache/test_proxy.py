@@ -40,7 +40,7 @@ def cache() -> DynamicCache:
 
 def test_the_next_token_is_counted_with_what_was_made_ahead(cache):
     prepare_next_token(cache)
-    ahead = cache.ahead[1].keys
+    ahead = cache.next_version[1].keys
     account_tokens(cache, (0, 1), torch.empty(2, 1, 8))
     assert cache.layers[0].keys is cache.layers[1].keys is ahead
     assert lengths(cache) == {(2, 6)}

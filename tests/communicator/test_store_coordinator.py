@@ -1,4 +1,4 @@
-"""A Meeting over a store that ranks of an earlier launch have used."""
+"""A StoreCoordinator over a store that ranks of an earlier launch have used."""
 
 import threading
 import time
@@ -7,21 +7,21 @@ import pytest
 from torch.distributed import HashStore
 
 from communicator import CommunicatorTimeout
-from communicator.torch_interop.store_coordinator import Meeting
+from communicator.torch_interop.store_coordinator import StoreCoordinator
 
 WORLD = 4
 
 
 @pytest.fixture
 def meet():
-    """The Meetings, or errors, of ranks that come to a store one after the other."""
+    """The StoreCoordinators, or errors, of ranks that come to a store one after the other."""
 
     def run(store, ranks, timeout_s=20.0):
         found = {}
 
         def rank_of(rank):
             try:
-                found[rank] = Meeting(store, rank, WORLD, timeout_s)
+                found[rank] = StoreCoordinator(store, rank, WORLD, timeout_s)
             except CommunicatorTimeout as error:
                 found[rank] = error
 

@@ -42,7 +42,7 @@ def test_experts_that_transformers_fuses_are_fused_on_their_owner_too(checkpoint
     assert all(torch.equal(shard.get_parameter(n), plain.get_parameter(n)) for n in names)
 
 
-def test_what_a_model_computes_and_no_file_holds_is_there_too(checkpoints, on_master):
+def test_buffers_that_no_file_holds_are_computed(checkpoints, on_master):
     sizes = {"vocab_size": 64, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2}
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
     wide = {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 32}
@@ -66,7 +66,7 @@ def test_the_layout_counts_every_byte_once(checkpoints):
         assert profile_model(model).nbytes == expected
 
 
-def test_a_layer_is_not_cut_where_the_model_names_only_its_attention(checkpoints):
+def test_a_layer_is_not_split_where_the_model_names_only_its_attention(checkpoints):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     kind = "RobertaPreLayerNormForMaskedLM"
     plain, _ = checkpoints.make("prelayernorm", kind, num_attention_heads=4, vocab_size=64, **sizes)
@@ -170,7 +170,7 @@ def test_ranks_without_files_are_sent_their_part(checkpoints, ranks, tmp_path, s
     assert loaded_by(ranks, paths, 3, greedy, dtype=dtype) == expected
 
 
-def test_the_master_reads_nothing_twice_and_the_others_nothing(checkpoints, ranks, monkeypatch):
+def test_rank_0_reads_every_tensor_once_and_the_others_nothing(checkpoints, ranks, monkeypatch):
     plain, path = checkpoints.llama()
     found = {}
 
@@ -200,7 +200,7 @@ def test_files_that_only_another_rank_has_are_of_no_use(checkpoints, ranks_or_er
     assert all("nowhere" in str(error) for error in found)
 
 
-def test_ranks_that_have_other_files_than_the_master_are_named(sharded, tmp_path, ranks_or_errors):
+def test_ranks_with_other_files_than_rank_0_are_named(sharded, tmp_path, ranks_or_errors):
     other = tmp_path / "other"
     shutil.copytree(sharded, other)
     file = sorted(other.glob("*.safetensors"))[0]
@@ -258,9 +258,7 @@ def test_a_tensor_of_another_shape_or_kind_is_an_error_on_every_rank(
     assert all(name in text and file.name in text for text in texts)
 
 
-def test_what_is_wrong_with_the_files_of_the_master_is_an_error_on_ranks_without_files(
-    sharded, ranks_or_errors
-):
+def test_errors_in_the_files_of_rank_0_raise_on_ranks_without_files(sharded, ranks_or_errors):
     file = sorted(sharded.glob("*.safetensors"))[0]
     save_file({**load_file(file), "extra": torch.zeros(2)}, file, metadata={"format": "pt"})
     texts = complaints(ranks_or_errors, sharded, blind=(1, 2))
@@ -357,7 +355,7 @@ def test_ranks_with_different_models_find_out_before_serving(sharded, tmp_path, 
     assert all("config" in text and "rank 1" in text for text in texts)
 
 
-def test_a_world_of_one_is_an_ordinary_model(checkpoints, on_master):
+def test_a_single_process_gets_an_ordinary_model(checkpoints, on_master):
     plain, path = checkpoints.llama()
     ids = torch.arange(3, 12)[None]
 

@@ -25,7 +25,7 @@ SHAPES = {f"w{number}": [2048, 4096] for number in range(8)} | {"embed": [16384,
 
 
 def run(warm, *arguments):
-    done = warm.run("-m", "launcher", "run", "-n", "4", HERE / "nd_ranks.py", *arguments)
+    done = warm.run("-m", "launcher", "run", "-n", "4", HERE / "shard_loader_ranks.py", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

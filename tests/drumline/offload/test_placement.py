@@ -146,7 +146,7 @@ def mixtral(checkpoints):
     return checkpoints.make("mixtral3", "MixtralForCausalLM", **config, **sizes)
 
 
-def test_what_does_not_fit_into_memory_stays_on_disk(checkpoints, on_master):
+def test_weights_that_do_not_fit_into_memory_stay_on_disk(checkpoints, on_master):
     """With room for a third of the model: some layers in memory, the others on disk."""
     plain, path = checkpoints.llama()
     nbytes = sum(tensor.nbytes for tensor in plain.parameters())
@@ -160,7 +160,7 @@ def test_what_does_not_fit_into_memory_stays_on_disk(checkpoints, on_master):
     assert on_master(path, 1, work, max_memory=room) == greedy(plain)
 
 
-def test_several_conversations_share_the_layers_on_disk(checkpoints, on_master):
+def test_several_threads_share_the_layers_on_disk(checkpoints, on_master):
     plain, path = checkpoints.llama()
 
     def work(model):
@@ -224,7 +224,7 @@ def test_the_next_layer_is_fetched_while_one_runs():
     hidden = torch.ones(3)
     for n, layer in enumerate(layers):
         with prefetcher.loaded(str(n)):
-            for fetch in prefetcher.coming.values():
+            for fetch in prefetcher.fetches.values():
                 fetch.join()
             assert log[-1] == str((n + 1) % 4), "the one after it is on its way"
             assert sum(not p.is_meta for p in layers.parameters()) == 2, "only it has weights"
@@ -239,7 +239,7 @@ def test_a_layer_called_out_of_order_is_fetched_and_what_was_coming_let_go():
     for name in ("0", "2", "1"):
         with prefetcher.loaded(name):
             pass
-    assert len(prefetcher.coming) == 1 and log[:5] == ["0", "1", "2", "3", "1"]
+    assert len(prefetcher.fetches) == 1 and log[:5] == ["0", "1", "2", "3", "1"]
 
 
 def test_an_error_while_a_layer_is_fetched_is_raised_where_it_is_needed():

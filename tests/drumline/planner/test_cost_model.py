@@ -63,7 +63,7 @@ def every_cut(model, room):
 
 @settings(max_examples=300, deadline=None)
 @given(cases())
-def test_no_other_cut_gives_more_tokens_a_second(case):
+def test_no_other_partition_gives_more_tokens_a_second(case):
     model, room, speeds, step = case
     rates = [estimate(model, cut, speeds, step).tokens_a_second for cut in every_cut(model, room)]
     try:
@@ -95,7 +95,7 @@ def layers_by_rank(chosen):
 ROOM = {(0, "cpu"): 10_000, (1, "cpu"): 10_000}
 
 
-def test_one_conversation_stays_on_the_master_if_the_other_rank_is_no_faster():
+def test_one_stream_stays_on_rank_0_if_the_other_rank_is_no_faster():
     speeds = DeviceSpeeds(EQUAL.places, HOP)
     assert layers_by_rank(plan(MODEL, ROOM, "fastest", speeds=speeds)) == [8, 0]
 
@@ -162,7 +162,7 @@ def test_trips_round_the_ring_are_those_that_a_token_makes(
     assert (sent[2] - sent[1]) / 4 == ring_passes(route) == expected
 
 
-def test_a_team_reads_at_the_same_time_and_pays_for_its_sums():
+def test_a_tp_group_reads_at_the_same_time_and_pays_for_its_allreduces():
     """900 bytes over 2 ranks, 18 sums, and from stage to stage if there are two."""
     team = GroupSpeed(2, DeviceSpeed(1e9, 50.0), LinkSpeed(0.25, 8.0))
     links = {rank: LinkSpeed(0.5, 1e9) for rank in range(4)}

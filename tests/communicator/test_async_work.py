@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from communicator import PeerLost
-from communicator.async_work import Handle
+from communicator.async_work import AsyncWork
 
 
 def fail():
@@ -13,7 +13,7 @@ def fail():
 
 @pytest.mark.parametrize("asked_first", [True, False])
 def test_future_has_the_result_whether_asked_for_before_the_end_or_after(asked_first):
-    handle = Handle([torch.ones(2)])
+    handle = AsyncWork([torch.ones(2)])
     early = handle.get_future() if asked_first else None
     handle.run(lambda: None)
     future = handle.get_future()
@@ -23,7 +23,7 @@ def test_future_has_the_result_whether_asked_for_before_the_end_or_after(asked_f
 
 @pytest.mark.parametrize("asked_first", [True, False])
 def test_failed_call_raises_its_error_in_wait_and_the_text_of_it_in_the_future(asked_first):
-    handle = Handle([])
+    handle = AsyncWork([])
     if asked_first:
         handle.get_future()
     handle.run(fail)

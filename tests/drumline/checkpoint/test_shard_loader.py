@@ -18,7 +18,7 @@ from drumline.core.hugepages import allocate_hugepages
 from drumline.core.mesh import Mesh
 from drumline.core.shards import Region, local_shape, owned_regions
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 READERS = ["each", "node", "rank0"]
 MESHES = [
     {"tp": 4},
@@ -100,7 +100,7 @@ def test_every_shard_equals_a_slice_of_a_full_load(ranks, checkpoint, sizes, rea
 
 
 @pytest.mark.parametrize("readers", [("each", "rank0"), ("rank0", "each")])
-def test_ranks_that_say_otherwise_who_reads_all_raise(ranks_or_errors, checkpoint, readers):
+def test_ranks_with_different_readers_all_raise(ranks_or_errors, checkpoint, readers):
     """One found nothing to read in what rank 0 told, and the other waited for it."""
 
     def rank(info):
@@ -259,7 +259,7 @@ def test_an_impossible_request_raises_on_every_rank(
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_what_one_rank_plans_is_its_part_of_the_whole_plan(sizes, reader):
+def test_the_plan_for_one_rank_is_its_part_of_the_whole_plan(sizes, reader):
     """A rank that planned for all others would take longer the more there are."""
     shapes = {"embed": (13, 6), "up": (10, 6), "bias": (10,)}
     index = {name: StoredTensor("a", 8, "F32", shape) for name, shape in shapes.items()}
@@ -278,7 +278,7 @@ def test_what_one_rank_plans_is_its_part_of_the_whole_plan(sizes, reader):
             assert {transfer.route for transfer in own.transfers} == {(rank,)}
 
 
-def test_rooms_are_ordinary_tensors_that_lie_apart():
+def test_hugepage_tensors_are_ordinary_tensors_that_do_not_overlap():
     """Small ones, large ones, none at all, and more than share a mapping."""
     kinds = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool]
     shapes = [(), (0, 3), (7,), (1031, 4099), (3, 5), (1031, 4099), (2, 1, 513)]
@@ -307,7 +307,7 @@ def own_memory():
     return int(status.split("RssAnon:")[1].split()[0]) * 1024
 
 
-def test_rooms_take_no_more_memory_than_their_tensors():
+def test_hugepage_tensors_take_no_more_memory_than_their_bytes():
     """With huge pages of its own for each of them, a third of it would be for nothing."""
     before = own_memory()
     found = allocate_hugepages(
@@ -338,7 +338,7 @@ def test_a_model_that_one_rank_has_wrong_is_an_error_on_every_rank(ranks_or_erro
 
     found = ranks_or_errors(rank, 3)
     assert all(isinstance(one, CheckpointError) and "more.weight" in str(one) for one in found)
-    assert "rank 1 (host" in str(found[2]) and "cannot load" in str(found[2])
+    assert "rank 1 (host" in str(found[2]) and "CheckpointError" in str(found[2])
 
 
 def damaged(folder, checkpoint, change):
@@ -372,7 +372,7 @@ def test_a_file_cut_short_is_refused_on_every_rank(ranks_or_errors, checkpoint, 
     assert all(isinstance(one, CheckpointError) for one in found), found
 
 
-def test_ranks_that_see_different_files_are_told(ranks_or_errors, checkpoint, tmp_path):
+def test_ranks_with_different_files_all_raise(ranks_or_errors, checkpoint, tmp_path):
     other = damaged(tmp_path, checkpoint, lambda state: None)
     paths = [checkpoint, other]
     found = ranks_or_errors(lambda info: loaded(paths[info.rank], info, {"tp": 2}), 2)

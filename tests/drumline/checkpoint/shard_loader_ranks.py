@@ -1,6 +1,6 @@
 """What the ranks of test_nd_load_processes.py run, one process each.
 
-python -m launcher run -n 4 tests/drumline/nd_ranks.py dtensor FOLDER
+python -m launcher run -n 4 tests/drumline/checkpoint/shard_loader_ranks.py dtensor FOLDER
 """
 
 import json

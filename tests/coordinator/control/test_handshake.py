@@ -1,4 +1,4 @@
-"""Who does not know the launch secret: does not join, does not crash, does not delay."""
+"""Strangers without the launch secret do not join, crash or delay a launch."""
 
 import contextlib
 import logging
@@ -16,25 +16,23 @@ import pytest
 
 from coordinator import Coordinator, CoordinatorError
 from coordinator.control import client as client_module
-from coordinator.control.client import Client, HubGone, connect
-from coordinator.control.framing import Late, LinkBroken
+from coordinator.control.client import Client, ServerLost, connect
+from coordinator.control.credentials import MAGIC, VERSION, Credentials
+from coordinator.control.framing import ConnectionBroken, NoMessage
 from coordinator.control.handshake import (
+    CONTROL,
     GREETING,
     HELLO,
-    HUB,
-    MAGIC,
-    MAX_VISITORS,
-    VERSION,
+    MAX_PENDING,
     WELCOME,
-    Caller,
-    Gate,
-    NotAdmitted,
-    Proof,
-    TryAgain,
+    AuthenticatedListener,
+    Hello,
+    NotReady,
+    Rejected,
     purpose_of,
 )
-from coordinator.control.server import Hub
-from coordinator.transport.tree import Door
+from coordinator.control.server import ControlServer
+from coordinator.transport.tree import ChildListener
 from launcher import LaunchInfo
 
 
@@ -133,7 +131,7 @@ def reset(address):
 def guess(address):
     with socket.create_connection(address, timeout=1) as link:
         link.recv(GREETING.size)
-        hello = HELLO.pack(0, 0, purpose_of("hub"), bytes(8), b"", os.urandom(32), os.urandom(32))
+        hello = HELLO.pack(0, 0, CONTROL, bytes(8), b"", os.urandom(32), os.urandom(32))
         link.sendall(hello)
         verdict = link.recv(WELCOME.size)
         assert verdict in (b"", WELCOME.pack(2, b"", bytes(32))), "a stranger was let in"
@@ -218,7 +216,7 @@ def test_a_slow_writer_and_half_open_connections_do_not_delay(launch):
 
 
 @pytest.mark.parametrize("what", ["secret", "world_size", "launch_id"])
-def test_who_differs_in_one_thing_is_refused_at_once_and_changes_nothing(launch, what):
+def test_a_rank_of_another_launch_is_rejected_at_once(launch, what):
     """Rank 1 of another secret, size or launch comes to this rank 0 and is sent away."""
     other_fd = os.memfd_create("launch-secret")
     os.write(other_fd, bytes(32))
@@ -245,7 +243,7 @@ def test_who_differs_in_one_thing_is_refused_at_once_and_changes_nothing(launch,
     assert time.monotonic() - start < 4
 
 
-def test_an_overheard_handshake_is_worthless(launch):
+def test_a_replayed_handshake_is_rejected(launch):
     """A relay records what rank 1 says, and says it again on a connection of its own."""
     recorded = []
     relay = socket.create_server(("127.0.0.1", 0))
@@ -273,40 +271,40 @@ def test_an_overheard_handshake_is_worthless(launch):
     assert recorded[1][:1] == b"\x02"
 
 
-def test_who_was_let_in_for_another_purpose_is_no_rank():
-    """Its proof could come from a handshake at another door, passed on to rank 0."""
-    proof = Proof(bytes(range(32)), "strangers", 2)
+def test_a_connection_for_another_purpose_is_no_rank():
+    """Its MAC could come from a handshake at another listener, passed on to rank 0."""
+    credentials = Credentials(bytes(range(32)), "strangers", 2)
 
-    def knock(purpose):
-        caller = Caller(1, purpose_of(purpose))
-        connect(socket.AF_INET, hub.address, proof, caller, time.monotonic() + 5).close()
+    def authenticate(purpose):
+        hello = Hello(1, purpose_of(purpose))
+        connect(socket.AF_INET, server.address, credentials, hello, time.monotonic() + 5).close()
 
-    hub = Hub(socket.create_server(("127.0.0.1", 0)), proof)
-    hub.open(0)
-    knock("hub")
-    with pytest.raises(NotAdmitted):
-        knock("tree/c0//1")
-    hub.begin_closing()
-    assert hub.wait(5)
+    server = ControlServer(socket.create_server(("127.0.0.1", 0)), credentials)
+    server.open(0)
+    authenticate("control")
+    with pytest.raises(Rejected):
+        authenticate("tree/c0//1")
+    server.begin_closing()
+    assert server.wait(5)
 
 
-PROOF = Proof(bytes(range(32)), "strangers", 400)
+CREDENTIALS = Credentials(bytes(range(32)), "strangers", 400)
 
 
 @pytest.fixture
-def hub():
-    """A Hub for 400 ranks, which are the clients of joined(hub, rank)."""
-    hub = Hub(socket.create_server(("127.0.0.1", 0), backlog=1024), PROOF)
-    hub.open(0)
-    yield hub
-    hub.begin_closing()
-    assert hub.wait(5)
+def server():
+    """A ControlServer for 400 ranks, which are the clients of joined(server, rank)."""
+    server = ControlServer(socket.create_server(("127.0.0.1", 0), backlog=1024), CREDENTIALS)
+    server.open(0)
+    yield server
+    server.begin_closing()
+    assert server.wait(5)
 
 
-def joined(hub, rank, timeout_s=5):
-    """A Client that the hub has answered: it is let in a moment before the hub has noted it."""
-    caller = Caller(rank, HUB, token=rank.to_bytes(8, "big"), who=f"rank {rank}")
-    client = Client(lambda: [(socket.AF_INET, hub.address)], PROOF, caller, timeout_s)
+def joined(server, rank, timeout_s=5):
+    """A Client that the server has answered, and so has noted."""
+    hello = Hello(rank, CONTROL, token=rank.to_bytes(8, "big"), process=f"rank {rank}")
+    client = Client(lambda: [(socket.AF_INET, server.address)], CREDENTIALS, hello, timeout_s)
     assert client.ask("count", "", timeout_s=timeout_s) == 0
     return client
 
@@ -315,7 +313,7 @@ def dialled(address, count):
     return [socket.create_connection(address, timeout=5) for _ in range(count)]
 
 
-def speak_while_others_come(address, oldest):
+def send_while_others_come(address, oldest):
     """As many dial as are accepted in one turn, and those that they send away say a byte."""
     others = dialled(address, 16)
     for link in oldest[:16]:
@@ -323,61 +321,65 @@ def speak_while_others_come(address, oldest):
     return others
 
 
-def test_visitors_that_speak_as_they_are_sent_away_do_not_end_the_hub():
+def test_a_client_that_sends_as_it_is_rejected_does_not_end_the_server():
     """They were dropped and then heard, in one turn of the loop, and the thread ended."""
-    proof = Proof(bytes(range(32)), "strangers", 2)
-    hub = Hub(socket.create_server(("127.0.0.1", 0), backlog=256), proof)
-    hub.open(0)
-    links = dialled(hub.address, MAX_VISITORS)
+    credentials = Credentials(bytes(range(32)), "strangers", 2)
+    server = ControlServer(socket.create_server(("127.0.0.1", 0), backlog=256), credentials)
+    server.open(0)
+    links = dialled(server.address, MAX_PENDING)
     for link in links:
         assert link.recv(GREETING.size, socket.MSG_WAITALL)
-    with hub._state:  # the thread waits here with what it has: all after it comes in one turn
+    with server._state:  # the thread waits here with what it has: all after it comes in one turn
         links[-1].send(b"x")
         time.sleep(0.2)
-        others = speak_while_others_come(hub.address, links)
+        others = send_while_others_come(server.address, links)
     assert all(link.recv(GREETING.size, socket.MSG_WAITALL) for link in others)
-    assert not hub.is_over
-    connect(socket.AF_INET, hub.address, proof, Caller(1, HUB), time.monotonic() + 5).close()
+    assert not server.is_over
+    connect(
+        socket.AF_INET, server.address, credentials, Hello(1, CONTROL), time.monotonic() + 5
+    ).close()
     for link in links + others:
         link.close()
-    hub.begin_closing()
-    assert hub.wait(5)
+    server.begin_closing()
+    assert server.wait(5)
 
 
-def test_visitors_that_speak_as_they_are_sent_away_do_not_end_a_door():
-    with contextlib.closing(Door("127.0.0.1", PROOF, "tree", [1])) as door:
-        links = dialled(door.address, MAX_VISITORS)
-        with pytest.raises(Late):
-            door.wait(time.monotonic() + 0.5, lambda: None)
-        others = speak_while_others_come(door.address, links)
-        with pytest.raises(Late):
-            door.wait(time.monotonic() + 0.5, lambda: None)
+def test_a_client_that_sends_as_it_is_rejected_does_not_end_a_listener():
+    with contextlib.closing(ChildListener("127.0.0.1", CREDENTIALS, "tree", [1])) as listener:
+        links = dialled(listener.address, MAX_PENDING)
+        with pytest.raises(NoMessage):
+            listener.wait(time.monotonic() + 0.5, lambda: None)
+        others = send_while_others_come(listener.address, links)
+        with pytest.raises(NoMessage):
+            listener.wait(time.monotonic() + 0.5, lambda: None)
     for link in links + others:
         link.close()
 
 
-def test_300_ranks_that_come_at_once_all_get_in(hub, monkeypatch):
+def test_300_ranks_that_come_at_once_all_authenticate(server, monkeypatch):
     """Far away or busy as they are, they sent each other away before any had proved itself."""
-    knock = client_module.knock
+    authenticate = client_module.authenticate
 
-    def knock_late(*arguments):
+    def authenticate_late(*arguments):
         time.sleep(random.uniform(0.25, 0.5))
-        knock(*arguments)
+        authenticate(*arguments)
 
-    monkeypatch.setattr(client_module, "knock", knock_late)
+    monkeypatch.setattr(client_module, "authenticate", authenticate_late)
     reading, writing = os.pipe()
     ranks = os.fork()  # a process of their own: it has descriptors of its own
     if ranks == 0:
         try:
             start = time.monotonic()
-            clients = together(*[lambda rank=rank: joined(hub, rank, 20) for rank in range(1, 301)])
+            clients = together(
+                *[lambda rank=rank: joined(server, rank, 20) for rank in range(1, 301)]
+            )
             count = sum(isinstance(client, Client) for client in clients)
             os.write(writing, f"{count} {time.monotonic() - start}".encode())
             time.sleep(60)
         finally:
             os._exit(1)
     count, took_s = os.read(reading, 100).decode().split()
-    present = hub.present()
+    present = server.present()
     os.kill(ranks, signal.SIGKILL)
     os.waitpid(ranks, 0)
     os.close(reading)
@@ -386,11 +388,13 @@ def test_300_ranks_that_come_at_once_all_get_in(hub, monkeypatch):
     assert float(took_s) < 5
 
 
-def test_a_door_has_room_for_all_who_are_to_come():
-    with contextlib.closing(Door("127.0.0.1", PROOF, "tree", range(1, 301))) as door:
-        links = dialled(door.address, 300)
-        with pytest.raises(Late):
-            door.wait(time.monotonic() + 0.5, lambda: None)
+def test_a_listener_has_room_for_all_children():
+    with contextlib.closing(
+        ChildListener("127.0.0.1", CREDENTIALS, "tree", range(1, 301))
+    ) as listener:
+        links = dialled(listener.address, 300)
+        with pytest.raises(NoMessage):
+            listener.wait(time.monotonic() + 0.5, lambda: None)
         assert links[0].recv(GREETING.size, socket.MSG_WAITALL)
         links[0].setblocking(False)
         with pytest.raises(BlockingIOError):
@@ -403,78 +407,80 @@ def planted(*_):
     raise RuntimeError("planted")
 
 
-@pytest.mark.parametrize("place", ["_greet", "_hear", "_judge", "_on_admitted"])
-def test_an_error_on_one_connection_ends_that_one_alone(hub, monkeypatch, caplog, place):
+@pytest.mark.parametrize("place", ["_greet", "_receive", "_decide", "_on_accepted"])
+def test_an_error_on_one_connection_ends_that_one_alone(server, monkeypatch, caplog, place):
     """Told once, with the traceback, however often it is repeated."""
     caplog.set_level(logging.WARNING, "coordinator")
-    with contextlib.closing(joined(hub, 1)) as client:
+    with contextlib.closing(joined(server, 1)) as client:
         with monkeypatch.context() as patch:
-            patch.setattr(hub._gate, place, planted)
+            patch.setattr(server._authenticator, place, planted)
             for _ in range(3):
                 start = time.monotonic()
-                with pytest.raises((TryAgain, LinkBroken)):
-                    link = connect(socket.AF_INET, hub.address, PROOF, Caller(2, HUB), start + 5)
+                with pytest.raises((NotReady, ConnectionBroken)):
+                    link = connect(
+                        socket.AF_INET, server.address, CREDENTIALS, Hello(2, CONTROL), start + 5
+                    )
                     link.read_exactly(1, start + 5)
                 assert time.monotonic() - start < 3, "it was not closed"
         assert client.ask("count", "", timeout_s=5) == 0
-        joined(hub, 2).close()
+        joined(server, 2).close()
     errors = [record for record in caplog.records if "planted" in record.message]
     assert len(errors) == 1 and errors[0].exc_info and "strangers" in errors[0].message
 
 
-def test_an_error_on_the_connection_of_a_rank_ends_that_one_alone(hub, monkeypatch):
-    with contextlib.closing(joined(hub, 1)) as client:
-        other = joined(hub, 2)
+def test_an_error_on_the_connection_of_a_rank_ends_that_one_alone(server, monkeypatch):
+    with contextlib.closing(joined(server, 1)) as client:
+        other = joined(server, 2)
         with monkeypatch.context() as patch:
-            patch.setattr(Hub, "_hear", planted)
-            with pytest.raises(HubGone):
+            patch.setattr(ControlServer, "_receive", planted)
+            with pytest.raises(ServerLost):
                 other.ask("count", "", timeout_s=5)
-        assert client.ask("beat", 0, None, [], timeout_s=5) == [["", 2]], "its loss is no news"
-        joined(hub, 3).close()
+        assert client.ask("heartbeat", 0, None, [], timeout_s=5) == [["", 2]], "its loss is no news"
+        joined(server, 3).close()
 
 
-def test_an_error_on_one_connection_does_not_end_a_door(monkeypatch):
-    monkeypatch.setattr(Gate, "_hear", planted)
+def test_an_error_on_one_connection_does_not_end_a_listener(monkeypatch):
+    monkeypatch.setattr(AuthenticatedListener, "_receive", planted)
     with (
-        contextlib.closing(Door("127.0.0.1", PROOF, "tree", [1])) as door,
-        socket.create_connection(door.address, timeout=5) as link,
+        contextlib.closing(ChildListener("127.0.0.1", CREDENTIALS, "tree", [1])) as listener,
+        socket.create_connection(listener.address, timeout=5) as link,
     ):
         link.send(b"x")
-        with pytest.raises(Late):
-            door.wait(time.monotonic() + 0.5, lambda: None)
+        with pytest.raises(NoMessage):
+            listener.wait(time.monotonic() + 0.5, lambda: None)
         with contextlib.suppress(ConnectionResetError):
             assert len(link.recv(GREETING.size + 1, socket.MSG_WAITALL)) <= GREETING.size
 
 
-def test_a_counter_that_leaves_64_bits_is_an_error_of_who_adds(hub):
-    """Its answer could not be packed, and the thread of the hub ended."""
+def test_a_counter_that_leaves_64_bits_is_an_error_of_the_requester(server):
+    """Its answer could not be packed, and the thread of the server ended."""
     most = 2**63 - 1
-    with contextlib.closing(joined(hub, 1)) as client:
+    with contextlib.closing(joined(server, 1)) as client:
         assert client.ask("add", "a", most, timeout_s=5) == most
         with pytest.raises(CoordinatorError, match=r"rank 1 asked rank 0 to add.*64 bits"):
             client.ask("add", "a", most, timeout_s=5)
         with pytest.raises(CoordinatorError, match=r"rank 0 asked rank 0 to add.*64 bits"):
-            hub.ask("add", "a", 1, timeout_s=5)
+            server.ask("add", "a", 1, timeout_s=5)
         assert client.ask("add", "a", -1, timeout_s=5) == most - 1
         assert client.ask("add", "b", -most - 1, timeout_s=5) == -most - 1
 
 
-def test_an_answer_that_cannot_be_packed_is_an_error_of_who_asks(hub, monkeypatch):
-    monkeypatch.setitem(hub._operations, "census", lambda *_: 2**70)
-    with contextlib.closing(joined(hub, 1)) as client:
+def test_an_answer_that_cannot_be_packed_is_an_error_of_the_requester(server, monkeypatch):
+    monkeypatch.setitem(server._operations, "membership", lambda *_: 2**70)
+    with contextlib.closing(joined(server, 1)) as client:
         with pytest.raises(CoordinatorError, match="OverflowError"):
-            client.ask("census", timeout_s=5)
+            client.ask("membership", timeout_s=5)
         assert client.ask("add", "a", 1, timeout_s=5) == 1
 
 
-def test_a_false_master_is_found_out(launch):
+def test_a_false_rank_0_is_detected(launch):
     """It sends the right greeting, but cannot answer for the secret."""
     server = socket.create_server(("127.0.0.1", 0))
-    proof = Proof(b"not the secret".ljust(32), "strangers", 2)
+    credentials = Credentials(b"not the secret".ljust(32), "strangers", 2)
 
     def lie():
         link, _ = server.accept()
-        link.sendall(GREETING.pack(MAGIC, VERSION, proof.fingerprint(), bytes(32)))
+        link.sendall(GREETING.pack(MAGIC, VERSION, credentials.fingerprint(), bytes(32)))
         link.recv(HELLO.size, socket.MSG_WAITALL)
         link.sendall(WELCOME.pack(0, b"", os.urandom(32)))
         link.recv(1)

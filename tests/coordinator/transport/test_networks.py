@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-EVERY_CALL = Path(__file__).with_name("every_call.py")
+ROOT = Path(__file__).parents[3]
+EVERY_CALL = Path(__file__).parents[1] / "failure" / "every_call.py"
 # What a rank runs: its LaunchInfo and the program are arguments, its outcome is printed.
 RANK = """
 import json, socket, sys, time

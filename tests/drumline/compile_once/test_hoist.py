@@ -232,7 +232,7 @@ def test_the_number_of_an_accelerator_and_a_name_of_a_device_are_changed_too():
     assert "'cuda:3'" in hoist(named, {"cuda:0": "cuda:3"}).code
 
 
-def test_a_type_of_tensors_that_means_the_current_device_is_told_of():
+def test_a_type_of_tensors_that_means_the_current_device_is_reported():
     report = HoistReport()
     module = graph_of(lambda g, x: g.call_method("type", (x, "torch.cuda.FloatTensor")))
     hoist(module, {"cuda:0": "cpu"}, report=report)
@@ -267,7 +267,7 @@ def test_what_a_user_noted_in_dataclasses_moves_too_even_if_one_holds_itself():
     assert next(iter(module.graph.nodes)).meta["custom"].where == cpu
 
 
-def test_a_string_that_is_the_default_of_an_input_is_told_of():
+def test_a_string_that_is_the_default_of_an_input_is_reported():
     graph, report = fx.Graph(), HoistReport()
     x = graph.placeholder("x")
     graph.output(graph.call_method("to", (x, graph.placeholder("d", default_value="cuda:0"))))
@@ -275,7 +275,7 @@ def test_a_string_that_is_the_default_of_an_input_is_told_of():
     assert report.kept == {"node d": "cuda:0"}
 
 
-def test_a_string_deep_in_arguments_is_told_of_and_refused_in_strict_mode():
+def test_a_string_deep_in_arguments_is_reported_and_refused_in_strict_mode():
     """It may be a device or a name: nothing says which."""
 
     def build():

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from coordinator import Coordinator, CoordinatorError
-from coordinator.transport.connections import Crossing
+from coordinator.transport.connections import PeerConnector
 
 
 def word(sender, receiver):
@@ -49,7 +49,7 @@ def test_a_subgroup_has_connections_by_its_own_ranks(ranks):
 
 def test_errors_name_ranks_of_the_launch(ranks_or_errors, monkeypatch):
     monkeypatch.setattr(
-        Crossing, "_meet", lambda self, *_: "nothing to say" if self._rank == 0 else ""
+        PeerConnector, "_connect", lambda self, *_: "nothing to say" if self._rank == 0 else ""
     )
 
     def body(info):

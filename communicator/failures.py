@@ -1,0 +1,73 @@
+"""Failed peers, for the errors of a communicator; and work that fails on all ranks or on none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from communicator import timings
+from communicator.errors import CommunicatorError, Unsupported
+from coordinator import Coordinator, CoordinatorError, FailureReason, RankFailure, RemoteError
+
+if TYPE_CHECKING:
+    from communicator.base import Communicator
+
+
+def lost_peers(comm: Communicator, wait_s: float = 0.0) -> tuple[RankFailure, ...]:
+    """The peers that exited or were reported, the first to fail first. Not collective.
+
+    Not those that may recover, nor one that has closed its Coordinator while its process is alive.
+    wait_s: how long to wait for there to be one. The Coordinator may be closed: that of a subgroup
+    is needed only to open it. And a torch Store detects nothing. Then only peers whose process is
+    visible from here are known.
+    """
+    try:
+        failures = comm.coor.failures(wait_s=wait_s)
+    except (AttributeError, CoordinatorError):
+        return _dead_processes(comm.coor, wait_s)
+    return tuple(failure for failure in failures if _is_lost(failure))
+
+
+def _is_lost(failure: RankFailure) -> bool:
+    if failure.reason is FailureReason.LEFT:
+        return failure.peer.is_known_dead()
+    return failure.reason in (FailureReason.EXITED, FailureReason.REPORTED)
+
+
+def _dead_processes(coor: Coordinator, wait_s: float) -> tuple[RankFailure, ...]:
+    deadline = time.monotonic() + wait_s
+    while True:
+        failures = tuple(
+            RankFailure(rank, peer, FailureReason.EXITED)
+            for rank, peer in enumerate(coor.peers)
+            if peer.is_known_dead()
+        )
+        if failures or time.monotonic() >= deadline:
+            return failures
+        time.sleep(timings.TIMINGS.exit_poll_s)
+
+
+def describe_lost(failures: Iterable[RankFailure]) -> str:
+    """A sentence for an error; empty if there are none."""
+    texts = "; ".join(map(str, failures))
+    return f" Lost: {texts}." if texts else ""
+
+
+def report(coor: Coordinator, failure: RankFailure) -> None:
+    """Let all ranks of the group know of a failure, if they share a Coordinator that is open."""
+    with suppress(AttributeError, CoordinatorError):
+        coor.report_failure(failure.rank, f"lost: {failure}")
+
+
+def run_on_all_ranks(coor: Coordinator, work: Callable[[], Any]) -> list[Any]:
+    """Every rank's result of work(). Collective. If it fails on one rank, it fails on all.
+
+    There with its own exception; elsewhere with Unsupported if it is that, or CommunicatorError.
+    """
+    try:
+        return coor.run_on_all_ranks(work)
+    except RemoteError as error:
+        kind = Unsupported if error.error_type == Unsupported.__name__ else CommunicatorError
+        raise kind(f"rank {coor.rank}: {error.peer} failed: {error.error_text}") from error

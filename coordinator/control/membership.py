@@ -1,0 +1,118 @@
+"""Membership: rank 0's record of each rank, from its connections and its heartbeats."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from coordinator.call_site import CallStatus
+
+LEFT, SUSPENDED = "left", "suspended"  # notes of a RankReport
+
+
+class RankReport(NamedTuple):
+    """A rank as rank 0 knows it.
+
+    silent_s: since its last heartbeat. calls: of each of its groups, by key. note: LEFT, SUSPENDED
+    or nothing. lost_s: since its last connection broke, or -1. is_unreachable: its host does not
+    acknowledge what was sent to it.
+    """
+
+    silent_s: float
+    calls: Mapping[str, CallStatus] | None
+    note: str
+    lost_s: float
+    is_unreachable: bool
+
+    @classmethod
+    def from_wire(cls, fields: Sequence[Any]) -> RankReport:
+        silent_s, calls, note, lost_s, is_unreachable = fields
+        if calls is not None:
+            calls = {key: CallStatus(*status) for key, status in calls.items()}
+        return cls(silent_s, calls, note, lost_s, is_unreachable)
+
+
+Membership = Mapping[int, RankReport]  # by rank of the launch; empty if rank 0 does not answer
+
+
+@dataclass
+class Member:
+    """A rank of the launch, as long as rank 0 lives."""
+
+    token: bytes = b""  # of the process that is this rank
+    process: str = ""  # its host and pid
+    connections: set[int] = field(default_factory=set)  # descriptors
+    heartbeat_at: float = 0.0
+    pinged_at: float = 0.0
+    calls: Any = None  # of its last heartbeat, by group
+    suspended: Sequence[int] = ()  # ranks of its host that it sees suspended
+    lost_at: float = 0.0
+
+    def has_left(self) -> bool:
+        return not self.connections and not self.lost_at
+
+    def is_silent(self, now: float, silent_s: float) -> bool:
+        """Has it sent heartbeats before, and none for so long?"""
+        return self.calls is not None and now - self.heartbeat_at > silent_s
+
+
+class MembershipTable:
+    """All ranks that have ever come, and the news of them that every rank is to hear.
+
+    News: (group, failure) where a group failed, ("", rank) where a rank's last connection broke.
+    A heartbeat brings those that its rank has not heard of.
+    """
+
+    def __init__(self) -> None:
+        self.members: dict[int, Member] = {}
+        self._news: list[tuple[str, Any]] = []
+
+    def add_connection(self, rank: int, token: bytes, process: str, number: int) -> None:
+        member = self.members.setdefault(rank, Member())
+        member.token, member.process = token, process
+        member.connections.add(number)
+        member.lost_at, member.heartbeat_at = 0.0, time.monotonic()
+
+    def remove_connection(self, rank: int, number: int) -> None:
+        self.members[rank].connections.discard(number)
+
+    def mark_lost(self, rank: int) -> None:
+        """A connection broke: if it was the rank's last, the rank is lost."""
+        member = self.members[rank]
+        if not member.connections:
+            member.lost_at = time.monotonic()
+            self._news.append(("", rank))
+
+    def heartbeat(
+        self, rank: int, num_news: int, calls: Any, suspended: Sequence[int]
+    ) -> list[tuple[str, Any]]:
+        member = self.members[rank]
+        member.heartbeat_at, member.calls = time.monotonic(), calls
+        member.suspended = suspended
+        return self._news[num_news:]
+
+    def report(self, group: str, failure: bytes) -> None:
+        """The first failure of a group stays."""
+        if all(name != group for name, _ in self._news):
+            self._news.append((group, failure))
+
+    def processes(self, ranks: Sequence[int]) -> list[str]:
+        """The process of each rank that has ever come, as it named itself."""
+        return [self.members[rank].process for rank in ranks]
+
+    def reports(self, unreachable: Sequence[int]) -> dict[int, RankReport]:
+        """A RankReport of each rank; unreachable: ranks whose hosts do not acknowledge."""
+        now = time.monotonic()
+        suspended = {rank for member in self.members.values() for rank in member.suspended}
+        return {
+            rank: RankReport(
+                now - member.heartbeat_at,
+                member.calls,
+                LEFT if member.has_left() else SUSPENDED * (rank in suspended),
+                now - member.lost_at if member.lost_at else -1.0,
+                rank in unreachable,
+            )
+            for rank, member in self.members.items()
+        }

@@ -1,0 +1,75 @@
+"""Addresses and descriptors that rank 0 cannot listen on."""
+
+import os
+import resource
+import socket
+from dataclasses import replace
+
+import pytest
+
+from coordinator import Coordinator, CoordinatorError
+from launcher import LaunchInfo
+
+
+def info(**extras):
+    return LaunchInfo("pieces", 2, 2, 0, 0, "127.0.0.1", 1, extras)
+
+
+def test_a_descriptor_that_holds_no_secret_is_an_error():
+    with open(os.devnull) as file, pytest.raises(CoordinatorError, match="launch secret"):
+        Coordinator(info(secret_fd=str(file.fileno())))
+    with pytest.raises(CoordinatorError, match="descriptor 999999"):
+        Coordinator(info(secret_fd="999999"))
+
+
+def test_a_descriptor_that_does_not_listen_is_an_error():
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        with pytest.raises(CoordinatorError, match="adopt descriptor"):
+            Coordinator(info(master_fd=str(bound.fileno())))
+
+
+def test_a_descriptor_that_listens_everywhere_is_an_error():
+    with (
+        socket.create_server(("0.0.0.0", 0)) as anywhere,
+        pytest.raises(CoordinatorError, match="every interface"),
+    ):
+        Coordinator(info(master_fd=str(anywhere.fileno())))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", "0"])
+def test_every_interface_is_no_address_of_rank_0(rank, address):
+    launch = LaunchInfo("pieces", 2, 2, rank, rank, address, 4711)
+    with pytest.raises(CoordinatorError, match=rf"rank {rank}: .* is every interface"):
+        Coordinator(launch, timeout_s=1)
+
+
+def test_a_link_local_address_joins_no_nodes():
+    """Rank 0 once failed to listen with a bare OSError, and the others waited for it."""
+    launch = LaunchInfo("pieces", 2, 1, 0, 0, "fe80::1%lo", 4711)
+    with pytest.raises(CoordinatorError, match=r"rank 0: .* one link alone"):
+        Coordinator(launch, timeout_s=1)
+
+
+def test_an_address_of_another_host_cannot_be_listened_on():
+    launch = LaunchInfo("pieces", 2, 2, 0, 0, "192.0.2.1", 4711)
+    with pytest.raises(CoordinatorError, match=r"rank 0 .* cannot listen at 192.0.2.1:4711"):
+        Coordinator(launch)
+
+
+def test_rank_0_says_at_once_if_it_may_not_open_enough_files():
+    """One descriptor for each rank, and some for clients that have not authenticated."""
+    many = LaunchInfo("pieces", 4096, 4096, 0, 0, "127.0.0.1", 1, {})
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    try:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as listener,
+            pytest.raises(CoordinatorError, match=r"1024 files.*4096 ranks.*ulimit -n"),
+        ):
+            port = listener.getsockname()[1]
+            extras = {"master_fd": str(listener.fileno())}
+            Coordinator(replace(many, master_port=port, extras=extras))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

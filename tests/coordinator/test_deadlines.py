@@ -1,0 +1,41 @@
+"""Arguments that are no deadline, and tracebacks without our frames."""
+
+import pytest
+
+from coordinator import Coordinator
+from coordinator.call_site import traceback_of
+from launcher import LaunchInfo
+
+
+def test_a_traceback_for_others_shows_the_users_frames_alone():
+    def body():
+        with Coordinator(LaunchInfo("alone")) as coor, coor.master_first():
+            coor.once("x", lambda: 1 / 0)
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        body()
+    text = traceback_of(caught.value)
+    assert "in body" in text and "1 / 0" in text and "ZeroDivisionError" in text
+    assert "sequencer.py" not in text and "coordinator.py" not in text.replace(
+        "test_coordinator", ""
+    )
+
+
+@pytest.mark.parametrize("timeout_s", [-1, float("nan"), float("inf"), "1"])
+def test_what_is_no_deadline_is_refused_everywhere(timeout_s):
+    with pytest.raises(ValueError, match="no deadline"):
+        Coordinator(LaunchInfo("alone"), timeout_s=timeout_s)
+    with Coordinator(LaunchInfo("alone")) as coor:
+        for use in (
+            lambda: coor.barrier(timeout_s=timeout_s),
+            lambda: coor.wait("x", timeout_s=timeout_s),
+            lambda: coor.lock("x", timeout_s=timeout_s),
+            lambda: coor.put("x", b"", timeout_s=timeout_s),
+            lambda: coor.get("x", timeout_s=timeout_s),
+            lambda: coor.split([0], timeout_s=timeout_s),
+            lambda: coor.once("x", lambda: b"", timeout_s=timeout_s),
+            lambda: coor.local_barrier(timeout_s=timeout_s),
+            lambda: coor.close(timeout_s=timeout_s),
+        ):
+            with pytest.raises(ValueError, match="no deadline"):
+                use()
