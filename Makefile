@@ -88,6 +88,8 @@ gpu:
 	test -z "$(GPU_TABLES)" || $(GPU_PYTHON) -m benchmarks.gpu $(GPU_TABLES) || failed=1; \
 	exit $$failed
 
+# Without bytecode: most modules of torch and transformers are never imported, so never compiled.
+PIP_OPTIONS ?= --no-compile
 # One at a time, for two makes may run at once; the second finds nothing left to do.
 .venv/ready: pyproject.toml constraints.txt setup.py $(wildcard csrc/*/*.h csrc/*/*/*.h csrc/*/*.cpp csrc/*/*/*.cpp)
 	@echo "== setting up .venv: packages and native parts (minutes the first time)"

@@ -39,6 +39,9 @@ class CoordinatorTimings:
     new_group_s: float = 5.0
     """For a group to appear in the heartbeats of all its ranks. Must exceed several heartbeat_s."""
 
+    callback_s: float = 1.0
+    """For a callback that is running to end when its subscription is closed."""
+
     # ---- control plane: coordinator/control/ ----
     heartbeat_s: float = 0.5
     """Between two heartbeats of a rank to rank 0."""
