@@ -38,7 +38,7 @@ ORDER = {
     "drumline": (
         "base core",
         "planner checkpoint",
-        "liveness offload kv_cache",
+        "offload kv_cache",
         "tensor_parallel compile_once",
         "stages",
         "pipeline",

@@ -386,13 +386,13 @@ def stages_in_graphs(coor: Coordinator, folder: str) -> list[Any]:
     from drumline.strategies import pipeline_parallel
     from tests.gpu import decode
 
-    made: list[cuda_graphs.Graphs] = []
+    made: list[cuda_graphs.CudaGraphs] = []
 
-    def make(rank: int, device: torch.device) -> cuda_graphs.Graphs:
-        made.append(cuda_graphs.Graphs(rank, device))
+    def make(rank: int, device: torch.device) -> cuda_graphs.CudaGraphs:
+        made.append(cuda_graphs.CudaGraphs(rank, device))
         return made[-1]
 
-    pipeline_parallel.Graphs = make
+    pipeline_parallel.CudaGraphs = make
     if coor.is_master():
         decode.small_model(GPU).save_pretrained(folder)
     coor.barrier()
