@@ -151,6 +151,10 @@ def _parser(module: str) -> argparse.ArgumentParser:
     return importlib.import_module(module).parser()
 
 
+COMMANDS = [
+    *drumline.cli.DELEGATED,
+    *(command.name for command in drumline.cli.command_options.COMMANDS),
+]
 PARSERS = {
     "python -m launcher": launcher.cli.parse,
     "python -m communicator": communicator.cli.parser().parse_args,
@@ -165,7 +169,8 @@ def _lines(document: Path) -> list[list[str]]:
     fenced = re.findall(r"^```\w*\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
     lines = [line.strip() for block in fenced for line in block.splitlines()]
     lines += [line.strip() for line in re.findall(r"^    .*", document.read_text(), re.MULTILINE)]
-    starts = ("make ", *(f"{command} " for command in PARSERS))
+    starts = ("make ", *(f"{command} " for command in PARSERS if command != "drumline"))
+    starts += tuple(f"drumline {name} " for name in COMMANDS)  # a sentence may begin with its name
     return [shlex.split(line, comments=True) for line in lines if line.startswith(starts)]
 
 
