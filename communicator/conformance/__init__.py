@@ -19,9 +19,9 @@ from torch import Size
 
 from communicator import timings
 from communicator.base import Communicator
+from communicator.calls.dtypes import DTYPES, OPS
 from communicator.conformance.call_tester import CallTester, differs, first, raw
 from communicator.conformance.test_data import Shape
-from communicator.dtypes import DTYPES, OPS
 from communicator.errors import CommunicatorError, DrumlineError, Unsupported
 from coordinator import CoordinatorError
 

@@ -55,7 +55,7 @@ def _placed_and_loaded(
         found = survey(coor, path, asked)
         chosen = run_on_all_ranks(coor, lambda: found.plan(device_map, asked.speeds))
         maps.append(chosen)
-        told = {"plan": chosen.to_bytes().decode(), "cuda_graphs": str(asked.cuda_graphs)}
+        told = {"plan": chosen.to_json(), "cuda_graphs": str(asked.cuda_graphs)}
         check_same_on_all_ranks(coor, told)
         if asked.cuda_graphs:
             _refuse_graphs(chosen)

@@ -131,9 +131,7 @@ def _plan(coor: Coordinator, grid: Mesh, cut: CutModel, asked: LoadOptions) -> D
     chosen: DeviceMap = run_on_all_ranks(
         coor, lambda: plan(parts, room, _without_speeds(device_map))
     )
-    check_same_on_all_ranks(
-        coor, {"plan": chosen.to_bytes().decode(), **model_facts(model, model.dtype)}
-    )
+    check_same_on_all_ranks(coor, {"plan": chosen.to_json(), **model_facts(model, model.dtype)})
     return chosen
 
 

@@ -22,7 +22,7 @@ import coordinator
 import drumline
 from coordinator import Coordinator
 from coordinator.store.torch_store import StoreTimeout
-from drumline.checkpoint import shard_loader
+from drumline.checkpoint import plan_executor
 from drumline.errors import story
 from drumline.liveness import stopped_ranks
 from drumline.liveness.stopped_ranks import outlast_master
@@ -523,8 +523,8 @@ def test_who_reads_for_others_and_fails_tells_them_at_once(
     def bomb(self, plan, rank):
         return 1 // 0 if rank == 0 else real(self, plan, rank)
 
-    real = shard_loader._Stream.run
-    monkeypatch.setattr(shard_loader._Stream, "run", bomb)
+    real = plan_executor.PlanExecutor.run
+    monkeypatch.setattr(plan_executor.PlanExecutor, "run", bomb)
 
     def rank(info):
         path = checkpoints.llama()[1] if info.rank == 0 else "nowhere"
@@ -549,7 +549,7 @@ def test_who_lost_another_while_it_loaded_is_not_accused(ranks, loss):
     def rank(info):
         with Coordinator(info) as coor:
             if info.rank == 1:
-                with pytest.raises(loss), shard_loader.abort_peers_on_error(coor):
+                with pytest.raises(loss), plan_executor.abort_peers_on_error(coor):
                     raise loss("rank 1: rank 2 is gone")
             return coor.allgather(b"well")
 

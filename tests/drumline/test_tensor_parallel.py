@@ -675,7 +675,7 @@ def test_a_plan_whose_shapes_disagree_is_found_before_loading(
 ):
     _, path = family("llama")
     monkeypatch.setattr(
-        "drumline.checkpoint.shard_loader.TensorReader", None
+        "drumline.checkpoint.plan_executor.TensorReader", None
     )  # no weight can be read
     plan = {f"model.layers.*.mlp.{name}": style for name, style in styles.items()}
 
