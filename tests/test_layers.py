@@ -27,7 +27,7 @@ ORDER = {
         "control",
         "failure",
         "store transport",
-        "collectives coordinator outcome",
+        "collectives coordinator work_outcome",
     ),
     "communicator": (
         "base torch_interop",
