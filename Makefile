@@ -17,6 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo        train a small model on $(RANKS) ranks, then generate with it split over them"
 	@echo "make test        run the tests (TESTS=tests/launcher for some of them)"
+	@echo "make soak        run the tests that take long (many ranks, many random faults)"
 	@echo "make lint        check format, style and types"
 	@echo "make cuda-check  compile the CUDA code (needs nvcc)"
 	@echo "make gpu         test and measure on this machine's GPU; writes benchmarks/results (no network)"
@@ -44,6 +45,11 @@ else
 	@echo "== running the tests"
 	@$(BIN)/python -m tests.programs.side_by_side $(SIDE_BY_SIDE) $(TEST_OPTIONS)
 endif
+
+.PHONY: soak
+soak: .venv/ready
+	@echo "== running the tests that take long: many ranks, many random faults, large messages"
+	@$(BIN)/python -m pytest -m soak $(TESTS)
 
 .PHONY: lint
 lint: .venv/ready
@@ -88,6 +94,8 @@ gpu:
 	test -z "$(GPU_TABLES)" || $(GPU_PYTHON) -m benchmarks.gpu $(GPU_TABLES) || failed=1; \
 	exit $$failed
 
+# Without bytecode: most modules of torch and transformers are never imported, so never compiled.
+PIP_OPTIONS ?= --no-compile
 # One at a time, for two makes may run at once; the second finds nothing left to do.
 .venv/ready: pyproject.toml constraints.txt setup.py $(wildcard csrc/*/*.h csrc/*/*/*.h csrc/*/*.cpp csrc/*/*/*.cpp)
 	@echo "== setting up .venv: packages and native parts (minutes the first time)"

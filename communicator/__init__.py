@@ -7,7 +7,7 @@ with Communicator(Coordinator()) as comm:
 from importlib.metadata import PackageNotFoundError, version
 
 from communicator.base import Capabilities, Communicator
-from communicator.dtypes import DTYPES, OPS, DtypeInfo, OpInfo, dtype_info, op_name
+from communicator.calls.dtypes import DTYPES, OPS, DtypeInfo, OpInfo, dtype_info, op_name
 from communicator.errors import CommunicatorError, CommunicatorTimeout, PeerLost, Unsupported
 from communicator.selection import backend_class, backend_names
 

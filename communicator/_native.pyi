@@ -3,7 +3,7 @@ from typing import Protocol
 
 import torch
 
-from communicator.dtypes import Op
+from communicator.calls.dtypes import Op
 
 class Bootstrap(Protocol):
     def allgather(self, data: bytes, /) -> list[bytes]: ...

@@ -18,8 +18,9 @@ from typing import Any, ClassVar
 import torch
 
 import launcher
-from communicator import call_check, timings
-from communicator.arguments import (
+from communicator import timings
+from communicator.calls import call_check
+from communicator.calls.arguments import (
     check_apart,
     check_like,
     check_op,
@@ -27,10 +28,10 @@ from communicator.arguments import (
     check_peer,
     check_tensor,
 )
-from communicator.default_collectives import CollectivesFromP2P, P2PCall
-from communicator.dtypes import Op
+from communicator.calls.default_collectives import CollectivesFromP2P, P2PCall
+from communicator.calls.dtypes import Op
+from communicator.calls.failures import lost_peers
 from communicator.errors import CommunicatorError, Unsupported
-from communicator.failures import lost_peers
 from coordinator import Coordinator, RankFailure
 
 TRACED = (

@@ -119,7 +119,7 @@ def test_the_commands_for_two_machines_run_as_printed(hosts, who):
 
 def test_our_commands_for_two_machines_run_as_printed_and_their_traces_are_joined(hosts, who):
     """With a rank on each, and --trace as well."""
-    start = "python -m launcher run --launcher torchrun --nnodes 2"
+    start = "drumline run --launcher torchrun --nnodes 2"
     traces = f"{who.parent}/$(hostname).json"
     words = {"-n 4": f"-n 1 --trace {traces}", "who.py": who}
     assert hosts.typed(RUNNING, start, **words) == [
@@ -151,6 +151,22 @@ def _parser(module: str) -> argparse.ArgumentParser:
     return importlib.import_module(module).parser()
 
 
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_every_test_and_path_that_a_page_names_exists(page):
+    text = page.read_text()
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    names = re.findall(r"`(test_\w+)`", text)
+    assert [name for name in names if f"def {name}(" not in tests] == []
+    folders = "|".join((*FLOORS, "csrc", "docs", "tests", "benchmarks", "examples"))
+    paths = re.findall(rf"`((?:{folders})/[\w/.]*)`", text)
+    missing = [path for path in paths if not (ROOT / path).exists()]
+    assert set(missing) <= {"communicator/communicator.h"}  # of an installed drumline
+
+
+COMMANDS = [
+    *drumline.cli.DELEGATED,
+    *(command.name for command in drumline.cli.command_options.COMMANDS),
+]
 PARSERS = {
     "python -m launcher": launcher.cli.parse,
     "python -m communicator": communicator.cli.parser().parse_args,
@@ -162,10 +178,11 @@ PARSERS = {
 
 def _lines(document: Path) -> list[list[str]]:
     """The commands of a document, in words: lines in fences, or set in by four."""
-    fenced = re.findall(r"^```\w*\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
+    fenced = re.findall(r"^```[^\n]*\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
     lines = [line.strip() for block in fenced for line in block.splitlines()]
     lines += [line.strip() for line in re.findall(r"^    .*", document.read_text(), re.MULTILINE)]
-    starts = ("make ", *(f"{command} " for command in PARSERS))
+    starts = ("make ", *(f"{command} " for command in PARSERS if command != "drumline"))
+    starts += tuple(f"drumline {name} " for name in COMMANDS)  # a sentence may begin with its name
     return [shlex.split(line, comments=True) for line in lines if line.startswith(starts)]
 
 

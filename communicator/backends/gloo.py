@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch.distributed import AllreduceOptions, BarrierOptions, ProcessGroupGloo
 
-from communicator import call_check
 from communicator.backends.tagged_p2p import TaggedP2PCommunicator, as_bytes
-from communicator.dtypes import OPS
+from communicator.calls import call_check
+from communicator.calls.dtypes import OPS
+from communicator.calls.failures import describe_lost
 from communicator.errors import CommunicatorTimeout, DrumlineError, PeerLost
-from communicator.failures import describe_lost
 from coordinator import Coordinator, CoordinatorError
 
 REDUCED = {

@@ -18,9 +18,9 @@ import torch
 from communicator.backends.tagged_p2p import TaggedP2PCommunicator
 from communicator.backends.tcp import Tcp
 from communicator.base import Capabilities, Communicator
-from communicator.default_collectives import P2PCall, accumulator
+from communicator.calls.default_collectives import P2PCall, accumulator
+from communicator.calls.failures import describe_lost, report, run_on_all_ranks
 from communicator.errors import CommunicatorError, DrumlineError, PeerLost, Unsupported, with_text
-from communicator.failures import describe_lost, report, run_on_all_ranks
 from communicator.selection import backend_class
 from coordinator import Coordinator
 

@@ -18,13 +18,13 @@ import torch
 from communicator import timings
 from communicator.backends.tagged_p2p import TaggedP2PCommunicator, as_bytes
 from communicator.base import Capabilities
-from communicator.dtypes import OPS, dtype_info
+from communicator.calls.dtypes import OPS, dtype_info
+from communicator.calls.failures import describe_lost
 from communicator.errors import (
     CommunicatorTimeout,
     PeerLost,
     Unsupported,
 )
-from communicator.failures import describe_lost
 from coordinator import Coordinator
 
 EAGER_TESTS = 200  # of a call before its thread sleeps between them

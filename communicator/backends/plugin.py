@@ -18,11 +18,11 @@ import torch
 
 import communicator._native as _native
 from communicator.base import Communicator
-from communicator.call_check import CallChecker
-from communicator.default_collectives import P2PCall
-from communicator.dtypes import Op
+from communicator.calls.call_check import CallChecker
+from communicator.calls.default_collectives import P2PCall
+from communicator.calls.dtypes import Op
+from communicator.calls.failures import describe_lost, run_on_all_ranks
 from communicator.errors import DrumlineError, PeerLost, Unsupported
-from communicator.failures import describe_lost, run_on_all_ranks
 from coordinator import Coordinator
 
 ONE_NODE = 1 << 1  # COMM_CAP_ONE_NODE of communicator.h

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from communicator import call_check
 from communicator.base import Capabilities, Communicator
-from communicator.default_collectives import P2PCall
+from communicator.calls import call_check
+from communicator.calls.default_collectives import P2PCall
 from communicator.errors import CommunicatorError
 
 DESCRIPTION = "description"  # in the tag, in place of a shape and dtype

@@ -9,12 +9,14 @@ from typing import Any, NoReturn
 
 import torch
 
-from communicator import call_check, timings
-from communicator.async_work import AsyncWork, WorkQueue
+from communicator import timings
 from communicator.backends.tagged_p2p import as_bytes
 from communicator.backends.tensor_socket import SocketClosed, Steps, TensorSocket
 from communicator.base import Capabilities, Communicator
-from communicator.default_collectives import P2PCall
+from communicator.calls import call_check
+from communicator.calls.async_work import AsyncWork, WorkQueue
+from communicator.calls.default_collectives import P2PCall
+from communicator.calls.failures import describe_lost
 from communicator.errors import (
     CommunicatorError,
     CommunicatorTimeout,
@@ -22,7 +24,6 @@ from communicator.errors import (
     PeerLost,
     Unsupported,
 )
-from communicator.failures import describe_lost
 from coordinator import Coordinator, CoordinatorError, FailureReason, RankFailure
 
 SPLIT_FROM_BYTES = 1 << 21  # from this size on all ranks share the work of an allreduce

@@ -16,7 +16,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from communicator.base import Communicator
-from communicator.dtypes import NAMES_OF_TORCH_OPS
+from communicator.calls.dtypes import NAMES_OF_TORCH_OPS
 from communicator.errors import Unsupported
 
 BOOL_OPS = {

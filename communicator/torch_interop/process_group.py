@@ -13,8 +13,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from communicator.async_work import NO_TIMEOUT, AsyncWork, WorkQueue
 from communicator.base import Communicator
+from communicator.calls.async_work import NO_TIMEOUT, AsyncWork, WorkQueue
 from communicator.errors import Unsupported
 from communicator.selection import choose
 from communicator.torch_interop import list_collectives

@@ -1,4 +1,4 @@
-"""A model as the planner sees it, and the map that comes out: data, no torch and no communication.
+"""The profile of a model and the device map planned for it: data, no torch and no communication.
 
 layers = (ModulePart("layers.0", 12), ModulePart("layers.1", 12))
 model = ModelProfile(layers, others=(ModulePart("head", 6),))
@@ -12,17 +12,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 Place = tuple[int, str]
-"""Where a module lies: a rank, and a device such as "cuda:1" or "cpu", or "disk".
+"""The location of a module: a rank, and a device such as "cuda:1" or "cpu", or "disk".
 
-Modules on "disk", and on "cpu" where the rank has an accelerator too, are brought to the rank's
-first device for as long as they run.
+Modules on "disk", and on "cpu" of a rank with an accelerator, are offloaded: their weights are
+loaded to the rank's first device while they run.
 """
 
 KINDS_OF_DEVICE = ("cpu", "disk")
 
 
 def sort_places(room: Mapping[Place, int]) -> dict[Place, int]:
-    """By rank; of a rank its accelerators, then its CPU, then its disk."""
+    """Sort by rank; within a rank its accelerators, then its CPU, then its disk."""
 
     def key(place: Place) -> tuple[int, int, str, int]:
         kind, _, number = place[1].partition(":")
@@ -33,12 +33,12 @@ def sort_places(room: Mapping[Place, int]) -> dict[Place, int]:
 
 
 def first_device(devices: Iterable[str]) -> str:
-    """The device on which a rank with these computes what is not on an accelerator."""
+    """The device of a rank on which its offloaded modules run."""
     return next((device for device in devices if device not in KINDS_OF_DEVICE), "cpu")
 
 
 def offload_level(place: Place, room: Iterable[Place]) -> int:
-    """How far from where it runs a module at this place is: 0 there, 1 on the CPU, 2 on disk."""
+    """The level of offloading at a place: 0 for none, 1 on the CPU, 2 on disk."""
     rank, device = place
     if device == "disk":
         return 2
@@ -90,7 +90,7 @@ class ModelProfile:
 
 @dataclass(frozen=True)
 class DeviceMap:
-    """Which place holds each module, in the order the modules run; prints as a picture."""
+    """The place of each module, in the order the modules run; prints as a picture."""
 
     places: dict[str, Place]
     nbytes: dict[str, int]
@@ -101,7 +101,7 @@ class DeviceMap:
         return {name: device for name, (owner, device) in self.places.items() if owner == rank}
 
     def device_of(self, rank: int) -> str:
-        """The device that a rank's inputs go to, and where what it holds elsewhere runs."""
+        """The device for a rank's inputs and its offloaded modules."""
         return first_device(self.of(rank).values())
 
     def runs_on(self, rank: int) -> dict[str, str]:
@@ -113,7 +113,7 @@ class DeviceMap:
         }
 
     def holds(self, rank: int) -> str:
-        """The modules of a rank in words."""
+        """The modules of a rank as text."""
         return abbreviate_names(self.of(rank)) or "no module"
 
     @property
@@ -139,19 +139,11 @@ class DeviceMap:
     def __str__(self) -> str:
         return self.picture()
 
-    def to_bytes(self) -> bytes:
+    def to_json(self) -> str:
+        """The map as text, to be compared between ranks."""
         places = [[name, *place, self.nbytes[name]] for name, place in self.places.items()]
         room = [[*place, nbytes] for place, nbytes in self.room.items()]
-        return json.dumps([places, room]).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> DeviceMap:
-        places, room = json.loads(data)
-        return cls(
-            {name: (rank, device) for name, rank, device, _ in places},
-            {name: nbytes for name, _, _, nbytes in places},
-            {(rank, device): nbytes for rank, device, nbytes in room},
-        )
+        return json.dumps([places, room])
 
 
 def format_nbytes(nbytes: int) -> str:

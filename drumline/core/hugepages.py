@@ -1,6 +1,6 @@
-"""Memory for tensors that are about to be read, in huge pages where the kernel has them.
+"""Allocation of memory for tensors that will be read, in huge pages where the kernel has them.
 
-shards = rooms({"weight": ((1024, 4096), torch.float32, "cpu")})
+shards = allocate_hugepages({"weight": ((1024, 4096), torch.float32, "cpu")})
 
 Read into memory in pages of 4 KiB, a file costs as much time in faults as in copying.
 """
@@ -27,24 +27,24 @@ TensorSpec = tuple[Sequence[int], torch.dtype, "torch.device | str"]
 """Shape, dtype and device."""
 
 
-def allocate_hugepages(wishes: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
-    """Empty tensors; those on the CPU lie one behind the other in few mappings."""
-    found = {}
+def allocate_hugepages(specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
+    """Allocate empty tensors; those on the CPU lie one behind the other in few mappings."""
+    tensors = {}
     sizes = {}
-    for name, (shape, dtype, device) in wishes.items():
+    for name, (shape, dtype, device) in specs.items():
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes and torch.device(device).type == "cpu":
             sizes[name] = nbytes
         else:
-            found[name] = torch.empty(tuple(shape), dtype=dtype, device=device)
-    for part in _parted(sizes):
-        for name, raw in _mapped({name: sizes[name] for name in part}).items():
-            shape, dtype, _ = wishes[name]
-            found[name] = raw.view(dtype).view(tuple(shape))
-    return found
+            tensors[name] = torch.empty(tuple(shape), dtype=dtype, device=device)
+    for part in _group_by_mapping(sizes):
+        for name, raw in _map_memory({name: sizes[name] for name in part}).items():
+            shape, dtype, _ = specs[name]
+            tensors[name] = raw.view(dtype).view(tuple(shape))
+    return tensors
 
 
-def _parted(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+def _group_by_mapping(sizes: Mapping[str, int]) -> Iterator[list[str]]:
     """The names in their order, as many at a time as may share a mapping."""
     part: list[str] = []
     total = 0
@@ -58,7 +58,7 @@ def _parted(sizes: Mapping[str, int]) -> Iterator[list[str]]:
         yield part
 
 
-def _mapped(sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+def _map_memory(sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
     """Bytes in one mapping. What does not fill a huge page lies in small ones, so that no memory is
     used but what the tensors need."""
     total = sum(-(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES for nbytes in sizes.values())
@@ -72,8 +72,8 @@ def _mapped(sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
     if spare:
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE, begin, total // HUGE_PAGE_NBYTES * HUGE_PAGE_NBYTES)
-    found = {}
+    buffers = {}
     for name, nbytes in sizes.items():
-        found[name] = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=begin)
+        buffers[name] = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=begin)
         begin += -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
-    return found
+    return buffers

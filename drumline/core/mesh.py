@@ -19,7 +19,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 """The axes that mean something to `drumline.load`, outermost first where the order is free."""
 
 ALIASES = {"fsdp": "dp_shard"}
-"""What transformers calls the axis over which FSDP shards."""
+"""Names of axes in transformers, and ours."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,16 @@ class Mesh:
         return math.prod(self.axes.values())
 
     def axis_size(self, axis: str) -> int:
-        """How many ranks there are along an axis; 1 for one that the mesh does not have."""
+        """The number of ranks along an axis; 1 for an axis that the mesh does not have."""
         return self.axes.get(axis, 1)
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Where a rank is, by axis."""
+        """The coordinate of a rank, by axis."""
         return dict(self._places[rank])
 
     @cached_property
     def _places(self) -> dict[int, dict[str, int]]:
-        """By rank, its coordinate: plans ask for it once for every tensor."""
+        """The coordinate of every rank; cached, since plans use it for every tensor."""
         ranges = [range(size) for size in self.axes.values()]
         places = [dict(zip(self.axes, at, strict=True)) for at in itertools.product(*ranges)]
         return dict(zip(self.ranks, places, strict=True))
@@ -69,18 +69,18 @@ class Mesh:
     @cached_property
     def descending_axes(self) -> frozenset[str]:
         """The axes along which ranks do not ascend everywhere."""
-        found, step = set(), self.size
+        unsorted, step = set(), self.size
         for axis, size in self.axes.items():
             step //= size
             behind = [place for place in range(self.size) if place // step % size]
             if any(self.ranks[place] < self.ranks[place - step] for place in behind):
-                found.add(axis)
-        return frozenset(found)
+                unsorted.add(axis)
+        return frozenset(unsorted)
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The ranks that differ from `rank` along these axes only, itself among them, in order."""
-        mine = self.coordinate(rank)
-        fixed = {axis: at for axis, at in mine.items() if axis not in axes}
+        coordinate = self.coordinate(rank)
+        fixed = {axis: at for axis, at in coordinate.items() if axis not in axes}
         return tuple(r for r in self.ranks if fixed.items() <= self.coordinate(r).items())
 
 
@@ -90,24 +90,24 @@ def read_mesh(mesh: Any, world_size: int) -> Mesh:
     A DeviceMesh of one dimension needs no name: it is `tp`. Raises PlanError if it does not cover
     the launch, or has an axis that means nothing here.
     """
-    found = mesh if isinstance(mesh, Mesh) else _from(mesh)
-    strangers = [axis for axis in found.axes if axis not in AXES]
-    if strangers:
+    grid = mesh if isinstance(mesh, Mesh) else _from(mesh)
+    unknown = [axis for axis in grid.axes if axis not in AXES]
+    if unknown:
         raise PlanError(
-            f"the mesh has the axes {strangers}, and nothing would be placed along them; "
+            f"the mesh has the axes {unknown}, and nothing would be placed along them; "
             f"name them after what they do: {', '.join(AXES)}."
         )
-    if sorted(found.ranks) != list(range(world_size)):
+    if sorted(grid.ranks) != list(range(world_size)):
         raise PlanError(
-            f"the mesh {dict(found.axes)} has {found.size} places and the launch {world_size} "
-            f"ranks, so some would hold nothing or nobody; start {found.size} ranks, or give "
+            f"the mesh {dict(grid.axes)} has {grid.size} places and the launch {world_size} "
+            f"ranks; start {grid.size} ranks, or give "
             "sizes whose product is the number of ranks."
         )
-    return found
+    return grid
 
 
 def resolve_mesh(mesh: Any, tp: int | None, world_size: int, others: str = "dp_replicate") -> Mesh:
-    """The mesh that `load` was given, or teams of `tp` ranks with the `others` axis around them.
+    """The mesh that `load` was given, or TP groups of `tp` ranks along the `others` axis.
 
     Raises PlanError for a mesh that cannot be, or that contradicts tp.
     """
@@ -126,7 +126,7 @@ def resolve_mesh(mesh: Any, tp: int | None, world_size: int, others: str = "dp_r
 
 
 def num_stages(mesh: Any) -> int:
-    """How many stages a mesh has that was not read yet; 1 for what is none."""
+    """The number of pipeline stages of a mesh as users write it; 1 for no mesh."""
     if mesh is None or not (isinstance(mesh, (Mesh, Mapping)) or hasattr(mesh, "mesh_dim_names")):
         return 1
     grid = mesh if isinstance(mesh, Mesh) else _from(mesh)

@@ -1,6 +1,6 @@
-"""Arguments of a layer as a template, which is sent once, and the numbers and tensors that vary.
+"""Arguments of a layer as a spec, which is sent once, and the numbers and tensors that vary.
 
-A template is nested tuples of text and numbers, so it can be hashed here and written as JSON for
+A spec is nested tuples of text and numbers, so it can be hashed here and written as JSON for
 the other side. Only plain values travel: anything else is an error that names its type, and nothing
 is ever pickled.
 """
@@ -22,12 +22,12 @@ from drumline.errors import DrumlineError
 TreeSpec = tuple[Any, ...]
 
 NEW_HIDDEN_STATE: TreeSpec = ("list", ("hidden",))
-"""The output of nearly every layer: a new hidden state, and nothing written elsewhere."""
+"""Spec of the output of nearly every layer: a new hidden state, and no other change."""
 
 
 @dataclass
 class Leaves:
-    """What varies in the arguments of one call."""
+    """The varying values in the arguments of one call."""
 
     ints: list[int] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -36,7 +36,7 @@ class Leaves:
     positions: dict[int, int] = field(default_factory=dict)
 
     def tensor(self, tensor: torch.Tensor) -> int:
-        """Its position; the same tensor given twice is one."""
+        """The position of a tensor; the same tensor given twice has one."""
         position = self.positions.setdefault(id(tensor), len(self.tensors))
         if position == len(self.tensors):
             self.tensors.append(tensor)
@@ -44,7 +44,7 @@ class Leaves:
 
 
 def flatten(value: Any, leaves: Leaves, handle: Callable[[Cache], int]) -> TreeSpec:
-    """The template of a value; what varies is put into `leaves`. The frequent kinds come first."""
+    """The spec of a value; varying values are put into `leaves`. Frequent kinds come first."""
     if isinstance(value, torch.Tensor):
         return ("tensor", leaves.tensor(value))
     if value is None or isinstance(value, (bool, float, str)):
@@ -57,7 +57,7 @@ def flatten(value: Any, leaves: Leaves, handle: Callable[[Cache], int]) -> TreeS
         return (kind, *[flatten(item, leaves, handle) for item in value])
     if isinstance(value, dict):
         items = ("dict", *[(_key(k), flatten(v, leaves, handle)) for k, v in value.items()])
-        return _made(value, items)
+        return _output_spec(value, items)
     if isinstance(value, Cache):
         return _flatten_cache(value, leaves, handle)
     if isinstance(value, KVSharingDict):
@@ -75,14 +75,14 @@ def flatten(value: Any, leaves: Leaves, handle: Callable[[Cache], int]) -> TreeS
 def _flatten_cache(cache: Cache, leaves: Leaves, handle: Callable[[Cache], int]) -> TreeSpec:
     if isinstance(cache, EncoderDecoderCache):
         pair = (cache.self_attention_cache, cache.cross_attention_cache)
-        return ("pair", *[flatten(each, leaves, handle) for each in pair])
+        return ("pair", *[flatten(part, leaves, handle) for part in pair])
     leaves.caches.append(cache)
     leaves.ints.append(handle(cache))
     return ("cache",)
 
 
-def _made(value: dict[str, Any], items: TreeSpec) -> TreeSpec:
-    """The items of a dict, and what is made of them for an output, as of ViTMAE's decoder."""
+def _output_spec(value: dict[str, Any], items: TreeSpec) -> TreeSpec:
+    """The items of a dict, with its class if it is a ModelOutput, as of ViTMAE's decoder."""
     kind = type(value)
     return ("made", _full_name(kind), items) if issubclass(kind, ModelOutput) else items
 
@@ -93,7 +93,7 @@ def _full_name(kind: type[Any]) -> str:
 
 @functools.cache
 def _output_class(name: str) -> type[Any]:
-    """By its name, among those that the model here has brought along: nothing is imported."""
+    """The class of this name among those that are imported already: nothing is imported."""
     kinds: list[type[Any]] = [ModelOutput]
     for kind in kinds:
         if _full_name(kind) == name:
@@ -115,7 +115,7 @@ def _key(key: Any) -> str:
 
 
 class CacheLookup:
-    """How the receiving side turns numbers back into its own caches."""
+    """The caches of the receiving side by number."""
 
     def cache(self, number: int) -> Cache:
         raise NotImplementedError
@@ -126,7 +126,7 @@ class CacheLookup:
 
 @dataclass
 class Unflattener:
-    """What fills a template on the receiving side; `shared` collects what layers write to."""
+    """The values that fill a spec on the receiving side; layers write to the dicts in `shared`."""
 
     ints: Iterator[int]
     tensors: Sequence[torch.Tensor]
@@ -134,36 +134,36 @@ class Unflattener:
     shared: list[KVSharingDict] = field(default_factory=list)
 
 
-def unflatten(template: Any, arrived: Unflattener) -> Any:
-    kind = template[0]
+def unflatten(spec: Any, unflattener: Unflattener) -> Any:
+    kind = spec[0]
     if kind == "tensor":
-        return arrived.tensors[template[1]]
+        return unflattener.tensors[spec[1]]
     if kind == "value":
-        return template[1]
+        return spec[1]
     if kind == "int":
-        return next(arrived.ints)
+        return next(unflattener.ints)
     if kind == "cache":
-        return arrived.caches.cache(next(arrived.ints))
+        return unflattener.caches.cache(next(unflattener.ints))
     if kind == "dtype":
-        return getattr(torch, template[1])
+        return getattr(torch, spec[1])
     if kind == "made":
-        return _output_class(template[1])(**unflatten(template[2], arrived))
+        return _output_class(spec[1])(**unflatten(spec[2], unflattener))
     if kind in ("dict", "shared"):
-        items = {key: unflatten(item, arrived) for key, item in template[1:]}
-        return items if kind == "dict" else _shared(items, arrived)
-    values = [unflatten(item, arrived) for item in template[1:]]
+        items = {key: unflatten(item, unflattener) for key, item in spec[1:]}
+        return items if kind == "dict" else _shared(items, unflattener)
+    values = [unflatten(item, unflattener) for item in spec[1:]]
     if kind == "pair":
-        return arrived.caches.pair(*values)
+        return unflattener.caches.pair(*values)
     return values if kind == "list" else tuple(values)
 
 
-def _shared(items: dict[str, Any], arrived: Unflattener) -> KVSharingDict:
-    arrived.shared.append(KVSharingDict(items))
-    return arrived.shared[-1]
+def _shared(items: dict[str, Any], unflattener: Unflattener) -> KVSharingDict:
+    unflattener.shared.append(KVSharingDict(items))
+    return unflattener.shared[-1]
 
 
 def flatten_output(value: Any, inputs: Sequence[torch.Tensor], new: list[torch.Tensor]) -> TreeSpec:
-    """The template of a layer's output in terms of its inputs.
+    """The spec of a layer's output in terms of its inputs.
 
     "input" is one of the inputs handed through, "hidden" a new tensor like the first input, "extra"
     a new one of another shape. New tensors are appended to `new` in order.
@@ -183,7 +183,7 @@ def flatten_output(value: Any, inputs: Sequence[torch.Tensor], new: list[torch.T
         kind = "list" if isinstance(value, list) else "tuple"
         return (kind, *[flatten_output(item, inputs, new) for item in value])
     if isinstance(value, dict):
-        return _made(
+        return _output_spec(
             value, ("dict", *[(_key(k), flatten_output(v, inputs, new)) for k, v in value.items()])
         )
     if isinstance(value, Cache):
@@ -195,21 +195,21 @@ def flatten_output(value: Any, inputs: Sequence[torch.Tensor], new: list[torch.T
 
 
 def unflatten_output(
-    template: Any, inputs: list[torch.Tensor], new: Iterator[torch.Tensor], caches: list[Cache]
+    spec: Any, inputs: list[torch.Tensor], new: Iterator[torch.Tensor], caches: list[Cache]
 ) -> Any:
-    """A layer's output from its description."""
-    kind = template[0]
+    """A layer's output from its spec."""
+    kind = spec[0]
     if kind in ("hidden", "extra"):
         return next(new)
     if kind == "input":
-        return inputs[template[1]]
+        return inputs[spec[1]]
     if kind == "value":
-        return template[1]
+        return spec[1]
     if kind == "cache":
         return caches[0]
     if kind == "made":
-        return _output_class(template[1])(**unflatten_output(template[2], inputs, new, caches))
-    items = template[1:]
+        return _output_class(spec[1])(**unflatten_output(spec[2], inputs, new, caches))
+    items = spec[1:]
     if kind == "dict":
         return {key: unflatten_output(item, inputs, new, caches) for key, item in items}
     values = [unflatten_output(item, inputs, new, caches) for item in items]
@@ -217,7 +217,7 @@ def unflatten_output(
 
 
 def iter_caches(value: Any) -> Iterator[Cache]:
-    """In the order in which `flatten` meets them."""
+    """The caches in a value, in the order of `flatten`."""
     if isinstance(value, EncoderDecoderCache):
         yield from (value.self_attention_cache, value.cross_attention_cache)
     elif isinstance(value, Cache):
@@ -228,19 +228,19 @@ def iter_caches(value: Any) -> Iterator[Cache]:
 
 
 def changed_items(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """What a layer wrote into a dict that layers share."""
+    """The items that a layer wrote into a dict that layers share."""
     return {key: value for key, value in after.items() if before.get(key) is not value}
 
 
-def new_tensor_kinds(template: Any) -> list[str]:
+def new_tensor_kinds(spec: Any) -> list[str]:
     """ "hidden" or "extra" for each new tensor of an output, in order."""
-    if template[0] == "made":
-        return new_tensor_kinds(template[2])
-    if template[0] == "dict":
-        return [kind for _, item in template[1:] for kind in new_tensor_kinds(item)]
-    if template[0] in ("tuple", "list"):
-        return [kind for item in template[1:] for kind in new_tensor_kinds(item)]
-    return [template[0]] if template[0] in ("hidden", "extra") else []
+    if spec[0] == "made":
+        return new_tensor_kinds(spec[2])
+    if spec[0] == "dict":
+        return [kind for _, item in spec[1:] for kind in new_tensor_kinds(item)]
+    if spec[0] in ("tuple", "list"):
+        return [kind for item in spec[1:] for kind in new_tensor_kinds(item)]
+    return [spec[0]] if spec[0] in ("hidden", "extra") else []
 
 
 def has_reusable_arguments(arguments: TreeSpec) -> bool:
@@ -256,19 +256,19 @@ def has_reusable_arguments(arguments: TreeSpec) -> bool:
     return args[1:2] == (("tensor", 0),) and is_fixed
 
 
-def iter_leaves(template: Any) -> Iterator[tuple[Any, ...]]:
-    """The kind of every node of a template, and the position of each tensor."""
-    yield template[:2] if template[0] == "tensor" else template[:1]
-    if template[0] in ("dict", "shared"):
-        for _, item in template[1:]:
+def iter_leaves(spec: Any) -> Iterator[tuple[Any, ...]]:
+    """The kind of every node of a spec, and the position of each tensor."""
+    yield spec[:2] if spec[0] == "tensor" else spec[:1]
+    if spec[0] in ("dict", "shared"):
+        for _, item in spec[1:]:
             yield from iter_leaves(item)
-    elif template[0] == "made":
-        yield from iter_leaves(template[2])
-    elif template[0] in ("tuple", "list", "pair"):
-        for item in template[1:]:
+    elif spec[0] == "made":
+        yield from iter_leaves(spec[2])
+    elif spec[0] in ("tuple", "list", "pair"):
+        for item in spec[1:]:
             yield from iter_leaves(item)
 
 
-def as_tuples(template: Any) -> Any:
-    """A template as it was before JSON made lists of its tuples."""
-    return tuple(as_tuples(item) for item in template) if isinstance(template, list) else template
+def as_tuples(spec: Any) -> Any:
+    """A spec with tuples again, of which JSON made lists."""
+    return tuple(as_tuples(item) for item in spec) if isinstance(spec, list) else spec

@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank owns, as boxes: pure arithmetic over numbers.
+"""The regions of a tensor that a rank owns: pure arithmetic.
 
 regions = owned_regions((8, 6), (ShardSpec("tp", 0),), mesh, rank=1)
 """
@@ -19,11 +19,11 @@ Ranges = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Dimension `dim` is cut along a mesh axis, as torch.chunk cuts: the last may get less.
+    """Dimension `dim` is split along a mesh axis, as by torch.chunk: the last may get less.
 
-    With `factor` > 1 the dimension is first cut into that many equal parts, and each of them along
-    the axis, so that a shard holds a piece of every part (gate and up in one tensor; FSDP over what
-    tensor parallelism has cut, which DTensor writes _StridedShard).
+    With `factor` > 1 the dimension is first split into that many equal parts, and each of them
+    along the axis, so that a shard holds a piece of every part (gate and up in one tensor; FSDP
+    over a tensor-parallel dimension, which DTensor writes _StridedShard).
     """
 
     axis: str
@@ -33,7 +33,7 @@ class ShardSpec:
 
 @dataclass(frozen=True)
 class Region:
-    """A block of a tensor."""
+    """A rectangular region of a tensor."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
@@ -46,7 +46,7 @@ class Region:
         return tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))
 
     def overlap(self, other: Region) -> Region | None:
-        """What two boxes have in common, if anything."""
+        """The intersection of two regions, or None."""
         start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
         stop = tuple(
             min(a + n, b + m)
@@ -56,14 +56,14 @@ class Region:
         return Region(start, size) if all(n > 0 for n in size) else None
 
     def moved(self, old: Sequence[int], new: Sequence[int]) -> Region:
-        """The same block seen from an origin that was at `old` and is now at `new`."""
+        """The region translated from origin `old` to origin `new`."""
         start = zip(self.start, old, new, strict=True)
         return Region(tuple(a - o + n for a, o, n in start), self.size)
 
 
 @dataclass(frozen=True)
 class OwnedRegion:
-    """A box of the whole tensor, and where it starts in the shard."""
+    """A region of the whole tensor, and its start in the shard."""
 
     region: Region
     at: tuple[int, ...]
@@ -72,7 +72,7 @@ class OwnedRegion:
 def owned_regions(
     shape: Sequence[int], splits: Sequence[ShardSpec], mesh: Mesh, rank: int
 ) -> tuple[OwnedRegion, ...]:
-    """What `rank` owns of a tensor. Splits apply one after the other, each to what is left."""
+    """The regions of a tensor that `rank` owns. Splits apply in order, each to the rest."""
     return tuple(_products(_kept(shape, splits, mesh, rank)))
 
 
@@ -117,13 +117,13 @@ def _chunk(ranges: Ranges, count: int, index: int) -> Ranges:
     """Chunk `index` of the intervals laid end to end, sizes as torch.chunk has them."""
     size = -(-_length(ranges) // count)
     begin, end = index * size, (index + 1) * size
-    found, passed = [], 0
+    chunk, passed = [], 0
     for start, stop in ranges:
         low, high = max(begin - passed, 0), min(end - passed, stop - start)
         if low < high:
-            found.append((start + low, start + high))
+            chunk.append((start + low, start + high))
         passed += stop - start
-    return found
+    return chunk
 
 
 def _length(ranges: Ranges) -> int:
@@ -131,17 +131,17 @@ def _length(ranges: Ranges) -> int:
 
 
 def _merged(ranges: Ranges) -> Ranges:
-    found: Ranges = []
+    merged: Ranges = []
     for start, stop in ranges:
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
         else:
-            found.append((start, stop))
-    return found
+            merged.append((start, stop))
+    return merged
 
 
 def _products(kept: Sequence[Ranges]) -> Iterator[OwnedRegion]:
-    """One box for each choice of an interval in every dimension."""
+    """One region for each choice of an interval in every dimension."""
     placed = []
     for ranges in kept:
         offsets = itertools.accumulate((stop - start for start, stop in ranges), initial=0)
@@ -154,9 +154,9 @@ def _products(kept: Sequence[Ranges]) -> Iterator[OwnedRegion]:
 
 
 def split_into_blocks(size: Sequence[int], limit: int) -> Iterator[Region]:
-    """A box of this size cut into blocks of at most `limit` elements, whole rows where it can be.
+    """Split a region of this size into blocks of at most `limit` elements, whole rows if possible.
 
-    A block is contiguous in the box, so a transfer of it needs no more than `limit` of room.
+    A block is contiguous in the region, so its transfer needs memory for `limit` elements.
     """
     inner = math.prod(size[1:])
     if math.prod(size) <= limit:

@@ -1,4 +1,4 @@
-"""What `drumline.load` was asked for, as every way of loading sees it."""
+"""The arguments of `drumline.load`, as one value for every strategy."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class LoadOptions:
 
     @property
     def cuts_layers(self) -> bool:
-        """Are the layers themselves to be cut?"""
-        cut = (self.tp, self.mesh, self.tp_plan, self.reader, self.build_on)
-        return any(given is not None for given in cut)
+        """Are the layers themselves to be split?"""
+        arguments = (self.tp, self.mesh, self.tp_plan, self.reader, self.build_on)
+        return any(argument is not None for argument in arguments)
 
     @property
     def has_stages(self) -> bool:
-        """Is the model to be spread by layers? "meta" only says where it is built."""
+        """Is the model to be split by layers? "meta" only says where it is built."""
         return self.device_map not in (None, "meta") or num_stages(self.mesh) > 1

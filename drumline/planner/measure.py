@@ -1,12 +1,11 @@
-"""What the devices and links of all ranks do in a second, measured in a moment.
+"""Measurement of the speed of all devices and links, in about a second.
 
 speeds = measure_speeds(coor, room, torch.bfloat16)       # the same numbers on every rank
-plan(layout, room, "fastest", speeds=speeds, step=PassShape(width=4096, itemsize=2))
+plan(profile, room, "fastest", speeds=speeds, step=PassShape(width=4096, itemsize=2))
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple
@@ -20,7 +19,7 @@ from drumline.core.device_map import Place, first_device
 from drumline.planner.cost_model import DeviceSpeed, DeviceSpeeds, GroupSpeed, LinkSpeed
 
 BUDGET_S = 0.05
-"""How long each measurement goes on, after one round to warm up."""
+"""Duration of each measurement, after one round to warm up: many rounds of a small matrix."""
 
 WEIGHTS = 32 << 20
 """Bytes of the matrix that is read: more than caches hold, and little beside a model."""
@@ -33,14 +32,14 @@ SMALL, LARGE = 64, 1 << 20
 """Bytes of the messages that give latency and bandwidth."""
 
 OfRounds = Callable[[list[float]], float]
-"""What a series of times comes to: its min, or median."""
+"""Reduces a series of times: min, or median."""
 
 ROUNDS = 8
 PAUSE_S = 2e-3
-"""Before a message: the one who waits for it has gone to sleep by then, as between tokens."""
+"""Pause before a message: longer than a receiver polls, so that it sleeps, as between tokens."""
 
 OPERATIONS = 16
-"""Before a sum: ranks reach it as unevenly as after the many small operations of a layer."""
+"""Small operations before an allreduce: ranks arrive as unevenly as after a layer."""
 
 DISK_BYTES_A_SECOND = 1e9
 """Assumed, not measured: what is read from disk is slower than anything else."""
@@ -55,43 +54,39 @@ def measure_speeds(
     quarter of a second for each of them, and 32 MiB of memory for a moment. The numbers are
     exchanged, so that every rank has the same.
     """
-    mine = [device for rank, device in room if rank == coor.rank]
-    found: dict[str, DeviceSpeed] = {}
-    for turn in range(max(json.loads(n) for n in coor.allgather(_number(coor.local_world_size)))):
-        if turn == coor.local_rank:
-            found = {device: measure_place(device, first_device(mine), dtype) for device in mine}
+    devices = [device for rank, device in room if rank == coor.rank]
+    speeds: dict[str, DeviceSpeed] = {}
+    for local_rank in range(max(coor.allgather_object(coor.local_world_size))):
+        if local_rank == coor.local_rank:
+            main = first_device(devices)
+            speeds = {device: measure_place(device, main, dtype) for device in devices}
         coor.barrier()
-    told = coor.allgather(json.dumps({d: astuple(speed) for d, speed in found.items()}).encode())
+    speeds_by_rank = coor.allgather_object({d: astuple(speed) for d, speed in speeds.items()})
     places = {
         (rank, device): DeviceSpeed(*numbers)
-        for rank, data in enumerate(told)
-        for device, numbers in json.loads(data).items()
+        for rank, by_device in enumerate(speeds_by_rank)
+        for device, numbers in by_device.items()
     }
     return DeviceSpeeds(equalize_similar_devices(places), measure_links(coor, backend))
 
 
 def equalize_similar_devices(places: Mapping[Place, DeviceSpeed]) -> dict[Place, DeviceSpeed]:
-    """The same speed for devices of a kind that differ by little: those are alike, and one of them
-    was disturbed. A layer is not worth sending away for that."""
-    found = {}
+    """Give devices of one kind that differ by less than the noise the speed of the best.
+
+    They are equal, and one measurement was disturbed: no reason to send a layer to another rank.
+    """
+    equalized = {}
     for place, speed in places.items():
         kind = place[1].partition(":")[0]
-        like = [other for (_, name), other in places.items() if name.partition(":")[0] == kind]
-        numbers = zip(astuple(speed), *map(astuple, like), strict=True)
-        found[place] = DeviceSpeed(*(_snapped(mine, max(others)) for mine, *others in numbers))
-    return found
-
-
-def _snapped(mine: float, best: float) -> float:
-    return best if mine > (1 - NOISE) * best else mine
-
-
-def _number(value: int) -> bytes:
-    return json.dumps(value).encode()
+        similar = [other for (_, name), other in places.items() if name.partition(":")[0] == kind]
+        best = [max(numbers) for numbers in zip(*map(astuple, similar), strict=True)]
+        pairs = zip(astuple(speed), best, strict=True)
+        equalized[place] = DeviceSpeed(*(b if n > (1 - NOISE) * b else n for n, b in pairs))
+    return equalized
 
 
 def measure_place(device: str, main: str, dtype: torch.dtype) -> DeviceSpeed:
-    """Of weights that lie on `device` of this rank, whose first device is `main`."""
+    """The speed for weights on `device` of this rank, whose first device is `main`."""
     if device == "disk":
         return DeviceSpeed(measure_device(main, dtype).flops, DISK_BYTES_A_SECOND)
     if device == "cpu" and main != "cpu":
@@ -102,9 +97,9 @@ def measure_place(device: str, main: str, dtype: torch.dtype) -> DeviceSpeed:
 
 
 def measure_device(device: str, dtype: torch.dtype, of_rounds: OfRounds = min) -> DeviceSpeed:
-    """Of one device of this process: a matrix times a vector for bytes, times many for FLOPs.
+    """The speed of one device: a matrix times a vector for bytes, times many for FLOPs.
 
-    of_rounds: which of the times counts; what disturbs can only make one longer.
+    of_rounds: reduces the times of the rounds; a disturbance only makes one longer.
     """
     rows = WEIGHTS // (1024 * dtype.itemsize)
     weights = torch.ones(rows, 1024, dtype=dtype, device=device)
@@ -137,53 +132,56 @@ def _wait_for(device: str) -> None:
 
 
 def measure_links(coor: Coordinator, backend: str | None = None) -> dict[int, LinkSpeed]:
-    """The link from each rank to the next of the ring, over what carries hidden states."""
+    """The speed from each rank to the next of the ring, over the backend of hidden states."""
     if coor.world_size == 1:
         return {}
     with Communicator(coor, backend, device_type="cpu") as comm:
-        mine = None
+        own_link = None
         for rank in range(coor.world_size):
-            mine = _pair(comm, rank, (rank + 1) % coor.world_size) or mine
+            own_link = _measure_link(comm, rank, (rank + 1) % coor.world_size) or own_link
             coor.barrier()
-    told = coor.allgather(json.dumps(astuple(mine) if mine else None).encode())
-    return {rank: LinkSpeed(*json.loads(data)) for rank, data in enumerate(told)}
+    assert own_link is not None, "every rank had its turn"
+    numbers_by_rank = coor.allgather_object(astuple(own_link))
+    return {rank: LinkSpeed(*numbers) for rank, numbers in enumerate(numbers_by_rank)}
 
 
 def measure_group_speeds(coor: Coordinator, device: str, dtype: torch.dtype) -> list[GroupSpeed]:
-    """What ranks of a node do at once, by every number of them that divides all nodes. Collective.
+    """Measure TP groups of every size that divides all nodes. Collective.
 
-    They share memory and what moves their sums, so that two are not twice as fast as one. The teams
-    of a node take turns. device: of this rank. The same answer on every rank: none, where nothing
-    could move their sums.
+    The ranks of a node share its memory bandwidth, so two are not twice as fast as one. The groups
+    of a node take turns. device: of this rank. The answer is the same on every rank: empty where no
+    backend can allreduce.
     """
     try:
-        return [_as_team(coor, size, device, dtype) for size in _team_sizes(coor.nodes)]
+        return [_measure_group(coor, n, device, dtype) for n in _group_sizes(coor.nodes)]
     except Unsupported:
         return []
 
 
-def _team_sizes(nodes: Sequence[Sequence[int]]) -> list[int]:
-    """How many ranks can be a team, as ranks in a row and within one node."""
+def _group_sizes(nodes: Sequence[Sequence[int]]) -> list[int]:
+    """The possible sizes of TP groups of consecutive ranks within one node."""
     in_a_row = all(list(node) == [*range(node[0], node[0] + len(node))] for node in nodes)
     most = min(len(node) for node in nodes) if in_a_row else 1
     return [n for n in range(2, most + 1) if not any(len(node) % n for node in nodes)]
 
 
-def _as_team(coor: Coordinator, size: int, device: str, dtype: torch.dtype) -> GroupSpeed:
+def _measure_group(coor: Coordinator, size: int, device: str, dtype: torch.dtype) -> GroupSpeed:
     first = coor.rank - coor.rank % size
-    mine: tuple[DeviceSpeed, LinkSpeed] | None = None
+    own_speeds: tuple[DeviceSpeed, LinkSpeed] | None = None
     group = coor.split(tuple(range(first, first + size)))
     assert group is not None, "this rank is one of them"
     with group, Communicator(group, device_type=torch.device(device).type) as comm:
         for turn in range(max(map(len, coor.nodes)) // size):
             if turn == coor.local_rank // size:
                 group.barrier()
-                mine = measure_device(device, dtype, median), _sums(comm, device, dtype)
+                own_speeds = (
+                    measure_device(device, dtype, median),
+                    _allreduce_speed(comm, device, dtype),
+                )
             coor.barrier()
-    assert mine is not None, "every team had its turn"
-    told = coor.allgather(json.dumps([astuple(part) for part in mine]).encode())
-    found = [json.loads(data) for data in told]
-    speeds, sums = zip(*found, strict=True)
+    assert own_speeds is not None, "every group had its turn"
+    speeds_by_rank = coor.allgather_object([astuple(speed) for speed in own_speeds])
+    speeds, sums = zip(*speeds_by_rank, strict=True)
     return GroupSpeed(
         size,
         DeviceSpeed(*(min(column) for column in zip(*speeds, strict=True))),
@@ -191,14 +189,14 @@ def _as_team(coor: Coordinator, size: int, device: str, dtype: torch.dtype) -> G
     )
 
 
-def _sums(comm: Communicator, device: str, dtype: torch.dtype) -> LinkSpeed:
-    """Between sums each rank computes, as in a model, so they do not come at the same moment."""
-    small, large = [_sum_s(comm, device, dtype, nbytes) for nbytes in (SMALL, LARGE)]
+def _allreduce_speed(comm: Communicator, device: str, dtype: torch.dtype) -> LinkSpeed:
+    """The speed of allreduce. Ranks compute in between, as in a model, and so arrive unevenly."""
+    small, large = [_allreduce_s(comm, device, dtype, nbytes) for nbytes in (SMALL, LARGE)]
     return LinkSpeed(small, LARGE / max(large - small, 1e-9))
 
 
 @torch.inference_mode()
-def _sum_s(comm: Communicator, device: str, dtype: torch.dtype, nbytes: int) -> float:
+def _allreduce_s(comm: Communicator, device: str, dtype: torch.dtype, nbytes: int) -> float:
     hidden = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)
     small = torch.zeros(64, dtype=dtype, device=device)
     took = []
@@ -213,12 +211,12 @@ def _sum_s(comm: Communicator, device: str, dtype: torch.dtype, nbytes: int) -> 
     return median(took)
 
 
-def _pair(comm: Communicator, src: int, dst: int) -> LinkSpeed | None:
-    """What `src` finds of its link to `dst`, which answers; None on all other ranks."""
+def _measure_link(comm: Communicator, src: int, dst: int) -> LinkSpeed | None:
+    """The speed from `src` to `dst`, which echoes; None on all ranks but `src`."""
     if comm.rank not in (src, dst):
         return None
     slept, small, large = (
-        _echo(comm, src, dst, *how) for how in ((SMALL, PAUSE_S), (SMALL, 0), (LARGE, 0))
+        _round_trips_s(comm, src, dst, *how) for how in ((SMALL, PAUSE_S), (SMALL, 0), (LARGE, 0))
     )
     if comm.rank != src:
         return None
@@ -227,7 +225,9 @@ def _pair(comm: Communicator, src: int, dst: int) -> LinkSpeed | None:
     )
 
 
-def _echo(comm: Communicator, src: int, dst: int, nbytes: int, pause_s: float) -> list[float]:
+def _round_trips_s(
+    comm: Communicator, src: int, dst: int, nbytes: int, pause_s: float
+) -> list[float]:
     """Seconds of each round trip, sent after a pause."""
     message = torch.zeros(nbytes, dtype=torch.uint8)
     took = []

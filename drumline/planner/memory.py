@@ -1,11 +1,10 @@
-"""How much room every device of every rank has, each device counted once.
+"""Free memory of every device of every rank, each device counted once.
 
 room = cluster_memory(coor)     # {(0, "cuda:0"): 84906147840, (0, "cpu"): 33554432000, ...}
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -30,37 +29,37 @@ def cluster_memory(coor: Any) -> dict[Place, int]:
     The ranks of a node share its CPU memory equally. An accelerator belongs to one of the ranks
     that see it, so that it is counted once however many see it, see `assign_accelerators`.
     """
-    reports = [json.loads(data) for data in coor.allgather(json.dumps(_report(coor)).encode())]
-    kv_sharing = [sum(other["node"] == mine["node"] for other in reports) for mine in reports]
+    reports = coor.allgather_object(_report(coor))
+    nodes = [report["node"] for report in reports]
     owned = assign_accelerators(reports)
     room: dict[Place, int] = {}
     for rank, report in enumerate(reports):
         for device in owned[rank]:
             room[(rank, device)] = report["accelerators"][device]["free"]
-        room[(rank, "cpu")] = int(report["cpu"] * CPU_SHARE) // kv_sharing[rank]
+        room[(rank, "cpu")] = int(report["cpu"] * CPU_SHARE) // nodes.count(report["node"])
     return sort_places(room)
 
 
 def assign_accelerators(reports: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """By rank, the accelerators that are its own, under the names that it has for them.
+    """By rank, the accelerators that it owns, by its own names for them.
 
-    A rank first gets the one with its local_rank; what is left goes to whoever sees it and has the
-    fewest. What two ranks see is the same if it has the same id on the same node.
+    A rank first gets the one with its local_rank; the rest go to the rank that sees them and has
+    the fewest. An accelerator that two ranks see is one if it has the same id on the same node.
     """
     seen: dict[Any, dict[int, str]] = {
-        (report["node"], found["id"]): {}
+        (report["node"], gpu["id"]): {}
         for report in reports
-        for found in report["accelerators"].values()
+        for gpu in report["accelerators"].values()
     }
     for rank, report in enumerate(reports):
-        for device, found in report["accelerators"].items():
-            seen[(report["node"], found["id"])][rank] = device
+        for device, gpu in report["accelerators"].items():
+            seen[(report["node"], gpu["id"])][rank] = device
     owned: list[list[str]] = [[] for _ in reports]
     for first in (True, False):
         for unit, names in list(seen.items()):
-            wanting = [r for r in names if not first or _prefers(reports[r], names[r])]
-            if wanting:
-                rank = min(wanting, key=lambda r: (len(owned[r]), r))
+            ranks = [r for r in names if not first or _prefers(reports[r], names[r])]
+            if ranks:
+                rank = min(ranks, key=lambda r: (len(owned[r]), r))
                 owned[rank].append(names[rank])
                 del seen[unit]
     return owned
@@ -72,25 +71,25 @@ def _prefers(report: Mapping[str, Any], device: str) -> bool:
 
 
 def limit_memory(room: Mapping[Place, int], max_memory: Memory | None) -> dict[Place, int]:
-    """What the user allows, by place; places that the user does not mention get nothing."""
+    """The memory that the user allows, by place; places that are not named get nothing."""
     if max_memory is None:
         return dict(room)
     pairs = max_memory.items() if isinstance(max_memory, Mapping) else enumerate(max_memory)
-    given: dict[Place, int] = {}
+    limits: dict[Place, int] = {}
     for key, value in pairs:
         if isinstance(key, str):
             key = (0, key)
         if isinstance(key, int):
             key = next((place for place in room if place[0] == key), (key, "cpu"))
-        given[(int(key[0]), str(key[1]))] = nbytes(value)
+        limits[(int(key[0]), str(key[1]))] = nbytes(value)
     ranks = {rank for rank, _ in room}
-    strangers = sorted({rank for rank, _ in given} - ranks)
-    if strangers:
+    unknown = sorted({rank for rank, _ in limits} - ranks)
+    if unknown:
         raise PlanError(
-            f"max_memory gives room to ranks {strangers}, but the ranks are {sorted(ranks)}; leave "
+            f"max_memory names ranks {unknown}, but the ranks are {sorted(ranks)}; leave "
             "them out, or start more ranks."
         )
-    return sort_places(given)
+    return sort_places(limits)
 
 
 def nbytes(size: int | str) -> int:
@@ -99,7 +98,7 @@ def nbytes(size: int | str) -> int:
         return size
     match = re.fullmatch(r"\s*(\d+\.?\d*)\s*([KMGTP]?)(i?)B?\s*", size, re.IGNORECASE)
     if match is None:
-        raise PlanError(f'{size!r} is no size, so it gives nothing room; write bytes or "2GiB".')
+        raise PlanError(f'{size!r} is not a size; write bytes or "2GiB".')
     number, prefix, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** " KMGTP".index(prefix.upper() or " "))
 
@@ -114,7 +113,7 @@ def _report(coor: Any) -> dict[str, Any]:
 
 
 def _node() -> str:
-    """The same for the ranks that draw on the same memory: one boot of one host."""
+    """An id that ranks with the same memory share: one boot of one host."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -137,9 +136,9 @@ def _meminfo_available() -> int:
 
 
 def _cgroup_room(root: Path = Path("/sys/fs/cgroup"), own: str | None = None) -> list[int]:
-    """What each cgroup above this process still allows, in version 2 or 1 of cgroups.
+    """The bytes that each cgroup above this process still allows, in version 2 or 1.
 
-    own: the lines that say which these are, see cgroups(7); those of this process if not given.
+    own: lines as in /proc/self/cgroup, see cgroups(7); those of this process if None.
     """
     files = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
     room = []
@@ -153,14 +152,14 @@ def _cgroup_room(root: Path = Path("/sys/fs/cgroup"), own: str | None = None) ->
 
 def _cgroup_folders(root: Path, own: str) -> list[Path]:
     """In a container, the group that the lines name may be mounted as the root itself."""
-    found = {root: None, root / "memory": None}
+    folders = {root: None, root / "memory": None}
     for line in own.splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0" or "memory" in controllers.split(","):
             top = root if number == "0" else root / "memory"
             folder = top / path.lstrip("/")
-            found.update(dict.fromkeys([folder, *folder.parents]))
-    return [folder for folder in found if folder.is_relative_to(root)]
+            folders.update(dict.fromkeys([folder, *folder.parents]))
+    return [folder for folder in folders if folder.is_relative_to(root)]
 
 
 def _own_cgroups() -> str:
@@ -178,7 +177,7 @@ def _number(path: Path) -> int | None:
 
 
 def _reclaimable(folder: Path) -> int:
-    """Page cache counts as used in a cgroup, but the kernel gives it back before it refuses."""
+    """Bytes of page cache: used for a cgroup, but the kernel reclaims them before it refuses."""
     try:
         lines = (folder / "memory.stat").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The Layout of a transformers model on meta: its layers, their sizes, what is tied."""
+"""The profile of a transformers model on meta: its layers, their sizes and ties."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def profile_model(
     uncut: Collection[str] | str | None = None,
     names: Collection[str] | None = None,
 ) -> ModelProfile:
-    """What the planner has to know of a model, which may be on meta.
+    """The profile of a model, which may be on meta.
 
     uncut: names of classes whose modules stay whole; those that the model names if not given. A
         model that names none is cut between the entries of its lists of modules, or its children.
@@ -89,9 +89,9 @@ def layer_names(model: nn.Module, uncut: Collection[str] | str | None = None) ->
 
 
 def _entry_around(name: str, entries: Collection[str]) -> str:
-    """The innermost entry of a list of modules that holds it, else itself.
+    """The innermost entry of a list of modules that holds the module, else itself.
 
-    Some models name only the attention of a layer; to cut beside it would double the hops.
+    Some models name only the attention of a layer; splitting there would double the hops.
     """
     around = name
     while around and around not in entries:
@@ -104,7 +104,7 @@ def _is_inside(name: str, others: Collection[str]) -> bool:
 
 
 def _entries(model: nn.Module) -> Iterator[str]:
-    """The modules in lists of a model that says nothing; its children if it has no list."""
+    """The modules in the lists of a model that names no layers; its children without a list."""
     lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     outer = [(name, m) for name, m in lists.items() if not _is_inside(name, lists)]
     stacks: list[tuple[str, nn.Module]] = [*outer] or [("", model)]
@@ -113,7 +113,7 @@ def _entries(model: nn.Module) -> Iterator[str]:
 
 
 def _called(module: nn.Module, prefix: str) -> Iterator[str]:
-    """Its children with weights; for a list among them, whose entries are called, those of it."""
+    """The children with weights; in place of a list, whose entries are called, its entries."""
     for key, child in module.named_children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from _called(child, f"{prefix}{key}.")
@@ -126,7 +126,7 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def _around(module: nn.Module, prefix: str, layers: set[str]) -> Iterator[str]:
-    """The largest modules, and loose tensors, that hold no layer."""
+    """The largest modules, and tensors outside of modules, that hold no layer."""
     for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
         yield f"{prefix}{name}"
     for name, child in module.named_children():
@@ -187,7 +187,7 @@ def _tensors(model: nn.Module) -> set[str]:
 
 
 def _sharers(model: nn.Module, layers: list[str]) -> Iterator[tuple[str, ...]]:
-    """Layers that hand keys and values to each other, which would cross with every token."""
+    """Groups of layers that pass keys and values to each other with every token."""
     stacks: dict[str, list[str]] = {}
     for name in layers:
         if any(_shares(module) for module in model.get_submodule(name).modules()):
@@ -225,7 +225,7 @@ def _tied_names(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def cache_nbytes(config: Any, dtype: torch.dtype, batch: int, length: int) -> int:
-    """What the keys and values of one layer take at most, for `batch` times `length` tokens."""
+    """The most bytes of keys and values of one layer, for `batch` times `length` tokens."""
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -238,9 +238,9 @@ def hidden_width(config: Any) -> int:
 
 
 def estimate_workspace_nbytes(config: Any, dtype: torch.dtype, batch: int, length: int) -> int:
-    """What a layer holds at most while it runs over `batch` times `length` tokens at once.
+    """The most bytes of a layer while it runs over `batch` times `length` tokens at once.
 
-    The hidden state, what is added to it, queries, keys, values and their product, and the wide
+    The hidden state, its residual, queries, keys, values and their product, and the wide
     inner states of the feed-forward block; the scores of attention are not kept by the kernels.
     """
     text = config.get_text_config(decoder=True)
@@ -251,7 +251,7 @@ def estimate_workspace_nbytes(config: Any, dtype: torch.dtype, batch: int, lengt
 
 
 def decode_profile(model: Any, parts: ModelProfile) -> ModelProfile:
-    """The parts that each new token passes, without those that only see the prompt: encoders."""
+    """The profile of the parts that each new token passes, without those for prompts: encoders."""
     if not model.can_generate():
         return parts
     passed = {*(model.get_decoder() or model).modules(), model.get_output_embeddings()}
@@ -262,6 +262,6 @@ def decode_profile(model: Any, parts: ModelProfile) -> ModelProfile:
 
 
 def with_cache(model: ModelProfile, nbytes: int, workspace_nbytes: int = 0) -> ModelProfile:
-    """The same layout with room for so many bytes of cache beside each layer, and to work in."""
+    """The profile with so many bytes of cache for each layer, and of workspace for each place."""
     layers = tuple(dataclasses.replace(part, nbytes=part.nbytes + nbytes) for part in model.layers)
     return dataclasses.replace(model, layers=layers, workspace_nbytes=workspace_nbytes)

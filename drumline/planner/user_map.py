@@ -1,6 +1,6 @@
 """The user's own device map, checked and completed: pure arithmetic.
 
-chosen = explicit(model, room, {"": 0, "model.layers.3": (1, "cuda:0")})
+device_map = complete_user_map(model, room, {"": 0, "model.layers.3": (1, "cuda:0")})
 """
 
 from __future__ import annotations
@@ -62,12 +62,13 @@ def _lookup(
     return place
 
 
-def _place(given: Place | int | str, room: Mapping[Place, int]) -> Place:
-    if isinstance(given, str):
-        return 0, given
-    if isinstance(given, int):
-        return next((known for known in room if known[0] == given), (given, "cpu"))
-    return int(given[0]), str(given[1])
+def _place(value: Place | int | str, room: Mapping[Place, int]) -> Place:
+    """The place meant by a place, a device of rank 0, or a rank: its first device."""
+    if isinstance(value, str):
+        return 0, value
+    if isinstance(value, int):
+        return next((place for place in room if place[0] == value), (value, "cpu"))
+    return int(value[0]), str(value[1])
 
 
 def _check_ties(model: ModelProfile, places: dict[str, Place]) -> None:

@@ -66,9 +66,7 @@ def dispatch(
             coor = stack.enter_context(Coordinator())
         room = limit_memory(cluster_memory(coor), max_memory)
         placed = run_on_all_ranks(coor, lambda: _planned(model, device_map, room, uncut))
-        check_same_on_all_ranks(
-            coor, {"plan": placed.to_bytes().decode(), "torch": torch.__version__}
-        )
+        check_same_on_all_ranks(coor, {"plan": placed.to_json(), "torch": torch.__version__})
         if checkpoint is not None:
             _fill(model, placed, coor, Path(checkpoint))
         stage = run_on_all_ranks(coor, lambda: _keep_own(model, placed, coor.rank, offload_dir))

@@ -53,7 +53,7 @@ def _load_stage(coor: Coordinator, path: str | Path, options: LoadOptions) -> Lo
         mode = options.device_map or "auto"
         device_map = run_on_all_ranks(coor, lambda: inputs.plan(mode, options.speeds))
         planned.append(device_map)
-        facts = {"plan": device_map.to_bytes().decode(), "cuda_graphs": str(options.cuda_graphs)}
+        facts = {"plan": device_map.to_json(), "cuda_graphs": str(options.cuda_graphs)}
         check_same_on_all_ranks(coor, facts)
         if options.cuda_graphs:
             _check_graphs(device_map)

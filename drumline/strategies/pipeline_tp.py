@@ -145,9 +145,7 @@ def _plan(coor: Coordinator, mesh: Mesh, sharded: ShardedModel, options: LoadOpt
     device_map: DeviceMap = run_on_all_ranks(
         coor, lambda: plan(parts, room, _check_not_fastest(mode))
     )
-    check_same_on_all_ranks(
-        coor, {"plan": device_map.to_bytes().decode(), **model_facts(model, model.dtype)}
-    )
+    check_same_on_all_ranks(coor, {"plan": device_map.to_json(), **model_facts(model, model.dtype)})
     return device_map
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from communicator import PeerLost
-from communicator.async_work import AsyncWork
+from communicator.calls.async_work import AsyncWork
 
 
 def fail():

@@ -10,12 +10,12 @@ def status_of(name):
     return launch(backend_info.check_on_rank, 2, launcher="threads", args=(name,))[0]
 
 
-def test_a_backend_that_conforms_is_told_with_the_number_of_cases():
+def test_a_conforming_backend_is_reported_with_its_number_of_cases():
     verdict, text = status_of("shm")
     assert verdict == backend_info.CONFORMS and "passed" in text and "0 FAILED" in text
 
 
-def test_a_backend_that_cannot_be_used_here_is_told_with_its_reason_alone():
+def test_an_unusable_backend_is_reported_with_its_reason_alone():
     verdict, text = status_of("hybrid")
     assert verdict == backend_info.UNUSABLE and text.startswith("2 ranks on 1 nodes")
 

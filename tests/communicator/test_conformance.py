@@ -286,7 +286,7 @@ def test_a_planted_fault_is_caught_and_named(checked, fault, method, case):
     assert report.having("FAILED"), report
 
 
-def test_the_sound_backend_passes_every_case_and_a_fault_is_told(checked):
+def test_a_correct_backend_passes_every_case_and_a_fault_is_reported(checked):
     sound = checked(Shm)
     assert sound.ok and len(sound.outcomes) > 100 and not sound.having("unsupported")
     report = checked(with_fault(ignores_the_op, "allreduce"), only="prod")

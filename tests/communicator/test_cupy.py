@@ -131,7 +131,7 @@ def test_a_start_that_gets_stuck_is_a_timeout(stand_in):
     stand_in.wait.set()
 
 
-def test_a_start_that_raises_anything_is_told_and_not_taken_for_a_wait(stand_in, monkeypatch):
+def test_any_exception_of_the_start_is_reported_and_is_no_timeout(stand_in, monkeypatch):
     def fail(*_):
         raise OverflowError("too many ranks")
 

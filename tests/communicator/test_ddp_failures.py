@@ -29,14 +29,14 @@ def outcome(warm, tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", KILLED)
-def test_survivors_of_a_rank_killed_in_backward_are_told_who_died(outcome, case):
+def test_survivors_of_a_rank_killed_in_backward_name_it(outcome, case):
     for rank, (kind, text, took_s) in zip(SURVIVORS, outcome(case), strict=True):
         assert kind in ("RuntimeError", "PeerLost")  # through DDP's C++ only the text comes
         assert f"PeerLost: rank {rank}: rank 1" in f"{kind}: {text}"
         assert took_s < 10
 
 
-def test_ranks_that_wait_in_backward_for_one_that_is_late_are_told_of_the_timeout(outcome):
+def test_ranks_that_wait_in_backward_for_a_late_rank_time_out(outcome):
     for _, text, _ in outcome("late"):
         assert "CommunicatorTimeout" in text
         assert "Missing: rank 1" in text

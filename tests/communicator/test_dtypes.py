@@ -9,7 +9,7 @@ from torch.distributed import ReduceOp
 
 from communicator import Communicator
 from communicator.backends.gloo import Gloo
-from communicator.dtypes import DTYPES, OPS, dtype_info, op_name
+from communicator.calls.dtypes import DTYPES, OPS, dtype_info, op_name
 from coordinator import Coordinator
 
 CSRC = Path(__file__).parents[2] / "csrc"

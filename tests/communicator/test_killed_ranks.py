@@ -12,7 +12,7 @@ PROGRAM = HERE / "programs" / "killed.py"
 
 
 @pytest.mark.parametrize(("backend", "rounds"), [("shm", 20), ("gloo", 4), ("tcp", 4)])
-def test_every_survivor_of_a_killed_rank_is_told_and_nothing_is_left(
+def test_every_survivor_of_a_killed_rank_raises_and_nothing_is_leaked(
     warm, no_memory_left, backend, rounds
 ):
     done = warm.run(PROGRAM, backend, rounds)

@@ -42,7 +42,7 @@ def test_mpi_conforms_alone_and_between_nodes_and_has_deadlines(engine):
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
-def test_a_rank_that_no_mpiexec_started_is_told_how_to_start():
+def test_a_rank_that_no_mpiexec_started_is_unsupported_with_a_hint():
     with (
         Coordinator(LaunchInfo("alone")) as coor,
         pytest.raises(Unsupported, match="mpiexec did not start this rank"),

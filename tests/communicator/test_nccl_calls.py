@@ -242,7 +242,7 @@ def test_abort_that_never_ends_is_left_behind(stand_in):
     assert 4 < time.monotonic() - start < 8
 
 
-def test_an_error_of_the_network_is_told_with_nccls_words(host):
+def test_a_network_error_has_nccls_text(host):
     host.stand_in.stand_in_fail_with(6)
     try:
         assert host.call("async_error") == REMOTE

@@ -59,7 +59,7 @@ def test_whatever_is_chosen_fits_the_arena_and_the_grid(world_size, nbytes, dtyp
 HERE_OR_NOT = [(True, 0), (False, 0), (True, 1)]  # is it visible, and how far is its number
 
 
-def test_a_process_of_another_container_is_not_taken_for_this_one_by_its_number():
+def test_a_process_of_another_container_with_the_same_pid_is_another_process():
     """What a pid means depends on who asks: an address of this process is none of the other's."""
     pid = os.getpid()
     peers = [types.SimpleNamespace(is_visible=seen, pid=pid + i) for seen, i in HERE_OR_NOT]
@@ -69,7 +69,7 @@ def test_a_process_of_another_container_is_not_taken_for_this_one_by_its_number(
     group._kernels = types.SimpleNamespace(
         reach=reached.append, import_=lambda handle, arena: imported.append(handle)
     )
-    group._map_arenas([{"device": i, "pointer": 64, "handle": f"0{i}"} for i in range(3)])
+    group._map_arenas([{"device": i, "pointer": 64, "handle": bytes([i])} for i in range(3)])
     assert (reached, imported) == ([0], [b"\x01", b"\x02"])
 
 

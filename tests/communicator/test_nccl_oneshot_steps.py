@@ -15,7 +15,7 @@ import torch
 from communicator import CommunicatorTimeout
 from communicator.backends.nccl import oneshot
 from communicator.backends.nccl.oneshot import Algorithm, ErrorWord, KernelCall, Kernels
-from communicator.dtypes import dtype_info
+from communicator.calls.dtypes import dtype_info
 
 CSRC = Path(oneshot.__file__).parents[3] / "csrc"
 HERE = Path(__file__).parent

@@ -116,7 +116,7 @@ def test_a_path_where_nothing_is_says_so(tmp_path):
         nccl_library.find(str(tmp_path / "libnccl.so.2"))
 
 
-def test_a_folder_in_place_of_a_library_is_told_to_all(tmp_path, stand_in, ranks):
+def test_a_folder_in_place_of_a_library_raises_on_all_ranks(tmp_path, stand_in, ranks):
     """It was an IsADirectoryError on one rank, and a wait until the deadline on the others."""
 
     def body(info):
@@ -141,7 +141,7 @@ def test_a_library_cut_off_anywhere_is_refused_without_a_crash(tmp_path, real, n
         nccl_library.find(str(path))
 
 
-def test_a_rank_with_another_version_is_told_to_all_before_anything_starts(tmp_path, ranks):
+def test_different_nccl_versions_raise_on_all_ranks_before_init(tmp_path, ranks):
     """Stand-ins of two versions: NCCL itself would find out only in the middle of its start."""
     paths = [
         nccl_host.compile_stand_in(tmp_path, f"VERSION={v}", name=f"libnccl.so.2.{i}")
@@ -163,7 +163,7 @@ def test_a_rank_with_another_version_is_told_to_all_before_anything_starts(tmp_p
     assert opened.stand_in_log() == b""
 
 
-def test_a_rank_without_a_library_is_told_to_all(tmp_path, stand_in, ranks):
+def test_a_rank_without_a_library_raises_on_all_ranks(tmp_path, stand_in, ranks):
     def body(info):
         path = str(stand_in) if info.rank != 2 else str(tmp_path / "absent.so")
         with Coordinator(info, timeout_s=20) as coor:

@@ -41,7 +41,7 @@ ODD = {
         torch.ones(4), 0.1, 0, torch.quint8
     ),
     "has no memory: it was freed": freed,
-    "memory.* or never made": lambda: torch._efficientzerotensor(4),
+    "memory.* or never allocated": lambda: torch._efficientzerotensor(4),
     "on meta": lambda: torch.ones(4, device="meta"),
     "contiguous": lambda: torch.ones(1).expand(4),
     "needs a torch.Tensor, not ndarray": lambda: torch.ones(4).numpy(),
@@ -60,7 +60,7 @@ def toy(tmp_path_factory):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of what it means to drop
 @pytest.mark.parametrize("backend", ["shm", "tcp", "gloo", "toy", "acme"])
-def test_odd_tensors_are_told_at_once_and_the_others_hear_nothing_of_them(ranks, toy, backend):
+def test_odd_tensors_are_rejected_at_once_on_their_rank_alone(ranks, toy, backend):
     def body(info):
         given = {"toy": toy, "acme": Acme}.get(backend, backend)
         with Coordinator(info, timeout_s=20) as coor, Communicator(coor, given) as comm:

@@ -116,7 +116,7 @@ def test_sums_beyond_the_range_of_a_small_float_end_as_in_torch(with_shm, dtype)
 
 
 @pytest.mark.parametrize("op", ["max", "min"])
-def test_nan_wins_in_max_and_min_whoever_has_it(with_shm, op):
+def test_nan_wins_in_max_and_min_on_any_rank(with_shm, op):
     def body(comm):
         tensor = torch.full((3,), float(comm.rank))
         tensor[comm.rank] = torch.nan

@@ -92,7 +92,7 @@ def test_a_message_at_any_time_that_does_not_fit_is_dropped_and_named(ranks):
 @pytest.mark.parametrize(
     "theirs", [("max", torch.float32, 0), ("sum", torch.int32, 0), ("sum", torch.float32, 1)]
 )
-def test_ranks_that_disagree_in_any_call_are_told(ranks, numel, theirs):
+def test_mismatched_calls_raise_after_the_first_calls_too(ranks, numel, theirs):
     """After the first calls they had rank 0's op, or waited for each other."""
 
     def body(info):
@@ -106,7 +106,7 @@ def test_ranks_that_disagree_in_any_call_are_told(ranks, numel, theirs):
     ranks(body, 3)
 
 
-def test_a_rank_with_nothing_to_add_is_told_too(ranks):
+def test_a_mismatch_raises_on_a_rank_with_an_empty_tensor_too(ranks):
     """It returned at once, and the others lost it."""
 
     def body(info):
@@ -179,7 +179,7 @@ def test_a_rank_that_leaves_is_named_by_all(ranks_or_errors):
     assert all("rank 1 closed its communicator" in str(each) for each in (found[0], found[2]))
 
 
-def test_who_closes_the_communicator_ends_the_wait_of_a_thread_in_it(ranks):
+def test_close_ends_the_wait_of_another_thread(ranks):
     def body(info):
         with Coordinator(info, timeout_s=20) as coor:
             comm = Communicator(coor, "tcp")
@@ -194,7 +194,7 @@ def test_who_closes_the_communicator_ends_the_wait_of_a_thread_in_it(ranks):
     ranks(body, 2)
 
 
-def test_ranks_that_met_in_a_store_have_nothing_to_prove_with():
+def test_tcp_is_unsupported_over_a_torch_store():
     alone = StoreCoordinator(HashStore(), 0, 1, timeout_s=timedelta(seconds=5).total_seconds())
     with pytest.raises(Unsupported, match="no secret"):
         Tcp.probe(alone)

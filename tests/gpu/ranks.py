@@ -340,7 +340,7 @@ def streams(coor: Coordinator) -> list[float]:
 
 def compiled(coor: Coordinator) -> list[float]:
     """One call inside a compiled function, eager and captured."""
-    from communicator.torch_interop import compile as group
+    from communicator import compile as group
 
     with Nccl(coor, device=0) as comm:
         name = group.name(comm)

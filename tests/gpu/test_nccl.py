@@ -102,7 +102,7 @@ def test_what_a_communicator_left_behind_would_be_noticed():
     assert leaks(left) == list(one_gpu.LEFT_BEHIND), left
 
 
-def test_mistakes_are_told_before_anything_is_enqueued():
+def test_bad_arguments_raise_before_anything_is_enqueued():
     for told in run("mistakes", 2):
         assert all(text.split(":")[0] != "nothing" for text in told), told
         assert "ValueError" in told[0] and "on cpu" in told[0]

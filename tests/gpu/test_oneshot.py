@@ -20,7 +20,7 @@ from communicator.backends.nccl.oneshot import (
     Kernels,
     num_blocks,
 )
-from communicator.dtypes import dtype_info
+from communicator.calls.dtypes import dtype_info
 from tests.gpu import between_gpus
 from tests.gpu.one_gpu import needs_gpu, needs_two_gpus, run
 

@@ -28,7 +28,8 @@ from communicator.backends.nccl.oneshot import Oneshot, is_aligned, select_algor
 from communicator.backends.nccl.registered_memory import RegisteredMemory
 from communicator.backends.nccl.watchdog import Watchdog
 from communicator.backends.plugin import PluginCommunicator
-from communicator.dtypes import op_name
+from communicator.calls.dtypes import op_name
+from communicator.calls.failures import describe_lost
 from communicator.errors import (
     CommunicatorError,
     CommunicatorTimeout,
@@ -37,7 +38,6 @@ from communicator.errors import (
     Unsupported,
     with_text,
 )
-from communicator.failures import describe_lost
 from coordinator import Coordinator, RankFailure
 
 SCORE = 200

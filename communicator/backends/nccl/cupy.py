@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from communicator.base import Capabilities, Communicator
-from communicator.default_collectives import P2PCall
-from communicator.dtypes import OPS, dtype_info
+from communicator.calls.default_collectives import P2PCall
+from communicator.calls.dtypes import OPS, dtype_info
+from communicator.calls.failures import describe_lost, run_on_all_ranks
 from communicator.errors import CommunicatorError, CommunicatorTimeout, Unsupported
-from communicator.failures import describe_lost, run_on_all_ranks
 from coordinator import Coordinator
 
 SCORE = 150

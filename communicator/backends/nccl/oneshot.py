@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from communicator.dtypes import dtype_info
+from communicator.calls.dtypes import dtype_info
+from communicator.calls.failures import run_on_all_ranks
 from communicator.errors import CommunicatorError, CommunicatorTimeout, DrumlineError, Unsupported
-from communicator.failures import run_on_all_ranks
 from coordinator import Coordinator
 
 LIBRARY = os.path.join(os.path.dirname(__file__), "_oneshot.so")

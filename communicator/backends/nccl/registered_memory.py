@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from communicator.calls.failures import run_on_all_ranks
 from communicator.errors import CommunicatorError, Unsupported
-from communicator.failures import run_on_all_ranks
 
 if TYPE_CHECKING:
     from communicator.backends.nccl import Nccl

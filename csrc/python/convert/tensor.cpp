@@ -166,7 +166,7 @@ int check_sign(const CallSite& site, PyObject* object) {
 // Python, which can examine the tensor.
 int refuse_unreadable(const CallSite& site, PyObject* object) {
     PyErr_Clear();
-    PyObject* check = import_attribute("communicator.arguments", "check_tensor", NULL);
+    PyObject* check = import_attribute("communicator.calls.arguments", "check_tensor", NULL);
     PyObject* checked = check == NULL ? NULL
                                       : PyObject_CallFunction(check, "isOs", site.rank, site.call,
                                                               object, name_of_device(site));
@@ -306,7 +306,7 @@ int refuse_op(const CallSite& site, PyObject* op, const char* why) {
 
 // Another spelling of an op, such as torch.distributed.ReduceOp.SUM; -1 with an error if it is none.
 int translate_op(const CallSite& site, PyObject* object) {
-    PyObject* read = import_attribute("communicator.arguments", "read_op", NULL);
+    PyObject* read = import_attribute("communicator.calls.arguments", "read_op", NULL);
     PyObject* name =
         read == NULL ? NULL : PyObject_CallFunction(read, "isO", site.rank, site.call, object);
     int op = name == NULL ? -1 : find_op(name);

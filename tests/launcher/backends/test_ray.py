@@ -130,7 +130,7 @@ def test_more_ranks_than_the_cluster_has_cpus_is_an_error_at_once(work):
 
 def test_the_command_of_the_documents_gives_every_node_its_ranks(work, documented):
     """As printed, but with room for two ranks on a node, and not where the cluster was started."""
-    line = documented("running.md", "python -m launcher run --launcher ray --nnodes 2")
+    line = documented("running.md", "drumline run --launcher ray --nnodes 2")
     address = sys.modules["ray"].get_runtime_context().gcs_address
     output = line(words=[("-n 4", "-n 2")], environ={**os.environ, "RAY_ADDRESS": address})
     assert sorted(re.findall(r"rank (\d) of 4, local rank (\d)", output)) == [

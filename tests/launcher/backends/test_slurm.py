@@ -132,7 +132,7 @@ def test_tasks_spread_unevenly_over_nodes_know_each_other(slurm):
     ("start", "ranks"),
     [
         ("srun --nodes 2", "--ntasks-per-node"),
-        ("python -m launcher run --launcher slurm --nnodes 2", "-n"),
+        ("drumline run --launcher slurm --nnodes 2", "-n"),
     ],
 )
 def test_the_commands_of_the_documents_run_as_printed(slurm, documented, start, ranks):

@@ -1,6 +1,6 @@
 """torch.distributed on our communicators gives what it gives on gloo.
 
-The programs are in programs/torch_door.py, which imports what is needed and forks their ranks.
+The programs are in programs/process_group_programs.py, which forks their ranks.
 """
 
 import re
@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-DOOR = HERE / "programs" / "torch_door.py"
-PROGRAMS = re.findall(r"^@program\(\d\)\ndef (\w+)", DOOR.read_text(), re.MULTILINE)
+PROGRAM_FILE = HERE / "programs" / "process_group_programs.py"
+PROGRAMS = re.findall(r"^@program\(\d\)\ndef (\w+)", PROGRAM_FILE.read_text(), re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
 def outcomes(warm, tmp_path_factory):
     """A folder with what went wrong in each program."""
-    folder = tmp_path_factory.mktemp("torch_door")
-    done = warm.run(DOOR, folder, timeout=110)
+    folder = tmp_path_factory.mktemp("process_group_programs")
+    done = warm.run(PROGRAM_FILE, folder, timeout=110)
     assert done.returncode == 0, done.stderr
     return folder
 

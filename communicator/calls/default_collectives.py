@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from communicator.dtypes import SMALL_FLOATS
+from communicator.calls.dtypes import SMALL_FLOATS
 
 P2PCall = tuple[str, torch.Tensor, int]
 """A call inside group(): "send" or "recv", the tensor, and the peer."""

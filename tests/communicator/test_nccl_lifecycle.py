@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from communicator import CommunicatorError, PeerLost, Unsupported, call_check, timings
+from communicator import CommunicatorError, PeerLost, Unsupported, timings
 from communicator.backends import nccl
 from communicator.backends.nccl import Nccl
+from communicator.calls import call_check
 from coordinator import Coordinator, FailureReason, RankFailure
 from tests.communicator import nccl_host
 
@@ -102,7 +103,7 @@ def test_after_abort_every_call_says_why_and_close_is_quiet(path):
     assert log_of(path)[1:] == ["CommAbort"]
 
 
-def test_a_peer_that_is_seen_dead_ends_the_communicator_and_is_named(path, ranks):
+def test_a_dead_peer_ends_the_communicator_and_is_named(path, ranks):
     def body(info):
         with Coordinator(info, timeout_s=20) as coor, Nccl(coor, library=path) as comm:
             lose_the_other(comm)
@@ -155,7 +156,7 @@ def test_an_end_that_fails_names_the_dead_and_closes(path):
         assert comm._closed
 
 
-def test_close_says_who_died_and_takes_nobody_for_dead_who_has_closed(warm, path):
+def test_close_names_peers_that_died_and_none_that_had_closed(warm, path):
     """Rank 1 is a process that closes and exits, is killed, or exits without closing."""
     program = Path(__file__).parent / "programs" / "nccl_ends.py"
     done = warm.run(program, path)
@@ -243,7 +244,7 @@ def test_a_tensor_on_the_cpu_is_refused(path):
         assert log_of(path) == []
 
 
-def test_ranks_that_disagree_are_told_before_nccl_is_asked_for_anything(path, ranks):
+def test_mismatched_calls_raise_before_nccl_is_called(path, ranks):
     def body(info):
         with Coordinator(info, timeout_s=20) as coor, Nccl(coor, library=path) as comm:
             comm._check = lambda call, tensor: None  # there is no GPU whose tensors to give
@@ -271,7 +272,7 @@ def test_a_capture_is_not_compared(path, ranks):
     assert ranks(body, 2) == [0, 0]
 
 
-def test_a_call_that_others_capture_is_told_long_before_the_deadline(path, ranks):
+def test_a_call_that_others_capture_raises_long_before_the_deadline(path, ranks):
     """Who captures compares nothing, so the rank that does not would wait for a word from it."""
 
     def body(info):
@@ -336,7 +337,7 @@ def test_a_comparison_that_waits_ends_with_the_communicator(path, ranks, end):
     ranks(body, 2)
 
 
-def test_if_one_rank_has_no_room_no_rank_registers_and_all_are_told(path, ranks, monkeypatch):
+def test_if_one_rank_has_no_free_memory_no_rank_registers_and_all_raise(path, ranks, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
 
     def body(info):
@@ -359,7 +360,7 @@ def test_if_one_rank_has_no_room_no_rank_registers_and_all_are_told(path, ranks,
     assert sorted(ranks(body, 2)[0]) == ["MemAlloc", "MemAlloc", "MemFree"]
 
 
-def test_room_is_only_tried_and_given_back(path):
+def test_free_memory_is_probed_and_freed(path):
     library = nccl.NcclLibrary(path)
     library.try_mem_alloc(4096)
     with pytest.raises(Unsupported, match=r"ncclMemAlloc of NCCL 2\.28\.9"):

@@ -70,7 +70,7 @@ def _overlapping(comm):
 
 
 @pytest.mark.parametrize("words", BAD_CALLS)
-def test_a_mistake_is_told_before_anything_moves(pair, words):
+def test_bad_arguments_raise_before_anything_moves(pair, words):
     def body(comm):
         with pytest.raises((ValueError, TypeError), match=words):
             BAD_CALLS[words](comm)
@@ -266,7 +266,7 @@ def test_abort_ends_a_call_that_waits_and_tells_the_peer(pair):
     assert pair(body) == [True, True]
 
 
-def test_a_peer_that_closes_is_missed_at_once(pair):
+def test_a_peer_that_closes_is_noticed_at_once(pair):
     def body(comm):
         comm.barrier()
         if comm.rank == 1:
@@ -280,7 +280,7 @@ def test_a_peer_that_closes_is_missed_at_once(pair):
     assert pair(body) == [True, None]
 
 
-def test_a_communicator_that_is_dropped_closes_itself(pair):
+def test_a_deleted_communicator_closes_itself(pair):
     def body(comm):
         other = Communicator(comm.coor, backend="shm")
         other.barrier()
@@ -295,7 +295,7 @@ def test_a_communicator_that_is_dropped_closes_itself(pair):
     assert pair(body) == ["told", None]
 
 
-def test_a_hundred_communicators_leave_nothing_behind(pair):
+def test_a_hundred_communicators_leak_nothing(pair):
     def count():
         with open("/proc/self/maps") as maps:
             return sum("drumline" in line for line in maps)

@@ -7,7 +7,7 @@ import torch
 
 from communicator import Communicator, CommunicatorError, CommunicatorTimeout
 from communicator.backends.gloo import Gloo
-from communicator.call_check import FIRST_CALLS
+from communicator.calls.call_check import FIRST_CALLS
 from coordinator import Coordinator
 
 DISAGREEMENTS = {
@@ -44,7 +44,7 @@ DISAGREEMENTS = {
 
 @pytest.mark.parametrize("words", DISAGREEMENTS)
 @pytest.mark.parametrize("nodes", [[3], [2, 1]], ids=["gloo", "hybrid"])
-def test_ranks_that_disagree_all_learn_who_asked_for_what(ranks, nodes, words):
+def test_mismatched_calls_raise_on_all_ranks_with_each_ranks_call(ranks, nodes, words):
     def body(info):
         backend = "gloo" if len(nodes) == 1 else "hybrid"
         with Coordinator(info, timeout_s=20) as coor, Communicator(coor, backend) as comm:

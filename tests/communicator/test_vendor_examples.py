@@ -96,7 +96,7 @@ def test_the_library_in_c_notices_a_peer_that_leaves(ranks_or_errors, toy):
     assert isinstance(found[0], PeerLost) and "rank 1 failed: it is gone" in str(found[0])
 
 
-def test_ranks_that_disagree_are_told_who_asked_for_what_and_the_group_goes_on(ranks, toy):
+def test_mismatched_calls_raise_with_each_ranks_call_and_the_group_goes_on(ranks, toy):
     def body(info):
         with Coordinator(info, timeout_s=20) as coor, Communicator(coor, backend=toy) as comm:
             words = (

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from communicator import timings
-from communicator.dtypes import op_name
+from communicator.calls.dtypes import op_name
 from communicator.errors import (
     CommunicatorError,
     CommunicatorTimeout,

@@ -17,8 +17,8 @@ from coordinator import Coordinator
 from launcher import LaunchInfo
 
 
-def test_hybrid_conforms(ranks):
-    """On two nodes: test_hybrid_over_hosts.py."""
+def test_hierarchical_backend_conforms(ranks):
+    """On two nodes: test_hierarchical_over_hosts.py."""
 
     def body(info):
         with Coordinator(info, timeout_s=60) as coor, Communicator(coor) as comm:
@@ -43,7 +43,7 @@ def test_ranks_of_a_subgroup_may_be_mixed_over_the_nodes(ranks):
     assert ranks(body, 5, [3, 2]) == [[]] * 5
 
 
-def test_one_node_or_one_rank_on_each_needs_no_hybrid():
+def test_one_node_or_one_rank_per_node_is_unsupported():
     with (
         Coordinator(LaunchInfo("alone")) as coor,
         pytest.raises(Unsupported, match="1 ranks on 1 nodes"),

@@ -1,6 +1,6 @@
 """Programs of torch.distributed, each run by ranks on gloo and then on drumline.
 
-python torch_door.py FOLDER     # leaves FOLDER/<program>: a traceback, or nothing if all is well
+python process_group_programs.py FOLDER     # writes FOLDER/<program>: a traceback, or nothing
 """
 
 import os

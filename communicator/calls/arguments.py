@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from communicator.dtypes import dtype_info, op_name
+from communicator.calls.dtypes import dtype_info, op_name
 
 
 def check_tensor(rank: int, call: str, tensor: torch.Tensor, device_type: str) -> None:

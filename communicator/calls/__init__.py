@@ -1,0 +1,1 @@
+"""A call of a communicator: arguments, dtypes, checks, default implementations, failures."""
