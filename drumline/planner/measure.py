@@ -1,7 +1,7 @@
 """Measurement of the speed of all devices and links, in about a second.
 
-speeds = measure_speeds(coor, room, torch.bfloat16)       # the same numbers on every rank
-plan(profile, room, "fastest", speeds=speeds, step=PassShape(width=4096, itemsize=2))
+speeds = measure_speeds(coor, free_nbytes, torch.bfloat16)    # the same numbers on every rank
+plan(profile, free_nbytes, "fastest", speeds=speeds, step=PassShape(width=4096, itemsize=2))
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ DISK_BYTES_A_SECOND = 1e9
 
 
 def measure_speeds(
-    coor: Coordinator, room: Iterable[Place], dtype: torch.dtype, backend: str | None = None
+    coor: Coordinator, places: Iterable[Place], dtype: torch.dtype, backend: str | None = None
 ) -> DeviceSpeeds:
-    """The speed of every place in `room`, and of the links of the ring. Collective.
+    """The speed of every place in `places`, and of the links of the ring. Collective.
 
     The ranks of a node take turns, as they do when they serve one conversation. Takes about a
     quarter of a second for each of them, and 32 MiB of memory for a moment. The numbers are
     exchanged, so that every rank has the same.
     """
-    devices = [device for rank, device in room if rank == coor.rank]
+    devices = [device for rank, device in places if rank == coor.rank]
     speeds: dict[str, DeviceSpeed] = {}
     for local_rank in range(max(coor.allgather_object(coor.local_world_size))):
         if local_rank == coor.local_rank:
@@ -62,12 +62,12 @@ def measure_speeds(
             speeds = {device: measure_place(device, main, dtype) for device in devices}
         coor.barrier()
     speeds_by_rank = coor.allgather_object({d: astuple(speed) for d, speed in speeds.items()})
-    places = {
+    by_place = {
         (rank, device): DeviceSpeed(*numbers)
         for rank, by_device in enumerate(speeds_by_rank)
         for device, numbers in by_device.items()
     }
-    return DeviceSpeeds(equalize_similar_devices(places), measure_links(coor, backend))
+    return DeviceSpeeds(equalize_similar_devices(by_place), measure_links(coor, backend))
 
 
 def equalize_similar_devices(places: Mapping[Place, DeviceSpeed]) -> dict[Place, DeviceSpeed]:

@@ -229,7 +229,7 @@ def _driven(model: Any, ring: Driver, chosen: DeviceMap, device: torch.device) -
 
 def holds(chosen: DeviceMap) -> dict[int, str]:
     """By stage, its modules in words."""
-    return {stage: chosen.holds(stage) for stage, _ in chosen.room}
+    return {stage: chosen.holds(stage) for stage, _ in chosen.free_nbytes}
 
 
 def _links(
