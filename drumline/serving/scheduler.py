@@ -234,7 +234,7 @@ class BatchScheduler:
                 item.end(self._closed_by)
 
     def should_preempt(self, batch: list[Generation], num_steps: int, length: int) -> bool:
-        """Whether a batch should stop and restart together with the queue.
+        """True if a batch should stop and restart together with the queue.
 
         num_steps: tokens of each sequence since the batch started. length: tokens of the longest.
         True for one batch at a time, and only after so many steps that they outweigh the
