@@ -1,5 +1,5 @@
-"""The documented name of communicator.torch_interop.compile."""
+"""The documented name of communicator.torch_interop.compiled_allreduce."""
 
-from communicator.torch_interop.compile import allreduce, name
+from communicator.torch_interop.compiled_allreduce import allreduce, name
 
 __all__ = ["allreduce", "name"]

@@ -1,4 +1,4 @@
-"""How the ranks of a launch agree: small bytes, on the CPU, always with a deadline.
+"""Agreement of the ranks of a launch: small bytes, on the CPU, always with a deadline.
 
 with Coordinator() as coor:
     config = coor.broadcast(b"lr=0.1" if coor.is_master() else None)
@@ -17,12 +17,13 @@ from coordinator.errors import (
 )
 from coordinator.failure.subscription import Subscription
 from coordinator.peers import Peer, group_by_node
-from coordinator.timings import Timings
+from coordinator.timings import CoordinatorTimings
 
 __all__ = [
     "Coordinator",
     "CoordinatorError",
     "CoordinatorTimeout",
+    "CoordinatorTimings",
     "DrumlineError",
     "FailureReason",
     "Peer",
@@ -30,7 +31,6 @@ __all__ = [
     "RankFailure",
     "RemoteError",
     "Subscription",
-    "Timings",
     "group_by_node",
 ]
 

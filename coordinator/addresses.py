@@ -107,7 +107,7 @@ def local_address_for(family: int, address: tuple[Any, ...]) -> str:
 
 
 def _interface_addresses() -> list[tuple[socket.AddressFamily, str]]:
-    """Those of real interfaces: a bridge is this host's inside."""
+    """The addresses of real interfaces: a bridge is inside this host."""
     names = [name for _, name in socket.if_nameindex() if name != "lo" and not _is_bridge(name)]
     four = [(socket.AF_INET, text) for name in names if (text := ipv4_of(name))]
     return four + [(socket.AF_INET6, text) for name, text in ipv6_addresses() if name in names]

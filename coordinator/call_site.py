@@ -60,7 +60,7 @@ class PendingCall(NamedTuple):
         return time.monotonic() - self.since
 
     def restarted(self, timeout_s: float | None = None) -> PendingCall:
-        """The same call with all its time, or another time, from now on."""
+        """This call with all its time, or another time, from now on."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         return PendingCall(self.call, time.monotonic(), limit_s)
 

@@ -9,9 +9,9 @@ from typing import Any
 from coordinator.call_site import caller
 from coordinator.control.object_codec import packed, unpacked, why_unsendable
 from coordinator.errors import CoordinatorError
-from coordinator.outcome import Outcome, raise_first_failure
 from coordinator.peers import Peer
 from coordinator.transport.group import Exchange, pack_parts
+from coordinator.work_outcome import WorkOutcome, raise_first_failure
 
 
 class Collectives:
@@ -111,7 +111,7 @@ class Collectives:
         The time that work() takes is not part of timeout_s, which begins when this rank has ended
         its own; the others wait at most so long.
         """
-        outcome = Outcome.of(work)
+        outcome = WorkOutcome.of(work)
         try:
             packets = self.allgather(outcome.packed(self.ranks[self.rank]), timeout_s=timeout_s)
         except CoordinatorError as error:
@@ -119,7 +119,7 @@ class Collectives:
         if outcome.error is not None:
             raise outcome.error
         self._check_sendable(packets[self.rank])
-        outcomes = [Outcome.unpacked(packet, self.ranks[self.rank]) for packet in packets]
+        outcomes = [WorkOutcome.unpacked(packet, self.ranks[self.rank]) for packet in packets]
         raise_first_failure(outcomes, self.rank, self.peers)
         return [outcome.result for outcome in outcomes]
 

@@ -1,4 +1,4 @@
-"""How the ranks of a launch agree: small bytes, on the CPU, always with a deadline.
+"""Agreement of the ranks of a launch: small bytes, on the CPU, always with a deadline.
 
 with Coordinator() as coor:
     config = coor.broadcast(b"lr=0.1" if coor.is_master() else None)
@@ -34,7 +34,7 @@ from coordinator.peers import Peer, group_by_node
 from coordinator.store import lock as locks
 from coordinator.store.prefix_store import PrefixStore
 from coordinator.store.sequencer import Sequencer
-from coordinator.timings import DEFAULT, Timings
+from coordinator.timings import DEFAULT, CoordinatorTimings
 from coordinator.transport.connections import PeerConnector
 from coordinator.transport.group import Exchange, Group, unpack_parts
 from coordinator.transport.joining import join_group
@@ -76,7 +76,7 @@ class Coordinator(Collectives):
         info: launcher.LaunchInfo | None = None,
         *,
         timeout_s: float = 300.0,
-        timings: Timings = DEFAULT,
+        timings: CoordinatorTimings = DEFAULT,
     ) -> None:
         self.info = launcher.current() if info is None else info
         self.timeout_s = self._checked(timeout_s)
@@ -107,7 +107,7 @@ class Coordinator(Collectives):
         self._broken: CoordinatorError | None = None
         self._closed = False
         self._recorder: launcher.Recorder | None = None
-        self._subgroups: weakref.WeakSet[Coordinator] = weakref.WeakSet()  # and theirs
+        self._subgroups: weakref.WeakSet[Coordinator] = weakref.WeakSet()  # and their subgroups
         self._node: Coordinator | None = None
         self._leaders: Coordinator | None = None
         self._store = PrefixStore(key, self._session, self.info.rank)
@@ -257,12 +257,12 @@ class Coordinator(Collectives):
         self._store.child("user").put(key, data, self._begin_call("put", timeout_s))
 
     def get(self, key: str, *, timeout_s: float | None = None) -> bytes | None:
-        """What a rank of this group has put; None if none has."""
+        """The value that a rank of this group has put; None if none has."""
         self._check_open("get")
         return self._store.child("user").get(key, self._begin_call("get", timeout_s))
 
     def wait(self, key: str, *, timeout_s: float | None = None) -> bytes:
-        """What a rank of this group puts, once it has.
+        """Wait until a rank of this group has put the value, and return it.
 
         Raises CoordinatorTimeout saying where the ranks are, PeerLost once one of them has died.
         """
@@ -493,10 +493,10 @@ class Coordinator(Collectives):
         return () if self._group is None else self._group.detector.failures(wait_s)
 
     def report_failure(self, rank: int, how: str) -> None:
-        """Break the group, from any thread: this rank of it will not come, for it is `how`.
+        """Fail the group, from any thread: this rank of it will not come, for it is `how`.
 
         Not collective. The calls of all ranks raise PeerLost, those that wait already and all later
-        ones. For who knows better than a deadline, say that a rank is stopped.
+        ones. For callers that know before the deadline, for example that a rank is suspended.
         """
         if self._group is not None and self._broken is None and not self._closed:
             self._group.detector.report_failure(self.peers[rank], how, caller())
@@ -511,7 +511,7 @@ class Coordinator(Collectives):
             self._group.detector.check_group(self._begin_call("check", None))
 
     def diagnose(self, *, stacks_too: bool = True) -> str:
-        """Where every rank is, a line each; the other ranks of this node also show their stacks.
+        """A line for every rank with its call and state; the others of this node dump their stacks.
 
         Not collective. The stacks go to each rank's standard error, as on SIGUSR1 to any of them.
         stacks_too: without them it is what goes into an error, in 16 lines.
@@ -574,10 +574,10 @@ class Coordinator(Collectives):
             )
         return timeout_s
 
-    def _count(self, what: object) -> int:
-        """How often this was asked before: the same on every rank that keeps in step."""
-        number = self._counts.get(what, 0)
-        self._counts[what] = number + 1
+    def _count(self, key: object) -> int:
+        """The number of earlier calls with this key: equal on ranks that make the same calls."""
+        number = self._counts.get(key, 0)
+        self._counts[key] = number + 1
         return number
 
     def _check_usable(self, name: str) -> None:

@@ -23,9 +23,9 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def facts() -> dict[str, object]:
-    """outward: by which addresses other hosts would reach this one, the first choice first."""
-    outward = [text for _, text in addresses.routable_addresses()]
-    return {"interfaces": interfaces(), "outward": outward}
+    """routable: addresses by which other hosts reach this one, the first choice first."""
+    routable = [text for _, text in addresses.routable_addresses()]
+    return {"interfaces": interfaces(), "routable": routable}
 
 
 if __name__ == "__main__":

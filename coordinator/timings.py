@@ -1,4 +1,4 @@
-"""Timings of the coordinator, in seconds: one place, so that tests can scale them."""
+"""CoordinatorTimings of the coordinator, in seconds: one place, so that tests can scale them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True)
-class Timings:
-    """How long things may take before the coordinator draws a conclusion, and how often it looks.
+class CoordinatorTimings:
+    """Limits after which the coordinator draws a conclusion, and pauses between its looks.
 
     Deadlines of calls are no part of it: those are the caller's timeout_s.
     """
@@ -38,6 +38,9 @@ class Timings:
     """Between two questions to rank 0 about ranks that have left."""
     new_group_s: float = 5.0
     """For a group to appear in the heartbeats of all its ranks. Must exceed several heartbeat_s."""
+
+    callback_s: float = 1.0
+    """For a callback that is running to end when its subscription is closed."""
 
     # ---- control plane: coordinator/control/ ----
     heartbeat_s: float = 0.5
@@ -81,9 +84,9 @@ class Timings:
     linger_s: float = 2.0
     """Of rank 0 in a failed group, for the others to hear why it failed. Must exceed reason_s."""
 
-    def scaled(self, factor: float) -> Timings:
+    def scaled(self, factor: float) -> CoordinatorTimings:
         """All of them multiplied."""
-        return Timings(*(factor * getattr(self, field.name) for field in fields(self)))
+        return CoordinatorTimings(*(factor * getattr(self, field.name) for field in fields(self)))
 
 
-DEFAULT = Timings()
+DEFAULT = CoordinatorTimings()

@@ -71,13 +71,9 @@ if TYPE_CHECKING:  # the same names as in NAMES_BY_MODULE, for type checkers and
     )
     from drumline.strategies.existing_model import dispatch
     from drumline.strategies.load import load
-    from drumline.tensor_parallel.parallelize import (
-        connect,
-        local_shard,
-        parallelize,
-        read_plan,
-        shard_specs,
-    )
+    from drumline.tensor_parallel.parallelize import local_shard, parallelize, shard_specs
+    from drumline.tensor_parallel.tp_layers import insert_collectives
+    from drumline.tensor_parallel.tp_plan import read_plan
     from launcher import LaunchError, LaunchInfo, current, launch
 
 NAMES_BY_MODULE = {
@@ -139,13 +135,9 @@ NAMES_BY_MODULE = {
     ),
     "drumline.strategies.existing_model": ("dispatch",),
     "drumline.strategies.load": ("load",),
-    "drumline.tensor_parallel.parallelize": (
-        "connect",
-        "local_shard",
-        "parallelize",
-        "read_plan",
-        "shard_specs",
-    ),
+    "drumline.tensor_parallel.parallelize": ("local_shard", "parallelize", "shard_specs"),
+    "drumline.tensor_parallel.tp_layers": ("insert_collectives",),
+    "drumline.tensor_parallel.tp_plan": ("read_plan",),
 }
 
 __all__ = [
@@ -189,7 +181,6 @@ __all__ = [
     "check_devices",
     "check_no_process_groups",
     "cluster_memory",
-    "connect",
     "current",
     "dispatch",
     "dispatch_model",
@@ -201,6 +192,7 @@ __all__ = [
     "hoist",
     "hoist_package",
     "infer_auto_device_map",
+    "insert_collectives",
     "launch",
     "load",
     "load_checkpoint_and_dispatch",

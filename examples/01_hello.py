@@ -1,6 +1,6 @@
 """Who am I, and who are the others?
 
-python -m launcher run -n 4 examples/01_hello.py
+drumline run -n 4 examples/01_hello.py
 torchrun --nproc-per-node 2 examples/01_hello.py
 """
 

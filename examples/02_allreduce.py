@@ -1,6 +1,6 @@
 """Add a tensor over all ranks: the sample of vLLM's RFC #3587, as it stands there.
 
-python -m launcher run -n 4 examples/02_allreduce.py
+drumline run -n 4 examples/02_allreduce.py
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Train one model on all ranks: each takes its share of the batch, and the gradients are averaged.
 
-python -m launcher run -n 2 examples/03_data_parallel.py
+drumline run -n 2 examples/03_data_parallel.py
 """
 
 import torch

@@ -1,6 +1,6 @@
 """One model over every rank, each with room for only a part of it; rank 0 generates.
 
-python -m launcher run -n 2 examples/04_device_map.py [CHECKPOINT]
+drumline run -n 2 examples/04_device_map.py [CHECKPOINT]
 """
 
 import sys

@@ -1,6 +1,6 @@
 """A launcher of one's own, for a job manager that ours do not know: a translation of its variables.
 
-python -m launcher run -n 2 examples/05_own_launcher.py
+drumline run -n 2 examples/05_own_launcher.py
 
 A package makes it known to every program through an entry point, with no call to register():
 

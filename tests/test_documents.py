@@ -163,6 +163,10 @@ def test_every_test_and_path_that_a_page_names_exists(page):
     assert set(missing) <= {"communicator/communicator.h"}  # of an installed drumline
 
 
+COMMANDS = [
+    *drumline.cli.DELEGATED,
+    *(command.name for command in drumline.cli.command_options.COMMANDS),
+]
 PARSERS = {
     "python -m launcher": launcher.cli.parse,
     "python -m communicator": communicator.cli.parser().parse_args,
@@ -177,7 +181,8 @@ def _lines(document: Path) -> list[list[str]]:
     fenced = re.findall(r"^```[^\n]*\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
     lines = [line.strip() for block in fenced for line in block.splitlines()]
     lines += [line.strip() for line in re.findall(r"^    .*", document.read_text(), re.MULTILINE)]
-    starts = ("make ", *(f"{command} " for command in PARSERS))
+    starts = ("make ", *(f"{command} " for command in PARSERS if command != "drumline"))
+    starts += tuple(f"drumline {name} " for name in COMMANDS)  # a sentence may begin with its name
     return [shlex.split(line, comments=True) for line in lines if line.startswith(starts)]
 
 

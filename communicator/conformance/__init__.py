@@ -37,7 +37,7 @@ TURNS = 30
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CaseOutcome:
     """The worst result of one case over all ranks, and its detail."""
 
     case: str
@@ -55,9 +55,9 @@ class Report:
 
     backend: str
     world_size: int
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[CaseOutcome, ...]
 
-    def having(self, status: str) -> list[Outcome]:
+    def having(self, status: str) -> list[CaseOutcome]:
         return [outcome for outcome in self.outcomes if outcome.status == status]
 
     @property
@@ -96,7 +96,7 @@ def check(comm: Communicator, large: int = 300_007, only: str = "") -> Report:
 Body = Callable[[], str]  # returns what is wrong, or "" if nothing is
 
 
-def _run(comm: Communicator, name: str, body: Body) -> Outcome:
+def _run(comm: Communicator, name: str, body: Body) -> CaseOutcome:
     """One case on every rank, and the worst outcome of all."""
     outcome = _try(name, body)
     try:
@@ -107,31 +107,31 @@ def _run(comm: Communicator, name: str, body: Body) -> Outcome:
             "desynchronised, for not all made the same calls, or one exited. Fix this case first. "
             f"{error}"
         ) from error
-    return _worst(name, [Outcome(*json.loads(data)) for data in gathered])
+    return _worst(name, [CaseOutcome(*json.loads(data)) for data in gathered])
 
 
-def _try(name: str, body: Body) -> Outcome:
+def _try(name: str, body: Body) -> CaseOutcome:
     """One case on this rank."""
     try:
         detail = body()
-        return Outcome(name, FAILED if detail else PASSED, detail)
+        return CaseOutcome(name, FAILED if detail else PASSED, detail)
     except Unsupported as reason:
-        return Outcome(name, UNSUPPORTED, str(reason))
+        return CaseOutcome(name, UNSUPPORTED, str(reason))
     except DrumlineError as error:
-        return Outcome(name, FAILED, f"desynchronised: {error}", is_fatal=True)
+        return CaseOutcome(name, FAILED, f"desynchronised: {error}", is_fatal=True)
     except Exception as error:
-        return Outcome(name, FAILED, f"{type(error).__name__}: {error}")
+        return CaseOutcome(name, FAILED, f"{type(error).__name__}: {error}")
 
 
-def _worst(name: str, outcomes: list[Outcome]) -> Outcome:
+def _worst(name: str, outcomes: list[CaseOutcome]) -> CaseOutcome:
     """outcomes: of one case, by rank."""
     statuses = {outcome.status for outcome in outcomes}
     if statuses == {PASSED, UNSUPPORTED}:
-        return Outcome(name, FAILED, "unsupported on some ranks only, which strands the others")
+        return CaseOutcome(name, FAILED, "unsupported on some ranks only, which strands the others")
     is_fatal = any(outcome.is_fatal for outcome in outcomes)
     for rank, outcome in enumerate(outcomes):
         if outcome.status == FAILED:
-            return Outcome(name, FAILED, f"rank {rank}: {outcome.detail}", is_fatal)
+            return CaseOutcome(name, FAILED, f"rank {rank}: {outcome.detail}", is_fatal)
     return next((outcome for outcome in outcomes if outcome.status == UNSUPPORTED), outcomes[0])
 
 

@@ -22,7 +22,7 @@ from coordinator.control.framing import (
 from coordinator.control.handshake import Hello, NotReady, Rejected, authenticate
 from coordinator.control.server import LOCAL_OPS, ControlServer, Op
 from coordinator.errors import CoordinatorError, CoordinatorTimeout
-from coordinator.timings import DEFAULT, Timings
+from coordinator.timings import DEFAULT, CoordinatorTimings
 
 
 class ServerLost(Exception):
@@ -43,7 +43,7 @@ class Client:
         hello: Hello,
         timeout_s: float,
         server: ControlServer | None = None,
-        timings: Timings = DEFAULT,
+        timings: CoordinatorTimings = DEFAULT,
     ) -> None:
         self._addresses, self._credentials, self._hello = addresses, credentials, hello
         self._server, self._timings = server, timings

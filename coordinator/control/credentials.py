@@ -1,4 +1,4 @@
-"""What both ends of a connection must have in common: the launch secret, its id and its size."""
+"""Credentials of a launch, equal at both ends of a connection: secret, launch id, world size."""
 
 from __future__ import annotations
 

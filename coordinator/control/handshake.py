@@ -25,7 +25,7 @@ from enum import IntEnum
 
 from coordinator.control.credentials import MAGIC, VERSION, Credentials
 from coordinator.control.framing import Connection, ConnectionBroken, noop
-from coordinator.timings import DEFAULT, Timings
+from coordinator.timings import DEFAULT, CoordinatorTimings
 
 MAC_NBYTES = 32
 GREETING = struct.Struct("!8sH16s32s")  # magic, version, fingerprint, nonce
@@ -170,7 +170,7 @@ class AuthenticatedListener:
         on_accepted: Callable[[socket.socket, Hello], None],
         authorize: Callable[[Hello], tuple[Answer, str]] = lambda _: (Answer.ACCEPTED, ""),
         max_pending: int = MAX_PENDING,
-        timings: Timings = DEFAULT,
+        timings: CoordinatorTimings = DEFAULT,
     ) -> None:
         self._listener, self._credentials, self._selector = listener, credentials, selector
         self._on_accepted, self._authorize, self._max_pending = on_accepted, authorize, max_pending

@@ -61,7 +61,7 @@ class PeerProcess:
         return self.is_dead()
 
     def state(self) -> str:
-        """How it ended, or suspended, running, sleeping; "" if out of sight."""
+        """Its end in words, or suspended, running, sleeping; "" if it cannot be seen."""
         if self.is_dead():
             return self._exit_state
         if not self.peer.is_visible:

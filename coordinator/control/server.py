@@ -34,7 +34,7 @@ from coordinator.control.handshake import (
 from coordinator.control.membership import Member, MembershipTable, RankReport
 from coordinator.control.tables import PENDING, KeyValueTable, RendezvousTable
 from coordinator.errors import CoordinatorError
-from coordinator.timings import DEFAULT, Timings
+from coordinator.timings import DEFAULT, CoordinatorTimings
 
 RECEIVE_NBYTES = 1 << 18
 RESERVE = 16  # descriptors that neither ranks nor strangers may use up
@@ -94,7 +94,10 @@ class ControlServer:
     """Serves on a listening socket, which it owns, until all ranks have left."""
 
     def __init__(
-        self, listener: socket.socket, credentials: Credentials, timings: Timings = DEFAULT
+        self,
+        listener: socket.socket,
+        credentials: Credentials,
+        timings: CoordinatorTimings = DEFAULT,
     ) -> None:
         self.address: tuple[Any, ...] = listener.getsockname()
         self._listener = listener
@@ -367,7 +370,7 @@ class ControlServer:
 
 
 def _max_pending_connections(world_size: int) -> int:
-    """How many unauthenticated clients may wait, so that every rank still gets a descriptor.
+    """The number of unauthenticated clients that leaves a descriptor for every rank.
 
     All ranks may come at once, and none of them is to be sent away for another.
     """

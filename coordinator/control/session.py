@@ -36,7 +36,7 @@ from coordinator.control.process_monitor import PeerProcess
 from coordinator.control.server import ControlServer, Op
 from coordinator.errors import CoordinatorError, CoordinatorTimeout
 from coordinator.peers import Peer
-from coordinator.timings import Timings
+from coordinator.timings import CoordinatorTimings
 from launcher import LaunchInfo
 
 HEARTBEATS_PER_S = 512  # that rank 0 can take from all ranks together without noticing
@@ -66,7 +66,7 @@ class Session:
         server: ControlServer | None,
         client: Client,
         credentials: Credentials,
-        timings: Timings,
+        timings: CoordinatorTimings,
     ) -> None:
         self.info, self.server, self.client, self.credentials = info, server, client, credentials
         self.timings = timings
@@ -239,7 +239,9 @@ class _ProcessSession:
         self.location: _ServerLocation | None = None
         self.token = secrets.token_bytes(8)
 
-    def join(self, info: LaunchInfo, timeout_s: float, timings: Timings) -> tuple[Session, int]:
+    def join(
+        self, info: LaunchInfo, timeout_s: float, timings: CoordinatorTimings
+    ) -> tuple[Session, int]:
         with self.lock:
             if self.session is None:
                 self.session = self._open(info, timeout_s, timings)
@@ -254,7 +256,7 @@ class _ProcessSession:
             assert self.session is not None
             self.session.users += 1
 
-    def _open(self, info: LaunchInfo, timeout_s: float, timings: Timings) -> Session:
+    def _open(self, info: LaunchInfo, timeout_s: float, timings: CoordinatorTimings) -> Session:
         if info.extras.get("store") == "agent" and self.location is None:
             self.location = _locate_server_by_store(info, timeout_s)
         turn = self.num_coordinators
@@ -343,7 +345,7 @@ _process_sessions = _ProcessSessions()
 os.register_at_fork(after_in_child=_process_sessions.drop)
 
 
-def join(info: LaunchInfo, timeout_s: float, timings: Timings) -> tuple[Session, int]:
+def join(info: LaunchInfo, timeout_s: float, timings: CoordinatorTimings) -> tuple[Session, int]:
     """The session of this rank, and how many Coordinators the rank has made before."""
     return _process_sessions.of(info).join(info, timeout_s, timings)
 

@@ -103,7 +103,7 @@ class PeerMonitor:
     # ---- ranks that are gone ----
 
     def exited(self, ranks: Collection[int] | None = None) -> list[ObservedRank]:
-        """Those of these ranks, or of all, that died or left."""
+        """Ranks that died or left, among these or among all."""
         of_all = self._local.keys() | self._remote.keys() if ranks is None else set(ranks)
         local = [self.local_exit(rank) for rank in self._local if rank in of_all]
         remote = [self.remote_exit(rank) for rank in self._remote if rank in of_all]
@@ -114,7 +114,7 @@ class PeerMonitor:
         return [observed for observed in self.exited() if observed.reason != FailureReason.LEFT]
 
     def departed_remote(self, ranks: Collection[int], timeout_s: float) -> list[ObservedRank]:
-        """Those of these ranks that rank 0 knows to have left; asks it once in a while."""
+        """Ranks among these that have left, as rank 0 says; asks it once in a while."""
         peers = [peer for rank, peer in self._remote.items() if rank in ranks]
         now = time.monotonic()
         if not peers or now - self._asked_at < self._timings.departed_s:

@@ -12,8 +12,6 @@ from types import TracebackType
 from coordinator.errors import RankFailure
 from coordinator.failure.scan import MAY_RECOVER, FailureScan
 
-JOIN_S = 1.0  # for the thread to end, which may be within a callback
-
 log = logging.getLogger("coordinator")
 
 
@@ -57,9 +55,9 @@ class Subscription:
         """Call the callback for the ranks that it was not called for."""
         places = {failure.rank for failure in current}
         self.failures = tuple(failure for failure in self.failures if failure.rank in places)
-        known = {failure.rank for failure in self.failures}
+        notified = {failure.rank for failure in self.failures}
         for failure in current:
-            if failure.rank not in known and not self._is_closed and self._is_due(failure):
+            if failure.rank not in notified and not self._is_closed and self._is_due(failure):
                 self.failures = (*self.failures, failure)
                 self._call(failure)
 
@@ -125,7 +123,7 @@ class FailureNotifier:
             if thread is not None:
                 os.eventfd_write(self._wakeup, 1)
         if thread is not None and thread is not threading.current_thread():
-            thread.join(JOIN_S)
+            thread.join(self._timings.callback_s)
 
     def _run(self) -> None:
         """Scan at every interval, and at once when a process of this host ends."""

@@ -40,7 +40,7 @@ class Rendezvous:
         self._arrived: list[int] | None = None  # places, asked for shortly before the deadline
 
     def exchange(self, name: str, data: bytes) -> list[bytes]:
-        """What every member gives, by place. Collective."""
+        """Exchange data with all members; theirs, by place. Collective."""
         key = f"{self._key}/{name}"
         place, size = self._members.index(self._rank), len(self._members)
         self._arrived = None

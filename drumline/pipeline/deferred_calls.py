@@ -15,61 +15,61 @@ import torch
 
 from drumline.core.pytree import Leaves, TreeSpec, has_reusable_arguments, iter_leaves
 from drumline.kv_cache.proxy import prepare_next_token
-from drumline.pipeline.lazy_tensor import Lazy, Withheld, fetched
+from drumline.pipeline.lazy_tensor import LazyTensor, LazyUnknownShape, fetched
 from drumline.stages.messages import Message
-from drumline.stages.program import Program, Step
+from drumline.stages.program import Program, StageStep
 
 if TYPE_CHECKING:
-    from drumline.pipeline.driver import Session
+    from drumline.pipeline.driver import PipelineDriver
     from drumline.pipeline.remote_layer import RemoteModule
 
-Maker = tuple[str, int]
+Producer = tuple[str, int]
 """A module, and which of its new tensors."""
 
-TRIALS = 2
+NUM_TRIALS = 2
 """So often a tensor of unknown use is sent to the master before it is left where it is."""
 
 
-class Chain:
+class DeferredCalls:
     """Calls gathered by one thread, in order, and the lazy tensors they will put out."""
 
-    def __init__(self, session: Session):
-        self.session, self.sent, self.is_for_states = session, False, False
-        self.runs: list[Run] = []
-        self.outputs: list[weakref.ref[Lazy]] = []
-        self.makers: list[Maker] = []
+    def __init__(self, driver: PipelineDriver):
+        self.driver, self.sent, self.wants_hidden_states = driver, False, False
+        self.runs: list[LayerRun] = []
+        self.outputs: list[weakref.ref[LazyTensor]] = []
+        self.producers: list[Producer] = []
         self.inputs = Leaves()
 
     def slot(self, tensor: torch.Tensor) -> int:
         """An input's position, or ~n for the n-th output of the calls so far."""
-        if isinstance(tensor, Lazy) and tensor.source is self:
+        if isinstance(tensor, LazyTensor) and tensor.source is self:
             return ~tensor.slot
         return self.inputs.tensor(fetched(tensor))
 
-    def lazy(self, kind: str, maker: Maker, hidden: torch.Tensor) -> Lazy:
+    def lazy(self, kind: str, producer: Producer, hidden: torch.Tensor) -> LazyTensor:
         """The next tensor that the last call will put out; `hidden` is like it or on its device.
 
         Like a tensor of unknown shape is one of unknown shape, until that has been fetched."""
-        if type(hidden) is Withheld and hidden.value is not None:
+        if type(hidden) is LazyUnknownShape and hidden.value is not None:
             hidden = hidden.value
-        is_known = kind == "hidden" and type(hidden) is not Withheld
-        lazy = (Lazy if is_known else Withheld).like(hidden, self, len(self.outputs))
+        is_known = kind == "hidden" and type(hidden) is not LazyUnknownShape
+        lazy = (LazyTensor if is_known else LazyUnknownShape).like(hidden, self, len(self.outputs))
         self.outputs.append(weakref.ref(lazy))
-        self.makers.append(maker)
+        self.producers.append(producer)
         return lazy
 
     @property
     def last_layer(self) -> RemoteModule:
         return self.runs[-1].layers[-1]
 
-    def continued(self, layer: RemoteModule, args: Any, kwargs: Any) -> Run | None:
+    def continued_run(self, layer: RemoteModule, args: Any, kwargs: Any) -> LayerRun | None:
         """The last run if this call goes on with it."""
         if not self.runs or not args or self.sent:
             return None
         run, hidden = self.runs[-1], args[0]
         if getattr(hidden, "source", None) is not self or run.layers[-1].rank > layer.rank:
             return None
-        if run.caches and type(hidden) is Withheld:
+        if run.caches and type(hidden) is LazyUnknownShape:
             return None
         return run if run.is_continued_by(args, kwargs) else None
 
@@ -77,12 +77,12 @@ class Chain:
         """Run the calls; every hidden state that somebody still holds gets its value."""
         if self.sent or not self.runs:
             return None
-        self.sent, self.is_for_states = True, self.session.is_for_states
+        self.sent, self.wants_hidden_states = True, self.driver.wants_hidden_states
         alive = [ref() for ref in self.outputs]
-        waiting = [lazy for lazy in alive if type(lazy) is Lazy or self._is_wanted(lazy)]
+        waiting = [lazy for lazy in alive if type(lazy) is LazyTensor or self._is_wanted(lazy)]
         self.returns = tuple(lazy.slot for lazy in waiting)
         try:
-            reply = self.session.exchange(self)
+            reply = self.driver.exchange(self)
         finally:
             self.runs, self.inputs = [], Leaves()  # lets go of the caches
         for lazy, value in zip(waiting, reply.tensors, strict=False):
@@ -96,14 +96,18 @@ class Chain:
             for cache in run.caches:
                 prepare_next_token(cache)
 
-    def _is_wanted(self, lazy: Lazy | None) -> TypeGuard[Lazy]:
-        if type(lazy) is not Withheld:
+    def _is_wanted(self, lazy: LazyTensor | None) -> TypeGuard[LazyTensor]:
+        if type(lazy) is not LazyUnknownShape:
             return lazy is not None
-        return self.session.habits.is_wanted((*self.makers[lazy.slot], self.is_for_states))
+        return self.driver.output_usage.is_wanted(
+            (*self.producers[lazy.slot], self.wants_hidden_states)
+        )
 
     def touched(self, slot: int) -> None:
-        is_for_states = self.is_for_states if self.sent else self.session.is_for_states
-        self.session.habits.looked_at.add((*self.makers[slot], is_for_states))
+        wants_hidden_states = (
+            self.wants_hidden_states if self.sent else self.driver.wants_hidden_states
+        )
+        self.driver.output_usage.looked_at.add((*self.producers[slot], wants_hidden_states))
 
     def place_ints(self, before: list[int]) -> tuple[list[int], list[int]]:
         """Where each run's integers begin, and all integers; runs with the same share them."""
@@ -126,17 +130,19 @@ class Chain:
         num_inputs = num_operands + len(self.inputs.tensors)
         steps = []
         for run, start in zip(self.runs, starts, strict=True):
-            outputs: list[Any] = [layer.outputs.get(run.form) for layer in run.layers[:-1]]
-            outputs.append(None if run.is_learning else run.layers[-1].outputs[run.form])
+            outputs: list[Any] = [layer.outputs.get(run.spec) for layer in run.layers[:-1]]
+            outputs.append(None if run.is_learning else run.layers[-1].outputs[run.spec])
             calls = zip(run.layers, run.slots_by_layer(), outputs, strict=True)
             for layer, given, output in calls:
                 slots = tuple(num_operands + s if s >= 0 else num_inputs + ~s for s in given)
-                steps.append(Step(layer.rank, layer.name, run.form.template, slots, start, output))
+                steps.append(
+                    StageStep(layer.rank, layer.name, run.spec.template, slots, start, output)
+                )
         returns = tuple(num_inputs + position for position in self.returns)
         return Program(operations, num_operands, num_inputs, tuple(steps), returns)
 
 
-class Habits:
+class OutputUsage:
     """Which tensors of layers, besides hidden states, the master looks at: the others stay away.
 
     Each is known by its maker, and whether hidden states were asked for, which may hold it.
@@ -148,10 +154,10 @@ class Habits:
 
     def is_wanted(self, tensor: tuple[str, int, bool]) -> bool:
         self.returned[tensor] += 1
-        return tensor in self.looked_at or self.returned[tensor] <= TRIALS
+        return tensor in self.looked_at or self.returned[tensor] <= NUM_TRIALS
 
 
-class Form:
+class InternedSpec:
     """A template, compared by identity."""
 
     def __init__(self, template: TreeSpec):
@@ -169,44 +175,46 @@ class Form:
         return tuple(at for at, kind in enumerate(kinds) if kind == "int" and "cache" in kinds)
 
 
-class Run:
+class LayerRun:
     """One set of arguments, given to layer after layer with the hidden state of the one before.
 
     slots: of the tensors that the first layer is given. The hidden states themselves are not kept,
     so that those which nobody else holds need not be sent here.
     """
 
-    def __init__(self, form: Form, leaves: Leaves, slots: tuple[int, ...], args: Any, kwargs: Any):
-        self.form, self.slots = form, slots
+    def __init__(
+        self, spec: InternedSpec, leaves: Leaves, slots: tuple[int, ...], args: Any, kwargs: Any
+    ):
+        self.spec, self.slots = spec, slots
         self.ints, self.caches = leaves.ints, leaves.caches
         self.layers: list[RemoteModule] = []
         self.hidden_slots: list[int] = []  # of the hidden state that each further layer is given
-        self.numbers = tuple([leaves.ints[at] for at in form.numbers_at])
+        self.numbers = tuple([leaves.ints[at] for at in spec.numbers_at])
         self.is_learning = False
         self.fills: tuple[int, ...] | None = ()  # layers of the cache counted for the last call
         self.lengths: dict[int, int] = {}  # of these, if what the call returns is not known yet
-        if form.has_reusable_arguments:
+        if spec.has_reusable_arguments:
             self.tensors = leaves.tensors[1:]
             self.given = (args[1:], kwargs)  # held, so that nothing else takes their identity
             self.identities = _identities(args, kwargs)
 
     def is_continued_by(self, args: Any, kwargs: Any) -> bool:
         """Whether these are the same arguments but for the hidden state."""
-        return self.form.has_reusable_arguments and _identities(args, kwargs) == self.identities
+        return self.spec.has_reusable_arguments and _identities(args, kwargs) == self.identities
 
     def add(self, layer: RemoteModule, hidden: Any) -> None:
         """One more layer; `hidden` is what it is given, if it goes on with the run."""
         if self.layers:
             self.hidden_slots.append(~hidden.slot)
         self.layers.append(layer)
-        self.is_learning = self.form not in layer.outputs
+        self.is_learning = self.spec not in layer.outputs
 
     def slots_by_layer(self) -> list[tuple[int, ...]]:
         return [self.slots, *((hidden, *self.slots[1:]) for hidden in self.hidden_slots)]
 
     def key(self) -> tuple[Any, ...]:
         layers = tuple(self.layers)
-        return self.form, self.slots, layers, tuple(self.hidden_slots), self.is_learning
+        return self.spec, self.slots, layers, tuple(self.hidden_slots), self.is_learning
 
 
 def _identities(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

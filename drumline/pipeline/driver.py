@@ -12,51 +12,58 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from drumline.core.pytree import Leaves, TreeSpec, flatten
-from drumline.errors import DrumlineError, PeerLost, StageError
+from drumline.errors import DrumlineError, StageError
 from drumline.kv_cache.proxy import cache_number
-from drumline.pipeline.deferred_calls import Chain, Form, Habits
-from drumline.pipeline.interrupt import Uninterrupted
-from drumline.pipeline.microbatch_runner import Relay
-from drumline.stages.messages import Kind, Message
+from drumline.pipeline.deferred_calls import DeferredCalls, InternedSpec, OutputUsage
+from drumline.pipeline.interrupt import DelayedInterrupt
+from drumline.pipeline.microbatch_runner import MicrobatchRunner
+from drumline.stages.messages import Message, MessageKind
 from drumline.stages.program import NOTHING, Program
 from drumline.stages.ring import Ring
 
 if TYPE_CHECKING:
-    from drumline.stages.tp_stage import Driver
+    from drumline.stages.tp_stage import TpDriverRing
 
 T = TypeVar("T")
 
 
-class Session:
+class _PassContext(threading.local):
+    """The pass that a thread is in: its unsent calls, and [rows, tokens] of its input."""
+
+    calls: DeferredCalls | None = None
+    shape: tuple[int, int] | None = None
+    wants_hidden_states = False
+
+
+class PipelineDriver:
     """One distributed model as its master sees it; safe to use from several threads."""
 
-    def __init__(self, ring: Ring | Driver, device: torch.device):
-        self.ring, self.device, self.habits = ring, device, Habits()
-        self._forms: dict[TreeSpec, Form] = {}
-        self._no_operations = self.form(NOTHING)
+    def __init__(self, ring: Ring | TpDriverRing, device: torch.device):
+        self.ring, self.device, self.output_usage = ring, device, OutputUsage()
+        self._interned: dict[TreeSpec, InternedSpec] = {}
+        self._no_operations = self.spec(NOTHING)
         self._programs: dict[tuple[Any, ...], tuple[Program, int]] = {}
         self._program_numbers, self._cache_numbers = itertools.count(1), itertools.count(1)
         self._operations: deque[tuple[Any, ...]] = deque()
-        self._sending, self._arrival = threading.Lock(), threading.Condition()
-        self._tickets: deque[Ticket] = deque()
-        self._is_listening = self._is_out_of_step = False
-        self.relay = Relay()
-        self._threads = threading.local()
+        self._send_lock, self._reply_arrived = threading.Lock(), threading.Condition()
+        self._pending: deque[PendingReply] = deque()
+        self._is_receiving = self._is_desynchronised = False
+        self.microbatches = MicrobatchRunner()
+        self._pass = _PassContext()
         self._failure: DrumlineError | None = None
         # Why a pass was refused that had begun to change the layers.
         self.half_changed: DrumlineError | None = None
 
     @property
-    def chain(self) -> Chain:
+    def calls(self) -> DeferredCalls:
         """The calls of this thread that have not been sent."""
-        chain: Chain | None = getattr(self._threads, "chain", None)
-        if chain is None or chain.sent:
-            chain = self._threads.chain = Chain(self)
-        return chain
+        if self._pass.calls is None or self._pass.calls.sent:
+            self._pass.calls = DeferredCalls(self)
+        return self._pass.calls
 
     def record(self, name: str, *arguments: Any) -> None:
         """Note an operation on a cache: sent before the next call, after those gathered."""
-        self.chain.flush()
+        self.calls.flush()
         kept = [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
         self._operations.append((name, *kept))
 
@@ -74,20 +81,20 @@ class Session:
                 "this one already, so load the model again."
             )
         if "output_hidden_states" in kwargs:
-            self._threads.is_for_states = bool(kwargs["output_hidden_states"])
+            self._pass.wants_hidden_states = bool(kwargs["output_hidden_states"])
         for given in (*args[:1], kwargs.get("inputs_embeds"), kwargs.get("input_ids")):
             if isinstance(given, torch.Tensor) and given.dim() in (2, 3):
-                self._threads.shape = given.shape[0], given.shape[1]
+                self._pass.shape = given.shape[0], given.shape[1]
 
     @property
     def shape_of_pass(self) -> tuple[int, int] | None:
         """Rows and tokens of the pass that this thread is in, if it is in one."""
-        return getattr(self._threads, "shape", None)
+        return self._pass.shape
 
     @property
-    def is_for_states(self) -> bool:
+    def wants_hidden_states(self) -> bool:
         """Whether this thread last asked for hidden states, and so looks at more than otherwise."""
-        return getattr(self._threads, "is_for_states", False)
+        return self._pass.wants_hidden_states
 
     def rows_and_tokens(self) -> tuple[int, int]:
         """The same, where a hidden state does not show them."""
@@ -99,121 +106,115 @@ class Session:
             )
         return shape
 
-    def form(self, template: TreeSpec) -> Form:
+    def spec(self, template: TreeSpec) -> InternedSpec:
         """The one Form of a template, which is quick to compare and to hash."""
-        form = self._forms.get(template)
-        if form is None:
-            form = self._forms[template] = Form(template)
-        return form
+        spec = self._interned.get(template)
+        if spec is None:
+            spec = self._interned[template] = InternedSpec(template)
+        return spec
 
-    def exchange(self, chain: Chain) -> Message:
+    def exchange(self, calls: DeferredCalls) -> Message:
         """Send a chain, and the operations that wait, round the ring; what comes back."""
         try:
-            with Uninterrupted():
-                return self._exchange(chain)
+            with DelayedInterrupt():
+                return self._exchange(calls)
         except (KeyboardInterrupt, SystemExit):
-            _tear(chain)  # what follows these layers will not get their tokens
+            _invalidate_caches(calls)  # what follows these layers will not get their tokens
             raise
 
-    def _exchange(self, chain: Chain) -> Message:
-        ticket, leaves, runner = Ticket(), Leaves(), None
+    def _exchange(self, calls: DeferredCalls) -> Message:
+        pending, leaves, runner = PendingReply(), Leaves(), None
         try:
-            with self._sending:
+            with self._send_lock:
                 if self._failure is not None:
                     raise self._failure
-                if self._is_out_of_step:
-                    self._fall_in()
-                message = self._message(chain, self._operations_now(leaves), leaves)
-                self._tickets.append(ticket)
-                runner = self.relay.let_go(chain.last_layer)
-                ticket.reply = self._guarded(lambda: self.ring.send(message))
-                if ticket.reply is not None:
-                    self._tickets.remove(ticket)
-            chain.prepare_next_token()
-            reply = self._answer(ticket, chain)
+                if self._is_desynchronised:
+                    self._resync()
+                message = self._message(calls, self._operations_now(leaves), leaves)
+                self._pending.append(pending)
+                runner = self.microbatches.release_turn(calls.last_layer)
+                pending.reply = self._failing_all_threads(lambda: self.ring.send(message))
+                if pending.reply is not None:
+                    self._pending.remove(pending)
+            calls.prepare_next_token()
+            reply = self._answer(pending, calls)
         except (KeyboardInterrupt, SystemExit):
-            self._is_out_of_step = True  # nobody knows whether it was sent, or had come back
+            self._is_desynchronised = True  # nobody knows whether it was sent, or had come back
             raise
         finally:
-            self.relay.take_back(runner)
+            self.microbatches.acquire_turn(runner)
         reply.tensors = reply.tensors[len(leaves.tensors) :]
         return reply
 
-    def _operations_now(self, leaves: Leaves) -> Form:
+    def _operations_now(self, leaves: Leaves) -> InternedSpec:
         """The operations on caches that wait for the next message."""
         if not self._operations:
             return self._no_operations
         waiting = [self._operations.popleft() for _ in range(len(self._operations))]
-        return self.form(flatten(waiting, leaves, lambda cache: cache_number(cache, self)))
+        return self.spec(flatten(waiting, leaves, lambda cache: cache_number(cache, self)))
 
-    def _message(self, chain: Chain, operations: Form, leaves: Leaves) -> Message:
+    def _message(self, calls: DeferredCalls, operations: InternedSpec, leaves: Leaves) -> Message:
         """What a chain sends; with the text of its program if the ranks do not know it yet."""
-        starts, ints = chain.place_ints(leaves.ints)
-        key = (operations, len(leaves.tensors), chain.key(starts))
+        starts, ints = calls.place_ints(leaves.ints)
+        key = (operations, len(leaves.tensors), calls.key(starts))
         text = ""
         known = self._programs.get(key)
         if known is None:
-            program = chain.program(operations.template, len(leaves.tensors), starts)
+            program = calls.program(operations.template, len(leaves.tensors), starts)
             known = self._programs[key] = program, next(self._program_numbers)
             text = program.to_json()
         program, number = known
-        tensors = leaves.tensors + chain.inputs.tensors
+        tensors = leaves.tensors + calls.inputs.tensors
         sent = [tensors[slot] for slot in program.leaving(0)]
-        return Message(Kind.CALL, number, ints, sent, text)
+        return Message(MessageKind.CALL, number, ints, sent, text)
 
-    def _answer(self, ticket: Ticket, chain: Chain) -> Message:
-        with self._arrival:
-            while ticket.reply is None:
-                if self._is_listening:
-                    self._arrival.wait()
+    def _answer(self, pending: PendingReply, calls: DeferredCalls) -> Message:
+        with self._reply_arrived:
+            while pending.reply is None:
+                if self._is_receiving:
+                    self._reply_arrived.wait()
                 else:
-                    self._listen()
-        if ticket.reply.kind is Kind.ERROR:
-            _tear(chain)
-            raise StageError(ticket.reply.note)
-        return ticket.reply
+                    self._receive_one()
+        if pending.reply.kind is MessageKind.ERROR:
+            _invalidate_caches(calls)
+            raise StageError(pending.reply.note)
+        return pending.reply
 
-    def _listen(self) -> None:
+    def _receive_one(self) -> None:
         """Take in the next reply, whosever it is: they come in the order of what was sent.
 
         One thread listens for all, and the lock is free meanwhile, so that others can go on as soon
         as theirs is here, and the ranks work on several conversations at once.
         """
-        self._is_listening = True
-        self._arrival.release()
+        self._is_receiving = True
+        self._reply_arrived.release()
         try:
-            reply = self._guarded(self._received)
-            if reply.kind is Kind.MARK:
-                self._give_up_tickets()
+            reply = self._failing_all_threads(self.ring.receive)
+            if reply.kind is MessageKind.MARK:
+                self._fail_pending()
             else:
-                self._tickets.popleft().reply = reply
+                self._pending.popleft().reply = reply
         finally:
-            self._arrival.acquire()
-            self._is_listening = False
-            self._arrival.notify_all()
+            self._reply_arrived.acquire()
+            self._is_receiving = False
+            self._reply_arrived.notify_all()
 
-    def _received(self) -> Message:
-        message = self.ring.receive()
-        if message.kind is Kind.LOST:
-            raise PeerLost(message.note)
-        return message
-
-    def _fall_in(self) -> None:
+    def _resync(self) -> None:
         """After an interruption: wait until all that was sent has come back, whosever it was."""
-        self._guarded(lambda: self.ring.send(Message(Kind.MARK)))
-        with self._arrival:
-            while self._is_out_of_step:
-                self._arrival.wait() if self._is_listening else self._listen()
+        self._failing_all_threads(lambda: self.ring.send(Message(MessageKind.MARK)))
+        with self._reply_arrived:
+            while self._is_desynchronised:
+                self._reply_arrived.wait() if self._is_receiving else self._receive_one()
 
-    def _give_up_tickets(self) -> None:
-        for ticket in self._tickets:
-            ticket.reply = Message(
-                Kind.ERROR, note="another thread's call was interrupted; repeat."
+    def _fail_pending(self) -> None:
+        for pending in self._pending:
+            pending.reply = Message(
+                MessageKind.ERROR, note="another thread's call was interrupted; repeat."
             )
-        self._tickets.clear()
-        self._is_out_of_step = False
+        self._pending.clear()
+        self._is_desynchronised = False
 
-    def _guarded(self, work: Callable[[], T]) -> T:
+    def _failing_all_threads(self, work: Callable[[], T]) -> T:
         """Use the ring; if a rank is lost, this is the end of it for every thread."""
         try:
             if self._failure is not None:
@@ -227,29 +228,29 @@ class Session:
 
     def leave(self, code: int = 0) -> None:
         """Release the other ranks. Every later use of the model is an error."""
-        with Uninterrupted(), self._sending:
-            if self._failure is None and self._is_out_of_step:
+        with DelayedInterrupt(), self._send_lock:
+            if self._failure is None and self._is_desynchronised:
                 with contextlib.suppress(DrumlineError):
-                    self._fall_in()
+                    self._resync()
             if self._failure is None:
                 self._failure = DrumlineError(
                     f"rank {self.ring.rank}: the model was closed and its other ranks have left, "
                     "so it cannot run; load it again."
                 )
-                with self._arrival:
-                    while self._is_listening:
-                        self._arrival.wait()
+                with self._reply_arrived:
+                    while self._is_receiving:
+                        self._reply_arrived.wait()
                     self.ring.leave(code)
 
 
-def _tear(chain: Chain) -> None:
+def _invalidate_caches(calls: DeferredCalls) -> None:
     """Its layers no longer hold the same tokens in the caches that it was given."""
-    for run in chain.runs:
+    for run in calls.runs:
         for cache in run.caches:
             cache.is_inconsistent = True
 
 
-class Ticket:
+class PendingReply:
     """A place in the queue of those who wait for a reply."""
 
     reply: Message | None = None

@@ -9,7 +9,7 @@ from typing import Any
 SIGINT = _signal.SIGINT
 
 
-class Uninterrupted:
+class DelayedInterrupt:
     """Within this block, a SIGINT that reaches the main thread is handled when the block is left.
 
     A second one is handled at once.

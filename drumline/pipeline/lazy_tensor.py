@@ -17,24 +17,24 @@ from drumline.errors import DrumlineError
 CONTAINERS = (tuple, list, dict)
 
 
-class Source(Protocol):
+class LazySource(Protocol):
     """The calls that will compute a lazy tensor."""
 
     def flush(self) -> Any: ...
     def touched(self, slot: int) -> None: ...
 
 
-class Lazy(torch.Tensor):
+class LazyTensor(torch.Tensor):
     """A hidden state: a tensor of known shape whose value `source` sets when it is flushed."""
 
-    source: Source
+    source: LazySource
     slot: int
     value: torch.Tensor | None = None
     home: torch.device
 
     @classmethod
-    def like(cls, hidden: torch.Tensor, source: Source, slot: int) -> Lazy:
-        lazy: Lazy = torch.Tensor._make_wrapper_subclass(
+    def like(cls, hidden: torch.Tensor, source: LazySource, slot: int) -> LazyTensor:
+        lazy: LazyTensor = torch.Tensor._make_wrapper_subclass(
             cls, hidden.shape, dtype=hidden.dtype, device=hidden.device
         )
         lazy.source, lazy.slot, lazy.home = source, slot, hidden.device
@@ -64,7 +64,7 @@ class Lazy(torch.Tensor):
 
 
 def _of_value(name: str) -> Callable[..., Any]:
-    def method(self: Lazy, *args: Any, **kwargs: Any) -> Any:
+    def method(self: LazyTensor, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.fetch(), name)(*args, **kwargs)
 
     return method
@@ -87,10 +87,10 @@ READS_MEMORY = (
 of them end the process."""
 
 for _name in READS_MEMORY:
-    setattr(Lazy, _name, _of_value(_name))
+    setattr(LazyTensor, _name, _of_value(_name))
 
 
-class Withheld(Lazy):
+class LazyUnknownShape(LazyTensor):
     """Any other tensor that a layer returned, of unknown shape: whatever is asked fetches it.
 
     Most are never looked at (the attention weights that some layers return), or only by the next
@@ -98,7 +98,7 @@ class Withheld(Lazy):
     """
 
     @classmethod
-    def like(cls, hidden: torch.Tensor, source: Source, slot: int) -> Lazy:
+    def like(cls, hidden: torch.Tensor, source: LazySource, slot: int) -> LazyTensor:
         with torch._C.DisableTorchFunctionSubclass():  # which would fetch a withheld `hidden`
             return super().like(hidden, source, slot)
 
@@ -111,7 +111,7 @@ class Withheld(Lazy):
 
 def fetched(value: Any) -> Any:
     """A plain tensor for a lazy one; anything else as it is."""
-    return value.fetch() if isinstance(value, Lazy) else value
+    return value.fetch() if isinstance(value, LazyTensor) else value
 
 
 def fetch_all(value: Any) -> Any:

@@ -15,15 +15,22 @@ from transformers import PreTrainedModel
 from drumline.checkpoint.plan_executor import LoadStats
 from drumline.core.device_map import DeviceMap
 from drumline.errors import DrumlineError, exit_code
-from drumline.pipeline.driver import Session
-from drumline.pipeline.lazy_tensor import Lazy, fetch_all
-from drumline.pipeline.overlap import Overlapping
+from drumline.offload.prefetcher import WeightPrefetcher
+from drumline.pipeline.driver import PipelineDriver
+from drumline.pipeline.lazy_tensor import LazyTensor, fetch_all
+from drumline.pipeline.overlap import MicrobatchMixin
 from drumline.pipeline.remote_layer import RemoteModule
-from drumline.pipeline.unsupported import Attention, Refusals, Unheard, seal
+from drumline.pipeline.unsupported import (
+    AttentionConfigs,
+    UnrecordedOutputs,
+    UnsupportedMixin,
+    make_read_only,
+)
 from drumline.stages import message_trace
+from drumline.stages.stage_weights import LoadedStage
 
 
-class Distributed(Overlapping, Refusals):
+class DistributedModel(MicrobatchMixin, UnsupportedMixin):
     """Mixed into the class of the model: everything of transformers works, and it can be closed.
 
     `device_map` says where each module is, `loaded` what loading took on this rank, in bytes.
@@ -33,14 +40,15 @@ class Distributed(Overlapping, Refusals):
 
     device_map: DeviceMap
     loaded: LoadStats | None = None
-    _session: Session | None
+    _driver: PipelineDriver | None
+    _prefetcher: WeightPrefetcher | None
     _first_device: torch.device
     _leave: Any
 
     def close(self, exit_code: int = 0) -> None:
         """Release the other ranks, which end with exit_code. Harmless when done twice."""
-        if exit_code and self._session is not None:
-            self._session.leave(exit_code)
+        if exit_code and self._driver is not None:
+            self._driver.leave(exit_code)
         self._leave()
 
     def __enter__(self) -> Any:
@@ -57,66 +65,69 @@ class Distributed(Overlapping, Refusals):
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
         """On a GPU, transformers compiles whatever decodes into a static cache. What waits for
         other ranks, or reads weights from the disk, cannot be compiled."""
-        if self._session is not None or getattr(self, "_prefetcher", None) is not None:
+        if self._driver is not None or self._prefetcher is not None:
             return False
         return bool(super()._valid_auto_compile_criteria(*args, **kwargs))  # type: ignore[misc]
 
     @property
     def traffic(self) -> tuple[int, int] | None:
         """Messages that the master has sent, and their bytes; None if it is alone."""
-        if self._session is None:
+        if self._driver is None:
             return None
-        link = self._session.ring.next
+        link = self._driver.ring.next
         return link.num_messages, link.num_bytes
 
 
 def distribute(
-    model: Any,
-    device_map: DeviceMap,
-    session: Session | None,
-    remote: Mapping[str, int] | None = None,
+    stage: LoadedStage, driver: PipelineDriver | None, remote: Mapping[str, int] | None = None
 ) -> Any:
     """The model with its remote modules replaced by calls over the ring.
 
     remote: module to the hop of the ring that runs it; those that are not on rank 0 if not given.
     """
-    kind = type(model)
+    model, device_map, kind = stage.model, stage.device_map, type(stage.model)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    model.__class__ = type(kind.__name__, (Distributed, kind), names)
-    model.device_map, model._session = device_map, session
+    model.__class__ = type(kind.__name__, (DistributedModel, kind), names)
+    model.device_map, model.loaded = device_map, stage.stats
+    model._driver, model._prefetcher = driver, stage.prefetcher
     model._first_device = torch.device(device_map.device_of(0))
-    model._leave = weakref.finalize(model, _leave, session)
-    if session is not None:
+    model._leave = weakref.finalize(model, _leave, driver)
+    if driver is not None:
         if remote is None:
             remote = {name: rank for name, (rank, _) in device_map.places.items() if rank != 0}
-        unheard: Unheard = []
+        unrecorded: UnrecordedOutputs = []
         for name, rank in remote.items():
-            _replace(model, name, rank, session, unheard)
-        _fetch_outputs(model, remote, session, unheard)
+            _replace(model, name, rank, driver, unrecorded)
+        _fetch_outputs(model, remote, driver, unrecorded)
         _fetch_inputs(model, remote)
-        message_trace.master(model, session)
+        message_trace.trace_driver(model, driver)
     return model
 
 
-def _replace(model: nn.Module, name: str, rank: int, session: Session, unheard: Unheard) -> None:
+def _replace(
+    model: nn.Module, name: str, rank: int, driver: PipelineDriver, unrecorded: UnrecordedOutputs
+) -> None:
     module = model.get_submodule(name)
-    module.forward = RemoteModule(session, name, module, rank)
-    seal(module, name, rank, unheard)
+    module.forward = RemoteModule(driver, name, module, rank)
+    make_read_only(module, name, rank, unrecorded)
 
 
 def _fetch_outputs(
-    model: nn.Module, remote: Mapping[str, int], session: Session, unheard: Unheard
+    model: nn.Module,
+    remote: Mapping[str, int],
+    driver: PipelineDriver,
+    unrecorded: UnrecordedOutputs,
 ) -> None:
     """What the models around remote layers return to the user is plain tensors."""
-    attention = Attention({name: model.get_submodule(name) for name in remote})
+    attention = AttentionConfigs({name: model.get_submodule(name) for name in remote})
     for name, module in model.named_modules():
         if name not in remote and any(
             inner.startswith(f"{name}." if name else "") for inner in remote
         ):
             module.register_forward_pre_hook(_refuse_inner_outputs, with_kwargs=True)
-            module.register_forward_pre_hook(_Note(session, attention), with_kwargs=True)
-            module.register_forward_hook(_plain_output)
-            module.register_forward_hook(_RefuseUnheard(model, unheard), with_kwargs=True)
+            module.register_forward_pre_hook(_NotePass(driver, attention), with_kwargs=True)
+            module.register_forward_hook(_fetch_output)
+            module.register_forward_hook(_RefuseUnrecorded(model, unrecorded), with_kwargs=True)
 
 
 def _fetch_inputs(model: nn.Module, remote: Mapping[str, int]) -> None:
@@ -126,7 +137,7 @@ def _fetch_inputs(model: nn.Module, remote: Mapping[str, int]) -> None:
     for name, module in model.named_modules():
         is_beside = name.rpartition(".")[0] in around and name not in around
         if is_beside and name not in remote and any(True for _ in module.parameters()):
-            module.register_forward_pre_hook(_plain_input)
+            module.register_forward_pre_hook(_fetch_input)
 
 
 def _outer(name: str) -> Iterator[str]:
@@ -135,22 +146,22 @@ def _outer(name: str) -> Iterator[str]:
         yield name
 
 
-def _plain_input(module: nn.Module, args: Any) -> Any:
-    return (args[0].fetch(), *args[1:]) if args and isinstance(args[0], Lazy) else None
+def _fetch_input(module: nn.Module, args: Any) -> Any:
+    return (args[0].fetch(), *args[1:]) if args and isinstance(args[0], LazyTensor) else None
 
 
-class _Note:
-    def __init__(self, session: Session, attention: Attention):
-        self.session, self.attention = session, attention
+class _NotePass:
+    def __init__(self, driver: PipelineDriver, attention: AttentionConfigs):
+        self.driver, self.attention = driver, attention
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.attention.check_unchanged()
-        self.session.note_pass(args, kwargs)
+        self.driver.note_pass(args, kwargs)
 
 
 def _refuse_inner_outputs(module: nn.Module, args: Any, kwargs: Any) -> None:
     for name in ("output_attentions", "output_router_logits"):
-        if _is_asked(name, module, kwargs):
+        if _is_requested(name, module, kwargs):
             raise DrumlineError(
                 f"rank 0: {name}=True, but these are made inside the layers and do not leave their "
                 f"ranks, so some would be missing; pass {name}=False or set it so in model.config, "
@@ -158,27 +169,27 @@ def _refuse_inner_outputs(module: nn.Module, args: Any, kwargs: Any) -> None:
             )
 
 
-def _is_asked(name: str, module: nn.Module, kwargs: Any) -> bool:
+def _is_requested(name: str, module: nn.Module, kwargs: Any) -> bool:
     asked = kwargs.get(name)
     return bool(getattr(getattr(module, "config", None), name, False) if asked is None else asked)
 
 
-class _RefuseUnheard:
+class _RefuseUnrecorded:
     """Raises for outputs that transformers records in a part of a layer, as hidden states of Zamba.
 
     After the pass, for it says where it records in the first one that is asked for any.
     """
 
-    def __init__(self, model: nn.Module, unheard: Unheard):
-        self.model, self.unheard = model, unheard
+    def __init__(self, model: nn.Module, unrecorded: UnrecordedOutputs):
+        self.model, self.unrecorded = model, unrecorded
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        for key in dict.fromkeys(key for key, _, _ in self.unheard):
-            if _is_asked(f"output_{key}", module, kwargs):
+        for key in dict.fromkeys(key for key, _, _ in self.unrecorded):
+            if _is_requested(f"output_{key}", module, kwargs):
                 self._refuse(key, module)
 
     def _refuse(self, key: str, module: nn.Module) -> None:
-        for other, part, rank in self.unheard:
+        for other, part, rank in self.unrecorded:
             if key == other and self._recorder(part) is module:
                 raise DrumlineError(
                     f"rank 0: output_{key}=True, but this model makes them inside of layers, as in "
@@ -195,9 +206,9 @@ class _RefuseUnheard:
         return self.model.get_submodule(part)
 
 
-def _plain_output(module: nn.Module, args: Any, output: Any) -> Any:
+def _fetch_output(module: nn.Module, args: Any, output: Any) -> Any:
     if torch.is_grad_enabled():
-        return tree_map(_cut_off, fetch_all(output))
+        return tree_map(_forbid_gradient, fetch_all(output))
     return fetch_all(output) if _has_lazy(output) else None
 
 
@@ -206,10 +217,10 @@ def _has_lazy(value: Any) -> bool:
         return any(_has_lazy(item) for item in value)
     if isinstance(value, dict):
         return any(_has_lazy(item) for item in value.values())
-    return isinstance(value, Lazy)
+    return isinstance(value, LazyTensor)
 
 
-def _cut_off(value: Any) -> Any:
+def _forbid_gradient(value: Any) -> Any:
     """A tensor whose gradient, if one is asked for, is an error rather than half of the truth."""
     if isinstance(value, torch.Tensor) and value.requires_grad:
         return _NoGradient.apply(value)  # type: ignore[no-untyped-call]
@@ -229,6 +240,6 @@ class _NoGradient(torch.autograd.Function):
         )
 
 
-def _leave(session: Session | None) -> None:
-    if session is not None:
-        session.leave(1 if getattr(sys, "last_value", None) is not None else 0)
+def _leave(driver: PipelineDriver | None) -> None:
+    if driver is not None:
+        driver.leave(1 if getattr(sys, "last_value", None) is not None else 0)

@@ -92,10 +92,10 @@ def shape(inputs: Mapping[str, Any]) -> tuple[int, int]:
 
 def is_by_row(inputs: Mapping[str, Any], batch: int) -> bool:
     """Whether everything has a row for each sequence, or is sure to be the same for all."""
-    return all(_is_sure(name, value, batch) for name, value in inputs.items())
+    return all(_is_divisible(name, value, batch) for name, value in inputs.items())
 
 
-def _is_sure(name: str, value: Any, batch: int) -> bool:
+def _is_divisible(name: str, value: Any, batch: int) -> bool:
     if value is None:
         return True
     if name in BY_ROW and isinstance(value, torch.Tensor):

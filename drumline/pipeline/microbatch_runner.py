@@ -18,21 +18,21 @@ class Cancelled(BaseException):
     """Ends a runner whose result nobody waits for any more."""
 
 
-class Relay:
+class MicrobatchRunner:
     def __init__(self) -> None:
         self.turn = threading.Lock()
-        self.here = threading.local()
+        self._current_thread = threading.local()
 
     def map(self, work: Callable[[Any], Any], items: Iterable[Any], until: Any = None) -> list[Any]:
         """work(item) for each; one begins when the one before has sent what it has.
 
         until: the layer whose call must have been sent, where that matters.
         """
-        mine = self.let_go()
-        runners: list[Runner] = []
+        mine = self.release_turn()
+        runners: list[MicrobatchThread] = []
         try:
             for item in items:
-                runners.append(Runner(self, work, item, until))
+                runners.append(MicrobatchThread(self, work, item, until))
                 runners[-1].start()
                 runners[-1].has_left.wait()
             for runner in runners:
@@ -42,35 +42,37 @@ class Relay:
                 runner.is_cancelled = True
             raise
         finally:
-            self.take_back(mine)
+            self.acquire_turn(mine)
         return [runner.result() for runner in runners]
 
-    def let_go(self, sends: Any = None) -> Runner | None:
+    def release_turn(self, sends: Any = None) -> MicrobatchThread | None:
         """Give the turn away before waiting, if this thread is one of those that take turns.
 
         sends: the last layer that is called by what it waits for.
         """
-        runner: Runner | None = getattr(self.here, "runner", None)
+        runner: MicrobatchThread | None = getattr(self._current_thread, "runner", None)
         if runner is None or runner.until not in (None, sends):
             return None
         self.turn.release()
         runner.has_left.set()
         return runner
 
-    def take_back(self, runner: Runner | None) -> None:
+    def acquire_turn(self, runner: MicrobatchThread | None) -> None:
         if runner is not None:
             self.turn.acquire()
             if runner.is_cancelled:
                 raise Cancelled
 
 
-class Runner(threading.Thread):
+class MicrobatchThread(threading.Thread):
     """One item's work, in the circumstances of the thread that wants it."""
 
-    def __init__(self, relay: Relay, work: Callable[[Any], Any], item: Any, until: Any):
+    def __init__(
+        self, microbatches: MicrobatchRunner, work: Callable[[Any], Any], item: Any, until: Any
+    ):
         super().__init__(name="drumline-relay", daemon=True)
         self.until = until
-        self.relay, self.has_left, self.is_cancelled = relay, threading.Event(), False
+        self.microbatches, self.has_left, self.is_cancelled = microbatches, threading.Event(), False
         self.value: Any = None
         self.error: BaseException | None = None
         num_threads, context = torch.get_num_threads(), contextvars.copy_context()
@@ -84,14 +86,14 @@ class Runner(threading.Thread):
         self.begin = begin
 
     def run(self) -> None:
-        self.relay.here.runner = self
-        self.relay.turn.acquire()
+        self.microbatches._current_thread.runner = self
+        self.microbatches.turn.acquire()
         try:
             self.begin()
         except BaseException as error:
             self.error = error
         finally:
-            self.relay.turn.release()
+            self.microbatches.turn.release()
             self.has_left.set()
 
     def result(self) -> Any:

@@ -18,14 +18,14 @@ from drumline.errors import DrumlineError
 from drumline.kv_cache.merge_caches import can_be_merged, has_known_layers
 from drumline.kv_cache.proxy import merge_proxies
 from drumline.pipeline import microbatch
-from drumline.pipeline.driver import Session
+from drumline.pipeline.driver import PipelineDriver
 from drumline.pipeline.remote_layer import RemoteModule
 from drumline.pipeline.unsupported import RemoteLayerError
 
 Whole = Callable[..., Any]
 
 
-class Overlapping:
+class MicrobatchMixin:
     """Mixed into the class of a model: its passes and generations are cut where that is sure.
 
     Each row's tokens are those of the whole batch; as with another batch size, the last bits of a
@@ -40,14 +40,14 @@ class Overlapping:
     device_map: Any
     config: Any
     generation_config: Any
-    _session: Session | None
+    _driver: PipelineDriver | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return self._pass(*args, **kwargs)
         except RemoteLayerError as error:  # BigBird changes its layers for a short text
-            if self._session is not None:
-                self._session.half_changed = error
+            if self._driver is not None:
+                self._driver.half_changed = error
             raise
 
     def _pass(self, *args: Any, **kwargs: Any) -> Any:
@@ -55,17 +55,17 @@ class Overlapping:
         groups = [] if args else self._groups_of_pass(kwargs)
         if len(groups) < 2:
             chunks = [] if args or not self.prefill_chunk else self._chunks(kwargs)
-            return self._follow(whole, chunks) if len(chunks) > 1 else whole(*args, **kwargs)
-        assert self._session is not None
+            return self._run_chunks(whole, chunks) if len(chunks) > 1 else whole(*args, **kwargs)
+        assert self._driver is not None
         cache = kwargs.get("past_key_values")
         parts = []
         for group in groups:
             parts.append(microbatch.cut(kwargs, group))
             parts[-1]["past_key_values"] = copy.deepcopy(cache)
-        outputs = self._session.relay.map(lambda part: whole(**part), parts)
+        outputs = self._driver.microbatches.map(lambda part: whole(**part), parts)
         if cache is not None:
             merge_proxies(cache, [part["past_key_values"] for part in parts])
-        return _together(outputs, cache)
+        return _merge_outputs(outputs, cache)
 
     def generate(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
         whole: Whole = super().generate  # type: ignore[misc]
@@ -76,13 +76,13 @@ class Overlapping:
         if len(streams) < 2:
             given = (inputs, *args) if args or inputs is not None else ()
             return whole(*given, **kwargs)
-        assert self._session is not None
+        assert self._driver is not None
         parts = [{**kwargs, **microbatch.cut(_tensors(kwargs), group)} for group in streams]
-        found = self._session.relay.map(lambda part: whole(**part), parts)
+        found = self._driver.microbatches.map(lambda part: whole(**part), parts)
         return microbatch.pad_together(found, self._padding(kwargs))
 
     def _groups_of_pass(self, inputs: Mapping[str, Any]) -> list[slice]:
-        if self._session is None or not self.micro_batches:
+        if self._driver is None or not self.micro_batches:
             return []
         batch, tokens = microbatch.shape(inputs)
         groups = microbatch.groups_of_pass(batch, tokens, *self._stages)
@@ -96,7 +96,7 @@ class Overlapping:
     def _chunks(self, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The inputs of consecutive spans of a prompt, if a pass may be cut so."""
         cache, (_, tokens) = inputs.get("past_key_values"), microbatch.shape(inputs)
-        if tokens <= self.prefill_chunk or self._session is None or torch.is_grad_enabled():
+        if tokens <= self.prefill_chunk or self._driver is None or torch.is_grad_enabled():
             return []
         if cache is None or not has_known_layers(cache):
             return []
@@ -107,10 +107,10 @@ class Overlapping:
             return []
         return microbatch.chunks(inputs, past, self.prefill_chunk)
 
-    def _follow(self, whole: Whole, chunks: list[dict[str, Any]]) -> Any:
+    def _run_chunks(self, whole: Whole, chunks: list[dict[str, Any]]) -> Any:
         """One cache for all: a chunk begins when the last layer of the one before is called."""
-        assert self._session is not None
-        work = self._session.relay.map(lambda chunk: whole(**chunk), chunks, self._last_layer)
+        assert self._driver is not None
+        work = self._driver.microbatches.map(lambda chunk: whole(**chunk), chunks, self._last_layer)
         last = dict(work[-1])
         for name in ("logits", "last_hidden_state"):
             if name in last and not chunks[-1].get("logits_to_keep"):
@@ -133,7 +133,7 @@ class Overlapping:
         return owners[len(ranks) - 1] if ranks == sorted(ranks) and ranks[-1] else None
 
     def _groups_of_generation(self, options: Mapping[str, Any]) -> list[slice]:
-        if self._session is None or not self.micro_batches:
+        if self._driver is None or not self.micro_batches:
             return []
         tensors = _tensors(options)
         batch, _ = microbatch.shape(tensors)
@@ -176,7 +176,7 @@ def _tensors(options: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in options.items() if isinstance(value, torch.Tensor)}
 
 
-def _together(outputs: Sequence[Any], cache: Any) -> Any:
+def _merge_outputs(outputs: Sequence[Any], cache: Any) -> Any:
     """One output of all rows from those of the groups."""
     first = outputs[0]
     joined = {

@@ -33,42 +33,48 @@ from drumline.kv_cache.proxy import (
     layer_lengths,
     matches_pass_shape,
 )
-from drumline.pipeline.deferred_calls import Chain, Form, Run
-from drumline.pipeline.driver import Session
-from drumline.pipeline.lazy_tensor import Lazy, Withheld
+from drumline.pipeline.deferred_calls import DeferredCalls, InternedSpec, LayerRun
+from drumline.pipeline.driver import PipelineDriver
+from drumline.pipeline.lazy_tensor import LazyTensor, LazyUnknownShape
 
-MOST_FILLS = 1 << 12
+MAX_KNOWN_FILLS = 1 << 12
 
 
 class RemoteModule:
     """Stands in for the forward of a module that another rank holds."""
 
-    def __init__(self, session: Session, name: str, module: nn.Module, rank: int):
-        self.session, self.name, self.rank = session, name, rank
-        self.outputs: dict[Form, TreeSpec] = {}  # what it returns for arguments of each form
-        self.fills: dict[tuple[Form, tuple[int, ...]], tuple[int, ...]] = {}  # layers of a cache
-        self.maker = (name, 0)
+    def __init__(self, driver: PipelineDriver, name: str, module: nn.Module, rank: int):
+        self.driver, self.name, self.rank = driver, name, rank
+        self.outputs: dict[
+            InternedSpec, TreeSpec
+        ] = {}  # what it returns for arguments of each form
+        self.fills: dict[
+            tuple[InternedSpec, tuple[int, ...]], tuple[int, ...]
+        ] = {}  # layers of a cache
+        self.producer = (name, 0)
         self.cache_layers = _cache_layers(module)
-        self.table = _table(module)
-        self.by_pass: bool | None = None  # how its tokens are counted, once it has filled a cache
+        self.embedding_weight = _embedding_weight(module)
+        self.counts_by_pass: bool | None = (
+            None  # how its tokens are counted, once it has filled a cache
+        )
         self.__signature__ = inspect.signature(module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        chain = self.session.chain
-        run = chain.continued(self, args, kwargs)
+        calls = self.driver.calls
+        run = calls.continued_run(self, args, kwargs)
         if run is None:
-            return self._begin(args, kwargs)
+            return self._start_run(args, kwargs)
         hidden = args[0]
         run.fills = self.cache_layers
         if run.caches:
             self._advance(run, hidden)
         run.add(self, hidden)
-        if self.outputs.get(run.form) == NEW_HIDDEN_STATE:
-            return chain.lazy("hidden", self.maker, hidden)
+        if self.outputs.get(run.spec) == NEW_HIDDEN_STATE:
+            return calls.lazy("hidden", self.producer, hidden)
         leaves = Leaves(run.ints, [hidden, *run.tensors], run.caches)
-        return self._result(chain, run.form, leaves)
+        return self._result(calls, run.spec, leaves)
 
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _start_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first call of a run. What the cache refuses is never sent."""
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             raise DrumlineError(
@@ -77,70 +83,70 @@ class RemoteModule:
                 "dtype=torch.bfloat16, or call it outside of autocast."
             )
         leaves = Leaves()
-        form = self.session.form(flatten([args, kwargs], leaves, self._number_of))
+        spec = self.driver.spec(flatten([args, kwargs], leaves, self._number_of))
         if leaves.caches and leaves.tensors:
-            _show_shape(leaves.tensors[0])
-        chain = self.session.chain
-        if chain.runs and chain.last_layer.rank > self.rank:
-            chain.flush()  # it has passed this rank already
-            chain = self.session.chain
-        slots = tuple([chain.slot(tensor) for tensor in leaves.tensors])
-        run = Run(form, leaves, slots, args, kwargs)
-        fills = self.fills.get((form, run.numbers)) if run.numbers else self.cache_layers
+            _fetch_if_shape_unknown(leaves.tensors[0])
+        calls = self.driver.calls
+        if calls.runs and calls.last_layer.rank > self.rank:
+            calls.flush()  # it has passed this rank already
+            calls = self.driver.calls
+        slots = tuple([calls.slot(tensor) for tensor in leaves.tensors])
+        run = LayerRun(spec, leaves, slots, args, kwargs)
+        fills = self.fills.get((spec, run.numbers)) if run.numbers else self.cache_layers
         run.fills = fills
         if leaves.caches and leaves.tensors and fills is not None:
             self._advance(run, leaves.tensors[0])
-        chain.runs.append(run)
+        calls.runs.append(run)
         run.add(self, None)
         run.is_learning |= fills is None
-        return self._result(chain, form, leaves)
+        return self._result(calls, spec, leaves)
 
-    def _advance(self, run: Run, hidden: torch.Tensor) -> None:
+    def _advance(self, run: LayerRun, hidden: torch.Tensor) -> None:
         """Count what the call puts into the cache, unless that has to be seen first."""
-        is_new = run.form not in self.outputs
+        is_new = run.spec not in self.outputs
         if (
             is_new
-            and self.by_pass is None
-            and not matches_pass_shape(self.session.shape_of_pass, hidden)
+            and self.counts_by_pass is None
+            and not matches_pass_shape(self.driver.shape_of_pass, hidden)
         ):
             run.fills = None
         elif run.fills is not None:
-            account_tokens(run.caches[0], run.fills, hidden, self.by_pass)
+            account_tokens(run.caches[0], run.fills, hidden, self.counts_by_pass)
             if is_new:
                 run.lengths = layer_lengths(run.caches[0], run.fills)
 
     def _number_of(self, cache: Cache) -> int:
-        return cache_number(cache, self.session, self.cache_layers)
+        return cache_number(cache, self.driver, self.cache_layers)
 
-    def _result(self, chain: Chain, form: Form, leaves: Leaves) -> Any:
+    def _result(self, calls: DeferredCalls, spec: InternedSpec, leaves: Leaves) -> Any:
         """What the layer returns, after putting what it wrote into dicts that layers share."""
-        run = chain.runs[-1]
-        output = None if run.is_learning else self.outputs.get(form)
+        run = calls.runs[-1]
+        output = None if run.is_learning else self.outputs.get(spec)
         if output == NEW_HIDDEN_STATE:
-            return chain.lazy("hidden", self.maker, leaves.tensors[0])
+            return calls.lazy("hidden", self.producer, leaves.tensors[0])
         new = (
-            self._learn(chain, run, leaves)
+            self._learn(calls, run, leaves)
             if output is None
-            else self._later(chain, output, leaves)
+            else self._lazy_outputs(calls, output, leaves)
         )
         value, *written = unflatten_output(
-            self.outputs[form], leaves.tensors, iter(new), leaves.caches
+            self.outputs[spec], leaves.tensors, iter(new), leaves.caches
         )
         for shared, changes in zip(leaves.shared, written, strict=True):
             shared.update(changes)
         return value
 
-    def _learn(self, chain: Chain, run: Run, leaves: Leaves) -> list[torch.Tensor]:
+    def _learn(self, calls: DeferredCalls, run: LayerRun, leaves: Leaves) -> list[torch.Tensor]:
         """Run the call now, for its output and the description of it."""
-        reply = chain.flush()
+        reply = calls.flush()
         assert reply is not None
         output, filled = json.loads(reply.note)
         if leaves.caches and leaves.tensors:
             self._learn_layers(run, filled, leaves)
-        self.outputs[run.form] = as_tuples(output)
-        return [tensor.to(self.session.device) for tensor in reply.tensors]
+        self.outputs[run.spec] = as_tuples(output)
+        return [tensor.to(self.driver.device) for tensor in reply.tensors]
 
-    def _learn_layers(self, run: Run, filled: list[list[int]], leaves: Leaves) -> None:
+    def _learn_layers(self, run: LayerRun, filled: list[list[int]], leaves: Leaves) -> None:
         """Note which layers of the cache were filled over there. Some modules do not say (GPT-Neo),
         and to some an integer says which turn of a recurrence it is (HRM)."""
         indices = tuple(index for index, _, _ in filled)
@@ -155,45 +161,53 @@ class RemoteModule:
                     f"{[*self.cache_layers]}, so the lengths that masks are made of would be "
                     "wrong; give it to rank 0 in device_map."
                 )
-            if filled and self.by_pass is None:
-                self.by_pass = grew_by_pass(self.session.shape_of_pass, hidden, filled)
+            if filled and self.counts_by_pass is None:
+                self.counts_by_pass = grew_by_pass(self.driver.shape_of_pass, hidden, filled)
             if run.fills != layers:
-                account_tokens(cache, layers, hidden, self.by_pass)
+                account_tokens(cache, layers, hidden, self.counts_by_pass)
                 run.lengths = layer_lengths(cache, layers)
             check_lengths(run.lengths, filled, f"{self.name} on rank {self.rank}")
         except DrumlineError:
             cache.is_inconsistent = True  # over there it is filled already
             raise
         if run.numbers:
-            if len(self.fills) >= MOST_FILLS:
+            if len(self.fills) >= MAX_KNOWN_FILLS:
                 self.fills.clear()
-            self.fills[run.form, run.numbers] = layers
+            self.fills[run.spec, run.numbers] = layers
         else:
             self.cache_layers = layers
 
-    def _later(self, chain: Chain, output: TreeSpec, leaves: Leaves) -> list[Lazy]:
+    def _lazy_outputs(
+        self, calls: DeferredCalls, output: TreeSpec, leaves: Leaves
+    ) -> list[LazyTensor]:
         hidden = leaves.tensors[0] if leaves.tensors else torch.empty(0)
-        if self.table is not None and new_tensor_kinds(output) == ["extra"]:  # its shape is known
-            like = hidden.new_empty((), dtype=self.table.dtype)
+        if self.embedding_weight is not None and new_tensor_kinds(output) == [
+            "extra"
+        ]:  # its shape is known
+            like = hidden.new_empty((), dtype=self.embedding_weight.dtype)
             return [
-                chain.lazy("hidden", self.maker, like.expand(*hidden.shape, self.table.shape[1]))
+                calls.lazy(
+                    "hidden",
+                    self.producer,
+                    like.expand(*hidden.shape, self.embedding_weight.shape[1]),
+                )
             ]
         kinds = enumerate(new_tensor_kinds(output))
-        return [chain.lazy(kind, (self.name, number), hidden) for number, kind in kinds]
+        return [calls.lazy(kind, (self.name, number), hidden) for number, kind in kinds]
 
     def __deepcopy__(self, memo: Any) -> RemoteModule:
         return self
 
 
-def _table(module: nn.Module) -> torch.Tensor | None:
+def _embedding_weight(module: nn.Module) -> torch.Tensor | None:
     """[tokens, width]: the weights, on meta, of a table of embeddings; None for other modules."""
     is_table = type(module).forward is nn.Embedding.forward
     return module.weight if is_table and isinstance(module.weight, torch.Tensor) else None
 
 
-def _show_shape(hidden: torch.Tensor) -> None:
+def _fetch_if_shape_unknown(hidden: torch.Tensor) -> None:
     """Its tokens are counted into a cache."""
-    if type(hidden) is Withheld:
+    if type(hidden) is LazyUnknownShape:
         hidden.fetch()
 
 

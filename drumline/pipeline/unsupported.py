@@ -23,7 +23,7 @@ class RemoteLayerError(DrumlineError):
     """Something was to be put into a layer on another rank."""
 
 
-class Attention:
+class AttentionConfigs:
     """How the layers on other ranks attend, as their configs here say; they do not hear of others.
 
     Masks are made here in the form that an implementation takes, so a mixture would be wrong.
@@ -49,12 +49,12 @@ class Attention:
                 )
 
 
-class Refusals:
+class UnsupportedMixin:
     """Mixed into the class of a model. Where one rank has everything, everything works."""
 
     def _refuse(self, verb: str, remedy: str) -> None:
         """Raise DrumlineError if parts of the model are elsewhere."""
-        parts = [getattr(self, name, None) for name in ("_session", "_prefetcher")]
+        parts = [getattr(self, name, None) for name in ("_driver", "_prefetcher")]
         if any(part is not None for part in parts):
             raise DrumlineError(
                 f"rank 0: a model with layers on other ranks or on disk cannot be {verb} from "
@@ -129,34 +129,36 @@ class Refusals:
         return super().gradient_checkpointing_enable(*args, **kwargs)  # type: ignore[misc]
 
 
-Unheard = list[tuple[str, str, int]]
+UnrecordedOutputs = list[tuple[str, str, int]]
 """The name of an output, and a part, with its rank, where transformers would record it."""
 
 
-def seal(module: nn.Module, name: str, rank: int, unheard: Unheard | None = None) -> None:
+def make_read_only(
+    module: nn.Module, name: str, rank: int, unrecorded: UnrecordedOutputs | None = None
+) -> None:
     """Let nobody replace a module or weight inside `module`, which runs on another rank.
 
     What an adapter library or a quantizer puts there would never be called. unheard: is added to.
     """
-    unheard = [] if unheard is None else unheard
+    unrecorded = [] if unrecorded is None else unrecorded
     for inner, tensor in [*module.named_parameters(name), *module.named_buffers(name)]:
         if tensor.is_meta:
-            _seal_tensor(tensor, inner, rank)
+            _make_tensor_read_only(tensor, inner, rank)
     kinds: dict[type[nn.Module], type[nn.Module]] = {}
     for inner, part in module.named_modules(prefix=name):
         kind = type(part)
-        if isinstance(part, _Sealed) or not (part._modules or part._parameters):
+        if isinstance(part, _ReadOnlyModule) or not (part._modules or part._parameters):
             continue  # such as an activation, which may be the same object in all layers
         if kind not in kinds:
             names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-            kinds[kind] = type(kind.__name__, (_Sealed, kind), names)
-        part.__dict__["_sealed"], part.__dict__["_unheard"] = (inner, rank), unheard
+            kinds[kind] = type(kind.__name__, (_ReadOnlyModule, kind), names)
+        part.__dict__["_read_only_origin"], part.__dict__["_unrecorded"] = (inner, rank), unrecorded
         part.__class__ = kinds[kind]
         if part is not module:
-            part.__dict__["forward"] = _Elsewhere(inner, rank)
+            part.__dict__["forward"] = _RemoteForward(inner, rank)
 
 
-class _Elsewhere:
+class _RemoteForward:
     """The forward of a part of a layer: what is here of it has no weights."""
 
     def __init__(self, name: str, rank: int):
@@ -169,7 +171,7 @@ class _Elsewhere:
         )
 
 
-class _Sealed:
+class _ReadOnlyModule:
     def register_forward_hook(self, hook: Any, **kwargs: Any) -> Any:
         self._refuse(hook)
         return super().register_forward_hook(hook, **kwargs)  # type: ignore[misc]
@@ -180,12 +182,12 @@ class _Sealed:
 
     def _refuse(self, hook: Any) -> None:
         """transformers hooks every part at once, whichever of its outputs is asked for."""
-        name, rank = self.__dict__["_sealed"]
-        if not isinstance(self.__dict__.get("forward"), _Elsewhere):
+        name, rank = self.__dict__["_read_only_origin"]
+        if not isinstance(self.__dict__.get("forward"), _RemoteForward):
             return
         if getattr(hook, "__module__", None) == output_capturing.__name__:
             key = inspect.getclosurevars(hook).nonlocals.get("key", "hidden_states")
-            self.__dict__["_unheard"].append((key, name, rank))
+            self.__dict__["_unrecorded"].append((key, name, rank))
         else:
             raise DrumlineError(
                 f"rank 0: {name} is a part of a layer on rank {rank}, so a hook on it here would "
@@ -194,7 +196,7 @@ class _Sealed:
 
     def __setattr__(self, key: str, value: Any) -> None:
         if isinstance(value, (nn.Module, nn.Parameter)):
-            name, rank = self.__dict__["_sealed"]
+            name, rank = self.__dict__["_read_only_origin"]
             raise RemoteLayerError(
                 f"rank 0: {name}.{key} runs on rank {rank}, so what is put in its place here would "
                 "never be used. If the model does this itself, have its config say beforehand "
@@ -203,18 +205,18 @@ class _Sealed:
         super().__setattr__(key, value)
 
 
-class _SealedTensor:
+class _ReadOnlyTensor:
     """A weight that has no values here: what is written into it would be lost without a word."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        sealed = [each for each in tree_leaves((args, kwargs)) if isinstance(each, _SealedTensor)]
+        sealed = [each for each in tree_leaves((args, kwargs)) if isinstance(each, _ReadOnlyTensor)]
         first = (args or list(kwargs.values()))[:1]
         written = tree_leaves([kwargs.get("out"), first if _writes(func) else None])
         for tensor in sealed:
             if any(tensor is each for each in written):
-                name, rank = tensor.__dict__["_sealed"]
+                name, rank = tensor.__dict__["_read_only_origin"]
                 raise DrumlineError(
                     f"rank 0: {func.__name__} on {name}, which is on rank {rank}, would change "
                     "nothing there; write the weights that you want into a checkpoint and load "
@@ -225,21 +227,21 @@ class _SealedTensor:
             if type(result) is torch.Tensor:
                 for tensor in sealed:
                     if _is_same_memory(result, tensor):  # .data, .detach(), a row
-                        _seal_tensor(result, *tensor.__dict__["_sealed"])
+                        _make_tensor_read_only(result, *tensor.__dict__["_read_only_origin"])
         return result
 
 
-class _SealedWeight(_SealedTensor, nn.Parameter):
+class _ReadOnlyWeight(_ReadOnlyTensor, nn.Parameter):
     pass
 
 
-class _SealedBuffer(_SealedTensor, torch.Tensor):
+class _ReadOnlyBuffer(_ReadOnlyTensor, torch.Tensor):
     pass
 
 
-def _seal_tensor(tensor: torch.Tensor, name: str, rank: int) -> None:
-    tensor.__class__ = _SealedWeight if isinstance(tensor, nn.Parameter) else _SealedBuffer
-    tensor.__dict__["_sealed"] = (name, rank)
+def _make_tensor_read_only(tensor: torch.Tensor, name: str, rank: int) -> None:
+    tensor.__class__ = _ReadOnlyWeight if isinstance(tensor, nn.Parameter) else _ReadOnlyBuffer
+    tensor.__dict__["_read_only_origin"] = (name, rank)
 
 
 def _writes(func: Any) -> bool:

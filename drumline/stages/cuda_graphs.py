@@ -19,29 +19,29 @@ from transformers.cache_utils import StaticLayer
 
 from drumline.core.pytree import iter_leaves
 from drumline.kv_cache.owner import is_filled
-from drumline.stages.program import NOTHING, Step
+from drumline.stages.program import NOTHING, StageStep
 
 if TYPE_CHECKING:
     from drumline.kv_cache.owner import CacheRegistry
     from drumline.stages.messages import Message
-    from drumline.stages.stage import Route
+    from drumline.stages.stage import StageRoute
 
 Work = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 """What the layers of a stage make of the tensors that have arrived."""
 
-WARM_UPS = 2
+NUM_WARM_UPS = 2
 """So many tokens of a cache run layer by layer first: in them caches get their memory, and
 libraries theirs, which must not lie in a graph."""
 
-MOST_GRAPHS = 8
-MOST_CHANGES = 2
+MAX_GRAPHS = 8
+MAX_RECAPTURES = 2
 """So often a program is captured anew for a cache before it is left alone."""
 
-TOO_MANY = f"what they are given changes, or over {MOST_GRAPHS} caches take turns"
+TOO_MANY_CHANGES = f"what they are given changes, or over {MAX_GRAPHS} caches take turns"
 
 NEVER = -(1 << 60)
 
-Use = tuple[int, tuple[int, ...]]
+GraphKey = tuple[int, tuple[int, ...]]
 """A program, and the caches that it is run with."""
 
 
@@ -76,7 +76,7 @@ class CudaGraph:
 
 
 @dataclass
-class Captured:
+class CapturedGraph:
     """inputs: the memory that the graph reads. ints, state: what it takes for granted."""
 
     graph: Graph
@@ -95,40 +95,42 @@ class Captured:
         return self.graph.replay()
 
 
-class Graphs:
+class CudaGraphs:
     """The graphs of one rank. make: a new one; a CudaGraph of the device if not given."""
 
     def __init__(self, rank: int, device: torch.device, make: Callable[[], Graph] | None = None):
         self.rank, self.device = rank, device
-        self.make = make or _captured_on(device)
+        self.make = make or _cuda_graph_factory(device)
         self.num_replays = 0
         self.reasons: set[str] = set()  # why something was not captured, each told once
-        self._passes: dict[int, Pass] = {}
-        self._uses: dict[Use, int] = {}  # how many passes of one token; NEVER where it is refused
-        self._changes: Counter[Use] = Counter()
-        self._captured: dict[Use, Captured] = {}
+        self._programs: dict[int, ProgramInfo] = {}
+        self._num_passes: dict[
+            GraphKey, int
+        ] = {}  # how many passes of one token; NEVER where it is refused
+        self._recaptures: Counter[GraphKey] = Counter()
+        self._captured: dict[GraphKey, CapturedGraph] = {}
 
-    def run(self, route: Route, message: Message, vault: CacheRegistry, work: Work) -> Any:
+    def run(self, route: StageRoute, message: Message, vault: CacheRegistry, work: Work) -> Any:
         """The tensors that leave, to be sent before the next call; None if `work` is to be done."""
-        its = self._passes.get(message.program)
-        if its is None:
-            its = self._passes[message.program] = Pass(route)
+        info = self._programs.get(message.program)
+        if info is None:
+            info = self._programs[message.program] = ProgramInfo(route)
         arrived = message.tensors[: len(route.arriving)]
-        if not its.is_of_one_token(arrived):
+        if not info.is_single_token(arrived):
             return None
-        use = (message.program, tuple(message.ints[at] for at in its.caches_at))
-        self._uses[use] = self._uses.get(use, 0) + 1
-        if self._uses[use] <= WARM_UPS:
+        key = (message.program, tuple(message.ints[at] for at in info.caches_at))
+        self._num_passes[key] = self._num_passes.get(key, 0) + 1
+        if self._num_passes[key] <= NUM_WARM_UPS:
             return None
-        layers = [each for cache in use[1] for each in vault.cache(cache).layers if is_filled(each)]
-        reason = its.unfit or unfit(layers)
+        layers = [each for cache in key[1] for each in vault.cache(cache).layers if is_filled(each)]
+        reason = info.why_not_capturable or why_not_capturable(layers)
         if reason:
-            self._refuse(its, use, reason)
+            self._decline(info, key, reason)
             return None
         state = [t for layer in layers for t in (layer.keys, layer.values, layer.cumulative_length)]
-        captured = self._captured.get(use)
+        captured = self._captured.get(key)
         if captured is None or not captured.fits(arrived, message.ints, state):
-            captured = self._capture(its, use, arrived, message.ints, state, work)
+            captured = self._capture(info, key, arrived, message.ints, state, work)
         if captured is None:
             return None
         self.num_replays += 1
@@ -137,23 +139,23 @@ class Graphs:
     def keep_only(self, caches: Collection[int]) -> None:
         """Let go of what is for other caches than these."""
         kept: Any
-        for kept in (self._captured, self._uses, self._changes):
-            for use in [use for use in kept if not set(use[1]) <= set(caches)]:
-                del kept[use]
+        for kept in (self._captured, self._num_passes, self._recaptures):
+            for key in [key for key in kept if not set(key[1]) <= set(caches)]:
+                del kept[key]
 
     def _capture(
         self,
-        its: Pass,
-        use: Use,
+        info: ProgramInfo,
+        key: GraphKey,
         arrived: list[torch.Tensor],
         ints: list[int],
         state: list[torch.Tensor],
         work: Work,
-    ) -> Captured | None:
-        if self._captured.pop(use, None) is not None:
-            self._changes[use] += 1
-        if self._changes[use] > MOST_CHANGES:
-            self._refuse(its, use, TOO_MANY)
+    ) -> CapturedGraph | None:
+        if self._captured.pop(key, None) is not None:
+            self._recaptures[key] += 1
+        if self._recaptures[key] > MAX_RECAPTURES:
+            self._decline(info, key, TOO_MANY_CHANGES)
             return None
         inputs = [torch.empty_like(tensor, device=self.device) for tensor in arrived]
         graph = self.make()
@@ -161,30 +163,30 @@ class Graphs:
             graph.capture(lambda: work(inputs))
         except RuntimeError as error:
             why = str(error).partition("\n")[0]
-            self._refuse(its, use, f"they cannot be captured ({why})")
+            self._decline(info, key, f"they cannot be captured ({why})")
             return None
-        while len(self._captured) >= MOST_GRAPHS:
+        while len(self._captured) >= MAX_GRAPHS:
             oldest = next(iter(self._captured))
             del self._captured[oldest]
-            self._changes[oldest] += 1
-        self._captured[use] = Captured(graph, inputs, list(ints), state)
-        return self._captured[use]
+            self._recaptures[oldest] += 1
+        self._captured[key] = CapturedGraph(graph, inputs, list(ints), state)
+        return self._captured[key]
 
-    def _refuse(self, its: Pass, use: Use, reason: str) -> None:
-        self._uses[use] = NEVER
+    def _decline(self, info: ProgramInfo, key: GraphKey, reason: str) -> None:
+        self._num_passes[key] = NEVER
         if reason not in self.reasons:
             self.reasons.add(reason)
             warnings.warn(
-                f"rank {self.rank}: {its.name} do not run as a CUDA graph: {reason}. Their results "
-                "are the same without it.",
+                f"rank {self.rank}: {info.name} do not run as a CUDA graph: {reason}. Their "
+                "results are the same without it.",
                 stacklevel=2,
             )
 
 
-class Pass:
+class ProgramInfo:
     """What can be said of a program beforehand."""
 
-    def __init__(self, route: Route):
+    def __init__(self, route: StageRoute):
         steps = [step for step, *_ in route.steps]
         self.is_possible = bool(steps) and route.program.operations == NOTHING
         self.is_possible &= all(step.output is not None and step.slots for step in steps)
@@ -194,29 +196,31 @@ class Pass:
         self.hidden_at = route.arriving.index(steps[0].slots[0])
         self.caches_at = sorted({at for step in steps for at in _caches_at(step)})
         kinds = {leaf[0] for step in steps for leaf in iter_leaves(step.arguments)}
-        self.unfit = "" if self.caches_at else "they have no cache"
+        self.why_not_capturable = "" if self.caches_at else "they have no cache"
         if kinds & {"pair", "shared"}:
-            self.unfit = "they read what an encoder or another layer has left in Python"
+            self.why_not_capturable = (
+                "they read what an encoder or another layer has left in Python"
+            )
 
-    def is_of_one_token(self, arrived: Sequence[torch.Tensor]) -> bool:
+    def is_single_token(self, arrived: Sequence[torch.Tensor]) -> bool:
         if not self.is_possible:
             return False
         shape = arrived[self.hidden_at].shape
         return len(shape) > 2 and shape[-2] == 1
 
 
-def _captured_on(device: torch.device) -> Callable[[], Graph]:
+def _cuda_graph_factory(device: torch.device) -> Callable[[], Graph]:
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return functools.partial(CudaGraph, device, stream)
 
 
-def _caches_at(step: Step) -> Iterator[int]:
+def _caches_at(step: StageStep) -> Iterator[int]:
     """Where in a message's integers the numbers of a step's caches are."""
     kinds = [leaf[0] for leaf in iter_leaves(step.arguments) if leaf[0] in ("int", "cache")]
     yield from (step.ints_at + at for at, kind in enumerate(kinds) if kind == "cache")
 
 
-def unfit(layers: Sequence[Any]) -> str:
+def why_not_capturable(layers: Sequence[Any]) -> str:
     """Why no graph can go on with layers of a cache; nothing if it can."""
     kinds = {type(layer).__name__ for layer in layers if type(layer) is not StaticLayer}
     if kinds:

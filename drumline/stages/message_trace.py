@@ -7,31 +7,31 @@ from typing import Any
 import launcher
 
 
-def stage(stage: Any) -> None:
+def trace_stage(stage: Any) -> None:
     """Note each program that this rank runs, and its waits for the stage before it."""
-    noting = _until_closed(stage.ring)
-    if noting is not None:
-        noting.follow(stage, {"_reply": "stage"}, "work", stage=stage.rank)
-        noting.follow(stage.ring, {"receive": "wait for the stage before"}, "wait")
+    recorder = _recorder_closed_with(stage.ring)
+    if recorder is not None:
+        recorder.follow(stage, {"_reply": "stage"}, "work", stage=stage.rank)
+        recorder.follow(stage.ring, {"receive": "wait for the stage before"}, "wait")
 
 
-def master(model: Any, session: Any) -> None:
+def trace_driver(model: Any, driver: Any) -> None:
     """Note each pass of the model, and the master's waits for what it has sent round the ring."""
-    noting = _until_closed(session.ring)
-    if noting is not None:
-        noting.follow(model, {"forward": "stage"}, "work", stage=0)
-        noting.follow(session, {"exchange": "wait for the other stages"}, "wait")
+    recorder = _recorder_closed_with(driver.ring)
+    if recorder is not None:
+        recorder.follow(model, {"forward": "stage"}, "work", stage=0)
+        recorder.follow(driver, {"exchange": "wait for the other stages"}, "wait")
 
 
-def _until_closed(ring: Any) -> launcher.Recorder | None:
+def _recorder_closed_with(ring: Any) -> launcher.Recorder | None:
     """A recorder, if the launch is traced, that is closed with the ring."""
-    noting = launcher.recorder(ring.coor.info)
-    if noting is not None:
+    recorder = launcher.recorder(ring.coor.info)
+    if recorder is not None:
         close = ring.close
 
         def both(*how: Any) -> None:
             close(*how)
-            noting.close()
+            recorder.close()
 
         ring.close = both
-    return noting
+    return recorder

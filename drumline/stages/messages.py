@@ -19,8 +19,8 @@ import torch
 
 HEADER = struct.Struct("<QBBHHIII")
 ALIGNMENT = 16
-SMALLEST_FRAME, LARGEST_FRAME, FRAME_STEP = 1024, 1 << 20, 256
-MOST_LAYOUTS = 512
+MIN_FRAME_NBYTES, MAX_FRAME_NBYTES, FRAME_STEP_NBYTES = 1024, 1 << 20, 256
+MAX_CACHED_LAYOUTS = 512
 ORDERED = 0x80  # beside the number of axes: their order in memory follows
 
 DTYPES = (
@@ -41,15 +41,14 @@ DTYPES = (
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
-class Kind(enum.IntEnum):
+class MessageKind(enum.IntEnum):
     CALL = 0
     ERROR = 1
     LEAVE = 2
     MARK = 3  # goes round unchanged: what was sent before it has come back
-    LOST = 4  # a team is no longer whole, so this is the end for all who hear of it
 
 
-KINDS = tuple(Kind)
+MESSAGE_KINDS = tuple(MessageKind)
 
 
 @dataclass
@@ -59,7 +58,7 @@ class Message:
     `text` is the program itself, the first time; `note` what a stage has to say about it.
     """
 
-    kind: Kind
+    kind: MessageKind
     program: int = 0
     ints: list[int] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -74,14 +73,14 @@ That order is kept, as kernels round by it: those of convolutions have one for c
 """
 
 
-class Layout:
+class TensorLayout:
     """Where tensors of some dtypes and shapes lie, counted from the end of the header.
 
     Worked out once for all messages that are alike: what a token costs is mostly such work.
     """
 
     def __init__(self, specs: tuple[Spec, ...]):
-        self.described = b"".join(
+        self.spec_bytes = b"".join(
             struct.pack(
                 f"<BB{len(shape)}I{len(order)}B",
                 *(DTYPE_CODES[dtype], len(shape) | (ORDERED if order else 0), *shape, *order),
@@ -96,13 +95,13 @@ class Layout:
             self.nbytes += size + -size % ALIGNMENT
 
     @classmethod
-    def read(cls, described: bytes) -> Layout:
+    def read(cls, spec_bytes: bytes) -> TensorLayout:
         specs = []
         position = 0
-        while position < len(described):
-            code, dim = described[position], described[position + 1] & ~ORDERED
-            form = f"<{dim}I{dim if described[position + 1] & ORDERED else 0}B"
-            numbers = struct.unpack_from(form, described, position + 2)
+        while position < len(spec_bytes):
+            code, dim = spec_bytes[position], spec_bytes[position + 1] & ~ORDERED
+            form = f"<{dim}I{dim if spec_bytes[position + 1] & ORDERED else 0}B"
+            numbers = struct.unpack_from(form, spec_bytes, position + 2)
             specs.append((DTYPES[code], numbers[:dim], numbers[dim:]))
             position += 2 + struct.calcsize(form)
         return cls(tuple(specs))
@@ -141,11 +140,11 @@ def _order(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 @dataclass
-class Pattern:
+class HeaderCache:
     """A message but for the values of its tensors, as bytes: the next one is likely to be alike."""
 
     head: bytes
-    layout: Layout
+    layout: TensorLayout
     start: int  # of the tensors
 
     @property
@@ -153,71 +152,71 @@ class Pattern:
         return self.start + self.layout.nbytes
 
     @classmethod
-    def of(cls, message: Message, layout: Layout) -> Pattern:
+    def of(cls, message: Message, layout: TensorLayout) -> HeaderCache:
         text, note = message.text.encode(), message.note.encode()
         try:
             wide, ints = False, struct.pack(f"<{len(message.ints)}i", *message.ints)
         except struct.error:
             wide, ints = True, struct.pack(f"<{len(message.ints)}q", *message.ints)
-        rest = layout.described + ints + text + note
+        rest = layout.spec_bytes + ints + text + note
         start = HEADER.size + len(rest)
         start += -start % ALIGNMENT
-        sizes = (len(layout.described), len(message.ints), len(text), len(note))
+        sizes = (len(layout.spec_bytes), len(message.ints), len(text), len(note))
         numbers = (start + layout.nbytes, message.kind, wide, *sizes, message.program)
         return cls(HEADER.pack(*numbers) + rest, layout, start)
 
 
-Foresee = Callable[[Message], None]
+OnPredicted = Callable[[Message], None]
 """What is done, while waiting, with the message that is likely to come, whose tensors are empty."""
 
 
-class Link:
+class MessageChannel:
     """Messages to or from one peer of a communicator, in order."""
 
     def __init__(self, comm: Any, peer: int):
         self.comm, self.peer = comm, peer
-        self.frame_nbytes = SMALLEST_FRAME
+        self.frame_nbytes = MIN_FRAME_NBYTES
         self.num_messages = self.num_frames = self.num_bytes = 0
-        self._layouts: dict[Any, Layout] = {}
+        self._layouts: dict[Any, TensorLayout] = {}
         self._frame = torch.empty(0, dtype=torch.uint8)
         self._sent: tuple[Any, ...] = ()
-        self._pattern: Pattern | None = None
-        self._expected: tuple[Pattern, Message] | None = None
+        self._header: HeaderCache | None = None
+        self._expected_next: tuple[HeaderCache, Message] | None = None
 
     def send(self, message: Message) -> None:
         """Returns once the message has been copied, so that its tensors may change."""
-        pattern = self._pattern_of(message)
-        nbytes = pattern.nbytes
-        frame = self._room(max(nbytes, self.frame_nbytes))
-        ctypes.memmove(frame.data_ptr(), pattern.head, len(pattern.head))
-        pattern.layout.write(frame, pattern.start, message.tensors)
+        header = self._header_for(message)
+        nbytes = header.nbytes
+        frame = self._send_buffer(max(nbytes, self.frame_nbytes))
+        ctypes.memmove(frame.data_ptr(), header.head, len(header.head))
+        header.layout.write(frame, header.start, message.tensors)
         first = frame if frame.numel() == self.frame_nbytes else frame[: self.frame_nbytes]
         self.comm.send(first, self.peer)
         if nbytes > self.frame_nbytes:
             self.comm.send(frame[self.frame_nbytes : nbytes], self.peer)
         self._count(nbytes)
-        self.frame_nbytes = _next_frame(nbytes)
+        self.frame_nbytes = _next_frame_nbytes(nbytes)
 
-    def _pattern_of(self, message: Message) -> Pattern:
+    def _header_for(self, message: Message) -> HeaderCache:
         specs = tuple([(t.dtype, t.shape, _order(t)) for t in message.tensors])
         rest = (message.kind, message.program, message.ints, message.text, message.note)
-        if self._pattern is None or self._sent != (specs, *rest):
+        if self._header is None or self._sent != (specs, *rest):
             self._sent = (specs, *rest)
-            self._pattern = Pattern.of(message, self._layout(specs, Layout))
-        return self._pattern
+            self._header = HeaderCache.of(message, self._layout(specs, TensorLayout))
+        return self._header
 
-    def _room(self, nbytes: int) -> torch.Tensor:
+    def _send_buffer(self, nbytes: int) -> torch.Tensor:
         """Memory to pack a frame in: the last one's again if it will do."""
-        if nbytes > LARGEST_FRAME:
+        if nbytes > MAX_FRAME_NBYTES:
             return torch.empty(nbytes, dtype=torch.uint8)
         if nbytes > self._frame.numel():
             self._frame = torch.empty(nbytes, dtype=torch.uint8)
         return self._frame
 
-    def _layout(self, key: Any, make: Callable[[Any], Layout]) -> Layout:
+    def _layout(self, key: Any, make: Callable[[Any], TensorLayout]) -> TensorLayout:
         layout = self._layouts.get(key)
         if layout is None:
-            if len(self._layouts) >= MOST_LAYOUTS:
+            if len(self._layouts) >= MAX_CACHED_LAYOUTS:
                 self._layouts.clear()
             layout = self._layouts[key] = make(key)
         return layout
@@ -227,52 +226,52 @@ class Link:
         self.num_frames += 1 + (nbytes > self.frame_nbytes)
         self.num_bytes += max(nbytes, self.frame_nbytes)
 
-    def receive(self, foresee: Foresee | None = None) -> Message:
+    def receive(self, on_predicted: OnPredicted | None = None) -> Message:
         """The next message; if it is as it was foreseen but for values, it is that object."""
         frame = torch.empty(self.frame_nbytes, dtype=torch.uint8)
         data = memoryview(frame.numpy())  # type: ignore[arg-type]
-        head, guess = self._guess(frame)  # made while there is time
-        if guess is not None and foresee is not None:
-            foresee(guess)
+        head, predicted = self._predicted_message(frame)  # made while there is time
+        if predicted is not None and on_predicted is not None:
+            on_predicted(predicted)
         self.comm.recv(frame, self.peer)
-        if guess is not None and data[: len(head)] == head:
-            return guess
+        if predicted is not None and data[: len(head)] == head:
+            return predicted
         nbytes = int.from_bytes(data[:8], "little")
         if nbytes > self.frame_nbytes:
             whole = torch.empty(nbytes, dtype=torch.uint8)
             whole[: self.frame_nbytes] = frame
             self.comm.recv(whole[self.frame_nbytes :], self.peer)
             frame = whole
-        self.frame_nbytes = _next_frame(nbytes)
+        self.frame_nbytes = _next_frame_nbytes(nbytes)
         return self._unpack(frame)
 
-    def _guess(self, frame: torch.Tensor) -> tuple[bytes, Message | None]:
+    def _predicted_message(self, frame: torch.Tensor) -> tuple[bytes, Message | None]:
         """The message that will be in this memory if it has the same head as the last one."""
-        if self._expected is None or self._expected[0].nbytes > frame.numel():
+        if self._expected_next is None or self._expected_next[0].nbytes > frame.numel():
             return b"", None
-        pattern, last = self._expected
-        return pattern.head, replace(last, tensors=pattern.layout.views(frame, pattern.start))
+        header, last = self._expected_next
+        return header.head, replace(last, tensors=header.layout.views(frame, header.start))
 
     def _unpack(self, frame: torch.Tensor) -> Message:
         data = memoryview(frame.numpy())  # type: ignore[arg-type]
-        nbytes, kind, wide, described, num_ints, num_text, num_note, program = HEADER.unpack_from(
+        nbytes, kind, wide, spec_bytes, num_ints, num_text, num_note, program = HEADER.unpack_from(
             data
         )
-        ints_at = HEADER.size + described
+        ints_at = HEADER.size + spec_bytes
         text_at = ints_at + num_ints * (8 if wide else 4)
         note_at = text_at + num_text
         end = note_at + num_note
-        layout = self._layout(bytes(data[HEADER.size : ints_at]), Layout.read)
+        layout = self._layout(bytes(data[HEADER.size : ints_at]), TensorLayout.read)
         ints = list(struct.unpack_from(f"<{num_ints}{'q' if wide else 'i'}", data, ints_at))
         text, note = bytes(data[text_at:note_at]).decode(), bytes(data[note_at:end]).decode()
-        message = Message(KINDS[kind], program, ints, [], text, note)
-        pattern = Pattern(bytes(data[:end]), layout, nbytes - layout.nbytes)
-        self._expected = pattern, message
-        return replace(message, tensors=layout.views(frame, pattern.start))
+        message = Message(MESSAGE_KINDS[kind], program, ints, [], text, note)
+        header = HeaderCache(bytes(data[:end]), layout, nbytes - layout.nbytes)
+        self._expected_next = header, message
+        return replace(message, tensors=layout.views(frame, header.start))
 
 
-def _next_frame(nbytes: int) -> int:
+def _next_frame_nbytes(nbytes: int) -> int:
     """A little more than the last message, since a padded batch's mask grows with each token."""
-    wanted = nbytes + nbytes // 8
-    wanted += -wanted % FRAME_STEP
-    return min(max(wanted, SMALLEST_FRAME), LARGEST_FRAME)
+    nbytes_next = nbytes + nbytes // 8
+    nbytes_next += -nbytes_next % FRAME_STEP_NBYTES
+    return min(max(nbytes_next, MIN_FRAME_NBYTES), MAX_FRAME_NBYTES)

@@ -18,7 +18,7 @@ NOTHING: TreeSpec = ("list",)
 
 
 @dataclass(frozen=True)
-class Step:
+class StageStep:
     """One layer called on one rank.
 
     `slots` are the tensors it is given: those the master sent first, then the new ones that earlier
@@ -33,7 +33,7 @@ class Step:
     ints_at: int
     output: TreeSpec | None
 
-    def repeats(self, last: Step) -> bool:
+    def repeats(self, last: StageStep) -> bool:
         """Whether all arguments but the first, which is the first tensor, are those of `last`."""
         return (
             self.arguments == last.arguments
@@ -53,16 +53,16 @@ class Program:
     operations: TreeSpec
     num_operands: int
     num_inputs: int
-    steps: tuple[Step, ...]
+    steps: tuple[StageStep, ...]
     returns: tuple[int, ...]
     _leaving: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def leaving(self, rank: int) -> tuple[int, ...]:
         """The slots that `rank` passes on, in the order they travel."""
         if rank not in self._leaving:
-            wanted = {*range(self.num_operands), *self.returns}
-            wanted.update(slot for step in self.steps if step.rank > rank for slot in step.slots)
-            self._leaving[rank] = tuple(sorted(s for s in wanted if self._made_by(s) <= rank))
+            needed = {*range(self.num_operands), *self.returns}
+            needed.update(slot for step in self.steps if step.rank > rank for slot in step.slots)
+            self._leaving[rank] = tuple(sorted(s for s in needed if self._made_by(s) <= rank))
         return self._leaving[rank]
 
     @cached_property
@@ -87,5 +87,5 @@ class Program:
     def from_json(cls, text: str) -> Program:
         operations, counts, steps, returns = (as_tuples(part) for part in json.loads(text))
         num_operands, num_inputs = counts
-        route = tuple(Step(*step) for step in steps)
+        route = tuple(StageStep(*step) for step in steps)
         return cls(operations, num_operands, num_inputs, route, returns)

@@ -20,34 +20,34 @@ from drumline.core.pytree import (
     iter_caches,
     unflatten,
 )
-from drumline.errors import DrumlineError, PeerLost, story
+from drumline.errors import DrumlineError, story
 from drumline.kv_cache.owner import CacheRegistry
 from drumline.kv_cache.placeholder import EMPTY_LAYER, LayerVersion, version_of
 from drumline.stages import message_trace
-from drumline.stages.cuda_graphs import Graphs
-from drumline.stages.messages import Kind, Message
-from drumline.stages.program import NOTHING, Program, Step
+from drumline.stages.cuda_graphs import CudaGraphs
+from drumline.stages.messages import Message, MessageKind
+from drumline.stages.program import NOTHING, Program, StageStep
 from drumline.stages.ring import Ring
 
 
-class Route:
+class StageRoute:
     """A program as one rank sees it."""
 
     def __init__(self, program: Program, rank: int):
         self.program = program
         self.arriving, self.leaving = program.leaving(rank - 1), program.leaving(rank)
-        self.steps: list[tuple[Step, int, bool]] = []
+        self.steps: list[tuple[StageStep, int, bool]] = []
         for step, made_at in zip(program.steps, program.outputs_at, strict=False):
             if step.rank == rank:
                 repeats = bool(self.steps) and step.repeats(self.steps[-1][0])
                 self.steps.append((step, made_at, repeats))
 
 
-class Call:
+class StageCall:
     """The arguments of a step, which the next step may use again with another hidden state."""
 
     def __init__(
-        self, step: Step, inputs: list[torch.Tensor], ints: list[int], vault: CacheRegistry
+        self, step: StageStep, inputs: list[torch.Tensor], ints: list[int], vault: CacheRegistry
     ):
         self.inputs = inputs
         arrived = Unflattener(iter(ints[step.ints_at :]), inputs, vault)
@@ -55,7 +55,7 @@ class Call:
         self.shared = arrived.shared
         self.before = [dict(shared) for shared in arrived.shared]
 
-    def again(self, hidden: torch.Tensor) -> None:
+    def reuse(self, hidden: torch.Tensor) -> None:
         self.inputs[0] = hidden
         self.args = (hidden, *self.args[1:])
 
@@ -63,8 +63,8 @@ class Call:
         """Whether `value` is described by PLAIN; most are, and it takes long to describe them."""
         if type(value) is not torch.Tensor or self.shared or not self.inputs:
             return False
-        for each in self.inputs:
-            if value is each:
+        for tensor in self.inputs:
+            if value is tensor:
                 return False
         first = self.inputs[0]
         return value.shape == first.shape and value.dtype == first.dtype
@@ -72,9 +72,9 @@ class Call:
     def copies(self) -> list[torch.Tensor]:
         return [tensor.clone() for tensor in self.inputs]
 
-    def refuse_changes(self, given: list[torch.Tensor]) -> None:
+    def check_inputs_unchanged(self, inputs_before: list[torch.Tensor]) -> None:
         """Raise if the layer wrote into what it was given, which the master would not see."""
-        for old, now in zip(given, self.inputs, strict=True):
+        for old, now in zip(inputs_before, self.inputs, strict=True):
             if not torch.equal(old, now) and bool(((old != now) & (old == old)).any()):
                 raise DrumlineError(
                     f"it wrote into a tensor of shape {[*now.shape]} that it was given, and what "
@@ -106,113 +106,123 @@ class Call:
 class Stage:
     """Runs its steps of each program that passes, as graphs if given, and hands the rest on."""
 
-    def __init__(self, model: Any, ring: Ring, device: torch.device, graphs: Graphs | None = None):
+    def __init__(
+        self, model: Any, ring: Ring, device: torch.device, graphs: CudaGraphs | None = None
+    ):
         self.ring, self.rank, self.device, self.graphs = ring, ring.rank, device, graphs
         self.hop = ring.rank  # by which programs know it
         self.modules: dict[str, nn.Module] = dict(model.named_modules())
         self.vault = CacheRegistry(getattr(model, "config", None))
-        self.routes: dict[int, Route] = {}
-        self._foreseen: tuple[Message, Call] | None = None
-        message_trace.stage(self)
+        self.routes: dict[int, StageRoute] = {}
+        self._prebuilt: tuple[Message, StageCall] | None = None
+        message_trace.trace_stage(self)
 
     @torch.inference_mode()
     def serve(self) -> int:
         """Until the master leaves; its exit code. Raises PeerLost if a neighbour dies instead."""
         while True:
-            self._foreseen = None
-            message = self.ring.receive(self._foresee)
-            if message.kind is Kind.CALL:
+            self._prebuilt = None
+            message = self.ring.receive(self._prebuild_call)
+            if message.kind is MessageKind.CALL:
                 self.ring.send(self._reply(message))
-            elif message.kind is Kind.ERROR:
-                self._keep_in_step(message)
+            elif message.kind is MessageKind.ERROR:
+                self._apply_operations_only(message)
                 self.ring.send(message)
             else:
                 self.ring.send(message)
-                if message.kind is Kind.LEAVE:
+                if message.kind is MessageKind.LEAVE:
                     return message.ints[0]
-                if message.kind is Kind.LOST:
-                    raise PeerLost(message.note)
 
     def _reply(self, message: Message) -> Message:
         """The message for the next rank, or the story of what went wrong here."""
         operands: list[torch.Tensor] = []
-        doing = ["an operation on a cache"]
+        current_step = ["an operation on a cache"]
         try:
             route = self._route(message)
             operands = message.tensors[: route.program.num_operands]
-            return self._replay(route, message, doing) or self._run(route, message, doing)
+            return self._replay(route, message, current_step) or self._run(
+                route, message, current_step
+            )
         except Exception as error:
-            failed = Message(Kind.ERROR, message.program, message.ints, operands, message.text)
-            failed.note = self._story(error, doing[0])
+            failed = Message(
+                MessageKind.ERROR, message.program, message.ints, operands, message.text
+            )
+            failed.note = self._describe_failure(error, current_step[0])
             return failed
 
-    def _replay(self, route: Route, message: Message, doing: list[str]) -> Message | None:
+    def _replay(
+        self, route: StageRoute, message: Message, current_step: list[str]
+    ) -> Message | None:
         """What _run returns, by a graph; None where there is none for this message."""
         if self.graphs is None:
             return None
 
         def work(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-            return self._run(route, replace(message, tensors=tensors), doing).tensors
+            return self._run(route, replace(message, tensors=tensors), current_step).tensors
 
-        doing[0] = "a CUDA graph"
+        current_step[0] = "a CUDA graph"
         leaving = self.graphs.run(route, message, self.vault, work)
         if leaving is None:
             return None
         return replace(message, tensors=[*leaving, *message.tensors[len(route.arriving) :]])
 
-    def _run(self, route: Route, message: Message, doing: list[str]) -> Message:
-        held = self._held(route, message)
+    def _run(self, route: StageRoute, message: Message, current_step: list[str]) -> Message:
+        held = self._arrived_tensors(route, message)
         beyond, note = message.tensors[len(route.arriving) :], message.note
-        self._operate(route.program, message)
-        call: Call | None = None
+        self._apply_operations(route.program, message)
+        call: StageCall | None = None
         for step, made_at, repeats in route.steps:
-            doing[0] = step.module
+            current_step[0] = step.module
             if call is not None and repeats:
-                call.again(held[step.slots[0]])
-            elif call is None and self._foreseen is not None and self._foreseen[0] is message:
-                call = self._foreseen[1]
+                call.reuse(held[step.slots[0]])
+            elif call is None and self._prebuilt is not None and self._prebuilt[0] is message:
+                call = self._prebuilt[1]
             else:
-                call = Call(step, [held[slot] for slot in step.slots], message.ints, self.vault)
-            given, before = (call.copies(), call.marks()) if step.output is None else ([], [])
+                call = StageCall(
+                    step, [held[slot] for slot in step.slots], message.ints, self.vault
+                )
+            inputs_before, before = (
+                (call.copies(), call.marks()) if step.output is None else ([], [])
+            )
             value = self.modules[step.module](*call.args, **call.kwargs)
             if step.output is None:
-                call.refuse_changes(given)
+                call.check_inputs_unchanged(inputs_before)
                 beyond = []
                 note = json.dumps([call.describe(value, beyond), call.filled(before)])
             elif step.output == NEW_HIDDEN_STATE and call.is_plain(value):
                 held[made_at] = value
             else:
-                held.update(enumerate(_as_before(step, call, value), made_at))
+                held.update(enumerate(_check_output_unchanged(step, call, value), made_at))
         tensors = [held[slot] for slot in route.leaving] + beyond
-        return Message(Kind.CALL, message.program, message.ints, tensors, message.text, note)
+        return Message(MessageKind.CALL, message.program, message.ints, tensors, message.text, note)
 
-    def _held(self, route: Route, message: Message) -> dict[int, torch.Tensor]:
+    def _arrived_tensors(self, route: StageRoute, message: Message) -> dict[int, torch.Tensor]:
         """The tensors that have arrived, by slot."""
         arrived = message.tensors[: len(route.arriving)]
         if self.device.type != "cpu":
             arrived = [tensor.to(self.device) for tensor in arrived]
         return dict(zip(route.arriving, arrived, strict=True))
 
-    def _foresee(self, message: Message) -> None:
+    def _prebuild_call(self, message: Message) -> None:
         """Prepare the first call of a message that is likely to come; its tensors are empty."""
-        route = self.routes.get(message.program) if message.kind is Kind.CALL else None
+        route = self.routes.get(message.program) if message.kind is MessageKind.CALL else None
         if route is None or not route.steps or self.device.type != "cpu":
             return
         if route.program.operations != NOTHING:
             return
-        held, step = self._held(route, message), route.steps[0][0]
+        held, step = self._arrived_tensors(route, message), route.steps[0][0]
         with contextlib.suppress(DrumlineError):  # it is free to ask for a cache that is gone
             inputs = [held[slot] for slot in step.slots]
-            self._foreseen = message, Call(step, inputs, message.ints, self.vault)
+            self._prebuilt = message, StageCall(step, inputs, message.ints, self.vault)
 
-    def _route(self, message: Message) -> Route:
+    def _route(self, message: Message) -> StageRoute:
         """The program of a message; its text comes with the first one."""
         if message.program not in self.routes:
             program = Program.from_json(message.text)
-            self.routes[message.program] = Route(program, self.hop)
+            self.routes[message.program] = StageRoute(program, self.hop)
         return self.routes[message.program]
 
-    def _operate(self, program: Program, message: Message) -> None:
+    def _apply_operations(self, program: Program, message: Message) -> None:
         if program.operations == NOTHING:
             return
         operands = message.tensors[: program.num_operands]
@@ -228,19 +238,19 @@ class Stage:
         if failures:
             raise failures[0]
 
-    def _keep_in_step(self, message: Message) -> None:
+    def _apply_operations_only(self, message: Message) -> None:
         """Another stage failed: the operations on caches are still done, here as there."""
         try:
-            self._operate(self._route(message).program, message)
+            self._apply_operations(self._route(message).program, message)
         except Exception:
             pass  # the first error is on its way to the master already
 
-    def _story(self, error: Exception, doing: str) -> str:
+    def _describe_failure(self, error: Exception, current_step: str) -> str:
         coor = self.ring.coor
-        return f"{coor.peers[coor.rank]}: {doing} raised {story(error)}"
+        return f"{coor.peers[coor.rank]}: {current_step} raised {story(error)}"
 
 
-def _as_before(step: Step, call: Call, value: Any) -> list[torch.Tensor]:
+def _check_output_unchanged(step: StageStep, call: StageCall, value: Any) -> list[torch.Tensor]:
     """The new tensors of what a layer returned, which must be of the form known for such calls."""
     new: list[torch.Tensor] = []
     output = call.describe(value, new)

@@ -1,12 +1,14 @@
-"""Streams a rank's own weights into its empty model, from the files or from the master.
+"""Streams the weights of a stage into its empty model, from the files or from the master.
 
-The blocks and their order are those of loading over a mesh (`nd_load`), with one axis, the stages,
-along which nothing is cut: each tensor has one owner.
+The blocks and their order are those of `load_into`, with one axis, the stages, along which nothing
+is sharded: each tensor has one owner.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,18 +20,31 @@ from drumline.checkpoint.shard_loader import plan_on_all_ranks
 from drumline.checkpoint.shard_plan import LoadPlan, TensorRequest, plan_loading
 from drumline.checkpoint.source import CheckpointSource
 from drumline.checkpoint.weight_map import WeightMap, dtype_overrides, merge_tied_names
-from drumline.core.device_map import Place
+from drumline.core.device_map import DeviceMap, Place
 from drumline.core.hugepages import allocate_hugepages
 from drumline.core.mesh import Mesh
-from drumline.offload.prefetcher import DiskWeights
+from drumline.offload.prefetcher import DiskWeights, WeightPrefetcher
 from drumline.planner.model_profile import part_of_tensor
 
 AXIS = "pp"
 
 
+@dataclass
+class LoadedStage:
+    """One rank's part of a model: the modules of other ranks are on meta.
+
+    prefetcher: reads what is offloaded; None if nothing is. stats: None if transformers loaded it.
+    """
+
+    model: Any
+    device_map: DeviceMap
+    prefetcher: WeightPrefetcher | None = None
+    stats: LoadStats | None = None
+
+
 def fill(
     model: torch.nn.Module,
-    found: WeightMap,
+    weight_map: WeightMap,
     source: CheckpointSource,
     places: dict[str, Place],
     dtype: torch.dtype | None,
@@ -38,8 +53,8 @@ def fill(
 ) -> LoadStats:
     """Give this rank's tensors of an empty model their values. Collective.
 
-    places: the owner and device of each part of the model, see `layout`; what is on "disk" stays on
-        meta.
+    places: the owner and device of each part of the model, see `profile_model`; what is on "disk"
+        stays on meta.
     dtype: what the model is loaded in, but for tensors that it wants wider; as it is, if None.
     progress: a bar on the master; if its stderr is a terminal, if None.
 
@@ -47,44 +62,46 @@ def fill(
     """
     tensors = dict(named_tensors(model))
     dtypes = dtypes_of(model, dtype)
-    plan, owners = _planned(model, found, source, places, dtypes, coor)
-    mine = {name: device for name, (rank, device) in owners.items() if rank == coor.rank}
+    plan, owners = _planned(model, weight_map, source, places, dtypes, coor)
+    own = {name: device for name, (rank, device) in owners.items() if rank == coor.rank}
     total = sum(plan.nbytes_of(rank) for rank in range(coor.world_size))
     with abort_peers_on_error(coor), LoadProgress(coor, total, progress) as on_progress:
         shards = allocate_hugepages(
-            {name: (tensors[name].shape, dtypes[name], device) for name, device in mine.items()}
+            {name: (tensors[name].shape, dtypes[name], device) for name, device in own.items()}
         )
         coor.barrier()
-        done = execute(plan, source.index, source.path, coor, shards, dtypes, on_progress)
+        stats = execute(plan, source.index, source.path, coor, shards, dtypes, on_progress)
         on_progress.report()
         coor.barrier(timeout_s=PATIENCE_S)
     replace_tensors(
-        model, {id(tensors[name]): wrap_like(tensors[name], shards.pop(name)) for name in mine}
+        model, {id(tensors[name]): wrap_like(tensors[name], shards.pop(name)) for name in own}
     )
-    return done
+    return stats
 
 
 def dtypes_of(model: torch.nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """What each tensor of a model that is loaded in `dtype` is to be."""
+    """The dtype of each tensor of a model that is loaded in `dtype`."""
     wide = dtype_overrides(model, dtype) if dtype is not None else {}
     return {name: wide.get(name, tensor.dtype) for name, tensor in named_tensors(model)}
 
 
 def on_disk(
-    model: torch.nn.Module, found: WeightMap, source: CheckpointSource, dtype: torch.dtype
+    model: torch.nn.Module, weight_map: WeightMap, source: CheckpointSource, dtype: torch.dtype
 ) -> Callable[[str, Mapping[str, torch.Tensor]], DiskWeights]:
-    """What makes the readers of modules that stay on disk."""
+    """A function that makes the readers of modules that stay on disk."""
     dtypes = dtypes_of(model, dtype)
-    pieces = merge_tied_names(model, found.slices)
+    pieces = merge_tied_names(model, weight_map.slices)
     groups = tied_names(model)
-    known = {name: pieces[first] for first in pieces for name in groups[first]}
+    source_by_name = {name: pieces[first] for first in pieces for name in groups[first]}
 
     def reader(module: str, tensors: Mapping[str, torch.Tensor]) -> DiskWeights:
-        full = {name: f"{module}.{name}" for name in tensors if f"{module}.{name}" in known}
+        full = {
+            name: f"{module}.{name}" for name in tensors if f"{module}.{name}" in source_by_name
+        }
         return DiskWeights(
             source.path,
             source.index,
-            {name: known[full[name]] for name in full},
+            {name: source_by_name[full[name]] for name in full},
             {name: tensors[name] for name in full},
             {name: dtypes[full[name]] for name in full},
         )
@@ -94,18 +111,18 @@ def on_disk(
 
 def _planned(
     model: torch.nn.Module,
-    found: WeightMap,
+    weight_map: WeightMap,
     source: CheckpointSource,
     places: dict[str, Place],
     dtypes: dict[str, torch.dtype],
     coor: Coordinator,
 ) -> tuple[LoadPlan, dict[str, Place]]:
-    """Who reads and who gets each tensor, the same on every rank, and where it is to lie."""
+    """The readers and receivers of each tensor, the same on every rank, and its place."""
     tensors, parts = dict(named_tensors(model)), set(places)
-    pieces = merge_tied_names(model, found.slices)
+    pieces = merge_tied_names(model, weight_map.slices)
     everywhere = {name: places[part_of_tensor(name, parts)] for name in pieces}
     owners = {name: place for name, place in everywhere.items() if place[1] != "disk"}
-    wanted = {
+    requests = {
         name: TensorRequest(
             tuple(tensors[name].shape),
             dtypes[name].itemsize,
@@ -116,6 +133,6 @@ def _planned(
     }
     mesh = Mesh({AXIS: coor.world_size})
     plan = plan_on_all_ranks(
-        coor, lambda: plan_loading(wanted, source.index, mesh, source.readers, coor.rank)
+        coor, lambda: plan_loading(requests, source.index, mesh, source.readers, coor.rank)
     )
     return plan, owners

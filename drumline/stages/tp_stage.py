@@ -1,95 +1,82 @@
-"""Stages whose layers are cut over several ranks: a team, which hears of each call as one.
+"""Pipeline stages whose layers are sharded over a TP group, all ranks of which run each call.
 
-The master only drives: every layer, its own too, is called by a message. It goes to the first team,
-whose ranks all run it, and from there round the ring of the teams' first ranks; each of those says
-what it heard to its team before it runs it. Only first ranks speak to other teams.
+Rank 0 only drives: every layer, its own too, is called by a message. The message goes to the first
+group, and from there round the ring of the groups' first ranks, the leaders; each leader broadcasts
+what it receives to its group before it runs it. Only leaders send to other groups.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch.distributed import DistNetworkError, DistStoreError
 
 from communicator import Communicator
 from coordinator import CoordinatorError, DrumlineError
+from drumline.core.group_monitor import GroupMonitor
 from drumline.errors import PeerLost
-from drumline.liveness.group_monitor import Vigil
-from drumline.stages.messages import Foresee, Kind, Link, Message
+from drumline.stages.messages import Message, MessageChannel, MessageKind, OnPredicted
 from drumline.stages.program import NOTHING
 from drumline.stages.ring import Ring
 from drumline.stages.stage import Stage
+from drumline.timings import TIMINGS
 
-NOBODY = "nobody"
-AGREE_S = 4.0
-"""How long a rank whose step failed waits to hear that it failed alike on the whole team. Its ranks
-do the same, but not at the same time: the first step loads libraries, and cores are shared. Whoever
-has not failed by then is taken to wait for this one in a sum. The master is to hear within 5 s."""
+T = TypeVar("T")
 
 
-class Team:
-    """The ranks of one stage. frames: over them all, the first of the stage being its rank 0."""
+class StageGroup:
+    """The ranks of one stage.
 
-    def __init__(self, rank: int, frames: Communicator, vigil: Vigil):
-        self.rank, self.coor, self.vigil = rank, frames.coor, vigil
-        self.link = Link(_Aloud(frames), 0)
-        self.failures, self.num_failures = frames.coor.store("failed steps"), 0
+    rank: of this one among all ranks of the model. frames: over the group, its leader being rank 0.
+    monitor: over all ranks of the model.
+    """
 
-    def tell(self, message: Message) -> None:
-        """The first rank's message to all others of the team."""
+    def __init__(self, rank: int, frames: Communicator, monitor: GroupMonitor):
+        self.rank, self.coor, self.monitor = rank, frames.coor, monitor
+        self.channel = MessageChannel(_BroadcastCommunicator(frames), 0)
+
+    def broadcast(self, message: Message) -> None:
+        """Send the leader's message to all other ranks of the group."""
         if self.coor.world_size > 1:
-            self._guarded(lambda: self.link.send(message))
+            self._together(lambda: self.channel.send(message))
 
-    def hear(self, foresee: Foresee | None = None) -> Message:
-        message: Message = self._guarded(lambda: self.link.receive(foresee))
-        return message
+    def receive(self, on_predicted: OnPredicted | None = None) -> Message:
+        return self._together(lambda: self.channel.receive(on_predicted))
 
-    def fail_together(self, story: str) -> None:
-        """Return if a step failed on all ranks; otherwise some wait in it for ever: PeerLost."""
-        if self.vigil.verdict:
-            raise PeerLost(self.vigil.verdict)
-        self._failed_first(story)
-        self._guarded(lambda: self.coor.allgather(b"failed", timeout_s=AGREE_S))
-        self.num_failures += 1
+    def check_all_failed(self, failure: str) -> None:
+        """Return if a step failed on all ranks of the group. Collective.
 
-    def _failed_first(self, story: str = "") -> str:
-        """The story of the rank that was first to fail in this step; if none was, `story`, which is
-        kept. Those of others, who lost that one because it left, may well be the first to be heard.
+        Otherwise the others wait in the step for ever, so it is PeerLost on all ranks of the model.
         """
-        expected = "" if story else NOBODY  # which only looks
-        try:
-            found = self.failures.compare_set(str(self.num_failures), expected, story or NOBODY)
-        except (DistNetworkError, DistStoreError, CoordinatorError):
-            return story  # the rank that keeps them is gone
-        return "" if found == NOBODY.encode() else found.decode()
+        if self.monitor.has_failed:  # which made the step fail: the group will not agree on it
+            self.monitor.raise_cause(DrumlineError(failure))
+        self._together(
+            lambda: self.coor.allgather(b"failed", timeout_s=TIMINGS.step_agreement_s), failure
+        )
 
-    def _guarded(self, work: Callable[[], Any]) -> Any:
+    def _together(self, work: Callable[[], T], own_failure: str = "") -> T:
+        """The result of work, in which all ranks of the group take part."""
         try:
-            return self.vigil.explained(work)
+            return work()
         except DrumlineError as error:
-            story = self._failed_first()
-            raise PeerLost(
-                f"rank {self.rank}: {self._what_is_lost()}, so the model cannot run any more; "
-                f"start all ranks again. ({error})"
-                + (f"\nWhat failed first: {story}" if story else "")
-            ) from error
+            self.monitor.raise_cause(error)
+            raise self._desynchronised(own_failure or str(error)) from error
 
-    def _what_is_lost(self) -> str:
-        holds = self.vigil.holds[self.rank]
-        dead = [str(peer) for peer in self.coor.peers if peer.is_known_dead()]
-        if dead:
-            return f"{' and '.join(dead)} is gone. It held its part of {holds}"
-        return (
-            f"the ranks {list(self.coor.ranks)}, which compute {holds} together, are no longer in "
-            "step or not all there"
+    def _desynchronised(self, why: str) -> PeerLost:
+        """The error for a step that this rank does not do with its group, told to all ranks."""
+        layers = self.monitor.layers_by_rank[self.rank]
+        self.monitor.report_own_failure(f"is out of step with its TP group: {why}")
+        return PeerLost(
+            f"rank {self.coor.ranks[self.coor.rank]}: the ranks {list(self.coor.ranks)}, which "
+            f"hold {layers} each, are out of step, so the model cannot run any more. Start all "
+            f"ranks again.\nThis rank failed first: {why}"
         )
 
 
-class _Aloud:
-    """What a Link sends to its peer reaches the whole team."""
+class _BroadcastCommunicator:
+    """The channel to a group: what is sent to one peer reaches all of them."""
 
     def __init__(self, comm: Communicator):
         self.comm = comm
@@ -101,92 +88,79 @@ class _Aloud:
         return self.comm.broadcast(frame, peer)
 
 
-class Follower:
-    """The ring as a rank hears it that is not the first of its team: results stay here.
+class TpFollowerRing:
+    """The ring for a rank that does not lead its group: it hears its leader, and sends nothing.
 
-    under: the communicators and all that they stand on.
+    resources: the communicators and all that they stand on.
     """
 
-    def __init__(self, team: Team, under: contextlib.ExitStack):
-        self.rank, self.coor, self._under = team.rank, team.coor, under
-        self.receive = team.hear
+    def __init__(self, group: StageGroup, resources: contextlib.ExitStack):
+        self.rank, self.coor = group.rank, group.coor
+        self.receive = group.receive
+        self._monitor, self._resources = group.monitor, resources
 
     def send(self, message: Message) -> None:
-        """Nowhere: the first of the team has the same."""
+        """Nothing: the leader sends the same."""
 
     def close(self, error: BaseException | None = None) -> None:
-        self._under.__exit__(type(error) if error else None, error, None)
+        self._monitor.close()
+        self._resources.__exit__(type(error) if error else None, error, None)
 
 
-class Leader:
-    """The ring as the first rank of a team has it: what it hears, its team hears."""
+class TpLeaderRing:
+    """The ring for the leader of a group: it broadcasts to its group what it receives."""
 
-    def __init__(self, team: Team, ring: Ring):
-        self.team, self.ring = team, ring
-        self.rank, self.coor, self.close = team.rank, ring.coor, ring.close
+    def __init__(self, group: StageGroup, ring: Ring):
+        self.group, self.ring = group, ring
+        self.rank, self.coor = group.rank, ring.coor
+        self.send, self.close = ring.send, ring.close
 
-    def send(self, message: Message) -> None:
-        self.team.vigil.explained(lambda: self.ring.send(message))
-
-    def receive(self, foresee: Foresee | None = None) -> Message:
-        message = self.team.vigil.explained(lambda: self.ring.receive(foresee))
-        try:
-            self.team.tell(message)
-        except PeerLost as lost:
-            if message.kind is not Kind.LEAVE and not self.team.vigil.verdict:
-                is_told = message.kind is Kind.LOST
-                self.ring.send(message if is_told else Message(Kind.LOST, note=str(lost)))
-            raise
+    def receive(self, on_predicted: OnPredicted | None = None) -> Message:
+        message = self.ring.receive(on_predicted)
+        self.group.broadcast(message)
         return message
 
 
-class TeamStage(Stage):
-    """A stage that several ranks compute together; what fails on one has to fail on all."""
+class TpStage(Stage):
+    """A stage that several ranks compute together; a step that fails has to fail on all of them."""
 
-    def __init__(self, model: Any, ring: Any, device: torch.device, hop: int, team: Team):
+    def __init__(self, model: Any, ring: Any, device: torch.device, hop: int, group: StageGroup):
         super().__init__(model, ring, device)
-        self.hop, self.team = hop, team
+        self.hop, self.group = hop, group
 
     def _reply(self, message: Message) -> Message:
         reply = super()._reply(message)
-        if reply.kind is Kind.ERROR:
-            try:
-                self.team.fail_together(reply.note)
-            except PeerLost as lost:
-                if not self.team.vigil.verdict:  # the driver knows it, and is told nothing else
-                    self.ring.send(Message(Kind.LOST, note=str(lost)))
-                raise
+        if reply.kind is MessageKind.ERROR:
+            self.group.check_all_failed(reply.note)
         return reply
 
 
-class Driver:
-    """The master's end: the first team is a stage like the others, and it is here.
+class TpDriverRing:
+    """The ring for rank 0: the first stage is one like the others, and this rank leads it.
 
-    ring: over the first ranks of all teams; None if there is one team.
+    ring: over the leaders of all groups; None if there is one group.
     """
 
-    def __init__(self, stage: TeamStage, team: Team, ring: Ring | None):
-        self.stage, self.team, self.ring = stage, team, ring
-        self.rank, self.coor = team.rank, team.coor
-        self.next = team.link if ring is None else ring.next
+    def __init__(self, stage: TpStage, group: StageGroup, ring: Ring | None):
+        self.stage, self.group, self.ring = stage, group, ring
+        self.rank, self.coor = group.rank, group.coor
+        self.next = group.channel if ring is None else ring.next
         self.close: Callable[..., None] = stage.ring.close if ring is None else ring.close
-        if ring is not None:
-            ring.close = lambda *how: self.close(*how)  # type: ignore[method-assign]
 
     @torch.no_grad()  # and not inference_mode, as the results are the user's
     def send(self, message: Message) -> Message | None:
-        """The reply, if no other team has anything to do with it."""
-        ring, vigil = self.ring, self.team.vigil
-        vigil.is_waiting = True
-        self.team.tell(message)
+        """Run the first stage and pass the message on. Returns the reply, if no other group has
+        anything to do with it."""
+        self.group.monitor.is_waiting = True
+        self.group.broadcast(message)
         reply = self.stage._reply(message)
-        if ring is None or self._is_done(message):
-            vigil.is_waiting = False
-            return reply
-        vigil.explained(lambda: ring.send(reply))
-        return None
+        if self.ring is not None and not self._ends_here(message):
+            return self.ring.send(reply)
+        self.group.monitor.is_waiting = False
+        return reply
 
-    def _is_done(self, message: Message) -> bool:
+    def _ends_here(self, message: Message) -> bool:
+        """Whether all steps of a message are in the first stage."""
         route = self.stage.routes.get(message.program)
         if route is None or route.program.operations != NOTHING:
             return False
@@ -194,20 +168,14 @@ class Driver:
 
     def receive(self) -> Message:
         assert self.ring is not None
-        vigil = self.team.vigil
-        vigil.is_waiting = True
-        try:
-            return vigil.explained(self.ring.receive)
-        finally:
-            vigil.is_waiting = False
+        return self.ring.receive()
 
     def leave(self, code: int) -> None:
-        """Release every team; returns once the goodbye has come round."""
+        """Release every group, and close; returns once the goodbye has come round."""
+        with contextlib.suppress(PeerLost, CoordinatorError):
+            self.group.broadcast(Message(MessageKind.LEAVE, ints=[code]))
         try:
-            self.team.tell(Message(Kind.LEAVE, ints=[code]))
-        except PeerLost:
-            pass  # whoever is left of the team sees it too
-        if self.ring is None:
+            if self.ring is not None:
+                self.ring.release_stages(code)
+        finally:
             self.close()
-        else:
-            self.ring.leave(code)

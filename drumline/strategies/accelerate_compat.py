@@ -26,12 +26,18 @@ from drumline.strategies.load import load
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-HONOURED = {"offload_dir", "preload_module_classes", "offload_buffers", "force_hooks", "strict"}
+SUPPORTED_OPTIONS = {
+    "offload_dir",
+    "preload_module_classes",
+    "offload_buffers",
+    "force_hooks",
+    "strict",
+}
 """Options of dispatching that hold over ranks too: an offloaded module is always fetched whole,
 and a checkpoint has to have what the model has."""
 
 
-def _of(name: str) -> Any:
+def _accelerate_function(name: str) -> Any:
     """A function of Accelerate, or the line that installs it."""
     try:
         return getattr(importlib.import_module("accelerate.utils"), name, None) or getattr(
@@ -45,15 +51,15 @@ def _of(name: str) -> Any:
         ) from missing
 
 
-def _like_accelerate(function: Function) -> Function:
+def _with_accelerate_signature(function: Function) -> Function:
     """With the signature that the installed Accelerate has, if one is installed."""
     with contextlib.suppress(ImportError):
-        signature = inspect.signature(_of(function.__name__))
+        signature = inspect.signature(_accelerate_function(function.__name__))
         function.__signature__ = signature  # type: ignore[attr-defined]
     return function
 
 
-@_like_accelerate
+@_with_accelerate_signature
 def get_max_memory(max_memory: Any = None) -> Any:
     """Bytes free, by device of this process; given a Coordinator, by place of the cluster.
 
@@ -64,23 +70,23 @@ def get_max_memory(max_memory: Any = None) -> Any:
     """
     if isinstance(max_memory, Coordinator):
         return cluster_memory(max_memory)
-    if _names_places(max_memory):
+    if _has_places(max_memory):
         return _room(max_memory)
-    return _of("get_max_memory")(max_memory)
+    return _accelerate_function("get_max_memory")(max_memory)
 
 
-@_like_accelerate
+@_with_accelerate_signature
 def get_balanced_memory(*args: Any, **kwargs: Any) -> Any:
     """Accelerate's: room by device, lowered so that "auto" spreads a model evenly."""
-    if any(map(_names_places, [*args, *kwargs.values()])):
+    if any(map(_has_places, [*args, *kwargs.values()])):
         raise TypeError(
             "get_balanced_memory is given places of several ranks, which Accelerate does not know; "
             'leave it out: drumline.plan and drumline.load spread evenly with "auto".'
         )
-    return _of("get_balanced_memory")(*args, **kwargs)
+    return _accelerate_function("get_balanced_memory")(*args, **kwargs)
 
 
-@_like_accelerate
+@_with_accelerate_signature
 def infer_auto_device_map(model: Any, *args: Any, **kwargs: Any) -> Any:
     """A device map of `model` within `max_memory`.
 
@@ -88,16 +94,16 @@ def infer_auto_device_map(model: Any, *args: Any, **kwargs: Any) -> Any:
     get_max_memory(coor) gives, it is the DeviceMap that `plan` makes; raises PlanError if that
     cannot be.
     """
-    if not any(map(_names_places, [*args, *kwargs.values()])):
-        return _of("infer_auto_device_map")(model, *args, **kwargs)
+    if not any(map(_has_places, [*args, *kwargs.values()])):
+        return _accelerate_function("infer_auto_device_map")(model, *args, **kwargs)
     known = {"model", "max_memory", "no_split_module_classes", "clean_result"}
-    given = _given(infer_auto_device_map, known, model, *args, **kwargs)
+    given = _named_arguments(infer_auto_device_map, known, model, *args, **kwargs)
     return plan(
         profile_model(model, given.get("no_split_module_classes")), _room(given["max_memory"])
     )
 
 
-def _names_places(keyed: Any) -> bool:
+def _has_places(keyed: Any) -> bool:
     return isinstance(keyed, Mapping) and any(isinstance(key, tuple) for key in keyed)
 
 
@@ -107,7 +113,7 @@ def _room(max_memory: Mapping[Any, Any]) -> dict[Place, int]:
     return limit_memory({(rank, "cpu"): 0 for rank in named}, max_memory)
 
 
-@_like_accelerate
+@_with_accelerate_signature
 def dispatch_model(model: Any, device_map: Any, *args: Any, **kwargs: Any) -> Any:
     """The model with its modules where the map says.
 
@@ -116,13 +122,13 @@ def dispatch_model(model: Any, device_map: Any, *args: Any, **kwargs: Any) -> An
     `drumline.load` does: the master has the model, and the others serve.
     """
     if not _is_over_ranks(device_map):
-        return _of("dispatch_model")(model, device_map, *args, **kwargs)
-    known = {"model", "device_map", *HONOURED}
-    given = _given(dispatch_model, known, model, device_map, *args, **kwargs)
+        return _accelerate_function("dispatch_model")(model, device_map, *args, **kwargs)
+    known = {"model", "device_map", *SUPPORTED_OPTIONS}
+    given = _named_arguments(dispatch_model, known, model, device_map, *args, **kwargs)
     return dispatch(model, device_map, offload_dir=given.get("offload_dir"))
 
 
-@_like_accelerate
+@_with_accelerate_signature
 def load_checkpoint_and_dispatch(
     model: Any, checkpoint: Any, device_map: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
@@ -133,10 +139,12 @@ def load_checkpoint_and_dispatch(
     safetensors checkpoint only; a transformers model is loaded by `drumline.load`.
     """
     if device_map is None or not _is_over_ranks(device_map):
-        return _of("load_checkpoint_and_dispatch")(model, checkpoint, device_map, *args, **kwargs)
+        return _accelerate_function("load_checkpoint_and_dispatch")(
+            model, checkpoint, device_map, *args, **kwargs
+        )
     own = {"model", "checkpoint", "device_map", "max_memory", "no_split_module_classes", "dtype"}
-    known = own | HONOURED | {"offload_folder"}
-    given = _given(
+    known = own | SUPPORTED_OPTIONS | {"offload_folder"}
+    given = _named_arguments(
         load_checkpoint_and_dispatch, known, model, checkpoint, device_map, *args, **kwargs
     )
     if hasattr(type(model), "config_class"):
@@ -165,7 +173,7 @@ def _is_over_ranks(device_map: Any) -> bool:
     )
 
 
-def _given(function: Any, known: set[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
+def _named_arguments(function: Any, known: set[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
     """The arguments by name. Raises TypeError for those that are not known and say something."""
     signature = inspect.signature(function)
     given = signature.bind_partial(*args, **kwargs).arguments

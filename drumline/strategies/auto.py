@@ -14,62 +14,66 @@ from typing import Any
 from coordinator import Coordinator
 from drumline.core.consistency import check_same_on_all_ranks
 from drumline.core.device_map import first_device
+from drumline.core.group_monitor import monitored_loading
 from drumline.core.mesh import Mesh
 from drumline.errors import PlanError
-from drumline.liveness.stopped_ranks import on_lookout
 from drumline.planner.cost_model import DeviceSpeeds, GroupSpeed, estimate, estimate_tensor_parallel
 from drumline.planner.load_options import LoadOptions
 from drumline.planner.measure import measure_group_speeds, measure_speeds
-from drumline.strategies.pipeline_parallel import load_over_stages, refuse_device
-from drumline.strategies.pipeline_tp import load_over_teams
-from drumline.strategies.plan_inputs import PlanInputs, survey
-from drumline.tensor_parallel.sharded_model import cut_checkpoint, find, own_device
+from drumline.strategies.pipeline_parallel import check_no_device, load_pipeline
+from drumline.strategies.pipeline_tp import load_pipeline_tp
+from drumline.strategies.plan_inputs import PlanInputs, collect_plan_inputs
+from drumline.tensor_parallel.sharded_model import open_checkpoint, own_device, shard_checkpoint
 
-WORTH_IT = 1.1
+MIN_SPEEDUP = 1.1
 """So many times as fast a cut layer has to be: its sums are taken in another order."""
 
-ALIKE = ("dtype", "batch", "length", "max_memory", "backend", "cuda_graphs")
+SAME_ON_ALL_RANKS = ("dtype", "batch", "length", "max_memory", "backend", "cuda_graphs")
 """What all ranks have to be asked for alike, or they would measure and choose differently."""
 
 
-def load_fastest(path: str | Path, coor: Coordinator | None, asked: LoadOptions) -> Any:
+def load_fastest(path: str | Path, coor: Coordinator | None, options: LoadOptions) -> Any:
     """The model as it is expected to be fastest. Collective; see `load`."""
-    refuse_device(asked)
-    whole, *cut = _in_order(path, coor, asked)
-    for over_teams in cut:
+    check_no_device(options)
+    whole, *sharded = _candidates(path, coor, options)
+    for over_teams in sharded:
         with contextlib.suppress(PlanError):  # no room: every rank finds the same
-            return load_over_teams(path, coor, over_teams)
-    return load_over_stages(path, coor, whole)
+            return load_pipeline_tp(path, coor, over_teams)
+    return load_pipeline(path, coor, whole)
 
 
-def _in_order(path: str | Path, coor: Coordinator | None, asked: LoadOptions) -> list[LoadOptions]:
+def _candidates(
+    path: str | Path, coor: Coordinator | None, options: LoadOptions
+) -> list[LoadOptions]:
     """What was asked for, with the speeds of this cluster; and over teams, the fastest first, where
     that can be and is worth it. The same on every rank."""
     with contextlib.ExitStack() as stack:
         if coor is None:
             coor = stack.enter_context(Coordinator())
-        stack.enter_context(on_lookout(coor, lambda rank: "its part of the measurements"))
-        check_same_on_all_ranks(coor, {name: repr(getattr(asked, name)) for name in ALIKE})
-        found = survey(coor, path, asked)
-        speeds = measure_speeds(coor, found.room, found.dtype, asked.backend)
-        asked = replace(asked, speeds=speeds)
-        if asked.cuda_graphs or not _have_one_device_each(coor, found):
-            return [asked]
-        teams = measure_group_speeds(coor, own_device(coor), found.dtype)
-        sizes = _worth_it(found, teams, speeds)
+        stack.enter_context(monitored_loading(coor, lambda rank: "its part of the measurements"))
+        check_same_on_all_ranks(
+            coor, {name: repr(getattr(options, name)) for name in SAME_ON_ALL_RANKS}
+        )
+        found = collect_plan_inputs(coor, path, options)
+        speeds = measure_speeds(coor, found.room, found.dtype, options.backend)
+        options = replace(options, speeds=speeds)
+        if options.cuda_graphs or not _have_own_devices(coor, found):
+            return [options]
+        groups = measure_group_speeds(coor, own_device(coor), found.dtype)
+        sizes = _faster_sizes(found, groups, speeds)
         reader = "rank0" if found.source.blind else None
-        cut = [replace(asked, device_map="auto", tp=size, reader=reader) for size in sizes]
-        return [asked, *(each for each in cut if _can_be(coor, path, each))]
+        sharded = [replace(options, device_map="auto", tp=size, reader=reader) for size in sizes]
+        return [options, *(each for each in sharded if _is_loadable(coor, path, each))]
 
 
-def _have_one_device_each(coor: Coordinator, found: PlanInputs) -> bool:
+def _have_own_devices(coor: Coordinator, found: PlanInputs) -> bool:
     """Whether each rank computes where a rank of a team would, and nowhere else."""
     mine = [d for rank, d in found.room if rank == coor.rank and d not in ("cpu", "disk")]
     is_own = first_device(mine) == own_device(coor) and coor.local_rank == coor.info.local_rank
     return coor.all_true(len(mine) < 2 and is_own)
 
 
-def _worth_it(found: PlanInputs, teams: list[GroupSpeed], speeds: DeviceSpeeds) -> list[int]:
+def _faster_sizes(found: PlanInputs, groups: list[GroupSpeed], speeds: DeviceSpeeds) -> list[int]:
     """How many ranks had better share a layer, if several; the fastest first."""
     try:
         whole = found.plan("fastest", speeds)
@@ -77,19 +81,19 @@ def _worth_it(found: PlanInputs, teams: list[GroupSpeed], speeds: DeviceSpeeds) 
     except PlanError:
         alone = 0.0  # there is room for parts of layers, if at all
     rates = {
-        team.size: estimate_tensor_parallel(found.parts, team, speeds, found.step).tokens_a_second
-        for team in teams
+        group.size: estimate_tensor_parallel(found.parts, group, speeds, found.step).tokens_a_second
+        for group in groups
     }
-    wanted = [size for size, rate in rates.items() if rate > WORTH_IT * alone]
+    wanted = [size for size, rate in rates.items() if rate > MIN_SPEEDUP * alone]
     return sorted(wanted, key=lambda size: -rates[size])
 
 
-def _can_be(coor: Coordinator, path: str | Path, asked: LoadOptions) -> bool:
+def _is_loadable(coor: Coordinator, path: str | Path, options: LoadOptions) -> bool:
     """Whether every rank can cut this model so, with these options. Collective."""
-    grid = Mesh({"pp": coor.world_size // (asked.tp or 1), "tp": asked.tp or 1})
-    files, configs = find(coor, path, grid, asked)
+    mesh = Mesh({"pp": coor.world_size // (options.tp or 1), "tp": options.tp or 1})
+    files, configs = open_checkpoint(coor, path, mesh, options)
     try:
-        cut_checkpoint(coor, files, configs, grid, asked)
+        shard_checkpoint(coor, files, configs, mesh, options)
     except Exception:  # which says no, whatever it is: options for from_pretrained alone, too
         return coor.all_true(False)
     return coor.all_true(True)

@@ -33,8 +33,8 @@ from drumline.offload.prefetcher import DiskWeights, make_prefetcher
 from drumline.planner.memory import Memory, cluster_memory, limit_memory
 from drumline.planner.model_profile import part_of_tensor, profile_model
 from drumline.planner.plan import plan
-from drumline.stages.stage_weights import fill
-from drumline.strategies.pipeline_parallel import join
+from drumline.stages.stage_weights import LoadedStage, fill
+from drumline.strategies.pipeline_parallel import connect_stages
 
 Map = str | Mapping[str, Place | int | str] | DeviceMap
 
@@ -55,7 +55,7 @@ def dispatch(
     device_map: as for `load`; modules that it names are kept whole.
     checkpoint: a folder or file of safetensors to fill the model from, named as in the model; the
         values that the model has, if not given.
-    uncut: classes of modules that stay whole, see `layout`.
+    uncut: classes of modules that stay whole, see `profile_model`.
     offload_dir: where each rank writes those of its modules whose place is "disk", in safetensors
         files of its own, which are read whenever the module runs; yours to delete afterwards.
 
@@ -65,12 +65,12 @@ def dispatch(
         if coor is None:
             coor = stack.enter_context(Coordinator())
         room = limit_memory(cluster_memory(coor), max_memory)
-        chosen = run_on_all_ranks(coor, lambda: _planned(model, device_map, room, uncut))
-        check_same_on_all_ranks(coor, {"plan": chosen.to_json(), "torch": torch.__version__})
+        placed = run_on_all_ranks(coor, lambda: _planned(model, device_map, room, uncut))
+        check_same_on_all_ranks(coor, {"plan": placed.to_json(), "torch": torch.__version__})
         if checkpoint is not None:
-            _fill(model, chosen, coor, Path(checkpoint))
-        run_on_all_ranks(coor, lambda: _keep_own(model, chosen, coor.rank, offload_dir))
-        return join(coor, model, chosen, stack)
+            _fill(model, placed, coor, Path(checkpoint))
+        stage = run_on_all_ranks(coor, lambda: _keep_own(model, placed, coor.rank, offload_dir))
+        return connect_stages(coor, stage, stack)
 
 
 def _planned(
@@ -101,7 +101,7 @@ def _is_inside(name: str, named: Collection[str]) -> bool:
     return any(name.startswith(f"{other}.") for other in named if other)
 
 
-def _fill(model: nn.Module, chosen: DeviceMap, coor: Coordinator, path: Path) -> None:
+def _fill(model: nn.Module, placed: DeviceMap, coor: Coordinator, path: Path) -> None:
     """Read the tensors of this rank; ranks that do not see the files get them from the master."""
     has_files = coor.allgather(b"yes" if path.exists() else b"")
     readers = [rank if has else 0 for rank, has in enumerate(has_files)]
@@ -109,23 +109,23 @@ def _fill(model: nn.Module, chosen: DeviceMap, coor: Coordinator, path: Path) ->
     pieces = run_on_all_ranks(coor, lambda: sources_by_name(model, index))
     names = tied_names(model)
     everywhere = {name: pieces[first] for first in names for name in names[first]}
-    found = WeightMap(everywhere, frozenset(), frozenset(), {})
+    weight_map = WeightMap(everywhere, frozenset(), frozenset(), {})
     source = CheckpointSource(path, None, index, readers)
-    fill(model, found, source, chosen.places, None, coor, None)
+    fill(model, weight_map, source, placed.places, None, coor, None)
 
 
 def _keep_own(
-    model: nn.Module, chosen: DeviceMap, rank: int, offload_dir: str | Path | None
-) -> None:
+    model: nn.Module, placed: DeviceMap, rank: int, offload_dir: str | Path | None
+) -> LoadedStage:
     """This rank's tensors on their devices and all others on meta, whatever they were before."""
-    own, runs_on, parts = chosen.of(rank), chosen.runs_on(rank), set(chosen.places)
+    own, runs_on, parts = placed.of(rank), placed.runs_on(rank), set(placed.places)
     stays = [name for name, device in own.items() if device == "disk"]
     if stays and offload_dir is None:
         raise PlanError(
-            f"rank {rank}: {stays[:5]} are to stay on disk, and nobody said where; give "
+            f"rank {rank}: {stays[:5]} are to stay on disk, but no folder is given; give "
             "offload_dir=, or another place for them."
         )
-    on_disk = {name: _put_away(model, name, Path(offload_dir or "."), rank) for name in stays}
+    on_disk = {name: _write_to_disk(model, name, Path(offload_dir or "."), rank) for name in stays}
     filed = {f"{part}.{name}" for part, reader in on_disk.items() for name in reader.shapes}
     new: dict[int, torch.Tensor] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -136,15 +136,15 @@ def _keep_own(
         is_weight = isinstance(tensor, nn.Parameter)
         new[id(tensor)] = nn.Parameter(moved, tensor.requires_grad) if is_weight else moved
     replace_tensors(model, new)
-    away = {name: own[name] for name in offloaded_modules(chosen, rank)}
-    where = torch.device(chosen.device_of(rank))
+    away = {name: own[name] for name in offloaded_modules(placed, rank)}
+    where = torch.device(placed.device_of(rank))
     prefetcher = make_prefetcher(model, away, where, lambda name, tensors: on_disk[name])
-    model.__dict__["_prefetcher"] = prefetcher
-    install_device_hooks(model, chosen, rank, prefetcher)
+    install_device_hooks(model, placed, rank, prefetcher)
+    return LoadedStage(model, placed, prefetcher)
 
 
-def _put_away(model: nn.Module, name: str, folder: Path, rank: int) -> DiskWeights:
-    """Write the weights of a module into a file; what reads them from there."""
+def _write_to_disk(model: nn.Module, name: str, folder: Path, rank: int) -> DiskWeights:
+    """Write the weights of a module into a file; returns what reads them from there."""
     tensors = dict(named_tensors(model.get_submodule(name)))
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{name}.rank{rank}.safetensors"

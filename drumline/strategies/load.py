@@ -18,9 +18,9 @@ from drumline.errors import PlanError
 from drumline.planner.load_options import LoadOptions
 from drumline.planner.memory import Memory, nbytes
 from drumline.strategies.auto import load_fastest
-from drumline.strategies.mesh_parallel import load_over_mesh
-from drumline.strategies.pipeline_parallel import load_over_stages
-from drumline.strategies.pipeline_tp import load_over_teams
+from drumline.strategies.mesh_parallel import load_mesh
+from drumline.strategies.pipeline_parallel import load_pipeline
+from drumline.strategies.pipeline_tp import load_pipeline_tp
 from drumline.strategies.plan_inputs import checkpoint_dtype
 
 __all__ = ["Memory", "checkpoint_dtype", "load", "nbytes"]
@@ -78,7 +78,7 @@ def load(
     progress: a bar on the master that counts the bytes of all ranks; on a terminal only, if None.
         There is none where layers are cut.
     tp, mesh: cut the layers themselves instead: every rank gets the model and calls it alike, see
-        `OverMesh`. tp is how many ranks share one; a mesh is {"dp_replicate": 2, "tp": 2}, or a
+        `MeshModel`. tp is how many ranks share one; a mesh is {"dp_replicate": 2, "tp": 2}, or a
         torch DeviceMesh, which `dp_shard` needs (its parameters are those of FSDP2). With a
         device_map as well, or an axis `pp` in the mesh, stages are teams of ranks that cut their
         layers, a rank of the device_map being a stage, and the master alone calls the model.
@@ -92,7 +92,7 @@ def load(
 
     Raises PlanError or CheckpointError on every rank before serving starts.
     """
-    asked = LoadOptions(
+    request = LoadOptions(
         device_map=device_map,
         max_memory=max_memory,
         dtype=dtype,
@@ -111,15 +111,15 @@ def load(
         device=device,
         rest=options,
     )
-    if not asked.cuts_layers:
+    if not request.cuts_layers:
         if device_map == "fastest":
-            return load_fastest(path, coor, asked)
-        return load_over_stages(path, coor, asked)
+            return load_fastest(path, coor, request)
+        return load_pipeline(path, coor, request)
     if cuda_graphs:
         raise PlanError(
             "cuda_graphs=True is for ranks that hold whole layers, and tp= and mesh= cut them; "
             "leave one of the two out."
         )
-    if asked.has_stages:
-        return load_over_teams(path, coor, asked)
-    return load_over_mesh(path, coor, asked)
+    if request.has_stages:
+        return load_pipeline_tp(path, coor, request)
+    return load_mesh(path, coor, request)

@@ -21,25 +21,25 @@ from drumline.checkpoint.plan_executor import LoadStats
 from drumline.checkpoint.shard_loader import plan_on_all_ranks
 from drumline.checkpoint.shard_plan import LoadPlan
 from drumline.checkpoint.source import CheckpointFiles
+from drumline.core.group_monitor import GroupMonitor, MonitoredCommunicator, monitored_loading
 from drumline.core.mesh import ALIASES, Mesh, resolve_mesh
 from drumline.errors import PeerLost, PlanError
-from drumline.liveness.group_monitor import Vigil, Watched
-from drumline.liveness.stopped_ranks import on_lookout
 from drumline.planner.load_options import LoadOptions
 from drumline.planner.model_profile import layer_names
-from drumline.tensor_parallel.parallelize import connect
-from drumline.tensor_parallel.sharded_model import CutModel, cut_checkpoint, find
-from drumline.tensor_parallel.synced_generation import drawn_alike, stopping_alike
+from drumline.tensor_parallel.sharded_model import ShardedModel, open_checkpoint, shard_checkpoint
+from drumline.tensor_parallel.synced_generation import (
+    same_samples_on_all_ranks,
+    same_stopping_on_all_ranks,
+)
+from drumline.tensor_parallel.tp_layers import insert_collectives
 
-ITS_PART = "every layer"
-"""What each rank has of a model whose layers are cut, in words."""
+SHARD_OF_ALL = "its part of every layer"
+
+SYNCED_GPUS_INDEX = 6
+"""Position of synced_gpus among the arguments of generate()."""
 
 
-SYNCED_AT = 6
-"""The place of synced_gpus among the arguments of generate()."""
-
-
-class OverMesh:
+class MeshModel:
     """Mixed into the class of the model. Every rank calls it alike, with the same inputs along tp.
 
     `mesh` says who is where; `loaded` what loading took, in bytes.
@@ -47,7 +47,7 @@ class OverMesh:
 
     mesh: Mesh
     loaded: LoadStats
-    _vigil: Vigil | None
+    _monitor: GroupMonitor | None
     _leave: Any
 
     def close(self) -> None:
@@ -63,124 +63,140 @@ class OverMesh:
             self.close()
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As ever; the ranks that share a model draw the samples of the first, and stop with it."""
-        if self.mesh.axis_size("dp_shard") > 1 and len(args) < SYNCED_AT:
+        """As in transformers; ranks that share a model take the samples of the first, and stop with
+        it."""
+        if self.mesh.axis_size("dp_shard") > 1 and len(args) < SYNCED_GPUS_INDEX:
             # Each needs the shards of all others until the end.
             kwargs.setdefault("synced_gpus", True)
-        said = super().generate  # type: ignore[misc]
-        if self._vigil is None:
-            return said(*args, **kwargs)
-        with drawn_alike(self._vigil, self.device):  # type: ignore[attr-defined]
-            return said(*args, **kwargs)
+        generate = super().generate  # type: ignore[misc]
+        if self._monitor is None:
+            return generate(*args, **kwargs)
+        with same_samples_on_all_ranks(self._monitor, self.device):  # type: ignore[attr-defined]
+            return generate(*args, **kwargs)
 
     def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> Any:
-        found = super()._get_stopping_criteria(*args, **kwargs)  # type: ignore[misc]
-        return found if self._vigil is None else stopping_alike(found, self._vigil)
+        criteria = super()._get_stopping_criteria(*args, **kwargs)  # type: ignore[misc]
+        if self._monitor is None:
+            return criteria
+        return same_stopping_on_all_ranks(criteria, self._monitor)
 
 
-def load_over_mesh(path: str | Path, coor: Coordinator | None, asked: LoadOptions) -> Any:
+def load_mesh(path: str | Path, coor: Coordinator | None, options: LoadOptions) -> Any:
     """The model of a checkpoint on every rank, each with its own part. Collective; see `load`."""
     with contextlib.ExitStack() as stack:
         if coor is None:
             coor = stack.enter_context(Coordinator())
-        grid = _grid(asked, coor.world_size)
-        with on_lookout(coor, lambda rank: f"its part of {ITS_PART}"):
-            files, configs = find(coor, path, grid, asked)
-            made, plan = plan_on_all_ranks(
-                coor, lambda: _planned(coor, files, configs, grid, asked), lambda it: it[1]
+        mesh = _checked_mesh(options, coor.world_size)
+        with monitored_loading(coor, lambda rank: SHARD_OF_ALL):
+            files, configs = open_checkpoint(coor, path, mesh, options)
+            sharded, plan = plan_on_all_ranks(
+                coor,
+                lambda: _planned(coor, files, configs, mesh, options),
+                lambda planned: planned[1],
             )
-            done = made.fill(coor, plan)
-            vigil = _team(made, coor, grid, asked.backend, stack) if made.styles else None
-        if made.generation is not None:
-            made.model.generation_config = made.generation
-        return _dress(made.model.eval(), grid, done, vigil, stack.pop_all())
+            stats = sharded.fill(coor, plan)
+            monitor = _connect_tp_group(sharded, coor, mesh, options.backend, stack)
+        if sharded.generation is not None:
+            sharded.model.generation_config = sharded.generation
+        return _as_mesh_model(sharded.model.eval(), mesh, stats, monitor, stack.pop_all())
 
 
 def _planned(
-    coor: Coordinator, files: CheckpointFiles, configs: Any, grid: Mesh, asked: LoadOptions
-) -> tuple[CutModel, LoadPlan]:
-    """The empty model, cut along the mesh, and what this rank is to read of it."""
-    made = cut_checkpoint(coor, files, configs, grid, asked)
-    if grid.axis_size("dp_shard") > 1:
-        made.shrink(grid, coor.rank)
-        _shard(made.model, asked.mesh)
-    return made, made.plan(grid, coor.rank)
+    coor: Coordinator, files: CheckpointFiles, configs: Any, mesh: Mesh, options: LoadOptions
+) -> tuple[ShardedModel, LoadPlan]:
+    """The empty model, sharded along the mesh, and what this rank is to read of it."""
+    sharded = shard_checkpoint(coor, files, configs, mesh, options)
+    if mesh.axis_size("dp_shard") > 1:
+        sharded.shrink(mesh, coor.rank)
+        _shard_over_data(sharded.model, options.mesh)
+    return sharded, sharded.plan(mesh, coor.rank)
 
 
-def _team(
-    cut: CutModel, coor: Coordinator, grid: Mesh, backend: str | None, stack: contextlib.ExitStack
-) -> Vigil:
-    """Connect the ranks that share a model, and look after them. Collective."""
-    team = coor.split(grid.group(coor.rank, "tp"))
-    assert team is not None, "this rank is one of them"
-    comm = stack.enter_context(Communicator(stack.enter_context(team), backend))
-    vigil = Vigil(team, [comm], dict.fromkeys(range(comm.world_size), ITS_PART), is_driven=False)
-    stack.callback(vigil.close)
-    watched: Any = Watched(comm, vigil)
-    connect(cut.model, cut.styles, watched)
-    return vigil
+def _connect_tp_group(
+    sharded: ShardedModel,
+    coor: Coordinator,
+    mesh: Mesh,
+    backend: str | None,
+    stack: contextlib.ExitStack,
+) -> GroupMonitor | None:
+    """Connect the ranks that share a model, if it is sharded over several. Collective."""
+    if not sharded.styles:
+        return None
+    group = coor.split(mesh.group(coor.rank, "tp"))
+    assert group is not None, "this rank is one of them"
+    comm = stack.enter_context(Communicator(stack.enter_context(group), backend))
+    layers = dict.fromkeys(range(comm.world_size), SHARD_OF_ALL)
+    monitor = GroupMonitor(group, [comm], layers, is_driven=False)
+    stack.callback(monitor.close)
+    monitored: Any = MonitoredCommunicator(comm, monitor)
+    insert_collectives(sharded.model, sharded.styles, monitored)
+    return monitor
 
 
-def _grid(asked: LoadOptions, world_size: int) -> Mesh:
+def _checked_mesh(options: LoadOptions, world_size: int) -> Mesh:
     """The mesh that is asked for. Raises PlanError for what would have no effect along it."""
-    _refuse_room(asked)
-    grid = resolve_mesh(asked.mesh, asked.tp, world_size)
-    if grid.axis_size("dp_shard") > 1 and not hasattr(asked.mesh, "mesh_dim_names"):
+    _check_no_memory_options(options)
+    mesh = resolve_mesh(options.mesh, options.tp, world_size)
+    if mesh.axis_size("dp_shard") > 1 and not hasattr(options.mesh, "mesh_dim_names"):
         raise PlanError(
-            f"the mesh {dict(grid.axes)} shards parameters along 'dp_shard', which FSDP2 brings "
+            f"the mesh {dict(mesh.axes)} shards parameters along 'dp_shard', which FSDP2 brings "
             "together again over process groups of torch; pass a torch DeviceMesh, not sizes."
         )
-    return grid
+    return mesh
 
 
-def _refuse_room(asked: LoadOptions) -> None:
-    """A mesh says which rank holds what, however much room there is."""
-    given = {"max_memory": asked.max_memory, "length": asked.length or None}
-    for name, value in given.items():
+def _check_no_memory_options(options: LoadOptions) -> None:
+    """Raise PlanError for options that a mesh without stages would ignore."""
+    ignored = {"max_memory": options.max_memory, "length": options.length or None}
+    for name, value in ignored.items():
         if value is not None:
             raise PlanError(
                 f"{name}={value!r} says how to spread whole layers, and a mesh without stages "
-                'cuts all of them alike, so it would change nothing; add device_map="auto" for '
-                "stages of ranks that cut their layers, or leave it out."
+                'shards all of them alike, so it would change nothing; add device_map="auto" for '
+                "stages of ranks that shard their layers, or leave it out."
             )
 
 
-def _dress(
-    model: Any, mesh: Mesh, done: LoadStats, vigil: Vigil | None, stack: contextlib.ExitStack
+def _as_mesh_model(
+    model: Any,
+    mesh: Mesh,
+    stats: LoadStats,
+    monitor: GroupMonitor | None,
+    stack: contextlib.ExitStack,
 ) -> Any:
     kind: Any = type(model)
-    model.__class__ = _over_mesh(kind)
-    model.mesh, model.loaded, model._vigil = mesh, done, vigil
-    model._leave = weakref.finalize(model, _leave, stack, vigil)
+    model.__class__ = _mesh_model_class(kind)
+    model.mesh, model.loaded, model._monitor = mesh, stats, monitor
+    model._leave = weakref.finalize(model, _leave, stack, monitor)
     return model
 
 
 @functools.cache  # transformers takes some time to make a class
-def _over_mesh(kind: type[Any]) -> type[Any]:
+def _mesh_model_class(kind: type[Any]) -> type[Any]:
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (OverMesh, kind), names)
+    return type(kind.__name__, (MeshModel, kind), names)
 
 
-def _leave(stack: contextlib.ExitStack, vigil: Vigil | None) -> None:
-    """Wait for the others, unless one is lost or this rank is on its way out with an error."""
-    if vigil is not None and vigil.verdict:
-        lost = PeerLost(vigil.verdict)
+def _leave(stack: contextlib.ExitStack, monitor: GroupMonitor | None) -> None:
+    """Wait for the others, unless one has failed or this rank is on its way out with an error."""
+    if monitor is not None and monitor.has_failed:
+        lost = PeerLost("a rank of the model failed")
         stack.__exit__(type(lost), lost, None)
     elif getattr(sys, "last_value", None) is None:
         stack.close()
 
 
-def _shard(model: nn.Module, mesh: Any) -> None:
-    """Give what tensor parallelism has cut to FSDP2, which cuts it again, layer by layer."""
+def _shard_over_data(model: nn.Module, mesh: Any) -> None:
+    """Have FSDP2 shard again, layer by layer, what tensor parallelism has sharded."""
     from torch.distributed.fsdp import fully_shard
 
-    outer = _over_data(mesh)
+    outer = _data_axes(mesh)
     for name in list(layer_names(model)):
         fully_shard(model.get_submodule(name), mesh=outer)
     fully_shard(model, mesh=outer)
 
 
-def _over_data(mesh: Any) -> Any:
+def _data_axes(mesh: Any) -> Any:
     """The part of a DeviceMesh that FSDP2 takes: what is sharded last, after what is replicated."""
     from torch.distributed.device_mesh import DeviceMesh
 

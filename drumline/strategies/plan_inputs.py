@@ -50,17 +50,19 @@ class PlanInputs:
         return plan(self.parts, self.room, device_map, speeds=speeds, step=self.step)
 
 
-def survey(coor: Coordinator, path: str | Path, asked: LoadOptions) -> PlanInputs:
+def collect_plan_inputs(coor: Coordinator, path: str | Path, options: LoadOptions) -> PlanInputs:
     """Look at the checkpoint and at every rank's memory. Collective."""
     source = find_checkpoint(coor, path)
-    source = replace(source, config=choose_config(source.config, asked.config))
-    kind = run_on_all_ranks(coor, lambda: asked.cls or model_class(source.config))
-    dtype = checkpoint_dtype(asked.dtype, source.config)
+    source = replace(source, config=choose_config(source.config, options.config))
+    kind = run_on_all_ranks(coor, lambda: options.cls or model_class(source.config))
+    dtype = checkpoint_dtype(options.dtype, source.config)
     parts = run_on_all_ranks(coor, lambda: profile_model(build_on_meta(kind, source.config, dtype)))
-    tokens = (source.config, dtype, asked.batch, asked.length)
-    needs = (cache_nbytes(*tokens), estimate_workspace_nbytes(*tokens)) if asked.length else (0, 0)
-    step = PassShape(asked.batch, hidden_width(source.config), dtype.itemsize)
-    room = limit_memory(cluster_memory(coor), asked.max_memory)
+    tokens = (source.config, dtype, options.batch, options.length)
+    needs = (
+        (cache_nbytes(*tokens), estimate_workspace_nbytes(*tokens)) if options.length else (0, 0)
+    )
+    step = PassShape(options.batch, hidden_width(source.config), dtype.itemsize)
+    room = limit_memory(cluster_memory(coor), options.max_memory)
     return PlanInputs(source, kind, dtype, with_cache(parts, *needs), room, step)
 
 
@@ -68,11 +70,11 @@ def checkpoint_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtyp
     """The dtype that is asked for, else that of the checkpoint."""
     if dtype in (None, "auto"):
         dtype = getattr(config, "dtype", None) or torch.float32
-    found = getattr(torch, str(dtype).removeprefix("torch."), None)
-    usual = found in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-    if not isinstance(found, torch.dtype) or not usual:
+    resolved = getattr(torch, str(dtype).removeprefix("torch."), None)
+    usual = resolved in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    if not isinstance(resolved, torch.dtype) or not usual:
         raise PlanError(
             f"dtype={dtype!r} is none that the weights of a model can have, so nothing was loaded; "
             "give float32, bfloat16 or float16."
         )
-    return found
+    return resolved

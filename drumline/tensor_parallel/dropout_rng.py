@@ -1,12 +1,11 @@
-"""Lets ranks that share a model leave out alike in training what all of them have: dropout.
+"""Synchronises the random numbers of dropout over the ranks of a tensor-parallel model in training.
 
-leave_out_alike(model, columns, rows, comm)     # once, after the layers are cut
+sync_dropout_rng(model, columns, rows, comm)     # once, after the layers are sharded
 
-What every rank has in full must lose the same numbers on all, or they compute different models from
-there on. What a rank has alone (its heads, its columns) it draws for itself, as Megatron-LM does
-(https://arxiv.org/abs/1909.08053, appendix B.2): each such stretch begins with a seed that all draw
-alike, and afterwards they draw on as if nothing had been drawn in it. So a layer that is computed
-again for its gradient leaves out the same again.
+Tensors that every rank has in full must drop the same numbers on all ranks. A rank's own shard (its
+heads, its columns) has random numbers of its own, as in Megatron-LM (https://arxiv.org/abs/1909.08053,
+appendix B.2): each sharded stretch begins with a seed from the shared generator, whose state is
+restored behind it. So a layer that is computed again for its gradient drops the same again.
 """
 
 from __future__ import annotations
@@ -19,32 +18,38 @@ import torch
 from torch import nn
 
 from communicator import Communicator
+from coordinator import Coordinator
 from drumline.errors import DrumlineError
-from drumline.liveness.stopped_ranks import process_of
 
-SEEDS = 1 << 40
-RATES = ("drop", "jitter")
-"""What the names of the probabilities have in common, by which modules leave out or stir."""
+NUM_SEEDS = 1 << 40
+RATE_NAMES = ("drop", "jitter")
+"""Substrings of the attribute names of dropout and jitter probabilities."""
 
 
-def leave_out_alike(
+def has_process_per_rank(coor: Coordinator) -> bool:
+    """Whether every rank has a generator of its own: threads of one process share theirs."""
+    processes = {(peer.host, peer.boot_id, peer.memory, peer.pid) for peer in coor.peers}
+    return len(processes) == coor.world_size
+
+
+def sync_dropout_rng(
     model: nn.Module,
-    opening: Sequence[nn.Module],
-    closing: Sequence[nn.Module],
+    sharding: Sequence[nn.Module],
+    unsharding: Sequence[nn.Module],
     comm: Communicator,
 ) -> None:
-    """From the first forward in training on that leaves anything out, of the model or its trunk.
+    """Install the synchronisation, which starts with the first forward in training that drops.
 
-    opening: the modules that leave each rank a part of its own. closing: those that take it.
+    sharding: the modules whose outputs are a rank's own shard. unsharding: those that take them.
     """
-    draws = _Draws(comm)
+    rng = _DropoutRng(comm)
     whole = weakref.ref(model)  # its memory goes with its last user, not when garbage is collected
 
     def begin(module: nn.Module, *unused: Any) -> None:
-        if module.training and leaves_out(module):
-            if not draws.are_parted:
-                _part(whole() or module, opening, closing, draws)
-            draws.begin(next(module.parameters()).device)
+        if module.training and has_dropout(module):
+            if not rng.is_installed:
+                _install_rank_seeds(whole() or module, sharding, unsharding, rng)
+            rng.begin(next(module.parameters()).device)
 
     model.register_forward_pre_hook(begin)
     trunk = getattr(model, "base_model", model)
@@ -52,10 +57,10 @@ def leave_out_alike(
         trunk.register_forward_pre_hook(begin)
 
 
-def leaves_out(model: nn.Module) -> bool:
-    """Does any module of it draw in training?"""
+def has_dropout(model: nn.Module) -> bool:
+    """Whether any module of it uses random numbers in training."""
     return any(
-        type(value) in (int, float) and value > 0 and any(rate in name for rate in RATES)
+        type(value) in (int, float) and value > 0 and any(rate in name for rate in RATE_NAMES)
         for module in model.modules()
         for name, value in _numbers(module)
     )
@@ -67,65 +72,63 @@ def _numbers(module: nn.Module) -> Iterable[tuple[str, Any]]:
     return vars(module).items()
 
 
-def _part(
+def _install_rank_seeds(
     model: nn.Module,
-    opening: Sequence[nn.Module],
-    closing: Sequence[nn.Module],
-    draws: _Draws,
+    sharding: Sequence[nn.Module],
+    unsharding: Sequence[nn.Module],
+    rng: _DropoutRng,
 ) -> None:
-    """Have each rank draw for itself from the first opening to the closing module of an owner."""
+    """Use a rank's own seed from the first sharding to the unsharding module of an owner."""
 
-    def open_(module: nn.Module, *unused: Any) -> None:
+    def begin_shard(module: nn.Module, *unused: Any) -> None:
         if module.training:
-            draws.own()
+            rng.use_own_seed()
 
-    def close(*unused: Any) -> None:
-        draws.alike()
+    def end_shard(*unused: Any) -> None:
+        rng.use_shared_state()
 
-    for module in opening:
-        module.register_forward_pre_hook(open_)
-    for module in closing:
-        module.register_forward_pre_hook(close)
+    for module in sharding:
+        module.register_forward_pre_hook(begin_shard)
+    for module in unsharding:
+        module.register_forward_pre_hook(end_shard)
     for owner in model.modules():
-        if any(child is module for child in owner.children() for module in opening):
-            owner.register_forward_hook(close, always_call=True)
-    draws.are_parted = True
+        if any(child is module for child in owner.children() for module in sharding):
+            owner.register_forward_hook(end_shard, always_call=True)
+    rng.is_installed = True
 
 
-class _Draws:
-    """The state of this rank's generators of random numbers."""
+class _DropoutRng:
+    """This rank's generators of random numbers."""
 
     def __init__(self, comm: Any):
         self.comm, self.device = comm, torch.device("cpu")
-        self.kept: list[torch.Tensor] = []
-        self.are_parted = False
+        self.saved_states: list[torch.Tensor] = []
+        self.is_installed = False
 
     def begin(self, device: torch.device) -> None:
-        """Draw from here on what the first rank draws. Collective."""
-        peers = self.comm.coor.peers
-        if len({process_of(peer) for peer in peers}) < len(peers):
+        """Continue with a seed of the first rank. Collective."""
+        if not has_process_per_rank(self.comm.coor):
             raise DrumlineError(
-                f"rank {self.comm.rank}: ranks that are threads of one process have one generator "
-                "of random numbers, so each would leave out other numbers of what all have, and "
-                "they would train different models; start ranks as processes, or set the dropout "
-                "of the model to 0."
+                f"rank {self.comm.rank}: ranks that are threads of one process share a generator "
+                "of random numbers, so each would drop other numbers and train another model; "
+                "start ranks as processes, or set the dropout of the model to 0."
             )
         first = self.comm.rank == 0
-        seed = torch.randint(SEEDS, ()) if first else torch.zeros((), dtype=torch.int64)
+        seed = torch.randint(NUM_SEEDS, ()) if first else torch.zeros((), dtype=torch.int64)
         torch.manual_seed(int(self.comm.allreduce(seed.to(device).view(1))))
-        self.device, self.kept = device, []
+        self.device, self.saved_states = device, []
 
-    def own(self) -> None:
-        if not self.kept:
-            seed = int(torch.randint(SEEDS, ()))
-            self.kept = [torch.get_rng_state()]
+    def use_own_seed(self) -> None:
+        if not self.saved_states:
+            seed = int(torch.randint(NUM_SEEDS, ()))
+            self.saved_states = [torch.get_rng_state()]
             if self.device.type == "cuda":
-                self.kept.append(torch.cuda.get_rng_state(self.device))
+                self.saved_states.append(torch.cuda.get_rng_state(self.device))
             torch.manual_seed(seed + self.comm.rank)
 
-    def alike(self) -> None:
-        if self.kept:
-            torch.set_rng_state(self.kept[0])
+    def use_shared_state(self) -> None:
+        if self.saved_states:
+            torch.set_rng_state(self.saved_states[0])
             if self.device.type == "cuda":
-                torch.cuda.set_rng_state(self.kept[1], self.device)
-            self.kept = []
+                torch.cuda.set_rng_state(self.saved_states[1], self.device)
+            self.saved_states = []

@@ -1,7 +1,7 @@
-"""Runs a cut model on shapes alone: a plan that does not fit is found before anything is read.
+"""Runs a sharded model on meta tensors, so that a plan that does not fit fails before loading.
 
-whole = shortened(model, styles)              # on meta, with one layer of each kind
-rehearse(whole, part, styles, rank, size)     # part: a copy of it, cut
+whole = truncated_copy(model, styles)              # on meta, with one layer of each kind
+dry_run(whole, part, styles, rank, size)     # part: a sharded copy of it
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import nn
 
 from drumline.errors import PlanError
 from drumline.planner.model_profile import layer_names
-from drumline.tensor_parallel.parallelize import connect
+from drumline.tensor_parallel.tp_layers import insert_collectives
 
 
-class Pretended:
-    """What a communicator gives back, as far as its shape goes; there are no other ranks."""
+class FakeCommunicator:
+    """Returns tensors of the shapes that a Communicator would return; there are no other ranks."""
 
     def __init__(self, rank: int, world_size: int):
         self.rank, self.world_size = rank, world_size
@@ -34,91 +34,93 @@ class Pretended:
         return x[0]
 
 
-def shortened(model: Any, styles: Mapping[str, str]) -> Any:
-    """A copy on meta with as many layers as show each kind there is."""
-    short = copy.deepcopy(model).to("meta")
+def truncated_copy(model: Any, styles: Mapping[str, str]) -> Any:
+    """A copy on meta with as few layers as show each kind there is."""
+    truncated = copy.deepcopy(model).to("meta")
     stacks: dict[str, list[str]] = {}
-    for name in layer_names(short):
+    for name in layer_names(truncated):
         stacks.setdefault(name.rpartition(".")[0], []).append(name)
     for stack, names in stacks.items():
-        kinds = [_kind(short.get_submodule(name), name, styles) for name in names]
+        kinds = [_signature(truncated.get_submodule(name), name, styles) for name in names]
         needed = max(kinds.index(kind) for kind in kinds) + 1
-        layers = short.get_submodule(stack)
+        layers = truncated.get_submodule(stack)
         if isinstance(layers, nn.ModuleList) and len(layers) == len(names):
             del layers[needed:]
-    return short
+    return truncated
 
 
-def _kind(layer: nn.Module, name: str, styles: Mapping[str, str]) -> list[Any]:
-    """What layers that compute alike, and are cut alike, have in common."""
+def _signature(layer: nn.Module, name: str, styles: Mapping[str, str]) -> list[Any]:
+    """Equal for layers that compute alike and are sharded alike."""
     parts = [(n, type(part), styles.get(f"{name}.{n}")) for n, part in layer.named_modules()]
     return [parts, [(n, p.shape, styles.get(f"{name}.{n}")) for n, p in layer.named_parameters()]]
 
 
 @torch.no_grad()
-def rehearse(whole: Any, part: Any, styles: Mapping[str, str], rank: int, size: int) -> None:
-    """Raise PlanError if `part` cannot compute what `whole` computes. Both are used up.
+def dry_run(model: Any, sharded: Any, styles: Mapping[str, str], rank: int, size: int) -> None:
+    """Raise PlanError if `sharded` cannot compute what `model` computes. Both are used up.
 
     A model that needs values, or more than tokens, to run at all is left to its first call from
     where it does.
     """
     tokens = torch.zeros(1, 2 * size, dtype=torch.int64, device="meta")
-    expected, end, _ = _run(whole, tokens)
-    pretended: Any = Pretended(rank, size)
-    found, place, error = _run(part, tokens, lambda: connect(part, styles, pretended))
-    if error is not None and not _wants_values(error) and place != end:
-        raise PlanError(_story(part, place or "", styles, size, str(error))) from error
-    if error is None and end is None and found != expected:
+    expected, end, _ = _forward_shapes(model, tokens)
+    communicator: Any = FakeCommunicator(rank, size)
+    shapes, place, error = _forward_shapes(
+        sharded, tokens, lambda: insert_collectives(sharded, styles, communicator)
+    )
+    if error is not None and not _needs_values(error) and place != end:
+        raise PlanError(_describe_misfit(sharded, place or "", styles, size, str(error))) from error
+    if error is None and end is None and shapes != expected:
         raise PlanError(
-            f"a forward gives {found} where the model uncut gives {expected}, so what leaves it is "
-            "one rank's part; cut what comes last as 'colwise_gather_output', or not at all."
+            f"a forward returns {shapes} where the unsharded model returns {expected}, so its "
+            "output is one rank's shard; shard the last module as 'colwise_gather_output', or not "
+            "at all."
         )
 
 
-def _run(
+def _forward_shapes(
     model: Any, tokens: torch.Tensor, prepare: Callable[[], None] = lambda: None
 ) -> tuple[dict[str, tuple[int, ...]], str | None, Exception | None]:
-    """What a forward gives; or the module in which it fails, and how."""
-    inside = _followed(model)
+    """The shapes that a forward returns; or the module in which it fails, and the error."""
+    active_modules = _track_modules(model)
     prepare()
     try:
         return _shapes(model.eval()(input_ids=tokens)), None, None
     except Exception as error:  # meta tensors have no values, and some models take other inputs
-        return {}, inside[-1], error
+        return {}, active_modules[-1], error
 
 
-def _wants_values(error: Exception) -> bool:
+def _needs_values(error: Exception) -> bool:
     return isinstance(error, NotImplementedError) or "meta tensor" in str(error)
 
 
-def _followed(model: Any) -> list[str]:
+def _track_modules(model: Any) -> list[str]:
     """The modules that compute at any time, the innermost last; those that fail stay in it."""
-    inside: list[str] = []
+    active_modules: list[str] = []
 
     def leave(*unused: Any) -> None:
-        inside.pop()
+        active_modules.pop()
 
     for name, module in model.named_modules():
-        module.register_forward_pre_hook(lambda *_, name=name: inside.append(name))
+        module.register_forward_pre_hook(lambda *_, name=name: active_modules.append(name))
         module.register_forward_hook(leave)
-    return inside
+    return active_modules
 
 
 def _shapes(outputs: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Of what is to be the same on every rank; caches are not."""
-    found = outputs.items()
-    return {name: tuple(x.shape) for name, x in found if isinstance(x, torch.Tensor)}
+    """The shapes of the outputs that every rank has to have; caches differ."""
+    return {name: tuple(x.shape) for name, x in outputs.items() if isinstance(x, torch.Tensor)}
 
 
-def _story(model: Any, name: str, styles: Mapping[str, str], size: int, why: str) -> str:
+def _describe_misfit(model: Any, name: str, styles: Mapping[str, str], size: int, why: str) -> str:
     is_leaf = not any(True for _ in model.get_submodule(name).children())
     owner = name.rpartition(".")[0] if is_leaf else name
     inside = f"{owner}." if owner else ""
     near = {n: style for n, style in styles.items() if n.startswith(inside)}
-    cut = ", ".join(f"{n.removeprefix(inside)} {style}" for n, style in near.items())
+    sharded = ", ".join(f"{n.removeprefix(inside)} {style}" for n, style in near.items())
     where = owner or type(model).__name__
     return (
-        f"{name} cannot compute its part of {size} ranks ({why.splitlines()[0]}); cut in {where} "
-        f"are {cut or 'no modules'}. Cut what gives its inputs and what takes its outputs alike, "
-        "or leave them out of tp_plan."
+        f"{name} cannot compute its shard of {size} ranks ({why.splitlines()[0]}); sharded in "
+        f"{where}: {sharded or 'no modules'}. Shard the modules before and behind it to match, or "
+        "leave them out of tp_plan."
     )

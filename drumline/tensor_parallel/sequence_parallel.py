@@ -23,12 +23,12 @@ from communicator import Communicator
 from drumline.errors import DrumlineError
 from drumline.planner.model_profile import layer_names
 from drumline.tensor_parallel.autograd_collectives import (
-    all_parts,
-    each_of,
-    own_part,
-    own_sum,
-    shared,
-    with_summed_gradients,
+    copy_to_ranks,
+    gather_tokens,
+    reduce_scatter_tokens,
+    scatter_tokens,
+    shard_size,
+    with_reduced_gradients,
 )
 
 STYLE = "sequence_parallel"
@@ -37,14 +37,14 @@ ROW = ("rowwise", "packed_rowwise")
 
 def with_norms(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """The plan with every norm between the cut parts of layers, and behind them, parallel too."""
-    found = dict(plan)
+    styles = dict(plan)
     layers = list(layer_names(model))
     trunks = {_trunk_of(name) for name in layers}
     for outer in [*layers, *sorted(trunks)]:
         for name, child in model.get_submodule(outer).named_children():
             if _is_norm(child):
-                found[f"{outer}.{name}" if outer else name] = STYLE
-    return found
+                styles[f"{outer}.{name}" if outer else name] = STYLE
+    return styles
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -56,15 +56,15 @@ def _trunk_of(layer: str) -> str:
     return layer.rpartition(".")[0].rpartition(".")[0]
 
 
-class PartedTokens:
+class SequenceParallel:
     """The tokens of the pass that runs now, if they are parted. One pass at a time."""
 
     def __init__(self, model: nn.Module, styles: Mapping[str, str], comm: Communicator):
         self.model, self.styles, self.comm = model, styles, comm
-        self.whole: torch.Size | None = None
+        self.full_shape: torch.Size | None = None
         """[batch, length, width] of all ranks together; None where tokens are not parted."""
-        self.stays_parted = False
-        self.may_part = True
+        self.stays_partitioned = False
+        self.may_partition = True
 
     def install(self) -> set[str]:
         """Wrap layers, their children and what is around them; the norms that are taken care of."""
@@ -74,69 +74,72 @@ class PartedTokens:
             stacks.setdefault(_trunk_of(name), []).append(name)
         done: set[str] = set()
         for trunk, layers in stacks.items():
-            if all(_is_plain(self.model.get_submodule(n)) and _under(n, norms) for n in layers):
-                self._stack(trunk, layers, norms)
-                done |= {norm for outer in (trunk, *layers) for norm in _under(outer, norms)}
+            if all(
+                _calls_children_only(self.model.get_submodule(n)) and _norms_of(n, norms)
+                for n in layers
+            ):
+                self._wrap_stack(trunk, layers, norms)
+                done |= {norm for outer in (trunk, *layers) for norm in _norms_of(outer, norms)}
         return done
 
-    def _stack(self, trunk: str, layers: list[str], norms: set[str]) -> None:
+    def _wrap_stack(self, trunk: str, layers: list[str], norms: set[str]) -> None:
         """Layers that follow each other, and what their trunk calls before and behind them."""
-        behind = _under(trunk, norms)
+        behind = _norms_of(trunk, norms)
         for name in layers:
             for child, module in self.model.get_submodule(name).named_children():
-                self._child(f"{name}.{child}", module, norms)
-            self._layer(name, closes=not behind and name == layers[-1])
+                self._wrap_child(f"{name}.{child}", module, norms)
+            self._wrap_layer(name, gathers=not behind and name == layers[-1])
         for child, module in self.model.get_submodule(trunk).named_children():
             name = f"{trunk}.{child}" if trunk else child
             if name in behind:
-                self._norm(module, closes=True)
+                self._wrap_norm(module, gathers=True)
             elif not any(layer.startswith(f"{name}.") for layer in layers):
-                self._needs_all(name, module)
-        self._trunk(trunk, layers)
+                self._require_all_tokens(name, module)
+        self._wrap_trunk(trunk, layers)
 
-    def _norm(self, module: Any, closes: bool) -> None:
-        plain, part = module.forward, with_summed_gradients(module, self.comm)
+    def _wrap_norm(self, module: Any, gathers: bool) -> None:
+        plain, on_own_tokens = module.forward, with_reduced_gradients(module, self.comm)
 
         def forward(x: torch.Tensor) -> Any:
-            if not self._is_part(x):
+            if not self._is_own_tokens(x):
                 return plain(x)
-            found = part(x)
-            if closes:
-                found, self.whole = self._joined(found), None
-            return found
+            y = on_own_tokens(x)
+            if gathers:
+                y, self.full_shape = self._gather_in(y), None
+            return y
 
         module.forward = forward
 
-    def _child(self, name: str, module: Any, norms: set[str]) -> None:
+    def _wrap_child(self, name: str, module: Any, norms: set[str]) -> None:
         """Norms see this rank's tokens; everything else is given all, and keeps its own."""
         if name in norms:
-            self._norm(module, closes=False)
+            self._wrap_norm(module, gathers=False)
             return
         for inner, part in module.named_modules():
             style = self.styles.get(f"{name}.{inner}")
             if inner and style is not None:
-                self._needs_all(f"{name}.{inner}", part)
+                self._require_all_tokens(f"{name}.{inner}", part)
             if style in ROW and inner in module._modules and isinstance(part, nn.Linear):
-                self._row(part)
+                self._wrap_row(part)
         plain = module.forward
         has_columns = "colwise" in self.styles.get(name, "")
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if self.whole is None:
+            if self.full_shape is None:
                 return plain(*args, **kwargs)
-            args = tuple(self._joined(value) for value in args)
-            kwargs = {key: self._joined(value) for key, value in kwargs.items()}
-            found = plain(*args, **kwargs)
-            return found if has_columns else self._parted(found)
+            args = tuple(self._gather_in(value) for value in args)
+            kwargs = {key: self._gather_in(value) for key, value in kwargs.items()}
+            output = plain(*args, **kwargs)
+            return output if has_columns else self._scatter_in(output)
 
         module.forward = forward
 
-    def _needs_all(self, name: str, module: Any) -> None:
+    def _require_all_tokens(self, name: str, module: Any) -> None:
         """What is cut between heads or experts has to see all tokens: nobody would notice."""
         plain = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if any(self._is_part(value) for value in [*args, *kwargs.values()]):
+            if any(self._is_own_tokens(value) for value in [*args, *kwargs.values()]):
                 raise DrumlineError(
                     f"{name} was given the tokens of rank {self.comm.rank} alone, as its layer "
                     "calls it in a way that is not known here, so the result would be wrong; "
@@ -146,113 +149,115 @@ class PartedTokens:
 
         module.forward = forward
 
-    def _row(self, module: Any) -> None:
+    def _wrap_row(self, module: Any) -> None:
         """The sum over ranks goes, part by part, to the ranks whose tokens they are."""
         plain = module.forward
 
         def forward(x: torch.Tensor) -> torch.Tensor:
-            if self.whole is None or x.dim() != 3 or x.shape[:2] != self.whole[:2]:
+            if self.full_shape is None or x.dim() != 3 or x.shape[:2] != self.full_shape[:2]:
                 return plain(x)  # type: ignore[no-any-return]
-            y = own_sum(F.linear(x, module.weight), self.comm)
-            return y if module.bias is None else y + shared(module.bias, self.comm)
+            y = reduce_scatter_tokens(F.linear(x, module.weight), self.comm)
+            return y if module.bias is None else y + copy_to_ranks(module.bias, self.comm)
 
         module.forward = forward
 
-    def _layer(self, name: str, closes: bool) -> None:
+    def _wrap_layer(self, name: str, gathers: bool) -> None:
         layer: Any = self.model.get_submodule(name)
         plain = layer.forward
 
         def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             others = [*args, *kwargs.values()]
-            if self.whole is None and self._can_part(hidden_states, others):
-                self.whole = hidden_states.shape
-                hidden_states = own_part(hidden_states, self.comm)
+            if self.full_shape is None and self._can_partition(hidden_states, others):
+                self.full_shape = hidden_states.shape
+                hidden_states = scatter_tokens(hidden_states, self.comm)
             try:
-                found = plain(hidden_states, *args, **kwargs)
-                if self.whole is not None and (closes or not self.stays_parted):
-                    found, self.whole = self._joined(found), None
+                output = plain(hidden_states, *args, **kwargs)
+                if self.full_shape is not None and (gathers or not self.stays_partitioned):
+                    output, self.full_shape = self._gather_in(output), None
             except BaseException:
-                self.whole = None
+                self.full_shape = None
                 raise
-            return found
+            return output
 
         layer.forward = forward
 
-    def _trunk(self, name: str, layers: list[str]) -> None:
+    def _wrap_trunk(self, name: str, layers: list[str]) -> None:
         """Around the layers tokens stay parted from one to the next, unless all are to be seen."""
         trunk: Any = self.model.get_submodule(name)
         plain, modules = trunk.forward, [self.model.get_submodule(layer) for layer in layers]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            self.may_part = not (_shows_layers(trunk, kwargs) or any(map(_recomputes, modules)))
-            self.stays_parted = True
+            self.may_partition = not (
+                _returns_layer_outputs(trunk, kwargs) or any(map(_is_checkpointed, modules))
+            )
+            self.stays_partitioned = True
             try:
-                found = plain(*args, **kwargs)
-                assert self.whole is None, f"{name} did not call what joins its tokens again"
-                return found
+                output = plain(*args, **kwargs)
+                assert self.full_shape is None, f"{name} did not call what joins its tokens again"
+                return output
             finally:
-                self.whole, self.stays_parted, self.may_part = None, False, True
+                self.full_shape, self.stays_partitioned, self.may_partition = None, False, True
 
         trunk.forward = forward
 
-    def _can_part(self, x: torch.Tensor, others: Iterable[Any]) -> bool:
+    def _can_partition(self, x: torch.Tensor, others: Iterable[Any]) -> bool:
         """One token, as in decoding, is computed by all: to gather it would take longer.
 
         Nor are the tokens of a decoder that looks at another sequence, which parts like its own.
         """
-        if not self.may_part or x.dim() != 3 or x.shape[1] < 2 * self.comm.world_size:
+        if not self.may_partition or x.dim() != 3 or x.shape[1] < 2 * self.comm.world_size:
             return False
         tensors = [other for other in others if isinstance(other, torch.Tensor)]
         return not any(t.dim() == 3 and t.shape[-1] == x.shape[-1] for t in tensors)
 
-    def _is_part(self, x: Any) -> bool:
-        if self.whole is None or not isinstance(x, torch.Tensor):
+    def _is_own_tokens(self, x: Any) -> bool:
+        if self.full_shape is None or not isinstance(x, torch.Tensor):
             return False
-        batch, length, width = self.whole
-        return tuple(x.shape) == (batch, each_of(length, self.comm), width)
+        batch, length, width = self.full_shape
+        return tuple(x.shape) == (batch, shard_size(length, self.comm), width)
 
-    def _joined(self, value: Any) -> Any:
+    def _gather_in(self, value: Any) -> Any:
         """All tokens in place of this rank's, wherever they are in a value."""
         if isinstance(value, tuple):
-            return tuple(self._joined(one) for one in value)
-        if not self._is_part(value):
+            return tuple(self._gather_in(item) for item in value)
+        if not self._is_own_tokens(value):
             return value
-        assert self.whole is not None
-        return all_parts(value, self.whole[1], self.comm)
+        assert self.full_shape is not None
+        return gather_tokens(value, self.full_shape[1], self.comm)
 
-    def _parted(self, value: Any) -> Any:
+    def _scatter_in(self, value: Any) -> Any:
         """This rank's tokens in place of all; what is no hidden state stays as it is."""
         if isinstance(value, tuple):
-            return tuple(self._parted(one) for one in value)
-        if self.whole is None or not isinstance(value, torch.Tensor):
+            return tuple(self._scatter_in(item) for item in value)
+        if self.full_shape is None or not isinstance(value, torch.Tensor):
             return value
-        batch, length, width = self.whole
-        if value.shape == self.whole:
-            return own_part(value, self.comm)
+        batch, length, width = self.full_shape
+        if value.shape == self.full_shape:
+            return scatter_tokens(value, self.comm)
         if tuple(value.shape) == (batch * length, width):
-            return own_part(value.view(self.whole), self.comm).flatten(0, 1)
+            return scatter_tokens(value.view(self.full_shape), self.comm).flatten(0, 1)
         return value
 
 
-def _under(name: str, norms: set[str]) -> set[str]:
+def _norms_of(name: str, norms: set[str]) -> set[str]:
     """The norms that are children of a module."""
     return {norm for norm in norms if norm.rpartition(".")[0] == name}
 
 
-def _is_plain(layer: nn.Module) -> bool:
+def _calls_children_only(layer: nn.Module) -> bool:
     """Does it compute by calling its children, so that wrapping those is enough?"""
     lists = (nn.ModuleList, nn.ModuleDict)
     return not layer._parameters and not any(isinstance(c, lists) for c in layer.children())
 
 
-def _shows_layers(trunk: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+def _returns_layer_outputs(trunk: nn.Module, kwargs: Mapping[str, Any]) -> bool:
     """Is what comes out of each layer to be returned?"""
-    asked = kwargs.get("output_hidden_states")
-    if asked is None:
-        asked = getattr(getattr(trunk, "config", None), "output_hidden_states", None)
-    return asked is not None and asked is not False
+    setting = kwargs.get("output_hidden_states")
+    if setting is None:
+        setting = getattr(getattr(trunk, "config", None), "output_hidden_states", None)
+    return setting is not None and setting is not False
 
 
-def _recomputes(layer: nn.Module) -> bool:
+def _is_checkpointed(layer: nn.Module) -> bool:
     """Gradient checkpointing calls a layer again when nobody knows any more how it was parted."""
     return bool(layer.training and getattr(layer, "gradient_checkpointing", False))

@@ -1,7 +1,7 @@
-"""A transformers checkpoint whose layers are to be cut: built empty, planned, then filled.
+"""A transformers checkpoint whose layers are to be sharded: built empty, planned, then filled.
 
-files, configs = find(coor, "checkpoint", grid, asked)
-model = cut_checkpoint(coor, files, configs, grid, asked)
+files, configs = open_checkpoint(coor, "checkpoint", mesh, options)
+model = shard_checkpoint(coor, files, configs, mesh, options)
 model.fill(coor, model.plan(grid, coor.rank))
 """
 
@@ -35,15 +35,16 @@ from drumline.core.shards import ShardSpec, local_shape
 from drumline.errors import DrumlineError, PlanError
 from drumline.planner.load_options import LoadOptions
 from drumline.planner.model_profile import model_class
-from drumline.tensor_parallel.dry_run_forward import rehearse, shortened
-from drumline.tensor_parallel.parallelize import read_plan, shard_specs
+from drumline.tensor_parallel.dry_run_forward import dry_run, truncated_copy
+from drumline.tensor_parallel.parallelize import shard_specs
+from drumline.tensor_parallel.tp_plan import read_plan
 
 FEW = 16 << 20
 """As many weights as may be made, and thrown away, for the sake of a buffer beside them."""
 
 
 @dataclass
-class CutModel:
+class ShardedModel:
     """A model on meta, and how each tensor of it is cut along the mesh.
 
     `shapes` are those of the whole, whatever becomes of the tensors on meta before they are filled.
@@ -58,84 +59,84 @@ class CutModel:
     device: str
     files: CheckpointFiles
 
-    def shrink(self, grid: Mesh, rank: int) -> None:
+    def shrink(self, mesh: Mesh, rank: int) -> None:
         """Make every tensor on meta as small as the part of `rank`."""
-        shrink(self.model, self.splits, grid, rank)
+        shrink(self.model, self.splits, mesh, rank)
 
     def plan(
-        self, grid: Mesh, rank: int, only: Mapping[str, Mapping[str, int]] | None = None
+        self, mesh: Mesh, rank: int, only: Mapping[str, Mapping[str, int]] | None = None
     ) -> LoadPlan:
         """What `rank` has a part in of filling it. only: see load_into."""
-        asked = LoadRequest(
+        options = LoadRequest(
             self.splits, only or {}, self.shapes, lambda index: weight_sources(self.model, index)
         )
-        return plan_files(self.model, self.files, grid, rank, asked)
+        return plan_files(self.model, self.files, mesh, rank, options)
 
     def fill(self, coor: Coordinator, plan: LoadPlan) -> LoadStats:
         """Read this rank's part. Collective."""
         return load_planned(self.model, plan, self.files, coor, self.device)
 
 
-def find(
-    coor: Coordinator, path: str | Path, grid: Mesh, asked: LoadOptions
+def open_checkpoint(
+    coor: Coordinator, path: str | Path, mesh: Mesh, options: LoadOptions
 ) -> tuple[CheckpointFiles, Any]:
     """The files of a checkpoint and its configs, the same on every rank. Collective."""
     files, configs = share_index(
         coor,
         path,
-        lambda: assign_readers(coor, grid, asked.reader or "each")[1],
+        lambda: assign_readers(coor, mesh, options.reader or "each")[1],
         lambda: read_configs(path),
     )
     return files, json.loads(configs)
 
 
-def cut_checkpoint(
-    coor: Coordinator, files: CheckpointFiles, configs: Any, grid: Mesh, asked: LoadOptions
-) -> CutModel:
+def shard_checkpoint(
+    coor: Coordinator, files: CheckpointFiles, configs: Any, mesh: Mesh, options: LoadOptions
+) -> ShardedModel:
     """The empty model of a checkpoint and how it is cut; PlanError if it cannot be."""
     config, generation = configs_from(*configs)
-    config = choose_config(config, asked.config)
-    _refuse_quantised(files.path, config, asked)
-    model = build(asked.cls or model_class(config), config, asked)
-    where = asked.device or own_device(coor)
-    size = grid.axis_size("tp")
-    styles = read_plan(model, asked.tp_plan or "auto") if size > 1 else {}
+    config = choose_config(config, options.config)
+    _check_not_quantised(files.path, config, options)
+    model = build(options.cls or model_class(config), config, options)
+    where = options.device or own_device(coor)
+    size = mesh.axis_size("tp")
+    styles = read_plan(model, options.tp_plan or "auto") if size > 1 else {}
     splits = shard_specs(model, styles, size)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    _rehearse(model, styles, splits, grid, coor.rank)
+    _dry_run(model, styles, splits, mesh, coor.rank)
     compute_buffers(model, where)
-    return CutModel(model, config, generation, styles, splits, shapes, where, files)
+    return ShardedModel(model, config, generation, styles, splits, shapes, where, files)
 
 
 def shrink(
-    model: nn.Module, splits: Mapping[str, tuple[ShardSpec, ...]], grid: Mesh, rank: int
+    model: nn.Module, splits: Mapping[str, tuple[ShardSpec, ...]], mesh: Mesh, rank: int
 ) -> None:
-    cut = {
-        id(p): empty_like(p, local_shape(p.shape, splits[name], grid, rank))
+    sharded = {
+        id(p): empty_like(p, local_shape(p.shape, splits[name], mesh, rank))
         for name, p in model.named_parameters()
         if splits[name]
     }
-    replace_tensors(model, cut)
+    replace_tensors(model, sharded)
 
 
-def _rehearse(
+def _dry_run(
     model: Any,
     styles: Mapping[str, str],
     splits: Mapping[str, tuple[ShardSpec, ...]],
-    grid: Mesh,
+    mesh: Mesh,
     rank: int,
 ) -> None:
     """PlanError if the model, cut so, would fail in its first call; the model stays as it is."""
     if styles:
-        whole = shortened(model, styles)
+        whole = truncated_copy(model, styles)
         part = copy.deepcopy(whole)
-        shrink(part, splits, grid, rank)
-        rehearse(whole, part, styles, grid.coordinate(rank)["tp"], grid.axis_size("tp"))
+        shrink(part, splits, mesh, rank)
+        dry_run(whole, part, styles, mesh.coordinate(rank)["tp"], mesh.axis_size("tp"))
 
 
-def _refuse_quantised(path: str | Path, config: Any, asked: LoadOptions) -> None:
+def _check_not_quantised(path: str | Path, config: Any, options: LoadOptions) -> None:
     """What is stored in blocks with scales has to be computed, so no rank could read its part."""
-    given = getattr(config, "quantization_config", None) or asked.rest.get("quantization_config")
+    given = getattr(config, "quantization_config", None) or options.rest.get("quantization_config")
     if given is None:
         return
     told = given if isinstance(given, dict) else given.to_dict()
@@ -170,16 +171,16 @@ def configs_from(model: Any, generation: Any) -> tuple[Any, Any]:
     return config, transformers.GenerationConfig.from_dict(generation)
 
 
-def build(kind: type[Any], config: Any, asked: LoadOptions) -> Any:
+def build(kind: type[Any], config: Any, options: LoadOptions) -> Any:
     """The model with its weights on meta, in the dtypes it will have."""
-    build_on, dtype = asked.build_on or "meta", asked.dtype
+    build_on, dtype = options.build_on or "meta", options.dtype
     if build_on not in ("meta", "cpu"):
         raise PlanError(f'build_on={build_on!r}: a model is built on "meta" or on "cpu".')
     if isinstance(dtype, str):
         dtype = None if dtype == "auto" else getattr(torch, dtype.removeprefix("torch."))
     chosen = dtype or getattr(config, "dtype", None) or torch.float32
     with model_build_lock(), init_on_meta() if build_on == "meta" else torch.device(build_on):
-        model = kind._from_config(config, dtype=chosen, **asked.rest)
+        model = kind._from_config(config, dtype=chosen, **options.rest)
     wide = dtype_overrides(model, chosen)
     empty = {id(t): empty_like(t, t.shape, wide.get(name)) for name, t in named_tensors(model)}
     replace_tensors(model, empty)  # the buffers that no file holds stay as they were built

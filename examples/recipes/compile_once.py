@@ -1,6 +1,6 @@
 """Compile once: one rank makes a program, all load its bytes and move it to their own device.
 
-python -m launcher run -n 2 examples/recipes/compile_once.py
+drumline run -n 2 examples/recipes/compile_once.py
 """
 
 import io

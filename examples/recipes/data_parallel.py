@@ -1,6 +1,6 @@
 """Data parallel training: every rank has the model and a share of the batch.
 
-python -m launcher run -n 2 examples/recipes/data_parallel.py
+drumline run -n 2 examples/recipes/data_parallel.py
 """
 
 from model import device_of, largest_error, loss_of, make_batch, make_model

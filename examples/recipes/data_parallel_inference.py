@@ -1,6 +1,6 @@
 """Inference over a dataset: every rank answers its share; every answer comes back once, in order.
 
-python -m launcher run -n 2 examples/recipes/data_parallel_inference.py
+drumline run -n 2 examples/recipes/data_parallel_inference.py
 """
 
 import json

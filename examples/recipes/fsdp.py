@@ -1,6 +1,6 @@
 """FSDP2 over our backend: parameters are sharded, loaded by shards, whole only while a block runs.
 
-python -m launcher run -n 2 examples/recipes/fsdp.py
+drumline run -n 2 examples/recipes/fsdp.py
 """
 
 import tempfile

@@ -1,6 +1,6 @@
 """Model parallel by layers: every rank holds some blocks; hidden states go from rank to rank.
 
-python -m launcher run -n 2 examples/recipes/model_parallel.py
+drumline run -n 2 examples/recipes/model_parallel.py
 """
 
 import itertools

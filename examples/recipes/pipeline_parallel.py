@@ -1,6 +1,6 @@
 """Pipeline parallel training: micro-batches keep the stages busy, in GPipe and in 1F1B order.
 
-python -m launcher run -n 2 examples/recipes/pipeline_parallel.py
+drumline run -n 2 examples/recipes/pipeline_parallel.py
 """
 
 import json

@@ -1,6 +1,6 @@
 """Tensor parallel inside, data parallel outside: a mesh of two axes, a communicator along each.
 
-python -m launcher run -n 4 examples/recipes/tensor_and_data.py
+drumline run -n 4 examples/recipes/tensor_and_data.py
 """
 
 from model import PLAN, device_of, largest_error, loss_of, make_batch, make_model

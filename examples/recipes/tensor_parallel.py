@@ -1,6 +1,6 @@
 """Tensor parallel: every layer is cut; one allreduce per block makes the parts one model.
 
-python -m launcher run -n 2 examples/recipes/tensor_parallel.py
+drumline run -n 2 examples/recipes/tensor_parallel.py
 """
 
 from model import PLAN, device_of, largest_error, loss_of, make_batch, make_model

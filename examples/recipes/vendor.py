@@ -1,6 +1,6 @@
 """A vendor's communicator: a subclass with send and recv, swapped in by one argument.
 
-python -m launcher run -n 2 examples/recipes/vendor.py
+drumline run -n 2 examples/recipes/vendor.py
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Does a backend keep its promises? One rank of the answer.
 
-python -m launcher run -n 3 check.py ./libtoy.so [CASES]
+drumline run -n 3 check.py ./libtoy.so [CASES]
 """
 
 import sys

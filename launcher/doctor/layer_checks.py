@@ -45,7 +45,7 @@ def network() -> Iterator[Finding]:
     ]
     yield Finding("network", "interfaces", True, ", ".join(interfaces))
     yield Finding("network", "on one node", True, "the Coordinator listens on 127.0.0.1 alone")
-    routable = answer["outward"]
+    routable = answer["routable"]
     detail = (
         f"it listens on {routable[0]}" if routable else "no address that other hosts could reach"
     )

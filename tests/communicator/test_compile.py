@@ -7,8 +7,7 @@ import torch
 from torch._inductor.utils import run_and_get_code
 from torch.library import opcheck
 
-from communicator import Communicator, CommunicatorError
-from communicator.torch_interop import compile
+from communicator import Communicator, CommunicatorError, compile
 from coordinator import Coordinator
 from launcher import LaunchInfo
 

@@ -11,7 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from coordinator import Coordinator, CoordinatorError, CoordinatorTimeout, PeerLost, Timings
+from coordinator import (
+    Coordinator,
+    CoordinatorError,
+    CoordinatorTimeout,
+    CoordinatorTimings,
+    PeerLost,
+)
 from coordinator.control import session as sessions
 from launcher import LaunchInfo
 
@@ -332,7 +338,7 @@ def test_who_comes_to_a_group_that_was_given_up_hears_so(ranks, nodes):
 def test_a_rank_that_dies_while_others_join_is_named_with_its_process(fork):
     def body(info):
         if info.rank == 2:
-            sessions.join(info, 5, Timings())
+            sessions.join(info, 5, CoordinatorTimings())
             os.kill(os.getpid(), 9)
         Coordinator(info, timeout_s=20)
 

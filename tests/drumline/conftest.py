@@ -104,9 +104,10 @@ def start(tmp_path: Path, warm: WarmParent) -> Iterator[Start]:
     """Every rank of a script as a process of its own that no launcher looks after."""
     processes: list[WarmProcess] = []
 
-    def run(body: str, nprocs: int, *args: object) -> list[WarmProcess]:
-        script = tmp_path / "script.py"
-        script.write_text(body)
+    def run(program: str | Path, nprocs: int, *args: object) -> list[WarmProcess]:
+        script = program if isinstance(program, Path) else tmp_path / "script.py"
+        if isinstance(program, str):
+            script.write_text(program)
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         launch_id = uuid.uuid4().hex

@@ -452,7 +452,7 @@ def test_hidden_states_that_nobody_holds_stay_where_they_are(checkpoints, on_mas
     """Every one of them came back: the calls that were written down held them."""
 
     def work(model):
-        ring, sizes = model._session.ring, []
+        ring, sizes = model._driver.ring, []
         receive = ring.receive
 
         def counting(*how):
@@ -518,7 +518,7 @@ def test_a_hook_reads_the_memory_of_a_hidden_state_that_was_elsewhere(checkpoint
 def test_a_decoded_token_is_one_frame_a_hop(checkpoints, on_master, nprocs):
     def work(model):
         tokens(model, 1, max_new_tokens=4, eos_token_id=None)
-        link = model._session.ring.next
+        link = model._driver.ring.next
         messages, frames = link.num_messages, link.num_frames
         tokens(model, 1, max_new_tokens=33, eos_token_id=None)
         return link.num_messages - messages, link.num_frames - frames

@@ -340,7 +340,7 @@ def streams(coor: Coordinator) -> list[float]:
 
 def compiled(coor: Coordinator) -> list[float]:
     """One call inside a compiled function, eager and captured."""
-    from communicator.torch_interop import compile as group
+    from communicator import compile as group
 
     with Nccl(coor, device=0) as comm:
         name = group.name(comm)
@@ -386,13 +386,13 @@ def stages_in_graphs(coor: Coordinator, folder: str) -> list[Any]:
     from drumline.strategies import pipeline_parallel
     from tests.gpu import decode
 
-    made: list[cuda_graphs.Graphs] = []
+    made: list[cuda_graphs.CudaGraphs] = []
 
-    def make(rank: int, device: torch.device) -> cuda_graphs.Graphs:
-        made.append(cuda_graphs.Graphs(rank, device))
+    def make(rank: int, device: torch.device) -> cuda_graphs.CudaGraphs:
+        made.append(cuda_graphs.CudaGraphs(rank, device))
         return made[-1]
 
-    pipeline_parallel.Graphs = make
+    pipeline_parallel.CudaGraphs = make
     if coor.is_master():
         decode.small_model(GPU).save_pretrained(folder)
     coor.barrier()

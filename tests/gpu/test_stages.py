@@ -5,7 +5,7 @@ import pytest
 from tests.gpu.one_gpu import needs_gpu, run
 
 pytest.importorskip("transformers", reason="needs transformers, 5 or newer")
-from drumline.stages.cuda_graphs import WARM_UPS
+from drumline.stages.cuda_graphs import NUM_WARM_UPS
 from tests.gpu import decode
 
 pytestmark = [needs_gpu, pytest.mark.timeout(250)]
@@ -14,4 +14,4 @@ pytestmark = [needs_gpu, pytest.mark.timeout(250)]
 def test_tokens_over_a_static_cache_are_replayed_and_are_those_of_one_process(tmp_path):
     (whole, said), (num_replays,) = run("stages_in_graphs", 2, str(tmp_path))
     assert said == whole
-    assert num_replays == decode.COUNT - 1 - WARM_UPS
+    assert num_replays == decode.COUNT - 1 - NUM_WARM_UPS

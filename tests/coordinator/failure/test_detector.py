@@ -7,12 +7,19 @@ import time
 
 import pytest
 
-from coordinator import Coordinator, CoordinatorError, FailureReason, PeerLost, RankFailure, Timings
+from coordinator import (
+    Coordinator,
+    CoordinatorError,
+    CoordinatorTimings,
+    FailureReason,
+    PeerLost,
+    RankFailure,
+)
 
 LIMIT_S = 10.0
 LAYOUTS = {"one node": None, "two nodes": [2, 1]}
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
-QUICK = Timings(suspended_s=0.6)
+QUICK = CoordinatorTimings(suspended_s=0.6)
 
 
 class Log:

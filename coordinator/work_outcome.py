@@ -14,7 +14,7 @@ from coordinator.peers import Peer
 
 
 @dataclass(frozen=True)
-class Outcome:
+class WorkOutcome:
     """A result, or error_type and more of an exception; error: itself, on its own rank."""
 
     result: Any = None
@@ -26,7 +26,7 @@ class Outcome:
     failures: tuple[FailureRecord, ...] = ()
 
     @classmethod
-    def of(cls, work: Callable[[], Any]) -> Outcome:
+    def of(cls, work: Callable[[], Any]) -> WorkOutcome:
         try:
             return cls(work())
         except Exception as error:
@@ -50,7 +50,7 @@ class Outcome:
         return packed([None, *fields, [list(failure) for failure in self.failures]], rank)
 
     @classmethod
-    def unpacked(cls, packet: bytes, rank: int) -> Outcome:
+    def unpacked(cls, packet: bytes, rank: int) -> WorkOutcome:
         why = why_unsendable(packet)
         if why:
             return cls(None, None, "ValueError", why, "", is_ours=True)
@@ -67,7 +67,7 @@ def _printable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def raise_first_failure(outcomes: Sequence[Outcome], rank: int, peers: Sequence[Peer]) -> None:
+def raise_first_failure(outcomes: Sequence[WorkOutcome], rank: int, peers: Sequence[Peer]) -> None:
     """Raise for the rank that failed, if one did: the same on all ranks that did not."""
     failed = [index for index, outcome in enumerate(outcomes) if outcome.error_type]
     if not failed:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drumline.stages.messages import DTYPES, HEADER, Kind, Link, Message
+from drumline.stages.messages import DTYPES, HEADER, Message, MessageChannel, MessageKind
 
 
 class Pipe:
@@ -27,9 +27,9 @@ class Pipe:
         return tensor.copy_(self.frames.get_nowait())
 
 
-def link() -> tuple[Pipe, Link, Link]:
+def link() -> tuple[Pipe, MessageChannel, MessageChannel]:
     pipe = Pipe()
-    return pipe, Link(pipe, 1), Link(pipe, 0)
+    return pipe, MessageChannel(pipe, 1), MessageChannel(pipe, 0)
 
 
 @given(
@@ -41,7 +41,7 @@ def link() -> tuple[Pipe, Link, Link]:
 def test_a_message_arrives_as_it_was_sent(ints, shapes, text, note):
     _, sender, receiver = link()
     tensors = [torch.randn(shape) for shape in shapes]
-    for kind in Kind:
+    for kind in MessageKind:
         sender.send(Message(kind, 5, ints, tensors, text, note))
         got = receiver.receive()
         assert (got.kind, got.program, got.ints) == (kind, 5, ints)
@@ -53,7 +53,7 @@ def test_a_message_arrives_as_it_was_sent(ints, shapes, text, note):
 def test_every_dtype_travels(dtype):
     _, sender, receiver = link()
     tensor = torch.arange(6).reshape(2, 3).to(dtype)
-    sender.send(Message(Kind.CALL, tensors=[tensor.t(), tensor[:, :1].expand(2, 4)]))
+    sender.send(Message(MessageKind.CALL, tensors=[tensor.t(), tensor[:, :1].expand(2, 4)]))
     got = receiver.receive().tensors
     as_bytes = [part.contiguous().view(torch.uint8) for part in (got[0], tensor.t().contiguous())]
     assert got[0].dtype == dtype and torch.equal(*as_bytes)
@@ -67,7 +67,7 @@ def test_tensors_arrive_with_their_axes_in_the_same_order_in_memory(axes):
     dense = torch.randn(2, 3, 4, 5).permute(axes)
     gaps = torch.randn(4, 6).t()[::2]
     for _ in range(2):
-        sender.send(Message(Kind.CALL, tensors=[dense, gaps, torch.ones(3)]))
+        sender.send(Message(MessageKind.CALL, tensors=[dense, gaps, torch.ones(3)]))
         got = receiver.receive().tensors
         assert torch.equal(got[0], dense) and got[0].stride() == dense.stride()
         assert torch.equal(got[1], gaps) and got[1].is_contiguous()
@@ -80,7 +80,7 @@ def decoded_token(cached: int, width: int = 4096) -> Message:
     angles = torch.zeros(4, 1, 128, dtype=torch.bfloat16)
     mask = torch.zeros(4, 1, 1, cached, dtype=torch.bool)
     positions = torch.zeros(4, 1, dtype=torch.int64)
-    return Message(Kind.CALL, 3, [1], [hidden, angles, angles.clone(), positions, mask])
+    return Message(MessageKind.CALL, 3, [1], [hidden, angles, angles.clone(), positions, mask])
 
 
 def test_the_tokens_of_a_generation_are_one_frame_each():

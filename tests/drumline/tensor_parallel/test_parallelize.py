@@ -16,9 +16,11 @@ from communicator import Communicator
 from coordinator import Coordinator
 from drumline import DrumlineError, PlanError
 from drumline.checkpoint.source import config_from_json
-from drumline.tensor_parallel.dry_run_forward import Pretended, rehearse, shortened
-from drumline.tensor_parallel.parallelize import connect, read_plan, shard_specs
+from drumline.tensor_parallel.dry_run_forward import FakeCommunicator, dry_run, truncated_copy
+from drumline.tensor_parallel.parallelize import shard_specs
 from drumline.tensor_parallel.sharded_model import compute_buffers
+from drumline.tensor_parallel.tp_layers import insert_collectives
+from drumline.tensor_parallel.tp_plan import read_plan
 from tests.gpu.decode import Decoder, small_model, whole_tokens
 
 SIZES = {
@@ -160,7 +162,7 @@ def test_ranks_stop_when_the_first_one_says_so(ranks, family):
     heard = []
 
     def work(model):
-        rank = model._vigil.coor.rank
+        rank = model._monitor.coor.rank
         ends = transformers.StoppingCriteriaList([AfterTokens(14 - 3 * rank)])
         streamer = Heard(heard) if rank == 0 else None
         options = {"max_new_tokens": 20, "eos_token_id": None, "do_sample": False}
@@ -333,7 +335,7 @@ def counts(monkeypatch):
 def test_one_layer_costs_two_allreduces_and_the_whole_a_gather_more(ranks, family, counts):
     """One behind attention, one behind the MLP, one for the embedding; the head is gathered."""
     _, path = family("llama")
-    on_ranks(ranks, path, 2, lambda m: (counts.clear(), m._vigil.coor.barrier(), logits(m)), tp=2)
+    on_ranks(ranks, path, 2, lambda m: (counts.clear(), m._monitor.coor.barrier(), logits(m)), tp=2)
     layers = SIZES["num_hidden_layers"]
     assert counts.count("allreduce") == 2 * (2 * layers + 1)
     assert counts.count("allgather") == 2
@@ -442,7 +444,7 @@ def test_parted_tokens_are_gathered_before_columns_and_scattered_behind_rows(ran
 
     def work(model):
         counts.clear()
-        model._vigil.coor.barrier()
+        model._monitor.coor.barrier()
         seen = []
         layer = model.model.layers[1]
         layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
@@ -593,7 +595,7 @@ def test_any_module_can_be_cut_by_a_plan_of_ones_own(ranks):
                     part = part.chunk(3, split.dim)[coor.rank].clone()
                 owner, _, last = name.partition(".")
                 setattr(getattr(model, owner), last, nn.Parameter(part))
-            connect(model, styles, comm)
+            insert_collectives(model, styles, comm)
             with torch.no_grad():
                 return model(x)
 
@@ -641,8 +643,8 @@ def test_what_an_embedding_makes_of_its_vectors_it_makes_of_whole_ones(ranks, st
 
 def test_kinds_of_modules_that_compute_in_a_way_of_their_own_are_refused():
     model = nn.Sequential(Indexed(11, 6), type("Doubled", (nn.Linear,), {"forward": len})(6, 6))
-    connect(model, {"0": "embedding_rowwise"}, Pretended(0, 2))
-    with pytest.raises(PlanError, match="Indexed looks words up in its own way"):
+    insert_collectives(model, {"0": "embedding_rowwise"}, FakeCommunicator(0, 2))
+    with pytest.raises(PlanError, match="Indexed looks ids up in its own way"):
         model[0](torch.arange(3))
     with pytest.raises(PlanError, match="1 is a Doubled, which multiplies in its own way"):
         shard_specs(model, {"1": "rowwise_split_input"}, 2)
@@ -667,7 +669,7 @@ MLP = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
     [
         ({**MLP, "gate_proj": "replicate"}, r"layers\.0\.mlp cannot compute.*50.*up_proj colwise"),
         ({**MLP, "up_proj": "colwise_gather_output"}, r"layers\.0\.mlp cannot compute"),
-        ({**MLP, "down_proj": "rowwise_split_input"}, "only one of them is cut"),
+        ({**MLP, "down_proj": "rowwise_split_input"}, "only one of them is sharded"),
     ],
 )
 def test_a_plan_whose_shapes_disagree_is_found_before_loading(
@@ -730,9 +732,9 @@ def test_shapes_that_disagree_are_found_before_the_first_value_is_wanted():
     with torch.device("meta"):
         whole, part, fitting = Looks(), Looks(), Looks()
         part.up = nn.Linear(5, 4)
-    rehearse(whole, fitting, {}, 0, 2)
-    with pytest.raises(PlanError, match="cut in Looks are up colwise"):
-        rehearse(Looks().to("meta"), part, {"up": "colwise"}, 0, 2)
+    dry_run(whole, fitting, {}, 0, 2)
+    with pytest.raises(PlanError, match="sharded in Looks: up colwise"):
+        dry_run(Looks().to("meta"), part, {"up": "colwise"}, 0, 2)
 
 
 @pytest.mark.parametrize(
@@ -754,12 +756,12 @@ def test_a_plan_that_cannot_be_followed_is_refused(plan, says):
     [
         ({"lm_head": "colwise"}, "'colwise_gather_output'"),
         ({"model.norm": "colwise"}, "is a MixtralRMSNorm.*for Linear"),
-        ({"model.layers.*.mlp.experts": "moe_tp_experts"}, "nothing in it is cut"),
+        ({"model.layers.*.mlp.experts": "moe_tp_experts"}, "nothing in it is sharded"),
         ({"model.layers.*.mlp.experts": "ep_dispatch_experts"}, "other experts than they have"),
         ({"model.layers.*.mlp.experts.down_proj": "grouped_gemm"}, "other experts than they have"),
         (
             {"model.layers.*.self_attn.q_proj": "colwise"},
-            "self_attn.q_proj is cut into heads and .*k_proj is not .whole.",
+            "self_attn.q_proj is sharded into heads and .*k_proj is not .whole.",
         ),
         (
             {f"model.layers.*.self_attn.{n}_proj": "colwise" for n in "qkv"},
@@ -804,9 +806,9 @@ def test_layers_like_others_are_left_out_of_the_rehearsal_whatever_their_styles(
     with torch.device("meta"):
         model = transformers.DeepseekV2ForCausalLM(transformers.DeepseekV2Config(**config))
     styles = read_plan(model, "auto")
-    short = shortened(model, styles)
+    short = truncated_copy(model, styles)
     assert len(short.model.layers) == 1
-    connect(short, styles, Pretended(0, 2))
+    insert_collectives(short, styles, FakeCommunicator(0, 2))
 
 
 def test_a_head_is_cut_as_the_embedding_that_it_is_one_tensor_with(ranks, checkpoints):
@@ -835,7 +837,7 @@ def test_a_tied_tensor_that_a_plan_cuts_in_two_ways_is_refused():
         ({"tp": 3}, "divide"),
         ({"tp": 2, "build_on": "disk"}, "build_on"),
         ({"tp": 2, "length": 64}, "length=64 says how to spread"),
-        ({"device": "cpu"}, "for ranks that cut layers"),
+        ({"device": "cpu"}, "for ranks that shard layers"),
     ],
 )
 def test_a_mesh_is_used_or_refused(ranks_or_errors, family, options, says):

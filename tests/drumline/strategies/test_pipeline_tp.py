@@ -4,7 +4,6 @@ import copy
 import math
 import re
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +13,12 @@ import launcher
 from communicator import Communicator
 from coordinator import Coordinator
 from drumline import Mesh, PlanError, StageError
-from drumline.stages.messages import Kind, Message
-from drumline.stages.tp_stage import Team
+from drumline.core.group_monitor import GroupMonitor
+from drumline.stages import tp_stage
+from drumline.stages.messages import Message, MessageKind
+from drumline.stages.tp_stage import StageGroup
+from drumline.tensor_parallel import sharded_model
+from drumline.timings import ModelTimings
 
 SIZES = {
     "vocab_size": 65,
@@ -79,13 +82,13 @@ def test_two_stages_of_two_ranks_say_what_one_process_says(family, name):
 def test_every_rank_holds_its_part_of_its_stage(family, monkeypatch):
     plain, path = family("llama")
     shares = {}
-    real = drumline.cut_model.load_planned
+    real = sharded_model.load_planned
 
     def counted(model, plan, files, coor, *rest):
         shares[coor.rank] = real(model, plan, files, coor, *rest)
         return shares[coor.rank]
 
-    monkeypatch.setattr(drumline.cut_model, "load_planned", counted)
+    monkeypatch.setattr(sharded_model, "load_planned", counted)
     on_master(path, 4, said, tp=2, device_map="auto")
     whole = sum(p.nbytes for p in plain.parameters())
     norms = sum(p.nbytes for p in plain.parameters() if p.dim() == 1)
@@ -156,51 +159,56 @@ def test_what_fails_alike_on_a_team_is_an_error_and_the_next_call_works(family):
     same(on_master(path, 4, work, tp=2, device_map=places, max_memory=[1 << 30] * 4), plain)
 
 
-def test_what_fails_on_one_rank_of_a_team_ends_the_model_and_says_who(family, monkeypatch):
-    """The others of the team would wait in a sum that it never joins."""
+def test_a_step_that_fails_on_one_rank_of_a_tp_group_ends_the_model_and_names_it(
+    family, monkeypatch
+):
+    """The others of the group would wait in a sum that it never joins."""
     _, path = family("llama")
-    real = drumline.team.TeamStage._run
+    run_steps = tp_stage.TpStage._run
 
-    def run(self, route, message, doing):
+    def run(self, route, message, current_step):
         if self.rank == 3:
             raise MemoryError("no room on this rank alone")
-        return real(self, route, message, doing)
+        return run_steps(self, route, message, current_step)
 
-    monkeypatch.setattr(drumline.team.TeamStage, "_run", run)
-    monkeypatch.setattr(drumline.team, "AGREE_S", 0.5)
+    monkeypatch.setattr(tp_stage.TpStage, "_run", run)
+    monkeypatch.setattr(tp_stage, "TIMINGS", ModelTimings(step_agreement_s=0.5))
     with pytest.raises(launcher.LaunchError) as raised:
         on_master(path, 4, said, tp=2, device_map="auto")
-    pattern = r"the ranks \[2, 3\].*no longer in.*What failed first: rank 3 .*raised MemoryError"
-    assert re.search(pattern, str(raised.value), re.DOTALL), raised.value
+    assert re.search(r"rank 3 \(host.*raised MemoryError", str(raised.value), re.DOTALL), (
+        raised.value
+    )
 
 
-@pytest.mark.parametrize("call", ["tell", "hear", "fail_together"])
-def test_who_hears_that_the_team_is_lost_hears_what_failed_first(
+@pytest.mark.parametrize("call", ["broadcast", "receive", "check_all_failed"])
+def test_every_rank_of_a_tp_group_names_the_rank_that_failed_alone(
     ranks_or_errors, monkeypatch, call
 ):
-    """Who was slow was still in an earlier step of the call, and told only of its own loss."""
-    monkeypatch.setattr(drumline.team, "AGREE_S", 0.2)
+    """A slow rank was still in an earlier step of the call, and named only its own loss."""
+    monkeypatch.setattr(tp_stage, "TIMINGS", ModelTimings(step_agreement_s=0.2))
+    arguments = {
+        "broadcast": [Message(MessageKind.CALL)],
+        "check_all_failed": ["the loss of rank 1"],
+    }
     has_left = threading.Event()
-    holds = {0: "model.layers.0", 1: "model.layers.0"}
-    vigil = SimpleNamespace(verdict="", holds=holds, explained=lambda work: work())
-    calls = {"tell": Message(Kind.CALL), "hear": None, "fail_together": "the loss of rank 1"}
 
     def rank(info):
+        layers = dict.fromkeys(range(2), "its part of model.layers.0")
         try:
-            with Coordinator(info) as coor, Communicator(coor, timeout_s=30) as comm:
-                team = Team(info.rank, comm, vigil)
+            with Coordinator(info) as coor, Communicator(coor.split([0, 1]), timeout_s=30) as comm:
+                group = StageGroup(info.rank, comm, GroupMonitor(coor, [comm], layers))
                 if info.rank == 1:
-                    team.fail_together("no room on this rank alone")
+                    group.check_all_failed("no room on this rank alone")
                 has_left.wait(30)
-                getattr(team, call)(*filter(None, [calls[call]]))
+                getattr(group, call)(*arguments.get(call, []))
         finally:
             has_left.set()
 
-    found = ranks_or_errors(rank, 2)
-    for error in found:
-        assert isinstance(error, drumline.PeerLost)
-        assert "What failed first: no room on this rank alone" in str(error)
-        assert "which compute model.layers.0 together" in str(error)
+    errors = ranks_or_errors(rank, 2)
+    assert all(isinstance(error, drumline.PeerLost) for error in errors), errors
+    assert "This rank failed first: no room on this rank alone" in str(errors[1])
+    assert "out of step with its TP group: no room on this rank alone" in str(errors[0])
+    assert errors[0].rank == 1 and "its part of model.layers.0" in str(errors[0])
 
 
 def test_sampling_beams_and_several_turns_go_through_the_teams(family):

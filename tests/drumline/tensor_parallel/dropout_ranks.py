@@ -1,6 +1,6 @@
-"""What the ranks of test_leaving_out.py run, one process each: dropout over tensor parallel.
+"""What the ranks of test_dropout_rng.py run, one process each: dropout over tensor parallel.
 
-python -m launcher run -n 2 tests/drumline/dropout_ranks.py FOLDER
+python -m launcher run -n 2 tests/drumline/tensor_parallel/dropout_ranks.py FOLDER
 """
 
 import json

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
 from drumline.pipeline import microbatch
-from drumline.pipeline.microbatch_runner import Relay
+from drumline.pipeline.microbatch_runner import MicrobatchRunner
 from drumline.stages.stage import Stage
 
 ROWS = 9
@@ -98,14 +98,14 @@ def small(monkeypatch):
 def groups(monkeypatch) -> list[int]:
     """How many groups went round, for each batch that was cut."""
     found: list[int] = []
-    whole = Relay.map
+    whole = MicrobatchRunner.map
 
     def count(self, work, items, *until):
         items = list(items)
         found.append(len(items))
         return whole(self, work, items, *until)
 
-    monkeypatch.setattr(Relay, "map", count)
+    monkeypatch.setattr(MicrobatchRunner, "map", count)
     return found
 
 

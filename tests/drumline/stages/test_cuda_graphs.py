@@ -33,14 +33,14 @@ class Rerun:
 @pytest.fixture
 def made(monkeypatch):
     """The Graphs of each rank beside the master, of stand-ins."""
-    found: list[cuda_graphs.Graphs] = []
+    found: list[cuda_graphs.CudaGraphs] = []
 
-    def make(rank: int, device: torch.device) -> cuda_graphs.Graphs:
-        found.append(cuda_graphs.Graphs(rank, device, Rerun))
+    def make(rank: int, device: torch.device) -> cuda_graphs.CudaGraphs:
+        found.append(cuda_graphs.CudaGraphs(rank, device, Rerun))
         return found[-1]
 
-    monkeypatch.setattr(pipeline_parallel, "Graphs", make)
-    monkeypatch.setattr(pipeline_parallel, "_refuse_graphs", lambda chosen: None)
+    monkeypatch.setattr(pipeline_parallel, "CudaGraphs", make)
+    monkeypatch.setattr(pipeline_parallel, "_check_graphs", lambda chosen: None)
     return found
 
 
@@ -63,7 +63,7 @@ def test_tokens_over_a_static_cache_are_replayed_and_are_the_same(checkpoints, o
         return static(model), static(model)
 
     assert on_master(path, 3, work, cuda_graphs=True) == work(plain)
-    passes = 2 * (11 - cuda_graphs.WARM_UPS)  # the first token is that of the prompt
+    passes = 2 * (11 - cuda_graphs.NUM_WARM_UPS)  # the first token is that of the prompt
     assert [each.num_replays for each in made] == [passes, passes]
     assert all(not each.reasons for each in made)
 
@@ -117,7 +117,7 @@ def test_a_cache_that_is_reset_is_replayed_from_its_beginning(checkpoints, on_ma
 
     assert on_master(path, 2, work, cuda_graphs=True) == work(plain)
     assert (
-        made[0].num_replays == 16 - cuda_graphs.WARM_UPS - 2
+        made[0].num_replays == 16 - cuda_graphs.NUM_WARM_UPS - 2
     )  # one to learn, one that takes the reset
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from drumline import DrumlineError
-from drumline.pipeline.unsupported import seal
+from drumline.pipeline.unsupported import make_read_only
 
 REFUSED = {
     "half": (lambda model: model.half(), "dtype="),
@@ -167,7 +167,7 @@ def test_what_layers_share_is_sealed_once_and_what_holds_nothing_not_at_all():
     shared, activation = nn.Linear(2, 2), nn.GELU()
     layers = [nn.Sequential(shared, activation) for _ in range(2)]
     for number, layer in enumerate(layers):
-        seal(layer, f"layers.{number}", 1)
+        make_read_only(layer, f"layers.{number}", 1)
     assert type(activation) is nn.GELU and isinstance(shared, nn.Linear)
     with pytest.raises(DrumlineError, match=r"layers\.0\.0\.weight runs on rank 1"):
         shared.weight = nn.Parameter(torch.zeros(2, 2))
@@ -176,7 +176,7 @@ def test_what_layers_share_is_sealed_once_and_what_holds_nothing_not_at_all():
 def test_the_weights_of_a_sealed_layer_can_be_looked_at_and_computed_with():
     with torch.device("meta"):
         layer = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    seal(layer, "layers.0", 1)
+    make_read_only(layer, "layers.0", 1)
     weight = layer[0].weight
     assert isinstance(weight, nn.Parameter) and weight.shape == (3, 2) and weight.is_meta
     layer.requires_grad_(False)

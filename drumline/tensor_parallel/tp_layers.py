@@ -1,0 +1,251 @@
+"""Layers that compute their shard, with the collectives that make the shards one model.
+
+insert_collectives(model, styles, comm)    # one allreduce where one is due, none where not
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from communicator import Communicator
+from drumline.errors import PlanError
+from drumline.tensor_parallel.autograd_collectives import (
+    copy_to_ranks,
+    gather_from_ranks,
+    reduce_from_ranks,
+    shard_bounds,
+    with_reduced_gradients,
+)
+from drumline.tensor_parallel.dropout_rng import sync_dropout_rng
+from drumline.tensor_parallel.sequence_parallel import SequenceParallel
+from drumline.tensor_parallel.tp_plan import (
+    INPUT_SHARDED,
+    OUTPUT_SHARDED,
+    Styles,
+    experts_implementation,
+)
+
+
+def insert_collectives(model: nn.Module, styles: Styles, comm: Communicator) -> None:
+    """Have the forward of every sharded module compute its shard and join the results.
+
+    Once, after loading. Every rank has to call the model alike from then on.
+
+    comm: over the ranks of the "tp" axis, in its order. Gradients flow as they do on one rank.
+    """
+    modules = dict(model.named_modules())
+    alone = [name for name in modules if styles.get(name) == "sequence_parallel"]
+    for name, style in styles.items():
+        if name in modules and name not in alone:
+            modules[name].forward = _FORWARDS[style](modules[name], comm)
+        if style == "mla_kv_a_proj" and name in modules:
+            owner = modules[name.rpartition(".")[0]]
+            modules[name].forward = _latent_column(modules[name], owner.qk_rope_head_dim, comm)
+    cut = {name: style for name, style in styles.items() if name in modules}
+    opening = [modules[name] for name, style in cut.items() if style in OUTPUT_SHARDED]
+    closing = [modules[name] for name, style in cut.items() if style in INPUT_SHARDED]
+    sync_dropout_rng(model, opening, closing, comm)
+    if alone:
+        done = SequenceParallel(model, styles, comm).install()
+        for name in set(alone) - done:
+            modules[name].forward = _sequence_parallel(modules[name], comm)
+
+
+def _column(module: nn.Module, comm: Communicator) -> Callable[..., Any]:
+    plain = module.forward
+    return lambda x: plain(copy_to_ranks(x, comm))
+
+
+def _gathered_column(module: nn.Module, comm: Communicator) -> Callable[..., Any]:
+    plain, outputs = module.forward, int(module.out_features)  # type: ignore[arg-type]
+    return lambda x: gather_from_ranks(plain(copy_to_ranks(x, comm)), outputs, comm)
+
+
+def _row(module: Any, comm: Communicator) -> Callable[..., Any]:
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = reduce_from_ranks(F.linear(x, module.weight), comm)
+        return y if module.bias is None else y + module.bias
+
+    return forward
+
+
+def _split_row(module: Any, comm: Communicator) -> Callable[..., Any]:
+    rows, inputs = _row(module, comm), int(module.in_features)
+    begin, end = shard_bounds(inputs, comm)
+    return lambda x: rows(copy_to_ranks(x, comm)[..., begin:end])
+
+
+class _ShardedTable(nn.Embedding):
+    """Base of a model's own kind of embedding, which changes the vectors that it looks up."""
+
+    look_up: Callable[[torch.Tensor], torch.Tensor]
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.look_up(ids)
+
+
+def _with_lookup(module: Any, look_up: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """The module's forward, with look_up in place of its lookup in a table.
+
+    Its own code still runs on the vectors: it may need whole ones (a norm) and the ids."""
+    kind, seen = type(module), [False]
+    if kind.forward is nn.Embedding.forward:
+        return look_up
+    if not issubclass(kind, _ShardedTable):
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        module.__class__ = type(kind.__name__, (kind, _ShardedTable), names)
+    plain = module.forward
+
+    def noted(ids: torch.Tensor) -> torch.Tensor:
+        seen[0] = True
+        return look_up(ids)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        seen[0] = False
+        vectors = plain(*args, **kwargs)
+        if not seen[0]:
+            raise PlanError(
+                f"{kind.__name__} looks ids up in its own way, so a shard of its table would give "
+                "other vectors; take it out of tp_plan."
+            )
+        return vectors
+
+    module.look_up = noted
+    return forward
+
+
+def _embedding(module: Any, comm: Communicator) -> Callable[..., Any]:
+    """Each rank looks up the ids of its shard; the others add zeros."""
+    begin, end = shard_bounds(module.num_embeddings, comm)
+    module.padding_idx = None  # it counts from the start of the whole table
+
+    def look_up(ids: torch.Tensor) -> torch.Tensor:
+        elsewhere = (ids < begin) | (ids >= end)
+        if begin == end:
+            vectors = module.weight.new_zeros(*ids.shape, module.embedding_dim)
+        else:
+            vectors = nn.Embedding.forward(module, (ids - begin).masked_fill(elsewhere, 0))
+        return reduce_from_ranks(vectors.masked_fill(elsewhere[..., None], 0), comm)
+
+    return _with_lookup(module, look_up)
+
+
+def _embedding_columns(module: Any, comm: Communicator) -> Callable[..., Any]:
+    """Each rank has a part of every vector."""
+    width = int(module.embedding_dim)
+    return _with_lookup(
+        module, lambda ids: gather_from_ranks(nn.Embedding.forward(module, ids), width, comm)
+    )
+
+
+def _latent_column(module: nn.Module, positions: Any, comm: Communicator) -> Callable[..., Any]:
+    """Multi-head latent attention: the last columns (positions) are shared by all heads."""
+    plain, width = module.forward, int(positions)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = plain(x)
+        return torch.cat([y[..., :-width], copy_to_ranks(y[..., -width:], comm)], dim=-1)
+
+    return forward
+
+
+def _reduced_output(module: nn.Module, comm: Communicator) -> Callable[..., Any]:
+    """A module whose parameters are sharded by styles of their own."""
+    plain = module.forward
+    return lambda *args, **kwargs: reduce_from_ranks(plain(*args, **kwargs), comm)
+
+
+def _identity_expert(module: nn.Module, comm: Communicator) -> Callable[..., Any]:
+    """An expert that returns its input: the sum over all ranks is to be the input once."""
+    plain = module.forward
+    return lambda x, *rest: plain(x / comm.world_size, *rest)
+
+
+def _sharded_experts(module: nn.Module, comm: Communicator) -> Callable[..., Any]:
+    """Every expert is sharded like an MLP; which experts run is the same on every rank."""
+    plain = module.forward
+
+    def forward(hidden: torch.Tensor, *routing: Any) -> Any:
+        given = [
+            copy_to_ranks(one, comm) if isinstance(one, torch.Tensor) else one for one in routing
+        ]
+        return reduce_from_ranks(plain(copy_to_ranks(hidden, comm), *given), comm)
+
+    return forward
+
+
+def _expert_parallel(module: Any, comm: Communicator) -> Callable[..., Any]:
+    """Every rank has some whole experts, and computes the tokens that are routed to those."""
+    experts_per_rank = module.num_experts // comm.world_size
+    plain, first = module.forward, comm.rank * experts_per_rank
+    module.num_experts = experts_per_rank
+    skips = hasattr(module, "_is_expert_parallel") and experts_implementation(module) != "eager"
+    if skips:
+        module._is_expert_parallel = True
+
+    def forward(hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> Any:
+        hidden, weights = copy_to_ranks(hidden, comm), copy_to_ranks(weights, comm)
+        elsewhere = (experts < first) | (experts >= first + experts_per_rank)
+        if skips:
+            own = (experts - first).masked_fill(elsewhere, experts_per_rank)
+            return reduce_from_ranks(plain(hidden, own, weights.masked_fill(elsewhere, 0)), comm)
+        token, choice = (~elsewhere).nonzero(as_tuple=True)
+        own = (experts[token, choice] - first)[:, None]
+        rows = plain(hidden[token], own, weights[token, choice][:, None])
+        return reduce_from_ranks(
+            torch.zeros_like(hidden).index_add(0, token, rows.to(hidden.dtype)), comm
+        )
+
+    return forward
+
+
+def _sequence_parallel(module: nn.Module, comm: Communicator) -> Callable[..., Any]:
+    """A norm by itself: each rank computes its own tokens, then all are gathered.
+
+    A pass of fewer tokens than ranks, as in decoding, is computed by all: to gather takes longer.
+    """
+    whole, part = module.forward, with_reduced_gradients(module, comm)
+
+    def forward(x: torch.Tensor) -> Any:
+        length = x.shape[1] if x.dim() > 2 else 0
+        if length < comm.world_size:
+            return whole(x)
+        begin, end = shard_bounds(length, comm)
+        own_tokens = part(copy_to_ranks(x, comm)[:, begin:end])
+        return gather_from_ranks(own_tokens.transpose(1, -1), length, comm).transpose(1, -1)
+
+    return forward
+
+
+def _unchanged(module: nn.Module, comm: Communicator) -> Callable[..., Any]:
+    return module.forward
+
+
+_FORWARDS: dict[str, Callable[[Any, Communicator], Callable[..., Any]]] = {
+    "colwise": _column,
+    "packed_colwise": _column,
+    "colwise_gather_output": _gathered_column,
+    "colwise_rep": _gathered_column,
+    "rowwise": _row,
+    "packed_rowwise": _row,
+    "rowwise_split_input": _split_row,
+    "rowwise_rep": _split_row,
+    "embedding_rowwise": _embedding,
+    "embedding_colwise": _embedding_columns,
+    "mla_kv_a_proj": _unchanged,
+    "all_reduce": _reduced_output,
+    "moe_identity_expert": _identity_expert,
+    "sequence_parallel": _sequence_parallel,
+    "moe_tp_experts": _sharded_experts,
+    "ep_dispatch_experts": _expert_parallel,
+    "grouped_gemm": _unchanged,
+    "replicated_with_grad_allreduce": with_reduced_gradients,
+    "replicate": _unchanged,
+    "local_params": _unchanged,
+}
