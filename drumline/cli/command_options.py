@@ -251,7 +251,7 @@ def _serve(options: argparse.Namespace) -> None:
     endpoint = (options.host, options.port, options.api_key_file)
     limits = (options.max_length, options.max_running, options.max_waiting)
     arguments = (options.model, *endpoint, memory, *limits)
-    _on_ranks("drumline.serving.server", "serve", options.ranks, arguments)
+    _on_ranks("drumline.serving.http_server", "serve", options.ranks, arguments)
 
 
 def _auto(options: argparse.Namespace) -> None:
