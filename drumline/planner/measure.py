@@ -15,11 +15,9 @@ import torch
 
 from communicator import Communicator, Unsupported
 from coordinator import Coordinator
+from drumline import timings
 from drumline.core.device_map import Place, first_device
 from drumline.planner.cost_model import DeviceSpeed, DeviceSpeeds, GroupSpeed, LinkSpeed
-
-BUDGET_S = 0.05
-"""Duration of each measurement, after one round to warm up: many rounds of a small matrix."""
 
 WEIGHTS = 32 << 20
 """Bytes of the matrix that is read: more than caches hold, and little beside a model."""
@@ -35,8 +33,6 @@ OfRounds = Callable[[list[float]], float]
 """Reduces a series of times: min, or median."""
 
 ROUNDS = 8
-PAUSE_S = 2e-3
-"""Pause before a message: longer than a receiver polls, so that it sleeps, as between tokens."""
 
 OPERATIONS = 16
 """Small operations before an allreduce: ranks arrive as unevenly as after a layer."""
@@ -116,7 +112,7 @@ def _rounds(work: Callable[[], object], device: str) -> list[float]:
     """Seconds of each round."""
     work()
     took: list[float] = []
-    deadline = time.perf_counter() + BUDGET_S
+    deadline = time.perf_counter() + timings.TIMINGS.round_s
     while not took or time.perf_counter() < deadline:
         _wait_for(device)
         start = time.perf_counter()
@@ -215,9 +211,8 @@ def _measure_link(comm: Communicator, src: int, dst: int) -> LinkSpeed | None:
     """The speed from `src` to `dst`, which echoes; None on all ranks but `src`."""
     if comm.rank not in (src, dst):
         return None
-    slept, small, large = (
-        _round_trips_s(comm, src, dst, *how) for how in ((SMALL, PAUSE_S), (SMALL, 0), (LARGE, 0))
-    )
+    slept = _round_trips_s(comm, src, dst, SMALL, timings.TIMINGS.message_pause_s)
+    small, large = [_round_trips_s(comm, src, dst, nbytes, 0.0) for nbytes in (SMALL, LARGE)]
     if comm.rank != src:
         return None
     return LinkSpeed(
