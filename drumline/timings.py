@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,43 @@ class ModelTimings:
     master's error. Must exceed the time in which Python ends."""
     remote_master_end_s: float = 1.0
     """The same for a master on another host, whose end cannot be seen."""
+
+    # ---- loading and compiling: checkpoint/, compile_once/, planner/ ----
+    load_s: float = 24 * 3600.0
+    """For the other ranks to load. Must exceed the time to read the largest checkpoint; the failure
+    detector ends the wait if a rank fails."""
+    build_s: float = 24 * 3600.0
+    """For the rank that compiles. Must exceed the time to compile the largest model; the failure
+    detector ends the wait if a rank fails."""
+    progress_s: float = 0.2
+    """Between two reports of a rank, and between two updates of the bar. Must exceed the time of a
+    report many times; a few updates a second are smooth."""
+    round_s: float = 0.05
+    """Of each measurement of a device, after a round to warm up. Must exceed many rounds."""
+    message_pause_s: float = 0.002
+    """Before a message whose latency is measured. Must exceed the time that a receiver polls, so
+    that it sleeps, as between tokens."""
+
+    # ---- serving/ ----
+    gather_s: float = 0.003
+    """For more requests before a batch starts. Must exceed the time between requests that were sent
+    together."""
+    disconnect_poll_s: float = 0.2
+    """Between two checks whether a client is still connected. Must exceed the time of a check."""
+    body_s: float = 60.0
+    """For the body of a request to arrive. Must exceed the upload of the largest body."""
+    failure_poll_s: float = 0.5
+    """Between two checks whether all ranks are alive and the server may go on."""
+    drain_s: float = 2.0
+    """For running requests after the server is stopped. drain_s, failure_poll_s and notify_s
+    together must stay below the backend_grace_s of the launcher, which then kills the rank."""
+    notify_s: float = 2.0
+    """After drain_s, for clients to receive the error that ends their requests. Must exceed
+    the time of one pass, which a request cannot leave."""
+
+    def scaled(self, factor: float) -> ModelTimings:
+        """All times multiplied by factor."""
+        return replace(self, **{f.name: getattr(self, f.name) * factor for f in fields(self)})
 
 
 TIMINGS = ModelTimings()

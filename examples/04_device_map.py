@@ -34,10 +34,10 @@ if coor.is_master():
     given = sys.argv[1] if len(sys.argv) > 1 else random_llama(scratch.name)
 folder = coor.broadcast(given.encode() if coor.is_master() else None).decode()
 whole = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
-room = [int(whole / coor.world_size * 1.5)] * coor.world_size
+max_memory = [int(whole / coor.world_size * 1.5)] * coor.world_size
 
 # The other ranks serve inside load() until this block ends; what follows is the master's alone.
-with drumline.load(folder, device_map="auto", coor=coor, max_memory=room) as model:
+with drumline.load(folder, device_map="auto", coor=coor, max_memory=max_memory) as model:
     print(model.device_map)
     prompt = torch.arange(10, 20)[None]
     tokens = model.generate(prompt, max_new_tokens=20, do_sample=False)

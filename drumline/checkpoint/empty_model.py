@@ -32,20 +32,20 @@ def empty_model(
     dtype: torch.dtype,
     **options: Any,
 ) -> tuple[Any, WeightMap]:
-    """A model with its weights on meta, and what each of them is made of.
+    """A model with its weights on meta, and the stored tensors that each of them is made of.
 
     Tied weights are tied, and the buffers that modules compute are real where `places` has a device
-    for them. Raises Computed for a model whose weights cannot be streamed, and CheckpointError for
-    tensors that are missing, surplus or of another shape or kind.
+    for them. Raises NotStreamable for a model whose weights cannot be streamed, and CheckpointError
+    for tensors that are missing, surplus or of another shape or kind.
     """
-    found: list[WeightMap] = []
+    weight_maps: list[WeightMap] = []
 
     def read(model: Any, *unused: Any) -> tuple[Any, None]:
-        found.append(map_weights(model, index))
-        _refuse_mismatches(path, dict(named_tensors(model)), found[0], index)
+        weight_maps.append(map_weights(model, index))
+        _refuse_mismatches(path, dict(named_tensors(model)), weight_maps[0], index)
         for _, tensor in named_tensors(model):
             tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # it will be
-        return _report(found[0]), None
+        return _report(weight_maps[0]), None
 
     with model_build_lock():
         model, report = _reading(cls, dict(places), read).from_pretrained(
@@ -57,9 +57,9 @@ def empty_model(
             output_loading_info=True,
             **options,
         )
-    _check(path, report, index, found[0].stored_as)
+    _check(path, report, index, weight_maps[0].stored_as)
     model.__class__ = cls
-    return model, found[0]
+    return model, weight_maps[0]
 
 
 def load_shard(
@@ -118,23 +118,23 @@ def _reading(
     return type(cls.__name__, (cls,), {**names, **methods})
 
 
-def _report(found: WeightMap) -> Any:
-    """What transformers would say of a checkpoint after loading it."""
+def _report(weight_map: WeightMap) -> Any:
+    """The report of transformers on a checkpoint after loading it."""
     kinds = {"error_msgs": list, "conversion_errors": dict}
     names = [field.name for field in dataclasses.fields(LoadStateDictInfo)]
     report = LoadStateDictInfo(**{name: kinds.get(name, set)() for name in names})
-    report.missing_keys, report.unexpected_keys = set(found.missing), set(found.surplus)
+    report.missing_keys, report.unexpected_keys = set(weight_map.missing), set(weight_map.surplus)
     return report
 
 
 def _refuse_mismatches(
-    path: str | Path, state: Mapping[str, torch.Tensor], found: WeightMap, index: Index
+    path: str | Path, state: Mapping[str, torch.Tensor], weight_map: WeightMap, index: Index
 ) -> None:
     """Raise for tensors of another shape, and for numbers in place of whole ones or the reverse."""
     wrong = [
         f"{slice_.key} in {stored.file} is {stored.dtype} {list(stored.shape)} where {name} is "
         f"{str(state[name].dtype).removeprefix('torch.')} {list(state[name].shape)}"
-        for name, slices in found.slices.items()
+        for name, slices in weight_map.slices.items()
         for slice_, stored in [(slice_, index[slice_.key]) for slice_ in slices]
         if not fills_exactly(slices, state[name].shape)
         or stored.torch_dtype.is_floating_point != state[name].dtype.is_floating_point
@@ -154,8 +154,8 @@ def _check(
     for kind in ("missing", "unexpected", "mismatched"):
         keys = [key if isinstance(key, str) else key[0] for key in report[f"{kind}_keys"] or ()]
         if keys:
-            known = [(key, index.get(stored_as.get(key, key))) for key in sorted(keys)[:5]]
-            places = [f"{key} in {stored.file}" if stored else key for key, stored in known]
+            stored_keys = [(key, index.get(stored_as.get(key, key))) for key in sorted(keys)[:5]]
+            places = [f"{key} in {stored.file}" if stored else key for key, stored in stored_keys]
             raise CheckpointError(
                 f"{path}: {len(keys)} tensors are {kind} ({', '.join(places)}), so the model would "
                 "not be the one that was saved; give the checkpoint that belongs to its "

@@ -12,6 +12,7 @@ import torch
 
 from communicator import Communicator, PeerLost
 from coordinator import Coordinator, CoordinatorError
+from drumline import timings
 from drumline.checkpoint.safetensors_index import Index, StoredTensor, TensorReader
 from drumline.checkpoint.shard_plan import LoadPlan, Transfer
 from drumline.core.shards import Region, split_into_blocks
@@ -23,9 +24,6 @@ BLOCK_NBYTES = 8 << 20
 CARRIER_BACKEND = "tcp"
 """The backend that carries blocks: it reaches every host, its tensors are on the CPU, and once the
 Coordinator's group is broken nobody waits in it."""
-
-PATIENCE_S = 24 * 3600.0
-"""Longest wait for other ranks to load. Files are large; the death of a rank is noticed earlier."""
 
 OnProgress = Callable[[int], None]
 
@@ -59,7 +57,8 @@ def execute(
         reader = stack.enter_context(TensorReader(path))
         comm = None
         if any(reader_rank != rank for rank, reader_rank in enumerate(plan.readers)):
-            comm = stack.enter_context(Communicator(coor, CARRIER_BACKEND, timeout_s=PATIENCE_S))
+            carrier = Communicator(coor, CARRIER_BACKEND, timeout_s=timings.TIMINGS.load_s)
+            comm = stack.enter_context(carrier)
         PlanExecutor(index, reader, comm, shards, dtypes, stats, on_progress).run(plan, coor.rank)
         stats.nbytes_read = reader.nbytes
     return stats

@@ -12,13 +12,10 @@ import time
 from typing import TYPE_CHECKING
 
 from coordinator import Coordinator
+from drumline import timings
 
 if TYPE_CHECKING:
     from rich.progress import Progress
-
-INTERVAL_S = 0.2
-"""Time between two reports of a rank, and between two updates of the bar: several a second are
-smooth, and few enough not to count beside loading."""
 
 
 class LoadProgress:
@@ -45,7 +42,7 @@ class LoadProgress:
 
     def __call__(self, nbytes: int) -> None:
         self.nbytes += nbytes
-        if time.monotonic() - self._reported_at > INTERVAL_S:
+        if time.monotonic() - self._reported_at > timings.TIMINGS.progress_s:
             self.report()
 
     def __exit__(self, *exc: object) -> None:
@@ -62,7 +59,7 @@ class LoadProgress:
     def _watch(self) -> None:
         with _bar() as bar:
             task = bar.add_task("loading", total=self.total)
-            while not self._over.wait(INTERVAL_S):
+            while not self._over.wait(timings.TIMINGS.progress_s):
                 bar.update(task, completed=self._sum())
             bar.update(task, completed=self._sum())
 

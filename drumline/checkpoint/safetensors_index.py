@@ -1,4 +1,4 @@
-"""What is in the .safetensors files of a checkpoint, and the bytes of any box of it.
+"""The index of a checkpoint's .safetensors files, and the bytes of any box of a tensor.
 
 The format (https://huggingface.co/docs/safetensors): eight bytes of length, that much JSON, data.
 Boxes are read with pread into memory that is there already: no page of a file is ever mapped, so

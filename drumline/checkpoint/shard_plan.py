@@ -31,7 +31,7 @@ class SourceSlice:
     lead: int = 0
 
     def in_file(self, region: Region) -> Region:
-        """Where a box of the parameter, which lies within `at`, is in the stored tensor."""
+        """The stored tensor's box that fills a box of the parameter, which lies within `at`."""
         inner = Region(region.start[self.lead :], region.size[self.lead :])
         return inner.moved(self.at.start[self.lead :], self.origin)
 
@@ -43,7 +43,7 @@ def whole_tensor(key: str, shape: Sequence[int]) -> tuple[SourceSlice, ...]:
 
 
 def fills_exactly(slices: Sequence[SourceSlice], shape: Sequence[int]) -> bool:
-    """Whether the pieces make up a tensor of this shape, and nothing else."""
+    """True if the pieces make up a tensor of this shape, and nothing else."""
     inside = all(
         len(slice_.at.size) == len(shape)
         and all(
@@ -184,8 +184,8 @@ def _check_requests(requests: Mapping[str, TensorRequest], index: Index) -> None
 
 def _check_slice(name: str, slice_: SourceSlice, stored: StoredTensor) -> None:
     size = slice_.at.size[slice_.lead :]
-    room = tuple(n - start for n, start in zip(stored.shape, slice_.origin, strict=False))
-    if len(size) != len(stored.shape) or any(n > r for n, r in zip(size, room, strict=True)):
+    rest = tuple(n - start for n, start in zip(stored.shape, slice_.origin, strict=False))
+    if len(size) != len(stored.shape) or any(n > r for n, r in zip(size, rest, strict=True)):
         raise CheckpointError(
             f"{name} needs {size} of {slice_.key} in {stored.file}, which is stored with shape "
             f"{stored.shape}; load the checkpoint that belongs to the model."

@@ -118,14 +118,14 @@ def share_index(
     return CheckpointFiles(Path(path), shared, readers), extra_value
 
 
-def choose_config(stored: Any, given: Any) -> Any:
+def choose_config(stored: Any, user_config: Any) -> Any:
     """The config to build with: a copy of the user's if there is one, else the stored one.
 
     The class and the dtype that the user's leaves open are those of the stored one.
     """
-    if given is None:
+    if user_config is None:
         return stored
-    config = copy.deepcopy(given)
+    config = copy.deepcopy(user_config)
     for name in ("architectures", "dtype"):
         if getattr(config, name, None) is None:
             setattr(config, name, getattr(stored, name, None))

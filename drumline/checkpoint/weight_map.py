@@ -1,4 +1,4 @@
-"""What the parameters of a transformers model are made of, in the names its checkpoint uses.
+"""The map from a transformers model's parameters to the stored tensors that they are made of.
 
 transformers renames, stacks and joins tensors while it loads (the experts of Mixtral are one stored
 tensor each). Here its own tables are read, and what they would do to tensors is done to boxes.
@@ -37,7 +37,7 @@ class NotStreamable(CheckpointError):
 
 @dataclass(frozen=True)
 class WeightMap:
-    """What the tensors of a model are made of, by every name they have, before they are tied."""
+    """The stored pieces of a model's tensors, by every name they have, before they are tied."""
 
     slices: Mapping[str, tuple[SourceSlice, ...]]
     missing: frozenset[str]
@@ -47,14 +47,14 @@ class WeightMap:
 
 
 def map_weights(model: Any, index: Index) -> WeightMap:
-    """What each parameter and persistent buffer is made of, and what is left over or missing.
+    """Map each parameter and persistent buffer to stored pieces; name what is surplus or missing.
 
-    Raises Computed for conversions that change more than where a tensor lies.
+    Raises NotStreamable for conversions that change more than where a tensor lies.
     """
     state = dict(named_tensors(model))
     transforms = get_model_conversion_mapping(model)
-    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
-    converters = [one for one in transforms if isinstance(one, WeightConverter)]
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
     plain: dict[str, Sequence[SourceSlice]] = {}
     joined: dict[str, dict[str, list[str]]] = {}
     for key in sorted(index, key=dot_natural_key):
@@ -68,27 +68,27 @@ def map_weights(model: Any, index: Index) -> WeightMap:
             joined.setdefault(name, {}).setdefault(pattern, []).append(key)
     for name, keys in joined.items():
         plain.update(_convert(name, keys, converters, index))
-    slices = {name: tuple(found) for name, found in plain.items() if name in state}
+    slices = {name: tuple(pieces) for name, pieces in plain.items() if name in state}
     missing, surplus = state.keys() - plain.keys(), plain.keys() - state.keys()
-    stored_as = {name: found[0].key for name, found in plain.items()}
+    stored_as = {name: pieces[0].key for name, pieces in plain.items()}
     return WeightMap(slices, frozenset(missing), frozenset(surplus), stored_as)
 
 
 def weight_sources(model: Any, index: Index) -> WeightSources:
     """The pieces of every parameter and persistent buffer that the index has something for.
 
-    Raises CheckpointError for stored tensors that the model has no place for, and Computed.
+    Raises CheckpointError for stored tensors that the model has no place for, and NotStreamable.
     """
-    found = map_weights(model, index)
-    _refuse_surplus(model, sorted(found.surplus))
-    return merge_tied_names(model, found.slices)
+    weight_map = map_weights(model, index)
+    _refuse_surplus(model, sorted(weight_map.surplus))
+    return merge_tied_names(model, weight_map.slices)
 
 
 def merge_tied_names(model: Any, slices: Mapping[str, tuple[SourceSlice, ...]]) -> dict[str, Any]:
-    """Once for tensors that are tied: under their first name, what any of their names has."""
+    """The pieces of tied tensors once, under their first name, from any of their names."""
     names = tied_names(model)
-    found = {first: [name for name in names[first] if name in slices] for first in names}
-    return {first: slices[alike[0]] for first, alike in found.items() if alike}
+    stored = {first: [name for name in names[first] if name in slices] for first in names}
+    return {first: slices[tied[0]] for first, tied in stored.items() if tied}
 
 
 def dtype_overrides(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -97,13 +97,13 @@ def dtype_overrides(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
     if not plan:
         return {}
     pattern, by_group, _ = build_glob_alternation(list(plan))
-    found = {name: pattern.search(name) for name, _ in named_tensors(model)}
-    return {name: plan[by_group[match.lastgroup]] for name, match in found.items() if match}
+    matches = {name: pattern.search(name) for name, _ in named_tensors(model)}
+    return {name: plan[by_group[match.lastgroup]] for name, match in matches.items() if match}
 
 
 def _refuse_surplus(model: Any, surplus: list[str]) -> None:
     ignored = model._keys_to_ignore_on_load_unexpected or ()
-    left = [name for name in surplus if not any(re.search(one, name) for one in ignored)]
+    left = [name for name in surplus if not any(re.search(pattern, name) for pattern in ignored)]
     if left:
         raise CheckpointError(
             f"{len(left)} tensors of the checkpoint have no place in {type(model).__name__} "
@@ -114,11 +114,11 @@ def _refuse_surplus(model: Any, surplus: list[str]) -> None:
 def _convert(
     name: str, keys: dict[str, list[str]], converters: Sequence[Any], index: Index
 ) -> dict[str, Sequence[SourceSlice]]:
-    """What a chain of operations makes of stored tensors, which come by the pattern they matched.
+    """Apply a chain of operations to stored tensors, which come by the pattern they matched.
 
     `name` is that of the first result; the others follow from the target patterns.
     """
-    converter = next(one for one in converters if set(keys) <= set(one.source_patterns))
+    converter = next(c for c in converters if set(keys) <= set(c.source_patterns))
     parts = {
         pattern: [(index[key].shape, whole_tensor(key, index[key].shape)) for key in keys[pattern]]
         for pattern in converter.source_patterns
@@ -157,17 +157,17 @@ def _chunks(tensor: DescribedTensor, dim: int, count: int) -> list[DescribedTens
     """A tensor cut as torch.chunk cuts it: into fewer than `count` if there is too little."""
     shape, slices = tensor
     step = -(-shape[dim] // count)
-    found = []
+    chunks = []
     for start in range(0, shape[dim], step):
         size = min(step, shape[dim] - start)
         at = (*(0 for _ in shape[:dim]), start, *(0 for _ in shape[dim + 1 :]))
         region = Region(at, (*shape[:dim], size, *shape[dim + 1 :]))
-        found.append((region.size, tuple(_within(region, slices))))
-    return found
+        chunks.append((region.size, tuple(_within(region, slices))))
+    return chunks
 
 
 def _within(region: Region, slices: Sequence[SourceSlice]) -> Iterator[SourceSlice]:
-    """What of the pieces lies in a box, seen from the box."""
+    """The parts of the pieces that lie in a box, seen from the box."""
     zeros = (0,) * len(region.start)
     for slice_ in slices:
         common = region.overlap(slice_.at)

@@ -48,16 +48,16 @@ def show_plan(
     cache = cache_nbytes(config, torch_dtype, batch, length)
     workspace = estimate_workspace_nbytes(config, torch_dtype, batch, length)
     profile = with_cache(weights, cache, workspace)
-    room = {(rank, "cpu"): nbytes(size) for rank, size in enumerate(memory)}
-    speeds = uniform_speeds(room, nbytes=nbytes(bandwidth), hop_s=hop_us * 1e-6)
+    free_nbytes = {(rank, "cpu"): nbytes(size) for rank, size in enumerate(memory)}
+    speeds = uniform_speeds(free_nbytes, nbytes=nbytes(bandwidth), hop_s=hop_us * 1e-6)
     shape = PassShape(batch, hidden_width(config), torch_dtype.itemsize)
-    planned = plan(profile, room, device_map, speeds=speeds, step=shape)
+    planned = plan(profile, free_nbytes, device_map, speeds=speeds, step=shape)
     decoding = decode_profile(model, profile)
     names = {part.name for part in (*decoding.others, *decoding.layers) if part.nbytes}
     ranks = [planned.places[name][0] for name, _ in model.named_modules() if name in names]
     shape = dataclasses.replace(shape, ring_passes=ring_passes(ranks))
     rate = estimate(decoding, planned, speeds, shape).tokens_a_second
-    left = sum(size - planned.used(place) for place, size in planned.room.items())
+    left = sum(size - planned.used(place) for place, size in planned.free_nbytes.items())
     print(planned)
     print(
         f"{format_nbytes(weights.nbytes)} of weights, "

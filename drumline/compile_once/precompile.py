@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from coordinator import Coordinator
+from drumline import timings
 from drumline.compile_once.artifact_cache import ArtifactCache, BuildError
 from drumline.core.consistency import run_on_all_ranks
 
@@ -33,9 +34,6 @@ T = TypeVar("T")
 
 VERSION = 1
 """Format of the artifacts; part of every key."""
-
-BUILD_S = 24 * 3600.0
-"""Longest wait for a builder. Compilers are slow; the death of a rank is noticed earlier."""
 
 PATH_FIELDS = ("name_or_path", "_name_or_path")
 """Fields of a transformers model with the folder it came from, which is left out of the key."""
@@ -108,7 +106,8 @@ def get_or_build(
     cache, data = _on_all_ranks(coor, lambda: _look_up(folder, key, coor.rank == leader))
     sources = _sources(keys, leaders, coor.allgather_object(data is not None))
     builds = sources[key] == coor.rank and data is None
-    built = _on_all_ranks(coor, lambda: _build(cache, key, build) if builds else None, BUILD_S)
+    work = functools.partial(_build, cache, key, build) if builds else lambda: None
+    built = _on_all_ranks(coor, work, timings.TIMINGS.build_s)
     _distribute(coor, cache, key, keys, leaders, sources, built if builds else data)
     paths = coor.allgather_object(str(cache.path(key)))
     return Path(paths[leader])

@@ -21,7 +21,7 @@ loaded to the rank's first device while they run.
 KINDS_OF_DEVICE = ("cpu", "disk")
 
 
-def sort_places(room: Mapping[Place, int]) -> dict[Place, int]:
+def sort_places(free_nbytes: Mapping[Place, int]) -> dict[Place, int]:
     """Sort by rank; within a rank its accelerators, then its CPU, then its disk."""
 
     def key(place: Place) -> tuple[int, int, str, int]:
@@ -29,7 +29,7 @@ def sort_places(room: Mapping[Place, int]) -> dict[Place, int]:
         level = KINDS_OF_DEVICE.index(kind) + 1 if kind in KINDS_OF_DEVICE else 0
         return place[0], level, kind, int(number or 0)
 
-    return {place: room[place] for place in sorted(room, key=key)}
+    return {place: free_nbytes[place] for place in sorted(free_nbytes, key=key)}
 
 
 def first_device(devices: Iterable[str]) -> str:
@@ -37,12 +37,12 @@ def first_device(devices: Iterable[str]) -> str:
     return next((device for device in devices if device not in KINDS_OF_DEVICE), "cpu")
 
 
-def offload_level(place: Place, room: Iterable[Place]) -> int:
+def offload_level(place: Place, free_nbytes: Iterable[Place]) -> int:
     """The level of offloading at a place: 0 for none, 1 on the CPU, 2 on disk."""
     rank, device = place
     if device == "disk":
         return 2
-    own = [other for owner, other in room if owner == rank]
+    own = [other for owner, other in free_nbytes if owner == rank]
     return int(device == "cpu" and first_device(own) != "cpu")
 
 
@@ -90,11 +90,14 @@ class ModelProfile:
 
 @dataclass(frozen=True)
 class DeviceMap:
-    """The place of each module, in the order the modules run; prints as a picture."""
+    """The place of each module, in the order the modules run; prints as a picture.
+
+    free_nbytes: the memory of every place that the plan may use, places without modules too.
+    """
 
     places: dict[str, Place]
     nbytes: dict[str, int]
-    room: dict[Place, int]
+    free_nbytes: dict[Place, int]
 
     def of(self, rank: int) -> dict[str, str]:
         """The modules of one rank, and the device of each."""
@@ -124,16 +127,16 @@ class DeviceMap:
         return sum(self.nbytes[name] for name, where in self.places.items() if where == place)
 
     def picture(self, width: int = 24) -> str:
-        """One line per place: a bar of its room, the bytes, and what it holds."""
-        places = sort_places({**dict.fromkeys(self.places.values(), 0), **self.room})
+        """One line per place: a bar of its memory, the bytes, and what it holds."""
+        places = sort_places({**dict.fromkeys(self.places.values(), 0), **self.free_nbytes})
         return "\n".join(self._line(place, width) for place in places)
 
     def _line(self, place: Place, width: int) -> str:
-        used, room = self.used(place), self.room.get(place, 0)
-        filled = min(width, -(-used * width // room)) if room else 0
+        used, free_nbytes = self.used(place), self.free_nbytes.get(place, 0)
+        filled = min(width, -(-used * width // free_nbytes)) if free_nbytes else 0
         bar = "█" * filled + "░" * (width - filled)
         names = abbreviate_names([name for name, where in self.places.items() if where == place])
-        sizes = f"{format_nbytes(used):>10} of {format_nbytes(room):<10}"
+        sizes = f"{format_nbytes(used):>10} of {format_nbytes(free_nbytes):<10}"
         return f"rank {place[0]} {place[1]:<7} {bar} {sizes} {names or '(nothing)'}"
 
     def __str__(self) -> str:
@@ -142,8 +145,7 @@ class DeviceMap:
     def to_json(self) -> str:
         """The map as text, to be compared between ranks."""
         places = [[name, *place, self.nbytes[name]] for name, place in self.places.items()]
-        room = [[*place, nbytes] for place, nbytes in self.room.items()]
-        return json.dumps([places, room])
+        return json.dumps([places, [[*p, nbytes] for p, nbytes in self.free_nbytes.items()]])
 
 
 def format_nbytes(nbytes: int) -> str:

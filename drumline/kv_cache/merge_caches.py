@@ -21,13 +21,13 @@ LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWin
 
 
 def has_known_layers(cache: Any) -> bool:
-    """Whether its layers hold keys and values by sequence and token, and nothing else."""
+    """True if its layers hold keys and values by sequence and token, and nothing else."""
     is_plain = type(cache).__name__ in KINDS and not cache.offloading
     return is_plain and all(type(layer) in LAYERS for layer in cache.layers)
 
 
 def can_be_merged(cache: Any) -> bool:
-    """Whether it is empty and can be filled by merging the caches of micro-batches."""
+    """True if it is empty and can be filled by merging the caches of micro-batches."""
     return has_known_layers(cache) and not any(layer.is_initialized for layer in cache.layers)
 
 

@@ -147,7 +147,7 @@ def _filled_part(layer: Any, operation: str) -> type[Any]:
 
 
 def _can(layer: Any, operation: str) -> bool:
-    """Whether the operation applies to the layer.
+    """True if the operation applies to the layer.
 
     Layers of other ranks stay empty here, and crop() expects a window or a state in a layer.
     """
@@ -157,7 +157,7 @@ def _can(layer: Any, operation: str) -> bool:
 
 
 def is_filled(layer: Any) -> bool:
-    """Whether a layer of a cache holds keys or a state here."""
+    """True if a layer of a cache holds keys or a state here."""
     return bool(getattr(layer, "is_initialized", False)) or _has_states(layer)
 
 

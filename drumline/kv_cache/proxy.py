@@ -217,7 +217,11 @@ def _build_arguments(cache: Cache) -> tuple[Any, ...]:
     elif isinstance(cache, StaticCache):
         lengths = [layer.max_cache_len for layer in cache.layers if hasattr(layer, "max_cache_len")]
         is_plain = all(type(layer) is StaticLayer for layer in cache.layers)
-        return ("static", max(lengths, default=1), is_plain)  # a state takes no room by length
+        return (
+            "static",
+            max(lengths, default=1),
+            is_plain,
+        )  # the size of a state does not depend on length
     elif type(cache) is DynamicCache:
         is_plain = all(type(layer) is DynamicLayer for layer in cache.layers)
         return ("dynamic", bool(cache.layers), is_plain)
@@ -254,7 +258,7 @@ def account_tokens(
 
 
 def matches_pass_shape(shape_of_pass: tuple[int, int] | None, hidden: torch.Tensor) -> bool:
-    """Whether [batch, tokens, width] has the shape of the pass.
+    """True if [batch, tokens, width] has the shape of the pass.
 
     ProphetNet has several streams behind each other, so their effect on a cache is seen first."""
     if shape_of_pass is None or hidden.dim() != 3:
@@ -266,7 +270,7 @@ def matches_pass_shape(shape_of_pass: tuple[int, int] | None, hidden: torch.Tens
 def grew_by_pass(
     shape_of_pass: tuple[int, int] | None, hidden: torch.Tensor, filled: Sequence[Sequence[int]]
 ) -> bool:
-    """Whether the tokens of the pass went into a cache, not the number that the hidden state has.
+    """True if the tokens of the pass went into a cache, not the number that the hidden state has.
 
     filled: for each layer of the cache: its index, its tokens before, and now.
     """
@@ -334,7 +338,7 @@ def _grow_layer(cache: CacheProxy, index: int, layer: Any, batch: int, tokens: i
         layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
         layer.batch_size = batch
     if index not in cache.remote_versions and getattr(layer, "is_initialized", False):
-        layer.is_initialized = False  # generate() made room for keys, which do not come here
+        layer.is_initialized = False  # generate() allocated keys, which do not come here
     if isinstance(layer, BaseQuantizedLayer):
         layer = cache.layers[index] = DynamicLayer()  # type: ignore[attr-defined]  # counts as well
     if layer is None or hasattr(layer, "get_seq_length"):
@@ -349,7 +353,7 @@ def _append_placeholder(cache: CacheProxy, index: int, new: torch.Tensor) -> Non
         super(CacheProxy, cache).update(new, new, index)  # type: ignore[misc]
     except (IndexError, RuntimeError) as error:
         raise DrumlineError(
-            f"rank 0: layer {index} of this {type(cache).__name__} has no room for the "
+            f"rank 0: layer {index} of this {type(cache).__name__} is too small for the "
             f"{new.shape[-2]} tokens of {new.shape[0]} rows that it is called with ({error}), so "
             "it cannot be kept in step with the rank that holds it; use a dynamic cache, or load "
             "the model on one rank."

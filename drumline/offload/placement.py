@@ -19,28 +19,28 @@ Forward = Callable[..., Any]
 
 
 def install_device_hooks(
-    model: nn.Module, chosen: DeviceMap, rank: int, prefetcher: WeightPrefetcher | None
+    model: nn.Module, device_map: DeviceMap, rank: int, prefetcher: WeightPrefetcher | None
 ) -> None:
     """Give the modules of this rank that need it a forward that brings inputs and weights along.
 
-    shelf: where the weights of modules are that do not lie where they run; see `offloaded`.
+    prefetcher: of the weights of this rank's `offloaded_modules`; None without any.
     """
-    runs_on = chosen.runs_on(rank)
+    runs_on = device_map.runs_on(rank)
     modules = {name: model.get_submodule(name) for name in runs_on if _is_module(model, name)}
-    away = set(offloaded_modules(chosen, rank))
+    away = set(offloaded_modules(device_map, rank))
     for name, module in modules.items():
         if prefetcher is not None and name in away:
             module.forward = _with_loaded_weights(module.forward, name, prefetcher)
         if len(set(runs_on.values())) > 1:
             module.forward = _with_moved_arguments(module.forward, torch.device(runs_on[name]))
     if len(set(runs_on.values())) > 1 and rank == 0:
-        model.register_forward_hook(_MoveOutputs(torch.device(chosen.device_of(0))))
+        model.register_forward_hook(_MoveOutputs(torch.device(device_map.device_of(0))))
 
 
-def offloaded_modules(chosen: DeviceMap, rank: int) -> list[str]:
+def offloaded_modules(device_map: DeviceMap, rank: int) -> list[str]:
     """The modules of a rank whose weights lie elsewhere than where they run, in their order."""
-    runs_on = chosen.runs_on(rank)
-    return [name for name, device in chosen.of(rank).items() if device != runs_on[name]]
+    runs_on = device_map.runs_on(rank)
+    return [name for name, device in device_map.of(rank).items() if device != runs_on[name]]
 
 
 def _is_module(model: nn.Module, name: str) -> bool:

@@ -1,6 +1,6 @@
 """Offloaded weights, on disk or in CPU memory, prefetched layer by layer.
 
-shelf = WeightPrefetcher(model, {"model.layers.3": tensors_of_it}, device)
+prefetcher = WeightPrefetcher(model, {"model.layers.3": tensors_of_it}, device)
 with prefetcher.loaded("model.layers.3"):   # while the next one is on its way already
     ...
 """
@@ -40,19 +40,19 @@ class DiskWeights:
     ):
         self.path, self.index, self.dtypes = path, index, dtypes
         self.shapes = {name: tensor.shape for name, tensor in like.items()}
-        wanted = {
+        requests = {
             name: TensorRequest(
                 tuple(self.shapes[name]), dtypes[name].itemsize, tuple(slices[name])
             )
             for name in like
         }
-        self.plan = plan_loading(wanted, index, Mesh({"pp": 1}), [0])
+        self.plan = plan_loading(requests, index, Mesh({"pp": 1}), [0])
 
     def fetch(self, allocate: Allocate, device: torch.device) -> Tensors:
         """Read with pread, block by block, into memory that is used again and again."""
-        found = {name: allocate(shape, self.dtypes[name]) for name, shape in self.shapes.items()}
-        execute_locally(self.plan, self.index, self.path, found, self.dtypes)
-        return {name: tensor.to(device) for name, tensor in found.items()}
+        tensors = {name: allocate(shape, self.dtypes[name]) for name, shape in self.shapes.items()}
+        execute_locally(self.plan, self.index, self.path, tensors, self.dtypes)
+        return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 class CpuWeights:
@@ -132,13 +132,13 @@ class _FetchThread(threading.Thread):
     def __init__(self, work: Callable[[], Tensors]):
         super().__init__(daemon=True)
         self.work = work
-        self.found: Tensors = {}
+        self.tensors: Tensors = {}
         self.error: Exception | None = None
         self.start()
 
     def run(self) -> None:
         try:
-            self.found = self.work()
+            self.tensors = self.work()
         except Exception as error:
             self.error = error
 
@@ -146,7 +146,7 @@ class _FetchThread(threading.Thread):
         self.join()
         if self.error is not None:
             raise self.error
-        return self.found
+        return self.tensors
 
 
 def _copy_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -2,7 +2,7 @@
 
 rank_0, rank_1 = DeviceSpeed(5e10, 1e10), DeviceSpeed(5e10, 1e10)
 speeds = DeviceSpeeds({(0, "cpu"): rank_0, (1, "cpu"): rank_1}, {0: hop, 1: hop})
-print(estimate(layout, plan(layout, room, "fastest", speeds=speeds), speeds).tokens_a_second)
+print(estimate(layout, plan(layout, free_nbytes, "fastest", speeds=speeds), speeds).tokens_a_second)
 
 A place spends on a part of the model the time to read its weights or to multiply with them, the
 longer of the two (the roofline of Williams et al., 2009). A token passes all stages one after the
@@ -21,7 +21,7 @@ from drumline.core.device_map import DeviceMap, ModelProfile, ModulePart, Place
 
 @dataclass(frozen=True)
 class DeviceSpeed:
-    """What one place does a second: floating point operations, and bytes of weights read."""
+    """Work of one place in a second: floating point operations, and bytes of weights read."""
 
     flops: float
     nbytes: float
@@ -47,7 +47,7 @@ class DeviceSpeeds:
 
 
 def uniform_speeds(
-    room: Iterable[Place],
+    places: Iterable[Place],
     *,
     nbytes: float,
     flops: float = math.inf,
@@ -55,10 +55,10 @@ def uniform_speeds(
     link_nbytes: float = math.inf,
 ) -> DeviceSpeeds:
     """Equal speeds for all places, for a plan of ranks that have not been started."""
-    places = dict.fromkeys(room, DeviceSpeed(flops, nbytes))
-    ranks = sorted({rank for rank, _ in places})
+    speeds = dict.fromkeys(places, DeviceSpeed(flops, nbytes))
+    ranks = sorted({rank for rank, _ in speeds})
     links = dict.fromkeys(ranks, LinkSpeed(hop_s, link_nbytes)) if len(ranks) > 1 else {}
-    return DeviceSpeeds(places, links)
+    return DeviceSpeeds(speeds, links)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class PassShape:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a device map will do, as far as the speeds are right. Seconds are for one pass."""
+    """The expected speed of a device map, as right as the speeds are. Seconds are for one pass."""
 
     pass_s: float
     slowest_s: float
@@ -89,13 +89,13 @@ class Estimate:
 
 
 def estimate(
-    model: ModelProfile, chosen: DeviceMap, speeds: DeviceSpeeds, step: PassShape | None = None
+    model: ModelProfile, device_map: DeviceMap, speeds: DeviceSpeeds, step: PassShape | None = None
 ) -> Estimate:
-    """How fast a device map is expected to be; an upper bound, as only weights and hops count."""
+    """Estimate the speed of a device map: an upper bound, as only weights and hops count."""
     step = step or PassShape()
-    stages = dict.fromkeys(chosen.places.values(), 0.0)
+    stages = dict.fromkeys(device_map.places.values(), 0.0)
     for part in (*model.others, *model.layers):
-        place = chosen.places[part.name]
+        place = device_map.places[part.name]
         stages[place] += part_time_s(part, speeds.places[place], step)
     return _estimate(list(stages), list(stages.values()), speeds, step)
 
@@ -111,18 +111,20 @@ class GroupSpeed:
 
 
 def estimate_tensor_parallel(
-    model: ModelProfile, team: GroupSpeed, speeds: DeviceSpeeds, step: PassShape | None = None
+    model: ModelProfile, tp_group: GroupSpeed, speeds: DeviceSpeeds, step: PassShape | None = None
 ) -> Estimate:
-    """How fast the model is expected to be with every layer cut over a team of ranks.
+    """Estimate the speed of the model with every layer cut over a TP group of ranks.
 
     A layer adds up twice, after attention and after the feed-forward block (Megatron-LM, 2019), and
-    the embedding and the head once. Stages of teams follow each other, equal in size.
+    the embedding and the head once. Stages of groups follow each other, equal in size.
     """
     step = step or PassShape()
     nbytes = step.batch * step.width * step.itemsize
-    alone = sum(part_time_s(part, team.speed, step) for part in (*model.others, *model.layers))
-    work = alone / team.size + 2 * (len(model.layers) + 1) * team.sums.seconds(nbytes)
-    lasts = range(team.size - 1, len(speeds.links), team.size)  # of each team, its last rank
+    alone = sum(part_time_s(part, tp_group.speed, step) for part in (*model.others, *model.layers))
+    work = alone / tp_group.size + 2 * (len(model.layers) + 1) * tp_group.sums.seconds(nbytes)
+    lasts = range(
+        tp_group.size - 1, len(speeds.links), tp_group.size
+    )  # of each group, its last rank
     hops = sum(speeds.links[rank].seconds(nbytes) for rank in lasts) if len(lasts) > 1 else 0.0
     slowest = work / max(1, len(lasts))
     pace = max((work + hops) / step.streams, slowest)
@@ -130,13 +132,13 @@ def estimate_tensor_parallel(
 
 
 def part_time_s(part: ModulePart, speed: DeviceSpeed, step: PassShape) -> float:
-    """What one pass spends on a part of the model."""
+    """Seconds that one pass spends on a part of the model."""
     operations = 2 * step.batch * part.read_nbytes / step.itemsize
     return max(part.read_nbytes / speed.nbytes, operations / speed.flops)
 
 
 def ring_passes(ranks: Iterable[int]) -> int:
-    """How often a pass goes round the ring if its parts run on these ranks, one after the other."""
+    """The times that a pass goes round the ring if its parts run on these ranks in this order."""
     count = last = 0
     for rank in ranks:
         count += rank > 0 and (last == 0 or rank < last)
@@ -181,11 +183,11 @@ class PartitionSearch:
         self.filled = list(itertools.accumulate(needs, initial=0))
 
     def best(self, speeds: DeviceSpeeds, step: PassShape) -> list[int] | None:
-        """Where the groups of each place end; None if they do not fit."""
+        """The group at which each place ends; None if they do not fit."""
         near = sum(1 for rank, _ in self.places if rank == 0)
         hops = _hops(speeds, step)
-        found = [*self._candidates(len(self.places), step, hops), *self._candidates(near, step, 0)]
-        return max(found, key=lambda ends: self._rate(ends, speeds, step), default=None)
+        cuts = [*self._candidates(len(self.places), step, hops), *self._candidates(near, step, 0)]
+        return max(cuts, key=lambda ends: self._rate(ends, speeds, step), default=None)
 
     def _rate(self, ends: Sequence[int], speeds: DeviceSpeeds, step: PassShape) -> float:
         starts = [0, *ends[:-1]]
@@ -250,12 +252,12 @@ class PartitionSearch:
         limit: float,
     ) -> tuple[float, list[int]] | None:
         """The shortest way to have the first `end` groups on the places up to this one."""
-        found: tuple[float, list[int]] | None = None
+        shortest: tuple[float, list[int]] | None = None
         for start in range(end, -1, -1):
             spent = self._spent(place, start, end)
             if spent > limit or self.filled[end] - self.filled[start] > self.capacity[place]:
                 break  # with more groups it only grows
             before = best[start]
-            if before is not None and (found is None or before[0] + spent < found[0]):
-                found = before[0] + spent, [*before[1], end]
-        return found
+            if before is not None and (shortest is None or before[0] + spent < shortest[0]):
+                shortest = before[0] + spent, [*before[1], end]
+        return shortest

@@ -1,7 +1,7 @@
 """Measurement of the speed of all devices and links, in about a second.
 
-speeds = measure_speeds(coor, room, torch.bfloat16)       # the same numbers on every rank
-plan(profile, room, "fastest", speeds=speeds, step=PassShape(width=4096, itemsize=2))
+speeds = measure_speeds(coor, free_nbytes, torch.bfloat16)    # the same numbers on every rank
+plan(profile, free_nbytes, "fastest", speeds=speeds, step=PassShape(width=4096, itemsize=2))
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ import torch
 
 from communicator import Communicator, Unsupported
 from coordinator import Coordinator
+from drumline import timings
 from drumline.core.device_map import Place, first_device
 from drumline.planner.cost_model import DeviceSpeed, DeviceSpeeds, GroupSpeed, LinkSpeed
-
-BUDGET_S = 0.05
-"""Duration of each measurement, after one round to warm up: many rounds of a small matrix."""
 
 WEIGHTS = 32 << 20
 """Bytes of the matrix that is read: more than caches hold, and little beside a model."""
@@ -35,8 +33,6 @@ OfRounds = Callable[[list[float]], float]
 """Reduces a series of times: min, or median."""
 
 ROUNDS = 8
-PAUSE_S = 2e-3
-"""Pause before a message: longer than a receiver polls, so that it sleeps, as between tokens."""
 
 OPERATIONS = 16
 """Small operations before an allreduce: ranks arrive as unevenly as after a layer."""
@@ -46,15 +42,15 @@ DISK_BYTES_A_SECOND = 1e9
 
 
 def measure_speeds(
-    coor: Coordinator, room: Iterable[Place], dtype: torch.dtype, backend: str | None = None
+    coor: Coordinator, places: Iterable[Place], dtype: torch.dtype, backend: str | None = None
 ) -> DeviceSpeeds:
-    """The speed of every place in `room`, and of the links of the ring. Collective.
+    """The speed of every place in `places`, and of the links of the ring. Collective.
 
     The ranks of a node take turns, as they do when they serve one conversation. Takes about a
     quarter of a second for each of them, and 32 MiB of memory for a moment. The numbers are
     exchanged, so that every rank has the same.
     """
-    devices = [device for rank, device in room if rank == coor.rank]
+    devices = [device for rank, device in places if rank == coor.rank]
     speeds: dict[str, DeviceSpeed] = {}
     for local_rank in range(max(coor.allgather_object(coor.local_world_size))):
         if local_rank == coor.local_rank:
@@ -62,12 +58,12 @@ def measure_speeds(
             speeds = {device: measure_place(device, main, dtype) for device in devices}
         coor.barrier()
     speeds_by_rank = coor.allgather_object({d: astuple(speed) for d, speed in speeds.items()})
-    places = {
+    by_place = {
         (rank, device): DeviceSpeed(*numbers)
         for rank, by_device in enumerate(speeds_by_rank)
         for device, numbers in by_device.items()
     }
-    return DeviceSpeeds(equalize_similar_devices(places), measure_links(coor, backend))
+    return DeviceSpeeds(equalize_similar_devices(by_place), measure_links(coor, backend))
 
 
 def equalize_similar_devices(places: Mapping[Place, DeviceSpeed]) -> dict[Place, DeviceSpeed]:
@@ -116,7 +112,7 @@ def _rounds(work: Callable[[], object], device: str) -> list[float]:
     """Seconds of each round."""
     work()
     took: list[float] = []
-    deadline = time.perf_counter() + BUDGET_S
+    deadline = time.perf_counter() + timings.TIMINGS.round_s
     while not took or time.perf_counter() < deadline:
         _wait_for(device)
         start = time.perf_counter()
@@ -215,9 +211,8 @@ def _measure_link(comm: Communicator, src: int, dst: int) -> LinkSpeed | None:
     """The speed from `src` to `dst`, which echoes; None on all ranks but `src`."""
     if comm.rank not in (src, dst):
         return None
-    slept, small, large = (
-        _round_trips_s(comm, src, dst, *how) for how in ((SMALL, PAUSE_S), (SMALL, 0), (LARGE, 0))
-    )
+    slept = _round_trips_s(comm, src, dst, SMALL, timings.TIMINGS.message_pause_s)
+    small, large = [_round_trips_s(comm, src, dst, nbytes, 0.0) for nbytes in (SMALL, LARGE)]
     if comm.rank != src:
         return None
     return LinkSpeed(

@@ -1,6 +1,6 @@
 """Free memory of every device of every rank, each device counted once.
 
-room = cluster_memory(coor)     # {(0, "cuda:0"): 84906147840, (0, "cpu"): 33554432000, ...}
+free_nbytes = cluster_memory(coor)     # {(0, "cuda:0"): 84906147840, (0, "cpu"): 33554432000, ...}
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def cluster_memory(coor: Any) -> dict[Place, int]:
     reports = coor.allgather_object(_report(coor))
     nodes = [report["node"] for report in reports]
     owned = assign_accelerators(reports)
-    room: dict[Place, int] = {}
+    free_nbytes: dict[Place, int] = {}
     for rank, report in enumerate(reports):
         for device in owned[rank]:
-            room[(rank, device)] = report["accelerators"][device]["free"]
-        room[(rank, "cpu")] = int(report["cpu"] * CPU_SHARE) // nodes.count(report["node"])
-    return sort_places(room)
+            free_nbytes[(rank, device)] = report["accelerators"][device]["free"]
+        free_nbytes[(rank, "cpu")] = int(report["cpu"] * CPU_SHARE) // nodes.count(report["node"])
+    return sort_places(free_nbytes)
 
 
 def assign_accelerators(reports: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -70,19 +70,19 @@ def _prefers(report: Mapping[str, Any], device: str) -> bool:
     return bool(devices.index(device) == report["local_rank"])
 
 
-def limit_memory(room: Mapping[Place, int], max_memory: Memory | None) -> dict[Place, int]:
+def limit_memory(free_nbytes: Mapping[Place, int], max_memory: Memory | None) -> dict[Place, int]:
     """The memory that the user allows, by place; places that are not named get nothing."""
     if max_memory is None:
-        return dict(room)
+        return dict(free_nbytes)
     pairs = max_memory.items() if isinstance(max_memory, Mapping) else enumerate(max_memory)
     limits: dict[Place, int] = {}
     for key, value in pairs:
         if isinstance(key, str):
             key = (0, key)
         if isinstance(key, int):
-            key = next((place for place in room if place[0] == key), (key, "cpu"))
+            key = next((place for place in free_nbytes if place[0] == key), (key, "cpu"))
         limits[(int(key[0]), str(key[1]))] = nbytes(value)
-    ranks = {rank for rank, _ in room}
+    ranks = {rank for rank, _ in free_nbytes}
     unknown = sorted({rank for rank, _ in limits} - ranks)
     if unknown:
         raise PlanError(
@@ -122,7 +122,7 @@ def _node() -> str:
 
 def available_cpu() -> int:
     """Bytes that can still be taken here: the kernel's estimate, or the cgroup's if less."""
-    return min([_meminfo_available(), *_cgroup_room()])
+    return min([_meminfo_available(), *_cgroup_free()])
 
 
 def _meminfo_available() -> int:
@@ -135,19 +135,19 @@ def _meminfo_available() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _cgroup_room(root: Path = Path("/sys/fs/cgroup"), own: str | None = None) -> list[int]:
+def _cgroup_free(root: Path = Path("/sys/fs/cgroup"), own: str | None = None) -> list[int]:
     """The bytes that each cgroup above this process still allows, in version 2 or 1.
 
     own: lines as in /proc/self/cgroup, see cgroups(7); those of this process if None.
     """
     files = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
-    room = []
+    free_nbytes = []
     for folder in _cgroup_folders(root, _own_cgroups() if own is None else own):
         for limit_name, used_name in files:
             limit, used = _number(folder / limit_name), _number(folder / used_name)
             if limit is not None and used is not None:
-                room.append(max(0, limit - used + _reclaimable(folder)))
-    return room
+                free_nbytes.append(max(0, limit - used + _reclaimable(folder)))
+    return free_nbytes
 
 
 def _cgroup_folders(root: Path, own: str) -> list[Path]:

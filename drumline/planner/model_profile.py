@@ -20,9 +20,9 @@ def model_class(config: Any) -> type[Any]:
     """The class that wrote the checkpoint, by its name in config.json."""
     names = getattr(config, "architectures", None) or []
     for name in names if isinstance(names, list) else []:
-        found = getattr(transformers, str(name), None)
-        if isinstance(found, type) and issubclass(found, PreTrainedModel):
-            return found
+        cls = getattr(transformers, str(name), None)
+        if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
+            return cls
     raise CheckpointError(
         f"config.json names the architectures {names}, none of which transformers "
         f"{transformers.__version__} has, so no model can be built; pass the class as cls=."
@@ -72,8 +72,8 @@ def profile_model(
 
 def layer_names(model: nn.Module, uncut: Collection[str] | str | None = None) -> Iterator[str]:
     """The outermost modules that must not be cut, in the order they were registered."""
-    given = uncut or getattr(model, "_no_split_modules", None) or ()
-    kinds = {given} if isinstance(given, str) else set(given)
+    classes = uncut or getattr(model, "_no_split_modules", None) or ()
+    kinds = {classes} if isinstance(classes, str) else set(classes)
     if not kinds:
         yield from _entries(model)
         return
@@ -149,11 +149,11 @@ def part_of_tensor(tensor_name: str, parts: set[str]) -> str:
 
 def _sizes(model: nn.Module, parts: list[str]) -> dict[str, int]:
     sizes = dict.fromkeys(parts, 0)
-    known = set(parts)
+    part_names = set(parts)
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name not in tied:
-            sizes[part_of_tensor(name, known)] += tensor.numel() * tensor.element_size()
+            sizes[part_of_tensor(name, part_names)] += tensor.numel() * tensor.element_size()
     return sizes
 
 
@@ -170,15 +170,16 @@ def _unread_experts(model: nn.Module, name: str) -> int:
     """The bytes of the experts that a token does not go to; transformers stacks a layer's."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
-    chosen = getattr(text, "num_experts_per_tok", None)
-    if not isinstance(chosen, int):
+    num_active = getattr(text, "num_experts_per_tok", None)
+    if not isinstance(num_active, int):
         return 0
     unread_nbytes = 0
     for module in model.get_submodule(name).modules():
-        num = getattr(module, "num_experts", 0)
+        num_experts = getattr(module, "num_experts", 0)
         for tensor in module.parameters(recurse=False):
-            if tensor.dim() == 3 and tensor.shape[0] == num > chosen:
-                unread_nbytes += tensor.numel() * tensor.element_size() * (num - chosen) // num
+            if tensor.dim() == 3 and tensor.shape[0] == num_experts > num_active:
+                num_unread = num_experts - num_active
+                unread_nbytes += tensor.nbytes * num_unread // num_experts
     return unread_nbytes
 
 
@@ -202,10 +203,10 @@ def _shares(module: nn.Module) -> bool:
 
 def _ties(model: nn.Module, parts: list[str]) -> Iterator[tuple[str, ...]]:
     """Groups of parts that share a parameter, each group once."""
-    known = set(parts)
+    names = set(parts)
     groups: list[set[str]] = []
     for target, source in _tied_names(model):
-        pair = {part_of_tensor(target, known), part_of_tensor(source, known)}
+        pair = {part_of_tensor(target, names), part_of_tensor(source, names)}
         for group in [group for group in groups if group & pair]:
             groups.remove(group)
             pair |= group

@@ -1,4 +1,4 @@
-"""Who holds which layer: pure arithmetic over module sizes and room, no torch and no communication.
+"""The plan of a device map: arithmetic over module sizes and free memory, without torch.
 
 layers = (ModulePart("layers.0", 12), ModulePart("layers.1", 12))
 model = ModelProfile(layers, others=(ModulePart("head", 6),))
@@ -32,49 +32,49 @@ KINDS = ("auto", "balanced", "sequential", "fastest")
 
 def plan(
     model: ModelProfile,
-    room: Mapping[Place, int],
+    free_nbytes: Mapping[Place, int],
     device_map: str | Mapping[str, Place | int | str] = "auto",
     *,
     speeds: DeviceSpeeds | None = None,
     step: PassShape | None = None,
 ) -> DeviceMap:
-    """The device map of `model` over `room` (bytes free on each place), in the order given there.
+    """The device map of `model` over `free_nbytes`, by place, in the order of its keys.
 
-    "auto" and "balanced" fill every place to the same fraction of its room; "sequential" fills one
-    after the other; "fastest" gives the most tokens a second at the given `speeds`, for passes such
+    "auto" and "balanced" fill every place to the same fraction of its memory; "sequential" fills
+    one after the other; "fastest" gives the most tokens a second at these `speeds`, for passes such
     as `step`, and may leave slow places empty; a mapping of module names (or prefixes) to a place
     or rank is checked and completed. Layers stay contiguous; the parts around them go to the first
     place, where generate() runs, if they fit (a head elsewhere sends a vocabulary back per token),
     else to the last one.
 
     The CPU of a rank that has an accelerator, and "disk", are used only if the model does not fit
-    without; then room for two layers is kept free where they run: one at work, one on its way.
+    without; then memory for two layers is kept free where they run: one at work, one on its way.
 
     Raises PlanError, which says how many bytes are missing and where.
     """
     if not isinstance(device_map, str):
-        return complete_user_map(model, dict(room), device_map)
+        return complete_user_map(model, dict(free_nbytes), device_map)
     if device_map not in KINDS:
         raise PlanError(
             f"device_map={device_map!r} is not a plan, so no layer has a place; give one of "
             f"{', '.join(KINDS)}, or a dict of module name to (rank, device)."
         )
-    if not room:
-        raise PlanError("no place has any room, so no layer can be placed; give max_memory.")
-    levels = {place: offload_level(place, room) for place in room}
+    if not free_nbytes:
+        raise PlanError("no place has free memory, so no layer can be placed; give max_memory.")
+    levels = {place: offload_level(place, free_nbytes) for place in free_nbytes}
     if device_map == "fastest":
-        planner = _Planner(model, room, levels, max(levels.values()))
+        planner = _Planner(model, free_nbytes, levels, max(levels.values()))
         return planner.fastest(speeds or DeviceSpeeds({}), step or PassShape())
     for deepest in sorted(set(levels.values())):
-        planner = _Planner(model, room, levels, deepest)
-        chosen = planner.plan(sequential=device_map == "sequential")
-        if chosen is not None:
-            return chosen
+        planner = _Planner(model, free_nbytes, levels, deepest)
+        complete_map = planner.plan(sequential=device_map == "sequential")
+        if complete_map is not None:
+            return complete_map
     raise planner.impossible()
 
 
 class _Planner:
-    """Finds the lowest equal fill of all places at which every group of layers finds room.
+    """Search for the lowest equal fill of all places at which every group of layers fits.
 
     Only places up to the level `deepest` are used; those that are nearer are filled up first.
     """
@@ -82,12 +82,12 @@ class _Planner:
     def __init__(
         self,
         model: ModelProfile,
-        room: Mapping[Place, int],
+        free_nbytes: Mapping[Place, int],
         levels: Mapping[Place, int],
         deepest: int,
     ):
-        used = {place: nbytes for place, nbytes in room.items() if levels[place] <= deepest}
-        self.model, self.room, self.levels = model, dict(room), levels
+        used = {place: nbytes for place, nbytes in free_nbytes.items() if levels[place] <= deepest}
+        self.model, self.free_nbytes, self.levels = model, dict(free_nbytes), levels
         self.order = list(sort_places(used) if deepest else used)
         self.deepest = deepest
         self.near = [place for place in self.order if levels[place] == 0] or self.order
@@ -132,33 +132,33 @@ class _Planner:
         )
 
     def _fill_somehow(self) -> list[Place] | None:
-        """The place of each group, with the parts around the layers where that leaves room.
+        """The place of each group, with the parts around the layers where the layers still fit.
 
         That is the first place for as many as possible: generate() runs there. The others go behind
-        the last layer or, if that is too narrow too, to any place that has room.
+        the last layer or, if that is too small too, to any place where they fit.
         """
         first, last = self.near[0], self.near[-1]
-        roomiest = max(self.near, key=lambda place: self.room[place] - self._reserves[place])
+        freest = max(self.near, key=lambda place: self.free_nbytes[place] - self._reserves[place])
         others = _other_groups(self.model)
         pins = (
             self._pin(others, [(first, *rest)] * num_first + [(*rest, first)] * len(others))
             for num_first in range(len(others), -1, -1)
-            for rest in ((last, roomiest), *((place, roomiest) for place in self.near))
+            for rest in ((last, freest), *((place, freest) for place in self.near))
         )
-        wanted: dict[str, Place] | None = None
+        preferred: dict[str, Place] | None = None
         for self.pinned in pins:
-            wanted = wanted or self.pinned
+            preferred = preferred or self.pinned
             placed = self._fill(1.0)
             if placed is not None:
                 return placed
-        self.pinned = wanted or {}
+        self.pinned = preferred or {}
         return None
 
     def _pin(
         self, others: list[list[str]], wishes: Sequence[tuple[Place, ...]]
     ) -> dict[str, Place]:
-        """Each group of parts on the first of the places it wishes that has room for it."""
-        free = {place: self.room[place] - self._reserves[place] for place in self.order}
+        """Each group of parts on the first of its preferred places on which it fits."""
+        free = {place: self.free_nbytes[place] - self._reserves[place] for place in self.order}
         sizes = {part.name: part.nbytes for part in self.model.others}
         pinned: dict[str, Place] = {}
         for names, places in zip(others, wishes, strict=False):
@@ -173,11 +173,11 @@ class _Planner:
     def _capacity(self, place: Place, fraction: float) -> int:
         pinned = sum(p.nbytes for p in self.model.others if self.pinned[p.name] == place)
         part = fraction if self.levels[place] == self.deepest else 1.0
-        return int(self.room[place] * part) - pinned - self._reserves[place]
+        return int(self.free_nbytes[place] * part) - pinned - self._reserves[place]
 
     @cached_property
     def _reserves(self) -> dict[Place, int]:
-        """Room to work in; where layers from elsewhere run, for one at work and one on its way."""
+        """Workspace; where offloaded layers run, also memory for one at work and one on its way."""
         ranks = {rank for rank, device in self.order if self.levels[(rank, device)]}
         largest = max((part.nbytes for part in self.model.layers), default=0)
         kept = dict.fromkeys(self.order, 0)
@@ -223,29 +223,29 @@ class _Planner:
             where.update({part.name: place for part in group})
         parts = [*self.model.others, *self.model.layers]
         sizes = {part.name: part.nbytes for part in parts}
-        return DeviceMap({part.name: where[part.name] for part in parts}, sizes, self.room)
+        return DeviceMap({part.name: where[part.name] for part in parts}, sizes, self.free_nbytes)
 
     def impossible(self) -> PlanError:
-        total, room = self.model.nbytes, sum(self.room.values())
-        if total > room:
-            missing = f"{total - room} bytes ({format_nbytes(total - room)}) are missing in all"
+        total, free = self.model.nbytes, sum(self.free_nbytes.values())
+        if total > free:
+            missing = f"{total - free} bytes ({format_nbytes(total - free)}) are missing in all"
         else:
             missing = f"the sum would do, but {self._shortage()}"
         if self.model.workspace_nbytes:
-            missing += f"; each place needs {self.model.workspace_nbytes} bytes more to work in"
+            missing += f"; each place needs {self.model.workspace_nbytes} bytes more as workspace"
         return PlanError(
-            f"the model needs {total} bytes ({format_nbytes(total)}) and the places have {room} "
-            f"bytes ({_rooms(self.room)}): {missing}. Add a rank, raise max_memory, or load with a "
-            "smaller dtype."
+            f"the model needs {total} bytes ({format_nbytes(total)}) and the places have {free} "
+            f"bytes ({_free_text(self.free_nbytes)}): {missing}. Add a rank, raise max_memory, or "
+            "load with a smaller dtype."
         )
 
     def _shortage(self) -> str:
-        """What finds no place if places are filled one after the other, and what is missing."""
+        """The first module that does not fit, places filled in order, and the missing bytes."""
         free = [self._capacity(place, 1.0) for place in self.order]
         least = free.index(min(free))
         if free[least] < 0:
             around = [name for name, place in self.pinned.items() if place == self.order[least]]
-            what = abbreviate_names(around) or "nothing but room to work in"
+            what = abbreviate_names(around) or "its workspace alone"
             return f"{-free[least]} bytes are missing on {_named(self.order[least])} for {what}"
         at = 0
         for group in self.groups:
@@ -269,10 +269,10 @@ def _named(place: Place) -> str:
     return f"rank {place[0]} {place[1]}"
 
 
-def _rooms(room: Mapping[Place, int]) -> str:
-    """The room of each place; of neighbours with the same, once."""
+def _free_text(free_nbytes: Mapping[Place, int]) -> str:
+    """The free memory of each place as text; of neighbours with the same, once."""
     runs: list[tuple[list[int], str, int]] = []
-    for (rank, device), nbytes in room.items():
+    for (rank, device), nbytes in free_nbytes.items():
         if runs and runs[-1][1:] == (device, nbytes) and runs[-1][0][-1] == rank - 1:
             runs[-1][0].append(rank)
         else:

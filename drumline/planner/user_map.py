@@ -1,6 +1,6 @@
 """The user's own device map, checked and completed: pure arithmetic.
 
-device_map = complete_user_map(model, room, {"": 0, "model.layers.3": (1, "cuda:0")})
+device_map = complete_user_map(model, free_nbytes, {"": 0, "model.layers.3": (1, "cuda:0")})
 """
 
 from __future__ import annotations
@@ -12,38 +12,38 @@ from drumline.errors import PlanError
 
 
 def complete_user_map(
-    model: ModelProfile, room: dict[Place, int], device_map: Mapping[str, Place | int | str]
+    model: ModelProfile, free_nbytes: dict[Place, int], device_map: Mapping[str, Place | int | str]
 ) -> DeviceMap:
-    """The user's own map, prefixes spread over the parts they cover, checked against the room.
+    """The user's own map, prefixes spread over the parts they cover, checked against free memory.
 
     A place may be (rank, device), a rank (its first device), or a device (of the master).
-    Nothing is known of the room on disk, so it is taken as enough.
+    The space on disk is not known, so it is taken as enough.
     """
     parts = [*model.others, *model.layers]
     named = [place for place in device_map.values() if isinstance(place, (tuple, list, str))]
-    disks = {_place(place, room) for place in named}
-    for place in disks - set(room):
+    disks = {_place(place, free_nbytes) for place in named}
+    for place in disks - set(free_nbytes):
         if place[1] == "disk":
-            room = {**room, place: model.nbytes}
-    places = {part.name: _lookup(part.name, device_map, room) for part in parts}
-    result = DeviceMap(places, {part.name: part.nbytes for part in parts}, room)
+            free_nbytes = {**free_nbytes, place: model.nbytes}
+    places = {part.name: _lookup(part.name, device_map, free_nbytes) for part in parts}
+    result = DeviceMap(places, {part.name: part.nbytes for part in parts}, free_nbytes)
     _check_ties(model, places)
-    _check_loose(model, places, room)
+    _check_loose(model, places, free_nbytes)
     for place in set(places.values()):
-        workspace_nbytes = 0 if offload_level(place, room) else model.workspace_nbytes
+        workspace_nbytes = 0 if offload_level(place, free_nbytes) else model.workspace_nbytes
         needed = result.used(place) + workspace_nbytes
-        if needed > room[place]:
+        if needed > free_nbytes[place]:
             raise PlanError(
                 f"rank {place[0]}: device_map puts {result.used(place)} bytes on {place[1]}, which "
-                f"has room for {room[place]}, {workspace_nbytes} of them to work in: "
-                f"{needed - room[place]} bytes are missing. Move modules to another rank or raise "
-                "max_memory."
+                f"has {free_nbytes[place]} bytes free, {workspace_nbytes} of them for its "
+                f"workspace: {needed - free_nbytes[place]} bytes are missing. Move modules to "
+                "another rank or raise max_memory."
             )
     return result
 
 
 def _lookup(
-    name: str, device_map: Mapping[str, Place | int | str], room: dict[Place, int]
+    name: str, device_map: Mapping[str, Place | int | str], free_nbytes: dict[Place, int]
 ) -> Place:
     prefix = name
     while prefix not in device_map:
@@ -53,21 +53,22 @@ def _lookup(
                 "a prefix of it (the empty name covers everything)."
             )
         prefix = prefix.rpartition(".")[0]
-    place = _place(device_map[prefix], room)
-    if place not in room:
+    place = _place(device_map[prefix], free_nbytes)
+    if place not in free_nbytes:
+        places = ", ".join(f"{rank} {device}" for rank, device in free_nbytes)
         raise PlanError(
             f"device_map puts {name!r} on rank {place[0]} {place[1]}, which does not exist or has "
-            f"no room; the places are {', '.join(f'{rank} {device}' for rank, device in room)}."
+            f"no free memory; the places are {places}."
         )
     return place
 
 
-def _place(value: Place | int | str, room: Mapping[Place, int]) -> Place:
+def _place(value: Place | int | str, free_nbytes: Mapping[Place, int]) -> Place:
     """The place meant by a place, a device of rank 0, or a rank: its first device."""
     if isinstance(value, str):
         return 0, value
     if isinstance(value, int):
-        return next((place for place in room if place[0] == value), (value, "cpu"))
+        return next((place for place in free_nbytes if place[0] == value), (value, "cpu"))
     return int(value[0]), str(value[1])
 
 
@@ -84,11 +85,11 @@ def _check_ties(model: ModelProfile, places: dict[str, Place]) -> None:
 
 
 def _check_loose(
-    model: ModelProfile, places: Mapping[str, Place], room: Mapping[Place, int]
+    model: ModelProfile, places: Mapping[str, Place], free_nbytes: Mapping[Place, int]
 ) -> None:
     for name in model.root_tensors:
         rank, device = places[name]
-        if rank or offload_level(places[name], room):
+        if rank or offload_level(places[name], free_nbytes):
             raise PlanError(
                 f"device_map puts {name!r} on rank {rank} {device}, but it is a tensor that the "
                 "model uses by itself, outside of any module that could be called there; put it "

@@ -17,10 +17,11 @@ from typing import Any
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from drumline import timings
 from drumline.errors import DrumlineError, PeerLost
 from drumline.serving import metrics
 from drumline.serving.detokenize import IncrementalDetokenizer
-from drumline.serving.limits import ServingLimits, ServingTimings
+from drumline.serving.limits import ServingLimits
 from drumline.serving.protocol import (
     DEFAULT_MAX_TOKENS,
     ApiError,
@@ -51,11 +52,9 @@ class TextEvent:
 class RequestStream:
     """The generations of one request, and their text as it comes; used within the event loop."""
 
-    def __init__(
-        self, tokenizer: Any, sequences: list[tuple[list[int], SamplingParams]], poll_s: float
-    ) -> None:
+    def __init__(self, tokenizer: Any, sequences: list[tuple[list[int], SamplingParams]]) -> None:
         self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[TextEvent | None]()
-        self._tokenizer, self._poll_s = tokenizer, poll_s
+        self._tokenizer = tokenizer
         self.start, self.first_token_s = time.monotonic(), 0.0
         self.generations = [
             self._generation(index, *sequence) for index, sequence in enumerate(sequences)
@@ -101,7 +100,7 @@ class RequestStream:
 
     async def _watch_disconnect(self, request: Request) -> None:
         while not await request.is_disconnected():
-            await asyncio.sleep(self._poll_s)
+            await asyncio.sleep(timings.TIMINGS.disconnect_poll_s)
         self._events.put_nowait(None)
 
     def usage(self) -> dict[str, int]:
@@ -125,14 +124,12 @@ class Service:
         model: Any,
         tokenizer: Any,
         limits: ServingLimits,
-        timings: ServingTimings | None = None,
     ) -> None:
         self.name, self.tokenizer, self.limits = name, tokenizer, limits
-        self.timings = timings or ServingTimings()
         self.failure: DrumlineError | None = None
         self.created = int(time.time())
         self._vocabulary = model.get_input_embeddings().num_embeddings
-        self.scheduler = BatchScheduler(model, limits, self.fail, self.timings)
+        self.scheduler = BatchScheduler(model, limits, self.fail)
         self.metrics = metrics.ServerMetrics(self.scheduler)
 
     def close(self) -> None:
@@ -186,7 +183,7 @@ class Service:
         return body
 
     async def _read_content(self, request: Request) -> bytes:
-        body_s = self.timings.body_s
+        body_s = timings.TIMINGS.body_s
         try:
             return await asyncio.wait_for(self._receive(request), body_s)
         except asyncio.TimeoutError as error:
@@ -256,7 +253,7 @@ class Service:
         await _check_connected(request)
         choices = range(body.num_choices)
         sequences = [(p, body.sampling_params(max_tokens, c)) for p in prompts for c in choices]
-        stream = RequestStream(self.tokenizer, sequences, self.timings.disconnect_poll_s)
+        stream = RequestStream(self.tokenizer, sequences)
         with _as_api_error():
             self.scheduler.submit(stream.generations)
         response = ResponseBuilder(self.name, isinstance(body, ChatCompletionRequest))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator import Coordinator, RankFailure
+from drumline import timings
 from drumline.checkpoint.config_files import read_tokenizer
 from drumline.core.consistency import run_on_all_ranks
 from drumline.errors import DrumlineError, PeerLost
@@ -162,7 +163,7 @@ def _serve_requests(
     with contextlib.closing(Service(name, model, endpoint.tokenizer, limits)) as service:
         options = {"log_level": "warning", "access_log": False, "lifespan": "off"}
         app = application(service, endpoint.key)
-        shutdown_s = service.timings.drain_s + service.timings.notify_s
+        shutdown_s = timings.TIMINGS.drain_s + timings.TIMINGS.notify_s
         config = uvicorn.Config(app, timeout_graceful_shutdown=shutdown_s, **options)
         server = uvicorn.Server(config)
         endpoint.listener.listen()
@@ -201,14 +202,14 @@ def _monitored(coor: Coordinator, service: Any, server: Any) -> Iterator[None]:
     """Within, a lost rank ends the server, even an idle one; and once the server ends, requests
     that run for longer than drain_s get an error as their answer."""
     has_ended = threading.Event()
-    poll_s = service.timings.failure_poll_s
+    poll_s = timings.TIMINGS.failure_poll_s
 
     def on_failure(failure: RankFailure) -> None:
         text = f"rank 0: {failure.text}, so nothing can be answered; start all ranks again."
         service.fail(PeerLost(text, failures=(failure,)))
 
     def monitor() -> None:
-        drain_s = float(service.timings.drain_s)
+        drain_s = timings.TIMINGS.drain_s
         while not has_ended.wait(poll_s):
             if service.failure is not None:
                 server.should_exit = True

@@ -1,4 +1,4 @@
-"""Limits of a server: sizes and times."""
+"""Limits of a server."""
 
 from __future__ import annotations
 
@@ -19,22 +19,3 @@ class ServingLimits:
     """Batches that run at a time."""
     max_body_nbytes: int = 4 << 20
     """Bytes of the body of a request."""
-
-
-@dataclass(frozen=True)
-class ServingTimings:
-    """Seconds that the server waits."""
-
-    gather_s: float = 0.003
-    """For more requests before a batch starts: longer than requests sent together are apart."""
-    disconnect_poll_s: float = 0.2
-    """Between checks whether a client is still connected."""
-    body_s: float = 60
-    """For the body of a request to arrive."""
-    failure_poll_s: float = 0.5
-    """Between checks whether all ranks are alive and the server may go on."""
-    drain_s: float = 2
-    """For running requests after the server is stopped. drain_s, failure_poll_s and notify_s
-    together must stay below the time after which a launcher kills a rank (5 s)."""
-    notify_s: float = 2
-    """After drain_s, for clients to receive the error that ends their requests."""

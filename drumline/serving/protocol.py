@@ -70,7 +70,7 @@ class GenerationRequest(BaseModel):  # type: ignore[misc]
 
     @property
     def includes_usage(self) -> bool:
-        """Whether the last chunk of the stream holds the usage."""
+        """True if the last chunk of the stream holds the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling_params(self, max_tokens: int, choice: int) -> SamplingParams:

@@ -53,7 +53,7 @@ class TokenSampler:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the sampler always takes the token with the highest logit."""
+        """True if the sampler always takes the token with the highest logit."""
         params = self.params
         return params.temperature == params.presence_penalty == params.frequency_penalty == 0
 

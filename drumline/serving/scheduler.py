@@ -27,12 +27,12 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from drumline import timings
 from drumline.errors import DrumlineError, PeerLost
-from drumline.serving.limits import ServingLimits, ServingTimings
+from drumline.serving.limits import ServingLimits
 from drumline.serving.sampling import SamplingParams, TokenSampler
 
 MIN_TOKENS_BEFORE_PREEMPTION = 16  # per sequence
-DEFAULT_TIMINGS = ServingTimings()
 PREFILL_COST = 1 / 32  # of a token that is computed again, in generated tokens
 
 
@@ -120,9 +120,8 @@ class BatchScheduler:
         model: Any,
         limits: ServingLimits,
         on_loss: Callable[[PeerLost], None] = lambda _: None,
-        timings: ServingTimings = DEFAULT_TIMINGS,
     ) -> None:
-        self.model, self.limits, self.on_loss, self.timings = model, limits, on_loss, timings
+        self.model, self.limits, self.on_loss = model, limits, on_loss
         self.largest_batch = self.num_new_tokens = 0
         self._eos_tokens = _as_set(model.generation_config.eos_token_id)
         pad_token = model.generation_config.pad_token_id
@@ -209,7 +208,7 @@ class BatchScheduler:
                 self._changed.wait_for(lambda: self._closed_by is not None or self._next_batch())
                 if self._closed_by is not None:
                     return []
-            time.sleep(self.timings.gather_s)
+            time.sleep(timings.TIMINGS.gather_s)
             with self._changed:
                 batch = self._next_batch()
                 for _ in batch:
@@ -234,7 +233,7 @@ class BatchScheduler:
                 item.end(self._closed_by)
 
     def should_preempt(self, batch: list[Generation], num_steps: int, length: int) -> bool:
-        """Whether a batch should stop and restart together with the queue.
+        """True if a batch should stop and restart together with the queue.
 
         num_steps: tokens of each sequence since the batch started. length: tokens of the longest.
         True for one batch at a time, and only after so many steps that they outweigh the

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from coordinator import Coordinator
+from drumline import timings
 from drumline.checkpoint.model_tensors import named_tensors, replace_tensors, tied_names, wrap_like
-from drumline.checkpoint.plan_executor import PATIENCE_S, LoadStats, abort_peers_on_error, execute
+from drumline.checkpoint.plan_executor import LoadStats, abort_peers_on_error, execute
 from drumline.checkpoint.progress import LoadProgress
 from drumline.checkpoint.shard_loader import plan_on_all_ranks
 from drumline.checkpoint.shard_plan import LoadPlan, TensorRequest, plan_loading
@@ -72,7 +73,7 @@ def fill(
         coor.barrier()
         stats = execute(plan, source.index, source.path, coor, shards, dtypes, on_progress)
         on_progress.report()
-        coor.barrier(timeout_s=PATIENCE_S)
+        coor.barrier(timeout_s=timings.TIMINGS.load_s)
     replace_tensors(
         model, {id(tensors[name]): wrap_like(tensors[name], shards.pop(name)) for name in own}
     )

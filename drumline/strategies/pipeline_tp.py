@@ -244,7 +244,7 @@ def _open_ring(
 
 def holds(device_map: DeviceMap) -> dict[int, str]:
     """By stage, its modules in words."""
-    return {stage: device_map.holds(stage) for stage, _ in device_map.room}
+    return {stage: device_map.holds(stage) for stage, _ in device_map.free_nbytes}
 
 
 def _ring_comms(

@@ -121,9 +121,9 @@ def shares(checkpoint) -> list[int]:
     """The bytes that the plan gives to each of three ranks."""
     config = MixtralConfig.from_pretrained(checkpoint)
     parts = profile_model(build_on_meta(MixtralForCausalLM, config, torch.float32))
-    room = {(rank, "cpu"): 1 << 30 for rank in range(3)}
-    chosen = plan(parts, room)
-    return [chosen.used(place) for place in room]
+    max_memory = {(rank, "cpu"): 1 << 30 for rank in range(3)}
+    chosen = plan(parts, max_memory)
+    return [chosen.used(place) for place in max_memory]
 
 
 @pytest.mark.parametrize(

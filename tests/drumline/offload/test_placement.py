@@ -99,14 +99,14 @@ def test_what_is_no_tensor_stays_the_same_object():
     assert move_to_device(hidden, torch.device("cpu")) is hidden
 
 
-ROOMS = {
+DEVICE_MAPS = {
     "every layer of one rank": {"": 0, "model.layers": (0, "disk")},
     "layers of two ranks": {"": 0, "model.layers": (1, "disk"), "model.layers.0": (0, "disk")},
     "the head too": {"": (0, "disk"), "model.layers.1": 1, "model.layers.2": (1, "disk")},
 }
 
 
-@pytest.mark.parametrize("case", ROOMS)
+@pytest.mark.parametrize("case", DEVICE_MAPS)
 @pytest.mark.parametrize("family", ["llama", "tied3", "mixtral3"])
 def test_layers_on_disk_give_the_same_tokens(checkpoints, ranks, case, family):
     make = {"llama": type(checkpoints).llama, "tied3": tied, "mixtral3": mixtral}[family]
@@ -115,9 +115,9 @@ def test_layers_on_disk_give_the_same_tokens(checkpoints, ranks, case, family):
     def rank(info):
         torch.set_num_threads(1)
         with Coordinator(info, timeout_s=20) as coor:
-            room = [1 << 30] * 2
+            max_memory = [1 << 30] * 2
             try:
-                with drumline.load(path, ROOMS[case], coor, max_memory=room) as model:
+                with drumline.load(path, DEVICE_MAPS[case], coor, max_memory=max_memory) as model:
                     assert any(tensor.is_meta for tensor in model.parameters())
                     return [greedy(model), greedy(model)]
             except drumline.WorkerExit:
@@ -147,7 +147,7 @@ def mixtral(checkpoints):
 
 
 def test_weights_that_do_not_fit_into_memory_stay_on_disk(checkpoints, on_master):
-    """With room for a third of the model: some layers in memory, the others on disk."""
+    """With memory for a third of the model: some layers in memory, the others on disk."""
     plain, path = checkpoints.llama()
     nbytes = sum(tensor.nbytes for tensor in plain.parameters())
 
@@ -156,8 +156,8 @@ def test_weights_that_do_not_fit_into_memory_stay_on_disk(checkpoints, on_master
         assert "cpu" in places and "disk" in places
         return greedy(model)
 
-    room = {(0, "cpu"): nbytes * 2 // 3, (0, "disk"): nbytes}
-    assert on_master(path, 1, work, max_memory=room) == greedy(plain)
+    max_memory = {(0, "cpu"): nbytes * 2 // 3, (0, "disk"): nbytes}
+    assert on_master(path, 1, work, max_memory=max_memory) == greedy(plain)
 
 
 def test_several_threads_share_the_layers_on_disk(checkpoints, on_master):
@@ -198,9 +198,9 @@ class Counted(CpuWeights):
         super().__init__(tensors)
         self.name, self.log = name, log
 
-    def fetch(self, room, device):
+    def fetch(self, allocate, device):
         self.log.append(self.name)
-        return super().fetch(room, device)
+        return super().fetch(allocate, device)
 
 
 def stack(log):
@@ -246,7 +246,7 @@ def test_an_error_while_a_layer_is_fetched_is_raised_where_it_is_needed():
     log = []
     _, prefetcher, _ = stack(log)
 
-    def fail(room, device):
+    def fail(allocate, device):
         raise OSError("the disk is gone")
 
     prefetcher.away["1"].fetch = fail

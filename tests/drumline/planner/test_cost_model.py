@@ -43,38 +43,40 @@ def cases(draw):
         {rank: draw(link) for rank in set(ranks)} if ranks[-1] else {},
     )
     step = PassShape(draw(st.integers(1, 3)), draw(st.integers(0, 4)), 1, draw(st.integers(1, 3)))
-    room = {place: draw(st.sampled_from([60, 100, 1000])) for place in places}
-    return model, room, speeds, step
+    free_nbytes = {place: draw(st.sampled_from([60, 100, 1000])) for place in places}
+    return model, free_nbytes, speeds, step
 
 
-def every_cut(model, room):
+def every_cut(model, free_nbytes):
     """All maps that keep layers in order and the others on the first place, and that fit."""
-    places, count = list(room), len(model.layers)
+    places, count = list(free_nbytes), len(model.layers)
     nbytes = {part.name: part.nbytes for part in (*model.others, *model.layers)}
     for ends in itertools.combinations_with_replacement(range(count + 1), len(places) - 1):
         bounds = [0, *ends, count]
         where = {part.name: places[0] for part in model.others}
         for place, start, end in zip(places, bounds, bounds[1:], strict=False):
             where.update({part.name: place for part in model.layers[start:end]})
-        found = DeviceMap(where, nbytes, room)
-        if all(found.used(place) <= room[place] for place in places):
+        found = DeviceMap(where, nbytes, free_nbytes)
+        if all(found.used(place) <= free_nbytes[place] for place in places):
             yield found
 
 
 @settings(max_examples=300, deadline=None)
 @given(cases())
 def test_no_other_partition_gives_more_tokens_a_second(case):
-    model, room, speeds, step = case
-    rates = [estimate(model, cut, speeds, step).tokens_a_second for cut in every_cut(model, room)]
+    model, free_nbytes, speeds, step = case
+    rates = [
+        estimate(model, cut, speeds, step).tokens_a_second for cut in every_cut(model, free_nbytes)
+    ]
     try:
-        chosen = plan(model, room, "fastest", speeds=speeds, step=step)
+        chosen = plan(model, free_nbytes, "fastest", speeds=speeds, step=step)
     except PlanError:
         assert not rates
         return
     assert set(chosen.places) == {part.name for part in (*model.layers, *model.others)}
-    assert all(chosen.used(place) <= room[place] for place in room)
-    if not rates:  # it found room where parts around the layers are elsewhere
-        assert {chosen.places[part.name] for part in model.others} != {next(iter(room))}
+    assert all(chosen.used(place) <= free_nbytes[place] for place in free_nbytes)
+    if not rates:  # it fits only where parts around the layers are elsewhere
+        assert {chosen.places[part.name] for part in model.others} != {next(iter(free_nbytes))}
         return
     found = estimate(model, chosen, speeds, step).tokens_a_second
     assert found == pytest.approx(max(rates))
@@ -92,23 +94,23 @@ def layers_by_rank(chosen):
     return [ranks.count(rank) for rank in range(2)]
 
 
-ROOM = {(0, "cpu"): 10_000, (1, "cpu"): 10_000}
+FREE_NBYTES = {(0, "cpu"): 10_000, (1, "cpu"): 10_000}
 
 
 def test_one_stream_stays_on_rank_0_if_the_other_rank_is_no_faster():
     speeds = DeviceSpeeds(EQUAL.places, HOP)
-    assert layers_by_rank(plan(MODEL, ROOM, "fastest", speeds=speeds)) == [8, 0]
+    assert layers_by_rank(plan(MODEL, FREE_NBYTES, "fastest", speeds=speeds)) == [8, 0]
 
 
 def test_several_conversations_keep_both_ranks_at_work():
     speeds, step = DeviceSpeeds(EQUAL.places, HOP), PassShape(streams=4)
-    assert layers_by_rank(plan(MODEL, ROOM, "fastest", speeds=speeds, step=step)) == [4, 4]
+    assert layers_by_rank(plan(MODEL, FREE_NBYTES, "fastest", speeds=speeds, step=step)) == [4, 4]
 
 
 def test_a_faster_rank_gets_what_fits_if_that_pays_for_the_hops():
     faster = DeviceSpeeds({**EQUAL.places, (1, "cpu"): DeviceSpeed(1e9, 400.0)}, HOP)
-    room = {**ROOM, (1, "cpu"): 500}
-    assert layers_by_rank(plan(MODEL, room, "fastest", speeds=faster)) == [3, 5]
+    free_nbytes = {**FREE_NBYTES, (1, "cpu"): 500}
+    assert layers_by_rank(plan(MODEL, free_nbytes, "fastest", speeds=faster)) == [3, 5]
 
 
 def test_a_large_batch_is_bound_by_arithmetic_and_a_small_one_by_reading():
@@ -122,12 +124,14 @@ def test_a_large_batch_is_bound_by_arithmetic_and_a_small_one_by_reading():
 
 def test_a_place_of_unknown_speed_is_named():
     with pytest.raises(PlanError, match=r"\(1, 'cpu'\)"):
-        plan(MODEL, ROOM, "fastest", speeds=DeviceSpeeds({(0, "cpu"): DeviceSpeed(1.0, 1.0)}))
+        plan(
+            MODEL, FREE_NBYTES, "fastest", speeds=DeviceSpeeds({(0, "cpu"): DeviceSpeed(1.0, 1.0)})
+        )
 
 
 def test_assumed_speeds_are_those_of_every_place():
-    chosen = plan(MODEL, ROOM, {"": 0, "layers.7": 1})
-    found = estimate(MODEL, chosen, uniform_speeds(ROOM, nbytes=100.0, hop_s=0.25))
+    chosen = plan(MODEL, FREE_NBYTES, {"": 0, "layers.7": 1})
+    found = estimate(MODEL, chosen, uniform_speeds(FREE_NBYTES, nbytes=100.0, hop_s=0.25))
     assert found.pass_s == pytest.approx(9 + 0.5) and found.hops_s == pytest.approx(0.5)
     assert found.tokens_a_second == pytest.approx(1 / 9.5)
 

@@ -79,9 +79,9 @@ def test_the_fastest_plan_is_loaded_and_its_tokens_are_exact(checkpoints, ranks)
     def rank(info):
         torch.set_num_threads(1)
         with Coordinator(info, timeout_s=20) as coor:
-            room = ["70KiB", "1GiB", "1GiB"]
+            free_nbytes = ["70KiB", "1GiB", "1GiB"]
             try:
-                with drumline.load(path, "fastest", coor, max_memory=room) as model:
+                with drumline.load(path, "fastest", coor, max_memory=free_nbytes) as model:
                     assert len(model.device_map.ranks) > 1
                     return model.generate(ids, max_new_tokens=6, do_sample=False).tolist()
             except drumline.WorkerExit:

@@ -1,4 +1,4 @@
-"""Plans over any layout and any room: complete, contiguous, within the room, ties together."""
+"""Plans over any profile and any memory: complete, contiguous, within the memory, ties together."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ def layouts(draw) -> ModelProfile:
     return ModelProfile(layers, others, tuple(ties))
 
 
-rooms = st.lists(st.integers(0, 400), min_size=1, max_size=5).map(
+memories = st.lists(st.integers(0, 400), min_size=1, max_size=5).map(
     lambda sizes: {(rank, "cpu"): size for rank, size in enumerate(sizes)}
 )
 modes = st.sampled_from(["auto", "balanced", "sequential"])
 
 
-@given(layouts(), rooms, modes)
-def test_a_plan_holds_every_module_once_and_no_place_more_than_its_room(model, room, mode):
+@given(layouts(), memories, modes)
+def test_a_plan_holds_every_module_once_and_no_place_more_than_its_memory(model, free_nbytes, mode):
     try:
-        chosen = plan(model, room, mode)
+        chosen = plan(model, free_nbytes, mode)
     except PlanError:
         return
     assert set(chosen.places) == {part.name for part in (*model.layers, *model.others)}
-    assert all(chosen.used(place) <= room[place] for place in room)
-    assert sum(chosen.used(place) for place in room) == model.nbytes
+    assert all(chosen.used(place) <= free_nbytes[place] for place in free_nbytes)
+    assert sum(chosen.used(place) for place in free_nbytes) == model.nbytes
 
 
-@given(layouts(), rooms, modes)
-def test_a_plan_keeps_layers_contiguous_and_ties_together(model, room, mode):
+@given(layouts(), memories, modes)
+def test_a_plan_keeps_layers_contiguous_and_ties_together(model, free_nbytes, mode):
     try:
-        chosen = plan(model, room, mode)
+        chosen = plan(model, free_nbytes, mode)
     except PlanError:
         return
     ranks = [chosen.places[part.name][0] for part in model.layers]
@@ -55,22 +55,22 @@ def test_a_plan_keeps_layers_contiguous_and_ties_together(model, room, mode):
 
 
 @given(layouts(), st.integers(1, 4))
-def test_a_plan_exists_whenever_the_first_place_has_room_for_everything(model, ranks):
-    room = {(rank, "cpu"): model.nbytes for rank in range(ranks)}
-    assert plan(model, room).places
+def test_a_plan_exists_whenever_the_first_place_has_memory_for_everything(model, ranks):
+    free_nbytes = {(rank, "cpu"): model.nbytes for rank in range(ranks)}
+    assert plan(model, free_nbytes).places
 
 
-@given(layouts(), rooms, modes)
-def test_the_text_of_a_device_map_has_every_place_of_it(model, room, mode):
+@given(layouts(), memories, modes)
+def test_the_text_of_a_device_map_has_every_place_of_it(model, free_nbytes, mode):
     """Ranks compare it, so that none loads by another map."""
     try:
-        device_map = plan(model, room, mode)
+        device_map = plan(model, free_nbytes, mode)
     except PlanError:
         return
     places, free = json.loads(device_map.to_json())
     assert {name: (rank, device) for name, rank, device, _ in places} == device_map.places
     assert {name: nbytes for name, _, _, nbytes in places} == device_map.nbytes
-    assert {(rank, device): nbytes for rank, device, nbytes in free} == device_map.room
+    assert {(rank, device): nbytes for rank, device, nbytes in free} == device_map.free_nbytes
 
 
 LLAMA = ModelProfile(
@@ -88,21 +88,21 @@ def layers_by_rank(chosen: DeviceMap) -> list[int]:
     return [ranks.count(rank) for rank in range(max(ranks) + 1)]
 
 
-def test_auto_fills_every_rank_to_the_same_part_of_its_room():
-    room = {(0, "cpu"): 600, (1, "cpu"): 600, (2, "cpu"): 1200}
-    assert layers_by_rank(plan(LLAMA, room)) == [1, 2, 5]
+def test_auto_fills_every_rank_to_the_same_part_of_its_memory():
+    free_nbytes = {(0, "cpu"): 600, (1, "cpu"): 600, (2, "cpu"): 1200}
+    assert layers_by_rank(plan(LLAMA, free_nbytes)) == [1, 2, 5]
 
 
 def test_many_ranks_are_planned_for_in_a_moment():
     """It took the third power of their number: two seconds for a hundred, minutes for 400."""
-    room = {(rank, "cpu"): 600 for rank in range(1000)}
-    found = layers_by_rank(plan(LLAMA, room))
+    free_nbytes = {(rank, "cpu"): 600 for rank in range(1000)}
+    found = layers_by_rank(plan(LLAMA, free_nbytes))
     assert sum(found) == 8 and max(found) == 1
 
 
 def test_sequential_fills_one_rank_after_the_other():
-    room = {(0, "cpu"): 700, (1, "cpu"): 1200, (2, "cpu"): 1200}
-    assert layers_by_rank(plan(LLAMA, room, "sequential")) == [5, 3]
+    free_nbytes = {(0, "cpu"): 700, (1, "cpu"): 1200, (2, "cpu"): 1200}
+    assert layers_by_rank(plan(LLAMA, free_nbytes, "sequential")) == [5, 3]
 
 
 def test_a_head_that_does_not_fit_on_rank_0_goes_behind_the_last_layer():
@@ -128,16 +128,16 @@ def test_layers_that_fit_into_no_rest_are_refused_with_their_size():
     [(0, 900, 60), (60, 850, 0), (120, 60, 750, 60)],
     ids=["nothing on the master", "the head in the middle", "a place too narrow for a layer"],
 )
-def test_the_parts_around_the_layers_go_wherever_that_leaves_room(sizes, mode):
+def test_the_parts_around_the_layers_go_wherever_the_layers_still_fit(sizes, mode):
     """Where they fitted neither at the first nor at the last place, no plan was found."""
-    room = {(rank, "cpu"): size for rank, size in enumerate(sizes)}
-    chosen = plan(LLAMA, room, mode)
-    assert all(chosen.used(place) <= room[place] for place in room)
+    free_nbytes = {(rank, "cpu"): size for rank, size in enumerate(sizes)}
+    chosen = plan(LLAMA, free_nbytes, mode)
+    assert all(chosen.used(place) <= free_nbytes[place] for place in free_nbytes)
 
 
 def test_a_map_of_ones_own_is_spread_over_what_its_prefixes_cover():
-    room = {(0, "cpu"): 1000, (1, "cpu"): 1000}
-    chosen = plan(LLAMA, room, {"": 0, "model.layers": 1, "model.layers.0": (0, "cpu")})
+    free_nbytes = {(0, "cpu"): 1000, (1, "cpu"): 1000}
+    chosen = plan(LLAMA, free_nbytes, {"": 0, "model.layers": 1, "model.layers.0": (0, "cpu")})
     assert layers_by_rank(chosen) == [1, 7]
     assert chosen.places["lm_head"] == (0, "cpu")
 
@@ -186,21 +186,21 @@ def test_a_size_that_is_none_is_refused():
 
 
 def test_memory_may_be_given_by_place_by_rank_or_as_a_list():
-    room = {(0, "cuda:0"): 9, (1, "cpu"): 9}
-    assert limit_memory(room, [1, "2"]) == {(0, "cuda:0"): 1, (1, "cpu"): 2}
-    assert limit_memory(room, {1: 3}) == {(1, "cpu"): 3}
-    assert limit_memory(room, {(0, "cpu"): 4}) == {(0, "cpu"): 4}
-    assert limit_memory(room, {0: "1KiB", "cpu": 5}) == {(0, "cuda:0"): 1024, (0, "cpu"): 5}
+    free_nbytes = {(0, "cuda:0"): 9, (1, "cpu"): 9}
+    assert limit_memory(free_nbytes, [1, "2"]) == {(0, "cuda:0"): 1, (1, "cpu"): 2}
+    assert limit_memory(free_nbytes, {1: 3}) == {(1, "cpu"): 3}
+    assert limit_memory(free_nbytes, {(0, "cpu"): 4}) == {(0, "cpu"): 4}
+    assert limit_memory(free_nbytes, {0: "1KiB", "cpu": 5}) == {(0, "cuda:0"): 1024, (0, "cpu"): 5}
     with pytest.raises(PlanError, match=r"ranks \[5\]"):
-        limit_memory(room, {5: 1})
+        limit_memory(free_nbytes, {5: 1})
 
 
 OFFLOADING = {(0, "cuda:0"): 450, (0, "cpu"): 700, (1, "cuda:0"): 450, (1, "disk"): 5000}
 
 
 def test_nothing_is_offloaded_and_nothing_reserved_where_the_accelerators_suffice():
-    room = {**OFFLOADING, (0, "cuda:0"): 451, (1, "cuda:0"): 500}
-    chosen = plan(LLAMA, room)
+    free_nbytes = {**OFFLOADING, (0, "cuda:0"): 451, (1, "cuda:0"): 500}
+    chosen = plan(LLAMA, free_nbytes)
     assert {device for _, device in chosen.places.values()} == {"cuda:0"}
 
 
@@ -213,35 +213,35 @@ def test_the_cpu_takes_what_the_accelerators_do_not_and_disk_what_the_cpu_does_n
     assert devices == [(0, "cuda:0")] + [(0, "cpu")] + [(1, "disk")] * 6
 
 
-def test_two_layers_of_room_are_kept_where_offloaded_ones_run():
+def test_memory_for_two_layers_is_kept_where_offloaded_ones_run():
     chosen = plan(LLAMA, OFFLOADING)
     assert chosen.used((0, "cuda:0")) <= 450 - 200
     assert any(device == "cpu" for _, device in chosen.places.values())
 
 
 @given(layouts(), st.lists(st.integers(0, 300), min_size=6, max_size=6))
-def test_offloading_keeps_every_module_within_some_room(model, sizes):
+def test_offloading_keeps_every_module_within_the_memory_of_its_place(model, sizes):
     places = [(rank, device) for rank in range(2) for device in ("cuda:0", "cpu", "disk")]
-    room = dict(zip(places, sizes, strict=True))
+    free_nbytes = dict(zip(places, sizes, strict=True))
     try:
-        chosen = plan(model, room)
+        chosen = plan(model, free_nbytes)
     except PlanError:
         return
-    assert all(chosen.used(place) <= room[place] for place in room)
+    assert all(chosen.used(place) <= free_nbytes[place] for place in free_nbytes)
     ranks = [chosen.places[part.name][0] for part in model.layers]
     assert ranks == sorted(ranks)
     assert all(len({chosen.places[name] for name in tie}) == 1 for tie in model.ties)
 
 
 def test_a_users_device_map_may_name_devices_of_rank_0_and_disks():
-    room = {(0, "cuda:0"): 1000, (0, "cpu"): 1000, (1, "cpu"): 1000}
+    free_nbytes = {(0, "cuda:0"): 1000, (0, "cpu"): 1000, (1, "cpu"): 1000}
     given = {
         "": 0,
         "model.layers.1": "cpu",
         "model.layers.2": "disk",
         "model.layers.3": (1, "disk"),
     }
-    chosen = plan(LLAMA, room, given)
+    chosen = plan(LLAMA, free_nbytes, given)
     found = [chosen.places[f"model.layers.{n}"] for n in range(4)]
     assert found == [(0, "cuda:0"), (0, "cpu"), (0, "disk"), (1, "disk")]
     assert set(chosen.runs_on(0).values()) == {"cuda:0"} and chosen.device_of(1) == "cpu"
@@ -253,17 +253,17 @@ LOOSE = ModelProfile(LLAMA.layers, (ModulePart("scale", 4), *LLAMA.others), root
 def test_a_tensor_that_the_model_uses_outside_of_modules_stays_on_rank_0():
     chosen = plan(LOOSE, {(0, "cpu"): 60, (1, "cpu"): 900})
     assert chosen.places["scale"] == (0, "cpu") and chosen.places["lm_head"] == (1, "cpu")
-    room = {(0, "cpu"): 1000, (1, "cpu"): 1000}
+    free_nbytes = {(0, "cpu"): 1000, (1, "cpu"): 1000}
     with pytest.raises(PlanError, match=r"'scale'.*uses by itself"):
-        plan(LOOSE, room, {"": 0, "scale": 1})
+        plan(LOOSE, free_nbytes, {"": 0, "scale": 1})
 
 
-def test_room_to_work_in_is_kept_on_every_place_that_runs_layers():
+def test_a_workspace_is_kept_on_every_place_that_runs_layers():
     workspace_nbytes = dataclasses.replace(LLAMA, workspace_nbytes=150)
-    room = {(0, "cpu"): 600, (1, "cpu"): 700}
-    chosen = plan(workspace_nbytes, room)
-    assert all(chosen.used(place) <= nbytes - 150 for place, nbytes in room.items())
-    with pytest.raises(PlanError, match="151 bytes more to work in"):
+    free_nbytes = {(0, "cpu"): 600, (1, "cpu"): 700}
+    chosen = plan(workspace_nbytes, free_nbytes)
+    assert all(chosen.used(place) <= nbytes - 150 for place, nbytes in free_nbytes.items())
+    with pytest.raises(PlanError, match="151 bytes more as workspace"):
         plan(dataclasses.replace(LLAMA, workspace_nbytes=151), {(0, "cpu"): 551, (1, "cpu"): 651})
     with pytest.raises(PlanError, match="1 bytes are missing"):
         plan(workspace_nbytes, {(0, "cpu"): 1050}, {"": 0})
