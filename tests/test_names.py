@@ -5,9 +5,6 @@ import functools
 import re
 from pathlib import Path
 
-import pytest
-
-pytestmark = pytest.mark.xfail(reason="renaming is under way")
 ROOT = Path(__file__).parent.parent
 LAYERS = ("launcher", "coordinator", "communicator", "drumline")
 

@@ -185,7 +185,7 @@ class Nccl(PluginCommunicator):
         return proposals[0]["name"], proposals[0]["unique_id"]
 
     def _check_libraries(self, proposals: list[dict[str, Any]]) -> None:
-        """Raise Unsupported, on every rank alike, unless all have the same library."""
+        """Raise Unsupported on every rank unless all have the same library."""
         for peer, proposal in zip(self.coor.peers, proposals, strict=True):
             if proposal["problem"]:
                 raise Unsupported(f"rank {self.rank}: {peer}: {proposal['problem']}")
