@@ -281,7 +281,7 @@ def timed(model: Any, batch: int, length: int, new_tokens: int) -> dict[str, Any
 def sharing(model: Any) -> int:
     """How many ranks work on one layer together."""
     mesh = getattr(model.model if isinstance(model, Alike) else model, "mesh", None)
-    return mesh.along("tp") if isinstance(mesh, drumline.Mesh) else 1
+    return mesh.axis_size("tp") if isinstance(mesh, drumline.Mesh) else 1
 
 
 def clock(work: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:

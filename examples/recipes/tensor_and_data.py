@@ -26,7 +26,7 @@ with Coordinator() as coor:
         loss_of(alone(inputs), targets).backward()
 
         splits = drumline.parallelize(model, PLAN, along_tp)
-        rows = [whole.chunk(mesh.along("dp"))[place["dp"]] for whole in (inputs, targets)]
+        rows = [whole.chunk(mesh.axis_size("dp"))[place["dp"]] for whole in (inputs, targets)]
         loss_of(model(rows[0]), rows[1]).backward()
         for parameter in model.parameters():
             along_dp.allreduce(parameter.grad.mul_(len(rows[0]) / BATCH))
