@@ -17,6 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo        train a small model on $(RANKS) ranks, then generate with it split over them"
 	@echo "make test        run the tests (TESTS=tests/launcher for some of them)"
+	@echo "make soak        run the tests that take long (many ranks, many random faults)"
 	@echo "make lint        check format, style and types"
 	@echo "make cuda-check  compile the CUDA code (needs nvcc)"
 	@echo "make gpu         test and measure on this machine's GPU; writes benchmarks/results (no network)"
@@ -44,6 +45,11 @@ else
 	@echo "== running the tests"
 	@$(BIN)/python -m tests.programs.side_by_side $(SIDE_BY_SIDE) $(TEST_OPTIONS)
 endif
+
+.PHONY: soak
+soak: .venv/ready
+	@echo "== running the tests that take long: many ranks, many random faults, large messages"
+	@$(BIN)/python -m pytest -m soak $(TESTS)
 
 .PHONY: lint
 lint: .venv/ready

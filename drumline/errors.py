@@ -1,4 +1,4 @@
-"""What can go wrong in one model over several ranks.
+"""Errors of one model over several ranks.
 
 DrumlineError
  |- PlanError              the model does not fit, or a device map names what is not there
@@ -22,17 +22,17 @@ __all__ = [
     "PlanError",
     "StageError",
     "WorkerExit",
+    "describe_error",
+    "describe_with_traceback",
     "exit_code",
-    "said",
-    "story",
 ]
 
-MOST_TOLD = 16_000
-"""Characters of a text about an exception that go to another rank."""
+MAX_ERROR_CHARS = 16_000
+"""Characters of an error that are sent to another rank."""
 
 
 class PlanError(DrumlineError, ValueError):
-    """No device map exists, or the one given cannot hold; nothing was loaded."""
+    """No device map exists, or the user's does not fit; nothing was loaded."""
 
 
 class CheckpointError(DrumlineError):
@@ -44,37 +44,37 @@ class StageError(DrumlineError):
 
 
 class WorkerExit(SystemExit):
-    """The master has left, so this rank, which only served it, has nothing more to do.
+    """The end of a rank that only served the master, which has left.
 
     It is how `drumline.load` ends on every rank but the master: the rest of an ordinary script is
     the master's. Being a SystemExit it ends the process quietly; catch it to do something else.
     """
 
 
-def said(error: BaseException) -> str:
-    """The last line of a traceback, to be told to other ranks."""
+def describe_error(error: BaseException) -> str:
+    """The last line of a traceback, as text that can be sent to other ranks."""
     try:
         text = str(error)
     except Exception as second:
-        text = f"(its own text cannot be had: {type(second).__name__})"
-    return _told(f"{type(error).__name__}: {text}")
+        text = f"(its text cannot be had: {type(second).__name__})"
+    return _sendable(f"{type(error).__name__}: {text}")
 
 
-def story(error: BaseException) -> str:
-    """The same, and where it was raised."""
+def describe_with_traceback(error: BaseException) -> str:
+    """An error as text that can be sent to other ranks, with its traceback."""
     trace = "".join(traceback.format_exception(error))
-    return f"{said(error)}\nThe traceback over there:\n{_told(trace)}"
+    return f"{describe_error(error)}\nThe traceback on that rank:\n{_sendable(trace)}"
 
 
-def _told(text: str) -> str:
-    """The text if it is UTF-8, which names of files need not be, and not endless."""
+def _sendable(text: str) -> str:
+    """The text as UTF-8, which names of files need not be, without its middle if it is long."""
     text = text.encode(errors="backslashreplace").decode()
-    half, more = MOST_TOLD // 2, len(text) - MOST_TOLD
+    half, more = MAX_ERROR_CHARS // 2, len(text) - MAX_ERROR_CHARS
     return text if more <= 0 else f"{text[:half]}\n... {more} characters ...\n{text[-half:]}"
 
 
 def exit_code(error: BaseException) -> int:
-    """With which code an exception that nobody catches ends a process."""
+    """The exit code of a process that an uncaught exception ends."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     return 130 if isinstance(error, KeyboardInterrupt) else 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 @dataclass(frozen=True)
 class ModelTimings:
-    """How long the ranks of a model wait for each other before they draw a conclusion."""
+    """The patience of the ranks of a model with each other."""
 
     next_message_s: float = 20.0 * 24 * 3600
     """A rank waits so long for the next message: must exceed any pause of the user. The failure

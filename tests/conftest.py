@@ -247,6 +247,10 @@ def pytest_configure(config: pytest.Config) -> None:
 FORKING = ("launcher", "coordinator")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """First those that fork here and there: a process with threads (torch's, say) must not."""
+    if "soak" not in config.getoption("markexpr"):
+        soak = [item for item in items if item.get_closest_marker("soak")]
+        config.hook.pytest_deselected(items=soak)
+        items[:] = [item for item in items if item not in soak]
     items.sort(key=lambda item: item.path.parent.name not in FORKING)

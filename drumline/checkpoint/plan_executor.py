@@ -16,7 +16,7 @@ from drumline import timings
 from drumline.checkpoint.safetensors_index import Index, StoredTensor, TensorReader
 from drumline.checkpoint.shard_plan import LoadPlan, Transfer
 from drumline.core.shards import Region, split_into_blocks
-from drumline.errors import story
+from drumline.errors import describe_with_traceback
 
 BLOCK_NBYTES = 8 << 20
 """Bytes read and sent at a time. At most two such blocks exist beside the shards."""
@@ -89,7 +89,7 @@ def abort_peers_on_error(coor: Coordinator) -> Iterator[None]:
     except (PeerLost, CoordinatorError):
         raise
     except BaseException as error:
-        coor.report_failure(coor.rank, f"cannot load: {story(error)}")
+        coor.report_failure(coor.rank, f"cannot load: {describe_with_traceback(error)}")
         raise
 
 

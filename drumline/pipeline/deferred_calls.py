@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from drumline.pipeline.remote_layer import RemoteModule
 
 Producer = tuple[str, int]
-"""A module, and which of its new tensors."""
+"""A module, and the number of one of its new tensors."""
 
 NUM_TRIALS = 2
-"""So often a tensor of unknown use is sent to the master before it is left where it is."""
+"""Times that a tensor of unknown use is sent to the master before it is left where it is."""
 
 
 class DeferredCalls:
@@ -49,7 +49,7 @@ class DeferredCalls:
     def lazy(self, kind: str, producer: Producer, hidden: torch.Tensor) -> LazyTensor:
         """The next tensor that the last call will put out; `hidden` is like it or on its device.
 
-        Like a tensor of unknown shape is one of unknown shape, until that has been fetched."""
+        Its shape is unknown if that of `hidden` is, until `hidden` has been fetched."""
         if type(hidden) is LazyUnknownShape and hidden.value is not None:
             hidden = hidden.value
         is_known = kind == "hidden" and type(hidden) is not LazyUnknownShape
@@ -110,7 +110,7 @@ class DeferredCalls:
         self.driver.output_usage.looked_at.add((*self.producers[slot], wants_hidden_states))
 
     def place_ints(self, before: list[int]) -> tuple[list[int], list[int]]:
-        """Where each run's integers begin, and all integers; runs with the same share them."""
+        """The start of each run's integers, and all integers; runs with equal ones share them."""
         ints = list(before)
         places: dict[tuple[int, ...], int] = {}
         starts: list[int] = []
@@ -122,7 +122,7 @@ class DeferredCalls:
         return starts, ints
 
     def key(self, starts: list[int]) -> tuple[Any, ...]:
-        """Equal for chains with the same program."""
+        """Equal for calls with the same program."""
         runs = tuple([run.key() for run in self.runs])
         return len(self.inputs.tensors), self.returns, tuple(starts), runs
 
@@ -133,8 +133,8 @@ class DeferredCalls:
             outputs: list[Any] = [layer.outputs.get(run.spec) for layer in run.layers[:-1]]
             outputs.append(None if run.is_learning else run.layers[-1].outputs[run.spec])
             calls = zip(run.layers, run.slots_by_layer(), outputs, strict=True)
-            for layer, given, output in calls:
-                slots = tuple(num_operands + s if s >= 0 else num_inputs + ~s for s in given)
+            for layer, slots_before, output in calls:
+                slots = tuple(num_operands + s if s >= 0 else num_inputs + ~s for s in slots_before)
                 steps.append(
                     StageStep(layer.rank, layer.name, run.spec.template, slots, start, output)
                 )
@@ -143,9 +143,9 @@ class DeferredCalls:
 
 
 class OutputUsage:
-    """Which tensors of layers, besides hidden states, the master looks at: the others stay away.
+    """The outputs of layers, besides hidden states, that the master reads: only those are sent.
 
-    Each is known by its maker, and whether hidden states were asked for, which may hold it.
+    The key of each is its producer, and whether hidden states were requested, which may hold it.
     """
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ class InternedSpec:
 
     @cached_property
     def numbers_at(self) -> tuple[int, ...]:
-        """Where the model's own integers are among those of a call that has a cache too: they may
+        """The places of the model's own integers in a call that has a cache too: they may
         say which layers of the cache are meant."""
         kinds = [leaf[0] for leaf in iter_leaves(self.template) if leaf[0] in ("int", "cache")]
         return tuple(at for at, kind in enumerate(kinds) if kind == "int" and "cache" in kinds)
@@ -199,7 +199,7 @@ class LayerRun:
             self.identities = _identities(args, kwargs)
 
     def is_continued_by(self, args: Any, kwargs: Any) -> bool:
-        """Whether these are the same arguments but for the hidden state."""
+        """True if these are the same arguments but for the hidden state."""
         return self.spec.has_reusable_arguments and _identities(args, kwargs) == self.identities
 
     def add(self, layer: RemoteModule, hidden: Any) -> None:

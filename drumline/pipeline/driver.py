@@ -1,4 +1,4 @@
-"""The master's end of the ring: what its threads send, and the replies that come round to them."""
+"""The master's end of the ring: sends the calls of its threads, and hands each its reply."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ class PipelineDriver:
             )
         if "output_hidden_states" in kwargs:
             self._pass.wants_hidden_states = bool(kwargs["output_hidden_states"])
-        for given in (*args[:1], kwargs.get("inputs_embeds"), kwargs.get("input_ids")):
-            if isinstance(given, torch.Tensor) and given.dim() in (2, 3):
-                self._pass.shape = given.shape[0], given.shape[1]
+        for tensor in (*args[:1], kwargs.get("inputs_embeds"), kwargs.get("input_ids")):
+            if isinstance(tensor, torch.Tensor) and tensor.dim() in (2, 3):
+                self._pass.shape = tensor.shape[0], tensor.shape[1]
 
     @property
     def shape_of_pass(self) -> tuple[int, int] | None:
@@ -93,11 +93,11 @@ class PipelineDriver:
 
     @property
     def wants_hidden_states(self) -> bool:
-        """Whether this thread last asked for hidden states, and so looks at more than otherwise."""
+        """True if this thread last requested hidden states, and so reads more outputs."""
         return self._pass.wants_hidden_states
 
     def rows_and_tokens(self) -> tuple[int, int]:
-        """The same, where a hidden state does not show them."""
+        """The rows and tokens of the pass, where a hidden state does not show them."""
         shape = self.shape_of_pass
         if shape is None:
             raise DrumlineError(
@@ -107,14 +107,14 @@ class PipelineDriver:
         return shape
 
     def spec(self, template: TreeSpec) -> InternedSpec:
-        """The one Form of a template, which is quick to compare and to hash."""
+        """The one InternedSpec of a template, which is quick to compare and to hash."""
         spec = self._interned.get(template)
         if spec is None:
             spec = self._interned[template] = InternedSpec(template)
         return spec
 
     def exchange(self, calls: DeferredCalls) -> Message:
-        """Send a chain, and the operations that wait, round the ring; what comes back."""
+        """Send calls, and the cache operations that wait, round the ring; returns the reply."""
         try:
             with DelayedInterrupt():
                 return self._exchange(calls)
@@ -131,6 +131,8 @@ class PipelineDriver:
                 if self._is_desynchronised:
                     self._resync()
                 message = self._message(calls, self._operations_now(leaves), leaves)
+                # Messages have no numbers: the ring keeps their order, so the n-th reply is for the
+                # n-th call in this queue. It grows under the lock that orders the sends.
                 self._pending.append(pending)
                 runner = self.microbatches.release_turn(calls.last_layer)
                 pending.reply = self._failing_all_threads(lambda: self.ring.send(message))
@@ -154,16 +156,16 @@ class PipelineDriver:
         return self.spec(flatten(waiting, leaves, lambda cache: cache_number(cache, self)))
 
     def _message(self, calls: DeferredCalls, operations: InternedSpec, leaves: Leaves) -> Message:
-        """What a chain sends; with the text of its program if the ranks do not know it yet."""
+        """The message for deferred calls, with the text of their program if that is new."""
         starts, ints = calls.place_ints(leaves.ints)
         key = (operations, len(leaves.tensors), calls.key(starts))
         text = ""
-        known = self._programs.get(key)
-        if known is None:
+        entry = self._programs.get(key)
+        if entry is None:
             program = calls.program(operations.template, len(leaves.tensors), starts)
-            known = self._programs[key] = program, next(self._program_numbers)
+            entry = self._programs[key] = program, next(self._program_numbers)
             text = program.to_json()
-        program, number = known
+        program, number = entry
         tensors = leaves.tensors + calls.inputs.tensors
         sent = [tensors[slot] for slot in program.leaving(0)]
         return Message(MessageKind.CALL, number, ints, sent, text)
@@ -181,10 +183,10 @@ class PipelineDriver:
         return pending.reply
 
     def _receive_one(self) -> None:
-        """Take in the next reply, whosever it is: they come in the order of what was sent.
+        """Receive the next reply, for whichever thread it is: replies come in the order of calls.
 
-        One thread listens for all, and the lock is free meanwhile, so that others can go on as soon
-        as theirs is here, and the ranks work on several conversations at once.
+        One thread receives for all. The lock is free meanwhile, so that a thread goes on as soon as
+        its reply is here, and the ranks work on several generations at once.
         """
         self._is_receiving = True
         self._reply_arrived.release()
@@ -199,6 +201,8 @@ class PipelineDriver:
             self._is_receiving = False
             self._reply_arrived.notify_all()
 
+    # A MARK is passed on unchanged. When it has come round, so has the reply to every call before
+    # it, so the queue is empty again whatever an interruption left in it.
     def _resync(self) -> None:
         """After an interruption: wait until all that was sent has come back, whosever it was."""
         self._failing_all_threads(lambda: self.ring.send(Message(MessageKind.MARK)))
@@ -244,13 +248,13 @@ class PipelineDriver:
 
 
 def _invalidate_caches(calls: DeferredCalls) -> None:
-    """Its layers no longer hold the same tokens in the caches that it was given."""
+    """Mark the caches of these calls: their layers no longer hold the same tokens."""
     for run in calls.runs:
         for cache in run.caches:
             cache.is_inconsistent = True
 
 
 class PendingReply:
-    """A place in the queue of those who wait for a reply."""
+    """The place of a thread in the queue for replies."""
 
     reply: Message | None = None

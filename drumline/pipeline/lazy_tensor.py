@@ -115,7 +115,7 @@ def fetched(value: Any) -> Any:
 
 
 def fetch_all(value: Any) -> Any:
-    """The same structure with every lazy tensor replaced by its value."""
+    """A copy of a structure, with every lazy tensor replaced by its value."""
     if type(value) is tuple and not any(isinstance(item, CONTAINERS) for item in value):
         return tuple([fetched(item) for item in value])
     if type(value) is dict and not value:

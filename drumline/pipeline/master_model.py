@@ -1,4 +1,4 @@
-"""What a transformers model on the master can do once parts of it live on other ranks."""
+"""The transformers model on the master, some of whose modules run on other ranks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class DistributedModel(MicrobatchMixin, UnsupportedMixin):
 
     @property
     def device(self) -> torch.device:
-        """Where inputs go: the first device of the master."""
+        """The device for inputs: the first one of the master."""
         return self._first_device
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
@@ -118,7 +118,7 @@ def _fetch_outputs(
     driver: PipelineDriver,
     unrecorded: UnrecordedOutputs,
 ) -> None:
-    """What the models around remote layers return to the user is plain tensors."""
+    """Have the models around remote layers return plain tensors to the user."""
     attention = AttentionConfigs({name: model.get_submodule(name) for name in remote})
     for name, module in model.named_modules():
         if name not in remote and any(
@@ -131,8 +131,8 @@ def _fetch_outputs(
 
 
 def _fetch_inputs(model: nn.Module, remote: Mapping[str, int]) -> None:
-    """What computes with the state of remote layers, as a norm, is given its value: an operation on
-    a lazy tensor takes longer. What has no weights may hand it on to the next layer as it is."""
+    """Fetch the inputs of local modules with weights, such as a norm behind remote layers: an
+    operation on a lazy tensor takes longer. Modules without weights may hand it on as it is."""
     around = {"", *(outer for name in remote for outer in _outer(name))}
     for name, module in model.named_modules():
         is_beside = name.rpartition(".")[0] in around and name not in around

@@ -1,4 +1,4 @@
-"""Which part of a batch may follow another down the chain, so that all ranks work at once.
+"""Splits a batch into micro-batches that follow each other down the stages, so that all work.
 
 Rows of a batch do not know of each other, so groups of them may be computed one after the other
 wherever everything that is given has a row for each, or is the same for all. Where that is not
@@ -72,12 +72,12 @@ def groups_of_pass(batch: int, tokens: int, stages: int, scale: int = 1) -> int:
 
     scale: ACCELERATED if a stage is on a device that is no CPU.
     """
-    wanted = min(batch, GROUPS_PER_STAGE * stages)
-    return max(1, min(wanted, batch * tokens // (SMALLEST_PASS * scale)))
+    groups = min(batch, GROUPS_PER_STAGE * stages)
+    return max(1, min(groups, batch * tokens // (SMALLEST_PASS * scale)))
 
 
 def groups_of_generation(batch: int, stages: int, scale: int = 1) -> int:
-    """How many groups of rows are generated beside each other, so that each rank has one."""
+    """The number of groups of rows that are generated at the same time, one for each rank."""
     return max(1, min(stages, batch // (SMALLEST_STREAM * scale)))
 
 
@@ -91,7 +91,7 @@ def shape(inputs: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def is_by_row(inputs: Mapping[str, Any], batch: int) -> bool:
-    """Whether everything has a row for each sequence, or is sure to be the same for all."""
+    """True if every input has a row for each sequence, or is sure to be the same for all."""
     return all(_is_divisible(name, value, batch) for name, value in inputs.items())
 
 
@@ -137,7 +137,7 @@ def chunks(inputs: Mapping[str, Any], past: int, size: int) -> list[dict[str, An
 
 
 def may_be_chunked(inputs: Mapping[str, Any], past: int, size: int) -> bool:
-    """Whether a pass may be cut along its tokens, as far as its inputs say."""
+    """True if a pass may be split along its tokens, as far as its inputs say."""
     batch, tokens = shape(inputs)
     mask, keep = inputs.get("attention_mask"), inputs.get("logits_to_keep") or 0
     is_flat = mask is None or (mask.dim() == 2 and mask.shape[1] == past + tokens)
@@ -147,13 +147,13 @@ def may_be_chunked(inputs: Mapping[str, Any], past: int, size: int) -> bool:
 
 
 def is_ordinary(options: Mapping[str, Any], *defaults: Any) -> bool:
-    """Whether generate() with these options chooses the tokens of each row for itself.
+    """True if generate() with these options chooses the tokens of each row for itself.
 
-    defaults: what speaks where an option is silent, all of which must be ordinary. Sampling is not
-    so: all rows draw from one stream of random numbers.
+    defaults: the configs that hold where an option is not given; all must be ordinary. Sampling is
+    not: all rows share one stream of random numbers.
     """
     rest = [value for name, value in options.items() if name not in BY_ROW]
-    is_plain = all(isinstance(each, (bool, int, float, str, type(None))) for each in rest)
+    is_plain = all(isinstance(value, (bool, int, float, str, type(None))) for value in rest)
     return is_plain and all(
         value in usual
         for name, usual in ORDINARY.items()
@@ -168,7 +168,7 @@ def _settings(name: str, options: Mapping[str, Any], defaults: Sequence[Any]) ->
 
 
 def keeps_no_state(config: Any) -> bool:
-    """Whether a model's pass leaves nothing behind in the model itself that others would see."""
+    """True if a pass leaves nothing behind in the model that another pass would see."""
     rope = repr(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
     is_text_alone = config.get_text_config() is config and not config.is_encoder_decoder
     return is_text_alone and not any(kind in rope for kind in ("dynamic", "longrope"))

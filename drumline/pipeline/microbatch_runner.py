@@ -28,7 +28,7 @@ class MicrobatchRunner:
 
         until: the layer whose call must have been sent, where that matters.
         """
-        mine = self.release_turn()
+        own_turn = self.release_turn()
         runners: list[MicrobatchThread] = []
         try:
             for item in items:
@@ -42,7 +42,7 @@ class MicrobatchRunner:
                 runner.is_cancelled = True
             raise
         finally:
-            self.acquire_turn(mine)
+            self.acquire_turn(own_turn)
         return [runner.result() for runner in runners]
 
     def release_turn(self, sends: Any = None) -> MicrobatchThread | None:

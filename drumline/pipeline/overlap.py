@@ -1,4 +1,4 @@
-"""How a batch keeps all ranks at work: groups of its rows follow each other round the ring.
+"""Keeps all ranks at work: micro-batches of a batch follow each other round the ring.
 
 In a long pass the groups are parts of one call of the model, and their caches are put together
 afterwards. In a greedy generate() they are generations of their own, so that one rank works on the
@@ -74,12 +74,12 @@ class MicrobatchMixin:
             inputs, kwargs = None, {**kwargs, "input_ids": inputs}
         streams = [] if args or inputs is not None else self._groups_of_generation(kwargs)
         if len(streams) < 2:
-            given = (inputs, *args) if args or inputs is not None else ()
-            return whole(*given, **kwargs)
+            positional = (inputs, *args) if args or inputs is not None else ()
+            return whole(*positional, **kwargs)
         assert self._driver is not None
         parts = [{**kwargs, **microbatch.cut(_tensors(kwargs), group)} for group in streams]
-        found = self._driver.microbatches.map(lambda part: whole(**part), parts)
-        return microbatch.pad_together(found, self._padding(kwargs))
+        sequences = self._driver.microbatches.map(lambda part: whole(**part), parts)
+        return microbatch.pad_together(sequences, self._padding(kwargs))
 
     def _groups_of_pass(self, inputs: Mapping[str, Any]) -> list[slice]:
         if self._driver is None or not self.micro_batches:
@@ -114,7 +114,7 @@ class MicrobatchMixin:
         last = dict(work[-1])
         for name in ("logits", "last_hidden_state"):
             if name in last and not chunks[-1].get("logits_to_keep"):
-                last[name] = torch.cat([each[name] for each in work], dim=1)
+                last[name] = torch.cat([output[name] for output in work], dim=1)
         return type(work[-1])(**last)
 
     @cached_property
@@ -151,18 +151,20 @@ class MicrobatchMixin:
 
     @cached_property
     def _stages(self) -> tuple[int, int]:
-        """How many there are, and how much larger groups have to be for their devices.
+        """The number of stages, and the factor by which groups must be larger for their devices.
 
         A rank with layers on more than one device fetches weights for each group anew.
         """
         ranks = self.device_map.ranks
         devices = [set(self.device_map.of(rank).values()) for rank in ranks]
-        if any(len(each) > 1 or "disk" in each for each in devices):
+        if any(len(on_rank) > 1 or "disk" in on_rank for on_rank in devices):
             return 1, microbatch.NEVER
-        return len(ranks), 1 if all(each == {"cpu"} for each in devices) else microbatch.ACCELERATED
+        return len(ranks), 1 if all(
+            on_rank == {"cpu"} for on_rank in devices
+        ) else microbatch.ACCELERATED
 
     def _padding(self, options: Mapping[str, Any]) -> int:
-        """What generate() writes behind the end of a row."""
+        """The token that generate() writes behind the end of a row."""
         defaults = options.get("generation_config") or self.generation_config
         for name in ("pad_token_id", "eos_token_id"):
             value = options.get(name, getattr(defaults, name, None))
@@ -180,7 +182,9 @@ def _merge_outputs(outputs: Sequence[Any], cache: Any) -> Any:
     """One output of all rows from those of the groups."""
     first = outputs[0]
     joined = {
-        name: cache if name == "past_key_values" else _cat(name, [each[name] for each in outputs])
+        name: cache
+        if name == "past_key_values"
+        else _cat(name, [output[name] for output in outputs])
         for name in first
     }
     return type(first)(**joined)

@@ -1,8 +1,8 @@
-"""What stands in for a layer that another rank holds.
+"""The stand-in for a layer that another rank holds.
 
-It answers at once with a lazy hidden state, so the calls of one forward pass gather in a chain and
-go round the ring together when something looks at the result. Only the first call of a layer with
-arguments of a new form waits, to learn what the layer returns.
+It returns a lazy hidden state at once, so the calls of one forward pass are deferred, and go round
+the ring together when something reads the result. Only the first call of a layer with arguments of
+a new form waits, to learn what the layer returns.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class RemoteModule:
         return cache_number(cache, self.driver, self.cache_layers)
 
     def _result(self, calls: DeferredCalls, spec: InternedSpec, leaves: Leaves) -> Any:
-        """What the layer returns, after putting what it wrote into dicts that layers share."""
+        """The output of the layer, after putting its changes into the dicts that layers share."""
         run = calls.runs[-1]
         output = None if run.is_learning else self.outputs.get(spec)
         if output == NEW_HIDDEN_STATE:

@@ -1,4 +1,4 @@
-"""What cannot be done to a model most of which is on other ranks: each says what to do instead."""
+"""Operations that a model on several ranks does not support: each error says the alternative."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RemoteLayerError(DrumlineError):
 
 
 class AttentionConfigs:
-    """How the layers on other ranks attend, as their configs here say; they do not hear of others.
+    """The attention implementations of remote layers when they were loaded; they cannot change.
 
     Masks are made here in the form that an implementation takes, so a mixture would be wrong.
     """
@@ -62,7 +62,7 @@ class UnsupportedMixin:
             )
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """The same model if it is there already."""
+        """Return the model if it is there already; raise otherwise."""
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         there = device in (None, self.device)  # type: ignore[attr-defined]
         if there and dtype in (None, getattr(self, "dtype", None)):
@@ -138,7 +138,7 @@ def make_read_only(
 ) -> None:
     """Let nobody replace a module or weight inside `module`, which runs on another rank.
 
-    What an adapter library or a quantizer puts there would never be called. unheard: is added to.
+    What an adapter library or a quantizer puts there would never be called. unrecorded: extended.
     """
     unrecorded = [] if unrecorded is None else unrecorded
     for inner, tensor in [*module.named_parameters(name), *module.named_buffers(name)]:
@@ -206,16 +206,18 @@ class _ReadOnlyModule:
 
 
 class _ReadOnlyTensor:
-    """A weight that has no values here: what is written into it would be lost without a word."""
+    """A weight without values here: anything written into it would be lost silently."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        sealed = [each for each in tree_leaves((args, kwargs)) if isinstance(each, _ReadOnlyTensor)]
+        read_only = [
+            leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _ReadOnlyTensor)
+        ]
         first = (args or list(kwargs.values()))[:1]
         written = tree_leaves([kwargs.get("out"), first if _writes(func) else None])
-        for tensor in sealed:
-            if any(tensor is each for each in written):
+        for tensor in read_only:
+            if any(tensor is leaf for leaf in written):
                 name, rank = tensor.__dict__["_read_only_origin"]
                 raise DrumlineError(
                     f"rank 0: {func.__name__} on {name}, which is on rank {rank}, would change "
@@ -225,7 +227,7 @@ class _ReadOnlyTensor:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             if type(result) is torch.Tensor:
-                for tensor in sealed:
+                for tensor in read_only:
                     if _is_same_memory(result, tensor):  # .data, .detach(), a row
                         _make_tensor_read_only(result, *tensor.__dict__["_read_only_origin"])
         return result
@@ -245,7 +247,7 @@ def _make_tensor_read_only(tensor: torch.Tensor, name: str, rank: int) -> None:
 
 
 def _writes(func: Any) -> bool:
-    """Whether it changes its first argument; in torch, the names of those that do end in "_"."""
+    """True if it changes its first argument; in torch, such names end in "_"."""
     name: str = func.__name__
     if name == "__set__":
         return getattr(func.__self__, "__name__", "") == "data"

@@ -1,1 +1,1 @@
-"""OpenAI's API over one model on every rank: `server.serve(path)`, or `drumline serve`."""
+"""OpenAI's API over one model on every rank: `http_server.serve(path)`, or `drumline serve`."""

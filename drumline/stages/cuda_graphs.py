@@ -1,8 +1,8 @@
-"""A stage's layers for one token as one CUDA graph, where every token's are alike.
+"""Captures a stage's layers for one token as one CUDA graph.
 
-A graph repeats what was put into it, at the same addresses, without a line of Python in between. So
-only what Python could not do otherwise the next time is captured: passes of one token over keys and
-values that lie in a StaticCache. All else runs layer by layer, and why is told once.
+A graph repeats the captured kernels, at the same addresses, without a line of Python in between. So
+only passes of one token over keys and values in a StaticCache are captured, where Python could do
+nothing else the next time. All else runs layer by layer, and a warning says why, once.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from drumline.stages.stage import StageRoute
 
 Work = Callable[[list[torch.Tensor]], list[torch.Tensor]]
-"""What the layers of a stage make of the tensors that have arrived."""
+"""Runs the layers of a stage on the tensors that have arrived; returns those that leave."""
 
 NUM_WARM_UPS = 2
-"""So many tokens of a cache run layer by layer first: in them caches get their memory, and
-libraries theirs, which must not lie in a graph."""
+"""Tokens of a cache that run layer by layer first: in them caches and libraries allocate memory,
+which must not lie in a graph."""
 
 MAX_GRAPHS = 8
 MAX_RECAPTURES = 2
-"""So often a program is captured anew for a cache before it is left alone."""
+"""Times that a program is captured again for a cache before it is left alone."""
 
 TOO_MANY_CHANGES = f"what they are given changes, or over {MAX_GRAPHS} caches take turns"
 
@@ -86,8 +86,8 @@ class CapturedGraph:
 
     def fits(self, arrived: Sequence[torch.Tensor], ints: list[int], state: list[Any]) -> bool:
         pairs = zip(arrived, self.inputs, strict=True)
-        alike = all((new.shape, new.dtype) == (old.shape, old.dtype) for new, old in pairs)
-        return alike and ints == self.ints and [*map(id, state)] == [*map(id, self.state)]
+        same_form = all((new.shape, new.dtype) == (old.shape, old.dtype) for new, old in pairs)
+        return same_form and ints == self.ints and [*map(id, state)] == [*map(id, self.state)]
 
     def replay(self, arrived: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         for mine, new in zip(self.inputs, arrived, strict=True):
@@ -110,7 +110,7 @@ class CudaGraphs:
         self._recaptures: Counter[GraphKey] = Counter()
         self._captured: dict[GraphKey, CapturedGraph] = {}
 
-    def run(self, route: StageRoute, message: Message, vault: CacheRegistry, work: Work) -> Any:
+    def run(self, route: StageRoute, message: Message, caches: CacheRegistry, work: Work) -> Any:
         """The tensors that leave, to be sent before the next call; None if `work` is to be done."""
         info = self._programs.get(message.program)
         if info is None:
@@ -122,7 +122,9 @@ class CudaGraphs:
         self._num_passes[key] = self._num_passes.get(key, 0) + 1
         if self._num_passes[key] <= NUM_WARM_UPS:
             return None
-        layers = [each for cache in key[1] for each in vault.cache(cache).layers if is_filled(each)]
+        layers = [
+            layer for cache in key[1] for layer in caches.cache(cache).layers if is_filled(layer)
+        ]
         reason = info.why_not_capturable or why_not_capturable(layers)
         if reason:
             self._decline(info, key, reason)
@@ -184,7 +186,7 @@ class CudaGraphs:
 
 
 class ProgramInfo:
-    """What can be said of a program beforehand."""
+    """The facts of a program that decide whether its passes can be captured."""
 
     def __init__(self, route: StageRoute):
         steps = [step for step, *_ in route.steps]
@@ -215,7 +217,7 @@ def _cuda_graph_factory(device: torch.device) -> Callable[[], Graph]:
 
 
 def _caches_at(step: StageStep) -> Iterator[int]:
-    """Where in a message's integers the numbers of a step's caches are."""
+    """The places of the numbers of a step's caches among a message's integers."""
     kinds = [leaf[0] for leaf in iter_leaves(step.arguments) if leaf[0] in ("int", "cache")]
     yield from (step.ints_at + at for at, kind in enumerate(kinds) if kind == "cache")
 

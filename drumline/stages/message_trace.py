@@ -1,4 +1,4 @@
-"""What a traced launch shows of a pipeline: the work of each stage, and what it waits for."""
+"""Records the work of each pipeline stage, and its waits, in a traced launch."""
 
 from __future__ import annotations
 

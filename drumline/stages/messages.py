@@ -1,8 +1,8 @@
 """One message between neighbours of the ring is one frame of bytes, header and tensors together.
 
 A frame's length has to be known before it arrives. Both ends derive the length of the next frame
-from the last message on the same link, so the tokens of a generation, which are all alike, take one
-frame each; a message that is larger sends its header ahead to say how large it is.
+from the last message on the same channel, so the tokens of a generation, which all have one form,
+take one frame each; a larger message sends its header ahead, which has the length.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class MessageKind(enum.IntEnum):
     CALL = 0
     ERROR = 1
     LEAVE = 2
-    MARK = 3  # goes round unchanged: what was sent before it has come back
+    MARK = 3  # passed on unchanged; when it has come round, so has all that was sent before it
 
 
 MESSAGE_KINDS = tuple(MessageKind)
@@ -53,9 +53,9 @@ MESSAGE_KINDS = tuple(MessageKind)
 
 @dataclass
 class Message:
-    """What travels: the number of a program known to both ends, its integers and its tensors.
+    """The number of a program known to both ends, its integers and its tensors.
 
-    `text` is the program itself, the first time; `note` what a stage has to say about it.
+    `text` is the program itself, the first time; `note` is for a stage's error or description.
     """
 
     kind: MessageKind
@@ -74,9 +74,9 @@ That order is kept, as kernels round by it: those of convolutions have one for c
 
 
 class TensorLayout:
-    """Where tensors of some dtypes and shapes lie, counted from the end of the header.
+    """Offsets of tensors of given dtypes and shapes, counted from the end of the header.
 
-    Worked out once for all messages that are alike: what a token costs is mostly such work.
+    Computed once for all messages of one form: such work is most of the cost of a token.
     """
 
     def __init__(self, specs: tuple[Spec, ...]):
@@ -141,7 +141,7 @@ def _order(tensor: torch.Tensor) -> tuple[int, ...]:
 
 @dataclass
 class HeaderCache:
-    """A message but for the values of its tensors, as bytes: the next one is likely to be alike."""
+    """The bytes of a message but for its tensors' values: likely those of the next one."""
 
     head: bytes
     layout: TensorLayout
@@ -167,7 +167,7 @@ class HeaderCache:
 
 
 OnPredicted = Callable[[Message], None]
-"""What is done, while waiting, with the message that is likely to come, whose tensors are empty."""
+"""Called while waiting, with the message that is likely to come; its tensors have no values yet."""
 
 
 class MessageChannel:
@@ -183,6 +183,8 @@ class MessageChannel:
         self._header: HeaderCache | None = None
         self._expected_next: tuple[HeaderCache, Message] | None = None
 
+    # Both ends keep frame_nbytes: the length of the next frame follows from the last message. So a
+    # receiver knows how many bytes to ask for, and a longer message needs one more frame.
     def send(self, message: Message) -> None:
         """Returns once the message has been copied, so that its tensors may change."""
         header = self._header_for(message)
@@ -227,10 +229,15 @@ class MessageChannel:
         self.num_bytes += max(nbytes, self.frame_nbytes)
 
     def receive(self, on_predicted: OnPredicted | None = None) -> Message:
-        """The next message; if it is as it was foreseen but for values, it is that object."""
+        """The next message; blocks until it is here.
+
+        If its header is the predicted one, the very object given to on_predicted is returned: its
+        tensors are views of the frame that has been received into.
+        """
         frame = torch.empty(self.frame_nbytes, dtype=torch.uint8)
         data = memoryview(frame.numpy())  # type: ignore[arg-type]
-        head, predicted = self._predicted_message(frame)  # made while there is time
+        # The prediction is made before the wait, while there is time.
+        head, predicted = self._predicted_message(frame)
         if predicted is not None and on_predicted is not None:
             on_predicted(predicted)
         self.comm.recv(frame, self.peer)

@@ -34,7 +34,7 @@ class StageStep:
     output: TreeSpec | None
 
     def repeats(self, last: StageStep) -> bool:
-        """Whether all arguments but the first, which is the first tensor, are those of `last`."""
+        """True if all arguments but the first, the hidden state, are those of `last`."""
         return (
             self.arguments == last.arguments
             and self.slots[1:] == last.slots[1:]

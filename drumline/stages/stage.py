@@ -20,7 +20,7 @@ from drumline.core.pytree import (
     iter_caches,
     unflatten,
 )
-from drumline.errors import DrumlineError, story
+from drumline.errors import DrumlineError, describe_with_traceback
 from drumline.kv_cache.owner import CacheRegistry
 from drumline.kv_cache.placeholder import EMPTY_LAYER, LayerVersion, version_of
 from drumline.stages import message_trace
@@ -47,10 +47,10 @@ class StageCall:
     """The arguments of a step, which the next step may use again with another hidden state."""
 
     def __init__(
-        self, step: StageStep, inputs: list[torch.Tensor], ints: list[int], vault: CacheRegistry
+        self, step: StageStep, inputs: list[torch.Tensor], ints: list[int], caches: CacheRegistry
     ):
         self.inputs = inputs
-        arrived = Unflattener(iter(ints[step.ints_at :]), inputs, vault)
+        arrived = Unflattener(iter(ints[step.ints_at :]), inputs, caches)
         self.args, self.kwargs = unflatten(step.arguments, arrived)
         self.shared = arrived.shared
         self.before = [dict(shared) for shared in arrived.shared]
@@ -60,7 +60,7 @@ class StageCall:
         self.args = (hidden, *self.args[1:])
 
     def is_plain(self, value: Any) -> bool:
-        """Whether `value` is described by PLAIN; most are, and it takes long to describe them."""
+        """True if PLAIN describes `value`; most are plain, and to describe them takes long."""
         if type(value) is not torch.Tensor or self.shared or not self.inputs:
             return False
         for tensor in self.inputs:
@@ -82,14 +82,16 @@ class StageCall:
                     "wrong; run this model on one rank."
                 )
 
-    def marks(self) -> list[LayerVersion]:
-        """How full the layers are of the first cache among the arguments."""
+    # A version is a layer's number of tokens, and whether it has a recurrent state. Compared around
+    # the first call of a layer, versions show the master which layers of the cache it fills.
+    def layer_versions(self) -> list[LayerVersion]:
+        """The version of each layer of the first cache among the arguments."""
         found = next(iter_caches((self.args, self.kwargs)), None)
         return [] if found is None else [version_of(layer) for layer in found.layers]
 
     def filled(self, before: list[LayerVersion]) -> list[tuple[int, int, int]]:
-        """Which of them hold more now: their tokens before, and now."""
-        pairs = itertools.zip_longest(before, self.marks(), fillvalue=EMPTY_LAYER)
+        """The layers that hold more than before: index, tokens before, tokens now."""
+        pairs = itertools.zip_longest(before, self.layer_versions(), fillvalue=EMPTY_LAYER)
         return [
             (index, old.length, new.length)
             for index, (old, new) in enumerate(pairs)
@@ -112,7 +114,7 @@ class Stage:
         self.ring, self.rank, self.device, self.graphs = ring, ring.rank, device, graphs
         self.hop = ring.rank  # by which programs know it
         self.modules: dict[str, nn.Module] = dict(model.named_modules())
-        self.vault = CacheRegistry(getattr(model, "config", None))
+        self.caches = CacheRegistry(getattr(model, "config", None))
         self.routes: dict[int, StageRoute] = {}
         self._prebuilt: tuple[Message, StageCall] | None = None
         message_trace.trace_stage(self)
@@ -153,7 +155,7 @@ class Stage:
     def _replay(
         self, route: StageRoute, message: Message, current_step: list[str]
     ) -> Message | None:
-        """What _run returns, by a graph; None where there is none for this message."""
+        """The result of _run, by a CUDA graph; None where there is none for this message."""
         if self.graphs is None:
             return None
 
@@ -161,7 +163,7 @@ class Stage:
             return self._run(route, replace(message, tensors=tensors), current_step).tensors
 
         current_step[0] = "a CUDA graph"
-        leaving = self.graphs.run(route, message, self.vault, work)
+        leaving = self.graphs.run(route, message, self.caches, work)
         if leaving is None:
             return None
         return replace(message, tensors=[*leaving, *message.tensors[len(route.arriving) :]])
@@ -175,14 +177,16 @@ class Stage:
             current_step[0] = step.module
             if call is not None and repeats:
                 call.reuse(held[step.slots[0]])
+            # The prebuilt call is of this message only if receive() returned the predicted object
+            # itself: then its arguments are views of the memory that the frame was received into.
             elif call is None and self._prebuilt is not None and self._prebuilt[0] is message:
                 call = self._prebuilt[1]
             else:
                 call = StageCall(
-                    step, [held[slot] for slot in step.slots], message.ints, self.vault
+                    step, [held[slot] for slot in step.slots], message.ints, self.caches
                 )
             inputs_before, before = (
-                (call.copies(), call.marks()) if step.output is None else ([], [])
+                (call.copies(), call.layer_versions()) if step.output is None else ([], [])
             )
             value = self.modules[step.module](*call.args, **call.kwargs)
             if step.output is None:
@@ -204,7 +208,10 @@ class Stage:
         return dict(zip(route.arriving, arrived, strict=True))
 
     def _prebuild_call(self, message: Message) -> None:
-        """Prepare the first call of a message that is likely to come; its tensors are empty."""
+        """Prepare the first call of a message that is likely to come.
+
+        Its tensors have no values yet, and caches must not change: another message may come.
+        """
         route = self.routes.get(message.program) if message.kind is MessageKind.CALL else None
         if route is None or not route.steps or self.device.type != "cpu":
             return
@@ -213,7 +220,7 @@ class Stage:
         held, step = self._arrived_tensors(route, message), route.steps[0][0]
         with contextlib.suppress(DrumlineError):  # it is free to ask for a cache that is gone
             inputs = [held[slot] for slot in step.slots]
-            self._prebuilt = message, StageCall(step, inputs, message.ints, self.vault)
+            self._prebuilt = message, StageCall(step, inputs, message.ints, self.caches)
 
     def _route(self, message: Message) -> StageRoute:
         """The program of a message; its text comes with the first one."""
@@ -226,15 +233,15 @@ class Stage:
         if program.operations == NOTHING:
             return
         operands = message.tensors[: program.num_operands]
-        arrived = Unflattener(iter(message.ints), operands, self.vault)
+        arrived = Unflattener(iter(message.ints), operands, self.caches)
         failures = []
         for operation in unflatten(program.operations, arrived):
             try:
-                self.vault.apply(*operation)
+                self.caches.apply(*operation)
             except Exception as error:  # the others are done all the same, here as elsewhere
                 failures.append(error)
         if self.graphs is not None:
-            self.graphs.keep_only(self.vault.caches)
+            self.graphs.keep_only(self.caches.caches)
         if failures:
             raise failures[0]
 
@@ -247,7 +254,7 @@ class Stage:
 
     def _describe_failure(self, error: Exception, current_step: str) -> str:
         coor = self.ring.coor
-        return f"{coor.peers[coor.rank]}: {current_step} raised {story(error)}"
+        return f"{coor.peers[coor.rank]}: {current_step} raised {describe_with_traceback(error)}"
 
 
 def _check_output_unchanged(step: StageStep, call: StageCall, value: Any) -> list[torch.Tensor]:

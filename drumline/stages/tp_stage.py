@@ -160,7 +160,7 @@ class TpDriverRing:
         return reply
 
     def _ends_here(self, message: Message) -> bool:
-        """Whether all steps of a message are in the first stage."""
+        """True if all steps of a message are in the first stage."""
         route = self.stage.routes.get(message.program)
         if route is None or route.program.operations != NOTHING:
             return False

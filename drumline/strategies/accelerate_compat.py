@@ -96,10 +96,11 @@ def infer_auto_device_map(model: Any, *args: Any, **kwargs: Any) -> Any:
     """
     if not any(map(_has_places, [*args, *kwargs.values()])):
         return _accelerate_function("infer_auto_device_map")(model, *args, **kwargs)
-    known = {"model", "max_memory", "no_split_module_classes", "clean_result"}
-    given = _named_arguments(infer_auto_device_map, known, model, *args, **kwargs)
+    supported = {"model", "max_memory", "no_split_module_classes", "clean_result"}
+    arguments = _named_arguments(infer_auto_device_map, supported, model, *args, **kwargs)
     return plan(
-        profile_model(model, given.get("no_split_module_classes")), _room(given["max_memory"])
+        profile_model(model, arguments.get("no_split_module_classes")),
+        _room(arguments["max_memory"]),
     )
 
 
@@ -123,9 +124,9 @@ def dispatch_model(model: Any, device_map: Any, *args: Any, **kwargs: Any) -> An
     """
     if not _is_over_ranks(device_map):
         return _accelerate_function("dispatch_model")(model, device_map, *args, **kwargs)
-    known = {"model", "device_map", *SUPPORTED_OPTIONS}
-    given = _named_arguments(dispatch_model, known, model, device_map, *args, **kwargs)
-    return dispatch(model, device_map, offload_dir=given.get("offload_dir"))
+    supported = {"model", "device_map", *SUPPORTED_OPTIONS}
+    arguments = _named_arguments(dispatch_model, supported, model, device_map, *args, **kwargs)
+    return dispatch(model, device_map, offload_dir=arguments.get("offload_dir"))
 
 
 @_with_accelerate_signature
@@ -143,25 +144,25 @@ def load_checkpoint_and_dispatch(
             model, checkpoint, device_map, *args, **kwargs
         )
     own = {"model", "checkpoint", "device_map", "max_memory", "no_split_module_classes", "dtype"}
-    known = own | SUPPORTED_OPTIONS | {"offload_folder"}
-    given = _named_arguments(
-        load_checkpoint_and_dispatch, known, model, checkpoint, device_map, *args, **kwargs
+    supported = own | SUPPORTED_OPTIONS | {"offload_folder"}
+    arguments = _named_arguments(
+        load_checkpoint_and_dispatch, supported, model, checkpoint, device_map, *args, **kwargs
     )
     if hasattr(type(model), "config_class"):
         return load(
             checkpoint,
             device_map,
-            max_memory=given.get("max_memory"),
-            dtype=given.get("dtype"),
+            max_memory=arguments.get("max_memory"),
+            dtype=arguments.get("dtype"),
             cls=type(model),
         )
     return dispatch(
         model,
         device_map,
         checkpoint=checkpoint,
-        max_memory=given.get("max_memory"),
-        uncut=given.get("no_split_module_classes"),
-        offload_dir=given.get("offload_folder"),
+        max_memory=arguments.get("max_memory"),
+        uncut=arguments.get("no_split_module_classes"),
+        offload_dir=arguments.get("offload_folder"),
     )
 
 
@@ -173,14 +174,16 @@ def _is_over_ranks(device_map: Any) -> bool:
     )
 
 
-def _named_arguments(function: Any, known: set[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
+def _named_arguments(
+    function: Any, supported: set[str], *args: Any, **kwargs: Any
+) -> dict[str, Any]:
     """The arguments by name. Raises TypeError for those that are not known and say something."""
     signature = inspect.signature(function)
-    given = signature.bind_partial(*args, **kwargs).arguments
-    says = {key for key in given if given[key] is not signature.parameters[key].default}
-    if surplus := sorted(says - known):
+    arguments = signature.bind_partial(*args, **kwargs).arguments
+    says = {key for key in arguments if arguments[key] is not signature.parameters[key].default}
+    if surplus := sorted(says - supported):
         raise TypeError(
             f"{function.__name__} over the ranks of a launch does not know {surplus}, so it would "
             "ignore them; leave them out, or see drumline.plan and drumline.strategies.load."
         )
-    return given
+    return arguments

@@ -1,7 +1,7 @@
-"""`device_map="fastest"`: whole layers on each rank, or each layer cut over the ranks of a node.
+"""`device_map="fastest"`: pipeline parallelism, or tensor parallelism within each node.
 
-A token passes whole layers one after the other, whoever has them; ranks that share a layer are at
-work at the same time, and add up what they have twice a layer. What is faster is measured.
+A token passes whole layers one after the other, whichever rank has them; ranks of a TP group work
+at the same time, and sum their shards twice a layer. Measurements decide which is faster.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from drumline.strategies.plan_inputs import PlanInputs, collect_plan_inputs
 from drumline.tensor_parallel.sharded_model import open_checkpoint, own_device, shard_checkpoint
 
 MIN_SPEEDUP = 1.1
-"""So many times as fast a cut layer has to be: its sums are taken in another order."""
+"""Least speedup of a sharded layer: its sums are taken in another order."""
 
 SAME_ON_ALL_RANKS = ("dtype", "batch", "length", "max_memory", "backend", "cuda_graphs")
-"""What all ranks have to be asked for alike, or they would measure and choose differently."""
+"""Options that must be equal on all ranks, or these would measure and choose differently."""
 
 
 def load_fastest(path: str | Path, coor: Coordinator | None, options: LoadOptions) -> Any:
@@ -45,8 +45,8 @@ def load_fastest(path: str | Path, coor: Coordinator | None, options: LoadOption
 def _candidates(
     path: str | Path, coor: Coordinator | None, options: LoadOptions
 ) -> list[LoadOptions]:
-    """What was asked for, with the speeds of this cluster; and over teams, the fastest first, where
-    that can be and is worth it. The same on every rank."""
+    """The options with the speeds of this cluster; then those for TP groups that can be loaded and
+    are worth it, the fastest first. The same on every rank."""
     with contextlib.ExitStack() as stack:
         if coor is None:
             coor = stack.enter_context(Coordinator())
@@ -54,42 +54,47 @@ def _candidates(
         check_same_on_all_ranks(
             coor, {name: repr(getattr(options, name)) for name in SAME_ON_ALL_RANKS}
         )
-        found = collect_plan_inputs(coor, path, options)
-        speeds = measure_speeds(coor, found.room, found.dtype, options.backend)
+        inputs = collect_plan_inputs(coor, path, options)
+        speeds = measure_speeds(coor, inputs.room, inputs.dtype, options.backend)
         options = replace(options, speeds=speeds)
-        if options.cuda_graphs or not _have_own_devices(coor, found):
+        if options.cuda_graphs or not _have_own_devices(coor, inputs):
             return [options]
-        groups = measure_group_speeds(coor, own_device(coor), found.dtype)
-        sizes = _faster_sizes(found, groups, speeds)
-        reader = "rank0" if found.source.blind else None
+        groups = measure_group_speeds(coor, own_device(coor), inputs.dtype)
+        sizes = _faster_sizes(inputs, groups, speeds)
+        reader = "rank0" if inputs.source.blind else None
         sharded = [replace(options, device_map="auto", tp=size, reader=reader) for size in sizes]
-        return [options, *(each for each in sharded if _is_loadable(coor, path, each))]
+        return [
+            options,
+            *(candidate for candidate in sharded if _is_loadable(coor, path, candidate)),
+        ]
 
 
-def _have_own_devices(coor: Coordinator, found: PlanInputs) -> bool:
-    """Whether each rank computes where a rank of a team would, and nowhere else."""
-    mine = [d for rank, d in found.room if rank == coor.rank and d not in ("cpu", "disk")]
-    is_own = first_device(mine) == own_device(coor) and coor.local_rank == coor.info.local_rank
-    return coor.all_true(len(mine) < 2 and is_own)
+def _have_own_devices(coor: Coordinator, inputs: PlanInputs) -> bool:
+    """True if each rank computes where a rank of a TP group would, and nowhere else."""
+    devices = [d for rank, d in inputs.room if rank == coor.rank and d not in ("cpu", "disk")]
+    is_own = first_device(devices) == own_device(coor) and coor.local_rank == coor.info.local_rank
+    return coor.all_true(len(devices) < 2 and is_own)
 
 
-def _faster_sizes(found: PlanInputs, groups: list[GroupSpeed], speeds: DeviceSpeeds) -> list[int]:
-    """How many ranks had better share a layer, if several; the fastest first."""
+def _faster_sizes(inputs: PlanInputs, groups: list[GroupSpeed], speeds: DeviceSpeeds) -> list[int]:
+    """The sizes of TP groups that are worth it, the fastest first."""
     try:
-        whole = found.plan("fastest", speeds)
-        alone = estimate(found.parts, whole, speeds, found.step).tokens_a_second
+        whole = inputs.plan("fastest", speeds)
+        alone = estimate(inputs.parts, whole, speeds, inputs.step).tokens_a_second
     except PlanError:
         alone = 0.0  # there is room for parts of layers, if at all
     rates = {
-        group.size: estimate_tensor_parallel(found.parts, group, speeds, found.step).tokens_a_second
+        group.size: estimate_tensor_parallel(
+            inputs.parts, group, speeds, inputs.step
+        ).tokens_a_second
         for group in groups
     }
-    wanted = [size for size, rate in rates.items() if rate > MIN_SPEEDUP * alone]
-    return sorted(wanted, key=lambda size: -rates[size])
+    sizes = [size for size, rate in rates.items() if rate > MIN_SPEEDUP * alone]
+    return sorted(sizes, key=lambda size: -rates[size])
 
 
 def _is_loadable(coor: Coordinator, path: str | Path, options: LoadOptions) -> bool:
-    """Whether every rank can cut this model so, with these options. Collective."""
+    """True if every rank can shard this model with these options. Collective."""
     mesh = Mesh({"pp": coor.world_size // (options.tp or 1), "tp": options.tp or 1})
     files, configs = open_checkpoint(coor, path, mesh, options)
     try:

@@ -51,7 +51,7 @@ def dispatch(
 ) -> Any:
     """The model with its modules on the places of the map. Collective; ends as `load` does.
 
-    model: any module, alike on every rank. Each rank keeps its own modules and lets go of the rest.
+    model: any module, the same on every rank. Each rank keeps its own modules only.
     device_map: as for `load`; modules that it names are kept whole.
     checkpoint: a folder or file of safetensors to fill the model from, named as in the model; the
         values that the model has, if not given.

@@ -76,12 +76,12 @@ def load(
         all layers of a rank are on one GPU. What cannot be captured runs as ever, with a warning.
     backend: what moves the hidden states, see Communicator; the best that every rank has.
     progress: a bar on the master that counts the bytes of all ranks; on a terminal only, if None.
-        There is none where layers are cut.
-    tp, mesh: cut the layers themselves instead: every rank gets the model and calls it alike, see
-        `MeshModel`. tp is how many ranks share one; a mesh is {"dp_replicate": 2, "tp": 2}, or a
-        torch DeviceMesh, which `dp_shard` needs (its parameters are those of FSDP2). With a
-        device_map as well, or an axis `pp` in the mesh, stages are teams of ranks that cut their
-        layers, a rank of the device_map being a stage, and the master alone calls the model.
+        There is none where layers are sharded.
+    tp, mesh: shard the layers themselves instead: every rank gets the model, and all make the same
+        calls, see `MeshModel`. tp is how many ranks share one; a mesh is {"dp_replicate": 2,
+        "tp": 2}, or a torch DeviceMesh, which `dp_shard` needs (its parameters are those of FSDP2).
+        With a device_map as well, or an axis `pp` in the mesh, stages are TP groups that shard
+        their layers, a rank of the device_map being a stage, and the master alone calls the model.
     tp_plan: "auto" for the plan that the model carries; "ep" for the same with the experts of a
         mixture whole, each on one rank; "sequence" for the same with the tokens parted between
         norms; or styles by module name, see `read_plan`.

@@ -1,6 +1,6 @@
 """A transformers checkpoint loaded over a mesh: tensor parallel, replicated, sharded by FSDP2.
 
-model = drumline.load("checkpoint", tp=2)      # on every rank; call it alike on every rank
+model = drumline.load("checkpoint", tp=2)      # on every rank, which all make the same calls
 print(model.generate(tokens))
 """
 
@@ -40,7 +40,7 @@ SYNCED_GPUS_INDEX = 6
 
 
 class MeshModel:
-    """Mixed into the class of the model. Every rank calls it alike, with the same inputs along tp.
+    """Mixed into the class of the model. Ranks along tp make the same calls with the same inputs.
 
     `mesh` says who is where; `loaded` what loading took, in bytes.
     """
@@ -152,7 +152,7 @@ def _check_no_memory_options(options: LoadOptions) -> None:
         if value is not None:
             raise PlanError(
                 f"{name}={value!r} says how to spread whole layers, and a mesh without stages "
-                'shards all of them alike, so it would change nothing; add device_map="auto" for '
+                'shards every layer, so it would change nothing; add device_map="auto" for '
                 "stages of ranks that shard their layers, or leave it out."
             )
 

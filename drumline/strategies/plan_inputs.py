@@ -1,7 +1,7 @@
-"""What a plan of whole layers is made from: the model's sizes, and the room of every place.
+"""The inputs of a plan of whole layers: the model's sizes, and the memory of every place.
 
-found = survey(coor, "checkpoint", asked)     # the same answer on every rank
-chosen = found.plan("auto")
+inputs = collect_plan_inputs(coor, "checkpoint", options)     # the same answer on every rank
+device_map = inputs.plan("auto")
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def with_model(
     before: Callable[[], Any] = lambda: None,
     **options: Any,
 ) -> tuple[T, Peaks]:
-    """What work(model) returns on the master, and the peaks of all ranks. Collective.
+    """The result of work(model) on the master, and the peaks of all ranks. Collective.
 
     The other ranks serve, and end with WorkerExit as they do in load, which takes the options.
     before: called on the master, before anything is loaded.
@@ -86,11 +86,11 @@ def _closing_with_its_code(model: Any, work: Callable[[Any], T]) -> T:
 
 def _peak() -> dict[str, int]:
     """Of this process: resident memory (getrusage(2) has it in KiB), and that of accelerators."""
-    found = {"cpu": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    nbytes_by_device = {"cpu": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     for number in range(torch.cuda.device_count()):
         if nbytes := torch.cuda.max_memory_allocated(number):
-            found[f"cuda:{number}"] = nbytes
-    return found
+            nbytes_by_device[f"cuda:{number}"] = nbytes
+    return nbytes_by_device
 
 
 def describe_peaks(peaks: Peaks) -> list[str]:

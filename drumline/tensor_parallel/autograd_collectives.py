@@ -23,7 +23,7 @@ def shard_bounds(size: int, comm: Communicator) -> tuple[int, int]:
 
 
 def shard_size(size: int, comm: Communicator) -> int:
-    """How many of `size` a rank has; the last ranks may have fewer, or are padded."""
+    """The size of a rank's shard of `size`; the last ranks may have less, or are padded."""
     return -(-size // comm.world_size)
 
 

@@ -27,7 +27,7 @@ RATE_NAMES = ("drop", "jitter")
 
 
 def has_process_per_rank(coor: Coordinator) -> bool:
-    """Whether every rank has a generator of its own: threads of one process share theirs."""
+    """True if every rank has a generator of its own: threads of one process share theirs."""
     processes = {(peer.host, peer.boot_id, peer.memory, peer.pid) for peer in coor.peers}
     return len(processes) == coor.world_size
 
@@ -58,7 +58,7 @@ def sync_dropout_rng(
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether any module of it uses random numbers in training."""
+    """True if any module of it uses random numbers in training."""
     return any(
         type(value) in (int, float) and value > 0 and any(rate in name for rate in RATE_NAMES)
         for module in model.modules()

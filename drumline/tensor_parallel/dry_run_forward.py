@@ -50,7 +50,7 @@ def truncated_copy(model: Any, styles: Mapping[str, str]) -> Any:
 
 
 def _signature(layer: nn.Module, name: str, styles: Mapping[str, str]) -> list[Any]:
-    """Equal for layers that compute alike and are sharded alike."""
+    """Equal for layers that compute and are sharded in the same way."""
     parts = [(n, type(part), styles.get(f"{name}.{n}")) for n, part in layer.named_modules()]
     return [parts, [(n, p.shape, styles.get(f"{name}.{n}")) for n, p in layer.named_parameters()]]
 

@@ -135,7 +135,7 @@ class SequenceParallel:
         module.forward = forward
 
     def _require_all_tokens(self, name: str, module: Any) -> None:
-        """What is cut between heads or experts has to see all tokens: nobody would notice."""
+        """Check that a module which is sharded between heads or experts is given all tokens."""
         plain = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -66,7 +66,7 @@ class ShardedModel:
     def plan(
         self, mesh: Mesh, rank: int, only: Mapping[str, Mapping[str, int]] | None = None
     ) -> LoadPlan:
-        """What `rank` has a part in of filling it. only: see load_into."""
+        """The part of `rank` in filling the model. only: see load_into."""
         options = LoadRequest(
             self.splits, only or {}, self.shapes, lambda index: weight_sources(self.model, index)
         )
@@ -135,13 +135,16 @@ def _dry_run(
 
 
 def _check_not_quantised(path: str | Path, config: Any, options: LoadOptions) -> None:
-    """What is stored in blocks with scales has to be computed, so no rank could read its part."""
-    given = getattr(config, "quantization_config", None) or options.rest.get("quantization_config")
-    if given is None:
+    """Raise PlanError for weights in blocks with scales: no rank could read its shard of them."""
+    quantization = getattr(config, "quantization_config", None) or options.rest.get(
+        "quantization_config"
+    )
+    if quantization is None:
         return
-    told = given if isinstance(given, dict) else given.to_dict()
+    settings = quantization if isinstance(quantization, dict) else quantization.to_dict()
     raise PlanError(
-        f"{path} is quantised ({told.get('quant_method')}), so its weights are computed from what "
+        f"{path} is quantised ({settings.get('quant_method')}), so its weights are computed from "
+        "what "
         "is stored, and no rank could read its part of them; load whole layers with device_map= "
         "and no tp= or mesh=, or save it once in the dtype it is to run in, as from_pretrained("
         "..., quantization_config=FineGrainedFP8Config(dequantize=True)) and save_pretrained(..., "
@@ -178,10 +181,10 @@ def build(kind: type[Any], config: Any, options: LoadOptions) -> Any:
         raise PlanError(f'build_on={build_on!r}: a model is built on "meta" or on "cpu".')
     if isinstance(dtype, str):
         dtype = None if dtype == "auto" else getattr(torch, dtype.removeprefix("torch."))
-    chosen = dtype or getattr(config, "dtype", None) or torch.float32
+    model_dtype = dtype or getattr(config, "dtype", None) or torch.float32
     with model_build_lock(), init_on_meta() if build_on == "meta" else torch.device(build_on):
-        model = kind._from_config(config, dtype=chosen, **options.rest)
-    wide = dtype_overrides(model, chosen)
+        model = kind._from_config(config, dtype=model_dtype, **options.rest)
+    wide = dtype_overrides(model, model_dtype)
     empty = {id(t): empty_like(t, t.shape, wide.get(name)) for name, t in named_tensors(model)}
     replace_tensors(model, empty)  # the buffers that no file holds stay as they were built
     return model
@@ -217,7 +220,7 @@ def compute_buffers(model: Any, device: str) -> None:
 
 
 def _initialiser(model: nn.Module, name: str) -> Callable[[nn.Module], None]:
-    """What gives a module its first values: of the innermost model around it that knows how."""
+    """The method that initialises a module: that of the innermost model around it with one."""
     while name and not hasattr(model.get_submodule(name), "_init_weights"):
         name = name.rpartition(".")[0]
     around: Any = model.get_submodule(name)

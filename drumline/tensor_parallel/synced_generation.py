@@ -99,7 +99,7 @@ class _SampleOnFirstRank(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_random(func: Any) -> bool:
-    """Whether its result is random. Attention is tagged so too, for its dropout in training."""
+    """True if its result is random. Attention is tagged so too, for its dropout in training."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
     return not any("dropout" in argument.name for argument in func._schema.arguments)

@@ -34,7 +34,7 @@ from drumline.tensor_parallel.tp_plan import (
 def insert_collectives(model: nn.Module, styles: Styles, comm: Communicator) -> None:
     """Have the forward of every sharded module compute its shard and join the results.
 
-    Once, after loading. Every rank has to call the model alike from then on.
+    Once, after loading. From then on every rank has to make the same calls of the model.
 
     comm: over the ranks of the "tp" axis, in its order. Gradients flow as they do on one rank.
     """
@@ -172,10 +172,8 @@ def _sharded_experts(module: nn.Module, comm: Communicator) -> Callable[..., Any
     plain = module.forward
 
     def forward(hidden: torch.Tensor, *routing: Any) -> Any:
-        given = [
-            copy_to_ranks(one, comm) if isinstance(one, torch.Tensor) else one for one in routing
-        ]
-        return reduce_from_ranks(plain(copy_to_ranks(hidden, comm), *given), comm)
+        inputs = [copy_to_ranks(x, comm) if torch.is_tensor(x) else x for x in (hidden, *routing)]
+        return reduce_from_ranks(plain(*inputs), comm)
 
     return forward
 

@@ -36,7 +36,7 @@ TIED_STYLES = {
     "embedding_rowwise": "colwise_gather_output",
     "embedding_colwise": "rowwise_split_input",
 }
-"""The styles that shard a tensor alike where a head and an embedding share it."""
+"""By style of a head or an embedding: the style of the other that shards their tensor equally."""
 
 REDUCING = ("moe_tp_experts", "all_reduce", "ep_dispatch_experts")
 MODULE_STYLES = (*COLUMN, *ROW, *PACKED, *EMBEDDING)
@@ -97,7 +97,7 @@ def _packed_style(model: nn.Module, name: str, style: str) -> str:
 
 
 def is_packed(model: nn.Module, name: str) -> bool:
-    """Whether the parameter holds gates and, behind them, values."""
+    """True if the parameter holds gates and, behind them, values."""
     owner, _, last = name.rpartition(".")
     return (
         last in GATE_UP_NAMES

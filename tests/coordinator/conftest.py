@@ -19,17 +19,6 @@ from launcher import LaunchInfo
 LIMIT_S = 40.0
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "soak: takes long, and runs only if asked for: -m soak")
-
-
-def pytest_collection_modifyitems(config, items):
-    if "soak" not in config.getoption("markexpr"):
-        long = [item for item in items if item.get_closest_marker("soak")]
-        config.hook.pytest_deselected(items=long)
-        items[:] = [item for item in items if item not in long]
-
-
 @dataclass
 class Outcome:
     """How a rank ended: what it returned, or the error it raised, and when (time.time())."""

@@ -98,9 +98,8 @@ def test_sixty_four_megabytes_arrive_whole(coordinated, nodes):
     assert [outcome.value for outcome in coordinated(body, 2, nodes)] == [expected] * 2
 
 
-def test_a_gibibyte_arrives_whole_and_a_scatter_moves_only_what_is_wanted(coordinated):
-    nbytes = 1 << 30
-
+@pytest.mark.parametrize("nbytes", [1 << 26, pytest.param(1 << 30, marks=pytest.mark.soak)])
+def test_a_large_broadcast_arrives_whole(coordinated, nbytes):
     def body(coor):
         data = coor.broadcast(bytes(nbytes - 1) + b"x" if coor.rank == 0 else None)
         return len(data), data[-1:] == b"x", data[:4096] == bytes(4096)

@@ -21,7 +21,7 @@ import coordinator
 import drumline
 from coordinator import Coordinator
 from drumline.checkpoint import plan_executor
-from drumline.errors import story
+from drumline.errors import describe_with_traceback
 from drumline.strategies import pipeline_parallel
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -343,9 +343,9 @@ def test_what_is_told_of_an_error_can_always_be_sent():
             raise KeyError("within")
 
     for error in (OSError("\udcff"), ValueError("x" * 10**7), Mute()):
-        told = story(error)
-        assert type(error).__name__ in told
-        assert len(told.encode()) < 50_000
+        text = describe_with_traceback(error)
+        assert type(error).__name__ in text
+        assert len(text.encode()) < 50_000
 
 
 def test_a_cache_from_a_call_that_failed_is_refused(checkpoints, on_master, monkeypatch):

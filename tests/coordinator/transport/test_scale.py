@@ -34,7 +34,9 @@ def test_a_thousand_and_twenty_four_nodes_are_ten_steps_from_the_root():
     assert max(len(children_of(node, 1024)) for node in range(1024)) == 10
 
 
-@pytest.mark.parametrize("nodes", [[64], [8] * 4], ids=str)
+@pytest.mark.parametrize(
+    "nodes", [[16], [4] * 4, pytest.param([64], marks=pytest.mark.soak)], ids=str
+)
 def test_many_ranks_meet_in_two_seconds(coordinated, nodes):
     """From the last rank's first line on: what comes before is the forking."""
     begun = time.time()

@@ -101,7 +101,7 @@ def test_one_memory_size_is_that_of_every_rank_and_other_numbers_are_rejected(ch
 
 
 BAD = [
-    ("plan", "--memory 1.5.2MiB", "no size"),
+    ("plan", "--memory 1.5.2MiB", "is not a size"),
     ("plan", "--memory 1MiB --ranks 0", "not a number from 1 on"),
     ("plan", "--memory 1MiB --batch -1", "not a number from 1 on"),
     ("plan", "--memory 1MiB --bandwidth 0", "nothing is ever read"),
