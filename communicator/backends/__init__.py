@@ -1,0 +1,1 @@
+"""The backends: plugins that speak the C header, `tcp`, `gloo`, `mpi`, `hierarchical`, NCCL."""

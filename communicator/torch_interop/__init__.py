@@ -1,0 +1,1 @@
+"""`init_process_group("drumline")` and `torch.compile`."""

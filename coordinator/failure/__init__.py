@@ -1,0 +1,1 @@
+"""The failure detector, the state of each peer, stack dumps."""

@@ -1,0 +1,1 @@
+"""Keys by prefix, a torch `Store` over them, locks, one rank before the others."""

@@ -1,0 +1,1 @@
+"""Safetensors slices, read straight to the rank that owns them."""

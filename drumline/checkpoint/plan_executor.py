@@ -122,7 +122,8 @@ class PlanExecutor:
     def _transfer(self, transfer: Transfer, rank: int, src: int | None, dst: int | None) -> None:
         """Take a transfer from the file or from rank `src`, to the shard here and to rank `dst`."""
         stored = self.index[transfer.key]
-        sent_dtype = _narrower(stored.torch_dtype, self.dtypes[transfer.name])
+        dtypes = (stored.torch_dtype, self.dtypes[transfer.name])
+        sent_dtype = min(dtypes, key=lambda dtype: dtype.itemsize)  # of equal sizes, the stored one
         shard_start = next((start for owner, start in transfer.owners if owner == rank), None)
         limit = max(1, BLOCK_NBYTES // stored.torch_dtype.itemsize)
         for block in split_into_blocks(transfer.source.size, limit):
@@ -181,8 +182,3 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _can_receive(target: torch.Tensor, dtype: torch.dtype) -> bool:
     """Can bytes of this dtype be written straight into the shard?"""
     return target.is_contiguous() and target.dtype == dtype and target.device.type == "cpu"
-
-
-def _narrower(stored: torch.dtype, loaded: torch.dtype) -> torch.dtype:
-    """The dtype to send: the loaded one if it has fewer bytes, else the stored one."""
-    return loaded if loaded.itemsize < stored.itemsize else stored

@@ -1,0 +1,1 @@
+"""Programs compiled on one rank, moved to each rank's device, cached on disk."""

@@ -1,0 +1,1 @@
+"""The cache of each layer's owner, and its proxy on rank 0."""

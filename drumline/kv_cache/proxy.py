@@ -163,7 +163,8 @@ def cache_number(cache: Cache, op_log: CacheOpLog, layers: Iterable[int] = ()) -
         return cache.number
     _check_empty(cache, layers)
     recipe = _build_arguments(cache)
-    cache.__class__ = _proxy_class(type(cache))
+    kind = type(cache)
+    cache.__class__ = type(kind.__name__, (CacheProxy, kind), {"__module__": kind.__module__})
     assert isinstance(cache, CacheProxy)
     _register(cache, op_log)
     cache.remote_versions = {}
@@ -189,10 +190,6 @@ def merge_proxies(whole: Cache, parts: Sequence[Cache]) -> None:
 def _register(cache: CacheProxy, op_log: CacheOpLog) -> None:
     cache.op_log, cache.number = op_log, op_log.next_cache()
     weakref.finalize(cache, op_log.forget, cache.number).atexit = False
-
-
-def _proxy_class(kind: type[Any]) -> type[Any]:
-    return type(kind.__name__, (CacheProxy, kind), {"__module__": kind.__module__})
 
 
 def _check_empty(cache: Cache, layers: Iterable[int]) -> None:

@@ -1,0 +1,1 @@
+"""Weights on the CPU or disk, prefetched layer by layer."""

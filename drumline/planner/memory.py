@@ -57,7 +57,7 @@ def assign_accelerators(reports: Sequence[Mapping[str, Any]]) -> list[list[str]]
     owned: list[list[str]] = [[] for _ in reports]
     for first in (True, False):
         for unit, names in list(seen.items()):
-            ranks = [r for r in names if not first or _prefers(reports[r], names[r])]
+            ranks = [r for r, name in names.items() if not first or _is_local(reports[r], name)]
             if ranks:
                 rank = min(ranks, key=lambda r: (len(owned[r]), r))
                 owned[rank].append(names[rank])
@@ -65,9 +65,9 @@ def assign_accelerators(reports: Sequence[Mapping[str, Any]]) -> list[list[str]]
     return owned
 
 
-def _prefers(report: Mapping[str, Any], device: str) -> bool:
-    devices = list(report["accelerators"])
-    return bool(devices.index(device) == report["local_rank"])
+def _is_local(report: Mapping[str, Any], device: str) -> bool:
+    """True for the accelerator whose number is the local_rank."""
+    return bool([*report["accelerators"]].index(device) == report["local_rank"])
 
 
 def limit_memory(free_nbytes: Mapping[Place, int], max_memory: Memory | None) -> dict[Place, int]:

@@ -123,7 +123,8 @@ class BatchScheduler:
     ) -> None:
         self.model, self.limits, self.on_loss = model, limits, on_loss
         self.largest_batch = self.num_new_tokens = 0
-        self._eos_tokens = _as_set(model.generation_config.eos_token_id)
+        eos = model.generation_config.eos_token_id
+        self._eos_tokens = {eos} if isinstance(eos, int) else set(eos or ())
         pad_token = model.generation_config.pad_token_id
         self._pad = pad_token if pad_token is not None else min(self._eos_tokens, default=0)
         self._waiting: deque[Generation] = deque()
@@ -331,7 +332,3 @@ class _TokenDelivery(StoppingCriteria):  # type: ignore[misc]
 def _padded_length(batch: list[Generation]) -> int:
     """The most tokens that each row of this batch may get."""
     return max(len(item.tokens) for item in batch) + max(item.num_remaining for item in batch)
-
-
-def _as_set(tokens: int | list[int] | None) -> set[int]:
-    return set() if tokens is None else {tokens} if isinstance(tokens, int) else set(tokens)

@@ -1,0 +1,1 @@
+"""The work of a pipeline stage: ring, messages, program, CUDA graphs, weights."""

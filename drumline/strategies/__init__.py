@@ -1,0 +1,1 @@
+"""`load()`: pipeline, mesh, both, the fastest; Accelerate's functions."""

@@ -1,0 +1,1 @@
+"""Layers split over ranks: collectives with gradients, synchronised sampling and dropout."""

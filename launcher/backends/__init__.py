@@ -1,0 +1,1 @@
+"""One small module per launcher: reads its variables, starts its ranks."""

@@ -1,0 +1,1 @@
+"""Ranks under torchrun, mpiexec and srun: child reaper, rank wrapper."""

@@ -1,0 +1,1 @@
+"""Records that cross pipes between launcher and ranks."""

@@ -1,0 +1,1 @@
+"""Facts from Linux: `/proc`, signals, GPUs by UUID, enclosing launchers."""

@@ -1,0 +1,1 @@
+"""Calls of every rank, recorded on one clock; merged, summarised and plotted."""
