@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -62,6 +63,8 @@ def parser(prog: str = "drumline") -> argparse.ArgumentParser:
 def _run_command(options: argparse.Namespace, prog: str) -> int:
     from coordinator import DrumlineError  # run, doctor and trace do without
 
+    # Shells start background jobs with SIGINT ignored; sent to a command, it is meant for it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         options.command.run(options)
     except DrumlineError as error:

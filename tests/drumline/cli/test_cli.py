@@ -6,6 +6,7 @@ import importlib
 import io
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -337,6 +338,26 @@ def test_serve_with_impossible_options_does_not_start(checkpoints, capsys, optio
     _import_serving()
     assert main(["serve", "--model", str(checkpoints.llama()[1]), *options]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_command_in_the_background_of_a_script_obeys_sigint(with_tokenizer):
+    """A shell starts such a job with SIGINT ignored, and the server could not be stopped by it."""
+    _import_serving()
+    command = [sys.executable, "-m", "drumline", "serve", "--model", with_tokenizer, "-n", "2"]
+    server = subprocess.Popen(
+        [*command, "--port", "0"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    try:
+        assert "serving" in server.stdout.readline()
+        server.send_signal(signal.SIGINT)
+        assert server.wait(timeout=30) == 130
+    finally:
+        server.kill()
+        server.communicate()
 
 
 @pytest.mark.parametrize("line", ["serve", "bench -n 2"])
