@@ -464,6 +464,7 @@ class Coordinator(Collectives):
         callback: Callable[[RankFailure], None],
         *,
         is_waiting: Callable[[], bool] = always,
+        unreachable_s: float = 0.0,
     ) -> Subscription:
         """Have callback(failure) called once for every rank of the group that fails from now on,
         or has failed already. Not collective; nobody needs to be in a call.
@@ -474,14 +475,15 @@ class Coordinator(Collectives):
         The callback runs on a thread of the Coordinator, which lives as long as there are
         subscribers; it may close the subscription or the Coordinator. is_waiting: a rank that is
         suspended or unreachable, and may recover, is reported only while this is true.
+        unreachable_s: a rank that does not answer is reported only after so many seconds.
 
         with coor.on_failure(lambda failure: comm.abort()):
             ...
         """
         self._check_usable("on_failure")
         if self._group is None:
-            return Subscription(callback, is_waiting, lambda subscription: None)
-        return self._group.detector.subscribe(callback, is_waiting)
+            return Subscription(callback, is_waiting, unreachable_s, lambda subscription: None)
+        return self._group.detector.subscribe(callback, is_waiting, unreachable_s)
 
     def failures(self, *, wait_s: float = 0.0) -> tuple[RankFailure, ...]:
         """The ranks of the group that have failed, the first to fail first. Not collective.

@@ -22,9 +22,8 @@ class CoordinatorTimings:
     silent_s: float = 2.5
     """Without a heartbeat at rank 0, after which a rank of another host counts as suspended or its
     host as unreachable. Must exceed several heartbeat_s, and ping_after_s + acknowledged_s."""
-    master_silent_s: float = 10.0
-    """Without an answer of rank 0, after which it counts as unreachable. Must exceed the time for
-    which loading a model on all GPUs keeps rank 0 from everything else."""
+    master_silent_s: float = 3.0
+    """Without an answer of rank 0, after which it counts as unreachable. Must exceed silent_s."""
     membership_s: float = 0.5
     """Between two questions to rank 0 about ranks of other hosts."""
     exit_notice_s: float = 1.0

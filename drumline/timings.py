@@ -15,6 +15,9 @@ class ModelTimings:
     failure_notice_s: float = 2.0
     """Between the error of a connection and the notice of what ended it. Must exceed the
     coordinator's exit_notice_s and membership_s together."""
+    busy_master_s: float = 10.0
+    """While a model loads, a rank that does not answer counts as failed after so long. Must exceed
+    the time for which loading keeps rank 0 from everything else."""
     step_agreement_s: float = 4.0
     """A rank whose step failed waits so long for its TP group to fail in the same step. Must exceed
     the time by which ranks differ in their first step, which loads libraries."""

@@ -65,9 +65,10 @@ class FailureDetector:
         self,
         callback: Callable[[RankFailure], None],
         is_waiting: Callable[[], bool] = always,
+        unreachable_s: float = 0.0,
     ) -> Subscription:
         """Call callback on the detector's thread, once for each rank that fails; see on_failure."""
-        return self._notifier.subscribe(callback, is_waiting)
+        return self._notifier.subscribe(callback, is_waiting, unreachable_s)
 
     def failures(self, wait_s: float = 0.0) -> tuple[RankFailure, ...]:
         """The failed ranks, the first to fail first; waits so long for there to be one."""

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
-from coordinator.errors import RankFailure
+from coordinator.errors import FailureReason, RankFailure
 from coordinator.failure.scan import MAY_RECOVER, FailureScan
 
 log = logging.getLogger("coordinator")
@@ -29,9 +29,11 @@ class Subscription:
         self,
         callback: Callable[[RankFailure], None],
         is_waiting: Callable[[], bool],
+        unreachable_s: float,
         on_close: Callable[[Subscription], None],
     ) -> None:
         self._callback, self._is_waiting, self._on_close = callback, is_waiting, on_close
+        self._unreachable_s = unreachable_s
         self.failures: tuple[RankFailure, ...] = ()
         self._is_closed = False
 
@@ -62,7 +64,10 @@ class Subscription:
                 self._call(failure)
 
     def _is_due(self, failure: RankFailure) -> bool:
-        return failure.reason not in MAY_RECOVER or self._is_waiting()
+        if failure.reason not in MAY_RECOVER:
+            return True
+        is_reached = failure.reason is not FailureReason.UNREACHABLE
+        return self._is_waiting() and (is_reached or failure.since_s >= self._unreachable_s)
 
     def _call(self, failure: RankFailure) -> None:
         try:
@@ -84,9 +89,12 @@ class FailureNotifier:
         self._is_closed = False
 
     def subscribe(
-        self, callback: Callable[[RankFailure], None], is_waiting: Callable[[], bool]
+        self,
+        callback: Callable[[RankFailure], None],
+        is_waiting: Callable[[], bool],
+        unreachable_s: float,
     ) -> Subscription:
-        subscription = Subscription(callback, is_waiting, self._unsubscribe)
+        subscription = Subscription(callback, is_waiting, unreachable_s, self._unsubscribe)
         with self._lock:
             self._subscriptions.append(subscription)
             if self._thread is None and not self._is_closed:

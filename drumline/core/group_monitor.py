@@ -138,7 +138,7 @@ def monitored_loading(coor: Coordinator, holds: Callable[[int], str]) -> Iterato
         if failure.reason in MAY_RECOVER:
             coor.report_failure(failure.rank, failure.reason.value)
 
-    with coor.on_failure(report):
+    with coor.on_failure(report, unreachable_s=TIMINGS.busy_master_s):
         try:
             yield
         except PeerLost as error:
