@@ -7,8 +7,8 @@ TRAINING_STEPS ?= 200
 MODEL ?= demo/llama
 
 BIN := .venv/bin
-FLOORS := launcher coordinator communicator drumline
-CODE := $(FLOORS) tests examples benchmarks setup.py
+LAYERS := launcher coordinator communicator drumline
+CODE := $(LAYERS) tests examples benchmarks setup.py
 
 # Where that is set, as in many containers, every process compiles anew what it imports.
 unexport PYTHONDONTWRITEBYTECODE

@@ -35,7 +35,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *PAGES, *ROOT.glob("examples/**/*.md")])
 BLOCK = re.compile(r"(?:<!-- ([^\n]*?) -->\n)?```sh\n(.*?)```", re.DOTALL)
 SHOWN = re.compile(r"\s*<!-- shown -->\n```text\n(.*?)```", re.DOTALL)
 FILE = re.compile(r'```python title="(.*?)"\n(.*?)```', re.DOTALL)
-FLOORS = ("launcher", "coordinator", "communicator", "drumline")
+LAYERS = ("launcher", "coordinator", "communicator", "drumline")
 
 
 def _name(path: Path) -> str:
@@ -157,7 +157,7 @@ def test_every_test_and_path_that_a_page_names_exists(page):
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     names = re.findall(r"`(test_\w+)`", text)
     assert [name for name in names if f"def {name}(" not in tests] == []
-    folders = "|".join((*FLOORS, "csrc", "docs", "tests", "benchmarks", "examples"))
+    folders = "|".join((*LAYERS, "csrc", "docs", "tests", "benchmarks", "examples"))
     paths = re.findall(rf"`((?:{folders})/[\w/.]*)`", text)
     missing = [path for path in paths if not (ROOT / path).exists()]
     assert set(missing) <= {"communicator/communicator.h"}  # of an installed drumline
@@ -212,13 +212,13 @@ def test_the_package_is_what_the_documents_install():
 
 
 def _exceptions() -> set[str]:
-    """Every public exception of the floors that derives from one that users know.
+    """Every public exception of the layers that derives from one that users know.
 
-    Those that derive from Exception alone are caught by the floor that raises them.
+    Those that derive from Exception alone are caught by the layer that raises them.
     """
     bases = {}
-    for floor in FLOORS:
-        for path in (ROOT / floor).rglob("*.py"):
+    for layer in LAYERS:
+        for path in (ROOT / layer).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                     bases.setdefault(node.name, set()).update(map(ast.unparse, node.bases))
@@ -235,10 +235,10 @@ def test_the_page_of_errors_has_every_exception_and_no_other():
     assert named == _exceptions()
 
 
-@pytest.mark.parametrize("floor", FLOORS)
-def test_the_page_of_a_floor_is_in_the_navigation_with_its_reference(floor):
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_page_of_a_layer_is_in_the_navigation_with_its_reference(layer):
     navigation = (ROOT / "mkdocs.yml").read_text()
-    assert f"- {floor}.md" in navigation and f"- reference/{floor}.md" in navigation
+    assert f"- {layer}.md" in navigation and f"- reference/{layer}.md" in navigation
 
 
 def _source(name: str) -> str:
@@ -252,7 +252,7 @@ def test_what_pages_name_in_full_is_there_and_in_the_reference():
     text = "".join(page.read_text() for page in PAGES)
     reference = "".join(page.read_text() for page in ROOT.glob("docs/reference/*.md"))
     shown = set(re.findall(r"^::: ([\w.]+)", reference, re.MULTILINE))
-    named = set(re.findall(rf"`((?:{'|'.join(FLOORS)})\.[\w.]*\w)[`(]", text))
+    named = set(re.findall(rf"`((?:{'|'.join(LAYERS)})\.[\w.]*\w)[`(]", text))
     for name in named - {"communicator.h", "communicator.backends"}:
         above, _, last = name.rpartition(".")
         assert _source(name) or re.search(rf"\b{last}\b", _source(above)), f"there is no {name}"

@@ -36,9 +36,9 @@ def load_fastest(path: str | Path, coor: Coordinator | None, options: LoadOption
     """The model as it is expected to be fastest. Collective; see `load`."""
     check_no_device(options)
     whole, *sharded = _candidates(path, coor, options)
-    for over_teams in sharded:
+    for over_tp_groups in sharded:
         with contextlib.suppress(PlanError):  # no room: every rank finds the same
-            return load_pipeline_tp(path, coor, over_teams)
+            return load_pipeline_tp(path, coor, over_tp_groups)
     return load_pipeline(path, coor, whole)
 
 
