@@ -33,6 +33,7 @@ DELEGATED = {
     "check": ("communicator.cli", "run the conformance check of a backend"),
 }
 """Commands of the layers below: the module whose main() runs each, and its help."""
+DESCRIPTION = "Start ranks, check this machine, and run one model over the devices of every rank."
 USER_ERRORS = ("CheckpointError", "DrumlineError", "PlanError")
 INTERRUPTED_CODE = 130  # 128 + SIGINT, as shells report it
 
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "drumline") -> int:
 
 def parser(prog: str = "drumline") -> argparse.ArgumentParser:
     """The parser of all commands. A test holds the list of options: they are few on purpose."""
-    top = argparse.ArgumentParser(prog=prog, allow_abbrev=False)
+    top = argparse.ArgumentParser(prog=prog, description=DESCRIPTION, allow_abbrev=False)
     top.add_argument("--version", action=VersionAction, nargs=0, help="print the version")
     commands = top.add_subparsers(metavar="COMMAND", required=True, parser_class=CommandParser)
     for name, (_, text) in DELEGATED.items():

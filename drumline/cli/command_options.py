@@ -37,7 +37,10 @@ def _plan_options(parser: Parser) -> None:
     )
     _memory_option(parser, required=True)
     parser.add_argument(
-        "--ranks", type=at_least(1), metavar="N", help="number of ranks; default: of sizes given"
+        "--ranks",
+        type=at_least(1),
+        metavar="N",
+        help="number of ranks; default: one per --memory size",
     )
     parser.add_argument(
         "--device-map",
@@ -45,7 +48,11 @@ def _plan_options(parser: Parser) -> None:
         metavar="MAP",
         help="auto, balanced, sequential or fastest; default: %(default)s",
     )
-    parser.add_argument("--dtype", metavar="NAME", help="default: that of the checkpoint")
+    parser.add_argument(
+        "--dtype",
+        metavar="NAME",
+        help="dtype of the weights, such as bfloat16; default: that of the checkpoint",
+    )
     parser.add_argument(
         "--batch", type=at_least(1), default=1, metavar="N", help="sequences; default: %(default)s"
     )
@@ -68,17 +75,24 @@ def _plan_options(parser: Parser) -> None:
         type=at_least(0, float),
         default=100.0,
         metavar="MICROSECONDS",
-        help="latency between two ranks; default: %(default)g",
+        help="one-way latency between two ranks; default: %(default)g",
     )
 
 
 def _generate_options(parser: Parser) -> None:
     _model_options(parser)
     parser.add_argument(
-        "--prompt", required=True, metavar="TEXT", help="- reads the standard input"
+        "--prompt",
+        required=True,
+        metavar="TEXT",
+        help="text to continue; - reads it from standard input",
     )
     parser.add_argument(
-        "--max-new-tokens", type=at_least(1), default=64, metavar="N", help="default: %(default)s"
+        "--max-new-tokens",
+        type=at_least(1),
+        default=64,
+        metavar="N",
+        help="tokens to generate at most; default: %(default)s",
     )
     parser.add_argument(
         "--seed", type=_seed, metavar="N", help="sample with this seed; default: greedy"
@@ -104,14 +118,17 @@ def _bench_options(parser: Parser) -> None:
 def _serve_options(parser: Parser) -> None:
     _model_options(parser)
     parser.add_argument(
-        "--host", default="127.0.0.1", metavar="ADDRESS", help="default: %(default)s"
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address to listen on; default: %(default)s",
     )
     parser.add_argument(
         "--port",
         type=_port,
         default=8000,
         metavar="N",
-        help="0 takes a free port; default: %(default)s",
+        help="port to listen on, 0 for a free one; default: %(default)s",
     )
     parser.add_argument(
         "--api-key-file", metavar="FILE", help="file with the key that clients must send"
@@ -122,13 +139,16 @@ def _serve_options(parser: Parser) -> None:
         metavar="TOKENS",
         help="tokens of prompt and completion; default: the model's, at most 4096",
     )
-    for name, default, text in (("running", 16, "running"), ("waiting", 64, "waiting")):
+    for name, default, text in (
+        ("running", 16, "sequences generated at the same time"),
+        ("waiting", 64, "sequences that may wait for their turn"),
+    ):
         parser.add_argument(
             f"--max-{name}",
             type=at_least(1),
             default=default,
             metavar="N",
-            help=f"{text} sequences; default: %(default)s",
+            help=f"{text}; default: %(default)s",
         )
 
 

@@ -57,9 +57,9 @@ def load(
 
     path: a directory with config.json and .safetensors files, the same on every rank that has it.
         Ranks without it are sent their part by the master, which must have it.
-    device_map: how to plan, see `plan`: "auto", which is what is meant if none is given,
-        "sequential", or "fastest", which first measures what devices and links do, and cuts the
-        layers over ranks of a node, as tp= does, where that is a tenth faster; or a module
+    device_map: how to plan, see `plan`: "auto" (the default) or "balanced", which mean the same,
+        "sequential", or "fastest", which first measures what devices and links do, and
+        cuts the layers over ranks of a node, as tp= does, where that is a tenth faster; or a module
         (or prefix) to rank, or to (rank, device). On the device "disk", weights are read whenever
         a layer runs, the next layer's meanwhile.
     coor: who the ranks are; made from the launch, and closed with the model, if not given.

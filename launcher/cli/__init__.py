@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import launcher
-from launcher import launch_job
+from launcher import launch_job, registry
 from launcher.cli import dry_run, failure_report
 from launcher.errors import LaunchError
 from launcher.job import LOOPBACK, Job, Target
 from launcher.system import gpus, linux
 
 PROG = "python -m launcher"
+DESCRIPTION = "Start ranks, check this machine, and read the traces of launches."
 USAGE_CODE = 2
 OPTIONS_WITHOUT_VALUE = ("--", "-h", "--help", "-m", "--bind", "--dry-run")
 
@@ -51,7 +52,7 @@ class CommandParser(argparse.ArgumentParser):
 
 def parser(prog: str = PROG) -> argparse.ArgumentParser:
     """The parser of all commands. A test holds the list of options: they are few on purpose."""
-    top = argparse.ArgumentParser(prog=prog, allow_abbrev=False)
+    top = argparse.ArgumentParser(prog=prog, description=DESCRIPTION, allow_abbrev=False)
     top.add_argument("--version", action=VersionAction, nargs=0, help="print the version")
     commands = top.add_subparsers(dest="command", required=True, parser_class=CommandParser)
     run = commands.add_parser("run", help="start a script once per rank", allow_abbrev=False)
@@ -66,7 +67,7 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
         "--launcher",
         default="multiprocessing",
         metavar="NAME",
-        help="how to start the ranks; default: %(default)s",
+        help=f"{', '.join(registry.BUILT_IN)}, or an installed one; default: %(default)s",
     )
     run.add_argument(
         "--nnodes", type=int, default=1, metavar="N", help="number of nodes; default: %(default)s"
@@ -93,8 +94,10 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
     )
     run.add_argument("--launch-id", metavar="ID", help="name of the launch; random by default")
     run.add_argument("--log-dir", metavar="FOLDER", help="write a file per rank and stream")
-    run.add_argument("--timeout", type=float, metavar="SECONDS", help="end the launch by then")
-    run.add_argument("--bind", action="store_true", help="pin each rank to cores of its own")
+    timeout_help = "end the launch after so many seconds"
+    run.add_argument("--timeout", type=float, metavar="SECONDS", help=timeout_help)
+    bind_help = "pin each rank to its own cores; OMP_NUM_THREADS is their number in local launches"
+    run.add_argument("--bind", action="store_true", help=bind_help)
     preload_help = "import once, before the ranks are forked"
     run.add_argument("--preload", action="append", default=[], metavar="MODULE", help=preload_help)
     run.add_argument("--trace", metavar="FILE", help="record a timeline of every rank")
@@ -110,7 +113,7 @@ def _add_diagnostics(commands: Any) -> None:
     """The commands that start nothing."""
     doctor = commands.add_parser("doctor", help="check this machine", allow_abbrev=False)
     doctor.add_argument("--json", action="store_true", help="print a JSON object per finding")
-    doctor.add_argument("--quick", action="store_true", help="without the conformance of backends")
+    doctor.add_argument("--quick", action="store_true", help="skip the conformance test")
     trace = commands.add_parser("trace", help="summarise, join or draw traces", allow_abbrev=False)
     trace.add_argument("traces", type=Path, metavar="TRACE", nargs="+", help="of `run --trace`")
     into_help = "join the traces of several nodes"
