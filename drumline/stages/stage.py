@@ -241,7 +241,7 @@ class Stage:
             except Exception as error:  # the others are done all the same, here as elsewhere
                 failures.append(error)
         if self.graphs is not None:
-            self.graphs.keep_only(self.caches.caches)
+            self.graphs.keep_only(self.caches.by_number)
         if failures:
             raise failures[0]
 
