@@ -33,7 +33,7 @@ from drumline.planner.plan import plan
 from drumline.stages.ring import Ring
 from drumline.stages.stage_weights import LoadedStage
 from drumline.stages.tp_stage import StageGroup, TpDriverRing, TpFollowerRing, TpLeaderRing, TpStage
-from drumline.strategies.serve_stage import open_frames, serve_and_exit
+from drumline.strategies.serve_stage import open_message_communicator, serve_and_exit
 from drumline.tensor_parallel.sharded_model import (
     ShardedModel,
     build,
@@ -159,7 +159,7 @@ def _connect(
 ) -> tuple[StageGroup, list[Communicator]]:
     """This rank's TP group, its layers connected, and the communicators of the leaders' ring."""
     members = _split(replica, mesh.group(replica.rank, "tp"), stack)
-    comms = [stack.enter_context(open_frames(members, None))]
+    comms = [stack.enter_context(open_message_communicator(members, None))]
     if sharded.styles:
         comms.append(stack.enter_context(Communicator(members)))
         insert_collectives(sharded.model, sharded.styles, comms[1])
@@ -255,7 +255,7 @@ def _ring_comms(
     if len(firsts) == 1 or coor.rank not in firsts:
         return []
     leaders = _split(coor, firsts, stack)
-    return [stack.enter_context(open_frames(leaders, backend)) for _ in range(2)]
+    return [stack.enter_context(open_message_communicator(leaders, backend)) for _ in range(2)]
 
 
 def _split(coor: Coordinator, ranks: tuple[int, ...], stack: contextlib.ExitStack) -> Coordinator:
