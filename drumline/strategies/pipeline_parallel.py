@@ -1,4 +1,4 @@
-"""One model as a chain of stages: whole layers, on the devices of every rank.
+"""One model as a pipeline of stages: whole layers, on the devices of every rank.
 
 model = drumline.load("checkpoint", device_map="auto")
 print(model.generate(tokens))
