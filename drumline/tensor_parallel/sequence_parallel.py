@@ -135,7 +135,7 @@ class SequenceParallel:
         module.forward = forward
 
     def _require_all_tokens(self, name: str, module: Any) -> None:
-        """Make a module that is sharded by heads or experts raise if it is given some tokens only."""
+        """Let a module that is sharded by heads or experts raise if it is given only own tokens."""
         plain = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
