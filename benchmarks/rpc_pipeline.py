@@ -22,7 +22,7 @@ OWNER = "rank-1"
 
 
 class Owner:
-    """The layers from `first` on, and the cache of the one conversation that goes on."""
+    """The layers from `first` on, and the cache of the one generation that goes on."""
 
     def __init__(self, folder: str, first: int):
         torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""CoordinatorTimings of the coordinator, in seconds: one place, so that tests can scale them."""
+"""Timings of the coordinator, in seconds: one place, so that tests can scale them."""
 
 from __future__ import annotations
 
@@ -33,6 +33,10 @@ class CoordinatorTimings:
     """After rank 0 lost a connection, for what that rank had sent to others to arrive."""
     reason_s: float = 1.5
     """For the reason of a broken connection to arrive through rank 0. Must exceed heartbeat_s."""
+    reason_answer_s: float = 0.5
+    """For rank 0 to answer one question about that reason. Must be below reason_s."""
+    reason_poll_s: float = 0.05
+    """Between two such questions. Must be well below reason_s."""
     departed_s: float = 1.0
     """Between two questions to rank 0 about ranks that have left."""
     new_group_s: float = 5.0

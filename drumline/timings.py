@@ -26,6 +26,8 @@ class ModelTimings:
     master's error. Must exceed the time in which Python ends."""
     remote_master_end_s: float = 1.0
     """The same for a master on another host, whose end cannot be seen."""
+    master_poll_s: float = 0.02
+    """Between two checks whether the master has ended. Must exceed the time of a check."""
 
     # ---- loading and compiling: checkpoint/, compile_once/, planner/ ----
     load_s: float = 24 * 3600.0

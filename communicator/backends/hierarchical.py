@@ -25,10 +25,10 @@ from communicator.selection import backend_class
 from coordinator import Coordinator
 
 
-class Subgroup:
-    """Calls a communicator of some ranks, and says in its errors which ranks those are.
+class RenumberedErrors:
+    """A communicator of some ranks, whose errors begin with the caller's numbers of those ranks.
 
-    It numbers its ranks from 0, so its errors name them by other numbers than the caller does.
+    The communicator numbers its ranks from 0, so its own errors name them by other numbers.
     """
 
     def __init__(self, comm: Communicator, ranks: list[int]) -> None:
@@ -93,18 +93,18 @@ class Hierarchical(Communicator):
     def _open_subgroups(self, network: Any) -> None:
         """Open the groups of all ranks, of this node, and, on a leader, of the leaders."""
         all_ranks = network(self.coor, timeout_s=self.timeout_s)
-        self._all_ranks = Subgroup(
+        self._all_ranks = RenumberedErrors(
             self._resources.enter_context(all_ranks), list(range(self.world_size))
         )
         self._local = self._subgroup(Communicator, self._node_ranks)
-        self._leaders: Subgroup | None = None
+        self._leaders: RenumberedErrors | None = None
         if self.rank == self._node_ranks[0]:
             self._leaders = self._subgroup(network, [node[0] for node in self._nodes])
 
-    def _subgroup(self, kind: type[Communicator], ranks: list[int]) -> Subgroup:
+    def _subgroup(self, kind: type[Communicator], ranks: list[int]) -> RenumberedErrors:
         """A communicator of some ranks, whose Coordinator is needed only to open it."""
         with self.coor.split(ranks) as coor:  # type: ignore[union-attr]  # this rank is among them
-            return Subgroup(
+            return RenumberedErrors(
                 self._resources.enter_context(kind(coor, timeout_s=self.timeout_s)), ranks
             )
 
@@ -197,7 +197,7 @@ class Hierarchical(Communicator):
         for local in range(1, len(self._node_ranks)):
             self._local.send(rows[local], local)
 
-    def _swap_nodes(self, leaders: Subgroup, rows: torch.Tensor) -> torch.Tensor:
+    def _swap_nodes(self, leaders: RenumberedErrors, rows: torch.Tensor) -> torch.Tensor:
         """Send rows[i, r] of the i-th rank here to rank r; the result is by [i-th here, src]."""
         num_local, shape = len(self._node_ranks), rows.shape[2:]
         blocks = [rows.new_empty((len(node), num_local, *shape)) for node in self._nodes]

@@ -154,7 +154,9 @@ class Client:
                 is_only = len(addresses) == 1
                 until = deadline if is_only else time.monotonic() + self._timings.connect_s
                 try:
-                    return connect(family, target, self._credentials, self._hello, until, check)
+                    return connect(
+                        family, target, self._credentials, self._hello, until, check, self._timings
+                    )
                 except Rejected as error:
                     raise self._rejected(address, error) from error
                 except (NotReady, OSError) as error:
@@ -198,12 +200,13 @@ def connect(
     hello: Hello,
     deadline: float,
     idle: Callable[[], None] = noop,
+    timings: CoordinatorTimings = DEFAULT,
 ) -> Connection:
     """An authenticated connection. Raises OSError, NotReady or Rejected."""
     left_s = max(deadline - time.monotonic(), 0.001)
     raw = socket.socket(family, socket.SOCK_STREAM)
     try:
-        raw.settimeout(min(left_s, DEFAULT.connect_s))
+        raw.settimeout(min(left_s, timings.connect_s))
         raw.connect(address)
         if raw.getsockname() == raw.getpeername():
             # tcp(7): who connects to a free port of its own range may meet itself

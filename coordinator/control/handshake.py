@@ -79,7 +79,7 @@ class Hello:
     process: str = ""
 
     def pack(self, nonce: bytes) -> bytes:
-        """Without the MAC."""
+        """The client's message, up to the MAC that authenticates it."""
         name = self.process.encode()[:NAME_NBYTES]
         fields = (self.rank, self.turn, self.purpose, self.token, name)
         return HELLO.pack(*fields, nonce, bytes(MAC_NBYTES))[:-MAC_NBYTES]
@@ -116,7 +116,7 @@ def authenticate(
 
 
 def _welcome(answer: int, name: bytes) -> bytes:
-    """Without the MAC."""
+    """The server's answer to a Hello, up to the MAC that authenticates it."""
     return WELCOME.pack(answer, name, bytes(MAC_NBYTES))[:-MAC_NBYTES]
 
 

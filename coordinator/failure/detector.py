@@ -161,14 +161,14 @@ class FailureDetector:
             time.monotonic() + self.timings.reason_s, pending.deadline + self.timings.answer_s
         )
         while time.monotonic() < until:
-            self.session.refresh(timeout_s=0.5)
+            self.session.refresh(self.timings.reason_answer_s)
             try:
                 self.check(pending)
             except CoordinatorError as error:
                 return error
             if self.session.server_lost_at:
                 break  # nobody is left who could tell
-            time.sleep(0.05)
+            time.sleep(self.timings.reason_poll_s)
         state, reason = f"its connection broke: {why}", FailureReason.UNREACHABLE
         return self.fail(PeerLost, [ObservedRank(self.peers[rank], state, None, reason)], pending)
 

@@ -17,27 +17,28 @@ from coordinator.control.framing import pack, unpack
 from coordinator.control.session import Session
 from coordinator.failure.detector import FailureDetector
 from coordinator.peers import Peer
-from coordinator.transport.tree import EVERYWHERE, Entry, Tree, TreeLinkBroken
+from coordinator.transport.tree import ALL_NODES, Entry, Tree, TreeLinkBroken
 
-EVERYBODY = -1
+ALL_RANKS = -1
+"""The dst, root or reader that is no single rank."""
 
 
 class Exchange(NamedTuple):
     """One rank's part in a collective call.
 
     root: the only rank that gives data, or takes it, so that ranks can check that they mean the
-    same. reader: the rank that reads. is_scattered: each rank reads its part of what pack_parts()
-    made.
+    same. reader: the only rank that reads. Both are ALL_RANKS if there is no such rank.
+    is_scattered: each rank reads its part of what pack_parts() made.
     """
 
     data: bytes
-    root: int = EVERYBODY
-    reader: int = EVERYBODY
+    root: int = ALL_RANKS
+    reader: int = ALL_RANKS
     is_scattered: bool = False
 
     @property
     def tag(self) -> int:
-        """Compared among the ranks of a shm domain, where it is unsigned: 0 is EVERYBODY."""
+        """Compared among the ranks of a shm domain, where it is unsigned: 0 is ALL_RANKS."""
         return self.root + 1
 
 
@@ -83,7 +84,7 @@ class Group:
         self.detector.check_group(pending)
         try:
             if len(self.shm_domains) == 1:
-                reads = exchange.reader in (EVERYBODY, self.rank)
+                reads = exchange.reader in (ALL_RANKS, self.rank)
                 return self._exchange_in_domain(pending, exchange, reads)
             return self._exchange_in_all(pending, exchange)
         except _node_shm.CallMismatch:
@@ -126,7 +127,7 @@ class Group:
             entries = unpack(from_first[0])
         results = [b""] * len(self.peers)
         for src, dst, data in entries:
-            if dst in (EVERYBODY, self.rank):
+            if dst in (ALL_RANKS, self.rank):
                 results[src] = data
         return results
 
@@ -168,7 +169,7 @@ class Group:
         return entries
 
     def _dst_domain_of(self, entry: Entry) -> int:
-        return EVERYWHERE if entry.dst == EVERYBODY else self._domain_of[entry.dst]
+        return ALL_NODES if entry.dst == ALL_RANKS else self._domain_of[entry.dst]
 
     def set_status(self, status: int) -> None:
         if self._segment is not None:

@@ -30,7 +30,8 @@ from coordinator.errors import CoordinatorError, CoordinatorTimeout
 from coordinator.peers import Peer
 from coordinator.timings import DEFAULT
 
-EVERYWHERE = -1
+ALL_NODES = -1
+"""The dst_node of an entry that every node needs."""
 
 
 def parent_of(index: int) -> int:
@@ -54,7 +55,7 @@ def subtree_of(index: int, size: int) -> range:
 
 @dataclass(frozen=True)
 class Entry:
-    """Data that rank src, on node src_node, gives to rank dst (EVERYBODY: to all)."""
+    """Data that rank src, on node src_node, gives to rank dst (-1: to all ranks)."""
 
     src_node: int
     src: int
@@ -70,8 +71,8 @@ def _distinct(headers: list[Any]) -> list[Any]:
     return list(kinds.values())
 
 
-def _is_for(dst_node: int, nodes: Container[int]) -> bool:
-    return dst_node == EVERYWHERE or dst_node in nodes
+def _is_needed_in(nodes: Container[int], dst_node: int) -> bool:
+    return dst_node == ALL_NODES or dst_node in nodes
 
 
 class TreeLinkBroken(Exception):
@@ -105,7 +106,7 @@ class Tree:
     ) -> tuple[list[Any], list[Entry]]:
         """The headers that differ, each with a node that gave it, and this node's entries.
 
-        dst_node_of(entry): the node that needs it, or EVERYWHERE. Of equal headers one goes on, so
+        dst_node_of(entry): the node that needs it, or ALL_NODES. Of equal headers one goes on, so
         that a call in which all nodes agree has messages of one size, however many nodes there are.
         """
         headers = [(self.index, header)]
@@ -122,9 +123,11 @@ class Tree:
         for index, child in self._children.items():
             subtree = subtree_of(index, self.size)
             others = [entry for entry in entries if entry.src_node not in subtree]
-            for_child = [entry for entry in others if _is_for(dst_node_of(entry), subtree)]
+            for_child = [entry for entry in others if _is_needed_in(subtree, dst_node_of(entry))]
             self._send(index, child, (headers, for_child), deadline, idle)
-        return headers, [entry for entry in entries if _is_for(dst_node_of(entry), (self.index,))]
+        return headers, [
+            entry for entry in entries if _is_needed_in((self.index,), dst_node_of(entry))
+        ]
 
     def _send(
         self,

@@ -15,17 +15,17 @@
 
 namespace {
 
-using node_shm::NodeSegment;
 using node_shm::CallRecord;
+using node_shm::NodeSegment;
 using node_shm::Range;
 
 PyObject* mismatch_error;
 
 // A call that has begun and not ended: exchange() and resume() return to Python now and then.
 struct Pending {
-    PyObject* data = nullptr;   // this rank's bytes
+    PyObject* data = nullptr;     // this rank's bytes
     PyObject* results = nullptr;  // list of bytes by rank, once sizes are known
-    std::vector<Range> ranges;  // the part of each rank's bytes that is read
+    std::vector<Range> ranges;    // the part of each rank's bytes that is read
     std::vector<char*> targets;
     bool reads = false;
     bool is_scattered = false;
@@ -290,9 +290,9 @@ PyMethodDef segment_methods[] = {
     {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot segment_slots[] = {{Py_tp_new, reinterpret_cast<void*>(segment_new)},
-                             {Py_tp_dealloc, reinterpret_cast<void*>(segment_dealloc)},
-                             {Py_tp_methods, segment_methods},
-                             {0, nullptr}};
+                               {Py_tp_dealloc, reinterpret_cast<void*>(segment_dealloc)},
+                               {Py_tp_methods, segment_methods},
+                               {0, nullptr}};
 PyType_Spec segment_spec = {"coordinator._node_shm.NodeSegment", sizeof(Object), 0,
                             Py_TPFLAGS_DEFAULT, segment_slots};
 

@@ -47,8 +47,8 @@ CallRecord load(const AtomicCallRecord& record) {
 
 }  // namespace
 
-// Sealed, so that nobody can take the memory from under the others; allocated where every rank
-// writes, so that its lack is an error own.
+// Sealed, so that no rank can shrink the memory under the others. The part that every rank writes
+// is allocated here, so that too little memory is an error now rather than a SIGBUS later.
 int NodeSegment::create(int nranks) {
     int fd = memfd_create("drumline-node-shm", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (fd < 0) return -errno;

@@ -42,12 +42,12 @@ struct AtomicCallRecord {
 };
 
 struct alignas(line) RankSlot {
-    std::atomic<uint32_t> arrived;             // the last round this rank arrived in
-    std::atomic<uint32_t> calls;               // how many it has begun
-    std::atomic<uint32_t> status;              // set by Python; 0 while it takes part
-    std::atomic<int64_t> seen_ns;              // when it last entered or left a call
-    alignas(line) AtomicCallRecord records[2];                 // by call
-    alignas(line) char data[2][inline_bytes];  // by round
+    std::atomic<uint32_t> arrived;              // the last round this rank arrived in
+    std::atomic<uint32_t> calls;                // how many it has begun
+    std::atomic<uint32_t> status;               // set by Python; 0 while it takes part
+    std::atomic<int64_t> seen_ns;               // when it last entered or left a call
+    alignas(line) AtomicCallRecord records[2];  // by call
+    alignas(line) char data[2][inline_bytes];   // by round
 };
 
 struct alignas(line) Header {

@@ -94,8 +94,8 @@ ALWAYS_INLINE void narrow(typename Codec::Stored* to, const typename Codec::Wide
 }
 
 template <class Codec, class Op, class Set>
-ALWAYS_INLINE void add(typename Codec::Wide* total, const typename Codec::Stored* next,
-                       size_t count) {
+ALWAYS_INLINE void accumulate(typename Codec::Wide* total, const typename Codec::Stored* next,
+                              size_t count) {
     if constexpr (uses_half_instructions<Codec, Set>) {
         typename Codec::Wide wide[block_elements];
         Set::widen_halves(wide, next, count);
@@ -121,7 +121,8 @@ ALWAYS_INLINE void reduce_block(typename Codec::Stored* out, const void* const* 
     Wide total[block_elements];
     widen<Codec, Set>(total, static_cast<const Stored*>(sources[0]) + offset, count);
     for (int source = 1; source < num_sources; ++source)
-        add<Codec, Op, Set>(total, static_cast<const Stored*>(sources[source]) + offset, count);
+        accumulate<Codec, Op, Set>(total, static_cast<const Stored*>(sources[source]) + offset,
+                                   count);
     if constexpr (std::is_floating_point<Wide>::value)
         if (divisor > 1)
             for (size_t i = 0; i < count; ++i) total[i] = static_cast<Wide>(total[i] / divisor);

@@ -37,9 +37,10 @@ void ShmCommunicator::transfer(bool is_send, void* buffer, uint64_t count, comm_
                                int32_t peer) {
     size_t size = checked_size(*this, dtype);
     if (peer < 0 || peer >= nranks || peer == rank)
-        throw Failure{COMM_INVALID_ARGUMENT,
-                      prefix() + "rank " + std::to_string(peer) + " is not a peer in a group of " +
-                          std::to_string(nranks) + ". Name one of the other ranks"};
+        throw Failure{COMM_INVALID_ARGUMENT, rank_prefix() + "rank " + std::to_string(peer) +
+                                                 " is not a peer in a group of " +
+                                                 std::to_string(nranks) +
+                                                 ". Name one of the other ranks"};
     check_process();
     if (!broken_.empty()) throw Failure{COMM_INVALID_USAGE, broken_};
     Transfer transfer{};
@@ -58,7 +59,7 @@ void ShmCommunicator::transfer(bool is_send, void* buffer, uint64_t count, comm_
 void ShmCommunicator::group_end() {
     if (group_depth_ == 0)
         throw Failure{COMM_INVALID_USAGE,
-                      prefix() + "group_end without group_start. Call group_start before"};
+                      rank_prefix() + "group_end without group_start. Call group_start before"};
     if (--group_depth_ == 0 && !queued_.empty()) complete_queued();
 }
 
@@ -152,7 +153,7 @@ void ShmCommunicator::start_receive(Transfer& transfer, const MessageHeader& hea
     if (header.count == transfer.count && dtype == transfer.dtype &&
         is_same_shape(header.shape, transfer.shape))
         return;
-    transfer.mismatch = prefix() + describe(transfer) + ", but rank " +
+    transfer.mismatch = rank_prefix() + describe(transfer) + ", but rank " +
                         std::to_string(transfer.peer) + " sent " +
                         describe_tensor(header.count, dtype, header.shape) +
                         ". The message was dropped and the tensor is unchanged. Receive into a "

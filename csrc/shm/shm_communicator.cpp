@@ -118,7 +118,7 @@ ShmCommunicator::~ShmCommunicator() {
 
 void ShmCommunicator::throw_forked() const {
     throw Failure{COMM_INVALID_USAGE,
-                  prefix() + "process " + std::to_string(getpid()) +
+                  rank_prefix() + "process " + std::to_string(getpid()) +
                       " was forked from the rank and cannot use its communicator: the peers would "
                       "take it for the rank. Call from the rank itself, or start the process as "
                       "a rank of its own"};
@@ -126,7 +126,7 @@ void ShmCommunicator::throw_forked() const {
 
 void ShmCommunicator::throw_aborted(const std::string& doing) const {
     throw Failure{COMM_REMOTE_ERROR,
-                  prefix() + "this communicator was aborted" +
+                  rank_prefix() + "this communicator was aborted" +
                       (doing.empty() ? "" : " in " + doing) +
                       ", and its ranks are desynchronised. Make a new communicator"};
 }
@@ -248,7 +248,7 @@ void ShmCommunicator::throw_mismatch(int peer, const CallHeader& header) {
                                      header.count.load(std::memory_order_relaxed));
     const Shape& peer_shape = segment_.block(peer).shapes[call_number_ & 1];
     throw Failure{COMM_INVALID_USAGE,
-                  prefix() + "mismatch in call " + std::to_string(call_number_) + ": rank " +
+                  rank_prefix() + "mismatch in call " + std::to_string(call_number_) + ": rank " +
                       std::to_string(rank) + " called " + describe(call_, shape_) + ", rank " +
                       std::to_string(peer) + " called " + describe(peer_call, peer_shape) +
                       ". Nothing was exchanged. Make the same calls in the same order on every "
@@ -368,7 +368,7 @@ void ShmCommunicator::check_peer(int peer, const std::string& doing) {
     if (aborted_.load(std::memory_order_relaxed)) throw_aborted(doing);
     const char* end = describe_end(peer);
     if (end == nullptr) return;
-    std::string text = prefix() + describe_peer(peer) + " " + end + " while rank " +
+    std::string text = rank_prefix() + describe_peer(peer) + " " + end + " while rank " +
                        std::to_string(rank) + " waited for it in " + doing;
     for (int other = 0; other < nranks; ++other)
         if (other != peer && describe_end(other) == died)
@@ -381,7 +381,7 @@ void ShmCommunicator::check_peer(int peer, const std::string& doing) {
 void ShmCommunicator::check_deadline(const std::string& doing, const std::string& missing) {
     if (now_ns() < deadline_ns_) return;
     throw Failure{COMM_TIMEOUT,
-                  prefix() + "timed out after " + seconds(timeout_ns_) + " in " + doing +
+                  rank_prefix() + "timed out after " + seconds(timeout_ns_) + " in " + doing +
                       ". Missing: " + missing +
                       ". This communicator cannot be used again. Find out what the missing ranks "
                       "do, or give them more time: Coordinator(timeout_s=...)"};
@@ -394,7 +394,8 @@ comm_result ShmCommunicator::fail(const Failure& failure) {
     bool is_recoverable = failure.is_local || failure.code == COMM_INVALID_USAGE ||
                           failure.code == COMM_INVALID_ARGUMENT || failure.code == COMM_UNSUPPORTED;
     if (is_recoverable || !broken_.empty() || nranks == 1) return failure.code;
-    broken_ = prefix() + "this communicator failed before (" + failure.text + "). Make a new one";
+    broken_ =
+        rank_prefix() + "this communicator failed before (" + failure.text + "). Make a new one";
     uint32_t expected = present;
     RankBlock& own = segment_.block(rank);
     own.identity.state.compare_exchange_strong(expected, failed);

@@ -174,7 +174,7 @@ class ShmCommunicator {
     void check_deadline(const std::string& doing, const std::string& missing);
     std::string describe_current_call() const;
     std::string describe_peer(int peer) const;
-    std::string prefix() const { return "rank " + std::to_string(rank) + ": "; }
+    std::string rank_prefix() const { return "rank " + std::to_string(rank) + ": "; }
 
     ForkGuard fork_guard_;
     Segment segment_;

@@ -54,12 +54,12 @@ class CacheRegistry(CacheLookup):
 
     def __init__(self, config: Any):
         self.config = config
-        self.caches: dict[int, Cache] = {}
+        self.by_number: dict[int, Cache] = {}
         self.pairs: dict[tuple[int, int], EncoderDecoderCache] = {}
 
     def cache(self, number: int) -> Cache:
         try:
-            return self.caches[number]
+            return self.by_number[number]
         except KeyError:
             raise DrumlineError(
                 f"cache {number} is not known here, because the call that created or changed it "
@@ -86,7 +86,7 @@ class CacheRegistry(CacheLookup):
 
     def _apply(self, operation: str, number: int, *arguments: Any) -> None:
         if operation == "create":
-            self.caches[number] = self._build(*arguments[0])
+            self.by_number[number] = self._build(*arguments[0])
         elif operation == "fork":
             self._fork(number, *arguments)
         elif operation == "join":
@@ -123,10 +123,10 @@ class CacheRegistry(CacheLookup):
                     pair.is_updated = dict.fromkeys(pair.is_updated, False)
 
     def _fork(self, number: int, source: int) -> None:
-        self.caches[number] = copy.deepcopy(self.cache(source))
+        self.by_number[number] = copy.deepcopy(self.cache(source))
 
     def _free(self, number: int) -> None:
-        cache = self.caches.pop(number, None)
+        cache = self.by_number.pop(number, None)
         self.pairs = {key: pair for key, pair in self.pairs.items() if id(cache) not in key}
 
 

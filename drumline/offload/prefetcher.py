@@ -1,8 +1,9 @@
 """Offloaded weights, on disk or in CPU memory, prefetched layer by layer.
 
-prefetcher = WeightPrefetcher(model, {"model.layers.3": tensors_of_it}, device)
-with prefetcher.loaded("model.layers.3"):   # while the next one is on its way already
-    ...
+places = {"layers.2": "cpu", "layers.3": "cpu"}  # modules by name, in the order in which they run
+prefetcher = make_prefetcher(model, places, torch.device("cuda:0"))
+with prefetcher.loaded("layers.2"):  # layers.3 is on its way meanwhile
+    hidden = model.layers[2](hidden)
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class WeightPrefetcher:
         self.free_buffers: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = defaultdict(
             list
         )
-        self.lock = threading.RLock()  # of several conversations, one runs an offloaded module
+        self.lock = threading.RLock()  # of several threads, one runs an offloaded module
 
     @contextlib.contextmanager
     def loaded(self, name: str) -> Iterator[None]:

@@ -158,7 +158,7 @@ class OutputUsage:
 
 
 class InternedSpec:
-    """A template, compared by identity."""
+    """A template that is compared by identity, which is quick; `PipelineDriver.intern` makes it."""
 
     def __init__(self, template: TreeSpec):
         self.template = template

@@ -41,7 +41,7 @@ class PipelineDriver:
     def __init__(self, ring: Ring | TpDriverRing, device: torch.device):
         self.ring, self.device, self.output_usage = ring, device, OutputUsage()
         self._interned: dict[TreeSpec, InternedSpec] = {}
-        self._no_operations = self.spec(NOTHING)
+        self._no_operations = self.intern(NOTHING)
         self._programs: dict[tuple[Any, ...], tuple[Program, int]] = {}
         self._program_numbers, self._cache_numbers = itertools.count(1), itertools.count(1)
         self._operations: deque[tuple[Any, ...]] = deque()
@@ -97,7 +97,7 @@ class PipelineDriver:
         return self._pass.wants_hidden_states
 
     def rows_and_tokens(self) -> tuple[int, int]:
-        """The rows and tokens of the pass, where a hidden state does not show them."""
+        """The rows and tokens of this thread's pass. Raises DrumlineError outside of a pass."""
         shape = self.shape_of_pass
         if shape is None:
             raise DrumlineError(
@@ -106,8 +106,8 @@ class PipelineDriver:
             )
         return shape
 
-    def spec(self, template: TreeSpec) -> InternedSpec:
-        """The one InternedSpec of a template, which is quick to compare and to hash."""
+    def intern(self, template: TreeSpec) -> InternedSpec:
+        """The InternedSpec of a template: the same object for equal templates."""
         spec = self._interned.get(template)
         if spec is None:
             spec = self._interned[template] = InternedSpec(template)
@@ -153,7 +153,7 @@ class PipelineDriver:
         if not self._operations:
             return self._no_operations
         waiting = [self._operations.popleft() for _ in range(len(self._operations))]
-        return self.spec(flatten(waiting, leaves, lambda cache: cache_number(cache, self)))
+        return self.intern(flatten(waiting, leaves, lambda cache: cache_number(cache, self)))
 
     def _message(self, calls: DeferredCalls, operations: InternedSpec, leaves: Leaves) -> Message:
         """The message for deferred calls, with the text of their program if that is new."""

@@ -25,7 +25,7 @@ ACCELERATED = 16
 NEVER = 1 << 40
 
 GROUPS_PER_STAGE = 4
-"""The more groups, the shorter are the times in which the chain fills and empties."""
+"""The more groups, the shorter are the times in which the pipeline fills and empties."""
 
 BY_ROW = {"input_ids": (2,), "attention_mask": (2, 4), "position_ids": (2,), "inputs_embeds": (3,)}
 """Tensors with a row for each sequence, and how many dimensions they may have."""

@@ -70,7 +70,7 @@ class MicrobatchThread(threading.Thread):
     def __init__(
         self, microbatches: MicrobatchRunner, work: Callable[[Any], Any], item: Any, until: Any
     ):
-        super().__init__(name="drumline-relay", daemon=True)
+        super().__init__(name="drumline-microbatch", daemon=True)
         self.until = until
         self.microbatches, self.has_left, self.is_cancelled = microbatches, threading.Event(), False
         self.value: Any = None

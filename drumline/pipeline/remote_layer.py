@@ -45,9 +45,7 @@ class RemoteModule:
 
     def __init__(self, driver: PipelineDriver, name: str, module: nn.Module, rank: int):
         self.driver, self.name, self.rank = driver, name, rank
-        self.outputs: dict[
-            InternedSpec, TreeSpec
-        ] = {}  # what it returns for arguments of each form
+        self.outputs: dict[InternedSpec, TreeSpec] = {}  # of results, by that of the arguments
         self.fills: dict[
             tuple[InternedSpec, tuple[int, ...]], tuple[int, ...]
         ] = {}  # layers of a cache
@@ -83,7 +81,7 @@ class RemoteModule:
                 "dtype=torch.bfloat16, or call it outside of autocast."
             )
         leaves = Leaves()
-        spec = self.driver.spec(flatten([args, kwargs], leaves, self._number_of))
+        spec = self.driver.intern(flatten([args, kwargs], leaves, self._number_of))
         if leaves.caches and leaves.tensors:
             _fetch_if_shape_unknown(leaves.tensors[0])
         calls = self.driver.calls
@@ -206,7 +204,7 @@ def _embedding_weight(module: nn.Module) -> torch.Tensor | None:
 
 
 def _fetch_if_shape_unknown(hidden: torch.Tensor) -> None:
-    """Its tokens are counted into a cache."""
+    """Fetch a hidden state of unknown shape, whose tokens are to be counted into a cache."""
     if type(hidden) is LazyUnknownShape:
         hidden.fetch()
 

@@ -1,4 +1,4 @@
-"""The cut of a model that gives the most tokens a second: pure arithmetic over measured speeds.
+"""The split of a model that gives the most tokens a second: pure arithmetic over measured speeds.
 
 rank_0, rank_1 = DeviceSpeed(5e10, 1e10), DeviceSpeed(5e10, 1e10)
 speeds = DeviceSpeeds({(0, "cpu"): rank_0, (1, "cpu"): rank_1}, {0: hop, 1: hop})
@@ -6,7 +6,7 @@ print(estimate(layout, plan(layout, free_nbytes, "fastest", speeds=speeds), spee
 
 A place spends on a part of the model the time to read its weights or to multiply with them, the
 longer of the two (the roofline of Williams et al., 2009). A token passes all stages one after the
-other; with several conversations at once the slowest stage sets the pace.
+other; with several passes in flight the slowest stage sets the pace.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class DeviceSpeed:
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """From one rank to the next: seconds for a message of nothing, and bytes a second."""
+    """Speed from one rank to the next: latency of an empty message, and bytes a second."""
 
     latency_s: float
     nbytes: float

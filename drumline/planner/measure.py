@@ -46,7 +46,7 @@ def measure_speeds(
 ) -> DeviceSpeeds:
     """The speed of every place in `places`, and of the links of the ring. Collective.
 
-    The ranks of a node take turns, as they do when they serve one conversation. Takes about a
+    The ranks of a node take turns, as they do when they serve one request. Takes about a
     quarter of a second for each of them, and 32 MiB of memory for a moment. The numbers are
     exchanged, so that every rank has the same.
     """

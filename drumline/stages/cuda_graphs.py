@@ -186,7 +186,11 @@ class CudaGraphs:
 
 
 class ProgramInfo:
-    """The facts of a program that decide whether its passes can be captured."""
+    """One program on one rank: whether its passes can be captured, and if not, why.
+
+    hidden_at: index of the hidden state among the tensors that arrive. caches_at: indices of cache
+    numbers among a message's integers. name: of its layers, for a warning.
+    """
 
     def __init__(self, route: StageRoute):
         steps = [step for step, *_ in route.steps]

@@ -124,14 +124,14 @@ class TensorLayout:
 
 
 def _strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a tensor without gaps."""
+    """The strides of a tensor without gaps, its dims in memory in this order."""
     axes = order or tuple(range(len(shape)))
     by_axis = {axis: math.prod(shape[a] for a in axes[at + 1 :]) for at, axis in enumerate(axes)}
     return tuple(by_axis[axis] for axis in range(len(shape)))
 
 
 def _order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Its axes from the outermost in memory on; none if that is as usual, or it has gaps."""
+    """A tensor's dims from the outermost in memory on; () if it is contiguous or has gaps."""
     if tensor.is_contiguous():
         return ()
     strides = tensor.stride()

@@ -117,6 +117,7 @@ class Stage:
         self.caches = CacheRegistry(getattr(model, "config", None))
         self.routes: dict[int, StageRoute] = {}
         self._prebuilt: tuple[Message, StageCall] | None = None
+        self._current_step = ""  # for the error that it raises
         message_trace.trace_stage(self)
 
     @torch.inference_mode()
@@ -138,43 +139,39 @@ class Stage:
     def _reply(self, message: Message) -> Message:
         """The message for the next rank, or the story of what went wrong here."""
         operands: list[torch.Tensor] = []
-        current_step = ["an operation on a cache"]
+        self._current_step = "an operation on a cache"
         try:
             route = self._route(message)
             operands = message.tensors[: route.program.num_operands]
-            return self._replay(route, message, current_step) or self._run(
-                route, message, current_step
-            )
+            return self._run_captured(route, message) or self._run(route, message)
         except Exception as error:
             failed = Message(
                 MessageKind.ERROR, message.program, message.ints, operands, message.text
             )
-            failed.note = self._describe_failure(error, current_step[0])
+            failed.note = self._describe_failure(error)
             return failed
 
-    def _replay(
-        self, route: StageRoute, message: Message, current_step: list[str]
-    ) -> Message | None:
+    def _run_captured(self, route: StageRoute, message: Message) -> Message | None:
         """The result of _run, by a CUDA graph; None where there is none for this message."""
         if self.graphs is None:
             return None
 
         def work(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-            return self._run(route, replace(message, tensors=tensors), current_step).tensors
+            return self._run(route, replace(message, tensors=tensors)).tensors
 
-        current_step[0] = "a CUDA graph"
+        self._current_step = "a CUDA graph"
         leaving = self.graphs.run(route, message, self.caches, work)
         if leaving is None:
             return None
         return replace(message, tensors=[*leaving, *message.tensors[len(route.arriving) :]])
 
-    def _run(self, route: StageRoute, message: Message, current_step: list[str]) -> Message:
+    def _run(self, route: StageRoute, message: Message) -> Message:
         held = self._arrived_tensors(route, message)
         beyond, note = message.tensors[len(route.arriving) :], message.note
         self._apply_operations(route.program, message)
         call: StageCall | None = None
         for step, made_at, repeats in route.steps:
-            current_step[0] = step.module
+            self._current_step = step.module
             if call is not None and repeats:
                 call.reuse(held[step.slots[0]])
             # The prebuilt call is of this message only if receive() returned the predicted object
@@ -241,7 +238,7 @@ class Stage:
             except Exception as error:  # the others are done all the same, here as elsewhere
                 failures.append(error)
         if self.graphs is not None:
-            self.graphs.keep_only(self.caches.caches)
+            self.graphs.keep_only(self.caches.by_number)
         if failures:
             raise failures[0]
 
@@ -252,9 +249,9 @@ class Stage:
         except Exception:
             pass  # the first error is on its way to the master already
 
-    def _describe_failure(self, error: Exception, current_step: str) -> str:
-        coor = self.ring.coor
-        return f"{coor.peers[coor.rank]}: {current_step} raised {describe_with_traceback(error)}"
+    def _describe_failure(self, error: Exception) -> str:
+        coor, step = self.ring.coor, self._current_step
+        return f"{coor.peers[coor.rank]}: {step} raised {describe_with_traceback(error)}"
 
 
 def _check_output_unchanged(step: StageStep, call: StageCall, value: Any) -> list[torch.Tensor]:

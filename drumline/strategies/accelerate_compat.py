@@ -71,13 +71,13 @@ def get_max_memory(max_memory: Any = None) -> Any:
     if isinstance(max_memory, Coordinator):
         return cluster_memory(max_memory)
     if _has_places(max_memory):
-        return _room(max_memory)
+        return _as_free_nbytes(max_memory)
     return _accelerate_function("get_max_memory")(max_memory)
 
 
 @_with_accelerate_signature
 def get_balanced_memory(*args: Any, **kwargs: Any) -> Any:
-    """Accelerate's: room by device, lowered so that "auto" spreads a model evenly."""
+    """Accelerate's: bytes by device, lowered so that "auto" spreads a model evenly."""
     if any(map(_has_places, [*args, *kwargs.values()])):
         raise TypeError(
             "get_balanced_memory is given places of several ranks, which Accelerate does not know; "
@@ -100,7 +100,7 @@ def infer_auto_device_map(model: Any, *args: Any, **kwargs: Any) -> Any:
     arguments = _named_arguments(infer_auto_device_map, supported, model, *args, **kwargs)
     return plan(
         profile_model(model, arguments.get("no_split_module_classes")),
-        _room(arguments["max_memory"]),
+        _as_free_nbytes(arguments["max_memory"]),
     )
 
 
@@ -108,8 +108,8 @@ def _has_places(keyed: Any) -> bool:
     return isinstance(keyed, Mapping) and any(isinstance(key, tuple) for key in keyed)
 
 
-def _room(max_memory: Mapping[Any, Any]) -> dict[Place, int]:
-    """In bytes and in order; a rank alone stands for its CPU."""
+def _as_free_nbytes(max_memory: Mapping[Any, Any]) -> dict[Place, int]:
+    """The sizes in bytes and in order; a rank alone stands for its CPU."""
     named = [key[0] if isinstance(key, tuple) else key for key in max_memory]
     return limit_memory({(rank, "cpu"): 0 for rank in named}, max_memory)
 

@@ -36,9 +36,9 @@ def load_fastest(path: str | Path, coor: Coordinator | None, options: LoadOption
     """The model as it is expected to be fastest. Collective; see `load`."""
     check_no_device(options)
     whole, *sharded = _candidates(path, coor, options)
-    for over_tp_groups in sharded:
-        with contextlib.suppress(PlanError):  # no room: every rank finds the same
-            return load_pipeline_tp(path, coor, over_tp_groups)
+    for tp_options in sharded:
+        with contextlib.suppress(PlanError):  # too little memory: every rank finds the same
+            return load_pipeline_tp(path, coor, tp_options)
     return load_pipeline(path, coor, whole)
 
 
@@ -55,7 +55,7 @@ def _candidates(
             coor, {name: repr(getattr(options, name)) for name in SAME_ON_ALL_RANKS}
         )
         inputs = collect_plan_inputs(coor, path, options)
-        speeds = measure_speeds(coor, inputs.room, inputs.dtype, options.backend)
+        speeds = measure_speeds(coor, inputs.free_nbytes, inputs.dtype, options.backend)
         options = replace(options, speeds=speeds)
         if options.cuda_graphs or not _have_own_devices(coor, inputs):
             return [options]
@@ -71,7 +71,9 @@ def _candidates(
 
 def _have_own_devices(coor: Coordinator, inputs: PlanInputs) -> bool:
     """True if each rank computes where a rank of a TP group would, and nowhere else."""
-    devices = [d for rank, d in inputs.room if rank == coor.rank and d not in ("cpu", "disk")]
+    devices = [
+        d for rank, d in inputs.free_nbytes if rank == coor.rank and d not in ("cpu", "disk")
+    ]
     is_own = first_device(devices) == own_device(coor) and coor.local_rank == coor.info.local_rank
     return coor.all_true(len(devices) < 2 and is_own)
 
@@ -82,7 +84,7 @@ def _faster_sizes(inputs: PlanInputs, groups: list[GroupSpeed], speeds: DeviceSp
         whole = inputs.plan("fastest", speeds)
         alone = estimate(inputs.parts, whole, speeds, inputs.step).tokens_a_second
     except PlanError:
-        alone = 0.0  # there is room for parts of layers, if at all
+        alone = 0.0  # whole layers do not fit
     rates = {
         group.size: estimate_tensor_parallel(
             inputs.parts, group, speeds, inputs.step

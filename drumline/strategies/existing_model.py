@@ -64,8 +64,8 @@ def dispatch(
     with contextlib.ExitStack() as stack:
         if coor is None:
             coor = stack.enter_context(Coordinator())
-        room = limit_memory(cluster_memory(coor), max_memory)
-        placed = run_on_all_ranks(coor, lambda: _planned(model, device_map, room, uncut))
+        free_nbytes = limit_memory(cluster_memory(coor), max_memory)
+        placed = run_on_all_ranks(coor, lambda: _planned(model, device_map, free_nbytes, uncut))
         check_same_on_all_ranks(coor, {"plan": placed.to_json(), "torch": torch.__version__})
         if checkpoint is not None:
             _fill(model, placed, coor, Path(checkpoint))
@@ -74,13 +74,16 @@ def dispatch(
 
 
 def _planned(
-    model: nn.Module, device_map: Map, room: dict[Place, int], uncut: Collection[str] | str | None
+    model: nn.Module,
+    device_map: Map,
+    free_nbytes: dict[Place, int],
+    uncut: Collection[str] | str | None,
 ) -> DeviceMap:
     if isinstance(device_map, DeviceMap):
         device_map = device_map.places
     if isinstance(device_map, str):
-        return plan(profile_model(model, uncut), room, device_map)
-    return plan(_parts(model, device_map), room, device_map)
+        return plan(profile_model(model, uncut), free_nbytes, device_map)
+    return plan(_parts(model, device_map), free_nbytes, device_map)
 
 
 def _parts(model: nn.Module, named: Collection[str]) -> ModelProfile:

@@ -58,8 +58,8 @@ def load(
     path: a directory with config.json and .safetensors files, the same on every rank that has it.
         Ranks without it are sent their part by the master, which must have it.
     device_map: how to plan, see `plan`: "auto" (the default) or "balanced", which mean the same,
-        "sequential", or "fastest", which first measures what devices and links do, and
-        cuts the layers over ranks of a node, as tp= does, where that is a tenth faster; or a module
+        "sequential", or "fastest", which first measures what devices and links do, and splits
+        layers over ranks of a node, as tp= does, where that is a tenth faster; or a module
         (or prefix) to rank, or to (rank, device). On the device "disk", weights are read whenever
         a layer runs, the next layer's meanwhile.
     coor: who the ranks are; made from the launch, and closed with the model, if not given.
@@ -70,7 +70,7 @@ def load(
     cls: the class of the model; the one that config.json names if not given.
     config: of the model, an object, the same on every rank, which is copied; what config.json says
         if not given.
-    batch, length: of the tokens whose keys and values must find room beside the weights.
+    batch, length: of the tokens whose keys and values must fit beside the weights.
     cuda_graphs: let the ranks beside the master launch their layers for one token at once, as a
         CUDA graph, where keys and values lie in a StaticCache (cache_implementation="static") and
         all layers of a rank are on one GPU. What cannot be captured runs as ever, with a warning.
@@ -87,7 +87,7 @@ def load(
         norms; or styles by module name, see `read_plan`.
     reader: "each", "node" or "rank0" reads for the others, which need no file then.
     build_on: "meta", or "cpu" for a model whose constructor computes what no file holds.
-    device: of this rank, where layers are cut; cuda:{local_rank} if there is one, else cpu.
+    device: of this rank, where layers are split; cuda:{local_rank} if there is one, else cpu.
     options: for from_pretrained, such as attn_implementation.
 
     Raises PlanError or CheckpointError on every rank before serving starts.
@@ -117,7 +117,7 @@ def load(
         return load_pipeline(path, coor, request)
     if cuda_graphs:
         raise PlanError(
-            "cuda_graphs=True is for ranks that hold whole layers, and tp= and mesh= cut them; "
+            "cuda_graphs=True is for ranks that hold whole layers, and tp= and mesh= split them; "
             "leave one of the two out."
         )
     if request.has_stages:

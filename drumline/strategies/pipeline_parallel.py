@@ -1,4 +1,4 @@
-"""One model as a chain of stages: whole layers, on the devices of every rank.
+"""One model as a pipeline of stages: whole layers, on the devices of every rank.
 
 model = drumline.load("checkpoint", device_map="auto")
 print(model.generate(tokens))
@@ -32,7 +32,7 @@ from drumline.stages.ring import Ring
 from drumline.stages.stage import Stage
 from drumline.stages.stage_weights import LoadedStage, fill, on_disk
 from drumline.strategies.plan_inputs import PlanInputs, collect_plan_inputs
-from drumline.strategies.serve_stage import open_frames, serve_and_exit
+from drumline.strategies.serve_stage import open_message_communicator, serve_and_exit
 
 
 def load_pipeline(path: str | Path, coor: Coordinator | None, options: LoadOptions) -> Any:
@@ -177,7 +177,9 @@ def connect_stages(
         return distribute(stage, None)
     device_map = stage.device_map
     with monitored_loading(coor, device_map.holds):
-        forward, back = [stack.enter_context(open_frames(coor, backend)) for _ in range(2)]
+        forward, back = [
+            stack.enter_context(open_message_communicator(coor, backend)) for _ in range(2)
+        ]
     layers_by_rank = {rank: device_map.holds(rank) for rank in range(coor.world_size)}
     ring = Ring(forward, back, layers_by_rank, stack.pop_all())
     device = torch.device(device_map.device_of(coor.rank))

@@ -33,7 +33,7 @@ from drumline.planner.plan import plan
 from drumline.stages.ring import Ring
 from drumline.stages.stage_weights import LoadedStage
 from drumline.stages.tp_stage import StageGroup, TpDriverRing, TpFollowerRing, TpLeaderRing, TpStage
-from drumline.strategies.serve_stage import open_frames, serve_and_exit
+from drumline.strategies.serve_stage import open_message_communicator, serve_and_exit
 from drumline.tensor_parallel.sharded_model import (
     ShardedModel,
     build,
@@ -141,9 +141,9 @@ def _plan(coor: Coordinator, mesh: Mesh, sharded: ShardedModel, options: LoadOpt
     if options.length:
         needs = cache_nbytes(sharded.config, model.dtype, options.batch, options.length)
         parts = with_cache(parts, -(-needs // mesh.axis_size("tp")))
-    room = _room_by_stage(coor, mesh, sharded.device, options.max_memory)
+    free_nbytes = _free_nbytes_by_stage(coor, mesh, sharded.device, options.max_memory)
     device_map: DeviceMap = run_on_all_ranks(
-        coor, lambda: plan(parts, room, _check_not_fastest(mode))
+        coor, lambda: plan(parts, free_nbytes, _check_not_fastest(mode))
     )
     check_same_on_all_ranks(coor, {"plan": device_map.to_json(), **model_facts(model, model.dtype)})
     return device_map
@@ -159,7 +159,7 @@ def _connect(
 ) -> tuple[StageGroup, list[Communicator]]:
     """This rank's TP group, its layers connected, and the communicators of the leaders' ring."""
     members = _split(replica, mesh.group(replica.rank, "tp"), stack)
-    comms = [stack.enter_context(open_frames(members, None))]
+    comms = [stack.enter_context(open_message_communicator(members, None))]
     if sharded.styles:
         comms.append(stack.enter_context(Communicator(members)))
         insert_collectives(sharded.model, sharded.styles, comms[1])
@@ -180,15 +180,15 @@ def _check_not_fastest(device_map: Any) -> Any:
     return device_map
 
 
-def _room_by_stage(
+def _free_nbytes_by_stage(
     coor: Coordinator, mesh: Mesh, where: str, max_memory: Memory | None
 ) -> dict[Place, int]:
-    """By stage, the memory of the poorest of all ranks that hold it, on its own device."""
+    """Free memory by stage: the least of all ranks that hold it, each on its own device."""
     devices = [name.decode() for name in coor.allgather(where.encode())]
-    room = limit_memory(cluster_memory(coor), max_memory)
-    free = [room.get((rank, device), 0) for rank, device in enumerate(devices)]
+    by_place = limit_memory(cluster_memory(coor), max_memory)
+    by_rank = [by_place.get((rank, device), 0) for rank, device in enumerate(devices)]
     return {
-        (stage, devices[first]): min(free[r] for r in mesh.group(first, "tp", "dp_replicate"))
+        (stage, devices[first]): min(by_rank[r] for r in mesh.group(first, "tp", "dp_replicate"))
         for stage, first in enumerate(first_ranks(mesh))
     }
 
@@ -255,7 +255,7 @@ def _ring_comms(
     if len(firsts) == 1 or coor.rank not in firsts:
         return []
     leaders = _split(coor, firsts, stack)
-    return [stack.enter_context(open_frames(leaders, backend)) for _ in range(2)]
+    return [stack.enter_context(open_message_communicator(leaders, backend)) for _ in range(2)]
 
 
 def _split(coor: Coordinator, ranks: tuple[int, ...], stack: contextlib.ExitStack) -> Coordinator:

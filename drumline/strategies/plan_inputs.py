@@ -35,19 +35,19 @@ from drumline.planner.plan import plan
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """`room` in bytes by place, of which `parts` take what they need, cache included."""
+    """A model's parts, cache included, and the free memory of every place that is to hold them."""
 
     source: CheckpointSource
     kind: type[Any]
     dtype: torch.dtype
     parts: ModelProfile
-    room: dict[Place, int]
+    free_nbytes: dict[Place, int]
     step: PassShape
 
     def plan(
         self, device_map: str | Mapping[str, Place | int], speeds: DeviceSpeeds | None = None
     ) -> DeviceMap:
-        return plan(self.parts, self.room, device_map, speeds=speeds, step=self.step)
+        return plan(self.parts, self.free_nbytes, device_map, speeds=speeds, step=self.step)
 
 
 def collect_plan_inputs(coor: Coordinator, path: str | Path, options: LoadOptions) -> PlanInputs:
@@ -62,8 +62,8 @@ def collect_plan_inputs(coor: Coordinator, path: str | Path, options: LoadOption
         (cache_nbytes(*tokens), estimate_workspace_nbytes(*tokens)) if options.length else (0, 0)
     )
     step = PassShape(options.batch, hidden_width(source.config), dtype.itemsize)
-    room = limit_memory(cluster_memory(coor), options.max_memory)
-    return PlanInputs(source, kind, dtype, with_cache(parts, *needs), room, step)
+    free_nbytes = limit_memory(cluster_memory(coor), options.max_memory)
+    return PlanInputs(source, kind, dtype, with_cache(parts, *needs), free_nbytes, step)
 
 
 def checkpoint_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtype:

@@ -12,10 +12,8 @@ from drumline.errors import WorkerExit
 from drumline.stages.stage import Stage
 from drumline.timings import TIMINGS
 
-POLL_S = 0.02
 
-
-def open_frames(coor: Coordinator, backend: str | None) -> Communicator:
+def open_message_communicator(coor: Coordinator, backend: str | None) -> Communicator:
     """A communicator for messages, which are packed in CPU memory wherever layers run."""
     return Communicator(coor, backend, timeout_s=TIMINGS.next_message_s, device_type="cpu")
 
@@ -48,4 +46,4 @@ def exit_after_master(coor: Any, code: int) -> None:
         TIMINGS.master_end_s if is_local else TIMINGS.remote_master_end_s
     )
     while time.monotonic() < deadline and not master.is_known_dead():
-        time.sleep(POLL_S)
+        time.sleep(TIMINGS.master_poll_s)

@@ -135,7 +135,7 @@ class SequenceParallel:
         module.forward = forward
 
     def _require_all_tokens(self, name: str, module: Any) -> None:
-        """Check that a module which is sharded between heads or experts is given all tokens."""
+        """Let a module that is sharded by heads or experts raise if it is given only own tokens."""
         plain = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -16,10 +16,10 @@ with Coordinator() as coor:
     mesh = drumline.Mesh({"dp": coor.world_size // tp, "tp": tp})
     device, place = device_of(coor), mesh.coordinate(coor.rank)
     with (
-        coor.split(mesh.group(coor.rank, "tp")) as team,
-        coor.split(mesh.group(coor.rank, "dp")) as twins,
-        Communicator(team) as along_tp,
-        Communicator(twins) as along_dp,
+        coor.split(mesh.group(coor.rank, "tp")) as tp_group,
+        coor.split(mesh.group(coor.rank, "dp")) as dp_group,
+        Communicator(tp_group) as along_tp,
+        Communicator(dp_group) as along_dp,
     ):
         alone, model = make_model(device), make_model(device)
         inputs, targets = make_batch(BATCH, device)

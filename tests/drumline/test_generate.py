@@ -529,12 +529,12 @@ def test_a_decoded_token_is_one_frame_a_hop(checkpoints, on_master, nprocs):
 
 
 def test_caches_are_freed_on_their_ranks_with_the_masters(checkpoints, on_master, monkeypatch):
-    vaults = []
+    registries = []
     build = CacheRegistry.__init__
 
     def remember(self, config):
         build(self, config)
-        vaults.append(self)
+        registries.append(self)
 
     monkeypatch.setattr(CacheRegistry, "__init__", remember)
 
@@ -543,7 +543,7 @@ def test_caches_are_freed_on_their_ranks_with_the_masters(checkpoints, on_master
             tokens(model, 2)
         with torch.no_grad():
             model(prompt(1)["input_ids"], use_cache=False)  # takes the news along
-        return [len(vault.caches) for vault in vaults]
+        return [len(caches.by_number) for caches in registries]
 
     assert on_master(checkpoints.llama()[1], 3, work) == [0, 0]
 

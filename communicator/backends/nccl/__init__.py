@@ -49,7 +49,7 @@ def _adding_dead_peers(call: str) -> Any:
 
     @functools.wraps(method)
     def wrapped(self: Nccl, *args: Any, **kwargs: Any) -> Any:
-        self.check_peers(call)
+        self.check_not_aborted()
         try:
             return method(self, *args, **kwargs)
         except (PeerLost, CommunicatorTimeout) as error:
@@ -255,9 +255,13 @@ class Nccl(PluginCommunicator):
 
     def _check_open(self, call: str) -> None:
         super()._check_open(call)
-        self.check_peers(call)
+        self.check_not_aborted()
 
     def check_peers(self, call: str) -> None:
+        """Leave dead peers to the watchdog, which aborts this communicator."""
+        self.check_not_aborted()
+
+    def check_not_aborted(self) -> None:
         """Raise PeerLost if this communicator was aborted: by the watchdog, or abort()."""
         if self._end_reason:
             raise self._end_error()

@@ -304,7 +304,8 @@ int refuse_op(const CallSite& site, PyObject* op, const char* why) {
     return -1;
 }
 
-// Another spelling of an op, such as torch.distributed.ReduceOp.SUM; -1 with an error if it is none.
+// Another spelling of an op, such as torch.distributed.ReduceOp.SUM; -1 with an error if it is
+// none.
 int translate_op(const CallSite& site, PyObject* object) {
     PyObject* read = import_attribute("communicator.calls.arguments", "read_op", NULL);
     PyObject* name =

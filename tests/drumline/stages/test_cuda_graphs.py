@@ -168,7 +168,7 @@ def test_graphs_of_ranks_without_a_gpu_are_refused_before_anything_is_loaded(che
     def rank() -> None:
         with pytest.raises(drumline.PlanError, match=r"rank 1: cuda_graphs=True .* are on cpu"):
             drumline.load(path, max_memory=[1 << 17] * 2, cuda_graphs=True)
-        with pytest.raises(drumline.PlanError, match="tp= and mesh= cut them"):
+        with pytest.raises(drumline.PlanError, match="tp= and mesh= split them"):
             drumline.load(path, tp=2, cuda_graphs=True)
 
     launcher.launch(rank, nprocs=2, launcher="threads", timeout_s=60)

@@ -166,10 +166,10 @@ def test_a_step_that_fails_on_one_rank_of_a_tp_group_ends_the_model_and_names_it
     _, path = family("llama")
     run_steps = tp_stage.TpStage._run
 
-    def run(self, route, message, current_step):
+    def run(self, route, message):
         if self.rank == 3:
             raise MemoryError("no room on this rank alone")
-        return run_steps(self, route, message, current_step)
+        return run_steps(self, route, message)
 
     monkeypatch.setattr(tp_stage.TpStage, "_run", run)
     monkeypatch.setattr(tp_stage, "TIMINGS", ModelTimings(step_agreement_s=0.5))
