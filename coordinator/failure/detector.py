@@ -221,25 +221,13 @@ class FailureDetector:
     def _error(self, failure: GroupFailure, pending: PendingCall) -> CoordinatorError:
         """The error that this rank raises for the failure of its group."""
         self._forward(failure)
-        kind, me, call = KINDS[failure.kind], self.me.rank, pending.call
-        reporter, text = failure.reporter, failure.text
+        kind, me = KINDS[failure.kind], self.me.rank
         if kind is CoordinatorError:
             return CoordinatorError(
-                f"rank {me} was in {call}, but the ranks are in different calls: {text}. "
-                f"{SAME_CALLS}"
+                f"rank {me} was in {pending.call}, but the ranks are in different calls: "
+                f"{failure.text}. {SAME_CALLS}"
             )
-        if me in failure.ranks and reporter != me:
-            message = (
-                f"rank {me} entered {call}, but rank {reporter} had already given up, in "
-                f"{failure.where}, waiting for {text}. {ADVICE}"
-            )
-        else:
-            noticed = "" if reporter == me else f"Rank {reporter} noticed it, in {failure.where}. "
-            end = "" if text.endswith("\n") else ". "
-            message = (
-                f"rank {me} waited {pending.waited_s:.1f} s in {call} for {text}{end}{noticed}"
-                f"{ADVICE}"
-            )
+        message = f"{failure.describe_to(me, pending)}{ADVICE}"
         if kind is PeerLost:
             return PeerLost(message, failure.rank_failures(self.peers))
         return kind(message)

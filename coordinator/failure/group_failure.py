@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from coordinator.call_site import PendingCall
 from coordinator.control.framing import pack, unpack
 from coordinator.errors import CoordinatorError, FailureReason, RankFailure
 from coordinator.failure.peer_monitor import ObservedRank
@@ -87,6 +88,19 @@ class GroupFailure(NamedTuple):
         kind, reporter, where, text, ranks, failures = unpack(data)
         records = [FailureRecord(*failure) for failure in failures]
         return cls(kind, reporter, where, text, ranks, records)
+
+    def describe_to(self, rank: int, pending: PendingCall) -> str:
+        """Why this rank of the launch waited in vain: sentences that advice can follow."""
+        if rank in self.ranks and self.reporter != rank:
+            return (
+                f"rank {rank} entered {pending.call}, but rank {self.reporter} had already given "
+                f"up, in {self.where}, waiting for {self.text}. "
+            )
+        is_own = self.reporter == rank
+        noticed = "" if is_own else f"Rank {self.reporter} noticed it, in {self.where}. "
+        end = "" if self.text.endswith("\n") else ". "
+        waited = f"rank {rank} waited {pending.waited_s:.1f} s in {pending.call}"
+        return f"{waited} for {self.text}{end}{noticed}"
 
     def rank_failures(self, peers: Sequence[Peer]) -> list[RankFailure]:
         """The failed ranks, in the numbering of the group of these peers."""

@@ -84,17 +84,8 @@ class Rendezvous:
         data = self._session.group_failures.get(self._key)
         if data is None:
             return
-        failure = GroupFailure.unpack(data)
-        me, call = self._rank, self._pending.call
-        if me in failure.ranks:
-            raise CoordinatorTimeout(
-                f"rank {me} entered {call}, but rank {failure.reporter} had already given up, in "
-                f"{failure.where}, waiting for {failure.text}. {SAME_GROUP}"
-            )
-        raise CoordinatorTimeout(
-            f"rank {me} waited {self._pending.waited_s:.1f} s in {call} for {failure.text}. Rank "
-            f"{failure.reporter} noticed it, in {failure.where}. {SAME_GROUP}"
-        )
+        text = GroupFailure.unpack(data).describe_to(self._rank, self._pending)
+        raise CoordinatorTimeout(f"{text}{SAME_GROUP}")
 
     def _withdraw(self, text: str, missing: Sequence[int]) -> None:
         """Publish that this rank waits no more, for those who come later."""
