@@ -77,7 +77,8 @@ cuda-check:
 GPU_PYTHON ?= python3
 GPU_TESTS ?= tests/gpu tests/communicator/test_nccl_without_gpu.py
 GPU_TABLES ?= calls small sanitizer worlds lives
-GPU_PYTEST = $(GPU_PYTHON) -m pytest -v -o addopts="--import-mode=importlib -ra"
+GPU_PYTEST = $(GPU_PYTHON) -m pytest -v -o addopts="--import-mode=importlib -ra" \
+    --continue-on-collection-errors
 .PHONY: gpu
 gpu: export PYTHONPATH := $(CURDIR):$(CURDIR)/build/gpu:$(PYTHONPATH)
 gpu:
