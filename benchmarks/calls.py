@@ -40,14 +40,14 @@ int plain(void* a, void* b, unsigned long n, int d, int o, void* c, void* s) {
     return calls++, 0;
 }
 """
-COLUMNS = ("call", "right", "ours (ns)", "peer", "(ns)", "ratio")
+COLUMNS = ("call", "right", "drumline (ns)", "peer", "(ns)", "ratio")
 NOTE = (
     "An allreduce of 1024 float32 on the CPU by one rank; processor time of a call, median and "
     "middle half of rounds in which all take turns. right: every call has reached the library. "
-    "ours: comm.allreduce, through the vendors' door. new tensors: none was ever passed before; "
-    "making them is not timed."
+    "drumline: comm.allreduce, as vendors' libraries are called. new tensors: none was ever passed "
+    "before; making them is not timed."
 )
-OURS, CTYPES, NEW = "ours", "ctypes, as vLLM's pynccl", "allreduce of new tensors"
+OURS, CTYPES, NEW = "drumline", "ctypes, as vLLM's pynccl", "allreduce of new tensors"
 Call = Callable[[torch.Tensor], object]
 
 

@@ -89,7 +89,7 @@ def be_rank(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     with Coordinator() as coor, Communicator(coor, backend="shm") as comm:
         floor = Floor(comm, arguments.exchange)
-        us = Ours("ours", comm, comm.rank, comm.world_size)
+        us = Ours("drumline", comm, comm.rank, comm.world_size)
         peer = opened(arguments, comm)
         for operation in [
             one for one in arguments.operations if one in (peer.operations or OPERATIONS)
@@ -170,7 +170,7 @@ COLUMNS = (
     "bytes",
     "right",
     "floor (us)",
-    "ours (us)",
+    "drumline (us)",
     "distance",
     "peer",
     "(us)",

@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     arguments = parser.parse_args()
     name = f"coordinator-{arguments.ranks}"
-    columns = ("operation", "right", "ours (us)", "torch.distributed (us)", "ratio")
+    columns = ("operation", "right", "drumline (us)", "torch.distributed (us)", "ratio")
     table = Table(name, columns, NOTE, keep=arguments.save)
     for over_tcp in (False, True):
         with tempfile.TemporaryDirectory() as folder:

@@ -24,7 +24,7 @@ from coordinator import Coordinator
 
 MARK = "measured: "  # opens the line that rank 0 prints for the process that started it
 SIZES = {"16 B": 16, "1 KB": 1 << 10, "64 KB": 64 << 10, "1 MB": 1 << 20}
-COLUMNS = ("operation", "right", "ours (us)", "peer", "(us)", "ratio")
+COLUMNS = ("operation", "right", "drumline (us)", "peer", "(us)", "ratio")
 NOTE = (
     "Median and middle half of a call on rank 0, straight after barriers. right: both gave what "
     "was sent."
@@ -45,7 +45,7 @@ def main() -> None:
     table = Table(f"coordinator-peers-{arguments.n}", COLUMNS, NOTE, keep=arguments.save)
     for name, kind, command in starts(arguments.n):
         for operation, found in measured([*command, "--repeats", str(arguments.repeats)], kind):
-            ours, theirs = found["ours"], found["theirs"]
+            ours, theirs = found["drumline"], found["theirs"]
             ratio = statistics.median(ours) / statistics.median(theirs)
             right = "yes" if found["right"] else "NO"
             table.add(operation, right, spread(ours), name, spread(theirs), ratio)
@@ -80,9 +80,9 @@ def be_rank(kind: str, repeats: int) -> None:
 
 def in_turns(coor: Coordinator, ours: Call, theirs: Call, repeats: int) -> dict[str, Any]:
     """Microseconds of each call, and whether both gave the same."""
-    times: dict[str, Any] = {"ours": [], "theirs": [], "right": ours() == theirs()}
+    times: dict[str, Any] = {"drumline": [], "theirs": [], "right": ours() == theirs()}
     for _ in range(repeats):
-        for side, call in (("ours", ours), ("theirs", theirs)):
+        for side, call in (("drumline", ours), ("theirs", theirs)):
             coor.barrier()
             coor.barrier()  # the first may have woken a sleeper, who is late for what follows
             start = time.perf_counter_ns()

@@ -33,8 +33,8 @@ from benchmarks.table import Table, spread
 from coordinator import Coordinator
 
 RANKS = 2
-OURS, CUT, ONE = "ours", "ours, tp=2", "one process"
-FASTEST = 'ours, "fastest"'
+OURS, CUT, ONE = "drumline", "drumline, tp=2", "one process"
+FASTEST = 'drumline, "fastest"'
 WAKING = "one process, waking twice a token"
 PIPELINE, RPC = "transformers' pipeline parallel", "torch RPC, as in Accelerate's PR 4066"
 Case = tuple[str, int, int, int]  # name, batch, prompt, new tokens
@@ -99,7 +99,15 @@ def costs(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         new_model(folder, layers, 64, vocabulary=512)
         found = launch(folder, layers, SMALL, 4 * options.repeats)
-    columns = ("what", "over", "us per token", "equal", f"{ONE} (us)", "cost (us)", "ours / this")
+    columns = (
+        "what",
+        "over",
+        "us per token",
+        "equal",
+        f"{ONE} (us)",
+        "cost (us)",
+        "drumline / this",
+    )
     note = f"Llama of {layers} layers of width 64, half on each rank; cost of being split: the "
     note += "fastest round less that of the one process. The one that wakes sleeps where a rank "
     note += "waits for the other; its sleep is not counted, so its cost is what a machine charges."

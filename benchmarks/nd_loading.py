@@ -102,8 +102,8 @@ def by_us(reader):
 
 
 WAYS = {
-    "ours, each": by_us("each"),
-    "ours, rank0": by_us("rank0"),
+    "drumline, each": by_us("each"),
+    "drumline, rank0": by_us("rank0"),
     "torch, broadcast_from_rank0": by_torch,
     "transformers, DistributedConfig": by_transformers,
 }

@@ -37,7 +37,7 @@ INCHES = (4.2, 3.2)
 DOTS_PER_INCH = 110
 BYTES = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 SCALE = {
-    "ours, wall time of all ranks": "all ranks (ms)",
+    "drumline, wall time of all ranks": "all ranks (ms)",
     "rank 0, processor time": "rank 0 (ms)",
     "another rank, processor time": "other rank (ms)",
 }
@@ -73,7 +73,8 @@ def startup(folder: Path) -> Iterable[Path]:
         lines: Lines = defaultdict(list)
         for row in (row for row in table if row["what"] == what):
             ranks = row["ranks"]
-            for name, column in (("ours", "ours (s)"), ("ours, preloaded", "ours, preloaded (s)")):
+            for column in (column for column in row if column.startswith("drumline")):
+                name = column.removesuffix(" (s)")
                 if (ranks, number(row[column])) not in lines[name]:
                     lines[name].append((ranks, number(row[column])))
             lines[row["peer"]].append((ranks, number(row["(s)"])))
@@ -90,10 +91,10 @@ def collectives(folder: Path) -> Iterable[Path]:
         for row in table:
             lines = latency.setdefault(row["operation"], defaultdict(list))
             lines[row["peer"]].append((row["bytes"], number(row["(us)"])))
-            ours[row["operation"], row["bytes"]].append(number(row["ours (us)"]))
+            ours[row["operation"], row["bytes"]].append(number(row["drumline (us)"]))
         for (operation, nbytes), times in ours.items():
-            latency[operation]["ours"].append((nbytes, statistics.median(times)))
-        moving = {name: lines for name, lines in latency.items() if len(lines["ours"]) > 1}
+            latency[operation]["drumline"].append((nbytes, statistics.median(times)))
+        moving = {name: lines for name, lines in latency.items() if len(lines["drumline"]) > 1}
         if moving:
             yield save(folder / f"{path.stem}-latency", moving, "size", "microseconds")
             speed = {name: bandwidths(lines) for name, lines in moving.items()}
@@ -126,7 +127,7 @@ def coordinator(folder: Path) -> Iterable[Path]:
                     point = int(size[0]) * UNITS[size[1]], number(cell)
                     if all(at != point[0] for at, _ in lines[peer]):
                         lines[peer].append(point)
-        panels = {title: lines for title, lines in panels.items() if len(lines["ours"]) > 1}
+        panels = {title: lines for title, lines in panels.items() if len(lines["drumline"]) > 1}
         if panels:
             yield save(folder / path.stem, panels, "size", "microseconds")
 
@@ -143,7 +144,7 @@ def model(folder: Path) -> Iterable[Path]:
     }
     panels: dict[str, Lines] = {
         title: {
-            "ours": [(row["ranks"], number(row[mine])) for row in table],
+            "drumline": [(row["ranks"], number(row[mine])) for row in table],
             "one process, in turns with each": [
                 (row["ranks"], number(row[theirs])) for row in table
             ],
@@ -193,7 +194,7 @@ def save(path: Path, panels: dict[str, Lines], x: str, y: str | None) -> Path:
 def fill(axes: Any, lines: Lines) -> dict[str, Any]:
     """Draw the lines, ours in front; by name, what stands for each in the legend."""
     drawn = {}
-    for name in sorted(lines, key=lambda name: (not name.startswith("ours"), name)):
+    for name in sorted(lines, key=lambda name: (not name.startswith("drumline"), name)):
         (drawn[name],) = axes.plot(
             *zip(*sorted(lines[name]), strict=True), label=name, **look(name)
         )
@@ -202,7 +203,7 @@ def fill(axes: Any, lines: Lines) -> dict[str, Any]:
 
 
 def look(name: str) -> dict[str, Any]:
-    if name.startswith("ours"):
+    if name.startswith("drumline"):
         usual = {"color": OURS, "marker": "o", "linewidth": 2.4, "zorder": 3}
         special = {"linestyle": "--", "markerfacecolor": "white"}
         return usual | (special if "preloaded" in name else {})

@@ -46,6 +46,7 @@ SECTIONS = (
         "collectives collectives-4 shm-limits",
     ),
     Section("calls", "The cost of a call", ("calls", "tracing"), (), "calls tracing"),
+    Section("torch", "Under torch.distributed", ("torch-backend",), (), "torch-backend"),
     Section(
         "inference", "One model over ranks", ("inference*", "model"), ("model",), "inference model"
     ),
@@ -65,15 +66,14 @@ SECTIONS = (
 )
 HEAD = """# Benchmarks
 
-    python -m benchmarks           # or: make bench
+    python -m benchmarks --renew   # or: make bench RENEW=1
 
 measures every layer and the usual alternatives that are installed, in turns in the same run, and
 writes this page with a table, JSON lines and a picture of each. No number comes from elsewhere.
 Above each table are the machine, versions, commit and the command that makes it again.
 
 - Numbers are medians; the middle half is in brackets.
-- `ours` is drumline. A `ratio` below 1 means that drumline is faster, unless its head says
-  otherwise.
+- A `ratio` below 1 means that drumline is faster, unless its head says otherwise.
 - `right` or `equal` says whether the results were compared with the expected ones and matched.
 - On a machine with few cores trust the ratio, not the time.
 

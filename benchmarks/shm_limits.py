@@ -70,9 +70,9 @@ def say_pair(comm: Communicator) -> None:
         ratios = [a / b for a, b in zip(times["narrow"], times["wide"], strict=True)]
         say(comm, f"bfloat16 / float32, allreduce of {count} elements", "", ratios, 1.0)
     large = torch.zeros(LARGE // 4)
-    calls = {"ours": lambda: comm.allreduce(large), "floor": lambda: large.add_(1)}
+    calls = {"drumline": lambda: comm.allreduce(large), "floor": lambda: large.add_(1)}
     times = measure(comm, calls, 15)
-    ratios = [a / b for a, b in zip(times["ours"], times["floor"], strict=True)]
+    ratios = [a / b for a, b in zip(times["drumline"], times["floor"], strict=True)]
     say(comm, "allreduce of 64 MiB / one pass of each rank over its own", "", ratios, None)
 
 

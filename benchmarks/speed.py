@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from benchmarks.table import text
 
-START, END = "<!-- speed: written by `python -m benchmarks` -->\n", "<!-- speed ends -->"
+START, END = "<!-- speed: written by `python -m benchmarks --renew` -->\n", "<!-- speed ends -->"
 HEAD = ("measured", "drumline", "baseline", "baseline time", "ratio")
 Row = dict[str, Any]
 
@@ -44,29 +45,29 @@ class Pick:
 class DecodePick(Pick):
     """A table with a row for each contestant: `where` chooses drumline's, `over` names it."""
 
-    over: str = "ours"
+    over: str = "drumline"
 
     def pairs(self, results: Path) -> Iterator[tuple[Row, str, Any]]:
         rows = matching(results / f"{self.table}.jsonl", self.where)
         for ours in (row for row in rows if row["over"] == self.over):
             for row in rows:
-                if not row["over"].startswith("ours"):
+                if not row["over"].startswith("drumline"):
                     yield ours, row["over"], row[self.time]
 
 
 def startup(what: str, column: str, ranks: int) -> Pick:
-    return Pick(what, "startup", {"what": column, "ranks": ranks}, "s", "ours (s)", "(s)")
+    return Pick(what, "startup", {"what": column, "ranks": ranks}, "s", "drumline (s)", "(s)")
 
 
 def allreduce(size: str, nbytes: int) -> Pick:
     where = {"operation": "allreduce", "dtype": "float32", "bytes": nbytes}
     what = f"`Communicator.allreduce()` of {size}, 2 ranks"
-    return Pick(what, "collectives-2-ranks", where, "us", "ours (us)", "(us)")
+    return Pick(what, "collectives-2-ranks", where, "us", "drumline (us)", "(us)")
 
 
 def barrier(table: str, baseline_time: str, peer: str = "peer") -> Pick:
     what = "`Coordinator.barrier()`, 2 ranks"
-    return Pick(what, table, {"operation": "barrier"}, "us", "ours (us)", baseline_time, peer)
+    return Pick(what, table, {"operation": "barrier"}, "us", "drumline (us)", baseline_time, peer)
 
 
 def decode(batch: int, device_map: str, over: str) -> Pick:
@@ -75,7 +76,7 @@ def decode(batch: int, device_map: str, over: str) -> Pick:
     return DecodePick(what, "inference", where, "ms/token", "ms per token", over=over)
 
 
-FASTEST = 'ours, "fastest"'
+FASTEST = 'drumline, "fastest"'
 PICKS = (
     startup("start until all of 4 ranks passed a barrier", "command to barrier", 4),
     startup("SIGKILL of a rank until the command ended, 2 ranks", "death to the end", 2),
@@ -85,11 +86,11 @@ PICKS = (
     allreduce("64 MiB", 64 << 20),
     Pick(
         *("one call, from Python into C", "calls", {"call": "allreduce"}),
-        *("ns", "ours (ns)", "(ns)"),
+        *("ns", "drumline (ns)", "(ns)"),
     ),
-    decode(1, "auto", "ours"),
+    decode(1, "auto", "drumline"),
     decode(1, "fastest", FASTEST),
-    decode(32, "auto", "ours"),
+    decode(32, "auto", "drumline"),
     decode(32, "fastest", FASTEST),
     Pick(
         *("peak memory of a rank, model over 4 ranks", "model", {"ranks": 4}, "MiB"),
@@ -112,20 +113,22 @@ def write(readme: Path, results: Path) -> None:
 
 
 def lines(results: Path) -> str:
-    """The table, and below it the machines and commits of its rows."""
-    pairs = [(pick, *pair) for pick in PICKS for pair in pick.pairs(results)]
+    """The table of the machine and commit that most rows have, and below it which these are."""
+    every = [(pick, *pair) for pick in PICKS for pair in pick.pairs(results)]
+    sources = Counter((ours["machine"], ours["commit"]) for _, ours, _, _ in every)
+    (source,) = [source for source, _ in sources.most_common(1)] or [("none", "none")]
+    pairs = [row for row in every if (row[1]["machine"], row[1]["commit"]) == source]
     rows: list[str] = []
     shown: set[str] = set()  # in the first column, once
     for pick, ours, peer, baseline in pairs:
         what = "" if pick.what in shown else pick.what
         shown.add(pick.what)
         rows.append(line(what, pick.unit, peer, median(ours[pick.time]), median(baseline)))
-    machines, commits = (
-        {ours[fact]: None for _, ours, _, _ in pairs} for fact in ("machine", "commit")
-    )
     head = [" | ".join(HEAD).join(("| ", " |")), "|---|---:|---|---:|---:|"]
-    source = f"Medians. Machine: {'; '.join(machines)}. Commits: {', '.join(commits)}."
-    return "\n".join([*head, *rows, "", textwrap.fill(source, 100), ""])
+    left_out = len({pick.what for pick, *_ in every} - {pick.what for pick, *_ in pairs})
+    where = f"Medians. Machine: {source[0]}. Commit: {source[1]}."
+    where += f" {left_out} more were measured elsewhere or before." if left_out else ""
+    return "\n".join([*head, *rows, "", textwrap.fill(where, 100), ""])
 
 
 def line(what: str, unit: str, peer: str, time: float, baseline_time: float) -> str:

@@ -11,30 +11,33 @@ over gloo) and prints the time, on a clock that all processes of a machine share
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from typing import Any
 
 from benchmarks.mpi import engines
+from benchmarks.startup_ranks.barriers import DIES, MARK, pass_barriers
 from benchmarks.table import Table, alternate, spread
 
-MARK = "past the barrier at"
-PRELOADED = ("--preload", "torch", "--preload", "coordinator")
-COLUMNS = ("what", "ranks", "right", "ours (s)", "ours, preloaded (s)", "peer", "(s)", "ratio")
+COLUMNS = (
+    "what",
+    "ranks",
+    "right",
+    "drumline (s)",
+    "drumline, not preloaded (s)",
+    "peer",
+    "(s)",
+    "ratio",
+)
 NOTE = (
     "Median and middle half; of a single launch its time. `command to barrier`: from the command "
     "until the last rank is past its first barrier, what all read being in memory already. `death "
     "to the end`: from the SIGKILL of rank 1, while the others wait in a barrier, until the "
-    "command has ended. right: every rank passed (one, where the others die). ratio: ours, without "
-    "preloading, divided by the peer's."
+    "command has ended. right: every rank passed (one, where the others die). ours: no option; "
+    "not preloaded: with `--preload ''`. ratio: ours, with no option, divided by the peer's."
 )
-Barrier = Callable[[], object]
 
 
 def main() -> None:
@@ -43,14 +46,11 @@ def main() -> None:
     parser.add_argument("--dying", type=int, nargs="+", default=[2, 4], help="ranks, one to die")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--save", action="store_true", help="write the table to benchmarks/results")
-    parser.add_argument("--rank", choices=MEETINGS, help=argparse.SUPPRESS)  # given to the ranks
     parser.add_argument("--spawn", type=int, help=argparse.SUPPRESS)  # be the parent of spawn
-    parser.add_argument("--dies", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(DIES, action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.spawn:
         return spawn(arguments.spawn, arguments.dies)
-    if arguments.rank:
-        return be_rank(arguments.rank, arguments.dies)
     table = Table("startup", COLUMNS, NOTE, keep=arguments.save)
     for command in commands(2, dies=False).values():
         once(command, dies=False)  # so that what they read is in memory
@@ -74,29 +74,32 @@ def add(table: Table, what: str, size: int, most: int, dies: bool) -> None:
         return seconds
 
     found = alternate({peer: lambda peer=peer: one(peer) for peer in starts}, repeats)
-    ours, preloaded = found.pop("ours"), found.pop("ours, preloaded")
+    ours, separate = found.pop("drumline"), found.pop("drumline, not preloaded")
     for peer, theirs in found.items():
-        right = passed["ours"] and passed["ours, preloaded"] and passed[peer]
+        right = passed["drumline"] and passed["drumline, not preloaded"] and passed[peer]
         ratio = statistics.median(ours) / statistics.median(theirs)
-        cells = spread(ours), spread(preloaded), peer, spread(theirs), ratio
+        cells = spread(ours), spread(separate), peer, spread(theirs), ratio
         table.add(what, size, "yes" if right else "NO", *cells)
 
 
 def commands(size: int, dies: bool) -> dict[str, list[str]]:
     """What is typed to start so many ranks, by who starts them."""
-    python, n, death = sys.executable, str(size), ["--dies"] if dies else []
-    module = ["-m", "benchmarks.startup", *death]
+    python, n, death = sys.executable, str(size), [DIES] if dies else []
     ours = [python, "-m", "launcher", "run", "-n", n]
     torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", n]
     found = {
-        "ours": [*ours, *module, "--rank", "ours"],
-        "ours, preloaded": [*ours, *PRELOADED, *module, "--rank", "ours"],
-        "torchrun": [*torchrun, *module, "--rank", "torchrun"],
-        "torch.multiprocessing.spawn": [python, *module, "--spawn", n],
+        "drumline": [*ours, *rank_module("coordinator"), *death],
+        "drumline, not preloaded": [*ours, "--preload", "", *rank_module("coordinator"), *death],
+        "torchrun": [*torchrun, *rank_module("gloo"), *death],
+        "torch.multiprocessing.spawn": [python, "-m", "benchmarks.startup", *death, "--spawn", n],
     }
     for name, engine in engines().items():
-        found[f"mpiexec, {name}"] = [*engine, "-n", n, python, *module, "--rank", "mpi"]
+        found[f"mpiexec, {name}"] = [*engine, "-n", n, python, *rank_module("mpi"), *death]
     return found
+
+
+def rank_module(kind: str) -> list[str]:
+    return ["-m", f"benchmarks.startup_ranks.{kind}_rank"]
 
 
 def once(command: list[str], dies: bool) -> tuple[float, int]:
@@ -109,46 +112,6 @@ def once(command: list[str], dies: bool) -> tuple[float, int]:
     return (ended - max(times) if dies else max(times) - began), len(times)
 
 
-def be_rank(kind: str, dies: bool) -> None:
-    import torch  # noqa: F401 - what every rank of the projects this is for pays
-
-    live(*MEETINGS[kind](), dies)
-
-
-def live(rank: int, barrier: Barrier, dies: bool) -> None:
-    """Pass the barrier and say when; or let rank 1 die while the others wait in the next."""
-    barrier()
-    if not dies or rank == 1:
-        os.write(1, f"{MARK} {time.monotonic()}\n".encode())  # at once: ranks may share the pipe
-    if dies and rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if dies:
-        barrier()
-
-
-def meet_ours() -> tuple[int, Barrier]:
-    from coordinator import Coordinator
-
-    coor = Coordinator()
-    return coor.rank, coor.barrier
-
-
-def meet_gloo(**where: Any) -> tuple[int, Barrier]:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", **where)
-    return dist.get_rank(), dist.barrier
-
-
-def meet_mpi() -> tuple[int, Barrier]:
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.barrier
-
-
-MEETINGS = {"ours": meet_ours, "torchrun": meet_gloo, "mpi": meet_mpi}
-
-
 def spawn(size: int, dies: bool) -> None:
     """torch.multiprocessing.spawn, as its documents show it."""
     import torch.multiprocessing
@@ -158,7 +121,10 @@ def spawn(size: int, dies: bool) -> None:
 
 
 def spawned(rank: int, size: int, folder: str, dies: bool) -> None:
-    live(*meet_gloo(init_method=f"file://{folder}/meet", rank=rank, world_size=size), dies)
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=size)
+    pass_barriers(rank, dist.barrier, dies)
 
 
 if __name__ == "__main__":

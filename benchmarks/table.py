@@ -1,7 +1,7 @@
 """A table of measurements: where it was measured above it, units in its head, the ratio last.
 
-table = Table("coordinator", ("operation", "bytes", "ours (us)", "gloo (us)", "ratio"), keep=True)
-table.add("barrier", 0, 3.1, 210.0, 0.015)
+table = Table("coordinator", ("operation", "drumline (us)", "gloo (us)", "ratio"), keep=True)
+table.add("barrier", 3.1, 210.0, 0.015)
 table.end()
 """
 

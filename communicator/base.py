@@ -118,6 +118,7 @@ class Communicator(CollectivesFromP2P):
         self._closed = False
         if checked_calls is not None:
             self.capabilities = replace(self.capabilities, checked_calls=checked_calls)
+        self._note_peer = getattr(coor, "note_peer", lambda _: None)  # not over a torch Store
         self.do_open(**options)
         self._recorder = launcher.recorder(coor.info)
         if self._recorder is not None:
@@ -334,6 +335,7 @@ class Communicator(CollectivesFromP2P):
         if self._pending is not None:
             self._pending.append((kind, tensor, peer))
         else:
+            self._note_peer(peer)
             self.do_send(tensor, peer) if kind == "send" else self.do_recv(tensor, peer)
 
     def _has_work(self, tensor: torch.Tensor) -> bool:

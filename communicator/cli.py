@@ -18,27 +18,29 @@ from launcher.cli import CommandParser, VersionAction
 
 PROG = "python -m communicator"
 CONFORMING, NOT_CONFORMING, CANNOT_RUN = 0, 1, 2
+EPILOG = "exit codes: 0 the backend conforms; 1 it does not; 2 it cannot run, or wrong usage"
 
 
 def parser(prog: str = PROG) -> argparse.ArgumentParser:
     """The options are few on purpose, and held by a test."""
-    commands_parser = argparse.ArgumentParser(prog=prog, allow_abbrev=False)
+    commands_parser = CommandParser(prog=prog)
     commands_parser.add_argument(
         "--version", action=VersionAction, nargs=0, help="print the version"
     )
     commands = commands_parser.add_subparsers(
         dest="command", required=True, parser_class=CommandParser
     )
-    check = commands.add_parser("check", help="run the conformance check", allow_abbrev=False)
+    check = commands.add_parser("check", help="run the conformance check", epilog=EPILOG)
     check.add_argument(
-        "--backend", metavar="NAME", help="a name, or the path of a library; the best if not given"
+        "--backend", metavar="NAME", help="a name, or the path of a library; default: the best"
     )
-    check.add_argument("-n", dest="nprocs", type=num_ranks, default=2, metavar="N", help="ranks")
+    ranks_help = "ranks; default: %(default)s"
+    check.add_argument("-n", dest="nprocs", type=num_ranks, default=2, metavar="N", help=ranks_help)
     check.add_argument(
         "--launcher",
         metavar="NAME",
         default="multiprocessing",
-        help="what starts the ranks, as in `python -m launcher run`; threads start fastest",
+        help="what starts the ranks, as `drumline run --launcher`; default: %(default)s",
     )
     return commands_parser
 

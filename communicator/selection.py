@@ -7,15 +7,19 @@ Backends are found by name, here or among the entry points of the group `communi
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, TypeVar
 
 from communicator.base import Communicator
 from communicator.errors import Unsupported
 from coordinator import Coordinator
+
+log = logging.getLogger("communicator")
 
 BUILTIN = {
     "shm": "communicator.backends.shm:Shm",
@@ -57,20 +61,47 @@ def choose(coor: Coordinator, backend: Any, device_type: str | None = None) -> t
     Raises Unsupported on every rank if the requested backend cannot be used on one of them.
     """
     candidates = backend_names() if backend is None else [backend]
-    scores = {
-        _label(candidate): _score(coor, candidate, device_type, is_requested=backend is not None)
-        for candidate in candidates
-    }
-    ballots = [json.loads(data) for data in coor.allgather(json.dumps(scores).encode())]
-    usable = {
-        name: min(ballot[name] for ballot in ballots)
-        for name in scores
-        if all(isinstance(ballot.get(name), int) for ballot in ballots)
-    }
-    if not usable:
-        raise _no_backend(coor, ballots)
-    best = max(usable, key=lambda name: (usable[name], name))
-    return _resolve(next(item for item in candidates if _label(item) == best))
+    chosen, ballots = _vote(coor, candidates, [device_type], is_requested=backend is not None)
+    if chosen[device_type] is None:
+        raise _no_backend(coor, ballots[device_type])
+    return _resolve(next(item for item in candidates if _label(item) == chosen[device_type]))
+
+
+def choose_for_devices(
+    coor: Coordinator, device_types: Sequence[str]
+) -> dict[str, type[Communicator] | None]:
+    """The best class for each kind of device, or None, in one exchange. Collective over coor."""
+    chosen, _ = _vote(coor, backend_names(), device_types, is_requested=False)
+    return {kind: None if name is None else _resolve(name) for kind, name in chosen.items()}
+
+
+Ballot = dict[str, int | str]
+DeviceType = TypeVar("DeviceType", str, str | None)
+
+
+def _vote(
+    coor: Coordinator,
+    candidates: list[Any],
+    device_types: Sequence[DeviceType],
+    is_requested: bool,
+) -> tuple[dict[DeviceType, str | None], dict[DeviceType, list[Ballot]]]:
+    """By device type, the label of the best that every rank can use, and every rank's scores."""
+    own: list[Ballot] = [
+        {_label(item): _score(coor, item, kind, is_requested) for item in candidates}
+        for kind in device_types
+    ]
+    votes = [json.loads(data) for data in coor.allgather(json.dumps(own).encode())]
+    ballots = dict(zip(device_types, map(list, zip(*votes, strict=True)), strict=True))
+    return {kind: _best(ballots[kind], own[0]) for kind in device_types}, ballots
+
+
+def _best(ballots: list[Ballot], names: Iterable[str]) -> str | None:
+    usable = {}
+    for name in names:
+        scores = [score for ballot in ballots if isinstance(score := ballot.get(name), int)]
+        if len(scores) == len(ballots):
+            usable[name] = min(scores)
+    return max(usable, key=lambda name: (usable[name], name)) if usable else None
 
 
 def _resolve(item: Any) -> type[Communicator]:
@@ -144,6 +175,7 @@ def _no_backend(coor: Coordinator, ballots: list[dict[str, int | str]]) -> Unsup
     )
 
 
+@cache  # it reads a file of every package that is installed
 def _entry_points() -> list[Any]:
     return list(entry_points(group="communicator.backends"))
 

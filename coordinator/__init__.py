@@ -5,6 +5,8 @@ with Coordinator() as coor:
 """
 
 import launcher
+from coordinator import link_state
+from coordinator.control.credentials import Credentials
 from coordinator.coordinator import Coordinator
 from coordinator.errors import (
     CoordinatorError,
@@ -18,20 +20,29 @@ from coordinator.errors import (
 from coordinator.failure.subscription import Subscription
 from coordinator.peers import Peer, group_by_node
 from coordinator.timings import CoordinatorTimings
+from coordinator.transport.connections import PeerConnector
 
 __all__ = [
     "Coordinator",
     "CoordinatorError",
     "CoordinatorTimeout",
     "CoordinatorTimings",
+    "Credentials",
     "DrumlineError",
     "FailureReason",
     "Peer",
+    "PeerConnector",
     "PeerLost",
     "RankFailure",
     "RemoteError",
     "Subscription",
     "group_by_node",
+    "link_state",
 ]
 
-__version__ = launcher.__version__
+
+def __getattr__(name: str) -> str:
+    """Read `__version__` only when asked for, as the launcher does."""
+    if name == "__version__":
+        return launcher.__version__
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import os
 import socket
-import struct
-from pathlib import Path
 from typing import Any
 
 from coordinator.errors import CoordinatorError
-from launcher import LaunchInfo
+from launcher import LaunchInfo, host_addresses
 
 Address = tuple[socket.AddressFamily, tuple[Any, ...]]
 BACKLOG = 2048
-SIOCGIFADDR = 0x8915  # netdevice(7)
-# Nobody has these (RFC 5737, RFC 3849): asking for the way to them gives the way out.
-OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 
 
 def spans_nodes(info: LaunchInfo) -> bool:
@@ -45,9 +39,11 @@ def candidates(info: LaunchInfo) -> list[Address]:
         )
     is_name = not _is_literal(info.master_addr)
     if spans_nodes(info) and is_name and any(_is_loopback(address) for address in addresses):
-        routable = [(family, (text, info.master_port)) for family, text in routable_addresses()]
+        routable = host_addresses.routable_addresses()
         outside = [address for address in addresses if not _is_loopback(address)]
-        return outside + routable or addresses
+        return outside + [(family, (text, info.master_port)) for family, text in routable] or (
+            addresses
+        )
     return addresses
 
 
@@ -86,58 +82,6 @@ def _is_wildcard(address: tuple[Any, ...]) -> bool:
 def _is_link_local(address: tuple[Any, ...]) -> bool:
     parsed = ipaddress.ip_address(str(address[0]).partition("%")[0])
     return parsed.version == 6 and parsed.is_link_local
-
-
-def routable_addresses() -> list[tuple[socket.AddressFamily, str]]:
-    """Addresses of this host on its default routes; without those, of its interfaces."""
-    addresses = []
-    for family, outside in OUTSIDE:
-        try:
-            addresses.append((family, local_address_for(family, (outside, 9))))
-        except OSError:
-            continue  # no such route
-    return addresses or _interface_addresses()
-
-
-def local_address_for(family: int, address: tuple[Any, ...]) -> str:
-    """The local address from which the kernel would send there; nothing is sent."""
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
-
-
-def _interface_addresses() -> list[tuple[socket.AddressFamily, str]]:
-    """The addresses of real interfaces: a bridge is inside this host."""
-    names = [name for _, name in socket.if_nameindex() if name != "lo" and not _is_bridge(name)]
-    four = [(socket.AF_INET, text) for name in names if (text := ipv4_of(name))]
-    return four + [(socket.AF_INET6, text) for name, text in ipv6_addresses() if name in names]
-
-
-def _is_bridge(name: str) -> bool:
-    return Path("/sys/class/net", name, "bridge").exists()
-
-
-def ipv4_of(name: str) -> str:
-    request = struct.pack("256s", name.encode())
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            return socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24])
-        except OSError:
-            return ""
-
-
-def ipv6_addresses() -> list[tuple[str, str]]:
-    """Interface and address, of those that are not for one link only (scope 0, if_inet6)."""
-    try:
-        lines = Path("/proc/net/if_inet6").read_text().splitlines()
-    except OSError:
-        return []
-    fields = [line.split() for line in lines]
-    return [
-        (name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(text)))
-        for text, _, _, scope, _, name in fields
-        if scope == "00"
-    ]
 
 
 def listen(info: LaunchInfo) -> socket.socket:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import traceback
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+_new = tuple.__new__
 _HERE = str(Path(__file__).parent)
 
 
@@ -67,7 +70,9 @@ class PendingCall(NamedTuple):
 
 def begin_call(name: str, number: int, timeout_s: float) -> PendingCall:
     """A call that begins now, where the user made it."""
-    return PendingCall(CallSite(name, number, caller()), time.monotonic(), timeout_s)
+    # As PendingCall(CallSite(...), ...), in half the time: every call begins here.
+    site = _new(CallSite, (name, number, caller()))
+    return _new(PendingCall, (site, time.monotonic(), timeout_s))
 
 
 def caller() -> str:
@@ -77,9 +82,16 @@ def caller() -> str:
         frame = frame.f_back
     if frame is None:
         return "unknown"
-    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+    return f"{_basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
+@lru_cache(maxsize=1024)
+def _basename(filename: str) -> str:
+    """Without its folder, in Unicode: a name on disk may have other bytes, which cannot be sent."""
+    return os.fsencode(filename.rpartition("/")[2]).decode(errors="replace")
+
+
+@lru_cache(maxsize=1024)
 def _is_ours(filename: str) -> bool:
     """Is the file of this package, or between the user's call and it?"""
     return filename.startswith(_HERE) or filename.endswith(

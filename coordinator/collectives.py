@@ -10,7 +10,7 @@ from coordinator.call_site import caller
 from coordinator.control.object_codec import packed, unpacked, why_unsendable
 from coordinator.errors import CoordinatorError
 from coordinator.peers import Peer
-from coordinator.transport.group import Exchange, pack_parts
+from coordinator.transport.group import NOTHING, Exchange, pack_parts
 from coordinator.work_outcome import WorkOutcome, raise_first_failure
 
 
@@ -69,7 +69,7 @@ class Collectives:
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Return once every rank of the group has called. Collective."""
-        self._exchange("barrier", Exchange(b""), timeout_s)
+        self._exchange("barrier", NOTHING, timeout_s)
 
     # ---- agreement ----
 

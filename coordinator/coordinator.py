@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 import launcher
-from coordinator.addresses import candidates, local_address_for
+from coordinator.addresses import candidates
 from coordinator.call_site import PendingCall, begin_call, caller, traceback_of
 from coordinator.collectives import Collectives
 from coordinator.control import session as sessions
@@ -36,7 +36,7 @@ from coordinator.store.prefix_store import PrefixStore
 from coordinator.store.sequencer import Sequencer
 from coordinator.timings import DEFAULT, CoordinatorTimings
 from coordinator.transport.connections import PeerConnector
-from coordinator.transport.group import Exchange, Group, unpack_parts
+from coordinator.transport.group import NOTHING, Exchange, Group, unpack_parts
 from coordinator.transport.joining import join_group
 
 if TYPE_CHECKING:
@@ -112,7 +112,8 @@ class Coordinator(Collectives):
         self._leaders: Coordinator | None = None
         self._store = PrefixStore(key, self._session, self.info.rank)
         self._group: Group | None = None
-        me = Peer.me(self.info, self.address if self._session is not None else "")
+        stack_fd, self._note = stack_dump.stack_memory(os.getpid())
+        me = Peer.me(self.info, self.address if self._session is not None else "", stack_fd)
         self.peers: tuple[Peer, ...] = (me,)
         if self.world_size > 1:
             self.peers = self._join_ranks(key, me, parent, call)
@@ -165,7 +166,9 @@ class Coordinator(Collectives):
         if self._session is not None:
             return self._session.client.local_address
         family, address = candidates(self.info)[0]
-        return local_address_for(family, (address[0], self.info.master_port or 9))
+        return launcher.host_addresses.local_address_for(
+            family, (address[0], self.info.master_port or 9)
+        )
 
     def is_master(self) -> bool:
         """Is this rank 0 of the group?"""
@@ -179,12 +182,12 @@ class Coordinator(Collectives):
         """Return once every rank of this node has called. Collective over the node."""
         self._check_open("local_barrier")
         if self.local_world_size == self.world_size:
-            self._exchange("local_barrier", Exchange(b""), timeout_s)
+            self._exchange("local_barrier", NOTHING, timeout_s)
             return
         call = self._begin_call("local_barrier", timeout_s)
         if self._node is None:
             self._node = self._subgroup(tuple(self._node_ranks), call)
-        self._node._exchange("local_barrier", Exchange(b""), call.left_s)
+        self._node._exchange("local_barrier", NOTHING, call.left_s)
 
     # ---- sequencing ----
 
@@ -308,7 +311,10 @@ class Coordinator(Collectives):
             return {}
         call = self._begin_call("connections", timeout_s)
         name = f"{self._store.prefix}{call.call.number}"
-        return PeerConnector(self._session, self.rank, self.peers, name).connect(
+        address, credentials = self._session.client.local_address, self._session.credentials
+        return PeerConnector(
+            address, credentials, self.rank, self.peers, name, self._session.lost
+        ).connect(
             lambda data: self._exchange("connections", Exchange(data), call.left_s), call.left_s
         )
 
@@ -401,9 +407,7 @@ class Coordinator(Collectives):
             self._busy.release()
             return
         if self._group is not None and self._broken is None:
-            self._group.detector.abandon(
-                f"close ({caller()}) in the middle of the call\n", caller()
-            )
+            self._group.detector.abandon(f"close ({caller()}) in the middle of the call", caller())
         if self._busy.acquire(timeout=limit):
             self._busy.release()
 
@@ -444,7 +448,8 @@ class Coordinator(Collectives):
     def _abandon_alone(self, error: BaseException) -> None:
         if self._group is not None and self._broken is None and not self._closed:
             causes = [failure for failure in self._causes(error) if failure.rank != self.rank]
-            self._group.detector.abandon(traceback_of(error), caller(), causes)
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            self._group.detector.abandon(why, caller(), causes, traceback_of(error))
         self._broken = self._broken or CoordinatorError(f"left because of {error!r}")
 
     def _causes(self, error: BaseException | None) -> Sequence[RankFailure]:
@@ -527,12 +532,35 @@ class Coordinator(Collectives):
         stack_dump.ask(peer for peer in self.peers if peer.pid != me.pid)
         return self._group.detector.table()
 
+    def describe_late(self) -> str:
+        """The ranks that keep this one waiting, or the deadlock it is in. Not collective.
+
+        Of ranks of this node; "" if nothing can be said. For errors of the layers above.
+        """
+        if self._group is None or self._closed:
+            return ""
+        return self._group.detector.describe_late(self._note[0])
+
+    def describe_failure(self) -> str:
+        """Another rank's reason why this group failed; "" without one. Not collective."""
+        if self._group is None or self._closed:
+            return ""
+        return self._group.detector.describe_failure()
+
+    def note_peer(self, rank: int) -> None:
+        """Note, for such descriptions, to which rank of the group this one sends or listens.
+
+        What is no rank is not noted: the call itself refuses it.
+        """
+        if rank in range(self.world_size):
+            self._note[0] = self.ranks[rank]
+
     # ---- within ----
 
     def _exchange(self, name: str, exchange: Exchange, timeout_s: float | None) -> list[bytes]:
         """One collective call; what breaks it breaks the group."""
         self._check_open(name)
-        if not self._busy.acquire(blocking=False):
+        if not self._busy.acquire(False):
             other = self._call.call if self._call is not None else "a call"
             raise CoordinatorError(
                 f"{self._me}: {name} ({caller()}) while another thread is in {other}. "
@@ -540,8 +568,9 @@ class Coordinator(Collectives):
             )
         try:
             self._num_calls += 1
-            self._call = self._begin_call(name, timeout_s, self._num_calls)
-            return self._exchange_alone(self._call, exchange)
+            limit_s = self.timeout_s if timeout_s is None else self._checked(timeout_s)
+            call = self._call = begin_call(name, self._num_calls, limit_s)
+            return self._exchange_alone(call, exchange)
         finally:
             self._busy.release()
 
@@ -584,7 +613,7 @@ class Coordinator(Collectives):
 
     def _check_usable(self, name: str) -> None:
         """Raise in a forked process and after close()."""
-        if self._pid != os.getpid():
+        if self._pid != _process.pid:
             raise CoordinatorError(
                 f"{self._me}: {name} ({caller()}) in process {os.getpid()}, which was forked from "
                 f"the rank, process {self._pid}. Only the rank itself may use this Coordinator: "
@@ -606,6 +635,20 @@ class Coordinator(Collectives):
 
     def __repr__(self) -> str:
         return f"Coordinator(rank={self.rank}, world_size={self.world_size}, ranks={self.ranks})"
+
+
+class _Process:
+    """The id of this process, which costs as much as a whole call where the kernel is asked."""
+
+    def __init__(self) -> None:
+        self.read_pid()
+
+    def read_pid(self) -> None:
+        self.pid = os.getpid()
+
+
+_process = _Process()
+os.register_at_fork(after_in_child=_process.read_pid)
 
 
 def _is_orderly(error: BaseException) -> bool:

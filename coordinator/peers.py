@@ -6,7 +6,7 @@ import json
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from launcher import LaunchInfo
@@ -18,6 +18,7 @@ class Peer:
 
     memory: equal for processes that can share memory: one kernel, one view of pids, one user.
     address: by which the others reach its host. is_traced: is what it does to be recorded?
+    stack_fd: its descriptor of the memory for its stacks, if it has one.
     """
 
     rank: int
@@ -30,19 +31,20 @@ class Peer:
     memory: str = ""
     address: str = ""
     is_traced: bool = False
+    stack_fd: int = -1
 
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
+    def pack(self) -> bytes:
+        return json.dumps(list(vars(self).values())).encode()
 
     @classmethod
-    def from_json(cls, data: bytes | str) -> Peer:
-        return cls(**json.loads(data))
+    def unpack(cls, data: bytes) -> Peer:
+        return cls(*json.loads(data))
 
     @classmethod
-    def me(cls, info: LaunchInfo, address: str = "") -> Peer:
+    def me(cls, info: LaunchInfo, address: str = "", stack_fd: int = -1) -> Peer:
         pid = os.getpid()
         return cls(
             info.rank,
@@ -55,6 +57,7 @@ class Peer:
             f"{boot_id()}/{_namespace('pid')}/{_namespace('user')}/{os.getuid()}",
             address,
             info.is_traced,
+            stack_fd,
         )
 
     @property

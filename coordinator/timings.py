@@ -37,11 +37,16 @@ class CoordinatorTimings:
     """For rank 0 to answer one question about that reason. Must be below reason_s."""
     reason_poll_s: float = 0.05
     """Between two such questions. Must be well below reason_s."""
+    reports_s: float = 0.1
+    """For which one answer of rank 0 about all ranks serves all that ask. Must be well below
+    silent_s."""
     departed_s: float = 1.0
     """Between two questions to rank 0 about ranks that have left."""
     new_group_s: float = 5.0
     """For a group to appear in the heartbeats of all its ranks. Must exceed several heartbeat_s."""
 
+    stack_s: float = 1.0
+    """For the processes of this host to dump their stacks, where a deadline is near or past."""
     callback_s: float = 1.0
     """For a callback that is running to end when its subscription is closed."""
 
@@ -80,6 +85,8 @@ class CoordinatorTimings:
     link_extra_s: float = 5.0
     """Beyond the deadline of a call, for connections between nodes: the error of the deadline must
     come first. Must exceed reason_s + answer_s."""
+    waiting_notice_s: float = 5.0
+    """Between two lines of the log about the ranks of other nodes that are awaited."""
     rendezvous_s: float = 1.0
     """Between two questions to rank 0 about lost ranks while a group is being made."""
     failed_turn_s: float = 5.0

@@ -13,19 +13,8 @@ from __future__ import annotations
 
 import traceback
 
-from coordinator import DrumlineError, PeerLost
-
-__all__ = [
-    "CheckpointError",
-    "DrumlineError",
-    "PeerLost",
-    "PlanError",
-    "StageError",
-    "WorkerExit",
-    "describe_error",
-    "describe_with_traceback",
-    "exit_code",
-]
+from coordinator import DrumlineError as DrumlineError
+from coordinator import PeerLost as PeerLost
 
 MAX_ERROR_CHARS = 16_000
 """Characters of an error that are sent to another rank."""

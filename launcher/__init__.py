@@ -6,14 +6,23 @@ results = launcher.launch(work, nprocs=4)
 """
 
 from launcher.detection import current
-from launcher.errors import Failure, LaunchError, LaunchInterrupted, LaunchTimeout, TargetError
+from launcher.errors import (
+    CauseOrder,
+    Failure,
+    LaunchError,
+    LaunchInterrupted,
+    LaunchTimeout,
+    TargetError,
+)
 from launcher.launch_info import LaunchInfo, LaunchInfoError
 from launcher.launch_job import launch
 from launcher.ports import listen
 from launcher.registry import register
+from launcher.system import host_addresses
 from launcher.trace.recorder import Recorder, recorder
 
 __all__ = [
+    "CauseOrder",
     "Failure",
     "LaunchError",
     "LaunchInfo",
@@ -23,6 +32,7 @@ __all__ = [
     "Recorder",
     "TargetError",
     "current",
+    "host_addresses",
     "launch",
     "listen",
     "recorder",

@@ -9,8 +9,11 @@ TargetError(ValueError)       the script, module or function cannot be run
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from launcher import timings
 
 TIMEOUT_CODE = 124  # as timeout(1)
 
@@ -21,7 +24,7 @@ class Failure:
 
     time_s: since the launch began. exit_code: 128 and the number for a signal. signal: the one that
     killed it, 0 if none did. ended_by_launcher: it failed only after the launcher had asked it to
-    end.
+    end. blames: the ranks whose failure its exception reports, -1 for an unknown one.
     """
 
     rank: int
@@ -35,6 +38,7 @@ class Failure:
     message: str = ""
     traceback: str = ""
     ended_by_launcher: bool = False
+    blames: Sequence[int] = ()
 
     def summary(self) -> str:
         """One line: the rank, its process, and how it ended."""
@@ -64,6 +68,43 @@ class Failure:
             return ""
         first_line = self.message.splitlines()[0] if self.message else ""
         return f"{self.type}: {first_line}" if first_line else self.type
+
+
+class CauseOrder(NamedTuple):
+    """A sort key of failures: causes before consequences, and then by time."""
+
+    is_consequence: int
+    time_s: float
+    rank: int
+
+    @classmethod
+    def of(
+        cls, rank: int, time_s: float, *, died_silently: bool, is_consequence: int
+    ) -> CauseOrder:
+        """time_s: when the failure was noticed. is_consequence: the larger, the more surely.
+
+        A process that dies without a word is noticed later than it happened: its peers lose their
+        connection to it, and may raise and exit, before its parent reaps it.
+        """
+        lag_s = timings.TIMINGS.reap_lag_s if died_silently else 0.0
+        return cls(is_consequence, time_s - lag_s, rank)
+
+
+def by_cause(failures: Iterable[Failure]) -> tuple[Failure, ...]:
+    """The failures of a launch, the cause first."""
+    failures = list(failures)
+    failed = {-1, *(failure.rank for failure in failures if not failure.ended_by_launcher)}
+
+    def order(failure: Failure) -> CauseOrder:
+        # An abort is more often the consequence of another's death than a cause.
+        died_silently = not failure.type and failure.signal != signal.SIGABRT
+        is_consequence = 2 if failure.ended_by_launcher else bool(failed & {*failure.blames})
+        time_s = 0.0 if failure.ended_by_launcher else failure.time_s
+        return CauseOrder.of(
+            failure.rank, time_s, died_silently=died_silently, is_consequence=is_consequence
+        )
+
+    return tuple(sorted(failures, key=order))
 
 
 def signal_name(number: int) -> str:

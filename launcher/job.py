@@ -46,10 +46,11 @@ class Job:
     nprocs: ranks on this node. nnodes, node_rank: the nodes, and this one among them.
     master_addr: where rank 0 listens. master_port: 0 lets the launcher choose.
     log_dir: a folder for one file per rank and stream. preload: modules to import once, before the
-    ranks are forked.
+    ranks are forked; None for what launcher/local/auto_preload.py finds in the script.
     bind: pin each rank to cores of its own. share_devices: let ranks share GPUs.
     trace: the folder for the recordings of ranks, see launcher/trace/recorder.py.
     results_dir: the folder for the results of ranks that a backend launcher starts.
+    restart_count: launches of the same job that have failed before this one.
     """
 
     target: Target
@@ -63,10 +64,11 @@ class Job:
     log_dir: str | None = None
     timeout_s: float | None = None
     bind: bool = False
-    preload: tuple[str, ...] = ()
+    preload: tuple[str, ...] | None = None
     share_devices: bool = False
     trace: str | None = None
     results_dir: str | None = None
+    restart_count: int = 0
 
     def __post_init__(self) -> None:
         for problem in self._problems():
@@ -82,8 +84,9 @@ class Job:
                 yield f"{name} must be a string, not {value!r}"
         if type(self.timeout_s) not in (int, float, type(None)):
             yield f"timeout_s must be a number of seconds or None, not {self.timeout_s!r}"
-        is_sequence = isinstance(self.preload, (tuple, list))
-        if not is_sequence or not all(isinstance(name, str) for name in self.preload):
+        names = () if self.preload is None else self.preload
+        is_sequence = isinstance(names, (tuple, list))
+        if not is_sequence or not all(isinstance(name, str) for name in names):
             yield f"preload must be a sequence of the names of modules, not {self.preload!r}"
         if self.nprocs < 1:
             yield f"{self.nprocs} ranks is less than one"

@@ -21,7 +21,7 @@ from launcher.trace import merge_traces
 OPTIONS: dict[str, object] = {
     "nnodes": 1,
     "bind": False,
-    "preload": (),
+    "preload": None,
     "log_dir": None,
     "trace": None,
 }
@@ -41,7 +41,7 @@ def launch(
     launch_id: str | None = None,
     log_dir: str | None = None,
     bind: bool = False,
-    preload: Sequence[str] = (),
+    preload: Sequence[str] | None = None,
     share_devices: bool = False,
     trace: str | os.PathLike[str] | None = None,
 ) -> list[Any]:
@@ -51,6 +51,9 @@ def launch(
     (tuples arrive as lists). The ranks are forked from this process if it has one thread and no
     accelerator open. Otherwise they start in a fresh interpreter, which must be able to import the
     function, and args must be values of the same kinds.
+
+    preload: modules to import once, before the ranks are forked. None: those of a script that are
+    known to be safe. (): none.
 
     trace: a file for a timeline of what every rank did; see launcher/trace/recorder.py.
 
@@ -69,7 +72,7 @@ def launch(
         log_dir=log_dir,
         timeout_s=timeout_s,
         bind=bind,
-        preload=(preload if isinstance(preload, str) else tuple(preload)),  # type: ignore[arg-type]
+        preload=tuple(preload) if isinstance(preload, list) else preload,  # type: ignore[arg-type]
         share_devices=share_devices,
     )
     try:
@@ -109,7 +112,7 @@ def check(job: Job, name: str, trace_file: str | os.PathLike[str] | None = None)
     values = {**vars(job), "trace": trace_file}
     supported = getattr(registry.find(name), "SUPPORTS", OPTIONS)
     for option, default in OPTIONS.items():
-        if values[option] != default and option not in supported:
+        if values[option] not in (default, ()) and option not in supported:
             able = [name for name in registry.BUILT_IN if option in registry.find(name).SUPPORTS]
             raise ValueError(
                 f"the launcher {name!r} does not support {option}={values[option]!r}, so nothing "

@@ -1,10 +1,14 @@
-"""The port of a launch: hashed from its launch_id, with linear probing upward on collision."""
+"""The ports of a launch: hashed from its launch_id, with linear probing upward on collision.
+
+One is the Coordinator's, on which rank 0 listens from the start; the next is for torch's TCPStore.
+"""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import socket
+from collections.abc import Iterable
 
 from launcher.system import linux
 
@@ -23,7 +27,7 @@ def listen(launch_id: str, address: str = "127.0.0.1", port: int = 0) -> socket.
     """
     for candidate in [port] if port else candidates(launch_id):
         try:
-            return _bound(address, candidate)
+            return _bound(address, candidate, may_share=bool(port))
         except (OSError, UnicodeError) as error:
             if not isinstance(error, OSError) or error.errno not in IN_USE:
                 raise _address_error(error, address) from error
@@ -53,19 +57,57 @@ def candidates(launch_id: str) -> list[int]:
 
     Ephemeral ports of this node come last: an outgoing connection may take them at any time.
     """
-    size = END_PORT - FIRST_PORT
     digest = hashlib.blake2b(launch_id.encode(), digest_size=8).digest()
-    first = int.from_bytes(digest, "big") % size
-    all_ports = [FIRST_PORT + (first + step) % size for step in range(size)]
+    first = FIRST_PORT + int.from_bytes(digest, "big") % (END_PORT - FIRST_PORT)
+    all_ports = [*range(first, END_PORT), *range(FIRST_PORT, first)]
     ephemeral = linux.ephemeral_ports()
-    return sorted(all_ports, key=lambda port: port in ephemeral)
+    fixed = [port for port in all_ports if port not in ephemeral]
+    return fixed + [port for port in all_ports if port in ephemeral]
 
 
-def _bound(address: str, port: int) -> socket.socket:
+def of_nodes(launch_id: str, port: int) -> int:
+    """The port at which the nodes of a launch meet: port, or if that is 0, by launch_id."""
+    return port or candidates(launch_id)[0]
+
+
+def torch_candidates(launch_id: str, master_port: int) -> list[int]:
+    """The ports for torch's TCPStore: those of the launch after its first, but master_port."""
+    return [port for port in candidates(launch_id)[1:] if port != master_port]
+
+
+def reserve(candidate_ports: Iterable[int]) -> socket.socket:
+    """A socket that keeps the first free one of the ports until torch's TCPStore listens there.
+
+    It is bound on every address, as the store will be, but does not listen. With SO_REUSEADDR,
+    which the store sets, a port can be bound beside such a socket; without, by nobody.
+    """
+    is_dual = socket.has_dualstack_ipv6()
+    for port in candidate_ports:
+        holder = socket.socket(socket.AF_INET6 if is_dual else socket.AF_INET)
+        try:
+            if is_dual:
+                holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            holder.bind(("", port))
+            # Not before: it must fail where the holder of another launch is bound.
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            return holder
+        except OSError as error:
+            holder.close()
+            if error.errno not in IN_USE:
+                raise
+    raise OSError(
+        errno.EADDRINUSE,
+        f"port {port} is in use, so torch.distributed could not listen there on rank 0. Start the "
+        "launch again with another --launch-id, from which its ports follow.",
+    )
+
+
+def _bound(address: str, port: int, may_share: bool) -> socket.socket:
+    """may_share: take the port even where a socket that does not listen keeps it, see reserve."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, may_share)
         listener.bind((address, port))
         listener.listen(BACKLOG)
     except BaseException:

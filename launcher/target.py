@@ -87,7 +87,7 @@ def check(target: Target) -> None:
     """
     if target.kind == "script":
         _check_script(Path(target.name))
-        shadowing.check([os.path.dirname(os.path.realpath(_main_file(target.name)))])
+        shadowing.check([os.path.dirname(os.path.realpath(main_file(target.name)))])
     if target.kind == "module":
         if _spec(target.name) is None:
             raise TargetError(
@@ -99,7 +99,7 @@ def check(target: Target) -> None:
 
 def _check_script(path: Path) -> None:
     try:
-        with io.open_code(os.path.abspath(_main_file(str(path)))):
+        with io.open_code(os.path.abspath(main_file(str(path)))):
             pass
     except OSError as error:
         raise TargetError(
@@ -146,27 +146,27 @@ def callables(job: Job) -> Callable[[LaunchInfo], Callable[[], Any]]:
     return lambda info: lambda: call(job)
 
 
-def _main_file(name: str) -> str:
+def main_file(name: str) -> str:
     """The file that Python runs for a script, or for a folder."""
     return os.path.join(name, "__main__.py") if os.path.isdir(name) else name
 
 
 def _script(name: str) -> tuple[ModuleType, CodeType]:
-    path = _main_file(name)
-    _prepend_to_path(os.path.dirname(os.path.realpath(path)))
+    path = main_file(name)
+    sys.path[:] = import_path(Target("script", name))
     with io.open_code(os.path.abspath(path)) as file:
         code = compile(file.read(), path, "exec")
     module = _new_main(path)
     return module, code
 
 
-def _prepend_to_path(folder: str) -> None:
-    """Put the script's folder in the place of the working directory, from `python -m launcher`."""
-    if getattr(sys.flags, "safe_path", False):  # python -P, from Python 3.11 on
-        return
-    if sys.path[:1] == [_working_directory()]:
-        del sys.path[0]
-    sys.path.insert(0, folder)
+def import_path(target: Target) -> list[str]:
+    """A rank's sys.path: a script's folder in the place of the folder of `python -m launcher`."""
+    is_safe_path = getattr(sys.flags, "safe_path", False)  # python -P, from Python 3.11 on
+    if target.kind != "script" or is_safe_path:
+        return list(sys.path)
+    folder = os.path.dirname(os.path.realpath(main_file(target.name)))
+    return [folder, *sys.path[sys.path[:1] == [_working_directory()] :]]
 
 
 def _module(name: str) -> tuple[ModuleType, CodeType]:

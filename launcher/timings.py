@@ -19,10 +19,16 @@ class Timings:
     stop_grace_s: float = 10.0
     # Longer than faulthandler takes to write the stacks of all ranks into their pipes.
     stack_dump_s: float = 0.2
-    # Longer than a daemon that a rank has left behind needs to exit on SIGTERM.
+    # Longer than a process that a rank has left behind needs to exit on SIGTERM.
     orphan_grace_s: float = 0.25
     # Longer than kill(2) takes to turn a process into a zombie, usually.
     reap_poll_s: float = 0.002
+    # Longer than orphan_grace_s; the kernel may hold a process in I/O for any time.
+    unkillable_s: float = 2.0
+    # Longer than reading a file of /proc; how late a stopped fork server is noticed.
+    server_poll_s: float = 0.5
+    # Longer than a debugger or a snapshot of the machine stops a process.
+    stopped_server_s: float = 3.0
     # Longer than a program pauses between two parts of one line.
     prompt_s: float = 0.05
     # Longer than one write to a pipe; how often a full output is tried again.
@@ -37,16 +43,18 @@ class Timings:
     thread_grace_s: float = 2.0
 
     # Backend launchers: torchrun, mpiexec, srun.
+    # Longer than people take to start a command on every node; --timeout replaces it.
+    node_wait_s: float = 300.0
+    # Longer than a line about the awaited nodes takes to read.
+    node_status_s: float = 5.0
+    # Longer than an attempt to connect costs.
+    node_retry_s: float = 0.2
     # Longer than the backend launcher takes to end its ranks when asked.
     backend_grace_s: float = 5.0
-    # Longer than a process left by a rank needs to exit on SIGTERM.
-    descendant_grace_s: float = 0.5
-    # Longer than descendant_grace_s; the kernel may hold a process in I/O for any time.
-    unkillable_s: float = 2.0
-    # Longer than a scan of /proc.
-    descendant_poll_s: float = 0.02
     # Longer than backend_grace_s and unkillable_s together: the reaper works within it.
     reaper_exit_s: float = 10.0
+    # Longer than reading the records of all ranks; how late a failure of one is noticed.
+    backend_poll_s: float = 0.5
     # Longer than `mpiexec --version` and its like take on a cold file system.
     version_answer_s: float = 30.0
 

@@ -36,6 +36,14 @@ def test_every_example_and_recipe_runs_under_torchrun():
     _have_all_ended(_run(*start, *EVERY), 2)
 
 
+@pytest.mark.timeout(160)
+def test_trainers_of_others_run_on_our_backend_under_torchrun():
+    start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = _run(*start, EVERY[0], ROOT / "examples" / "trainers")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 ranks agree" in done.stdout and "2 ranks: the loss fell" in done.stdout
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_fits_a_screen_and_says_how_to_run_it(path):
     text = path.read_text()

@@ -28,9 +28,9 @@ ORDER = {
         "collectives coordinator work_outcome",
     ),
     "communicator": (
-        "base torch_interop",
+        "base",
         "backends",
-        "conformance",
+        "conformance torch_interop",
         "cli backend_info __main__ torch_backend compile",
     ),
     "drumline": (

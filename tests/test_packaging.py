@@ -160,6 +160,16 @@ def _closure(distributions: set[str]) -> set[str]:
     return closure
 
 
+def test_the_lowest_versions_that_are_tested_are_those_that_are_promised():
+    lines = (ROOT / "constraints-lowest.txt").read_text().splitlines()
+    tested = dict(line.split("==") for line in lines if not line.startswith("#"))
+    promised = re.findall(r'"([\w-]+)>=([\d.]+)"', _table("project"))
+    promised += re.findall(r'"(accelerate)>=([\d.]+)"', _table("project.optional-dependencies"))
+    assert promised and tested.keys() == dict(promised).keys()
+    for name, floor in promised:
+        assert f"{tested[name]}.".startswith(f"{floor}."), name
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_and_all_its_names_import_with_the_core_dependencies_alone(package):
     closure = _closure({*CORE, "drumline"})
@@ -168,7 +178,7 @@ def test_a_package_and_all_its_names_import_with_the_core_dependencies_alone(pac
         for name, distributions in _distributions().items()
         if not {_distribution(distribution) for distribution in distributions} & closure
     }
-    assert {"pytest", "matplotlib"} <= undeclared and not {"torch", *PACKAGES} & undeclared
+    assert "pytest" in undeclared and not {"torch", *PACKAGES} & undeclared
     command = [sys.executable, "-c", IMPORT_ALL, package, *undeclared]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert done.stdout.strip() == f"imported {package}", done.stderr

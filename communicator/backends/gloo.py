@@ -15,7 +15,7 @@ from torch.distributed import AllreduceOptions, BarrierOptions, ProcessGroupGloo
 from communicator.backends.tagged_p2p import TaggedP2PCommunicator, as_bytes
 from communicator.calls import call_check
 from communicator.calls.dtypes import OPS
-from communicator.calls.failures import describe_lost
+from communicator.calls.failures import describe_late, describe_lost
 from communicator.errors import CommunicatorTimeout, DrumlineError, PeerLost
 from coordinator import Coordinator, CoordinatorError
 
@@ -126,9 +126,11 @@ class Gloo(TaggedP2PCommunicator):
         timed_out = "timed out" in text.lower()
         lost = self._lost_peers() if timed_out else self._await_lost_peers()
         message = (
-            f"rank {self.rank} waited {waited_s:.1f} s in {call} (gloo, {self.world_size} ranks)."
+            f"rank {self.rank} {'timed out' if timed_out else 'failed'} after {waited_s:.1f} s in "
+            f"{call} (gloo, {self.world_size} ranks)."
             f"{describe_lost(lost)} Are all ranks in the same call, with tensors of the same size, "
             f"and alive? ({text}){self._diagnosis() if timed_out else ''}"
+            f"{describe_late(self.coor) if timed_out else ''}"
         )
         return CommunicatorTimeout(message) if timed_out else PeerLost(message, lost)
 

@@ -55,8 +55,7 @@ class RenumberedErrors:
 class Hierarchical(Communicator):
     """The best communicator of each node, and one of the leaders.
 
-    between: the backend among the leaders, and of sends between ranks of different nodes: tcp if
-        not given, or gloo where the ranks have no Coordinator.
+    between: the backend among the leaders, and of sends between ranks of different nodes.
     """
 
     name = "hierarchical"
@@ -71,9 +70,8 @@ class Hierarchical(Communicator):
             )
         return 50
 
-    def do_open(self, between: str | None = None) -> None:
+    def do_open(self, between: str = "tcp") -> None:
         self._resources = ExitStack()
-        between = between or _default_network(self.coor)
         if not issubclass(backend_class(between), (TaggedP2PCommunicator, Tcp)):
             raise ValueError(
                 f"rank {self.rank}: between={between!r} does not reach other nodes by itself. Take "
@@ -297,14 +295,6 @@ class Hierarchical(Communicator):
 def _was_dropped(error: DrumlineError) -> bool:
     """True for the error of a message that did not fit: the only plain CommunicatorError."""
     return type(error) is CommunicatorError
-
-
-def _default_network(coor: Coordinator) -> str:
-    try:
-        Tcp.probe(coor)
-    except Unsupported:
-        return "gloo"
-    return "tcp"
 
 
 def _partial_op(op: str) -> str:

@@ -19,7 +19,7 @@ from communicator import timings
 from communicator.backends.tagged_p2p import TaggedP2PCommunicator, as_bytes
 from communicator.base import Capabilities
 from communicator.calls.dtypes import OPS, dtype_info
-from communicator.calls.failures import describe_lost
+from communicator.calls.failures import describe_late, describe_lost
 from communicator.errors import (
     CommunicatorTimeout,
     PeerLost,
@@ -156,9 +156,10 @@ class Mpi(TaggedP2PCommunicator):
             return
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(request))  # for ever: MPI may still write
         message = (
-            f"rank {self.rank} waited {waited_s:.1f} s in {call} (mpi, {self.world_size} ranks)."
+            f"rank {self.rank} {'failed' if lost else 'timed out'} after {waited_s:.1f} s in "
+            f"{call} (mpi, {self.world_size} ranks)."
             f"{describe_lost(lost)} Are all ranks in the same call, with tensors of the same size, "
-            "and alive?"
+            f"and alive?{'' if lost else describe_late(self.coor)}"
         )
         raise PeerLost(message, lost) if lost else CommunicatorTimeout(message)
 

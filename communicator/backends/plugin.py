@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 import communicator._native as _native
+from communicator.backends.byte_streams import ByteStreams
 from communicator.base import Communicator
 from communicator.calls.call_check import CallChecker
 from communicator.calls.default_collectives import P2PCall
@@ -142,6 +143,11 @@ class PluginCommunicator(Communicator):
         """From any thread: calls that wait and later ones raise PeerLost, here and on the peers."""
         self._comm.abort()
 
+    @property
+    def streams(self) -> ByteStreams | None:
+        """Streams beside the calls, until close(); None if the library has none."""
+        return self._comm if self._plugin.offers("stream_check") and self.world_size > 1 else None
+
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A tensor in memory that the peers reach: allreduce in place of such tensors copies least.
 
@@ -199,12 +205,14 @@ class PluginCommunicator(Communicator):
 
     def send(self, tensor: torch.Tensor, dst: int) -> None:
         if self._pending is None:
+            self._note_peer(dst)
             self._comm.send(tensor, dst)
         else:
             super().send(tensor, dst)
 
     def recv(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
         if self._pending is None:
+            self._note_peer(src)
             return self._comm.recv(tensor, src)
         return super().recv(tensor, src)
 

@@ -16,30 +16,39 @@ from communicator.base import Capabilities, Communicator
 from communicator.calls import call_check
 from communicator.calls.async_work import AsyncWork, WorkQueue
 from communicator.calls.default_collectives import P2PCall
-from communicator.calls.failures import describe_lost
+from communicator.calls.failures import describe_late, describe_lost
 from communicator.errors import (
     CommunicatorError,
     CommunicatorTimeout,
     DrumlineError,
     PeerLost,
-    Unsupported,
 )
 from coordinator import Coordinator, CoordinatorError, FailureReason, RankFailure
 
 SPLIT_FROM_BYTES = 1 << 21  # from this size on all ranks share the work of an allreduce
 MAX_SCRATCH_BYTES = 1 << 24  # of memory that is kept between two of those
 ALIGNMENT = 64
-LEFT = FailureReason.LEFT
+LEFT, UNREACHABLE = FailureReason.LEFT, FailureReason.UNREACHABLE
 CONNECTION_ENDED = select.POLLERR | select.POLLHUP | select.POLLNVAL  # which poll always reports
 DIRECTION = {"send": "send to rank", "recv": "recv from rank"}
+
+
+CLOSED = "closed its communicator"
+CHECK_LINK = "Check the link between the hosts, and start all ranks again."
 
 
 class ConnectionLost(Exception):
     """The connection to a peer broke."""
 
-    def __init__(self, peer: int, why: str, failures: Sequence[RankFailure] = ()) -> None:
-        super().__init__(why)
-        self.peer, self.why, self.failures = peer, why, failures
+    def __init__(
+        self,
+        peer: int,
+        why: str | SocketClosed,
+        failures: Sequence[RankFailure] = (),
+    ) -> None:
+        super().__init__(str(why))
+        self.peer, self.why, self.failures = peer, str(why), failures
+        self.is_network_failure = isinstance(why, SocketClosed) and why.is_network_failure
 
 
 class MessageMismatch(Exception):
@@ -57,8 +66,6 @@ class Tcp(Communicator):
 
     @classmethod
     def probe(cls, coor: Coordinator) -> int:
-        if not hasattr(coor, "connections"):
-            raise Unsupported("the ranks met in a torch Store, which gives them no secret to prove")
         return 20
 
     def do_open(self) -> None:
@@ -70,7 +77,7 @@ class Tcp(Communicator):
         self._sockets = {rank: TensorSocket(link) for rank, link in links.items()}
 
     def do_close(self) -> None:
-        self._announce_end(f"rank {self.rank} closed its communicator")
+        self._announce_end(f"rank {self.rank} {CLOSED}")
         self._queue.close()
         for peer_socket in self._sockets.values():
             peer_socket.close()
@@ -103,6 +110,7 @@ class Tcp(Communicator):
     def _post(self, kind: str, tensor: torch.Tensor, peer: int) -> None:
         if self._pending is not None:
             return super()._post(kind, tensor, peer)
+        self._note_peer(peer)
         problem = self._run(peer, self._steps(kind, tensor, peer), DIRECTION[kind])
         if problem:
             raise CommunicatorError(problem)
@@ -219,7 +227,7 @@ class Tcp(Communicator):
         except StopIteration as ended:
             return str(ended.value)
         except SocketClosed as broken:
-            self._fail(ConnectionLost(peer, str(broken)), f"{call} {peer}")
+            self._fail(ConnectionLost(peer, broken), f"{call} {peer}")
         except BaseException as error:
             self._fail(error, f"{call} {peer}")
 
@@ -249,7 +257,7 @@ class Tcp(Communicator):
                 except StopIteration as ended:
                     problem = problem or ended.value
                 except SocketClosed as broken:
-                    raise ConnectionLost(peer, str(broken)) from broken
+                    raise ConnectionLost(peer, broken) from broken
             if waiting:
                 came = self._poll([(peer, events) for peer, _, events in waiting], deadline)
         return problem
@@ -286,7 +294,8 @@ class Tcp(Communicator):
         self._ended_by = self._ended_by or self._error_for(error, call)
         self._announce_end(str(self._ended_by))
         if isinstance(error, Exception):
-            raise self._ended_by from error
+            is_deadline = isinstance(error, TimeoutError)  # which has no more to say
+            raise self._ended_by from (None if is_deadline else error)
         raise error  # Ctrl-C, say
 
     def _announce_end(self, why: str) -> None:
@@ -296,21 +305,34 @@ class Tcp(Communicator):
     def _error_for(self, error: BaseException, call: str) -> DrumlineError:
         where = f"{call} (tcp, {self.world_size} ranks)"
         if isinstance(error, TimeoutError):
+            network = filter(None, (each.network_failure() for each in self._sockets.values()))
+            if network_failure := next(network, ""):
+                return CommunicatorTimeout(
+                    f"rank {self.rank} timed out after {self.timeout_s:g} s in {where}: "
+                    f"{network_failure}. {CHECK_LINK}"
+                )
             return CommunicatorTimeout(
-                f"rank {self.rank} waited {self.timeout_s:g} s in {where}."
+                f"rank {self.rank} timed out after {self.timeout_s:g} s in {where}."
                 f"{describe_lost(self._lost_peers())} Are "
                 "all ranks alive and in the same call, with tensors of the same size?"
+                f"{describe_late(self.coor)}"
             )
         if isinstance(error, ConnectionLost):
             peer, why = self.coor.peers[error.peer], error.why.rstrip(".")
+            if error.is_network_failure:
+                unreachable = RankFailure(error.peer, peer, UNREACHABLE, text=f"{peer}, {why}")
+                return PeerLost(
+                    f"rank {self.rank} lost {peer} in {where}: {why}. {CHECK_LINK}", (unreachable,)
+                )
             end = "" if why.endswith("?") else "."
             lost = self._await_lost_peers()
             failures = error.failures or lost or (RankFailure(error.peer, peer, LEFT, text=why),)
-            return PeerLost(
-                f"rank {self.rank} lost {peer} in {where}: {why}{end}{describe_lost(lost)} Start "
-                "all ranks again, and look at what those printed last.",
-                failures,
-            )
+            advice = "Start all ranks again, and look at what those printed last."
+            is_close = bool(error.failures) or why.endswith(CLOSED)
+            if is_close and {failure.reason for failure in failures} == {LEFT}:
+                advice = "It made fewer calls: let all ranks make the same before they close."
+            lost_text = f"{why}{end}{describe_lost(lost)} {advice}"
+            return PeerLost(f"rank {self.rank} lost {peer} in {where}: {lost_text}", failures)
         if isinstance(error, MessageMismatch):
             return CommunicatorError(str(error))
         return CommunicatorError(

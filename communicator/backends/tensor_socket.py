@@ -12,6 +12,9 @@ import struct
 from collections.abc import Generator
 from typing import TypeVar
 
+from communicator import timings
+from coordinator import link_state
+
 T = TypeVar("T")
 Steps = Generator[int, None, T]
 """Work that yields the events of poll(2) that it has to wait for, and returns its result."""
@@ -22,22 +25,34 @@ BUFFER = 1 << 16  # bytes that have arrived and are not read yet
 SMALL = 1 << 14  # bytes that are copied to be sent with their header
 LONGEST_TEXT = 1 << 12
 KEEP_ALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}  # tcp(7); in seconds
+# For what was sent to be acknowledged, in ms: as soon as an idle connection is given up.
+USER_TIMEOUT_MS = 5000
 
 
 class SocketClosed(Exception):
-    """The connection has ended; the text says how."""
+    """The connection has ended; the text says how. is_network_failure: not by the other process."""
+
+    def __init__(self, why: str, is_network_failure: bool = False) -> None:
+        super().__init__(why)
+        self.is_network_failure = is_network_failure
+
+
+def configure(connection: socket.socket) -> None:
+    """Let the connection not block, not hold small messages back, and notice that a host died."""
+    connection.setblocking(False)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
+    for option, value in KEEP_ALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 class TensorSocket:
     """One end of a connection. One thread may send while another receives."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
-        connection.setblocking(False)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for option, value in KEEP_ALIVE.items():
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        self._socket, self._remote = connection, link_state.remote_host(connection)
+        configure(connection)
         self._is_sending = False  # part of a message is sent, and the rest is not
         self._polls = {events: select.poll() for events in (select.POLLIN, select.POLLOUT)}
         for events, poll in self._polls.items():
@@ -49,6 +64,14 @@ class TensorSocket:
         """From any thread: make waits at both ends raise SocketClosed."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _broken(self, error: OSError) -> SocketClosed:
+        why = link_state.describe_error(self._socket, self._remote, error)
+        return SocketClosed(why, link_state.is_network_error(error))
+
+    def network_failure(self) -> str:
+        """The network failure under the connection, if there is one; else ""."""
+        return link_state.describe_silence(self._socket, timings.TIMINGS.liveness_poll_s)
 
     def wait(self, events: int, timeout_s: float) -> bool:
         """Wait for one of the events for at most that time; whether it came."""
@@ -69,7 +92,7 @@ class TensorSocket:
                 except BlockingIOError:
                     yield select.POLLOUT
                 except OSError as error:
-                    raise SocketClosed(str(error)) from error
+                    raise self._broken(error) from error
         self._is_sending = False
 
     def receive_header(self) -> Steps[tuple[int, bytes]]:
@@ -126,7 +149,7 @@ class TensorSocket:
         except BlockingIOError:
             return 0
         except OSError as error:
-            raise SocketClosed(str(error)) from error
+            raise self._broken(error) from error
         if count == 0:
             raise SocketClosed("it closed the connection")
         return count

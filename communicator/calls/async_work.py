@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from queue import Queue
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed import Work
@@ -55,10 +55,7 @@ class AsyncWork(Work):
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """True once the result is there. timeout 0: the deadline of the call itself."""
         if not self._ended.wait(timeout.total_seconds() or None):
-            raise CommunicatorTimeout(
-                f"waited {timeout.total_seconds():g} s for a call that is still running. Give "
-                "wait() more time, or none."
-            )
+            raise_timeout(timeout.total_seconds())
         self._result_or_raise()
         return True
 
@@ -99,12 +96,23 @@ class AsyncWork(Work):
         return self._result
 
 
+def raise_timeout(timeout_s: float) -> NoReturn:
+    raise CommunicatorTimeout(
+        f"timed out after {timeout_s:g} s of waiting for a call that still runs. Give wait() more "
+        "time, or none."
+    )
+
+
 class WorkQueue:
     """A thread that runs one call after another, in the order in which they were submitted."""
 
     def __init__(self) -> None:
         self._calls: Queue[Callable[[], object] | None] = Queue()
         self._thread: threading.Thread | None = None
+
+    def run(self, call: Callable[[], object], result: list[torch.Tensor]) -> AsyncWork:
+        """Run the call on this thread, whatever is before it."""
+        return AsyncWork(result).run(call)
 
     def submit(self, call: Callable[[], object], result: list[torch.Tensor]) -> AsyncWork:
         """Run the call after those before it, and return at once.
@@ -126,7 +134,7 @@ class WorkQueue:
         """Run the call on this thread if none is before it: no thread need wake. Or submit it."""
         if self._calls.unfinished_tasks:
             return self.submit(call, result)
-        return AsyncWork(result).run(call)
+        return self.run(call, result)
 
     def close(self) -> None:
         """Return when all calls have ended."""

@@ -225,7 +225,7 @@ class CallChecker:
             late = [str(peer) for rank, peer in peers if not self._store.check([self._key(rank)])]
             call = f"{call}, with {', '.join(late)}, who made no call" if late else call
         return CommunicatorTimeout(
-            f"rank {self._comm.rank} waited {self._comm.timeout_s:g} s to compare {call}. Nothing "
-            "was enqueued. Let every rank make the same calls in the same order, or give "
-            "checked_calls=0 to compare none."
+            f"rank {self._comm.rank} timed out after {self._comm.timeout_s:g} s of comparing "
+            f"{call}. Nothing was enqueued. Let every rank make the same calls in the same order, "
+            "or give checked_calls=0 to compare none."
         )

@@ -55,6 +55,15 @@ def describe_lost(failures: Iterable[RankFailure]) -> str:
     return f" Lost: {texts}." if texts else ""
 
 
+def describe_late(coor: Coordinator) -> str:
+    """The ranks of this node and where they are, for the error of a deadline; may be empty."""
+    try:
+        text = coor.describe_late()
+    except (AttributeError, CoordinatorError):  # over a torch Store, or closed first
+        return ""
+    return f"\n{text}" if text else ""
+
+
 def report(coor: Coordinator, failure: RankFailure) -> None:
     """Let all ranks of the group know of a failure, if they share a Coordinator that is open."""
     with suppress(AttributeError, CoordinatorError):

@@ -43,6 +43,31 @@ def allreduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> None:
             comm.allreduce(whole, _op_name(comm, op, tensor.dtype))
 
 
+def allreduce_sparse(comm: Communicator, tensor: torch.Tensor, op: Any) -> None:
+    """The sum of all ranks' sparse_coo tensors, coalesced. Each may have its own number of entries.
+
+    Needs memory for world_size times the most entries of a rank.
+    """
+    if op != ReduceOp.SUM:
+        raise Unsupported(f"rank {comm.rank}: {op} of sparse tensors is not offered, only SUM.")
+    own = tensor.detach().coalesce()
+    counts = [int(count) for count in comm.allgather(torch.tensor([own._nnz()]))]
+    rows = _allgather_padded(comm, own.indices().t(), counts)
+    values = _allgather_padded(comm, own.values(), counts)
+    total = torch.sparse_coo_tensor(rows.t(), values, own.shape, check_invariants=False)
+    with torch.no_grad():
+        tensor.copy_(total.coalesce())
+
+
+def _allgather_padded(comm: Communicator, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """All ranks' rows, rank after rank, of which each has so many."""
+    padded = rows.new_zeros(max(counts), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    gathered = [torch.empty_like(padded) for _ in counts]
+    allgather(comm, gathered, padded)
+    return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])
+
+
 def _is_bitwise(op: Any, dtype: torch.dtype) -> bool:
     is_whole = not dtype.is_floating_point and not dtype.is_complex
     return is_whole and op in BITWISE and not (dtype == torch.bool and op in BOOL_OPS)

@@ -1,23 +1,26 @@
 """A torch.distributed backend over our communicators: existing code runs on them unchanged.
 
-import communicator.torch_backend
 dist.init_process_group("drumline")     # or "cpu:drumline,cuda:drumline"
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from types import FunctionType
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
+from communicator.backends.plugin import PluginCommunicator
 from communicator.base import Communicator
-from communicator.calls.async_work import NO_TIMEOUT, AsyncWork, WorkQueue
+from communicator.calls.async_work import AsyncWork, WorkQueue
 from communicator.errors import Unsupported
-from communicator.selection import choose
-from communicator.torch_interop import list_collectives
+from communicator.selection import choose_for_devices
+from communicator.torch_interop import list_collectives, native_backend
+from communicator.torch_interop.deferred_p2p import DeferredMessages
+from communicator.torch_interop.p2p_engine import ANY_SOURCE, open_p2p
 from communicator.torch_interop.store_coordinator import StoreCoordinator
 from coordinator import Coordinator
 
@@ -31,17 +34,20 @@ ProcessGroup: Any = dist.ProcessGroup  # untyped, for its overloads
 class DrumlineProcessGroup(ProcessGroup):  # type: ignore[misc]
     """A process group of torch: the best communicator there is for each kind of device.
 
-    On the CPU a call runs in a thread of the group, unless its caller waits for it at once. Sends
-    and receives are deferred: they start together when one of them is waited for, or at the next
-    collective, so they cannot wait for each other, in whatever order they were called.
+    On the CPU a collective runs in a thread of the group, unless its caller waits for it at once;
+    sends and receives start when they are called. On other devices those are deferred: they start
+    together when one of them is waited for, or at the next collective.
     """
 
-    def __init__(self, store_coor: StoreCoordinator) -> None:
+    def __init__(self, store_coor: StoreCoordinator, queue: WorkQueue) -> None:
         super().__init__(store_coor.rank, store_coor.world_size)
         self._names = ["undefined", "undefined"]
-        self._comms = {kind: _open_best(store_coor, kind) for kind in DEVICE_TYPES}
-        self._queue = WorkQueue()
-        self._deferred: list[_DeferredP2P] = []
+        coor = cast(Coordinator, store_coor)
+        kinds = choose_for_devices(coor, DEVICE_TYPES)
+        self._comms = {name: _open_if_any(kinds[name], coor) for name in DEVICE_TYPES}
+        self._queue = queue
+        self._p2p = open_p2p(store_coor, self._comms["cpu"])
+        self._deferred = DeferredMessages()
 
     # Properties that torch reads.
 
@@ -65,10 +71,29 @@ class DrumlineProcessGroup(ProcessGroup):  # type: ignore[misc]
     def _set_group_desc(self, description: str) -> None:
         self._names[1] = description
 
+    def callable_from_cpp(self) -> Any:
+        """The binding of the CPU's communicator if nothing is to be done around its calls."""
+        comm = self._comms["cpu"]
+        if not isinstance(comm, PluginCommunicator) or comm._recorder is not None:
+            return None
+        defers_messages = self._p2p is None and self.size() > 1  # which collectives then start
+        is_plain = comm.capabilities.compares_every_call and not defers_messages
+        return comm._comm if is_plain else None
+
+    def split(self, store: dist.Store, ranks: list[int], options: Any) -> Any:
+        """The Backend of some ranks of this one; None on others."""
+        if self.rank() not in ranks:
+            return None
+        own_rank, global_ranks = ranks.index(self.rank()), options.global_ranks_in_group
+        name, timeout = options.group_name, options._timeout
+        return _open_backend(store, own_rank, len(ranks), timeout, name, global_ranks)
+
     def shutdown(self) -> None:
         """End all calls, and close the communicators."""
-        self.start_deferred(waits=True)
+        self._deferred.start()
         self._queue.close()
+        if self._p2p is not None:
+            self._p2p.close()
         self.abort()
 
     def abort(self) -> None:
@@ -83,9 +108,9 @@ class DrumlineProcessGroup(ProcessGroup):  # type: ignore[misc]
         self, tensors: OneOrMore, opts: Any = None, timeout: Any = None, *, op: Any = None
     ) -> AsyncWork:
         tensors, op = _as_list(tensors), _op_argument(opts, op)
-        return self._run_each(
-            list_collectives.allreduce, [(tensor, op) for tensor in tensors], tensors, opts
-        )
+        is_sparse = tensors[0].layout == torch.sparse_coo
+        move = list_collectives.allreduce_sparse if is_sparse else list_collectives.allreduce
+        return self._run_each(move, [(tensor, op) for tensor in tensors], tensors, opts)
 
     allreduce_coalesced = allreduce
 
@@ -207,9 +232,10 @@ class DrumlineProcessGroup(ProcessGroup):  # type: ignore[misc]
     def _start_coalescing(self, device: torch.device) -> None:
         pass
 
-    def _end_coalescing(self, device: torch.device) -> AsyncWork:
+    def _end_coalescing(self, device: torch.device | None = None) -> AsyncWork:
         """Ends when all calls before it have."""
-        return self._start(lambda: None, [], None, on_device=device.type != "cpu")
+        on_device = device is not None and device.type != "cpu"
+        return self._start(lambda: None, [], None, on_device=on_device)
 
     # The names of the same methods before torch 2.12.
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -221,35 +247,34 @@ class DrumlineProcessGroup(ProcessGroup):  # type: ignore[misc]
     # Sends and receives.
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> AsyncWork:
-        return self._defer("send", tensors[0], dst, tag)
+        return self._start_p2p("send", tensors[0], dst, tag)
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> AsyncWork:
-        return self._defer("recv", tensors[0], src, tag)
+        return self._start_p2p("recv", tensors[0], src, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> AsyncWork:
-        raise Unsupported(
-            f"rank {self.rank()}: recv without src: a communicator hears one rank at a time. Say "
-            "which."
-        )
+        if tensors[0].device.type != "cpu":
+            raise Unsupported(
+                f"rank {self.rank()}: recv without src: on {tensors[0].device.type} a communicator "
+                "hears one rank at a time. Say which, or receive into a tensor on the CPU."
+            )
+        return self._start_p2p("recv", tensors[0], ANY_SOURCE, tag)
 
-    def start_deferred(self, waits: bool) -> None:
-        """Start the deferred sends and receives. waits: the caller will wait for them anyway."""
-        deferred, self._deferred = self._deferred, []
-        if deferred:
-            start = self._queue.run_or_submit if waits else self._queue.submit
-            start(lambda: _run_deferred(deferred), [])
-
-    def _defer(self, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> AsyncWork:
-        message = _DeferredP2P(self, kind, tensor, peer, tag)
-        self._deferred.append(message)
-        return message
+    def _start_p2p(self, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> AsyncWork:
+        self._check_dense(tensor)
+        comm = self._comm_of_device(tensor.device.type)
+        if comm.device_type == "cpu" and self._p2p is not None:
+            return self._p2p.start(kind, tensor, peer, tag)
+        return self._deferred.add(comm, kind, tensor, peer, tag)
 
     def _run_each(
         self, move: Callable[..., None], calls: list[Any], written: Tensors, opts: Any
     ) -> AsyncWork:
         """move(communicator, *call) for each call, as one piece of work."""
         first = _first_tensor(calls[0])
-        comm = self._comm_of_tensor(first)
+        if move is not list_collectives.allreduce_sparse:
+            self._check_dense(first)
+        comm = self._comm_of_device(first.device.type)
 
         def work() -> None:
             for call in calls:
@@ -260,21 +285,20 @@ class DrumlineProcessGroup(ProcessGroup):  # type: ignore[misc]
     def _start(
         self, work: Callable[[], None], written: Tensors, opts: Any, on_device: bool
     ) -> AsyncWork:
-        self.start_deferred(waits=False)
+        self._deferred.start()
         if on_device:  # it only enqueues on the caller's stream
-            return AsyncWork(written).run(work)
+            return self._queue.run(work, written)
         if getattr(opts, "asyncOp", True):
             return self._queue.submit(work, written)
         return self._queue.run_or_submit(work, written)
 
-    def _comm_of_tensor(self, tensor: torch.Tensor) -> Communicator:
+    def _check_dense(self, tensor: torch.Tensor) -> None:
         if tensor.layout != torch.strided:
             raise Unsupported(
-                f"rank {self.rank()}: a communicator moves dense tensors, and this one is "
-                f"{str(tensor.layout).removeprefix('torch.')}. Call to_dense() first, or make the "
-                "nn.Embedding without sparse=True."
+                f"rank {self.rank()}: only all_reduce takes sparse tensors, of layout sparse_coo, "
+                f"and this one is {str(tensor.layout).removeprefix('torch.')}. Call to_dense() "
+                "first."
             )
-        return self._comm_of_device(tensor.device.type)
 
     def _comm_of_device(self, device_type: str) -> Communicator:
         comm = self._comms.get(device_type)
@@ -286,83 +310,10 @@ class DrumlineProcessGroup(ProcessGroup):  # type: ignore[misc]
         return comm
 
 
-class _DeferredP2P(AsyncWork):
-    """A send or receive that starts when its end is asked for.
-
-    A tag is sent before the tensor, so that a receiver that expects another raises.
-    """
-
-    def __init__(
-        self, group: DrumlineProcessGroup, kind: str, tensor: torch.Tensor, peer: int, tag: int
-    ) -> None:
-        super().__init__([tensor])
-        self.comm = group._comm_of_tensor(tensor)
-        self.kind, self.tensor, self.peer, self.tag = kind, tensor, peer, tag
-        self.tag_tensor = torch.tensor([tag], device=tensor.device) if tag else None
-        self._group = group
-
-    def move(self, tensor: torch.Tensor) -> None:
-        """Call for the tag and the tensor, in a group."""
-        for part in (self.tag_tensor, tensor):
-            if part is not None and self.kind == "send":
-                self.comm.send(part, self.peer)
-            elif part is not None:
-                self.comm.recv(part, self.peer)
-
-    def check_tag(self) -> None:
-        if self.tag_tensor is None or self.tag_tensor.item() == self.tag:
-            return
-        raise Unsupported(
-            f"rank {self.comm.rank}: the message from rank {self.peer} has "
-            f"tag={self.tag_tensor.item()}, and was to be received with tag={self.tag}. Between "
-            "two ranks messages arrive in the order of sending. Receive in the order in which rank "
-            f"{self.peer} sends."
-        )
-
-    def wait(self, timeout: Any = NO_TIMEOUT) -> bool:
-        self._group.start_deferred(waits=True)
-        return super().wait(timeout)
-
-    def is_completed(self) -> bool:
-        self._group.start_deferred(waits=False)
-        return super().is_completed()
-
-    def get_future(self) -> Any:
-        self._group.start_deferred(waits=False)
-        return super().get_future()
-
-
-def _run_deferred(deferred: list[_DeferredP2P]) -> None:
-    """Run the messages together, and end each with the result."""
-    error: Exception | None = None
+def _open_if_any(kind: type[Communicator] | None, coor: Coordinator) -> Communicator | None:
+    """None too if the ranks cannot open it, which all of them learn."""
     try:
-        for device_type in {message.comm.device_type for message in deferred}:
-            _run_deferred_on(
-                [message for message in deferred if message.comm.device_type == device_type]
-            )
-    except Exception as caught:
-        error = caught
-    for message in deferred:
-        message.end(error)
-
-
-def _run_deferred_on(deferred: list[_DeferredP2P]) -> None:
-    comm = deferred[0].comm
-    with (
-        list_collectives.flattened_all([message.tensor for message in deferred]) as tensors,
-        comm.group(),
-    ):
-        for message, tensor in zip(deferred, tensors, strict=True):
-            message.move(tensor)
-    for message in deferred:
-        message.check_tag()
-
-
-def _open_best(store_coor: StoreCoordinator, device_type: str) -> Communicator | None:
-    """The best communicator for a kind of device; None if there is none that all ranks can use."""
-    coor = cast(Coordinator, store_coor)
-    try:
-        return choose(coor, None, device_type)(coor)
+        return None if kind is None else kind(coor)
     except Unsupported:
         return None
 
@@ -388,10 +339,34 @@ def _root_argument(opts: Any, root: int | None = None) -> int:
     return root or 0
 
 
-def _create_group(options: Any, _: Any) -> DrumlineProcessGroup:
-    timeout_s = options.timeout.total_seconds()
-    store, rank, world_size = options.store, options.group_rank, options.group_size
-    return DrumlineProcessGroup(StoreCoordinator(store, rank, world_size, timeout_s))
+def create_group(options: Any, _: Any) -> Any:
+    return _open_backend(
+        options.store,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
+        options.group_id,
+        options.global_ranks_in_group,
+    )
+
+
+def _open_backend(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+    group_name: str,
+    global_ranks: list[int],
+) -> Any:
+    """A torch Backend, or a ProcessGroup where the C++ of the Backend cannot be compiled."""
+    native = native_backend.load()
+    queue = WorkQueue() if native is None else native.CallQueue(rank)
+    store_coor = StoreCoordinator(store, rank, world_size, timeout.total_seconds())
+    group = DrumlineProcessGroup(store_coor, queue)
+    if native is None:
+        return group
+    comm = group.callable_from_cpp()
+    return native.create(group, queue, comm, rank, world_size, timeout, group_name, global_ranks)
 
 
 def _skip_in_dynamo(kind: type) -> None:
@@ -415,4 +390,4 @@ def _skip_in_dynamo(kind: type) -> None:
 
 
 _skip_in_dynamo(DrumlineProcessGroup)
-dist.Backend.register_backend(NAME, _create_group, extended_api=True, devices=list(DEVICE_TYPES))
+dist.Backend.register_backend(NAME, create_group, extended_api=True, devices=list(DEVICE_TYPES))

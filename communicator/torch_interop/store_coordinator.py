@@ -17,7 +17,15 @@ from torch.distributed import PrefixStore, Store
 
 from communicator import timings
 from communicator.errors import CommunicatorTimeout
-from coordinator import Peer, RemoteError
+from coordinator import (
+    Credentials,
+    FailureReason,
+    Peer,
+    PeerConnector,
+    PeerLost,
+    RankFailure,
+    RemoteError,
+)
 from launcher import LaunchInfo
 
 LOOPBACK = "127.0.0.1"
@@ -40,11 +48,14 @@ class StoreCoordinator:
         token = secrets.token_hex(8)
         prefix = token if rank == 0 else self._request_prefix(store, token)
         self._store = PrefixStore(prefix, store)
-        keys = self._publish(json.dumps([token, here.host, here.boot_id]).encode())
+        secret = secrets.token_hex(32)
+        keys = self._publish(json.dumps([token, secret, here.host, here.boot_id]).encode())
         if rank == 0:
             self._answer_requests(store, prefix, keys)
         introductions = [json.loads(data) for data in self._collect(keys)]
-        hosts = [tuple(host) for _, *host in introductions]
+        hosts = [tuple(host) for _, _, *host in introductions]
+        launch_id, secret, *_ = introductions[0]
+        self._credentials = Credentials(bytes.fromhex(secret), launch_id, world_size)
         self.nodes = [
             [rank for rank, other in enumerate(hosts) if other == host]
             for host in dict.fromkeys(hosts)
@@ -52,7 +63,7 @@ class StoreCoordinator:
         self._node = next(node for node in self.nodes if rank in node)
         self.local_rank, self.local_world_size = self._node.index(rank), len(self._node)
         self.info = LaunchInfo(
-            launch_id=introductions[0][0],
+            launch_id=launch_id,
             world_size=world_size,
             local_world_size=self.local_world_size,
             rank=rank,
@@ -60,8 +71,8 @@ class StoreCoordinator:
             master_addr=_server_address(store)[0],
             master_port=_server_address(store)[1],
         )
-        me = Peer.me(self.info).to_json().encode()
-        self.peers = tuple(Peer.from_json(data) for data in self.allgather(me))
+        me = Peer.me(self.info).pack()
+        self.peers = tuple(Peer.unpack(data) for data in self.allgather(me))
 
     @property
     def address(self) -> str:
@@ -114,6 +125,29 @@ class StoreCoordinator:
         number = self._stores.get(name, 0)
         self._stores[name] = number + 1
         return PrefixStore(f"lent/{name}/{number}", self._store)
+
+    def connections(self, *, timeout_s: float | None = None) -> dict[int, socket.socket]:
+        """A connection to every other rank, by rank. Collective. The caller closes the sockets.
+
+        Both ends have proved that they know a secret, which rank 0 drew and put into the store.
+        """
+        if self.world_size == 1:
+            return {}
+        self._rounds += 1
+        connector = PeerConnector(
+            self.address, self._credentials, self.rank, self.peers, str(self._rounds)
+        )
+        return connector.connect(self.allgather, timeout_s or self.timeout_s)
+
+    def check(self) -> None:
+        """Raise PeerLost if a process of this host has ended; a store notices nothing else."""
+        dead = [peer for peer in self.peers if peer.is_known_dead()]
+        if dead:
+            raise PeerLost(
+                f"rank {self.rank} lost {', '.join(map(str, dead))}, which has ended. Start all "
+                "ranks again, and look at what that one printed last.",
+                [RankFailure(peer.rank, peer, FailureReason.EXITED) for peer in dead],
+            )
 
     def split(self, ranks: Sequence[int]) -> StoreCoordinator | None:
         """The Coordinator of some ranks, in this order; None on others. Collective over them."""
@@ -175,9 +209,10 @@ class StoreCoordinator:
     def _timeout(self, store: Store, by_rank: list[str], start: float) -> CommunicatorTimeout:
         missing = [rank for rank, key in enumerate(by_rank) if not store.check([key])]
         return CommunicatorTimeout(
-            f"rank {self.rank} waited {time.monotonic() - start:.1f} s for ranks {missing or [0]} "
-            f"of {self.world_size} to make the same communicator. Do all ranks make the same "
-            "process groups, in the same order?"
+            f"rank {self.rank} timed out after {time.monotonic() - start:.1f} s of waiting for "
+            f"ranks {missing or [0]} of {self.world_size} to make the same communicator. Do all "
+            "ranks make the same process groups, in the same order? If so, give them more time: "
+            "init_process_group(timeout=...)."
         )
 
 

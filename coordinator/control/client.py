@@ -22,6 +22,7 @@ from coordinator.control.framing import (
 from coordinator.control.handshake import Hello, NotReady, Rejected, authenticate
 from coordinator.control.server import LOCAL_OPS, ControlServer, Op
 from coordinator.errors import CoordinatorError, CoordinatorTimeout
+from coordinator.link_state import describe_silence
 from coordinator.timings import DEFAULT, CoordinatorTimings
 
 
@@ -33,7 +34,8 @@ class Client:
     """Connections of one rank to the server: one for each thread with a request at the moment.
 
     addresses: where to look for the server, at every attempt. server: if it lives in this process,
-    LOCAL_OPS need no connection. Raises CoordinatorTimeout if rank 0 cannot be reached in time.
+    LOCAL_OPS need no connection. on_unreachable: told, after each vain attempt to connect for the
+    first time, the address and why. Raises CoordinatorTimeout if rank 0 cannot be reached in time.
     """
 
     def __init__(
@@ -44,7 +46,9 @@ class Client:
         timeout_s: float,
         server: ControlServer | None = None,
         timings: CoordinatorTimings = DEFAULT,
+        on_unreachable: Callable[[str, str], None] = lambda *_: None,
     ) -> None:
+        self._on_unreachable = on_unreachable
         self._addresses, self._credentials, self._hello = addresses, credentials, hello
         self._server, self._timings = server, timings
         self._rank = hello.rank
@@ -118,6 +122,14 @@ class Client:
             else:
                 self._mid_request.append(connection)
 
+    def network_failure(self) -> str:
+        """The network failure between this host and rank 0's; "" if none is seen."""
+        patience_s = self._timings.acknowledged_s
+        for connection in (*self._in_use, *self._mid_request, *self._idle):
+            if failure := describe_silence(connection.socket, patience_s):
+                return failure
+        return ""
+
     def close(self, is_orderly: bool = True) -> None:
         """Leave; is_orderly: announce it, so that nobody takes it for a death."""
         with self._lock:
@@ -166,6 +178,8 @@ class Client:
             check()
             if time.monotonic() >= deadline:
                 raise NoMessage(why) if self._is_accepted else self._unreachable(address, why)
+            if not self._is_accepted:
+                self._on_unreachable(address, why)
             time.sleep(self._timings.connect_retry_s)
 
     def _unreachable(self, address: str, why: str) -> CoordinatorTimeout:

@@ -12,7 +12,7 @@ from coordinator.errors import CoordinatorError
 from launcher import LaunchInfo
 
 MAGIC = b"drumline"
-VERSION = 3  # of the protocol
+VERSION = 4  # of the protocol
 SECRET_NBYTES = 32
 
 

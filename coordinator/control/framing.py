@@ -6,17 +6,21 @@ import select
 import socket
 import struct
 import time
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 import msgpack
 
+from coordinator import link_state
 from coordinator.timings import DEFAULT
 
 LENGTH = struct.Struct("!Q")
 MAX_NBYTES = 1 << 34  # of one message between ranks that have proved themselves
 SMALL = 1 << 16  # sent together with its length
 PIECE = 1 << 18  # stays in the cache until it is joined to the others
+LARGE = 1 << 14  # worth compressing, if it goes to many
+COMPRESSED = 1  # the msgpack extension: zlib of a packed value
 
 
 class ConnectionBroken(Exception):
@@ -35,8 +39,22 @@ def pack(message: Any) -> bytes:
     return bytes(msgpack.packb(message))
 
 
+def pack_for_many(value: Any) -> bytes:
+    """As pack(), for a value that many receive: similar rows take a tenth of the bytes."""
+    packed = pack(value)
+    if len(packed) <= LARGE:
+        return packed
+    return pack(msgpack.ExtType(COMPRESSED, zlib.compress(packed, level=1)))
+
+
 def unpack(data: bytes | bytearray | memoryview) -> Any:
-    return msgpack.unpackb(data, strict_map_key=False)
+    return msgpack.unpackb(data, strict_map_key=False, ext_hook=_decompressed)
+
+
+def _decompressed(code: int, data: bytes) -> Any:
+    if code != COMPRESSED:
+        raise ValueError(f"msgpack extension {code}")
+    return unpack(zlib.decompressobj().decompress(data, MAX_NBYTES))
 
 
 def noop() -> None:
@@ -53,6 +71,8 @@ class Connection:
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         self.is_between_messages = True  # else it can carry no other
+        self._pollers: dict[int, select.poll] = {}  # by event
+        self._remote = link_state.remote_host(connection)
         connection.setblocking(False)
         if connection.family in (socket.AF_INET, socket.AF_INET6):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -87,7 +107,7 @@ class Connection:
             except BlockingIOError:
                 self._wait(select.POLLOUT, deadline, idle, TruncatedMessage)
             except OSError as error:
-                raise ConnectionBroken(str(error)) from error
+                raise self._broken(error) from error
 
     def read_exactly(
         self, nbytes: int, deadline: float, idle: Callable[[], None] = noop
@@ -101,7 +121,7 @@ class Connection:
                 self._wait(select.POLLIN, deadline, idle, TruncatedMessage)
                 continue
             except OSError as error:
-                raise ConnectionBroken(str(error)) from error
+                raise self._broken(error) from error
             if count == 0:
                 raise ConnectionBroken("the other end has closed the connection")
             unread = unread[count:]
@@ -117,18 +137,23 @@ class Connection:
                 self._wait(select.POLLIN, deadline, idle, TruncatedMessage)
                 continue
             except OSError as error:
-                raise ConnectionBroken(str(error)) from error
+                raise self._broken(error) from error
             if not piece:
                 raise ConnectionBroken("the other end has closed the connection")
             nbytes -= len(piece)
             pieces.append(piece)
         return b"".join(pieces)
 
+    def _broken(self, error: OSError) -> ConnectionBroken:
+        return ConnectionBroken(link_state.describe_error(self.socket, self._remote, error))
+
     def _wait(
         self, events: int, deadline: float, idle: Callable[[], None], error: type[Exception]
     ) -> None:
-        poll = select.poll()
-        poll.register(self.socket, events)
+        poll = self._pollers.get(events)
+        if poll is None:
+            poll = self._pollers[events] = select.poll()
+            poll.register(self.socket, events)
         while True:
             left_s = deadline - time.monotonic()
             if poll.poll(max(min(left_s, DEFAULT.idle_s), 0) * 1000):

@@ -1,6 +1,6 @@
 """The handshake: both ends of a connection prove that they know the launch secret.
 
-    server -> client   magic, version, fingerprint of the launch, nonce
+    server -> client   magic, version, world size, fingerprint of the launch, nonce
     client -> server   rank, turn, purpose, token and name of the process, nonce, MAC over all of it
     server -> client   answer, name of the process that is this rank already, MAC
 
@@ -28,7 +28,8 @@ from coordinator.control.framing import Connection, ConnectionBroken, noop
 from coordinator.timings import DEFAULT, CoordinatorTimings
 
 MAC_NBYTES = 32
-GREETING = struct.Struct("!8sH16s32s")  # magic, version, fingerprint, nonce
+PREFIX = struct.Struct("!8sH")  # magic, version: the same in every version
+GREETING = struct.Struct("!8sHI16s32s")  # and world size, fingerprint, nonce
 NAME_NBYTES = 96
 HELLO = struct.Struct(f"!II32s8s{NAME_NBYTES}s32s32s")  # Hello's fields, nonce, MAC
 WELCOME = struct.Struct(f"!B{NAME_NBYTES}s32s")  # Answer, name, MAC
@@ -94,9 +95,11 @@ def authenticate(
 ) -> None:
     """Run the client's side. Raises NotReady or Rejected. idle as in Connection."""
     try:
-        greeting = connection.read_exactly(GREETING.size, deadline, idle)
-        magic, version, fingerprint, server_nonce = GREETING.unpack(greeting)
-        _check_greeting(magic, version, fingerprint == credentials.fingerprint())
+        prefix = connection.read_exactly(PREFIX.size, deadline, idle)
+        _check_prefix(*PREFIX.unpack(prefix))
+        rest = connection.read_exactly(GREETING.size - PREFIX.size, deadline, idle)
+        _, _, world_size, fingerprint, server_nonce = GREETING.unpack(prefix + rest)
+        _check_launch(world_size, fingerprint, credentials)
         message = hello.pack(secrets.token_bytes(32))
         mac = credentials.mac(b"client", message, server_nonce)
         connection.write(message + mac, deadline)
@@ -124,13 +127,18 @@ def _text(name: bytes) -> str:
     return name.rstrip(b"\0").decode(errors="replace")
 
 
-def _check_greeting(magic: bytes, version: int, is_same_launch: bool) -> None:
+def _check_prefix(magic: bytes, version: int) -> None:
     if magic != MAGIC:
         raise Rejected("something else listens there")
     if version != VERSION:
         raise Rejected(f"it speaks protocol {version}, not {VERSION}: install one version")
-    if not is_same_launch:
-        raise Rejected("it belongs to another launch, or to one of another world size")
+
+
+def _check_launch(world_size: int, fingerprint: bytes, credentials: Credentials) -> None:
+    if world_size != credentials.world_size:
+        raise Rejected(f"the launch there has {world_size} ranks")
+    if fingerprint != credentials.fingerprint():
+        raise Rejected("another launch id was given there")
 
 
 @dataclass(frozen=True)
@@ -252,8 +260,8 @@ class AuthenticatedListener:
         handler = Handler(lambda _: self._receive(pending), lambda: self._drop(connection))
         self._selector.register(connection, selectors.EVENT_READ, handler)
         self._pending[connection] = pending
-        fingerprint = self._credentials.fingerprint()
-        self._send(connection, GREETING.pack(MAGIC, VERSION, fingerprint, pending.nonce))
+        size, fingerprint = self._credentials.world_size, self._credentials.fingerprint()
+        self._send(connection, GREETING.pack(MAGIC, VERSION, size, fingerprint, pending.nonce))
 
     def _make_room(self, max_pending: int) -> None:
         while len(self._pending) > max_pending:

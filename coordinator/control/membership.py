@@ -68,6 +68,7 @@ class MembershipTable:
     def __init__(self) -> None:
         self.members: dict[int, Member] = {}
         self._news: list[tuple[str, Any]] = []
+        self._failed_groups: set[str] = set()
 
     def add_connection(self, rank: int, token: bytes, process: str, number: int) -> None:
         member = self.members.setdefault(rank, Member())
@@ -95,7 +96,8 @@ class MembershipTable:
 
     def report(self, group: str, failure: bytes) -> None:
         """The first failure of a group stays."""
-        if all(name != group for name, _ in self._news):
+        if group not in self._failed_groups:
+            self._failed_groups.add(group)
             self._news.append((group, failure))
 
     def processes(self, ranks: Sequence[int]) -> list[str]:

@@ -6,14 +6,12 @@ when something fails; all other data go directly between the ranks.
 
 from __future__ import annotations
 
-import fcntl
 import logging
+import math
 import os
 import resource
 import selectors
 import socket
-import struct
-import termios
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +20,14 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from coordinator.control.credentials import Credentials
-from coordinator.control.framing import LENGTH, MAX_NBYTES, NoMessage, pack, unpack
+from coordinator.control.framing import (
+    LENGTH,
+    MAX_NBYTES,
+    NoMessage,
+    pack,
+    pack_for_many,
+    unpack,
+)
 from coordinator.control.handshake import (
     CONTROL,
     MAX_PENDING,
@@ -34,11 +39,13 @@ from coordinator.control.handshake import (
 from coordinator.control.membership import Member, MembershipTable, RankReport
 from coordinator.control.tables import PENDING, KeyValueTable, RendezvousTable
 from coordinator.errors import CoordinatorError
+from coordinator.link_state import is_silent
 from coordinator.timings import DEFAULT, CoordinatorTimings
 
 RECEIVE_NBYTES = 1 << 18
 RESERVE = 16  # descriptors that neither ranks nor strangers may use up
 MIN_PENDING = 4
+FEW_NEWS = 4  # packed for each rank; more are packed once for all
 PING = (0, None)  # an answer nobody waits for: what counts is whether the other kernel takes it
 # What asking for nonsense raises
 BAD_REQUEST = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
@@ -80,6 +87,7 @@ class _RankConnection:
     received: bytearray = field(default_factory=bytearray)
     unsent: bytearray = field(default_factory=bytearray)
     request: int = 0  # the number of the request that waits for its answer
+    is_blocked: bool = False  # unsent waits until the socket takes more
 
 
 class _Requester(NamedTuple):
@@ -112,6 +120,8 @@ class ControlServer:
         self._membership = MembershipTable()
         self._operations = self._make_operations()
         self._woken, self._wakeup = socket.socketpair()
+        self._packed_reports, self._reports_at = b"", -math.inf
+        self._packed_news: tuple[tuple[int, int], bytes] = ((0, 0), b"")
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ, Handler(self._on_wakeup))
         self._authenticator = AuthenticatedListener(
@@ -141,9 +151,9 @@ class ControlServer:
             Op.COUNT: values.count,
             Op.RENDEZVOUS: rendezvous.rendezvous,
             Op.ARRIVED: rendezvous.arrived,
-            Op.HEARTBEAT: lambda sender, *status: membership.heartbeat(sender.rank, *status),
+            Op.HEARTBEAT: self._answer_heartbeat,
             Op.REPORT: lambda _, group, failure: membership.report(group, failure),
-            Op.MEMBERSHIP: lambda _: self._reports(),
+            Op.MEMBERSHIP: self._answer_membership,
             Op.PROCESSES: lambda _, ranks: membership.processes(ranks),
         }
 
@@ -304,18 +314,20 @@ class ControlServer:
 
     def _answer_all(self, requesters: Sequence[_Requester], value: Any) -> None:
         """Pack the value once for all of them: after it, each message is (request, value)."""
-        packed = pack(value)
+        packed = pack_for_many(value)
         for requester in requesters:
-            connection = requester.connection
-            if connection is not None and requester.request == connection.request:
-                pair = b"\x92"  # msgpack's array of two
-                self._send(connection, pair + pack(requester.request) + packed)
+            self._answer_packed(requester, packed)
+
+    def _answer_packed(self, requester: _Requester, packed: bytes) -> None:
+        connection = requester.connection
+        if connection is not None and requester.request == connection.request:
+            pair = b"\x92"  # msgpack's array of two
+            self._send(connection, pair + pack(requester.request) + packed)
 
     def _send(self, connection: _RankConnection, body: bytes) -> None:
         if connection.socket.fileno() < 0:
             return
-        connection.unsent += LENGTH.pack(len(body))
-        connection.unsent += body
+        connection.unsent += LENGTH.pack(len(body)) + body
         try:
             self._flush(connection)
         except OSError:
@@ -328,9 +340,10 @@ class ControlServer:
                 del unsent[: connection.socket.send(memoryview(unsent)[:RECEIVE_NBYTES])]
         except BlockingIOError:
             pass
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
-        key = self._selector.get_key(connection.socket)
-        if key.events != events:
+        if connection.is_blocked != bool(unsent):
+            connection.is_blocked = bool(unsent)
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
+            key = self._selector.get_key(connection.socket)
             self._selector.modify(connection.socket, events, key.data)
 
     def _on_connection_lost(self, connection: _RankConnection) -> None:
@@ -356,6 +369,30 @@ class ControlServer:
                 for number in list(member.connections):
                     self._send(self._connections[number], pack(PING))
 
+    def _answer_heartbeat(
+        self, requester: _Requester, num_news: int, calls: Any, suspended: Sequence[int]
+    ) -> Any:
+        """Answer with the news; those of many groups that fail together are packed once for all."""
+        news = self._membership.heartbeat(requester.rank, num_news, calls, suspended)
+        if requester.connection is None or len(news) <= FEW_NEWS:
+            return news
+        part = (num_news, len(news))
+        if self._packed_news[0] != part:
+            self._packed_news = (part, pack_for_many(news))
+        self._answer_packed(requester, self._packed_news[1])
+        return PENDING
+
+    def _answer_membership(self, requester: _Requester) -> Any:
+        """Answer with the reports, packed once for a moment: all ranks ask when they fall out of
+        step."""
+        if requester.connection is None:
+            return self._reports()
+        now = time.monotonic()
+        if now - self._reports_at > self._timings.reports_s:
+            self._reports_at, self._packed_reports = now, pack_for_many(self._reports())
+        self._answer_packed(requester, self._packed_reports)
+        return PENDING
+
     def _reports(self) -> dict[int, RankReport]:
         members = self._membership.members.items()
         return self._membership.reports(
@@ -363,10 +400,8 @@ class ControlServer:
         )
 
     def _is_unreachable(self, member: Member) -> bool:
-        if time.monotonic() - member.pinged_at <= self._timings.acknowledged_s:
-            return False
         sockets = [self._connections[number].socket for number in member.connections]
-        return any(map(_is_unacknowledged, sockets))
+        return any(is_silent(connection, self._timings.acknowledged_s) for connection in sockets)
 
 
 def _max_pending_connections(world_size: int) -> int:
@@ -399,12 +434,7 @@ def _first_message(received: bytearray) -> Any:
     end = LENGTH.size + nbytes
     if len(received) < end:
         return None
-    message = unpack(received[LENGTH.size : end])
+    with memoryview(received) as view:
+        message = unpack(view[LENGTH.size : end])
     del received[:end]
     return message
-
-
-def _is_unacknowledged(connection: socket.socket) -> bool:
-    """Is something sent that the other kernel has not acknowledged? tcp(7), SIOCOUTQ."""
-    (nbytes,) = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))
-    return bool(nbytes)

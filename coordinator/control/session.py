@@ -22,8 +22,6 @@ from coordinator.addresses import (
     bound,
     candidates,
     listen,
-    local_address_for,
-    routable_addresses,
     spans_nodes,
 )
 from coordinator.call_site import CallStatus
@@ -31,13 +29,14 @@ from coordinator.control.client import Client, ServerLost
 from coordinator.control.credentials import SECRET_NBYTES, Credentials, launch_secret
 from coordinator.control.framing import NoMessage, noop
 from coordinator.control.handshake import CONTROL, Hello
-from coordinator.control.membership import Membership, RankReport
+from coordinator.control.membership import SUSPENDED, Membership, RankReport
 from coordinator.control.process_monitor import PeerProcess
 from coordinator.control.server import ControlServer, Op
 from coordinator.errors import CoordinatorError, CoordinatorTimeout
 from coordinator.peers import Peer
 from coordinator.timings import CoordinatorTimings
-from launcher import LaunchInfo
+from coordinator.waiting_notice import WaitingNotice
+from launcher import LaunchInfo, host_addresses
 
 HEARTBEATS_PER_S = 512  # that rank 0 can take from all ranks together without noticing
 NO_ANSWER = (ServerLost, NoMessage, CoordinatorError)  # rank 0 is gone, suspended, busy or cut off
@@ -191,6 +190,11 @@ class Session:
                 "call on it. Close it when no thread uses it any more."
             )
 
+    def describe_silence(self) -> str:
+        """Why rank 0 does not answer, as far as it can be seen from here."""
+        failure = self.client.network_failure()
+        return failure or f"it does not answer: it is {SUSPENDED}, stuck or busy"
+
     def describe_master(self) -> str:
         """Rank 0 of the launch, as far as this rank knows it, and its state."""
         if self._master is None:
@@ -266,8 +270,15 @@ class _ProcessSession:
             self.server.open(turn)
         process = f"host {socket.gethostname()}, pid {os.getpid()}"
         hello = Hello(info.rank, CONTROL, turn, self.token, process)
+        notice = WaitingNotice(info, timings.waiting_notice_s)
         client = Client(
-            lambda: self._addresses(info), credentials, hello, timeout_s, self.server, timings
+            lambda: self._addresses(info),
+            credentials,
+            hello,
+            timeout_s,
+            self.server,
+            timings,
+            lambda address, why: notice.log_if_due(lambda: f"rank 0 at {address}: {why}"),
         )
         atexit.register(client.close, is_orderly=False)  # a rank that ends without close() is lost
         return Session(info, self.server, client, credentials, timings)
@@ -404,7 +415,7 @@ def _listener_next_to_store(info: LaunchInfo) -> socket.socket:
         return bound(socket.AF_INET, ("127.0.0.1", 0))
     family, address = candidates(info)[0]
     try:
-        return bound(family, (local_address_for(family, address), 0))
+        return bound(family, (host_addresses.local_address_for(family, address), 0))
     except OSError:
-        family, text = routable_addresses()[0]
+        family, text = host_addresses.routable_addresses()[0]
         return bound(family, (text, 0))

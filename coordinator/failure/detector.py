@@ -6,12 +6,13 @@ rank 0 to the other nodes. So all survivors raise soon, and name the same rank.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from coordinator._node_shm import NodeSegment
 from coordinator.call_site import CallSite, PendingCall
-from coordinator.control.membership import Membership
+from coordinator.control.membership import SUSPENDED, Membership
 from coordinator.control.session import Session
 from coordinator.errors import (
     KINDS,
@@ -21,13 +22,14 @@ from coordinator.errors import (
     PeerLost,
     RankFailure,
 )
+from coordinator.failure import stuck_ranks
 from coordinator.failure.group_failure import FailureRecord, GroupFailure
 from coordinator.failure.peer_monitor import MAX_LINES, ObservedRank, PeerMonitor
 from coordinator.failure.scan import FailureScan
+from coordinator.failure.stuck_ranks import StuckRank
 from coordinator.failure.subscription import FailureNotifier, Subscription, always
 from coordinator.peers import Peer
 
-ADVICE = "The group is out of step: end the launch, and look at what those ranks printed last."
 SAME_CALLS = (
     "All ranks must make the same calls, with the same src or dst, in the same order: end the "
     "launch, and look where the program goes different ways."
@@ -44,7 +46,7 @@ class FailureDetector:
         self.monitor = PeerMonitor(key, session, self.me, peers)
         self._scan = FailureScan(self.monitor, self.group_failure)
         self._notifier = FailureNotifier(self._scan)
-        self._prefetched: tuple[float, Membership] = (0.0, {})
+        self._prefetched: tuple[float, Membership, str] = (0.0, {}, "")
 
     def share(self, shm_domain: Sequence[int], segment: NodeSegment) -> None:
         """From now on these places of the group share memory with us."""
@@ -87,10 +89,11 @@ class FailureDetector:
             raise self._lost(exited, pending)
         now = time.monotonic()
         if now >= pending.deadline:
-            late = self.monitor.stragglers(pending.call, self._membership(pending))
-            raise self.fail(CoordinatorTimeout, late, pending)
+            membership, stacks = self._at_deadline(pending)
+            late = self.monitor.stragglers(pending.call, membership)
+            raise self.fail(CoordinatorTimeout, late, pending, stacks)
         if pending.deadline - now < min(self.timings.answer_s, pending.timeout_s / 4):
-            self._prefetch_membership(pending)
+            self._prefetch(pending)
 
     def check_group(self, pending: PendingCall) -> None:
         """Raise if the group has failed."""
@@ -139,20 +142,25 @@ class FailureDetector:
         data = data if data is not None else self.session.group_failures.get(self.key)
         return None if data is None else GroupFailure.unpack(data)
 
-    def _prefetch_membership(self, pending: PendingCall) -> None:
-        """Ask rank 0 which ranks are late before the deadline, since it may not answer."""
-        if self.monitor.has_remote and self._prefetched[0] != pending.since:
-            self._prefetched = (pending.since, self.session.membership(pending.left_s))
+    def _prefetch(self, pending: PendingCall) -> None:
+        """Ask rank 0 which ranks are late, and look at their stacks, before the deadline.
 
-    def _membership(self, pending: PendingCall) -> Membership:
-        if not self.monitor.has_remote:
-            return {}
-        since, membership = self._prefetched
-        return (
-            membership
-            if since == pending.since
-            else self.session.membership(self.timings.last_answer_s)
-        )
+        They may not answer; and a rank that came while this one looks must not find that all came.
+        """
+        if self._prefetched[0] == pending.since:
+            return
+        membership = self.session.membership(pending.left_s) if self.monitor.has_remote else {}
+        late = self.monitor.stragglers(pending.call, membership)
+        stacks = self._stacks_of(late, min(pending.left_s, self.timings.stack_s))
+        self._prefetched = (pending.since, membership, stacks)
+
+    def _at_deadline(self, pending: PendingCall) -> tuple[Membership, str]:
+        """The findings of _prefetch() for this call, or those that can be had at once."""
+        since, membership, stacks = self._prefetched
+        if since == pending.since:
+            return membership, stacks
+        wait_s = self.timings.last_answer_s
+        return self.session.membership(wait_s) if self.monitor.has_remote else {}, ""
 
     def broken(self, rank: int, why: str, pending: PendingCall) -> CoordinatorError:
         """The error for a broken connection to a rank of the group: the reason, if it arrives
@@ -175,21 +183,27 @@ class FailureDetector:
     # ---- failing the group ----
 
     def fail(
-        self, kind: type[CoordinatorError], observed: Sequence[ObservedRank], pending: PendingCall
+        self,
+        kind: type[CoordinatorError],
+        observed: Sequence[ObservedRank],
+        pending: PendingCall,
+        details: str = "",
     ) -> CoordinatorError:
         """Fail the group for a reason; the error for this rank, or that of who was quicker."""
-        text = " and ".join(map(str, observed)) or "a rank that nobody can name"
+        text = (" and ".join(map(str, observed)) or "a rank that nobody can name") + details
         ranks = [rank.peer.rank for rank in observed]
         failures = [FailureRecord.of(rank) for rank in observed if rank.reason is not None]
         return self._error(self._publish(kind, str(pending.call), text, ranks, failures), pending)
 
-    def abandon(self, why: str, where: str, causes: Sequence[RankFailure] = ()) -> None:
+    def abandon(
+        self, why: str, where: str, causes: Sequence[RankFailure] = (), details: str = ""
+    ) -> None:
         """Fail the group because this rank leaves it in the middle.
 
-        causes: failures of other ranks that made it leave.
+        why: one line. causes: failures of other ranks that made it leave. details: a traceback.
         """
         if len(self.peers) > 1:
-            text = f"{self.me}, which left because of\n{_end_of(why)}"
+            text = f"{self.me}, which left because of {why}\n{_end_of(details)}"
             me = FailureRecord.of(ObservedRank(self.me, "left in the middle of a call"))
             earlier = map(FailureRecord.from_failure, causes)
             self._publish(PeerLost, where, text, [self.me.rank], [*earlier, me])
@@ -227,7 +241,7 @@ class FailureDetector:
                 f"rank {me} was in {pending.call}, but the ranks are in different calls: "
                 f"{failure.text}. {SAME_CALLS}"
             )
-        message = f"{failure.describe_to(me, pending)}{ADVICE}"
+        message = f"{failure.describe_to(me, pending)}{failure.advice()}"
         if kind is PeerLost:
             return PeerLost(message, failure.rank_failures(self.peers))
         return kind(message)
@@ -258,6 +272,37 @@ class FailureDetector:
         return f"{first} and {len(ranks) - 1} more" if len(ranks) > 1 else str(first)
 
     # ---- for messages ----
+
+    def _stacks_of(self, late: Sequence[ObservedRank], wait_s: float) -> str:
+        """The stacks of the late ranks of this node; waits for them at most so long."""
+        deadline = time.monotonic() + wait_s
+        awake = [each.peer for each in late if each.state != SUSPENDED][: stuck_ranks.MAX_RANKS]
+        looks = [self._look_at(peer, deadline) for peer in awake]
+        stacks = [f"rank {stuck.rank} is here:\n{stuck.stack()}" for stuck in looks if stuck]
+        return "".join(["; ", *stacks]) if stacks else ""
+
+    def _look_at(self, peer: Peer, deadline: float) -> StuckRank | None:
+        """The stacks of another process of this host; None without them."""
+        left_s = deadline - time.monotonic()
+        return None if peer.pid == self.me.pid else stuck_ranks.look_at(peer, max(left_s, 0.0))
+
+    def describe_late(self, note: int) -> str:
+        """The ranks that keep this one waiting, as far as their stacks can be seen."""
+        me = stuck_ranks.this_rank(self.me.rank, note)
+        deadline = time.monotonic() + self.timings.stack_s
+        by_rank = {peer.rank: peer for peer in self.peers if peer.pid != self.me.pid}
+
+        @functools.cache
+        def look(rank: int) -> StuckRank | None:
+            peer = by_rank.get(rank)
+            return self._look_at(peer, deadline) if peer is not None else None
+
+        return "" if me is None else stuck_ranks.describe(me, look, [*by_rank], self.describe_rank)
+
+    def describe_failure(self) -> str:
+        """The reason why the group failed, as another rank gave it; "" without one."""
+        failure = self.group_failure()
+        return "" if failure is None or failure.reporter == self.me.rank else failure.text
 
     def describe_ranks(self, ranks: Collection[int]) -> str:
         """These ranks of the launch: where they are, and what they do."""

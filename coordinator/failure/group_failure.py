@@ -18,6 +18,14 @@ from coordinator.peers import Peer
 MAX_TEXT, MAX_TAIL = 8000, 1000  # characters of the text, and of its end if it is longer
 MAX_RANKS = 256
 MAX_FAILURES, MAX_FAILURE_TEXT = 8, 300
+ADVICE = "The group is out of step: end the launch, and look at what those ranks printed last."
+FEWER_CALLS = (
+    "It made fewer calls than the others: let all ranks make the same calls before they close."
+)
+NETWORK_ADVICE = (
+    "Those ranks may well run: check the link between the hosts, end the launch on both, and start "
+    "it again."
+)
 
 
 class FailureRecord(NamedTuple):
@@ -101,6 +109,13 @@ class GroupFailure(NamedTuple):
         end = "" if self.text.endswith("\n") else ". "
         waited = f"rank {rank} waited {pending.waited_s:.1f} s in {pending.call}"
         return f"{waited} for {self.text}{end}{noticed}"
+
+    def advice(self) -> str:
+        """Advice for the end of an error."""
+        reasons = {failure.reason for failure in self.failures}
+        if FailureReason.UNREACHABLE.value in reasons:
+            return NETWORK_ADVICE
+        return FEWER_CALLS if reasons == {FailureReason.LEFT.value} else ADVICE
 
     def rank_failures(self, peers: Sequence[Peer]) -> list[RankFailure]:
         """The failed ranks, in the numbering of the group of these peers."""

@@ -15,6 +15,7 @@ from coordinator.control.membership import LEFT, SUSPENDED, Membership, RankRepo
 from coordinator.control.process_monitor import PeerProcess
 from coordinator.control.session import Session
 from coordinator.errors import FailureReason
+from coordinator.link_state import network_failure
 from coordinator.peers import Peer
 
 PRESENT, CLOSED, FORGOTTEN = 0, 1, 2  # status of a rank in shared memory
@@ -236,15 +237,26 @@ class PeerMonitor:
         else:
             last_call = None
         state, reason = judge_report(report, self._timings.silent_s)
+        if reason is FailureReason.UNREACHABLE:
+            state = self._network_failure(peer, report.silent_s)
         if last_call is None:
             state = f"not seen in any call, {state}"
         return ObservedRank(peer, state, last_call, reason, None, report.silent_s)
 
+    def _network_failure(self, peer: Peer, silent_s: float) -> str:
+        """Between rank 0's host and the peer's, as rank 0 reports it."""
+        info = self.session.info
+        master = next((str(each.host) for each in self.peers if each.rank == 0), "rank 0")
+        here, there = f"{master} ({info.master_addr})", f"{peer.host} ({peer.address})"
+        return network_failure(here, there, "ETIMEDOUT", silent_s)
+
     def _observe_without_server(self, rank: int) -> ObservedRank | None:
         if rank == 0:
-            is_lost = bool(self.session.server_lost_at)
-            state = "gone" if is_lost else "suspended, or its host cut off"
-            return ObservedRank(self._remote[rank], f"it does not answer: {state}")
+            if self.session.server_lost_at:
+                return ObservedRank(self._remote[rank], "it does not answer: gone")
+            is_cut_off = bool(self.session.client.network_failure())
+            reason = FailureReason.UNREACHABLE if is_cut_off else None
+            return ObservedRank(self._remote[rank], self.session.describe_silence(), None, reason)
         if 0 in self._remote:
             return None  # rank 0 is to blame, as far as we can see
         return ObservedRank(self._remote[rank], "unknown, for rank 0 does not answer")
@@ -278,8 +290,7 @@ def judge_report(report: RankReport, silent_s: float) -> tuple[str, FailureReaso
     if report.note == LEFT:
         return CLOSED_ITS_COORDINATOR, FailureReason.LEFT
     if report.silent_s > silent_s and report.is_unreachable:
-        state = f"its host has not answered rank 0 for {report.silent_s:.0f} s"
-        return state, FailureReason.UNREACHABLE
+        return "its host does not answer rank 0", FailureReason.UNREACHABLE
     if report.note == SUSPENDED:
         return SUSPENDED, FailureReason.SUSPENDED
     if report.silent_s > silent_s:

@@ -21,6 +21,7 @@ from coordinator.failure.peer_monitor import (
     PeerMonitor,
 )
 from coordinator.peers import Peer
+from launcher import CauseOrder
 
 MAY_RECOVER = (FailureReason.SUSPENDED, FailureReason.UNREACHABLE)
 
@@ -55,16 +56,21 @@ class FailureScan:
         with self._lock:
             self._forgive_if_suspended()
             self._refresh_membership()
-            reported = self._reported()
             observed = self._observed()
+            reported = self._reported()  # after: a rank reports its reason before it closes
             self._remove_recovered(observed)
-            for failure in (*reported, *sorted(observed.values(), key=_by_cause)):
+            for failure in (*reported, *observed.values()):
                 self._add(failure)
             return tuple(sorted(self._failures.values(), key=self._occurrence))
 
-    def _occurrence(self, failure: RankFailure) -> tuple[bool, float]:
-        """Sorts by the time of the failure; ranks that left come last, for they are no cause."""
-        return failure.reason is FailureReason.LEFT, self._failed_at[failure.rank]
+    def _occurrence(self, failure: RankFailure) -> CauseOrder:
+        """By the time of the failure; ranks that left come last, for they are no cause."""
+        return CauseOrder.of(
+            failure.rank,
+            self._failed_at[failure.rank],
+            died_silently=failure.exit_status is not None and failure.exit_status < 0,
+            is_consequence=failure.reason is FailureReason.LEFT,
+        )
 
     def _remove_recovered(self, observed: Container[int]) -> None:
         for place, failure in list(self._failures.items()):
@@ -186,14 +192,6 @@ class FailureScan:
         silent_s = time.monotonic() - self._answered_at
         if peer.rank != 0 or silent_s < self._timings.master_silent_s:
             return None
-        state = f"has not answered for {silent_s:.0f} s: suspended, stuck or cut off"
+        failure = self.monitor.session.client.network_failure()
+        state = failure or f"has not answered for {silent_s:.0f} s: suspended, stuck or busy"
         return ObservedRank(peer, state, None, FailureReason.UNREACHABLE, None, silent_s)
-
-
-def _by_cause(failure: RankFailure) -> tuple[bool, bool]:
-    """Sorts failures that were noticed at once: killed ranks first, ranks that left last.
-
-    A rank that loses another often raises and exits, so an exit code is rather a consequence.
-    """
-    is_killed = failure.exit_status is not None and failure.exit_status < 0
-    return failure.reason is FailureReason.LEFT, not is_killed

@@ -1,17 +1,29 @@
-"""Stack dumps: ranks of this node write their Python stacks to their standard error."""
+"""Stack dumps: ranks of this node write their Python stacks to their standard error, or to memory
+that the others of the node read."""
 
 from __future__ import annotations
 
 import faulthandler
+import functools
+import linecache
+import mmap
 import os
+import re
 import signal
+import time
 from collections.abc import Iterable
 from pathlib import Path
+from traceback import FrameSummary
 
 from coordinator.peers import Peer
 
 SIGNAL = signal.SIGUSR1
+PROBE_SIGNAL = signal.SIGRTMAX - 1  # the launcher's is SIGRTMAX
 STDERR = 2
+NAME = "drumline-stacks"
+HEADER_NBYTES = mmap.PAGESIZE  # of the memory, before the dumps: the note
+POLL_S = 0.005
+FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 
 
 def listen() -> None:
@@ -31,11 +43,76 @@ def ask(peers: Iterable[Peer]) -> list[Peer]:
     return list(by_pid.values())
 
 
-def _catches(pid: int) -> bool:
+@functools.cache  # of a process, which a child that it forks is not
+def stack_memory(pid: int) -> tuple[int, memoryview]:
+    """The descriptor of memory to which this process dumps its stacks at PROBE_SIGNAL.
+
+    And the note in it, an integer that others read with the stacks.
+    """
+    fd = os.memfd_create(NAME)
+    os.ftruncate(fd, HEADER_NBYTES)
+    os.lseek(fd, HEADER_NBYTES, os.SEEK_SET)
+    is_inherited = stack_memory.cache_info().currsize > 0  # the handler, from who forked this one
+    if is_inherited or not _catches(pid, PROBE_SIGNAL):
+        faulthandler.register(PROBE_SIGNAL, file=fd)
+    note = memoryview(mmap.mmap(fd, HEADER_NBYTES)).cast("q")
+    note[0] = -1
+    return fd, note
+
+
+def read(peer: Peer, wait_s: float) -> tuple[int, str]:
+    """The note of a process of this host, and a dump of its stacks; -1 and "" if it has none."""
+    path = f"/proc/{peer.pid}/fd/{peer.stack_fd}"
+    try:
+        if not peer.is_visible or NAME not in os.readlink(path):
+            return -1, ""
+        with open(path, "rb", buffering=0) as file:
+            note = int.from_bytes(os.pread(file.fileno(), 8, 0), "little", signed=True)
+            return note, _dump(peer.pid, file.fileno(), time.monotonic() + wait_s)
+    except OSError:
+        return -1, ""
+
+
+def _dump(pid: int, fd: int, deadline: float) -> str:
+    """The text that the process writes at the signal, until it writes no more."""
+    begin = end = os.fstat(fd).st_size
+    if _is_stopped(pid) or not _catches(pid, PROBE_SIGNAL):
+        return ""
+    os.kill(pid, PROBE_SIGNAL)
+    while time.monotonic() < deadline:
+        time.sleep(POLL_S)
+        size = os.fstat(fd).st_size
+        if size == end > begin:
+            break
+        end = size
+    return os.pread(fd, end - begin, begin).decode(errors="replace")
+
+
+def parse(text: str) -> list[list[FrameSummary]]:
+    """The stack of each thread of a dump, the innermost frame first."""
+    threads = [part for part in re.split(r"(?m)^(?:Current t|T)hread .*$", text) if part.strip()]
+    return [
+        [
+            FrameSummary(name, int(line), function, line=linecache.getline(name, int(line)).strip())
+            for name, line, function in FRAME.findall(thread)
+        ]
+        for thread in threads
+    ]
+
+
+def _catches(pid: int, number: int = SIGNAL) -> bool:
     """Has the process a handler (proc(5), SigCgt)? Without one the signal would end it."""
+    return bool(int(_status(pid).get("SigCgt", "0"), 16) >> (number - 1) & 1)
+
+
+def _is_stopped(pid: int) -> bool:
+    return _status(pid).get("State", "").startswith(("T", "t"))
+
+
+def _status(pid: int) -> dict[str, str]:
+    """The fields of proc(5), /proc/pid/status; none if the process is gone."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
-        return False
-    caught = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
-    return bool(int(caught, 16) >> (SIGNAL - 1) & 1)
+        return {}
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}

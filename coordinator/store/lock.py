@@ -14,11 +14,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
+from typing import TYPE_CHECKING
 
 from coordinator.call_site import PendingCall
 from coordinator.errors import CoordinatorTimeout
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
 
 WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # flock(2): of some filesystems
 
@@ -152,7 +154,7 @@ def hold(path: Path, name: str, owner: str, pending: PendingCall) -> Iterator[No
     holder = path.with_suffix(".holder")
     try:
         lock = _acquire(path, pending.timeout_s)
-    except Timeout as error:
+    except TimeoutError as error:
         raise CoordinatorTimeout(
             f"{owner} waited {pending.timeout_s:g} s in {pending.call} for lock {name!r}, held by "
             f"{_read(holder)}. Give a longer timeout_s, or look at what the holder does; if it is "
@@ -168,6 +170,8 @@ def hold(path: Path, name: str, owner: str, pending: PendingCall) -> Iterator[No
 
 def _acquire(path: Path, timeout_s: float) -> BaseFileLock:
     """A lock of the kernel; on filesystems that have none, a file that is there or not."""
+    from filelock import FileLock, SoftFileLock  # slow to import, and few launches lock
+
     try:
         lock: BaseFileLock = FileLock(path, timeout_s, thread_local=False, is_singleton=False)
         lock.acquire()

@@ -104,8 +104,8 @@ class PrefixStore:
         if keys and session.membership(session.timings.last_answer_s):
             return CoordinatorTimeout(f"{waited} {list(keys)}, which nobody has put.")
         return CoordinatorTimeout(
-            f"{waited} {session.describe_master()} which keeps the values and does not answer: it "
-            "is suspended, busy or cut off. Give a longer timeout_s, or look at what it does."
+            f"{waited} {session.describe_master()} which keeps the values: "
+            f"{session.describe_silence()}. Give a longer timeout_s, or look at what it does."
         )
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import closing
 
+from coordinator.control.credentials import Credentials
 from coordinator.control.framing import Connection, NoMessage, pack, unpack
-from coordinator.control.session import Session
 from coordinator.errors import CoordinatorError, PeerLost
 from coordinator.peers import Peer
 from coordinator.transport.tree import ChildListener, connect_to_parent
@@ -22,20 +22,29 @@ Exchange = Callable[[bytes], list[bytes]]
 class PeerConnector:
     """Connects this rank to all its peers. Errors name ranks as in the launch.
 
-    rank: its place among the peers. name: of this set of connections, the same on all ranks.
+    address: of this host, by which the peers reach it. rank: its place among the peers.
+    name: of this set of connections, the same on all ranks. lost: the ranks that are known lost.
     """
 
-    def __init__(self, session: Session, rank: int, peers: Sequence[Peer], name: str) -> None:
-        self._session, self._rank, self._peers, self._name = session, rank, peers, name
+    def __init__(
+        self,
+        address: str,
+        credentials: Credentials,
+        rank: int,
+        peers: Sequence[Peer],
+        name: str,
+        lost: Container[int] = (),
+    ) -> None:
+        self._address, self._credentials, self._lost = address, credentials, lost
+        self._rank, self._peers, self._name = rank, peers, name
         self._connections: dict[int, Connection] = {}
 
     def connect(self, exchange: Exchange, timeout_s: float) -> dict[int, socket.socket]:
         """The connections, by rank. exchange: an allgather over the peers. Collective."""
         deadline = time.monotonic() + timeout_s
         higher = range(self._rank + 1, len(self._peers))
-        session, purpose = self._session, self._purpose(self._rank)
-        address = session.client.local_address
-        with closing(ChildListener(address, session.credentials, purpose, higher)) as listener:
+        purpose, credentials = self._purpose(self._rank), self._credentials
+        with closing(ChildListener(self._address, credentials, purpose, higher)) as listener:
             addresses = [unpack(data) for data in exchange(pack(list(listener.address)))]
             problem = self._connect(addresses, listener, deadline, timeout_s)
         problems = [data.decode() for data in exchange(problem.encode()) if data]
@@ -64,7 +73,7 @@ class PeerConnector:
     ) -> str:
         """Connect to the lower ranks, and accept the higher; the problem, or nothing."""
         higher = range(self._rank + 1, len(self._peers))
-        me, credentials = self._me, self._session.credentials
+        me, credentials = self._me, self._credentials
         try:
             for rank in range(self._rank):
                 purpose, peer = f"{self._purpose(rank)}/{self._rank}", self._peers[rank]
@@ -80,8 +89,8 @@ class PeerConnector:
         return ""
 
     def _check_alive(self) -> None:
-        lost = self._session.lost
-        dead = [str(peer) for peer in self._peers if peer.rank in lost or peer.is_known_dead()]
+        peers = self._peers
+        dead = [str(peer) for peer in peers if peer.rank in self._lost or peer.is_known_dead()]
         if dead:
             raise PeerLost(
                 f"rank {self._me.rank} was connecting to its peers when {', '.join(dead)} exited. "

@@ -36,10 +36,9 @@ class Exchange(NamedTuple):
     reader: int = ALL_RANKS
     is_scattered: bool = False
 
-    @property
-    def tag(self) -> int:
-        """Compared among the ranks of a shm domain, where it is unsigned: 0 is ALL_RANKS."""
-        return self.root + 1
+
+NOTHING = Exchange(b"")
+"""The part of a rank that only waits for the others."""
 
 
 class Group:
@@ -65,6 +64,8 @@ class Group:
         self._segment, self._tree = segment, tree
         self._domain_of = {rank: i for i, domain in enumerate(shm_domains) for rank in domain}
         self._shm_domain = shm_domains[self._domain_of[rank]]
+        self._is_one_domain = len(shm_domains) == 1
+        self._wait_s = session.timings.shm_wait_s
         self._last = (CallSite("start", 0, ""), time.monotonic())
         session.add_group(self)
 
@@ -83,8 +84,8 @@ class Group:
         self._last = (call, pending.since)
         self.detector.check_group(pending)
         try:
-            if len(self.shm_domains) == 1:
-                reads = exchange.reader in (ALL_RANKS, self.rank)
+            if self._is_one_domain:
+                reads = exchange.reader == ALL_RANKS or exchange.reader == self.rank
                 return self._exchange_in_domain(pending, exchange, reads)
             return self._exchange_in_all(pending, exchange)
         except _node_shm.CallMismatch:
@@ -102,11 +103,10 @@ class Group:
         segment = self._segment  # ours, even if another thread closes the group
         if segment is None:
             return [exchange.data]
-        (name, number, where), wait_s = pending.call, self.session.timings.shm_wait_s
-        data, is_scattered = exchange.data, exchange.is_scattered
-        results = segment.exchange(
-            name, number, exchange.tag, where, data, reads, is_scattered, wait_s
-        )
+        # The ranks of a domain compare the root, where it is unsigned: 0 is ALL_RANKS.
+        (name, number, where), wait_s = pending.call, self._wait_s
+        data, root, _, is_scattered = exchange
+        results = segment.exchange(name, number, root + 1, where, data, reads, is_scattered, wait_s)
         while results is None:
             self.detector.check(pending)
             results = segment.resume(wait_s)

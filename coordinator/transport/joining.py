@@ -78,8 +78,8 @@ class _Joining:
             self.tree.close()
 
     def join(self, me: Peer) -> Group:
-        packets = self.rendezvous.exchange("peers", me.to_json().encode())
-        self.peers = tuple(Peer.from_json(packet) for packet in packets)
+        packets = self.rendezvous.exchange("peers", me.pack())
+        self.peers = tuple(Peer.unpack(packet) for packet in packets)
         self.detector = FailureDetector(self.key, self.session, self.rank, self.peers)
         self.shm_domains = self._share_memory(shm_domains_of(self.peers))
         self.shm_domain = next(domain for domain in self.shm_domains if self.rank in domain)

@@ -13,6 +13,7 @@ from coordinator.control.session import NO_ANSWER, Session
 from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost
 from coordinator.failure.detector import FailureDetector
 from coordinator.failure.group_failure import GroupFailure
+from coordinator.waiting_notice import WaitingNotice
 
 SAME_GROUP = "All members of a group must make the call that makes it, with the same ranks."
 
@@ -37,6 +38,7 @@ class Rendezvous:
         self._timings = session.timings
         self._rank = session.info.rank
         self._refresh_at = time.monotonic() + self._timings.rendezvous_s
+        self._notice = WaitingNotice(session.info, session.timings.waiting_notice_s)
         self._arrived: list[int] | None = None  # places, asked for shortly before the deadline
 
     def exchange(self, name: str, data: bytes) -> list[bytes]:
@@ -59,9 +61,20 @@ class Rendezvous:
     def _check(self, key: str) -> None:
         """Raise if a member will not come; ask who has, before it is too late to ask."""
         self.check_lost()
+        if self._parent is None:
+            self._notice.log_if_due(lambda: self._describe_missing(key))
         left_s, patience_s = self._pending.left_s, self._pending.timeout_s / 4
         if self._arrived is None and left_s < min(self._timings.answer_s, patience_s):
             self._arrived = self._ask_arrived(key, left_s)
+
+    def _describe_missing(self, key: str) -> str:
+        """The ranks of the launch that have not joined, where they should, and those that have."""
+        info, arrived = self._session.info, self._ask_arrived(key, self._timings.last_answer_s)
+        if arrived is None:
+            return f"rank 0: {self._session.describe_silence()}"
+        missing = sorted({*range(len(self._members))} - {*arrived})
+        where = f"{info.master_addr}:{info.master_port}"
+        return f"ranks {missing} of {info.world_size} at {where}; ranks seen: {sorted(arrived)}"
 
     def check_lost(self) -> None:
         """Raise if a member is dead, or has left."""
@@ -132,8 +145,8 @@ class Rendezvous:
             arrived = self._ask_arrived(key, self._timings.last_answer_s)
         if arrived is None:
             return CoordinatorTimeout(
-                f"{waited} to join launch {info.launch_id}, but {self._session.describe_master()} "
-                "does not answer: it is suspended, stuck or cut off."
+                f"{waited} to join launch {info.launch_id} at {self._session.describe_master()} "
+                f"but {self._session.describe_silence()}."
             )
         missing = [rank for place, rank in enumerate(self._members) if place not in arrived]
         if self._parent is not None:

@@ -34,7 +34,7 @@ extern "C" {
 #endif
 
 #define COMM_ABI_MAJOR 1u
-#define COMM_ABI_MINOR 2u
+#define COMM_ABI_MINOR 3u
 #define COMM_UNIQUE_ID_MAX 4096u
 
 /* Results. 0 to 8 have the numbers of ncclResult_t. */
@@ -85,6 +85,9 @@ enum {
     COMM_CAP_THREADS = 1 << 2,       /* ranks may be threads of one process */
     COMM_CAP_EMPTY = 1 << 3          /* calls of 0 elements are passed on, not skipped */
 };
+
+enum { COMM_STREAM_READABLE = 1, COMM_STREAM_WRITABLE = 2 };
+enum { COMM_STREAM_DISARM = 0, COMM_STREAM_ARM = 1, COMM_STREAM_WAKE = 2 };
 
 typedef struct comm_s* comm_t;
 typedef void* comm_stream; /* cudaStream_t, hipStream_t, ... or NULL */
@@ -205,6 +208,30 @@ typedef struct comm_plugin {
      * the ranks and for errors; count alone decides how much is moved. `shape` is valid until that
      * call returns. Does not block and cannot fail. */
     void (*tell_shape)(comm_t comm, int32_t ndim, const int64_t* shape);
+
+    /* Since abi_minor 3: all six, or none. */
+    /* Streams of bytes, one from each rank to each other, of host memory. They are independent of
+     * the calls above, may be used during one, and are not collective. One thread at a time writes
+     * to a peer, one reads from it, one is in stream_wait and one in stream_sleep. They are not
+     * used during destroy. The text of an error is last_error(NULL)'s. */
+    /* Writes as much of prefix and then of data as there is room for. Does not block. */
+    comm_result (*stream_write)(comm_t comm, int32_t dst, const void* prefix,
+                                uint64_t prefix_nbytes, const void* data, uint64_t nbytes,
+                                uint64_t* num_written);
+    /* Reads as much as has arrived, at most nbytes. Does not block. */
+    comm_result (*stream_read)(comm_t comm, int32_t src, void* data, uint64_t nbytes,
+                               uint64_t* num_read);
+    /* *peer is a rank whose stream is ready for what interest[peer] names (bits of
+     * COMM_STREAM_...), or -1 after timeout_ms, or earlier; interest may change meanwhile. */
+    comm_result (*stream_wait)(comm_t comm, const uint8_t* interest, int32_t timeout_ms,
+                               int32_t* peer);
+    /* For a thread that serves the streams while nobody waits: returns after timeout_ms, after
+     * stream_notify(COMM_STREAM_WAKE), or once a stream has changed since COMM_STREAM_ARM. */
+    comm_result (*stream_sleep)(comm_t comm, int32_t timeout_ms);
+    /* From any thread: one of COMM_STREAM_ARM, _DISARM, _WAKE, for stream_sleep. */
+    comm_result (*stream_notify)(comm_t comm, int32_t what);
+    /* COMM_REMOTE_ERROR if the peer has ended, so that nothing more comes than can be read now. */
+    comm_result (*stream_check)(comm_t comm, int32_t peer);
 } comm_plugin;
 
 /* Whether the table p reaches as far as entry f, and offers it. */

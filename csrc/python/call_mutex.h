@@ -3,50 +3,44 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-#include <stdint.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <mutex>
 
-// Locked and unlocked by threads that hold the GIL, which guards the fields. It stays locked while
-// the GIL is released for the call; a thread that waits for it releases the GIL, too. A
+// Threads with the GIL release it while they wait; it may be released during the call, too. A
 // std::lock_guard fits.
 class CallMutex {
   public:
     bool try_lock() {
-        if (locked_) return false;
-        return locked_ = true;
+        int expected = unlocked;
+        return state_.compare_exchange_strong(expected, locked, std::memory_order_acquire);
     }
 
     void lock() {
-        while (!try_lock()) wait();
+        if (try_lock()) return;
+        PyThreadState* state = PyEval_SaveThread();
+        lock_without_gil();
+        PyEval_RestoreThread(state);
+    }
+
+    // Whoever waits leaves the state at `awaited`, so that each unlock() looks for others.
+    void lock_without_gil() {
+        if (try_lock()) return;
+        std::unique_lock<std::mutex> lock(wait_mutex_);
+        while (state_.exchange(awaited, std::memory_order_acquire) != unlocked)
+            unlocked_.wait(lock);
     }
 
     void unlock() {
-        locked_ = false;
-        if (num_waiting_ == 0) return;
+        if (state_.exchange(unlocked, std::memory_order_release) != awaited) return;
         std::lock_guard<std::mutex> lock(wait_mutex_);
-        ++num_unlocks_;
         unlocked_.notify_all();
     }
 
   private:
-    // Another thread may take the mutex first, so the caller tries again.
-    void wait() {
-        uint64_t before = num_unlocks_;
-        ++num_waiting_;
-        PyThreadState* state = PyEval_SaveThread();
-        {
-            std::unique_lock<std::mutex> lock(wait_mutex_);
-            unlocked_.wait(lock, [&] { return num_unlocks_ != before; });
-        }
-        PyEval_RestoreThread(state);
-        --num_waiting_;
-    }
-
-    bool locked_ = false;
-    int num_waiting_ = 0;
-    uint64_t num_unlocks_ = 0;  // changes under the GIL and wait_mutex_
+    enum { unlocked, locked, awaited };
+    std::atomic<int> state_{unlocked};
     std::mutex wait_mutex_;
     std::condition_variable unlocked_;
 };

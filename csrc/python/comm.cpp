@@ -1,11 +1,36 @@
 // The methods of Comm that move no tensor: groups, memory, scaled sums, split and close.
 #include "python/comm.h"
 
+#include <string>
+
 PyObject* raise_closed(const CallSite& site) {
     PyErr_Format(errors.base,
                  "rank %d: %s on a closed Communicator. Make a new one, or close it later",
                  site.rank, site.call);
     return nullptr;
+}
+
+namespace {
+
+// A paragraph that a method of the Coordinator makes, or nothing: other bootstraps have none.
+std::string describe(const Comm* self, const char* method) {
+    if (self->bootstrap == nullptr) return "";
+    PyObject* answer = PyObject_CallMethod(self->bootstrap, method, nullptr);
+    const char* text = answer != nullptr ? PyUnicode_AsUTF8AndSize(answer, nullptr) : nullptr;
+    std::string paragraph = text != nullptr && text[0] != '\0' ? std::string("\n") + text : "";
+    Py_XDECREF(answer);
+    PyErr_Clear();
+    return paragraph;
+}
+
+}  // namespace
+
+void raise_call_error(const Comm* self, comm_result code) {
+    const char* error = self->table->last_error(self->handle);
+    std::string text = error != nullptr ? error : "";
+    if (code == COMM_TIMEOUT) text += describe(self, "describe_late");
+    if (code == COMM_REMOTE_ERROR) text += describe(self, "describe_failure");
+    raise_result(self->table, code, text.c_str());
 }
 
 PyObject* raise_not_offered(const CallSite& site, const comm_plugin* table) {
@@ -63,6 +88,7 @@ comm_result destroy(Comm* self) {
     PyThreadState* state = PyEval_SaveThread();
     {
         std::lock_guard<std::mutex> lock(*self->destroy_mutex);
+        std::unique_lock<std::shared_mutex> stream_lock(*self->stream_mutex);
         comm_t handle = self->handle;
         self->handle = nullptr;
         if (handle != nullptr) code = self->table->destroy(handle);
@@ -164,6 +190,17 @@ PyObject* comm_async_error(PyObject* object, PyObject*) {
     return code == COMM_OK ? new_reference(Py_None) : nullptr;
 }
 
+PyObject* comm_borrow(PyObject* object, PyObject*) {
+    return PyCapsule_New(&comm_of(object)->borrowed, borrowed_comm_name, nullptr);
+}
+
+PyObject* comm_raise_result(PyObject* object, PyObject* args) {
+    int code;
+    const char* text;
+    if (!PyArg_ParseTuple(args, "is", &code, &text)) return nullptr;
+    return raise_result(comm_of(object)->table, static_cast<comm_result>(code), text);
+}
+
 PyObject* comm_split(PyObject* object, PyObject* args) {
     Comm* self = comm_of(object);
     CallSite site = site_of(self, "split");
@@ -187,14 +224,19 @@ PyObject* comm_split(PyObject* object, PyObject* args) {
 
 void comm_dealloc(PyObject* object) {
     Comm* self = comm_of(object);
-    if (self->call_mutex != nullptr && self->destroy_mutex != nullptr) destroy(self);
+    if (self->call_mutex != nullptr && self->stream_mutex != nullptr) destroy(self);
     delete self->call_mutex;
     delete self->destroy_mutex;
+    delete self->stream_mutex;
     for (PyObject* reference : self->plain_tensors.references) Py_XDECREF(reference);
+    Py_XDECREF(self->bootstrap);
     Py_XDECREF(self->group_tensors);
     Py_XDECREF(self->plugin);
     free_object(object);
 }
+
+void lock_without_gil(void* mutex) { static_cast<CallMutex*>(mutex)->lock_without_gil(); }
+void unlock(void* mutex) { static_cast<CallMutex*>(mutex)->unlock(); }
 
 constexpr int FAST = METH_FASTCALL | METH_KEYWORDS;
 
@@ -222,6 +264,20 @@ PyMethodDef comm_methods[] = {
     {"split", comm_split, METH_VARARGS, "split(color, key, rank, nranks) -> Comm or None"},
     {"finalize", comm_finalize, METH_NOARGS,
      "Wait for enqueued work and end in order; close() comes after."},
+    {"borrow", comm_borrow, METH_NOARGS,
+     "borrow() -> capsule for other C++, valid as long as this object"},
+    {"raise_result", comm_raise_result, METH_VARARGS,
+     "raise_result(code, text) raises the error of a call through borrow()"},
+    {"stream_write", comm_stream_write, METH_VARARGS,
+     "stream_write(dst, prefix, address, nbytes) -> bytes written, the prefix's first"},
+    {"stream_read", comm_stream_read, METH_VARARGS,
+     "stream_read(src, address, nbytes) -> bytes read"},
+    {"stream_wait", comm_stream_wait, METH_VARARGS,
+     "stream_wait(interest, timeout_ms) -> rank that is ready, or -1"},
+    {"stream_sleep", comm_stream_sleep, METH_O, "stream_sleep(timeout_ms)"},
+    {"stream_notify", comm_stream_notify, METH_O, "stream_notify(what), for stream_sleep"},
+    {"stream_check", comm_stream_check, METH_O,
+     "stream_check(peer) raises PeerLost if its process or communicator has ended"},
     {"async_error", comm_async_error, METH_NOARGS,
      "From any thread: raise the error of an enqueued operation that failed."},
     {nullptr, nullptr, 0, nullptr}};
@@ -246,7 +302,10 @@ Comm* new_comm(PyObject* plugin, const comm_plugin* table, const comm_init_args&
     self->table = table;
     self->call_mutex = new CallMutex;
     self->destroy_mutex = new std::mutex;
+    self->stream_mutex = new std::shared_mutex;
     self->group_tensors = PyList_New(0);
+    self->borrowed = BorrowedComm{self->table,      &self->handle,    args.rank, args.nranks,
+                                  self->call_mutex, lock_without_gil, unlock};
     self->site = CallSite{"",
                           args.rank,
                           args.nranks,

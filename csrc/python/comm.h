@@ -5,6 +5,7 @@
 #include <Python.h>
 
 #include <mutex>
+#include <shared_mutex>
 
 #include "abi/communicator.h"
 #include "python/call_mutex.h"
@@ -12,6 +13,7 @@
 #include "python/convert/python_object.h"
 #include "python/convert/result.h"
 #include "python/convert/tensor.h"
+#include "torch_interop/borrowed_comm.h"
 
 struct Comm {
     PyObject_HEAD PyObject* plugin;
@@ -19,10 +21,13 @@ struct Comm {
     comm_t handle;  // NULL once closed; read and written under call_mutex
     CallMutex* call_mutex;
     std::mutex* destroy_mutex;  // abort() may come in the middle of a call, but not of destroy()
-    PyObject* group_tensors;    // kept alive from group_start to group_end
+    std::shared_mutex* stream_mutex;  // several threads use streams at once, but not in destroy()
+    PyObject* bootstrap;              // a Coordinator has more to say for some errors; or NULL
+    PyObject* group_tensors;          // kept alive from group_start to group_end
     int group_depth;
     CallSite site;
     PlainTensorCache plain_tensors;
+    BorrowedComm borrowed;
 };
 
 inline Comm* comm_of(PyObject* object) { return reinterpret_cast<Comm*>(object); }
@@ -35,6 +40,7 @@ inline CallSite site_of(const Comm* self, const char* call) {
 
 // Both always NULL, with a Python error set.
 PyObject* raise_closed(const CallSite& site);
+void raise_call_error(const Comm* self, comm_result code);
 PyObject* raise_not_offered(const CallSite& site, const comm_plugin* table);
 
 // Calls the library without the GIL, so that any call may wait for other ranks.
@@ -48,7 +54,7 @@ bool call_library(Comm* self, const CallSite& site, Body body) {
         code = body(self->handle);
         PyEval_RestoreThread(state);
     }
-    if (code != COMM_OK) raise_result(self->table, code, self->table->last_error(self->handle));
+    if (code != COMM_OK) raise_call_error(self, code);
     self->call_mutex->unlock();
     if (!is_open) raise_closed(site);
     return is_open && code == COMM_OK;
@@ -80,3 +86,11 @@ PyObject* comm_alltoall(FASTCALL_ARGUMENTS);
 PyObject* comm_send(FASTCALL_ARGUMENTS);
 PyObject* comm_recv(FASTCALL_ARGUMENTS);
 PyObject* comm_barrier(PyObject* object, PyObject*);
+
+// Of its streams; python/streams.cpp.
+PyObject* comm_stream_write(PyObject* object, PyObject* args);
+PyObject* comm_stream_read(PyObject* object, PyObject* args);
+PyObject* comm_stream_wait(PyObject* object, PyObject* args);
+PyObject* comm_stream_sleep(PyObject* object, PyObject* timeout_ms);
+PyObject* comm_stream_notify(PyObject* object, PyObject* what);
+PyObject* comm_stream_check(PyObject* object, PyObject* peer);

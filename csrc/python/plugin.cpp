@@ -52,7 +52,11 @@ PyObject* start_comm(PyObject* plugin, comm_init_args args, PyObject* bootstrap)
     if (self == nullptr) return nullptr;
     std::string text;
     comm_result code = call_init(self, args, &text);
-    if (code == COMM_OK && !context.failed) return reinterpret_cast<PyObject*>(self);
+    if (code == COMM_OK && !context.failed) {
+        Py_INCREF(bootstrap);
+        self->bootstrap = bootstrap;
+        return reinterpret_cast<PyObject*>(self);
+    }
     Py_DECREF(reinterpret_cast<PyObject*>(self));
     if (context.failed)
         PyErr_Restore(context.type, context.value, context.traceback);
@@ -111,6 +115,7 @@ PyObject* plugin_offers(PyObject* object, PyObject* argument) {
     OFFERED(async_error);
     OFFERED(split);
     OFFERED(finalize);
+    OFFERED(stream_check);
 #undef OFFERED
     return PyBool_FromLong(offered);
 }

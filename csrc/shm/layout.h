@@ -1,6 +1,7 @@
 // What lies in the shared segment, and where.
 //
-//   RankBlock[n] | Channel[n][n] | slots: n ranks x 2 | message chunks: n x n channels x depth
+//   RankBlock[n] | Channel[n][n] | Stream[n][n] | slots: n ranks x 2 |
+//   message chunks: n x n channels x depth | bytes of the streams: n x n
 //
 // Everything that one rank writes while others read it has cache lines of its own: pairs of them,
 // because processors fetch lines in pairs.
@@ -84,7 +85,7 @@ struct alignas(cache_line_bytes) Counter {
     std::atomic<uint32_t> value;
 };
 
-enum RankState : uint32_t { absent, present, closed, failed, aborted };
+enum RankState : uint32_t { absent, present, closed, failed, timed_out, aborted };
 
 struct alignas(cache_line_bytes) Identity {
     std::atomic<uint32_t> state;
@@ -98,6 +99,8 @@ struct RankBlock {
     Counter num_sleepers;     // peers that sleep until progress.step changes
     Counter doorbell;         // changes when this rank is to look at its channels
     Counter awaits_doorbell;  // 1 while it sleeps until the doorbell changes
+    Counter stream_doorbell;  // changes when this rank is to look at its streams
+    Counter stream_sleepers;  // bits of the threads of this rank that sleep until it changes
     Identity identity;
     alignas(cache_line_bytes) Shape shapes[2];  // of the two headers; read only for errors
     alignas(cache_line_bytes) Region regions[max_regions];
@@ -109,6 +112,16 @@ constexpr uint32_t channel_depth = 4;
 struct Channel {
     Counter num_written;  // chunks, by the sender
     Counter num_read;     // chunks, by the receiver
+};
+
+// Bytes from one rank to another: a ring of Layout::stream_bytes.
+struct alignas(cache_line_bytes) Position {
+    std::atomic<uint64_t> value;
+};
+
+struct Stream {
+    Position num_written;  // bytes, by the sender
+    Position num_read;     // bytes, by the receiver
 };
 
 struct MessageHeader {  // opens each chunk; a part of the tensor follows
@@ -125,16 +138,19 @@ struct Layout {
     int nranks = 1;
     size_t slot_bytes = 0;
     size_t chunk_bytes = 0;  // without the header
+    size_t stream_bytes = 0;
 
     size_t blocks() const { return 0; }
     size_t channels() const { return blocks() + nranks * sizeof(RankBlock); }
+    size_t streams() const { return channels() + num_channels() * sizeof(Channel); }
     size_t slots() const {
-        return round_up(channels() + num_channels() * sizeof(Channel), page_bytes);
+        return round_up(streams() + num_channels() * sizeof(Stream), page_bytes);
     }
     size_t chunks() const { return slots() + 2 * nranks * slot_bytes; }
-    size_t total() const {
+    size_t stream_data() const {
         return round_up(chunks() + num_channels() * channel_depth * chunk_stride(), page_bytes);
     }
+    size_t total() const { return stream_data() + num_channels() * stream_bytes; }
     size_t num_channels() const { return static_cast<size_t>(nranks) * nranks; }
     size_t chunk_stride() const { return message_header_bytes + chunk_bytes; }
 };
@@ -148,6 +164,9 @@ inline Layout layout_for(int nranks, bool oversubscribed) {
     size_t budget = (16u << 20) / layout.num_channels() / channel_depth;
     size_t stride = budget > (64u << 10) ? 64u << 10 : round_up(budget, page_bytes);
     layout.chunk_bytes = stride - message_header_bytes;
+    size_t stream_budget = (8u << 20) / layout.num_channels();
+    layout.stream_bytes =
+        std::min<size_t>(256u << 10, std::max(stream_budget / page_bytes, size_t{1}) * page_bytes);
     return layout;
 }
 

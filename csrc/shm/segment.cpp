@@ -230,6 +230,15 @@ char* Segment::chunk(int src, int dst, uint32_t index) const {
            (channel * channel_depth + index % channel_depth) * layout_.chunk_stride();
 }
 
+Stream& Segment::stream(int src, int dst) const {
+    return reinterpret_cast<Stream*>(base_ + layout_.streams())[src * layout_.nranks + dst];
+}
+
+char* Segment::stream_data(int src, int dst) const {
+    size_t channel = static_cast<size_t>(src) * layout_.nranks + dst;
+    return base_ + layout_.stream_data() + channel * layout_.stream_bytes;
+}
+
 void publish_identity(Identity& own) {
     own.pid = getpid();
     own.start_time = status_of(own.pid).start_time;

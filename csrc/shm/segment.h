@@ -41,6 +41,8 @@ class Segment {
     Channel& channel(int src, int dst) const;
     char* slot(int writer, unsigned parity) const;
     char* chunk(int src, int dst, uint32_t index) const;
+    Stream& stream(int src, int dst) const;
+    char* stream_data(int src, int dst) const;
     const Layout& layout() const { return layout_; }
 
   private:

@@ -1,7 +1,9 @@
 #include "shm/shm_communicator.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 namespace shm {
 namespace {
@@ -113,7 +115,10 @@ ShmCommunicator::~ShmCommunicator() {
     uint32_t expected = present;
     own.identity.state.compare_exchange_strong(expected, closed);
     wake_all(&own.progress.step);
-    for (int peer = 0; peer < nranks; ++peer) ring_doorbell(peer);
+    for (int peer = 0; peer < nranks; ++peer) {
+        ring_doorbell(peer);
+        ring_stream_doorbell(peer);
+    }
 }
 
 void ShmCommunicator::throw_forked() const {
@@ -181,7 +186,17 @@ void ShmCommunicator::arrive() {
 void ShmCommunicator::await() {
     for (int peer = rank + 1; peer < nranks; ++peer) await_step(peer);
     for (int peer = 0; peer < rank; ++peer) await_step(peer);
+    for (int peer = 0; peer < nranks; ++peer) check_not_given_up(peer);
     if (headers_unchecked_) check_headers();
+}
+
+// A peer may have arrived, and then given up at its deadline: the call failed there, so here too.
+void ShmCommunicator::check_not_given_up(int peer) {
+    const RankBlock& block = segment_.block(peer);
+    uint32_t state = block.identity.state.load(std::memory_order_seq_cst);
+    if ((state == failed || state == timed_out) &&
+        block.progress.call_number.load(std::memory_order_relaxed) == call_number_)
+        check_peer(peer, describe_current_call());
 }
 
 void ShmCommunicator::await_step(int peer) {
@@ -355,6 +370,7 @@ const char* ShmCommunicator::describe_end(int peer) const {
         case closed:
             return "has closed its communicator";
         case failed:
+        case timed_out:
             return "has stopped after an error of its own";
         case shm::aborted:
             return "has aborted its communicator";
@@ -362,6 +378,8 @@ const char* ShmCommunicator::describe_end(int peer) const {
             return has_died(identity, segment_.block(rank).identity) ? died : nullptr;
     }
 }
+
+constexpr std::chrono::milliseconds stack_patience{1200};  // longer than stack_s of the Coordinator
 
 // A peer that stopped may have done so because another died, which is then the first cause.
 void ShmCommunicator::check_peer(int peer, const std::string& doing) {
@@ -373,9 +391,13 @@ void ShmCommunicator::check_peer(int peer, const std::string& doing) {
     for (int other = 0; other < nranks; ++other)
         if (other != peer && describe_end(other) == died)
             text += "; " + describe_peer(other) + " " + died;
-    throw Failure{COMM_REMOTE_ERROR, text +
-                                         ". This communicator cannot be used again. See the first "
-                                         "error of that rank, then start again"};
+    uint32_t state = segment_.block(peer).identity.state.load(std::memory_order_acquire);
+    // A rank that timed out looks at the stacks of the others: they should still be in their calls.
+    if (state == timed_out) std::this_thread::sleep_for(stack_patience);
+    const char* advice = state == closed ? "It made fewer calls than this rank: let all ranks make "
+                                           "the same calls before they close"
+                                         : "See the first error of that rank, then start again";
+    throw Failure{COMM_REMOTE_ERROR, text + ". This communicator cannot be used again. " + advice};
 }
 
 void ShmCommunicator::check_deadline(const std::string& doing, const std::string& missing) {
@@ -384,7 +406,8 @@ void ShmCommunicator::check_deadline(const std::string& doing, const std::string
                   rank_prefix() + "timed out after " + seconds(timeout_ns_) + " in " + doing +
                       ". Missing: " + missing +
                       ". This communicator cannot be used again. Find out what the missing ranks "
-                      "do, or give them more time: Coordinator(timeout_s=...)"};
+                      "do, or give them a longer timeout in Coordinator(timeout_s=...), or in "
+                      "torch's init_process_group(timeout=...)"};
 }
 
 // Ranks whose calls mismatched took the same steps and can go on. After other errors they are
@@ -398,7 +421,8 @@ comm_result ShmCommunicator::fail(const Failure& failure) {
         rank_prefix() + "this communicator failed before (" + failure.text + "). Make a new one";
     uint32_t expected = present;
     RankBlock& own = segment_.block(rank);
-    own.identity.state.compare_exchange_strong(expected, failed);
+    own.identity.state.compare_exchange_strong(expected,
+                                               failure.code == COMM_TIMEOUT ? timed_out : failed);
     wake_all(&own.progress.step);
     for (int peer = 0; peer < nranks; ++peer) ring_doorbell(peer);
     return failure.code;
@@ -411,6 +435,7 @@ void ShmCommunicator::abort() {
     for (int peer = 0; peer < nranks; ++peer) {
         wake_all(&segment_.block(peer).progress.step);
         wake_all(&segment_.block(peer).doorbell.value);
+        ring_stream_doorbell(peer);
     }
 }
 

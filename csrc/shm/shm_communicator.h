@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "abi/communicator.h"
@@ -95,6 +96,14 @@ class ShmCommunicator {
     void recv(void* buffer, uint64_t count, comm_dtype dtype, int32_t src, comm_stream);
     void group_start() { ++group_depth_; }
     void group_end();
+    // streams.cpp; during any other call
+    uint64_t stream_write(int peer, std::pair<const void*, uint64_t> prefix, const void* data,
+                          uint64_t nbytes);
+    uint64_t stream_read(int peer, void* data, uint64_t nbytes);
+    int stream_wait(const uint8_t* interest, int64_t timeout_ns);
+    void stream_sleep(int64_t timeout_ns);
+    void stream_notify(int what);
+    void stream_check(int peer);
     // shm_communicator.cpp
     void mem_alloc(size_t nbytes, void** pointer);
     void mem_free(void* pointer);
@@ -141,6 +150,7 @@ class ShmCommunicator {
     }
     void await_step(int peer);
     void sleep_until_step(int peer);
+    void check_not_given_up(int peer);
     SpinPolicy spin_policy_for(int peer);
     void check_headers();
     [[noreturn]] void throw_mismatch(int peer, const CallHeader& header);
@@ -158,6 +168,11 @@ class ShmCommunicator {
     void wait_for_messages(std::vector<Transfer>& transfers);
     void sleep_until_doorbell(std::vector<Transfer>& transfers, int64_t max_ns);
     void ring_doorbell(int peer);
+
+    uint64_t write_part(int peer, const char* data, uint64_t nbytes);
+    bool is_ready(int peer, uint8_t interest);
+    int find_ready(const uint8_t* interest);
+    void ring_stream_doorbell(int peer);
 
     // Throws in a child that was forked from the rank: its steps would pass for the rank's own.
     void check_process() const {
@@ -200,6 +215,8 @@ class ShmCommunicator {
     std::string last_error_;
     std::string broken_;  // why no further call can work
     std::atomic<bool> aborted_{false};
+    int last_ready_ = 0;         // where the next search for a ready stream begins
+    uint32_t stream_rings_ = 0;  // of the doorbell, when stream_sleep returned
 };
 
 // Two polls of whether the peers are alive are so far apart.

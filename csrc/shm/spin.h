@@ -73,8 +73,12 @@ class CoreMigrator {
     int64_t last_migration_ns_ = 0;
 };
 
+// A yield that takes longer gave the core to another thread that wants it for itself.
+constexpr int64_t contended_yield_ns = 20000;
+
 // The first checks come without a pause, which may take as long as the wait for a peer that is
-// nearly there.
+// nearly there. Yields end at the first that another thread takes, which keeps the core for a time
+// slice: who sleeps gets it back as soon as the peer has come.
 template <class Ready>
 bool spin_until(const SpinPolicy& policy, Ready ready) {
     constexpr int without_pause = 64;
@@ -82,9 +86,13 @@ bool spin_until(const SpinPolicy& policy, Ready ready) {
         if (ready()) return true;
         if (i >= without_pause) pause_core();
     }
+    int64_t last = now_ns();
     for (int i = 0; i < policy.yields; ++i) {
         if (ready()) return true;
         sched_yield();
+        int64_t now = now_ns();
+        if (now - last > contended_yield_ns) break;
+        last = now;
     }
     return ready();
 }
@@ -97,7 +105,6 @@ constexpr int64_t expected_spin_ns = 1000000;
 // then.
 template <class Ready>
 bool spin_until_deadline(const SpinPolicy& policy, int64_t deadline_ns, Ready ready) {
-    constexpr int64_t contended_yield_ns = 20000;
     for (int64_t last = now_ns(); last < deadline_ns;) {
         for (int i = 0; i < policy.pauses; i += 16) {
             if (ready()) return true;
@@ -116,6 +123,18 @@ inline void sleep_on(std::atomic<uint32_t>* value, uint32_t expected, int64_t ti
     timespec timeout{static_cast<time_t>(timeout_ns / 1000000000),
                      static_cast<long>(timeout_ns % 1000000000)};
     syscall(SYS_futex, value, FUTEX_WAIT, expected, &timeout, nullptr, 0);
+}
+
+// The same, for threads of kinds: wake_kinds wakes those whose bits are in `kinds`.
+inline void sleep_as(uint32_t kind, std::atomic<uint32_t>* value, uint32_t expected,
+                     int64_t timeout_ns) {
+    int64_t end_ns = now_ns() + timeout_ns;  // FUTEX_WAIT_BITSET takes a time, not a duration
+    timespec end{static_cast<time_t>(end_ns / 1000000000), static_cast<long>(end_ns % 1000000000)};
+    syscall(SYS_futex, value, FUTEX_WAIT_BITSET, expected, &end, nullptr, kind);
+}
+
+inline void wake_kinds(uint32_t kinds, std::atomic<uint32_t>* value) {
+    syscall(SYS_futex, value, FUTEX_WAKE_BITSET, INT_MAX, nullptr, nullptr, kinds);
 }
 
 inline void wake_all(std::atomic<uint32_t>* value) {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from coordinator import Coordinator, CoordinatorError
 from drumline import timings
 from drumline.checkpoint.safetensors_index import Index, StoredTensor, TensorReader
 from drumline.checkpoint.shard_plan import LoadPlan, Transfer
+from drumline.checkpoint.source import CheckpointFiles
 from drumline.core.shards import Region, split_into_blocks
 from drumline.errors import describe_with_traceback
 
@@ -40,41 +40,29 @@ class LoadStats:
 
 def execute(
     plan: LoadPlan,
-    index: Index,
-    path: str | Path,
-    coor: Coordinator,
+    files: CheckpointFiles,
+    coor: Coordinator | None,
     shards: Mapping[str, torch.Tensor],
     dtypes: Mapping[str, torch.dtype],
     on_progress: OnProgress = lambda nbytes: None,
 ) -> LoadStats:
     """Fill this rank's shards, by name, by a plan that all ranks share. Collective.
 
+    coor: None for a plan for one rank.
     dtypes: of all tensors of the model: the narrower of those and the stored ones is sent.
     on_progress: called with the bytes of every block that has reached a shard here.
     """
     stats = LoadStats(sum(shard.nbytes for shard in shards.values()))
-    with contextlib.ExitStack() as stack, abort_peers_on_error(coor):
-        reader = stack.enter_context(TensorReader(path))
+    with contextlib.ExitStack() as stack:
+        reader = stack.enter_context(TensorReader(files.path))
         comm = None
-        if any(reader_rank != rank for rank, reader_rank in enumerate(plan.readers)):
+        if coor is not None and any(source != rank for rank, source in enumerate(plan.readers)):
             carrier = Communicator(coor, CARRIER_BACKEND, timeout_s=timings.TIMINGS.load_s)
             comm = stack.enter_context(carrier)
-        PlanExecutor(index, reader, comm, shards, dtypes, stats, on_progress).run(plan, coor.rank)
+        executor = PlanExecutor(files.index, reader, comm, shards, dtypes, stats, on_progress)
+        executor.run(plan, coor.rank if coor is not None else 0)
         stats.nbytes_read = reader.nbytes
     return stats
-
-
-def execute_locally(
-    plan: LoadPlan,
-    index: Index,
-    path: str | Path,
-    shards: Mapping[str, torch.Tensor],
-    dtypes: Mapping[str, torch.dtype],
-) -> None:
-    """Fill these tensors by a plan for one rank, without any other rank."""
-    with TensorReader(path) as reader:
-        stats = LoadStats(0)
-        PlanExecutor(index, reader, None, shards, dtypes, stats, lambda nbytes: None).run(plan, 0)
 
 
 @contextlib.contextmanager
@@ -93,6 +81,7 @@ def abort_peers_on_error(coor: Coordinator) -> Iterator[None]:
         raise
 
 
+@dataclass
 class PlanExecutor:
     """Executes a plan on one rank, block by block; every rank takes its blocks in one order.
 
@@ -100,19 +89,15 @@ class PlanExecutor:
     next one on both of its ranks.
     """
 
-    def __init__(
-        self,
-        index: Index,
-        reader: TensorReader,
-        comm: Communicator | None,
-        shards: Mapping[str, torch.Tensor],
-        dtypes: Mapping[str, torch.dtype],
-        stats: LoadStats,
-        on_progress: OnProgress,
-    ):
-        self.index, self.reader, self.comm = index, reader, comm
-        self.shards, self.dtypes, self.stats = shards, dtypes, stats
-        self.on_progress = on_progress
+    index: Index
+    reader: TensorReader
+    comm: Communicator | None
+    shards: Mapping[str, torch.Tensor]
+    dtypes: Mapping[str, torch.dtype]
+    stats: LoadStats
+    on_progress: OnProgress
+
+    def __post_init__(self) -> None:
         self.scratch = torch.empty(BLOCK_NBYTES, dtype=torch.uint8)
 
     def run(self, plan: LoadPlan, rank: int) -> None:
@@ -133,7 +118,9 @@ class PlanExecutor:
             source = block.moved((0,) * len(block.start), transfer.source.start)
             buffer = self._fetch(stored, source, sent_dtype, target, src)
             if dst is not None:
-                self._send(buffer, dst)
+                assert self.comm is not None
+                self.comm.send(_as_bytes(buffer), dst)
+                self.stats.nbytes_sent += buffer.nbytes
             if target is not None:
                 if buffer is not target:
                     target.copy_(buffer)
@@ -156,7 +143,8 @@ class PlanExecutor:
     ) -> torch.Tensor:
         """One block in `sent_dtype`: in the target itself where it can be written there."""
         dtype = stored.torch_dtype if src is None else sent_dtype
-        if target is not None and dtype == sent_dtype and _can_receive(target, sent_dtype):
+        is_ready = target is not None and target.is_contiguous() and target.device.type == "cpu"
+        if target is not None and is_ready and dtype == sent_dtype == target.dtype:
             buffer = target
         else:  # the same memory every time: an allocator's cache would count against the peak
             nbytes = source.numel * dtype.itemsize
@@ -169,16 +157,6 @@ class PlanExecutor:
         self.comm.recv(_as_bytes(buffer), src)
         return buffer
 
-    def _send(self, buffer: torch.Tensor, dst: int) -> None:
-        assert self.comm is not None
-        self.comm.send(_as_bytes(buffer), dst)
-        self.stats.nbytes_sent += buffer.nbytes
-
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
-
-
-def _can_receive(target: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Can bytes of this dtype be written straight into the shard?"""
-    return target.is_contiguous() and target.dtype == dtype and target.device.type == "cpu"

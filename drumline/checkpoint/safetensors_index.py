@@ -7,8 +7,10 @@ what a rank has read does not count against its memory, and not a byte too much 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import operator
 import os
 import struct
 from collections.abc import Iterator, Mapping
@@ -18,32 +20,12 @@ from typing import Any
 
 import torch
 
+from communicator import DTYPES
 from drumline.checkpoint.json_files import check_regular_file, read_json
 from drumline.core.shards import Region
 from drumline.errors import CheckpointError
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F4": torch.float4_e2m1fn_x2,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+TORCH_DTYPES = {info.safetensors: info.torch for info in DTYPES if info.safetensors}
 MAX_HEADER = 100_000_000
 """The format's own limit."""
 MAX_DIMS = 64
@@ -61,7 +43,7 @@ class StoredTensor:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
+        return TORCH_DTYPES[self.dtype]
 
     @property
     def nbytes(self) -> int:
@@ -154,7 +136,7 @@ def _entry(name: str, entry: Any) -> tuple[int, int, str, str, tuple[int, ...]]:
     if begin > end:
         raise ValueError(f"{name} has the data_offsets {offsets!r:.99}, no begin and end")
     dtype = entry.get("dtype")
-    if not isinstance(dtype, str) or dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in TORCH_DTYPES:
         raise ValueError(f"{name} is of dtype {dtype!r:.99}, which torch does not have")
     if dtype == "F4":  # two of them are one element for torch
         if not shape or shape[-1] % 2:
@@ -238,14 +220,5 @@ def _runs(shape: tuple[int, ...], region: Region) -> Iterator[tuple[int, int]]:
         run *= region.size[split]
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     base = sum(at * stride for at, stride in zip(region.start, strides, strict=True))
-    yield from _walk(base, strides[:split], region.size[:split], run)
-
-
-def _walk(
-    base: int, strides: list[int], size: tuple[int, ...], run: int
-) -> Iterator[tuple[int, int]]:
-    if not size:
-        yield base, run
-        return
-    for index in range(size[0]):
-        yield from _walk(base + index * strides[0], strides[1:], size[1:], run)
+    for row in itertools.product(*map(range, region.size[:split])):
+        yield base + sum(map(operator.mul, row, strides)), run

@@ -16,26 +16,20 @@ import torch
 from torch import nn
 
 from coordinator import Coordinator
-from drumline.checkpoint.model_tensors import (
-    WeightSources,
-    distinct_meta_tensors,
-    dtensor_splits,
-    is_dtensor,
-    replace_tensors,
-    sources_by_name,
-    wrap_like,
-)
-from drumline.checkpoint.plan_executor import LoadStats, abort_peers_on_error, execute
+from drumline.checkpoint import model_tensors
+from drumline.checkpoint.model_tensors import WeightSources
+from drumline.checkpoint.plan_executor import LoadStats, OnProgress, abort_peers_on_error, execute
 from drumline.checkpoint.safetensors_index import Index
 from drumline.checkpoint.shard_plan import LoadPlan, TensorRequest, plan_loading, reader_ranks
 from drumline.checkpoint.source import CheckpointFiles, share_index
 from drumline.core.consistency import run_and_share
-from drumline.core.hugepages import TensorSpec, allocate_hugepages
+from drumline.core.hugepages import allocate_hugepages
 from drumline.core.mesh import Mesh, read_mesh
 from drumline.core.shards import ShardSpec
 from drumline.errors import CheckpointError, DrumlineError, PlanError
 
 P = TypeVar("P")
+Device = torch.device | str
 
 
 def load_into(
@@ -97,11 +91,11 @@ def plan_files(
     model: nn.Module, files: CheckpointFiles, grid: Mesh, rank: int, request: LoadRequest
 ) -> LoadPlan:
     """The part of this rank in loading a model that is on meta."""
-    find_sources = request.sources or (lambda index: sources_by_name(model, index))
+    find_sources = request.sources or (lambda index: model_tensors.sources_by_name(model, index))
     sources = find_sources(files.index)
     requests = {
         name: _tensor_request(name, tensor, sources, grid, request)
-        for name, tensor in distinct_meta_tensors(model).items()
+        for name, tensor in model_tensors.distinct_meta_tensors(model).items()
     }
     return plan_loading(requests, files.index, grid, files.readers, rank)
 
@@ -110,8 +104,8 @@ def _tensor_request(
     name: str, tensor: torch.Tensor, sources: WeightSources, mesh: Mesh, request: LoadRequest
 ) -> TensorRequest:
     splits = request.splits.get(name, ())
-    if is_dtensor(tensor):
-        splits = (*splits, *dtensor_splits(name, tensor, mesh))
+    if model_tensors.is_dtensor(tensor):
+        splits = (*splits, *model_tensors.dtensor_splits(name, tensor, mesh))
     if name not in sources:
         raise CheckpointError(
             f"{name} is made of nothing that the checkpoint holds, so it would stay empty; "
@@ -148,29 +142,38 @@ def load_planned(
     plan: LoadPlan,
     files: CheckpointFiles,
     coor: Coordinator,
-    device: torch.device | str = "cpu",
+    device: Device | Mapping[str, Device] = "cpu",
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    on_progress: OnProgress = lambda nbytes: None,
 ) -> LoadStats:
-    """Load the shards of a model that is on meta by a plan that all ranks share. Collective."""
-    tensors = distinct_meta_tensors(model)
+    """Load this rank's shards by a plan that all ranks share. Collective.
+
+    device, dtypes: by name of tensor, or one device for all, and the dtypes of the model.
+    """
+    tensors = dict(model_tensors.named_tensors(model))
     names = [name for name, r in plan.requests.items() if r.is_held_by(plan.mesh, coor.rank)]
-    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    dtypes = dtypes or {name: tensor.dtype for name, tensor in tensors.items()}
+    devices = device if isinstance(device, Mapping) else dict.fromkeys(names, device)
     with abort_peers_on_error(coor):
-        shards = allocate_hugepages(
-            {name: _shard_spec(tensors[name], name, plan, coor, device) for name in names}
-        )
-        stats = execute(plan, files.index, files.path, coor, shards, dtypes)
+        specs = {}
+        for name in names:
+            shape, place = _shape_and_device(tensors[name], name, plan, coor, devices[name])
+            specs[name] = shape, dtypes[name], place
+        shards = allocate_hugepages(specs)
+        stats = execute(plan, files, coor, shards, dtypes, on_progress)
         with torch.no_grad():
-            new = {id(tensors[name]): wrap_like(tensors[name], shards.pop(name)) for name in names}
-        replace_tensors(model, new)
+            pairs = [(tensors[name], shards.pop(name)) for name in names]
+            new = {id(old): model_tensors.wrap_like(old, shard) for old, shard in pairs}
+        model_tensors.replace_tensors(model, new)
     return stats
 
 
-def _shard_spec(
-    tensor: Any, name: str, plan: LoadPlan, coor: Coordinator, device: torch.device | str
-) -> TensorSpec:
-    """Shape, dtype and device of this rank's shard."""
+def _shape_and_device(
+    tensor: Any, name: str, plan: LoadPlan, coor: Coordinator, device: Device
+) -> tuple[tuple[int, ...], Device]:
+    """The shape and device of this rank's shard."""
     shape = plan.shape_of(name, coor.rank)
-    if is_dtensor(tensor):
+    if model_tensors.is_dtensor(tensor):
         local_shape = tuple(tensor._local_tensor.shape)
         if local_shape != shape:
             raise PlanError(
@@ -179,4 +182,4 @@ def _shard_spec(
             )
         if tensor.device_mesh.device_type != "cpu":
             device = f"{tensor.device_mesh.device_type}:{coor.local_rank}"
-    return shape, tensor.dtype, device
+    return shape, device

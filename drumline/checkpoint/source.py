@@ -10,41 +10,28 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import transformers
 
 from coordinator import Coordinator
+from drumline.checkpoint import safetensors_index
 from drumline.checkpoint.config_files import read_config
-from drumline.checkpoint.safetensors_index import (
-    Index,
-    index_from_json,
-    index_to_json,
-    read_index,
-)
+from drumline.checkpoint.safetensors_index import Index
 from drumline.core.consistency import run_and_share, run_on_all_ranks
 from drumline.errors import CheckpointError, DrumlineError
 
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """A folder and its index. `readers`: by rank, the rank that reads for it."""
+    """A folder, its index and config. `readers`: by rank, the rank that reads for it."""
 
     path: Path
     index: Index
     readers: Sequence[int]
-
-
-@dataclass(frozen=True)
-class CheckpointSource:
-    """A checkpoint. `readers`: by rank, the rank that reads for it: itself, or rank 0."""
-
-    path: Path
-    config: Any
-    index: Index
-    readers: Sequence[int]
+    config: Any = None
 
     @property
     def blind(self) -> list[int]:
@@ -52,26 +39,22 @@ class CheckpointSource:
         return [rank for rank, reader in enumerate(self.readers) if reader != rank]
 
 
-def find_checkpoint(coor: Coordinator, path: str | Path) -> CheckpointSource:
+def find_checkpoint(coor: Coordinator, path: str | Path) -> CheckpointFiles:
     """Find the checkpoint at `path`; ranks that have files must have the same ones. Collective.
 
     Rank 0 reads for ranks without files. Raises CheckpointError on every rank if rank 0 has none,
     or if any file is incomplete.
     """
     folder = Path(path)
-    has_files = coor.allgather_object(_holds_weights(folder))
+    weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
+    has_files = coor.allgather_object(bool(weights) and (folder / "config.json").is_file())
     readers = [rank if has else 0 for rank, has in enumerate(has_files)]
     reads = readers[coor.rank] == coor.rank
     config = run_on_all_ranks(coor, lambda: read_config(folder) if reads else None)
     text = coor.broadcast_object(config.to_json_string(use_diff=False) if config else None)
     config = run_on_all_ranks(coor, lambda: config or config_from_json(json.loads(text)))
     files, _ = share_index(coor, folder, lambda: readers)
-    return CheckpointSource(folder, config, files.index, readers)
-
-
-def _holds_weights(folder: Path) -> bool:
-    weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
-    return bool(weights) and (folder / "config.json").is_file()
+    return replace(files, config=config)
 
 
 def share_index(
@@ -88,11 +71,13 @@ def share_index(
 
     def read() -> tuple[Sequence[int], Index | None]:
         readers = choose_readers()
-        return readers, read_index(path) if readers[coor.rank] == coor.rank else None
+        return readers, safetensors_index.read_index(path) if readers[
+            coor.rank
+        ] == coor.rank else None
 
     def summarize(result: tuple[Sequence[int], Index | None]) -> Any:
         readers, index = result
-        text = None if index is None else index_to_json(index)
+        text = None if index is None else safetensors_index.index_to_json(index)
         digest = None if text is None else hashlib.sha256(text).hexdigest()
         if coor.rank:
             return [digest]
@@ -114,7 +99,7 @@ def share_index(
             "parts would not make one model; give every rank the same checkpoint, or read on one: "
             'reader="rank0".'
         )
-    shared = index_from_json(text) if index is None else index
+    shared = safetensors_index.index_from_json(text) if index is None else index
     return CheckpointFiles(Path(path), shared, readers), extra_value
 
 

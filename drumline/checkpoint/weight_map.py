@@ -8,18 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from transformers import core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    build_glob_alternation,
-    dot_natural_key,
-    rename_source_key,
-)
 
 from drumline.checkpoint.model_tensors import WeightSources, named_tensors, tied_names
 from drumline.checkpoint.safetensors_index import Index
@@ -53,15 +47,15 @@ def map_weights(model: Any, index: Index) -> WeightMap:
     """
     state = dict(named_tensors(model))
     transforms = get_model_conversion_mapping(model)
-    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
     plain: dict[str, Sequence[SourceSlice]] = {}
     joined: dict[str, dict[str, list[str]]] = {}
-    for key in sorted(index, key=dot_natural_key):
+    for key in sorted(index, key=loading.dot_natural_key):
         prefix = model.base_model_prefix
-        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        name, pattern = loading.rename_source_key(key, renamings, converters, prefix, state)
         if name not in state and key in state:
-            name, pattern = rename_source_key(key, [], [], prefix, state)
+            name, pattern = loading.rename_source_key(key, [], [], prefix, state)
         if pattern is None:
             plain[name] = whole_tensor(key, index[key].shape)
         else:
@@ -80,7 +74,13 @@ def weight_sources(model: Any, index: Index) -> WeightSources:
     Raises CheckpointError for stored tensors that the model has no place for, and NotStreamable.
     """
     weight_map = map_weights(model, index)
-    _refuse_surplus(model, sorted(weight_map.surplus))
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    left = [n for n in sorted(weight_map.surplus) if not any(re.search(p, n) for p in ignored)]
+    if left:
+        raise CheckpointError(
+            f"{len(left)} tensors of the checkpoint have no place in {type(model).__name__} "
+            f"({', '.join(left[:5])}), so this is another model; load the class that was saved."
+        )
     return merge_tied_names(model, weight_map.slices)
 
 
@@ -96,19 +96,9 @@ def dtype_overrides(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
     plan = model._get_dtype_plan(dtype)
     if not plan:
         return {}
-    pattern, by_group, _ = build_glob_alternation(list(plan))
+    pattern, by_group, _ = loading.build_glob_alternation(list(plan))
     matches = {name: pattern.search(name) for name, _ in named_tensors(model)}
     return {name: plan[by_group[match.lastgroup]] for name, match in matches.items() if match}
-
-
-def _refuse_surplus(model: Any, surplus: list[str]) -> None:
-    ignored = model._keys_to_ignore_on_load_unexpected or ()
-    left = [name for name in surplus if not any(re.search(pattern, name) for pattern in ignored)]
-    if left:
-        raise CheckpointError(
-            f"{len(left)} tensors of the checkpoint have no place in {type(model).__name__} "
-            f"({', '.join(left[:5])}), so this is another model; load the class that was saved."
-        )
 
 
 def _convert(
@@ -173,18 +163,15 @@ def _within(region: Region, slices: Sequence[SourceSlice]) -> Iterator[SourceSli
         common = region.overlap(slice_.at)
         if common is not None:
             origin = slice_.in_file(common).start
-            yield SourceSlice(slice_.key, common.moved(region.start, zeros), origin, slice_.lead)
+            yield replace(slice_, at=common.moved(region.start, zeros), origin=origin)
 
 
 def _stack(name: str, tensors: Sequence[DescribedTensor]) -> DescribedTensor:
     """Tensors of one shape as rows of a new first dimension."""
     (shape,) = _same(name, {shape for shape, _ in tensors})
     slices = [
-        SourceSlice(
-            slice_.key,
-            Region((row, *slice_.at.start), (1, *slice_.at.size)),
-            slice_.origin,
-            slice_.lead + 1,
+        replace(
+            slice_, at=Region((row, *slice_.at.start), (1, *slice_.at.size)), lead=slice_.lead + 1
         )
         for row, (_, filled) in enumerate(tensors)
         for slice_ in filled
@@ -200,8 +187,7 @@ def _concatenate(name: str, tensors: Sequence[DescribedTensor], dim: int) -> Des
         for slice_ in filled:
             start = list(slice_.at.start)
             start[dim] += passed
-            at = Region(tuple(start), slice_.at.size)
-            slices.append(SourceSlice(slice_.key, at, slice_.origin, slice_.lead))
+            slices.append(replace(slice_, at=replace(slice_.at, start=tuple(start))))
         passed += shape[dim]
     first = tensors[0][0]
     return (*first[:dim], passed, *first[dim + 1 :]), tuple(slices)

@@ -24,7 +24,13 @@ from collections.abc import Sequence
 
 import launcher
 from drumline.cli import command_options
-from launcher.cli import CommandParser, VersionAction
+from launcher.cli import (
+    CommandParser,
+    VersionAction,
+    complete,
+    completing_command,
+    configure_logging,
+)
 
 DELEGATED = {
     "run": ("launcher.cli", "start a script once per rank"),
@@ -36,11 +42,16 @@ DELEGATED = {
 DESCRIPTION = "Start ranks, check this machine, and run one model over the devices of every rank."
 USER_ERRORS = ("CheckpointError", "DrumlineError", "PlanError")
 INTERRUPTED_CODE = 130  # 128 + SIGINT, as shells report it
+EPILOG = """\
+exit codes: 0 done; 1 it could not be done, and why is printed; 2 wrong usage; 130 interrupted;
+if ranks were started, that of the rank that failed first"""
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "drumline") -> int:
     """Run a command; return the exit code. arguments: those of the process if not given."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if (command := completing_command()) is not None:
+        complete(_parser_of(command, prog))
     if arguments and arguments[0] in DELEGATED:
         module, _ = DELEGATED[arguments[0]]
         return int(importlib.import_module(module).main(arguments, prog))
@@ -49,16 +60,24 @@ def main(arguments: Sequence[str] | None = None, prog: str = "drumline") -> int:
 
 def parser(prog: str = "drumline") -> argparse.ArgumentParser:
     """The parser of all commands. A test holds the list of options: they are few on purpose."""
-    top = argparse.ArgumentParser(prog=prog, description=DESCRIPTION, allow_abbrev=False)
+    top = CommandParser(prog=prog, description=DESCRIPTION, epilog=EPILOG)
     top.add_argument("--version", action=VersionAction, nargs=0, help="print the version")
     commands = top.add_subparsers(metavar="COMMAND", required=True, parser_class=CommandParser)
     for name, (_, text) in DELEGATED.items():
         commands.add_parser(name, help=text, add_help=False)
     for command in command_options.COMMANDS:
-        options = commands.add_parser(command.name, help=command.help, allow_abbrev=False)
+        options = commands.add_parser(command.name, help=command.help, epilog=EPILOG)
         options.set_defaults(command=command)
         command.add_options(options)
     return top
+
+
+def _parser_of(command: str, prog: str) -> argparse.ArgumentParser:
+    """The parser that knows the options of this command."""
+    if command in DELEGATED:
+        module, _ = DELEGATED[command]
+        return importlib.import_module(module).parser(prog)  # type: ignore[no-any-return]
+    return parser(prog)
 
 
 def _run_command(options: argparse.Namespace, prog: str) -> int:
@@ -67,6 +86,7 @@ def _run_command(options: argparse.Namespace, prog: str) -> int:
     # Shells start background jobs with SIGINT ignored; sent to a command, it is meant for it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
+        configure_logging()
         options.command.run(options)
     except DrumlineError as error:
         print(f"{prog}: {error}", file=sys.stderr)

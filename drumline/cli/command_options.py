@@ -7,6 +7,7 @@ in the ranks alone, which fork from one process that has imported them.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import math
 import sys
@@ -17,8 +18,8 @@ from typing import Any
 
 import launcher
 
-Parser = argparse.ArgumentParser
-MAX_PORT = 65535
+Option = tuple[tuple[str, ...], dict[str, Any]]
+"""Names and settings of an argument of argparse."""
 
 
 @dataclass(frozen=True)
@@ -27,210 +28,44 @@ class Command:
 
     name: str
     help: str
-    add_options: Callable[[Parser], None]
+    options: tuple[Option, ...]
     run: Callable[[argparse.Namespace], None]
 
-
-def _plan_options(parser: Parser) -> None:
-    parser.add_argument(
-        "--model", type=Path, required=True, metavar="DIR", help="folder of the checkpoint"
-    )
-    _memory_option(parser, required=True)
-    parser.add_argument(
-        "--ranks",
-        type=at_least(1),
-        metavar="N",
-        help="number of ranks; default: one per --memory size",
-    )
-    parser.add_argument(
-        "--device-map",
-        default="auto",
-        metavar="MAP",
-        help="auto, balanced, sequential or fastest; default: %(default)s",
-    )
-    parser.add_argument(
-        "--dtype",
-        metavar="NAME",
-        help="dtype of the weights, such as bfloat16; default: that of the checkpoint",
-    )
-    parser.add_argument(
-        "--batch", type=at_least(1), default=1, metavar="N", help="sequences; default: %(default)s"
-    )
-    parser.add_argument(
-        "--length",
-        type=at_least(0),
-        default=0,
-        metavar="TOKENS",
-        help="cached tokens of each sequence; default: %(default)s",
-    )
-    parser.add_argument(
-        "--bandwidth",
-        type=_bandwidth,
-        default="20GB",
-        metavar="SIZE",
-        help="memory that a rank reads in a second; default: %(default)s",
-    )
-    parser.add_argument(
-        "--hop",
-        type=at_least(0, float),
-        default=100.0,
-        metavar="MICROSECONDS",
-        help="one-way latency between two ranks; default: %(default)g",
-    )
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        for names, settings in self.options:
+            parser.add_argument(*names, **settings)
 
 
-def _generate_options(parser: Parser) -> None:
-    _model_options(parser)
-    parser.add_argument(
-        "--prompt",
-        required=True,
-        metavar="TEXT",
-        help="text to continue; - reads it from standard input",
-    )
-    parser.add_argument(
-        "--max-new-tokens",
-        type=at_least(1),
-        default=64,
-        metavar="N",
-        help="tokens to generate at most; default: %(default)s",
-    )
-    parser.add_argument(
-        "--seed", type=_seed, metavar="N", help="sample with this seed; default: greedy"
-    )
+def _option(names: str, text: str, **settings: Any) -> Option:
+    """An option whose help ends with its default, if it has one."""
+    text += "; default: %(default)s" if "default" in settings else ""
+    return tuple(names.split()), {"help": text, **settings}
 
 
-def _bench_options(parser: Parser) -> None:
-    _model_options(parser)
-    for name, least, default, text in (
-        ("--batch", 1, 1, "sequences"),
-        ("--prompt-tokens", 1, 128, "tokens of each prompt"),
-        ("--new-tokens", 2, 64, "generated tokens of each sequence"),
-    ):
-        parser.add_argument(
-            name,
-            type=at_least(least),
-            default=default,
-            metavar="N",
-            help=f"{text}; default: %(default)s",
-        )
-
-
-def _serve_options(parser: Parser) -> None:
-    _model_options(parser)
-    parser.add_argument(
-        "--host",
-        default="127.0.0.1",
-        metavar="ADDRESS",
-        help="address to listen on; default: %(default)s",
-    )
-    parser.add_argument(
-        "--port",
-        type=_port,
-        default=8000,
-        metavar="N",
-        help="port to listen on, 0 for a free one; default: %(default)s",
-    )
-    parser.add_argument(
-        "--api-key-file", metavar="FILE", help="file with the key that clients must send"
-    )
-    parser.add_argument(
-        "--max-length",
-        type=at_least(2),
-        metavar="TOKENS",
-        help="tokens of prompt and completion; default: the model's, at most 4096",
-    )
-    for name, default, text in (
-        ("running", 16, "sequences generated at the same time"),
-        ("waiting", 64, "sequences that may wait for their turn"),
-    ):
-        parser.add_argument(
-            f"--max-{name}",
-            type=at_least(1),
-            default=default,
-            metavar="N",
-            help=f"{text}; default: %(default)s",
-        )
-
-
-def _auto_options(parser: Parser) -> None:
-    _ranks_option(parser)
-    parser.add_argument(
-        "script", help="a script that calls from_pretrained(..., device_map='auto')"
-    )
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
-
-
-def _model_options(parser: Parser) -> None:
-    parser.add_argument("--model", required=True, metavar="DIR", help="folder of the checkpoint")
-    _ranks_option(parser)
-    _memory_option(parser, required=False)
-
-
-def _ranks_option(parser: Parser) -> None:
-    parser.add_argument(
-        "-n",
-        "--ranks",
-        type=at_least(1),
-        default=1,
-        metavar="N",
-        help="ranks to start on this machine; default: %(default)s",
-    )
-
-
-def _memory_option(parser: Parser, required: bool) -> None:
-    text = "memory of each rank, such as 8GiB; a single size is that of every rank"
-    if not required:
-        text += "; default: the free memory"
-    parser.add_argument(
-        "--memory", nargs="+", required=required, type=_size, metavar="SIZE", help=text
-    )
-
-
-def at_least(minimum: int, kind: type = int) -> Callable[[str], Any]:
-    """The argparse type of finite numbers from `minimum` on."""
+def at_least(low: int, high: float = math.inf, why: str = "", kind: type = int) -> Any:
+    """The argparse type of numbers from `low` to below `high`; `why` is said of any other."""
 
     def number(text: str) -> Any:
         value = kind(text)
-        if not minimum <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is not a number from {minimum} on")
+        if not low <= value < high:
+            why_not = why or f"is not a number from {low} on"
+            raise argparse.ArgumentTypeError(f"{text} {why_not}")
         return value
 
     number.__name__ = kind.__name__  # argparse names the type in its errors
     return number
 
 
-def _nbytes(text: str) -> int:
+def _size(text: str, low: int = 0) -> str:
+    from drumline.errors import PlanError
     from drumline.planner.memory import nbytes
 
-    return nbytes(text)
-
-
-def _size(text: str) -> str:
-    from drumline.errors import PlanError
-
     try:
-        _nbytes(text)
+        if nbytes(text) < low:
+            raise PlanError(f"at {text} per second nothing is ever read")
     except PlanError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
-
-
-def _bandwidth(text: str) -> str:
-    if _nbytes(_size(text)) < 1:
-        raise argparse.ArgumentTypeError(f"at {text} per second nothing is ever read")
-    return text
-
-
-def _seed(text: str) -> int:
-    if not -(1 << 63) <= int(text) < 1 << 64:  # the range of torch.manual_seed
-        raise argparse.ArgumentTypeError(f"{text} does not fit into the 64 bits of a seed")
-    return int(text)
-
-
-def _port(text: str) -> int:
-    if not 0 <= int(text) <= MAX_PORT:
-        raise argparse.ArgumentTypeError(f"{text} is not a port: ports end at {MAX_PORT}")
-    return int(text)
 
 
 def _plan(options: argparse.Namespace) -> None:
@@ -239,16 +74,9 @@ def _plan(options: argparse.Namespace) -> None:
     num_ranks = options.ranks or len(options.memory)
     memory = _memory_per_rank(options, num_ranks)
     assert memory is not None  # a required option
-    show_plan(
-        options.model,
-        memory,
-        options.device_map,
-        options.dtype,
-        options.batch,
-        options.length,
-        options.bandwidth,
-        options.hop,
-    )
+    sizes = (options.batch, options.length)
+    speeds = (options.bandwidth, options.hop)
+    show_plan(options.model, memory, options.device_map, options.dtype, *sizes, *speeds)
 
 
 def _generate(options: argparse.Namespace) -> None:
@@ -322,10 +150,97 @@ def call_by_name(module: str, function: str, *arguments: Any) -> None:
     getattr(importlib.import_module(module), function)(*arguments)
 
 
+MEMORY = "memory of each rank, such as 8GiB; a single size is that of every rank"
+_SIZES: dict[str, Any] = {"nargs": "+", "type": _size, "metavar": "SIZE"}
+_SEED = at_least(-(1 << 63), 1 << 64, "does not fit into the 64 bits of a seed")  # torch's range
+_PORT = at_least(0, 1 << 16, "is not a port: ports end at 65535")
+_RANKS = _option(
+    "-n --ranks", "ranks to start on this machine", type=at_least(1), default=1, metavar="N"
+)
+_MODEL = _option("--model", "folder of the checkpoint", required=True, metavar="DIR")
+_MODEL_OPTIONS = (
+    _MODEL,
+    _RANKS,
+    _option("--memory", f"{MEMORY}; default: the free memory", **_SIZES),
+)
+
+
+def _count(name: str, text: str, default: int, low: int = 1) -> Option:
+    return _option(name, text, type=at_least(low), default=default, metavar="N")
+
+
+_PLAN_OPTIONS = (
+    _MODEL,
+    _option("--memory", MEMORY, required=True, **_SIZES),
+    _option(
+        "--ranks", "number of ranks; default: one per --memory size", type=at_least(1), metavar="N"
+    ),
+    _option("--device-map", "auto, balanced, sequential or fastest", default="auto", metavar="MAP"),
+    _option(
+        "--dtype",
+        "dtype of the weights, such as bfloat16; default: that of the checkpoint",
+        metavar="NAME",
+    ),
+    _count("--batch", "sequences", 1),
+    _count("--length", "cached tokens of each sequence", 0, low=0),
+    _option(
+        "--bandwidth",
+        "memory that a rank reads in a second",
+        type=functools.partial(_size, low=1),
+        default="20GB",
+        metavar="SIZE",
+    ),
+    _option(
+        "--hop",
+        "one-way latency between two ranks",
+        type=at_least(0, kind=float),
+        default=100,
+        metavar="MICROSECONDS",
+    ),
+)
+_GENERATE_OPTIONS = (
+    *_MODEL_OPTIONS,
+    _option(
+        "--prompt",
+        "text to continue; - reads it from standard input",
+        required=True,
+        metavar="TEXT",
+    ),
+    _count("--max-new-tokens", "tokens to generate at most", 64),
+    _option("--seed", "sample with this seed; default: greedy", type=_SEED, metavar="N"),
+)
+_BENCH_OPTIONS = (
+    *_MODEL_OPTIONS,
+    _count("--batch", "sequences", 1),
+    _count("--prompt-tokens", "tokens of each prompt", 128),
+    _count("--new-tokens", "generated tokens of each sequence", 64, low=2),
+)
+_SERVE_OPTIONS = (
+    *_MODEL_OPTIONS,
+    _option("--host", "address to listen on", default="127.0.0.1", metavar="ADDRESS"),
+    _option("--port", "port to listen on, 0 for a free one", type=_PORT, default=8000, metavar="N"),
+    _option(
+        "--api-key-file", "file with the key that clients must send; default: none", metavar="FILE"
+    ),
+    _option(
+        "--max-length",
+        "tokens of prompt and completion; default: the model's, at most 4096",
+        type=at_least(2),
+        metavar="TOKENS",
+    ),
+    _count("--max-running", "sequences generated at the same time", 16),
+    _count("--max-waiting", "sequences that may wait for their turn", 64),
+)
+_AUTO_OPTIONS = (
+    _RANKS,
+    _option("script", "a script that calls from_pretrained(..., device_map='auto')"),
+    _option("arguments", "arguments of the script", nargs=argparse.REMAINDER),
+)
+
 COMMANDS = (
-    Command("plan", "show the device map; loads no weights", _plan_options, _plan),
-    Command("generate", "generate text with a model over ranks", _generate_options, _generate),
-    Command("bench", "time a model over ranks", _bench_options, _bench),
-    Command("serve", "serve a model by OpenAI's API", _serve_options, _serve),
-    Command("auto", "run a transformers script over ranks", _auto_options, _auto),
+    Command("plan", "show the device map; loads no weights", _PLAN_OPTIONS, _plan),
+    Command("generate", "generate text with a model over ranks", _GENERATE_OPTIONS, _generate),
+    Command("bench", "time a model over ranks", _BENCH_OPTIONS, _bench),
+    Command("serve", "serve a model by OpenAI's API", _SERVE_OPTIONS, _serve),
+    Command("auto", "run a transformers script over ranks", _AUTO_OPTIONS, _auto),
 )

@@ -17,9 +17,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from drumline.core.meta_init import no_code_prompt
 from drumline.errors import DrumlineError, exit_code
+from drumline.planner.plan import KINDS
 from drumline.strategies.load import load
-
-PLANS = ("auto", "balanced", "sequential", "fastest")
 
 
 def run_script(script: str, arguments: list[str]) -> None:
@@ -43,7 +42,7 @@ def models_over_all_ranks() -> Iterator[None]:
     loaded: list[Any] = []
 
     def from_pretrained(cls: Any, path: Any, *args: Any, **options: Any) -> Any:
-        if options.get("device_map") not in PLANS:
+        if options.get("device_map") not in KINDS:
             return original.__func__(cls, path, *args, **options)
         _check_single(loaded, path)
         loaded.append(load_over_all_ranks(cls, path, options))

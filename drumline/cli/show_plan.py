@@ -10,18 +10,9 @@ from pathlib import Path
 
 from drumline.checkpoint.config_files import read_config
 from drumline.core.device_map import format_nbytes
+from drumline.planner import model_profile
 from drumline.planner.cost_model import PassShape, estimate, ring_passes, uniform_speeds
 from drumline.planner.memory import nbytes
-from drumline.planner.model_profile import (
-    build_on_meta,
-    cache_nbytes,
-    decode_profile,
-    estimate_workspace_nbytes,
-    hidden_width,
-    model_class,
-    profile_model,
-    with_cache,
-)
 from drumline.planner.plan import plan
 from drumline.strategies.load import checkpoint_dtype
 
@@ -43,16 +34,14 @@ def show_plan(
     """
     config = read_config(model_path)
     torch_dtype = checkpoint_dtype(dtype, config)
-    model = build_on_meta(model_class(config), config, torch_dtype)
-    weights = profile_model(model)
-    cache = cache_nbytes(config, torch_dtype, batch, length)
-    workspace = estimate_workspace_nbytes(config, torch_dtype, batch, length)
-    profile = with_cache(weights, cache, workspace)
+    model = model_profile.build_on_meta(model_profile.model_class(config), config, torch_dtype)
+    weights = model_profile.profile_model(model)
+    profile = model_profile.with_tokens(weights, config, torch_dtype, batch, length)
     free_nbytes = {(rank, "cpu"): nbytes(size) for rank, size in enumerate(memory)}
     speeds = uniform_speeds(free_nbytes, nbytes=nbytes(bandwidth), hop_s=hop_us * 1e-6)
-    shape = PassShape(batch, hidden_width(config), torch_dtype.itemsize)
+    shape = PassShape(batch, model_profile.hidden_width(config), torch_dtype.itemsize)
     planned = plan(profile, free_nbytes, device_map, speeds=speeds, step=shape)
-    decoding = decode_profile(model, profile)
+    decoding = model_profile.decode_profile(model, profile)
     names = {part.name for part in (*decoding.others, *decoding.layers) if part.nbytes}
     ranks = [planned.places[name][0] for name, _ in model.named_modules() if name in names]
     shape = dataclasses.replace(shape, ring_passes=ring_passes(ranks))
@@ -61,7 +50,7 @@ def show_plan(
     print(planned)
     print(
         f"{format_nbytes(weights.nbytes)} of weights, "
-        f"{format_nbytes(cache * len(weights.layers))} of cache ({batch} x {length} tokens), "
+        f"{format_nbytes(profile.nbytes - weights.nbytes)} of cache ({batch} x {length} tokens), "
         f"{format_nbytes(left)} left over"
     )
     print(

@@ -145,7 +145,9 @@ class DeviceMapping:
         if isinstance(value, dict):
             moved = {key: self.value(item, kind, where) for key, item in value.items()}
             changed = {key: item for key, item in moved.items() if item is not value[key]}
-            return _copy_with(value, changed) if changed else value
+            new_dict = copy.copy(value) if changed else value
+            new_dict.update(changed)
+            return new_dict
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return self._fields(value, kind, where)
         return value
@@ -164,12 +166,6 @@ class DeviceMapping:
         for key, item in changed.items():
             object.__setattr__(new, key, item)  # whether or not it is frozen
         return new
-
-
-def _copy_with(old: dict[Any, Any], changed: dict[Any, Any]) -> dict[Any, Any]:
-    new = copy.copy(old)
-    new.update(changed)
-    return new
 
 
 def normalize_device(device: str | torch.device) -> torch.device:

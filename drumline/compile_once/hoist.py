@@ -6,7 +6,10 @@ hoist(program, {"cuda:0": f"cuda:{coor.local_rank}"})    # nothing in it names c
 
 from __future__ import annotations
 
+import json
+import zipfile
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,15 +18,9 @@ from torch.export import ExportedProgram
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_leaves, tree_map
 
+from drumline.compile_once import device_mapping
 from drumline.compile_once.device_check import check_devices
-from drumline.compile_once.device_mapping import (
-    FIXED_TYPES,
-    DeviceMapping,
-    DevicePairs,
-    HoistError,
-    HoistReport,
-    is_device_name,
-)
+from drumline.compile_once.device_mapping import DeviceMapping, HoistError
 
 DEVICE_POSITIONS = {"set_default_device": (0,), "Generator": (0,)}
 """Positions of the device in Python functions that have no schema, beside `device=`."""
@@ -31,12 +28,12 @@ DEVICE_POSITIONS = {"set_default_device": (0,), "Generator": (0,)}
 
 def hoist(
     artifact: Any,
-    mapping: DevicePairs,
+    mapping: device_mapping.DevicePairs,
     *,
     strict: bool = False,
     indexless: str = "explicit",
     inputs: tuple[Any, ...] | None = None,
-    report: HoistReport | None = None,
+    report: device_mapping.HoistReport | None = None,
 ) -> Any:
     """Change a GraphModule or ExportedProgram in place to use other devices; return it.
 
@@ -49,7 +46,7 @@ def hoist(
     Tensors that were shared stay shared. Raises HoistError if, propagated with fake tensors, any
     node is not on the device it should be on.
     """
-    report = HoistReport() if report is None else report
+    report = device_mapping.HoistReport() if report is None else report
     devices = DeviceMapping(mapping, indexless, strict, report)
     if isinstance(artifact, ExportedProgram):
         _hoist_program(artifact, devices)
@@ -108,7 +105,7 @@ def _hoist_node(node: fx.Node, devices: DeviceMapping) -> None:
         return value
 
     def text(value: Any, kind: str) -> Any:
-        if isinstance(value, str) and is_device_name(value):
+        if isinstance(value, str) and device_mapping.is_device_name(value):
             return str(devices.device(torch.device(value), kind, where))
         if type(value) is int:  # x.to(0): a number alone is an accelerator's
             return devices.number(value, where)
@@ -154,18 +151,15 @@ def _device_arguments(node: fx.Node) -> tuple[Iterable[int], Iterable[str]]:
     operator = _only_overload(node.target)
     if isinstance(operator, torch._ops.OpOverload):
         arguments = operator._schema.arguments
-        positions = [n for n, a in enumerate(arguments) if _is_device_argument(a)]
+        positions = [
+            n for n, a in enumerate(arguments) if a.name == "device" or "Device" in str(a.type)
+        ]
         return positions, [arguments[n].name for n in positions]
     if isinstance(node.target, torch._ops.HigherOrderOperator) or node.op == "call_module":
         return (), ()
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
     by_position = DEVICE_POSITIONS.get(str(name), ())
     return (range(1, len(node.args)) if name == "to" else by_position), ("device",)
-
-
-def _is_device_argument(argument: Any) -> bool:
-    """Does an operator's schema say that the argument is a device, by its type or its name?"""
-    return "Device" in str(argument.type) or argument.name == "device"
 
 
 def _only_overload(target: Any) -> Any:
@@ -202,28 +196,23 @@ def _hoist_device_method(node: fx.Node, devices: DeviceMapping, where: str) -> N
     """Hoist x.cuda(0), which has its device type in its name."""
     name = _call_name(node)
     index = node.args[1] if len(node.args) > 1 else node.kwargs.get("device")
-    old = torch.device(name, index) if isinstance(index, int) else None
-    if old is None:
-        old = torch.device(index or name)  # type: ignore[arg-type]
+    is_number = isinstance(index, int)
+    old = torch.device(name, index) if is_number else torch.device(index or name)  # type: ignore[arg-type]
     new = devices.device(old, "literals", where)
     if new != old:
         rest = {key: value for key, value in node.kwargs.items() if key != "device"}
-        node.op, node.target, node.args, node.kwargs = (
-            "call_method",
-            "to",
-            (node.args[0], new),
-            rest,
-        )
+        node.op, node.target = "call_method", "to"
+        node.args, node.kwargs = (node.args[0], new), rest
 
 
 def _hoist_current_device(node: fx.Node, devices: DeviceMapping, where: str) -> None:
     """Hoist torch.cuda.set_device(0), whose number belongs to the type in its module."""
     kind = str(getattr(node.target, "__module__", "")).removeprefix("torch.").partition(".")[0]
     kinds = {old.type for old in devices.to}
-    if kind == "accelerator" and len(kinds - {*FIXED_TYPES}) == 1:
-        (kind,) = kinds - {*FIXED_TYPES}
+    if kind == "accelerator" and len(kinds - {*device_mapping.FIXED_TYPES}) == 1:
+        (kind,) = kinds - {*device_mapping.FIXED_TYPES}
     value: Any = node.args[0] if node.args else None
-    is_named = isinstance(value, str) and is_device_name(value)
+    is_named = isinstance(value, str) and device_mapping.is_device_name(value)
     if value is None and not node.kwargs.get("device"):
         _check_synchronize(node, kind, devices, where)
     if kind not in kinds or not (type(value) is int or is_named):
@@ -273,3 +262,62 @@ def _note_strings(node: fx.Node, devices: DeviceMapping, where: str) -> None:
     for value in tree_leaves((node.args, node.kwargs)):
         if isinstance(value, str):
             devices.note_string(value, where)
+
+
+def hoist_package(
+    path: str | Path, out: str | Path, mapping: device_mapping.DevicePairs, *, strict: bool = False
+) -> device_mapping.HoistReport:
+    """Write a .pt2 file of torch.export.save with other devices; return the report.
+
+    No rank uses the device that the file was made on. Only descriptions change: weights are stored
+    as bytes. Example inputs, which are a pickle, are dropped if loading would put them on a mapped
+    device. Compiled packages are refused: give aoti_load_package a device_index instead.
+    """
+    report = device_mapping.HoistReport()
+    devices = DeviceMapping(mapping, "explicit", strict, report)
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as new:
+        names = old.namelist()
+        if any("/aotinductor/" in name for name in names):
+            raise HoistError(
+                f"{path} is compiled, and its code is for the device type it was compiled for; "
+                "load it with torch._inductor.aoti_load_package(path, device_index=...)."
+            )
+        for name in names:
+            data = old.read(name)
+            if name.endswith(".json"):
+                data = _hoist_json(name, data, devices)
+            elif "/data/sample_inputs/" in name:
+                data = _hoist_inputs(data, devices)
+            new.writestr(old.getinfo(name), data)
+    return report
+
+
+def _hoist_inputs(data: bytes, devices: DeviceMapping) -> bytes:
+    """The example inputs, or nothing if they name a device that moves: a pickle is never opened."""
+    names = [
+        str(old).encode() for old in devices.moving if old.type not in device_mapping.FIXED_TYPES
+    ]
+    if not any(name in data for name in names):
+        return data
+    devices.report.count("example_inputs")
+    return b""
+
+
+def _hoist_json(name: str, data: bytes, devices: DeviceMapping) -> bytes:
+    def walk(value: Any) -> Any:
+        if isinstance(value, list):
+            return [walk(item) for item in value]
+        if isinstance(value, dict):
+            if set(value) == {"type", "index"} and isinstance(value["type"], str):
+                return _device_entry(value, name, devices)
+            return {key: walk(item) for key, item in value.items()}
+        return value
+
+    return json.dumps(walk(json.loads(data))).encode()
+
+
+def _device_entry(entry: dict[str, Any], where: str, devices: DeviceMapping) -> dict[str, Any]:
+    old = torch.device(entry["type"]) if entry["index"] is None else None
+    old = old or torch.device(entry["type"], entry["index"])
+    new = devices.device(old, "literals", where)
+    return entry if new == old else {"type": new.type, "index": new.index}

@@ -27,11 +27,21 @@ def trace_portable(build: Callable[[], fx.GraphModule], world_size: int) -> fx.G
         "symbolic"), so that a coordinate stays a question. It is called as the first and as the
         last of `world_size` fake ranks: no other process takes part.
 
-    Raises HoistError if the two graphs differ, or name a process group.
+    Needs torch 2.12. Raises HoistError if the two graphs differ, or name a process group.
     """
-    first, last = (_as_rank(rank, world_size, build) for rank in (0, world_size - 1))
-    for graph in (first, last):
-        check_no_process_groups(graph)
+    if torch.__version__ < "2.12":
+        raise HoistError(
+            f"trace_portable needs torch 2.12 or newer, and this is {torch.__version__}, whose "
+            "traces name the process groups of one rank; pip install 'torch>=2.12'."
+        )
+    from torch.distributed import config
+
+    graphs = []
+    for rank in (0, world_size - 1):
+        with _fake_process_group(rank, world_size), config.patch(compile_on_one_rank=True):
+            graphs.append(build())
+        check_no_process_groups(graphs[-1])
+    first, last = graphs
     difference = _difference(first, last)
     if difference:
         raise HoistError(
@@ -39,13 +49,6 @@ def trace_portable(build: Callable[[], fx.GraphModule], world_size: int) -> fx.G
             "elsewhere; trace with symbolic shapes, and ask the mesh and not dist.get_rank()."
         )
     return _meshes_as_inputs(first)
-
-
-def _as_rank(rank: int, world_size: int, build: Callable[[], fx.GraphModule]) -> fx.GraphModule:
-    from torch.distributed import config
-
-    with _fake_process_group(rank, world_size), config.patch(compile_on_one_rank=True):
-        return build()
 
 
 @contextmanager
@@ -100,7 +103,9 @@ def _meshes_as_inputs(program: fx.GraphModule) -> fx.GraphModule:
     inputs: dict[str, fx.Node] = {}
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     for node in list(graph.nodes):
-        if node.op == "get_attr" and _is_mesh(getattr(program, str(node.target), None)):
+        value = getattr(program, str(node.target), None) if node.op == "get_attr" else None
+        # A DeviceMesh, or the wrapper of tracing around one.
+        if isinstance(getattr(value, "real_obj", value), DeviceMesh):
             if node.target not in inputs:
                 with graph.inserting_after(last):
                     last = inputs[node.target] = graph.placeholder(f"mesh_{len(inputs)}")
@@ -110,8 +115,3 @@ def _meshes_as_inputs(program: fx.GraphModule) -> fx.GraphModule:
         delattr(program, name)
     program.recompile()
     return program
-
-
-def _is_mesh(value: object) -> bool:
-    """Is it a DeviceMesh, or the wrapper of tracing around one?"""
-    return isinstance(value, DeviceMesh) or isinstance(getattr(value, "real_obj", None), DeviceMesh)

@@ -86,11 +86,7 @@ def _cpu_flags() -> list[str]:
 
 
 def get_or_build(
-    key: str,
-    build: Callable[[], bytes],
-    coor: Coordinator,
-    *,
-    folder: str | Path | None = None,
+    key: str, build: Callable[[], bytes], coor: Coordinator, *, folder: str | Path | None = None
 ) -> Path:
     """The file of the artifact `key` on this rank's node, built if no rank has it. Collective.
 
@@ -101,16 +97,29 @@ def get_or_build(
     Raises BuildError on every rank if a builder fails, with its traceback.
     """
     keys = coor.allgather_object(key)
-    leaders = _node_leaders(keys, coor.nodes)
-    leader = leaders[coor.rank]
-    cache, data = _on_all_ranks(coor, lambda: _look_up(folder, key, coor.rank == leader))
-    sources = _sources(keys, leaders, coor.allgather_object(data is not None))
+    leaders = _leaders_by_key(keys, coor.nodes)
+    node = next(node for node in coor.nodes if coor.rank in node)
+    leader = next(rank for rank in node if rank in leaders[key])
+    cache = _on_all_ranks(coor, lambda: ArtifactCache(folder))
+    data = _on_all_ranks(coor, lambda: cache.load(key) if coor.rank == leader else None)
+    has = coor.allgather_object(data is not None)
+    # By key, the rank that sends it: the lowest leader that has it, or else the one that builds it.
+    sources = {k: next((r for r in ranks if has[r]), ranks[0]) for k, ranks in leaders.items()}
     builds = sources[key] == coor.rank and data is None
     work = functools.partial(_build, cache, key, build) if builds else lambda: None
     built = _on_all_ranks(coor, work, timings.TIMINGS.build_s)
-    _distribute(coor, cache, key, keys, leaders, sources, built if builds else data)
+    _distribute(coor, cache, key, leaders, sources, built if builds else data)
     paths = coor.allgather_object(str(cache.path(key)))
     return Path(paths[leader])
+
+
+def _leaders_by_key(keys: Sequence[str], nodes: Sequence[Sequence[int]]) -> dict[str, list[int]]:
+    """By key, the first rank of each node that has it, the lowest first."""
+    leaders: dict[str, list[int]] = {key: [] for key in sorted(set(keys))}
+    for node in nodes:
+        for key in {keys[rank] for rank in node}:
+            leaders[key].append(next(rank for rank in node if keys[rank] == key))
+    return {key: sorted(ranks) for key, ranks in leaders.items()}
 
 
 def _on_all_ranks(coor: Coordinator, work: Callable[[], T], timeout_s: float | None = None) -> T:
@@ -128,35 +137,6 @@ def _on_all_ranks(coor: Coordinator, work: Callable[[], T], timeout_s: float | N
     return run_on_all_ranks(coor, checked, error_class=BuildError, timeout_s=timeout_s)
 
 
-def _look_up(
-    folder: str | Path | None, key: str, is_leader: bool
-) -> tuple[ArtifactCache, bytes | None]:
-    cache = ArtifactCache(folder)
-    return cache, cache.load(key) if is_leader else None
-
-
-def _node_leaders(keys: Sequence[str], nodes: Sequence[Sequence[int]]) -> list[int]:
-    """By rank, the first rank of its node that has its key."""
-    leaders = [0] * len(keys)
-    for node in nodes:
-        for rank in node:
-            leaders[rank] = next(other for other in node if keys[other] == keys[rank])
-    return leaders
-
-
-def _sources(keys: Sequence[str], leaders: Sequence[int], has: Sequence[bool]) -> dict[str, int]:
-    """By key, the rank that sends it: the lowest leader that has it, or else that builds it."""
-    sources = {}
-    for key in sorted(set(keys)):
-        group = _leaders_of(key, keys, leaders)
-        sources[key] = next((rank for rank in group if has[rank]), group[0])
-    return sources
-
-
-def _leaders_of(key: str, keys: Sequence[str], leaders: Sequence[int]) -> list[int]:
-    return sorted({leader for leader, other in zip(leaders, keys, strict=True) if other == key})
-
-
 def _build(cache: ArtifactCache, key: str, build: Callable[[], bytes]) -> bytes:
     """Build under the lock, unless another launch has done it meanwhile."""
     with cache.lock(key):
@@ -171,19 +151,17 @@ def _distribute(
     coor: Coordinator,
     cache: ArtifactCache,
     own_key: str,
-    keys: Sequence[str],
-    leaders: Sequence[int],
+    leaders: Mapping[str, Sequence[int]],
     sources: Mapping[str, int],
     data: bytes | None,
 ) -> None:
     """Send every leader that lacks it the artifact of its key, checked against its digest."""
     digests = coor.allgather(b"" if data is None else hashlib.sha256(data).digest())
-    for key, src in sorted(sources.items()):
-        group = _leaders_of(key, keys, leaders)
-        if all(digests[rank] for rank in group):
+    for key, src in sources.items():
+        if all(digests[rank] for rank in leaders[key]):
             continue
         received = coor.broadcast(data if coor.rank == src else None, src=src)
-        needs = key == own_key and coor.rank in group and data is None
+        needs = key == own_key and coor.rank in leaders[key] and data is None
         store = functools.partial(_store_checked, cache, key, received, digests[src])
         _on_all_ranks(coor, store if needs else lambda: None)
 
@@ -195,33 +173,15 @@ def _store_checked(cache: ArtifactCache, key: str, data: bytes, digest: bytes) -
 
 
 def precompile(
-    model: nn.Module,
-    inputs: tuple[Any, ...],
-    coor: Coordinator,
-    *,
-    folder: str | Path | None = None,
-    facts: Mapping[str, Any] | None = None,
-    dynamic_shapes: Any = None,
-    options: Mapping[str, Any] | None = None,
+    model: nn.Module, inputs: tuple[Any, ...], coor: Coordinator, **options: Any
 ) -> Callable[..., Any]:
     """`model` compiled by AOTInductor for inputs like these: a function. Collective.
 
     One rank compiles; no other needs a compiler. The artifact holds no weights, so each rank's
     function computes with the weights of its own `model`, which may be another shard. Before it is
-    returned, it is compared with the model itself on `inputs`.
-
-    facts: what else the code depends on, such as the sizes of the mesh.
-    options: of Inductor, beside those that make the artifact weightless.
+    returned, it is compared with the model itself on `inputs`. options: of `precompile_modules`.
     """
-    return precompile_modules(
-        [model],
-        inputs,
-        coor,
-        folder=folder,
-        facts=facts,
-        dynamic_shapes=dynamic_shapes,
-        options=options,
-    )[0]
+    return precompile_modules([model], inputs, coor, **options)[0]
 
 
 def precompile_modules(
@@ -237,8 +197,14 @@ def precompile_modules(
     """Compile modules that differ in weights only, such as a model's layers, once. Collective.
 
     One function for each, with its own weights, from one artifact: a model of many layers compiles
-    in the time of one. Each is compared with its module; see `precompile` for the rest. Raises
-    BuildError on every rank for modules that differ in more.
+    in the time of one. Each is compared with its module; see `precompile`.
+
+    folder: of the artifacts, see `get_or_build`.
+    facts: what else the code depends on, such as the sizes of the mesh.
+    dynamic_shapes: of torch.export.
+    options: of Inductor, beside those that make the artifact weightless.
+
+    Raises BuildError on every rank for modules that differ in more than weights.
     """
     first = modules[0]
     device = next(first.parameters()).device

@@ -8,7 +8,7 @@ print(DeviceMap({"layers.0": (0, "cpu")}, {"layers.0": 12}, {(0, "cpu"): 20}))
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 Place = tuple[int, str]
@@ -170,10 +170,7 @@ def abbreviate_names(names: Iterable[str]) -> str:
                 runs.append((stem, [int(number)]))
         else:
             runs.append((name, []))
-    return ", ".join(_run(stem, numbers) for stem, numbers in runs)
-
-
-def _run(stem: str, numbers: Sequence[int]) -> str:
-    if not numbers:
-        return stem
-    return f"{stem}.{numbers[0]}" + (f"-{numbers[-1]}" if len(numbers) > 1 else "")
+    return ", ".join(
+        stem + (f".{numbers[0]}" if numbers else "") + (f"-{numbers[-1]}" if numbers[1:] else "")
+        for stem, numbers in runs
+    )

@@ -9,7 +9,7 @@ The failure detector is the Coordinator's: this subscribes to it.
 from __future__ import annotations
 
 import contextlib
-import warnings
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
@@ -19,6 +19,8 @@ from communicator import Communicator, Unsupported
 from coordinator import Coordinator, CoordinatorError, DrumlineError, FailureReason, RankFailure
 from drumline.errors import PeerLost
 from drumline.timings import TIMINGS
+
+log = logging.getLogger("drumline")
 
 T = TypeVar("T")
 
@@ -78,10 +80,6 @@ class GroupMonitor:
         if failures:
             raise PeerLost(self._describe(failures[0], error), failures) from error
 
-    def report_own_failure(self, how: str) -> None:
-        """Have all ranks of the model raise PeerLost for this one."""
-        self.coor.report_failure(self.coor.rank, how)
-
     def _describe(self, failure: RankFailure, error: Exception) -> str:
         me, layers = self.coor.ranks[self.coor.rank], self.layers_by_rank[failure.rank]
         return (
@@ -100,14 +98,11 @@ class GroupMonitor:
         if failure.reason in MAY_RECOVER:
             self.coor.report_failure(failure.rank, failure.reason.value)
         for comm in self._comms:
-            self._abort(comm, failure)
-
-    def _abort(self, comm: Communicator, failure: RankFailure) -> None:
-        try:
-            comm.abort()
-        except Unsupported as error:  # gloo and MPI: they notice the end of a process themselves
-            if failure.reason in MAY_RECOVER:
-                warnings.warn(f"{failure} keeps this rank waiting. {error}", stacklevel=2)
+            try:
+                comm.abort()
+            except Unsupported as error:  # gloo, MPI: they notice the end of a process themselves
+                if failure.reason in MAY_RECOVER:
+                    log.warning("%s keeps this rank waiting. %s", failure, error)
 
 
 class MonitoredCommunicator:

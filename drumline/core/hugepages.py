@@ -62,14 +62,12 @@ def _map_memory(sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
     """Bytes in one mapping. What does not fill a huge page lies in small ones, so that no memory is
     used but what the tensors need."""
     total = sum(-(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES for nbytes in sizes.values())
-    spare = (
-        HUGE_PAGE_NBYTES if total >= HUGE_PAGE_NBYTES else 0
-    )  # to begin where a huge page begins
+    # What fills a huge page begins where one begins.
+    spare = HUGE_PAGE_NBYTES if total >= HUGE_PAGE_NBYTES else 0
     memory = mmap.mmap(-1, total + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    begin = (
-        -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE_PAGE_NBYTES if spare else 0
-    )
+    begin = 0
     if spare:
+        begin = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE_PAGE_NBYTES
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE, begin, total // HUGE_PAGE_NBYTES * HUGE_PAGE_NBYTES)
     buffers = {}

@@ -8,16 +8,20 @@ is ever pickled.
 from __future__ import annotations
 
 import functools
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from transformers import cache_utils
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils import ModelOutput
 
-from drumline.core.cache_kinds import KVSharingDict
 from drumline.errors import DrumlineError
+
+# transformers before 5.23 has no class of its own for it.
+KVSharingDict: Any = getattr(cache_utils, "KVSharingDict", UserDict)
 
 TreeSpec = tuple[Any, ...]
 
@@ -32,7 +36,7 @@ class Leaves:
     ints: list[int] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
     caches: list[Cache] = field(default_factory=list)
-    shared: list[KVSharingDict] = field(default_factory=list)
+    shared: list[UserDict[Any, Any]] = field(default_factory=list)
     positions: dict[int, int] = field(default_factory=dict)
 
     def tensor(self, tensor: torch.Tensor) -> int:
@@ -52,17 +56,15 @@ def flatten(value: Any, leaves: Leaves, handle: Callable[[Cache], int]) -> TreeS
     if isinstance(value, int):
         leaves.ints.append(value)
         return ("int",)
-    if isinstance(value, (tuple, list)):
-        kind = "list" if isinstance(value, list) else "tuple"
-        return (kind, *[flatten(item, leaves, handle) for item in value])
-    if isinstance(value, dict):
-        items = ("dict", *[(_key(k), flatten(v, leaves, handle)) for k, v in value.items()])
-        return _output_spec(value, items)
+    if isinstance(value, (tuple, list, dict)):
+        return _container_spec(value, lambda item: flatten(item, leaves, handle))
     if isinstance(value, Cache):
         return _flatten_cache(value, leaves, handle)
-    if isinstance(value, KVSharingDict):
+    if isinstance(value, UserDict):
         leaves.shared.append(value)
-        return ("shared", *[(_key(k), flatten(v, leaves, handle)) for k, v in value.items()])
+        keys = [key if isinstance(key, int) else _key(key) for key in value]  # names, or layers
+        values = [flatten(item, leaves, handle) for item in value.values()]
+        return ("shared", *zip(keys, values, strict=True))
     if isinstance(value, torch.dtype):
         return ("dtype", str(value).removeprefix("torch."))
     raise DrumlineError(
@@ -81,10 +83,32 @@ def _flatten_cache(cache: Cache, leaves: Leaves, handle: Callable[[Cache], int])
     return ("cache",)
 
 
-def _output_spec(value: dict[str, Any], items: TreeSpec) -> TreeSpec:
-    """The items of a dict, with its class if it is a ModelOutput, as of ViTMAE's decoder."""
-    kind = type(value)
-    return ("made", _full_name(kind), items) if issubclass(kind, ModelOutput) else items
+def _container_spec(value: Any, spec_of: Callable[[Any], TreeSpec]) -> TreeSpec:
+    """The spec of a container; a ModelOutput, such as that of ViTMAE's decoder, keeps its class."""
+    if not isinstance(value, dict):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return (kind, *[spec_of(item) for item in value])
+    items = ("dict", *[(_key(key), spec_of(item)) for key, item in value.items()])
+    return ("made", _full_name(type(value)), items) if isinstance(value, ModelOutput) else items
+
+
+def _container(spec: Any, value_of: Callable[[Any], Any]) -> Any:
+    """The container that has this spec."""
+    if spec[0] == "made":
+        return _output_class(spec[1])(**value_of(spec[2]))
+    if spec[0] == "dict":
+        return {key: value_of(item) for key, item in spec[1:]}
+    values = [value_of(item) for item in spec[1:]]
+    return values if spec[0] == "list" else tuple(values)
+
+
+def _children(spec: Any) -> Sequence[Any]:
+    """The specs of the items of a container."""
+    if spec[0] in ("dict", "shared"):
+        return [item for _, item in spec[1:]]
+    if spec[0] in ("tuple", "list", "pair"):
+        return spec[1:]  # type: ignore[no-any-return]
+    return spec[2:] if spec[0] == "made" else ()
 
 
 def _full_name(kind: type[Any]) -> str:
@@ -114,14 +138,11 @@ def _key(key: Any) -> str:
     )
 
 
-class CacheLookup:
+class CacheLookup(Protocol):
     """The caches of the receiving side by number."""
 
-    def cache(self, number: int) -> Cache:
-        raise NotImplementedError
-
-    def pair(self, own: Cache, cross: Cache) -> EncoderDecoderCache:
-        raise NotImplementedError
+    def cache(self, number: int) -> Cache: ...
+    def pair(self, own: Cache, cross: Cache) -> EncoderDecoderCache: ...
 
 
 @dataclass
@@ -131,7 +152,7 @@ class Unflattener:
     ints: Iterator[int]
     tensors: Sequence[torch.Tensor]
     caches: CacheLookup
-    shared: list[KVSharingDict] = field(default_factory=list)
+    shared: list[UserDict[Any, Any]] = field(default_factory=list)
 
 
 def unflatten(spec: Any, unflattener: Unflattener) -> Any:
@@ -146,20 +167,13 @@ def unflatten(spec: Any, unflattener: Unflattener) -> Any:
         return unflattener.caches.cache(next(unflattener.ints))
     if kind == "dtype":
         return getattr(torch, spec[1])
-    if kind == "made":
-        return _output_class(spec[1])(**unflatten(spec[2], unflattener))
-    if kind in ("dict", "shared"):
-        items = {key: unflatten(item, unflattener) for key, item in spec[1:]}
-        return items if kind == "dict" else _shared(items, unflattener)
-    values = [unflatten(item, unflattener) for item in spec[1:]]
     if kind == "pair":
-        return unflattener.caches.pair(*values)
-    return values if kind == "list" else tuple(values)
-
-
-def _shared(items: dict[str, Any], unflattener: Unflattener) -> KVSharingDict:
-    unflattener.shared.append(KVSharingDict(items))
-    return unflattener.shared[-1]
+        return unflattener.caches.pair(*(unflatten(item, unflattener) for item in spec[1:]))
+    if kind == "shared":
+        items = {key: unflatten(item, unflattener) for key, item in spec[1:]}
+        unflattener.shared.append(KVSharingDict(items))
+        return unflattener.shared[-1]
+    return _container(spec, lambda item: unflatten(item, unflattener))
 
 
 def flatten_output(value: Any, inputs: Sequence[torch.Tensor], new: list[torch.Tensor]) -> TreeSpec:
@@ -172,20 +186,13 @@ def flatten_output(value: Any, inputs: Sequence[torch.Tensor], new: list[torch.T
         for position, tensor in enumerate(inputs):
             if value is tensor:
                 return ("input", position)
-        if inputs and value.shape == inputs[0].shape and value.dtype == inputs[0].dtype:
-            new.append(value)
-            return ("hidden",)
         new.append(value)
-        return ("extra",)
+        is_like_first = inputs and (value.shape, value.dtype) == (inputs[0].shape, inputs[0].dtype)
+        return ("hidden",) if is_like_first else ("extra",)
     if value is None or isinstance(value, (bool, int, float, str)):
         return ("value", value)
-    if isinstance(value, (tuple, list)):
-        kind = "list" if isinstance(value, list) else "tuple"
-        return (kind, *[flatten_output(item, inputs, new) for item in value])
-    if isinstance(value, dict):
-        return _output_spec(
-            value, ("dict", *[(_key(k), flatten_output(v, inputs, new)) for k, v in value.items()])
-        )
+    if isinstance(value, (tuple, list, dict)):
+        return _container_spec(value, lambda item: flatten_output(item, inputs, new))
     if isinstance(value, Cache):
         return ("cache",)
     raise DrumlineError(
@@ -207,13 +214,7 @@ def unflatten_output(
         return spec[1]
     if kind == "cache":
         return caches[0]
-    if kind == "made":
-        return _output_class(spec[1])(**unflatten_output(spec[2], inputs, new, caches))
-    items = spec[1:]
-    if kind == "dict":
-        return {key: unflatten_output(item, inputs, new, caches) for key, item in items}
-    values = [unflatten_output(item, inputs, new, caches) for item in items]
-    return values if kind == "list" else tuple(values)
+    return _container(spec, lambda item: unflatten_output(item, inputs, new, caches))
 
 
 def iter_caches(value: Any) -> Iterator[Cache]:
@@ -234,13 +235,9 @@ def changed_items(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[s
 
 def new_tensor_kinds(spec: Any) -> list[str]:
     """ "hidden" or "extra" for each new tensor of an output, in order."""
-    if spec[0] == "made":
-        return new_tensor_kinds(spec[2])
-    if spec[0] == "dict":
-        return [kind for _, item in spec[1:] for kind in new_tensor_kinds(item)]
-    if spec[0] in ("tuple", "list"):
-        return [kind for item in spec[1:] for kind in new_tensor_kinds(item)]
-    return [spec[0]] if spec[0] in ("hidden", "extra") else []
+    if spec[0] in ("hidden", "extra"):
+        return [spec[0]]
+    return [kind for item in _children(spec) for kind in new_tensor_kinds(item)]
 
 
 def has_reusable_arguments(arguments: TreeSpec) -> bool:
@@ -259,14 +256,8 @@ def has_reusable_arguments(arguments: TreeSpec) -> bool:
 def iter_leaves(spec: Any) -> Iterator[tuple[Any, ...]]:
     """The kind of every node of a spec, and the position of each tensor."""
     yield spec[:2] if spec[0] == "tensor" else spec[:1]
-    if spec[0] in ("dict", "shared"):
-        for _, item in spec[1:]:
-            yield from iter_leaves(item)
-    elif spec[0] == "made":
-        yield from iter_leaves(spec[2])
-    elif spec[0] in ("tuple", "list", "pair"):
-        for item in spec[1:]:
-            yield from iter_leaves(item)
+    for item in _children(spec):
+        yield from iter_leaves(item)
 
 
 def as_tuples(spec: Any) -> Any:

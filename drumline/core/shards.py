@@ -47,10 +47,9 @@ class Region:
 
     def overlap(self, other: Region) -> Region | None:
         """The intersection of two regions, or None."""
-        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
+        start = tuple(map(max, self.start, other.start))
         stop = tuple(
-            min(a + n, b + m)
-            for a, n, b, m in zip(self.start, self.size, other.start, other.size, strict=True)
+            min(a.stop, b.stop) for a, b in zip(self.slices(), other.slices(), strict=True)
         )
         size = tuple(end - begin for begin, end in zip(start, stop, strict=True))
         return Region(start, size) if all(n > 0 for n in size) else None
@@ -89,7 +88,9 @@ def _kept(shape: Sequence[int], splits: Sequence[ShardSpec], mesh: Mesh, rank: i
     kept: list[Ranges] = [[(0, size)] for size in shape]
     for split in splits:
         dim = _dim(split, shape, mesh)
-        kept[dim] = _cut(kept[dim], split.factor, mesh.axis_size(split.axis), here[split.axis])
+        size, index = mesh.axis_size(split.axis), here[split.axis]
+        parts = [_chunk(kept[dim], split.factor, part) for part in range(split.factor)]
+        kept[dim] = _merged([r for part in parts for r in _chunk(part, size, index)])
     return kept
 
 
@@ -105,12 +106,6 @@ def _dim(split: ShardSpec, shape: Sequence[int], mesh: Mesh) -> int:
             "does not have; correct the plan."
         )
     return split.dim % len(shape)
-
-
-def _cut(ranges: Ranges, factor: int, count: int, index: int) -> Ranges:
-    """Piece `index` of `count` of each of the `factor` parts, one after the other."""
-    parts = [_chunk(ranges, factor, part) for part in range(factor)]
-    return _merged([r for part in parts for r in _chunk(part, count, index)])
 
 
 def _chunk(ranges: Ranges, count: int, index: int) -> Ranges:

@@ -6,18 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import (
-    Cache,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticCache,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
+from transformers import cache_utils
 
-KINDS = (DynamicCache.__name__, StaticCache.__name__)
-LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+KINDS = (cache_utils.DynamicCache.__name__, cache_utils.StaticCache.__name__)
+LAYERS = (
+    cache_utils.DynamicLayer,
+    cache_utils.DynamicSlidingWindowLayer,
+    cache_utils.StaticLayer,
+    cache_utils.StaticSlidingWindowLayer,
+)
 
 
 def has_known_layers(cache: Any) -> bool:
@@ -31,7 +28,7 @@ def can_be_merged(cache: Any) -> bool:
     return has_known_layers(cache) and not any(layer.is_initialized for layer in cache.layers)
 
 
-def merge_caches(whole: Cache, parts: Sequence[Cache]) -> None:
+def merge_caches(whole: cache_utils.Cache, parts: Sequence[cache_utils.Cache]) -> None:
     """Fill an empty cache with the sequences of others, which cannot be used afterwards."""
     for index, layers in enumerate(zip(*[part.layers for part in parts], strict=True)):
         if index == len(whole.layers):

@@ -5,21 +5,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    EncoderDecoderCache,
-    HQQQuantizedLayer,
-    LinearAttentionCacheLayerMixin,
-    QuantizedCache,
-    QuantoQuantizedLayer,
-    StaticCache,
-    StaticLayer,
-)
+from transformers import cache_utils
+from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from drumline.core.cache_kinds import Fp8QuantizedLayer
-from drumline.core.pytree import CacheLookup
 from drumline.errors import DrumlineError
 from drumline.kv_cache.merge_caches import merge_caches
 
@@ -34,9 +22,9 @@ CACHE_OPERATIONS = (
 
 
 QUANTIZED_BACKENDS = {
-    Fp8QuantizedLayer: "fp8",
-    HQQQuantizedLayer: "hqq",
-    QuantoQuantizedLayer: "quanto",
+    cache_utils.Fp8QuantizedLayer: "fp8",
+    cache_utils.HQQQuantizedLayer: "hqq",
+    cache_utils.QuantoQuantizedLayer: "quanto",
 }
 """The backend of a QuantizedCache, which keeps only its layers."""
 
@@ -49,7 +37,7 @@ def quantization_options(layer: Any) -> tuple[str, dict[str, int]]:
     return QUANTIZED_BACKENDS[type(layer)], options
 
 
-class CacheRegistry(CacheLookup):
+class CacheRegistry:
     """The keys and values of the layers of this rank; they never leave it."""
 
     def __init__(self, config: Any):
@@ -84,11 +72,13 @@ class CacheRegistry(CacheLookup):
             self._free(number)
             raise
 
+    # Every rank applies every operation, also for caches whose layers it does not hold: those stay
+    # empty here, and the numbers and the pairs of all ranks remain the same.
     def _apply(self, operation: str, number: int, *arguments: Any) -> None:
         if operation == "create":
             self.by_number[number] = self._build(*arguments[0])
         elif operation == "fork":
-            self._fork(number, *arguments)
+            self.by_number[number] = copy.deepcopy(self.cache(*arguments))
         elif operation == "join":
             merge_caches(self.cache(number), [self.cache(part) for part in arguments[0]])
         elif operation == "free":
@@ -104,15 +94,15 @@ class CacheRegistry(CacheLookup):
     def _build(self, kind: str, detail: Any, rest: Any) -> Cache:
         """Build as on rank 0, where a cache may lack the config's windows: across an encoder."""
         if kind == "quantized":
-            return QuantizedCache(detail, self.config, **rest)
+            return cache_utils.QuantizedCache(detail, self.config, **rest)
         is_plain = rest
         if kind == "static":
-            cache = StaticCache(config=self.config, max_cache_len=detail)
+            cache = cache_utils.StaticCache(config=self.config, max_cache_len=detail)
             if is_plain:
-                cache.layers = [StaticLayer(max_cache_len=detail) for _ in cache.layers]
+                cache.layers = [cache_utils.StaticLayer(max_cache_len=detail) for _ in cache.layers]
             return cache
         assert kind == "dynamic", kind
-        return DynamicCache(config=self.config) if detail and not is_plain else DynamicCache()
+        return cache_utils.DynamicCache(config=self.config if detail and not is_plain else None)
 
     def _change(self, operation: str, number: int, *arguments: Any) -> None:
         cache = self.cache(number)
@@ -121,9 +111,6 @@ class CacheRegistry(CacheLookup):
             for pair in self.pairs.values():
                 if cache in (pair.self_attention_cache, pair.cross_attention_cache):
                     pair.is_updated = dict.fromkeys(pair.is_updated, False)
-
-    def _fork(self, number: int, source: int) -> None:
-        self.by_number[number] = copy.deepcopy(self.cache(source))
 
     def _free(self, number: int) -> None:
         cache = self.by_number.pop(number, None)
@@ -140,8 +127,8 @@ def change_layers(cache: Cache, operation: str, *arguments: Any) -> None:
 def _filled_part(layer: Any, operation: str) -> type[Any]:
     """The class of a layer, or of its keys alone if another rank has its states (Inkling)."""
     for kind in type(layer).__mro__ if not _has_states(layer) else ():
-        is_of_keys = issubclass(kind, CacheLayerMixin) and hasattr(kind, operation)
-        if is_of_keys and not issubclass(kind, LinearAttentionCacheLayerMixin):
+        is_of_keys = issubclass(kind, cache_utils.CacheLayerMixin) and hasattr(kind, operation)
+        if is_of_keys and not issubclass(kind, cache_utils.LinearAttentionCacheLayerMixin):
             return kind
     return type(layer)
 
@@ -162,8 +149,5 @@ def is_filled(layer: Any) -> bool:
 
 
 def _has_states(layer: Any) -> bool:
-    flags = [
-        getattr(layer, name, {})
-        for name in ("is_conv_states_initialized", "is_recurrent_states_initialized")
-    ]
-    return any(any(flag.values()) for flag in flags)
+    names = ("is_conv_states_initialized", "is_recurrent_states_initialized")
+    return any(any(getattr(layer, name, {}).values()) for name in names)

@@ -13,29 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from transformers.cache_utils import (
-    Cache,
-    DynamicCache,
-    DynamicLayer,
-    LinearAttentionCacheLayerMixin,
-    QuantizedCache,
-    StaticCache,
-    StaticLayer,
-)
+from transformers import cache_utils
+from transformers.cache_utils import Cache, DynamicLayer
 
-from drumline.core.cache_kinds import BaseQuantizedLayer
 from drumline.errors import DrumlineError
+from drumline.kv_cache import placeholder
 from drumline.kv_cache.merge_caches import merge_caches
 from drumline.kv_cache.owner import QUANTIZED_BACKENDS, change_layers, quantization_options
-from drumline.kv_cache.placeholder import (
-    EMPTY_LAYER,
-    LayerVersion,
-    check_unchanged,
-    counting_tokens,
-    make_placeholder,
-    replace_with_placeholders,
-    version_of,
-)
+from drumline.kv_cache.placeholder import EMPTY_LAYER, LayerVersion
 
 
 class CacheOpLog(Protocol):
@@ -65,10 +50,8 @@ class CacheProxy:
     number: int
     is_inconsistent = False
     last_growth = LayerGrowth()
-    next_version: tuple[int, LayerVersion] = (
-        0,
-        EMPTY_LAYER,
-    )  # rows, and a layer with one token more than now
+    next_version: tuple[int, LayerVersion] = (0, EMPTY_LAYER)
+    """Rows, and a layer with one token more than now."""
 
     remote_versions: dict[int, LayerVersion]
     """By index of a layer that another rank holds, the version that it knows."""
@@ -90,7 +73,7 @@ class CacheProxy:
 
     def reset(self) -> None:
         self.op_log.record("reset", self.number)
-        with counting_tokens():
+        with placeholder.counting_tokens():
             super().reset()  # type: ignore[misc]
         self.sync_versions()
 
@@ -107,19 +90,20 @@ class CacheProxy:
         """Take the placeholders as they are now for the versions that the other ranks have."""
         layers = self.layers  # type: ignore[attr-defined]
         for index in self.remote_versions:
-            replace_with_placeholders(layers[index])
-            self.remote_versions[index] = version_of(layers[index])
+            placeholder.replace_with_placeholders(layers[index])
+            self.remote_versions[index] = placeholder.version_of(layers[index])
 
     def _change(self, name: str, *arguments: Any) -> None:
-        if isinstance(self, QuantizedCache) and name != "reorder_cache":
+        if isinstance(self, cache_utils.QuantizedCache) and name != "reorder_cache":
             raise DrumlineError(
                 f"rank 0: {name}() of a quantized cache would change only those of its tokens that "
                 "are not quantized yet; use a dynamic cache, or start from an empty one."
             )
         for index, version in self.remote_versions.items():
-            check_unchanged(index, _layer(self, index), version)
+            placeholder.check_unchanged(index, _layer(self, index), version)
+        # First the placeholders, then the log: what is refused here must not happen elsewhere.
         try:
-            with counting_tokens():
+            with placeholder.counting_tokens():
                 change_layers(self, name, *arguments)
             self.op_log.record(name, self.number, *arguments)
         except BaseException:
@@ -161,6 +145,8 @@ def cache_number(cache: Cache, op_log: CacheOpLog, layers: Iterable[int] = ()) -
                 "tokens; start from an empty cache."
             )
         return cache.number
+    # The number names the cache in every later message. "create" is sent ahead of the first call
+    # that is given the cache, and "free" once the script has let go of it.
     _check_empty(cache, layers)
     recipe = _build_arguments(cache)
     kind = type(cache)
@@ -180,7 +166,7 @@ def merge_proxies(whole: Cache, parts: Sequence[Cache]) -> None:
     if isinstance(first, CacheProxy):
         number = cache_number(whole, first.op_log)
         first.op_log.record("join", number, [cache_number(part, first.op_log) for part in parts])
-    with counting_tokens():
+    with placeholder.counting_tokens():
         merge_caches(whole, parts)
     if isinstance(first, CacheProxy) and isinstance(whole, CacheProxy):
         whole.remote_versions = dict(first.remote_versions)
@@ -194,13 +180,11 @@ def _register(cache: CacheProxy, op_log: CacheOpLog) -> None:
 
 def _check_empty(cache: Cache, layers: Iterable[int]) -> None:
     for index in layers:
-        layer = _layer(cache, index)
-        states = getattr(layer, "has_previous_state", None) or {}
-        length = getattr(layer, "get_seq_length", int)()
-        if int(length) or any(states.values()):
+        version = placeholder.version_of(_layer(cache, index))
+        if version.length or version.has_state:
             raise DrumlineError(
-                f"this cache came with {int(length)} tokens in layer {index}, which another rank "
-                "holds and knows nothing of them, so its tokens would be wrong; start from an "
+                f"this cache came with {version.length} tokens in layer {index}, which another "
+                "rank holds and knows nothing of them, so its tokens would be wrong; start from an "
                 "empty cache, and change one with its own methods (crop, batch_select_indices, "
                 "reorder_cache) or copy.deepcopy."
             )
@@ -211,18 +195,14 @@ def _build_arguments(cache: Cache) -> tuple[Any, ...]:
     from the beginning; and whether all of these are plain or of the config's kinds."""
     if cache.offloading:
         kind = None
-    elif isinstance(cache, StaticCache):
+    elif isinstance(cache, cache_utils.StaticCache):
         lengths = [layer.max_cache_len for layer in cache.layers if hasattr(layer, "max_cache_len")]
-        is_plain = all(type(layer) is StaticLayer for layer in cache.layers)
-        return (
-            "static",
-            max(lengths, default=1),
-            is_plain,
-        )  # the size of a state does not depend on length
-    elif type(cache) is DynamicCache:
+        is_plain = all(type(layer) is cache_utils.StaticLayer for layer in cache.layers)
+        return "static", max(lengths, default=1), is_plain  # a state's size depends on no length
+    elif type(cache) is cache_utils.DynamicCache:
         is_plain = all(type(layer) is DynamicLayer for layer in cache.layers)
         return ("dynamic", bool(cache.layers), is_plain)
-    elif type(cache) is QuantizedCache and type(cache.layers[0]) in QUANTIZED_BACKENDS:
+    elif type(cache) is cache_utils.QuantizedCache and type(cache.layers[0]) in QUANTIZED_BACKENDS:
         return ("quantized", *quantization_options(cache.layers[0]))
     else:
         kind = type(cache).__name__
@@ -279,7 +259,7 @@ def grew_by_pass(
 
 
 def layer_lengths(cache: Cache, layers: Iterable[int]) -> dict[int, int]:
-    return {index: version_of(_layer(cache, index)).length for index in layers}
+    return {index: placeholder.version_of(_layer(cache, index)).length for index in layers}
 
 
 def check_lengths(here: Mapping[int, int], filled: Sequence[Sequence[int]], where: str) -> None:
@@ -303,7 +283,9 @@ def _grow_dynamic(
     """Grow a dynamic layer. The layers of one pass share one placeholder, so most only take it."""
     version, keys = cache.remote_versions.get(index, EMPTY_LAYER), layer.keys
     if keys is not version.keys or layer.values is not version.values:
-        check_unchanged(index, layer, version)
+        placeholder.check_unchanged(index, layer, version)
+    # Layers take turns with equal keys: the first of a pass makes the longer placeholder and notes
+    # from which it grew, and all others that still hold the shorter one take the longer.
     growth = cache.last_growth
     if keys is not growth.before or (batch, tokens) != growth.shape:
         now = growth.version
@@ -318,7 +300,7 @@ def _version_of_length(cache: CacheProxy, batch: int, tokens: int) -> LayerVersi
     rows, now = cache.next_version
     if (rows, now.length) == (batch, tokens):
         return now
-    keys = make_placeholder(batch, tokens)
+    keys = placeholder.make_placeholder(batch, tokens)
     return LayerVersion(keys, keys, tokens)
 
 
@@ -330,19 +312,19 @@ def prepare_next_token(cache: Cache) -> None:
 
 
 def _grow_layer(cache: CacheProxy, index: int, layer: Any, batch: int, tokens: int) -> None:
-    check_unchanged(index, layer, cache.remote_versions.get(index, EMPTY_LAYER))
-    if isinstance(layer, LinearAttentionCacheLayerMixin):
+    placeholder.check_unchanged(index, layer, cache.remote_versions.get(index, EMPTY_LAYER))
+    if isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin):
         layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
         layer.batch_size = batch
     if index not in cache.remote_versions and getattr(layer, "is_initialized", False):
         layer.is_initialized = False  # generate() allocated keys, which do not come here
-    if isinstance(layer, BaseQuantizedLayer):
+    if isinstance(layer, cache_utils.BaseQuantizedLayer):
         layer = cache.layers[index] = DynamicLayer()  # type: ignore[attr-defined]  # counts as well
     if layer is None or hasattr(layer, "get_seq_length"):
-        with counting_tokens():
-            _append_placeholder(cache, index, make_placeholder(batch, tokens))
-        replace_with_placeholders(_layer(cache, index))
-    cache.remote_versions[index] = version_of(_layer(cache, index))
+        with placeholder.counting_tokens():
+            _append_placeholder(cache, index, placeholder.make_placeholder(batch, tokens))
+        placeholder.replace_with_placeholders(_layer(cache, index))
+    cache.remote_versions[index] = placeholder.version_of(_layer(cache, index))
 
 
 def _append_placeholder(cache: CacheProxy, index: int, new: torch.Tensor) -> None:

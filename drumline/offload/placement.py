@@ -6,7 +6,7 @@ install_device_hooks(model, device_map, rank, prefetcher)
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ def install_device_hooks(
     prefetcher: of the weights of this rank's `offloaded_modules`; None without any.
     """
     runs_on = device_map.runs_on(rank)
-    modules = {name: model.get_submodule(name) for name in runs_on if _is_module(model, name)}
+    everywhere = dict(model.named_modules(remove_duplicate=False))
+    modules = {name: everywhere[name] for name in runs_on if name in everywhere}
     away = set(offloaded_modules(device_map, rank))
     for name, module in modules.items():
         if prefetcher is not None and name in away:
@@ -34,21 +35,14 @@ def install_device_hooks(
         if len(set(runs_on.values())) > 1:
             module.forward = _with_moved_arguments(module.forward, torch.device(runs_on[name]))
     if len(set(runs_on.values())) > 1 and rank == 0:
-        model.register_forward_hook(_MoveOutputs(torch.device(device_map.device_of(0))))
+        device = torch.device(device_map.device_of(0))
+        model.register_forward_hook(lambda _, args, output: _with_moved_values(output, device))
 
 
 def offloaded_modules(device_map: DeviceMap, rank: int) -> list[str]:
     """The modules of a rank whose weights lie elsewhere than where they run, in their order."""
     runs_on = device_map.runs_on(rank)
     return [name for name, device in device_map.of(rank).items() if device != runs_on[name]]
-
-
-def _is_module(model: nn.Module, name: str) -> bool:
-    try:
-        model.get_submodule(name)
-    except AttributeError:
-        return False  # a parameter by itself, which is never called
-    return True
 
 
 def _with_loaded_weights(forward: Forward, name: str, prefetcher: WeightPrefetcher) -> Forward:
@@ -72,18 +66,13 @@ def _with_moved_arguments(forward: Forward, device: torch.device) -> Forward:
     return run
 
 
-class _MoveOutputs:
-    """Moves the outputs of the whole model to the device that its inputs go to."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, dict):  # a ModelOutput among them
-            for key, value in output.items():
-                output[key] = move_to_device(value, self.device)
-            return output
-        return move_to_device(output, self.device)
+def _with_moved_values(output: Any, device: torch.device) -> Any:
+    """The outputs of the whole model on the device that its inputs go to."""
+    if not isinstance(output, dict):  # a ModelOutput among them
+        return move_to_device(output, device)
+    for key, value in output.items():
+        output[key] = move_to_device(value, device)
+    return output
 
 
 def move_to_device(value: Any, device: torch.device) -> Any:
@@ -91,11 +80,7 @@ def move_to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return value if value.device == device else value.to(device)
     if type(value) in (tuple, list):
-        return type(value)(_each(value, device))
+        return type(value)(move_to_device(item, device) for item in value)
     if type(value) is dict:
-        return dict(zip(value, _each(value.values(), device), strict=True))
+        return {key: move_to_device(item, device) for key, item in value.items()}
     return value
-
-
-def _each(values: Iterable[Any], device: torch.device) -> Iterable[Any]:
-    return [move_to_device(value, device) for value in values]

@@ -12,16 +12,16 @@ import contextlib
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import nn
 
 from drumline.checkpoint.model_tensors import named_tensors
-from drumline.checkpoint.plan_executor import execute_locally
-from drumline.checkpoint.safetensors_index import Index
+from drumline.checkpoint.plan_executor import execute
 from drumline.checkpoint.shard_plan import SourceSlice, TensorRequest, plan_loading
+from drumline.checkpoint.source import CheckpointFiles
 from drumline.core.mesh import Mesh
 
 Tensors = dict[str, torch.Tensor]
@@ -33,13 +33,12 @@ class DiskWeights:
 
     def __init__(
         self,
-        path: Path,
-        index: Index,
+        files: CheckpointFiles,
         slices: Mapping[str, Sequence[SourceSlice]],
         like: Mapping[str, torch.Tensor],
         dtypes: Mapping[str, torch.dtype],
     ):
-        self.path, self.index, self.dtypes = path, index, dtypes
+        self.files, self.dtypes = files, dtypes
         self.shapes = {name: tensor.shape for name, tensor in like.items()}
         requests = {
             name: TensorRequest(
@@ -47,12 +46,12 @@ class DiskWeights:
             )
             for name in like
         }
-        self.plan = plan_loading(requests, index, Mesh({"pp": 1}), [0])
+        self.plan = plan_loading(requests, files.index, Mesh({"pp": 1}), [0])
 
     def fetch(self, allocate: Allocate, device: torch.device) -> Tensors:
         """Read with pread, block by block, into memory that is used again and again."""
         tensors = {name: allocate(shape, self.dtypes[name]) for name, shape in self.shapes.items()}
-        execute_locally(self.plan, self.index, self.path, tensors, self.dtypes)
+        execute(self.plan, self.files, None, tensors, self.dtypes)
         return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
@@ -80,7 +79,8 @@ class WeightPrefetcher:
         self.modules = {name: model.get_submodule(name) for name in away}
         names = list(away)
         self.next = dict(zip(names, [*names[1:], *names[:1]], strict=True))
-        self.fetches: dict[str, _FetchThread] = {}
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="drumline-prefetch")
+        self.fetches: dict[str, Future[Tensors]] = {}
         self.free_buffers: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = defaultdict(
             list
         )
@@ -91,6 +91,8 @@ class WeightPrefetcher:
         """The module has its weights inside the block, and nothing afterwards."""
         with self.lock:
             tensors = (self.fetches.pop(name, None) or self._start(name)).result()
+            # The fetch of the next module starts before this one runs, and its buffers are those
+            # that the module before this one has let go of.
             after = self.next[name]
             if after != name and after not in self.fetches:
                 self.fetches[after] = self._start(after)
@@ -101,14 +103,16 @@ class WeightPrefetcher:
                 _exchange(self.modules[name], empty)
                 self._recycle(tensors)
 
-    def _start(self, name: str) -> _FetchThread:
+    def _start(self, name: str) -> Future[Tensors]:
         if name not in self.fetches:
             for unused in list(self.fetches):  # a call out of order: two at a time is enough
                 self._recycle(self.fetches.pop(unused).result())
-        return _FetchThread(lambda: self._fetch(name))
+        return self.thread.submit(self._fetch, name)
 
     def _fetch(self, name: str) -> Tensors:
-        with _copy_stream(self.device):
+        # Copies to an accelerator have a stream of their own, concurrent with the layers.
+        is_cpu = self.device.type == "cpu"
+        with contextlib.nullcontext() if is_cpu else torch.Stream(self.device):
             return self.away[name].fetch(self._allocate, self.device)
 
     def _allocate(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -125,34 +129,6 @@ class WeightPrefetcher:
                 self.free_buffers[(tensor.shape, tensor.dtype)].append(tensor)
             else:
                 tensor.record_stream(torch.accelerator.current_stream(tensor.device))
-
-
-class _FetchThread(threading.Thread):
-    """Work in a thread of its own; `result` waits for it, and raises what it raised."""
-
-    def __init__(self, work: Callable[[], Tensors]):
-        super().__init__(daemon=True)
-        self.work = work
-        self.tensors: Tensors = {}
-        self.error: Exception | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self.tensors = self.work()
-        except Exception as error:
-            self.error = error
-
-    def result(self) -> Tensors:
-        self.join()
-        if self.error is not None:
-            raise self.error
-        return self.tensors
-
-
-def _copy_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """A stream of its own for copies to an accelerator, concurrent with the layers."""
-    return contextlib.nullcontext() if device.type == "cpu" else torch.Stream(device)
 
 
 def _exchange(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Tensors:

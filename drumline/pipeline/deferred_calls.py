@@ -42,6 +42,8 @@ class DeferredCalls:
 
     def slot(self, tensor: torch.Tensor) -> int:
         """An input's position, or ~n for the n-th output of the calls so far."""
+        # Inputs count up from 0 and outputs down from ~0, as more inputs may come: `program` makes
+        # slots of both once the number of inputs is known.
         if isinstance(tensor, LazyTensor) and tensor.source is self:
             return ~tensor.slot
         return self.inputs.tensor(fetched(tensor))

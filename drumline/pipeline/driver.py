@@ -150,6 +150,8 @@ class PipelineDriver:
 
     def _operations_now(self, leaves: Leaves) -> InternedSpec:
         """The operations on caches that wait for the next message."""
+        # Taken under the send lock, so that every rank applies them in the order of this log, and
+        # before the calls that come in the same message.
         if not self._operations:
             return self._no_operations
         waiting = [self._operations.popleft() for _ in range(len(self._operations))]

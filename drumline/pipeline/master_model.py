@@ -16,16 +16,12 @@ from drumline.checkpoint.plan_executor import LoadStats
 from drumline.core.device_map import DeviceMap
 from drumline.errors import DrumlineError, exit_code
 from drumline.offload.prefetcher import WeightPrefetcher
+from drumline.pipeline import unsupported
 from drumline.pipeline.driver import PipelineDriver
 from drumline.pipeline.lazy_tensor import LazyTensor, fetch_all
 from drumline.pipeline.overlap import MicrobatchMixin
 from drumline.pipeline.remote_layer import RemoteModule
-from drumline.pipeline.unsupported import (
-    AttentionConfigs,
-    UnrecordedOutputs,
-    UnsupportedMixin,
-    make_read_only,
-)
+from drumline.pipeline.unsupported import UnsupportedMixin
 from drumline.stages import message_trace
 from drumline.stages.stage_weights import LoadedStage
 
@@ -95,37 +91,36 @@ def distribute(
     if driver is not None:
         if remote is None:
             remote = {name: rank for name, (rank, _) in device_map.places.items() if rank != 0}
-        unrecorded: UnrecordedOutputs = []
+        unrecorded: unsupported.UnrecordedOutputs = []
         for name, rank in remote.items():
-            _replace(model, name, rank, driver, unrecorded)
+            module = model.get_submodule(name)
+            module.forward = RemoteModule(driver, name, module, rank)
+            unsupported.make_read_only(module, name, rank, unrecorded)
         _fetch_outputs(model, remote, driver, unrecorded)
         _fetch_inputs(model, remote)
         message_trace.trace_driver(model, driver)
     return model
 
 
-def _replace(
-    model: nn.Module, name: str, rank: int, driver: PipelineDriver, unrecorded: UnrecordedOutputs
-) -> None:
-    module = model.get_submodule(name)
-    module.forward = RemoteModule(driver, name, module, rank)
-    make_read_only(module, name, rank, unrecorded)
-
-
 def _fetch_outputs(
     model: nn.Module,
     remote: Mapping[str, int],
     driver: PipelineDriver,
-    unrecorded: UnrecordedOutputs,
+    unrecorded: unsupported.UnrecordedOutputs,
 ) -> None:
     """Have the models around remote layers return plain tensors to the user."""
-    attention = AttentionConfigs({name: model.get_submodule(name) for name in remote})
+    attention = unsupported.AttentionConfigs({name: model.get_submodule(name) for name in remote})
+
+    def note_pass(module: nn.Module, args: Any, kwargs: Any) -> None:
+        attention.check_unchanged()
+        driver.note_pass(args, kwargs)
+
     for name, module in model.named_modules():
         if name not in remote and any(
             inner.startswith(f"{name}." if name else "") for inner in remote
         ):
             module.register_forward_pre_hook(_refuse_inner_outputs, with_kwargs=True)
-            module.register_forward_pre_hook(_NotePass(driver, attention), with_kwargs=True)
+            module.register_forward_pre_hook(note_pass, with_kwargs=True)
             module.register_forward_hook(_fetch_output)
             module.register_forward_hook(_RefuseUnrecorded(model, unrecorded), with_kwargs=True)
 
@@ -150,15 +145,6 @@ def _fetch_input(module: nn.Module, args: Any) -> Any:
     return (args[0].fetch(), *args[1:]) if args and isinstance(args[0], LazyTensor) else None
 
 
-class _NotePass:
-    def __init__(self, driver: PipelineDriver, attention: AttentionConfigs):
-        self.driver, self.attention = driver, attention
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.attention.check_unchanged()
-        self.driver.note_pass(args, kwargs)
-
-
 def _refuse_inner_outputs(module: nn.Module, args: Any, kwargs: Any) -> None:
     for name in ("output_attentions", "output_router_logits"):
         if _is_requested(name, module, kwargs):
@@ -180,7 +166,7 @@ class _RefuseUnrecorded:
     After the pass, for it says where it records in the first one that is asked for any.
     """
 
-    def __init__(self, model: nn.Module, unrecorded: UnrecordedOutputs):
+    def __init__(self, model: nn.Module, unrecorded: unsupported.UnrecordedOutputs):
         self.model, self.unrecorded = model, unrecorded
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

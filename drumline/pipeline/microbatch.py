@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 SMALLEST_PASS = 256
 """Tokens of a group in a long pass: with fewer, a matrix product no longer fills its core."""
@@ -157,14 +158,10 @@ def is_ordinary(options: Mapping[str, Any], *defaults: Any) -> bool:
     return is_plain and all(
         value in usual
         for name, usual in ORDINARY.items()
-        for value in _settings(name, options, defaults)
+        for value in (
+            [options[name]] if name in options else [getattr(d, name, None) for d in defaults]
+        )
     )
-
-
-def _settings(name: str, options: Mapping[str, Any], defaults: Sequence[Any]) -> list[Any]:
-    if name in options:
-        return [options[name]]
-    return [getattr(each, name, None) for each in defaults]
 
 
 def keeps_no_state(config: Any) -> bool:
@@ -176,8 +173,5 @@ def keeps_no_state(config: Any) -> bool:
 
 def pad_together(parts: Sequence[torch.Tensor], padding: int) -> torch.Tensor:
     """The sequences of all groups as one batch, each row padded to the longest."""
-    longest = max(part.shape[1] for part in parts)
-    padded = [
-        torch.nn.functional.pad(part, (0, longest - part.shape[1]), value=padding) for part in parts
-    ]
-    return torch.cat(padded)
+    rows_of_all = [row for part in parts for row in part]
+    return pad_sequence(rows_of_all, batch_first=True, padding_value=padding)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class MicrobatchRunner:
             raise
         finally:
             self.acquire_turn(own_turn)
-        return [runner.result() for runner in runners]
+        return [runner.future.result() for runner in runners]
 
     def release_turn(self, sends: Any = None) -> MicrobatchThread | None:
         """Give the turn away before waiting, if this thread is one of those that take turns.
@@ -73,15 +74,14 @@ class MicrobatchThread(threading.Thread):
         super().__init__(name="drumline-microbatch", daemon=True)
         self.until = until
         self.microbatches, self.has_left, self.is_cancelled = microbatches, threading.Event(), False
-        self.value: Any = None
-        self.error: BaseException | None = None
+        self.future: Future[Any] = Future()
         num_threads, context = torch.get_num_threads(), contextvars.copy_context()
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
         def begin() -> None:
             torch.set_num_threads(num_threads)  # OpenMP asks each thread anew
             with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-                self.value = context.run(work, item)
+                self.future.set_result(context.run(work, item))
 
         self.begin = begin
 
@@ -91,12 +91,7 @@ class MicrobatchThread(threading.Thread):
         try:
             self.begin()
         except BaseException as error:
-            self.error = error
+            self.future.set_exception(error)
         finally:
             self.microbatches.turn.release()
             self.has_left.set()
-
-    def result(self) -> Any:
-        if self.error is not None:
-            raise self.error
-        return self.value

@@ -126,10 +126,8 @@ class MicrobatchMixin:
             if isinstance(module.forward, RemoteModule)
             for number in module.forward.cache_layers
         }
-        ranks = [
-            owners[number].rank if number in owners else 0
-            for number in range(self.config.num_hidden_layers)
-        ]
+        numbers = range(self.config.num_hidden_layers)
+        ranks = [owners[number].rank if number in owners else 0 for number in numbers]
         return owners[len(ranks) - 1] if ranks == sorted(ranks) and ranks[-1] else None
 
     def _groups_of_generation(self, options: Mapping[str, Any]) -> list[slice]:
@@ -159,9 +157,8 @@ class MicrobatchMixin:
         devices = [set(self.device_map.of(rank).values()) for rank in ranks]
         if any(len(on_rank) > 1 or "disk" in on_rank for on_rank in devices):
             return 1, microbatch.NEVER
-        return len(ranks), 1 if all(
-            on_rank == {"cpu"} for on_rank in devices
-        ) else microbatch.ACCELERATED
+        is_cpu = all(on_rank == {"cpu"} for on_rank in devices)
+        return len(ranks), 1 if is_cpu else microbatch.ACCELERATED
 
     def _padding(self, options: Mapping[str, Any]) -> int:
         """The token that generate() writes behind the end of a row."""
@@ -181,12 +178,10 @@ def _tensors(options: Mapping[str, Any]) -> dict[str, Any]:
 def _merge_outputs(outputs: Sequence[Any], cache: Any) -> Any:
     """One output of all rows from those of the groups."""
     first = outputs[0]
-    joined = {
-        name: cache
-        if name == "past_key_values"
-        else _cat(name, [output[name] for output in outputs])
-        for name in first
-    }
+    rest = [name for name in first if name != "past_key_values"]
+    joined = {name: _cat(name, [output[name] for output in outputs]) for name in rest}
+    if "past_key_values" in first:
+        joined["past_key_values"] = cache
     return type(first)(**joined)
 
 

@@ -9,30 +9,15 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache
 
-from drumline.core.pytree import (
-    NEW_HIDDEN_STATE,
-    Leaves,
-    TreeSpec,
-    as_tuples,
-    flatten,
-    new_tensor_kinds,
-    unflatten_output,
-)
+from drumline.core import pytree
 from drumline.errors import DrumlineError
-from drumline.kv_cache.proxy import (
-    account_tokens,
-    cache_number,
-    check_lengths,
-    grew_by_pass,
-    layer_lengths,
-    matches_pass_shape,
-)
+from drumline.kv_cache import proxy
 from drumline.pipeline.deferred_calls import DeferredCalls, InternedSpec, LayerRun
 from drumline.pipeline.driver import PipelineDriver
 from drumline.pipeline.lazy_tensor import LazyTensor, LazyUnknownShape
@@ -45,16 +30,13 @@ class RemoteModule:
 
     def __init__(self, driver: PipelineDriver, name: str, module: nn.Module, rank: int):
         self.driver, self.name, self.rank = driver, name, rank
-        self.outputs: dict[InternedSpec, TreeSpec] = {}  # of results, by that of the arguments
-        self.fills: dict[
-            tuple[InternedSpec, tuple[int, ...]], tuple[int, ...]
-        ] = {}  # layers of a cache
+        # By the spec of the arguments: that of the result, and the layers of a cache that it fills.
+        self.outputs: dict[InternedSpec, pytree.TreeSpec] = {}
+        self.fills: dict[tuple[InternedSpec, tuple[int, ...]], tuple[int, ...]] = {}
         self.producer = (name, 0)
         self.cache_layers = _cache_layers(module)
         self.embedding_weight = _embedding_weight(module)
-        self.counts_by_pass: bool | None = (
-            None  # how its tokens are counted, once it has filled a cache
-        )
+        self.counts_by_pass: bool | None = None  # how tokens are counted, once it filled a cache
         self.__signature__ = inspect.signature(module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -67,9 +49,9 @@ class RemoteModule:
         if run.caches:
             self._advance(run, hidden)
         run.add(self, hidden)
-        if self.outputs.get(run.spec) == NEW_HIDDEN_STATE:
+        if self.outputs.get(run.spec) == pytree.NEW_HIDDEN_STATE:
             return calls.lazy("hidden", self.producer, hidden)
-        leaves = Leaves(run.ints, [hidden, *run.tensors], run.caches)
+        leaves = pytree.Leaves(run.ints, [hidden, *run.tensors], run.caches)
         return self._result(calls, run.spec, leaves)
 
     def _start_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -80,10 +62,15 @@ class RemoteModule:
                 "knows nothing, so its layers would compute in another dtype; load the model with "
                 "dtype=torch.bfloat16, or call it outside of autocast."
             )
-        leaves = Leaves()
-        spec = self.driver.intern(flatten([args, kwargs], leaves, self._number_of))
-        if leaves.caches and leaves.tensors:
-            _fetch_if_shape_unknown(leaves.tensors[0])
+        leaves = pytree.Leaves()
+        template = pytree.flatten(
+            [args, kwargs],
+            leaves,
+            lambda cache: proxy.cache_number(cache, self.driver, self.cache_layers),
+        )
+        spec = self.driver.intern(template)
+        if leaves.caches and leaves.tensors and type(leaves.tensors[0]) is LazyUnknownShape:
+            leaves.tensors[0].fetch()  # its tokens are to be counted into a cache
         calls = self.driver.calls
         if calls.runs and calls.last_layer.rank > self.rank:
             calls.flush()  # it has passed this rank already
@@ -102,49 +89,46 @@ class RemoteModule:
     def _advance(self, run: LayerRun, hidden: torch.Tensor) -> None:
         """Count what the call puts into the cache, unless that has to be seen first."""
         is_new = run.spec not in self.outputs
-        if (
-            is_new
-            and self.counts_by_pass is None
-            and not matches_pass_shape(self.driver.shape_of_pass, hidden)
-        ):
+        is_unsure = is_new and self.counts_by_pass is None
+        if is_unsure and not proxy.matches_pass_shape(self.driver.shape_of_pass, hidden):
             run.fills = None
         elif run.fills is not None:
-            account_tokens(run.caches[0], run.fills, hidden, self.counts_by_pass)
+            proxy.account_tokens(run.caches[0], run.fills, hidden, self.counts_by_pass)
             if is_new:
-                run.lengths = layer_lengths(run.caches[0], run.fills)
+                run.lengths = proxy.layer_lengths(run.caches[0], run.fills)
 
-    def _number_of(self, cache: Cache) -> int:
-        return cache_number(cache, self.driver, self.cache_layers)
-
-    def _result(self, calls: DeferredCalls, spec: InternedSpec, leaves: Leaves) -> Any:
+    def _result(self, calls: DeferredCalls, spec: InternedSpec, leaves: pytree.Leaves) -> Any:
         """The output of the layer, after putting its changes into the dicts that layers share."""
         run = calls.runs[-1]
         output = None if run.is_learning else self.outputs.get(spec)
-        if output == NEW_HIDDEN_STATE:
+        if output == pytree.NEW_HIDDEN_STATE:
             return calls.lazy("hidden", self.producer, leaves.tensors[0])
-        new = (
-            self._learn(calls, run, leaves)
-            if output is None
-            else self._lazy_outputs(calls, output, leaves)
-        )
-        value, *written = unflatten_output(
+        if output is None:
+            new: Sequence[torch.Tensor] = self._learn(calls, run, leaves)
+        else:
+            new = self._lazy_outputs(calls, output, leaves)
+        value, *written = pytree.unflatten_output(
             self.outputs[spec], leaves.tensors, iter(new), leaves.caches
         )
         for shared, changes in zip(leaves.shared, written, strict=True):
             shared.update(changes)
         return value
 
-    def _learn(self, calls: DeferredCalls, run: LayerRun, leaves: Leaves) -> list[torch.Tensor]:
+    def _learn(
+        self, calls: DeferredCalls, run: LayerRun, leaves: pytree.Leaves
+    ) -> list[torch.Tensor]:
         """Run the call now, for its output and the description of it."""
+        # The first call of each form is sent at once: its reply's note describes what the layer
+        # returned and which layers of the cache it filled, and later calls rely on that.
         reply = calls.flush()
         assert reply is not None
         output, filled = json.loads(reply.note)
         if leaves.caches and leaves.tensors:
             self._learn_layers(run, filled, leaves)
-        self.outputs[run.spec] = as_tuples(output)
+        self.outputs[run.spec] = pytree.as_tuples(output)
         return [tensor.to(self.driver.device) for tensor in reply.tensors]
 
-    def _learn_layers(self, run: LayerRun, filled: list[list[int]], leaves: Leaves) -> None:
+    def _learn_layers(self, run: LayerRun, filled: list[list[int]], leaves: pytree.Leaves) -> None:
         """Note which layers of the cache were filled over there. Some modules do not say (GPT-Neo),
         and to some an integer says which turn of a recurrence it is (HRM)."""
         indices = tuple(index for index, _, _ in filled)
@@ -160,11 +144,11 @@ class RemoteModule:
                     "wrong; give it to rank 0 in device_map."
                 )
             if filled and self.counts_by_pass is None:
-                self.counts_by_pass = grew_by_pass(self.driver.shape_of_pass, hidden, filled)
+                self.counts_by_pass = proxy.grew_by_pass(self.driver.shape_of_pass, hidden, filled)
             if run.fills != layers:
-                account_tokens(cache, layers, hidden, self.counts_by_pass)
-                run.lengths = layer_lengths(cache, layers)
-            check_lengths(run.lengths, filled, f"{self.name} on rank {self.rank}")
+                proxy.account_tokens(cache, layers, hidden, self.counts_by_pass)
+                run.lengths = proxy.layer_lengths(cache, layers)
+            proxy.check_lengths(run.lengths, filled, f"{self.name} on rank {self.rank}")
         except DrumlineError:
             cache.is_inconsistent = True  # over there it is filled already
             raise
@@ -176,22 +160,15 @@ class RemoteModule:
             self.cache_layers = layers
 
     def _lazy_outputs(
-        self, calls: DeferredCalls, output: TreeSpec, leaves: Leaves
+        self, calls: DeferredCalls, output: pytree.TreeSpec, leaves: pytree.Leaves
     ) -> list[LazyTensor]:
         hidden = leaves.tensors[0] if leaves.tensors else torch.empty(0)
-        if self.embedding_weight is not None and new_tensor_kinds(output) == [
-            "extra"
-        ]:  # its shape is known
+        kinds = pytree.new_tensor_kinds(output)
+        if self.embedding_weight is not None and kinds == ["extra"]:  # its shape is known
             like = hidden.new_empty((), dtype=self.embedding_weight.dtype)
-            return [
-                calls.lazy(
-                    "hidden",
-                    self.producer,
-                    like.expand(*hidden.shape, self.embedding_weight.shape[1]),
-                )
-            ]
-        kinds = enumerate(new_tensor_kinds(output))
-        return [calls.lazy(kind, (self.name, number), hidden) for number, kind in kinds]
+            like = like.expand(*hidden.shape, self.embedding_weight.shape[1])
+            return [calls.lazy("hidden", self.producer, like)]
+        return [calls.lazy(kind, (self.name, n), hidden) for n, kind in enumerate(kinds)]
 
     def __deepcopy__(self, memo: Any) -> RemoteModule:
         return self
@@ -201,12 +178,6 @@ def _embedding_weight(module: nn.Module) -> torch.Tensor | None:
     """[tokens, width]: the weights, on meta, of a table of embeddings; None for other modules."""
     is_table = type(module).forward is nn.Embedding.forward
     return module.weight if is_table and isinstance(module.weight, torch.Tensor) else None
-
-
-def _fetch_if_shape_unknown(hidden: torch.Tensor) -> None:
-    """Fetch a hidden state of unknown shape, whose tokens are to be counted into a cache."""
-    if type(hidden) is LazyUnknownShape:
-        hidden.fetch()
 
 
 def _cache_layers(module: nn.Module) -> tuple[int, ...]:

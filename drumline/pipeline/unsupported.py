@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,22 @@ from drumline.errors import DrumlineError
 
 NO_TRAINING = "it is for inference, under torch.no_grad(); train on a model that is whole"
 NOT_COMPILED = "leave its forward as it is, for it waits for other ranks in every pass"
+
+REFUSED_METHODS = {
+    "_apply": ("moved or converted", "load it with the dtype= or device_map= that you want"),
+    "save_pretrained": ("saved", "copy the checkpoint that it was loaded from"),
+    "load_state_dict": ("given other weights", "save them as a checkpoint and load that"),
+    "add_adapter": ("given an adapter", MERGE_ADAPTER),
+    "load_adapter": ("given an adapter", MERGE_ADAPTER),
+    "init_continuous_batching": (
+        "batched continuously",
+        "use generate() from several threads, or serve it",
+    ),
+    "compile": ("compiled", NOT_COMPILED),
+    "gradient_checkpointing_enable": ("trained", NO_TRAINING),
+    "__reduce_ex__": ("copied", "use it from several threads as it is, each with its own cache"),
+}
+"""By method of a model: what it cannot be from here, and what to do instead."""
 
 
 class RemoteLayerError(DrumlineError):
@@ -69,30 +85,6 @@ class UnsupportedMixin:
             return self
         return super().to(*args, **kwargs)  # type: ignore[misc]
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self._refuse("moved or converted", "load it with the dtype= or device_map= that you want")
-        return super()._apply(*args, **kwargs)  # type: ignore[misc]
-
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        self._refuse("saved", "copy the checkpoint that it was loaded from")
-        return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self._refuse("given other weights", "save them as a checkpoint and load that")
-        return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
-
-    def add_adapter(self, *args: Any, **kwargs: Any) -> Any:
-        self._refuse("given an adapter", MERGE_ADAPTER)
-        return super().add_adapter(*args, **kwargs)  # type: ignore[misc]
-
-    def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
-        self._refuse("given an adapter", MERGE_ADAPTER)
-        return super().load_adapter(*args, **kwargs)  # type: ignore[misc]
-
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        self._refuse("batched continuously", "use generate() from several threads, or serve it")
-        return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
-
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         """Nothing if it is so already. The masks made here would not be those meant elsewhere."""
         if attn_implementation == self.config._attn_implementation:  # type: ignore[attr-defined]
@@ -100,19 +92,11 @@ class UnsupportedMixin:
         self._refuse("given another attention", "load it with attn_implementation=")
         super().set_attn_implementation(attn_implementation, *args, **kwargs)  # type: ignore[misc]
 
-    def compile(self, *args: Any, **kwargs: Any) -> Any:
-        self._refuse("compiled", NOT_COMPILED)
-        return super().compile(*args, **kwargs)  # type: ignore[misc]
-
     def __setattr__(self, name: str, value: Any) -> None:
         """model.forward = torch.compile(model.forward): generate() failed inside of the tracing."""
         if name == "forward" and hasattr(value, "_torchdynamo_orig_callable"):
             self._refuse("compiled", NOT_COMPILED)
         super().__setattr__(name, value)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        self._refuse("copied", "use it from several threads as it is, each with its own cache")
-        return super().__reduce_ex__(protocol)
 
     def train(self, mode: bool = True) -> Any:
         if mode:
@@ -124,9 +108,17 @@ class UnsupportedMixin:
             self._refuse("trained", NO_TRAINING)
         return super().requires_grad_(requires_grad)  # type: ignore[misc]
 
-    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> Any:
-        self._refuse("trained", NO_TRAINING)
-        return super().gradient_checkpointing_enable(*args, **kwargs)  # type: ignore[misc]
+
+def _refusing(name: str, verb: str, remedy: str) -> Callable[..., Any]:
+    def method(self: UnsupportedMixin, *args: Any, **kwargs: Any) -> Any:
+        self._refuse(verb, remedy)
+        return getattr(super(UnsupportedMixin, self), name)(*args, **kwargs)
+
+    return method
+
+
+for _name, _why in REFUSED_METHODS.items():
+    setattr(UnsupportedMixin, _name, _refusing(_name, *_why))
 
 
 UnrecordedOutputs = list[tuple[str, str, int]]
@@ -227,8 +219,10 @@ class _ReadOnlyTensor:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             if type(result) is torch.Tensor:
+                memory = result.untyped_storage()._cdata
                 for tensor in read_only:
-                    if _is_same_memory(result, tensor):  # .data, .detach(), a row
+                    own: Any = tensor
+                    if own.untyped_storage()._cdata == memory:  # .data, .detach(), a row
                         _make_tensor_read_only(result, *tensor.__dict__["_read_only_origin"])
         return result
 
@@ -256,7 +250,3 @@ def _writes(func: Any) -> bool:
     if name.startswith("__"):
         return name == "__setitem__"
     return name.endswith("_") and name not in ("requires_grad_", "share_memory_", "detach_")
-
-
-def _is_same_memory(one: torch.Tensor, other: Any) -> bool:
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)

@@ -190,9 +190,9 @@ class PartitionSearch:
         return max(cuts, key=lambda ends: self._rate(ends, speeds, step), default=None)
 
     def _rate(self, ends: Sequence[int], speeds: DeviceSpeeds, step: PassShape) -> float:
-        starts = [0, *ends[:-1]]
-        used = [n for n, _ in enumerate(self.places) if ends[n] > starts[n] or self.fixed[n]]
-        stages = [self._spent(n, starts[n], ends[n]) for n in used]
+        cuts = enumerate(zip([0, *ends], ends, strict=False))
+        used = {n: cut for n, cut in cuts if cut[1] > cut[0] or self.fixed[n]}
+        stages = [self._spent(n, *cut) for n, cut in used.items()]
         return _estimate([self.places[n] for n in used], stages, speeds, step).tokens_a_second
 
     def _candidates(self, num_places: int, step: PassShape, hops: float) -> Iterator[list[int]]:
@@ -208,29 +208,22 @@ class PartitionSearch:
             ends = self._shortest(num_places, limits[middle])
             if ends is not None:
                 yield ends
-            if ends is None or (self._passes(ends) + hops) / step.streams > limits[middle]:
+            if ends is None or (self._pass_s(ends) + hops) / step.streams > limits[middle]:
                 low = middle + 1
             else:
                 high = middle - 1
 
     def _limits(self, num_places: int) -> list[float]:
         """Every time that a stage can take, in order."""
-        return sorted(
-            {
-                self._spent(n, start, end)
-                for n in range(num_places)
-                for start in range(self.count + 1)
-                for end in range(start, self.count + 1)
-            }
-        )
+        cuts = [*itertools.combinations_with_replacement(range(self.count + 1), 2)]
+        return sorted({self._spent(n, *cut) for n in range(num_places) for cut in cuts})
 
     def _spent(self, place: int, start: int, end: int) -> float:
         return self.fixed[place] + self.passed[place][end] - self.passed[place][start]
 
-    def _passes(self, ends: Sequence[int]) -> float:
-        return sum(
-            self._spent(n, *cut) for n, cut in enumerate(zip([0, *ends], ends, strict=False))
-        )
+    def _pass_s(self, ends: Sequence[int]) -> float:
+        cuts = zip([0, *ends], ends, strict=False)
+        return sum(self._spent(n, *cut) for n, cut in enumerate(cuts))
 
     def _shortest(self, num_places: int, limit: float) -> list[int] | None:
         """The cut with the shortest pass whose stages take no longer than `limit`."""
@@ -245,11 +238,7 @@ class PartitionSearch:
         return [*done[1], *[self.count] * rest]
 
     def _extended(
-        self,
-        best: Sequence[tuple[float, list[int]] | None],
-        place: int,
-        end: int,
-        limit: float,
+        self, best: Sequence[tuple[float, list[int]] | None], place: int, end: int, limit: float
     ) -> tuple[float, list[int]] | None:
         """The shortest way to have the first `end` groups on the places up to this one."""
         shortest: tuple[float, list[int]] | None = None

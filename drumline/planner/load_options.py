@@ -41,12 +41,12 @@ class LoadOptions:
     speeds: DeviceSpeeds | None = None
 
     @property
-    def cuts_layers(self) -> bool:
-        """Are the layers themselves to be split?"""
+    def shards_layers(self) -> bool:
+        """True if the layers themselves are to be split."""
         arguments = (self.tp, self.mesh, self.tp_plan, self.reader, self.build_on)
         return any(argument is not None for argument in arguments)
 
     @property
     def has_stages(self) -> bool:
-        """Is the model to be split by layers? "meta" only says where it is built."""
+        """True if the model is to be split by layers; "meta" only says where it is built."""
         return self.device_map not in (None, "meta") or num_stages(self.mesh) > 1

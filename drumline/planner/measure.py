@@ -170,10 +170,9 @@ def _measure_group(coor: Coordinator, size: int, device: str, dtype: torch.dtype
         for turn in range(max(map(len, coor.nodes)) // size):
             if turn == coor.local_rank // size:
                 group.barrier()
-                own_speeds = (
-                    measure_device(device, dtype, median),
-                    _allreduce_speed(comm, device, dtype),
-                )
+                speed = measure_device(device, dtype, median)
+                small, large = [_allreduce_s(comm, device, dtype, n) for n in (SMALL, LARGE)]
+                own_speeds = speed, LinkSpeed(small, LARGE / max(large - small, 1e-9))
             coor.barrier()
     assert own_speeds is not None, "every group had its turn"
     speeds_by_rank = coor.allgather_object([astuple(speed) for speed in own_speeds])
@@ -185,14 +184,9 @@ def _measure_group(coor: Coordinator, size: int, device: str, dtype: torch.dtype
     )
 
 
-def _allreduce_speed(comm: Communicator, device: str, dtype: torch.dtype) -> LinkSpeed:
-    """The speed of allreduce. Ranks compute in between, as in a model, and so arrive unevenly."""
-    small, large = [_allreduce_s(comm, device, dtype, nbytes) for nbytes in (SMALL, LARGE)]
-    return LinkSpeed(small, LARGE / max(large - small, 1e-9))
-
-
 @torch.inference_mode()
 def _allreduce_s(comm: Communicator, device: str, dtype: torch.dtype, nbytes: int) -> float:
+    """Seconds of an allreduce. Ranks compute in between, as in a model, and so arrive unevenly."""
     hidden = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)
     small = torch.zeros(64, dtype=dtype, device=device)
     took = []

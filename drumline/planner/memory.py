@@ -5,6 +5,7 @@ free_nbytes = cluster_memory(coor)     # {(0, "cuda:0"): 84906147840, (0, "cpu")
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -12,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from drumline.core.device_map import Place, sort_places
-from drumline.core.gpu_memory import accelerators
 from drumline.errors import PlanError
 
 Memory = Mapping[Any, Any] | Sequence[Any]
@@ -55,19 +57,15 @@ def assign_accelerators(reports: Sequence[Mapping[str, Any]]) -> list[list[str]]
         for device, gpu in report["accelerators"].items():
             seen[(report["node"], gpu["id"])][rank] = device
     owned: list[list[str]] = [[] for _ in reports]
+    own_first = [dict(enumerate(r["accelerators"])).get(r["local_rank"]) for r in reports]
     for first in (True, False):
         for unit, names in list(seen.items()):
-            ranks = [r for r, name in names.items() if not first or _is_local(reports[r], name)]
+            ranks = [r for r, name in names.items() if not first or own_first[r] == name]
             if ranks:
                 rank = min(ranks, key=lambda r: (len(owned[r]), r))
                 owned[rank].append(names[rank])
                 del seen[unit]
     return owned
-
-
-def _is_local(report: Mapping[str, Any], device: str) -> bool:
-    """True for the accelerator whose number is the local_rank."""
-    return bool([*report["accelerators"]].index(device) == report["local_rank"])
 
 
 def limit_memory(free_nbytes: Mapping[Place, int], max_memory: Memory | None) -> dict[Place, int]:
@@ -105,34 +103,27 @@ def nbytes(size: int | str) -> int:
 
 def _report(coor: Any) -> dict[str, Any]:
     return {
-        "node": _node(),
+        "node": _read("/proc/sys/kernel/random/boot_id").strip() or socket.gethostname(),
         "local_rank": coor.local_rank,
         "cpu": available_cpu(),
         "accelerators": accelerators(),
     }
 
 
-def _node() -> str:
-    """An id that ranks with the same memory share: one boot of one host."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
-
-
 def available_cpu() -> int:
     """Bytes that can still be taken here: the kernel's estimate, or the cgroup's if less."""
-    return min([_meminfo_available(), *_cgroup_free()])
+    lines = _read("/proc/meminfo").splitlines()
+    sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    sizes = sizes or [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    return min([*sizes, *_cgroup_free()])
 
 
-def _meminfo_available() -> int:
+def _read(path: str | Path) -> str:
+    """The text of a file; empty if it cannot be read."""
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+        return Path(path).read_text()
     except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return ""
 
 
 def _cgroup_free(root: Path = Path("/sys/fs/cgroup"), own: str | None = None) -> list[int]:
@@ -142,11 +133,11 @@ def _cgroup_free(root: Path = Path("/sys/fs/cgroup"), own: str | None = None) ->
     """
     files = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
     free_nbytes = []
-    for folder in _cgroup_folders(root, _own_cgroups() if own is None else own):
+    for folder in _cgroup_folders(root, _read("/proc/self/cgroup") if own is None else own):
         for limit_name, used_name in files:
-            limit, used = _number(folder / limit_name), _number(folder / used_name)
-            if limit is not None and used is not None:
-                free_nbytes.append(max(0, limit - used + _reclaimable(folder)))
+            limit, used = (_read(folder / name).strip() for name in (limit_name, used_name))
+            if limit.isdigit() and used.isdigit():
+                free_nbytes.append(max(0, int(limit) - int(used) + _reclaimable(folder)))
     return free_nbytes
 
 
@@ -162,24 +153,29 @@ def _cgroup_folders(root: Path, own: str) -> list[Path]:
     return [folder for folder in folders if folder.is_relative_to(root)]
 
 
-def _own_cgroups() -> str:
-    try:
-        return Path("/proc/self/cgroup").read_text()
-    except OSError:
-        return ""
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
-
-
 def _reclaimable(folder: Path) -> int:
     """Bytes of page cache: used for a cgroup, but the kernel reclaims them before it refuses."""
-    try:
-        lines = (folder / "memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
+    lines = _read(folder / "memory.stat").splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+
+
+def accelerators() -> dict[str, dict[str, Any]]:
+    """By name: the free bytes, and an id that every process on the node has for the device."""
+    if not torch.cuda.is_available():
+        return {}
+    ids = [str(torch.cuda.get_device_properties(n).uuid) for n in range(torch.cuda.device_count())]
+    return {f"cuda:{n}": {"id": uuid, "free": _free(n, uuid)} for n, uuid in enumerate(ids)}
+
+
+def _free(number: int, uuid: str) -> int:
+    """From NVML if it knows the device: asking CUDA would take memory on it for a context."""
+    with contextlib.suppress(Exception):
+        import pynvml
+
+        pynvml.nvmlInit()
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+            return int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)
+        finally:
+            pynvml.nvmlShutdown()
+    return int(torch.cuda.mem_get_info(number)[0])

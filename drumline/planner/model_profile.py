@@ -15,6 +15,9 @@ from drumline.core.device_map import ModelProfile, ModulePart
 from drumline.core.meta_init import init_on_meta, model_build_lock
 from drumline.errors import CheckpointError
 
+KV_SHARING_FLAGS = ("is_kv_shared_layer", "store_full_length_kv")
+"""Attributes in transformers of modules that take or leave other layers' keys and values."""
+
 
 def model_class(config: Any) -> type[Any]:
     """The class that wrote the checkpoint, by its name in config.json."""
@@ -43,18 +46,20 @@ def build_on_meta(cls: type[Any], config: Any, dtype: torch.dtype) -> Any:
 
 def profile_model(
     model: nn.Module,
-    uncut: Collection[str] | str | None = None,
+    no_split_module_classes: Collection[str] | str | None = None,
     names: Collection[str] | None = None,
 ) -> ModelProfile:
     """The profile of a model, which may be on meta.
 
-    uncut: names of classes whose modules stay whole; those that the model names if not given. A
-        model that names none is cut between the entries of its lists of modules, or its children.
+    no_split_module_classes: names of classes whose modules stay whole; those that the model names
+        if not given. A model that names none is split between the entries of its lists of modules,
+        or its children.
     names: of the modules that are to stay whole, instead.
     """
-    layers = list(layer_names(model, uncut) if names is None else names)
+    layers = list(layer_names(model, no_split_module_classes) if names is None else names)
     others = list(_around(model, "", set(layers)))
     sizes = _sizes(model, [*others, *layers])
+    tensors = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
     ties = tuple(_ties(model, [*others, *layers]))
     bound = {name for tie in ties if not {*layers}.issuperset(tie) for name in tie}
     others += [name for name in layers if name in bound]  # such as embeddings, tied to a head
@@ -66,13 +71,15 @@ def profile_model(
         others=tuple(ModulePart(name, sizes[name], _unread(model, name)) for name in others),
         ties=ties,
         kv_sharing=tuple(_sharers(model, layers)),
-        root_tensors=tuple(name for name in others if name in _tensors(model)),
+        root_tensors=tuple(name for name in others if name in tensors),
     )
 
 
-def layer_names(model: nn.Module, uncut: Collection[str] | str | None = None) -> Iterator[str]:
+def layer_names(
+    model: nn.Module, no_split_module_classes: Collection[str] | str | None = None
+) -> Iterator[str]:
     """The outermost modules that must not be cut, in the order they were registered."""
-    classes = uncut or getattr(model, "_no_split_modules", None) or ()
+    classes = no_split_module_classes or getattr(model, "_no_split_modules", None) or ()
     kinds = {classes} if isinstance(classes, str) else set(classes)
     if not kinds:
         yield from _entries(model)
@@ -85,7 +92,7 @@ def layer_names(model: nn.Module, uncut: Collection[str] | str | None = None) ->
         for key in module._modules
     }
     whole = dict.fromkeys(_entry_around(name, entries) for name in names)
-    yield from (name for name in whole if not _is_inside(name, whole))
+    yield from (name for name in whole if not is_inside(name, whole))
 
 
 def _entry_around(name: str, entries: Collection[str]) -> str:
@@ -99,14 +106,15 @@ def _entry_around(name: str, entries: Collection[str]) -> str:
     return around or name
 
 
-def _is_inside(name: str, others: Collection[str]) -> bool:
-    return any(name.startswith(f"{outer}.") for outer in others)
+def is_inside(name: str, others: Collection[str]) -> bool:
+    """True if the module is a part of one of the others."""
+    return any(name.startswith(f"{outer}.") for outer in others if outer)
 
 
 def _entries(model: nn.Module) -> Iterator[str]:
     """The modules in the lists of a model that names no layers; its children without a list."""
     lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
-    outer = [(name, m) for name, m in lists.items() if not _is_inside(name, lists)]
+    outer = [(name, m) for name, m in lists.items() if not is_inside(name, lists)]
     stacks: list[tuple[str, nn.Module]] = [*outer] or [("", model)]
     for name, module in stacks:
         yield from _called(module, f"{name}." if name else "")
@@ -183,22 +191,14 @@ def _unread_experts(model: nn.Module, name: str) -> int:
     return unread_nbytes
 
 
-def _tensors(model: nn.Module) -> set[str]:
-    return {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
-
-
 def _sharers(model: nn.Module, layers: list[str]) -> Iterator[tuple[str, ...]]:
     """Groups of layers that pass keys and values to each other with every token."""
     stacks: dict[str, list[str]] = {}
     for name in layers:
-        if any(_shares(module) for module in model.get_submodule(name).modules()):
+        modules = model.get_submodule(name).modules()
+        if any(getattr(m, flag, None) is True for m in modules for flag in KV_SHARING_FLAGS):
             stacks.setdefault(name.rpartition(".")[0], []).append(name)
     yield from (tuple(names) for names in stacks.values() if len(names) > 1)
-
-
-def _shares(module: nn.Module) -> bool:
-    flags = ("is_kv_shared_layer", "store_full_length_kv")
-    return any(getattr(module, flag, False) is True for flag in flags)
 
 
 def _ties(model: nn.Module, parts: list[str]) -> Iterator[tuple[str, ...]]:
@@ -266,3 +266,13 @@ def with_cache(model: ModelProfile, nbytes: int, workspace_nbytes: int = 0) -> M
     """The profile with so many bytes of cache for each layer, and of workspace for each place."""
     layers = tuple(dataclasses.replace(part, nbytes=part.nbytes + nbytes) for part in model.layers)
     return dataclasses.replace(model, layers=layers, workspace_nbytes=workspace_nbytes)
+
+
+def with_tokens(
+    model: ModelProfile, config: Any, dtype: torch.dtype, batch: int, length: int
+) -> ModelProfile:
+    """The profile with the cache and the workspace of `batch` times `length` tokens."""
+    if not length:
+        return model
+    sizes = (config, dtype, batch, length)
+    return with_cache(model, cache_nbytes(*sizes), estimate_workspace_nbytes(*sizes))

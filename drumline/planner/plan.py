@@ -28,6 +28,7 @@ BISECTIONS = 50
 """Enough to tell a kilobyte of a petabyte."""
 
 KINDS = ("auto", "balanced", "sequential", "fastest")
+"""Plans by name, which a device_map may say."""
 
 
 def plan(
@@ -249,13 +250,11 @@ class _Planner:
             return f"{-free[least]} bytes are missing on {_named(self.order[least])} for {what}"
         at = 0
         for group in self.groups:
-            need, name = (
-                sum(part.nbytes for part in group),
-                abbreviate_names([p.name for p in group]),
-            )
+            need = sum(part.nbytes for part in group)
             fits = [number for number in range(at, len(free)) if need <= free[number]]
             if not fits:
                 best = max(range(at, len(free)), key=lambda number: free[number])
+                name = abbreviate_names([part.name for part in group])
                 return (
                     f"{name}, which is kept whole, needs {need} bytes and finds {free[best]} on "
                     f"{_named(self.order[best])}: {need - free[best]} bytes are missing there"
@@ -311,9 +310,7 @@ def _other_groups(model: ModelProfile) -> list[list[str]]:
         if part.name in seen:
             continue
         tied = {name for tie in model.ties if part.name in tie for name in tie} | {part.name}
-        group = [
-            other.name for other in model.others if other.name in tied and other.name not in seen
-        ]
+        group = [p.name for p in model.others if p.name in tied and p.name not in seen]
         seen.update(group)
         groups.append(group)
     return groups

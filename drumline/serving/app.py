@@ -19,23 +19,11 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from drumline import timings
 from drumline.errors import DrumlineError, PeerLost
-from drumline.serving import metrics
+from drumline.serving import metrics, protocol
+from drumline.serving import scheduler as scheduling
 from drumline.serving.detokenize import IncrementalDetokenizer
-from drumline.serving.limits import ServingLimits
-from drumline.serving.protocol import (
-    DEFAULT_MAX_TOKENS,
-    ApiError,
-    ChatCompletionRequest,
-    ChatMessage,
-    CompletionRequest,
-    ResponseBuilder,
-    invalid_request,
-    num_prompts,
-    parse,
-    validate,
-)
 from drumline.serving.sampling import SamplingParams
-from drumline.serving.scheduler import BatchScheduler, Generation, RequestTooLarge, ServerBusy
+from drumline.serving.scheduler import BatchScheduler, Generation, ServingLimits
 
 MIN_ITEMS = 128  # that a list or object of a request may have, however small max_length is
 
@@ -118,13 +106,7 @@ class RequestStream:
 class Service:
     """The handlers of OpenAI's API for one model."""
 
-    def __init__(
-        self,
-        name: str,
-        model: Any,
-        tokenizer: Any,
-        limits: ServingLimits,
-    ) -> None:
+    def __init__(self, name: str, model: Any, tokenizer: Any, limits: ServingLimits) -> None:
         self.name, self.tokenizer, self.limits = name, tokenizer, limits
         self.failure: DrumlineError | None = None
         self.created = int(time.time())
@@ -159,16 +141,20 @@ class Service:
         return {"id": self.name, "object": "model", "created": self.created, "owned_by": "drumline"}
 
     async def create_completion(self, request: Request) -> Response:
-        body: CompletionRequest = await self._read(CompletionRequest, request)
+        body: protocol.CompletionRequest = await self._read(protocol.CompletionRequest, request)
         texts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
         if texts and isinstance(texts[0], int):
             texts = [texts]
         self._check_capacity(len(texts) * body.num_choices)
         prompts = await asyncio.to_thread(lambda: [self._tokenize(text) for text in texts])
-        return await self._respond(request, body, prompts, body.max_tokens or DEFAULT_MAX_TOKENS)
+        return await self._respond(
+            request, body, prompts, body.max_tokens or protocol.DEFAULT_MAX_TOKENS
+        )
 
     async def create_chat_completion(self, request: Request) -> Response:
-        body: ChatCompletionRequest = await self._read(ChatCompletionRequest, request)
+        body: protocol.ChatCompletionRequest = await self._read(
+            protocol.ChatCompletionRequest, request
+        )
         self._check_capacity(body.num_choices)
         prompt = await asyncio.to_thread(self._tokenize_chat, body.messages)
         num_left = max(self.limits.max_length - len(prompt), 1)
@@ -188,7 +174,7 @@ class Service:
             return await asyncio.wait_for(self._receive(request), body_s)
         except asyncio.TimeoutError as error:
             text = f"The body did not arrive within {body_s:g} s."
-            raise ApiError(408, text, "invalid_request_error", "body_too_slow") from error
+            raise protocol.ApiError(408, text, "invalid_request_error", "body_too_slow") from error
 
     async def _receive(self, request: Request) -> bytes:
         content, max_nbytes = bytearray(), self.limits.max_body_nbytes
@@ -198,14 +184,14 @@ class Service:
                 text = (
                     f"The body has more than {max_nbytes} bytes, the most that this server reads."
                 )
-                raise ApiError(413, text, "invalid_request_error", "body_too_large")
+                raise protocol.ApiError(413, text, "invalid_request_error", "body_too_large")
         return bytes(content)
 
     def _parse(self, kind: type[Any], content: bytes) -> Any:
         """The request. Prompts are counted before they are validated, as there may be many."""
-        fields = parse(content)
-        self._check_capacity(num_prompts(fields.get("prompt")))
-        return validate(kind, fields, max(self.limits.max_length, MIN_ITEMS))
+        fields = protocol.parse(content)
+        self._check_capacity(protocol.num_prompts(fields.get("prompt")))
+        return protocol.validate(kind, fields, max(self.limits.max_length, MIN_ITEMS))
 
     def _check_capacity(self, num_sequences: int) -> None:
         with _as_api_error():
@@ -213,7 +199,7 @@ class Service:
 
     def _check_name(self, name: str) -> None:
         if name != self.name:
-            raise ApiError(
+            raise protocol.ApiError(
                 404,
                 f"The model {name!r} is not served here, but {self.name!r} is.",
                 "invalid_request_error",
@@ -226,12 +212,14 @@ class Service:
             return list(self.tokenizer(prompt)["input_ids"])
         unknown = [token for token in prompt if not 0 <= token < self._vocabulary]
         if unknown:
-            raise invalid_request(f"prompt: {unknown[0]} is no token of this model.", "prompt")
+            raise protocol.invalid_request(
+                f"prompt: {unknown[0]} is no token of this model.", "prompt"
+            )
         return list(prompt)
 
-    def _tokenize_chat(self, messages: list[ChatMessage]) -> list[int]:
+    def _tokenize_chat(self, messages: list[protocol.ChatMessage]) -> list[int]:
         if not self.tokenizer.chat_template:
-            raise invalid_request(
+            raise protocol.invalid_request(
                 f"{self.name!r} has no chat template; use /v1/completions with a prompt.",
                 "messages",
             )
@@ -242,7 +230,7 @@ class Service:
                 add_generation_prompt=True,
             )
         except Exception as error:  # a template may raise any error for messages it rejects
-            raise invalid_request(f"messages: {error}", "messages") from error
+            raise protocol.invalid_request(f"messages: {error}", "messages") from error
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     async def _respond(
@@ -256,7 +244,9 @@ class Service:
         stream = RequestStream(self.tokenizer, sequences)
         with _as_api_error():
             self.scheduler.submit(stream.generations)
-        response = ResponseBuilder(self.name, isinstance(body, ChatCompletionRequest))
+        response = protocol.ResponseBuilder(
+            self.name, isinstance(body, protocol.ChatCompletionRequest)
+        )
         events = self._measured(stream, request)
         if not body.stream:
             return await _whole_response(stream, events, response)
@@ -268,9 +258,9 @@ class Service:
     def _check_length(self, num_prompt: int, max_tokens: int) -> None:
         if num_prompt == 0:
             text = "The prompt has no tokens, so there is nothing to continue."
-            raise invalid_request(text, "prompt")
+            raise protocol.invalid_request(text, "prompt")
         if num_prompt + max_tokens > self.limits.max_length:
-            raise invalid_request(
+            raise protocol.invalid_request(
                 f"{num_prompt} tokens of prompt and {max_tokens} new ones are more than the "
                 f"{self.limits.max_length} that this server allows; ask for fewer.",
                 "max_tokens",
@@ -287,7 +277,7 @@ class Service:
 
 
 async def _whole_response(
-    stream: RequestStream, events: AsyncIterator[TextEvent], response: ResponseBuilder
+    stream: RequestStream, events: AsyncIterator[TextEvent], response: protocol.ResponseBuilder
 ) -> Response:
     num_choices = len(stream.generations)
     texts, end_reasons = [""] * num_choices, ["cancelled"] * num_choices
@@ -303,12 +293,12 @@ async def _chunks(
     first: TextEvent | None,
     events: AsyncIterator[TextEvent],
     stream: RequestStream,
-    response: ResponseBuilder,
+    response: protocol.ResponseBuilder,
     body: Any,
 ) -> AsyncIterator[str]:
     """Server-sent events (WHATWG HTML, 9.2), as OpenAI sends them."""
     event = first
-    if isinstance(body, ChatCompletionRequest):
+    if isinstance(body, protocol.ChatCompletionRequest):
         for index in range(len(stream.generations)):
             yield _server_sent_event(response.first_chunk(index))
     try:
@@ -328,8 +318,8 @@ def _server_sent_event(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data)}\n\n"
 
 
-def _internal_error(error: Exception) -> ApiError:
-    return ApiError(500, str(error) or repr(error), "server_error", "internal_error")
+def _internal_error(error: Exception) -> protocol.ApiError:
+    return protocol.ApiError(500, str(error) or repr(error), "server_error", "internal_error")
 
 
 @contextlib.contextmanager
@@ -346,10 +336,10 @@ def _as_api_error() -> Iterator[None]:
     """Within, errors of the scheduler are answered with their status."""
     try:
         yield
-    except RequestTooLarge as error:
-        raise invalid_request(str(error)) from error
-    except ServerBusy as error:
-        raise ApiError(429, str(error), "rate_limit_error", "server_busy") from error
+    except scheduling.RequestTooLarge as error:
+        raise protocol.invalid_request(str(error)) from error
+    except scheduling.ServerBusy as error:
+        raise protocol.ApiError(429, str(error), "rate_limit_error", "server_busy") from error
     except DrumlineError as error:
         raise _internal_error(error) from error
 
@@ -358,7 +348,7 @@ async def _check_connected(request: Request) -> None:
     """Raise if the client has disconnected, so that nothing is computed for it."""
     if await request.is_disconnected():
         text = "The client has disconnected."
-        raise ApiError(499, text, "invalid_request_error", "client_disconnected")
+        raise protocol.ApiError(499, text, "invalid_request_error", "client_disconnected")
 
 
 def application(service: Service, key: str | None) -> Any:
@@ -368,7 +358,7 @@ def application(service: Service, key: str | None) -> Any:
         header = request.headers.get("authorization", "")
         if key is not None and not hmac.compare_digest(header.encode(), f"Bearer {key}".encode()):
             text = "The API key is missing or wrong: send 'Authorization: Bearer KEY'."
-            raise ApiError(401, text, "authentication_error", "invalid_api_key")
+            raise protocol.ApiError(401, text, "authentication_error", "invalid_api_key")
 
     app = FastAPI(title="drumline", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_api_route("/health", service.get_health)
@@ -380,7 +370,7 @@ def application(service: Service, key: str | None) -> Any:
         ("/v1/chat/completions", service.create_chat_completion, "POST"),
     ):
         app.add_api_route(path, handler, methods=[method], dependencies=[Depends(authorize)])
-    app.add_exception_handler(ApiError, _respond_api_error)
+    app.add_exception_handler(protocol.ApiError, _respond_api_error)
     app.add_exception_handler(HTTPException, _respond_http_error)
     app.add_exception_handler(Exception, _respond_unknown_error)
     for status in (404, 405):
@@ -388,7 +378,7 @@ def application(service: Service, key: str | None) -> Any:
     return _ResponseCounter(app, service.metrics)
 
 
-async def _respond_api_error(_: Request, error: ApiError) -> Response:
+async def _respond_api_error(_: Request, error: protocol.ApiError) -> Response:
     return JSONResponse(error.body, error.status)
 
 
@@ -400,7 +390,7 @@ async def _respond_unknown_error(request: Request, error: Exception) -> Response
 async def _respond_http_error(request: Request, error: HTTPException) -> Response:
     text = f"{request.method} {request.url.path}: {error.detail}"
     return await _respond_api_error(
-        request, ApiError(error.status_code, text, "invalid_request_error")
+        request, protocol.ApiError(error.status_code, text, "invalid_request_error")
     )
 
 

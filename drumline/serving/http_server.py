@@ -11,7 +11,6 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,12 @@ from drumline import timings
 from drumline.checkpoint.config_files import read_tokenizer
 from drumline.core.consistency import run_on_all_ranks
 from drumline.errors import DrumlineError, PeerLost
-from drumline.serving.limits import ServingLimits
+from drumline.serving.scheduler import ServingLimits
 from drumline.strategies.load import Memory, load
 from drumline.strategies.with_model import num_positions, read_generator
 
+Endpoint = tuple[Any, socket.socket, str | None]
+"""The tokenizer, the bound socket and the clients' key."""
 DEFAULT_MAX_LENGTH = 4096  # tokens, where the model has positions for more
 
 
@@ -47,19 +48,19 @@ def serve(
     """
     with Coordinator() as coor:
 
-        def prepare() -> tuple[int, _Endpoint | None]:
+        def prepare() -> tuple[int, Endpoint | None]:
             if not coor.is_master():  # the files may be on rank 0 alone
                 return 0, None
             _import_uvicorn()
             key = _read_key(host, key_file)
             length = _length(model_path, max_length)
-            return length, _Endpoint(read_tokenizer(model_path), _bound(host, port), key)
+            return length, (read_tokenizer(model_path), _bound(host, port), key)
 
         length, endpoint = run_on_all_ranks(coor, prepare)
         length = coor.broadcast_object(length)
         with (
             # Rank 0 decides when the others end, so that they do not obey the signal themselves.
-            endpoint.listener if endpoint else _signals(signal.SIG_IGN),
+            endpoint[1] if endpoint else _signals(signal.SIG_IGN),
             load(
                 model_path, coor=coor, max_memory=memory, batch=max_running, length=length
             ) as model,
@@ -68,15 +69,6 @@ def serve(
             num_threads = max(2, len(model.device_map.ranks))
             limits = ServingLimits(length, max_running, max_waiting, num_threads)
             _serve_requests(model, model_path, coor, limits, endpoint)
-
-
-@dataclass(frozen=True)
-class _Endpoint:
-    """The tokenizer, the bound socket and the clients' key."""
-
-    tokenizer: Any
-    listener: socket.socket
-    key: str | None
 
 
 def _bound(host: str, port: int) -> socket.socket:
@@ -154,32 +146,27 @@ def _import_uvicorn() -> Any:
 
 
 def _serve_requests(
-    model: Any, path: str, coor: Coordinator, limits: ServingLimits, endpoint: _Endpoint
+    model: Any, path: str, coor: Coordinator, limits: ServingLimits, endpoint: Endpoint
 ) -> None:
     from drumline.serving.app import Service, application
 
-    uvicorn = _import_uvicorn()
+    uvicorn, (tokenizer, listener, key) = _import_uvicorn(), endpoint
     name = Path(path).resolve().name
-    with contextlib.closing(Service(name, model, endpoint.tokenizer, limits)) as service:
+    with contextlib.closing(Service(name, model, tokenizer, limits)) as service:
         options = {"log_level": "warning", "access_log": False, "lifespan": "off"}
-        app = application(service, endpoint.key)
+        app = application(service, key)
         shutdown_s = timings.TIMINGS.drain_s + timings.TIMINGS.notify_s
         config = uvicorn.Config(app, timeout_graceful_shutdown=shutdown_s, **options)
         server = uvicorn.Server(config)
-        endpoint.listener.listen()
-        host, port = endpoint.listener.getsockname()[:2]
+        listener.listen()
+        host, port = listener.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         print(f"serving {name} at http://{host}:{port}/v1", flush=True)
-        with _graceful_stop(server), _monitored(coor, service, server):
-            server.run(sockets=[endpoint.listener])
+        server.capture_signals = contextlib.nullcontext  # uvicorn's own raises the signal again
+        with _signals(server.handle_exit), _monitored(coor, service, server):
+            server.run(sockets=[listener])
     if service.failure is not None:
         raise service.failure
-
-
-def _graceful_stop(server: Any) -> contextlib.AbstractContextManager[None]:
-    """Within, SIGINT and SIGTERM end the server in order, and nothing else."""
-    server.capture_signals = contextlib.nullcontext  # uvicorn's own raises the signal again
-    return _signals(server.handle_exit)
 
 
 @contextlib.contextmanager

@@ -164,9 +164,10 @@ def validate(kind: type[Any], fields: dict[str, Any], max_items: int) -> Any:
     try:
         present = _without_nulls(fields, max_items)
         json.dumps(present, ensure_ascii=False).encode()
-        return kind.model_validate(
-            {name: value for name, value in present.items() if not _is_disabled(name, value)}
-        )
+        for name, disabled in DISABLED_VALUES.items():
+            if type(present.get(name)) is type(disabled) and present[name] == disabled:
+                del present[name]
+        return kind.model_validate(present)
     except UnicodeError as error:
         raise invalid_request(f"The body is not valid text: {error}") from error
     except RecursionError as error:
@@ -201,11 +202,6 @@ def _without_nulls(value: Any, max_items: int) -> Any:
         return [_without_nulls(item, max_items) for item in value]
     pairs = ((name, item) for name, item in value.items() if item is not None)
     return {name: _without_nulls(item, max_items) for name, item in pairs}
-
-
-def _is_disabled(name: str, value: Any) -> bool:
-    disabled = DISABLED_VALUES.get(name)
-    return type(value) is type(disabled) and bool(value == disabled)
 
 
 class ResponseBuilder:

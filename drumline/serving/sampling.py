@@ -10,12 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import torch
-from transformers import (
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+import transformers
 
 MIN_TEMPERATURE = torch.finfo(torch.float32).tiny  # below, a division by it overflows
 
@@ -81,10 +76,10 @@ class TokenSampler:
         return logits.index_add(0, tokens, -(presence + frequency * counts).to(logits.dtype))
 
 
-def _warpers(params: SamplingParams) -> LogitsProcessorList:
-    warpers = [TemperatureLogitsWarper(max(params.temperature, MIN_TEMPERATURE))]
+def _warpers(params: SamplingParams) -> transformers.LogitsProcessorList:
+    warpers = [transformers.TemperatureLogitsWarper(max(params.temperature, MIN_TEMPERATURE))]
     if params.top_k:
-        warpers.append(TopKLogitsWarper(params.top_k))
+        warpers.append(transformers.TopKLogitsWarper(params.top_k))
     if params.top_p < 1:
-        warpers.append(TopPLogitsWarper(params.top_p))
-    return LogitsProcessorList(warpers)
+        warpers.append(transformers.TopPLogitsWarper(params.top_p))
+    return transformers.LogitsProcessorList(warpers)

@@ -11,29 +11,41 @@ has generated are then part of its prompts.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+import transformers
+from torch.nn.utils.rnn import pad_sequence
 
 from drumline import timings
 from drumline.errors import DrumlineError, PeerLost
-from drumline.serving.limits import ServingLimits
 from drumline.serving.sampling import SamplingParams, TokenSampler
 
 MIN_TOKENS_BEFORE_PREEMPTION = 16  # per sequence
 PREFILL_COST = 1 / 32  # of a token that is computed again, in generated tokens
+
+
+@dataclass(frozen=True)
+class ServingLimits:
+    """Sizes that the server accepts."""
+
+    max_length: int
+    """Tokens of a prompt together with its completion."""
+    max_running: int = 16
+    """Sequences that run at a time, in all batches."""
+    max_waiting: int = 64
+    """Sequences in the queue."""
+    num_threads: int = 2
+    """Batches that run at a time."""
+    max_body_nbytes: int = 4 << 20
+    """Bytes of the body of a request."""
 
 
 class ServerBusy(DrumlineError):
@@ -260,14 +272,16 @@ class BatchScheduler:
         num_running = sum(map(len, self._batches)) - len(restarting) + num_kept
         for item in islice(self._waiting, max(self.limits.max_running - num_running, 0)):
             joined.append(item)
-            if len(joined) > 1 and _padded_length(joined) > self.limits.max_length:
+            # The most tokens that each row of this batch, padded to the longest, may get.
+            length = max(len(i.tokens) for i in joined) + max(i.num_remaining for i in joined)
+            if len(joined) > 1 and length > self.limits.max_length:
                 joined.pop()
                 break
         return joined[num_kept:]
 
     def _generate(self, batch: list[Generation]) -> None:
         tokens, mask = self._padded([item.tokens for item in batch])
-        config = GenerationConfig(
+        config = transformers.GenerationConfig(
             max_new_tokens=max(item.num_remaining for item in batch),
             do_sample=False,  # _SampledTokens leaves one token to choose from
             pad_token_id=self._pad,
@@ -277,8 +291,8 @@ class BatchScheduler:
             tokens.to(self.model.device),
             attention_mask=mask.to(self.model.device),
             generation_config=config,
-            logits_processor=LogitsProcessorList([_SampledTokens(batch)]),
-            stopping_criteria=StoppingCriteriaList([_TokenDelivery(batch, self)]),
+            logits_processor=transformers.LogitsProcessorList([_SampledTokens(batch)]),
+            stopping_criteria=transformers.StoppingCriteriaList([_TokenDelivery(batch, self)]),
         )
 
     def deliver(self, batch: list[Generation], tokens: list[int]) -> None:
@@ -291,16 +305,12 @@ class BatchScheduler:
 
     def _padded(self, prompts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and attention mask, padded on the left: [len(prompts), longest] each."""
-        longest = max(map(len, prompts))
-        tokens = torch.full((len(prompts), longest), self._pad)
-        mask = torch.zeros_like(tokens)
-        for row, prompt in enumerate(prompts):
-            tokens[row, longest - len(prompt) :] = torch.tensor(prompt)
-            mask[row, longest - len(prompt) :] = 1
-        return tokens, mask
+        rows = [torch.tensor(prompt) for prompt in prompts]
+        pad = functools.partial(pad_sequence, batch_first=True, padding_side="left")
+        return pad(rows, padding_value=self._pad), pad([torch.ones_like(row) for row in rows])
 
 
-class _SampledTokens(LogitsProcessor):  # type: ignore[misc]
+class _SampledTokens(transformers.LogitsProcessor):  # type: ignore[misc]
     """Sets all logits of a sequence to -inf, but for the token that its sampler chose."""
 
     def __init__(self, batch: list[Generation]) -> None:
@@ -315,7 +325,7 @@ class _SampledTokens(LogitsProcessor):  # type: ignore[misc]
         return sampled
 
 
-class _TokenDelivery(StoppingCriteria):  # type: ignore[misc]
+class _TokenDelivery(transformers.StoppingCriteria):  # type: ignore[misc]
     """Delivers new tokens, and stops the sequences that are done, or the batch to preempt it."""
 
     def __init__(self, batch: list[Generation], scheduler: BatchScheduler) -> None:
@@ -327,8 +337,3 @@ class _TokenDelivery(StoppingCriteria):  # type: ignore[misc]
         self.scheduler.deliver(self.batch, tokens[:, -1].tolist())
         preempts = self.scheduler.should_preempt(self.batch, self.num_steps, tokens.shape[1])
         return torch.tensor([preempts or item.is_done for item in self.batch], device=tokens.device)
-
-
-def _padded_length(batch: list[Generation]) -> int:
-    """The most tokens that each row of this batch may get."""
-    return max(len(item.tokens) for item in batch) + max(item.num_remaining for item in batch)

@@ -12,7 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import StaticLayer
@@ -45,14 +45,6 @@ GraphKey = tuple[int, tuple[int, ...]]
 """A program, and the caches that it is run with."""
 
 
-class Graph(Protocol):
-    def capture(self, work: Callable[[], list[torch.Tensor]]) -> None:
-        """Note what `work` would do, without doing it. RuntimeError if that cannot be."""
-
-    def replay(self) -> list[torch.Tensor]:
-        """Do it, and return what `work` would; the next replay writes over it."""
-
-
 class CudaGraph:
     """A torch.cuda.CUDAGraph. stream: where it is captured: one for all, for cuBLAS keeps memory of
     its own on each."""
@@ -63,6 +55,7 @@ class CudaGraph:
         self._made: list[torch.Tensor] = []
 
     def capture(self, work: Callable[[], list[torch.Tensor]]) -> None:
+        """Note what `work` would do, without doing it. RuntimeError if that cannot be."""
         with (
             torch.cuda.device(self._device),
             # thread_local: other ranks may be threads of this process
@@ -71,6 +64,7 @@ class CudaGraph:
             self._made = work()
 
     def replay(self) -> list[torch.Tensor]:
+        """Do it, and return what `work` would; the next replay writes over it."""
         self._graph.replay()
         return self._made
 
@@ -79,7 +73,7 @@ class CudaGraph:
 class CapturedGraph:
     """inputs: the memory that the graph reads. ints, state: what it takes for granted."""
 
-    graph: Graph
+    graph: CudaGraph
     inputs: list[torch.Tensor]
     ints: list[int]
     state: list[torch.Tensor]
@@ -98,15 +92,19 @@ class CapturedGraph:
 class CudaGraphs:
     """The graphs of one rank. make: a new one; a CudaGraph of the device if not given."""
 
-    def __init__(self, rank: int, device: torch.device, make: Callable[[], Graph] | None = None):
+    def __init__(
+        self, rank: int, device: torch.device, make: Callable[[], CudaGraph] | None = None
+    ):
         self.rank, self.device = rank, device
-        self.make = make or _cuda_graph_factory(device)
+        if make is None:
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            make = functools.partial(CudaGraph, device, stream)
+        self.make = make
         self.num_replays = 0
         self.reasons: set[str] = set()  # why something was not captured, each told once
         self._programs: dict[int, ProgramInfo] = {}
-        self._num_passes: dict[
-            GraphKey, int
-        ] = {}  # how many passes of one token; NEVER where it is refused
+        # How many passes of one token; NEVER where it is refused.
+        self._num_passes: dict[GraphKey, int] = {}
         self._recaptures: Counter[GraphKey] = Counter()
         self._captured: dict[GraphKey, CapturedGraph] = {}
 
@@ -122,9 +120,8 @@ class CudaGraphs:
         self._num_passes[key] = self._num_passes.get(key, 0) + 1
         if self._num_passes[key] <= NUM_WARM_UPS:
             return None
-        layers = [
-            layer for cache in key[1] for layer in caches.cache(cache).layers if is_filled(layer)
-        ]
+        own_caches = [caches.cache(number) for number in key[1]]
+        layers = [layer for cache in own_caches for layer in cache.layers if is_filled(layer)]
         reason = info.why_not_capturable or why_not_capturable(layers)
         if reason:
             self._decline(info, key, reason)
@@ -204,20 +201,13 @@ class ProgramInfo:
         kinds = {leaf[0] for step in steps for leaf in iter_leaves(step.arguments)}
         self.why_not_capturable = "" if self.caches_at else "they have no cache"
         if kinds & {"pair", "shared"}:
-            self.why_not_capturable = (
-                "they read what an encoder or another layer has left in Python"
-            )
+            self.why_not_capturable = "they read what an encoder or a layer has left in Python"
 
     def is_single_token(self, arrived: Sequence[torch.Tensor]) -> bool:
         if not self.is_possible:
             return False
         shape = arrived[self.hidden_at].shape
         return len(shape) > 2 and shape[-2] == 1
-
-
-def _cuda_graph_factory(device: torch.device) -> Callable[[], Graph]:
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return functools.partial(CudaGraph, device, stream)
 
 
 def _caches_at(step: StageStep) -> Iterator[int]:

@@ -17,28 +17,15 @@ from typing import Any
 
 import torch
 
+from communicator import DTYPES
+
 HEADER = struct.Struct("<QBBHHIII")
 ALIGNMENT = 16
 MIN_FRAME_NBYTES, MAX_FRAME_NBYTES, FRAME_STEP_NBYTES = 1024, 1 << 20, 256
 MAX_CACHED_LAYOUTS = 512
 ORDERED = 0x80  # beside the number of axes: their order in memory follows
 
-DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-)
-DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+DTYPE_CODES = {info.torch: code for code, info in enumerate(DTYPES)}
 
 
 class MessageKind(enum.IntEnum):
@@ -102,7 +89,7 @@ class TensorLayout:
             code, dim = spec_bytes[position], spec_bytes[position + 1] & ~ORDERED
             form = f"<{dim}I{dim if spec_bytes[position + 1] & ORDERED else 0}B"
             numbers = struct.unpack_from(form, spec_bytes, position + 2)
-            specs.append((DTYPES[code], numbers[:dim], numbers[dim:]))
+            specs.append((DTYPES[code].torch, numbers[:dim], numbers[dim:]))
             position += 2 + struct.calcsize(form)
         return cls(tuple(specs))
 
@@ -196,7 +183,9 @@ class MessageChannel:
         self.comm.send(first, self.peer)
         if nbytes > self.frame_nbytes:
             self.comm.send(frame[self.frame_nbytes : nbytes], self.peer)
-        self._count(nbytes)
+        self.num_messages += 1
+        self.num_frames += 1 + (nbytes > self.frame_nbytes)
+        self.num_bytes += max(nbytes, self.frame_nbytes)
         self.frame_nbytes = _next_frame_nbytes(nbytes)
 
     def _header_for(self, message: Message) -> HeaderCache:
@@ -222,11 +211,6 @@ class MessageChannel:
                 self._layouts.clear()
             layout = self._layouts[key] = make(key)
         return layout
-
-    def _count(self, nbytes: int) -> None:
-        self.num_messages += 1
-        self.num_frames += 1 + (nbytes > self.frame_nbytes)
-        self.num_bytes += max(nbytes, self.frame_nbytes)
 
     def receive(self, on_predicted: OnPredicted | None = None) -> Message:
         """The next message; blocks until it is here.

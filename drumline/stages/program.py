@@ -57,6 +57,9 @@ class Program:
     returns: tuple[int, ...]
     _leaving: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
 
+    # Slots number the tensors of a pass: the operands of operations, the other inputs of the
+    # master, and what the steps put out, in their order. Every rank counts the same, so a message
+    # holds tensors in the order of their slots, and no names.
     def leaving(self, rank: int) -> tuple[int, ...]:
         """The slots that `rank` passes on, in the order they travel."""
         if rank not in self._leaving:

@@ -67,12 +67,6 @@ class Ring:
         self.monitor.close()
         self._resources.__exit__(type(error) if error else None, error, None)
 
-    def __enter__(self) -> Ring:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self.close(error)
-
     def leave(self, code: int) -> None:
         """Release the other ranks, which end with this exit code, and close. For rank 0."""
         try:
@@ -83,6 +77,7 @@ class Ring:
     def release_stages(self, code: int) -> None:
         """Send LEAVE, which every rank passes on before it ends; returns once it has come round."""
         with contextlib.suppress(PeerLost):
+            # It overtakes nothing, so replies that nobody waits for any more come first.
             self.send(Message(MessageKind.LEAVE, ints=[code]))
             while self.receive().kind is not MessageKind.LEAVE:
                 pass

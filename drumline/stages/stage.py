@@ -11,15 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drumline.core.pytree import (
-    NEW_HIDDEN_STATE,
-    TreeSpec,
-    Unflattener,
-    changed_items,
-    flatten_output,
-    iter_caches,
-    unflatten,
-)
+from drumline.core import pytree
 from drumline.errors import DrumlineError, describe_with_traceback
 from drumline.kv_cache.owner import CacheRegistry
 from drumline.kv_cache.placeholder import EMPTY_LAYER, LayerVersion, version_of
@@ -50,8 +42,8 @@ class StageCall:
         self, step: StageStep, inputs: list[torch.Tensor], ints: list[int], caches: CacheRegistry
     ):
         self.inputs = inputs
-        arrived = Unflattener(iter(ints[step.ints_at :]), inputs, caches)
-        self.args, self.kwargs = unflatten(step.arguments, arrived)
+        arrived = pytree.Unflattener(iter(ints[step.ints_at :]), inputs, caches)
+        self.args, self.kwargs = pytree.unflatten(step.arguments, arrived)
         self.shared = arrived.shared
         self.before = [dict(shared) for shared in arrived.shared]
 
@@ -69,9 +61,6 @@ class StageCall:
         first = self.inputs[0]
         return value.shape == first.shape and value.dtype == first.dtype
 
-    def copies(self) -> list[torch.Tensor]:
-        return [tensor.clone() for tensor in self.inputs]
-
     def check_inputs_unchanged(self, inputs_before: list[torch.Tensor]) -> None:
         """Raise if the layer wrote into what it was given, which the master would not see."""
         for old, now in zip(inputs_before, self.inputs, strict=True):
@@ -86,7 +75,7 @@ class StageCall:
     # the first call of a layer, versions show the master which layers of the cache it fills.
     def layer_versions(self) -> list[LayerVersion]:
         """The version of each layer of the first cache among the arguments."""
-        found = next(iter_caches((self.args, self.kwargs)), None)
+        found = next(pytree.iter_caches((self.args, self.kwargs)), None)
         return [] if found is None else [version_of(layer) for layer in found.layers]
 
     def filled(self, before: list[LayerVersion]) -> list[tuple[int, int, int]]:
@@ -98,11 +87,10 @@ class StageCall:
             if new.length > old.length or new.has_state > old.has_state
         ]
 
-    def describe(self, value: Any, new: list[torch.Tensor]) -> TreeSpec:
-        written = [
-            changed_items(old, now) for old, now in zip(self.before, self.shared, strict=True)
-        ]
-        return flatten_output([value, *written], self.inputs, new)
+    def describe(self, value: Any, new: list[torch.Tensor]) -> pytree.TreeSpec:
+        pairs = zip(self.before, self.shared, strict=True)
+        written = [pytree.changed_items(old, now) for old, now in pairs]
+        return pytree.flatten_output([value, *written], self.inputs, new)
 
 
 class Stage:
@@ -145,11 +133,9 @@ class Stage:
             operands = message.tensors[: route.program.num_operands]
             return self._run_captured(route, message) or self._run(route, message)
         except Exception as error:
-            failed = Message(
-                MessageKind.ERROR, message.program, message.ints, operands, message.text
-            )
-            failed.note = self._describe_failure(error)
-            return failed
+            own, step = self.ring.coor.peers[self.ring.coor.rank], self._current_step
+            note = f"{own}: {step} raised {describe_with_traceback(error)}"
+            return replace(message, kind=MessageKind.ERROR, tensors=operands, note=note)
 
     def _run_captured(self, route: StageRoute, message: Message) -> Message | None:
         """The result of _run, by a CUDA graph; None where there is none for this message."""
@@ -182,15 +168,15 @@ class Stage:
                 call = StageCall(
                     step, [held[slot] for slot in step.slots], message.ints, self.caches
                 )
-            inputs_before, before = (
-                (call.copies(), call.layer_versions()) if step.output is None else ([], [])
-            )
+            is_new = step.output is None
+            inputs_before = [tensor.clone() for tensor in call.inputs] if is_new else []
+            before = call.layer_versions() if is_new else []
             value = self.modules[step.module](*call.args, **call.kwargs)
             if step.output is None:
                 call.check_inputs_unchanged(inputs_before)
                 beyond = []
                 note = json.dumps([call.describe(value, beyond), call.filled(before)])
-            elif step.output == NEW_HIDDEN_STATE and call.is_plain(value):
+            elif step.output == pytree.NEW_HIDDEN_STATE and call.is_plain(value):
                 held[made_at] = value
             else:
                 held.update(enumerate(_check_output_unchanged(step, call, value), made_at))
@@ -230,9 +216,9 @@ class Stage:
         if program.operations == NOTHING:
             return
         operands = message.tensors[: program.num_operands]
-        arrived = Unflattener(iter(message.ints), operands, self.caches)
+        arrived = pytree.Unflattener(iter(message.ints), operands, self.caches)
         failures = []
-        for operation in unflatten(program.operations, arrived):
+        for operation in pytree.unflatten(program.operations, arrived):
             try:
                 self.caches.apply(*operation)
             except Exception as error:  # the others are done all the same, here as elsewhere
@@ -244,14 +230,8 @@ class Stage:
 
     def _apply_operations_only(self, message: Message) -> None:
         """Another stage failed: the operations on caches are still done, here as there."""
-        try:
+        with contextlib.suppress(Exception):  # the first is on its way to the master already
             self._apply_operations(self._route(message).program, message)
-        except Exception:
-            pass  # the first error is on its way to the master already
-
-    def _describe_failure(self, error: Exception) -> str:
-        coor, step = self.ring.coor, self._current_step
-        return f"{coor.peers[coor.rank]}: {step} raised {describe_with_traceback(error)}"
 
 
 def _check_output_unchanged(step: StageStep, call: StageCall, value: Any) -> list[torch.Tensor]:

@@ -14,15 +14,14 @@ import torch
 
 from coordinator import Coordinator
 from drumline import timings
-from drumline.checkpoint.model_tensors import named_tensors, replace_tensors, tied_names, wrap_like
-from drumline.checkpoint.plan_executor import LoadStats, abort_peers_on_error, execute
+from drumline.checkpoint.model_tensors import named_tensors, tied_names
+from drumline.checkpoint.plan_executor import LoadStats
 from drumline.checkpoint.progress import LoadProgress
-from drumline.checkpoint.shard_loader import plan_on_all_ranks
-from drumline.checkpoint.shard_plan import LoadPlan, TensorRequest, plan_loading
-from drumline.checkpoint.source import CheckpointSource
+from drumline.checkpoint.shard_loader import load_planned, plan_on_all_ranks
+from drumline.checkpoint.shard_plan import TensorRequest, plan_loading
+from drumline.checkpoint.source import CheckpointFiles
 from drumline.checkpoint.weight_map import WeightMap, dtype_overrides, merge_tied_names
 from drumline.core.device_map import DeviceMap, Place
-from drumline.core.hugepages import allocate_hugepages
 from drumline.core.mesh import Mesh
 from drumline.offload.prefetcher import DiskWeights, WeightPrefetcher
 from drumline.planner.model_profile import part_of_tensor
@@ -46,7 +45,7 @@ class LoadedStage:
 def fill(
     model: torch.nn.Module,
     weight_map: WeightMap,
-    source: CheckpointSource,
+    source: CheckpointFiles,
     places: dict[str, Place],
     dtype: torch.dtype | None,
     coor: Coordinator,
@@ -61,22 +60,26 @@ def fill(
 
     Needs the rank's share and two blocks of 8 MiB.
     """
-    tensors = dict(named_tensors(model))
-    dtypes = dtypes_of(model, dtype)
-    plan, owners = _planned(model, weight_map, source, places, dtypes, coor)
-    own = {name: device for name, (rank, device) in owners.items() if rank == coor.rank}
+    dtypes, parts = dtypes_of(model, dtype), set(places)
+    pieces = merge_tied_names(model, weight_map.slices)
+    everywhere = {name: places[part_of_tensor(name, parts)] for name in pieces}
+    owners = {name: place for name, place in everywhere.items() if place[1] != "disk"}
+    shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model)}
+    requests = {
+        name: TensorRequest(shapes[name], dtypes[name].itemsize, pieces[name], only={AXIS: rank})
+        for name, (rank, _) in owners.items()
+    }
+    mesh = Mesh({AXIS: coor.world_size})
+    plan = plan_on_all_ranks(
+        coor, lambda: plan_loading(requests, source.index, mesh, source.readers, coor.rank)
+    )
+    devices = {name: device for name, (_, device) in owners.items()}
     total = sum(plan.nbytes_of(rank) for rank in range(coor.world_size))
-    with abort_peers_on_error(coor), LoadProgress(coor, total, progress) as on_progress:
-        shards = allocate_hugepages(
-            {name: (tensors[name].shape, dtypes[name], device) for name, device in own.items()}
-        )
+    with LoadProgress(coor, total, progress) as on_progress:
         coor.barrier()
-        stats = execute(plan, source.index, source.path, coor, shards, dtypes, on_progress)
+        stats = load_planned(model, plan, source, coor, devices, dtypes, on_progress)
         on_progress.report()
         coor.barrier(timeout_s=timings.TIMINGS.load_s)
-    replace_tensors(
-        model, {id(tensors[name]): wrap_like(tensors[name], shards.pop(name)) for name in own}
-    )
     return stats
 
 
@@ -87,7 +90,7 @@ def dtypes_of(model: torch.nn.Module, dtype: torch.dtype | None) -> dict[str, to
 
 
 def on_disk(
-    model: torch.nn.Module, weight_map: WeightMap, source: CheckpointSource, dtype: torch.dtype
+    model: torch.nn.Module, weight_map: WeightMap, source: CheckpointFiles, dtype: torch.dtype
 ) -> Callable[[str, Mapping[str, torch.Tensor]], DiskWeights]:
     """A function that makes the readers of modules that stay on disk."""
     dtypes = dtypes_of(model, dtype)
@@ -100,40 +103,10 @@ def on_disk(
             name: f"{module}.{name}" for name in tensors if f"{module}.{name}" in source_by_name
         }
         return DiskWeights(
-            source.path,
-            source.index,
+            source,
             {name: source_by_name[full[name]] for name in full},
             {name: tensors[name] for name in full},
             {name: dtypes[full[name]] for name in full},
         )
 
     return reader
-
-
-def _planned(
-    model: torch.nn.Module,
-    weight_map: WeightMap,
-    source: CheckpointSource,
-    places: dict[str, Place],
-    dtypes: dict[str, torch.dtype],
-    coor: Coordinator,
-) -> tuple[LoadPlan, dict[str, Place]]:
-    """The readers and receivers of each tensor, the same on every rank, and its place."""
-    tensors, parts = dict(named_tensors(model)), set(places)
-    pieces = merge_tied_names(model, weight_map.slices)
-    everywhere = {name: places[part_of_tensor(name, parts)] for name in pieces}
-    owners = {name: place for name, place in everywhere.items() if place[1] != "disk"}
-    requests = {
-        name: TensorRequest(
-            tuple(tensors[name].shape),
-            dtypes[name].itemsize,
-            pieces[name],
-            only={AXIS: rank},
-        )
-        for name, (rank, _) in owners.items()
-    }
-    mesh = Mesh({AXIS: coor.world_size})
-    plan = plan_on_all_ranks(
-        coor, lambda: plan_loading(requests, source.index, mesh, source.readers, coor.rank)
-    )
-    return plan, owners

@@ -50,6 +50,8 @@ class StageGroup:
 
         Otherwise the others wait in the step for ever, so it is PeerLost on all ranks of the model.
         """
+        # An error of the model itself is the same on all ranks of the group, and each of them comes
+        # here; one that a single rank has, such as too little memory, leaves it alone here.
         if self.monitor.has_failed:  # which made the step fail: the group will not agree on it
             self.monitor.raise_cause(DrumlineError(failure))
         self._together(
@@ -67,7 +69,8 @@ class StageGroup:
     def _desynchronised(self, why: str) -> PeerLost:
         """The error for a step that this rank does not do with its group, told to all ranks."""
         layers = self.monitor.layers_by_rank[self.rank]
-        self.monitor.report_own_failure(f"is out of step with its TP group: {why}")
+        coor = self.monitor.coor
+        coor.report_failure(coor.rank, f"is out of step with its TP group: {why}")
         return PeerLost(
             f"rank {self.coor.ranks[self.coor.rank]}: the ranks {list(self.coor.ranks)}, which "
             f"hold {layers} each, are out of step, so the model cannot run any more. Start all "
@@ -152,6 +155,8 @@ class TpDriverRing:
         """Run the first stage and pass the message on. Returns the reply, if no other group has
         anything to do with it."""
         self.group.monitor.is_waiting = True
+        # The group has the message before its leader runs it: in the layers' collectives the leader
+        # waits for all others.
         self.group.broadcast(message)
         reply = self.stage._reply(message)
         if self.ring is not None and not self._ends_here(message):

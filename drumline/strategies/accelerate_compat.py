@@ -161,7 +161,7 @@ def load_checkpoint_and_dispatch(
         device_map,
         checkpoint=checkpoint,
         max_memory=arguments.get("max_memory"),
-        uncut=arguments.get("no_split_module_classes"),
+        no_split_module_classes=arguments.get("no_split_module_classes"),
         offload_dir=arguments.get("offload_folder"),
     )
 

@@ -63,10 +63,7 @@ def _candidates(
         sizes = _faster_sizes(inputs, groups, speeds)
         reader = "rank0" if inputs.source.blind else None
         sharded = [replace(options, device_map="auto", tp=size, reader=reader) for size in sizes]
-        return [
-            options,
-            *(candidate for candidate in sharded if _is_loadable(coor, path, candidate)),
-        ]
+        return [options, *(c for c in sharded if _is_loadable(coor, path, c))]
 
 
 def _have_own_devices(coor: Coordinator, inputs: PlanInputs) -> bool:
@@ -85,12 +82,10 @@ def _faster_sizes(inputs: PlanInputs, groups: list[GroupSpeed], speeds: DeviceSp
         alone = estimate(inputs.parts, whole, speeds, inputs.step).tokens_a_second
     except PlanError:
         alone = 0.0  # whole layers do not fit
-    rates = {
-        group.size: estimate_tensor_parallel(
-            inputs.parts, group, speeds, inputs.step
-        ).tokens_a_second
-        for group in groups
-    }
+    rates = {}
+    for group in groups:
+        expected = estimate_tensor_parallel(inputs.parts, group, speeds, inputs.step)
+        rates[group.size] = expected.tokens_a_second
     sizes = [size for size, rate in rates.items() if rate > MIN_SPEEDUP * alone]
     return sorted(sizes, key=lambda size: -rates[size])
 

@@ -15,15 +15,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from coordinator import Coordinator
-from drumline.checkpoint.model_tensors import (
-    named_tensors,
-    replace_tensors,
-    sources_by_name,
-    tied_names,
-)
+from drumline.checkpoint import model_tensors
 from drumline.checkpoint.safetensors_index import read_index
 from drumline.checkpoint.shard_plan import whole_tensor
-from drumline.checkpoint.source import CheckpointSource, share_index
+from drumline.checkpoint.source import CheckpointFiles, share_index
 from drumline.checkpoint.weight_map import WeightMap
 from drumline.core.consistency import check_same_on_all_ranks, run_on_all_ranks
 from drumline.core.device_map import DeviceMap, ModelProfile, Place
@@ -31,7 +26,7 @@ from drumline.errors import PlanError
 from drumline.offload.placement import install_device_hooks, offloaded_modules
 from drumline.offload.prefetcher import DiskWeights, make_prefetcher
 from drumline.planner.memory import Memory, cluster_memory, limit_memory
-from drumline.planner.model_profile import part_of_tensor, profile_model
+from drumline.planner.model_profile import is_inside, part_of_tensor, profile_model
 from drumline.planner.plan import plan
 from drumline.stages.stage_weights import LoadedStage, fill
 from drumline.strategies.pipeline_parallel import connect_stages
@@ -46,7 +41,7 @@ def dispatch(
     *,
     checkpoint: str | Path | None = None,
     max_memory: Memory | None = None,
-    uncut: Collection[str] | str | None = None,
+    no_split_module_classes: Collection[str] | str | None = None,
     offload_dir: str | Path | None = None,
 ) -> Any:
     """The model with its modules on the places of the map. Collective; ends as `load` does.
@@ -55,7 +50,7 @@ def dispatch(
     device_map: as for `load`; modules that it names are kept whole.
     checkpoint: a folder or file of safetensors to fill the model from, named as in the model; the
         values that the model has, if not given.
-    uncut: classes of modules that stay whole, see `profile_model`.
+    no_split_module_classes: classes of modules that stay whole, see `profile_model`.
     offload_dir: where each rank writes those of its modules whose place is "disk", in safetensors
         files of its own, which are read whenever the module runs; yours to delete afterwards.
 
@@ -65,7 +60,9 @@ def dispatch(
         if coor is None:
             coor = stack.enter_context(Coordinator())
         free_nbytes = limit_memory(cluster_memory(coor), max_memory)
-        placed = run_on_all_ranks(coor, lambda: _planned(model, device_map, free_nbytes, uncut))
+        placed = run_on_all_ranks(
+            coor, lambda: _planned(model, device_map, free_nbytes, no_split_module_classes)
+        )
         check_same_on_all_ranks(coor, {"plan": placed.to_json(), "torch": torch.__version__})
         if checkpoint is not None:
             _fill(model, placed, coor, Path(checkpoint))
@@ -77,12 +74,12 @@ def _planned(
     model: nn.Module,
     device_map: Map,
     free_nbytes: dict[Place, int],
-    uncut: Collection[str] | str | None,
+    no_split_module_classes: Collection[str] | str | None,
 ) -> DeviceMap:
     if isinstance(device_map, DeviceMap):
         device_map = device_map.places
     if isinstance(device_map, str):
-        return plan(profile_model(model, uncut), free_nbytes, device_map)
+        return plan(profile_model(model, no_split_module_classes), free_nbytes, device_map)
     return plan(_parts(model, device_map), free_nbytes, device_map)
 
 
@@ -96,25 +93,20 @@ def _parts(model: nn.Module, named: Collection[str]) -> ModelProfile:
             f"device_map names {strangers}, which are not in {type(model).__name__}, so it may be "
             "that of another model; its modules are those of named_modules()."
         )
-    whole = [n for n in named if n in modules and n and not _is_inside(n, named)]
+    whole = [n for n in named if n in modules and n and not is_inside(n, named)]
     return profile_model(model, names=whole)
-
-
-def _is_inside(name: str, named: Collection[str]) -> bool:
-    return any(name.startswith(f"{other}.") for other in named if other)
 
 
 def _fill(model: nn.Module, placed: DeviceMap, coor: Coordinator, path: Path) -> None:
     """Read the tensors of this rank; ranks that do not see the files get them from the master."""
     has_files = coor.allgather(b"yes" if path.exists() else b"")
     readers = [rank if has else 0 for rank, has in enumerate(has_files)]
-    index = share_index(coor, path, lambda: readers)[0].index
-    pieces = run_on_all_ranks(coor, lambda: sources_by_name(model, index))
-    names = tied_names(model)
+    files, _ = share_index(coor, path, lambda: readers)
+    pieces = run_on_all_ranks(coor, lambda: model_tensors.sources_by_name(model, files.index))
+    names = model_tensors.tied_names(model)
     everywhere = {name: pieces[first] for first in names for name in names[first]}
     weight_map = WeightMap(everywhere, frozenset(), frozenset(), {})
-    source = CheckpointSource(path, None, index, readers)
-    fill(model, weight_map, source, placed.places, None, coor, None)
+    fill(model, weight_map, files, placed.places, None, coor, None)
 
 
 def _keep_own(
@@ -138,7 +130,7 @@ def _keep_own(
         moved = tensor if device == str(tensor.device) else tensor.detach().to(device)
         is_weight = isinstance(tensor, nn.Parameter)
         new[id(tensor)] = nn.Parameter(moved, tensor.requires_grad) if is_weight else moved
-    replace_tensors(model, new)
+    model_tensors.replace_tensors(model, new)
     away = {name: own[name] for name in offloaded_modules(placed, rank)}
     where = torch.device(placed.device_of(rank))
     prefetcher = make_prefetcher(model, away, where, lambda name, tensors: on_disk[name])
@@ -148,11 +140,11 @@ def _keep_own(
 
 def _write_to_disk(model: nn.Module, name: str, folder: Path, rank: int) -> DiskWeights:
     """Write the weights of a module into a file; returns what reads them from there."""
-    tensors = dict(named_tensors(model.get_submodule(name)))
+    tensors = dict(model_tensors.named_tensors(model.get_submodule(name)))
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{name}.rank{rank}.safetensors"
     save_file({key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}, file)
-    index = read_index(file)
+    files = CheckpointFiles(file, read_index(file), [0])
     pieces = {key: whole_tensor(key, tensor.shape) for key, tensor in tensors.items()}
     dtypes = {key: tensor.dtype for key, tensor in tensors.items()}
-    return DiskWeights(file, index, pieces, tensors, dtypes)
+    return DiskWeights(files, pieces, tensors, dtypes)

@@ -92,26 +92,9 @@ def load(
 
     Raises PlanError or CheckpointError on every rank before serving starts.
     """
-    request = LoadOptions(
-        device_map=device_map,
-        max_memory=max_memory,
-        dtype=dtype,
-        cls=cls,
-        config=config,
-        backend=backend,
-        batch=batch,
-        length=length,
-        cuda_graphs=cuda_graphs,
-        progress=progress,
-        tp=tp,
-        mesh=mesh,
-        tp_plan=tp_plan,
-        reader=reader,
-        build_on=build_on,
-        device=device,
-        rest=options,
-    )
-    if not request.cuts_layers:
+    arguments = {k: v for k, v in locals().items() if k not in ("path", "coor", "options")}
+    request = LoadOptions(**arguments, rest=options)
+    if not request.shards_layers:
         if device_map == "fastest":
             return load_fastest(path, coor, request)
         return load_pipeline(path, coor, request)

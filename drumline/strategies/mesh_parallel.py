@@ -135,18 +135,6 @@ def _connect_tp_group(
 
 def _checked_mesh(options: LoadOptions, world_size: int) -> Mesh:
     """The mesh that is asked for. Raises PlanError for what would have no effect along it."""
-    _check_no_memory_options(options)
-    mesh = resolve_mesh(options.mesh, options.tp, world_size)
-    if mesh.axis_size("dp_shard") > 1 and not hasattr(options.mesh, "mesh_dim_names"):
-        raise PlanError(
-            f"the mesh {dict(mesh.axes)} shards parameters along 'dp_shard', which FSDP2 brings "
-            "together again over process groups of torch; pass a torch DeviceMesh, not sizes."
-        )
-    return mesh
-
-
-def _check_no_memory_options(options: LoadOptions) -> None:
-    """Raise PlanError for options that a mesh without stages would ignore."""
     ignored = {"max_memory": options.max_memory, "length": options.length or None}
     for name, value in ignored.items():
         if value is not None:
@@ -155,6 +143,13 @@ def _check_no_memory_options(options: LoadOptions) -> None:
                 'shards every layer, so it would change nothing; add device_map="auto" for '
                 "stages of ranks that shard their layers, or leave it out."
             )
+    mesh = resolve_mesh(options.mesh, options.tp, world_size)
+    if mesh.axis_size("dp_shard") > 1 and not hasattr(options.mesh, "mesh_dim_names"):
+        raise PlanError(
+            f"the mesh {dict(mesh.axes)} shards parameters along 'dp_shard', which FSDP2 brings "
+            "together again over process groups of torch; pass a torch DeviceMesh, not sizes."
+        )
+    return mesh
 
 
 def _as_mesh_model(

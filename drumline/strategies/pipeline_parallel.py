@@ -7,6 +7,7 @@ print(model.generate(tokens))
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from coordinator import Coordinator
 from drumline.checkpoint.config_files import read_generation_config
 from drumline.checkpoint.empty_model import empty_model, load_shard
-from drumline.checkpoint.source import CheckpointSource
+from drumline.checkpoint.source import CheckpointFiles
 from drumline.checkpoint.weight_map import NotStreamable, WeightMap
 from drumline.core.consistency import check_same_on_all_ranks, model_facts, run_on_all_ranks
 from drumline.core.device_map import DeviceMap, abbreviate_names
@@ -33,6 +34,8 @@ from drumline.stages.stage import Stage
 from drumline.stages.stage_weights import LoadedStage, fill, on_disk
 from drumline.strategies.plan_inputs import PlanInputs, collect_plan_inputs
 from drumline.strategies.serve_stage import open_message_communicator, serve_and_exit
+
+log = logging.getLogger("drumline")
 
 
 def load_pipeline(path: str | Path, coor: Coordinator | None, options: LoadOptions) -> Any:
@@ -53,6 +56,7 @@ def _load_stage(coor: Coordinator, path: str | Path, options: LoadOptions) -> Lo
         mode = options.device_map or "auto"
         device_map = run_on_all_ranks(coor, lambda: inputs.plan(mode, options.speeds))
         planned.append(device_map)
+        log.info("rank %d: %s of %s", coor.rank, device_map.of(coor.rank), path)
         facts = {"plan": device_map.to_json(), "cuda_graphs": str(options.cuda_graphs)}
         check_same_on_all_ranks(coor, facts)
         if options.cuda_graphs:
@@ -134,7 +138,7 @@ def _place(stage: LoadedStage, weight_map: WeightMap, inputs: PlanInputs, rank: 
     install_device_hooks(model, device_map, rank, stage.prefetcher)
 
 
-def _check_offload(source: CheckpointSource, device_map: DeviceMap, rank: int) -> None:
+def _check_offload(source: CheckpointFiles, device_map: DeviceMap, rank: int) -> None:
     """Raise for weights that have to be read while they run, on a rank without the files."""
     stays = [name for name, device in device_map.of(rank).items() if device == "disk"]
     if stays and rank in source.blind:

@@ -9,6 +9,7 @@ Along `dp_replicate` there is such a model each, which its own first rank calls.
 from __future__ import annotations
 
 import contextlib
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,8 @@ from drumline.stages.ring import Ring
 from drumline.stages.stage_weights import LoadedStage
 from drumline.stages.tp_stage import StageGroup, TpDriverRing, TpFollowerRing, TpLeaderRing, TpStage
 from drumline.strategies.serve_stage import open_message_communicator, serve_and_exit
-from drumline.tensor_parallel.sharded_model import (
-    ShardedModel,
-    build,
-    compute_buffers,
-    open_checkpoint,
-    shard_checkpoint,
-)
+from drumline.tensor_parallel import sharded_model
+from drumline.tensor_parallel.sharded_model import ShardedModel
 from drumline.tensor_parallel.tp_layers import insert_collectives
 from drumline.timings import TIMINGS
 
@@ -57,17 +53,24 @@ def load_pipeline_tp(path: str | Path, coor: Coordinator | None, options: LoadOp
     with contextlib.ExitStack() as stack:
         if coor is None:
             coor = stack.enter_context(Coordinator())
-            stack.push(_close_late(coor))
+            # Other replicas may still use it for a long time.
+            late = functools.partial(coor.close, timeout_s=TIMINGS.next_message_s)
+            stack.push(lambda kind, error, trace: late() if error is None else None)
         mesh = _checked_mesh(options, coor.world_size)
         sharded, device_map, stats = _load_shards(coor, path, mesh, options)
         ranks = mesh.group(coor.rank, "pp", "tp")
         replica = coor if len(ranks) == coor.world_size else _split(coor, ranks, stack)
-        own_mesh = _one_replica(mesh, ranks)
+        axes = {axis: mesh.axis_size(axis) for axis in mesh.axes if axis in ("pp", "tp")}
+        own_mesh = Mesh(axes, tuple(range(len(ranks))))  # numbered as in the replica's Coordinator
         group, ring_comms = _connect(replica, own_mesh, sharded, device_map, options.backend, stack)
         driven = _driven_model(sharded, options) if replica.is_master() else None
         resources = stack.pop_all()
     hop = own_mesh.coordinate(replica.rank)["pp"] + 1
-    ring = _open_ring(ring_comms, device_map, group, resources)
+    layers_by_stage = {stage: device_map.holds(stage) for stage, _ in device_map.free_nbytes}
+    ring = None  # as on ranks that lead no group, or the only one
+    if ring_comms:
+        forward, back = ring_comms
+        ring = Ring(forward, back, layers_by_stage, resources, group.monitor)
     receiver: Any = TpFollowerRing(group, resources)
     if ring is not None and not replica.is_master():
         receiver = TpLeaderRing(group, ring)
@@ -88,9 +91,9 @@ def _load_shards(
 ) -> tuple[ShardedModel, DeviceMap, LoadStats]:
     """The model with this rank's shards of its stage, and the stages. Collective."""
     with monitored_loading(coor, lambda rank: "its part of a stage"):
-        files, configs = open_checkpoint(coor, path, mesh, options)
+        files, configs = sharded_model.open_checkpoint(coor, path, mesh, options)
         sharded = run_on_all_ranks(
-            coor, lambda: shard_checkpoint(coor, files, configs, mesh, options)
+            coor, lambda: sharded_model.shard_checkpoint(coor, files, configs, mesh, options)
         )
         device_map = _plan(coor, mesh, sharded, options)
         stages = run_on_all_ranks(coor, lambda: stages_of(sharded.model, device_map))
@@ -99,18 +102,13 @@ def _load_shards(
         return sharded, device_map, sharded.fill(coor, load_plan)
 
 
-def _close_late(coor: Coordinator) -> Any:
-    """A callback that closes a Coordinator which other replicas may still use for a long time."""
-
-    def close(kind: Any, error: Any, trace: Any) -> None:
-        if error is None:
-            coor.close(timeout_s=TIMINGS.next_message_s)
-
-    return close
-
-
 def _checked_mesh(options: LoadOptions, world_size: int) -> Mesh:
     """The mesh with `pp` and `tp`, rank 0 first in both. Raises PlanError for any other."""
+    if options.device_map == "fastest":
+        raise PlanError(
+            'device_map="fastest" decides itself how many ranks share a layer, and tp= or mesh= do '
+            'so too; leave these out, or use "auto", or a dict of module to stage.'
+        )
     mesh = resolve_mesh(options.mesh, options.tp, world_size, "pp")
     if mesh.axis_size("dp_shard") > 1:
         raise PlanError(
@@ -127,12 +125,6 @@ def _checked_mesh(options: LoadOptions, world_size: int) -> Mesh:
     return Mesh({**dict.fromkeys({"pp", "tp"} - mesh.axes.keys(), 1), **mesh.axes}, mesh.ranks)
 
 
-def _one_replica(mesh: Mesh, ranks: tuple[int, ...]) -> Mesh:
-    """The mesh of these ranks alone, numbered as in their own Coordinator."""
-    axes = {axis: size for axis, size in mesh.axes.items() if axis in ("pp", "tp")}
-    return Mesh(axes, tuple(range(len(ranks))))
-
-
 def _plan(coor: Coordinator, mesh: Mesh, sharded: ShardedModel, options: LoadOptions) -> DeviceMap:
     """The layers of each stage, the same on every rank. Collective."""
     mode = "auto" if options.device_map in (None, "meta") else options.device_map
@@ -142,9 +134,7 @@ def _plan(coor: Coordinator, mesh: Mesh, sharded: ShardedModel, options: LoadOpt
         needs = cache_nbytes(sharded.config, model.dtype, options.batch, options.length)
         parts = with_cache(parts, -(-needs // mesh.axis_size("tp")))
     free_nbytes = _free_nbytes_by_stage(coor, mesh, sharded.device, options.max_memory)
-    device_map: DeviceMap = run_on_all_ranks(
-        coor, lambda: plan(parts, free_nbytes, _check_not_fastest(mode))
-    )
+    device_map: DeviceMap = run_on_all_ranks(coor, lambda: plan(parts, free_nbytes, mode))
     check_same_on_all_ranks(coor, {"plan": device_map.to_json(), **model_facts(model, model.dtype)})
     return device_map
 
@@ -169,15 +159,6 @@ def _connect(
     monitor = GroupMonitor(replica, [*ring_comms, *comms], layers)
     stack.callback(monitor.close)
     return StageGroup(replica.rank, comms[0], monitor), ring_comms
-
-
-def _check_not_fastest(device_map: Any) -> Any:
-    if device_map == "fastest":
-        raise PlanError(
-            'device_map="fastest" decides itself how many ranks share a layer, and tp= or mesh= do '
-            'so too; leave these out, or use "auto", or a dict of module to stage.'
-        )
-    return device_map
 
 
 def _free_nbytes_by_stage(
@@ -215,8 +196,8 @@ def stages_of(model: Any, device_map: DeviceMap) -> dict[str, int]:
 
 def _driven_model(sharded: ShardedModel, options: LoadOptions) -> Any:
     """The model that the user calls: modules without weights compute here, all else is on meta."""
-    model = build(type(sharded.model), sharded.config, options)
-    compute_buffers(model, sharded.device)
+    model = sharded_model.build(type(sharded.model), sharded.config, options)
+    sharded_model.compute_buffers(model, sharded.device)
     model.generation_config = sharded.generation or model.generation_config
     return model.eval()
 
@@ -228,23 +209,6 @@ def _hops(model: Any, device_map: DeviceMap) -> dict[str, int]:
         for name, (stage, _) in device_map.places.items()
         if named_tensors(model.get_submodule(name))
     }
-
-
-def _open_ring(
-    comms: list[Communicator],
-    device_map: DeviceMap,
-    group: StageGroup,
-    resources: contextlib.ExitStack,
-) -> Ring | None:
-    """The ring of the groups' first ranks; None elsewhere, or if there is one group."""
-    if not comms:
-        return None
-    return Ring(comms[0], comms[1], holds(device_map), resources, group.monitor)
-
-
-def holds(device_map: DeviceMap) -> dict[int, str]:
-    """By stage, its modules in words."""
-    return {stage: device_map.holds(stage) for stage, _ in device_map.free_nbytes}
 
 
 def _ring_comms(

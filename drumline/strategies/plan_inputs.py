@@ -14,22 +14,14 @@ from typing import Any
 import torch
 
 from coordinator import Coordinator
-from drumline.checkpoint.source import CheckpointSource, choose_config, find_checkpoint
+from drumline.checkpoint.source import CheckpointFiles, choose_config, find_checkpoint
 from drumline.core.consistency import run_on_all_ranks
 from drumline.core.device_map import DeviceMap, ModelProfile, Place
 from drumline.errors import PlanError
+from drumline.planner import model_profile
 from drumline.planner.cost_model import DeviceSpeeds, PassShape
 from drumline.planner.load_options import LoadOptions
 from drumline.planner.memory import cluster_memory, limit_memory
-from drumline.planner.model_profile import (
-    build_on_meta,
-    cache_nbytes,
-    estimate_workspace_nbytes,
-    hidden_width,
-    model_class,
-    profile_model,
-    with_cache,
-)
 from drumline.planner.plan import plan
 
 
@@ -37,7 +29,7 @@ from drumline.planner.plan import plan
 class PlanInputs:
     """A model's parts, cache included, and the free memory of every place that is to hold them."""
 
-    source: CheckpointSource
+    source: CheckpointFiles
     kind: type[Any]
     dtype: torch.dtype
     parts: ModelProfile
@@ -54,16 +46,18 @@ def collect_plan_inputs(coor: Coordinator, path: str | Path, options: LoadOption
     """Look at the checkpoint and at every rank's memory. Collective."""
     source = find_checkpoint(coor, path)
     source = replace(source, config=choose_config(source.config, options.config))
-    kind = run_on_all_ranks(coor, lambda: options.cls or model_class(source.config))
+    kind = run_on_all_ranks(coor, lambda: options.cls or model_profile.model_class(source.config))
     dtype = checkpoint_dtype(options.dtype, source.config)
-    parts = run_on_all_ranks(coor, lambda: profile_model(build_on_meta(kind, source.config, dtype)))
-    tokens = (source.config, dtype, options.batch, options.length)
-    needs = (
-        (cache_nbytes(*tokens), estimate_workspace_nbytes(*tokens)) if options.length else (0, 0)
+    parts = run_on_all_ranks(
+        coor,
+        lambda: model_profile.profile_model(
+            model_profile.build_on_meta(kind, source.config, dtype)
+        ),
     )
-    step = PassShape(options.batch, hidden_width(source.config), dtype.itemsize)
+    parts = model_profile.with_tokens(parts, source.config, dtype, options.batch, options.length)
+    step = PassShape(options.batch, model_profile.hidden_width(source.config), dtype.itemsize)
     free_nbytes = limit_memory(cluster_memory(coor), options.max_memory)
-    return PlanInputs(source, kind, dtype, with_cache(parts, *needs), free_nbytes, step)
+    return PlanInputs(source, kind, dtype, parts, free_nbytes, step)
 
 
 def checkpoint_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtype:

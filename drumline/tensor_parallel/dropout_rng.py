@@ -11,11 +11,12 @@ restored behind it. So a layer that is computed again for its gradient drops the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from communicator import Communicator
 from coordinator import Coordinator
@@ -62,14 +63,10 @@ def has_dropout(model: nn.Module) -> bool:
     return any(
         type(value) in (int, float) and value > 0 and any(rate in name for rate in RATE_NAMES)
         for module in model.modules()
-        for name, value in _numbers(module)
+        for name, value in (
+            [("dropout", module.p)] if isinstance(module, _DropoutNd) else vars(module).items()
+        )
     )
-
-
-def _numbers(module: nn.Module) -> Iterable[tuple[str, Any]]:
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        return [("dropout", module.p)]
-    return vars(module).items()
 
 
 def _install_rank_seeds(

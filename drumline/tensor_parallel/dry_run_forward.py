@@ -68,7 +68,8 @@ def dry_run(model: Any, sharded: Any, styles: Mapping[str, str], rank: int, size
     shapes, place, error = _forward_shapes(
         sharded, tokens, lambda: insert_collectives(sharded, styles, communicator)
     )
-    if error is not None and not _needs_values(error) and place != end:
+    needs_values = isinstance(error, NotImplementedError) or "meta tensor" in str(error)
+    if error is not None and not needs_values and place != end:
         raise PlanError(_describe_misfit(sharded, place or "", styles, size, str(error))) from error
     if error is None and end is None and shapes != expected:
         raise PlanError(
@@ -88,10 +89,6 @@ def _forward_shapes(
         return _shapes(model.eval()(input_ids=tokens)), None, None
     except Exception as error:  # meta tensors have no values, and some models take other inputs
         return {}, active_modules[-1], error
-
-
-def _needs_values(error: Exception) -> bool:
-    return isinstance(error, NotImplementedError) or "meta tensor" in str(error)
 
 
 def _track_modules(model: Any) -> list[str]:

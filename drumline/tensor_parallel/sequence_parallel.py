@@ -22,14 +22,7 @@ from torch.nn import functional as F
 from communicator import Communicator
 from drumline.errors import DrumlineError
 from drumline.planner.model_profile import layer_names
-from drumline.tensor_parallel.autograd_collectives import (
-    copy_to_ranks,
-    gather_tokens,
-    reduce_scatter_tokens,
-    scatter_tokens,
-    shard_size,
-    with_reduced_gradients,
-)
+from drumline.tensor_parallel import autograd_collectives as collectives
 
 STYLE = "sequence_parallel"
 ROW = ("rowwise", "packed_rowwise")
@@ -42,13 +35,10 @@ def with_norms(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     trunks = {_trunk_of(name) for name in layers}
     for outer in [*layers, *sorted(trunks)]:
         for name, child in model.get_submodule(outer).named_children():
-            if _is_norm(child):
+            is_leaf = not any(True for _ in child.children())
+            if is_leaf and "Norm" in type(child).__name__:
                 styles[f"{outer}.{name}" if outer else name] = STYLE
     return styles
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return "Norm" in type(module).__name__ and not any(True for _ in module.children())
 
 
 def _trunk_of(layer: str) -> str:
@@ -74,13 +64,15 @@ class SequenceParallel:
             stacks.setdefault(_trunk_of(name), []).append(name)
         done: set[str] = set()
         for trunk, layers in stacks.items():
-            if all(
-                _calls_children_only(self.model.get_submodule(n)) and _norms_of(n, norms)
-                for n in layers
-            ):
+            if all(_norms_of(name, norms) and self._calls_children_only(name) for name in layers):
                 self._wrap_stack(trunk, layers, norms)
                 done |= {norm for outer in (trunk, *layers) for norm in _norms_of(outer, norms)}
         return done
+
+    def _calls_children_only(self, name: str) -> bool:
+        """True if the layer computes by calling its children, so that wrapping those is enough."""
+        layer, lists = self.model.get_submodule(name), (nn.ModuleList, nn.ModuleDict)
+        return not layer._parameters and not any(isinstance(c, lists) for c in layer.children())
 
     def _wrap_stack(self, trunk: str, layers: list[str], norms: set[str]) -> None:
         """Layers that follow each other, and what their trunk calls before and behind them."""
@@ -98,7 +90,7 @@ class SequenceParallel:
         self._wrap_trunk(trunk, layers)
 
     def _wrap_norm(self, module: Any, gathers: bool) -> None:
-        plain, on_own_tokens = module.forward, with_reduced_gradients(module, self.comm)
+        plain, on_own_tokens = module.forward, collectives.with_reduced_gradients(module, self.comm)
 
         def forward(x: torch.Tensor) -> Any:
             if not self._is_own_tokens(x):
@@ -156,8 +148,10 @@ class SequenceParallel:
         def forward(x: torch.Tensor) -> torch.Tensor:
             if self.full_shape is None or x.dim() != 3 or x.shape[:2] != self.full_shape[:2]:
                 return plain(x)  # type: ignore[no-any-return]
-            y = reduce_scatter_tokens(F.linear(x, module.weight), self.comm)
-            return y if module.bias is None else y + copy_to_ranks(module.bias, self.comm)
+            y = collectives.reduce_scatter_tokens(F.linear(x, module.weight), self.comm)
+            return (
+                y if module.bias is None else y + collectives.copy_to_ranks(module.bias, self.comm)
+            )
 
         module.forward = forward
 
@@ -169,7 +163,7 @@ class SequenceParallel:
             others = [*args, *kwargs.values()]
             if self.full_shape is None and self._can_partition(hidden_states, others):
                 self.full_shape = hidden_states.shape
-                hidden_states = scatter_tokens(hidden_states, self.comm)
+                hidden_states = collectives.scatter_tokens(hidden_states, self.comm)
             try:
                 output = plain(hidden_states, *args, **kwargs)
                 if self.full_shape is not None and (gathers or not self.stays_partitioned):
@@ -187,9 +181,9 @@ class SequenceParallel:
         plain, modules = trunk.forward, [self.model.get_submodule(layer) for layer in layers]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            self.may_partition = not (
-                _returns_layer_outputs(trunk, kwargs) or any(map(_is_checkpointed, modules))
-            )
+            # Gradient checkpointing calls a layer again when nobody knows how it was parted.
+            checkpointed = (m.training and getattr(m, "gradient_checkpointing", 0) for m in modules)
+            self.may_partition = not (_returns_layer_outputs(trunk, kwargs) or any(checkpointed))
             self.stays_partitioned = True
             try:
                 output = plain(*args, **kwargs)
@@ -214,7 +208,7 @@ class SequenceParallel:
         if self.full_shape is None or not isinstance(x, torch.Tensor):
             return False
         batch, length, width = self.full_shape
-        return tuple(x.shape) == (batch, shard_size(length, self.comm), width)
+        return tuple(x.shape) == (batch, collectives.shard_size(length, self.comm), width)
 
     def _gather_in(self, value: Any) -> Any:
         """All tokens in place of this rank's, wherever they are in a value."""
@@ -223,7 +217,7 @@ class SequenceParallel:
         if not self._is_own_tokens(value):
             return value
         assert self.full_shape is not None
-        return gather_tokens(value, self.full_shape[1], self.comm)
+        return collectives.gather_tokens(value, self.full_shape[1], self.comm)
 
     def _scatter_in(self, value: Any) -> Any:
         """This rank's tokens in place of all; what is no hidden state stays as it is."""
@@ -233,9 +227,9 @@ class SequenceParallel:
             return value
         batch, length, width = self.full_shape
         if value.shape == self.full_shape:
-            return scatter_tokens(value, self.comm)
+            return collectives.scatter_tokens(value, self.comm)
         if tuple(value.shape) == (batch * length, width):
-            return scatter_tokens(value.view(self.full_shape), self.comm).flatten(0, 1)
+            return collectives.scatter_tokens(value.view(self.full_shape), self.comm).flatten(0, 1)
         return value
 
 
@@ -244,20 +238,9 @@ def _norms_of(name: str, norms: set[str]) -> set[str]:
     return {norm for norm in norms if norm.rpartition(".")[0] == name}
 
 
-def _calls_children_only(layer: nn.Module) -> bool:
-    """Does it compute by calling its children, so that wrapping those is enough?"""
-    lists = (nn.ModuleList, nn.ModuleDict)
-    return not layer._parameters and not any(isinstance(c, lists) for c in layer.children())
-
-
 def _returns_layer_outputs(trunk: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-    """Is what comes out of each layer to be returned?"""
+    """True if what comes out of each layer is to be returned."""
     setting = kwargs.get("output_hidden_states")
     if setting is None:
         setting = getattr(getattr(trunk, "config", None), "output_hidden_states", None)
     return setting is not None and setting is not False
-
-
-def _is_checkpointed(layer: nn.Module) -> bool:
-    """Gradient checkpointing calls a layer again when nobody knows any more how it was parted."""
-    return bool(layer.training and getattr(layer, "gradient_checkpointing", False))

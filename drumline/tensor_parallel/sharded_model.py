@@ -11,7 +11,7 @@ import copy
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,8 +94,10 @@ def shard_checkpoint(
     coor: Coordinator, files: CheckpointFiles, configs: Any, mesh: Mesh, options: LoadOptions
 ) -> ShardedModel:
     """The empty model of a checkpoint and how it is cut; PlanError if it cannot be."""
-    config, generation = configs_from(*configs)
-    config = choose_config(config, options.config)
+    fields, generation = configs
+    if generation is not None:
+        generation = transformers.GenerationConfig.from_dict(generation)
+    config = choose_config(config_from_json(fields), options.config)
     _check_not_quantised(files.path, config, options)
     model = build(options.cls or model_class(config), config, options)
     where = options.device or own_device(coor)
@@ -103,7 +105,11 @@ def shard_checkpoint(
     styles = read_plan(model, options.tp_plan or "auto") if size > 1 else {}
     splits = shard_specs(model, styles, size)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    _dry_run(model, styles, splits, mesh, coor.rank)
+    if styles:
+        whole = truncated_copy(model, styles)
+        part = copy.deepcopy(whole)
+        shrink(part, splits, mesh, coor.rank)
+        dry_run(whole, part, styles, mesh.coordinate(coor.rank)["tp"], size)
     compute_buffers(model, where)
     return ShardedModel(model, config, generation, styles, splits, shapes, where, files)
 
@@ -117,21 +123,6 @@ def shrink(
         if splits[name]
     }
     replace_tensors(model, sharded)
-
-
-def _dry_run(
-    model: Any,
-    styles: Mapping[str, str],
-    splits: Mapping[str, tuple[ShardSpec, ...]],
-    mesh: Mesh,
-    rank: int,
-) -> None:
-    """PlanError if the model, cut so, would fail in its first call; the model stays as it is."""
-    if styles:
-        whole = truncated_copy(model, styles)
-        part = copy.deepcopy(whole)
-        shrink(part, splits, mesh, rank)
-        dry_run(whole, part, styles, mesh.coordinate(rank)["tp"], mesh.axis_size("tp"))
 
 
 def _check_not_quantised(path: str | Path, config: Any, options: LoadOptions) -> None:
@@ -165,13 +156,6 @@ def read_configs(path: str | Path) -> bytes:
         read_generation_config(folder)
         generation = read_json(folder / "generation_config.json")
     return json.dumps([config, generation]).encode()
-
-
-def configs_from(model: Any, generation: Any) -> tuple[Any, Any]:
-    config = config_from_json(model)
-    if generation is None:
-        return config, None
-    return config, transformers.GenerationConfig.from_dict(generation)
 
 
 def build(kind: type[Any], config: Any, options: LoadOptions) -> Any:
@@ -208,7 +192,10 @@ def compute_buffers(model: Any, device: str) -> None:
             else:
                 buffers[key] = buffers[key].to(device)
         if todo:
-            _initialiser(model, name)(module)
+            owner = name
+            while owner and not hasattr(model.get_submodule(owner), "_init_weights"):
+                owner = owner.rpartition(".")[0]  # to the innermost model around it
+            model.get_submodule(owner)._init_weights(module)
         for key in todo:
             if _is_unset(buffers[key]):
                 buffers[key] = _constructed(module, key, device)
@@ -217,14 +204,6 @@ def compute_buffers(model: Any, device: str) -> None:
                     f"the buffer {name}.{key} is in no checkpoint, and {type(model).__name__} "
                     'computes it in its constructor only; load with build_on="cpu".'
                 )
-
-
-def _initialiser(model: nn.Module, name: str) -> Callable[[nn.Module], None]:
-    """The method that initialises a module: that of the innermost model around it with one."""
-    while name and not hasattr(model.get_submodule(name), "_init_weights"):
-        name = name.rpartition(".")[0]
-    around: Any = model.get_submodule(name)
-    return around._init_weights  # type: ignore[no-any-return]
 
 
 def _constructed(module: nn.Module, key: str, device: str) -> torch.Tensor:

@@ -52,13 +52,10 @@ def same_samples_on_all_ranks(monitor: GroupMonitor, device: torch.device) -> It
 
 def _share_rng_state(monitor: GroupMonitor, device: torch.device) -> None:
     """Give every rank the state of the first rank's generators of random numbers."""
-    places = [torch.device("cpu"), device] if device.type == "cuda" else [torch.device("cpu")]
-    for place in places:
-        own = torch if place.type == "cpu" else torch.cuda
-        where = [] if place.type == "cpu" else [place]
-        own_state = own.get_rng_state(*where).numpy().tobytes()
-        state = bytearray(monitor.broadcast(own_state))
-        own.set_rng_state(torch.frombuffer(state, dtype=torch.uint8), *where)
+    generators: list[tuple[Any, tuple[Any, ...]]] = [(torch, ()), (torch.cuda, (device,))]
+    for module, place in generators[: 2 if device.type == "cuda" else 1]:
+        state = monitor.broadcast(module.get_rng_state(*place).numpy().tobytes())
+        module.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), *place)
 
 
 class _SampleOnFirstRank(TorchDispatchMode):  # type: ignore[no-untyped-call]

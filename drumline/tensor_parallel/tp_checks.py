@@ -15,17 +15,8 @@ from torch import nn
 from drumline.core.mesh import Mesh
 from drumline.core.shards import ShardSpec, local_shape
 from drumline.errors import PlanError
-from drumline.tensor_parallel.tp_plan import (
-    EMBEDDING,
-    INPUT_SHARDED,
-    MODULE_STYLES,
-    OUTPUT_SHARDED,
-    REDUCING,
-    ROW,
-    Styles,
-    experts_implementation,
-    is_packed,
-)
+from drumline.tensor_parallel import tp_plan
+from drumline.tensor_parallel.tp_plan import Styles
 
 ATTENTION_INPUTS = ("q_proj", "k_proj", "v_proj")
 
@@ -56,14 +47,14 @@ def _check_kinds(model: nn.Module, styles: Styles) -> None:
     """Each style is for one kind of module, and the head must give every rank all scores."""
     modules = dict(model.named_modules())
     for name, style in styles.items():
-        kind = nn.Embedding if style in EMBEDDING else nn.Linear
-        is_cut = style in MODULE_STYLES
+        kind = nn.Embedding if style in tp_plan.EMBEDDING else nn.Linear
+        is_cut = style in tp_plan.MODULE_STYLES
         if is_cut and name in modules and not isinstance(modules[name], kind):
             raise PlanError(
                 f"{name} is a {type(modules[name]).__name__} and is to be sharded as {style!r}, "
                 f"which is for {kind.__name__}; take it out of tp_plan."
             )
-        is_row = style in (*ROW, "packed_rowwise") and name in modules
+        is_row = style in (*tp_plan.ROW, "packed_rowwise") and name in modules
         if is_row and type(modules[name]).forward is not nn.Linear.forward:
             raise PlanError(
                 f"{name} is a {type(modules[name]).__name__}, which multiplies in its own way, and "
@@ -114,7 +105,7 @@ def _check_attention(model: nn.Module, styles: Styles) -> None:
         names = [
             f"{owner}.{name}" for name, _ in module.named_children() if name in ATTENTION_INPUTS
         ]
-        cut = [name for name in names if styles.get(name) in OUTPUT_SHARDED]
+        cut = [name for name in names if styles.get(name) in tp_plan.OUTPUT_SHARDED]
         rest = [name for name in names if name not in cut]
         if cut and rest:
             raise PlanError(
@@ -132,8 +123,8 @@ def _check_partners(model: nn.Module, styles: Styles) -> None:
             for name, child in module.named_children()
             if isinstance(child, nn.Linear)
         }
-        columns = [name for name in linears if styles.get(name) in OUTPUT_SHARDED]
-        rows = [name for name in linears if styles.get(name) in INPUT_SHARDED]
+        columns = [name for name in linears if styles.get(name) in tp_plan.OUTPUT_SHARDED]
+        rows = [name for name in linears if styles.get(name) in tp_plan.INPUT_SHARDED]
         for name, other in itertools.product(columns[:1], rows[:1]):
             is_pair = len(columns) == len(rows) == 1 and styles[name] == "colwise"
             if is_pair and linears[name].out_features == 2 * linears[other].in_features:
@@ -170,7 +161,7 @@ def _check_experts(model: nn.Module, styles: Styles, size: int) -> None:
     """Every rank has equally many whole experts, or a shard of each expert."""
     for name, _ in model.named_parameters():
         owner, style = name.rpartition(".")[0], styles.get(name)
-        if style == "colwise" and is_packed(model, name):
+        if style == "colwise" and tp_plan.is_packed(model, name):
             raise PlanError(_describe_halves(name, f"{owner}.down_proj"))
         if (style == "grouped_gemm") != (styles.get(owner) == "ep_dispatch_experts"):
             raise PlanError(
@@ -191,7 +182,9 @@ def _check_experts(model: nn.Module, styles: Styles, size: int) -> None:
 def _check_reductions(styles: Styles, specs: Mapping[str, tuple[ShardSpec, ...]]) -> None:
     """An output that every rank computes in full must not be summed."""
     for name, style in styles.items():
-        if style in REDUCING and not any(specs[p] for p in specs if p.startswith(f"{name}.")):
+        if style in tp_plan.REDUCING and not any(
+            specs[p] for p in specs if p.startswith(f"{name}.")
+        ):
             raise PlanError(
                 f"{name} is {style!r}, which sums the outputs of all ranks, and nothing in it is "
                 "sharded, so the sum would be too large; shard its parameters too, or leave it out."
@@ -202,7 +195,7 @@ def _check_alignment(model: nn.Module, name: str, size: int) -> None:
     """The shard of each rank has to fit torch.nn.functional.grouped_mm."""
     parameter, owner = model.get_parameter(name), model.get_submodule(name.rpartition(".")[0])
     inner, itemsize = parameter.shape[-1], parameter.element_size()
-    if parameter.dim() != 3 or experts_implementation(owner) != "grouped_mm":
+    if parameter.dim() != 3 or tp_plan.experts_implementation(owner) != "grouped_mm":
         return
     parts = [
         local_shape((inner,), [ShardSpec("tp", 0)], Mesh({"tp": size}), r)[0] for r in range(size)

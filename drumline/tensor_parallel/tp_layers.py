@@ -14,21 +14,12 @@ from torch.nn import functional as F
 
 from communicator import Communicator
 from drumline.errors import PlanError
-from drumline.tensor_parallel.autograd_collectives import (
-    copy_to_ranks,
-    gather_from_ranks,
-    reduce_from_ranks,
-    shard_bounds,
-    with_reduced_gradients,
-)
+from drumline.tensor_parallel import autograd_collectives as collectives
+from drumline.tensor_parallel import tp_plan
+from drumline.tensor_parallel.autograd_collectives import copy_to_ranks, reduce_from_ranks
 from drumline.tensor_parallel.dropout_rng import sync_dropout_rng
 from drumline.tensor_parallel.sequence_parallel import SequenceParallel
-from drumline.tensor_parallel.tp_plan import (
-    INPUT_SHARDED,
-    OUTPUT_SHARDED,
-    Styles,
-    experts_implementation,
-)
+from drumline.tensor_parallel.tp_plan import Styles
 
 
 def insert_collectives(model: nn.Module, styles: Styles, comm: Communicator) -> None:
@@ -47,8 +38,8 @@ def insert_collectives(model: nn.Module, styles: Styles, comm: Communicator) -> 
             owner = modules[name.rpartition(".")[0]]
             modules[name].forward = _latent_column(modules[name], owner.qk_rope_head_dim, comm)
     cut = {name: style for name, style in styles.items() if name in modules}
-    opening = [modules[name] for name, style in cut.items() if style in OUTPUT_SHARDED]
-    closing = [modules[name] for name, style in cut.items() if style in INPUT_SHARDED]
+    opening = [modules[name] for name, style in cut.items() if style in tp_plan.OUTPUT_SHARDED]
+    closing = [modules[name] for name, style in cut.items() if style in tp_plan.INPUT_SHARDED]
     sync_dropout_rng(model, opening, closing, comm)
     if alone:
         done = SequenceParallel(model, styles, comm).install()
@@ -63,7 +54,7 @@ def _column(module: nn.Module, comm: Communicator) -> Callable[..., Any]:
 
 def _gathered_column(module: nn.Module, comm: Communicator) -> Callable[..., Any]:
     plain, outputs = module.forward, int(module.out_features)  # type: ignore[arg-type]
-    return lambda x: gather_from_ranks(plain(copy_to_ranks(x, comm)), outputs, comm)
+    return lambda x: collectives.gather_from_ranks(plain(copy_to_ranks(x, comm)), outputs, comm)
 
 
 def _row(module: Any, comm: Communicator) -> Callable[..., Any]:
@@ -77,7 +68,7 @@ def _row(module: Any, comm: Communicator) -> Callable[..., Any]:
 
 def _split_row(module: Any, comm: Communicator) -> Callable[..., Any]:
     rows, inputs = _row(module, comm), int(module.in_features)
-    begin, end = shard_bounds(inputs, comm)
+    begin, end = collectives.shard_bounds(inputs, comm)
     return lambda x: rows(copy_to_ranks(x, comm)[..., begin:end])
 
 
@@ -122,7 +113,7 @@ def _with_lookup(module: Any, look_up: Callable[..., torch.Tensor]) -> Callable[
 
 def _embedding(module: Any, comm: Communicator) -> Callable[..., Any]:
     """Each rank looks up the ids of its shard; the others add zeros."""
-    begin, end = shard_bounds(module.num_embeddings, comm)
+    begin, end = collectives.shard_bounds(module.num_embeddings, comm)
     module.padding_idx = None  # it counts from the start of the whole table
 
     def look_up(ids: torch.Tensor) -> torch.Tensor:
@@ -140,7 +131,8 @@ def _embedding_columns(module: Any, comm: Communicator) -> Callable[..., Any]:
     """Each rank has a part of every vector."""
     width = int(module.embedding_dim)
     return _with_lookup(
-        module, lambda ids: gather_from_ranks(nn.Embedding.forward(module, ids), width, comm)
+        module,
+        lambda ids: collectives.gather_from_ranks(nn.Embedding.forward(module, ids), width, comm),
     )
 
 
@@ -172,7 +164,9 @@ def _sharded_experts(module: nn.Module, comm: Communicator) -> Callable[..., Any
     plain = module.forward
 
     def forward(hidden: torch.Tensor, *routing: Any) -> Any:
-        inputs = [copy_to_ranks(x, comm) if torch.is_tensor(x) else x for x in (hidden, *routing)]
+        inputs = [
+            x if not torch.is_tensor(x) else copy_to_ranks(x, comm) for x in (hidden, *routing)
+        ]
         return reduce_from_ranks(plain(*inputs), comm)
 
     return forward
@@ -183,12 +177,17 @@ def _expert_parallel(module: Any, comm: Communicator) -> Callable[..., Any]:
     experts_per_rank = module.num_experts // comm.world_size
     plain, first = module.forward, comm.rank * experts_per_rank
     module.num_experts = experts_per_rank
-    skips = hasattr(module, "_is_expert_parallel") and experts_implementation(module) != "eager"
+    skips = (
+        hasattr(module, "_is_expert_parallel") and tp_plan.experts_implementation(module) != "eager"
+    )
     if skips:
         module._is_expert_parallel = True
 
     def forward(hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> Any:
-        hidden, weights = copy_to_ranks(hidden, comm), copy_to_ranks(weights, comm)
+        hidden, weights = (
+            copy_to_ranks(hidden, comm),
+            copy_to_ranks(weights, comm),
+        )
         elsewhere = (experts < first) | (experts >= first + experts_per_rank)
         if skips:
             own = (experts - first).masked_fill(elsewhere, experts_per_rank)
@@ -208,15 +207,17 @@ def _sequence_parallel(module: nn.Module, comm: Communicator) -> Callable[..., A
 
     A pass of fewer tokens than ranks, as in decoding, is computed by all: to gather takes longer.
     """
-    whole, part = module.forward, with_reduced_gradients(module, comm)
+    whole, part = module.forward, collectives.with_reduced_gradients(module, comm)
 
     def forward(x: torch.Tensor) -> Any:
         length = x.shape[1] if x.dim() > 2 else 0
         if length < comm.world_size:
             return whole(x)
-        begin, end = shard_bounds(length, comm)
+        begin, end = collectives.shard_bounds(length, comm)
         own_tokens = part(copy_to_ranks(x, comm)[:, begin:end])
-        return gather_from_ranks(own_tokens.transpose(1, -1), length, comm).transpose(1, -1)
+        return collectives.gather_from_ranks(own_tokens.transpose(1, -1), length, comm).transpose(
+            1, -1
+        )
 
     return forward
 
@@ -243,7 +244,7 @@ _FORWARDS: dict[str, Callable[[Any, Communicator], Callable[..., Any]]] = {
     "moe_tp_experts": _sharded_experts,
     "ep_dispatch_experts": _expert_parallel,
     "grouped_gemm": _unchanged,
-    "replicated_with_grad_allreduce": with_reduced_gradients,
+    "replicated_with_grad_allreduce": collectives.with_reduced_gradients,
     "replicate": _unchanged,
     "local_params": _unchanged,
 }

@@ -65,7 +65,12 @@ def read_plan(model: nn.Module, plan: str | Styles) -> dict[str, str]:
     styles = _apply_rules(model, rules, must_match=not isinstance(plan, str))
     if not isinstance(plan, str):
         return styles
-    styles = {name: _packed_style(model, name, style) for name, style in styles.items()}
+    # Some carried plans say "colwise" of experts whose gate and up are one tensor, as if they were
+    # two: then one rank would have all gates, and the next all values.
+    packed = [
+        name for name, style in styles.items() if style == "colwise" and is_packed(model, name)
+    ]
+    styles |= dict.fromkeys(packed, "packed_colwise")
     styles |= _tied_styles(model, styles)
     return with_norms(model, styles) if plan == "sequence" else styles
 
@@ -85,15 +90,6 @@ def _apply_rules(model: nn.Module, rules: Styles, must_match: bool) -> dict[str,
             raise PlanError(f"tp_plan names {pattern!r}, which the model does not have.")
         styles.update(dict.fromkeys(matched, style))
     return styles
-
-
-def _packed_style(model: nn.Module, name: str, style: str) -> str:
-    """The style that a carried plan means for experts whose gate and up are one tensor.
-
-    Some say "colwise", as of the two tensors that it is made of: then one rank would have all
-    gates, and the next all values.
-    """
-    return f"packed_{style}" if style == "colwise" and is_packed(model, name) else style
 
 
 def is_packed(model: nn.Module, name: str) -> bool:

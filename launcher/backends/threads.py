@@ -22,6 +22,7 @@ from launcher.launch_info import LaunchInfo
 from launcher.local.launch_infos import infos_for_node
 from launcher.runtime import rank_process
 from launcher.runtime.output import Output
+from launcher.system import descendants, linux, stop_signals
 
 NAME = "threads"
 SUPPORTS = frozenset({"log_dir", "trace"})
@@ -39,17 +40,42 @@ def run(job: Job, owns_process: bool = False) -> list[Any]:
     Raises LaunchError with the first exception as its __cause__.
     """
     if owns_process:
-        try:
-            with rank_streams(job):
-                return _run(job)
-        except KeyboardInterrupt as error:
-            raise errors.interrupted(signal.SIGINT) from error
+        with _ending_children(), _raising_stop_signals(), rank_streams(job):
+            return _run(job)
     if job.log_dir is not None:
         raise ValueError(
             f"log_dir={job.log_dir!r} is not supported for threads of a program, which print where "
             "the program prints, so nothing was started. Remove it, or use the command line."
         )
     return _run(job)
+
+
+@contextlib.contextmanager
+def _ending_children() -> Iterator[None]:
+    """At the end of this context, end the processes that ranks have left."""
+    linux.set_subreaper(True)
+    try:
+        yield
+    finally:
+        descendants.end_all(timings.TIMINGS.orphan_grace_s)
+
+
+@contextlib.contextmanager
+def _raising_stop_signals() -> Iterator[None]:
+    """Raise LaunchInterrupted for the first stop signal in this context; another ends the process.
+
+    A signal that this process ignores, as under nohup, stays ignored.
+    """
+
+    def handle(number: int, _frame: object) -> None:
+        for again in handled:
+            signal.signal(again, signal.SIG_DFL)
+        raise errors.interrupted(number)
+
+    handled = [n for n in stop_signals.STOP_SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
+    for number in handled:
+        signal.signal(number, handle)
+    yield
 
 
 def _run(job: Job) -> list[Any]:
@@ -138,21 +164,28 @@ class RankThreads:
 
 @contextlib.contextmanager
 def rank_streams(job: Job) -> Iterator[None]:
-    """Within this context, a rank's thread prints as a rank's process does: lines with its rank."""
+    """From now on, a rank's thread prints as a rank's process does: lines with its rank.
+
+    The streams stay: print() of Python 3.11 crashes if its stream is freed meanwhile. After this
+    context, what threads that still run print is lost.
+    """
     output, lock = Output(job.log_dir, job.nprocs), threading.Lock()
-    before = sys.stdout, sys.stderr
-    sys.stdout = RankStream(output, lock, "out", before[0])
-    sys.stderr = RankStream(output, lock, "err", before[1])
+    streams = [
+        RankStream(output, lock, "out", sys.stdout),
+        RankStream(output, lock, "err", sys.stderr),
+    ]
+    sys.stdout, sys.stderr = streams
     try:
         yield
     finally:
-        sys.stdout, sys.stderr = before
         with lock:
             for rank in range(job.nprocs):
                 output.take(rank, "out", b"")
                 output.take(rank, "err", b"")
             _pump_all(output)
             output.close()
+            for stream in streams:
+                stream.is_over = True
 
 
 def _pump_all(output: Output) -> None:
@@ -168,18 +201,27 @@ class RankStream(io.TextIOBase):
         self._lock = lock
         self._name = name
         self._before = before
+        self.is_over = False
+
+    @property
+    def buffer(self) -> Any:
+        """The bytes below the stream: what is written there has no rank's label."""
+        return self._before.buffer
 
     def write(self, text: str) -> int:
         info = detection.thread_info()
         if info is None:
             return self._before.write(text)
         with self._lock:
+            if self.is_over:
+                return len(text)
             self._output.take(info.rank, self._name, text.encode(errors="backslashreplace"))
             _pump_all(self._output)
         return len(text)
 
     def flush(self) -> None:
-        """Do nothing: only unfinished lines wait here."""
+        """Flush what is no rank's; of ranks, only unfinished lines wait here."""
+        self._before.flush()
 
     def isatty(self) -> bool:
         return self._before.isatty()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from launcher import launch_secret, ports
 from launcher.job import LOOPBACK, Job
 from launcher.launch_info import integer
+from launcher.runtime import rank_environment
 
 
 def rendezvous_info(environ: Mapping[str, str], launch_id: str, addr: str) -> dict[str, object]:
@@ -25,11 +26,11 @@ def rendezvous_info(environ: Mapping[str, str], launch_id: str, addr: str) -> di
 
 
 def environment(job: Job) -> dict[str, str]:
-    """The variables that every rank needs: the rendezvous, and a new secret.
+    """The variables that every rank needs: the rendezvous, a new secret, the number of restarts.
 
     Without results_dir the job is only shown, and so has no secret.
     """
-    variables = {"LAUNCH_ID": job.launch_id}
+    variables = {"LAUNCH_ID": job.launch_id, **rank_environment.restart_variables(job)}
     if job.results_dir:
         variables.update(launch_secret.variables())
     if job.master_addr != LOOPBACK:

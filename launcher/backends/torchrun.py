@@ -12,6 +12,7 @@ from launcher import ports
 from launcher.backends.env_table import build, chosen_by, read_numbers, read_variables
 from launcher.job import Job
 from launcher.launch_info import LaunchInfo
+from launcher.runtime import rank_environment
 from launcher.system import nesting
 
 NAME = "torchrun"
@@ -36,6 +37,8 @@ def detect(environ: Mapping[str, str]) -> LaunchInfo | None:
     ranks of a restart must not read what the previous attempt left in the store.
     extras["store"] is "agent" if torchrun itself already listens at master_addr:master_port.
     """
+    if nesting.has_our_run_id(environ):  # a rank of another launcher of ours
+        return None
     variables = read_variables(environ, NAME, MARKS, (*MARKS, *PLAIN))
     if variables is None:
         return _detect_plain(environ)
@@ -72,22 +75,28 @@ def expected_info(job: Job) -> dict[str, object]:
     fields: dict[str, object] = {"extras": {"launcher": NAME, "store": "agent"}}
     if job.nnodes == 1:
         return fields | dict.fromkeys(("launch_id", "master_addr", "master_port"), chosen_by(NAME))
-    port = job.master_port or ports.candidates(job.launch_id)[0]
+    port = ports.of_nodes(job.launch_id, job.master_port)
     return fields | {"launch_id": f"{job.launch_id}-{port}-0"}
 
 
 def command(job: Job) -> list[str]:
     """torchrun's command line for this node; each of several nodes runs its own."""
     options = ["--nproc-per-node", str(job.nprocs), "--rdzv-id", job.launch_id, *_rendezvous(job)]
+    start = ["torch.distributed.run"]
     if job.results_dir:  # else it creates a folder in /tmp
         options += ["--log-dir", f"{job.results_dir}/torchrun"]
-    start = [sys.executable, "-m", "torch.distributed.run"]
-    return [*start, *options, *job.python_arguments()]
+        start = ["launcher.external.torchrun_main", job.results_dir]
+    return [sys.executable, "-m", *start, *options, *job.python_arguments()]
+
+
+def environment(job: Job) -> dict[str, str]:
+    """The number of restarts by us: torchrun's own count begins again in each of its launches."""
+    return rank_environment.restart_variables(job)
 
 
 def _rendezvous(job: Job) -> list[str]:
     if job.nnodes == 1:  # as --standalone, but with our launch_id
         return ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{job.master_addr}:{job.master_port}"]
-    port = job.master_port or ports.candidates(job.launch_id)[0]
+    port = ports.of_nodes(job.launch_id, job.master_port)
     nodes = ["--nnodes", str(job.nnodes), "--node-rank", str(job.node_rank)]
     return [*nodes, "--master-addr", job.master_addr, "--master-port", str(port)]

@@ -12,138 +12,76 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import signal
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import launcher
-from launcher import launch_job, registry
-from launcher.cli import dry_run, failure_report
-from launcher.errors import LaunchError
-from launcher.job import LOOPBACK, Job, Target
+from launcher import launch_job
+from launcher.cli import dry_run, failure_report, run_options
+from launcher.cli.command_parser import (
+    CommandParser,
+    VersionAction,
+    complete,
+    completing_command,
+)
+from launcher.errors import LaunchError, LaunchInterrupted
+from launcher.job import Job, Target
+from launcher.runtime import rank_process
+from launcher.runtime.log_setup import configure as configure_logging
 from launcher.system import gpus, linux
+
+__all__ = [
+    "CommandParser",
+    "VersionAction",
+    "complete",
+    "completing_command",
+    "configure_logging",
+    "main",
+    "parse",
+    "parser",
+]
 
 PROG = "python -m launcher"
 DESCRIPTION = "Start ranks, check this machine, and read the traces of launches."
 USAGE_CODE = 2
-OPTIONS_WITHOUT_VALUE = ("--", "-h", "--help", "-m", "--bind", "--dry-run")
+DOCTOR_EPILOG = "exit codes: 0 nothing is wrong; 1 a check failed; 2 wrong usage"
+TRACE_EPILOG = "exit codes: 0 done, with or without the picture; 2 wrong usage, or no trace"
+
+log = logging.getLogger("launcher")
 
 
-class VersionAction(argparse.Action):
-    """`--version`: the version of the installed distribution, looked up only when asked for."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        print(f"drumline {launcher.__version__}")
-        parser.exit()
-
-
-class CommandParser(argparse.ArgumentParser):
-    """A parser of one command: an unknown option is an error with the usage of that command."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        options, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return options, unknown
-
-
-def parser(prog: str = PROG) -> argparse.ArgumentParser:
+def parser(prog: str = PROG) -> CommandParser:
     """The parser of all commands. A test holds the list of options: they are few on purpose."""
-    top = argparse.ArgumentParser(prog=prog, description=DESCRIPTION, allow_abbrev=False)
+    top = CommandParser(prog=prog, description=DESCRIPTION)
     top.add_argument("--version", action=VersionAction, nargs=0, help="print the version")
     commands = top.add_subparsers(dest="command", required=True, parser_class=CommandParser)
-    run = commands.add_parser("run", help="start a script once per rank", allow_abbrev=False)
-    run.add_argument(
-        "-n",
-        "--nproc-per-node",
-        default="1",
-        metavar="N",
-        help="ranks on this node: a number, cpu, gpu or auto; default: %(default)s",
-    )
-    run.add_argument(
-        "--launcher",
-        default="multiprocessing",
-        metavar="NAME",
-        help=f"{', '.join(registry.BUILT_IN)}, or an installed one; default: %(default)s",
-    )
-    run.add_argument(
-        "--nnodes", type=int, default=1, metavar="N", help="number of nodes; default: %(default)s"
-    )
-    run.add_argument(
-        "--node-rank",
-        type=int,
-        default=0,
-        metavar="N",
-        help="the index of this node; default: %(default)s",
-    )
-    run.add_argument(
-        "--master-addr",
-        default=LOOPBACK,
-        metavar="ADDRESS",
-        help="address of rank 0; default: %(default)s",
-    )
-    run.add_argument(
-        "--master-port",
-        type=int,
-        default=0,
-        metavar="PORT",
-        help="port of rank 0; default: by launch id",
-    )
-    run.add_argument("--launch-id", metavar="ID", help="name of the launch; random by default")
-    run.add_argument("--log-dir", metavar="FOLDER", help="write a file per rank and stream")
-    timeout_help = "end the launch after so many seconds"
-    run.add_argument("--timeout", type=float, metavar="SECONDS", help=timeout_help)
-    bind_help = "pin each rank to its own cores; OMP_NUM_THREADS is their number in local launches"
-    run.add_argument("--bind", action="store_true", help=bind_help)
-    preload_help = "import once, before the ranks are forked"
-    run.add_argument("--preload", action="append", default=[], metavar="MODULE", help=preload_help)
-    run.add_argument("--trace", metavar="FILE", help="record a timeline of every rank")
-    run.add_argument("--dry-run", action="store_true", help="show what would be started")
-    run.add_argument("-m", dest="module", action="store_true", help="run a module, not a script")
-    run.add_argument("script", help="the script, or with -m the module, to run")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
-    _add_diagnostics(commands)
+    run = commands.add_parser("run", help="start a script once per rank", epilog=run_options.EPILOG)
+    run_options.add_options(run)
+    doctor = commands.add_parser("doctor", help="check this machine", epilog=DOCTOR_EPILOG)
+    doctor.add_argument("--json", action="store_true", help="print a JSON object per finding")
+    doctor.add_argument("--quick", action="store_true", help="skip the conformance test")
+    trace_help = "summarise, join or draw traces"
+    trace = commands.add_parser("trace", help=trace_help, epilog=TRACE_EPILOG)
+    trace.add_argument("traces", type=Path, metavar="TRACE", nargs="+", help="of `run --trace`")
+    into_help = "join the traces of several nodes; default: only read them"
+    trace.add_argument("--into", type=Path, metavar="FILE", help=into_help)
+    png_help = "draw a PNG or SVG, without FILE next to the trace; default: no picture"
+    trace.add_argument("--png", type=Path, metavar="FILE", nargs="?", const=Path(), help=png_help)
     return top
 
 
-def _add_diagnostics(commands: Any) -> None:
-    """The commands that start nothing."""
-    doctor = commands.add_parser("doctor", help="check this machine", allow_abbrev=False)
-    doctor.add_argument("--json", action="store_true", help="print a JSON object per finding")
-    doctor.add_argument("--quick", action="store_true", help="skip the conformance test")
-    trace = commands.add_parser("trace", help="summarise, join or draw traces", allow_abbrev=False)
-    trace.add_argument("traces", type=Path, metavar="TRACE", nargs="+", help="of `run --trace`")
-    into_help = "join the traces of several nodes"
-    trace.add_argument("--into", type=Path, metavar="FILE", help=into_help)
-    png_help = "draw a PNG or SVG; by default next to the trace"
-    trace.add_argument("--png", type=Path, metavar="FILE", nargs="?", const=Path(), help=png_help)
-
-
 def parse(arguments: Sequence[str], prog: str = PROG) -> argparse.Namespace:
-    """The options, with the script's arguments unchanged: argparse would drop a `--`."""
+    """The options, with the script's arguments unchanged."""
     if arguments[:1] != ["run"]:
         return parser(prog).parse_args(arguments)
-    script = _script_index(arguments)
-    options = parser(prog).parse_args(arguments[: script + 1])
-    options.arguments = list(arguments[script + 1 :])
+    words, script_arguments = run_options.split(arguments)
+    options = parser(prog).parse_args(words)
+    options.arguments = script_arguments
     return options
-
-
-def _script_index(arguments: Sequence[str]) -> int:
-    """The index of the first word that is neither the command, nor an option, nor its value."""
-    index = 1
-    while index < len(arguments) and arguments[index].startswith("-"):
-        index += 1 if _stands_alone(arguments[index]) else 2
-    return index
-
-
-def _stands_alone(word: str) -> bool:
-    """True if no value of this option follows as another word, as in `-n2` but not in `-n 2`."""
-    has_value = "=" in word if word.startswith("--") else len(word) > 2
-    return word in OPTIONS_WITHOUT_VALUE or has_value
 
 
 def main(arguments: Sequence[str], prog: str = PROG) -> int:
@@ -154,8 +92,11 @@ def main(arguments: Sequence[str], prog: str = PROG) -> int:
     linux.open_missing_streams()
     # Shells start background jobs with SIGINT ignored; sent to a launch, it is meant for it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if completing_command() is not None:
+        complete(parser(prog))
     options = parse(arguments, prog)
     try:
+        configure_logging()
         return COMMANDS[options.command](options)
     except LaunchError as error:
         _print_error(failure_report.lines(error))
@@ -170,11 +111,40 @@ def _run(options: argparse.Namespace) -> int:
     launch_job.check(job, options.launcher, options.trace)
     if options.dry_run:
         _print(dry_run.lines(job, options.launcher))
-    else:
-        in_process = options.launcher in ("multiprocessing", "threads")
-        start_options = {"owns_process": True} if in_process else {}
-        launch_job.start(job, options.launcher, options.trace, **start_options)
-    return 0
+        return 0
+    code = 0
+    try:
+        _start(job, options)
+    except LaunchError as error:
+        _print_error(failure_report.lines(error))
+        code = error.exit_code
+    # Not as the interpreter ends: that takes longer than ending the ranks, and ranks that are
+    # threads may still be in the code of a library.
+    rank_process.end_process(code)
+    return code
+
+
+def _start(job: Job, options: argparse.Namespace) -> None:
+    """Run the job, and again after a failure, up to --max-restarts times, under a new launch id.
+
+    The id is the first one with the number of the restart, so that each of several nodes, which
+    restarts by itself, finds the others again.
+    """
+    in_process = options.launcher in ("multiprocessing", "threads")
+    start_options = {"owns_process": True} if in_process else {}
+    for count in range(options.max_restarts + 1):
+        launch_id = f"{job.launch_id}-restart-{count}" if count else job.launch_id
+        attempt = replace(job, launch_id=launch_id, restart_count=count)
+        log.info("launch %s: %d ranks of %s", launch_id, job.nprocs, options.launcher)
+        try:
+            launch_job.start(attempt, options.launcher, options.trace, **start_options)
+            return
+        except LaunchError as error:
+            if count == options.max_restarts or isinstance(error, LaunchInterrupted):
+                raise
+            cause = error.failures[0].summary() if error.failures else str(error).split("\n")[0]
+            restart = f"restart {count + 1} of {options.max_restarts} after {cause}"
+            _print_error([*failure_report.lines(error), restart])
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -189,9 +159,13 @@ def _trace(options: argparse.Namespace) -> int:
     trace, file = merge_traces.read(options.traces), options.into or options.traces[0]
     if options.into is not None:
         merge_traces.write(trace, options.into)
-    if options.png is not None:
-        plot.draw(trace, options.png if options.png != Path() else file.with_suffix(".png"))
     _print([*summary.lines(trace), f"open {file} in {summary.VIEWERS}"])
+    if options.png is not None:
+        picture = options.png if options.png != Path() else file.with_suffix(".png")
+        try:
+            plot.draw(trace, picture)
+        except ImportError as error:
+            _print_error([f"{picture} was not drawn: {error}. pip install 'drumline[plot]'"])
     return 0
 
 
@@ -210,14 +184,15 @@ def _print_error(lines: Iterable[str]) -> None:
 
 
 def _job(options: argparse.Namespace) -> Job:
+    meeting_place = options.rdzv_endpoint or (options.master_addr, options.master_port)
     return Job(
         Target("module" if options.module else "script", options.script),
         args=tuple(options.arguments),
         nprocs=_nprocs(options.nproc_per_node),
         nnodes=options.nnodes,
         node_rank=options.node_rank,
-        master_addr=options.master_addr,
-        master_port=options.master_port,
+        master_addr=meeting_place[0],
+        master_port=meeting_place[1],
         launch_id=(
             launch_job.launch_id_for(options.nnodes, options.launcher)
             if options.launch_id is None
@@ -226,7 +201,7 @@ def _job(options: argparse.Namespace) -> Job:
         log_dir=options.log_dir,
         timeout_s=options.timeout,
         bind=options.bind,
-        preload=tuple(options.preload),
+        preload=None if options.preload is None else tuple(filter(None, options.preload)),
     )
 
 

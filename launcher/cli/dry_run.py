@@ -11,6 +11,7 @@ from typing import Any
 from launcher import ports, registry, target
 from launcher.backends import env_table
 from launcher.job import Job
+from launcher.local import auto_preload
 from launcher.local.launch_infos import infos_for_node
 
 FOLDER = "FOLDER"  # stands for the temporary folder of the results
@@ -27,8 +28,15 @@ def lines(job: Job, name: str) -> Iterator[str]:
         yield " ".join([*settings, shlex.join(backend.command(shown_job))])
     else:
         kind = "threads" if name == "threads" else "processes"
-        yield f"{job.nprocs} {kind} of {shlex.join(job.rank_command())}"
+        preload = f"; {_preload_text(job)}" if kind == "processes" else ""
+        yield f"{job.nprocs} {kind} of {shlex.join(job.rank_command())}{preload}"
     yield from map(json.dumps, _ranks(job, backend))
+
+
+def _preload_text(job: Job) -> str:
+    imports, note, _ = auto_preload.choose(job)
+    modules = ", ".join(module for module, _ in imports) or "nothing"
+    return f"imported once, before they are forked: {modules} ({note})"
 
 
 def _ranks(job: Job, backend: Any) -> Iterator[dict[str, object]]:

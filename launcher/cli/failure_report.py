@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from launcher.cli.fold_traceback import fold
 from launcher.errors import LaunchError, LaunchInterrupted
 
 
@@ -17,7 +18,7 @@ def lines(error: LaunchError) -> Iterator[str]:
         first = failures.pop(0)
         when = f"{max(0.0, first.time_s):.1f} s after the start"
         note = f"This came first, {when}; exit code {first.exit_code}."
-        yield from box([*str(error).splitlines(), "", note])
+        yield from box([*fold(f"{error}\n").rstrip().splitlines(), "", note])
     for failure in failures:
         yield f"  {failure.summary()}"
 

@@ -16,6 +16,7 @@ from typing import Any
 from launcher import timings
 from launcher.doctor.finding import Finding
 from launcher.doctor.launcher_checks import PATH
+from launcher.system import host_addresses
 
 INSTALL = "pip install -e . (this builds the native parts; a C++ compiler must be there)"
 UNDER_MPI_CHECK = "-m launcher run --launcher mpi -n 2 -m communicator.backend_info --rank mpi"
@@ -36,16 +37,11 @@ def nccl() -> Iterator[Finding]:
 
 def network() -> Iterator[Finding]:
     """Interfaces, and the one on which a Coordinator over several nodes would listen."""
-    answer = _json_of("-m", "coordinator.host_info")
-    if isinstance(answer, str):
-        yield Finding("network", "coordinator", False, answer, INSTALL)
-        return
-    interfaces = [
-        f"{name} ({', '.join(have)})" for name, have in answer["interfaces"].items() if have
-    ]
+    named = host_addresses.interfaces().items()
+    interfaces = [f"{name} ({', '.join(have)})" for name, have in named if have]
     yield Finding("network", "interfaces", True, ", ".join(interfaces))
     yield Finding("network", "on one node", True, "the Coordinator listens on 127.0.0.1 alone")
-    routable = answer["routable"]
+    routable = [text for _, text in host_addresses.routable_addresses()]
     detail = (
         f"it listens on {routable[0]}" if routable else "no address that other hosts could reach"
     )

@@ -7,6 +7,7 @@ what is left of it then.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -19,15 +20,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launcher import errors, launch_secret, target, timings
+from launcher import errors, launch_secret, ports, target, timings
 from launcher.errors import Failure, LaunchError
+from launcher.external import node_rendezvous
 from launcher.external.rank_main import LOGS
 from launcher.job import Job
 from launcher.launch_info import ENV_PREFIX
 from launcher.records import json_values
-from launcher.runtime import outcome
+from launcher.runtime import rank_environment
 from launcher.runtime.output import Output
-from launcher.system import linux, shadowing
+from launcher.system import descendants, linux, shadowing
 from launcher.system.stop_signals import STOP_SIGNALS
 from launcher.trace import recorder
 
@@ -39,24 +41,89 @@ def run(backend: Any, job: Job) -> list[Any]:
     """
     shadowing.check(["."])  # `python -m` of each rank looks there first
     began_s = time.monotonic()
+    if job.nnodes > 1 and not getattr(backend, "STARTS_ALL_NODES", False):
+        node_rendezvous.meet(job, ports.of_nodes(job.launch_id, job.master_port))
+        if job.timeout_s is not None:
+            job = replace(job, timeout_s=job.timeout_s - (time.monotonic() - began_s))
     with tempfile.TemporaryDirectory(prefix=f"drumline-launch-{os.getpid()}-") as folder:
         job = replace(job, target=target.by_reference(job.target), results_dir=folder)
         if job.log_dir:
             _link_logs(job.log_dir, Path(folder))
             job = replace(job, log_dir=None)
-        code = _watch(folder, backend.command(job), environment(backend, job), job.timeout_s)
-        files = sorted(Path(folder).glob("[0-9]*.json"), key=lambda file: int(file.stem))
-        records = [json_values.loads(file.read_bytes()) for file in files]
-    reports = [record["failure"] for record in records if "failure" in record]
-    failures = [Failure(**{**report, "time_s": report["time_s"] - began_s}) for report in reports]
-    failures.sort(key=outcome.by_cause)
+        try:
+            with _torch_port(job) as port_variables:
+                environ = {**environment(backend, job), **port_variables}
+                code = _watch(folder, backend.command(job), environ, job.timeout_s)
+        except LaunchError as ended:
+            ended.failures = _failures(_records(folder), began_s)
+            raise
+        records = _records(folder)
+    failures = _failures(records, began_s)
+    if code and records:
+        _check_for_silent_ranks(backend, job, set(records), failures)
+    if code and all(failure.ended_by_launcher for failure in failures):
+        raise _ended(backend.NAME, code, failures)
     if failures:
         raise errors.failed(failures)
-    if code:
-        raise LaunchError(f"{backend.NAME} exited with code {code}", exit_code=code)
     if job.target.kind == "function" and len(records) < job.nprocs:
         raise LaunchError(f"only {len(records)} of {job.nprocs} ranks wrote a result")
-    return [record["result"] for record in records] or [None] * job.nprocs
+    return [record["result"] for record in records.values()] or [None] * job.nprocs
+
+
+@contextlib.contextmanager
+def _torch_port(job: Job) -> Iterator[dict[str, str]]:
+    """The variable of the port that is kept for torch.distributed within this context.
+
+    Of several nodes this may not be that of rank 0, which then keeps a port itself.
+    """
+    if job.nnodes > 1:
+        yield {}
+        return
+    with ports.reserve(ports.torch_candidates(job.launch_id, job.master_port)) as holder:
+        yield {rank_environment.TORCH_PORT: str(holder.getsockname()[1])}
+
+
+def _records(folder: str) -> dict[int, dict[str, Any]]:
+    """The record of its end that each rank of this machine has written, by rank."""
+    files = sorted(Path(folder).glob("[0-9]*.json"), key=lambda file: int(file.stem))
+    return {int(file.stem): json_values.loads(file.read_bytes()) for file in files}
+
+
+def _failures(records: dict[int, dict[str, Any]], began_s: float) -> tuple[Failure, ...]:
+    """The failures of ranks that have written a record, the cause first."""
+    reports = [record["failure"] for record in records.values() if "failure" in record]
+    return errors.by_cause(
+        Failure(**{**report, "time_s": report["time_s"] - began_s}) for report in reports
+    )
+
+
+def _check_for_silent_ranks(
+    backend: Any, job: Job, recorded: set[int], failures: tuple[Failure, ...]
+) -> None:
+    """Raise LaunchError if ranks of this node have left no record, and no other rank is a cause."""
+    starts_all = getattr(backend, "STARTS_ALL_NODES", False)
+    if starts_all and job.nnodes > 1:
+        return  # the records of other nodes are not here
+    first = job.node_rank * job.nprocs
+    silent = sorted({*range(first, first + job.nprocs)} - recorded)
+    causes = [failure for failure in failures if not failure.ended_by_launcher]
+    if silent and all({*failure.blames} & {*silent} for failure in causes):
+        ranks = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
+        raise LaunchError(
+            f"{ranks} ended without a word: the process, or the one of the launcher around it, was "
+            "killed from outside.",
+            failures,
+            128 + signal.SIGKILL,
+        )
+
+
+def _ended(name: str, code: int, failures: tuple[Failure, ...]) -> LaunchError:
+    """The end of a backend launcher that no rank explains."""
+    text = f"{name} exited with code {code}"
+    if code > 128:  # mpiexec exits with the code of the process that was killed
+        killed = f"was killed by {errors.signal_name(code - 128)} from outside"
+        text = f"{name}, or a process that it runs, {killed}"
+    return LaunchError(text, failures, code)
 
 
 def _link_logs(log_dir: str, folder: Path) -> None:
@@ -96,22 +163,53 @@ def _watch(
     folder: str, command: list[str], environ: dict[str, str], timeout_s: float | None
 ) -> int:
     reaper = [sys.executable, "-m", "launcher.external.reaper", str(os.getpid()), folder]
+    orphans, was_subreaper = descendants.Orphans(), linux.set_subreaper(True)
     process = subprocess.Popen([*reaper, *command], env=environ, start_new_session=True)
     try:
         with _passing_signals(process) as signals:
-            code = process.wait(timeout_s)
+            code = _wait(process, folder, timeout_s)
     except subprocess.TimeoutExpired as error:
         raise errors.timed_out(timeout_s) from error
     finally:
         _end(process)
+        if process.returncode == -signal.SIGKILL:
+            orphans.kill()
+        linux.set_subreaper(was_subreaper)
     if signals:
         raise errors.interrupted(signals[0])
+    if code == -signal.SIGKILL:
+        raise LaunchError(
+            "the process that supervises the backend launcher was killed from outside (SIGKILL), "
+            "so all ranks of this node were ended.",
+            exit_code=128 + signal.SIGKILL,
+        )
     return linux.shell_exit_code(code)
+
+
+def _wait(process: subprocess.Popen[bytes], folder: str, timeout_s: float | None) -> int:
+    """The reaper's exit status. It is asked to end what still runs a while after a failure."""
+    deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    end_at = math.inf
+    while (now := time.monotonic()) < deadline:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(min(timings.TIMINGS.backend_poll_s, deadline - now))
+        if end_at == math.inf and any("failure" in record for record in _records(folder).values()):
+            end_at = now + timings.TIMINGS.backend_grace_s
+        if now > end_at:
+            _signal(process, signal.SIGTERM)
+            end_at = deadline
+    raise subprocess.TimeoutExpired(process.args, timeout_s or 0)
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    """Signal the reaper, also if somebody has suspended it."""
+    process.send_signal(number)
+    process.send_signal(signal.SIGCONT)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
-        process.terminate()
+        _signal(process, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timings.TIMINGS.reaper_exit_s)
     with contextlib.suppress(ProcessLookupError):
@@ -129,7 +227,7 @@ def _passing_signals(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
 
     def handle(number: int, _frame: object) -> None:
         signals.append(number)
-        process.send_signal(number)
+        _signal(process, number)
 
     old = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
     try:

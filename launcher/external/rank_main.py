@@ -8,19 +8,22 @@ rank.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launcher import detection, target
-from launcher.external import rank_wrapper, torch_error_file
+from launcher import detection, ports, target
+from launcher.external import rank_wrapper
 from launcher.job import Job, Target
 from launcher.launch_info import LaunchInfo
 from launcher.records import json_values
-from launcher.runtime import rank_process
+from launcher.runtime import log_setup, mpi_import_check, rank_environment, rank_process
+from launcher.system import nesting
 from launcher.trace import recorder
 
 LOGS = "logs"  # in FOLDER, a link to the folder for the output of ranks, if there is one
@@ -34,11 +37,21 @@ def main(folder: str, kind: str, name: str, *arguments: str) -> int:
     ended = rank_wrapper.run_wrapped(run_rank, Path(folder, LOGS))
     if isinstance(ended, int):
         return ended
-    # A rank that was killed has written no file: the wrapper writes it in its place.
     rank = ended.identity.get("rank")
-    if ended.exit_code and rank is not None and not _file(Path(folder), rank).exists():
-        _write_record(Path(folder), rank, {"failure": ended.failure})
+    if ended.exit_code and rank is not None:
+        _complete_record(Path(folder), rank, ended.failure)
     return ended.exit_code
+
+
+def _complete_record(folder: Path, rank: int, failure: dict[str, Any]) -> None:
+    """Write the file of a rank that was killed; else its traceback to its log, if it has one."""
+    file, log = _file(folder, rank), folder / LOGS / f"rank-{rank}.err"
+    if not file.exists():
+        _write_record(folder, rank, {"failure": failure})
+    elif log.exists():
+        reported = json_values.loads(file.read_bytes()).get("failure", failure)
+        with log.open("a") as end:
+            end.write(reported["traceback"])
 
 
 def _run_rank(folder: Path, job: Job, report_identity: Callable[..., None]) -> int:
@@ -46,16 +59,42 @@ def _run_rank(folder: Path, job: Job, report_identity: Callable[..., None]) -> i
     report_identity(rank=info.rank, local_rank=info.local_rank)
     if info.rank != 0:
         rank_process.close_stdin()
-    record = run_target(job, info)
+    with _torchrun_variables(info):
+        record = run_target(job, info)
     failure = record.get("failure", {"exit_code": 0, "type": "SystemExit"})
-    if failure["type"] != "SystemExit":
-        print(failure["traceback"], file=sys.stderr, end="")
-    _write_record(folder, info.rank, record)
+    if not _write_record(folder, info.rank, record) and failure["type"] != "SystemExit":
+        print(failure["traceback"], file=sys.stderr, end="")  # the launcher will not
     return int(failure["exit_code"])
+
+
+@contextlib.contextmanager
+def _torchrun_variables(info: LaunchInfo) -> Iterator[None]:
+    """Set torchrun's variables, unless torchrun has. MASTER_PORT stays free within this context.
+
+    Backends that read MASTER_PORT take it for the Coordinator's. So the LaunchInfo goes into the
+    environment too, and the next `launcher.current()` finds it there.
+    """
+    with contextlib.ExitStack() as held:
+        rank_environment.set_default_device()
+        restart_count = int(os.environ.get(rank_environment.RESTART_COUNT, 0))
+        if restart_count:
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restart_count)
+        if info.extras.get("store") != "agent":
+            port = int(os.environ.get(rank_environment.TORCH_PORT, 0))
+            if not port:
+                port = ports.torch_candidates(info.launch_id, info.master_port)[0]
+                if info.rank == 0:
+                    held.enter_context(ports.reserve([port]))
+            extras = {name: text for name, text in info.extras.items() if name != "secret_fd"}
+            rank_info = replace(info, extras={**extras, **nesting.extras(os.environ)})
+            rank_environment.set_variables(rank_info, port, restart_count)
+        yield
 
 
 def run_target(job: Job, info: LaunchInfo) -> dict[str, Any]:
     """Run the job's target; the record of that is {"result": ...} or {"failure": ...}."""
+    log_setup.configure()
+    mpi_import_check.install(info)
     try:
         with recorder.recording_span(info, job.target.name):
             result = target.call(job)
@@ -64,16 +103,21 @@ def run_target(job: Job, info: LaunchInfo) -> dict[str, Any]:
     except BaseException as error:
         if rank_process.exit_code(error) == 0:
             return {"result": None}
-        torch_error_file.write_error_file(os.environ, error)
         identity = {"rank": info.rank, "local_rank": info.local_rank, "pid": os.getpid()}
         return {"failure": {**rank_process.describe(error), **identity}}
 
 
-def _write_record(folder: Path, rank: int, record: dict[str, Any]) -> None:
-    """Write a whole file or none: the launcher may read at any time."""
+def _write_record(folder: Path, rank: int, record: dict[str, Any]) -> bool:
+    """Write a whole file or none: the launcher may read at any time.
+
+    False if FOLDER is not here: it is on the node of the launcher.
+    """
     part = folder / f".{rank}.part"
+    if not folder.is_dir():
+        return False
     part.write_text(json_values.dumps(record))
     part.rename(_file(folder, rank))
+    return True
 
 
 def _file(folder: Path, rank: int) -> Path:

@@ -21,11 +21,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from launcher.external import reaper
+from launcher import timings
 from launcher.records.pipe_records import LineBuffer
 from launcher.runtime.output import prefix
 from launcher.runtime.rank_state import without_launcher
-from launcher.system import linux
+from launcher.system import descendants, linux
 from launcher.system.stop_signals import STOP_SIGNALS
 
 CHUNK = select.PIPE_BUF  # a pipe takes this much atomically, and so not within another's line
@@ -95,7 +95,7 @@ def _supervise(rank_pid: int, pipes: Pipes, crash_fd: int, logs: Path) -> RankEx
     for name in STREAMS:
         os.close(pipes[name][0])
     _, status = os.waitpid(rank_pid, 0)
-    reaper.kill_descendants()
+    descendants.end_all(timings.TIMINGS.orphan_grace_s)
     return _rank_exit(
         identity, rank_pid, os.waitstatus_to_exitcode(status), bool(signals), crash_fd
     )
@@ -104,6 +104,7 @@ def _supervise(rank_pid: int, pipes: Pipes, crash_fd: int, logs: Path) -> RankEx
 def _pass_on(rank_pid: int, signals: list[int], number: int, _frame: FrameType | None) -> None:
     signals.append(number)
     linux.send_signal(rank_pid, number)
+    linux.send_signal(rank_pid, signal.SIGCONT)  # it could not react while it is suspended
 
 
 def _rank_exit(

@@ -17,16 +17,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from types import FrameType
 
 from launcher import timings
-from launcher.system import linux, stop_signals
+from launcher.system import descendants, linux, stop_signals
 from launcher.system.stop_signals import STOP_SIGNALS
 
 
 def main(parent: str, folder: str, *command: str) -> int:
     """The backend launcher's exit code. A signal is passed on to it; a second kills everything."""
+    linux.set_process_name(descendants.SUPERVISOR_NAME)
     linux.set_subreaper(True)
     # Blocked until the handlers are in place and there is a process to pass signals on to.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -41,7 +41,7 @@ def main(parent: str, folder: str, *command: str) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     code = _wait(backend)
     signal.setitimer(signal.ITIMER_REAL, 0)
-    kill_descendants()
+    descendants.end_all(timings.TIMINGS.orphan_grace_s)
     if os.getppid() != int(parent):
         shutil.rmtree(folder, ignore_errors=True)
     return linux.shell_exit_code(code)
@@ -61,12 +61,7 @@ def _on_stop_signal(backend: int, number: int, _frame: FrameType | None) -> None
 
 
 def _on_second_signal(_number: int, _frame: FrameType | None) -> None:
-    _signal_descendants(signal.SIGKILL)
-
-
-def _signal_descendants(number: int) -> None:
-    for pid in linux.descendants(os.getpid()):
-        linux.send_signal(pid, number)
+    descendants.signal_all(signal.SIGKILL)
 
 
 def _wait(backend: subprocess.Popen[bytes]) -> int:
@@ -76,17 +71,6 @@ def _wait(backend: subprocess.Popen[bytes]) -> int:
         if pid == backend.pid:
             backend.returncode = os.waitstatus_to_exitcode(status)
             return backend.returncode
-
-
-def kill_descendants() -> None:
-    """End what descends from this process: SIGTERM once, then SIGKILL."""
-    _signal_descendants(signal.SIGTERM)
-    signalled_s = time.monotonic()
-    times = timings.TIMINGS
-    while linux.descendants(os.getpid()) and time.monotonic() < signalled_s + times.unkillable_s:
-        if time.monotonic() > signalled_s + times.descendant_grace_s:
-            _signal_descendants(signal.SIGKILL)
-        time.sleep(times.descendant_poll_s)
 
 
 if __name__ == "__main__":

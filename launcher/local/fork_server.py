@@ -13,41 +13,43 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import importlib
 import os
 import selectors
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 from launcher import timings
 from launcher.job import Job
+from launcher.local.auto_preload import Preload
 from launcher.records import pipe_records
 from launcher.runtime import rank_process
 from launcher.runtime.rank_process import RankSetup
-from launcher.system import linux, stop_signals
-
-PROCESS_NAME = "launch-server"
+from launcher.system import descendants, linux, stop_signals
+from launcher.system.held_forks import HeldForks
 
 
 @dataclass(frozen=True)
 class ForkPlan:
     """The ranks that a fork server starts, and its descriptors.
 
-    commands, reports: the pipe that it reads from, and the one that it writes to. owns_process:
-    its process exists only for this launch. shared: descriptors that the ranks' LaunchInfo name.
-    environment: for all ranks, set before anything is preloaded.
+    launcher: the pid of the process that waits for the ranks. commands, reports: the pipe that the
+    fork server reads from, and the one that it writes to. owns_process: its process exists only for
+    this launch. shared: descriptors that the ranks' LaunchInfo name. environment: for all ranks,
+    set before anything is preloaded.
     """
 
     job: Job
     ranks: Sequence[RankSetup]
+    launcher: int
     commands: int
     reports: int
     owns_process: bool
+    preload: Preload
     shared: Sequence[int] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -60,22 +62,33 @@ class ForkPlan:
         return [*self.for_ranks(), self.commands, self.reports]
 
 
+class PreloadError(Exception):
+    """A preloaded module raised, or left what no forked rank could use."""
+
+
 def serve(plan: ForkPlan) -> int:
     """Start the ranks; return the fork server's exit code when no process is left below it.
 
-    In a rank it never returns.
+    In a rank it never returns. Raises PreloadError if it must start again without preloading, which
+    nobody has asked for.
     """
-    linux.set_process_name(PROCESS_NAME)
-    os.setsid()
+    linux.set_process_name(descendants.SUPERVISOR_NAME)
+    if os.getsid(0) != os.getpid():
+        os.setsid()
     linux.set_subreaper(True)
     wakeup_fd = _wake_on_children()
+    linux.die_with(plan.launcher)  # an import reacts to nothing else, and there is no rank to end
     try:
-        _preload(plan)
-        pids = _fork_ranks(plan)
+        reseed = _preload(plan)
+        # From here on, it has ranks to end if the launcher dies, even if somebody has stopped it.
+        linux.die_with(plan.launcher, signal.SIGCONT)
+        pids = _fork_ranks(plan, reseed)
     except Exception as error:
+        if isinstance(error, PreloadError) and plan.preload.is_automatic and plan.preload.imports:
+            raise
         with contextlib.suppress(BrokenPipeError):  # the launcher may be the one that has died
             pipe_records.send(plan.reports, {"error": f"{type(error).__name__}: {error}"})
-        kill_all(lambda: linux.descendants(os.getpid(), zombies=True))
+        descendants.end_all(grace_s=0)
         return 1
     return ForkServer(plan, pids, wakeup_fd).loop()
 
@@ -93,51 +106,40 @@ def _wake_on_children() -> int:
     return reading
 
 
-def _preload(plan: ForkPlan) -> None:
+def _preload(plan: ForkPlan) -> Callable[[], object]:
+    """Import, and return a call for each rank that makes its random numbers its own again."""
     os.environ.update(plan.environment)
-    for name in plan.job.preload:
-        try:
-            _load_public_names(importlib.import_module(name))
+    had_numpy = "numpy.random" in sys.modules
+    for module, names in plan.preload.imports:
+        try:  # as `from module import names`, which imports what a package offers only then
+            __import__(module, fromlist=names or ("__name__",))
         except BaseException as error:
-            raise RuntimeError(f"preloading {name!r}: {type(error).__name__}: {error}") from error
+            raise PreloadError(f"preloading {module!r}: {type(error).__name__}: {error}") from error
     gc.collect()
     gc.freeze()  # objects that are never collected are never written to: their pages stay shared
+    numpy_random = None if had_numpy else sys.modules.get("numpy.random")
+    return numpy_random.seed if numpy_random else lambda: None
 
 
-def _load_public_names(module: ModuleType) -> None:
-    """Get each name in `__all__`: a package that defines `__getattr__` imports it only then."""
-    if hasattr(module, "__all__") and "__getattr__" in vars(module):
-        for name in module.__all__:
-            with contextlib.suppress(AttributeError):  # in the list, but not in the package
-                getattr(module, name)
-
-
-def _fork_ranks(plan: ForkPlan) -> dict[int, int]:
-    """Fork every rank; return pid -> rank. In a rank, never returns.
-
-    No rank runs before all were forked safely: each reads one byte of the release pipe first, and
-    exits if this process dies before it has written them.
-    """
+def _fork_ranks(plan: ForkPlan, reseed: Callable[[], object]) -> dict[int, int]:
+    """Fork every rank; return pid -> rank. In a rank, never returns."""
     server = os.getpid()
-    waiting, release = os.pipe()
+    forks = HeldForks()  # no rank runs before all were forked safely
     # A signal before a rank has its own handlers would be lost, as this process ignores it, or
     # kill the rank unheard. The mask is inherited; rank_process.run unblocks it in the rank. Here
     # it stays blocked: this process ignores those signals anyway.
     signal.pthread_sigmask(signal.SIG_BLOCK, rank_process.BLOCKED_IN_FORK)
     pids: dict[int, int] = {}
     for setup in plan.ranks:
-        pid = os.fork()
+        pid = forks.fork()
         if pid == 0:
-            os.close(release)
-            if not os.read(waiting, 1):
-                os._exit(1)
-            os.close(waiting)
+            reseed()
             _run_child(setup, plan, server)
+        _check_fork_was_safe(plan)
         pids[pid] = setup.info.rank
         pipe_records.send(plan.reports, {"rank": setup.info.rank, "pid": pid})
-        _check_fork_was_safe(plan)
-    os.write(release, b"." * len(pids))
-    for fd in (waiting, release, *plan.for_ranks()):
+    forks.end(let_go=True)
+    for fd in plan.for_ranks():
         os.close(fd)
     return pids
 
@@ -151,9 +153,10 @@ def _check_fork_was_safe(plan: ForkPlan) -> None:
     if (count := linux.count_threads()) > 1:
         problem = f"{count - 1} threads running"
     if problem:
-        raise RuntimeError(
-            f"after preloading {', '.join(plan.job.preload)} there is {problem}, which no forked "
-            "rank could use. Do not preload the module that does so."
+        modules = ", ".join(module for module, _ in plan.preload.imports)
+        raise PreloadError(
+            f"after preloading {modules} there is {problem}, which no forked rank could use. Do "
+            "not preload the module that does so."
         )
 
 
@@ -185,7 +188,7 @@ class ForkServer:
         self.pids = pids
         self.wakeup_fd = wakeup_fd
         self.commands = pipe_records.LineBuffer()
-        self.launcher = os.pidfd_open(os.getppid())
+        self.launcher = os.pidfd_open(plan.launcher)
         self.launcher_lives = True
 
     def loop(self) -> int:
@@ -200,7 +203,7 @@ class ForkServer:
             while self._reap() and self.launcher_lives:
                 for key, _ in selector.select():
                     key.data()
-        end_orphans(timings.TIMINGS.orphan_grace_s if self.launcher_lives else 0)
+        descendants.end_all(timings.TIMINGS.orphan_grace_s if self.launcher_lives else 0)
         return 0
 
     def _reap(self) -> bool:
@@ -245,25 +248,3 @@ class ForkServer:
         for pid, rank in self.pids.items():
             if rank in ranks and not (whole_group and linux.send_signal(-pid, number)):
                 linux.send_signal(pid, number)  # it may not lead a process group yet
-
-
-def end_orphans(grace_s: float) -> None:
-    """Send SIGTERM to all descendants, wait grace_s for them to exit, and kill the rest."""
-    if grace_s and (remaining := linux.descendants(os.getpid())):
-        for pid in remaining:
-            linux.send_signal(pid, signal.SIGTERM)
-        deadline = time.monotonic() + grace_s
-        while linux.descendants(os.getpid()) and time.monotonic() < deadline:
-            time.sleep(timings.TIMINGS.descendant_poll_s)
-    # Zombies too: a launcher that is a subreaper would inherit them.
-    kill_all(lambda: linux.descendants(os.getpid(), zombies=True))
-
-
-def kill_all(find_processes: Callable[[], set[int]]) -> None:
-    """Kill and reap the processes until find_processes finds none."""
-    while pids := find_processes():
-        for pid in pids:
-            linux.send_signal(pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
-        time.sleep(timings.TIMINGS.reap_poll_s)

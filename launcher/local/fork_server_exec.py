@@ -1,6 +1,6 @@
-"""The fork server in a new interpreter, for a program that must not be forked.
+"""The fork server in a new interpreter, where the program or what it imports must not be forked.
 
-Its plan goes through a pipe as JSON; the pipes to the launcher are inherited under their numbers.
+Its plan goes through a file as JSON; the pipes to the launcher are inherited under their numbers.
 """
 
 from __future__ import annotations
@@ -9,20 +9,21 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from launcher import target
 from launcher.job import Job, Target
 from launcher.launch_info import LaunchInfo
 from launcher.local import fork_server
-from launcher.local.fork_server import ForkPlan
+from launcher.local.auto_preload import ImportedNames, Preload
+from launcher.local.fork_server import ForkPlan, PreloadError
 from launcher.records import json_values
 from launcher.runtime.rank_process import RankSetup
 
 PROGRAM = """
 import json, sys
-with open(int(sys.argv[1])) as pipe:
-    text = pipe.read()
+with open(int(sys.argv[1])) as file:
+    text = file.read()
 sys.path[:] = json.loads(text)["path"]
 from launcher.local import fork_server_exec
 fork_server_exec.main(text)
@@ -31,19 +32,41 @@ fork_server_exec.main(text)
 
 def spawn(plan: ForkPlan) -> subprocess.Popen[bytes]:
     """Start the fork server in a new interpreter."""
-    text = _dumps(plan)
-    reading, writing = os.pipe()
-    with open(writing, "w") as pipe:
-        command = [sys.executable, "-c", PROGRAM, str(reading)]
-        process = subprocess.Popen(command, pass_fds=[reading, *plan.descriptors()])
-        os.close(reading)
-        pipe.write(text)
+    file = _written(plan)
+    process = subprocess.Popen(_command(file), pass_fds=[file, *plan.descriptors()])
+    os.close(file)
     return process
+
+
+def serve(plan: ForkPlan) -> int:
+    """Run the fork server in this process; start it again if what it preloads cannot be forked."""
+    try:
+        return fork_server.serve(plan)
+    except PreloadError:
+        _restart(replace(plan, preload=plan.preload._replace(imports=[])))
+
+
+def _restart(plan: ForkPlan) -> NoReturn:
+    file = _written(plan)
+    for fd in (file, *plan.descriptors()):
+        os.set_inheritable(fd, True)
+    os.execv(sys.executable, _command(file))
+
+
+def _command(file: int) -> list[str]:
+    return [sys.executable, "-c", PROGRAM, str(file)]
+
+
+def _written(plan: ForkPlan) -> int:
+    file = os.memfd_create("plan")
+    os.write(file, _dumps(plan).encode())
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
 
 
 def main(text: str) -> None:
     """Run the fork server in this process, which exists for that alone."""
-    sys.exit(fork_server.serve(_loads(text)))
+    sys.exit(serve(_loads(text)))
 
 
 def _dumps(plan: ForkPlan) -> str:
@@ -60,4 +83,6 @@ def _loads(text: str) -> ForkPlan:
     job = plan["job"]
     job = Job(**{**job, "target": Target(**job["target"]), "args": tuple(job["args"])})
     ranks = [RankSetup(**{**setup, "info": LaunchInfo(**setup["info"])}) for setup in plan["ranks"]]
-    return ForkPlan(**{**plan, "job": job, "ranks": ranks})
+    imports, *rest = plan["preload"]
+    preload = Preload([ImportedNames(*names) for names in imports], *rest)
+    return ForkPlan(**{**plan, "job": job, "ranks": ranks, "preload": preload})

@@ -8,7 +8,7 @@ from typing import Any
 
 from launcher import launch_secret, ports
 from launcher.job import Job
-from launcher.local import cpu_affinity
+from launcher.local import auto_preload, cpu_affinity
 from launcher.local.cpu_affinity import CpuSet
 from launcher.local.fork_server import ForkPlan
 from launcher.local.fork_server_handle import ForkServerHandle
@@ -64,29 +64,33 @@ def _check_open_files(job: Job) -> None:
 def _prepare(
     job: Job, cpu_sets: list[CpuSet], owns_process: bool
 ) -> tuple[ForkPlan, LauncherPipes]:
-    """The socket of rank 0, the launch secret and all pipes: made before the first rank."""
+    """The ports of the launch, its secret and all pipes: made before the first rank."""
     listener = ports.listen(job.launch_id, job.master_addr, job.master_port)
     port = listener.getsockname()[1]
+    holder = ports.reserve(ports.torch_candidates(job.launch_id, port))
     master_fd, secret_fd = listener.detach(), launch_secret.create()
     extras = {"secret_fd": str(secret_fd)}
     infos = infos_for_node(job, port, extras, {**extras, "master_fd": str(master_fd)})
     pipes = [(os.pipe(), os.pipe(), os.pipe()) for _ in infos]
     cores = [cpu_set.cpus for cpu_set in cpu_sets] or [()] * job.nprocs
     setups = [
-        RankSetup(info, out[1], err[1], report[1], cpus)
+        RankSetup(info, out[1], err[1], report[1], holder.getsockname()[1], cpus)
         for info, (out, err, report), cpus in zip(infos, pipes, cores, strict=True)
     ]
     commands, reports = os.pipe(), os.pipe()
     plan = ForkPlan(
         job,
         setups,
+        os.getpid(),
         commands[0],
         reports[1],
         owns_process,
+        auto_preload.choose(job),
         shared=(master_fd, secret_fd),
         environment=omp_environment(job, cpu_sets),
     )
-    return plan, LauncherPipes(commands[1], reports[0], [(o[0], e[0], r[0]) for o, e, r in pipes])
+    reading = [(out[0], err[0], report[0]) for out, err, report in pipes]
+    return plan, LauncherPipes(commands[1], reports[0], reading, holder)
 
 
 def omp_environment(job: Job, cpu_sets: list[CpuSet]) -> dict[str, str]:

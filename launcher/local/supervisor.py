@@ -7,6 +7,7 @@ import functools
 import os
 import selectors
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,13 +28,18 @@ from launcher.system import linux, stop_signals
 
 @dataclass(frozen=True)
 class LauncherPipes:
-    """The launcher's ends: to and from the fork server, and (stdout, stderr, report) of ranks."""
+    """The launcher's ends: to and from the fork server, and (stdout, stderr, report) of ranks.
+
+    port_holder: the socket that keeps the port of torch.distributed, for the whole launch.
+    """
 
     commands: int
     reports: int
     ranks: list[tuple[int, int, int]]
+    port_holder: socket.socket
 
     def close(self) -> None:
+        self.port_holder.close()
         for fd in (self.commands, self.reports, *(fd for three in self.ranks for fd in three)):
             os.close(fd)
 
@@ -42,7 +48,12 @@ class Supervisor:
     """The event loop of one launch, from the moment its fork server runs."""
 
     def __init__(
-        self, job: Job, infos: list[LaunchInfo], pipes: LauncherPipes, output: Output
+        self,
+        job: Job,
+        infos: list[LaunchInfo],
+        pipes: LauncherPipes,
+        output: Output,
+        server_pid: int,
     ) -> None:
         self.job = job
         self.ranks = [LaunchedRank(info) for info in infos]
@@ -52,7 +63,9 @@ class Supervisor:
         self.readers: dict[int, Callable[[bytes], None]] = {}
         self.prints = {fd for out, err, _ in pipes.ranks for fd in (out, err)}
         self.timers: list[tuple[float, Callable[[], None]]] = []
+        self.server_pid = server_pid
         self.server_lives = True
+        self.server_stopped_s: float | None = None
         self.is_ending = False
         self.stop_requests = 0
         self.reason: EndReason | None = None
@@ -64,6 +77,7 @@ class Supervisor:
         self._register_pipes()
         if self.job.timeout_s is not None:
             self._after(self.job.timeout_s, self._on_timeout)
+        self._watch_server()
         with self.selector, stop_signals.dispatched_to(self.selector, self._on_stop_signal):
             while self.server_lives:
                 self._poll_once()
@@ -192,6 +206,25 @@ class Supervisor:
             lambda: self._end_ranks(timings.TIMINGS.failure_grace_s),
         )
 
+    def _watch_server(self) -> None:
+        """End the launch if somebody has stopped the fork server: it passes no signal on."""
+        self._after(timings.TIMINGS.server_poll_s, self._watch_server)
+        stat, now = linux.process_stat(self.server_pid), time.monotonic()
+        if stat is None or stat.state != "T":
+            self.server_stopped_s = None
+        elif self.server_stopped_s is None and not self.is_ending:
+            self.server_stopped_s = now
+            self.output.notice(
+                f"the fork server (pid {self.server_pid}) was suspended, and ends no rank now: "
+                f"`kill -CONT {self.server_pid}` resumes it; else the launch ends soon."
+            )
+        elif (
+            self.is_ending
+            or now - (self.server_stopped_s or now) > timings.TIMINGS.stopped_server_s
+        ):
+            self._set_end_reason(outcome.server_suspended)
+            linux.send_signal(self.server_pid, signal.SIGKILL)
+
     def _set_end_reason(self, reason: EndReason) -> None:
         """Keep the first reason only: the later ones follow from it."""
         self.reason = self.reason or reason
@@ -211,7 +244,13 @@ class Supervisor:
         return [rank for rank in self.ranks if rank.is_running]
 
     def _signal(self, number: int, ranks: list[LaunchedRank], whole_group: bool = False) -> None:
-        """Let the fork server send the signal: the pids are its children, and cannot be reused."""
+        """Let the fork server send the signal: the pids are its children, and cannot be reused.
+
+        Without a rank it may be importing, and reads no command: then it is ended itself.
+        """
+        if not any(rank.pid for rank in self.ranks):
+            linux.send_signal(self.server_pid, signal.SIGKILL)
+            return
         if number != DUMP_SIGNAL:
             for rank in ranks:
                 rank.signalled_s = rank.signalled_s or time.monotonic()

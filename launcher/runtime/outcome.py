@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import signal
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-from launcher import errors, timings
+from launcher import errors
 from launcher.errors import Failure, LaunchError, LaunchInterrupted
 from launcher.job import Job
 from launcher.runtime.rank_state import LaunchedRank, without_launcher
@@ -27,7 +27,7 @@ def results_or_raise(
     """
     must_return = job.target.kind == "function"
     failed = [rank for rank in ranks if rank.has_failed or (must_return and rank.exited_early)]
-    failures = tuple(sorted((rank.failure(began_s) for rank in failed), key=by_cause))
+    failures = errors.by_cause(rank.failure(began_s) for rank in failed)
     if reason is None and any(rank.is_running for rank in ranks):
         reason = _server_killed
     if reason is not None:
@@ -35,26 +35,6 @@ def results_or_raise(
     if failures:
         raise errors.failed(failures, "\n".join(_notes(failures[0], ranks, oom_killed)))
     return [rank.result() for rank in ranks]
-
-
-class FailureOrder(NamedTuple):
-    """Sort key of failures: causes before consequences."""
-
-    ended_by_launcher: bool
-    time_s: float
-    rank: int
-
-
-def by_cause(failure: Failure) -> FailureOrder:
-    """The first failure wins, with one correction.
-
-    A process's death is seen later than it happened: its peers lose their connection to it, and may
-    raise, before its parent reaps it. An abort is more often such a consequence than a cause.
-    """
-    died_silently = not failure.type and failure.signal != signal.SIGABRT
-    lag_s = timings.TIMINGS.reap_lag_s if died_silently else 0.0
-    time_s = 0.0 if failure.ended_by_launcher else failure.time_s - lag_s
-    return FailureOrder(failure.ended_by_launcher, time_s, failure.rank)
 
 
 def timed_out(job: Job, ranks: list[LaunchedRank]) -> EndReason:
@@ -66,6 +46,8 @@ def timed_out(job: Job, ranks: list[LaunchedRank]) -> EndReason:
             for rank in ranks
             if rank.dump
         ]
+        if not any(rank.pid for rank in ranks):
+            stacks = [", while modules were imported before the ranks were forked"]
         return errors.timed_out(job.timeout_s, failures, note="".join(stacks))
 
     return error
@@ -86,6 +68,16 @@ def unwritable_output(error: OSError) -> EndReason:
         f"the output of the ranks cannot be written{where}: {error.strerror}. They were ended, "
         "since it would be lost. Free some space, or write elsewhere.",
         failures,
+    )
+
+
+def server_suspended(failures: Failures) -> LaunchError:
+    """The fork server was stopped for too long, or while the launch was to end."""
+    return LaunchError(
+        "the fork server of the ranks was suspended from outside (SIGSTOP) and not resumed, so all "
+        "of them were ended.",
+        failures,
+        128 + signal.SIGSTOP,
     )
 
 

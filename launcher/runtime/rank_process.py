@@ -20,6 +20,7 @@ from launcher import detection, target
 from launcher.job import Job
 from launcher.launch_info import CHOICE, LaunchInfo
 from launcher.records import json_values, pipe_records
+from launcher.runtime import log_setup, mpi_import_check, rank_environment
 from launcher.runtime.rank_state import LAUNCHER_FOLDER
 from launcher.system import linux, stop_signals
 from launcher.trace import recorder
@@ -34,13 +35,14 @@ BLOCKED_IN_FORK = (*stop_signals.STOP_SIGNALS, DUMP_SIGNAL)
 class RankSetup:
     """One rank before it is forked. stdout, stderr, report: write ends of pipes to the launcher.
 
-    cpus: the logical processors to be pinned to, if any.
+    torch_port: kept for torch.distributed. cpus: the logical processors to be pinned to, if any.
     """
 
     info: LaunchInfo
     stdout: int
     stderr: int
     report: int
+    torch_port: int
     cpus: tuple[int, ...] = ()
 
     @property
@@ -54,16 +56,16 @@ def run(setup: RankSetup, job: Job, server: int, owns_process: bool) -> None:
     owns_process: the process was started for this launch, so leaving it by SystemExit runs only the
     target's own exit handlers; else those inherited from the program must not run here.
     """
-    _setup_child(setup, server)
+    _setup_child(setup, job, server)
     if not owns_process:
         _forget_exit_handlers()
     code = _call(setup, job)
     if owns_process:
         sys.exit(code)
-    _exit(code)
+    end_process(code)
 
 
-def _setup_child(setup: RankSetup, server: int) -> None:
+def _setup_child(setup: RankSetup, job: Job, server: int) -> None:
     linux.die_with(server)
     linux.set_process_name(f"rank {setup.info.rank}")
     os.setsid()
@@ -77,7 +79,9 @@ def _setup_child(setup: RankSetup, server: int) -> None:
     # Only now: handlers and pipes are in place, and what is pending is delivered at once.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_IN_FORK)
     os.environ.pop(CHOICE, None)
-    os.environ.update(setup.info.to_env())
+    rank_environment.set_variables(setup.info, setup.torch_port, job.restart_count)
+    log_setup.configure()
+    mpi_import_check.install(setup.info)
     if setup.cpus:
         os.sched_setaffinity(0, setup.cpus)
 
@@ -167,7 +171,17 @@ def describe(error: BaseException) -> dict[str, Any]:
         "message": _text_of(error),
         "traceback": own_traceback(error),
         "exit_code": _code_of(error),
+        "blames": _blamed(error),
     }
+
+
+def _blamed(error: BaseException) -> list[int]:
+    """The ranks whose failure the error reports, as a PeerLost does; -1: of an unknown one."""
+    if hasattr(error, "peer") and getattr(error, "failures", None) == ():
+        return [-1]
+    peers = [getattr(failure, "peer", None) for failure in getattr(error, "failures", ())]
+    ranks = [getattr(peer, "rank", None) for peer in peers]
+    return [rank for rank in ranks if type(rank) is int]
 
 
 def _text_of(error: BaseException) -> str:
@@ -201,8 +215,8 @@ def _forget_exit_handlers() -> None:
         atexit.register(util._exit_function)
 
 
-def _exit(code: int) -> None:
-    """Exit as the interpreter would, without unwinding the program that we were forked from."""
+def end_process(code: int) -> None:
+    """Run exit handlers as the interpreter would, and exit without unwinding or freeing."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

@@ -14,6 +14,11 @@ PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
 PR_GET_CHILD_SUBREAPER = 37
 
+# Device files of GPUs (CUDA, ROCm, WSL, Intel), TPUs and other accelerators.
+ACCELERATORS = (
+    "nvidiactl", "kfd", "dxg", "dri/renderD*", "accel*", "vfio/[0-9]*", "davinci*", "neuron*",
+)  # fmt: skip
+
 
 def _prctl(option: int, value: object) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
@@ -108,6 +113,11 @@ def holds_accelerator() -> bool:
     """True if this process has opened an accelerator's memory: such a process must not fork."""
     links = map(link_of_fd, os.listdir("/proc/self/fd"))
     return any(link.startswith(("/dev/nvidia-uvm", "/dev/kfd")) for link in links)
+
+
+def has_accelerator() -> bool:
+    """True if this node has the device file of a GPU or of another accelerator, of any vendor."""
+    return any(any(Path("/dev").glob(pattern)) for pattern in ACCELERATORS)
 
 
 def count_oom_kills() -> int:

@@ -15,13 +15,11 @@ ROW_INCHES, WIDTH_INCHES = 0.5, 14
 def draw(trace: dict[str, Any], picture: Path) -> None:
     """Draw the spans of a merged trace into a PNG (or SVG, by the ending of picture).
 
-    Raises ValueError if matplotlib is not installed, or if there is nothing to draw.
+    Raises ImportError if matplotlib is not installed, ValueError if there is nothing to draw.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("a picture needs matplotlib: pip install matplotlib") from error
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     rows = spans_by_thread(trace)
     if not rows:
         raise ValueError("the trace has no spans, so there is nothing to draw")

@@ -132,7 +132,9 @@ def test_a_long_table_is_folded_and_a_short_one_is_not(tmp_path):
 
 def test_pictures_are_drawn_of_the_tables_that_are_there(tmp_path):
     pytest.importorskip("matplotlib", reason="runs after `pip install matplotlib`")
-    table = Table("startup", ("what", "ranks", "ours (s)", "ours, preloaded (s)", "peer", "(s)"))
+    table = Table(
+        "startup", ("what", "ranks", "drumline (s)", "drumline, not preloaded (s)", "peer", "(s)")
+    )
     for ranks in (2, 4):
         table.add("command to barrier", ranks, spread([1.0, 2.0]), 0.5, "torchrun", 3.0)
     table.save(tmp_path)

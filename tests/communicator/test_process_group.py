@@ -1,30 +1,41 @@
 """torch.distributed on our communicators gives what it gives on gloo.
 
-The programs are in programs/process_group_programs.py, which forks their ranks.
+The programs are in programs/process_group_programs.py, which forks their ranks, and those of sends
+and receives in programs/p2p_programs.py.
 """
 
+import functools
 import re
 from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-PROGRAM_FILE = HERE / "programs" / "process_group_programs.py"
-PROGRAMS = re.findall(r"^@program\(\d\)\ndef (\w+)", PROGRAM_FILE.read_text(), re.MULTILINE)
+FOLDER = Path(__file__).parent / "programs"
+FILES = ("process_group_programs.py", "p2p_programs.py")
+PROGRAMS = [
+    (file, name)
+    for file in FILES
+    for name in re.findall(r"^@program\(\d\)\ndef (\w+)", (FOLDER / file).read_text(), re.MULTILINE)
+]
 
 
 @pytest.fixture(scope="module")
 def outcomes(warm, tmp_path_factory):
-    """A folder with what went wrong in each program."""
-    folder = tmp_path_factory.mktemp("process_group_programs")
-    done = warm.run(PROGRAM_FILE, folder, timeout=110)
-    assert done.returncode == 0, done.stderr
-    return folder
+    """The folder of a file of programs, with what went wrong in each of them."""
+
+    @functools.cache
+    def folder_of(file):
+        folder = tmp_path_factory.mktemp(file.removesuffix(".py"))
+        done = warm.run(FOLDER / file, folder, timeout=110)
+        assert done.returncode == 0, done.stderr
+        return folder
+
+    return folder_of
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_a_program_gives_the_same_on_gloo_and_on_drumline(outcomes, program):
-    assert (outcomes / program).read_text() == ""
+@pytest.mark.parametrize(("file", "program"), PROGRAMS, ids=lambda value: value)
+def test_a_program_gives_the_same_on_gloo_and_on_drumline(outcomes, file, program):
+    assert (outcomes(file) / program).read_text() == ""
 
 
 RESTARTED = """

@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from communicator import Communicator, CommunicatorError, conformance
+from communicator import (
+    Communicator,
+    CommunicatorError,
+    CommunicatorTimeout,
+    PeerLost,
+    conformance,
+)
 from coordinator import Coordinator
 
 ALL_FLOATS = (
@@ -212,3 +218,25 @@ def test_a_mismatch_raises_on_every_rank_with_the_calls_of_both(with_shm, words)
         return comm.allreduce(torch.ones(1)).item()  # and the group goes on
 
     assert with_shm(body, 3) == [3.0] * 3
+
+
+@pytest.mark.parametrize("count", [1, 1000, 3_000_000])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_call_that_the_peers_gave_up_fails_on_the_late_rank_too(ranks, world_size, count):
+    """The others had arrived before their deadline, so the late one completed it alone."""
+
+    def rank(info):
+        with Coordinator(info, timeout_s=30) as coor:
+            comm = Communicator(coor, "shm", timeout_s=0.2, checked_calls=0)
+            comm.barrier()
+            last = coor.rank == world_size - 1
+            if last:
+                coor.barrier()
+            with pytest.raises(PeerLost if last else (CommunicatorTimeout, PeerLost)):
+                comm.allreduce(torch.ones(count))
+            if not last:
+                coor.barrier()
+            coor.barrier()
+            comm.close()
+
+    ranks(rank, world_size)

@@ -4,10 +4,12 @@ import threading
 import time
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
-from communicator import CommunicatorTimeout
+from communicator import Communicator, CommunicatorTimeout
 from communicator.torch_interop.store_coordinator import StoreCoordinator
+from coordinator import CoordinatorError, Credentials
 
 WORLD = 4
 
@@ -60,4 +62,38 @@ def test_ranks_meet_where_some_ranks_of_an_earlier_launch_had_waited(meet, died)
 def test_rank_that_never_comes_is_named_by_each_of_the_others(meet, missing):
     here = [rank for rank in range(WORLD) if rank != missing]
     for error in meet(HashStore(), here, timeout_s=0.3):
-        assert f"for ranks [{missing}] of {WORLD}" in str(error)
+        assert f"ranks [{missing}] of {WORLD}" in str(error)
+
+
+def on_threads(call, meetings):
+    """What call(meeting) returns or raises on each rank."""
+    found = {}
+
+    def rank_of(meeting):
+        try:
+            found[meeting.rank] = call(meeting)
+        except Exception as error:
+            found[meeting.rank] = error
+
+    threads = [threading.Thread(target=rank_of, args=(meeting,)) for meeting in meetings]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[meeting.rank] for meeting in meetings]
+
+
+def test_ranks_of_a_store_sum_over_connections_of_their_own(meet):
+    def total(meeting):
+        with Communicator(meeting, "tcp") as comm:
+            return comm.allreduce(torch.tensor([float(comm.rank)])).item()
+
+    assert on_threads(total, meet(HashStore(), range(WORLD))) == [6.0] * WORLD
+
+
+def test_rank_that_does_not_know_the_secret_in_the_store_is_rejected(meet):
+    meetings = meet(HashStore(), range(WORLD))
+    meetings[2]._credentials = Credentials(bytes(32), meetings[2].info.launch_id, WORLD)
+    errors = on_threads(lambda meeting: meeting.connections(timeout_s=2), meetings)
+    assert all(isinstance(error, CoordinatorError) for error in errors)
+    assert "launch secret" in str(errors[2])

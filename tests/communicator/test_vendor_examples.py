@@ -132,7 +132,7 @@ def test_a_rank_that_makes_no_call_is_named_at_the_deadline_and_nothing_has_move
         with Coordinator(info, timeout_s=20) as coor:
             with Communicator(coor, backend=toy, timeout_s=1) as comm:
                 if comm.rank == 0:
-                    words = r"waited 1 s to compare call 1, barrier, with rank 1 \(.*, who made no"
+                    words = r"after 1 s of comparing call 1, barrier, with rank 1 \(.*, who made no"
                     with pytest.raises(CommunicatorTimeout, match=words):
                         comm.barrier()
                 coor.barrier()

@@ -5,6 +5,8 @@ import gc
 import os
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -386,3 +388,22 @@ def test_who_died_is_known_in_groups_of_groups_whose_parents_were_let_go(coordin
 
     for each in coordinated(body, 4, [2, 2], stragglers=[1]):
         assert each.status or "for rank 1 (host" in each.text, each
+
+
+def test_a_call_from_a_file_whose_name_is_no_unicode(coordinated):
+    """The line that made the call goes to the other ranks; its file may have any bytes."""
+
+    def body(coor):
+        script = compile("coor.put('k', b'v'); coor.barrier()", os.fsdecode(b"b\xffsic.py"), "exec")
+        exec(script, {"coor": coor})
+        return coor.diagnose(stacks_too=False)
+
+    for outcome in coordinated(body, 2):
+        assert "barrier #1, b\N{REPLACEMENT CHARACTER}sic.py:1" in str(outcome.value), outcome
+
+
+def test_import_leaves_out_what_few_launches_need():
+    slow = "{'filelock', 'importlib.metadata', 'torch', 'asyncio'}"
+    program = f"import sys, coordinator; print({slow} & {{*sys.modules}})"
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert shown.stdout == "set()\n", shown.stderr

@@ -134,7 +134,7 @@ def a_processor_of_logits(model):
     )
 
 
-def a_conversation_that_hands_its_cache_back(model):
+def a_chat_that_hands_its_cache_back(model):
     cache = DynamicCache(config=model.config)
     ids = prompt(1)["input_ids"]
     for _ in range(3):
@@ -238,7 +238,7 @@ def a_pipeline(model):
     return steps("7 8 9", max_new_tokens=6, do_sample=False)
 
 
-def conversations_in_several_threads(model):
+def generations_in_several_threads(model):
     """Each thread with a cache of its own; the tokens of one must not leak into another."""
 
     def talk(length):
@@ -281,7 +281,7 @@ FEATURES = [
     a_draft_model_that_assists,
     a_streamer_that_sees_every_token,
     a_pipeline,
-    conversations_in_several_threads,
+    generations_in_several_threads,
     criteria_that_stop,
     beams,
     beams_of_a_padded_batch,
@@ -297,7 +297,7 @@ FEATURES = [
     hidden_states_of_every_layer,
     embeddings_in_place_of_tokens,
     a_processor_of_logits,
-    a_conversation_that_hands_its_cache_back,
+    a_chat_that_hands_its_cache_back,
     a_common_prefix_copied_for_each_prompt,
     a_cache_cropped_by_hand,
     a_static_cache_used_again_after_reset,

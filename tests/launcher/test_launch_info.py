@@ -113,16 +113,15 @@ def test_naming_a_launcher_that_did_not_start_this_process_is_an_error(monkeypat
 
 def test_naming_a_launcher_overrides_the_innermost(monkeypatch):
     variables = {"SLURM_PROCID": "0"}
-    torchrun = {
-        "RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400",
-        "TORCHELASTIC_RUN_ID": "other", "TORCHELASTIC_RESTART_COUNT": "0",
+    mpi = {
+        "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3", "PMIX_NAMESPACE": "other@1",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "3",
     }  # fmt: skip
-    enclosing = variables | torchrun
+    enclosing = variables | mpi
     own = LaunchInfo("own", 2, 2, 1, 1, master_port=1, extras=nesting.extras(enclosing))
     for name, value in (enclosing | own.to_env()).items():
         monkeypatch.setenv(name, value)
-    assert launcher.current("torchrun").rank == 2
+    assert launcher.current("mpi").rank == 2
     assert launcher.current().rank == 1
 
 

@@ -13,6 +13,7 @@ from launcher.external.rank_main import run_target
 from launcher.job import Job, Target
 from launcher.launch_info import LaunchInfo
 from launcher.records import json_values
+from launcher.runtime import rank_environment
 
 
 class RankActor:
@@ -20,14 +21,25 @@ class RankActor:
 
     def __init__(self) -> None:
         self._listener: socket.socket | None = None
+        self._torch_port_holder: socket.socket | None = None
 
-    def listen(self, launch_id: str, address: str, port: int) -> int:
-        """On rank 0 only: start to listen; return the port."""
+    def listen(self, launch_id: str, address: str, port: int) -> tuple[int, int]:
+        """On rank 0 only: listen, and keep a port for torch.distributed; return both ports."""
         self._listener = ports.listen(launch_id, address, port)
-        return int(self._listener.getsockname()[1])
+        master_port = int(self._listener.getsockname()[1])
+        self._torch_port_holder = ports.reserve(ports.torch_candidates(launch_id, master_port))
+        return master_port, int(self._torch_port_holder.getsockname()[1])
 
     def run(
-        self, info: bytes, secret: bytes, folder: str, kind: str, name: str, arguments: str
+        self,
+        info: bytes,
+        torch_port: int,
+        restart_count: int,
+        secret: bytes,
+        folder: str,
+        kind: str,
+        name: str,
+        arguments: str,
     ) -> str:
         """Run the target; returns a record, {"result": ...} or {"failure": ...}, as text.
 
@@ -41,6 +53,6 @@ class RankActor:
             extras["master_fd"] = str(self._listener.fileno())
         rank_info = LaunchInfo.from_bytes(info)
         rank_info = replace(rank_info, extras={**rank_info.extras, **extras})
-        os.environ.update(rank_info.to_env())
+        rank_environment.set_variables(rank_info, torch_port, restart_count)
         job = Job(Target(kind, name), args=tuple(json_values.loads(arguments)))  # type: ignore[arg-type]
         return json_values.dumps(run_target(job, rank_info))

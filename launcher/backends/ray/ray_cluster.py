@@ -40,7 +40,8 @@ def run(job: Job) -> list[Any]:
         _placed(ray, job, signals) as group,
         _actors(ray, job, group) as actors,
     ):
-        calls = _call(job, actors, _infos(ray, job, actors, signals))
+        infos, torch_port = _rendezvous(ray, job, actors, signals)
+        calls = _call(job, actors, infos, torch_port)
         results, failures = _gather(ray, calls, job.timeout_s, signals)
     if failures:
         raise errors.failed(failures, note=failures[0].message * (not failures[0].traceback))
@@ -169,10 +170,10 @@ def _actor(ray: Any, group: Any, bundle: int) -> Any:
     return ray.remote(RankActor).options(scheduling_strategy=placement, **options).remote()
 
 
-def _infos(
+def _rendezvous(
     ray: Any, job: Job, actors: Sequence[PlacedActor], signals: DeferredSignals
-) -> list[LaunchInfo]:
-    """The LaunchInfo of each rank, once rank 0 listens."""
+) -> tuple[list[LaunchInfo], int]:
+    """The LaunchInfo of each rank, and the port of torch.distributed, once rank 0 listens."""
     nodes = [placed.node for placed in actors]
     addr = job.master_addr
     if len(set(nodes)) > 1 and addr == LOOPBACK:
@@ -181,13 +182,14 @@ def _infos(
     listening = actors[0].actor.listen.remote(job.launch_id, addr, job.master_port)
     if not signals.wait(ray, [listening], job.timeout_s or timings.TIMINGS.longest_timeout_s):
         raise errors.timed_out(job.timeout_s)
-    return infos_for_nodes(job.launch_id, nodes, addr, ray.get(listening))
+    master_port, torch_port = ray.get(listening)
+    return infos_for_nodes(job.launch_id, nodes, addr, master_port), torch_port
 
 
 def infos_for_nodes(launch_id: str, nodes: Sequence[str], addr: str, port: int) -> list[LaunchInfo]:
     """The LaunchInfo of each rank, from the node of each; those of one node are consecutive."""
     infos: list[LaunchInfo] = []
-    for _, group in groupby(nodes):
+    for node_rank, (_, group) in enumerate(groupby(nodes)):
         size = len(list(group))
         infos += [
             LaunchInfo(
@@ -198,7 +200,7 @@ def infos_for_nodes(launch_id: str, nodes: Sequence[str], addr: str, port: int) 
                 local_rank=local_rank,
                 master_addr=addr,
                 master_port=port,
-                extras={"launcher": NAME},
+                extras={"launcher": NAME, "node_rank": str(node_rank)},
             )
             for local_rank in range(size)
         ]
@@ -206,13 +208,14 @@ def infos_for_nodes(launch_id: str, nodes: Sequence[str], addr: str, port: int) 
 
 
 def _call(
-    job: Job, actors: Sequence[PlacedActor], infos: Sequence[LaunchInfo]
+    job: Job, actors: Sequence[PlacedActor], infos: Sequence[LaunchInfo], torch_port: int
 ) -> dict[Any, LaunchInfo]:
     """Start every rank's target: Ray's reference to each result -> the LaunchInfo of its rank."""
     secret = secrets.token_bytes(launch_secret.NBYTES)
     target_args = (os.getcwd(), job.target.kind, job.target.name, json_values.dumps(list(job.args)))
+    common = (torch_port, job.restart_count, secret, *target_args)
     return {
-        placed.actor.run.remote(info.to_bytes(), secret, *target_args): info
+        placed.actor.run.remote(info.to_bytes(), *common): info
         for placed, info in zip(actors, infos, strict=True)
     }
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.failure import stack_dump
 from coordinator.transport.group import Exchange
 
 EVERY = runpy.run_path(str(Path(__file__).with_name("every_call.py")))
@@ -108,7 +109,10 @@ def test_a_slow_rank_is_shown_where_it_was_last_seen(fork, layout, victim):
     def dawdle():
         time.sleep(1.8)
 
-    for row in among_processes(fork, layout, victim, dawdle, CALLS, 1.0):
+    stack_dump.stack_memory(os.getpid())  # whose handler the ranks inherit
+    rows = list(among_processes(fork, layout, victim, dawdle, CALLS, 1.0))
+    assert any("is here:" in row[3] and "in dawdle: time.sleep(1.8)" in row[3] for row in rows)
+    for row in rows:
         name, _, error, text, took_s, _ = row
         assert error == "CoordinatorTimeout", row
         assert f"rank {victim} (host" in text and is_in_call(name, text), row

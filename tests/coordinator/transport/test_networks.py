@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,12 +17,13 @@ EVERY_CALL = Path(__file__).parents[1] / "failure" / "every_call.py"
 # What a rank runs: its LaunchInfo and the program are arguments, its outcome is printed.
 RANK = """
 import json, socket, sys, time
-from coordinator import Coordinator
+from coordinator import Coordinator, CoordinatorTimings
 from launcher import LaunchInfo
 outcome = {"address": "", "error": "", "text": ""}
 info = LaunchInfo.from_bytes(sys.argv[1].encode())
 try:
-    with Coordinator(info, timeout_s=float(sys.argv[3])) as coor:
+    timings = CoordinatorTimings(waiting_notice_s=0.6)
+    with Coordinator(info, timeout_s=float(sys.argv[3]), timings=timings) as coor:
         outcome["address"] = coor.address
         exec(sys.argv[2])
 except Exception as error:
@@ -77,7 +79,7 @@ class Hosts:
             self._stack.callback(folder.rmdir)
             self._stack.callback((folder / "hosts").unlink)
 
-    def start(self, host, rank, world, addr, program, timeout_s=20, port=24680):
+    def start(self, host, rank, world, addr, program, timeout_s=20, port=24680, stderr=None):
         """One rank per host, two if world is 4."""
         local = world // 2
         info = {
@@ -90,7 +92,7 @@ class Hosts:
         arguments = [json.dumps(info), program, str(timeout_s)]
         process = subprocess.Popen(
             [*inside, shell, "sh", sys.executable, "-c", RANK, *arguments],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
         self._stack.callback(process.wait)
@@ -196,6 +198,12 @@ def test_a_name_that_nobody_knows_is_named(hosts):
     assert "rank 1" in found["text"] and "nowhere.invalid" in found["text"], found
 
 
+# Both hosts, the errno, and since when.
+FAILURE = (
+    r"network failure between .*10\.81\.0\.\d.* and .*10\.81\.0\.\d.*: E[A-Z]+, it has not answered"
+)
+
+
 def met(processes):
     for process in processes:
         assert process.stdout.readline() == "met\n"
@@ -220,8 +228,54 @@ def test_a_cut_cable_is_an_error_in_every_call_on_both_sides_at_the_deadline(hos
         for name, (error, text, took_s, _) in calls.items():
             assert error == "CoordinatorTimeout", (rank, name, text)
             assert f"host {hosts.names[1 - rank]}" in text, (rank, name, text)
-            assert "not answer" in text, (rank, name, text)
+            assert re.search(FAILURE, text), (rank, name, text)
+            assert "printed last" not in text, (rank, name, text)
             assert took_s < 4 + 0.7, (rank, name, took_s, text)
+
+
+TENSORS = """
+import torch
+from communicator import Communicator
+comm = Communicator(coor, "tcp", timeout_s=float(sys.argv[3]))
+print("met", flush=True)
+while True:
+    TRANSFER
+    time.sleep(0.05)
+"""
+SEND_OR_RECV = "(comm.send if coor.rank else comm.recv)(torch.ones(4), 1 - coor.rank)"
+
+
+@pytest.mark.parametrize("transfer", ["comm.allreduce(torch.ones(4))", SEND_OR_RECV])
+@pytest.mark.parametrize("timeout_s", [4, 20], ids=["by the deadline", "by the kernel"])
+def test_a_cut_cable_is_a_network_failure_in_calls_of_the_communicator(hosts, transfer, timeout_s):
+    ends = hosts.cable()
+    program = TENSORS.replace("TRANSFER", transfer)
+    processes = hosts.start_all("10.81.0.1", program, timeout_s=timeout_s)
+    met(processes)
+    ip("-n", hosts.names[1], "link", "set", ends[1], "down")
+    for outcome in outcomes(processes):
+        assert outcome["error"] in ("PeerLost", "CommunicatorTimeout")[: 1 + (timeout_s < 5)], (
+            outcome
+        )
+        assert re.search(FAILURE, outcome["text"]), outcome
+        assert "printed last" not in outcome["text"], outcome
+
+
+def test_every_node_says_whom_it_waits_for_while_a_launch_begins(hosts):
+    hosts.cable()
+    a, b = hosts.names
+    first = hosts.start(0, 0, 4, "10.81.0.1", MEET, timeout_s=1.5, stderr=subprocess.PIPE)
+    assert first.wait(30) == 0
+    second = hosts.start(1, 2, 4, "10.81.0.1", MEET, timeout_s=1.5, stderr=subprocess.PIPE)
+    assert second.wait(30) == 0
+    line, *rest = first.stderr.read().splitlines()
+    where = "ranks [1, 2, 3] of 4 at 10.81.0.1:24680; ranks seen: [0]"
+    assert re.fullmatch(rf"rank 0 \(host {a}\) has waited \d s for {re.escape(where)}", line)
+    assert len(rest) == 1  # it ends after 1.5 s
+    line, *rest = second.stderr.read().splitlines()
+    where = "rank 0 at 10.81.0.1:24680: [Errno 111] Connection refused"
+    assert re.fullmatch(rf"rank 2 \(host {b}\) has waited \d s for {re.escape(where)}", line)
+    assert len(rest) == 1
 
 
 def test_a_process_stopped_on_another_host_is_told_from_a_cut_cable(hosts):

@@ -165,7 +165,7 @@ class Peak(threading.Thread):
 def memory(folder):
     """The share and the peak of each rank, by reader; "everything" is the wrong way."""
     shapes = json.loads((folder / "shapes.json").read_text())
-    cuts = {name: (drumline.ShardSpec("tp", n % 2),) for n, name in enumerate(shapes)}
+    splits = {name: (drumline.ShardSpec("tp", n % 2),) for n, name in enumerate(shapes)}
     with Coordinator() as coor:
         for reader in ("each", "rank0", "everything"):
             coor.barrier()
@@ -175,7 +175,7 @@ def memory(folder):
                 else:
                     model = init_on_meta(shapes)
                     share = drumline.load_into(
-                        model, folder, coor, mesh={"tp": 4}, reader=reader, splits=cuts
+                        model, folder, coor, mesh={"tp": 4}, reader=reader, splits=splits
                     ).share
                     del model
             told = coor.allgather(json.dumps([share, peak.peak]).encode())
@@ -191,7 +191,7 @@ def init_on_meta(shapes):
 
 
 def everything(folder, coor):
-    """Load the whole, then cut: what must not pass for loading a share."""
+    """Load the whole, then take a shard: what must not pass for loading a share."""
     whole = {name: t.clone() for name, t in load_file(folder / "model.safetensors").items()}
     kept = [tensor.chunk(4, 0)[coor.rank].clone() for tensor in whole.values()]
     return sum(tensor.nbytes for tensor in kept)

@@ -77,7 +77,7 @@ def test_a_layer_is_not_split_where_the_model_names_only_its_attention(checkpoin
 
 
 def _assert_tied_around(found, *names):
-    """BERT's class of embeddings is one that is not cut; planned as a layer, on another rank than
+    """BERT's class of embeddings is one that stays whole; planned as a layer, on another rank than
     the head that is tied to it, it left that without weights, and any numbers came out."""
     assert {name for tie in found.ties for name in tie} == {*names}
     assert {*names} <= {part.name for part in found.others}
@@ -385,7 +385,7 @@ def test_another_attention_on_one_rank_is_found_at_load(checkpoints, ranks_or_er
     assert all("attn_implementation is sdpa on rank 0 and eager on rank 1" in t for t in texts)
 
 
-def test_more_and_longer_conversations_leave_less_room_for_weights(checkpoints, ranks_or_errors):
+def test_more_and_longer_sequences_leave_less_memory_for_weights(checkpoints, ranks_or_errors):
     """The model fits twice, but not with the keys and values of 4096 tokens beside it."""
     plain, path = checkpoints.llama()
     nbytes = sum(tensor.nbytes for tensor in plain.parameters())

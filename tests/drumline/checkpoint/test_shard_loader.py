@@ -42,14 +42,14 @@ class Small(nn.Module):
 
 
 def splits_over(mesh):
-    """A cut for every axis, several on one dimension where there are several."""
+    """A split for every axis, several on one dimension where there are several."""
     axes = [axis for axis in mesh if axis != "dp_replicate"]
-    cuts = {"embed.weight": [], "up.weight": [], "up.bias": []}
+    splits = {"embed.weight": [], "up.weight": [], "up.bias": []}
     for number, axis in enumerate(axes):
-        cuts["embed.weight"].append(ShardSpec(axis, 0))
-        cuts["up.weight"].append(ShardSpec(axis, number % 2, factor=2))
-        cuts["up.bias"].append(ShardSpec(axis, 0, factor=2))
-    return {name: tuple(splits) for name, splits in cuts.items()}
+        splits["embed.weight"].append(ShardSpec(axis, 0))
+        splits["up.weight"].append(ShardSpec(axis, number % 2, factor=2))
+        splits["up.bias"].append(ShardSpec(axis, 0, factor=2))
+    return {name: tuple(specs) for name, specs in splits.items()}
 
 
 def sliced(whole, splits, mesh, rank):
@@ -174,8 +174,8 @@ def test_every_dtype_arrives_bit_for_bit(ranks, tmp_path, dtype):
         model = nn.Module()
         model.register_buffer("weight", torch.empty(7, 5, dtype=dtype, device="meta"))
         with Coordinator(info, timeout_s=30) as coor:
-            cuts = {"weight": (ShardSpec("tp", 1),)}
-            drumline.load_into(model, tmp_path, coor, mesh={"tp": 3}, reader="rank0", splits=cuts)
+            splits = {"weight": (ShardSpec("tp", 1),)}
+            drumline.load_into(model, tmp_path, coor, mesh={"tp": 3}, reader="rank0", splits=splits)
         return model.weight
 
     parts = [part.view(torch.uint8).reshape(7, -1) for part in ranks(rank, 3)]
@@ -192,8 +192,8 @@ def test_numbers_that_share_a_byte_arrive_bit_for_bit(ranks, tmp_path):
         empty = torch.empty(7, 6, dtype=torch.float4_e2m1fn_x2, device="meta")
         model.register_buffer("weight", empty)
         with Coordinator(info, timeout_s=30) as coor:
-            cuts = {"weight": (ShardSpec("tp", 1),)}
-            drumline.load_into(model, tmp_path, coor, mesh={"tp": 3}, reader="rank0", splits=cuts)
+            splits = {"weight": (ShardSpec("tp", 1),)}
+            drumline.load_into(model, tmp_path, coor, mesh={"tp": 3}, reader="rank0", splits=splits)
         return model.weight.view(torch.uint8)
 
     assert torch.equal(torch.cat(ranks(rank, 3), 1), whole)
@@ -205,18 +205,18 @@ def test_tensors_larger_than_a_block_arrive_in_blocks(ranks, tmp_path, monkeypat
     torch.manual_seed(0)
     whole = torch.randn(9, 4, 23)
     save_file({"weight": whole}, tmp_path / "w.safetensors")
-    cuts = {"weight": (ShardSpec("dp_shard", 0), ShardSpec("tp", 2, factor=2))}
+    splits = {"weight": (ShardSpec("dp_shard", 0), ShardSpec("tp", 2, factor=2))}
     mesh = Mesh({"dp_shard": 2, "tp": 2})
 
     def rank(info):
         model = nn.Module()
         model.weight = nn.Parameter(torch.empty(9, 4, 23, device="meta"))
         with Coordinator(info, timeout_s=30) as coor:
-            drumline.load_into(model, tmp_path, coor, mesh=mesh, reader=reader, splits=cuts)
+            drumline.load_into(model, tmp_path, coor, mesh=mesh, reader=reader, splits=splits)
         return model.weight
 
     for at, found in enumerate(ranks(rank, 4)):
-        assert torch.equal(found, sliced(whole, cuts["weight"], mesh, at))
+        assert torch.equal(found, sliced(whole, splits["weight"], mesh, at))
 
 
 def test_ranks_of_another_stage_leave_a_tensor_on_meta(ranks, checkpoint):
@@ -264,9 +264,9 @@ def test_the_plan_for_one_rank_is_its_part_of_the_whole_plan(sizes, reader):
     shapes = {"embed": (13, 6), "up": (10, 6), "bias": (10,)}
     index = {name: StoredTensor("a", 8, "F32", shape) for name, shape in shapes.items()}
     axes = [axis for axis in sizes if axis != "dp_replicate"]
-    cuts = tuple(ShardSpec(axis, 0, factor=2) for axis in axes)
+    splits = tuple(ShardSpec(axis, 0, factor=2) for axis in axes)
     wanted = {
-        name: TensorRequest(shape, 4, whole_tensor(name, shape), cuts)
+        name: TensorRequest(shape, 4, whole_tensor(name, shape), splits)
         for name, shape in shapes.items()
     }
     readers = reader_ranks(reader, [[0, 1], [2, 3]])

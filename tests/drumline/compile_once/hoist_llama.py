@@ -21,7 +21,7 @@ CONFIG = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
-    "attn_implementation": "eager",
+    "attn_implementation": "sdpa",
 }
 
 

@@ -330,7 +330,7 @@ class Spans:
         return sum(later[0] < earlier[1] for earlier, later in itertools.pairwise(spans))
 
 
-def test_several_conversations_keep_several_ranks_at_work(checkpoints, on_master, monkeypatch):
+def test_several_generations_keep_several_ranks_at_work(checkpoints, on_master, monkeypatch):
     spans = Spans(monkeypatch)
 
     def talk(model):

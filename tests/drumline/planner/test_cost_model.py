@@ -102,7 +102,7 @@ def test_one_stream_stays_on_rank_0_if_the_other_rank_is_no_faster():
     assert layers_by_rank(plan(MODEL, FREE_NBYTES, "fastest", speeds=speeds)) == [8, 0]
 
 
-def test_several_conversations_keep_both_ranks_at_work():
+def test_several_generations_keep_both_ranks_at_work():
     speeds, step = DeviceSpeeds(EQUAL.places, HOP), PassShape(streams=4)
     assert layers_by_rank(plan(MODEL, FREE_NBYTES, "fastest", speeds=speeds, step=step)) == [4, 4]
 
@@ -168,11 +168,11 @@ def test_trips_round_the_ring_are_those_that_a_token_makes(
 
 def test_a_tp_group_reads_at_the_same_time_and_pays_for_its_allreduces():
     """900 bytes over 2 ranks, 18 sums, and from stage to stage if there are two."""
-    team = GroupSpeed(2, DeviceSpeed(1e9, 50.0), LinkSpeed(0.25, 8.0))
+    group = GroupSpeed(2, DeviceSpeed(1e9, 50.0), LinkSpeed(0.25, 8.0))
     links = {rank: LinkSpeed(0.5, 1e9) for rank in range(4)}
     step = PassShape(width=1, itemsize=4)
-    one = estimate_tensor_parallel(MODEL, team, DeviceSpeeds({}, {0: links[0], 1: links[1]}), step)
+    one = estimate_tensor_parallel(MODEL, group, DeviceSpeeds({}, {0: links[0], 1: links[1]}), step)
     assert one.pass_s == pytest.approx(900 / 50 / 2 + 18 * (0.25 + 4 / 8)) and one.hops_s == 0
-    two = estimate_tensor_parallel(MODEL, team, DeviceSpeeds({}, links), step)
+    two = estimate_tensor_parallel(MODEL, group, DeviceSpeeds({}, links), step)
     assert two.pass_s == pytest.approx(one.pass_s + 2 * 0.5)
     assert two.slowest_s == pytest.approx(one.slowest_s / 2)

@@ -44,8 +44,8 @@ def test_tp_groups_are_measured_by_every_size_that_divides_a_node(ranks):
 
     found = ranks(rank, 4)
     assert found[0] == found[1] == found[2] == found[3]
-    assert [team.size for team in found[0]] == [2, 4]
-    assert all(value > 0 for team in found[0] for value in vars(team.sums).values())
+    assert [group.size for group in found[0]] == [2, 4]
+    assert all(value > 0 for group in found[0] for value in vars(group.sums).values())
 
 
 def test_devices_that_differ_by_little_count_as_equal():

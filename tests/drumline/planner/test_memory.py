@@ -1,4 +1,4 @@
-"""Room is what is really left, and nothing is counted twice."""
+"""Free memory is what is really left, and nothing is counted twice."""
 
 from __future__ import annotations
 

@@ -8,11 +8,11 @@ import time
 
 import drumline
 from coordinator import Coordinator
-from drumline.stages import stage_weights
+from drumline.checkpoint import shard_loader
 
 coor = Coordinator()
 if coor.rank == 1:
-    stage_weights.execute = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+    shard_loader.execute = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
 path = "nowhere" if coor.rank else sys.argv[1]  # rank 0 sends the others what they hold
 coor.barrier()
 began = time.monotonic()

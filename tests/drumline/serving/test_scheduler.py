@@ -2,9 +2,8 @@
 
 import threading
 
-from drumline.serving.limits import ServingLimits
 from drumline.serving.sampling import SamplingParams
-from drumline.serving.scheduler import BatchScheduler, Generation
+from drumline.serving.scheduler import BatchScheduler, Generation, ServingLimits
 from tests.drumline.serving.conftest import expected
 
 GREEDY = SamplingParams(max_tokens=9, temperature=0)

@@ -24,9 +24,8 @@ from coordinator import Coordinator
 from drumline import timings
 from drumline.serving import http_server as http_server
 from drumline.serving import scheduler
-from drumline.serving.limits import ServingLimits
 from drumline.serving.sampling import SamplingParams
-from drumline.serving.scheduler import Generation
+from drumline.serving.scheduler import Generation, ServingLimits
 from drumline.timings import ModelTimings
 from tests.drumline.serving.conftest import expected
 

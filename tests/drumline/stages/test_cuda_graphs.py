@@ -63,7 +63,8 @@ def test_tokens_over_a_static_cache_are_replayed_and_are_the_same(checkpoints, o
         return static(model), static(model)
 
     assert on_master(path, 3, work, cuda_graphs=True) == work(plain)
-    passes = 2 * (11 - cuda_graphs.NUM_WARM_UPS)  # the first token is that of the prompt
+    num_caches = 1 if hasattr(plain, "_cache") else 2  # transformers 5.5 keeps the first
+    passes = 2 * 11 - num_caches * cuda_graphs.NUM_WARM_UPS  # the first token is that of the prompt
     assert [each.num_replays for each in made] == [passes, passes]
     assert all(not each.reasons for each in made)
 
@@ -79,7 +80,7 @@ def test_the_graphs_of_a_cache_that_is_gone_are_let_go(checkpoints, on_master, m
     assert on_master(checkpoints.llama()[1], 2, work, cuda_graphs=True) == [1, 1, 1]
 
 
-def two_conversations(model: Any) -> list[list[int]]:
+def two_generations(model: Any) -> list[list[int]]:
     caches = [new_cache(model) for _ in range(2)]
     said: list[list[int]] = [[], []]
     token = torch.tensor([[7]])
@@ -98,7 +99,7 @@ def new_cache(model: Any) -> StaticCache:
 
 def test_two_caches_have_graphs_of_their_own(checkpoints, on_master, made):
     plain, path = checkpoints.llama()
-    assert on_master(path, 2, two_conversations, cuda_graphs=True) == two_conversations(plain)
+    assert on_master(path, 2, two_generations, cuda_graphs=True) == two_generations(plain)
     assert made[0].num_replays > 0 and len(made[0]._captured) == 2
 
 

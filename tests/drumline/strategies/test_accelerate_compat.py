@@ -53,19 +53,19 @@ class Stack(nn.Module):
 
 
 stacks = st.builds(Stack, st.lists(st.integers(1, 40), min_size=1, max_size=6), st.booleans())
-rooms = st.lists(st.integers(0, 900), max_size=4).map(
+memories = st.lists(st.integers(0, 900), max_size=4).map(
     lambda sizes: {**dict(enumerate(sizes)), "cpu": 5000}
 )
 
 
 @settings(max_examples=80, deadline=None)
-@given(stacks, rooms, st.booleans(), st.booleans())
-def test_maps_and_room_are_those_of_accelerate(model, room, low_zero, fallback):
-    uncut = ["Linear"]
-    mine = drumline.get_balanced_memory(model, room, uncut, low_zero=low_zero)
-    assert mine == utils.get_balanced_memory(model, room, uncut, low_zero=low_zero)
+@given(stacks, memories, st.booleans(), st.booleans())
+def test_maps_and_memory_are_those_of_accelerate(model, max_memory, low_zero, fallback):
+    no_split = ["Linear"]
+    mine = drumline.get_balanced_memory(model, max_memory, no_split, low_zero=low_zero)
+    assert mine == utils.get_balanced_memory(model, max_memory, no_split, low_zero=low_zero)
     found, expected = [
-        outcome(infer, model, dict(mine), uncut, fallback_allocation=fallback)
+        outcome(infer, model, dict(mine), no_split, fallback_allocation=fallback)
         for infer in (drumline.infer_auto_device_map, utils.infer_auto_device_map)
     ]
     assert found == expected
@@ -96,8 +96,8 @@ def test_a_coordinator_is_asked_for_the_room_of_all_ranks(ranks, monkeypatch):
 
 def test_places_of_ranks_are_planned_for_by_the_cluster():
     model = nn.Sequential(*[nn.Linear(4, 4, bias=False, device="meta") for _ in range(4)])
-    room = {(0, "cpu"): "200", (1, "cpu"): 200}
-    found = drumline.infer_auto_device_map(model, room)
+    max_memory = {(0, "cpu"): "200", (1, "cpu"): 200}
+    found = drumline.infer_auto_device_map(model, max_memory)
     assert found.places == {str(n): (n // 2, "cpu") for n in range(4)}
 
 
@@ -107,9 +107,9 @@ def test_sizes_by_place_are_read_and_a_rank_alone_is_its_cpu():
 
 
 def test_options_as_they_are_if_not_given_are_as_good_as_not_given():
-    model, room = nn.Linear(2, 2), {(0, "cpu"): 900, 1: 900}
+    model, max_memory = nn.Linear(2, 2), {(0, "cpu"): 900, 1: 900}
     plain = {"no_split_module_classes": None, "clean_result": True, "verbose": False}
-    assert drumline.infer_auto_device_map(model, max_memory=room, **plain).ranks == [0]
+    assert drumline.infer_auto_device_map(model, max_memory=max_memory, **plain).ranks == [0]
 
 
 @pytest.mark.parametrize(
@@ -254,8 +254,8 @@ def test_a_transformers_model_on_meta_is_loaded_over_ranks(checkpoints):
     def rank():
         with building, torch.device("meta"):
             model = type(plain)(plain.config)
-        room = [1 << 30] * 2
-        found = drumline.load_checkpoint_and_dispatch(model, path, "auto", max_memory=room)
+        max_memory = [1 << 30] * 2
+        found = drumline.load_checkpoint_and_dispatch(model, path, "auto", max_memory=max_memory)
         with found as spread:
             return spread.generate(ids, max_new_tokens=5, do_sample=False)
 

@@ -1,4 +1,4 @@
-"""Stages of ranks that cut their layers: the master drives, and says what one process says."""
+"""Stages of ranks that shard their layers: the master drives, and says what one process says."""
 
 import copy
 import math
@@ -44,7 +44,7 @@ IDS = torch.randint(3, 65, (2, 9), generator=torch.Generator().manual_seed(5))
 def family(checkpoints):
     def make(name):
         kind, config = FAMILIES[name]
-        return checkpoints.make(f"team {name}", kind, **{**SIZES, **config})
+        return checkpoints.make(f"group {name}", kind, **{**SIZES, **config})
 
     return make
 
@@ -102,7 +102,7 @@ def test_stages_without_tensor_parallelism_are_teams_of_one(family):
 
 
 def test_a_token_is_two_messages(family):
-    """Embeddings and layers in one, and the head, whose input the model cuts itself."""
+    """Embeddings and layers in one, and the head, whose input the model splits itself."""
 
     def sent(model, new):
         before = model.traffic[0]
@@ -168,7 +168,7 @@ def test_a_step_that_fails_on_one_rank_of_a_tp_group_ends_the_model_and_names_it
 
     def run(self, route, message):
         if self.rank == 3:
-            raise MemoryError("no room on this rank alone")
+            raise MemoryError("no memory on this rank alone")
         return run_steps(self, route, message)
 
     monkeypatch.setattr(tp_stage.TpStage, "_run", run)
@@ -198,7 +198,7 @@ def test_every_rank_of_a_tp_group_names_the_rank_that_failed_alone(
             with Coordinator(info) as coor, Communicator(coor.split([0, 1]), timeout_s=30) as comm:
                 group = StageGroup(info.rank, comm, GroupMonitor(coor, [comm], layers))
                 if info.rank == 1:
-                    group.check_all_failed("no room on this rank alone")
+                    group.check_all_failed("no memory on this rank alone")
                 has_left.wait(30)
                 getattr(group, call)(*arguments.get(call, []))
         finally:
@@ -206,8 +206,8 @@ def test_every_rank_of_a_tp_group_names_the_rank_that_failed_alone(
 
     errors = ranks_or_errors(rank, 2)
     assert all(isinstance(error, drumline.PeerLost) for error in errors), errors
-    assert "This rank failed first: no room on this rank alone" in str(errors[1])
-    assert "out of step with its TP group: no room on this rank alone" in str(errors[0])
+    assert "This rank failed first: no memory on this rank alone" in str(errors[1])
+    assert "out of step with its TP group: no memory on this rank alone" in str(errors[0])
     assert errors[0].rank == 1 and "its part of model.layers.0" in str(errors[0])
 
 

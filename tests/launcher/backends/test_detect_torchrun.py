@@ -1,12 +1,9 @@
 """What torchrun's variables say; the values are those of torchrun 2.13."""
 
-import json
-
 import pytest
 
 from launcher import LaunchInfoError
 from launcher.backends import torchrun
-from launcher.external import torch_error_file
 
 # The second rank on the second of two nodes, with 3 and 2 ranks.
 RANK = {
@@ -66,25 +63,6 @@ def test_incomplete_variables_name_the_missing_one(name):
 def test_contradiction_is_an_error_with_the_values(wrong):
     with pytest.raises(LaunchInfoError, match="'WORLD_SIZE': '5'"):
         torchrun.detect({**RANK, **wrong})
-
-
-def test_error_is_left_where_torchrun_looks_for_it(tmp_path):
-    file = tmp_path / "error.json"
-    try:
-        raise KeyError("layer 3")
-    except KeyError as error:
-        torch_error_file.write_error_file({"TORCHELASTIC_ERROR_FILE": str(file)}, error)
-    message = json.loads(file.read_text())["message"]
-    assert message["message"] == "KeyError: 'layer 3'"
-    assert "test_detect_torchrun.py" in message["extraInfo"]["py_callstack"]
-
-
-def test_error_without_a_place_for_it_is_left_nowhere(tmp_path):
-    torch_error_file.write_error_file({}, KeyError())
-    torch_error_file.write_error_file(
-        {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "gone" / "error")}, KeyError()
-    )
-    assert not list(tmp_path.iterdir())
 
 
 PLAIN = {name: RANK[name] for name in torchrun.PLAIN}

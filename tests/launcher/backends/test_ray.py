@@ -27,7 +27,7 @@ def show():
 def meet():
     info = launcher.current()
     secret = os.pread(int(info.extras["secret_fd"]), 32, 0)
-    return [info.to_bytes(), secret, _greeting(info)]
+    return [info.to_bytes(), secret, _greeting(info), dict(os.environ)]
 
 def _greeting(info):
     if info.rank == 0:
@@ -77,12 +77,12 @@ def work(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def five(work):
-    """What each of five ranks says: its LaunchInfo, the launch secret, and how it was greeted."""
+    """What each of five ranks says: its LaunchInfo, the secret, its greeting, and its variables."""
     return launcher.launch(work.meet, nprocs=5, launcher="ray", launch_id="tuesday", timeout_s=60)
 
 
 def test_ranks_spread_unevenly_over_nodes_know_each_other(five):
-    infos = [LaunchInfo.from_bytes(data) for data, _, _ in five]
+    infos = [LaunchInfo.from_bytes(data) for data, *_ in five]
     assert [info.rank for info in infos] == [0, 1, 2, 3, 4]
     assert [info.local_world_size for info in infos] == [3, 3, 3, 2, 2]
     assert [info.local_rank for info in infos] == [0, 1, 2, 0, 1]
@@ -90,11 +90,20 @@ def test_ranks_spread_unevenly_over_nodes_know_each_other(five):
 
 
 def test_rank_0_listens_where_the_others_look(five):
-    assert [greeting for _, _, greeting in five] == ["master"] + ["welcome"] * 4
+    assert [greeting for _, _, greeting, _ in five] == ["master"] + ["welcome"] * 4
+
+
+def test_ranks_have_the_variables_of_torchrun_and_one_free_port(five):
+    environs = [environ for *_, environ in five]
+    assert [environ["RANK"] for environ in environs] == ["0", "1", "2", "3", "4"]
+    assert [environ["LOCAL_RANK"] for environ in environs] == ["0", "1", "2", "0", "1"]
+    assert [environ["GROUP_RANK"] for environ in environs] == ["0", "0", "0", "1", "1"]
+    (port,) = {environ["MASTER_PORT"] for environ in environs}
+    assert port not in {environ["DRUMLINE_MASTER_PORT"] for environ in environs}
 
 
 def test_ranks_share_a_secret(five):
-    (secret,) = {secret for _, secret, _ in five}
+    (secret,) = {secret for _, secret, *_ in five}
     assert len(secret) == 32
 
 

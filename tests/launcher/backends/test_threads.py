@@ -76,3 +76,44 @@ def test_a_thread_that_does_not_end_is_named(monkeypatch):
         launcher.launch(work, 2, launcher="threads")
     assert isinstance(raised.value.__cause__, ValueError)
     finished.set()
+
+
+LEAVES_A_CHILD = """
+import subprocess, time, launcher
+if launcher.current().rank == 0:
+    subprocess.Popen(["sleep", "60"], start_new_session=True)
+    print("ready", flush=True)
+time.sleep(SECONDS)
+"""
+
+
+def test_processes_that_threads_have_started_end_with_the_launch(command):
+    script = command.script(LEAVES_A_CHILD.replace("SECONDS", "0.2"))
+    assert command.run("run", "-n", "2", "--launcher", "threads", script).code == 0
+    assert not command.left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_stop_signals_end_threads_and_the_processes_that_they_have_started(command, number):
+    script = command.script(LEAVES_A_CHILD.replace("SECONDS", "60"))
+    process = command.start("run", "-n", "2", "--launcher", "threads", script)
+    process.stdout.readline()
+    process.send_signal(number)
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 128 + number and number.name in err
+    assert not command.left()
+
+
+def test_interpreter_is_not_finalized_while_threads_run_in_libraries(command):
+    """A daemon thread that came back into Python then ended the process by `terminate called`."""
+    script = command.script(
+        "import atexit, sys, time, launcher\n"
+        "class Late:\n    def __del__(self): print('finalized', file=sys.stderr)\n"
+        "if launcher.current().rank == 0: sys.modules['late'] = Late()\n"
+        "atexit.register(print, 'exit handler')\n"
+        "if launcher.current().rank == 0: raise ValueError('planned')\n"
+        "while True: time.sleep(0.001)"
+    )
+    ended = command.run("run", "-n", "2", "--launcher", "threads", script)
+    assert ended.code == 1 and "planned" in ended.err and "finalized" not in ended.err
+    assert "exit handler" in ended.out

@@ -26,7 +26,9 @@ OPTIONS = {
     "--preload",
     "--dry-run",
     "--trace",
-    "-m",
+    "-m", "--module",
+    "--max-restarts",
+    "--rdzv-endpoint", "--rdzv-id", "--rdzv-backend", "--standalone",  # torchrun's
 }  # fmt: skip
 SHOW = "import sys, json, launcher\nprint(json.dumps([__name__, *sys.argv]))\n"
 
@@ -45,7 +47,7 @@ def test_options_without_value():
     commands = cli.parser()._subparsers._group_actions[0].choices
     alone = [action for action in commands["run"]._actions if action.nargs == 0]
     assert {name for action in alone for name in action.option_strings} | {"--"} == set(
-        cli.OPTIONS_WITHOUT_VALUE
+        cli.run_options.OPTIONS_WITHOUT_VALUE
     )
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from launcher import errors
 from launcher.errors import Failure
-from launcher.runtime import outcome
 
 FAULTY = str(Path(__file__).parents[1] / "programs" / "faulty.py")
 
@@ -137,7 +137,11 @@ def failure(rank, time_s, **how):
         ([failure(0, 1.0, type="ValueError"), failure(1, 1.05, signal=6)], 0),
         ([failure(0, 1.0, type="ValueError"), failure(1, 1.5, signal=9)], 0),
         ([failure(0, 1.0, signal=9, ended_by_launcher=True), failure(1, 2.0)], 1),
+        ([failure(0, 1.0, type="PeerLost", blames=[1]), failure(1, 2.0, type="ValueError")], 1),
+        ([failure(0, 1.0, type="PeerLost", blames=[-1]), failure(1, 2.0, type="Timeout")], 1),
+        ([failure(0, 1.0, type="PeerLost", blames=[2]), failure(1, 2.0, type="ValueError")], 0),
+        ([failure(0, 1.0, blames=[1]), failure(1, 2.0, ended_by_launcher=True)], 0),
     ],
 )
 def test_by_cause_sorts_by_time_with_a_correction_for_silent_deaths(failures, first):
-    assert min(failures, key=outcome.by_cause).rank == first
+    assert errors.by_cause(failures)[0].rank == first

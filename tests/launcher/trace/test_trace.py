@@ -232,6 +232,18 @@ def test_a_trace_is_drawn_as_a_picture(tmp_path):
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
 
 
+def test_without_matplotlib_the_summary_is_printed_and_the_extra_named(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    _record(tmp_path / "parts", 0)
+    merge_traces.merge(tmp_path / "parts", tmp_path / "out.json")
+    assert cli.main(["trace", str(tmp_path / "out.json"), "--png"]) == 0
+    out, err = capsys.readouterr()
+    assert "rank 0" in out and "pip install 'drumline[plot]'" in err
+    assert not (tmp_path / "out.png").exists()
+
+
 def test_a_traced_launch_shows_every_rank_and_what_it_ran(tmp_path, command):
     out = tmp_path / "out.json"
     ended = command.run("run", "-n", "2", "--trace", str(out), command.script("print('hello')"))

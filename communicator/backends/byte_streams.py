@@ -1,0 +1,129 @@
+"""Streams of bytes between any two ranks, beside all calls: what messages are made of.
+
+Libraries that offer the stream entries of communicator.h have them, and TCP connections here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import socket
+from typing import Protocol
+
+from communicator.backends.tensor_socket import configure
+from communicator.errors import PeerLost
+
+READABLE, WRITABLE = 1, 2  # COMM_STREAM_READABLE, COMM_STREAM_WRITABLE
+DISARM, ARM, WAKE = 0, 1, 2  # COMM_STREAM_DISARM and so on
+EVENTS = {
+    0: 0,
+    READABLE: select.EPOLLIN,
+    WRITABLE: select.EPOLLOUT,
+    READABLE | WRITABLE: select.EPOLLIN | select.EPOLLOUT,
+}
+
+
+class ByteStreams(Protocol):
+    """The stream entries of communicator.h, where each is documented. Memory is an address."""
+
+    def stream_write(self, dst: int, prefix: bytes, address: int, nbytes: int, /) -> int: ...
+    def stream_read(self, src: int, address: int, nbytes: int, /) -> int: ...
+    def stream_wait(self, interest: bytearray, timeout_ms: int, /) -> int: ...
+    def stream_sleep(self, timeout_ms: int, /) -> None: ...
+    def stream_notify(self, what: int, /) -> None: ...
+    def stream_check(self, peer: int, /) -> None: ...
+
+
+class TcpStreams:
+    """Streams over one connection to each peer.
+
+    One epoll has the connections, and the event that wakes a thread in stream_wait; the other has
+    the first, while armed, and the event for stream_sleep.
+    """
+
+    def __init__(self, connections: dict[int, socket.socket]) -> None:
+        self._connections = connections
+        self._peers = {link.fileno(): peer for peer, link in connections.items()}
+        self._ends: dict[int, str] = {}
+        self._events: dict[int, int] = {}  # of the peers that are in the first epoll
+        self._ready, self._service = select.epoll(), select.epoll()
+        self._wake, self._wake_service = os.eventfd(0, os.EFD_NONBLOCK), os.eventfd(0)
+        for link in connections.values():
+            configure(link)
+        self._ready.register(self._wake, select.EPOLLIN)
+        self._service.register(self._wake_service, select.EPOLLIN)
+        self._service.register(self._ready, 0)
+
+    def stream_write(self, dst: int, prefix: bytes, address: int, nbytes: int, /) -> int:
+        data = memoryview((ctypes.c_char * nbytes).from_address(address)) if nbytes else b""
+        try:
+            return self._connections[dst].sendmsg([prefix, data])
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            self._ends.setdefault(dst, str(error))
+            return 0
+
+    def stream_read(self, src: int, address: int, nbytes: int, /) -> int:
+        memory = (ctypes.c_char * nbytes).from_address(address)
+        try:
+            count = self._connections[src].recv_into(memory)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            self._ends.setdefault(src, str(error))
+            count = 0
+        if count == 0:
+            self._ends.setdefault(src, "it closed the connection")
+            self._set_events(src, 0)
+        return count
+
+    def stream_wait(self, interest: bytearray, timeout_ms: int, /) -> int:
+        for peer, bits in enumerate(interest):
+            if EVENTS[bits] != self._events.get(peer, 0):
+                self._set_events(peer, 0 if peer in self._ends else EVENTS[bits])
+        for fd, _ in self._ready.poll(timeout_ms / 1e3, 1):
+            if fd != self._wake:
+                return self._peers[fd]
+            os.eventfd_read(self._wake)
+        return -1
+
+    def _set_events(self, peer: int, events: int) -> None:
+        link = self._connections.get(peer)
+        before = self._events.pop(peer, 0)
+        if link is None or before == events:
+            pass
+        elif not events:  # one that is registered reports its end again and again
+            self._ready.unregister(link)
+        elif before:
+            self._ready.modify(link, events)
+        else:
+            self._ready.register(link, events)
+        if link is not None and events:
+            self._events[peer] = events
+
+    def stream_sleep(self, timeout_ms: int, /) -> None:
+        for fd, _ in self._service.poll(timeout_ms / 1e3):
+            if fd == self._wake_service:
+                os.eventfd_read(fd)
+
+    def stream_notify(self, what: int, /) -> None:
+        if what == WAKE:
+            os.eventfd_write(self._wake, 1)
+            os.eventfd_write(self._wake_service, 1)
+        else:
+            self._service.modify(self._ready, select.EPOLLIN if what == ARM else 0)
+
+    def stream_check(self, peer: int, /) -> None:
+        if why := self._ends.get(peer):
+            raise PeerLost(f"rank {peer}: {why}")
+
+    def close(self) -> None:
+        """Close the connections. No other thread may use the streams then."""
+        for link in self._connections.values():
+            link.close()
+        self._ready.close()
+        self._service.close()
+        os.close(self._wake)
+        os.close(self._wake_service)

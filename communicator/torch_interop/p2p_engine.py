@@ -1,0 +1,499 @@
+"""Sends and receives that start when they are called, and progress by themselves.
+
+engine = P2PEngine(coor, streams)
+work = engine.start("recv", tensor, src, tag)
+work.wait()
+
+They travel through streams of their own, so no collective and no other group delays them. A message
+is a header and its bytes. A small one is sent at once, and buffered where nobody has posted a
+receive for it; a large one is offered, and sent once a receive has matched it.
+
+Whoever waits moves the messages of all. While nobody waits a thread does, which sleeps until a
+stream changes, and which is started by the first message that has to wait.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from communicator import timings
+from communicator.backends.byte_streams import (
+    ARM,
+    DISARM,
+    READABLE,
+    WAKE,
+    WRITABLE,
+    ByteStreams,
+    TcpStreams,
+)
+from communicator.base import Communicator
+from communicator.calls import call_check
+from communicator.calls.async_work import NO_TIMEOUT, AsyncWork
+from communicator.errors import CommunicatorError, CommunicatorTimeout, DrumlineError, PeerLost
+from communicator.torch_interop.list_collectives import flattened
+from coordinator import Coordinator, FailureReason, RankFailure
+
+ANY_SOURCE = -1
+OFFERED_FROM_BYTES = 1 << 15
+MAX_BUFFERED_BYTES = 1 << 24  # from one peer, of messages that nobody has posted a receive for
+HEADER = struct.Struct("<B3xq16sQQ")  # kind, tag, dtype, bytes, number
+MESSAGE, OFFER, ACCEPT, REFUSE, DATA = range(5)
+FOREVER_MS = 2**31 - 1
+
+
+class P2PWork(AsyncWork):
+    """A send or receive. peer: the other rank, or ANY_SOURCE until the message has come."""
+
+    def __init__(
+        self, engine: P2PEngine, kind: str, tensor: torch.Tensor, peer: int, tag: int
+    ) -> None:
+        super().__init__([tensor])
+        self._engine = engine
+        self.kind, self.peer, self.tag = kind, peer, tag
+        self._flattened = flattened(tensor)
+        self.whole = self._flattened.__enter__()
+        self.address, self.nbytes = self.whole.data_ptr(), self.whole.nbytes
+        self.dtype = str(self.whole.dtype)[6:].encode()
+
+    def __str__(self) -> str:
+        end = "any source" if self.peer == ANY_SOURCE else f"rank {self.peer}"
+        direction = "to" if self.kind == "send" else "from"
+        tensor = call_check.describe_tensor(self.whole)
+        return f"{self.kind} of {tensor} {direction} {end} (tag {self.tag})"
+
+    def matches(self, src: int, tag: int) -> bool:
+        return self.tag == tag and self.peer in (src, ANY_SOURCE)
+
+    def finish(self, error: Exception | None) -> None:
+        if self.is_completed():
+            return  # its deadline was first
+        if error is None and self.kind == "recv":
+            with torch.inference_mode():  # so that it may write to any tensor
+                self._flattened.__exit__(None, None, None)
+        self.end(error)
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """True once the tensor was sent or has come. timeout 0: that of the group, from now on."""
+        if not self.is_completed():
+            self._engine.wait_for(self, timeout.total_seconds())
+        self._result_or_raise()
+        return True
+
+    def wait_ended(self, timeout_s: float) -> None:
+        """Wait while another thread moves the messages."""
+        self._ended.wait(timeout_s)
+
+    def _source_rank(self) -> int:
+        return self.peer
+
+
+@dataclass
+class _Packet:
+    """Bytes on their way to a peer. work: a send that ends with them."""
+
+    prefix: bytes
+    address: int = 0
+    nbytes: int = 0
+    work: P2PWork | None = None
+
+    def skip(self, nbytes: int) -> bool:
+        """Take off what was written; True if that was all."""
+        in_prefix = min(nbytes, len(self.prefix))
+        self.prefix = self.prefix[in_prefix:]
+        self.address += nbytes - in_prefix
+        self.nbytes -= nbytes - in_prefix
+        return not self.prefix and not self.nbytes
+
+
+@dataclass
+class _Arrival:
+    """A message for which no receive was posted. data: None if it was only offered."""
+
+    src: int
+    tag: int
+    dtype: bytes
+    nbytes: int
+    number: int
+    data: torch.Tensor | None = None
+    is_complete: bool = False
+    work: P2PWork | None = None  # the receive that has matched it since
+
+
+class _Incoming:
+    """The header or payload that is read from a peer now."""
+
+    def __init__(self) -> None:
+        self.header = ctypes.create_string_buffer(HEADER.size)
+        self.expect_header()
+
+    def expect_header(self) -> None:
+        self.address, self.left = ctypes.addressof(self.header), HEADER.size
+        self.target: P2PWork | _Arrival | torch.Tensor | None = None
+
+    def expect(self, target: P2PWork | _Arrival | torch.Tensor, address: int, nbytes: int) -> None:
+        self.target, self.address, self.left = target, address, nbytes
+
+
+class P2PEngine:
+    """The messages of one rank in one group, on the CPU."""
+
+    def __init__(self, coor: Coordinator, streams: ByteStreams, timeout_s: float) -> None:
+        self._coor, self._streams, self._timeout_s = coor, streams, timeout_s
+        self.rank = coor.rank
+        peers = [rank for rank in range(coor.world_size) if rank != coor.rank]
+        self._lock = threading.Lock()  # of all that follows
+        self._pending: dict[P2PWork, None] = {}
+        self._posted: list[P2PWork] = []  # receives, of which no message has come
+        self._arrivals: list[_Arrival] = []
+        self._offered: dict[int, P2PWork] = {}  # sends, by number
+        self._accepted: dict[tuple[int, int], P2PWork] = {}  # receives, by peer and its number
+        self._num_offers = 0
+        self._outgoing: dict[int, deque[_Packet]] = {peer: deque() for peer in peers}
+        self._incoming = {peer: _Incoming() for peer in peers}
+        self._buffered = dict.fromkeys(peers, 0)  # bytes of the arrivals
+        self._interest = bytearray(READABLE * (rank != coor.rank) for rank in range(len(peers) + 1))
+        self._lost: dict[int, str] = {}
+        self._driver: int | None = None  # the thread that waits, and so moves the messages
+        self._service: threading.Thread | None = None
+        self._is_asleep = False  # the service has nothing to look after
+        self._is_closed = False
+        self._ended: deque[tuple[P2PWork, Exception | None]] = deque()
+
+    # What callers use.
+
+    def start(self, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> P2PWork:
+        """Start to "send" to a peer, or to "recv" from one or from ANY_SOURCE."""
+        work = P2PWork(self, kind, tensor, peer, tag)
+        with self._lock:
+            if self._is_closed:
+                raise CommunicatorError(f"rank {self.rank}: {work} on a group that was destroyed.")
+            self._pending[work] = None
+            if kind == "recv":
+                self._start_receive(work)
+            elif peer in self._lost:
+                self._end(work, self._lost_error(work, peer))
+            else:
+                self._start_send(work)
+            if self._driver is None:
+                self._let_service_watch()
+        self._finish_ended()
+        return work
+
+    def wait_for(self, work: P2PWork, timeout_s: float) -> None:
+        """Return when the work has ended. timeout_s 0: that of the group, which ends it."""
+        deadline = time.monotonic() + (timeout_s or self._timeout_s)
+        while not work.is_completed() and time.monotonic() < deadline:
+            if not self._drive(work, deadline):
+                work.wait_ended(timings.TIMINGS.liveness_poll_s)
+        if work.is_completed():
+            return
+        error = CommunicatorTimeout(
+            f"rank {self.rank} timed out after {timeout_s or self._timeout_s:g} s in {work}. Does "
+            "that rank make the matching call? Wait for longer, or give all calls more time: "
+            "init_process_group(timeout=...)."
+        )
+        if timeout_s:
+            raise error
+        with self._lock:
+            if work in self._posted:
+                self._posted.remove(work)
+            self._end(work, error)
+        self._finish_ended()
+
+    def close(self) -> None:
+        """End all that is pending with an error. What was sent can still be received."""
+        with self._lock:
+            self._is_closed = True
+            for work in list(self._pending):
+                text = f"rank {self.rank}: the group was destroyed before the end of this {work}."
+                self._end(work, CommunicatorError(text))
+            self._streams.stream_notify(WAKE)
+        self._finish_ended()
+        if self._service is not None and self._service is not threading.current_thread():
+            self._service.join()
+        while self._driver not in (None, threading.get_ident()):
+            time.sleep(timings.TIMINGS.exit_poll_s)
+
+    # Who moves the messages.
+
+    def _drive(self, work: P2PWork, deadline: float) -> bool:
+        """Move all messages until the work has ended; False if another thread does."""
+        this_thread = threading.get_ident()
+        with self._lock:
+            before = self._driver
+            if before not in (None, this_thread):
+                return False
+            self._driver = this_thread
+            self._streams.stream_notify(DISARM)
+        try:
+            while not work.is_completed() and (left_s := deadline - time.monotonic()) > 0:
+                peer = self._streams.stream_wait(self._interest, _poll_ms(left_s))
+                with self._lock:
+                    self._move(peer) if peer >= 0 else self._check_peers()
+                self._finish_ended()
+        finally:
+            with self._lock:
+                self._driver = before
+                if before is None:
+                    self._let_service_watch()
+            self._finish_ended()
+        return True
+
+    def _let_service_watch(self) -> None:
+        """Move what can be moved now, and let the service thread move the rest."""
+        self._move_all()
+        if not self._pending or self._is_closed:
+            return
+        self._streams.stream_notify(ARM)
+        self._move_all()  # what came before that rang no bell
+        if self._service is None:
+            self._service = threading.Thread(target=self._serve, daemon=True)
+            self._service.start()
+        elif self._is_asleep:
+            self._is_asleep = False
+            self._streams.stream_notify(WAKE)
+
+    def _serve(self) -> None:
+        was_idle = False
+        while not self._is_closed:
+            poll_ms = FOREVER_MS if self._is_asleep else _poll_ms(timings.TIMINGS.liveness_poll_s)
+            self._streams.stream_sleep(poll_ms)
+            with self._lock:
+                if self._driver is None and self._pending:
+                    self._streams.stream_notify(ARM)
+                    self._move_all()
+                    self._check_peers()
+                self._is_asleep = was_idle and not self._pending
+                was_idle = not self._pending
+            self._finish_ended()
+
+    def _move_all(self) -> None:
+        while (peer := self._streams.stream_wait(self._interest, 0)) >= 0:
+            self._move(peer)
+
+    def _move(self, peer: int) -> None:
+        """Move what can be moved to and from a peer."""
+        if self._interest[peer] & READABLE:
+            self._read(peer)
+        self._write(peer)
+
+    def _end(self, work: P2PWork, error: Exception | None = None) -> None:
+        self._pending.pop(work, None)
+        self._ended.append((work, error))
+
+    def _finish_ended(self) -> None:
+        """End the works outside the lock: what is to be done then may start others."""
+        while self._ended:
+            try:
+                work, error = self._ended.popleft()
+            except IndexError:  # another thread was faster
+                return
+            work.finish(error)
+
+    # Sending.
+
+    def _start_send(self, work: P2PWork) -> None:
+        if work.nbytes < OFFERED_FROM_BYTES:
+            self._send(work.peer, MESSAGE, work, 0, work)
+        else:
+            self._num_offers += 1
+            self._offered[self._num_offers] = work
+            self._send(work.peer, OFFER, work, self._num_offers)
+
+    def _send(
+        self, peer: int, kind: int, work: P2PWork, number: int, payload: P2PWork | None = None
+    ) -> None:
+        header = HEADER.pack(kind, work.tag, work.dtype, work.nbytes, number)
+        packet = _Packet(header)
+        if payload is not None:
+            packet = _Packet(header, payload.address, payload.nbytes, payload)
+        self._outgoing[peer].append(packet)
+        self._write(peer)
+
+    def _write(self, peer: int) -> None:
+        queue = self._outgoing[peer]
+        while queue:
+            packet = queue[0]
+            if not packet.skip(
+                self._streams.stream_write(peer, packet.prefix, packet.address, packet.nbytes)
+            ):
+                break
+            queue.popleft()
+            if packet.work is not None:
+                self._end(packet.work)
+        bits = self._interest[peer] & READABLE | (WRITABLE if queue else 0)
+        if bits != self._interest[peer]:
+            self._interest[peer] = bits
+            if self._driver not in (None, threading.get_ident()):
+                self._streams.stream_notify(WAKE)  # it waits for what it was interested in before
+
+    # Receiving.
+
+    def _start_receive(self, work: P2PWork) -> None:
+        for arrival in self._arrivals:
+            if arrival.work is None and work.matches(arrival.src, arrival.tag):
+                return self._take(arrival, work)
+        if work.peer in self._lost:
+            return self._end(work, self._lost_error(work, work.peer))
+        self._posted.append(work)
+
+    def _take(self, arrival: _Arrival, work: P2PWork) -> None:
+        """Give a message that has arrived to the receive that matches it."""
+        work.peer = arrival.src
+        if arrival.data is None:
+            self._arrivals.remove(arrival)
+            return self._answer_offer(arrival, work)
+        arrival.work = work
+        if arrival.is_complete:
+            self._deliver(arrival, work, arrival.data)
+
+    def _deliver(self, arrival: _Arrival, work: P2PWork, data: torch.Tensor) -> None:
+        self._arrivals.remove(arrival)
+        self._set_buffered(arrival.src, -arrival.nbytes)
+        error = self._mismatch(arrival, work)
+        if error is None:
+            ctypes.memmove(work.address, data.data_ptr(), work.nbytes)
+        self._end(work, error)
+
+    def _answer_offer(self, offer: _Arrival, work: P2PWork) -> None:
+        error = self._mismatch(offer, work)
+        if error is not None:
+            self._end(work, error)
+        else:
+            self._accepted[offer.src, offer.number] = work
+        self._send(offer.src, ACCEPT if error is None else REFUSE, work, offer.number)
+
+    def _mismatch(self, arrival: _Arrival, work: P2PWork) -> CommunicatorError | None:
+        if (arrival.dtype, arrival.nbytes) == (work.dtype, work.nbytes):
+            return None
+        dtype = getattr(torch, arrival.dtype.decode())
+        sent = f"({arrival.nbytes // dtype.itemsize},) {arrival.dtype.decode()}"
+        return CommunicatorError(
+            f"rank {self.rank}: a message from rank {arrival.src} is {sent}, and met this "
+            f"{work}. It was dropped, and the tensor left as it was. Receive into a tensor of the "
+            "size and dtype that is sent."
+        )
+
+    def _read(self, peer: int) -> None:
+        incoming = self._incoming[peer]
+        while self._interest[peer] & READABLE:
+            if incoming.left:
+                count = self._streams.stream_read(peer, incoming.address, incoming.left)
+                if not count:
+                    return
+                incoming.address += count
+                incoming.left -= count
+            if not incoming.left:
+                self._handle(peer, incoming)
+
+    def _handle(self, peer: int, incoming: _Incoming) -> None:
+        """Handle what has come as a whole: a header, or a payload."""
+        target = incoming.target
+        if target is None:
+            kind, tag, dtype, nbytes, number = HEADER.unpack(incoming.header.raw)
+            arrival = _Arrival(peer, tag, dtype.rstrip(b"\0"), nbytes, number)
+            incoming.expect_header()
+            return self._handle_header(kind, arrival, incoming)
+        incoming.expect_header()
+        if isinstance(target, P2PWork):
+            self._end(target)
+        elif isinstance(target, _Arrival):
+            target.is_complete = True
+            if target.work is not None and target.data is not None:
+                self._deliver(target, target.work, target.data)
+
+    def _handle_header(self, kind: int, arrival: _Arrival, incoming: _Incoming) -> None:
+        src, number = arrival.src, arrival.number
+        if kind == ACCEPT:
+            work = self._offered.pop(number)
+            self._send(src, DATA, work, number, work)
+        elif kind == REFUSE:
+            self._end(self._offered.pop(number))
+        elif kind == DATA:
+            work = self._accepted.pop((src, number))
+            incoming.expect(work, work.address, work.nbytes)
+        else:
+            self._match(kind, arrival, incoming)
+
+    def _match(self, kind: int, arrival: _Arrival, incoming: _Incoming) -> None:
+        """Find the receive for a message or an offer, or keep it."""
+        matching = (work for work in self._posted if work.matches(arrival.src, arrival.tag))
+        work = next(matching, None)
+        if work is not None:
+            self._posted.remove(work)
+            work.peer = arrival.src
+            if kind == OFFER:
+                return self._answer_offer(arrival, work)
+            if self._mismatch(arrival, work) is None:
+                return incoming.expect(work, work.address, work.nbytes)
+        self._arrivals.append(arrival)
+        if kind == MESSAGE:
+            arrival.work = work
+            arrival.data = torch.empty(arrival.nbytes, dtype=torch.uint8)
+            self._set_buffered(arrival.src, arrival.nbytes)
+            incoming.expect(arrival, arrival.data.data_ptr(), arrival.nbytes)
+
+    def _set_buffered(self, peer: int, nbytes: int) -> None:
+        """Count bytes that are buffered; of a peer with too many nothing more is read."""
+        self._buffered[peer] += nbytes
+        bits = self._interest[peer] & WRITABLE
+        self._interest[peer] = bits | READABLE * (self._buffered[peer] < MAX_BUFFERED_BYTES)
+
+    # Peers that have gone.
+
+    def _check_peers(self) -> None:
+        """End the works that wait for a peer that has gone."""
+        awaited = {work.peer for work in self._pending}
+        for peer in self._outgoing if ANY_SOURCE in awaited else awaited:
+            if peer in self._lost:
+                continue
+            try:
+                self._streams.stream_check(peer)
+            except DrumlineError as error:
+                self._lose(peer, str(error))
+
+    def _lose(self, peer: int, why: str) -> None:
+        self._move(peer)  # what it had sent before
+        self._lost[peer] = why
+        self._outgoing[peer].clear()
+        self._interest[peer] = 0
+        is_dead = self._coor.peers[peer].is_known_dead()
+        no_source = is_dead or len(self._lost) == len(self._outgoing)
+        for work in list(self._pending):
+            if work.peer == peer or (work.peer == ANY_SOURCE and no_source):
+                if work in self._posted:
+                    self._posted.remove(work)
+                self._end(work, self._lost_error(work, peer))
+
+    def _lost_error(self, work: P2PWork, peer: int) -> PeerLost:
+        why, who = self._lost[peer], self._coor.peers[peer]
+        reason = FailureReason.EXITED if who.is_known_dead() else FailureReason.LEFT
+        return PeerLost(
+            f"rank {self.rank} lost {who} in {work}: {why}. Start all ranks again, and look at "
+            "what that one printed last.",
+            (RankFailure(peer, who, reason, text=why),),
+        )
+
+
+def open_p2p(coor: Any, comm: Communicator | None) -> P2PEngine | None:
+    """The engine of a group, over the streams of its communicator, or connections of its own.
+
+    Collective. None for a rank alone.
+    """
+    if coor.world_size == 1:
+        return None
+    streams = getattr(comm, "streams", None) or TcpStreams(coor.connections())
+    return P2PEngine(coor, streams, coor.timeout_s)
+
+
+def _poll_ms(left_s: float) -> int:
+    return max(1, int(1e3 * min(left_s, timings.TIMINGS.liveness_poll_s)))

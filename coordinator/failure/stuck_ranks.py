@@ -1,0 +1,122 @@
+"""Ranks of this node that keep a call waiting: where each is in the program, and deadlocks."""
+
+from __future__ import annotations
+
+import re
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from coordinator.failure import stack_dump
+from coordinator.peers import Peer
+
+ROOT = Path(__file__).parents[2]
+OURS = tuple(f"{ROOT}/{name}/" for name in ("launcher", "coordinator", "communicator", "drumline"))
+LIBRARIES = (*OURS, "<frozen ", f"{sysconfig.get_path('stdlib')}/")
+MESSAGES = ("send", "recv")
+COLLECTIVES = (
+    *("allreduce", "all_reduce", "broadcast", "reduce", "allgather", "all_gather"),
+    *("reduce_scatter", "alltoall", "all_to_all", "barrier"),
+)
+CALL = re.compile(rf"\.({'|'.join((*MESSAGES, *COLLECTIVES))})\(")
+MAX_FRAMES, MAX_RANKS = 8, 4  # in an error
+TOGETHER = "Let one of them send first, or make them in one `with comm.group():`."
+SAME_CALLS = "All ranks must make the same collective calls, and every recv needs its send."
+
+
+class StuckRank(NamedTuple):
+    """A rank as its stack shows it: its call of ours, if it is in one, and the user's line.
+
+    other: for a message, the rank of the launch at its other end; -1 if that is not known.
+    frames: of the user's program, the innermost first.
+    """
+
+    rank: int
+    call: str
+    other: int
+    where: str
+    frames: Sequence[traceback.FrameSummary]
+
+    def __str__(self) -> str:
+        end = {"send": f" to rank {self.other}", "recv": f" from rank {self.other}"}
+        known_end = end.get(self.call, "") if self.other >= 0 else ""
+        return f"rank {self.rank} waits in {self.call}{known_end} ({self.where})"
+
+    def stack(self) -> str:
+        """Lines as of a traceback, the innermost frame first."""
+        return "".join(
+            f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}: {frame.line}\n'
+            for frame in self.frames[:MAX_FRAMES]
+        )
+
+
+def this_rank(rank: int, note: int) -> StuckRank | None:
+    """This process's own rank, from the stack of the calling thread."""
+    frames = traceback.extract_stack(sys._getframe(1))[::-1]
+    return _from_frames(rank, frames, note)
+
+
+def look_at(peer: Peer, wait_s: float) -> StuckRank | None:
+    """Another process of this host; None if it does not show its stacks."""
+    note, text = stack_dump.read(peer, wait_s)
+    threads = [_from_frames(peer.rank, stack, note) for stack in stack_dump.parse(text)]
+    seen = [thread for thread in threads if thread is not None]
+    return next((thread for thread in seen if thread.call), seen[-1] if seen else None)
+
+
+def _from_frames(
+    rank: int, frames: Sequence[traceback.FrameSummary], note: int
+) -> StuckRank | None:
+    """frames: the innermost first. note: the peer of its last message."""
+    user = next((i for i, frame in enumerate(frames) if not _is_library(frame.filename)), None)
+    if user is None:
+        return None
+    where = f"{frames[user].filename.rpartition('/')[2]}:{frames[user].lineno}"
+    call = frames[user - 1].name if user > 0 else ""
+    if call not in (*MESSAGES, *COLLECTIVES):
+        match = CALL.search(frames[user].line or "")
+        call = match[1] if match is not None else ""
+    own = [frame for frame in frames[user:] if not _is_library(frame.filename)]
+    return StuckRank(rank, call, note if call in MESSAGES else -1, where, own)
+
+
+def _is_library(filename: str) -> bool:
+    """Is the file of drumline, or of a library that it or the program calls?"""
+    return filename.startswith(LIBRARIES) or "/site-packages/" in filename
+
+
+def describe(
+    me: StuckRank,
+    look: Callable[[int], StuckRank | None],
+    others: Sequence[int],
+    describe_rank: Callable[[int], str],
+) -> str:
+    """The deadlock that this rank is in, or else where the ranks are that are not in its call.
+
+    look: for a rank of the launch. describe_rank: its host, pid, last call and state.
+    """
+    chain, last = [me], me
+    while last.call in MESSAGES and last.other not in (-1, *(stuck.rank for stuck in chain)):
+        next_rank = look(last.other)
+        if next_rank is None:
+            break
+        chain.append(next_rank)
+        last = next_rank
+    if len(chain) > 1 and last.call:
+        is_cycle = last.call in MESSAGES and last.other >= 0
+        return f"Deadlock: {', and '.join(map(str, chain))}. {TOGETHER if is_cycle else SAME_CALLS}"
+    if len(chain) > 1:
+        return _describe_late(chain[1:], describe_rank)
+    late = [stuck for rank in others if (stuck := look(rank)) and stuck.call != me.call]
+    in_messages = [stuck for stuck in late if stuck.call in MESSAGES]
+    if me.call in COLLECTIVES and in_messages:
+        return f"Deadlock: {', and '.join(map(str, [me, *in_messages]))}. {SAME_CALLS}"
+    return _describe_late(late, describe_rank)
+
+
+def _describe_late(late: Sequence[StuckRank], describe_rank: Callable[[int], str]) -> str:
+    texts = [f"{describe_rank(stuck.rank)} is here:\n{stuck.stack()}" for stuck in late[:MAX_RANKS]]
+    return "".join(texts)

@@ -1,0 +1,67 @@
+"""The network under a TCP connection: a link that is down, told from a process that ended."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import struct
+
+NETWORK_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
+# struct tcp_info of linux/tcp.h: retransmits, probes; last_data_recv and last_ack_recv, in ms
+TCP_INFO = struct.Struct("=2xBB48xII")
+
+
+def is_network_error(error: BaseException | None) -> bool:
+    """Is this how the kernel says that the other host does not answer?"""
+    return isinstance(error, OSError) and error.errno in NETWORK_ERRORS
+
+
+def remote_host(connection: socket.socket) -> str:
+    """The address of the other host; of a connection that has broken, the kernel knows none."""
+    try:
+        return str(connection.getpeername()[0])
+    except (OSError, IndexError):  # not connected, or no connection between hosts
+        return "the other host"
+
+
+def describe_error(connection: socket.socket, remote: str, error: OSError) -> str:
+    """Why the connection broke; of a network failure, between which addresses and since when."""
+    if not is_network_error(error):
+        return str(error)
+    _, silent_s = _tcp_info(connection)
+    here, name = str(connection.getsockname()[0]), errno.errorcode[error.errno or 0]
+    return network_failure(here, remote, name, silent_s)
+
+
+def is_silent(connection: socket.socket, patience_s: float) -> bool:
+    """Has the kernel sent again in vain, and heard nothing for so long?
+
+    patience_s: must exceed a round trip.
+    """
+    num_unanswered, silent_s = _tcp_info(connection)
+    return num_unanswered > 0 and silent_s >= patience_s
+
+
+def describe_silence(connection: socket.socket, patience_s: float) -> str:
+    """The network failure under a connection that has not broken yet; "" if there is none."""
+    if not is_silent(connection, patience_s):
+        return ""
+    _, silent_s = _tcp_info(connection)
+    here, name = str(connection.getsockname()[0]), errno.errorcode[errno.ETIMEDOUT]
+    return network_failure(here, remote_host(connection), name, silent_s)
+
+
+def network_failure(here: str, there: str, name: str, silent_s: float) -> str:
+    """A network failure in words. name: of the errno."""
+    silence = f"it has not answered for {silent_s:.1f} s"
+    return f"network failure between {here} and {there}: {name}, {silence}"
+
+
+def _tcp_info(connection: socket.socket) -> tuple[int, float]:
+    """The number of times that the kernel sent in vain, and the seconds since it heard anything."""
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size)
+        retransmits, probes, data_ms, ack_ms = TCP_INFO.unpack(info)
+    except (OSError, struct.error):  # no TCP connection
+        return 0, 0.0
+    return retransmits + probes, min(data_ms, ack_ms) / 1000

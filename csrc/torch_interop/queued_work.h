@@ -1,0 +1,94 @@
+// The Work that torch.distributed returns for a call.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <utility>
+#include <vector>
+
+#include "python_objects.h"
+
+// What a profiler shows: torch's type of the call, and a title such as "drumline:all_reduce".
+struct CallTitle {
+    c10d::OpType type = c10d::OpType::UNKNOWN;
+    const char* text = nullptr;
+};
+
+class QueuedWork : public c10d::Work {
+  public:
+    QueuedWork(int rank, CallTitle title, std::vector<at::Tensor> result)
+        : Work(rank, title.type, title.text), result_(std::move(result)) {}
+
+    // Called once, without the GIL: callbacks of the future run here.
+    void end(ErrorPointer error) {
+        error_ = std::move(error);
+        finish(error_ ? error_->as_runtime_error() : nullptr);
+        if (auto future = take_future_to_end()) end_future(*future);
+    }
+
+    bool wait(std::chrono::milliseconds timeout) override {
+        if (!await(timeout)) raise_timeout(timeout);
+        if (error_) error_->raise();
+        return true;
+    }
+
+    void synchronize() override { wait(kNoTimeout); }
+
+    std::exception_ptr exception() const override {
+        return error_ ? error_->as_exception() : nullptr;
+    }
+
+    std::vector<at::Tensor> result() override { return result_; }
+
+    c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            if (!future_) future_ = new_future();
+        }
+        if (auto future = take_future_to_end()) end_future(*future);
+        return future_;
+    }
+
+  private:
+    bool await(std::chrono::milliseconds timeout) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        if (completed_) return true;
+        if (timeout != kNoTimeout) return cv_.wait_for(lock, timeout, [&] { return completed_; });
+        cv_.wait(lock, [&] { return completed_; });
+        return true;
+    }
+
+    c10::intrusive_ptr<c10::ivalue::Future> new_future() const {
+        std::vector<c10::Device> devices;
+        if (!result_.empty() && !result_[0].is_cpu()) devices = {result_[0].device()};
+        return c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors(), devices);
+    }
+
+    // The future, if the call has ended and it has not; of two threads one gets it.
+    c10::intrusive_ptr<c10::ivalue::Future> take_future_to_end() {
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (!completed_ || !future_ || future_has_ended_) return nullptr;
+        future_has_ended_ = true;
+        return future_;
+    }
+
+    void end_future(c10::ivalue::Future& future) const {
+        if (error_)
+            future.setError(error_->as_runtime_error());
+        else
+            future.markCompleted(c10::IValue(result_));
+    }
+
+    [[noreturn]] static void raise_timeout(std::chrono::milliseconds timeout) {
+        py::gil_scoped_acquire gil;
+        py::module_::import("communicator.calls.async_work")
+            .attr("raise_timeout")(std::chrono::duration<double>(timeout).count());
+        throw py::error_already_set();
+    }
+
+    std::vector<at::Tensor> result_;
+    ErrorPointer error_;
+    c10::intrusive_ptr<c10::ivalue::Future> future_;  // made on request
+    bool future_has_ended_ = false;
+};
+
+using WorkPointer = c10::intrusive_ptr<QueuedWork>;

@@ -1,0 +1,139 @@
+"""The options of `run`, and where they end and the script's arguments begin."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from launcher import registry
+from launcher.job import LOOPBACK
+
+OPTIONS_WITHOUT_VALUE = (
+    "--", "-h", "--help", "-m", "--module", "--bind", "--dry-run", "--standalone",
+)  # fmt: skip
+EPILOG = """\
+torchrun's spellings are accepted too: --nproc_per_node, --node_rank, --rdzv_endpoint and so on.
+
+exit codes:
+  0      every rank ended well
+  1-255  that of the rank that failed first; 128 + N if signal N killed it
+  2      wrong usage; no rank was started
+  124    not over after --timeout
+  130    Ctrl-C (143: SIGTERM)
+
+DRUMLINE_LOG_LEVEL=INFO (or DEBUG, WARNING, ERROR) sets what is logged; default: WARNING."""
+
+
+def add_options(run: argparse.ArgumentParser) -> None:
+    """The options of `run`. A test holds the list: they are few on purpose."""
+    run.add_argument(
+        "-n",
+        "--nproc-per-node",
+        default="1",
+        metavar="N",
+        help="ranks on this node: a number, cpu (one per core), gpu (one per GPU), or auto (gpu if "
+        "there is one, else cpu); default: %(default)s",
+    )
+    run.add_argument(
+        "--launcher",
+        default="multiprocessing",
+        metavar="NAME",
+        help=f"{', '.join(registry.BUILT_IN)}, or an installed one; default: %(default)s",
+    )
+    _add_nodes(run)
+    run.add_argument(
+        "--log-dir", metavar="FOLDER", help="write a file per rank and stream; default: none"
+    )
+    timeout_help = "end the launch after so many seconds; default: never"
+    run.add_argument("--timeout", type=float, metavar="SECONDS", help=timeout_help)
+    run.add_argument(
+        "--max-restarts",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="start all ranks again after a failure, so many times; default: %(default)s",
+    )
+    bind_help = "pin each rank to its own cores; OMP_NUM_THREADS is their number in local launches"
+    run.add_argument("--bind", action="store_true", help=bind_help)
+    preload_help = "import once, before the ranks are forked; default: by the script; '' for none"
+    run.add_argument("--preload", action="append", metavar="MODULE", help=preload_help)
+    trace_help = "record a timeline of every rank; default: none"
+    run.add_argument("--trace", metavar="FILE", help=trace_help)
+    run.add_argument("--dry-run", action="store_true", help="show what would be started")
+    module_help = "run a module, not a script"
+    run.add_argument("-m", "--module", action="store_true", help=module_help)
+    run.add_argument("script", help="the script, or with -m the module, to run")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+
+
+def _add_nodes(run: argparse.ArgumentParser) -> None:
+    """Options for several nodes; those of torchrun that change nothing here are not shown."""
+    for name, default, text in (
+        ("--nnodes", 1, "number of nodes"),
+        ("--node-rank", 0, "the index of this node"),
+    ):
+        text += "; default: %(default)s"
+        run.add_argument(name, type=int, default=default, metavar="N", help=text)
+    run.add_argument(
+        "--master-addr",
+        default=LOOPBACK,
+        metavar="ADDRESS",
+        help="address of rank 0; default: %(default)s",
+    )
+    run.add_argument(
+        "--master-port",
+        type=int,
+        default=0,
+        metavar="PORT",
+        help="port of rank 0; default: by launch id",
+    )
+    run.add_argument(
+        "--rdzv-endpoint",
+        type=_endpoint,
+        metavar="HOST:PORT",
+        help="both in one; default: none",
+    )
+    launch_id_help = "name of the launch, the same on every node; default: random"
+    run.add_argument("--launch-id", "--rdzv-id", metavar="ID", help=launch_id_help)
+    run.add_argument("--rdzv-backend", choices=("c10d", "static"), help=argparse.SUPPRESS)
+    run.add_argument("--standalone", action="store_true", help=argparse.SUPPRESS)
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of restarts")
+    return int(text)
+
+
+def _endpoint(text: str) -> tuple[str, int]:
+    """The address and port of "host:port"; port 0 if there is none."""
+    host, colon, port = text.rpartition(":")
+    if not colon or text.endswith("]"):
+        host, port = text, "0"
+    if not (host and port.isascii() and port.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words up to the script, with torchrun's underscores as dashes; and the script's own.
+
+    argparse would drop a `--` among the script's.
+    """
+    index = 1
+    while index < len(arguments) and arguments[index].startswith("-"):
+        index += 1 if _stands_alone(_dashed(arguments[index])) else 2
+    words = [_dashed(word) for word in arguments[:index]] + list(arguments[index : index + 1])
+    return words, list(arguments[index + 1 :])
+
+
+def _dashed(word: str) -> str:
+    """--node_rank=1 as --node-rank=1."""
+    name, equals, value = word.partition("=")
+    return (name.replace("_", "-") if name.startswith("--") else name) + equals + value
+
+
+def _stands_alone(word: str) -> bool:
+    """True if no value of this option follows as another word, as in `-n2` but not in `-n 2`."""
+    has_value = "=" in word if word.startswith("--") else len(word) > 2
+    return word in OPTIONS_WITHOUT_VALUE or has_value

@@ -1,0 +1,31 @@
+"""torchrun without its report of failed ranks: our launcher reports each failure once.
+
+python -m launcher.external.torchrun_main FOLDER OPTIONS... -m launcher.external.rank_main ...
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from pathlib import Path
+
+
+def main(folder: str, *arguments: str) -> int:
+    """The exit code. A rank that has left no record in FOLDER is reported as torchrun does."""
+    torchrun = importlib.import_module("torch.distributed.run")
+    multiprocessing = importlib.import_module("torch.distributed.elastic.multiprocessing")
+    logging.disable(logging.ERROR)  # its lines on ranks that failed, or are ended for it
+    try:
+        torchrun.run(torchrun.parse_args(arguments))
+    except multiprocessing.errors.ChildFailedError as error:
+        if not all(Path(folder, f"{rank}.json").exists() for rank in error.failures):
+            print(error.format_msg(), file=sys.stderr)
+        return 1
+    except multiprocessing.SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

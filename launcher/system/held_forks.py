@@ -1,0 +1,35 @@
+"""Forks that go on only once all of them have proved safe."""
+
+from __future__ import annotations
+
+import os
+
+
+class HeldForks:
+    """Fork children that wait; let them all go on, or let them all exit.
+
+    Libraries may end their threads in fork handlers and start them again later, so that only after
+    a fork it shows whether it was safe. If this process dies, the children exit too.
+    """
+
+    def __init__(self) -> None:
+        self._waiting, self._release = os.pipe()
+        self._count = 0
+
+    def fork(self) -> int:
+        """The child's pid; 0 in a child that was let go."""
+        pid = os.fork()
+        if pid == 0:
+            os.close(self._release)
+            if not os.read(self._waiting, 1):
+                os._exit(1)
+            os.close(self._waiting)
+        self._count += 1
+        return pid
+
+    def end(self, let_go: bool) -> None:
+        """Let all children go on, or else exit."""
+        if let_go:
+            os.write(self._release, b"." * self._count)
+        os.close(self._waiting)
+        os.close(self._release)

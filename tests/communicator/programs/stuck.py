@@ -1,0 +1,36 @@
+"""Ranks that wait for each other in vain: `stuck.py BACKEND CASE [FIRST RANK]`."""
+
+import sys
+import time
+
+import torch
+
+from communicator import Communicator
+from coordinator import Coordinator
+
+
+def ring(comm):
+    comm.recv(torch.ones(4), (comm.rank + 1) % comm.world_size)  # of ring
+
+
+def collective(comm):
+    time.sleep(0.5 * (comm.rank != int(sys.argv[3])))
+    if comm.rank == 0:
+        comm.allreduce(torch.ones(4))  # of collective
+    else:
+        comm.recv(torch.ones(4), 0)  # of message
+
+
+def late(comm):
+    if comm.rank == 1:
+        time.sleep(8)  # of late
+    comm.allreduce(torch.ones(4))
+
+
+def fewer(comm):
+    if comm.rank == 0:
+        comm.recv(torch.ones(4), 1)
+
+
+with Coordinator(timeout_s=30) as coor, Communicator(coor, sys.argv[1], timeout_s=3) as comm:
+    globals()[sys.argv[2]](comm)

@@ -1,0 +1,167 @@
+"""Messages over both kinds of streams: shared memory, and connections."""
+
+import threading
+import time
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from communicator import Communicator, CommunicatorError, PeerLost
+from communicator.backends.byte_streams import TcpStreams
+from communicator.torch_interop.p2p_engine import ANY_SOURCE, P2PEngine
+from communicator.torch_interop.store_coordinator import StoreCoordinator
+
+WORLD = 3
+LARGE = 300_000
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def engines(request):
+    """Call engines(fn): fn(engine) on each rank, a thread; what they return."""
+
+    def run(fn):
+        store, found = HashStore(), {}
+
+        def rank_of(rank):
+            coor = StoreCoordinator(store, rank, WORLD, 20.0)
+            comm = Communicator(coor, "shm") if request.param == "shm" else None
+            streams = comm.streams if comm else TcpStreams(coor.connections())
+            engine = P2PEngine(coor, streams, 20.0)
+            try:
+                found[rank] = fn(engine)
+            except Exception as error:
+                found[rank] = error
+            engine.close()
+            (comm or streams).close()
+
+        threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(WORLD)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for result in found.values():
+            if isinstance(result, Exception):
+                raise result
+        return [found[rank] for rank in range(WORLD)]
+
+    return run
+
+
+def test_large_messages_go_around_the_ring_while_receives_are_posted_behind_them(engines):
+    def body(engine):
+        following, before = (engine.rank + 1) % WORLD, (engine.rank - 1) % WORLD
+        parts = [torch.full((LARGE,), float(10 * engine.rank + i)) for i in range(4)]
+        came = [torch.zeros(LARGE) for _ in parts]
+        works = [engine.start("recv", tensor, before, i) for i, tensor in enumerate(came)]
+        works += [engine.start("send", tensor, following, i) for i, tensor in enumerate(parts)]
+        for work in reversed(works):
+            work.wait()
+        return [tensor.unique().tolist() for tensor in came]
+
+    for rank, came in enumerate(engines(body)):
+        assert came == [[10.0 * ((rank - 1) % WORLD) + i] for i in range(4)]
+
+
+def test_any_source_takes_each_message_once(engines):
+    def body(engine):
+        if engine.rank:
+            tensors = [torch.full((size,), float(engine.rank)) for size in (1, LARGE)]
+            works = [engine.start("send", tensor, 0, tensor.numel()) for tensor in tensors]
+            for work in works:
+                work.wait()
+            return None
+        found = []
+        for size in (LARGE, LARGE, 1, 1):
+            tensor = torch.zeros(size)
+            work = engine.start("recv", tensor, ANY_SOURCE, size)
+            work.wait()
+            assert tensor.eq(work._source_rank()).all()
+            found.append((size, work._source_rank()))
+        return sorted(found)
+
+    assert engines(body)[0] == [(1, 1), (1, 2), (LARGE, 1), (LARGE, 2)]
+
+
+def test_what_a_rank_sent_before_it_left_comes_and_then_it_is_lost(engines):
+    def body(engine):
+        if engine.rank == 1:
+            engine.start("send", torch.ones(3), 0, 0).wait()
+            return
+        if engine.rank == 0:
+            came = torch.zeros(3)
+            engine.start("recv", came, 1, 0).wait()
+            assert came.eq(1).all()
+            with pytest.raises(PeerLost, match=r"rank 1 .* in recv of \(3,\) float32 from rank 1"):
+                engine.start("recv", came, 1, 0).wait()
+            engine.start("send", torch.ones(1), 2, 0).wait()
+        else:
+            engine.start("recv", torch.zeros(1), 0, 0).wait()
+
+    engines(body)
+
+
+def test_close_ends_what_is_pending(engines):
+    all_ended = threading.Barrier(WORLD)  # a peer that closes its streams sooner is lost
+
+    def body(engine):
+        work = engine.start("recv", torch.zeros(3), (engine.rank + 1) % WORLD, 0)
+        engine.close()
+        with pytest.raises(CommunicatorError, match="destroyed before the end of this recv"):
+            work.wait()
+        with pytest.raises(CommunicatorError, match="group that was destroyed"):
+            engine.start("send", torch.zeros(3), (engine.rank + 1) % WORLD, 0)
+        all_ended.wait(20)
+
+    engines(body)
+
+
+def test_two_threads_of_a_rank_wait_for_messages_at_once(engines):
+    def body(engine):
+        peers = [rank for rank in range(WORLD) if rank != engine.rank]
+        came = {peer: torch.zeros(LARGE) for peer in peers}
+
+        def receive(peer):
+            for _ in range(5):
+                engine.start("recv", came[peer], peer, 0).wait()
+
+        threads = [threading.Thread(target=receive, args=(peer,)) for peer in peers]
+        for thread in threads:
+            thread.start()
+        for _ in range(5):
+            works = [
+                engine.start("send", torch.full((LARGE,), float(engine.rank)), peer, 0)
+                for peer in peers
+            ]
+            for work in works:
+                work.wait()
+        for thread in threads:
+            thread.join()
+        return all(tensor.eq(peer).all() for peer, tensor in came.items())
+
+    assert engines(body) == [True] * WORLD
+
+
+def test_a_thread_that_waits_as_another_ends_leaves_no_driver(engines):
+    """Or close() would wait for ever for the other one to end."""
+    is_posted = threading.Event()
+
+    def body(engine):
+        if engine.rank == 1:
+            assert is_posted.wait(20)
+            engine.start("send", torch.ones(1), 0, 0).wait()
+        if engine.rank:
+            return None
+        work = engine.start("recv", torch.zeros(1), 1, 0)
+        waiter = threading.Thread(target=work.wait)
+        with engine._lock:
+            engine._driver = -1  # of another thread, which ends while this one awaits the lock
+            waiter.start()
+            time.sleep(0.1)
+            engine._driver = None
+        is_posted.set()
+        waiter.join()
+        driver, engine._driver = engine._driver, None
+        return driver
+
+    assert engines(body)[0] is None

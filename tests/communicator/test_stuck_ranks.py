@@ -1,0 +1,54 @@
+"""The errors of deadlines say where the other ranks are, and which of them wait for each other."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "programs" / "stuck.py"
+LINES = PROGRAM.read_text().splitlines()
+
+
+def line(text):
+    (number,) = (i for i, found in enumerate(LINES, 1) if found.endswith(f"# of {text}"))
+    return f"(stuck.py:{number})"
+
+
+def report(nprocs, *arguments):
+    command = [sys.executable, "-m", "launcher", "run", "-n", str(nprocs), str(PROGRAM), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100).stderr
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_a_circle_of_receives_is_a_deadlock_told_with_every_line(backend):
+    text = report(3, backend, "ring")
+    waits = [f"rank {n} waits in recv from rank {(n + 1) % 3} {line('ring')}" for n in range(3)]
+    circles = [", and ".join([*waits[n:], *waits[:n]]) for n in range(3)]
+    assert any(f"Deadlock: {circle}. Let one of them send first" in text for circle in circles), (
+        text
+    )
+
+
+@pytest.mark.parametrize("first", ["0", "1"])
+def test_a_collective_against_a_receive_is_a_deadlock(first):
+    text = report(2, "shm", "collective", first)
+    message = f"rank 1 waits in recv from rank 0 {line('message')}"
+    collective = f"rank 0 waits in allreduce {line('collective')}"
+    ways = [f"Deadlock: {message}, and {collective}", f"Deadlock: {collective}, and {message}"]
+    assert any(way in text for way in ways), text
+
+
+def test_a_late_rank_is_shown_with_its_call_its_line_and_its_stack():
+    text = report(2, "shm", "late")
+    call = r"rank 1 \(host \S+, pid \d+, last seen [\d.]+ s ago in \w+ #\d+, .*\) is here:"
+    assert re.search(call, text), text
+    number = line("late").strip("()").partition(":")[2]
+    assert f"line {number}, in late: time.sleep(8)" in text
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_a_rank_that_closes_first_has_made_fewer_calls(backend):
+    text = report(2, backend, "fewer")
+    assert "It made fewer calls" in text and "first error" not in text, text

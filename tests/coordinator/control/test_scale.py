@@ -1,0 +1,142 @@
+"""Rank 0's work for many ranks, simulated: real connections and messages, no processes."""
+
+import os
+import random
+import socket
+import time
+import uuid
+
+import pytest
+
+from coordinator.control.client import connect
+from coordinator.control.credentials import Credentials
+from coordinator.control.framing import LENGTH, pack, unpack
+from coordinator.control.handshake import CONTROL, Hello
+from coordinator.control.membership import RankReport
+from coordinator.control.server import PING, ControlServer, Op
+from coordinator.peers import Peer
+
+RANKS_PER_NODE = 8
+SIZES = [
+    200,
+    pytest.param(2000, marks=pytest.mark.soak),
+    pytest.param(4000, marks=pytest.mark.soak),
+]
+
+
+class SimulatedLaunch:
+    """A server, and the connections of ranks that are on 1/8 as many hosts."""
+
+    def __init__(self, num_ranks):
+        self.num_ranks = num_ranks
+        self.credentials = Credentials(bytes(range(32)), "scale", num_ranks)
+        self.server = ControlServer(socket.create_server(("127.0.0.1", 0)), self.credentials)
+        self.server.open(0)
+        self.connections = [self.joined(rank) for rank in range(1, num_ranks)]
+
+    def joined(self, rank):
+        hello = Hello(rank, CONTROL, token=rank.to_bytes(8, "big"), process=f"rank {rank}")
+        deadline = time.monotonic() + 20
+        return connect(socket.AF_INET, self.server.address, self.credentials, hello, deadline)
+
+    def ask_by_all(self, request):
+        """The answers to what all ranks ask at once; request(rank): the operation, its arguments.
+        And the seconds of processor time that rank 0 took, and the bytes of its answers."""
+        clock = time.pthread_getcpuclockid(self.server._thread.ident)
+        before, deadline = time.clock_gettime(clock), time.monotonic() + 60
+        for rank, connection in enumerate(self.connections, 1):
+            connection.send((1, *request(rank)), deadline)
+        answers = [self.packed_answer(connection, deadline) for connection in self.connections]
+        cpu_s = time.clock_gettime(clock) - before
+        distinct = {packed: unpack(packed)[1] for packed in set(answers)}  # most are the same
+        return [distinct[packed] for packed in answers], cpu_s, sum(map(len, answers))
+
+    def packed_answer(self, connection, deadline):
+        while True:
+            (nbytes,) = LENGTH.unpack(connection.read_exactly(LENGTH.size, deadline))
+            packed = bytes(connection.read_exactly(nbytes, deadline))
+            if packed != pack(PING):
+                return packed
+
+    def close(self):
+        for connection in self.connections:
+            connection.send((0, Op.LEAVE), time.monotonic() + 5)
+            connection.close()
+        self.server.begin_closing()
+        assert self.server.wait(20)
+
+
+@pytest.fixture(params=SIZES)
+def launch(request):
+    simulated = SimulatedLaunch(request.param)
+    yield simulated
+    simulated.close()
+
+
+def packets_of(num_ranks):
+    """What the ranks of so many hosts tell each other when they meet."""
+    own = Peer(0, 0, RANKS_PER_NODE, "", "", os.getpid(), 1)
+    hosts = [str(uuid.uuid4()) for _ in range(num_ranks // RANKS_PER_NODE)]
+    peers = []
+    for rank in range(num_ranks):
+        node, local_rank = divmod(rank, RANKS_PER_NODE)
+        fields = vars(own) | {"rank": rank, "local_rank": local_rank, "host": f"node-{node}"}
+        fields |= {"boot_id": hosts[node], "memory": f"{hosts[node]}/pid:[4026531836]/u/0"}
+        fields |= {
+            "pid": 10_000 + 7 * rank,
+            "start_ticks": 10**6 + random.randrange(3000),
+            "address": f"10.0.{node // 250}.{node % 250}",
+        }
+        peers.append(Peer(**fields).pack())
+    return peers
+
+
+def test_meeting_sends_each_rank_a_part_of_what_all_say(launch):
+    """Of each rank all learn at least 8 bytes: a part of its host's id, its pid, its start."""
+    packets = packets_of(launch.num_ranks)
+
+    def request(rank):
+        return Op.RENDEZVOUS, "scale", rank - 1, launch.num_ranks - 1, packets[rank]
+
+    answers, _, nbytes = launch.ask_by_all(request)
+    assert all(answer == packets[1:] for answer in answers)
+    said = sum(map(len, packets[1:])) * len(answers)
+    assert nbytes < said / 5
+    if launch.num_ranks == 4000:
+        assert nbytes - 8 * launch.num_ranks**2 < 200e6, nbytes
+
+
+def test_all_ranks_may_ask_for_the_membership_at_once(launch):
+    launch.ask_by_all(lambda rank: (Op.HEARTBEAT, 0, {"c0/": ("barrier", 1, "a.py:1", 0.1)}, []))
+    answers, cpu_s, _ = launch.ask_by_all(lambda rank: (Op.MEMBERSHIP,))
+    for answer in answers:
+        assert sorted(answer) == list(range(1, launch.num_ranks))
+    report = RankReport.from_wire(answers[-1][launch.num_ranks - 1])
+    assert report.calls["c0/"].call == "barrier #1 (a.py:1)" and not report.note
+    if launch.num_ranks == 2000:
+        assert cpu_s < 0.5, cpu_s
+
+
+def test_the_failures_of_many_groups_are_told_in_few_bytes(launch):
+    """Where a host dies, a group of every rank fails, and all ranks hear of all of them."""
+    text = b"rank 7 (host node-0, pid 4711) was found dead: killed by SIGKILL. " * 5
+    launch.ask_by_all(lambda rank: (Op.REPORT, f"c0/{rank}/", text))
+    answers, cpu_s, nbytes = launch.ask_by_all(lambda rank: (Op.HEARTBEAT, 0, {}, []))
+    groups = sorted(f"c0/{rank}/" for rank in range(1, launch.num_ranks))
+    assert all(sorted(group for group, _ in answer) == groups for answer in answers)
+    assert nbytes < launch.num_ranks**2 * len(text) / 10
+    if launch.num_ranks == 2000:
+        assert cpu_s < 1, cpu_s
+
+
+def test_an_answer_about_the_membership_is_of_this_moment(launch):
+    """It serves all that ask for a tenth of a second, and no longer."""
+    launch.ask_by_all(lambda rank: (Op.HEARTBEAT, 0, {}, []))
+    leaver = launch.connections.pop()
+    launch.connections[0].send((2, Op.MEMBERSHIP), time.monotonic() + 5)
+    launch.connections[0].receive(time.monotonic() + 5)
+    leaver.send((0, Op.LEAVE), time.monotonic() + 5)
+    leaver.close()
+    time.sleep(2 * launch.server._timings.reports_s)
+    (answer, *_), _, _ = launch.ask_by_all(lambda rank: (Op.MEMBERSHIP,))
+    assert RankReport.from_wire(answer[launch.num_ranks - 1]).note == "left"

@@ -1,0 +1,202 @@
+"""Nodes with a launch command each: on two hosts, made of network namespaces, and on this one."""
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from launcher import errors, ports, timings
+from launcher.external import node_rendezvous
+from launcher.job import Job, Target
+
+# One node of a launch, with every time a tenth: what its launcher says, and how that ends.
+NODE = """
+import sys
+from launcher import timings
+timings.TIMINGS = timings.TIMINGS.scaled(0.1)
+from launcher.cli import main
+from launcher.external import node_rendezvous, backend_launcher
+backend_launcher._watch = lambda *_: print("all nodes are here", flush=True) or 0
+sys.exit(main(["run", "--launcher", "torchrun", "--nnodes", "2", *sys.argv[1:], "-m", "this"]))
+"""
+FIRST = "10.77.0.1"
+ROOT = Path(__file__).parents[3]
+
+
+def start(hosts, node, *options):
+    options = ["--node-rank", f"{node}", "--master-addr", FIRST, *options]
+    command = hosts.command(node, [sys.executable, "-c", NODE, *options])
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def ends(*nodes):
+    outputs = [node.communicate(timeout=60) for node in nodes]
+    return [(node.returncode, out, err) for node, (out, err) in zip(nodes, outputs, strict=True)]
+
+
+def test_a_missing_node_is_named_every_few_seconds_and_at_the_deadline(hosts):
+    ((code, _, err),) = ends(start(hosts, 0, "--launch-id", "monday", "--timeout", "1.8"))
+    where = f"node 1 of 2 at {FIRST}:{ports.of_nodes('monday', 0)}"
+    assert err.count(f"[launcher] waiting for {where}; nodes seen: 0\n") == 3
+    assert f"{where} did not come within 1.8 s (nodes seen: 0)" in err
+    assert code == 124
+
+
+def test_a_node_says_that_it_waits_for_the_first(hosts):
+    options = ("--launch-id", "monday", "--master-port", "29500", "--timeout", "1.2")
+    ((code, _, err),) = ends(start(hosts, 1, *options))
+    assert f"waiting for node 0 of 2 at {FIRST}:29500 (ECONNREFUSED); nodes seen: 0\n" in err
+    assert f"node 0 of 2 at {FIRST}:29500 did not come within 1.2 s (ECONNREFUSED)" in err
+    assert code == 124
+
+
+def test_two_launch_ids_at_one_port_are_named_on_both_sides_at_once(hosts):
+    port = ("--master-port", "29500", "--timeout", "20")
+    first = start(hosts, 0, "--launch-id", "monday", *port)
+    ((code, _, err),) = ends(start(hosts, 1, "--launch-id", "tuesday", *port))
+    a, b = hosts.names
+    both = f"--launch-id is 'monday' on node 0 (host {a}) and 'tuesday' on node 1 (host {b})"
+    assert both in err and code == 1
+    line = next(line for line in first.stderr if "waiting" not in line)
+    assert line == f"[launcher] a node came from 10.77.0.2, and was sent away: {both}\n"
+    second = start(hosts, 1, "--launch-id", "monday", *port)  # corrected, it is let in
+    assert [(code, "all nodes are here" in out) for code, out, _ in ends(first, second)] == (
+        [(0, True)] * 2
+    )
+
+
+def test_two_launch_ids_with_a_port_each_are_named_on_both_sides(hosts):
+    first = start(hosts, 0, "--launch-id", "monday", "--timeout", "6")
+    second = start(hosts, 1, "--launch-id", "tuesday", "--timeout", "4")
+    a, b = hosts.names
+    both = f"--launch-id is 'monday' on node 0 (host {a}) and 'tuesday' on node 1 (host {b})"
+    for code, _, err in ends(first, second):
+        assert both in err and code == 124, err
+
+
+def test_a_name_that_is_loopback_to_its_own_host_is_no_trap(hosts):
+    words = ("--launch-id", "monday", "--timeout", "20", "--master-addr", hosts.names[0])
+    ended = ends(start(hosts, 0, *words), start(hosts, 1, *words))
+    assert [(code, "all nodes are here" in out) for code, out, _ in ended] == [(0, True)] * 2
+
+
+def job(node, **values):
+    fields = {"nprocs": 2, "nnodes": 3, "launch_id": "three", "master_port": 29811, **values}
+    return Job(Target("module", "this"), node_rank=node, timeout_s=20, **fields)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(timings, "TIMINGS", timings.TIMINGS.scaled(0.05))
+
+
+class Nodes:
+    """Nodes of one launch, each in a thread; their outcomes, by node rank."""
+
+    def __init__(self):
+        self.outcomes, self.threads = {}, []
+
+    def start(self, *nodes):
+        for node in nodes:
+            self.threads.append(threading.Thread(target=self.meet, args=(job(node),)))
+            self.threads[-1].start()
+
+    def meet(self, job):
+        try:
+            node_rendezvous.meet(job, job.master_port)
+            self.outcomes[job.node_rank] = "met"
+        except errors.LaunchError as error:
+            self.outcomes[job.node_rank] = str(error)
+
+    def join(self):
+        for thread in self.threads:
+            thread.join(30)
+        assert self.outcomes == dict.fromkeys(range(3), "met")
+
+
+@pytest.fixture
+def nodes(quick):
+    """The first of three nodes waits; in the end, all have met."""
+    nodes = Nodes()
+    nodes.start(0)
+    yield nodes
+    nodes.join()
+
+
+def test_three_nodes_meet_and_each_hears_who_is_missing(nodes, capfd):
+    nodes.start(2)
+    text = "waiting for node 1 of 3 at 127.0.0.1:29811; nodes seen: 1"
+    seen = ""
+    while seen.count(text) < 2:  # by the first, and by the one that waits with it
+        seen += capfd.readouterr().err
+    nodes.start(1)
+
+
+@pytest.mark.parametrize(
+    "values, text",
+    [
+        ({"nprocs": 4}, "-n is 2 on node 0"),
+        ({"nnodes": 2}, "--nnodes is 3 on node 0"),
+        ({"node_rank": 0}, "--node-rank 0 is host"),
+    ],
+)
+def test_a_node_that_does_not_belong_is_told_why_and_the_others_meet(nodes, values, text, capfd):
+    stranger = dataclasses.replace(job(1), **{**values, "node_rank": 1})
+    described = dataclasses.replace(
+        node_rendezvous.NodeDescription.of(stranger), node_rank=values.get("node_rank", 1)
+    )
+    assert text in said_to(described)
+    nodes.start(1, 2)
+
+
+def test_another_version_is_named(nodes):
+    described = node_rendezvous.NodeDescription.of(job(1))
+    assert "the version of drumline is" in said_to(dataclasses.replace(described, version="9.9"))
+    nodes.start(1, 2)
+
+
+def said_to(described):
+    """The problem that the first node has with a node."""
+    with connected() as connection:
+        connection.sendall(json.dumps(dataclasses.asdict(described)).encode() + b"\n")
+        return json.loads(connection.makefile().readline())["problem"]
+
+
+def connected():
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", 29811), 10)
+        except ConnectionRefusedError:
+            pass
+
+
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.0\n", b"[]\n", b'{"launch_id": 1}\n', b"x" * 9999])
+def test_what_is_no_node_is_sent_away_in_silence(nodes, data, capfd):
+    with connected() as connection:
+        connection.sendall(data)
+        try:
+            assert connection.recv(1) == b""
+        except ConnectionResetError:
+            pass
+    nodes.start(1, 2)
+    assert "came from" not in capfd.readouterr().err
+
+
+def test_many_idle_connections_keep_no_node_out(nodes):
+    idle = [connected() for _ in range(2 * node_rendezvous.MAX_STRANGERS)]
+    nodes.start(1, 2)
+    nodes.join()
+    for connection in idle:
+        connection.close()

@@ -1,0 +1,92 @@
+"""Parts of a torchrun launch killed or stopped: the cause is told, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from launcher.system import linux
+
+
+def soak(*values):
+    """A case that runs only with -m soak: each torchrun takes seconds to start."""
+    return pytest.param(*values, marks=pytest.mark.soak)
+
+
+GONE_S = 2.0  # after the command has ended
+SCRIPT = """
+import os, signal, subprocess, sys, time, launcher
+subprocess.Popen(["sleep", "77"], start_new_session=True)
+print("ready", os.getpid(), flush=True)
+while not os.path.exists("raise-in-rank-0"): time.sleep(0.05)
+if launcher.current().rank == 0: raise ValueError("planned")
+time.sleep(60)
+"""
+
+
+class Parts:
+    """The processes of a launch of two ranks under torchrun, by their pids."""
+
+    def __init__(self, command):
+        self.command = command
+        run = ("run", "--launcher", "torchrun", "-n", "2", command.script(SCRIPT))
+        self.launcher = command.start(*run)
+        lines = [self.launcher.stdout.readline().split() for _ in range(2)]
+        self.rank = next(int(words[2]) for words in lines if words[0] == "[1]")
+        self.wrapper = parent(self.rank)
+        self.agent = parent(self.wrapper)
+        self.reaper = parent(self.agent)
+        assert parent(self.reaper) == self.launcher.pid
+
+    def ended(self, within_s):
+        """(exit code, standard error) of the command, which leaves nothing."""
+        began = time.monotonic()
+        _, err = self.launcher.communicate(timeout=60)
+        assert time.monotonic() - began < within_s, err
+        assert not self.command.left(patience_s=GONE_S)
+        return self.launcher.returncode, err
+
+
+def parent(pid):
+    return linux.process_stat(pid).parent
+
+
+@pytest.fixture
+def parts(command):
+    return Parts(command)
+
+
+@pytest.mark.parametrize(
+    ("part", "cause"),
+    [
+        ("reaper", "the process that supervises the backend launcher was killed from outside"),
+        soak("agent", "torchrun, or a process that it runs, was killed by SIGKILL"),
+        ("wrapper", "rank 1 ended without a word"),
+        soak("rank", "rank 1 (local rank 1, pid "),
+    ],
+)
+def test_killed_part_is_told_and_nothing_is_left(parts, part, cause):
+    os.kill(getattr(parts, part), signal.SIGKILL)
+    code, err = parts.ended(within_s=8)
+    report = err[err.index("╭") :].splitlines()
+    assert code == 137 and cause in report[1], err
+
+
+@pytest.mark.parametrize("part", ["rank", soak("reaper"), soak("agent"), soak("wrapper")])
+def test_stopped_part_does_not_prolong_the_end_after_a_failure(parts, part):
+    """A suspended rank kept torchrun for 30 s."""
+    os.kill(getattr(parts, part), signal.SIGSTOP)
+    (parts.command.folder / "raise-in-rank-0").touch()
+    code, err = parts.ended(within_s=7 if part == "rank" else 15)
+    assert code == 1 and "ValueError: planned" in err
+
+
+@pytest.mark.soak
+def test_ctrl_c_ends_a_launch_whose_supervisor_is_stopped(parts):
+    os.kill(parts.reaper, signal.SIGSTOP)
+    parts.launcher.send_signal(signal.SIGINT)
+    code, err = parts.ended(within_s=8)
+    assert code == 130 and "SIGINT" in err

@@ -1,0 +1,137 @@
+"""The fork server while it imports, and when somebody has stopped it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher.system import descendants, linux
+
+PATIENCE_S = 10.0
+SOON_S = 1.5  # one second, and the time that a busy machine takes to start and end a process
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + PATIENCE_S
+    while not (value := condition()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert value, "nothing happened"
+    return value
+
+
+def server_of(process):
+    """The pid of the launcher's fork server."""
+    names = {pid: linux.process_name(pid) for pid in linux.descendants(process.pid)}
+    return next((pid for pid, name in names.items() if name == descendants.SUPERVISOR_NAME), 0)
+
+
+@pytest.fixture
+def importing(command):
+    """Start a launch that imports for a minute before the fork; the process, once it does."""
+
+    def start(*options):
+        marker = Path(command.folder, "importing")
+        Path(command.folder, "slow.py").write_text(
+            f"import time\nopen({str(marker)!r}, 'w').close()\nuntil = time.monotonic() + 60\n"
+            "while time.monotonic() < until:\n    try: time.sleep(60)\n    except: pass"
+        )
+        script = command.script("print('a rank')")
+        process = command.start("run", "-n", "2", "--preload", "slow", *options, script)
+        wait_for(marker.exists)
+        return process
+
+    return start
+
+
+def ended(process, within_s=SOON_S):
+    """(exit code, standard error) of a process that must end soon."""
+    began = time.monotonic()
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert time.monotonic() - began < within_s, err
+    return process.returncode, out + err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stop_signal_ends_an_import_before_the_fork_at_once(importing, number):
+    process = importing()
+    process.send_signal(number)
+    code, text = ended(process)
+    assert code == 128 + number and number.name in text and "a rank" not in text
+
+
+def test_timeout_ends_an_import_before_the_fork(importing):
+    process = importing("--timeout", "0.5")
+    code, text = ended(process, SOON_S + 0.5)
+    assert code == 124 and "while modules were imported" in text
+
+
+def test_import_before_the_fork_dies_with_its_launcher(importing, command):
+    process = importing()
+    process.kill()
+    process.communicate()
+    assert not command.left(patience_s=SOON_S)
+
+
+RUNNING = """
+import os, signal, subprocess, sys, time
+subprocess.Popen(["sleep", "60"], start_new_session=True)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open(f"running-{os.getpid()}", "w").close()
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def stopped(command):
+    """Start two ranks with children in sessions of their own, and stop their fork server."""
+
+    def start(*options):
+        process = command.start("run", "-n", "2", *options, command.script(RUNNING))
+        wait_for(lambda: len(list(Path(command.folder).glob("running-*"))) == 2)
+        os.kill(server_of(process), signal.SIGSTOP)
+        return process
+
+    return start
+
+
+def test_stopped_fork_server_is_named_and_the_launch_ends(stopped, command):
+    code, text = ended(stopped(), within_s=6)
+    assert code == 128 + signal.SIGSTOP and "suspended from outside" in text
+    assert "kill -CONT" in text and not command.left()
+
+
+def test_fork_server_that_is_resumed_goes_on(stopped):
+    process = stopped()
+    server = server_of(process)
+    time.sleep(1)
+    os.kill(server, signal.SIGCONT)
+    time.sleep(3)
+    assert process.poll() is None
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    code, text = ended(process)
+    assert code == 130 and "kill -CONT" in text
+
+
+def test_timeout_and_ctrl_c_end_a_launch_whose_fork_server_is_stopped(stopped, command):
+    code, text = ended(stopped("--timeout", "2"), within_s=4)
+    assert code == 124 and not command.left(), text
+
+
+def test_ctrl_c_ends_a_launch_whose_fork_server_is_stopped(stopped, command):
+    process = stopped()
+    process.send_signal(signal.SIGINT)
+    code, text = ended(process)
+    assert code == 130 and not command.left(), text
+
+
+def test_stopped_fork_server_ends_its_ranks_when_the_launcher_dies(stopped, command):
+    process = stopped()
+    process.kill()
+    process.communicate()
+    assert not command.left(patience_s=SOON_S)
