@@ -1,14 +1,17 @@
-"""Ranks of several nodes: shared memory inside a node, the network between the nodes' leaders.
+"""Ranks of several nodes: shared memory inside a node, the network between nodes.
 
 comm = Communicator(coor, backend="hierarchical")     # selected where ranks span nodes
 comm.allreduce(torch.ones(4))
 
-A node's leader is its first rank. A reduction is done in order of rank inside each node, and then
-over the nodes, once, so that every rank has the same bits.
+The first ranks of all nodes are a column, so are the second ones, and so on; on a node with fewer
+ranks than the largest, one rank is in several. Each column moves its part of a tensor, so that all
+ranks of a node share its network's work. A reduction is done in order of rank inside each node, and
+then over the nodes, once, so that every rank has the same bits.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,8 +21,11 @@ import torch
 from communicator.backends.tagged_p2p import TaggedP2PCommunicator
 from communicator.backends.tcp import Tcp
 from communicator.base import Capabilities, Communicator
+from communicator.calls import call_check
 from communicator.calls.default_collectives import P2PCall, accumulator
 from communicator.calls.failures import describe_lost, report, run_on_all_ranks
+from communicator.calls.scheduled_collectives import SubgroupCollectives, row
+from communicator.calls.schedules import SMALL_NBYTES, Slice, pairwise, parts
 from communicator.errors import CommunicatorError, DrumlineError, PeerLost, Unsupported, with_text
 from communicator.selection import backend_class
 from coordinator import Coordinator
@@ -53,9 +59,9 @@ class RenumberedErrors:
 
 
 class Hierarchical(Communicator):
-    """The best communicator of each node, and one of the leaders.
+    """The best communicator of each node, and one of all ranks for what goes between nodes.
 
-    between: the backend among the leaders, and of sends between ranks of different nodes.
+    between: the backend for that.
     """
 
     name = "hierarchical"
@@ -72,63 +78,91 @@ class Hierarchical(Communicator):
 
     def do_open(self, between: str = "tcp") -> None:
         self._resources = ExitStack()
-        if not issubclass(backend_class(between), (TaggedP2PCommunicator, Tcp)):
+        network = backend_class(between)
+        if not issubclass(network, (TaggedP2PCommunicator, Tcp)):
             raise ValueError(
                 f"rank {self.rank}: between={between!r} does not reach other nodes by itself. Take "
                 "'tcp', 'gloo' or 'mpi'."
             )
         self._nodes = [sorted(node) for node in self.coor.nodes]
         self._node_of = {rank: k for k, node in enumerate(self._nodes) for rank in node}
-        self._node_ranks = self._nodes[self._node_of[self.rank]]  # of this rank's node
+        self._node = self._node_of[self.rank]
+        self._node_ranks = self._nodes[self._node]
         self._failures = self.coor.store("hierarchical failures")
-        network = backend_class(between)
         try:
-            run_on_all_ranks(self.coor, lambda: self._open_subgroups(network))
+            run_on_all_ranks(self.coor, lambda: self._open_parts(network))
         except DrumlineError:
             self.do_close()
             raise
 
-    def _open_subgroups(self, network: Any) -> None:
-        """Open the groups of all ranks, of this node, and, on a leader, of the leaders."""
-        all_ranks = network(self.coor, timeout_s=self.timeout_s)
-        self._all_ranks = RenumberedErrors(
-            self._resources.enter_context(all_ranks), list(range(self.world_size))
-        )
-        self._local = self._subgroup(Communicator, self._node_ranks)
-        self._leaders: RenumberedErrors | None = None
-        if self.rank == self._node_ranks[0]:
-            self._leaders = self._subgroup(network, [node[0] for node in self._nodes])
-
-    def _subgroup(self, kind: type[Communicator], ranks: list[int]) -> RenumberedErrors:
-        """A communicator of some ranks, whose Coordinator is needed only to open it."""
-        with self.coor.split(ranks) as coor:  # type: ignore[union-attr]  # this rank is among them
-            return RenumberedErrors(
-                self._resources.enter_context(kind(coor, timeout_s=self.timeout_s)), ranks
+    def _open_parts(self, network: Any) -> None:
+        """Open the communicators of all ranks, and of this node."""
+        self._network = self._resources.enter_context(network(self.coor, timeout_s=self.timeout_s))
+        with self.coor.split(self._node_ranks) as coor:  # type: ignore[union-attr]  # it is in it
+            local = Communicator(coor, timeout_s=self.timeout_s)
+        self._local = RenumberedErrors(self._resources.enter_context(local), self._node_ranks)
+        self._num_columns = max(map(len, self._nodes))
+        place, num_local = self._node_ranks.index(self.rank), len(self._node_ranks)
+        self._columns = {
+            column: SubgroupCollectives(
+                self._network, [node[column % len(node)] for node in self._nodes]
             )
+            for column in range(place, self._num_columns, num_local)
+        }
+        self._leaders = self._columns.get(0)  # None on other ranks than the first of a node
 
     def do_close(self) -> None:
         self._resources.close()
 
     def abort(self) -> None:
-        for subgroup in (self._all_ranks, self._local, self._leaders):
-            if subgroup is not None:
-                subgroup.abort()
+        self._network.abort()
+        self._local.abort()
+
+    def _check_same_call(
+        self, call: str, tensor: torch.Tensor | None = None, details: str = ""
+    ) -> None:
+        """Compare the first calls before anything moves, and later ones by their messages."""
+        self._network.collective = "comparison"
+        super()._check_same_call(call, tensor, details)
+        self._network.collective = call_check.describe_call(call, tensor, details)
 
     def do_allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
-        total = _accumulator(tensor)
+        total, op_of_part = _accumulator(tensor), _partial_op(op)
         with self._failing_together("allreduce"):
-            self._local.reduce(total, 0, _partial_op(op))
-            if self._leaders:
-                self._leaders.allreduce(total, _partial_op(op))
-            self._local.broadcast(total, 0)
+            if total.nbytes <= SMALL_NBYTES:
+                self._local.reduce(total, 0, op_of_part)
+                if self._leaders:
+                    self._leaders.do_allreduce(total, total, op_of_part)
+                self._local.broadcast(total, 0)
+            else:
+                self._local.allreduce(total, op_of_part)
+                for part, column in self._parts(total):
+                    column.do_allreduce(part, part, op_of_part)
+                self._share_parts(total)
         self._write_result(out, total, op)
+
+    def _pieces(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """What each column moves of it."""
+        flat = tensor.view(-1)
+        return [flat[begin:end] for begin, end in parts(flat.numel(), self._num_columns)]
+
+    def _parts(self, tensor: torch.Tensor) -> list[tuple[torch.Tensor, SubgroupCollectives]]:
+        """What this rank's columns move of it."""
+        pieces = self._pieces(tensor)
+        return [(pieces[place], column) for place, column in self._columns.items()]
+
+    def _share_parts(self, tensor: torch.Tensor) -> None:
+        """Each rank of this node has the parts of its columns: give them to the others."""
+        for place, piece in enumerate(self._pieces(tensor)):
+            self._local.broadcast(piece, place % len(self._node_ranks))
 
     def do_reduce(self, out: torch.Tensor | None, tensor: torch.Tensor, dst: int, op: str) -> None:
         total, node = _accumulator(tensor), self._node_of[dst]
         with self._failing_together("reduce"):
             self._local.reduce(total, 0, _partial_op(op))
             if self._leaders:
-                self._leaders.reduce(total, node, _partial_op(op))
+                target = total if node == self._node else None
+                self._leaders.do_reduce(target, total, node, _partial_op(op))
             if self.rank != dst and self.rank == self._nodes[node][0]:
                 self._local.send(total, self._node_ranks.index(dst))
             elif out is not None and not self._leaders:
@@ -138,84 +172,66 @@ class Hierarchical(Communicator):
 
     def do_reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
         total = _accumulator(tensor)
-        row = torch.empty_like(total[0])
+        result = total[self.rank]
         with self._failing_together("reduce_scatter"):
-            self._local.reduce(total, 0, _partial_op(op))
-            if self._leaders:
-                for k, node in enumerate(self._nodes):
-                    rows = total[node]
-                    self._leaders.reduce(rows, k, _partial_op(op))
-                    if node is self._node_ranks:
-                        self._scatter_local(row, rows)
-            else:
-                self._local.recv(row, 0)
-        self._write_result(out, row, op)
+            self._local.allreduce(total, _partial_op(op))
+            for place, column in self._columns.items():
+                rows = total.new_empty((len(self._nodes), result.numel()))
+                is_own = place < len(self._node_ranks)
+                column.exchange(
+                    total,
+                    functools.partial(self._row_in_column, place, result.numel()),
+                    rows,
+                    functools.partial(row, result.numel() if is_own else 0),
+                )
+                if is_own:
+                    rows[self._node] = result.view(-1)
+                    result = column.reduce_parts(rows, _partial_op(op)).view(result.shape)
+        self._write_result(out, result, op)
+
+    def _row_in_column(self, place: int, numel: int, node: int) -> Slice:
+        """The elements of the row of the node's rank at this place; none if it has fewer ranks."""
+        ranks = self._nodes[node]
+        return row(numel, ranks[place]) if place < len(ranks) else (0, 0)
 
     def do_broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        is_here = src in self._node_ranks
+        node, is_small = self._node_of[src], tensor.nbytes <= SMALL_NBYTES
         with self._failing_together("broadcast"):
-            if is_here:
+            if node == self._node:
                 self._local.broadcast(tensor, self._node_ranks.index(src))
-            if self._leaders:
-                self._leaders.broadcast(tensor, self._node_of[src])
-            if not is_here:
-                self._local.broadcast(tensor, 0)
+            for part, column in [(tensor, self._leaders)] if is_small else self._parts(tensor):
+                if column:
+                    column.do_broadcast(part, node)
+            if node != self._node:
+                self._local.broadcast(tensor, 0) if is_small else self._share_parts(tensor)
 
     def do_allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         with self._failing_together("allgather"):
-            node_rows = self._local.allgather(tensor)
-            if self._leaders:
-                for k, node in enumerate(self._nodes):
-                    rows = (
-                        node_rows if node is self._node_ranks else tensor.new_empty(out[node].shape)
-                    )
-                    out[node] = self._leaders.broadcast(rows, k)
-            self._local.broadcast(out, 0)
+            out[self._node_ranks] = self._local.allgather(tensor)
+            for place, column in self._columns.items():
+                of_node = functools.partial(self._row_in_column, place, tensor.numel())
+                column.exchange(
+                    out, functools.partial(_constant, of_node(self._node)), out, of_node
+                )
+            for place in range(self._num_columns):
+                ranks = [node[place] for node in self._nodes if place < len(node)]
+                out[ranks] = self._local.broadcast(out[ranks], place % len(self._node_ranks))
 
     def do_alltoall(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        of_rank = functools.partial(row, tensor[0].numel())
+        nbytes = tensor[0].nbytes
+        schedule = pairwise(self.rank, self.world_size, of_rank, of_rank, nbytes)
         with self._failing_together("alltoall"):
-            if self._leaders:
-                rows = self._gather_local(tensor)
-                self._scatter_local(out, self._swap_nodes(self._leaders, rows))
-            else:
-                self._local.send(tensor, 0)
-                self._local.recv(out, 0)
-
-    def _gather_local(self, tensor: torch.Tensor) -> torch.Tensor:
-        """On the leader, the tensor of each rank of the node: [ranks here, *tensor.shape]."""
-        rows = tensor.new_empty((len(self._node_ranks), *tensor.shape))
-        rows[0] = tensor
-        for local in range(1, len(self._node_ranks)):
-            self._local.recv(rows[local], local)
-        return rows
-
-    def _scatter_local(self, out: torch.Tensor, rows: torch.Tensor) -> None:
-        """From the leader, to each rank of the node its row."""
-        out.copy_(rows[0])
-        for local in range(1, len(self._node_ranks)):
-            self._local.send(rows[local], local)
-
-    def _swap_nodes(self, leaders: RenumberedErrors, rows: torch.Tensor) -> torch.Tensor:
-        """Send rows[i, r] of the i-th rank here to rank r; the result is by [i-th here, src]."""
-        num_local, shape = len(self._node_ranks), rows.shape[2:]
-        blocks = [rows.new_empty((len(node), num_local, *shape)) for node in self._nodes]
-        calls = []
-        for k, node in enumerate(self._nodes):
-            if node is self._node_ranks:
-                blocks[k].copy_(rows[:, node])
-            else:
-                calls += [("send", rows[:, node].contiguous(), k), ("recv", blocks[k], k)]
-        leaders.do_group(calls)
-        result = torch.empty_like(rows)
-        for node, block in zip(self._nodes, blocks, strict=True):
-            result[:, node] = block.transpose(0, 1)
-        return result
+            self._network.run_schedule(
+                schedule.without(self._node_ranks), tensor.view(-1), out.view(-1)
+            )
+            out[self._node_ranks] = self._local.alltoall(tensor[self._node_ranks])
 
     def do_barrier(self) -> None:
         with self._failing_together("barrier"):
             self._local.barrier()
             if self._leaders:
-                self._leaders.barrier()
+                self._leaders.do_barrier()
             self._local.barrier()
 
     def do_send(self, tensor: torch.Tensor, dst: int) -> None:
@@ -223,14 +239,14 @@ class Hierarchical(Communicator):
             if dst in self._node_ranks:
                 self._local.send(tensor, self._node_ranks.index(dst))
             else:
-                self._all_ranks.send(tensor, dst)
+                self._network.send(tensor, dst)
 
     def do_recv(self, tensor: torch.Tensor, src: int) -> None:
         with self._failing_together(f"recv from rank {src}", is_collective=False):
             if src in self._node_ranks:
                 self._local.recv(tensor, self._node_ranks.index(src))
             else:
-                self._all_ranks.recv(tensor, src)
+                self._network.recv(tensor, src)
 
     def do_group(self, calls: list[P2PCall]) -> None:
         remote = [call for call in calls if call[2] not in self._node_ranks]
@@ -240,14 +256,14 @@ class Hierarchical(Communicator):
             if peer in self._node_ranks
         ]
         with self._failing_together("group", is_collective=False):
-            pending = self._all_ranks.start_group(remote)  # progresses during the local group
+            pending = self._network.start_group(remote)  # progresses during the local group
             try:
                 self._local.do_group(local)
             except DrumlineError as error:
                 if _was_dropped(error):
-                    self._all_ranks.finish_group(pending)
+                    self._network.finish_group(pending)
                 raise
-            self._all_ranks.finish_group(pending)
+            self._network.finish_group(pending)
 
     def _write_result(self, out: torch.Tensor, total: torch.Tensor, op: str) -> None:
         result = torch.view_as_complex(total) if out.is_complex() else total
@@ -295,6 +311,10 @@ class Hierarchical(Communicator):
 def _was_dropped(error: DrumlineError) -> bool:
     """True for the error of a message that did not fit: the only plain CommunicatorError."""
     return type(error) is CommunicatorError
+
+
+def _constant(value: Slice, _: int) -> Slice:
+    return value
 
 
 def _partial_op(op: str) -> str:

@@ -16,6 +16,7 @@ import torch
 from communicator.base import Capabilities, Communicator
 from communicator.calls import call_check
 from communicator.calls.default_collectives import P2PCall
+from communicator.calls.schedules import Schedule
 from communicator.errors import CommunicatorError
 
 DESCRIPTION = "description"  # in the tag, in place of a shape and dtype
@@ -36,6 +37,7 @@ class TaggedP2PCommunicator(Communicator):
     """A backend over such a library, which provides start_bytes and wait_for."""
 
     capabilities = Capabilities(empty_messages=True)
+    collective = ""  # the call in progress
     _largest_tag = 2**31 - 1
     _counts: dict[tuple[str, int], int]  # of messages, by direction and peer
 
@@ -58,6 +60,14 @@ class TaggedP2PCommunicator(Communicator):
 
     def do_group(self, calls: list[P2PCall]) -> None:
         self.finish_group(self.start_group(calls))
+
+    def run_schedule(self, schedule: Schedule, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Run the rounds, which send from source and receive into target, both flat."""
+        for sends, recvs in schedule.rounds:
+            self.do_group(
+                [("send", source[begin:end], peer) for peer, begin, end in sends]
+                + [("recv", target[begin:end], peer) for peer, begin, end in recvs]
+            )
 
     def start_group(self, calls: list[P2PCall]) -> list[PendingMessage]:
         """Start sends and receives, which progress by themselves until finish_group."""

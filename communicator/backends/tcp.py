@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +18,8 @@ from communicator.calls import call_check
 from communicator.calls.async_work import AsyncWork, WorkQueue
 from communicator.calls.default_collectives import P2PCall
 from communicator.calls.failures import describe_late, describe_lost
+from communicator.calls.scheduled_collectives import ScheduledCollectives
+from communicator.calls.schedules import Schedule, Transfer
 from communicator.errors import (
     CommunicatorError,
     CommunicatorTimeout,
@@ -25,12 +28,11 @@ from communicator.errors import (
 )
 from coordinator import Coordinator, CoordinatorError, FailureReason, RankFailure
 
-SPLIT_FROM_BYTES = 1 << 21  # from this size on all ranks share the work of an allreduce
-MAX_SCRATCH_BYTES = 1 << 24  # of memory that is kept between two of those
-ALIGNMENT = 64
 LEFT, UNREACHABLE = FailureReason.LEFT, FailureReason.UNREACHABLE
 CONNECTION_ENDED = select.POLLERR | select.POLLHUP | select.POLLNVAL  # which poll always reports
 DIRECTION = {"send": "send to rank", "recv": "recv from rank"}
+Transfers = list[tuple[int, Steps[str]]]
+"""Messages under way at the same time: the peer of each, and what is left to do for it."""
 
 
 CLOSED = "closed its communicator"
@@ -55,8 +57,8 @@ class MessageMismatch(Exception):
     """A peer makes another call, or this one with another tensor or op."""
 
 
-class Tcp(Communicator):
-    """Sends and receives, of which the base class composes all else but large reductions.
+class Tcp(ScheduledCollectives, Communicator):
+    """Messages between any two ranks, and collectives by schedules. Sums are in order of rank.
 
     The header of every message in a collective names the call, so all calls are compared.
     """
@@ -70,8 +72,7 @@ class Tcp(Communicator):
 
     def do_open(self) -> None:
         self._ended_by: DrumlineError | None = None
-        self._collective = ""  # the one in progress, which its messages name
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self.collective = ""  # the call in progress, which its messages name
         self._queue = WorkQueue()
         links = self.coor.connections(timeout_s=self.timeout_s)
         self._sockets = {rank: TensorSocket(link) for rank, link in links.items()}
@@ -90,27 +91,17 @@ class Tcp(Communicator):
         self, call: str, tensor: torch.Tensor | None = None, details: str = ""
     ) -> None:
         """Compare the first calls before anything moves, and later ones by their messages."""
-        self._collective = "comparison"
+        self.collective = "comparison"
         super()._check_same_call(call, tensor, details)
-        self._collective = call_check.describe_call(call, tensor, details)
+        self.collective = call_check.describe_call(call, tensor, details)
 
     def do_send(self, tensor: torch.Tensor, dst: int) -> None:
-        self._run_in_collective("send", tensor, dst)
+        self._move("send", tensor, dst)
 
     def do_recv(self, tensor: torch.Tensor, src: int) -> None:
-        self._run_in_collective("recv", tensor, src)
+        self._move("recv", tensor, src)
 
-    def _run_in_collective(self, kind: str, tensor: torch.Tensor, peer: int) -> None:
-        """A message within a collective: one that does not fit desynchronises the ranks."""
-        call = f"{self._collective}, {DIRECTION[kind]}"
-        problem = self._run(peer, self._steps(kind, tensor, peer, self._collective), call)
-        if problem:
-            self._fail(MessageMismatch(problem), call)
-
-    def _post(self, kind: str, tensor: torch.Tensor, peer: int) -> None:
-        if self._pending is not None:
-            return super()._post(kind, tensor, peer)
-        self._note_peer(peer)
+    def _move(self, kind: str, tensor: torch.Tensor, peer: int) -> None:
         problem = self._run(peer, self._steps(kind, tensor, peer), DIRECTION[kind])
         if problem:
             raise CommunicatorError(problem)
@@ -120,9 +111,8 @@ class Tcp(Communicator):
         transfers: dict[tuple[str, int], list[Steps[str]]] = {}
         for kind, tensor, peer in calls:
             transfers.setdefault((kind, peer), []).append(self._steps(kind, tensor, peer))
-        problem = self._run_all(
-            [(peer, _one_after_another(steps)) for (_, peer), steps in transfers.items()], "group"
-        )
+        messages = [(peer, _one_after_another(steps)) for (_, peer), steps in transfers.items()]
+        problem = self._run_all([messages], "group")
         if problem:
             raise CommunicatorError(problem)
 
@@ -135,43 +125,22 @@ class Tcp(Communicator):
         if pending is not None:
             pending.wait()
 
-    def do_allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
-        """Large tensors of more than two ranks: every rank reduces a part, and sends it to all."""
-        if self.world_size == 2 or tensor.nbytes < SPLIT_FROM_BYTES:
-            return super().do_allreduce(out, tensor, op)
-        inputs = tensor.view(-1).tensor_split(self.world_size)
-        outputs = out.view(-1).tensor_split(self.world_size)
-        parts = self._scratch_for_all(inputs[self.rank])
-        parts[self.rank] = inputs[self.rank]
-        self._swap_all(inputs, parts)
-        outputs[self.rank].copy_(self.reduce_parts(parts, op))
-        self._swap_all([outputs[self.rank]] * self.world_size, outputs)
-
-    def _scratch_for_all(self, like: torch.Tensor) -> list[torch.Tensor]:
-        """A tensor for each rank, like this one; kept for the next call unless it is large.
-
-        Pages that are new each time cost as much as filling them.
-        """
-        nbytes = -(-like.nbytes // ALIGNMENT) * ALIGNMENT
-        scratch = self._scratch
-        if scratch.numel() < nbytes * self.world_size:
-            scratch = torch.empty(nbytes * self.world_size, dtype=torch.uint8)
-        if scratch.numel() <= MAX_SCRATCH_BYTES:
-            self._scratch = scratch
-        rows = scratch[: nbytes * self.world_size].view(self.world_size, nbytes)[:, : like.nbytes]
-        return [row.view(like.dtype).view(like.shape) for row in rows]
-
-    def _swap_all(self, sends: Sequence[torch.Tensor], recvs: Sequence[torch.Tensor]) -> None:
-        """Send sends[r] to each other rank r, and receive recvs[r] from it."""
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        transfers = [
-            (peer, self._steps(kind, tensors[peer], peer, self._collective))
-            for kind, tensors in (("send", sends), ("recv", recvs))
-            for peer in others
-        ]
-        problem = self._run_all(transfers, self._collective)
+    def run_schedule(self, schedule: Schedule, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Run the rounds, which send from source and receive into target, both flat."""
+        rounds = (
+            [self._transfer("send", source, send) for send in one_round.sends]
+            + [self._transfer("recv", target, recv) for recv in one_round.recvs]
+            for one_round in schedule.rounds
+        )
+        problem = self._run_all(rounds, self.collective, schedule.window)
         if problem:
-            self._fail(MessageMismatch(problem), self._collective)
+            self._fail(MessageMismatch(problem), self.collective)
+
+    def _transfer(
+        self, kind: str, flat: torch.Tensor, transfer: Transfer
+    ) -> tuple[int, Steps[str]]:
+        piece = flat[transfer.begin : transfer.end]
+        return transfer.peer, self._steps(kind, piece, transfer.peer, self.collective)
 
     # One message.
 
@@ -233,41 +202,49 @@ class Tcp(Communicator):
 
     # Many at once.
 
-    def _run_all(self, transfers: list[tuple[int, Steps[str]]], call: str) -> str:
+    def _run_all(self, rounds: Iterable[Transfers], call: str, window: int = 1) -> str:
         """Take the steps of all messages; what is wrong with the first wrong one, or ""."""
         if self._ended_by is not None:
             raise self._ended_by
         try:
-            return self._step_all(transfers, time.monotonic() + self.timeout_s)
+            return self._step_all(iter(rounds), window, time.monotonic() + self.timeout_s)
         except BaseException as error:
             self._fail(error, call)
 
-    def _step_all(self, transfers: list[tuple[int, Steps[str]]], deadline: float) -> str:
+    def _step_all(self, rounds: Iterator[Transfers], window: int, deadline: float) -> str:
         """Take steps wherever one can be taken, until all are done."""
         problem = ""
-        waiting = [(peer, steps, 0) for peer, steps in transfers]
-        came: dict[int, int] = {}
-        while waiting:
+        waiting: list[tuple[int, Steps[str], int, Counter[str]]] = []
+        unfinished: list[Counter[str]] = []  # the rounds under way
+        while True:
+            while len(unfinished) < window and (transfers := next(rounds, None)) is not None:
+                left = Counter(messages=len(transfers))
+                unfinished.append(left)
+                waiting += [(peer, steps, 0, left) for peer, steps in transfers]
+            if not waiting:
+                return problem
+            is_new = any(not events for _, _, events, _ in waiting)
+            came = {} if is_new else self._poll(waiting, deadline)
             before, waiting = waiting, []
-            for peer, steps, events in before:
+            for peer, steps, events, left in before:
                 try:
                     if not events or came.get(peer, 0) & (events | CONNECTION_ENDED):
                         events = next(steps)
-                    waiting.append((peer, steps, events))
+                    waiting.append((peer, steps, events, left))
                 except StopIteration as ended:
                     problem = problem or ended.value
+                    left["messages"] -= 1
                 except SocketClosed as broken:
                     raise ConnectionLost(peer, broken) from broken
-            if waiting:
-                came = self._poll([(peer, events) for peer, _, events in waiting], deadline)
-        return problem
+            while unfinished and not unfinished[0].total():
+                del unfinished[0]
 
-    def _poll(self, waiting: list[tuple[int, int]], deadline: float) -> dict[int, int]:
+    def _poll(self, waiting: Iterable[tuple[Any, ...]], deadline: float) -> dict[int, int]:
         """The events that came, by peer. Raises TimeoutError, or ConnectionLost if one died."""
         poll = select.poll()
         masks: dict[int, int] = {}
         peers = {}
-        for peer, events in waiting:
+        for peer, _, events, _ in waiting:
             masks[peer] = masks.get(peer, 0) | events
             peers[self._sockets[peer].fileno()] = peer
             poll.register(self._sockets[peer], masks[peer])

@@ -1,0 +1,167 @@
+"""Schedules of collectives over a network: who sends which elements to whom, round by round.
+
+schedule = pairwise(rank, world_size, send=row, recv=row, message_nbytes=1 << 20)
+
+Pure functions of the rank, the number of ranks and the size, so that all ranks agree without a
+message. A sum is never taken on the way: every rank that adds has all parts, and adds them in order
+of rank, so the bits depend neither on the schedule nor on who adds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+HOP_NBYTES = 1 << 13  # as long as a message takes to arrive, a link carries about so many bytes
+SMALL_NBYTES = 1 << 14  # messages up to this size are all sent at once
+SHARED_NBYTES = 1 << 20  # from this size on two ranks share the additions of an allreduce
+MAX_DIRECT = 8  # ranks that exchange small messages with each other, and not in log2 rounds
+Slice = tuple[int, int]
+
+
+class Transfer(NamedTuple):
+    """Elements begin to end of a flat tensor, to or from a rank."""
+
+    peer: int
+    begin: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        return self.end - self.begin
+
+
+class Round(NamedTuple):
+    """Transfers that go on at the same time; each pair of ranks has at most one a direction."""
+
+    sends: tuple[Transfer, ...] = ()
+    recvs: tuple[Transfer, ...] = ()
+
+    def renumbered(self, ranks: Sequence[int]) -> Round:
+        sends, recvs = (
+            tuple(transfer._replace(peer=ranks[transfer.peer]) for transfer in transfers)
+            for transfers in self
+        )
+        return Round(sends, recvs)
+
+    def without(self, ranks: Sequence[int]) -> Round:
+        sends, recvs = (
+            tuple(transfer for transfer in transfers if transfer.peer not in ranks)
+            for transfers in self
+        )
+        return Round(sends, recvs)
+
+
+class Schedule(NamedTuple):
+    """The rounds of one rank. window: how many of them may be under way at once."""
+
+    rounds: tuple[Round, ...]
+    window: int = 1
+
+    def renumbered(self, ranks: Sequence[int]) -> Schedule:
+        """The same among these ranks, in the numbering of a larger group."""
+        return Schedule(tuple(one.renumbered(ranks) for one in self.rounds), self.window)
+
+    def without(self, ranks: Sequence[int]) -> Schedule:
+        """Only the transfers to and from other ranks than these."""
+        rounds = (one.without(ranks) for one in self.rounds)
+        return Schedule(tuple(one for one in rounds if any(one)), self.window)
+
+
+def pairwise(
+    rank: int,
+    world_size: int,
+    send: Callable[[int], Slice],
+    recv: Callable[[int], Slice],
+    message_nbytes: int,
+) -> Schedule:
+    """Each rank sends to each other one, to its right neighbour first: no two to the same one.
+
+    send, recv: the elements for and from a rank.
+    """
+    rounds = []
+    for distance in range(1, world_size):
+        dst, src = (rank + distance) % world_size, (rank - distance) % world_size
+        rounds.append(Round((Transfer(dst, *send(dst)),), (Transfer(src, *recv(src)),)))
+    return Schedule(tuple(rounds), 2 if message_nbytes > SMALL_NBYTES else world_size)
+
+
+def dissemination(rank: int, world_size: int, row: int) -> Schedule:
+    """An allgather in log2 rounds (Bruck's): rows of so many elements, this rank's own first.
+
+    Row i of the buffer becomes that of rank (rank + i) % world_size.
+    """
+    rounds, distance = [], 1
+    while distance < world_size:
+        count = min(distance, world_size - distance)
+        dst, src = (rank - distance) % world_size, (rank + distance) % world_size
+        send = Transfer(dst, 0, count * row)
+        rounds.append(Round((send,), (Transfer(src, distance * row, (distance + count) * row),)))
+        distance *= 2
+    return Schedule(tuple(rounds))
+
+
+def broadcast(rank: int, world_size: int, src: int, numel: int, itemsize: int) -> Schedule:
+    """A chain of ranks that pass on piece after piece, or a tree where that takes less time."""
+    nbytes = numel * itemsize
+    hops = max(world_size - 2, 0)
+    num_pieces = max(1, round(math.sqrt(hops * nbytes / HOP_NBYTES)))
+    chain_nbytes = (num_pieces + hops) * (nbytes / num_pieces + HOP_NBYTES)
+    tree_nbytes = (world_size - 1).bit_length() * (nbytes + HOP_NBYTES)
+    if chain_nbytes <= tree_nbytes:
+        return chain(rank, world_size, src, numel, num_pieces)
+    return tree(rank, world_size, src, numel)
+
+
+def chain(rank: int, world_size: int, src: int, numel: int, num_pieces: int) -> Schedule:
+    """From src to its right neighbour and so on; a rank passes one piece on as the next arrives."""
+    before, after = (rank - 1) % world_size, (rank + 1) % world_size
+    pieces = parts(numel, num_pieces)
+    if rank == src:
+        return Schedule(tuple(Round((Transfer(after, *piece),)) for piece in pieces))
+    recvs: list[tuple[Transfer, ...]] = [(Transfer(before, *piece),) for piece in pieces]
+    sends: list[tuple[Transfer, ...]] = [(Transfer(after, *piece),) for piece in pieces]
+    if after == src:
+        return Schedule(tuple(Round(recvs=recv) for recv in recvs))
+    rounds = zip([(), *sends], [*recvs, ()], strict=True)
+    return Schedule(tuple(Round(send, recv) for send, recv in rounds))
+
+
+def tree(rank: int, world_size: int, src: int, numel: int) -> Schedule:
+    """A binomial tree: in every round each rank that has the tensor sends it to one more."""
+    place, whole = (rank - src) % world_size, (0, numel)
+    rounds, distance = [], 1
+    while distance < world_size:
+        if place < distance and place + distance < world_size:
+            rounds.append(Round((Transfer((rank + distance) % world_size, *whole),)))
+        elif distance <= place < 2 * distance:
+            rounds.append(Round(recvs=(Transfer((rank - distance) % world_size, *whole),)))
+        distance *= 2
+    return Schedule(tuple(rounds))
+
+
+def gather(rank: int, world_size: int, dst: int, row: Callable[[int], Slice]) -> Schedule:
+    """Each rank's row to dst."""
+    if rank != dst:
+        return Schedule((Round((Transfer(dst, *row(rank)),)),))
+    others = [src for src in range(world_size) if src != dst]
+    return Schedule((Round(recvs=tuple(Transfer(src, *row(src)) for src in others)),))
+
+
+def parts(numel: int, count: int) -> list[Slice]:
+    """Elements cut into so many parts that differ by at most one, in order."""
+    ends = [numel * k // count for k in range(count + 1)]
+    return list(itertools.pairwise(ends))
+
+
+def is_gathered(world_size: int, nbytes: int) -> bool:
+    """For a reduction of so many bytes: whether every rank gets all tensors and adds them itself.
+
+    Else each rank adds a part of all tensors, which takes a message more, and fewer bytes.
+    """
+    if world_size == 2:
+        return nbytes < SHARED_NBYTES
+    more_nbytes = nbytes * (world_size - 1) * (world_size - 2) // world_size
+    return more_nbytes <= HOP_NBYTES
