@@ -142,12 +142,12 @@ class Hierarchical(Communicator):
         self._write_result(out, total, op)
 
     def _pieces(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """What each column moves of it."""
+        """The piece of the tensor that each column moves."""
         flat = tensor.view(-1)
         return [flat[begin:end] for begin, end in parts(flat.numel(), self._num_columns)]
 
     def _parts(self, tensor: torch.Tensor) -> list[tuple[torch.Tensor, SubgroupCollectives]]:
-        """What this rank's columns move of it."""
+        """The pieces that this rank's columns move."""
         pieces = self._pieces(tensor)
         return [(pieces[place], column) for place, column in self._columns.items()]
 

@@ -19,7 +19,7 @@ from communicator.calls.async_work import AsyncWork, WorkQueue
 from communicator.calls.default_collectives import P2PCall
 from communicator.calls.failures import describe_late, describe_lost
 from communicator.calls.scheduled_collectives import ScheduledCollectives
-from communicator.calls.schedules import Schedule, Transfer
+from communicator.calls.schedules import PeerSlice, Schedule
 from communicator.errors import (
     CommunicatorError,
     CommunicatorTimeout,
@@ -137,7 +137,7 @@ class Tcp(ScheduledCollectives, Communicator):
             self._fail(MessageMismatch(problem), self.collective)
 
     def _transfer(
-        self, kind: str, flat: torch.Tensor, transfer: Transfer
+        self, kind: str, flat: torch.Tensor, transfer: PeerSlice
     ) -> tuple[int, Steps[str]]:
         piece = flat[transfer.begin : transfer.end]
         return transfer.peer, self._steps(kind, piece, transfer.peer, self.collective)

@@ -30,7 +30,7 @@ MAX_SCRATCH_BYTES = 1 << 24  # of memory that is kept between two calls
 
 
 class Network(Protocol):
-    """What runs schedules: a backend that reaches all ranks.
+    """A backend that reaches all ranks, and runs schedules.
 
     collective: the call in progress, in words.
     """

@@ -21,7 +21,7 @@ MAX_DIRECT = 8  # ranks that exchange small messages with each other, and not in
 Slice = tuple[int, int]
 
 
-class Transfer(NamedTuple):
+class PeerSlice(NamedTuple):
     """Elements begin to end of a flat tensor, to or from a rank."""
 
     peer: int
@@ -36,8 +36,8 @@ class Transfer(NamedTuple):
 class Round(NamedTuple):
     """Transfers that go on at the same time; each pair of ranks has at most one a direction."""
 
-    sends: tuple[Transfer, ...] = ()
-    recvs: tuple[Transfer, ...] = ()
+    sends: tuple[PeerSlice, ...] = ()
+    recvs: tuple[PeerSlice, ...] = ()
 
     def renumbered(self, ranks: Sequence[int]) -> Round:
         sends, recvs = (
@@ -61,11 +61,11 @@ class Schedule(NamedTuple):
     window: int = 1
 
     def renumbered(self, ranks: Sequence[int]) -> Schedule:
-        """The same among these ranks, in the numbering of a larger group."""
+        """A copy among these ranks, in the numbering of a larger group."""
         return Schedule(tuple(one.renumbered(ranks) for one in self.rounds), self.window)
 
     def without(self, ranks: Sequence[int]) -> Schedule:
-        """Only the transfers to and from other ranks than these."""
+        """A copy with no transfers to and from these ranks."""
         rounds = (one.without(ranks) for one in self.rounds)
         return Schedule(tuple(one for one in rounds if any(one)), self.window)
 
@@ -84,7 +84,7 @@ def pairwise(
     rounds = []
     for distance in range(1, world_size):
         dst, src = (rank + distance) % world_size, (rank - distance) % world_size
-        rounds.append(Round((Transfer(dst, *send(dst)),), (Transfer(src, *recv(src)),)))
+        rounds.append(Round((PeerSlice(dst, *send(dst)),), (PeerSlice(src, *recv(src)),)))
     return Schedule(tuple(rounds), 2 if message_nbytes > SMALL_NBYTES else world_size)
 
 
@@ -97,8 +97,8 @@ def dissemination(rank: int, world_size: int, row: int) -> Schedule:
     while distance < world_size:
         count = min(distance, world_size - distance)
         dst, src = (rank - distance) % world_size, (rank + distance) % world_size
-        send = Transfer(dst, 0, count * row)
-        rounds.append(Round((send,), (Transfer(src, distance * row, (distance + count) * row),)))
+        send = PeerSlice(dst, 0, count * row)
+        rounds.append(Round((send,), (PeerSlice(src, distance * row, (distance + count) * row),)))
         distance *= 2
     return Schedule(tuple(rounds))
 
@@ -120,9 +120,9 @@ def chain(rank: int, world_size: int, src: int, numel: int, num_pieces: int) -> 
     before, after = (rank - 1) % world_size, (rank + 1) % world_size
     pieces = parts(numel, num_pieces)
     if rank == src:
-        return Schedule(tuple(Round((Transfer(after, *piece),)) for piece in pieces))
-    recvs: list[tuple[Transfer, ...]] = [(Transfer(before, *piece),) for piece in pieces]
-    sends: list[tuple[Transfer, ...]] = [(Transfer(after, *piece),) for piece in pieces]
+        return Schedule(tuple(Round((PeerSlice(after, *piece),)) for piece in pieces))
+    recvs: list[tuple[PeerSlice, ...]] = [(PeerSlice(before, *piece),) for piece in pieces]
+    sends: list[tuple[PeerSlice, ...]] = [(PeerSlice(after, *piece),) for piece in pieces]
     if after == src:
         return Schedule(tuple(Round(recvs=recv) for recv in recvs))
     rounds = zip([(), *sends], [*recvs, ()], strict=True)
@@ -135,9 +135,9 @@ def tree(rank: int, world_size: int, src: int, numel: int) -> Schedule:
     rounds, distance = [], 1
     while distance < world_size:
         if place < distance and place + distance < world_size:
-            rounds.append(Round((Transfer((rank + distance) % world_size, *whole),)))
+            rounds.append(Round((PeerSlice((rank + distance) % world_size, *whole),)))
         elif distance <= place < 2 * distance:
-            rounds.append(Round(recvs=(Transfer((rank - distance) % world_size, *whole),)))
+            rounds.append(Round(recvs=(PeerSlice((rank - distance) % world_size, *whole),)))
         distance *= 2
     return Schedule(tuple(rounds))
 
@@ -145,9 +145,9 @@ def tree(rank: int, world_size: int, src: int, numel: int) -> Schedule:
 def gather(rank: int, world_size: int, dst: int, row: Callable[[int], Slice]) -> Schedule:
     """Each rank's row to dst."""
     if rank != dst:
-        return Schedule((Round((Transfer(dst, *row(rank)),)),))
+        return Schedule((Round((PeerSlice(dst, *row(rank)),)),))
     others = [src for src in range(world_size) if src != dst]
-    return Schedule((Round(recvs=tuple(Transfer(src, *row(src)) for src in others)),))
+    return Schedule((Round(recvs=tuple(PeerSlice(src, *row(src)) for src in others)),))
 
 
 def parts(numel: int, count: int) -> list[Slice]:

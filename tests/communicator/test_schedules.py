@@ -6,7 +6,7 @@ import pytest
 
 from communicator.calls import schedules
 from communicator.calls.scheduled_collectives import row
-from communicator.calls.schedules import SMALL_NBYTES, Transfer
+from communicator.calls.schedules import SMALL_NBYTES, PeerSlice
 
 SIZES = (1, 2, 3, 5, 8, 13, 17)
 every_size = pytest.mark.parametrize("world_size", SIZES)
@@ -97,8 +97,8 @@ def test_a_schedule_among_some_ranks_and_without_some():
     among = schedules.dissemination(1, 3, 2).renumbered([4, 7, 9])
     assert [sends[0].peer for sends, _ in among.rounds] == [4, 9]
     left = schedules.pairwise(0, 4, lambda r: (r, r + 1), lambda r: (r, r + 1), 1).without([1, 2])
-    assert [one.sends for one in left.rounds if one.sends] == [(Transfer(3, 3, 4),)]
-    assert [one.recvs for one in left.rounds if one.recvs] == [(Transfer(3, 3, 4),)]
+    assert [one.sends for one in left.rounds if one.sends] == [(PeerSlice(3, 3, 4),)]
+    assert [one.recvs for one in left.rounds if one.recvs] == [(PeerSlice(3, 3, 4),)]
 
 
 @pytest.mark.parametrize("world_size", [1000, 10_000])
