@@ -46,6 +46,10 @@ STEPS = {
         ["benchmarks.collectives", "-n", "4", "--dtypes", "float32", "--sizes", *FOR_FOUR],
         ["--sizes", "8", "--operations", "allreduce"],
     ),
+    "network": (
+        ["benchmarks.network"],
+        ["--hosts", "2", "--per-host", "1", "--sizes", "65536", "--repeats", "1"],
+    ),
     "shm-limits": (["benchmarks.shm_limits"], []),
     "calls": (["benchmarks.calls"], ["--repeats", "3"]),
     "torch-backend": (["benchmarks.torch_backend"], ["--repeats", "3"]),

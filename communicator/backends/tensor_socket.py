@@ -27,6 +27,8 @@ LONGEST_TEXT = 1 << 12
 KEEP_ALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}  # tcp(7); in seconds
 # For what was sent to be acknowledged, in ms: as soon as an idle connection is given up.
 USER_TIMEOUT_MS = 5000
+# Bytes that wait in the system to be sent: more, and a rank seems to have sent what has not left.
+UNSENT_NBYTES = 1 << 17
 
 
 class SocketClosed(Exception):
@@ -43,6 +45,7 @@ def configure(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_NBYTES)
     for option, value in KEEP_ALIVE.items():
         connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 

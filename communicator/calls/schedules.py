@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 HOP_NBYTES = 1 << 13  # as long as a message takes to arrive, a link carries about so many bytes
 SMALL_NBYTES = 1 << 14  # messages up to this size are all sent at once
+TOKEN_NBYTES = 1 << 18  # messages from this size on are sent when the other end has asked for them
 SHARED_NBYTES = 1 << 20  # from this size on two ranks share the additions of an allreduce
 MAX_DIRECT = 8  # ranks that exchange small messages with each other, and not in log2 rounds
 Slice = tuple[int, int]
@@ -79,13 +80,17 @@ def pairwise(
 ) -> Schedule:
     """Each rank sends to each other one, to its right neighbour first: no two to the same one.
 
-    send, recv: the elements for and from a rank.
+    send, recv: the elements for and from a rank. message_nbytes: the largest of them on any rank.
+    Two that send to one at the same time take longer than one after the other: large messages wait
+    for an empty one, by which a rank says that it has received the one before.
     """
     rounds = []
     for distance in range(1, world_size):
         dst, src = (rank + distance) % world_size, (rank - distance) % world_size
+        if distance > 1 and message_nbytes > TOKEN_NBYTES:
+            rounds.append(Round((PeerSlice(src, 0, 0),), (PeerSlice(dst, 0, 0),)))
         rounds.append(Round((PeerSlice(dst, *send(dst)),), (PeerSlice(src, *recv(src)),)))
-    return Schedule(tuple(rounds), 2 if message_nbytes > SMALL_NBYTES else world_size)
+    return Schedule(tuple(rounds), 1 if message_nbytes > SMALL_NBYTES else world_size)
 
 
 def dissemination(rank: int, world_size: int, row: int) -> Schedule:

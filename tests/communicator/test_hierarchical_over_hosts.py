@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from launcher import LaunchInfo
+from tests.network_hosts import NetworkHosts, NoNetworkNamespaces
 
 ROOT = Path(__file__).parents[2]
 SIZES = (3, 2)
@@ -23,6 +23,7 @@ import torch
 from communicator import Communicator, PeerLost, conformance
 from coordinator import Coordinator
 from launcher import LaunchInfo
+from tests.network_hosts import NetworkHosts, NoNetworkNamespaces
 
 def conforms(info):
     with Coordinator(info, timeout_s=60) as coor, Communicator(coor) as comm:
@@ -57,32 +58,14 @@ print(codes)
 """
 
 
-def ip(*arguments):
-    subprocess.run(["ip", *arguments], check=True, timeout=10, capture_output=True)
-
-
 @pytest.fixture(scope="module")
 def hosts():
-    """The names of two network namespaces, 10.78.0.1 and 10.78.0.2."""
-    names = [f"dc{os.getpid()}{letter}" for letter in "ab"]
-    made = []
     try:
-        for name in names:
-            try:
-                ip("netns", "add", name)
-            except (OSError, subprocess.CalledProcessError) as error:
-                pytest.skip(f"no network namespaces ({error}): runs as root on Linux with iproute2")
-            made.append(name)
-        a, b = names
-        ip("link", "add", f"{a}0", "netns", a, "type", "veth", "peer", "name", f"{b}0", "netns", b)
-        for number, name in enumerate(names, 1):
-            ip("-n", name, "addr", "add", f"10.78.0.{number}/24", "dev", f"{name}0")
-            for device in ("lo", f"{name}0"):
-                ip("-n", name, "link", "set", device, "up")
-        yield names
-    finally:
-        for name in made:
-            ip("netns", "del", name)
+        network = NetworkHosts(2)
+    except NoNetworkNamespaces as error:
+        pytest.skip(str(error))
+    with network:
+        yield network
 
 
 def run(hosts, what):
@@ -92,14 +75,13 @@ def run(hosts, what):
     for host, size in enumerate(SIZES):
         first = sum(SIZES[:host])
         infos = [
-            LaunchInfo(launch_id, sum(SIZES), size, first + local, local, "10.78.0.1", 29611)
+            LaunchInfo(launch_id, sum(SIZES), size, first + local, local, hosts.addresses[0], 29611)
             for local in range(size)
         ]
-        inside = ["ip", "netns", "exec", hosts[host], "unshare", "--uts", "sh", "-c"]
         command = [sys.executable, "-c", HOST, what, *(i.to_bytes().decode() for i in infos)]
         started.append(
             subprocess.Popen(
-                [*inside, f'hostname {hosts[host]}; exec "$@"', "sh", *command],
+                hosts.command(host, command),
                 stdout=subprocess.PIPE,
                 text=True,
                 cwd=ROOT,
@@ -115,11 +97,9 @@ def run(hosts, what):
     return [code for out in outs for code in json.loads(out)]
 
 
-@pytest.mark.skipif(not shutil.which("ip"), reason="runs on Linux with iproute2")
 def test_five_ranks_of_two_hosts_conform(hosts):
     assert run(hosts, "conforms") == [0] * 5
 
 
-@pytest.mark.skipif(not shutil.which("ip"), reason="runs on Linux with iproute2")
 def test_a_killed_rank_ends_the_calls_of_both_hosts(hosts):
     assert run(hosts, "outlives") == [0, 0, 0, 0, -9]
