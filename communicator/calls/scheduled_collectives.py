@@ -115,8 +115,9 @@ class ScheduledCollectives(CollectivesFromP2P):
         recv: Callable[[int], Slice],
     ) -> None:
         """Send source[send(r)] to each other rank r, and receive target[recv(r)] from it."""
-        sizes = [end - begin for begin, end in map(send, range(self.world_size))]
-        nbytes = max(sizes) * source.itemsize
+        ranks = range(self.world_size)
+        sizes = [end - begin for of_rank in (send, recv) for begin, end in map(of_rank, ranks)]
+        nbytes = max(sizes) * source.itemsize  # the same on all ranks, also where sizes differ
         schedule = pairwise(self.rank, self.world_size, send, recv, nbytes)
         self.run_schedule(schedule, source.view(-1), target.view(-1))
 

@@ -3,10 +3,11 @@
 from collections import defaultdict, deque
 
 import pytest
+import torch
 
 from communicator.calls import schedules
-from communicator.calls.scheduled_collectives import row
-from communicator.calls.schedules import SMALL_NBYTES, PeerSlice
+from communicator.calls.scheduled_collectives import ScheduledCollectives, row
+from communicator.calls.schedules import SMALL_NBYTES, TOKEN_NBYTES, PeerSlice
 
 SIZES = (1, 2, 3, 5, 8, 13, 17)
 every_size = pytest.mark.parametrize("world_size", SIZES)
@@ -42,7 +43,7 @@ def simulate(by_rank, buffers):
 
 
 @every_size
-@pytest.mark.parametrize("nbytes", [1, 2 * SMALL_NBYTES])
+@pytest.mark.parametrize("nbytes", [1, 2 * SMALL_NBYTES, 2 * TOKEN_NBYTES])
 def test_pairwise_gives_each_rank_the_row_of_every_other(world_size, nbytes):
     buffers, ranks = [], range(world_size)
     for rank in ranks:
@@ -91,6 +92,36 @@ def test_gather_gives_dst_all_rows(world_size):
         ]
         simulate(by_rank, [(buffer, buffer) for buffer in buffers])
         assert buffers[dst] == list(range(world_size))
+
+
+class Recorded(ScheduledCollectives):
+    """Collectives that keep their schedules, and move nothing."""
+
+    def __init__(self, rank, world_size):
+        self.rank, self.world_size, self.schedules = rank, world_size, []
+
+    def run_schedule(self, schedule, source, target):
+        self.schedules.append(schedule)
+
+
+@pytest.mark.parametrize("numel", [schedules.TOKEN_NBYTES * 3 // 4 + k for k in range(-4, 5)])
+def test_ranks_whose_parts_differ_in_size_take_the_same_rounds(numel):
+    """Around the size from which a message waits until it is asked for."""
+    ranks = [Recorded(rank, 3) for rank in range(3)]
+    for rank in ranks:
+        rank.do_allreduce(torch.zeros(numel), torch.zeros(numel), "sum")
+    shapes = [[(len(one.rounds), one.window) for one in rank.schedules] for rank in ranks]
+    assert shapes[0] == shapes[1] == shapes[2]
+
+
+def test_a_rank_that_sends_nothing_takes_the_same_rounds():
+    def slice_of(rank):
+        return (0, 1 << 20) if rank == 0 else (0, 0)
+
+    ranks, big = [Recorded(rank, 3) for rank in range(3)], torch.zeros(1 << 20)
+    for rank in ranks:
+        rank.exchange(big, lambda _, rank=rank: slice_of(rank.rank), big, slice_of)
+    assert len({len(rank.schedules[0].rounds) for rank in ranks}) == 1
 
 
 def test_a_schedule_among_some_ranks_and_without_some():
