@@ -18,7 +18,7 @@ from launcher.launch_info import LaunchInfo, LaunchInfoError
 from launcher.launch_job import launch
 from launcher.ports import listen
 from launcher.registry import register
-from launcher.system import host_addresses
+from launcher.system import gpus, host_addresses
 from launcher.trace.recorder import Recorder, recorder
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "Recorder",
     "TargetError",
     "current",
+    "gpus",
     "host_addresses",
     "launch",
     "listen",
