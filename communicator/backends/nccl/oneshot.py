@@ -155,7 +155,7 @@ class KernelState:
                 self._kernels.state_abort(self.address)
 
     def await_graphs(self) -> int:
-        """How many graphs that hold a sum are alive, once CUDA had time to report ended ones."""
+        """The number of graphs alive that hold a sum, once CUDA had time to report ended ones."""
         deadline = time.monotonic() + timings.TIMINGS.graph_end_s
         while (count := self._kernels.state_graphs(self.address)) and time.monotonic() < deadline:
             time.sleep(timings.TIMINGS.stream_poll_s)
