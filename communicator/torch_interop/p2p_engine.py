@@ -61,7 +61,7 @@ class P2PGroup:
     """
 
     def __init__(self, engine: P2PEngine, coor: Any, ranks: list[int], number: int) -> None:
-        self._engine, self.ranks, self.number = engine, ranks, number
+        self.engine, self.ranks, self.number = engine, ranks, number
         self.rank, self.peers, self.timeout_s = coor.rank, coor.peers, coor.timeout_s
         self.gone: set[int] = set()  # those that have closed it
         self.is_closed = False
@@ -69,11 +69,15 @@ class P2PGroup:
     def start(self, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> P2PWork:
         """Start to "send" to a peer, or to "recv" from one or from ANY_SOURCE."""
         engine_peer = peer if peer == ANY_SOURCE else self.ranks[peer]
-        return self._engine.start_work(P2PWork(self._engine, self, kind, tensor, engine_peer, tag))
+        return self.engine.start_work(P2PWork(self.engine, self, kind, tensor, engine_peer, tag))
 
     def close(self) -> None:
         """End all that is pending with an error. What was sent can still be received."""
-        self._engine.close_group(self)
+        self.engine.close_group(self)
+
+    def check(self) -> None:
+        """Raise PeerLost if another rank has gone from the group."""
+        self.engine.check_group(self)
 
     def group_rank(self, engine_rank: int) -> int:
         return self.ranks.index(engine_rank)
@@ -241,7 +245,7 @@ class P2PEngine:
             if work.kind == "recv":
                 self._start_receive(work)
             elif self._is_gone(group, peer):
-                self._end(work, self._lost_error(work, peer))
+                self._end(work, self._lost_error(work.group, peer, str(work)))
             else:
                 self._start_send(work)
             if self._driver is None:
@@ -259,8 +263,8 @@ class P2PEngine:
             return
         error = CommunicatorTimeout(
             f"rank {work.group.rank} timed out after {timeout_s or work.group.timeout_s:g} s in "
-            f"{work}. Does that rank make the matching call? Wait for longer, or give all calls more time: "
-            "init_process_group(timeout=...)."
+            f"{work}. Does that rank make the matching call? Wait for longer, or give all calls "
+            "more time: init_process_group(timeout=...)."
         )
         if timeout_s:
             raise error
@@ -432,7 +436,7 @@ class P2PEngine:
             if arrival.work is None and work.matches(arrival):
                 return self._take(arrival, work)
         if self._is_gone(work.group, work.peer):
-            return self._end(work, self._lost_error(work, work.peer))
+            return self._end(work, self._lost_error(work.group, work.peer, str(work)))
         self._posted.append(work)
 
     def _take(self, arrival: _Arrival, work: P2PWork) -> None:
@@ -468,8 +472,8 @@ class P2PEngine:
         sent = f"({arrival.nbytes // dtype.itemsize},) {arrival.dtype.decode()}"
         return CommunicatorError(
             f"rank {work.group.rank}: a message from rank {work.group.group_rank(arrival.src)} is "
-            f"{sent}, and met this {work}. It was dropped, and the tensor left as it was. Receive into a tensor of the "
-            "size and dtype that is sent."
+            f"{sent}, and met this {work}. It was dropped, and the tensor left as it was. Receive "
+            "into a tensor of the size and dtype that is sent."
         )
 
     def _read(self, peer: int) -> None:
@@ -569,7 +573,16 @@ class P2PEngine:
         self._outgoing[peer].clear()
         self._interest[peer] = 0
         for work in [work for work in self._pending if work.awaits(peer)]:
-            self._end(work, self._lost_error(work, peer))
+            self._end(work, self._lost_error(work.group, peer, str(work)))
+
+    def check_group(self, group: P2PGroup) -> None:
+        with self._lock:
+            if self._driver is None:
+                self._move_all()
+        self._finish_ended()
+        for peer in group.ranks:
+            if peer != self.rank and self._is_gone(group, peer):
+                raise self._lost_error(group, peer, "the first call of a group")
 
     def _handle_leave(self, peer: int, number: int) -> None:
         group = self._groups.get(number)
@@ -577,7 +590,7 @@ class P2PEngine:
             group.gone.add(peer)
             for work in [work for work in self._pending if work.group is group]:
                 if work.awaits(peer):
-                    self._end(work, self._lost_error(work, peer))
+                    self._end(work, self._lost_error(work.group, peer, str(work)))
         elif number not in self._closed_groups:
             self._early_leaves.add((number, peer))
 
@@ -591,13 +604,12 @@ class P2PEngine:
     def has_died(self, peer: int) -> bool:
         return peer in self._lost and bool(self._coor.peers[peer].is_known_dead())
 
-    def _lost_error(self, work: P2PWork, peer: int) -> PeerLost:
-        group = work.group
+    def _lost_error(self, group: P2PGroup, peer: int, call: str) -> PeerLost:
         number = group.group_rank(peer)
         why, who = self._lost.get(peer, "it has destroyed the group"), group.peers[number]
         reason = FailureReason.EXITED if who.is_known_dead() else FailureReason.LEFT
         return PeerLost(
-            f"rank {group.rank} lost {who} in {work}: {why}. Start all ranks again, and look at "
+            f"rank {group.rank} lost {who} in {call}: {why}. Start all ranks again, and look at "
             "what that one printed last.",
             (RankFailure(number, who, reason, text=why),),
         )

@@ -128,7 +128,7 @@ def test_messages_of_a_group_match_its_receives_alone_until_a_rank_leaves_it(eng
             timeout_s=20.0,
             info=SimpleNamespace(launch_id="pair"),
         )
-        pair = engine._engine.open_group(coor, ranks)
+        pair = engine.engine.open_group(coor, ranks)
         if rank == 1:
             for group, value in ((pair, 1.0), (engine, 2.0)):
                 group.start("send", torch.full((LARGE,), value), group.ranks.index(2), 7)
@@ -144,7 +144,7 @@ def test_messages_of_a_group_match_its_receives_alone_until_a_rank_leaves_it(eng
         assert work.wait() and work._source_rank() == 1 and came.eq(1).all()
         pending = pair.start("recv", came, ANY_SOURCE, 7)
         engine.start("send", torch.ones(1), 1, 9).wait()
-        with pytest.raises(PeerLost, match="rank 0 lost rank 1 .*it has destroyed the group"):
+        with pytest.raises(PeerLost, match=r"rank 0 lost rank 1 .*it has destroyed the group"):
             pending.wait()
         pair.start("recv", torch.zeros(5), 1, 8).wait()  # sent before it left
         with pytest.raises(PeerLost, match="destroyed the group"):
@@ -194,15 +194,15 @@ def test_a_thread_that_waits_as_another_ends_leaves_no_driver(engines):
             return None
         work = engine.start("recv", torch.zeros(1), 1, 0)
         waiter = threading.Thread(target=work.wait)
-        with engine._engine._lock:
+        with engine.engine._lock:
             # of another thread, which ends while this one awaits the lock
-            engine._engine._driver = -1
+            engine.engine._driver = -1
             waiter.start()
             time.sleep(0.1)
-            engine._engine._driver = None
+            engine.engine._driver = None
         is_posted.set()
         waiter.join()
-        driver, engine._engine._driver = engine._engine._driver, None
+        driver, engine.engine._driver = engine.engine._driver, None
         return driver
 
     assert engines(body)[0] is None
