@@ -263,11 +263,17 @@ class StoreCoordinator:
 
     def _timeout(self, store: Store, by_rank: list[str], start: float) -> CommunicatorTimeout:
         missing = [rank for rank, key in enumerate(by_rank) if not store.check([key])]
+        waited = f"rank {self.rank} timed out after {time.monotonic() - start:.1f} s of waiting for"
+        more = "If so, give them more time: init_process_group(timeout=...)."
+        if self._is_part:
+            late = ", ".join(str(self.peers[rank]) for rank in missing) or "the others"
+            return CommunicatorTimeout(
+                f"{waited} {late} in the first call of a process group of {self.world_size} ranks. "
+                f"Do all its ranks make the same calls? {more}"
+            )
         return CommunicatorTimeout(
-            f"rank {self.rank} timed out after {time.monotonic() - start:.1f} s of waiting for "
-            f"ranks {missing or [0]} of {self.world_size} to make the same communicator. Do all "
-            "ranks make the same process groups, in the same order? If so, give them more time: "
-            "init_process_group(timeout=...)."
+            f"{waited} ranks {missing or [0]} of {self.world_size} to make the same communicator. "
+            f"Do all ranks make the same process groups, in the same order? {more}"
         )
 
 
