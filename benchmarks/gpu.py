@@ -271,7 +271,7 @@ def _small(world: int, nbytes: int, way: Algorithm) -> tuple[float, str]:
     graph.replay()
     end.record()
     end.synchronize()
-    ranks.error.check(0)
+    ranks.state.check(0)
     graph.reset()
     ranks.close()
     return start.elapsed_time(end) * 10, "yes" if right else "NO"
@@ -325,7 +325,6 @@ def main() -> int:
     for name in parser.parse_args().tables or TABLES:
         if not torch.cuda.is_available():
             print(f"{name} is left out: {one_gpu.NEEDS_GPU}", file=sys.stderr)
-            failed = 1
             continue
         try:
             table = TABLES[name]()
