@@ -93,6 +93,7 @@ def test_functions_of_graphs_that_a_driver_lacks_are_named(tmp_path):
     missing = [nccl_library.missing_graph_functions(str(driver)) for driver in drivers]
     assert missing[0][0] == "cuStreamGetCaptureInfo_v2 or cuStreamGetCaptureInfo_v3"
     assert len(missing[0]) == 4 and missing[1:] == [[], []]
+    assert nccl_library.missing_graph_functions(str(tmp_path / "none.so")) == missing[0]
 
 
 def test_versions_read_as_nccl_writes_them():
