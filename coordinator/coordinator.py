@@ -6,6 +6,7 @@ with Coordinator() as coor:
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import socket
@@ -283,7 +284,7 @@ class Coordinator(Collectives):
         try:
             return store.wait(keys, call, check)
         except CoordinatorTimeout as error:
-            text = f"{error} The ranks are:\n{detector.short_table()}"
+            text = f"{error} The ranks are:\n{detector.monitor.short_table()}"
             raise CoordinatorTimeout(text) from error.__cause__
 
     def store(self, name: str, *, timeout_s: float | None = None) -> Store:
@@ -394,7 +395,7 @@ class Coordinator(Collectives):
         late = self._release(CLOSED, limit)
         if late and self._broken is None:
             assert own is not None
-            names = " and ".join(map(own.detector.describe_rank, late))
+            names = " and ".join(map(own.detector.monitor.describe_local, late))
             raise CoordinatorTimeout(
                 f"rank 0 waited {limit:g} s in close ({caller()}) for {names}. Every rank must "
                 "close its Coordinators, or end."
@@ -526,10 +527,10 @@ class Coordinator(Collectives):
         if self._group is None:
             return f"{self._me} (host {socket.gethostname()}, alone)"
         if not stacks_too:
-            return self._group.detector.short_table()
+            return self._group.detector.monitor.short_table()
         me = self.peers[self.rank]
         stack_dump.ask(peer for peer in self.peers if peer.pid != me.pid)
-        return self._group.detector.table()
+        return self._group.detector.monitor.table()
 
     def describe_late(self) -> str:
         """The ranks that keep this one waiting, or the deadlock it is in. Not collective.
@@ -538,7 +539,9 @@ class Coordinator(Collectives):
         """
         if self._group is None or self._closed:
             return ""
-        return self._group.detector.describe_late(self._note[0])
+        detector, note = self._group.detector, stack_dump.CallNote(*self._note[:2])
+        describe = detector.monitor.describe_local
+        return detector.stacks.describe_late(note, describe, self._timings.stack_s)
 
     def describe_failure(self) -> str:
         """Another rank's reason why this group failed; "" without one. Not collective."""
@@ -553,6 +556,14 @@ class Coordinator(Collectives):
         """
         if rank in range(self.world_size):
             self._note[0] = self.ranks[rank]
+
+    @property
+    def allreduce_note(self) -> int:
+        """The address of an int64 that is to be 1 while this process is in a library's allreduce.
+
+        For such descriptions, too; valid as long as the process.
+        """
+        return ctypes.addressof(ctypes.c_int64.from_buffer(self._note, 8))
 
     # ---- within ----
 

@@ -34,8 +34,10 @@ class Client:
     """Connections of one rank to the server: one for each thread with a request at the moment.
 
     addresses: where to look for the server, at every attempt. server: if it lives in this process,
-    LOCAL_OPS need no connection. on_unreachable: told, after each vain attempt to connect for the
-    first time, the address and why. Raises CoordinatorTimeout if rank 0 cannot be reached in time.
+    LOCAL_OPS need no connection. on_unreachable: called with the address and the reason after each
+    failed attempt, until the first connection.
+
+    Raises CoordinatorTimeout if rank 0 cannot be reached in timeout_s.
     """
 
     def __init__(

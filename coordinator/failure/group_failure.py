@@ -98,7 +98,7 @@ class GroupFailure(NamedTuple):
         return cls(kind, reporter, where, text, ranks, records)
 
     def describe_to(self, rank: int, pending: PendingCall) -> str:
-        """Why this rank of the launch waited in vain: sentences that advice can follow."""
+        """Why this rank of the launch waited for nothing: sentences that advice can follow."""
         if rank in self.ranks and self.reporter != rank:
             return (
                 f"rank {rank} entered {pending.call}, but rank {self.reporter} had already given "
