@@ -278,7 +278,7 @@ class Coordinator(Collectives):
             return store.wait(keys, call)
 
         def check() -> None:
-            self._check_open(call.call.name)
+            self._check_open(call.name)
             detector.check_alive(call)
 
         try:
@@ -310,7 +310,7 @@ class Coordinator(Collectives):
         if self._session is None or self.world_size == 1:
             return {}
         call = self._begin_call("connections", timeout_s)
-        name = f"{self._store.prefix}{call.call.number}"
+        name = f"{self._store.prefix}{call.number}"
         address, credentials = self._session.client.local_address, self._session.credentials
         return PeerConnector(
             address, credentials, self.rank, self.peers, name, self._session.lost

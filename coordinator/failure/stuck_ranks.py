@@ -107,7 +107,7 @@ class PeerStacks:
 
         note: of this process. describe_rank: its host, pid, last call and state.
         """
-        frames = traceback.extract_stack(sys._getframe(1))[::-1]
+        frames = traceback.extract_stack(sys._getframe(2))[::-1]  # from who asked the Coordinator
         me = _from_frames(self._me.rank, frames, note)
         deadline = time.monotonic() + wait_s
         look = functools.cache(lambda rank: self._look_at(rank, deadline))
