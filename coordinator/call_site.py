@@ -92,14 +92,16 @@ def caller(depth: int = 1) -> str:
 
 @lru_cache(maxsize=1024)
 def _outside_name(filename: str) -> str:
-    """Without its folder, in Unicode, for a name on disk may have other bytes, which cannot be
-    sent; "" for a file of ours."""
+    """The name without its folder; "" for a file of ours.
+
+    In Unicode: a name on disk may have other bytes, which cannot be sent.
+    """
     basename = os.fsencode(filename.rpartition("/")[2]).decode(errors="replace")
     return "" if _is_ours(filename) else basename
 
 
 def _is_ours(filename: str) -> bool:
-    """Is the file of this package, or between the user's call and it?"""
+    """True for a file of this package, or between the user's call and it."""
     return filename.startswith(_HERE) or filename.endswith(
         ("contextlib.py", "launcher/trace/recorder.py")
     )

@@ -171,11 +171,11 @@ class Coordinator(Collectives):
         )
 
     def is_master(self) -> bool:
-        """Is this rank 0 of the group?"""
+        """True on rank 0 of the group."""
         return self.rank == 0
 
     def is_local_master(self) -> bool:
-        """Is this the first of the group's ranks on its node?"""
+        """True on the first of the group's ranks on each node."""
         return self.local_rank == 0
 
     def local_barrier(self, *, timeout_s: float | None = None) -> None:
@@ -209,7 +209,7 @@ class Coordinator(Collectives):
     def _first(
         self, name: str, ranks: Sequence[int], timeout_s: float | None
     ) -> AbstractContextManager[None]:
-        """Counted apart from calls: other nodes need not take part."""
+        """A turn of the first of the ranks, counted apart from calls: not all need take part."""
         self._check_open(name)
         number = self._count((name, *ranks))
         call = self._begin_call(name, timeout_s, number + 1)

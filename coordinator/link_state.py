@@ -12,7 +12,7 @@ TCP_INFO = struct.Struct("=2xBB48xII")
 
 
 def is_network_error(error: BaseException | None) -> bool:
-    """Is this how the kernel says that the other host does not answer?"""
+    """True if the kernel says by this error that the other host does not answer."""
     return isinstance(error, OSError) and error.errno in NETWORK_ERRORS
 
 
@@ -34,7 +34,7 @@ def describe_error(connection: socket.socket, remote: str, error: OSError) -> st
 
 
 def is_silent(connection: socket.socket, patience_s: float) -> bool:
-    """Has the kernel sent without an answer, and heard nothing for so long?
+    """True if the kernel has sent without an answer, and heard nothing for patience_s.
 
     patience_s: must exceed a round trip.
     """

@@ -65,7 +65,7 @@ class TensorSocket:
         self._begin = self._end = 0  # of what is in it
 
     def shut_down(self) -> None:
-        """From any thread: make waits at both ends raise SocketClosed."""
+        """Make waits at both ends raise SocketClosed; from any thread."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

@@ -156,7 +156,7 @@ class Client:
             _close(connection, is_orderly)
 
     def drop(self) -> None:
-        """In a forked child: close the descriptors, which leaves those of the parent alone."""
+        """Close the descriptors in a forked child, which leaves those of the parent alone."""
         self._closed = True
         for connection in (*self._idle, *self._mid_request, *self._in_use):
             connection.close()

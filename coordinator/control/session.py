@@ -85,8 +85,7 @@ class Session:
             self.start_heartbeat()
 
     def start_heartbeat(self) -> None:
-        """From now on rank 0 hears from this rank, and this rank of failures of ranks that share
-        no memory with it."""
+        """Send heartbeats to rank 0, which answers with failures of ranks of other nodes."""
         if self._heartbeat is None:
             self._heartbeat = threading.Thread(
                 target=self._send_heartbeats, name="drumline-heartbeat", daemon=True
@@ -214,7 +213,7 @@ class Session:
         self._close_processes()
 
     def drop(self) -> None:
-        """In a forked child: close the descriptors, which leaves those of the parent alone."""
+        """Close the descriptors in a forked child, which leaves those of the parent alone."""
         self._closed = threading.Event()  # the lock of the old one may be held by no thread
         self._closed.set()
         self.client.drop()
@@ -322,7 +321,7 @@ class _ProcessSession:
         return server.present()
 
     def drop(self) -> None:
-        """In a forked child: close the descriptors, which leaves those of the parent alone."""
+        """Close the descriptors in a forked child, which leaves those of the parent alone."""
         if self.session is not None:
             self.session.drop()
         elif self.server is not None:
@@ -344,8 +343,10 @@ class _ProcessSessions:
             return self._sessions.setdefault((info.launch_id, info.rank), _ProcessSession())
 
     def drop(self) -> None:
-        """In a forked child, which is none of its parent's ranks: connections that it would keep
-        open hide from the others that the parent has died."""
+        """Forget the sessions in a forked child, which is none of its parent's ranks.
+
+        Connections that it kept open would hide from the others that the parent has died.
+        """
         self.pid = os.getpid()
         self._lock = threading.RLock()  # of a thread that is not here, perhaps
         sessions, self._sessions = self._sessions, {}

@@ -48,7 +48,7 @@ class FailureDetector:
         self._prefetched: tuple[float, Membership, str] = (0.0, {}, "")
 
     def share(self, shm_domain: Sequence[int], segment: NodeSegment) -> None:
-        """From now on these places of the group share memory with us."""
+        """Watch these places of the group through the memory that they share with this rank."""
         self.monitor.share(shm_domain, segment)
 
     def close(self) -> None:
@@ -56,7 +56,7 @@ class FailureDetector:
         self.monitor.close()
 
     def drop(self) -> None:
-        """In a forked child: close the descriptors, which leaves those of the parent alone."""
+        """Close the descriptors in a forked child, which leaves those of the parent alone."""
         self._notifier.drop()
         self.monitor.close()
 

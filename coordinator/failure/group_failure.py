@@ -51,7 +51,7 @@ class FailureRecord(NamedTuple):
         return cls(rank, reason, failure.since_s, failure.call, status, text)
 
     def to_failure(self, peers: Sequence[Peer]) -> RankFailure | None:
-        """In the numbering of the group of these peers; None if it is not among them."""
+        """The failure in the numbering of these peers' group; None if it is not among them."""
         for place, peer in enumerate(peers):
             if peer.rank == self.rank:
                 reason = FailureReason(self.reason)

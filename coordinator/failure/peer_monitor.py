@@ -76,7 +76,7 @@ class PeerMonitor:
         self._asked_at = 0.0
 
     def share(self, shm_domain: Sequence[int], segment: NodeSegment) -> None:
-        """From now on these places of the group share memory with us, in this order."""
+        """Watch these places of the group through the memory that they share, in this order."""
         self.segment = segment
         self._local = {self.peers[place].rank: index for index, place in enumerate(shm_domain)}
         self._remote = {peer.rank: peer for peer in self.peers if peer.rank not in self._local}
@@ -89,7 +89,7 @@ class PeerMonitor:
 
     @property
     def has_remote(self) -> bool:
-        """Are there ranks that do not share memory with this one?"""
+        """True if some ranks do not share memory with this one."""
         return bool(self._remote)
 
     def membership(self, timeout_s: float | None = None) -> Membership:
@@ -135,7 +135,7 @@ class PeerMonitor:
         ]
 
     def has_left(self, report: RankReport | None) -> bool:
-        """Has the rank of this report closed the group, or all that it had?"""
+        """True if the rank of this report has closed the group, or all that it had."""
         if report is None:
             return False
         is_fresh = report.silent_s < self._timings.silent_s
@@ -252,7 +252,7 @@ class PeerMonitor:
         return ObservedRank(peer, state, last_call, reason, None, report.silent_s)
 
     def _network_failure(self, peer: Peer, silent_s: float) -> str:
-        """Between rank 0's host and the peer's, as rank 0 reports it."""
+        """A network failure between rank 0's host and the peer's, which rank 0 reports."""
         hosts = (other.host for other in self.peers if other.rank == 0)
         here = f"{next(hosts, 'rank 0')} ({self.session.info.master_addr})"
         return network_failure(here, f"{peer.host} ({peer.address})", silent_s)
@@ -295,7 +295,7 @@ class PeerMonitor:
         return "\n".join(self._lines(self.membership()))
 
     def short_table(self) -> str:
-        """As table(), for an error that is due already."""
+        """The table for an error that is due already: at most MAX_LINES, and little waiting."""
         lines = self._lines(self.membership(self._timings.last_answer_s))
         rest = [f"and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []
         return "\n".join(lines[:MAX_LINES] + rest)

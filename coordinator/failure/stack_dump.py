@@ -30,7 +30,7 @@ FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 
 
 class CallNote(NamedTuple):
-    """What a process notes of its call beside its stacks.
+    """The note of a process on its call, beside its stacks.
 
     peer: rank of the launch of its last message, -1 without one. is_in_allreduce: of a library,
     which the stack does not show, since no Python function of ours is in between.
@@ -41,7 +41,7 @@ class CallNote(NamedTuple):
 
 
 def listen() -> None:
-    """From now on SIGUSR1 shows this process's stacks, unless the program has a use for it."""
+    """Let SIGUSR1 show this process's stacks, unless the program has a use for it."""
     if signal.getsignal(SIGNAL) is signal.SIG_DFL and not _catches(os.getpid()):
         faulthandler.register(SIGNAL, file=STDERR)
 
@@ -115,7 +115,7 @@ def parse(text: str) -> list[list[FrameSummary]]:
 
 
 def _catches(pid: int, number: int = SIGNAL) -> bool:
-    """Has the process a handler (proc(5), SigCgt)? Without one the signal would end it."""
+    """True if the process has a handler (proc(5), SigCgt): else the signal would end it."""
     return bool(int(_status(pid).get("SigCgt", "0"), 16) >> (number - 1) & 1)
 
 

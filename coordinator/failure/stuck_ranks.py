@@ -81,7 +81,7 @@ def _call_in(frames: Sequence[traceback.FrameSummary]) -> str:
 
 
 def _is_library(filename: str) -> bool:
-    """Is the file of drumline, or of a library that it or the program calls?"""
+    """True for a file of drumline, or of a library that it or the program calls."""
     return filename.startswith(LIBRARIES) or "/site-packages/" in filename
 
 

@@ -119,7 +119,7 @@ class FailureNotifier:
         self._stop()
 
     def drop(self) -> None:
-        """In a forked child, where the thread does not run."""
+        """Forget the thread in a forked child, where it does not run."""
         self._is_closed, self._lock = True, threading.Lock()
         if self._wakeup >= 0:
             os.close(self._wakeup)

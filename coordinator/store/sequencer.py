@@ -59,7 +59,7 @@ class Sequencer:
 
     @contextmanager
     def _storing_failure(self, pending: PendingCall) -> Iterator[None]:
-        """If the body raises, store why for the others."""
+        """Run the body; if it raises, store why for the others."""
         try:
             yield
         except BaseException as error:

@@ -184,7 +184,7 @@ class Group:
         self._segment = self._tree = None
 
     def drop(self) -> None:
-        """In a forked child: close the descriptors, which leaves those of the parent alone."""
+        """Close the descriptors in a forked child, which leaves those of the parent alone."""
         if self._tree is not None:
             self._tree.close()
         self.detector.drop()
