@@ -140,7 +140,7 @@ class PluginCommunicator(Communicator):
             self._comm.close()
 
     def abort(self) -> None:
-        """Let calls raise PeerLost, waiting and later ones, here and on the peers; any thread may."""
+        """Let waiting and later calls raise PeerLost, here and on the peers; any thread may."""
         self._comm.abort()
 
     @property
