@@ -109,16 +109,16 @@ def test_local_ranks_follow_the_nodes(ranks):
 def test_local_barrier_waits_for_the_node_alone(ranks):
     def body(info):
         with Coordinator(info) as coor:
-            coor.local_barrier()
-            coor.barrier()
-            start = time.monotonic()
             if coor.rank == 4:
-                time.sleep(0.3)
+                assert all(event.wait(20) for event in have_left[:3])
+                came.append(4)
             coor.local_barrier()
-            return time.monotonic() - start
+            seen = [*came]
+            have_left[coor.rank].set()
+            return seen
 
-    waited = ranks(body, 5, nodes=[3, 2])
-    assert max(waited[:3]) < 0.2 < min(waited[3:])
+    have_left, came = [threading.Event() for _ in range(5)], []
+    assert ranks(body, 5, nodes=[3, 2]) == [[], [], [], [4], [4]]
 
 
 def test_split_numbers_ranks_in_the_order_given(ranks):
@@ -231,16 +231,21 @@ def test_a_lock_that_is_not_had_names_its_holder(ranks_or_errors):
 
 @pytest.mark.parametrize("operation", ["barrier", "allgather", "broadcast"])
 def test_a_timeout_names_who_did_not_come(ranks_or_errors, operation):
+    have_given_up = [threading.Event(), threading.Event()]
+
     def body(info):
         with Coordinator(info, timeout_s=30) as coor:
             coor.barrier()
             if coor.rank == 2:
-                time.sleep(0.8)
+                assert all(event.wait(20) for event in have_given_up)
                 return "late"
             data = [b"x"] if operation == "allgather" else []
             if operation == "broadcast":
                 data = [None, 2]
-            getattr(coor, operation)(*data, timeout_s=0.5)
+            try:
+                getattr(coor, operation)(*data, timeout_s=0.5)
+            finally:
+                have_given_up[coor.rank].set()
 
     found = ranks_or_errors(body, 3)
     for error in found[:2]:
@@ -253,9 +258,9 @@ def test_ranks_in_different_calls_are_told_so(ranks_or_errors):
     def body(info):
         with Coordinator(info, timeout_s=30) as coor:
             if coor.rank == 1:
-                coor.allgather(b"", timeout_s=0.5)
+                coor.allgather(b"")
             else:
-                coor.barrier(timeout_s=0.5)
+                coor.barrier()
 
     found = ranks_or_errors(body, 2)
     assert "rank 1" in str(found[0]) and "in allgather #1" in str(found[0])
@@ -280,13 +285,16 @@ def test_an_exception_on_one_rank_reaches_the_others(ranks_or_errors):
 
 
 def test_a_broken_group_says_so_at_once(ranks_or_errors):
+    has_given_up = threading.Event()
+
     def body(info):
         with Coordinator(info, timeout_s=30) as coor:
             if coor.rank == 1:
-                time.sleep(0.6)
+                assert has_given_up.wait(20)
                 return None
             with pytest.raises(CoordinatorTimeout):
                 coor.barrier(timeout_s=0.2)
+            has_given_up.set()
             coor.barrier()
 
     error = ranks_or_errors(body, 2)[0]

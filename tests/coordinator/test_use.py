@@ -104,19 +104,23 @@ def test_two_processes_that_claim_one_rank_are_both_named(fork):
 
 
 def test_two_threads_in_one_coordinator_are_told_so(ranks):
+    is_told = threading.Event()
+
     def body(info):
         with Coordinator(info, timeout_s=20) as coor:
             if coor.rank == 1:
-                time.sleep(0.3)
+                assert is_told.wait(20)
                 coor.barrier()
                 return None
             thread = threading.Thread(target=coor.barrier)
             thread.start()
-            time.sleep(0.1)
+            while "barrier #1" not in coor.diagnose(stacks_too=False).splitlines()[0]:
+                time.sleep(0.01)
             with pytest.raises(
                 CoordinatorError, match=r"all_true \(.*another thread is in barrier #1"
             ):
                 coor.all_true(True)
+            is_told.set()
             thread.join()
 
     ranks(body, 2)
@@ -245,17 +249,22 @@ def test_every_call_has_a_deadline_of_its_own(ranks_or_errors, name):
 
 
 def test_errors_of_a_group_name_the_ranks_of_the_launch(ranks_or_errors):
+    has_given_up = threading.Event()
+
     def body(info):
         with Coordinator(info, timeout_s=20) as coor:
             group = coor.split([3, 1])
             if group is None or coor.rank == 1:
-                time.sleep(0.6)
+                assert has_given_up.wait(20)
                 return None
-            group.barrier(timeout_s=0.3)
+            try:
+                group.barrier(timeout_s=0.3)
+            finally:
+                has_given_up.set()
 
     error = ranks_or_errors(body, 4)[3]
     waited = re.match(r"rank 3 waited (\d\.\d) s in barrier #1", str(error))
-    assert waited and 0.3 <= float(waited[1]) < 2, error
+    assert waited and 0.3 <= float(waited[1]) < 10, error
     assert "for rank 1 (host" in str(error), error
 
 
@@ -302,7 +311,7 @@ def test_close_ends_the_call_that_another_thread_is_in(ranks, nodes, call):
         thread.start()
         time.sleep(0.1)
         coor.close()
-        thread.join(2)
+        thread.join(15)  # less than the deadline of the call
         return said
 
     (said,) = ranks(body, 2, nodes)[0]
@@ -326,11 +335,14 @@ def test_once_is_once_among_the_threads_of_a_rank_too():
 
 @nodes
 def test_who_comes_to_a_group_that_was_given_up_hears_so(ranks, nodes):
+    has_given_up = threading.Event()
+
     def body(info):
         with Coordinator(info, timeout_s=20) as coor:
+            assert coor.is_master() or has_given_up.wait(20)
             with pytest.raises(CoordinatorTimeout) as caught:
-                time.sleep(0.6 * coor.rank)
                 coor.split([0, 1], timeout_s=0.4 if coor.is_master() else 20)
+            has_given_up.set()
             coor.barrier()
             return str(caught.value)
 
@@ -352,7 +364,7 @@ def test_a_rank_that_dies_while_others_join_is_named_with_its_process(fork):
         assert each.error == "PeerLost" and f"rank 2 (host {socket.gethostname()}, pid {pid})" in (
             each.text
         ), each
-        assert "in Coordinator #1 (test_use.py:" in each.text and each.at - begun < 2.5, each
+        assert "in Coordinator #1 (test_use.py:" in each.text and each.at - begun < 10, each
 
 
 def test_a_child_forked_while_a_thread_waits_hides_no_death(fork):
@@ -365,7 +377,7 @@ def test_a_child_forked_while_a_thread_waits_hides_no_death(fork):
                 threading.Thread(target=lambda: coor.wait("nothing"), daemon=True).start()
                 time.sleep(0.1)
                 if os.fork() == 0:
-                    time.sleep(5)
+                    time.sleep(18)
                     os._exit(0)
                 os.kill(os.getpid(), 9)
             begun = time.monotonic()
@@ -374,7 +386,7 @@ def test_a_child_forked_while_a_thread_waits_hides_no_death(fork):
             return time.monotonic() - begun
 
     found = fork(body, 2, [1, 1]).outcomes(stragglers=[1])
-    assert found[0].error == "" and found[0].value < 2, found
+    assert found[0].error == "" and found[0].value < 10, found
 
 
 def test_who_died_is_known_in_groups_of_groups_whose_parents_were_let_go(coordinated):
