@@ -80,10 +80,7 @@ DeviceType = TypeVar("DeviceType", str, str | None)
 
 
 def _vote(
-    coor: Coordinator,
-    candidates: list[Any],
-    device_types: Sequence[DeviceType],
-    is_requested: bool,
+    coor: Coordinator, candidates: list[Any], device_types: Sequence[DeviceType], is_requested: bool
 ) -> tuple[dict[DeviceType, str | None], dict[DeviceType, list[Ballot]]]:
     """The label of the best that every rank can use, by device type, and every rank's scores."""
     own: list[Ballot] = [

@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import launcher
@@ -424,12 +423,7 @@ class Coordinator(Collectives):
     def __enter__(self) -> Coordinator:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and not _is_orderly(error):
             self._abandon(error)
         self.close()

@@ -23,12 +23,7 @@ from communicator.calls import call_check
 from communicator.calls.async_work import AsyncWork, WorkQueue
 from communicator.calls.default_collectives import P2PCall
 from communicator.calls.failures import describe_late, describe_lost
-from communicator.errors import (
-    CommunicatorError,
-    CommunicatorTimeout,
-    DrumlineError,
-    PeerLost,
-)
+from communicator.errors import CommunicatorError, CommunicatorTimeout, DrumlineError, PeerLost
 from coordinator import Coordinator, CoordinatorError, FailureReason, RankFailure
 
 SPLIT_FROM_BYTES = 1 << 21  # from this size on all ranks share the work of an allreduce

@@ -17,13 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
-from coordinator.addresses import (
-    Address,
-    bound,
-    candidates,
-    listen,
-    spans_nodes,
-)
+from coordinator.addresses import Address, bound, candidates, family_of, listen, spans_nodes
 from coordinator.call_site import CallStatus
 from coordinator.control.client import Client, ServerLost
 from coordinator.control.credentials import SECRET_NBYTES, Credentials, launch_secret
@@ -296,7 +290,7 @@ class _ProcessSession:
     def _addresses(self, info: LaunchInfo) -> list[Address]:
         if self.server is not None:
             address = self.server.address
-            return [(_family_of(address[0]), address)]
+            return [(family_of(address[0]), address)]
         if self.location is not None:
             return [self.location.address]
         return candidates(info)
@@ -390,11 +384,7 @@ def _locate_server_by_store(info: LaunchInfo, timeout_s: float) -> _ServerLocati
             f"launcher's store {info.master_addr}:{info.master_port} for the address of rank 0. "
             f"Check that rank 0 makes a Coordinator, too. ({error})"
         ) from error
-    return _ServerLocation((_family_of(host), (host, port)), bytes.fromhex(text), None)
-
-
-def _family_of(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
+    return _ServerLocation((family_of(host), (host, port)), bytes.fromhex(text), None)
 
 
 def _listener_next_to_store(info: LaunchInfo) -> socket.socket:

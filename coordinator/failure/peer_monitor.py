@@ -20,10 +20,7 @@ from coordinator.peers import Peer
 
 PRESENT, CLOSED, FORGOTTEN = 0, 1, 2  # status of a rank in shared memory
 CLOSED_ITS_COORDINATOR = "closed its Coordinator"
-STATUS_TEXT = {
-    CLOSED: CLOSED_ITS_COORDINATOR,
-    FORGOTTEN: "dropped its Coordinator without close()",
-}
+STATUS_TEXT = {CLOSED: CLOSED_ITS_COORDINATOR, FORGOTTEN: "dropped its Coordinator without close()"}
 CONNECTION_LOST = "exited, or its connection broke"
 MAX_LINES = 16  # of a table within an error
 RUNNING = "running"

@@ -15,11 +15,7 @@ from coordinator.control.process_monitor import PeerProcess
 from coordinator.control.session import HEARTBEATS_PER_S
 from coordinator.errors import FailureReason, PeerLost, RankFailure
 from coordinator.failure.group_failure import GroupFailure
-from coordinator.failure.peer_monitor import (
-    CLOSED_ITS_COORDINATOR,
-    ObservedRank,
-    PeerMonitor,
-)
+from coordinator.failure.peer_monitor import CLOSED_ITS_COORDINATOR, ObservedRank, PeerMonitor
 from coordinator.peers import Peer
 from launcher import CauseOrder
 
