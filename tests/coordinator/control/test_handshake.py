@@ -5,6 +5,7 @@ import logging
 import os
 import random
 import resource
+import select
 import signal
 import socket
 import struct
@@ -536,14 +537,28 @@ def sockets_of(pid):
 
 @pytest.mark.parametrize("nodes", [[2], [1, 1], [2, 2]], ids=str)
 def test_nothing_listens_on_every_interface_at_any_moment(fork, nodes):
+    """The ranks stay open until their sockets have been looked at once more after they met."""
+    world_size = sum(nodes)
     inherited = sockets_of(os.getpid())  # of libraries that other tests have used
-    ranks = fork(lambda info: meet(info, rounds=200), sum(nodes), nodes)
-    seen, is_over = {}, time.monotonic() + 0.6
-    while time.monotonic() < is_over:
+    observer, rank_end = socket.socketpair()
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            for _ in range(200):
+                coor.barrier()
+            rank_end.send(b"x")
+            rank_end.recv(1)
+
+    ranks, seen, num_met = fork(body, world_size, nodes), {}, 0
+    while num_met < world_size or not seen:
+        if select.select([observer], [], [], 0)[0]:
+            num_met += len(observer.recv(world_size))
         everywhere = listening()
         held = set().union(*map(sockets_of, ranks.pids)) - inherited
-        for inode in held & everywhere.keys():
-            seen[inode] = everywhere[inode]
-    assert [outcome.value for outcome in ranks.outcomes()] == [list(range(sum(nodes)))] * sum(nodes)
+        seen |= {inode: everywhere[inode] for inode in held & everywhere.keys()}
+    observer.send(bytes(world_size))
+    assert [outcome.error for outcome in ranks.outcomes()] == [""] * world_size
     assert set(seen.values()) == {"0100007F"}, seen  # 127.0.0.1, as proc_net_tcp writes it
     assert not seen.keys() & listening().keys()
+    observer.close()
+    rank_end.close()
