@@ -69,11 +69,21 @@ def together(bodies):
     return threads
 
 
+def has_turn(name, coor, victim):
+    """Do others wait for a turn that the victim has?"""
+    return name in TURNS and waits_for(name, coor, victim)
+
+
 def fall(name, coor, fault):
-    """The victim's side: in its turn, where it has one."""
+    """The victim's side: in its turn, where it has one, of which the others know."""
+
+    def in_turn():
+        coor.put("turn", b"")
+        fault(coor)
+
     with contextlib.suppress(Exception), coor:
-        if name in TURNS and waits_for(name, coor, coor.rank):
-            TURNS[name](coor, lambda: fault(coor))
+        if has_turn(name, coor, coor.rank):
+            TURNS[name](coor, in_turn)
         else:
             fault(coor)
 
@@ -87,8 +97,11 @@ def made(info, names=CALLS):
     return coors
 
 
-def waited(coors, victim, timeout_s):
-    """The outcomes of the calls that wait for the victim, by name, all made at once."""
+def waited(coors, victim, timeout_s, meet_survivors=lambda: None):
+    """The outcomes of the calls that wait for the victim, by name, all made at once.
+
+    meet_survivors: for who closes is no excuse for who is still waiting.
+    """
     found = {}
     for coor in coors.values():
         coor.timeout_s = timeout_s
@@ -101,26 +114,30 @@ def waited(coors, victim, timeout_s):
     )
     for thread in threads:
         thread.join()
-    time.sleep(0.3 * (timeout_s < 5))  # who closes now is no excuse for who is still waiting
+    meet_survivors()
     for coor in coors.values():
         with contextlib.suppress(CoordinatorError):
             coor.close(timeout_s=0.3)
     return found
 
 
-def run(info, names, victim, fault, timeout_s, whole=None):
+def run(info, names, victim, fault, timeout_s, whole=None, meet_survivors=lambda: None):
     """On a rank: the outcomes of its calls by name. The victim: fault(coor) in each of them, at the
     same time; or whole() for the whole process, which then stays within its turns."""
     coors = made(info, names)
+    turns = [coor for name, coor in coors.items() if has_turn(name, coor, victim)]
     if info.rank != victim:
-        time.sleep(0.2 * any(name in TURNS for name in names))  # for the victim to take its turns
-        return waited(coors, victim, timeout_s)
+        for coor in turns:
+            coor.wait("turn")
+        return waited(coors, victim, timeout_s, meet_survivors)
     stay = lambda _: time.sleep(60)  # noqa: E731
-    turns = {name: coor for name, coor in coors.items() if name in TURNS or whole is None}
+    falling = {name: coor for name, coor in coors.items() if name in TURNS or whole is None}
     threads = together(
-        [lambda each=each: fall(*each, stay if whole else fault) for each in turns.items()]
+        [lambda each=each: fall(*each, stay if whole else fault) for each in falling.items()]
     )
     if whole is not None:
+        for coor in turns:
+            coor.wait("turn")
         whole()
         return {}
     for thread in threads:
