@@ -5,7 +5,7 @@ import contextlib
 import threading
 import time
 
-from coordinator import Coordinator, CoordinatorError
+from coordinator import Coordinator, CoordinatorError, CoordinatorTimings
 
 LARGE = 3_000_000
 COLLECTIVE = {
@@ -88,9 +88,10 @@ def fall(name, coor, fault):
             fault(coor)
 
 
-def made(info, names=CALLS):
+def made(info, names=CALLS, **timings):
     """A Coordinator for each call, on which all ranks have met."""
-    coors = {name: Coordinator(info, timeout_s=20) for name in names}
+    timings = CoordinatorTimings(**timings)
+    coors = {name: Coordinator(info, timeout_s=20, timings=timings) for name in names}
     for coor in coors.values():
         coor.local_barrier()
         coor.barrier()
@@ -121,10 +122,10 @@ def waited(coors, victim, timeout_s, meet_survivors=lambda: None):
     return found
 
 
-def run(info, names, victim, fault, timeout_s, whole=None, meet_survivors=lambda: None):
+def run(info, names, victim, fault, timeout_s, whole=None, meet_survivors=lambda: None, **timings):
     """On a rank: the outcomes of its calls by name. The victim: fault(coor) in each of them, at the
     same time; or whole() for the whole process, which then stays within its turns."""
-    coors = made(info, names)
+    coors = made(info, names, **timings)
     turns = [coor for name, coor in coors.items() if has_turn(name, coor, victim)]
     if info.rank != victim:
         for coor in turns:

@@ -32,10 +32,11 @@ THREADS = [([3], 0), ([3], 1), ([2, 2], 0), ([2, 2], 3)]
 among_threads = pytest.mark.parametrize("nodes, victim", THREADS)
 DEADLINE_S = 1.6
 SLACK_S = 10  # beyond a deadline, on a busy machine
+PATIENT = {"answer_s": 5.0, "last_answer_s": 5.0, "stack_s": 5.0}  # where all answer
 
 
 def among_processes(
-    fork, layout, victim, whole, names=CALLS, timeout_s=20.0, stopped=False, at_end=None
+    fork, layout, victim, whole, names=CALLS, timeout_s=20.0, stopped=False, at_end=None, **timings
 ):
     """(call, rank, error, text, seconds it took, seconds after the fault) of all that waited.
 
@@ -51,7 +52,7 @@ def among_processes(
         whole()
 
     def body(info):
-        return EVERY["run"](info, names, victim, None, timeout_s, fall, survivors.wait)
+        return EVERY["run"](info, names, victim, None, timeout_s, fall, survivors.wait, **timings)
 
     found = fork(body, sum(nodes), nodes).outcomes(stragglers=[victim] if stopped else [])
     fell_at = json.loads(os.read(reading, 100))
@@ -120,7 +121,7 @@ def test_a_slow_rank_is_shown_where_it_was_last_seen(fork, layout, victim):
 
     stack_dump.stack_memory(os.getpid())  # whose handler the ranks inherit
     at_end = lambda: os.write(others_gave_up, b"x")  # noqa: E731
-    rows = list(among_processes(fork, layout, victim, dawdle, CALLS, 1.0, at_end=at_end))
+    rows = list(among_processes(fork, layout, victim, dawdle, CALLS, 1.0, at_end=at_end, **PATIENT))
     os.close(over)
     os.close(others_gave_up)
     assert any("is here:" in row[3] and "in dawdle: os.read(over, 1)" in row[3] for row in rows)
