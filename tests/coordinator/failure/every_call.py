@@ -69,23 +69,29 @@ def together(bodies):
     return threads
 
 
-def has_turn(name, coor, victim):
-    """Do others wait for a turn that the victim has?"""
-    return name in TURNS and waits_for(name, coor, victim)
+def fall(name, coor, fault, has_begun):
+    """The victim's side: in its turn, where it has one."""
 
-
-def fall(name, coor, fault):
-    """The victim's side: in its turn, where it has one, of which the others know."""
-
-    def in_turn():
-        coor.put("turn", b"")
+    def begin():
+        has_begun.set()
         fault(coor)
 
     with contextlib.suppress(Exception), coor:
-        if has_turn(name, coor, coor.rank):
-            TURNS[name](coor, in_turn)
+        if name in TURNS and waits_for(name, coor, coor.rank):
+            TURNS[name](coor, begin)
         else:
-            fault(coor)
+            begin()
+
+
+def begun(coors, fault, only_turns):
+    """The threads of the victim, once each is at its fault."""
+    names = [name for name in coors if name in TURNS or not only_turns]
+    events = {name: threading.Event() for name in names}
+    threads = together(
+        [lambda name=name: fall(name, coors[name], fault, events[name]) for name in names]
+    )
+    assert all(event.wait(20) for event in events.values())
+    return threads
 
 
 def made(info, names=CALLS, **timings):
@@ -126,19 +132,15 @@ def run(info, names, victim, fault, timeout_s, whole=None, meet_survivors=lambda
     """On a rank: the outcomes of its calls by name. The victim: fault(coor) in each of them, at the
     same time; or whole() for the whole process, which then stays within its turns."""
     coors = made(info, names, **timings)
-    turns = [coor for name, coor in coors.items() if has_turn(name, coor, victim)]
+    threads = []
+    with Coordinator(info, timeout_s=20) as ready:
+        if info.rank == victim:
+            stay = lambda _: time.sleep(60)  # noqa: E731
+            threads = begun(coors, stay if whole else fault, only_turns=whole is not None)
+        ready.barrier()  # the others begin once the victim has taken its turns
     if info.rank != victim:
-        for coor in turns:
-            coor.wait("turn")
         return waited(coors, victim, timeout_s, meet_survivors)
-    stay = lambda _: time.sleep(60)  # noqa: E731
-    falling = {name: coor for name, coor in coors.items() if name in TURNS or whole is None}
-    threads = together(
-        [lambda each=each: fall(*each, stay if whole else fault) for each in falling.items()]
-    )
     if whole is not None:
-        for coor in turns:
-            coor.wait("turn")
         whole()
         return {}
     for thread in threads:
