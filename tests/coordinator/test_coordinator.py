@@ -107,18 +107,23 @@ def test_local_ranks_follow_the_nodes(ranks):
 
 
 def test_local_barrier_waits_for_the_node_alone(ranks):
-    def body(info):
-        with Coordinator(info) as coor:
-            if coor.rank == 4:
-                assert all(event.wait(20) for event in have_left[:3])
-                came.append(4)
-            coor.local_barrier()
-            seen = [*came]
-            have_left[coor.rank].set()
-            return seen
+    others_have_met = threading.Barrier(4, timeout=20)
+    order = []
 
-    have_left, came = [threading.Event() for _ in range(5)], []
-    assert ranks(body, 5, nodes=[3, 2]) == [[], [], [], [4], [4]]
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            coor.local_barrier()
+            coor.barrier()
+            if coor.rank == 4:
+                others_have_met.wait()
+            order.append(f"{coor.rank} comes")
+            coor.local_barrier()
+            order.append(f"{coor.rank} leaves")
+            if coor.rank < 3:
+                others_have_met.wait()
+
+    ranks(body, 5, nodes=[3, 2])
+    assert order.index("3 leaves") > order.index("4 comes")
 
 
 def test_split_numbers_ranks_in_the_order_given(ranks):
@@ -231,13 +236,13 @@ def test_a_lock_that_is_not_had_names_its_holder(ranks_or_errors):
 
 @pytest.mark.parametrize("operation", ["barrier", "allgather", "broadcast"])
 def test_a_timeout_names_who_did_not_come(ranks_or_errors, operation):
-    have_given_up = [threading.Event(), threading.Event()]
+    meeting = threading.Barrier(3, timeout=20)
 
     def body(info):
         with Coordinator(info, timeout_s=30) as coor:
             coor.barrier()
             if coor.rank == 2:
-                assert all(event.wait(20) for event in have_given_up)
+                meeting.wait()
                 return "late"
             data = [b"x"] if operation == "allgather" else []
             if operation == "broadcast":
@@ -245,7 +250,7 @@ def test_a_timeout_names_who_did_not_come(ranks_or_errors, operation):
             try:
                 getattr(coor, operation)(*data, timeout_s=0.5)
             finally:
-                have_given_up[coor.rank].set()
+                meeting.wait()
 
     found = ranks_or_errors(body, 3)
     for error in found[:2]:
@@ -258,9 +263,9 @@ def test_ranks_in_different_calls_are_told_so(ranks_or_errors):
     def body(info):
         with Coordinator(info, timeout_s=30) as coor:
             if coor.rank == 1:
-                coor.allgather(b"")
+                coor.allgather(b"", timeout_s=0.5)
             else:
-                coor.barrier()
+                coor.barrier(timeout_s=0.5)
 
     found = ranks_or_errors(body, 2)
     assert "rank 1" in str(found[0]) and "in allgather #1" in str(found[0])
@@ -277,7 +282,7 @@ def test_an_exception_on_one_rank_reaches_the_others(ranks_or_errors):
 
     start = time.monotonic()
     found = ranks_or_errors(body, 3)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 15
     assert isinstance(found[1], ZeroDivisionError)
     for error in (found[0], found[2]):
         assert isinstance(error, PeerLost), error
@@ -285,17 +290,19 @@ def test_an_exception_on_one_rank_reaches_the_others(ranks_or_errors):
 
 
 def test_a_broken_group_says_so_at_once(ranks_or_errors):
-    has_given_up = threading.Event()
+    gave_up = threading.Event()
 
     def body(info):
         with Coordinator(info, timeout_s=30) as coor:
             if coor.rank == 1:
-                assert has_given_up.wait(20)
+                assert gave_up.wait(20)
                 return None
             with pytest.raises(CoordinatorTimeout):
                 coor.barrier(timeout_s=0.2)
-            has_given_up.set()
-            coor.barrier()
+            try:
+                coor.barrier()
+            finally:
+                gave_up.set()
 
     error = ranks_or_errors(body, 2)[0]
     assert isinstance(error, CoordinatorError) and "out of step before" in str(error)
