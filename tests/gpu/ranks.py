@@ -274,12 +274,12 @@ def oneshot_sums(coor: Coordinator) -> list[str]:
 
 
 def _on_its_own_stream(coor: Coordinator) -> list[str]:
-    """Small sums go on the stream that was given, not behind what the current one has to do."""
-    side, tensor = torch.cuda.Stream(), torch.ones(1024, device=GPU)
+    """Small sums go on the stream that was given, after what the current one has to do."""
+    side, tensor = torch.cuda.Stream(), torch.zeros(1024, device=GPU)
     with Nccl(coor, device=0, oneshot=True, stream=side) as comm:
-        torch.cuda.synchronize()
-        torch.cuda._sleep(1_000_000_000)
-        comm.allreduce(tensor)
+        torch.cuda._sleep(100_000_000)
+        comm.allreduce(tensor.fill_(1))
+        torch.cuda._sleep(100_000_000)
         with torch.cuda.stream(side):
             found = tensor.mean().item()
         return [] if found == comm.world_size else [f"a sum on a stream of its own gave {found}"]
@@ -307,11 +307,50 @@ def oneshot_absent_rank(coor: Coordinator) -> list[str | float]:
             comm.allreduce(torch.ones(1024, device=GPU))
             try:
                 comm.synchronize()
-            except CommunicatorTimeout as error:
+            except (CommunicatorTimeout, PeerLost) as error:  # here, or by the watchdog
                 said = str(error)
         took_s = time.monotonic() - start
         coor.barrier()
+        comm.abort()  # on all, for the other has lost nothing
         return [said, took_s, torch.ones(3, device=GPU).sum().item()]
+
+
+def oneshot_replay_alone(coor: Coordinator) -> str:
+    """The last rank replays nothing: the others learn it from check(), without another call."""
+    with Nccl(coor, device=0, oneshot=True, checked_calls=0) as comm:
+        comm._oneshot._call.timeout_ns = int(2e9)
+        tensor, said = torch.ones(1024, device=GPU), ""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            comm.allreduce(tensor)
+        coor.barrier()
+        deadline = time.monotonic() + SOON_S
+        if coor.rank != coor.world_size - 1:
+            graph.replay()
+            while not said and time.monotonic() < deadline:
+                time.sleep(0.1)
+                said = _told(comm.check)
+                said = "" if said == "nothing" else said
+        coor.barrier()
+        graph.reset()
+        comm.abort()
+        return said
+
+
+def oneshot_close_with_a_live_graph(coor: Coordinator) -> str:
+    """One rank captured a sum: close() is refused on all, and the sums go on."""
+    comm = Nccl(coor, device=0, oneshot=True, checked_calls=0)
+    tensor, graph = torch.ones(1024, dtype=torch.bfloat16, device=GPU), torch.cuda.CUDAGraph()
+    if coor.is_master():
+        with torch.cuda.graph(graph):  # the first sum of this dtype
+            comm.allreduce(tensor)
+    said = _told(comm.close)
+    graph.replay() if coor.is_master() else comm.allreduce(tensor)
+    comm.synchronize()
+    assert tensor.mean().item() == comm.world_size, tensor
+    graph.reset()
+    comm.close()
+    return said
 
 
 def streams(coor: Coordinator) -> list[float]:
