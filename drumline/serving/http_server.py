@@ -208,7 +208,7 @@ def _monitored(coor: Coordinator, service: Any, server: Any) -> Iterator[None]:
     monitor_thread = threading.Thread(target=monitor)
     monitor_thread.start()
     try:
-        # A suspended rank may recover: it is an error of the calls that wait for it, not a failure.
+        # A host that does not answer may recover: an error of the calls that wait for it, no more.
         with coor.on_failure(on_failure, is_waiting=lambda: False):
             yield
     finally:
