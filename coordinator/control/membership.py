@@ -95,7 +95,9 @@ class MembershipTable:
         return self._news[num_news:]
 
     def report(self, group: str, failure: bytes) -> None:
-        """The first failure of a group stays."""
+        """The first failure of a group stays. Raises ValueError without a group."""
+        if not group:
+            raise ValueError("the failure of no group")
         if group not in self._failed_groups:
             self._failed_groups.add(group)
             self._news.append((group, failure))

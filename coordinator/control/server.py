@@ -16,13 +16,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, NamedTuple
 
 from coordinator.control.credentials import Credentials
 from coordinator.control.framing import (
     LENGTH,
-    MAX_NBYTES,
     NoMessage,
     pack,
     pack_for_many,
@@ -37,57 +35,44 @@ from coordinator.control.handshake import (
     Hello,
 )
 from coordinator.control.membership import Member, MembershipTable, RankReport
+from coordinator.control.operations import BAD_REQUEST, Op, check_arguments
 from coordinator.control.tables import PENDING, KeyValueTable, RendezvousTable
 from coordinator.errors import CoordinatorError
 from coordinator.link_state import is_silent
 from coordinator.timings import DEFAULT, CoordinatorTimings
 
 RECEIVE_NBYTES = 1 << 18
+MAX_REQUEST_NBYTES = 1 << 28  # and of an answer
+MAX_UNREAD_NBYTES = 1 << 24  # of answers, after which no more requests of a connection are served
 RESERVE = 16  # descriptors that neither ranks nor strangers may use up
 MIN_PENDING = 4
 FEW_NEWS = 4  # packed for each rank; more are packed once for all
 PING = (0, None)  # an answer nobody waits for: what counts is whether the other kernel takes it
-# What asking for nonsense raises
-BAD_REQUEST = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
 
 log = logging.getLogger("coordinator")
 
 
-class Op(str, Enum):
-    """An operation of the server, equal to its name in a request."""
-
-    __hash__ = str.__hash__
-    __str__ = str.__str__
-
-    SET = "set"
-    GET = "get"
-    WAIT = "wait"
-    ADD = "add"
-    SWAP = "swap"
-    DELETE = "delete"
-    COUNT = "count"
-    RENDEZVOUS = "rendezvous"
-    ARRIVED = "arrived"
-    HEARTBEAT = "heartbeat"
-    REPORT = "report"
-    MEMBERSHIP = "membership"
-    PROCESSES = "processes"
-    LEAVE = "leave"
-
-
-LOCAL_OPS = frozenset(Op) - {Op.WAIT, Op.RENDEZVOUS, Op.LEAVE}  # answered at once
-
-
 @dataclass
 class _RankConnection:
-    """One connection of a rank."""
+    """One connection of a rank.
+
+    A rank that does not read its answers is not served until it does.
+    """
 
     socket: socket.socket
     rank: int
     received: bytearray = field(default_factory=bytearray)
     unsent: bytearray = field(default_factory=bytearray)
     request: int = 0  # the number of the request that waits for its answer
-    is_blocked: bool = False  # unsent waits until the socket takes more
+    events: int = selectors.EVENT_READ
+
+    @property
+    def is_open(self) -> bool:
+        return self.socket.fileno() >= 0
+
+    @property
+    def is_served(self) -> bool:
+        return self.is_open and len(self.unsent) <= MAX_UNREAD_NBYTES
 
 
 class _Requester(NamedTuple):
@@ -96,6 +81,11 @@ class _Requester(NamedTuple):
     rank: int
     connection: _RankConnection | None = None
     request: int = 0
+
+    def has_given_up(self) -> bool:
+        """Does it wait no more for the answer to this request?"""
+        connection = self.connection
+        return connection is None or not connection.is_open or connection.request != self.request
 
 
 class ControlServer:
@@ -118,6 +108,8 @@ class ControlServer:
         self._turn = 0
         self._connections: dict[int, _RankConnection] = {}
         self._membership = MembershipTable()
+        self._values: KeyValueTable[_Requester] = KeyValueTable(self._answer)
+        self._rendezvous: RendezvousTable[_Requester] = RendezvousTable(self._answer_all)
         self._operations = self._make_operations()
         self._woken, self._wakeup = socket.socketpair()
         self._packed_reports, self._reports_at = b"", -math.inf
@@ -138,9 +130,7 @@ class ControlServer:
 
     def _make_operations(self) -> dict[str, Callable[..., Any]]:
         """The functions of the operations: each is called with its requester and the arguments."""
-        values: KeyValueTable[_Requester] = KeyValueTable(self._answer)
-        rendezvous: RendezvousTable[_Requester] = RendezvousTable(self._answer_all)
-        membership = self._membership
+        values, rendezvous, membership = self._values, self._rendezvous, self._membership
         return {
             Op.SET: values.set,
             Op.GET: values.get,
@@ -220,11 +210,16 @@ class ControlServer:
                     self._authenticator.handle(events)
                     if time.monotonic() >= tick_at:
                         tick_at = time.monotonic() + self._timings.tick_s
-                        self._authenticator.tick()
-                        self._ping_silent()
+                        self._authenticator.isolate(self._tick)
         finally:
             self._end()
             self._over.set()
+
+    def _tick(self) -> None:
+        self._authenticator.tick()
+        self._ping_silent()
+        self._values.forget(_Requester.has_given_up)
+        self._rendezvous.forget(_Requester.has_given_up)
 
     def _is_to_end(self) -> bool:
         with self._lock:
@@ -271,7 +266,9 @@ class ControlServer:
         try:
             if events & selectors.EVENT_WRITE:
                 self._flush(connection)
-            if events & selectors.EVENT_READ and not self._receive(connection):
+            is_over = events & selectors.EVENT_READ and not self._receive(connection)
+            self._serve_requests(connection)
+            if is_over:
                 self._on_connection_lost(connection)
         except OSError:
             self._on_connection_lost(connection)
@@ -280,19 +277,24 @@ class ControlServer:
             self._on_connection_lost(connection)
 
     def _receive(self, connection: _RankConnection) -> bool:
-        """Serve the requests that have come; False at the end of the connection."""
+        """False at the end of the connection."""
         try:
             data = connection.socket.recv(RECEIVE_NBYTES)
         except BlockingIOError:
             return True
         connection.received += data
-        while (message := _first_message(connection.received)) is not None:
-            request, op, *arguments = message
+        return bool(data)
+
+    def _serve_requests(self, connection: _RankConnection) -> None:
+        """Serve the whole requests that have come."""
+        while connection.is_served and (packed := _first_message(connection.received)) is not None:
+            request, op, *arguments = unpack(packed)
+            if not isinstance(request, int):
+                raise TypeError(f"a request is numbered, not {request!r}")
             if op == Op.LEAVE:
                 self._remove(connection.socket.fileno())
-                return True
-            self._do(connection, request, op, arguments)
-        return bool(data)
+            else:
+                self._do(connection, request, op, arguments)
 
     def _do(
         self, connection: _RankConnection, request: int, op: str, arguments: Sequence[Any]
@@ -300,17 +302,25 @@ class ControlServer:
         connection.request = request
         requester = _Requester(connection.rank, connection, request)
         try:
+            check_arguments(op, arguments)
             answer = self._operations[op](requester, *arguments)
-            if answer is not PENDING:
-                self._answer(requester, answer)
         except BAD_REQUEST as error:
             text = _bad_request(connection.rank, op, error)
-            self._send(connection, pack((request, None, text)))
+            return self._send(connection, pack((request, None, text)))
+        if answer is not PENDING:
+            self._answer(requester, answer)
 
     def _answer(self, requester: _Requester, value: Any) -> None:
-        connection = requester.connection
-        if connection is not None and requester.request == connection.request:
-            self._send(connection, pack((requester.request, value)))
+        """Raises nothing: what one rank puts may be what another waits for."""
+        try:
+            packed = pack(value)
+        except BAD_REQUEST as error:
+            return self._refuse(requester, f"rank 0 has what it cannot send: {error!r}")
+        self._answer_packed(requester, packed)
+
+    def _refuse(self, requester: _Requester, text: str) -> None:
+        if requester.connection is not None and not requester.has_given_up():
+            self._send(requester.connection, pack((requester.request, None, text)))
 
     def _answer_all(self, requesters: Sequence[_Requester], value: Any) -> None:
         """Pack the value once for all of them: after it, each message is (request, value)."""
@@ -319,13 +329,15 @@ class ControlServer:
             self._answer_packed(requester, packed)
 
     def _answer_packed(self, requester: _Requester, packed: bytes) -> None:
-        connection = requester.connection
-        if connection is not None and requester.request == connection.request:
+        if len(packed) > MAX_REQUEST_NBYTES:
+            text = f"the answer of rank 0 has {len(packed)} bytes of at most {MAX_REQUEST_NBYTES}"
+            self._refuse(requester, text)
+        elif requester.connection is not None and not requester.has_given_up():
             pair = b"\x92"  # msgpack's array of two
-            self._send(connection, pair + pack(requester.request) + packed)
+            self._send(requester.connection, pair + pack(requester.request) + packed)
 
     def _send(self, connection: _RankConnection, body: bytes) -> None:
-        if connection.socket.fileno() < 0:
+        if not connection.is_open:
             return
         connection.unsent += LENGTH.pack(len(body)) + body
         try:
@@ -340,15 +352,16 @@ class ControlServer:
                 del unsent[: connection.socket.send(memoryview(unsent)[:RECEIVE_NBYTES])]
         except BlockingIOError:
             pass
-        if connection.is_blocked != bool(unsent):
-            connection.is_blocked = bool(unsent)
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
+        readable = selectors.EVENT_READ if connection.is_served else 0
+        events = readable | (selectors.EVENT_WRITE if unsent else 0)
+        if events != connection.events:
+            connection.events = events
             key = self._selector.get_key(connection.socket)
             self._selector.modify(connection.socket, events, key.data)
 
     def _on_connection_lost(self, connection: _RankConnection) -> None:
         """The connection ended without LEAVE."""
-        if connection.socket.fileno() >= 0:
+        if connection.is_open:
             self._remove(connection.socket.fileno())
             self._membership.mark_lost(connection.rank)
 
@@ -424,17 +437,16 @@ def _bad_request(rank: int, op: str, error: Exception) -> str:
     return f"rank {rank} asked rank 0 to {op} what it cannot: {error!r}"
 
 
-def _first_message(received: bytearray) -> Any:
+def _first_message(received: bytearray) -> bytes | None:
     """Take the first whole message out of what was received; None if there is none yet."""
     if len(received) < LENGTH.size:
         return None
     (nbytes,) = LENGTH.unpack_from(received)
-    if nbytes > MAX_NBYTES:
+    if nbytes > MAX_REQUEST_NBYTES:
         raise OSError(f"a message of {nbytes} bytes")
     end = LENGTH.size + nbytes
     if len(received) < end:
         return None
-    with memoryview(received) as view:
-        message = unpack(view[LENGTH.size : end])
+    message = bytes(memoryview(received)[LENGTH.size : end])
     del received[:end]
     return message

@@ -30,8 +30,9 @@ from coordinator.control.credentials import SECRET_NBYTES, Credentials, launch_s
 from coordinator.control.framing import NoMessage, noop
 from coordinator.control.handshake import CONTROL, Hello
 from coordinator.control.membership import SUSPENDED, Membership, RankReport
+from coordinator.control.operations import Op
 from coordinator.control.process_monitor import PeerProcess
-from coordinator.control.server import ControlServer, Op
+from coordinator.control.server import ControlServer
 from coordinator.errors import CoordinatorError, CoordinatorTimeout
 from coordinator.peers import Peer
 from coordinator.timings import CoordinatorTimings

@@ -23,6 +23,13 @@ class KeyValueTable(Generic[Requester]):
         self._values: dict[str, bytes] = {}
         self._waiting: dict[str, list[tuple[Requester, Sequence[str]]]] = {}  # by a missing key
 
+    def forget(self, has_given_up: Callable[[Requester], bool]) -> None:
+        """Drop what requesters wait for that have given up."""
+        for key, waiting in list(self._waiting.items()):
+            self._waiting[key] = [entry for entry in waiting if not has_given_up(entry[0])]
+            if not self._waiting[key]:
+                del self._waiting[key]
+
     def set(self, _: Requester, key: str, value: bytes) -> None:
         self._values[key] = value
         for requester, keys in self._waiting.pop(key, []):
@@ -34,10 +41,10 @@ class KeyValueTable(Generic[Requester]):
         return self._values.get(key)
 
     def wait(self, requester: Requester, keys: Sequence[str]) -> Any:
-        """The values of all keys, now or PENDING."""
+        """The values by key once all are there, now or PENDING."""
         missing = next((key for key in keys if key not in self._values), None)
         if missing is None:
-            return [self._values[key] for key in keys]
+            return {key: self._values[key] for key in keys}
         self._waiting.setdefault(missing, []).append((requester, keys))
         return PENDING
 
@@ -67,8 +74,9 @@ class KeyValueTable(Generic[Requester]):
 
 @dataclass
 class _OpenRendezvous(Generic[Requester]):
+    size: int
     data: dict[int, bytes] = field(default_factory=dict)  # by place
-    waiting: list[Requester] = field(default_factory=list)
+    waiting: dict[int, Requester] = field(default_factory=dict)  # by place
 
 
 class RendezvousTable(Generic[Requester]):
@@ -82,13 +90,23 @@ class RendezvousTable(Generic[Requester]):
         self._open: dict[str, _OpenRendezvous[Requester]] = {}
 
     def rendezvous(self, requester: Requester, key: str, place: int, size: int, data: bytes) -> Any:
-        current: _OpenRendezvous[Requester] = self._open.setdefault(key, _OpenRendezvous())
-        current.data[place] = data
-        current.waiting.append(requester)
+        current = self._open.get(key) or _OpenRendezvous[Requester](size)
+        if size != current.size or not 0 <= place < size:
+            raise ValueError(f"place {place} of {size} in a rendezvous of {current.size}")
+        self._open[key] = current
+        current.data[place], current.waiting[place] = data, requester
         if len(current.data) == size:
             del self._open[key]
-            self._answer(current.waiting, [current.data[place] for place in range(size)])
+            self._answer(
+                list(current.waiting.values()), [current.data[place] for place in range(size)]
+            )
         return PENDING
+
+    def forget(self, has_given_up: Callable[[Requester], bool]) -> None:
+        """Drop the rendezvous in which all have given up."""
+        for key, current in list(self._open.items()):
+            if all(map(has_given_up, current.waiting.values())):
+                del self._open[key]
 
     def arrived(self, _: Requester, key: str) -> list[int]:
         """The places that have given their data, of a rendezvous that is not over."""

@@ -8,7 +8,7 @@ from typing import Any
 from coordinator.call_site import PendingCall
 from coordinator.control.client import ServerLost
 from coordinator.control.framing import NoMessage, noop
-from coordinator.control.server import BAD_REQUEST, Op
+from coordinator.control.operations import BAD_REQUEST, Op
 from coordinator.control.session import Session
 from coordinator.control.tables import PENDING, KeyValueTable
 from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost
@@ -46,12 +46,13 @@ class PrefixStore:
         names = [self._name(key) for key in keys]
         values = self._ask(pending, Op.WAIT, names, idle=idle, keys=keys)
         if values is PENDING:
+            self._local.forget(lambda _: True)
             missing = [key for key in keys if self.get(key, pending) is None]
             raise CoordinatorTimeout(
                 f"rank {self._rank} would wait in {pending.call} for {missing} for ever: nobody "
                 "but this rank could put it, and it has not"
             )
-        return list(values)
+        return [values[name] for name in names]
 
     def add(self, key: str, amount: int, pending: PendingCall) -> int:
         return int(self._ask(pending, Op.ADD, self._name(key), amount))

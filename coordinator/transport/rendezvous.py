@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from coordinator.call_site import PendingCall
 from coordinator.control.client import ServerLost
 from coordinator.control.framing import NoMessage
-from coordinator.control.server import Op
+from coordinator.control.operations import Op
 from coordinator.control.session import NO_ANSWER, Session
 from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost
 from coordinator.failure.detector import FailureDetector

@@ -106,7 +106,9 @@ uint64_t Payload::nbytes() const { return count * size_of(dtype); }
 // and invalidates the capture. So the first use must be outside. `variant` is the op or the peer.
 void NcclCommunicator::check_capture(Operation operation, int variant, const Payload& payload,
                                      NcclStream stream) {
-    bool is_capturing = graphs.is_capturing(device, stream);
+    bool is_capturing = false;
+    check_device("counting the graph that captures this call",
+                 graphs.note_capture(device, stream, &is_capturing));
     if (nranks == 1) return;
     int size_class = 64 - __builtin_clzll(payload.nbytes() | 1);
     ConnectionKey key(operation, variant, payload.dtype, size_class);

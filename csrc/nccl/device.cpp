@@ -63,9 +63,13 @@ DeviceLibrary find_device_library() {
     // without a GPU, every other call would fail too: it is as if no runtime were loaded.
     if (library.get_device == nullptr || library.get_device(&device) != 0) return {};
     // Of the driver, for its symbols never change their arguments; the runtime's did in CUDA 13.
+    look_up(DRIVER, {"cuDevicePrimaryCtxGetState", "hipDevicePrimaryCtxGetState"},
+            &library.context_state);
     look_up(DRIVER, {"cuStreamGetCaptureInfo_v2", "hipStreamGetCaptureInfo_v2"},
             &library.capture_info);
+    look_up(DRIVER, {"cuStreamGetCaptureInfo_v3"}, &library.capture_info_v3);
     look_up(DRIVER, {"cuUserObjectCreate", "hipUserObjectCreate"}, &library.create_object);
+    look_up(DRIVER, {"cuUserObjectRelease", "hipUserObjectRelease"}, &library.release_object);
     look_up(DRIVER, {"cuGraphRetainUserObject", "hipGraphRetainUserObject"},
             &library.retain_object);
     return library;
@@ -77,30 +81,41 @@ CurrentDevice::CurrentDevice(const DeviceLibrary& library, int device) : library
     if (before_ == device)
         before_ = -1;
     else
-        library.set_device(device);
+        code_ = library.set_device(device);
 }
 
 CurrentDevice::~CurrentDevice() {
-    if (before_ >= 0) library_.set_device(before_);
+    unsigned flags = 0;
+    int is_active = 1;
+    if (before_ < 0) return;
+    if (library_.context_state != nullptr) library_.context_state(before_, &flags, &is_active);
+    if (is_active) library_.set_device(before_);
 }
 
-bool GraphCount::is_capturing(const DeviceLibrary& library, void* stream) {
-    if (library.capture_info == nullptr) return false;
-    int status = 0;
+int GraphCount::note_capture(const DeviceLibrary& library, void* stream, bool* is_capturing) {
+    int status = 0, code = 0;
     unsigned long long id = 0;
     void* graph = nullptr;
-    if (library.capture_info(stream, &status, &id, &graph, nullptr, nullptr) != 0) return false;
-    if (status != CAPTURE_ACTIVE) return false;
-    if (id == last_capture_ || library.create_object == nullptr || library.retain_object == nullptr)
-        return true;
+    if (library.capture_info != nullptr)
+        code = library.capture_info(stream, &status, &id, &graph, nullptr, nullptr);
+    else if (library.capture_info_v3 != nullptr)
+        code = library.capture_info_v3(stream, &status, &id, &graph, nullptr, nullptr, nullptr);
+    *is_capturing = code == 0 && status == CAPTURE_ACTIVE;
+    if (!*is_capturing || id == last_capture_ || library.create_object == nullptr ||
+        library.retain_object == nullptr || library.release_object == nullptr)
+        return code;
     void* object = nullptr;
     GraphReference* reference = new GraphReference{live_};
-    if (library.create_object(&object, reference, release_graph, 1, NO_DESTRUCTOR_SYNC) != 0) {
+    code = library.create_object(&object, reference, release_graph, 1, NO_DESTRUCTOR_SYNC);
+    if (code != 0) {
         delete reference;
-        return true;
+        return code;
     }
     live_->fetch_add(1, std::memory_order_acq_rel);
-    last_capture_ = id;
-    library.retain_object(graph, object, 1, MOVE);
-    return true;
+    code = library.retain_object(graph, object, 1, MOVE);
+    if (code == 0)
+        last_capture_ = id;
+    else
+        library.release_object(object, 1);  // which destroys the reference, and the count falls
+    return code;
 }

@@ -15,27 +15,34 @@ struct DeviceLibrary {
     int (*allocate)(void**, size_t);
     int (*release)(void*);
     int (*attribute)(int*, int attribute, int device);
+    int (*context_state)(int device, unsigned* flags, int* is_active);
     int (*capture_info)(void* stream, int* status, unsigned long long* id, void** graph,
                         const void*** dependencies, size_t* num_dependencies);
+    int (*capture_info_v3)(void* stream, int* status, unsigned long long* id, void** graph,
+                           const void*** dependencies, const void** edges,
+                           size_t* num_dependencies);
     int (*create_object)(void** object, void* payload, void (*destroy)(void*), unsigned references,
                          unsigned flags);
+    int (*release_object)(void* object, unsigned references);
     int (*retain_object)(void* graph, void* object, unsigned references, unsigned flags);
 };
 
 DeviceLibrary find_device_library();
 bool is_rocm_loaded();
 
-// Makes a device current for a scope: NCCL needs that while it connects.
+// Makes a device current for a scope: NCCL needs that while it connects. The device before it is
+// not restored if this process has no context there, for that would make one.
 class CurrentDevice {
   public:
     CurrentDevice(const DeviceLibrary& library, int device);
     ~CurrentDevice();
     CurrentDevice(const CurrentDevice&) = delete;
     CurrentDevice& operator=(const CurrentDevice&) = delete;
+    int code() const { return code_; }  // of setting the device
 
   private:
     const DeviceLibrary& library_;
-    int before_ = -1;
+    int before_ = -1, code_ = 0;
 };
 
 // Counts the graphs that hold calls of a communicator. A graph, and what is instantiated from it,
@@ -43,8 +50,8 @@ class CurrentDevice {
 // driver, even after the communicator is destroyed.
 class GraphCount {
   public:
-    // True if the stream is being captured; then its graph is counted, once.
-    bool is_capturing(const DeviceLibrary& library, void* stream);
+    // Counts the graph of a stream that is being captured, once. The driver's code if it refuses.
+    int note_capture(const DeviceLibrary& library, void* stream, bool* is_capturing);
     int live() const { return live_->load(std::memory_order_acquire); }
 
   private:

@@ -28,6 +28,7 @@ std::shared_ptr<NcclCommunicator> NcclCommunicator::make_child(NcclComm child_co
     CurrentDevice current(device, ordinal);
     bool is_usable = nccl.CommCount(child_comm, &child->nranks) == COMM_OK &&
                      nccl.CommUserRank(child_comm, &child->rank) == COMM_OK;
+    is_usable = is_usable && current.code() == 0;
     if (is_usable && device.allocate != nullptr)
         is_usable = device.allocate(&child->barrier_word, sizeof(int32_t)) == 0;
     if (is_usable) return child;
@@ -66,12 +67,13 @@ void NcclCommunicator::finalize_and_destroy() {
     for (const ScaledSum& sum : scaled_sums) nccl.RedOpDestroy(sum.op, comm);
     scaled_sums.clear();
     wait_for_nccl("ncclCommFinalize", nccl.CommFinalize(comm));
-    if (barrier_word != nullptr) device.release(barrier_word);
+    int released = barrier_word != nullptr ? device.release(barrier_word) : 0;
     barrier_word = nullptr;
     NcclComm ending = comm;
     comm = nullptr;
     NcclResult code = nccl.CommDestroy(ending);
     if (code != COMM_OK) throw nccl_failure("ncclCommDestroy", code);
+    check_device("cudaFree of the barrier's word", released);
 }
 
 // NCCL's own end waits without a deadline, so it runs on a thread that can be left behind.

@@ -83,7 +83,8 @@ void NcclCommunicator::open_library(const comm_init_args& args) {
 void NcclCommunicator::find_device(const comm_init_args& args) {
     ordinal = args.device < 0 ? 0 : args.device;
     device = find_device_library();
-    if (device.attribute != nullptr) device.attribute(&sm_major, CAPABILITY_MAJOR, ordinal);
+    if (device.attribute != nullptr && device.attribute(&sm_major, CAPABILITY_MAJOR, ordinal) != 0)
+        sm_major = 0;
 }
 
 void NcclCommunicator::connect(const comm_init_args& args) {
@@ -92,10 +93,12 @@ void NcclCommunicator::connect(const comm_init_args& args) {
     NcclConfig init_config = config();
     CurrentDevice current(device, ordinal);
     try {
+        check_device("cudaSetDevice", current.code());
         wait_for_nccl("ncclCommInitRankConfig",
                       nccl.CommInitRankConfig(&comm, nranks, id, rank, &init_config));
-        if (device.allocate != nullptr && device.allocate(&barrier_word, sizeof(int32_t)) != 0)
-            throw failure(COMM_DEVICE_ERROR, "cudaMalloc of 4 bytes for the barrier failed");
+        if (device.allocate != nullptr)
+            check_device("cudaMalloc of 4 bytes for the barrier",
+                         device.allocate(&barrier_word, sizeof(int32_t)));
     } catch (const Failure&) {
         abort_in_background();
         throw;

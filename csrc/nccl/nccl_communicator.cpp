@@ -47,6 +47,14 @@ Failure NcclCommunicator::nccl_failure(const char* call, NcclResult code) const 
     return failure(to_comm_result(code), text);
 }
 
+void NcclCommunicator::check_device(const char* call, int code) const {
+    if (code != 0)
+        throw failure(COMM_DEVICE_ERROR, std::string(call) + " failed on device " +
+                                             std::to_string(ordinal) + " with CUDA's error " +
+                                             std::to_string(code) +
+                                             ". Look for the first error of this rank");
+}
+
 // The state is asked for even after a success: registration answers so before it is done.
 void NcclCommunicator::wait_for_nccl(const char* call, NcclResult code) {
     if (blocking) {

@@ -98,6 +98,8 @@ struct NcclCommunicator : std::enable_shared_from_this<NcclCommunicator> {
     Failure failure(comm_result code, const std::string& text) const;
     Failure aborted_failure() const;
     Failure nccl_failure(const char* call, NcclResult code) const;
+    // Throws unless a function of CUDA answered success.
+    void check_device(const char* call, int code) const;
     // Waits until NCCL has done what `code` is the answer to: at once, unless it was put off.
     void wait_for_nccl(const char* call, NcclResult code);
     // Ends the communicator by force, in the background if that takes long.
@@ -112,6 +114,7 @@ struct NcclCommunicator : std::enable_shared_from_this<NcclCommunicator> {
         std::lock_guard<std::timed_mutex> lock(mutex);
         if (aborting.load(std::memory_order_acquire)) throw aborted_failure();
         CurrentDevice current(device, ordinal);
+        check_device("cudaSetDevice", current.code());
         wait_for_nccl(call, body());
     }
 

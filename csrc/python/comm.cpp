@@ -25,9 +25,7 @@ std::string describe(const Comm* self, const char* method) {
 
 }  // namespace
 
-void raise_call_error(const Comm* self, comm_result code) {
-    const char* error = self->table->last_error(self->handle);
-    std::string text = error != nullptr ? error : "";
+void raise_call_error(const Comm* self, comm_result code, std::string text) {
     if (code == COMM_TIMEOUT) text += describe(self, "describe_late");
     if (code == COMM_REMOTE_ERROR) text += describe(self, "describe_failure");
     raise_result(self->table, code, text.c_str());

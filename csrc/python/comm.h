@@ -6,6 +6,8 @@
 
 #include <mutex>
 #include <shared_mutex>
+#include <string>
+#include <utility>
 
 #include "abi/communicator.h"
 #include "python/call_mutex.h"
@@ -40,7 +42,7 @@ inline CallSite site_of(const Comm* self, const char* call) {
 
 // Both always NULL, with a Python error set.
 PyObject* raise_closed(const CallSite& site);
-void raise_call_error(const Comm* self, comm_result code);
+void raise_call_error(const Comm* self, comm_result code, std::string error);
 PyObject* raise_not_offered(const CallSite& site, const comm_plugin* table);
 
 // Calls the library without the GIL, so that any call may wait for other ranks.
@@ -54,8 +56,11 @@ bool call_library(Comm* self, const CallSite& site, Body body) {
         code = body(self->handle);
         PyEval_RestoreThread(state);
     }
-    if (code != COMM_OK) raise_call_error(self, code);
-    self->call_mutex->unlock();
+    const char* text = code != COMM_OK ? self->table->last_error(self->handle) : nullptr;
+    std::string error = text != nullptr ? text : "";
+    self->call_mutex
+        ->unlock();  // first: raising may collect garbage, and that may call the library
+    if (code != COMM_OK) raise_call_error(self, code, std::move(error));
     if (!is_open) raise_closed(site);
     return is_open && code == COMM_OK;
 }

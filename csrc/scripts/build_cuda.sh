@@ -1,6 +1,6 @@
 #!/bin/sh
-# Builds the optional CUDA kernels into communicator/backends/nccl/_oneshot.so: for the GPU of this
-# machine, or without one for sm_80, sm_90 and sm_100. Without nvcc it builds nothing.
+# Builds the optional CUDA kernels into communicator/backends/nccl/_oneshot.so for sm_80, sm_90,
+# sm_100, and what comes after. Without nvcc it builds nothing.
 set -eu
 cd "$(dirname "$0")/.."
 output=../communicator/backends/nccl/_oneshot.so
@@ -10,10 +10,7 @@ if [ -z "$nvcc" ]; then
     echo "nvcc was not found, so _oneshot.so was not built. Install the CUDA toolkit." >&2
     exit 0
 fi
-architectures="-gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90
-    -gencode arch=compute_100,code=sm_100"
-if nvidia-smi >/dev/null 2>&1; then architectures="-arch=native"; fi
-# shellcheck disable=SC2086  # several words on purpose
-"$nvcc" -std=c++17 -O3 -I. $architectures -shared -Xcompiler -fPIC -cudart static \
-    cuda/oneshot.cu -o "$output"
-echo "built communicator/backends/nccl/_oneshot.so ($architectures)"
+"$nvcc" -std=c++17 -O3 -I. --threads 0 -gencode arch=compute_80,code=sm_80 \
+    -gencode arch=compute_90,code=sm_90 -gencode 'arch=compute_100,code=[sm_100,compute_100]' \
+    -shared -Xcompiler -fPIC -cudart static cuda/oneshot.cu -o "$output"
+echo "built communicator/backends/nccl/_oneshot.so"

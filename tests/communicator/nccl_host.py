@@ -69,6 +69,7 @@ class Host:
         *options: str,
         nranks: int = 4,
         timeout_ms: int = 1000,
+        device: int = 0,
         mode: int = ctypes.RTLD_LOCAL,
     ):
         self.stand_in = ctypes.CDLL(str(path), mode=mode)
@@ -79,7 +80,7 @@ class Host:
         texts = [f"library={path}".encode(), *(option.encode() for option in options), None]
         unique_id = bytes(255 - i for i in range(128))
         args = InitArgs(
-            ctypes.sizeof(InitArgs), 0, nranks, 0, timeout_ms, b"", None, 128, None, None
+            ctypes.sizeof(InitArgs), 0, nranks, device, timeout_ms, b"", None, 128, None, None
         )
         args.unique_id = ctypes.cast(ctypes.c_char_p(unique_id), ctypes.c_void_p)
         args.options = (ctypes.c_char_p * len(texts))(*texts)

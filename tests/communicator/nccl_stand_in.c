@@ -224,8 +224,15 @@ static struct {
     void (*destroy)(void*);
 } objects[64];
 static int num_objects, device, chip = 9;
+static unsigned contexts = 1; /* a bit for each device that has one */
+static const char* refused = "";
 
 void stand_in_capture(unsigned long long id) { capture = id; }
+void stand_in_contexts(unsigned bits) { contexts = bits; }
+unsigned stand_in_has_contexts(void) { return contexts; }
+void stand_in_refuse(const char* function) { refused = function; }
+#define MAYBE_REFUSE() \
+    if (strcmp(refused, __func__) == 0) return 999
 void stand_in_chip(int major) { chip = major; }
 int stand_in_end_graphs(void) {
     int ended = num_objects;
@@ -234,9 +241,16 @@ int stand_in_end_graphs(void) {
     return ended;
 }
 
+#ifdef CAPTURE_V3
+int cuStreamGetCaptureInfo_v3(void* stream, int* status, unsigned long long* id, void** graph,
+                              const void*** dependencies, void* edges, size_t* num_dependencies) {
+    (void)edges;
+#else
 int cuStreamGetCaptureInfo_v2(void* stream, int* status, unsigned long long* id, void** graph,
                               const void*** dependencies, size_t* num_dependencies) {
+#endif
     (void)stream, (void)dependencies, (void)num_dependencies;
+    MAYBE_REFUSE();
     *status = capture != 0;
     *id = capture;
     *graph = &capture;
@@ -244,13 +258,21 @@ int cuStreamGetCaptureInfo_v2(void* stream, int* status, unsigned long long* id,
 }
 int cuUserObjectCreate(void** object, void* payload, void (*destroy)(void*), unsigned references,
                        unsigned flags) {
+    MAYBE_REFUSE();
     if (references != 1 || flags != 1) return 1;
     objects[num_objects].payload = payload;
     objects[num_objects].destroy = destroy;
     *object = &objects[num_objects++];
     return 0;
 }
+int cuUserObjectRelease(void* object, unsigned references) {
+    if (references != 1 || object != &objects[num_objects - 1]) return 1;
+    num_objects--;
+    objects[num_objects].destroy(objects[num_objects].payload);
+    return 0;
+}
 int cuGraphRetainUserObject(void* graph, void* object, unsigned references, unsigned flags) {
+    MAYBE_REFUSE();
     return graph == &capture && object != NULL && references == 1 && flags == 1 ? 0 : 1;
 }
 int cudaGetDevice(int* ordinal) {
@@ -258,7 +280,14 @@ int cudaGetDevice(int* ordinal) {
     return 0;
 }
 int cudaSetDevice(int ordinal) {
+    MAYBE_REFUSE();
     device = ordinal;
+    contexts |= 1u << ordinal;
+    return 0;
+}
+int cuDevicePrimaryCtxGetState(int ordinal, unsigned* flags, int* active) {
+    *flags = 0;
+    *active = contexts >> ordinal & 1;
     return 0;
 }
 int cudaMalloc(void** pointer, size_t size) {

@@ -16,6 +16,11 @@ def home(monkeypatch, tmp_path):
     native_backend.load.cache_clear()
 
 
+def test_cpp_part_is_compiled_and_loaded_here():
+    native_backend.load.cache_clear()
+    assert hasattr(native_backend.load(), "DrumlineBackend")
+
+
 def test_without_a_compiler_a_warning_says_what_to_install(home, monkeypatch):
     monkeypatch.setattr(native_backend.shutil, "which", lambda _: None)
     with pytest.warns(RuntimeWarning, match=r"no C\+\+ compiler is found. Install one"):

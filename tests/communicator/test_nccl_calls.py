@@ -261,18 +261,20 @@ def test_split_gives_a_child_to_those_with_a_color_and_none_to_the_others(host):
 
 
 CAPTURES = """
+import ctypes
 import sys
 from ctypes import RTLD_GLOBAL
 from tests.communicator.nccl_host import STREAM, Host
+DEVICE_ERROR = 1
 host = Host(sys.argv[1], mode=RTLD_GLOBAL)
 assert host.code == 0, host.error
 reduce = lambda count: host.call("allreduce", 64, 64, count, 7, 0, STREAM)
 """
 
 
-def run_in_child(stand_in, code):
+def run_in_child(stand_in, code, *defines):
     """Runs code where the stand-in's CUDA functions are the process's own."""
-    path = str(stand_in("CUDA"))
+    path = str(stand_in("CUDA", *defines))
     done = subprocess.run(
         [sys.executable, "-c", CAPTURES + code, path], capture_output=True, text=True, timeout=60
     )
@@ -295,7 +297,10 @@ assert host.log() == []
     )
 
 
-def test_the_end_is_refused_while_a_graph_lives_and_the_communicator_stays_usable(stand_in):
+@pytest.mark.parametrize("defines", [(), ("CAPTURE_V3",)], ids=["v2", "v3"])
+def test_the_end_is_refused_while_a_graph_lives_and_the_communicator_stays_usable(
+    stand_in, defines
+):
     run_in_child(
         stand_in,
         """
@@ -311,6 +316,60 @@ assert host.stand_in.stand_in_end_graphs() == 2
 host.log()
 assert host.call("finalize") == 0
 assert host.log() == ["CommFinalize", "CommDestroy"]
+""",
+        *defines,
+    )
+
+
+@pytest.mark.parametrize(
+    "function", ["cuStreamGetCaptureInfo_v2", "cuUserObjectCreate", "cuGraphRetainUserObject"]
+)
+def test_a_graph_that_cannot_be_counted_is_not_captured(stand_in, function):
+    """Such a graph made close() wait for ever, or not at all."""
+    run_in_child(
+        stand_in,
+        f"""
+assert reduce(10) == 0
+host.stand_in.stand_in_capture(1)
+host.stand_in.stand_in_refuse(b"{function}")
+host.log()
+assert reduce(10) == DEVICE_ERROR
+assert "failed on device 0 with CUDA's error 999" in host.error, host.error
+assert host.log() == []
+host.stand_in.stand_in_capture(0)
+host.stand_in.stand_in_refuse(b"")
+assert host.call("finalize") == 0, host.error
+""",
+    )
+
+
+def test_a_device_that_cannot_be_set_is_an_error_before_nccl_is_asked(stand_in):
+    run_in_child(
+        stand_in,
+        """
+host.log()
+host.stand_in.stand_in_refuse(b"cudaSetDevice")
+there = Host(sys.argv[1], device=2)
+assert there.code == DEVICE_ERROR and host.log() == []
+""",
+    )
+
+
+def test_no_context_is_made_on_a_device_that_the_process_does_not_use(stand_in):
+    """A rank that never chose its device had hundreds of MiB on GPU 0 besides."""
+    run_in_child(
+        stand_in,
+        """
+host.stand_in.stand_in_contexts(0)
+there = Host(sys.argv[1], device=2)
+assert there.code == 0
+assert there.call("allreduce", 64, 64, 10, 7, 0, STREAM) == 0
+assert host.stand_in.stand_in_has_contexts() == 0b100
+host.stand_in.cudaSetDevice(1)
+assert there.call("allreduce", 64, 64, 10, 7, 0, STREAM) == 0
+ordinal = ctypes.c_int()
+host.stand_in.cudaGetDevice(ctypes.byref(ordinal))
+assert ordinal.value == 1  # it has a context, so it is restored
 """,
     )
 

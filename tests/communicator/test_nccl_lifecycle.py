@@ -360,6 +360,29 @@ def test_if_one_rank_has_no_free_memory_no_rank_registers_and_all_raise(path, ra
     assert sorted(ranks(body, 2)[0]) == ["MemAlloc", "MemAlloc", "MemFree"]
 
 
+def test_python_that_runs_while_an_error_is_raised_may_call_the_same_communicator(path):
+    """As garbage may. The error was raised under the lock of the call, for which it then waited."""
+
+    def describe_failure():
+        ctypes.CDLL(path).stand_in_fail_with(0)
+        comm._comm.mem_free(address)
+        return "asked"
+
+    def fail():
+        with contextlib.suppress(PeerLost):
+            comm._comm.scaled_sum(torch.tensor(1.0))
+
+    with Coordinator() as coor, Nccl(coor, library=path) as comm:
+        address = comm.mem_alloc(4096)
+        coor.describe_failure = describe_failure
+        ctypes.CDLL(path).stand_in_fail_with(6)
+        log_of(path)
+        thread = threading.Thread(target=fail, daemon=True)
+        thread.start()
+        thread.join(SOON_S)
+        assert not thread.is_alive() and log_of(path)[-1] == "MemFree"
+
+
 def test_free_memory_is_probed_and_freed(path):
     library = nccl.NcclLibrary(path)
     library.try_mem_alloc(4096)

@@ -82,6 +82,17 @@ def test_a_path_that_is_given_comes_before_all(stand_in):
     assert nccl_library.find(str(stand_in)).path == str(stand_in)
 
 
+def test_functions_of_graphs_that_a_driver_lacks_are_named(tmp_path):
+    """Without them graphs were not noticed, in silence."""
+    drivers = [
+        nccl_host.compile_stand_in(tmp_path, *defines, name=f"libcuda{i}.so")
+        for i, defines in enumerate([(), ("CUDA",), ("CUDA", "CAPTURE_V3")])
+    ]
+    missing = [nccl_library.missing_graph_functions(str(driver)) for driver in drivers]
+    assert missing[0][0] == "cuStreamGetCaptureInfo_v2 or cuStreamGetCaptureInfo_v3"
+    assert len(missing[0]) == 4 and missing[1:] == [[], []]
+
+
 def test_versions_read_as_nccl_writes_them():
     assert [nccl_library.version_text(code) for code in (2708, 21805, 22809, 23203)] == [
         "2.7.8",

@@ -6,8 +6,14 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import cache_utils
 
 from drumline import parallelize
+
+# For a machine whose transformers is too old to have them; nothing here uses them.
+for name in ("Fp8QuantizedLayer", "BaseQuantizedLayer", "KVSharingDict"):
+    if not hasattr(cache_utils, name):
+        setattr(cache_utils, name, type(name, (), {}))
 
 SIZES = {
     "vocab_size": 65,

@@ -382,10 +382,12 @@ def decode_in_a_graph(coor: Coordinator) -> list[list[int]]:
 
 def stages_in_graphs(coor: Coordinator, folder: str) -> list[Any]:
     """Tokens of one process, then of stages; of the other ranks, how many passes were replayed."""
+    from tests.gpu import decode  # first: it adds what drumline's modules look for
+
+    # isort: split
     import drumline
     from drumline.stages import cuda_graphs
     from drumline.strategies import pipeline_parallel
-    from tests.gpu import decode
 
     made: list[cuda_graphs.CudaGraphs] = []
 

@@ -5,8 +5,10 @@ import pytest
 from tests.gpu.one_gpu import needs_gpu, run
 
 pytest.importorskip("transformers", reason="needs transformers, 5 or newer")
-from drumline.stages.cuda_graphs import NUM_WARM_UPS
 from tests.gpu import decode
+
+# isort: split
+from drumline.stages.cuda_graphs import NUM_WARM_UPS
 
 pytestmark = [needs_gpu, pytest.mark.timeout(250)]
 

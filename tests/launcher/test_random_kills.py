@@ -69,6 +69,7 @@ def test_launch_ends_with_its_cause_and_leaves_nothing(command, seed):
     left = command.left(patience_s=GONE_S)
     assert not left, f"{what} under {launcher}: left {left}\n{err}"
     was_launcher_killed = process.returncode == -signal.SIGKILL and victim == process.pid
-    early = process.returncode < 0  # a signal before the launcher had its handlers
+    # A signal before the launcher had its handlers
+    early = process.returncode < 0 or (name == "INT" and "KeyboardInterrupt" in err)
     is_explained = "╭" in err or process.returncode == 0 or was_launcher_killed or early
     assert is_explained, f"{what} under {launcher}: code {process.returncode} without a word\n{err}"

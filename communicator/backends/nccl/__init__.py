@@ -156,6 +156,7 @@ class Nccl(PluginCommunicator):
         """Make the first connections now, with a deadline, and start to watch for failures."""
         self.allreduce = _fast_allreduce(self)
         if torch.cuda.is_available():
+            _warn_of_driver()
             try:
                 self.barrier()
                 self.synchronize()
@@ -464,6 +465,17 @@ class Nccl(PluginCommunicator):
         )
         child._own_coor = coor
         return child
+
+
+def _warn_of_driver() -> None:
+    if torch.version.hip is None and (missing := nccl_library.missing_graph_functions()):
+        warnings.warn(
+            f"this CUDA driver has no {', no '.join(missing)}: close() cannot notice CUDA graphs "
+            "that hold calls, and NCCL would wait for them for ever. Reset them before, and run "
+            "each call once before it is captured; or install a newer driver.",
+            RuntimeWarning,
+            stacklevel=5,
+        )
 
 
 def _find(path: str | None) -> tuple[NcclLibrary | None, str]:

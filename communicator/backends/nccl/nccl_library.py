@@ -20,6 +20,13 @@ WHEEL = "nvidia.nccl"
 OLDEST = 21800
 UNIQUE_ID_BYTES = 128
 LOADABLE = 1  # PT_LOAD of elf(5)
+# Of the driver, by alternatives: by these a graph that holds a call is noticed, and counted.
+GRAPH_FUNCTIONS = (
+    ("cuStreamGetCaptureInfo_v2", "cuStreamGetCaptureInfo_v3"),
+    ("cuUserObjectCreate",),
+    ("cuUserObjectRelease",),
+    ("cuGraphRetainUserObject",),
+)
 
 
 class NcclLibrary:
@@ -140,6 +147,16 @@ def mapped(soname: str) -> str:
         if os.path.basename(path[2]).startswith(stem):
             return "/" + path[2]
     return ""
+
+
+def missing_graph_functions(driver: str = "libcuda.so.1") -> list[str]:
+    """The functions that the driver lacks; without them graphs with calls are not noticed."""
+    library = ctypes.CDLL(driver)
+    return [
+        " or ".join(names)
+        for names in GRAPH_FUNCTIONS
+        if not any(hasattr(library, name) for name in names)
+    ]
 
 
 def version_text(version: int) -> str:

@@ -435,7 +435,7 @@ def test_an_error_on_the_connection_of_a_rank_ends_that_one_alone(server, monkey
             patch.setattr(ControlServer, "_receive", planted)
             with pytest.raises(ServerLost):
                 other.ask("count", "", timeout_s=5)
-        assert client.ask("heartbeat", 0, None, [], timeout_s=5) == [["", 2]], "its loss is no news"
+        assert client.ask("heartbeat", 0, {}, [], timeout_s=5) == [["", 2]], "its loss is no news"
         joined(server, 3).close()
 
 
@@ -537,13 +537,26 @@ def sockets_of(pid):
 @pytest.mark.parametrize("nodes", [[2], [1, 1], [2, 2]], ids=str)
 def test_nothing_listens_on_every_interface_at_any_moment(fork, nodes):
     inherited = sockets_of(os.getpid())  # of libraries that other tests have used
-    ranks = fork(lambda info: meet(info, rounds=200), sum(nodes), nodes)
-    seen, is_over = {}, time.monotonic() + 0.6
-    while time.monotonic() < is_over:
+    reading, writing = os.pipe()
+
+    def body(info):
+        with Coordinator(info, timeout_s=30) as coor:
+            for _ in range(50):
+                coor.barrier()
+            if coor.rank == 0:
+                os.read(reading, 1)  # once this process has looked
+            return coor.allgather_object(coor.rank)
+
+    ranks = fork(body, sum(nodes), nodes)
+    seen, earliest_end = {}, time.monotonic() + 0.6
+    while not seen or time.monotonic() < earliest_end:
         everywhere = listening()
         held = set().union(*map(sockets_of, ranks.pids)) - inherited
         for inode in held & everywhere.keys():
             seen[inode] = everywhere[inode]
+    os.write(writing, b".")
     assert [outcome.value for outcome in ranks.outcomes()] == [list(range(sum(nodes)))] * sum(nodes)
     assert set(seen.values()) == {"0100007F"}, seen  # 127.0.0.1, as proc_net_tcp writes it
     assert not seen.keys() & listening().keys()
+    os.close(reading)
+    os.close(writing)

@@ -10,10 +10,11 @@ import pytest
 
 from coordinator.control.client import connect
 from coordinator.control.credentials import Credentials
-from coordinator.control.framing import LENGTH, pack, unpack
+from coordinator.control.framing import LENGTH, pack, unpack_answer
 from coordinator.control.handshake import CONTROL, Hello
 from coordinator.control.membership import RankReport
-from coordinator.control.server import PING, ControlServer, Op
+from coordinator.control.operations import Op
+from coordinator.control.server import PING, ControlServer
 from coordinator.peers import Peer
 
 RANKS_PER_NODE = 8
@@ -48,7 +49,9 @@ class SimulatedLaunch:
             connection.send((1, *request(rank)), deadline)
         answers = [self.packed_answer(connection, deadline) for connection in self.connections]
         cpu_s = time.clock_gettime(clock) - before
-        distinct = {packed: unpack(packed)[1] for packed in set(answers)}  # most are the same
+        distinct = {
+            packed: unpack_answer(packed)[1] for packed in set(answers)
+        }  # most are the same
         return [distinct[packed] for packed in answers], cpu_s, sum(map(len, answers))
 
     def packed_answer(self, connection, deadline):

@@ -1,0 +1,71 @@
+"""The operations of rank 0's server, and what the arguments of each must be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+# What asking for nonsense raises
+BAD_REQUEST = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
+
+
+class Op(str, Enum):
+    """An operation of the server, equal to its name in a request."""
+
+    __hash__ = str.__hash__
+    __str__ = str.__str__
+
+    SET = "set"
+    GET = "get"
+    WAIT = "wait"
+    ADD = "add"
+    SWAP = "swap"
+    DELETE = "delete"
+    COUNT = "count"
+    RENDEZVOUS = "rendezvous"
+    ARRIVED = "arrived"
+    HEARTBEAT = "heartbeat"
+    REPORT = "report"
+    MEMBERSHIP = "membership"
+    PROCESSES = "processes"
+    LEAVE = "leave"
+
+
+LOCAL_OPS = frozenset(Op) - {Op.WAIT, Op.RENDEZVOUS, Op.LEAVE}  # answered at once
+
+CALL_STATUS = (str, int, str, float)
+# A tuple is a list of these; [kind] a list and {key: kind} a dictionary of any length.
+ARGUMENTS: dict[str, Any] = {
+    Op.SET: (str, bytes),
+    Op.GET: (str,),
+    Op.WAIT: ([str],),
+    Op.ADD: (str, int),
+    Op.SWAP: (str, bytes, bytes),
+    Op.DELETE: (str,),
+    Op.COUNT: (str,),
+    Op.RENDEZVOUS: (str, int, int, bytes),
+    Op.ARRIVED: (str,),
+    Op.HEARTBEAT: (int, {str: CALL_STATUS}, [int]),
+    Op.REPORT: (str, bytes),
+    Op.MEMBERSHIP: (),
+    Op.PROCESSES: ([int],),
+}
+
+
+def check_arguments(op: str, arguments: Sequence[Any]) -> None:
+    """Raise one of BAD_REQUEST if they are not what the operation takes."""
+    if not _matches(arguments, ARGUMENTS[op]):
+        raise TypeError(f"its arguments must be {ARGUMENTS[op]}")
+
+
+def _matches(value: Any, kind: Any) -> bool:
+    if isinstance(kind, tuple):
+        is_list = isinstance(value, list) and len(value) == len(kind)
+        return is_list and all(map(_matches, value, kind))
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(_matches(element, kind[0]) for element in value)
+    if isinstance(kind, dict):
+        (pair,) = kind.items()
+        return isinstance(value, dict) and all(_matches(list(item), pair) for item in value.items())
+    return isinstance(value, kind)

@@ -1,0 +1,59 @@
+"""The runner of `make gpu`: what it keeps when steps fail, hang, or need other variables."""
+
+import tarfile
+
+import pytest
+
+from tests.gpu import steps
+from tests.gpu.steps import PARTS, Results, Step, run_step
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    monkeypatch.setattr(steps, "ROOT", tmp_path)
+    return Results(tmp_path / "out" / "results.tgz")
+
+
+def logs(results):
+    with tarfile.open(results.archive) as tar:
+        return {
+            name.removeprefix("gpu/").removesuffix(".log"): tar.extractfile(name).read().decode()
+            for name in tar.getnames()
+            if name.endswith(".log")
+        }
+
+
+def test_every_part_ends_within_its_time():
+    """A step that is run again counts twice."""
+    for name, part in PARTS.items():
+        assert sum(step.limit_s * (2 if step.retry else 1) for step in part) <= steps.PART_S, name
+
+
+def test_every_step_is_in_the_archive_before_the_next_begins(results):
+    assert run_step(Step("first", "echo 41", 60), results)
+    assert run_step(Step("second", f"tar tzf {results.archive} | grep first.log", 60), results)
+    assert not run_step(Step("third", "echo 43; exit 3", 60), results)
+    assert {name: text.split()[0] for name, text in logs(results).items()} == {
+        "first": "41",
+        "second": "gpu/first.log",
+        "third": "43",
+    }
+    assert "exit 3" in logs(results)["third"]
+
+
+def test_a_step_that_hangs_is_killed_with_its_children_and_its_output_kept(results, tmp_path):
+    hangs = Step("hangs", f"echo started; (sleep 300; touch {tmp_path}/late) & sleep 300", 1)
+    assert not run_step(hangs, results)
+    assert logs(results)["hangs"].splitlines() == ["started", "== hangs: exit -9"]
+
+
+def test_variables_that_let_a_step_pass_are_kept_for_the_later_ones(results):
+    needs = 'test "$PLANTED" = 1'
+    assert not run_step(Step("needs", needs, 60, {"PLANTED": "1"}), results)
+    assert set(logs(results)) == {"needs", "needs-again"}
+    assert run_step(Step("later", needs, 60), Results(results.archive))
+
+
+def test_variables_that_do_not_help_are_not_kept(results):
+    assert not run_step(Step("fails", "false", 60, {"PLANTED": "1"}), results)
+    assert run_step(Step("later", 'test -z "$PLANTED"', 60), results)

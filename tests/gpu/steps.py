@@ -1,0 +1,173 @@
+"""The steps of `make gpu`: python -m tests.gpu.steps RESULTS.tgz [PART ...]
+
+The parts come in order, cheapest facts first, and each ends within nine minutes: whoever has the
+GPU for ten at a time runs one part after the other. Every step's output and tables are in the
+archive before the next step begins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import table
+
+ROOT = Path(__file__).parents[2]
+PART_S = 540
+PYTHON = sys.executable
+# The plugins and options of this repository's own environment may be missing on that machine.
+PYTEST = f"{PYTHON} -m pytest -v -o addopts='--import-mode=importlib -ra' -o timeout=90"
+# What NCCL needs where the driver's memory mapping is not passed on to virtual machines.
+WITHOUT_MAPPED_MEMORY = {"NCCL_CUMEM_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0"}
+
+FACTS = f"""
+uname -a; nvidia-smi; nvidia-smi topo -m; nvcc --version; df -h . /dev/shm; {PYTHON} -V
+{PYTHON} -c '
+import torch, transformers, msgpack, pytest, drumline
+from communicator.backends.nccl import nccl_library
+print("torch", torch.__version__, torch.version.cuda, "transformers", transformers.__version__)
+print("GPUs that torch sees:", torch.cuda.device_count())
+print("NCCL:", nccl_library.find().path)
+print("not in the driver:", nccl_library.missing_graph_functions() or "nothing that is needed")
+'
+"""
+
+# What was carried here serves where there is no compiler.
+BUILD = f"""
+{PYTHON} setup.py --quiet build_ext --inplace || echo '== not built: taking what is here'
+csrc/scripts/build_cuda.sh || echo '== no new kernel: taking what is here'
+{PYTHON} -c '
+import communicator._native, coordinator._node_shm
+from communicator.backends import nccl
+communicator._native.open(nccl.Nccl.path)
+'
+"""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A shell command. retry: variables with which a failed one is run again, and all after it."""
+
+    name: str
+    command: str
+    limit_s: int
+    retry: Mapping[str, str] | None = None
+
+
+def tests(files: str, words: str) -> str:
+    return f"{PYTEST} {files} -k '{words}'"
+
+
+NCCL, ONESHOT = "tests/gpu/test_nccl.py", "tests/gpu/test_oneshot.py"
+SLOW = "conform or compiled or behind"
+PARTS = {
+    "facts": [
+        Step("build", BUILD, 240),
+        Step("facts", FACTS, 60),
+        Step("first-sums", tests(NCCL, "known_cases or sample"), 100, WITHOUT_MAPPED_MEMORY),
+    ],
+    "tests": [
+        Step("oneshot", tests(ONESHOT, "not process and not thousand"), 120),
+        Step("oneshot-processes", tests(ONESHOT, "process or thousand"), 100),
+        Step("nccl", tests(NCCL, f"not ({SLOW}) and not known_cases and not sample"), 320),
+    ],
+    "tables": [
+        Step("calls", f"{PYTHON} -m benchmarks.gpu calls", 150),
+        Step("small", f"{PYTHON} -m benchmarks.gpu small", 150),
+        Step("stages", f"{PYTEST} tests/gpu/test_stages.py", 100),
+        Step("without-gpu", f"{PYTEST} tests/communicator/test_nccl_without_gpu.py", 140),
+    ],
+    "conformance": [Step("conformance", tests(NCCL, "conform"), 540)],
+    "long": [
+        Step("compiled", tests(NCCL, "compiled or behind"), 240),
+        Step("lives", f"{PYTHON} -m benchmarks.gpu lives", 300),
+    ],
+    "sanitizer": [Step("sanitizer", f"{PYTHON} -m benchmarks.gpu sanitizer", 540)],
+}
+
+
+class Results:
+    """A folder of what the steps printed and measured, and an archive of it that is always whole.
+
+    The folder outlives the process, so that the archive of a later part has the earlier ones too.
+    """
+
+    def __init__(self, archive: Path) -> None:
+        self.archive, self.folder = archive.absolute(), ROOT / "build" / "gpu"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._environ = self.folder / "environ.json"
+
+    def environ(self) -> dict[str, str]:
+        """The variables that a step needed, for the later ones."""
+        return json.loads(self._environ.read_text()) if self._environ.exists() else {}
+
+    def keep_environ(self, environ: Mapping[str, str]) -> None:
+        self._environ.write_text(json.dumps(dict(environ)))
+
+    def save(self) -> None:
+        self.archive.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self.archive.with_suffix(".part")
+        with tarfile.open(unfinished, "w:gz") as tar:
+            tar.add(self.folder, "gpu")
+        unfinished.replace(self.archive)
+
+
+def run_step(step: Step, results: Results) -> bool:
+    """Run a step, and once more with its retry variables if it failed. True if it passed."""
+    environ = results.environ()
+    passed = _run_command(step, step.name, environ, results)
+    if passed or step.retry is None or step.retry.items() <= environ.items():
+        return passed
+    print(f"== {step.name} once more with {dict(step.retry)}", flush=True)
+    if _run_command(step, f"{step.name}-again", step.retry, results):
+        results.keep_environ(step.retry)
+    return False
+
+
+def _run_command(step: Step, name: str, environ: Mapping[str, str], results: Results) -> bool:
+    print(f"== {name} (at most {step.limit_s} s)", flush=True)
+    log = results.folder / f"{name}.log"
+    defaults = {"NCCL_DEBUG": "WARN", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
+    defaults["BENCHMARK_RESULTS"] = str(results.folder)
+    process = subprocess.Popen(
+        ["bash", "-c", f"set -o pipefail; {{ {step.command}\n}} 2>&1 | tee {log}"],
+        env=defaults | os.environ | dict(environ),
+        cwd=ROOT,
+        start_new_session=True,
+    )
+    try:
+        code = process.wait(step.limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        code = process.wait()
+    with log.open("a") as file:
+        print(f"== {name}: exit {code}", file=file)
+    print(f"== {name}: exit {code}", flush=True)
+    results.save()
+    return code == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("archive", type=Path)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="all if none is named")
+    arguments = parser.parse_args()
+    if table.commit() == "unknown":
+        print("== the tables will not say their commit: set BENCHMARK_COMMIT", flush=True)
+    results = Results(arguments.archive)
+    steps = [step for part in arguments.parts or PARTS for step in PARTS[part]]
+    failed = [step.name for step in steps if not run_step(step, results)]
+    print(f"== failed: {', '.join(failed) or 'nothing'}. All results: {results.archive}")
+    return len(failed) > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
