@@ -78,7 +78,7 @@ class LimitedConnection(H11Protocol):  # type: ignore[misc]
             super().send_400_response(msg)
 
 
-class _UnambiguousRequests(h11.Connection):  # type: ignore[misc]
+class _UnambiguousRequests(h11.Connection):
     """h11, but a body has one length: two servers that disagree would see two requests."""
 
     def next_event(self) -> Any:
