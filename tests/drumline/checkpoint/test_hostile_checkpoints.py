@@ -287,6 +287,14 @@ def test_a_config_within_the_config_may_not_have_more_layers_either(llama):
         read_config(llama)
 
 
+@pytest.mark.parametrize("part", [None, "text_config"])
+def test_a_config_with_more_labels_than_any_model_has_is_refused_at_once(llama, part):
+    """transformers named each of them, until the memory ended."""
+    configured(llama, **({part: {"num_labels": 10**9}} if part else {"num_labels": 10**9}))
+    with seconds(10), pytest.raises(CheckpointError, match=r"config\.json has num_labels"):
+        read_config(llama)
+
+
 def test_a_model_may_have_more_layers_than_tensors_where_layers_share_them(checkpoints):
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
     sizes |= {"num_hidden_layers": 60, "vocab_size": 9, "embedding_size": 8}
