@@ -15,8 +15,8 @@ class CommunicatorTimings:
     liveness_poll_s: float = 0.1
     # Longer than the kernel takes from closing a dead process's sockets to reaping it.
     exit_lag_s: float = 0.5
-    # Longer than a request to a torch Store takes; doubled at each look, up to the next.
-    store_poll_s: float = 0.0005
+    # Longer than a request to a torch Store takes; grows from look to look, up to the next.
+    store_poll_s: float = 0.0002
     # Longer than store_poll_s; how late a rank notices that the others have come.
     store_poll_max_s: float = 0.1
     # Longer than reading the state of the peers takes.
@@ -27,6 +27,8 @@ class CommunicatorTimings:
     watchdog_poll_s: float = 0.25
     # Longer than a kernel that a dead peer has finished needs to be done here as well.
     watchdog_grace_s: float = 1.0
+    # Longer than CUDA takes to report that a graph has ended.
+    graph_end_s: float = 1.0
     # Longer than a CUDA event query takes.
     stream_poll_s: float = 0.0005
     # Longer than rank 0 takes to answer while it is busy.

@@ -155,12 +155,13 @@ class FailureDetector:
         self._prefetched = (pending.since, membership, stacks)
 
     def _at_deadline(self, pending: PendingCall) -> tuple[Membership, str]:
-        """The findings of _prefetch() for this call, or those that can be had at once."""
+        """The findings of _prefetch() for this call; rank 0 is asked again if it did not answer."""
         since, membership, stacks = self._prefetched
-        if since == pending.since:
-            return membership, stacks
-        wait_s = self.timings.last_answer_s
-        return self.session.membership(wait_s) if self.monitor.has_remote else {}, ""
+        if since != pending.since:
+            membership, stacks = {}, ""
+        if self.monitor.has_remote and not membership:
+            membership = self.session.membership(self.timings.last_answer_s)
+        return membership, stacks
 
     def broken(self, rank: int, why: str, pending: PendingCall) -> CoordinatorError:
         """The error for a broken connection to a rank of the group: the reason, if it arrives
