@@ -125,6 +125,6 @@ def test_ranks_of_a_store_sum_over_connections_of_their_own(meet):
 def test_rank_that_does_not_know_the_secret_in_the_store_is_rejected(meet):
     meetings = meet(HashStore(), range(WORLD))
     meetings[2]._credentials = Credentials(bytes(32), meetings[2].info.launch_id, WORLD)
-    errors = on_threads(lambda meeting: meeting.connections(timeout_s=2), meetings)
+    errors = on_threads(lambda meeting: meeting.connections(timeout_s=10), meetings)
     assert all(isinstance(error, CoordinatorError) for error in errors)
     assert "launch secret" in str(errors[2])
