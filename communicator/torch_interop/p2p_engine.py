@@ -38,6 +38,7 @@ from communicator.backends.byte_streams import (
 from communicator.base import Communicator
 from communicator.calls import call_check
 from communicator.calls.async_work import NO_TIMEOUT, AsyncWork
+from communicator.calls.failures import describe_lost, lost_peers
 from communicator.errors import CommunicatorError, CommunicatorTimeout, DrumlineError, PeerLost
 from communicator.torch_interop.list_collectives import flattened
 from coordinator import Coordinator, FailureReason, RankFailure
@@ -475,12 +476,14 @@ class P2PEngine:
                 self._end(work, self._lost_error(work, peer))
 
     def _lost_error(self, work: P2PWork, peer: int) -> PeerLost:
+        """It names the peer, and first those that have died: the peer may have left for that."""
         why, who = self._lost[peer], self._coor.peers[peer]
         reason = FailureReason.EXITED if who.is_known_dead() else FailureReason.LEFT
+        dead = [failure for failure in lost_peers(self._coor) if failure.rank != peer]
         return PeerLost(
-            f"rank {self.rank} lost {who} in {work}: {why}. Start all ranks again, and look at "
-            "what that one printed last.",
-            (RankFailure(peer, who, reason, text=why),),
+            f"rank {self.rank} lost {who} in {work}: {why}.{describe_lost(dead)} Start all ranks "
+            "again, and look at what those printed last.",
+            (*dead, RankFailure(peer, who, reason, text=why)),
         )
 
 
