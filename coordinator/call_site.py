@@ -71,27 +71,28 @@ class PendingCall(NamedTuple):
 def begin_call(name: str, number: int, timeout_s: float) -> PendingCall:
     """A call that begins now, where the user made it."""
     # As PendingCall(CallSite(...), ...), in half the time: every call begins here.
-    site = _new(CallSite, (name, number, caller()))
+    site = _new(CallSite, (name, number, caller(depth=3)))
     return _new(PendingCall, (site, time.monotonic(), timeout_s))
 
 
-def caller() -> str:
-    """file.py:line of the nearest frame outside this package."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _is_ours(frame.f_code.co_filename):
+def caller(depth: int = 1) -> str:
+    """file.py:line of the nearest frame outside this package; depth: frames that are not asked."""
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None:
+        if name := _outside_name(frame.f_code.co_filename):
+            return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
-    if frame is None:
-        return "unknown"
-    return f"{_basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return "unknown"
 
 
 @lru_cache(maxsize=1024)
-def _basename(filename: str) -> str:
-    """Without its folder, in Unicode: a name on disk may have other bytes, which cannot be sent."""
-    return os.fsencode(filename.rpartition("/")[2]).decode(errors="replace")
+def _outside_name(filename: str) -> str:
+    """Without its folder, in Unicode, for a name on disk may have other bytes, which cannot be
+    sent; "" for a file of ours."""
+    basename = os.fsencode(filename.rpartition("/")[2]).decode(errors="replace")
+    return "" if _is_ours(filename) else basename
 
 
-@lru_cache(maxsize=1024)
 def _is_ours(filename: str) -> bool:
     """Is the file of this package, or between the user's call and it?"""
     return filename.startswith(_HERE) or filename.endswith(

@@ -36,7 +36,7 @@ class Collectives:
         """
         self._check_rank(src, "src")
         own = self._bytes(data, "broadcasts") if self.rank == src else b""
-        return self._exchange("broadcast", Exchange(own, root=src), timeout_s)[src]
+        return self._exchange("broadcast", Exchange(own, src), timeout_s)[src]
 
     def allgather(self, data: bytes, *, timeout_s: float | None = None) -> list[bytes]:
         """The data of every rank, in order of rank, on every rank. Collective; sizes may differ."""

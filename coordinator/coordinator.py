@@ -23,8 +23,7 @@ import launcher
 from coordinator.addresses import candidates
 from coordinator.call_site import PendingCall, begin_call, caller, traceback_of
 from coordinator.collectives import Collectives
-from coordinator.control import session as sessions
-from coordinator.control.session import Session
+from coordinator.control.session import Session, this_process
 from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost, RankFailure
 from coordinator.failure import stack_dump
 from coordinator.failure.detector import FailureDetector
@@ -85,7 +84,7 @@ class Coordinator(Collectives):
         self._ancestors: tuple[weakref.WeakSet[Coordinator], ...] = ()  # their _subgroups
         number = 0
         if self.info.world_size > 1:
-            self._session, number = sessions.join(self.info, timeout_s, timings)
+            self._session, number = this_process.of(self.info).join(self.info, timeout_s, timings)
         call = begin_call("Coordinator", number + 1, timeout_s)
         self._join(f"c{number}/", range(self.info.world_size), None, call)
 
@@ -360,7 +359,7 @@ class Coordinator(Collectives):
         group._timings = self._timings
         group._ancestors = (*self._ancestors, self._subgroups)
         if self._session is not None:
-            sessions.retain(self.info)
+            this_process.of(self.info).retain()
         key = f"{self._store.prefix}{'-'.join(map(str, members))}:{number}/"
         detector = self._group.detector if self._group is not None else None
         group._join(key, [self.ranks[member] for member in members], detector, call)
@@ -419,7 +418,7 @@ class Coordinator(Collectives):
         if self._session is None:
             return []
         self._session = None
-        return sessions.leave(self.info, limit)
+        return this_process.of(self.info).leave(limit)
 
     def __enter__(self) -> Coordinator:
         return self
@@ -485,7 +484,7 @@ class Coordinator(Collectives):
         with coor.on_failure(lambda failure: comm.abort()):
             ...
         """
-        self._check_usable("on_failure")
+        self._check_open("on_failure", may_be_broken=True)
         if self._group is None:
             return Subscription(callback, is_waiting, unreachable_s, lambda subscription: None)
         return self._group.detector.subscribe(callback, is_waiting, unreachable_s)
@@ -496,7 +495,7 @@ class Coordinator(Collectives):
         wait_s: how long to wait for there to be one, since connections of a process that ends are
         closed before its end can be seen.
         """
-        self._check_usable("failures")
+        self._check_open("failures", may_be_broken=True)
         return () if self._group is None else self._group.detector.failures(wait_s)
 
     def report_failure(self, rank: int, how: str) -> None:
@@ -560,6 +559,7 @@ class Coordinator(Collectives):
     def _exchange(self, name: str, exchange: Exchange, timeout_s: float | None) -> list[bytes]:
         """One collective call; what breaks it breaks the group."""
         self._check_open(name)
+        limit_s = self.timeout_s if timeout_s is None else self._checked(timeout_s)
         if not self._busy.acquire(False):
             other = self._call.call if self._call is not None else "a call"
             raise CoordinatorError(
@@ -568,23 +568,18 @@ class Coordinator(Collectives):
             )
         try:
             self._num_calls += 1
-            limit_s = self.timeout_s if timeout_s is None else self._checked(timeout_s)
             call = self._call = begin_call(name, self._num_calls, limit_s)
-            return self._exchange_alone(call, exchange)
-        finally:
-            self._busy.release()
-
-    def _exchange_alone(self, call: PendingCall, exchange: Exchange) -> list[bytes]:
-        if self._group is None:
+            if self._group is not None:
+                return self._group.exchange(call, exchange)
             return unpack_parts(exchange.data, 1) if exchange.is_scattered else [exchange.data]
-        try:
-            return self._group.exchange(call, exchange)
         except CoordinatorError as error:
             self._broken = error
             raise
         except BaseException as error:
             self._abandon(error)
             raise
+        finally:
+            self._busy.release()
 
     def _begin_call(
         self, name: str, timeout_s: float | None, number: int | None = None
@@ -611,9 +606,9 @@ class Coordinator(Collectives):
         self._counts[key] = number + 1
         return number
 
-    def _check_usable(self, name: str) -> None:
-        """Raise in a forked process and after close()."""
-        if self._pid != _process.pid:
+    def _check_open(self, name: str, *, may_be_broken: bool = False) -> None:
+        """Raise in a forked process, after close(), and once the ranks fell out of step."""
+        if self._pid != this_process.pid:
             raise CoordinatorError(
                 f"{self._me}: {name} ({caller()}) in process {os.getpid()}, which was forked from "
                 f"the rank, process {self._pid}. Only the rank itself may use this Coordinator: "
@@ -624,10 +619,7 @@ class Coordinator(Collectives):
                 f"{self._me}: {name} ({caller()}) on a closed Coordinator. Make a new one, or "
                 "close it later."
             )
-
-    def _check_open(self, name: str) -> None:
-        self._check_usable(name)
-        if self._broken is not None:
+        if self._broken is not None and not may_be_broken:
             raise CoordinatorError(
                 f"{self._me}: {name} ({caller()}) cannot be had, for the ranks fell out of step "
                 f"before. Close this Coordinator and start over. It was: {self._broken}"
@@ -635,20 +627,6 @@ class Coordinator(Collectives):
 
     def __repr__(self) -> str:
         return f"Coordinator(rank={self.rank}, world_size={self.world_size}, ranks={self.ranks})"
-
-
-class _Process:
-    """The id of this process, which costs as much as a whole call where the kernel is asked."""
-
-    def __init__(self) -> None:
-        self.read_pid()
-
-    def read_pid(self) -> None:
-        self.pid = os.getpid()
-
-
-_process = _Process()
-os.register_at_fork(after_in_child=_process.read_pid)
 
 
 def _is_orderly(error: BaseException) -> bool:

@@ -69,6 +69,9 @@ class CoordinatorTimings:
     """For a process to end after its connections broke."""
     handshake_s: float = 10.0
     """For a client to authenticate, after which it is sent away."""
+    pending_s: float = 0.5
+    """Which every client has to authenticate even if many others come. Must exceed the round trip
+    between two hosts."""
     accept_retry_s: float = 0.01
     """Before rank 0 tries to accept again when no descriptors are left."""
     connect_retry_s: float = 0.02

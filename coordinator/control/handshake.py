@@ -19,6 +19,7 @@ import selectors
 import socket
 import struct
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -34,9 +35,7 @@ GREETING = struct.Struct("!8sHI16s32s")  # and world size, fingerprint, nonce
 NAME_NBYTES = 96
 HELLO = struct.Struct(f"!II32s8s{NAME_NBYTES}s32s32s")  # Hello's fields, nonce, MAC
 WELCOME = struct.Struct(f"!B{NAME_NBYTES}s32s")  # Answer, name, MAC
-MAX_PENDING = (
-    128  # unauthenticated connections, or as many as ranks may come; the oldest goes first
-)
+MAX_PENDING = 128  # unauthenticated connections, or as many as ranks may come
 
 log = logging.getLogger("coordinator")
 
@@ -100,6 +99,8 @@ def authenticate(
         _check_prefix(*PREFIX.unpack(prefix))
         rest = connection.read_exactly(GREETING.size - PREFIX.size, deadline, idle)
         _, _, world_size, fingerprint, server_nonce = GREETING.unpack(prefix + rest)
+        if fingerprint != credentials.fingerprint():
+            connection.write(credentials.fingerprint(), deadline)
         _check_launch(world_size, fingerprint, credentials)
         message = hello.pack(secrets.token_bytes(32))
         mac = credentials.mac(b"client", message, server_nonce)
@@ -156,6 +157,7 @@ class _PendingConnection:
     """A connection that is not authenticated yet."""
 
     socket: socket.socket
+    address: str
     nonce: bytes
     since: float
     received: bytes = b""
@@ -233,19 +235,19 @@ class AuthenticatedListener:
         for pending in list(self._pending.values()):
             if pending.since > oldest:
                 break
-            self._reject(pending.socket, "sent too little in time")
+            self._reject(pending.socket, "did not authenticate in time")
 
     def _accept(self, _: int) -> None:
         for _ in range(16):  # and then let the authenticated have their turn
             try:
-                connection, _ = self._listener.accept()
+                connection, address = self._listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:  # no descriptors left, or the client is gone again
                 self._on_accept_error(error)
                 return
             try:
-                self._greet(connection)
+                self._greet(connection, str(address[0]))
             except Exception:
                 self._drop(connection)
                 raise
@@ -256,11 +258,14 @@ class AuthenticatedListener:
         self._is_full = self._is_full or not self._pending
         if not self._pending:
             time.sleep(self._timings.accept_retry_s)
-        self._make_room(len(self._pending) // 2)
+        for oldest in list(self._pending)[: (len(self._pending) + 1) // 2]:
+            self._reject(oldest, "was sent away, for too many files are open")
 
-    def _greet(self, connection: socket.socket) -> None:
-        self._make_room(self._max_pending - 1)
-        pending = _PendingConnection(connection, secrets.token_bytes(32), time.monotonic())
+    def _greet(self, connection: socket.socket, address: str) -> None:
+        nonce, now = secrets.token_bytes(32), time.monotonic()
+        pending = _PendingConnection(connection, address, nonce, now)
+        if len(self._pending) >= self._max_pending and not self._make_room(pending):
+            return self._reject(connection, "came while too many others did")
         connection.setblocking(False)
         handler = Handler(lambda _: self._receive(pending), lambda: self._drop(connection))
         self._selector.register(connection, selectors.EVENT_READ, handler)
@@ -268,9 +273,20 @@ class AuthenticatedListener:
         size, fingerprint = self._credentials.world_size, self._credentials.fingerprint()
         self._send(connection, GREETING.pack(MAGIC, VERSION, size, fingerprint, pending.nonce))
 
-    def _make_room(self, max_pending: int) -> None:
-        while len(self._pending) > max_pending:
-            self._reject(next(iter(self._pending)), "waited while others came")
+    def _make_room(self, newcomer: _PendingConnection) -> bool:
+        """Send away the oldest of the address that has most, unless it has had little time.
+
+        The newcomer's own address is as any other: so those who come often share their places with
+        each other, and nobody loses one before the messages of a distant rank can arrive.
+        """
+        counts = Counter(pending.address for pending in self._pending.values())
+        (crowd, most), *_ = counts.most_common(1)
+        oldest = next(pending for pending in self._pending.values() if pending.address == crowd)
+        is_crowded = most > counts[newcomer.address] + 1
+        if not is_crowded and newcomer.since - oldest.since < self._timings.pending_s:
+            return False
+        self._reject(oldest.socket, "did not authenticate while others came")
+        return True
 
     def _receive(self, pending: _PendingConnection) -> None:
         if pending.socket not in self._pending:
@@ -282,10 +298,16 @@ class AuthenticatedListener:
         except OSError:
             data = b""
         if not data:
-            return self._reject(pending.socket, "left in the middle of the handshake")
+            return self._reject(pending.socket, self._why_left(pending.received))
         pending.received += data
         if len(pending.received) == HELLO.size:
             self._decide(pending)
+
+    def _why_left(self, received: bytes) -> str:
+        """Nothing of it is proved: who is not ours can say the same."""
+        if len(received) == len(self._credentials.fingerprint()):
+            return "is of another launch: its launch id, or its number of ranks, is another"
+        return "left in the middle of the handshake: a rank that was ended, or a stranger"
 
     def _decide(self, pending: _PendingConnection) -> None:
         rank, turn, purpose, token, process, _, mac = HELLO.unpack(pending.received)
@@ -312,11 +334,11 @@ class AuthenticatedListener:
             return False
 
     def _reject(self, connection: socket.socket, why: str) -> None:
-        """Send a stranger away; the first is worth a line in the log."""
+        """Send a connection away; the first is worth a line in the log."""
         self._num_rejected += 1
         level = logging.WARNING if self._num_rejected == 1 else logging.DEBUG
         launch_id, address = self._credentials.launch_id, _peer_address(connection)
-        log.log(level, "launch %s: a stranger %s (%s)", launch_id, why, address)
+        log.log(level, "launch %s: a connection from %s %s", launch_id, address, why)
         self._drop(connection)
 
     def _drop(self, connection: socket.socket) -> None:

@@ -247,6 +247,7 @@ class _ProcessSession:
     def join(
         self, info: LaunchInfo, timeout_s: float, timings: CoordinatorTimings
     ) -> tuple[Session, int]:
+        """The session, and how many Coordinators the rank has made before."""
         with self.lock:
             if self.session is None:
                 self.session = self._open(info, timeout_s, timings)
@@ -257,6 +258,7 @@ class _ProcessSession:
             return self.session, self.num_coordinators - 1
 
     def retain(self) -> None:
+        """Count one more Coordinator."""
         with self.lock:
             assert self.session is not None
             self.session.users += 1
@@ -330,46 +332,29 @@ class _ProcessSession:
 
 
 class _ProcessSessions:
-    """The sessions of the ranks that live in this process.
-
-    Sockets belong to the process, so that their owner is found by process, too.
-    """
+    """The sessions of the ranks that live in this process, and its pid."""
 
     def __init__(self) -> None:
+        self.pid = os.getpid()  # here, because to ask the kernel costs as much as a whole call
         self._lock = threading.RLock()  # __del__ may come at any time
-        self._sessions: dict[tuple[str, int, int], _ProcessSession] = {}
+        self._sessions: dict[tuple[str, int], _ProcessSession] = {}
 
     def of(self, info: LaunchInfo) -> _ProcessSession:
-        key = (info.launch_id, info.rank, os.getpid())
         with self._lock:
-            return self._sessions.setdefault(key, _ProcessSession())
+            return self._sessions.setdefault((info.launch_id, info.rank), _ProcessSession())
 
     def drop(self) -> None:
         """In a forked child, which is none of its parent's ranks: connections that it would keep
         open hide from the others that the parent has died."""
+        self.pid = os.getpid()
         self._lock = threading.RLock()  # of a thread that is not here, perhaps
-        for session in self._sessions.values():
+        sessions, self._sessions = self._sessions, {}
+        for session in sessions.values():
             session.drop()
-        self._sessions = {}
 
 
-_process_sessions = _ProcessSessions()
-os.register_at_fork(after_in_child=_process_sessions.drop)
-
-
-def join(info: LaunchInfo, timeout_s: float, timings: CoordinatorTimings) -> tuple[Session, int]:
-    """The session of this rank, and how many Coordinators the rank has made before."""
-    return _process_sessions.of(info).join(info, timeout_s, timings)
-
-
-def retain(info: LaunchInfo) -> None:
-    """Count one more Coordinator of this rank in its session."""
-    _process_sessions.of(info).retain()
-
-
-def leave(info: LaunchInfo, timeout_s: float | None) -> list[int]:
-    """Give the session back; see _ProcessSession.leave."""
-    return _process_sessions.of(info).leave(timeout_s)
+this_process = _ProcessSessions()
+os.register_at_fork(after_in_child=this_process.drop)
 
 
 @dataclass(frozen=True)

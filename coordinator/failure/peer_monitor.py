@@ -170,6 +170,10 @@ class PeerMonitor:
         exited, lost_s = FailureReason.EXITED, time.monotonic() - since
         return ObservedRank(self._remote[rank], CONNECTION_LOST, None, exited, None, lost_s)
 
+    def own_call(self) -> CallStatus:
+        """The call that this rank was last in; number 0 if in none yet."""
+        return self._read_status(self.me.rank).last_call
+
     def _local_status(self, rank: int) -> tuple[int, CallStatus | None]:
         status = self._read_status(rank)
         return status.status, status.last_call if status.num_calls else None

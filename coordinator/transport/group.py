@@ -71,6 +71,8 @@ class Group:
 
     def call_status(self) -> CallStatus:
         """The call this rank was last in."""
+        if self._is_one_domain:
+            return self.detector.monitor.own_call()
         call, since = self._last
         return CallStatus(*call, time.monotonic() - since)
 
@@ -80,21 +82,20 @@ class Group:
 
     def exchange(self, pending: PendingCall, exchange: Exchange) -> list[bytes]:
         """The data of each rank, or nothing where this rank is not to read it."""
-        call = pending.call
-        self._last = (call, pending.since)
-        self.detector.check_group(pending)
         try:
             if self._is_one_domain:
                 reads = exchange.reader == ALL_RANKS or exchange.reader == self.rank
                 return self._exchange_in_domain(pending, exchange, reads)
-            return self._exchange_in_all(pending, exchange)
+            self._last = (pending.call, pending.since)
+            self.detector.check_group(pending)
+            results = self._exchange_in_all(pending, exchange)
+            self._last = (pending.call, time.monotonic())
+            return results
         except _node_shm.CallMismatch:
             raise self.detector.in_different_calls(pending) from None
         except TreeLinkBroken as error:
             neighbour = self.shm_domains[error.index][0]
             raise self.detector.broken(neighbour, str(error), pending) from error
-        finally:
-            self._last = (call, time.monotonic())
 
     def _exchange_in_domain(
         self, pending: PendingCall, exchange: Exchange, reads: bool
@@ -107,7 +108,7 @@ class Group:
         (name, number, where), wait_s = pending.call, self._wait_s
         data, root, _, is_scattered = exchange
         results = segment.exchange(name, number, root + 1, where, data, reads, is_scattered, wait_s)
-        while results is None:
+        while results is None:  # not all came in time, or the group has failed: then check() raises
             self.detector.check(pending)
             results = segment.resume(wait_s)
         return results

@@ -5,7 +5,7 @@
 #include <Python.h>
 #include <sys/mman.h>
 
-#include <cstdio>
+#include <algorithm>
 #include <cstring>
 #include <new>
 #include <vector>
@@ -49,11 +49,18 @@ int64_t deadline_of(double timeout_s) {
     return shm::now_ns() + static_cast<int64_t>(timeout_s * 1e9);
 }
 
-bool copy_text(PyObject* text, char* target, size_t nbytes) {
-    const char* utf8 = PyUnicode_AsUTF8AndSize(text, nullptr);
+// Into a target of zeros, cut to fit with its final zero.
+bool copy_text(PyObject* text, char* target, size_t target_nbytes) {
+    Py_ssize_t nbytes;
+    const char* utf8 = PyUnicode_AsUTF8AndSize(text, &nbytes);
     if (utf8 == nullptr) return false;
-    snprintf(target, nbytes, "%s", utf8);
+    std::memcpy(target, utf8, std::min(static_cast<size_t>(nbytes), target_nbytes - 1));
     return true;
+}
+
+// A text that was cut, or read while it changed, may have half a character.
+PyObject* read_text(const char* text) {
+    return PyUnicode_DecodeUTF8(text, static_cast<Py_ssize_t>(std::strlen(text)), "replace");
 }
 
 // The part of a rank's bytes that this rank reads.
@@ -61,7 +68,7 @@ Range range_to_read(const Object* self, int rank) {
     const Pending* pending = self->pending;
     if (!pending->reads) return {};
     if (pending->is_scattered) return self->segment->part_of(rank);
-    return {0, self->segment->call_of(rank).nbytes};
+    return {0, self->segment->nbytes_of(rank)};
 }
 
 // Ask for huge pages: otherwise page faults of fresh memory cost more than the copy. Errors are
@@ -144,22 +151,27 @@ PyObject* fail(Object* self) {
     return nullptr;
 }
 
-// The list of bytes if the call ends in time, else None: call again.
-PyObject* proceed(Object* self, double timeout_s) {
+// Begins `call`, or goes on with the one that has begun if that is null. The list of bytes if the
+// call ends in time, else None: call again.
+PyObject* proceed(Object* self, const CallRecord* call, double timeout_s) {
+    NodeSegment* segment = self->segment;
+    const char* data = PyBytes_AsString(self->pending->data);
     int64_t deadline_ns = deadline_of(timeout_s);
-    bool is_over = false;
-    if (self->pending->results == nullptr) {
-        bool is_complete;
-        Py_BEGIN_ALLOW_THREADS;
-        is_complete = self->segment->wait(deadline_ns);
-        Py_END_ALLOW_THREADS;
-        if (!is_complete) Py_RETURN_NONE;
-        if (!check_calls_and_allocate(self)) return fail(self);
+    bool is_complete;
+    Py_BEGIN_ALLOW_THREADS;
+    if (call != nullptr) segment->begin(*call, data);
+    is_complete = segment->wait(deadline_ns);
+    Py_END_ALLOW_THREADS;
+    if (!is_complete) Py_RETURN_NONE;
+    if (self->pending->results == nullptr && !check_calls_and_allocate(self)) return fail(self);
+    if (segment->has_one_round()) {  // a few KB: to give the interpreter lock away costs more
+        read_round(self);
+        return finish(self);
     }
     Py_BEGIN_ALLOW_THREADS;
-    is_over = run_rounds(self, deadline_ns);
+    is_complete = run_rounds(self, deadline_ns);
     Py_END_ALLOW_THREADS;
-    if (!is_over) Py_RETURN_NONE;
+    if (!is_complete) Py_RETURN_NONE;
     return finish(self);
 }
 
@@ -182,28 +194,27 @@ PyObject* segment_exchange(PyObject* object, PyObject* const* args, Py_ssize_t n
     double timeout_s = PyFloat_AsDouble(args[7]);
     bool reads = PyObject_IsTrue(args[5]) == 1, is_scattered = PyObject_IsTrue(args[6]) == 1;
     if (PyErr_Occurred()) return nullptr;
+    if (self->segment->has_failed()) Py_RETURN_NONE;
     forget(self->pending);
     Py_INCREF(args[4]);
     self->pending->data = args[4];
     self->pending->reads = reads;
     self->pending->is_scattered = is_scattered;
-    Py_BEGIN_ALLOW_THREADS;
-    self->segment->begin(call, data);
-    Py_END_ALLOW_THREADS;
-    return proceed(self, timeout_s);
+    return proceed(self, &call, timeout_s);
 }
 
 PyObject* segment_resume(PyObject* object, PyObject* argument) {
+    Object* self = self_of(object);
     double timeout_s = PyFloat_AsDouble(argument);
     if (PyErr_Occurred()) return nullptr;
-    if (self_of(object)->pending->data == nullptr) {
+    if (self->pending->data == nullptr) {
         PyErr_SetString(PyExc_RuntimeError, "resume() without a call that has begun");
         return nullptr;
     }
-    return proceed(self_of(object), timeout_s);
+    return proceed(self, nullptr, timeout_s);
 }
 
-PyObject* segment_glimpse(PyObject* object, PyObject* argument) {
+PyObject* segment_read_status(PyObject* object, PyObject* argument) {
     NodeSegment* segment = self_of(object)->segment;
     long rank = PyLong_AsLong(argument);
     if (PyErr_Occurred()) return nullptr;
@@ -213,9 +224,10 @@ PyObject* segment_glimpse(PyObject* object, PyObject* argument) {
     }
     node_shm::PeerStatus peer = segment->read_status(static_cast<int>(rank));
     double ago_s = (shm::now_ns() - peer.seen_ns) / 1e9;
-    return Py_BuildValue("IiIsKsd", peer.status, static_cast<int>(peer.has_arrived), peer.calls,
-                         peer.call.name, static_cast<unsigned long long>(peer.call.number),
-                         peer.call.site, ago_s);
+    return Py_BuildValue("IiINKNd", peer.status, static_cast<int>(peer.has_arrived), peer.calls,
+                         read_text(peer.call.name),
+                         static_cast<unsigned long long>(peer.call.number),
+                         read_text(peer.call.site), ago_s);
 }
 
 PyObject* segment_set_status(PyObject* object, PyObject* argument) {
@@ -278,10 +290,11 @@ PyObject* create(PyObject*, PyObject* argument) {
 PyMethodDef segment_methods[] = {
     {"exchange", as_method(segment_exchange), METH_FASTCALL,
      "exchange(name, number, tag, site, data, reads, is_scattered, timeout_s)\n"
-     "-> list of every rank's bytes, or None if not all came in time: then resume().\n"
+     "-> list of every rank's bytes, or None if not all came in time: then resume(), or if the\n"
+     "group has failed.\n"
      "Collective. Raises CallMismatch if the ranks are in different calls."},
     {"resume", segment_resume, METH_O, "resume(timeout_s) -> as exchange()"},
-    {"read_status", segment_glimpse, METH_O,
+    {"read_status", segment_read_status, METH_O,
      "read_status(rank) -> (status, has_arrived, calls, name, number, site, seen_ago_s)"},
     {"set_status", segment_set_status, METH_O, "set_status(number), for the others to see"},
     {"publish_failure", segment_publish_failure, METH_O,

@@ -139,16 +139,27 @@ bool NodeSegment::wait(int64_t deadline_ns) {
     return is_complete();
 }
 
-CallRecord NodeSegment::call_of(int rank) const { return load(slot(rank).records[calls_ & 1]); }
+uint64_t NodeSegment::nbytes_of(int rank) const {
+    const AtomicCallRecord& record = slot(rank).records[calls_ & 1];
+    return record.words[nbytes_word].load(std::memory_order_relaxed);
+}
 
-bool NodeSegment::is_same_call(int rank) const {
-    CallRecord other = call_of(rank);
+bool NodeSegment::has_one_round() {
+    if (num_steps_ == 0)
+        for (int other = 0; other < nranks; ++other)
+            num_steps_ = std::max(num_steps_, num_steps(nbytes_of(other)));
+    return num_steps_ == 1;
+}
+
+bool NodeSegment::is_same_call(int other_rank) const {
+    if (other_rank == rank) return true;
+    CallRecord other = load(slot(other_rank).records[calls_ & 1]);
     return other.number == call_.number && other.tag == call_.tag &&
            std::strncmp(other.name, call_.name, sizeof call_.name) == 0;
 }
 
 Range NodeSegment::part_of(int other) const {
-    uint64_t nbytes = call_of(other).nbytes;
+    uint64_t nbytes = nbytes_of(other);
     size_t table = (static_cast<size_t>(nranks) + 1) * sizeof(uint64_t);
     if (nbytes < table) return {};
     const char* start = nbytes <= inline_bytes ? slot(other).data[round_ & 1] : chunk(other);
@@ -158,7 +169,7 @@ Range NodeSegment::part_of(int other) const {
 }
 
 void NodeSegment::read(int other, const Range& range, char* target) const {
-    uint64_t nbytes = call_of(other).nbytes;
+    uint64_t nbytes = nbytes_of(other);
     bool is_inline = nbytes <= inline_bytes;
     if (is_inline && step_ > 0) return;
     uint64_t first = step_ * chunk_bytes;
@@ -170,10 +181,7 @@ void NodeSegment::read(int other, const Range& range, char* target) const {
 }
 
 bool NodeSegment::next() {
-    if (num_steps_ == 0)
-        for (int other = 0; other < nranks; ++other)
-            num_steps_ = std::max(num_steps_, num_steps(call_of(other).nbytes));
-    if (++step_ >= num_steps_) return false;
+    if (has_one_round() || ++step_ >= num_steps_) return false;
     ++round_;
     publish();
     arrive();

@@ -33,6 +33,7 @@ struct CallRecord {
     char site[96];
 };
 constexpr size_t call_words = sizeof(CallRecord) / sizeof(uint64_t);
+constexpr size_t nbytes_word = offsetof(CallRecord, nbytes) / sizeof(uint64_t);
 static_assert(sizeof(CallRecord) % sizeof(uint64_t) == 0, "a record is whole words");
 
 // In atomic words: another rank may read the record while it changes, and then gets a mixture of
@@ -91,9 +92,11 @@ class NodeSegment {
     void begin(const CallRecord& call, const char* data);
     // Waits for all ranks to arrive; false at the deadline or when the group has failed.
     bool wait(int64_t deadline_ns);
-    // After the first round: the call of a rank, and whether it is the same as this rank's.
-    CallRecord call_of(int rank) const;
+    // After the first round: whether a rank is in the same call as this one, the size of its data,
+    // and whether this round brought all that the ranks have.
     bool is_same_call(int rank) const;
+    uint64_t nbytes_of(int rank) const;
+    bool has_one_round();
     // This rank's part of a rank's scattered bytes: a table of nranks + 1 offsets, then the parts.
     Range part_of(int rank) const;
     // Copies the bytes of a rank that this round brought, within range, to their place in target.

@@ -1,5 +1,6 @@
 """Strangers without the launch secret do not join, crash or delay a launch."""
 
+import collections
 import contextlib
 import logging
 import os
@@ -18,7 +19,7 @@ from coordinator import Coordinator, CoordinatorError
 from coordinator.control import client as client_module
 from coordinator.control.client import Client, ServerLost, connect
 from coordinator.control.credentials import MAGIC, VERSION, Credentials
-from coordinator.control.framing import ConnectionBroken, NoMessage
+from coordinator.control.framing import Connection, ConnectionBroken, NoMessage
 from coordinator.control.handshake import (
     CONTROL,
     GREETING,
@@ -29,9 +30,11 @@ from coordinator.control.handshake import (
     Hello,
     NotReady,
     Rejected,
+    authenticate,
     purpose_of,
 )
 from coordinator.control.server import ControlServer
+from coordinator.timings import CoordinatorTimings
 from coordinator.transport.tree import ChildListener
 from launcher import LaunchInfo
 
@@ -173,6 +176,16 @@ def test_a_thousand_idle_connections_do_not_delay(launch, caplog):
         link.close()
 
 
+def was_sent_away(link):
+    link.setblocking(False)
+    try:
+        return not link.recv(1000)
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
 def test_strangers_cannot_take_the_descriptors_that_ranks_need(fork):
     """Rank 0 may open few files, and there are more strangers than that."""
 
@@ -184,9 +197,8 @@ def test_strangers_cannot_take_the_descriptors_that_ranks_need(fork):
             if coor.rank == 1:
                 address = (info.master_addr, info.master_port)
                 idle = [socket.create_connection(address, timeout=5) for _ in range(100)]
-                idle[0].settimeout(5)
-                idle[0].recv(1000)
-                assert idle[0].recv(1) == b""  # the oldest has been sent away
+                while sum(map(was_sent_away, idle)) < 60:
+                    time.sleep(0.01)
             coor.barrier()
             if coor.rank == 0:
                 with open(os.devnull):  # the program itself has some left too
@@ -216,7 +228,7 @@ def test_a_slow_writer_and_half_open_connections_do_not_delay(launch):
 
 
 @pytest.mark.parametrize("what", ["secret", "world_size", "launch_id"])
-def test_a_rank_of_another_launch_is_rejected_at_once(launch, what):
+def test_a_rank_of_another_launch_is_rejected_at_once(launch, what, caplog):
     """Rank 1 of another secret, size or launch comes to this rank 0 and is sent away."""
     other_fd = os.memfd_create("launch-secret")
     os.write(other_fd, bytes(32))
@@ -225,6 +237,7 @@ def test_a_rank_of_another_launch_is_rejected_at_once(launch, what):
         "world_size": ({"nprocs": 3}, "of 3 ranks, but the launch there has 2 ranks"),
         "launch_id": ({"launch_id": "another"}, "another launch id was given there"),
     }[what]
+    logged = "does not know the launch secret" if what == "secret" else "is of another launch"
 
     def wrong():
         time.sleep(0.1)
@@ -241,6 +254,7 @@ def test_a_rank_of_another_launch_is_rejected_at_once(launch, what):
     assert isinstance(found[1], CoordinatorError), found[1]
     assert text in str(found[1])
     assert time.monotonic() - start < 4
+    assert f"a connection from 127.0.0.1 {logged}" in caplog.text
 
 
 def test_a_replayed_handshake_is_rejected(launch):
@@ -324,7 +338,8 @@ def send_while_others_come(address, oldest):
 def test_a_client_that_sends_as_it_is_rejected_does_not_end_the_server():
     """They were dropped and then heard, in one turn of the loop, and the thread ended."""
     credentials = Credentials(bytes(range(32)), "strangers", 2)
-    server = ControlServer(socket.create_server(("127.0.0.1", 0), backlog=256), credentials)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+    server = ControlServer(listener, credentials, CoordinatorTimings(pending_s=0))
     server.open(0)
     links = dialled(server.address, MAX_PENDING)
     for link in links:
@@ -342,6 +357,96 @@ def test_a_client_that_sends_as_it_is_rejected_does_not_end_the_server():
         link.close()
     server.begin_closing()
     assert server.wait(5)
+
+
+@pytest.fixture
+def patient():
+    """A server that gives each client a minute to authenticate, whoever else comes."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    server = ControlServer(listener, CREDENTIALS, CoordinatorTimings(pending_s=60))
+    server.open(0)
+    yield server
+    server.begin_closing()
+    assert server.wait(5)
+
+
+def authenticated(link):
+    authenticate(Connection(link), CREDENTIALS, Hello(1, CONTROL), time.monotonic() + 20)
+
+
+def test_strangers_do_not_take_the_place_of_a_distant_rank(patient):
+    """They sent it away before its hello could arrive."""
+    max_pending = patient._authenticator._max_pending
+    with socket.create_connection(patient.address, timeout=20) as distant:
+        distant.recv(1, socket.MSG_PEEK)
+        strangers = dialled(patient.address, max_pending)
+        assert strangers[-1].recv(1) == b""
+        authenticated(distant)
+    for link in strangers:
+        link.close()
+
+
+def test_an_address_with_few_connections_has_room_beside_one_with_many(patient):
+    strangers = dialled(patient.address, patient._authenticator._max_pending)
+    with socket.create_connection(patient.address, 20, ("127.0.0.2", 0)) as distant:
+        authenticated(distant)
+    for link in strangers:
+        link.close()
+
+
+@contextlib.contextmanager
+def delayed(address, delay_s):
+    """The address of a relay that hands on all bytes so much later."""
+    relay = socket.create_server(("127.0.0.1", 0))
+
+    def hand_on(source, sink):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                time.sleep(delay_s)
+                sink.sendall(data)
+            time.sleep(delay_s)
+            sink.shutdown(socket.SHUT_WR)
+
+    def serve():
+        with contextlib.suppress(OSError):
+            while True:
+                near, far = relay.accept()[0], socket.create_connection(address, timeout=20)
+                for ends in ((near, far), (far, near)):
+                    threading.Thread(target=hand_on, args=ends, daemon=True).start()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    yield relay.getsockname()
+    relay.shutdown(socket.SHUT_RDWR)
+    relay.close()
+    thread.join(20)
+
+
+@contextlib.contextmanager
+def flood(address):
+    """A process that dials as fast as it can, and lets the last hundreds stay."""
+    stranger = os.fork()
+    if stranger == 0:
+        signal.alarm(100)
+        links = collections.deque(maxlen=400)
+        while True:
+            with contextlib.suppress(OSError):
+                links.append(socket.create_connection(address, timeout=5))
+    try:
+        yield
+    finally:
+        os.kill(stranger, signal.SIGKILL)
+        os.waitpid(stranger, 0)
+
+
+def test_a_flood_does_not_keep_a_distant_rank_out(server):
+    with flood(server.address), delayed(server.address, 0.05) as address:
+        while len(server._authenticator._pending) < server._authenticator._max_pending:
+            time.sleep(0.01)
+        addresses, hello = [(socket.AF_INET, address)], Hello(1, CONTROL, process="distant")
+        client = Client(lambda: addresses, CREDENTIALS, hello, 90)
+        assert client.ask("count", "", timeout_s=20) == 0
+        client.close()
 
 
 def test_a_client_that_sends_as_it_is_rejected_does_not_end_a_listener():

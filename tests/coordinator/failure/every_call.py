@@ -69,13 +69,29 @@ def together(bodies):
     return threads
 
 
-def fall(name, coor, fault):
+def fall(name, coor, fault, has_begun):
     """The victim's side: in its turn, where it has one."""
+
+    def begin():
+        has_begun.set()
+        fault(coor)
+
     with contextlib.suppress(Exception), coor:
         if name in TURNS and waits_for(name, coor, coor.rank):
-            TURNS[name](coor, lambda: fault(coor))
+            TURNS[name](coor, begin)
         else:
-            fault(coor)
+            begin()
+
+
+def begun(coors, fault, only_turns):
+    """The threads of the victim, once each is at its fault."""
+    names = [name for name in coors if name in TURNS or not only_turns]
+    events = {name: threading.Event() for name in names}
+    threads = together(
+        [lambda name=name: fall(name, coors[name], fault, events[name]) for name in names]
+    )
+    assert all(event.wait(20) for event in events.values())
+    return threads
 
 
 def made(info, names=CALLS):
@@ -112,14 +128,14 @@ def run(info, names, victim, fault, timeout_s, whole=None):
     """On a rank: the outcomes of its calls by name. The victim: fault(coor) in each of them, at the
     same time; or whole() for the whole process, which then stays within its turns."""
     coors = made(info, names)
+    threads = []
+    with Coordinator(info, timeout_s=20) as ready:
+        if info.rank == victim:
+            stay = lambda _: time.sleep(60)  # noqa: E731
+            threads = begun(coors, stay if whole else fault, only_turns=whole is not None)
+        ready.barrier()  # the others begin once the victim has taken its turns
     if info.rank != victim:
-        time.sleep(0.2 * any(name in TURNS for name in names))  # for the victim to take its turns
         return waited(coors, victim, timeout_s)
-    stay = lambda _: time.sleep(60)  # noqa: E731
-    turns = {name: coor for name, coor in coors.items() if name in TURNS or whole is None}
-    threads = together(
-        [lambda each=each: fall(*each, stay if whole else fault) for each in turns.items()]
-    )
     if whole is not None:
         whole()
         return {}
