@@ -271,7 +271,7 @@ def _small(world: int, nbytes: int, way: Algorithm) -> tuple[float, str]:
     graph.replay()
     end.record()
     end.synchronize()
-    ranks.error.check(0)
+    ranks.state.check(0)
     graph.reset()
     ranks.close()
     return start.elapsed_time(end) * 10, "yes" if right else "NO"

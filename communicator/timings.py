@@ -27,6 +27,8 @@ class CommunicatorTimings:
     watchdog_poll_s: float = 0.25
     # Longer than a kernel that a dead peer has finished needs to be done here as well.
     watchdog_grace_s: float = 1.0
+    # Longer than CUDA takes to report that a graph has ended.
+    graph_end_s: float = 1.0
     # Longer than a CUDA event query takes.
     stream_poll_s: float = 0.0005
     # Longer than rank 0 takes to answer while it is busy.

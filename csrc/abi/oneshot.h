@@ -16,14 +16,19 @@
 extern "C" {
 #endif
 
-#define ONESHOT_ABI 1u
+#define ONESHOT_ABI 2u
 #define ONESHOT_MAX_RANKS 8
 #define ONESHOT_MAX_BLOCKS 24
 #define ONESHOT_MAX_BYTES (512u * 1024u)
 #define ONESHOT_HANDLE_BYTES 64u
 
+#define ONESHOT_OVERLAP 2 /* stage of a problem: two launches of a rank ran at once */
+
 enum { ONESHOT_ONE = 1, ONESHOT_TWO = 2 };                               /* algorithm */
 enum { ONESHOT_FLOAT16 = 6, ONESHOT_FLOAT32 = 7, ONESHOT_BFLOAT16 = 9 }; /* as COMM_... */
+
+/* Host memory that launches share with this process. */
+typedef struct oneshot_state oneshot_state;
 
 typedef struct oneshot_call {
     size_t struct_size;
@@ -38,7 +43,7 @@ typedef struct oneshot_call {
     const void* in[ONESHOT_MAX_RANKS]; /* by rank; those of this launch. 16-byte aligned */
     void* out[ONESHOT_MAX_RANKS];      /* may be in */
     void* arena[ONESHOT_MAX_RANKS];    /* by rank; all of them */
-    uint32_t* error;                   /* of error_create, as the device sees it */
+    oneshot_state* state;
     void* stream;
 } oneshot_call;
 
@@ -58,12 +63,21 @@ int oneshot_close(void* arena);
 /* Lets the current device access the memory of `device`, for a peer in the same process. */
 int oneshot_reach(int device);
 
-/* A word of host memory that kernels write when a wait times out: 0, or
- * 1 + waiting rank + 16 * missing rank + 256 * stage. Later launches return at once. */
-int oneshot_error_create(uint32_t** host, uint32_t** device);
-int oneshot_error_destroy(uint32_t* host);
+int oneshot_state_create(oneshot_state** state);
+/* No launch of it may run or be captured any more. */
+int oneshot_state_destroy(oneshot_state* state);
+/* 0, or 1 + rank + 16 * missing rank + 256 * stage, of a rank that gave up waiting or whose
+ * launches overlapped. Its later launches return at once. No CUDA call. */
+uint32_t oneshot_state_problem(const oneshot_state* state);
+/* Ends the waits of its launches, without a problem. From any thread; no CUDA call. */
+void oneshot_state_abort(oneshot_state* state);
+/* How many graphs are alive that captured a launch. CUDA reports the end of a graph late. */
+int oneshot_state_graphs(const oneshot_state* state);
 
-/* Enqueues; every rank of the call must be launched, here or by its own process. */
+/* Loads the kernels of a number of ranks, which a capture might not survive. */
+int oneshot_load(int world);
+/* Enqueues; every rank of the call must be launched, here or by its own process. Launches of one
+ * rank must not run at the same time: the one that finds another is a problem. */
 int oneshot_launch(const oneshot_call* call);
 
 #ifdef __cplusplus

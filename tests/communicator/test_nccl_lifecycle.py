@@ -17,7 +17,7 @@ from communicator.backends import nccl
 from communicator.backends.nccl import Nccl
 from communicator.calls import call_check
 from coordinator import Coordinator, FailureReason, RankFailure
-from tests.communicator import nccl_host
+from tests.communicator import cuda_on_cpu, nccl_host
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="a real device would not do for the stand-in"
@@ -217,8 +217,8 @@ def test_split_makes_a_child_with_ranks_of_its_own(path):
         assert log_of(path)[1:] == ["CommSplit color=0 key=0", "CommFinalize", "CommDestroy"]
 
 
-@pytest.mark.parametrize("call", ["empty", "split"])
-def test_nothing_is_registered_or_split_inside_a_capture(path, monkeypatch, call):
+@pytest.mark.parametrize("call", ["empty", "split", "synchronize"])
+def test_what_would_break_a_capture_is_refused_inside_of_one(path, monkeypatch, call):
     with Coordinator() as coor, Nccl(coor, library=path) as comm:
         log_of(path)
         with monkeypatch.context() as capturing:
@@ -381,6 +381,21 @@ def test_python_that_runs_while_an_error_is_raised_may_call_the_same_communicato
         thread.start()
         thread.join(SOON_S)
         assert not thread.is_alive() and log_of(path)[-1] == "MemFree"
+
+
+def test_memory_is_not_freed_while_a_graph_is_captured_even_after_close(path, monkeypatch):
+    """Freeing waits for the device, which ends the capture of another communicator's graph."""
+    cuda = cuda_on_cpu.install(monkeypatch)
+    with Coordinator() as coor, Nccl(coor, library=path) as comm:
+        memory, address = comm._memory, comm.mem_alloc(4096)
+        comm.close()
+        log_of(path)
+        cuda.current.is_capturing = True
+        memory.free(address)
+        assert log_of(path) == []
+        cuda.current.is_capturing = False
+        memory.run_deferred_frees()
+        assert log_of(path) == ["MemFree"]
 
 
 def test_free_memory_is_probed_and_freed(path):

@@ -79,7 +79,7 @@ HEADER_PROBE = """
 #define SHOW(field) printf("%s %zu\\n", #field, offsetof(oneshot_call, field))
 int main(void) {
     SHOW(struct_size); SHOW(algorithm); SHOW(dtype); SHOW(world); SHOW(first); SHOW(num_here);
-    SHOW(blocks); SHOW(nbytes); SHOW(timeout_ns); SHOW(in); SHOW(out); SHOW(arena); SHOW(error);
+    SHOW(blocks); SHOW(nbytes); SHOW(timeout_ns); SHOW(in); SHOW(out); SHOW(arena); SHOW(state);
     SHOW(stream);
     printf("size %zu\\nranks %d\\nblocks_at_most %d\\nbytes %u\\nabi %u\\n", sizeof(oneshot_call),
            ONESHOT_MAX_RANKS, ONESHOT_MAX_BLOCKS, ONESHOT_MAX_BYTES, ONESHOT_ABI);

@@ -1,57 +1,28 @@
 """The steps of csrc/cuda/oneshot.cu, run on threads of the CPU (oneshot_on_cpu.h), without a GPU.
 
 What it cannot show, the order in which a GPU sees memory, is for tests/gpu/test_oneshot.py.
+test_nccl_oneshot_races.py runs them under ThreadSanitizer.
 """
 
 import ctypes
-import re
-import subprocess
 import threading
-from pathlib import Path
+import time
 
 import pytest
 import torch
 
-from communicator import CommunicatorTimeout
+from communicator import CommunicatorError, CommunicatorTimeout
 from communicator.backends.nccl import oneshot
-from communicator.backends.nccl.oneshot import Algorithm, ErrorWord, KernelCall, Kernels
+from communicator.backends.nccl.oneshot import Algorithm, KernelCall, Kernels, KernelState
 from communicator.calls.dtypes import dtype_info
+from tests.communicator import oneshot_build
 
-CSRC = Path(oneshot.__file__).parents[3] / "csrc"
-HERE = Path(__file__).parent
-THREADS = 8  # of a block; the GPU has 512
 WAYS = list(Algorithm)
-
-# What is CUDA's own in the source, and what stands for it here.
-ON_CPU = {
-    r"#include <cuda\w+\.h>": "",
-    r"constexpr int THREADS = \d+;": f"constexpr int THREADS = {THREADS};",
-    r'asm volatile\("st\.release.*?\);': "__atomic_store_n(address, value, __ATOMIC_RELEASE);",
-    r'asm volatile\("ld\.acquire.*?\);': (
-        "value = __atomic_load_n(address, __ATOMIC_ACQUIRE); std::this_thread::yield();"
-    ),
-    r'asm volatile\("mov\.u64.*?\);': (
-        "value = std::chrono::steady_clock::now().time_since_epoch().count();"
-    ),
-    r"(\w+_shot<T, WORLD>)<<<grid, THREADS, 0, stream>>>\(params\);": (
-        r"launch_on_cpu(\1, grid, THREADS, params);"
-    ),
-}
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    """The kernels as they are, but for the lines that only nvcc knows."""
-    folder = tmp_path_factory.mktemp("oneshot")
-    source = (CSRC / "cuda" / "oneshot.cu").read_text()
-    for pattern, replacement in ON_CPU.items():
-        source, count = re.subn(pattern, replacement, source, flags=re.S)
-        assert count, f"{pattern} is no longer in oneshot.cu"
-    (folder / "oneshot.cpp").write_text('#include "oneshot_on_cpu.h"\n' + source)
-    built = folder / "libsteps.so"
-    flags = ["-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", f"-I{CSRC}", f"-I{HERE}"]
-    subprocess.run(["g++", *flags, folder / "oneshot.cpp", "-o", built], check=True)
-    return Kernels(str(built))
+    return Kernels(str(oneshot_build.compile_kernels(tmp_path_factory.mktemp("oneshot"))))
 
 
 class Ranks:
@@ -59,7 +30,7 @@ class Ranks:
 
     def __init__(self, kernels, world_size, timeout_s=30.0):
         self.kernels, self.world_size, self.timeout_s = kernels, world_size, timeout_s
-        self.error, self.arenas = ErrorWord(kernels), []
+        self.state, self.arenas = KernelState(kernels), []
         for _ in range(world_size):
             arena = ctypes.c_void_p()
             kernels.create(ctypes.byref(arena))
@@ -71,7 +42,7 @@ class Ranks:
         )
         call.first, call.num_here, call.blocks = first, num_here, blocks
         call.dtype, call.nbytes = dtype_info(tensors[0].dtype).number, tensors[0].nbytes
-        call.timeout_ns, call.error = int(self.timeout_s * 1e9), self.error.address
+        call.timeout_ns, call.state = int(self.timeout_s * 1e9), self.state.address
         for rank in range(self.world_size):
             call.arena[rank] = self.arenas[rank]
             call.in_[rank], call.out[rank] = tensors[rank].data_ptr(), outs[rank].data_ptr()
@@ -79,7 +50,7 @@ class Ranks:
 
     def sum(self, tensors, way, blocks=2):
         self.launch(0, self.world_size, tensors, tensors, way, blocks)
-        self.error.check(0)
+        self.state.check(0)
         return tensors
 
 
@@ -135,7 +106,7 @@ def test_ranks_that_run_at_their_own_pace_never_read_what_a_later_call_wrote(ker
         thread.start()
     for thread in threads:
         thread.join()
-    ranks.error.check(0)
+    ranks.state.check(0)
     for turn in range(turns):
         expected = in_order(inputs[turn])
         assert all(torch.equal(out, expected) for out in found[turn]), turn
@@ -147,14 +118,61 @@ def test_a_rank_that_never_comes_is_named_and_later_calls_end_at_once(kernels):
     before = [tensor.clone() for tensor in tensors]
     ranks.launch(0, 3, tensors, tensors, Algorithm.ONE_SHOT, 1)
     with pytest.raises(CommunicatorTimeout, match=r"of rank [012] waited in vain for rank 3"):
-        ranks.error.check(0)
+        ranks.state.check(0)
     ranks.launch(0, 3, tensors, tensors, Algorithm.TWO_SHOT, 1)
     assert all(torch.equal(*pair) for pair in zip(tensors, before, strict=True))
 
 
+def start(target, *arguments):
+    thread = threading.Thread(target=target, args=arguments)
+    thread.start()
+    return thread
+
+
+def wait_until_it_waits(ranks, rank):
+    while not oneshot_build.is_in_kernel(ranks.arenas[rank]):
+        time.sleep(0.001)
+
+
+def test_an_abort_ends_a_kernel_that_waits_and_is_no_problem_of_its_own(kernels):
+    """It waited for a dead peer until its own deadline."""
+    ranks, tensors = Ranks(kernels, 2, timeout_s=600), values(2, 64, torch.float32)
+    before = tensors[0].clone()
+    waiting = start(ranks.launch, 0, 1, tensors, tensors, Algorithm.TWO_SHOT, 2)
+    wait_until_it_waits(ranks, 0)
+    assert waiting.is_alive()
+    ranks.state.abort()
+    waiting.join(60)
+    assert not waiting.is_alive()
+    ranks.state.check(0)
+    ranks.launch(0, 1, tensors, tensors, Algorithm.ONE_SHOT, 1)  # and later ones return at once
+    assert torch.equal(tensors[0], before)
+
+
+def test_a_launch_that_overlaps_another_of_its_rank_is_noticed(kernels):
+    """It took the same generation and buffer: both results were wrong, in silence."""
+    ranks, tensors = Ranks(kernels, 2, timeout_s=600), values(2, 64, torch.float32)
+    waiting = start(ranks.launch, 0, 1, tensors, tensors, Algorithm.ONE_SHOT, 2)
+    wait_until_it_waits(ranks, 0)
+    ranks.launch(0, 1, tensors, tensors, Algorithm.ONE_SHOT, 1)
+    with pytest.raises(CommunicatorError, match="two one-shot sums of rank 0 ran at the same"):
+        ranks.state.check(0)
+    ranks.state.abort()
+    waiting.join(60)
+    assert not waiting.is_alive()
+
+
 @pytest.mark.parametrize(
     "change",
-    [{"blocks": 25}, {"blocks": 0}, {"first": 3}, {"nbytes": 8}, {"nbytes": 2**20}, {"world": 3}],
+    [
+        {"state": None},
+        {"blocks": 25},
+        {"blocks": 0},
+        {"first": 3},
+        {"nbytes": 8},
+        {"nbytes": 2**20},
+        {"world": 3},
+    ],
     ids=str,
 )
 def test_a_call_that_cannot_be_is_refused(kernels, change):
@@ -162,7 +180,9 @@ def test_a_call_that_cannot_be_is_refused(kernels, change):
         struct_size=ctypes.sizeof(KernelCall), algorithm=1, dtype=7, world=4, num_here=2
     )
     call.blocks, call.nbytes = 1, 64
+    call.state = (state := KernelState(kernels)).address
     for name, value in change.items():
         setattr(call, name, value)
-    with pytest.raises(oneshot.CommunicatorError, match="launch failed"):
+    with pytest.raises(CommunicatorError, match="launch failed"):
         kernels.launch(ctypes.byref(call))
+    state.close()

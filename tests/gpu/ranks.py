@@ -274,12 +274,12 @@ def oneshot_sums(coor: Coordinator) -> list[str]:
 
 
 def _on_its_own_stream(coor: Coordinator) -> list[str]:
-    """Small sums go on the stream that was given, not behind what the current one has to do."""
-    side, tensor = torch.cuda.Stream(), torch.ones(1024, device=GPU)
+    """Small sums go on the stream that was given, after what the current one has to do."""
+    side, tensor = torch.cuda.Stream(), torch.zeros(1024, device=GPU)
     with Nccl(coor, device=0, oneshot=True, stream=side) as comm:
-        torch.cuda.synchronize()
-        torch.cuda._sleep(1_000_000_000)
-        comm.allreduce(tensor)
+        torch.cuda._sleep(100_000_000)
+        comm.allreduce(tensor.fill_(1))
+        torch.cuda._sleep(100_000_000)
         with torch.cuda.stream(side):
             found = tensor.mean().item()
         return [] if found == comm.world_size else [f"a sum on a stream of its own gave {found}"]
@@ -307,10 +307,11 @@ def oneshot_absent_rank(coor: Coordinator) -> list[str | float]:
             comm.allreduce(torch.ones(1024, device=GPU))
             try:
                 comm.synchronize()
-            except CommunicatorTimeout as error:
+            except (CommunicatorTimeout, PeerLost) as error:  # here, or by the watchdog
                 said = str(error)
         took_s = time.monotonic() - start
         coor.barrier()
+        comm.abort()  # on all, for the other has lost nothing
         return [said, took_s, torch.ones(3, device=GPU).sum().item()]
 
 

@@ -15,9 +15,9 @@ from communicator import CommunicatorTimeout
 from communicator.backends.nccl import oneshot
 from communicator.backends.nccl.oneshot import (
     Algorithm,
-    ErrorWord,
     KernelCall,
     Kernels,
+    KernelState,
     num_blocks,
 )
 from communicator.calls.dtypes import dtype_info
@@ -42,12 +42,12 @@ class Ranks:
 
     def __init__(self, world_size, timeout_s=10.0):
         self.kernels = Kernels()
-        self.error = ErrorWord(self.kernels)
+        self.state = KernelState(self.kernels)
         self.world_size = world_size
         self.call = KernelCall(
             struct_size=ctypes.sizeof(KernelCall), world=world_size, num_here=world_size
         )
-        self.call.error, self.call.timeout_ns = self.error.address, int(timeout_s * 1e9)
+        self.call.state, self.call.timeout_ns = self.state.address, int(timeout_s * 1e9)
         for rank in range(world_size):
             arena = ctypes.c_void_p()
             self.kernels.create(ctypes.byref(arena))
@@ -76,7 +76,7 @@ class Ranks:
         torch.cuda.synchronize()
         for rank in range(self.world_size):
             self.kernels.destroy(ctypes.c_void_p(self.call.arena[rank]))
-        self.error.close()
+        self.state.close()
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_sums_of_every_size_have_the_bits_of_the_sum_in_order_of_rank(ranks, dty
         expected = bits(sort_places(tensors))
         for found in ranks.sum(tensors, way):
             assert torch.equal(bits(found), expected), (nbytes, seed)
-    ranks.error.check(0)
+    ranks.state.check(0)
 
 
 @pytest.mark.parametrize("ranks", WORLDS, indirect=True)
@@ -126,7 +126,7 @@ def test_small_sums_again_and_again_with_changing_grids(ranks, way):
         expected = sort_places(tensors)
         for found in ranks.sum(tensors, way, blocks):
             assert torch.equal(found, expected), turn
-    ranks.error.check(0)
+    ranks.state.check(0)
 
 
 @pytest.mark.parametrize("ranks", [2, 8], indirect=True)
@@ -138,7 +138,7 @@ def test_a_hundred_thousand_calls_stay_right(ranks):
         ranks.sum(tensors, way, blocks=1 + turn % 3, outs=outs)
         if turn % 10_000 == 9_999:
             assert all(bool((out == ranks.world_size).all()) for out in outs), turn
-    ranks.error.check(0)
+    ranks.state.check(0)
 
 
 @pytest.mark.parametrize("ranks", [4], indirect=True)
@@ -178,7 +178,7 @@ def test_a_rank_that_never_comes_is_reported_and_the_gpu_goes_on():
     ranks.sum(tensors, Algorithm.ONE_SHOT)
     torch.cuda.synchronize()
     with pytest.raises(CommunicatorTimeout, match="waited in vain for rank 3"):
-        ranks.error.check(0)
+        ranks.state.check(0)
     assert torch.ones(3, device="cuda").sum().item() == 3
     ranks.close()
 

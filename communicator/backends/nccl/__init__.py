@@ -23,11 +23,13 @@ import communicator._native as _native
 from communicator import timings
 from communicator.backends.nccl import nccl_library
 from communicator.backends.nccl.exit_notice import ExitNotice
+from communicator.backends.nccl.given_stream import GivenStream
 from communicator.backends.nccl.nccl_library import NcclLibrary, version_text
 from communicator.backends.nccl.oneshot import Oneshot, is_aligned, select_algorithm
 from communicator.backends.nccl.registered_memory import RegisteredMemory
 from communicator.backends.nccl.watchdog import Watchdog
 from communicator.backends.plugin import PluginCommunicator
+from communicator.calls.default_collectives import P2PCall
 from communicator.calls.dtypes import op_name
 from communicator.calls.failures import describe_lost
 from communicator.errors import (
@@ -50,10 +52,15 @@ def _adding_dead_peers(call: str) -> Any:
     @functools.wraps(method)
     def wrapped(self: Nccl, *args: Any, **kwargs: Any) -> Any:
         self.check_not_aborted()
+        if self._given_stream is not None:
+            self._given_stream.follow_current(call)
         try:
-            return method(self, *args, **kwargs)
+            result = method(self, *args, **kwargs)
         except (PeerLost, CommunicatorTimeout) as error:
             raise self.with_dead_peers(error) from error
+        if self._given_stream is not None:
+            self._given_stream.keep([*args, *kwargs.values(), result])
+        return result
 
     return wrapped
 
@@ -81,6 +88,8 @@ class Nccl(PluginCommunicator):
     library: the path of libnccl.so.2; None looks for it. All ranks must have the same build.
     device: the CUDA device of this rank, its local rank of the launch if not given.
     stream: a torch.cuda.Stream for everything this communicator does, instead of the current one.
+        It waits for what the current one has to do when a call is made; before results are used,
+        let the current one wait for it: torch.cuda.current_stream().wait_stream(stream).
     blocking: NCCL's own blocking mode. Calls return sooner (NCCL starts no thread for each), but a
         peer that dies while NCCL connects is waited for without a deadline.
     max_ctas: how many thread blocks a call may use at most.
@@ -116,6 +125,7 @@ class Nccl(PluginCommunicator):
     _is_end_known = False  # to its user: an error said so, or the user called abort()
     _exit_notice: ExitNotice
     _oneshot: Oneshot | None = None
+    _given_stream: GivenStream | None = None
     _own_coor: Coordinator | None = None  # created for this communicator alone, by split()
 
     def do_open(  # type: ignore[override]  # these options and no others
@@ -131,7 +141,8 @@ class Nccl(PluginCommunicator):
         """existing: a communicator of NCCL's to use, instead of opening one."""
         self._ordinal = self.coor.info.local_rank if device is None else device
         self._stream = stream
-        self._memory = RegisteredMemory(self)
+        if stream is not None:
+            self._given_stream = GivenStream(stream, self.rank)
         self._library, self._library_problem = _find(library)
         if existing is None:
             options: dict[str, Any] = {
@@ -146,6 +157,7 @@ class Nccl(PluginCommunicator):
         else:
             self._load_plugin()
             self._comm = existing
+        self._memory = RegisteredMemory(self)
         self._exit_notice = ExitNotice(self.coor)
         self._connect()
         if oneshot:
@@ -154,7 +166,8 @@ class Nccl(PluginCommunicator):
 
     def _connect(self) -> None:
         """Make the first connections now, with a deadline, and start to watch for failures."""
-        self.allreduce = _fast_allreduce(self)
+        if self._given_stream is None:
+            self.allreduce = _fast_allreduce(self)
         if torch.cuda.is_available():
             _warn_of_driver()
             try:
@@ -219,6 +232,7 @@ class Nccl(PluginCommunicator):
         Raises PeerLost if a peer died meanwhile (then results are not to be used), and
         CommunicatorTimeout if the stream is not done in time.
         """
+        self._check_outside_capture("synchronize")
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
         with torch.cuda.device(self._ordinal):
             event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -231,12 +245,24 @@ class Nccl(PluginCommunicator):
                     f"the same calls.{lost} abort() ends what waits on the GPU."
                 )
             time.sleep(timings.TIMINGS.stream_poll_s)
-        if self._oneshot is not None:
-            self._oneshot.check()
+        self.check()
+
+    def check(self) -> None:
+        """Raise PeerLost or CommunicatorTimeout if results are not to be used. Waits for nothing.
+
+        Call it after replays of a graph, which raise nothing. Makes no CUDA call, and takes about a
+        microsecond; what the watchdog has to find out is known here within seconds.
+        """
+        self._check_open("check")
         try:
+            if self._oneshot is not None:
+                self._oneshot.check()
             self._comm.async_error()
         except PeerLost as error:
             raise self.with_dead_peers(error) from error
+        except CommunicatorError as error:  # of the kernel, which does nothing from then on
+            self.abort_because(PeerLost(str(error)), is_known=True)
+            raise
 
     def with_dead_peers(self, error: DrumlineError) -> DrumlineError:
         """The error with the peers that died, or why this communicator was aborted meanwhile."""
@@ -276,6 +302,8 @@ class Nccl(PluginCommunicator):
             time.sleep(timings.TIMINGS.watchdog_grace_s)
             return PeerLost(f"a peer died.{describe_lost(lost)}", lost)
         try:
+            if self._oneshot is not None:
+                self._oneshot.check()
             self._comm.async_error()
         except DrumlineError as error:
             lost = self._await_lost_peers()
@@ -299,6 +327,8 @@ class Nccl(PluginCommunicator):
         if self._call_checker is not None:
             self._call_checker.uninstall()
         self.__dict__.pop("allreduce", None)  # the fast one, which does not look at _end_reason
+        if self._oneshot is not None:
+            self._oneshot.state.abort()
         self._comm.abort()
 
     # Closing.
@@ -307,7 +337,8 @@ class Nccl(PluginCommunicator):
         """Wait for what is enqueued and free everything. Every rank closes.
 
         Raises CommunicatorError, and stays open, while a CUDA graph that captured this communicator
-        is alive: NCCL would wait for it for ever. Delete or reset() the graph first.
+        is alive: NCCL would wait for it for ever. Delete or reset() the graph first. One that holds
+        one-shot sums makes it raise on every rank.
         Raises PeerLost, and is closed, if a peer died and no call has said so yet: what was
         enqueued may not have happened. While another exception is in flight that is a warning.
         """
@@ -331,6 +362,8 @@ class Nccl(PluginCommunicator):
         """Close in good order, and announce it to the peers. Returns what went wrong."""
         self._memory.run_deferred_frees()
         try:
+            if self._oneshot is not None:
+                self._oneshot.prepare_close()
             self._comm.finalize()
         except (PeerLost, CommunicatorTimeout) as error:  # then NCCL was aborted
             return self.with_dead_peers(error)
@@ -383,6 +416,11 @@ class Nccl(PluginCommunicator):
     recv = _adding_dead_peers("recv")
     barrier = _adding_dead_peers("barrier")
 
+    def do_group(self, calls: list[P2PCall]) -> None:
+        if self._given_stream is not None:
+            self._given_stream.follow_current("group")
+        super().do_group(calls)
+
     # Small sums.
 
     def _allreduce_maybe_oneshot(
@@ -397,6 +435,9 @@ class Nccl(PluginCommunicator):
         self._check("allreduce", tensor)
         self._comm.async_error()
         out = tensor if out is None else self._check_out("allreduce", out, tensor.shape, tensor)
+        if self._given_stream is not None:
+            self._given_stream.follow_current("allreduce")
+            self._given_stream.keep([tensor, out])
         with torch.cuda.stream(self._stream):
             if is_aligned(tensor) and is_aligned(out):
                 self._oneshot.sum(tensor, out, algorithm)
@@ -437,8 +478,8 @@ class Nccl(PluginCommunicator):
         self._check_open(call)
         if self.is_capturing():
             raise CommunicatorError(
-                f"rank {self.rank}: {call} inside the capture of a graph, which memory that is "
-                "registered would break. Call it before the capture."
+                f"rank {self.rank}: {call} inside the capture of a graph, which it would break. "
+                "Call it before the capture."
             )
 
     def split(self, ranks: Sequence[int]) -> Nccl | None:

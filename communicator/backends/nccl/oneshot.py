@@ -10,22 +10,27 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
+import time
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
 import torch
 
+from communicator import timings
+from communicator.backends.nccl.given_stream import is_capturing
 from communicator.calls.dtypes import dtype_info
 from communicator.calls.failures import run_on_all_ranks
 from communicator.errors import CommunicatorError, CommunicatorTimeout, DrumlineError, Unsupported
 from coordinator import Coordinator
 
 LIBRARY = os.path.join(os.path.dirname(__file__), "_oneshot.so")
-ABI = 1
+ABI = 2
 MAX_RANKS = 8
 MAX_BLOCKS = 24
 HANDLE_BYTES = 64
+OVERLAP = 2  # ONESHOT_OVERLAP
 VECTOR_BYTES = 16
 THREADS = 512
 KIB = 1024
@@ -78,7 +83,7 @@ class KernelCall(ctypes.Structure):
         ("in_", Pointers),
         ("out", Pointers),
         ("arena", Pointers),
-        ("error", ctypes.c_void_p),
+        ("state", ctypes.c_void_p),
         ("stream", ctypes.c_void_p),
     ]
 
@@ -99,6 +104,10 @@ class Kernels:
                 f"{path} is of another version. Run csrc/scripts/build_cuda.sh again."
             )
         self._library.oneshot_error_text.restype = ctypes.c_char_p
+        self._library.oneshot_state_problem.restype = ctypes.c_uint32
+        self.state_problem = self._library.oneshot_state_problem
+        self.state_graphs = self._library.oneshot_state_graphs
+        self.state_abort = self._library.oneshot_state_abort
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         """oneshot_<name>, raising CommunicatorError if CUDA refuses."""
@@ -112,25 +121,50 @@ class Kernels:
         return checked
 
 
-class ErrorWord:
-    """Host memory where a kernel that gave up waiting writes which rank it waited for."""
+class KernelState:
+    """Host memory that the kernels of a group share with this process. Any thread."""
 
     def __init__(self, kernels: Kernels) -> None:
-        self._kernels = kernels
-        self._host = ctypes.POINTER(ctypes.c_uint32)()
+        self._kernels, self._lock, self._closed = kernels, threading.Lock(), False
         self.address = ctypes.c_void_p()
-        kernels.error_create(ctypes.byref(self._host), ctypes.byref(self.address))
+        kernels.state_create(ctypes.byref(self.address))
 
     def check(self, rank: int) -> None:
-        if word := self._host[0]:
-            raise CommunicatorTimeout(
-                f"rank {rank}: the one-shot kernel of rank {(word & 15) - 1} waited in vain for "
-                f"rank {word >> 4 & 15}, which did not make the same call or exited. Results "
-                "since then are not to be used. Close the communicator and make a new one."
+        """Raise if a kernel has failed. No CUDA call."""
+        with self._lock:
+            word = 0 if self._closed else self._kernels.state_problem(self.address)
+        if not word:
+            return
+        culprit, missing, stage = (word & 15) - 1, word >> 4 & 15, word >> 8
+        if stage == OVERLAP:
+            raise CommunicatorError(
+                f"rank {rank}: two one-shot sums of rank {culprit} ran at the same time, on two "
+                "streams. Results since then are not to be used. Replay graphs on the stream of "
+                "the other calls, or let the streams wait for each other."
             )
+        raise CommunicatorTimeout(
+            f"rank {rank}: the one-shot kernel of rank {culprit} waited in vain for rank "
+            f"{missing}, which did not make the same call or exited. Results since then are not "
+            "to be used. Close the communicator and make a new one."
+        )
+
+    def abort(self) -> None:
+        """End the kernels that wait, and every later one."""
+        with self._lock:
+            if not self._closed:
+                self._kernels.state_abort(self.address)
+
+    def await_graphs(self) -> int:
+        """The number of graphs alive that hold a sum, once CUDA had time to report ended ones."""
+        deadline = time.monotonic() + timings.TIMINGS.graph_end_s
+        while (count := self._kernels.state_graphs(self.address)) and time.monotonic() < deadline:
+            time.sleep(timings.TIMINGS.stream_poll_s)
+        return int(count)
 
     def close(self) -> None:
-        self._kernels.error_destroy(self._host)
+        with self._lock:
+            self._closed = True
+            self._kernels.state_destroy(self.address)
 
 
 class Oneshot:
@@ -142,8 +176,8 @@ class Oneshot:
 
     def __init__(self, coor: Coordinator, device: int) -> None:
         self.coor, self.rank, self.world_size = coor, coor.rank, coor.world_size
-        self._device, self._closed = device, False
-        self._captured = False  # then graphs may use the arenas for as long as the process lasts
+        self._device = device
+        self._last_stream: torch.cuda.Stream | None = None
         self._call = KernelCall(struct_size=ctypes.sizeof(KernelCall))
         self._call.world, self._call.num_here = self.world_size, 1
         self._call.first = self.rank
@@ -172,8 +206,9 @@ class Oneshot:
         if self.coor.local_world_size != self.world_size:
             raise Unsupported("one-shot sums are for the ranks of one node")
         self._kernels = Kernels()
-        self._error = ErrorWord(self._kernels)
-        self._call.error = self._error.address
+        self._kernels.load(self.world_size)
+        self.state = KernelState(self._kernels)
+        self._call.state = self.state.address
         self._arena = ctypes.c_void_p()
         self._kernels.create(ctypes.byref(self._arena))
         handle = ctypes.create_string_buffer(HANDLE_BYTES)
@@ -212,37 +247,58 @@ class Oneshot:
                 raise CommunicatorError(f"a first {algorithm.name} sum came out wrong")
 
     def check(self) -> None:
-        """Raise CommunicatorTimeout if a kernel has given up waiting."""
-        self._error.check(self.rank)
+        """Raise CommunicatorTimeout if a kernel has given up waiting. No CUDA call."""
+        self.state.check(self.rank)
 
     def sum(self, tensor: torch.Tensor, out: torch.Tensor, algorithm: Algorithm) -> None:
         """Enqueue the sum of every rank's tensor into out, which may be tensor."""
         self.check()
-        self._captured = self._captured or torch.cuda.is_current_stream_capturing()
+        stream = torch.cuda.current_stream(self._device)
+        if stream != self._last_stream:
+            self._follow_last_stream(stream)
         call, nbytes = self._call, tensor.nbytes
         call.algorithm, call.dtype, call.nbytes = algorithm, dtype_info(tensor.dtype).number, nbytes
         call.blocks = num_blocks(self.world_size, nbytes, algorithm)
         call.in_[self.rank], call.out[self.rank] = tensor.data_ptr(), out.data_ptr()
-        call.stream = torch.cuda.current_stream(self._device).cuda_stream
+        call.stream = stream.cuda_stream
         with torch.cuda.device(self._device):
             self._kernels.launch(ctypes.byref(call))
 
-    def close(self) -> None:
-        """Give the arenas back. Collective: a peer may still be reading this one.
+    def _follow_last_stream(self, stream: torch.cuda.Stream) -> None:
+        """Let the stream wait for the sums on the last one: all of them use one arena.
 
-        If a sum was captured in a graph they stay, a few MiB, for the graph holds their addresses.
+        A capture waits for nothing outside of it; if its replay overlaps, the kernel says so.
         """
-        if self._closed or self._captured:
+        if is_capturing(stream):
             return
-        self._closed = True
+        if self._last_stream is not None and not is_capturing(self._last_stream):
+            stream.wait_stream(self._last_stream)
+        self._last_stream = stream
+
+    def prepare_close(self) -> None:
+        """Wait until no rank uses the arenas any more. Collective.
+
+        Raises CommunicatorError on every rank while a graph of one of them holds a sum.
+        """
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
-            self.coor.barrier()
+        counts = self.coor.allgather_object(self.state.await_graphs())
+        if any(counts):
+            holders = ", ".join(f"{n} on rank {rank}" for rank, n in enumerate(counts) if n)
+            raise CommunicatorError(
+                f"rank {self.rank}: close() while CUDA graphs that hold one-shot sums are alive "
+                f"({holders}): a replay would use memory that is freed. Delete or reset() the "
+                "graphs first, on every rank, or call abort()."
+            )
+
+    def close(self) -> None:
+        """Give the arenas back, once prepared. Collective: a peer may have mapped this one."""
+        with torch.cuda.device(self._device):
             for arena in reversed(self._imported):
                 self._kernels.close(arena)
             self.coor.barrier()
             self._kernels.destroy(self._arena)
-        self._error.close()
+        self.state.close()
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ class RegisteredMemory:
     """Allocates and frees memory of one communicator. Torch frees with a tensor's last view."""
 
     def __init__(self, comm: Nccl) -> None:
-        self._comm = weakref.ref(comm)
+        self._comm, self._library, self._device = weakref.ref(comm), comm.library, comm.device
         self._deferred_frees: list[int] = []  # addresses, until no graph is being captured
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -35,7 +35,7 @@ class RegisteredMemory:
             return torch.empty(sizes, dtype=dtype, device=comm.device)
         nbytes = -(-numel * dtype.itemsize // PAGE_BYTES) * PAGE_BYTES
         _check_free_memory(comm, nbytes)
-        block = _Block(comm, self, comm.mem_alloc(nbytes), nbytes)
+        block = _Block(self, comm.mem_alloc(nbytes), nbytes)
         whole = torch.as_tensor(block, device=comm.device)
         return whole[: numel * dtype.itemsize].view(dtype).view(sizes)
 
@@ -45,9 +45,13 @@ class RegisteredMemory:
         self.run_deferred_frees()
 
     def run_deferred_frees(self) -> None:
-        comm = self._comm()
-        while comm is not None and self._deferred_frees and not _is_capturing():
-            comm.mem_free(self._deferred_frees.pop())
+        while self._deferred_frees and not _is_capturing():
+            comm, address = self._comm(), self._deferred_frees.pop()
+            torch.cuda.synchronize(self._device)
+            if comm is not None and comm.is_usable():
+                comm.mem_free(address)
+            else:
+                self._library.mem_free(address)
 
 
 def _is_capturing() -> bool:
@@ -73,9 +77,8 @@ def _check_free_memory(comm: Nccl, nbytes: int) -> None:
 class _Block:
     """Memory that torch sees by the CUDA array interface; freed with its last view."""
 
-    def __init__(self, comm: Nccl, memory: RegisteredMemory, address: int, nbytes: int) -> None:
-        self._comm, self._memory, self._library = weakref.ref(comm), memory, comm.library
-        self._address, self._device = address, comm.device
+    def __init__(self, memory: RegisteredMemory, address: int, nbytes: int) -> None:
+        self._memory, self._address = memory, address
         self.__cuda_array_interface__ = {
             "shape": (nbytes,),
             "typestr": "|u1",
@@ -85,15 +88,5 @@ class _Block:
         }
 
     def __del__(self) -> None:
-        if sys.is_finalizing():
-            return
-        comm = self._comm()
-        is_registered = comm is not None and comm.is_usable()
-        if is_registered and _is_capturing():
-            return self._memory.free(self._address)
-        with torch.cuda.device(self._device):
-            torch.cuda.synchronize()
-            if is_registered:
-                self._memory.free(self._address)
-            else:
-                self._library.mem_free(self._address)
+        if not sys.is_finalizing():
+            self._memory.free(self._address)

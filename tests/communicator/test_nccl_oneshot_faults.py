@@ -1,0 +1,267 @@
+"""One-shot sums over NCCL, when ranks, streams and graphs do what they should not.
+
+The kernels run on the CPU (oneshot_on_cpu.h); NCCL and torch.cuda are stand-ins.
+"""
+
+import contextlib
+import ctypes
+import threading
+import time
+
+import pytest
+import torch
+
+from communicator import CommunicatorError, PeerLost
+from communicator.backends.nccl import Nccl, oneshot
+from communicator.backends.nccl.oneshot import Kernels, Oneshot
+from coordinator import Coordinator
+from tests.communicator import cuda_on_cpu, nccl_host, oneshot_build
+
+SOON_S = 30.0
+FOR_EVER_S = 3600
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the real one")
+
+
+class NcclOnCpu(Nccl):
+    """Its tensors are on the CPU, once it is open."""
+
+    @property
+    def device(self):
+        return torch.device("cuda", 0) if self._oneshot is None else torch.device("cpu")
+
+    def _check(self, call, tensor):
+        self._check_open(call)
+
+    def _check_out(self, call, out, shape, like):
+        return out
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("oneshot")
+    return nccl_host.compile_stand_in(folder), oneshot_build.compile_kernels(folder)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    return cuda_on_cpu.install(monkeypatch)
+
+
+@pytest.fixture
+def kernels(built, cuda, monkeypatch):
+    """The library of the kernels, which every Oneshot uses."""
+    monkeypatch.setattr(oneshot, "Kernels", lambda: Kernels(str(built[1])))
+    monkeypatch.setattr(Oneshot, "_check_sums", lambda self: None)
+    library = ctypes.CDLL(str(built[1]))
+    for function in ("on_cpu_replay", "on_cpu_end_graph"):
+        getattr(library, function).argtypes = [ctypes.c_void_p]
+        getattr(library, function).restype = None
+    library.on_cpu_capture.restype = ctypes.c_void_p
+    return library
+
+
+@pytest.fixture
+def opened(built, kernels):
+    """opened(info): the communicator of a rank, closed or aborted at the end."""
+
+    @contextlib.contextmanager
+    def open_rank(info, **options):
+        with Coordinator(info, timeout_s=60) as coor:
+            comm = NcclOnCpu(coor, library=str(built[0]), oneshot=True, checked_calls=0, **options)
+            try:
+                yield comm
+            finally:
+                comm.abort()
+                comm.close()
+
+    return open_rank
+
+
+def capture(kernels, cuda, call):
+    graph = kernels.on_cpu_capture()
+    cuda.current.is_capturing = True
+    try:
+        call()
+    finally:
+        kernels.on_cpu_end_capture()
+        cuda.current.is_capturing = False
+    return graph
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + SOON_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.01)
+
+
+def test_a_sum_that_gave_up_in_a_replayed_graph_is_told_without_a_call(
+    ranks, opened, kernels, cuda
+):
+    """Later replays did nothing, and a loop of replays went on with stale numbers for ever."""
+
+    def body(info):
+        with opened(info) as comm:
+            tensor = torch.ones(8)
+            comm.allreduce(tensor)
+            assert tensor.tolist() == [2.0] * 8
+            comm.check()
+            comm._oneshot._call.timeout_ns = 1000
+            graph = capture(kernels, cuda, lambda: comm.allreduce(tensor))
+            if info.rank == 0:
+                kernels.on_cpu_replay(graph)
+                wait_for(lambda: comm._end_reason)  # by the watchdog
+                for _ in range(2):
+                    with pytest.raises(PeerLost, match="rank 0 waited in vain for rank 1"):
+                        comm.check()
+            comm.coor.barrier()
+            kernels.on_cpu_end_graph(graph)
+            return tensor.tolist()
+
+    assert ranks(body, 2) == [[2.0] * 8] * 2
+
+
+@pytest.mark.parametrize("end", ["abort", "death"])
+def test_a_kernel_that_waits_ends_with_the_communicator(ranks, opened, end):
+    """It waited until its own deadline, although its peer was known dead."""
+
+    def body(info):
+        with opened(info) as comm:
+            comm._oneshot._call.timeout_ns = FOR_EVER_S * 10**9
+            if info.rank == 0:
+                kernel = threading.Thread(target=comm.allreduce, args=[torch.ones(8)])
+                kernel.start()
+                wait_for(lambda: oneshot_build.is_in_kernel(comm._oneshot._call.arena[0]))
+                if end == "abort":
+                    comm.abort()
+                else:
+                    comm.find_failure = lambda: PeerLost("a peer died.")
+                kernel.join(SOON_S)
+                assert not kernel.is_alive()
+                with pytest.raises(PeerLost, match=r"abort\(\)|a peer died"):
+                    comm.check()
+            comm.coor.barrier()
+
+    ranks(body, 2)
+
+
+def test_close_is_refused_on_every_rank_while_a_graph_of_one_holds_a_sum(
+    ranks, opened, kernels, cuda
+):
+    """The rank that had captured left at once, and the others waited until their deadline."""
+
+    def body(info):
+        with opened(info) as comm:
+            tensor = torch.ones(8)
+            graph = capture(kernels, cuda, lambda: comm.allreduce(tensor)) if info.rank else None
+            with pytest.raises(CommunicatorError, match=r"are alive \(1 on rank 1\)"):
+                comm.close()
+            if graph is None:
+                comm.allreduce(tensor)
+            else:
+                kernels.on_cpu_replay(graph)  # it is still usable
+                kernels.on_cpu_end_graph(graph)
+            assert tensor.tolist() == [2.0] * 8
+            comm.close()
+
+    ranks(body, 2)
+
+
+def test_every_kernel_may_run_in_a_capture_first(ranks, opened, kernels, cuda):
+    """A kernel is loaded when it first runs, which a capture might not survive."""
+    kernels.on_cpu_unload()
+
+    def body(info):
+        with opened(info) as comm:
+            tensors = [
+                torch.ones(nbytes // dtype.itemsize, dtype=dtype)
+                for dtype in oneshot.DTYPES
+                for nbytes in (1024, 320 * 1024)
+            ]
+
+            def sum_all():
+                for tensor in tensors:
+                    comm.allreduce(tensor)
+
+            graph = capture(kernels, cuda, sum_all)
+            kernels.on_cpu_replay(graph)
+            kernels.on_cpu_end_graph(graph)
+            return all(bool((tensor == 4).all()) for tensor in tensors)
+
+    assert ranks(body, 4) == [True] * 4
+
+
+def test_a_sum_on_another_stream_waits_for_the_last_one(ranks, opened, cuda):
+    """Both use one arena. A stream that is captured must not wait for one outside."""
+
+    def body(info):
+        with opened(info) as comm:
+            first, second = cuda.current, cuda_on_cpu.Stream()
+            comm.allreduce(torch.ones(8))
+            comm.allreduce(torch.ones(8))
+            assert first.followed == []
+            with cuda.stream(second):
+                comm.allreduce(torch.ones(8))
+                assert second.followed == [first]
+                comm.allreduce(torch.ones(8))
+            assert second.followed == [first] and first.followed == []
+            second.is_capturing = True
+            comm.allreduce(torch.ones(8))
+            assert first.followed == []
+
+    ranks(body, 2)
+
+
+def test_a_given_stream_follows_the_current_one_and_keeps_the_tensors(ranks, opened, cuda):
+    """Memory was freed and used again while the given stream still wrote to it."""
+
+    def body(info):
+        side = cuda_on_cpu.Stream()
+        with opened(info, stream=side) as comm:
+            tensor, out = torch.ones(8), torch.zeros(8)
+            current = cuda.current
+            comm.allreduce(tensor, out=out)
+            assert out.tolist() == [2.0] * 8
+            assert side.followed == [current] and current.followed == []
+            assert [id(kept) for kept in side.kept] == [id(tensor), id(out)]
+            comm._comm = FakeNative(comm._comm)
+            gathered = comm.allgather(tensor)
+            assert side.followed == [current] * 2
+            assert [id(kept) for kept in side.kept[2:]] == [id(tensor), id(gathered)]
+            with comm.group():
+                comm.send(tensor, 1 - info.rank)
+            assert len(side.followed) == 4  # when it was posted, and when it was sent
+
+    ranks(body, 2)
+
+
+class FakeNative:
+    """The binding, without the calls that need memory of a device."""
+
+    def __init__(self, native):
+        self._native = native
+
+    def __getattr__(self, name):
+        return getattr(self._native, name)
+
+    def allgather(self, tensor, out):
+        return out
+
+    def send(self, tensor, dst):
+        pass
+
+
+@pytest.mark.parametrize("captured", ["current", "given"])
+def test_a_call_on_a_given_stream_that_a_graph_would_miss_is_refused(ranks, opened, cuda, captured):
+    def body(info):
+        side = cuda_on_cpu.Stream()
+        with opened(info, stream=side) as comm:
+            for call in (comm.allreduce, comm.broadcast):
+                {"current": cuda.current, "given": side}[captured].is_capturing = True
+                with pytest.raises(CommunicatorError, match="the graph would not hold the call"):
+                    call(torch.ones(8))
+                assert side.followed == []
+            cuda.current.is_capturing = side.is_capturing = False
+
+    ranks(body, 2)
