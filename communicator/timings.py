@@ -15,8 +15,8 @@ class CommunicatorTimings:
     liveness_poll_s: float = 0.1
     # Longer than the kernel takes from closing a dead process's sockets to reaping it.
     exit_lag_s: float = 0.5
-    # Longer than a request to a torch Store takes; doubled at each look, up to the next.
-    store_poll_s: float = 0.0005
+    # Longer than a request to a torch Store takes; grows from look to look, up to the next.
+    store_poll_s: float = 0.0002
     # Longer than store_poll_s; how late a rank notices that the others have come.
     store_poll_max_s: float = 0.1
     # Longer than reading the state of the peers takes.

@@ -41,6 +41,7 @@ class PluginCommunicator(Communicator):
 
     path: ClassVar[str]
     is_trusted: ClassVar[bool] = False  # not to crash in its probe
+    agrees_in_init: ClassVar[bool] = False  # on its version, and whether it failed on a rank
     _comm: _native.Comm
     _call_checker: CallChecker | None = None
 
@@ -70,9 +71,12 @@ class PluginCommunicator(Communicator):
 
     def do_open(self, **options: Any) -> None:
         self._load_plugin()
-        name, unique_id = self._agree()
+        name, unique_id = ("", b"") if self.agrees_in_init else self._agree()
         try:
-            run_on_all_ranks(self.coor, lambda: self._init(name, unique_id, options))
+            if self.agrees_in_init:
+                self._init(name, unique_id, options)
+            else:
+                run_on_all_ranks(self.coor, lambda: self._init(name, unique_id, options))
         except Exception:
             self.do_close()
             raise
@@ -140,7 +144,7 @@ class PluginCommunicator(Communicator):
             self._comm.close()
 
     def abort(self) -> None:
-        """From any thread: calls that wait and later ones raise PeerLost, here and on the peers."""
+        """Let waiting and later calls raise PeerLost, here and on the peers; any thread may."""
         self._comm.abort()
 
     @property

@@ -25,3 +25,4 @@ class Shm(PluginCommunicator):
     path = os.path.join(os.path.dirname(__file__), "_shm.abi3.so")
     capabilities = Capabilities(compares_every_call=True)
     is_trusted = True
+    agrees_in_init = True

@@ -1,7 +1,7 @@
 """Sends and receives that start when they are called, and progress by themselves.
 
-engine = P2PEngine(coor, streams)
-work = engine.start("recv", tensor, src, tag)
+group = P2PEngine(coor, streams).all_ranks
+work = group.start("recv", tensor, src, tag)
 work.wait()
 
 They travel through streams of their own, so no collective and no other group delays them. A message
@@ -10,11 +10,15 @@ receive for it; a large one is offered, and sent once a receive has matched it.
 
 Whoever waits moves the messages of all. While nobody waits a thread does, which sleeps until a
 stream changes, and which is started by the first message that has to wait.
+
+All groups of a process send through the engine of its default group: a message carries the number
+of its group, and a rank that leaves a group says so to the others.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import struct
 import threading
 import time
@@ -38,27 +42,62 @@ from communicator.backends.byte_streams import (
 from communicator.base import Communicator
 from communicator.calls import call_check
 from communicator.calls.async_work import NO_TIMEOUT, AsyncWork
-from communicator.calls.failures import describe_lost, lost_peers
+from communicator.calls.failures import describe_lost
 from communicator.errors import CommunicatorError, CommunicatorTimeout, DrumlineError, PeerLost
 from communicator.torch_interop.list_collectives import flattened
-from coordinator import Coordinator, FailureReason, RankFailure
+from coordinator import FailureReason, RankFailure
 
 ANY_SOURCE = -1
 OFFERED_FROM_BYTES = 1 << 15
 MAX_BUFFERED_BYTES = 1 << 24  # from one peer, of messages that nobody has posted a receive for
-HEADER = struct.Struct("<B3xq16sQQ")  # kind, tag, dtype, bytes, number
-MESSAGE, OFFER, ACCEPT, REFUSE, DATA = range(5)
+HEADER = struct.Struct("<B3xq16sQQQ")  # kind, tag, dtype, bytes, number, group
+MESSAGE, OFFER, ACCEPT, REFUSE, DATA, LEAVE = range(6)
 FOREVER_MS = 2**31 - 1
 
 
+class P2PGroup:
+    """Some ranks of an engine, whose messages are apart from those of its other groups.
+
+    ranks: by number in the group, that in the engine. number: no other group of the engine has it.
+    """
+
+    def __init__(self, engine: P2PEngine, coor: Any, ranks: list[int], number: int) -> None:
+        self.engine, self.ranks, self.number = engine, ranks, number
+        self.rank, self.peers, self.timeout_s = coor.rank, coor.peers, coor.timeout_s
+        self.gone: set[int] = set()  # those that have closed it
+        self.is_closed = False
+
+    def start(self, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> P2PWork:
+        """Start to "send" to a peer, or to "recv" from one or from ANY_SOURCE."""
+        engine_peer = peer if peer == ANY_SOURCE else self.ranks[peer]
+        return self.engine.start_work(P2PWork(self.engine, self, kind, tensor, engine_peer, tag))
+
+    def close(self) -> None:
+        """End all that is pending with an error. What was sent can still be received."""
+        self.engine.close_group(self)
+
+    def check(self) -> None:
+        """Raise PeerLost if another rank has gone from the group."""
+        self.engine.check_group(self)
+
+    def group_rank(self, engine_rank: int) -> int:
+        return self.ranks.index(engine_rank)
+
+
 class P2PWork(AsyncWork):
-    """A send or receive. peer: the other rank, or ANY_SOURCE until the message has come."""
+    """A send or receive. peer: the other rank of the engine, or ANY_SOURCE until it has come."""
 
     def __init__(
-        self, engine: P2PEngine, kind: str, tensor: torch.Tensor, peer: int, tag: int
+        self,
+        engine: P2PEngine,
+        group: P2PGroup,
+        kind: str,
+        tensor: torch.Tensor,
+        peer: int,
+        tag: int,
     ) -> None:
         super().__init__([tensor])
-        self._engine = engine
+        self._engine, self.group = engine, group
         self.kind, self.peer, self.tag = kind, peer, tag
         self._flattened = flattened(tensor)
         self.whole = self._flattened.__enter__()
@@ -66,13 +105,24 @@ class P2PWork(AsyncWork):
         self.dtype = str(self.whole.dtype)[6:].encode()
 
     def __str__(self) -> str:
-        end = "any source" if self.peer == ANY_SOURCE else f"rank {self.peer}"
+        end = "any source" if self.peer == ANY_SOURCE else f"rank {self._source_rank()}"
         direction = "to" if self.kind == "send" else "from"
         tensor = call_check.describe_tensor(self.whole)
         return f"{self.kind} of {tensor} {direction} {end} (tag {self.tag})"
 
-    def matches(self, src: int, tag: int) -> bool:
-        return self.tag == tag and self.peer in (src, ANY_SOURCE)
+    def matches(self, arrival: _Arrival) -> bool:
+        return (
+            self.tag == arrival.tag
+            and self.peer in (arrival.src, ANY_SOURCE)
+            and self.group.number == arrival.group
+        )
+
+    def awaits(self, peer: int) -> bool:
+        """True too for a receive from any source that no other peer is left to send."""
+        group = self.group
+        if self.peer != ANY_SOURCE or peer not in group.ranks:
+            return self.peer == peer
+        return self._engine.has_died(peer) or self._engine.are_gone(group)
 
     def finish(self, error: Exception | None) -> None:
         if self.is_completed():
@@ -94,7 +144,7 @@ class P2PWork(AsyncWork):
         self._ended.wait(timeout_s)
 
     def _source_rank(self) -> int:
-        return self.peer
+        return self.group.group_rank(self.peer)
 
 
 @dataclass
@@ -124,6 +174,7 @@ class _Arrival:
     dtype: bytes
     nbytes: int
     number: int
+    group: int
     data: torch.Tensor | None = None
     is_complete: bool = False
     work: P2PWork | None = None  # the receive that has matched it since
@@ -145,13 +196,17 @@ class _Incoming:
 
 
 class P2PEngine:
-    """The messages of one rank in one group, on the CPU."""
+    """The messages of one rank, on the CPU, in groups of which the first is that of all ranks."""
 
-    def __init__(self, coor: Coordinator, streams: ByteStreams, timeout_s: float) -> None:
-        self._coor, self._streams, self._timeout_s = coor, streams, timeout_s
+    def __init__(self, coor: Any, streams: ByteStreams) -> None:
+        self._coor, self._streams = coor, streams
         self.rank = coor.rank
+        self.all_ranks = P2PGroup(self, coor, list(range(coor.world_size)), 0)
         peers = [rank for rank in range(coor.world_size) if rank != coor.rank]
         self._lock = threading.Lock()  # of all that follows
+        self._groups = {0: self.all_ranks}
+        self._closed_groups: set[int] = set()
+        self._early_leaves: set[tuple[int, int]] = set()  # of groups that are not made here yet
         self._pending: dict[P2PWork, None] = {}
         self._posted: list[P2PWork] = []  # receives, of which no message has come
         self._arrivals: list[_Arrival] = []
@@ -169,19 +224,29 @@ class P2PEngine:
         self._is_closed = False
         self._ended: deque[tuple[P2PWork, Exception | None]] = deque()
 
-    # What callers use.
+    # What groups and works use.
 
-    def start(self, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> P2PWork:
-        """Start to "send" to a peer, or to "recv" from one or from ANY_SOURCE."""
-        work = P2PWork(self, kind, tensor, peer, tag)
+    def open_group(self, coor: Any, ranks: list[int]) -> P2PGroup:
+        """A group of some ranks, those of coor in order. Not collective."""
+        digest = hashlib.sha256(coor.info.launch_id.encode()).digest()
+        group = P2PGroup(self, coor, ranks, int.from_bytes(digest[:8], "little"))
         with self._lock:
-            if self._is_closed:
-                raise CommunicatorError(f"rank {self.rank}: {work} on a group that was destroyed.")
+            self._groups[group.number] = group
+            early = {leave for leave in self._early_leaves if leave[0] == group.number}
+            self._early_leaves -= early
+            group.gone.update(peer for _, peer in early)
+        return group
+
+    def start_work(self, work: P2PWork) -> P2PWork:
+        group, peer = work.group, work.peer
+        with self._lock:
+            if group.is_closed:
+                raise CommunicatorError(f"rank {group.rank}: {work} on a group that was destroyed.")
             self._pending[work] = None
-            if kind == "recv":
+            if work.kind == "recv":
                 self._start_receive(work)
-            elif peer in self._lost:
-                self._end(work, self._lost_error(work, peer))
+            elif self._is_gone(group, peer):
+                self._end(work, self._lost_error(work.group, peer, str(work)))
             else:
                 self._start_send(work)
             if self._driver is None:
@@ -191,32 +256,55 @@ class P2PEngine:
 
     def wait_for(self, work: P2PWork, timeout_s: float) -> None:
         """Return when the work has ended. timeout_s 0: that of the group, which ends it."""
-        deadline = time.monotonic() + (timeout_s or self._timeout_s)
+        deadline = time.monotonic() + (timeout_s or work.group.timeout_s)
         while not work.is_completed() and time.monotonic() < deadline:
             if not self._drive(work, deadline):
                 work.wait_ended(timings.TIMINGS.liveness_poll_s)
         if work.is_completed():
             return
         error = CommunicatorTimeout(
-            f"rank {self.rank} timed out after {timeout_s or self._timeout_s:g} s in {work}. Does "
-            "that rank make the matching call? Wait for longer, or give all calls more time: "
-            "init_process_group(timeout=...)."
+            f"rank {work.group.rank} timed out after {timeout_s or work.group.timeout_s:g} s in "
+            f"{work}. Does that rank make the matching call? Wait for longer, or give all calls "
+            "more time: init_process_group(timeout=...)."
         )
         if timeout_s:
             raise error
         with self._lock:
-            if work in self._posted:
-                self._posted.remove(work)
             self._end(work, error)
         self._finish_ended()
 
-    def close(self) -> None:
-        """End all that is pending with an error. What was sent can still be received."""
+    def close_group(self, group: P2PGroup) -> None:
+        if group is self.all_ranks:
+            return self._close()
+        with self._lock:
+            if group.is_closed:
+                return
+            self._end_works_of(group)
+            self._closed_groups.add(group.number)
+            del self._groups[group.number]
+            for arrival in [item for item in self._arrivals if item.group == group.number]:
+                self._arrivals.remove(arrival)
+                if arrival.data is not None:
+                    self._set_buffered(arrival.src, -arrival.nbytes)
+            for peer in group.ranks:
+                if peer != self.rank and not self._is_gone(group, peer):
+                    self._outgoing[peer].append(_Packet(_header(LEAVE, group.number)))
+                    self._write(peer)
+            if self._driver is None:
+                self._let_service_watch()
+        self._finish_ended()
+
+    def _end_works_of(self, group: P2PGroup) -> None:
+        group.is_closed = True
+        for work in [work for work in self._pending if work.group is group]:
+            text = f"rank {group.rank}: the group was destroyed before the end of this {work}."
+            self._end(work, CommunicatorError(text))
+
+    def _close(self) -> None:
         with self._lock:
             self._is_closed = True
-            for work in list(self._pending):
-                text = f"rank {self.rank}: the group was destroyed before the end of this {work}."
-                self._end(work, CommunicatorError(text))
+            for group in self._groups.values():
+                self._end_works_of(group)
             self._streams.stream_notify(WAKE)
         self._finish_ended()
         if self._service is not None and self._service is not threading.current_thread():
@@ -252,7 +340,7 @@ class P2PEngine:
     def _let_service_watch(self) -> None:
         """Move what can be moved now, and let the service thread move the rest."""
         self._move_all()
-        if not self._pending or self._is_closed:
+        if not self._has_work() or self._is_closed:
             return
         self._streams.stream_notify(ARM)
         self._move_all()  # what came before that rang no bell
@@ -269,13 +357,16 @@ class P2PEngine:
             poll_ms = FOREVER_MS if self._is_asleep else _poll_ms(timings.TIMINGS.liveness_poll_s)
             self._streams.stream_sleep(poll_ms)
             with self._lock:
-                if self._driver is None and self._pending:
+                if self._driver is None and self._has_work():
                     self._streams.stream_notify(ARM)
                     self._move_all()
                     self._check_peers()
-                self._is_asleep = was_idle and not self._pending
-                was_idle = not self._pending
+                self._is_asleep = was_idle and not self._has_work()
+                was_idle = not self._has_work()
             self._finish_ended()
+
+    def _has_work(self) -> bool:
+        return bool(self._pending) or any(self._outgoing.values())
 
     def _move_all(self) -> None:
         while (peer := self._streams.stream_wait(self._interest, 0)) >= 0:
@@ -289,6 +380,8 @@ class P2PEngine:
 
     def _end(self, work: P2PWork, error: Exception | None = None) -> None:
         self._pending.pop(work, None)
+        if error is not None and work in self._posted:
+            self._posted.remove(work)
         self._ended.append((work, error))
 
     def _finish_ended(self) -> None:
@@ -313,7 +406,7 @@ class P2PEngine:
     def _send(
         self, peer: int, kind: int, work: P2PWork, number: int, payload: P2PWork | None = None
     ) -> None:
-        header = HEADER.pack(kind, work.tag, work.dtype, work.nbytes, number)
+        header = _header(kind, work.group.number, work, number)
         packet = _Packet(header)
         if payload is not None:
             packet = _Packet(header, payload.address, payload.nbytes, payload)
@@ -341,10 +434,10 @@ class P2PEngine:
 
     def _start_receive(self, work: P2PWork) -> None:
         for arrival in self._arrivals:
-            if arrival.work is None and work.matches(arrival.src, arrival.tag):
+            if arrival.work is None and work.matches(arrival):
                 return self._take(arrival, work)
-        if work.peer in self._lost:
-            return self._end(work, self._lost_error(work, work.peer))
+        if self._is_gone(work.group, work.peer):
+            return self._end(work, self._lost_error(work.group, work.peer, str(work)))
         self._posted.append(work)
 
     def _take(self, arrival: _Arrival, work: P2PWork) -> None:
@@ -379,9 +472,9 @@ class P2PEngine:
         dtype = getattr(torch, arrival.dtype.decode())
         sent = f"({arrival.nbytes // dtype.itemsize},) {arrival.dtype.decode()}"
         return CommunicatorError(
-            f"rank {self.rank}: a message from rank {arrival.src} is {sent}, and met this "
-            f"{work}. It was dropped, and the tensor left as it was. Receive into a tensor of the "
-            "size and dtype that is sent."
+            f"rank {work.group.rank}: a message from rank {work.group.group_rank(arrival.src)} is "
+            f"{sent}, and met this {work}. It was dropped, and the tensor left as it was. Receive "
+            "into a tensor of the size and dtype that is sent."
         )
 
     def _read(self, peer: int) -> None:
@@ -400,8 +493,8 @@ class P2PEngine:
         """Handle what has come as a whole: a header, or a payload."""
         target = incoming.target
         if target is None:
-            kind, tag, dtype, nbytes, number = HEADER.unpack(incoming.header.raw)
-            arrival = _Arrival(peer, tag, dtype.rstrip(b"\0"), nbytes, number)
+            kind, tag, dtype, nbytes, number, group = HEADER.unpack(incoming.header.raw)
+            arrival = _Arrival(peer, tag, dtype.rstrip(b"\0"), nbytes, number, group)
             incoming.expect_header()
             return self._handle_header(kind, arrival, incoming)
         incoming.expect_header()
@@ -422,12 +515,16 @@ class P2PEngine:
         elif kind == DATA:
             work = self._accepted.pop((src, number))
             incoming.expect(work, work.address, work.nbytes)
+        elif kind == LEAVE:
+            self._handle_leave(src, arrival.group)
+        elif arrival.group in self._closed_groups:
+            self._drop(kind, arrival, incoming)
         else:
             self._match(kind, arrival, incoming)
 
     def _match(self, kind: int, arrival: _Arrival, incoming: _Incoming) -> None:
         """Find the receive for a message or an offer, or keep it."""
-        matching = (work for work in self._posted if work.matches(arrival.src, arrival.tag))
+        matching = (work for work in self._posted if work.matches(arrival))
         work = next(matching, None)
         if work is not None:
             self._posted.remove(work)
@@ -439,9 +536,18 @@ class P2PEngine:
         self._arrivals.append(arrival)
         if kind == MESSAGE:
             arrival.work = work
-            arrival.data = torch.empty(arrival.nbytes, dtype=torch.uint8)
+            self._buffer(arrival, incoming)
             self._set_buffered(arrival.src, arrival.nbytes)
-            incoming.expect(arrival, arrival.data.data_ptr(), arrival.nbytes)
+
+    def _drop(self, kind: int, arrival: _Arrival, incoming: _Incoming) -> None:
+        """Read over a message of a group that was closed here; its sender hears that."""
+        if kind == MESSAGE:
+            self._buffer(arrival, incoming)
+
+    @staticmethod
+    def _buffer(arrival: _Arrival, incoming: _Incoming) -> None:
+        arrival.data = torch.empty(arrival.nbytes, dtype=torch.uint8)
+        incoming.expect(arrival, arrival.data.data_ptr(), arrival.nbytes)
 
     def _set_buffered(self, peer: int, nbytes: int) -> None:
         """Count bytes that are buffered; of a peer with too many nothing more is read."""
@@ -467,35 +573,69 @@ class P2PEngine:
         self._lost[peer] = why
         self._outgoing[peer].clear()
         self._interest[peer] = 0
-        is_dead = self._coor.peers[peer].is_known_dead()
-        no_source = is_dead or len(self._lost) == len(self._outgoing)
-        for work in list(self._pending):
-            if work.peer == peer or (work.peer == ANY_SOURCE and no_source):
-                if work in self._posted:
-                    self._posted.remove(work)
-                self._end(work, self._lost_error(work, peer))
+        for work in [work for work in self._pending if work.awaits(peer)]:
+            self._end(work, self._lost_error(work.group, peer, str(work)))
 
-    def _lost_error(self, work: P2PWork, peer: int) -> PeerLost:
-        """It names the peer, and first those that have died: the peer may have left for that."""
-        why, who = self._lost[peer], self._coor.peers[peer]
+    def check_group(self, group: P2PGroup) -> None:
+        with self._lock:
+            if self._driver is None:
+                self._move_all()
+        self._finish_ended()
+        for peer in group.ranks:
+            if peer != self.rank and self._is_gone(group, peer):
+                raise self._lost_error(group, peer, "the first call of a group")
+
+    def _handle_leave(self, peer: int, number: int) -> None:
+        group = self._groups.get(number)
+        if group is not None:
+            group.gone.add(peer)
+            for work in [work for work in self._pending if work.group is group]:
+                if work.awaits(peer):
+                    self._end(work, self._lost_error(work.group, peer, str(work)))
+        elif number not in self._closed_groups:
+            self._early_leaves.add((number, peer))
+
+    def _is_gone(self, group: P2PGroup, peer: int) -> bool:
+        return peer in self._lost or peer in group.gone
+
+    def are_gone(self, group: P2PGroup) -> bool:
+        """True if no other rank of the group is left."""
+        return all(peer == self.rank or self._is_gone(group, peer) for peer in group.ranks)
+
+    def has_died(self, peer: int) -> bool:
+        return peer in self._lost and bool(self._coor.peers[peer].is_known_dead())
+
+    def _lost_error(self, group: P2PGroup, peer: int, call: str) -> PeerLost:
+        number = group.group_rank(peer)
+        why, who = self._lost.get(peer, "it has destroyed the group"), group.peers[number]
         reason = FailureReason.EXITED if who.is_known_dead() else FailureReason.LEFT
-        dead = [failure for failure in lost_peers(self._coor) if failure.rank != peer]
+        dead = [
+            RankFailure(rank, other, FailureReason.EXITED)
+            for rank, other in enumerate(group.peers)
+            if rank != number and other.is_known_dead()
+        ]  # for which the peer may have left
         return PeerLost(
-            f"rank {self.rank} lost {who} in {work}: {why}.{describe_lost(dead)} Start all ranks "
+            f"rank {group.rank} lost {who} in {call}: {why}.{describe_lost(dead)} Start all ranks "
             "again, and look at what those printed last.",
-            (*dead, RankFailure(peer, who, reason, text=why)),
+            (*dead, RankFailure(number, who, reason, text=why)),
         )
 
 
-def open_p2p(coor: Any, comm: Communicator | None) -> P2PEngine | None:
-    """The engine of a group, over the streams of its communicator, or connections of its own.
+def _header(kind: int, group: int, work: P2PWork | None = None, number: int = 0) -> bytes:
+    if work is None:
+        return HEADER.pack(kind, 0, b"", 0, number, group)
+    return HEADER.pack(kind, work.tag, work.dtype, work.nbytes, number, group)
+
+
+def open_p2p(coor: Any, comm: Communicator | None) -> P2PGroup | None:
+    """The group of all ranks, over the streams of their communicator, or connections of its own.
 
     Collective. None for a rank alone.
     """
     if coor.world_size == 1:
         return None
     streams = getattr(comm, "streams", None) or TcpStreams(coor.connections())
-    return P2PEngine(coor, streams, coor.timeout_s)
+    return P2PEngine(coor, streams).all_ranks
 
 
 def _poll_ms(left_s: float) -> int:

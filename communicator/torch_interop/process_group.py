@@ -5,7 +5,8 @@ dist.init_process_group("drumline")     # or "cpu:drumline,cuda:drumline"
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from types import FunctionType
 from typing import Any, cast
@@ -14,13 +15,12 @@ import torch
 import torch.distributed as dist
 
 from communicator.backends.plugin import PluginCommunicator
-from communicator.base import Communicator
 from communicator.calls.async_work import AsyncWork, WorkQueue
 from communicator.errors import Unsupported
-from communicator.selection import choose_for_devices
 from communicator.torch_interop import list_collectives, native_backend
 from communicator.torch_interop.deferred_p2p import DeferredMessages
-from communicator.torch_interop.p2p_engine import ANY_SOURCE, open_p2p
+from communicator.torch_interop.lazy_communicators import Chosen, LazyCommunicators
+from communicator.torch_interop.p2p_engine import ANY_SOURCE, P2PGroup, open_p2p
 from communicator.torch_interop.store_coordinator import StoreCoordinator
 from coordinator import Coordinator
 
@@ -39,15 +39,43 @@ class DrumlineProcessGroup(ProcessGroup):  # type: ignore[misc]
     together when one of them is waited for, or at the next collective.
     """
 
-    def __init__(self, store_coor: StoreCoordinator, queue: WorkQueue) -> None:
-        super().__init__(store_coor.rank, store_coor.world_size)
+    def __init__(
+        self,
+        coor: StoreCoordinator,
+        queue: WorkQueue,
+        whole: DrumlineProcessGroup | None = None,
+        global_ranks: Sequence[int] = (),
+    ) -> None:
+        """whole: the group of which this one is a part, those ranks. Else this is collective."""
+        super().__init__(coor.rank, coor.world_size)
         self._names = ["undefined", "undefined"]
-        coor = cast(Coordinator, store_coor)
-        kinds = choose_for_devices(coor, DEVICE_TYPES)
-        self._comms = {name: _open_if_any(kinds[name], coor) for name in DEVICE_TYPES}
-        self._queue = queue
-        self._p2p = open_p2p(store_coor, self._comms["cpu"])
+        self._coor, self._queue = coor, queue
+        # A part on the one node of the whole can use what that does. Elsewhere it may do better.
+        chosen: Chosen | None = (
+            whole._comms.chosen if whole and len(whole._coor.nodes) == 1 else None
+        )
+        self._comms: LazyCommunicators = LazyCommunicators(
+            cast(Coordinator, coor), DEVICE_TYPES, chosen
+        )
+        self._p2p: P2PGroup | None = None
+        if whole is None:
+            self._open_p2p_and_devices(self._comms.chosen)
+        else:
+            if whole._p2p is not None and coor.world_size > 1:
+                self._p2p = whole._p2p.engine.open_group(coor, list(global_ranks))
+                coor.check_more = self._p2p.check
+            if whole._comms.chosen["cuda"] is not None:  # sends there need all ranks
+                self._open_if_any("cuda")
         self._deferred = DeferredMessages()
+
+    def _open_p2p_and_devices(self, chosen: Chosen) -> None:
+        self._open_if_any("cpu")
+        self._open_if_any("cuda")
+        self._p2p = open_p2p(self._coor, self._comms.if_opened("cpu"))
+
+    def _open_if_any(self, device_type: str) -> None:
+        with suppress(Unsupported):
+            self._comms.of(device_type)
 
     # Properties that torch reads.
 
@@ -73,12 +101,10 @@ class DrumlineProcessGroup(ProcessGroup):  # type: ignore[misc]
 
     def callable_from_cpp(self) -> Any:
         """The binding of the CPU's communicator if nothing is to be done around its calls."""
-        comm = self._comms["cpu"]
+        comm = self._comms.if_opened("cpu")
         if not isinstance(comm, PluginCommunicator) or comm._recorder is not None:
             return None
-        defers_messages = self._p2p is None and self.size() > 1  # which collectives then start
-        is_plain = comm.capabilities.compares_every_call and not defers_messages
-        return comm._comm if is_plain else None
+        return comm._comm if comm.capabilities.compares_every_call else None
 
     def split(self, store: dist.Store, ranks: list[int], options: Any) -> Any:
         """The Backend of some ranks of this one; None on others."""
@@ -97,9 +123,7 @@ class DrumlineProcessGroup(ProcessGroup):  # type: ignore[misc]
         self.abort()
 
     def abort(self) -> None:
-        for comm in self._comms.values():
-            if comm is not None:
-                comm.close()
+        self._comms.close()
 
     # Collectives. torch gives lists of tensors, one for each device of the caller, and options; or
     # one tensor, and what the options would hold. The deadline is the group's in any case.
@@ -225,7 +249,8 @@ class DrumlineProcessGroup(ProcessGroup):  # type: ignore[misc]
         return self._run_each(list_collectives.alltoall_flat, [call], [out], opts)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> AsyncWork:
-        return self._start(self._comm_of_device("cpu").barrier, [], opts, on_device=False)
+        self._comms.check("cpu")
+        return self._start(lambda: self._comms.of("cpu").barrier(), [], opts, on_device=False)
 
     # Between these two torch calls what may be done as one; here it starts at once all the same.
 
@@ -262,10 +287,10 @@ class DrumlineProcessGroup(ProcessGroup):  # type: ignore[misc]
 
     def _start_p2p(self, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> AsyncWork:
         self._check_dense(tensor)
-        comm = self._comm_of_device(tensor.device.type)
-        if comm.device_type == "cpu" and self._p2p is not None:
+        self._comms.check(tensor.device.type)
+        if tensor.device.type == "cpu" and self._p2p is not None:
             return self._p2p.start(kind, tensor, peer, tag)
-        return self._deferred.add(comm, kind, tensor, peer, tag)
+        return self._deferred.add(self._comms.of(tensor.device.type), kind, tensor, peer, tag)
 
     def _run_each(
         self, move: Callable[..., None], calls: list[Any], written: Tensors, opts: Any
@@ -274,13 +299,15 @@ class DrumlineProcessGroup(ProcessGroup):  # type: ignore[misc]
         first = _first_tensor(calls[0])
         if move is not list_collectives.allreduce_sparse:
             self._check_dense(first)
-        comm = self._comm_of_device(first.device.type)
+        device_type = first.device.type
+        self._comms.check(device_type)
 
         def work() -> None:
+            comm = self._comms.of(device_type)
             for call in calls:
                 move(comm, *call)
 
-        return self._start(work, written, opts, on_device=first.device.type != "cpu")
+        return self._start(work, written, opts, on_device=device_type != "cpu")
 
     def _start(
         self, work: Callable[[], None], written: Tensors, opts: Any, on_device: bool
@@ -299,23 +326,6 @@ class DrumlineProcessGroup(ProcessGroup):  # type: ignore[misc]
                 f"and this one is {str(tensor.layout).removeprefix('torch.')}. Call to_dense() "
                 "first."
             )
-
-    def _comm_of_device(self, device_type: str) -> Communicator:
-        comm = self._comms.get(device_type)
-        if comm is None:
-            raise Unsupported(
-                f"rank {self.rank()}: no backend moves tensors on {device_type!r} among these "
-                f"{self.size()} ranks. Move the tensor to the CPU, or install a backend."
-            )
-        return comm
-
-
-def _open_if_any(kind: type[Communicator] | None, coor: Coordinator) -> Communicator | None:
-    """None too if the ranks cannot open it, which all of them learn."""
-    try:
-        return None if kind is None else kind(coor)
-    except Unsupported:
-        return None
 
 
 def _first_tensor(call: tuple[Any, ...]) -> torch.Tensor:
@@ -361,12 +371,25 @@ def _open_backend(
     """A torch Backend, or a ProcessGroup where the C++ of the Backend cannot be compiled."""
     native = native_backend.load()
     queue = WorkQueue() if native is None else native.CallQueue(rank)
-    store_coor = StoreCoordinator(store, rank, world_size, timeout.total_seconds())
-    group = DrumlineProcessGroup(store_coor, queue)
+    whole, timeout_s = _default_group() if global_ranks else None, timeout.total_seconds()
+    if whole is None:
+        group = DrumlineProcessGroup(StoreCoordinator(store, rank, world_size, timeout_s), queue)
+    else:
+        coor = whole._coor.split(global_ranks, group_name, timeout_s)
+        assert coor is not None, "torch makes no group on a rank that is not in it"
+        group = DrumlineProcessGroup(coor, queue, whole, global_ranks)
     if native is None:
         return group
-    comm = group.callable_from_cpp()
-    return native.create(group, queue, comm, rank, world_size, timeout, group_name, global_ranks)
+    return native.create(group, queue, rank, world_size, timeout, group_name, global_ranks)
+
+
+def _default_group() -> DrumlineProcessGroup | None:
+    """torch's group of all ranks, of which others are parts, if it is of this backend."""
+    default = dist.group.WORLD
+    if default is None or isinstance(default, DrumlineProcessGroup):
+        return default
+    backends = (default._get_backend(device) for device in default._device_types)
+    return next((backend.group for backend in backends if hasattr(backend, "group")), None)
 
 
 def _skip_in_dynamo(kind: type) -> None:

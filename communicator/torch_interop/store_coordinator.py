@@ -5,18 +5,21 @@ comm = Communicator(StoreCoordinator(store, rank, world_size, timeout_s=300))
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
 from communicator import timings
-from communicator.errors import CommunicatorTimeout
+from communicator.errors import CommunicatorError, CommunicatorTimeout
 from coordinator import (
     Credentials,
     FailureReason,
@@ -41,38 +44,55 @@ class StoreCoordinator:
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
-        self._rounds = 0
-        self._stores: dict[str, int] = {}
-        alone = LaunchInfo(launch_id="alone", world_size=1)
-        here = Peer.me(alone)
+        self._reset()
         token = secrets.token_hex(8)
         prefix = token if rank == 0 else self._request_prefix(store, token)
-        self._store = PrefixStore(prefix, store)
-        secret = secrets.token_hex(32)
-        keys = self._publish(json.dumps([token, secret, here.host, here.boot_id]).encode())
+        self._store: Store = PrefixStore(prefix, store)
+        me = Peer.me(LaunchInfo(launch_id="alone", world_size=1))
+        introduction = [token, secrets.token_hex(32), me.pack().decode()]
+        keys = self._publish(json.dumps(introduction).encode())
         if rank == 0:
             self._answer_requests(store, prefix, keys)
         introductions = [json.loads(data) for data in self._collect(keys)]
-        hosts = [tuple(host) for _, _, *host in introductions]
-        launch_id, secret, *_ = introductions[0]
+        launch_id, secret, _ = introductions[0]
         self._credentials = Credentials(bytes.fromhex(secret), launch_id, world_size)
+        self._number([Peer.unpack(peer) for _, _, peer in introductions])
+
+    def _reset(self) -> None:
+        self._rounds, self._is_closed, self._is_part = 0, False, False
+        self.check_more: Callable[[], None] = lambda: None  # raises what the caller noticed
+        self._stores: dict[str, int] = {}
+        self.peers: tuple[Peer, ...] = ()
+
+    def _number(self, peers: Sequence[Peer]) -> None:
+        """Set what follows from the processes of all ranks, in order of rank."""
+        hosts = [(peer.host, peer.boot_id) for peer in peers]
         self.nodes = [
             [rank for rank, other in enumerate(hosts) if other == host]
             for host in dict.fromkeys(hosts)
         ]
-        self._node = next(node for node in self.nodes if rank in node)
-        self.local_rank, self.local_world_size = self._node.index(rank), len(self._node)
-        self.info = LaunchInfo(
-            launch_id=launch_id,
-            world_size=world_size,
-            local_world_size=self.local_world_size,
-            rank=rank,
-            local_rank=self.local_rank,
-            master_addr=_server_address(store)[0],
-            master_port=_server_address(store)[1],
+        node_of = {rank: node for node in self.nodes for rank in node}
+        self.peers = tuple(
+            replace(
+                peer,
+                rank=rank,
+                local_rank=node_of[rank].index(rank),
+                local_world_size=len(node_of[rank]),
+            )
+            for rank, peer in enumerate(peers)
         )
-        me = Peer.me(self.info).pack()
-        self.peers = tuple(Peer.unpack(data) for data in self.allgather(me))
+        me = self.peers[self.rank]
+        self.local_rank, self.local_world_size = me.local_rank, me.local_world_size
+        host, port = _server_address(self._store)
+        self.info = LaunchInfo(
+            launch_id=self._credentials.launch_id,
+            world_size=self.world_size,
+            local_world_size=self.local_world_size,
+            rank=self.rank,
+            local_rank=self.local_rank,
+            master_addr=host,
+            master_port=port,
+        )
 
     @property
     def address(self) -> str:
@@ -148,16 +168,33 @@ class StoreCoordinator:
                 "ranks again, and look at what that one printed last.",
                 [RankFailure(peer.rank, peer, FailureReason.EXITED) for peer in dead],
             )
+        self.check_more()
 
-    def split(self, ranks: Sequence[int]) -> StoreCoordinator | None:
-        """The Coordinator of some ranks, in this order; None on others. Collective over them."""
+    def split(
+        self, ranks: Sequence[int], name: str = "", timeout_s: float | None = None
+    ) -> StoreCoordinator | None:
+        """The Coordinator of some ranks, in this order; None on others. Exchanges nothing.
+
+        The n-th with these ranks and this name is the same on all of them.
+        """
         if self.rank not in ranks:
             return None
-        store = self.store(f"split/{'-'.join(map(str, ranks))}")
-        return StoreCoordinator(store, list(ranks).index(self.rank), len(ranks), self.timeout_s)
+        part = copy(self)
+        part._reset()
+        part._is_part = True
+        part.rank, part.world_size = list(ranks).index(self.rank), len(ranks)
+        part.timeout_s = timeout_s or self.timeout_s
+        name = f"split/{name}/{'-'.join(map(str, ranks))}"
+        part._store = self.store(name)
+        digest = hashlib.sha256(f"{self.info.launch_id}/{name}/{self._stores[name]}".encode())
+        launch_id = digest.hexdigest()[:16]
+        part._credentials = Credentials(self._credentials.secret, launch_id, len(ranks))
+        part._number([self.peers[rank] for rank in ranks])
+        return part
 
     def close(self) -> None:
-        """Nothing: the store is the caller's."""
+        """End calls that wait for other ranks with an error. The store is the caller's."""
+        self._is_closed = True
 
     def __enter__(self) -> StoreCoordinator:
         return self
@@ -174,7 +211,7 @@ class StoreCoordinator:
 
     def _collect(self, keys: list[str], timeout_s: float | None = None) -> list[bytes]:
         self._wait(self._store, keys, keys, timeout_s)
-        return [self._store.get(key) for key in keys]
+        return list(self._store.multi_get(keys))
 
     def _request_prefix(self, store: Store, token: str) -> str:
         """The name that rank 0 gives to the asker with this token, and so never to a dead one."""
@@ -186,13 +223,14 @@ class StoreCoordinator:
     def _answer_requests(self, store: Store, prefix: str, keys: list[str]) -> None:
         """Answer all requests, those of dead ranks too, until every rank has written its key."""
         store.set(_request_key(0), prefix)
+        requests = [_request_key(rank) for rank in range(self.world_size)]
+        self._wait(store, requests, requests)
         pause_s, start = timings.TIMINGS.store_poll_s, time.monotonic()
         while not self._store.check(keys):
             if time.monotonic() > start + self.timeout_s:
                 raise self._timeout(self._store, keys, start)
-            for rank in range(1, self.world_size):
-                if store.check([_request_key(rank)]):
-                    store.set(_answer_key(store.get(_request_key(rank)).decode()), prefix)
+            for token in store.multi_get(requests):
+                store.set(_answer_key(token.decode()), prefix)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, timings.TIMINGS.store_poll_max_s)
 
@@ -200,19 +238,42 @@ class StoreCoordinator:
         self, store: Store, keys: list[str], by_rank: list[str], timeout_s: float | None = None
     ) -> None:
         """Return when the keys are in the store. by_rank: one key that each rank writes."""
-        start = time.monotonic()
+        timeout_s, start = timeout_s or self.timeout_s, time.monotonic()
+        if self._is_part:
+            return self._poll(store, keys, timeout_s)
         try:
-            store.wait(keys, timedelta(seconds=timeout_s or self.timeout_s))
+            store.wait(keys, timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise self._timeout(store, by_rank, start) from error
 
+    def _poll(self, store: Store, keys: list[str], timeout_s: float) -> None:
+        """As _wait, while other threads of this process reach the store, and peers may end."""
+        start, checked = time.monotonic(), 0.0
+        while not store.check(keys):
+            waited_s = time.monotonic() - start
+            if waited_s > timeout_s:
+                raise self._timeout(store, keys, start)
+            if self._is_closed:
+                raise CommunicatorError(f"rank {self.rank}: the group was destroyed.")
+            if waited_s > checked + timings.TIMINGS.liveness_poll_s:
+                checked = waited_s
+                self.check()
+            pause_s = min(waited_s / 4, timings.TIMINGS.store_poll_max_s)
+            time.sleep(max(timings.TIMINGS.store_poll_s, pause_s))
+
     def _timeout(self, store: Store, by_rank: list[str], start: float) -> CommunicatorTimeout:
         missing = [rank for rank, key in enumerate(by_rank) if not store.check([key])]
+        waited = f"rank {self.rank} timed out after {time.monotonic() - start:.1f} s of waiting for"
+        more = "If so, give them more time: init_process_group(timeout=...)."
+        if self._is_part:
+            late = ", ".join(str(self.peers[rank]) for rank in missing) or "the others"
+            return CommunicatorTimeout(
+                f"{waited} {late} in the first call of a process group of {self.world_size} ranks. "
+                f"Do all its ranks make the same calls? {more}"
+            )
         return CommunicatorTimeout(
-            f"rank {self.rank} timed out after {time.monotonic() - start:.1f} s of waiting for "
-            f"ranks {missing or [0]} of {self.world_size} to make the same communicator. Do all "
-            "ranks make the same process groups, in the same order? If so, give them more time: "
-            "init_process_group(timeout=...)."
+            f"{waited} ranks {missing or [0]} of {self.world_size} to make the same communicator. "
+            f"Do all ranks make the same process groups, in the same order? {more}"
         )
 
 

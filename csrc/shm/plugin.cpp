@@ -66,6 +66,7 @@ comm_result stream_check(comm_t comm, int32_t peer) {
 comm_plugin make_shm_plugin() {
     comm_plugin table = plugin::make_plugin<ShmCommunicator>();
     table.name = "shm";
+    table.version = version;
     table.device_type = COMM_CPU;
     table.caps = COMM_CAP_ONE_NODE | COMM_CAP_THREADS | COMM_CAP_EMPTY;
     table.tell_shape = tell_shape;

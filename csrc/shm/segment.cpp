@@ -164,11 +164,32 @@ Failure not_attached(int rank, int failed_rank, int32_t error) {
 }
 
 // Throws on every rank if one could not map the segment. Rank 0 may close its descriptor after it.
-void check_all_attached(const Bootstrap& bootstrap, int32_t error) {
-    std::vector<int32_t> errors(bootstrap.nranks);
-    bootstrap.allgather(&error, errors.data(), sizeof error);
-    for (int rank = 0; rank < bootstrap.nranks; ++rank)
-        if (errors[rank] != 0) throw not_attached(bootstrap.rank, rank, errors[rank]);
+void check_all_attached(const Bootstrap& bootstrap, int32_t error, std::vector<int32_t>& notes) {
+    struct Attached {
+        int32_t error, note;
+    };
+    Attached own = {error, notes[bootstrap.rank]};
+    std::vector<Attached> ranks(bootstrap.nranks);
+    bootstrap.allgather(&own, ranks.data(), sizeof own);
+    for (int rank = 0; rank < bootstrap.nranks; ++rank) {
+        if (ranks[rank].error != 0) throw not_attached(bootstrap.rank, rank, ranks[rank].error);
+        notes[rank] = ranks[rank].note;
+    }
+}
+
+void check_introduction(int rank, int peer, const char* peer_version, bool is_invalid) {
+    std::string start = "rank " + std::to_string(rank) + ": ";
+    std::string name = "rank " + std::to_string(peer);
+    if (is_invalid)
+        throw Failure{COMM_SYSTEM_ERROR,
+                      start + name +
+                          " failed: it was given an option that it cannot use. See what "
+                          "it printed"};
+    if (std::strcmp(peer_version, version) != 0)
+        throw Failure{COMM_UNSUPPORTED, start + "this rank has shm " + version + ", " + name +
+                                            " has shm " + peer_version +
+                                            ". Their messages may differ; install the same "
+                                            "version everywhere"};
 }
 
 // Closes rank 0's descriptor however the exchange ends.
@@ -181,7 +202,8 @@ struct Descriptor {
 
 }  // namespace
 
-Segment::Segment(const Bootstrap& bootstrap, const Layout& layout) : layout_(layout) {
+Segment::Segment(const Bootstrap& bootstrap, const Layout& layout, std::vector<int32_t>& notes)
+    : layout_(layout) {
     SegmentAddress own = create_segment(bootstrap, layout.total());
     Descriptor descriptor{own.fd};
     std::vector<SegmentAddress> addresses(bootstrap.nranks);
@@ -191,7 +213,7 @@ Segment::Segment(const Bootstrap& bootstrap, const Layout& layout) : layout_(lay
     base_ = attach(addresses[0], own, layout.total(), error);
     if (base_ != nullptr) publish_identity(block(bootstrap.rank).identity);
     try {
-        check_all_attached(bootstrap, error);
+        check_all_attached(bootstrap, error, notes);
     } catch (...) {
         if (base_ != nullptr) munmap(base_, layout_.total());
         throw;
@@ -253,14 +275,25 @@ bool has_died(const Identity& peer, const Identity& own) {
            status.start_time != peer.start_time;
 }
 
-bool are_oversubscribed(const Bootstrap& bootstrap) {
-    cpu_set_t own, all;
-    CPU_ZERO(&own);
+bool are_oversubscribed(const Bootstrap& bootstrap, const Failure* invalid) {
+    struct Introduction {
+        cpu_set_t cpus;
+        char version[8];
+        int32_t is_invalid;
+    };
+    Introduction own = {};
+    sched_getaffinity(0, sizeof own.cpus, &own.cpus);
+    snprintf(own.version, sizeof own.version, "%s", version);
+    own.is_invalid = invalid != nullptr;
+    std::vector<Introduction> ranks(bootstrap.nranks);
+    bootstrap.allgather(&own, ranks.data(), sizeof own);
+    if (invalid != nullptr) throw *invalid;
+    cpu_set_t all;
     CPU_ZERO(&all);
-    sched_getaffinity(0, sizeof own, &own);
-    std::vector<cpu_set_t> sets(bootstrap.nranks);
-    bootstrap.allgather(&own, sets.data(), sizeof own);
-    for (const cpu_set_t& set : sets) CPU_OR(&all, &all, &set);
+    for (int rank = 0; rank < bootstrap.nranks; ++rank) {
+        check_introduction(bootstrap.rank, rank, ranks[rank].version, ranks[rank].is_invalid);
+        CPU_OR(&all, &all, &ranks[rank].cpus);
+    }
     return CPU_COUNT(&all) < bootstrap.nranks;
 }
 

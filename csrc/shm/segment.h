@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "abi/communicator.h"
 #include "plugin/failure.h"
@@ -31,8 +32,9 @@ class Bootstrap {
 class Segment {
   public:
     Segment() = default;
-    // Collective. Throws Failure on every rank if any rank cannot map the segment.
-    Segment(const Bootstrap& bootstrap, const Layout& layout);
+    // Collective. Throws Failure on every rank if any rank cannot map the segment. notes: one of
+    // each rank, the own filled in.
+    Segment(const Bootstrap& bootstrap, const Layout& layout, std::vector<int32_t>& notes);
     ~Segment();
     Segment(Segment&& other) noexcept;
     Segment& operator=(Segment&& other) noexcept;
@@ -54,7 +56,9 @@ class Segment {
 void publish_identity(Identity& own);
 // Whether the process behind `peer` has ended, as far as this process can see it.
 bool has_died(const Identity& peer, const Identity& own);
-// Collective. Whether all ranks together may use fewer cores than there are ranks.
-bool are_oversubscribed(const Bootstrap& bootstrap);
+// Collective. Whether all ranks together may use fewer cores than there are ranks. invalid: why
+// this rank cannot go on, thrown here; throws Failure on all ranks then, and if their versions
+// differ.
+bool are_oversubscribed(const Bootstrap& bootstrap, const Failure* invalid);
 
 }  // namespace shm

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <numeric>
 #include <thread>
 
 namespace shm {
@@ -10,6 +11,8 @@ namespace {
 
 constexpr size_t min_streamed_bytes = 8 << 10;
 const char* const died = "has died";
+constexpr int32_t not_measured = 0;
+std::atomic<int32_t> streaming_gain{not_measured};  // of this process: 1 or -1
 
 bool has_reached(const std::atomic<uint32_t>& counter, uint32_t step) {
     return static_cast<int32_t>(counter.load(std::memory_order_acquire) - step) >= 0;
@@ -60,7 +63,7 @@ std::string seconds(int64_t ns) {
 }
 
 // Tests compare the options; the defaults are the fastest on this machine.
-Options read_options(const comm_init_args& args) {
+Options read_options(const comm_init_args& args, std::unique_ptr<Failure>& invalid) {
     static const std::string instructions = "instructions=";
     Options options;
     options.instructions = best_instructions();
@@ -72,10 +75,10 @@ Options read_options(const comm_init_args& args) {
             options.stores = Stores::streaming;
         else if (text.compare(0, instructions.size(), instructions) != 0 ||
                  !find_instructions(text.c_str() + instructions.size(), &options.instructions))
-            throw Failure{COMM_INVALID_ARGUMENT,
-                          "rank " + std::to_string(args.rank) +
-                              ": the shared-memory backend has no option \"" + text +
-                              "\" on this processor. Leave it out"};
+            invalid = std::make_unique<Failure>(
+                Failure{COMM_INVALID_ARGUMENT, "rank " + std::to_string(args.rank) +
+                                                   ": the shared-memory backend has no option \"" +
+                                                   text + "\" on this processor. Leave it out"});
     }
     return options;
 }
@@ -92,19 +95,22 @@ std::string describe_tensor(uint64_t count, comm_dtype dtype, const Shape& shape
 ShmCommunicator::ShmCommunicator(const comm_init_args& args)
     : rank(args.rank),
       nranks(args.nranks),
-      options(read_options(args)),
+      options(read_options(args, invalid_)),
       timeout_ns_(args.timeout_ms * INT64_C(1000000)),
       messages_sent_(nranks),
       messages_received_(nranks),
       chunks_written_(nranks),
       chunks_read_(nranks),
       message_wait_ns_(nranks) {
+    if (nranks == 1 && invalid_) throw *invalid_;
     if (nranks == 1) return;
     Bootstrap bootstrap(args.bootstrap, rank, nranks);
-    oversubscribed_ = are_oversubscribed(bootstrap);
+    oversubscribed_ = are_oversubscribed(bootstrap, invalid_.get());
     spin_policy_ = measured_spin_policy(oversubscribed_);
-    segment_ = Segment(bootstrap, layout_for(nranks, oversubscribed_));
-    if (!oversubscribed_) streaming_ = prefers_streaming(bootstrap);
+    std::vector<int32_t> gains(nranks);
+    gains[rank] = streaming_gain;
+    segment_ = Segment(bootstrap, layout_for(nranks, oversubscribed_), gains);
+    if (!oversubscribed_) streaming_ = prefers_streaming(bootstrap, gains);
     if (options.stores != Stores::measured) streaming_ = options.stores == Stores::streaming;
 }
 
@@ -305,8 +311,11 @@ int64_t ShmCommunicator::time_exchange(std::vector<char>& scratch, bool streamin
 // Where cores are far apart, an ordinary store to a line that the peer has read waits for that
 // line, and a streaming store does not; where cores share a cache, streaming costs a trip to
 // memory. Either way by a factor of two, so it is measured, and the ranks agree on the sum of their
-// times.
-bool ShmCommunicator::prefers_streaming(const Bootstrap& bootstrap) {
+// times. Once a process: later groups vote by what their ranks measured.
+bool ShmCommunicator::prefers_streaming(const Bootstrap& bootstrap,
+                                        const std::vector<int32_t>& gains) {
+    if (std::find(gains.begin(), gains.end(), not_measured) == gains.end())
+        return std::accumulate(gains.begin(), gains.end(), 0) > 0;
     std::vector<char> scratch(std::min<size_t>(slot_bytes(), 64 << 10));
     int64_t fastest[2] = {INT64_MAX, INT64_MAX};
     for (int i = 0; i < 12; ++i)
@@ -318,7 +327,9 @@ bool ShmCommunicator::prefers_streaming(const Bootstrap& bootstrap) {
         ordinary_ns += times[2 * peer];
         streaming_ns += times[2 * peer + 1];
     }
-    return streaming_ns < ordinary_ns - ordinary_ns / 10;
+    bool prefers = streaming_ns < ordinary_ns - ordinary_ns / 10;
+    streaming_gain = prefers ? 1 : -1;
+    return prefers;
 }
 
 // ---- memory for tensors: its errors concern this rank alone ----

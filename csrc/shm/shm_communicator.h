@@ -140,6 +140,11 @@ class ShmCommunicator {
 
     const int rank;
     const int nranks;
+
+  private:
+    std::unique_ptr<Failure> invalid_;  // what is wrong with the options
+
+  public:
     const Options options;
 
   private:
@@ -156,7 +161,7 @@ class ShmCommunicator {
     [[noreturn]] void throw_mismatch(int peer, const CallHeader& header);
 
     int64_t time_exchange(std::vector<char>& scratch, bool streaming);
-    bool prefers_streaming(const Bootstrap& bootstrap);
+    bool prefers_streaming(const Bootstrap& bootstrap, const std::vector<int32_t>& gains);
 
     void transfer(bool is_send, void* buffer, uint64_t count, comm_dtype dtype, int32_t peer);
     void complete_queued();

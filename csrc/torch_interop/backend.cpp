@@ -63,16 +63,15 @@ class TitleScope {
 
 class DrumlineBackend : public c10d::Backend {
   public:
-    // group: a DrumlineProcessGroup, with the GIL. native: NULL if all calls are its.
-    DrumlineBackend(const py::object& group, std::shared_ptr<CallQueue> queue,
-                    std::shared_ptr<NativeCalls> native, int rank, int size,
+    // group: a DrumlineProcessGroup, with the GIL.
+    DrumlineBackend(const py::object& group, std::shared_ptr<CallQueue> queue, int rank, int size,
                     c10::intrusive_ptr<Options> options)
         : Backend(rank, size),
           group_(share(group)),
           queue_(std::move(queue)),
-          native_(std::move(native)),
           options_(std::move(options)) {}
 
+    py::object group() const { return *group_; }
     const std::string getBackendName() const override { return "drumline"; }
     c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
     bool supportsSplitting() const override { return true; }
@@ -239,7 +238,8 @@ class DrumlineBackend : public c10d::Backend {
     template <class MakeCall, class Delegate>
     WorkBase start(CallTitle title, bool is_async, Tensors result, MakeCall make_call,
                    Delegate delegate_call) {
-        Call call = native_ ? make_call(*native_) : Call();
+        const NativeCalls* native = native_calls();
+        Call call = native != nullptr ? make_call(*native) : Call();
         if (!call) return delegate_call();
         ++sequence_number_;
         TitleScope scope(title);
@@ -247,9 +247,21 @@ class DrumlineBackend : public c10d::Backend {
                         : queue_->run_or_submit(std::move(call), std::move(result));
     }
 
+    // NULL until the group has opened a communicator that can be called without Python.
+    const NativeCalls* native_calls() {
+        if (const NativeCalls* native = native_.load(std::memory_order_acquire)) return native;
+        py::gil_scoped_acquire gil;
+        py::object comm = group_->attr("callable_from_cpp")();
+        if (comm.is_none()) return nullptr;
+        if (!shared_native_) shared_native_ = std::make_shared<NativeCalls>(comm);
+        native_.store(shared_native_.get(), std::memory_order_release);
+        return shared_native_.get();
+    }
+
     std::shared_ptr<py::object> group_;
     std::shared_ptr<CallQueue> queue_;
-    std::shared_ptr<NativeCalls> native_;
+    std::shared_ptr<NativeCalls> shared_native_;  // written with the GIL
+    std::atomic<const NativeCalls*> native_{nullptr};
     c10::intrusive_ptr<Options> options_;
     std::atomic<uint64_t> sequence_number_{0};
 };
@@ -268,18 +280,17 @@ auto as_method(Method method) {
     };
 }
 
-// comm: a communicator._native.Comm that the group calls in this queue alone, or None.
+// group: it calls its communicator in this queue alone.
 c10::intrusive_ptr<DrumlineBackend> create(const py::object& group,
-                                           std::shared_ptr<CallQueue> queue, const py::object& comm,
-                                           int rank, int size, std::chrono::milliseconds timeout,
+                                           std::shared_ptr<CallQueue> queue, int rank, int size,
+                                           std::chrono::milliseconds timeout,
                                            const std::string& group_name,
                                            std::vector<uint64_t> global_ranks) {
     auto options = c10::make_intrusive<c10d::Backend::Options>("drumline", timeout);
     options->group_name = group_name;
     options->global_ranks_in_group = std::move(global_ranks);
-    auto native = comm.is_none() ? nullptr : std::make_shared<NativeCalls>(comm);
-    return c10::make_intrusive<DrumlineBackend>(group, std::move(queue), std::move(native), rank,
-                                                size, std::move(options));
+    return c10::make_intrusive<DrumlineBackend>(group, std::move(queue), rank, size,
+                                                std::move(options));
 }
 
 }  // namespace
@@ -288,6 +299,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     py::object base = py::module_::import("torch.distributed").attr("_Backend");
     py::class_<DrumlineBackend, c10::intrusive_ptr<DrumlineBackend>>(module, "DrumlineBackend",
                                                                      base)
+        .def_property_readonly("group", &DrumlineBackend::group)
         .def_property_readonly("options", &DrumlineBackend::getBackendOptions);
     module.def("create", create);
     py::class_<CallQueue, std::shared_ptr<CallQueue>>(module, "CallQueue", py::module_local())

@@ -260,7 +260,7 @@ def test_abort_ends_a_call_that_waits_and_tells_the_peer(pair):
         start = time.monotonic()
         with pytest.raises(PeerLost) as caught:
             comm.recv(torch.zeros(1), 1 - comm.rank)
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 15
         with pytest.raises((PeerLost, CommunicatorError)):
             comm.barrier()
         return "abort" in str(caught.value)

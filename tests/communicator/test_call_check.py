@@ -130,6 +130,6 @@ def test_a_message_of_another_size_past_the_first_ones_is_waited_for_until_the_d
             with pytest.raises(CommunicatorTimeout, match="tensors of the same size"):
                 comm.send(torch.ones(9), 1) if comm.rank == 0 else comm.recv(torch.ones(8), 0)
             coor.barrier()
-            return time.monotonic() - begun < 5
+            return time.monotonic() - begun < 15
 
     assert ranks(body, 2) == [True, True]

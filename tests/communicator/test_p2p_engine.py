@@ -4,6 +4,7 @@ import subprocess
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def engines(request):
             coor = StoreCoordinator(store, rank, WORLD, 20.0)
             comm = Communicator(coor, "shm") if request.param == "shm" else None
             streams = comm.streams if comm else TcpStreams(coor.connections())
-            engine = P2PEngine(coor, streams, 20.0)
+            engine = P2PEngine(coor, streams).all_ranks
             try:
                 found[rank] = fn(engine)
             except Exception as error:
@@ -108,9 +109,9 @@ def test_a_rank_that_left_because_another_died_is_lost_with_that_one_named_first
 
     def body(engine):
         if engine.rank == 0:
-            peers = list(engine._coor.peers)
+            peers = list(engine.peers)
             peers[2] = replace(peers[2], pid=process.pid, start_ticks=1)
-            engine._coor.peers = tuple(peers)
+            engine.peers = tuple(peers)
             with pytest.raises(
                 PeerLost, match=rf"lost rank 1 .* Lost: rank 2 .*{process.pid}"
             ) as e:
@@ -132,6 +133,45 @@ def test_close_ends_what_is_pending(engines):
         with pytest.raises(CommunicatorError, match="group that was destroyed"):
             engine.start("send", torch.zeros(3), (engine.rank + 1) % WORLD, 0)
         all_ended.wait(20)
+
+    engines(body)
+
+
+def test_messages_of_a_group_match_its_receives_alone_until_a_rank_leaves_it(engines):
+    def body(engine):
+        if engine.rank == 0:
+            return None
+        ranks, rank = [2, 1], 2 - engine.rank
+        coor = SimpleNamespace(
+            rank=rank,
+            peers=[engine.peers[number] for number in ranks],
+            timeout_s=20.0,
+            info=SimpleNamespace(launch_id="pair"),
+        )
+        pair = engine.engine.open_group(coor, ranks)
+        if rank == 1:
+            for group, value in ((pair, 1.0), (engine, 2.0)):
+                group.start("send", torch.full((LARGE,), value), group.ranks.index(2), 7)
+            pair.start("send", torch.ones(5), 0, 8).wait()
+            engine.start("recv", torch.zeros(1), 2, 9).wait()
+            pair.close()
+            engine.start("send", torch.ones(1), 2, 9).wait()
+            return None
+        came = torch.zeros(LARGE)
+        engine.start("recv", came, 1, 7).wait()
+        assert came.eq(2).all()
+        work = pair.start("recv", came, ANY_SOURCE, 7)
+        assert work.wait() and work._source_rank() == 1 and came.eq(1).all()
+        pending = pair.start("recv", came, ANY_SOURCE, 7)
+        engine.start("send", torch.ones(1), 1, 9).wait()
+        with pytest.raises(PeerLost, match=r"rank 0 lost rank 1 .*it has destroyed the group"):
+            pending.wait()
+        pair.start("recv", torch.zeros(5), 1, 8).wait()  # sent before it left
+        with pytest.raises(PeerLost, match="destroyed the group"):
+            pair.start("send", torch.ones(1), 1, 7).wait()
+        engine.start("recv", torch.zeros(1), 1, 9).wait()
+        pair.close()
+        return None
 
     engines(body)
 
@@ -174,14 +214,15 @@ def test_a_thread_that_waits_as_another_ends_leaves_no_driver(engines):
             return None
         work = engine.start("recv", torch.zeros(1), 1, 0)
         waiter = threading.Thread(target=work.wait)
-        with engine._lock:
-            engine._driver = -1  # of another thread, which ends while this one awaits the lock
+        with engine.engine._lock:
+            # of another thread, which ends while this one awaits the lock
+            engine.engine._driver = -1
             waiter.start()
             time.sleep(0.1)
-            engine._driver = None
+            engine.engine._driver = None
         is_posted.set()
         waiter.join()
-        driver, engine._driver = engine._driver, None
+        driver, engine.engine._driver = engine.engine._driver, None
         return driver
 
     assert engines(body)[0] is None

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from communicator import Communicator, CommunicatorTimeout
+from communicator import Communicator, CommunicatorError, CommunicatorTimeout
 from communicator.torch_interop.store_coordinator import StoreCoordinator
 from coordinator import CoordinatorError, Credentials
 
@@ -65,6 +65,37 @@ def test_rank_that_never_comes_is_named_by_each_of_the_others(meet, missing):
         assert f"ranks [{missing}] of {WORLD}" in str(error)
 
 
+def test_parts_exchange_nothing_to_meet_and_name_a_rank_that_stays_away(meet):
+    meetings = meet(HashStore(), range(WORLD))
+    parts = [meeting.split([3, 1], "pair", 0.3) for meeting in meetings]
+    assert [part and part.rank for part in parts] == [None, 1, None, 0]
+    assert (
+        on_threads(lambda part: part.allgather(b"%d" % part.rank), parts[1::2])
+        == [[b"0", b"1"]] * 2
+    )
+    with pytest.raises(CommunicatorTimeout, match=r"rank 0 timed out .* rank 1 \(host .*, pid"):
+        parts[3].allgather(b"")
+
+
+def test_wait_of_a_part_ends_when_it_is_closed_and_keeps_no_thread_from_the_store(meet):
+    meetings = meet(HashStore(), range(WORLD))
+    first, _ = (meeting.split([0, 1], timeout_s=20.0) for meeting in meetings[:2])
+    errors = []
+
+    def wait():
+        with pytest.raises(CommunicatorError, match="destroyed") as caught:
+            first.allgather(b"")
+        errors.append(caught.value)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    other = [meeting.split([0, 1], "other") for meeting in meetings[:2]]
+    assert on_threads(lambda part: part.allgather(b""), other) == [[b"", b""]] * 2
+    first.close()
+    waiting.join()
+    assert errors
+
+
 def on_threads(call, meetings):
     """What call(meeting) returns or raises on each rank."""
     found = {}
@@ -94,6 +125,6 @@ def test_ranks_of_a_store_sum_over_connections_of_their_own(meet):
 def test_rank_that_does_not_know_the_secret_in_the_store_is_rejected(meet):
     meetings = meet(HashStore(), range(WORLD))
     meetings[2]._credentials = Credentials(bytes(32), meetings[2].info.launch_id, WORLD)
-    errors = on_threads(lambda meeting: meeting.connections(timeout_s=2), meetings)
+    errors = on_threads(lambda meeting: meeting.connections(timeout_s=10), meetings)
     assert all(isinstance(error, CoordinatorError) for error in errors)
     assert "launch secret" in str(errors[2])

@@ -170,7 +170,7 @@ def test_a_rank_that_leaves_is_named_by_all(ranks_or_errors):
 
     begun = time.monotonic()
     found = ranks_or_errors(body, 3)
-    assert time.monotonic() - begun < 5 and found[1] is None
+    assert time.monotonic() - begun < 15 and found[1] is None
     assert all(isinstance(each, PeerLost) for each in (found[0], found[2]))
     assert all("rank 1 closed its communicator" in str(each) for each in (found[0], found[2]))
 

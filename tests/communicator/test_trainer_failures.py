@@ -15,7 +15,7 @@ CASES = re.findall(r'^    "(\w+)": ', PROGRAM.read_text(), re.MULTILINE)
 STOPPED = ["ddp_static_graph", "fsdp2", "pipeline"]  # the others, and more rounds, take too long
 LATE = ["ddp", "ddp_python_hook", "fsdp1"]
 SURVIVORS, VICTIM = (0, 2), 1
-SOON_S, TIMEOUT_S = 1, 1  # the latter is HASTY_S there
+SOON_S, TIMEOUT_S = 15, 1  # half of PATIENT_S there, and HASTY_S
 
 
 def soak(cases, but=()):

@@ -231,7 +231,7 @@ def test_a_dead_master_is_not_waited_for(fork):
 
     start = time.monotonic()
     found = fork(body, 3).outcomes()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 15
     assert [outcome.error for outcome in found[1:]] == ["PeerLost"] * 2
     assert all("exited with code 7" in outcome.text for outcome in found[1:]), found
 

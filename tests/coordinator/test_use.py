@@ -104,19 +104,23 @@ def test_two_processes_that_claim_one_rank_are_both_named(fork):
 
 
 def test_two_threads_in_one_coordinator_are_told_so(ranks):
+    is_told = threading.Event()
+
     def body(info):
         with Coordinator(info, timeout_s=20) as coor:
             if coor.rank == 1:
-                time.sleep(0.3)
+                assert is_told.wait(20)
                 coor.barrier()
                 return None
             thread = threading.Thread(target=coor.barrier)
             thread.start()
-            time.sleep(0.1)
+            while "barrier #1" not in coor.diagnose(stacks_too=False).splitlines()[0]:
+                time.sleep(0.01)
             with pytest.raises(
                 CoordinatorError, match=r"all_true \(.*another thread is in barrier #1"
             ):
                 coor.all_true(True)
+            is_told.set()
             thread.join()
 
     ranks(body, 2)
@@ -214,7 +218,6 @@ def test_every_call_has_a_deadline_of_its_own(ranks_or_errors, name):
         "wait": lambda coor: coor.wait("x", timeout_s=0.4),
         "lock": lambda coor: coor.lock("x", timeout_s=0.4).__enter__(),
     }
-
     is_kept, has_given_up = threading.Event(), threading.Event()
 
     def keep():
@@ -245,17 +248,22 @@ def test_every_call_has_a_deadline_of_its_own(ranks_or_errors, name):
 
 
 def test_errors_of_a_group_name_the_ranks_of_the_launch(ranks_or_errors):
+    gave_up = threading.Event()
+
     def body(info):
         with Coordinator(info, timeout_s=20) as coor:
             group = coor.split([3, 1])
             if group is None or coor.rank == 1:
-                time.sleep(0.6)
+                assert gave_up.wait(20)
                 return None
-            group.barrier(timeout_s=0.3)
+            try:
+                group.barrier(timeout_s=0.3)
+            finally:
+                gave_up.set()
 
     error = ranks_or_errors(body, 4)[3]
-    waited = re.match(r"rank 3 waited (\d\.\d) s in barrier #1", str(error))
-    assert waited and 0.3 <= float(waited[1]) < 2, error
+    waited = re.match(r"rank 3 waited (\d+\.\d) s in barrier #1", str(error))
+    assert waited and float(waited[1]) >= 0.3, error
     assert "for rank 1 (host" in str(error), error
 
 
@@ -285,11 +293,13 @@ def test_close_ends_the_call_that_another_thread_is_in(ranks, nodes, call):
     """It once took the memory from under a barrier, and left wait() to its deadline."""
     calls = {"barrier": lambda coor: coor.barrier(), "wait": lambda coor: coor.wait("nothing")}
 
+    has_ended = threading.Event()
+
     def body(info):
         coor, said = Coordinator(info, timeout_s=20), []
         if info.rank == 1:
             with coor, contextlib.suppress(CoordinatorError):
-                time.sleep(0.4)
+                assert has_ended.wait(20)
                 coor.barrier()
             return None
 
@@ -297,12 +307,13 @@ def test_close_ends_the_call_that_another_thread_is_in(ranks, nodes, call):
             with pytest.raises(CoordinatorError) as caught:
                 calls[call](coor)
             said.append(str(caught.value))
+            has_ended.set()
 
         thread = threading.Thread(target=use)
         thread.start()
         time.sleep(0.1)
         coor.close()
-        thread.join(2)
+        thread.join(20)
         return said
 
     (said,) = ranks(body, 2, nodes)[0]
@@ -326,16 +337,19 @@ def test_once_is_once_among_the_threads_of_a_rank_too():
 
 @nodes
 def test_who_comes_to_a_group_that_was_given_up_hears_so(ranks, nodes):
+    gave_up = threading.Event()
+
     def body(info):
         with Coordinator(info, timeout_s=20) as coor:
             with pytest.raises(CoordinatorTimeout) as caught:
-                time.sleep(0.6 * coor.rank)
+                assert coor.is_master() or gave_up.wait(20)
                 coor.split([0, 1], timeout_s=0.4 if coor.is_master() else 20)
+            gave_up.set()
             coor.barrier()
             return str(caught.value)
 
     early, late = ranks(body, 2, nodes)
-    assert early.startswith("rank 0 waited 0.4 s in split #1 (test_use.py:"), early
+    assert re.match(r"rank 0 waited \d+\.\d s in split #1 \(test_use\.py:", early), early
     assert "rank 1 entered split #1" in late and "rank 0 had already given up" in late, late
 
 
@@ -352,7 +366,7 @@ def test_a_rank_that_dies_while_others_join_is_named_with_its_process(fork):
         assert each.error == "PeerLost" and f"rank 2 (host {socket.gethostname()}, pid {pid})" in (
             each.text
         ), each
-        assert "in Coordinator #1 (test_use.py:" in each.text and each.at - begun < 2.5, each
+        assert "in Coordinator #1 (test_use.py:" in each.text and each.at - begun < 15, each
 
 
 def test_a_child_forked_while_a_thread_waits_hides_no_death(fork):
@@ -365,7 +379,7 @@ def test_a_child_forked_while_a_thread_waits_hides_no_death(fork):
                 threading.Thread(target=lambda: coor.wait("nothing"), daemon=True).start()
                 time.sleep(0.1)
                 if os.fork() == 0:
-                    time.sleep(5)
+                    time.sleep(30)
                     os._exit(0)
                 os.kill(os.getpid(), 9)
             begun = time.monotonic()
@@ -374,7 +388,7 @@ def test_a_child_forked_while_a_thread_waits_hides_no_death(fork):
             return time.monotonic() - begun
 
     found = fork(body, 2, [1, 1]).outcomes(stragglers=[1])
-    assert found[0].error == "" and found[0].value < 2, found
+    assert found[0].error == "" and found[0].value < 15, found
 
 
 def test_who_died_is_known_in_groups_of_groups_whose_parents_were_let_go(coordinated):

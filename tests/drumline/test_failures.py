@@ -53,7 +53,7 @@ def test_a_rank_that_is_killed_at_any_token_is_named_within_seconds(
     assert processes[0].returncode == 0, err
     assert names(out, processes[victim], victim, "SIGKILL"), out
     assert "model.layers." in out
-    codes = [code for code, _ in ended(processes[1:], within_s=10)]
+    codes = [code for code, _ in ended(processes[1:], within_s=40)]
     assert codes[victim - 1] == -signal.SIGKILL
     assert codes[2 - victim] == 1
 

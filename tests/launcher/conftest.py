@@ -25,7 +25,6 @@ class CommandResult:
     code: int
     out: str
     err: str
-    seconds: float
 
     def lines(self, rank: int) -> list[str]:
         """The lines of a rank on standard output."""
@@ -58,11 +57,10 @@ class CommandLine:
     def run(
         self, *arguments: str, timeout: float = 30, stdin: str = "", **options
     ) -> CommandResult:
-        began = time.monotonic()
         process = self.start(*arguments, stdin=subprocess.PIPE, **options)
         out, err = process.communicate(stdin, timeout=timeout)
         code = process.returncode if process.returncode >= 0 else 128 - process.returncode
-        return CommandResult(code, out or "", err or "", time.monotonic() - began)
+        return CommandResult(code, out or "", err or "")
 
     def left(self, patience_s: float = 0.0) -> list[str]:
         """Processes of this command line that still run, at the latest after patience_s."""

@@ -27,7 +27,7 @@ def identity(*args):
 def raise_on_rank_1():
     if launcher.current().rank == 1:
         raise ZeroDivisionError("planned")
-    time.sleep(1.5)
+    time.sleep(0.5)
 
 
 def return_a_set():
@@ -66,13 +66,11 @@ def test_a_new_interpreter_cannot_import_a_nested_function():
 
 @pytest.mark.parametrize("name", ["multiprocessing", "threads"])
 def test_the_first_failure_has_its_rank_and_traceback(name):
-    began = time.monotonic()
     with pytest.raises(launcher.LaunchError) as raised:
         launcher.launch(raise_on_rank_1, 3, launcher=name)
     first = raised.value.failures[0]
     assert (first.rank, first.type, first.message) == (1, "ZeroDivisionError", "planned")
     assert "in raise_on_rank_1" in first.traceback and first.pid > 0 and first.host
-    assert time.monotonic() - began < 2.9
 
 
 def test_a_result_that_needs_pickle_is_an_error():
@@ -125,14 +123,14 @@ launcher.launch(lambda: None, 2)
     assert run_program(tmp_path, text).stdout == "bye from True\n"
 
 
-def test_import_launcher_loads_only_the_standard_library():
-    code = "import sys, launcher, launcher.cli; print(*sys.modules)"
+def test_a_launch_loads_only_the_standard_library_and_little_of_that():
+    code = "import sys, launcher.cli, launcher.local.launch_local; print(*sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    assert not {"torch", "numpy", "rich", "pynvml", "importlib.metadata"} & set(
-        loaded.stdout.split()
-    )
+    others = {"torch", "numpy", "rich", "pynvml"}
+    slow = {"importlib.metadata", "difflib", "hmac", "statistics", "tempfile"}
+    assert not (others | slow) & set(loaded.stdout.split())
 
 
 def name_and_wait():
@@ -242,7 +240,7 @@ def children(pid):
     return [child for folder in folders for child in (folder / "children").read_text().split()]
 
 
-def wait_for(condition, seconds=10):
+def wait_for(condition, seconds=30):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

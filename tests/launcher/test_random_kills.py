@@ -17,7 +17,7 @@ from launcher.system import linux
 LAUNCHES = int(os.environ.get("SOAK_LAUNCHES", "200"))
 SEEDS = [*range(3), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(3, LAUNCHES))]
 TIMEOUT_S = 8  # of the launch: what waits for a suspended process ends then
-GONE_S = 2.0  # after the command has ended
+GONE_S = 15.0  # after the command has ended
 SIGNALS = {"KILL": 9, "TERM": 3, "INT": 3, "STOP": 2, "STOP and CONT": 3}
 LAUNCHERS = {"multiprocessing": 6, "torchrun": 2, "threads": 2}
 SCRIPT = """

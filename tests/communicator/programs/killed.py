@@ -23,7 +23,7 @@ from launcher import LaunchInfo
 
 WORLD = 3
 LIMIT_S = 15
-SOON_S = 5  # generous: the machine may be busy
+SOON_S = 15  # generous: the machine may be busy
 
 
 def calls(comm, number):

@@ -5,7 +5,7 @@ import contextlib
 import threading
 import time
 
-from coordinator import Coordinator, CoordinatorError
+from coordinator import Coordinator, CoordinatorError, CoordinatorTimings
 
 LARGE = 3_000_000
 COLLECTIVE = {
@@ -94,17 +94,21 @@ def begun(coors, fault, only_turns):
     return threads
 
 
-def made(info, names=CALLS):
+def made(info, names=CALLS, **timings):
     """A Coordinator for each call, on which all ranks have met."""
-    coors = {name: Coordinator(info, timeout_s=20) for name in names}
+    timings = CoordinatorTimings(**timings)
+    coors = {name: Coordinator(info, timeout_s=20, timings=timings) for name in names}
     for coor in coors.values():
         coor.local_barrier()
         coor.barrier()
     return coors
 
 
-def waited(coors, victim, timeout_s):
-    """The outcomes of the calls that wait for the victim, by name, all made at once."""
+def waited(coors, victim, timeout_s, meet_survivors=lambda: None):
+    """The outcomes of the calls that wait for the victim, by name, all made at once.
+
+    meet_survivors: for who closes is no excuse for who is still waiting.
+    """
     found = {}
     for coor in coors.values():
         coor.timeout_s = timeout_s
@@ -117,17 +121,17 @@ def waited(coors, victim, timeout_s):
     )
     for thread in threads:
         thread.join()
-    time.sleep(0.3 * (timeout_s < 5))  # who closes now is no excuse for who is still waiting
+    meet_survivors()
     for coor in coors.values():
         with contextlib.suppress(CoordinatorError):
             coor.close(timeout_s=0.3)
     return found
 
 
-def run(info, names, victim, fault, timeout_s, whole=None):
+def run(info, names, victim, fault, timeout_s, whole=None, meet_survivors=lambda: None, **timings):
     """On a rank: the outcomes of its calls by name. The victim: fault(coor) in each of them, at the
     same time; or whole() for the whole process, which then stays within its turns."""
-    coors = made(info, names)
+    coors = made(info, names, **timings)
     threads = []
     with Coordinator(info, timeout_s=20) as ready:
         if info.rank == victim:
@@ -135,7 +139,7 @@ def run(info, names, victim, fault, timeout_s, whole=None):
             threads = begun(coors, stay if whole else fault, only_turns=whole is not None)
         ready.barrier()  # the others begin once the victim has taken its turns
     if info.rank != victim:
-        return waited(coors, victim, timeout_s)
+        return waited(coors, victim, timeout_s, meet_survivors)
     if whole is not None:
         whole()
         return {}

@@ -21,4 +21,4 @@ try:
         generate(model)
 except drumline.PeerLost as lost:
     print(lost)
-    sys.exit(0 if time.monotonic() - killed_at < 3 else 7)
+    sys.exit(0 if time.monotonic() - killed_at < 15 else 7)

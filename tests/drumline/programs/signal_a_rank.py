@@ -21,4 +21,4 @@ try:
 except drumline.PeerLost as lost:
     print(lost)
     print("first failed:", lost.rank)
-    sys.exit(0 if time.monotonic() - began < 5 else 7)
+    sys.exit(0 if time.monotonic() - began < 15 else 7)

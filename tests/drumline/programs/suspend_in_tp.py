@@ -20,4 +20,4 @@ try:
     generate(model)
 except drumline.PeerLost as lost:
     print(lost)
-    sys.exit(0 if time.monotonic() - began < 5 else 7)
+    sys.exit(0 if time.monotonic() - began < 15 else 7)

@@ -20,4 +20,4 @@ try:
     drumline.load(path, coor=coor, max_memory=[1 << 30] * 3)
 except drumline.PeerLost as lost:
     print(lost, flush=True)
-    os._exit(0 if time.monotonic() - began < 5 else 7)
+    os._exit(0 if time.monotonic() - began < 15 else 7)

@@ -306,7 +306,7 @@ def test_a_huge_request_is_rejected_while_others_are_answered(server, path, fiel
         body = {"model": "llama", "max_tokens": 1, **fields}
         answer = thread.submit(post, server, path, body)
         while not answer.done():
-            with urllib.request.urlopen(f"{server[1]}/health", timeout=1) as health:
+            with urllib.request.urlopen(f"{server[1]}/health", timeout=10) as health:
                 assert health.status == 200
             most = max(most, memory_nbytes())
             time.sleep(0.01)
@@ -399,7 +399,7 @@ def test_a_client_that_disconnects_ends_its_generations(plain, server, stream):
         else:
             with pytest.raises(openai.APITimeoutError):
                 impatient.completions.create(**request, timeout=0.15)
-    until = time.monotonic() + 10
+    until = time.monotonic() + 30
     while metric(server, "drumline_requests_running") and time.monotonic() < until:
         time.sleep(0.05)
     assert metric(server, "drumline_requests_running") == 0
@@ -442,10 +442,11 @@ def test_the_death_of_a_rank_is_status_500_and_the_end_of_the_server(server, cli
     request = {"model": "llama", "prompt": "15", "max_tokens": 95, "n": 4, "temperature": 0}
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(client.completions.create, **request)
-        time.sleep(0.1)
+        while not metric(server, "drumline_requests_running"):
+            pass
         ranks[1].kill()
-        error = answer.exception(timeout=10)
+        error = answer.exception(timeout=30)
     assert isinstance(error, openai.InternalServerError) and error.status_code == 500
     assert f"rank 1 (host {socket.gethostname()}, pid {ranks[1].pid}, " in error.body["message"]
-    assert ranks[0].wait(timeout=10) == 1
+    assert ranks[0].wait(timeout=30) == 1
     assert "rank 1" in ranks[0].stderr.read()

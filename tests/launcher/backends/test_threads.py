@@ -58,7 +58,7 @@ def test_ctrl_c_ends_threads_without_a_traceback(command):
     process.stdout.readline()
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "stopped by SIGINT" in err and "Traceback" not in err
 
@@ -99,7 +99,7 @@ def test_stop_signals_end_threads_and_the_processes_that_they_have_started(comma
     process = command.start("run", "-n", "2", "--launcher", "threads", script)
     process.stdout.readline()
     process.send_signal(number)
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=30)
     assert process.returncode == 128 + number and number.name in err
     assert not command.left()
 

@@ -49,7 +49,7 @@ def ends(*nodes):
 def test_a_missing_node_is_named_every_few_seconds_and_at_the_deadline(hosts):
     ((code, _, err),) = ends(start(hosts, 0, "--launch-id", "monday", "--timeout", "1.8"))
     where = f"node 1 of 2 at {FIRST}:{ports.of_nodes('monday', 0)}"
-    assert err.count(f"[launcher] waiting for {where}; nodes seen: 0\n") == 3
+    assert 1 < err.count(f"[launcher] waiting for {where}; nodes seen: 0\n") < 4
     assert f"{where} did not come within 1.8 s (nodes seen: 0)" in err
     assert code == 124
 

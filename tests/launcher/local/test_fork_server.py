@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from launcher import timings
 from launcher.system import descendants, linux
 
-PATIENCE_S = 10.0
-SOON_S = 1.5  # one second, and the time that a busy machine takes to start and end a process
+SOON_S = 30.0  # what is ended would go on for a minute
 
 
 def wait_for(condition):
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + SOON_S
     while not (value := condition()) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert value, "nothing happened"
@@ -47,11 +47,9 @@ def importing(command):
     return start
 
 
-def ended(process, within_s=SOON_S):
+def ended(process):
     """(exit code, standard error) of a process that must end soon."""
-    began = time.monotonic()
-    out, err = process.communicate(timeout=PATIENCE_S)
-    assert time.monotonic() - began < within_s, err
+    out, err = process.communicate(timeout=SOON_S)
     return process.returncode, out + err
 
 
@@ -64,8 +62,7 @@ def test_stop_signal_ends_an_import_before_the_fork_at_once(importing, number):
 
 
 def test_timeout_ends_an_import_before_the_fork(importing):
-    process = importing("--timeout", "0.5")
-    code, text = ended(process, SOON_S + 0.5)
+    code, text = ended(importing("--timeout", "3"))
     assert code == 124 and "while modules were imported" in text
 
 
@@ -99,7 +96,7 @@ def stopped(command):
 
 
 def test_stopped_fork_server_is_named_and_the_launch_ends(stopped, command):
-    code, text = ended(stopped(), within_s=6)
+    code, text = ended(stopped())
     assert code == 128 + signal.SIGSTOP and "suspended from outside" in text
     assert "kill -CONT" in text and not command.left()
 
@@ -107,19 +104,20 @@ def test_stopped_fork_server_is_named_and_the_launch_ends(stopped, command):
 def test_fork_server_that_is_resumed_goes_on(stopped):
     process = stopped()
     server = server_of(process)
-    time.sleep(1)
+    lines = iter(process.stderr.readline, "")
+    assert any("kill -CONT" in line for line in lines)
     os.kill(server, signal.SIGCONT)
-    time.sleep(3)
+    time.sleep(timings.TIMINGS.stopped_server_s)
     assert process.poll() is None
-    for _ in range(2):
+    while process.poll() is None:
         process.send_signal(signal.SIGINT)
         time.sleep(0.1)
-    code, text = ended(process)
-    assert code == 130 and "kill -CONT" in text
+    code, _ = ended(process)
+    assert code == 130
 
 
 def test_timeout_and_ctrl_c_end_a_launch_whose_fork_server_is_stopped(stopped, command):
-    code, text = ended(stopped("--timeout", "2"), within_s=4)
+    code, text = ended(stopped("--timeout", "3"))
     assert code == 124 and not command.left(), text
 
 

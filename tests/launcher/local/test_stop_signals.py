@@ -10,6 +10,9 @@ import time
 
 import pytest
 
+from launcher.timings import TIMINGS
+
+SOON_S = 30  # ranks wait for a minute
 WAITING = (
     "import os, subprocess, sys, time, launcher\n"
     "sleep = [sys.executable, '-c', 'import time; time.sleep(60)']\n"
@@ -30,12 +33,11 @@ def ready(process, nprocs=2):
     return [processes[rank] for rank in range(nprocs)]
 
 
-def end(process, timeout=10):
-    """(exit code as a shell gives it, standard error, seconds)."""
-    began = time.monotonic()
-    _, err = process.communicate(timeout=timeout)
+def end(process, within_s=SOON_S):
+    """(exit code as a shell gives it, standard error)."""
+    _, err = process.communicate(timeout=within_s)
     code = process.returncode
-    return (code if code >= 0 else 128 - code), err, time.monotonic() - began
+    return (code if code >= 0 else 128 - code), err
 
 
 @pytest.fixture
@@ -51,8 +53,8 @@ def waiting(command):
 def test_a_signal_to_the_launcher_ends_the_ranks(waiting, number):
     process, _ = waiting
     process.send_signal(number)
-    code, err, seconds = end(process)
-    assert code == 128 + number and seconds < 3
+    code, err = end(process, within_s=TIMINGS.stop_grace_s)
+    assert code == 128 + number
     assert f"stopped by {signal.Signals(number).name}" in err
 
 
@@ -61,16 +63,16 @@ def test_killing_any_one_process_ends_all(command, waiting, victim):
     process, ranks = waiting
     pid = {"launcher": process.pid, "fork server": ranks[0][1], "rank 0": ranks[0][0]}
     os.kill(pid.get(victim, ranks[1][0]), signal.SIGKILL)
-    code, _, seconds = end(process)
-    assert code == 137 and seconds < 2
-    assert command.left(patience_s=1.0) == []
+    code, _ = end(process)
+    assert code == 137
+    assert command.left(patience_s=SOON_S) == []
 
 
 def test_the_port_is_free_after_the_launcher_was_killed(command, waiting):
     process, ranks = waiting
     process.kill()
     end(process)
-    command.left(patience_s=1.0)
+    command.left(patience_s=SOON_S)
     with socket.socket() as intruder:
         intruder.bind(("127.0.0.1", ranks[0][2]))
 
@@ -86,7 +88,7 @@ def test_ctrl_c_gives_the_ranks_time_to_finish(command):
     process = command.start("run", "-n", "2", script)
     ready(process)
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=10)
+    out, _ = process.communicate(timeout=SOON_S)
     assert sorted(out.splitlines()) == ["[0] saved", "[1] saved"]
     assert process.returncode == 130
 
@@ -101,8 +103,8 @@ def test_a_background_job_handles_sigint(command):
     process = command.start("run", "-n", "2", script, preexec_fn=ignore_sigint)
     ready(process)
     process.send_signal(signal.SIGINT)
-    code, _, seconds = end(process)
-    assert code == 130 and seconds < 3
+    code, _ = end(process, within_s=TIMINGS.stop_grace_s)
+    assert code == 130
 
 
 def test_a_second_ctrl_c_kills_at_once(command):
@@ -112,11 +114,11 @@ def test_a_second_ctrl_c_kills_at_once(command):
     process = command.start("run", "-n", "2", script)
     ready(process)
     process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
-    assert process.poll() is None
+    assert "another kills them" in process.stderr.readline()
+    time.sleep(2 * TIMINGS.reap_lag_s)  # a rank that ended at once would have ended by itself
     process.send_signal(signal.SIGINT)
-    code, err, seconds = end(process)
-    assert code == 130 and seconds < 2
+    code, err = end(process, within_s=TIMINGS.stop_grace_s)
+    assert code == 130
     assert "did not exit when asked" in err
 
 
@@ -130,7 +132,7 @@ def test_ranks_run_their_sigterm_handlers(command):
     process = command.start("run", "-n", "2", script)
     ready(process)
     process.terminate()
-    out, _ = process.communicate(timeout=10)
+    out, _ = process.communicate(timeout=SOON_S)
     assert sorted(out.splitlines()) == ["[0] goodbye", "[1] goodbye"]
     assert process.returncode == 143
 
@@ -142,7 +144,7 @@ def test_a_closed_reader_of_the_output_ends_the_launch(command):
     process = command.start("run", "-n", "2", script)
     process.stdout.readline()
     process.stdout.close()
-    assert process.wait(timeout=5) == 128 + signal.SIGPIPE
+    assert process.wait(timeout=SOON_S) == 128 + signal.SIGPIPE
     assert "nobody reads" in process.stderr.read()
     process.stderr.close()
 
@@ -155,14 +157,14 @@ def test_sighup_is_ignored_under_nohup(command):
     process = command.start("run", "-n", "2", script, preexec_fn=ignore_sighup)
     ready(process)
     process.send_signal(signal.SIGHUP)
-    code, _, _ = end(process)
+    code, _ = end(process)
     assert code == 0
 
 
 def test_a_rank_just_forked_receives_sigterm(command):
     """Forked with the fork server's ignored signals, ranks lost SIGTERM and were waited for."""
-    script = command.script("import time\nprint('x' * 100_000, flush=True)\ntime.sleep(30)")
+    script = command.script("import time\nprint('x' * 100_000, flush=True)\ntime.sleep(60)")
     for _ in range(5):
         with open("/dev/full", "w") as full:
             ended = command.run("run", "-n", "8", script, stdout=full)
-        assert ended.seconds < 4 and "did not exit when asked" not in ended.err
+        assert "did not exit when asked" not in ended.err
