@@ -276,7 +276,7 @@ class Communicator(CollectivesFromP2P):
                 self._recorder.close()
 
     def abort(self) -> None:
-        """From any thread: calls of this rank that wait raise, and so do later ones."""
+        """Make calls of this rank that wait raise, and later ones; from any thread."""
         raise Unsupported(f"rank {self.rank}: {self.name} cannot be aborted; end the process.")
 
     def __enter__(self) -> Communicator:

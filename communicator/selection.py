@@ -80,12 +80,9 @@ DeviceType = TypeVar("DeviceType", str, str | None)
 
 
 def _vote(
-    coor: Coordinator,
-    candidates: list[Any],
-    device_types: Sequence[DeviceType],
-    is_requested: bool,
+    coor: Coordinator, candidates: list[Any], device_types: Sequence[DeviceType], is_requested: bool
 ) -> tuple[dict[DeviceType, str | None], dict[DeviceType, list[Ballot]]]:
-    """By device type, the label of the best that every rank can use, and every rank's scores."""
+    """The label of the best that every rank can use, by device type, and every rank's scores."""
     own: list[Ballot] = [
         {_label(item): _score(coor, item, kind, is_requested) for item in candidates}
         for kind in device_types

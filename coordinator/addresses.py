@@ -138,6 +138,11 @@ def bound(family: int, address: tuple[Any, ...]) -> socket.socket:
     return listener
 
 
+def family_of(host: str) -> socket.AddressFamily:
+    """The family of an address in numbers."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 def format_address(address: tuple[Any, ...]) -> str:
     """address:port, with brackets around an IPv6 address."""
     host, port = address[0], address[1]

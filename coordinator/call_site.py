@@ -46,9 +46,15 @@ class CallStatus(NamedTuple):
 class PendingCall(NamedTuple):
     """A call that this rank is in, and its one deadline."""
 
-    call: CallSite
+    name: str
+    number: int
+    where: str
     since: float
     timeout_s: float
+
+    @property
+    def call(self) -> CallSite:
+        return CallSite(self.name, self.number, self.where)
 
     @property
     def deadline(self) -> float:
@@ -65,14 +71,13 @@ class PendingCall(NamedTuple):
     def restarted(self, timeout_s: float | None = None) -> PendingCall:
         """This call with all its time, or another time, from now on."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        return PendingCall(self.call, time.monotonic(), limit_s)
+        return self._replace(since=time.monotonic(), timeout_s=limit_s)
 
 
 def begin_call(name: str, number: int, timeout_s: float) -> PendingCall:
     """A call that begins now, where the user made it."""
-    # As PendingCall(CallSite(...), ...), in half the time: every call begins here.
-    site = _new(CallSite, (name, number, caller(depth=3)))
-    return _new(PendingCall, (site, time.monotonic(), timeout_s))
+    # As PendingCall(...), in half the time: every call begins here.
+    return _new(PendingCall, (name, number, caller(depth=3), time.monotonic(), timeout_s))
 
 
 def caller(depth: int = 1) -> str:
@@ -87,14 +92,16 @@ def caller(depth: int = 1) -> str:
 
 @lru_cache(maxsize=1024)
 def _outside_name(filename: str) -> str:
-    """Without its folder, in Unicode, for a name on disk may have other bytes, which cannot be
-    sent; "" for a file of ours."""
+    """The name without its folder; "" for a file of ours.
+
+    In Unicode: a name on disk may have other bytes, which cannot be sent.
+    """
     basename = os.fsencode(filename.rpartition("/")[2]).decode(errors="replace")
     return "" if _is_ours(filename) else basename
 
 
 def _is_ours(filename: str) -> bool:
-    """Is the file of this package, or between the user's call and it?"""
+    """True for a file of this package, or between the user's call and it."""
     return filename.startswith(_HERE) or filename.endswith(
         ("contextlib.py", "launcher/trace/recorder.py")
     )

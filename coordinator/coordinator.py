@@ -6,6 +6,7 @@ with Coordinator() as coor:
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import socket
@@ -16,7 +17,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import launcher
@@ -170,11 +170,11 @@ class Coordinator(Collectives):
         )
 
     def is_master(self) -> bool:
-        """Is this rank 0 of the group?"""
+        """True on rank 0 of the group."""
         return self.rank == 0
 
     def is_local_master(self) -> bool:
-        """Is this the first of the group's ranks on its node?"""
+        """True on the first of the group's ranks on each node."""
         return self.local_rank == 0
 
     def local_barrier(self, *, timeout_s: float | None = None) -> None:
@@ -208,7 +208,7 @@ class Coordinator(Collectives):
     def _first(
         self, name: str, ranks: Sequence[int], timeout_s: float | None
     ) -> AbstractContextManager[None]:
-        """Counted apart from calls: other nodes need not take part."""
+        """A turn of the first of the ranks, counted apart from calls: not all need take part."""
         self._check_open(name)
         number = self._count((name, *ranks))
         call = self._begin_call(name, timeout_s, number + 1)
@@ -277,13 +277,13 @@ class Coordinator(Collectives):
             return store.wait(keys, call)
 
         def check() -> None:
-            self._check_open(call.call.name)
+            self._check_open(call.name)
             detector.check_alive(call)
 
         try:
             return store.wait(keys, call, check)
         except CoordinatorTimeout as error:
-            text = f"{error} The ranks are:\n{detector.short_table()}"
+            text = f"{error} The ranks are:\n{detector.monitor.short_table()}"
             raise CoordinatorTimeout(text) from error.__cause__
 
     def store(self, name: str, *, timeout_s: float | None = None) -> Store:
@@ -309,7 +309,7 @@ class Coordinator(Collectives):
         if self._session is None or self.world_size == 1:
             return {}
         call = self._begin_call("connections", timeout_s)
-        name = f"{self._store.prefix}{call.call.number}"
+        name = f"{self._store.prefix}{call.number}"
         address, credentials = self._session.client.local_address, self._session.credentials
         return PeerConnector(
             address, credentials, self.rank, self.peers, name, self._session.lost
@@ -394,7 +394,7 @@ class Coordinator(Collectives):
         late = self._release(CLOSED, limit)
         if late and self._broken is None:
             assert own is not None
-            names = " and ".join(map(own.detector.describe_rank, late))
+            names = " and ".join(map(own.detector.monitor.describe_local, late))
             raise CoordinatorTimeout(
                 f"rank 0 waited {limit:g} s in close ({caller()}) for {names}. Every rank must "
                 "close its Coordinators, or end."
@@ -423,12 +423,7 @@ class Coordinator(Collectives):
     def __enter__(self) -> Coordinator:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and not _is_orderly(error):
             self._abandon(error)
         self.close()
@@ -526,10 +521,10 @@ class Coordinator(Collectives):
         if self._group is None:
             return f"{self._me} (host {socket.gethostname()}, alone)"
         if not stacks_too:
-            return self._group.detector.short_table()
+            return self._group.detector.monitor.short_table()
         me = self.peers[self.rank]
         stack_dump.ask(peer for peer in self.peers if peer.pid != me.pid)
-        return self._group.detector.table()
+        return self._group.detector.monitor.table()
 
     def describe_late(self) -> str:
         """The ranks that keep this one waiting, or the deadlock it is in. Not collective.
@@ -538,7 +533,9 @@ class Coordinator(Collectives):
         """
         if self._group is None or self._closed:
             return ""
-        return self._group.detector.describe_late(self._note[0])
+        detector, note = self._group.detector, stack_dump.CallNote(*self._note[:2])
+        describe = detector.monitor.describe_local
+        return detector.stacks.describe_late(note, describe, self._timings.stack_s)
 
     def describe_failure(self) -> str:
         """Another rank's reason why this group failed; "" without one. Not collective."""
@@ -553,6 +550,14 @@ class Coordinator(Collectives):
         """
         if rank in range(self.world_size):
             self._note[0] = self.ranks[rank]
+
+    @property
+    def allreduce_note(self) -> int:
+        """The address of an int64 that is to be 1 while this process is in a library's allreduce.
+
+        For such descriptions, too; valid as long as the process.
+        """
+        return ctypes.addressof(ctypes.c_int64.from_buffer(self._note, 8))
 
     # ---- within ----
 

@@ -12,7 +12,7 @@ TCP_INFO = struct.Struct("=2xBB48xII")
 
 
 def is_network_error(error: BaseException | None) -> bool:
-    """Is this how the kernel says that the other host does not answer?"""
+    """True if the kernel says by this error that the other host does not answer."""
     return isinstance(error, OSError) and error.errno in NETWORK_ERRORS
 
 
@@ -30,11 +30,11 @@ def describe_error(connection: socket.socket, remote: str, error: OSError) -> st
         return str(error)
     _, silent_s = _tcp_info(connection)
     here, name = str(connection.getsockname()[0]), errno.errorcode[error.errno or 0]
-    return network_failure(here, remote, name, silent_s)
+    return network_failure(here, remote, silent_s, f"{name}, ")
 
 
 def is_silent(connection: socket.socket, patience_s: float) -> bool:
-    """Has the kernel sent again in vain, and heard nothing for so long?
+    """True if the kernel has sent without an answer, and heard nothing for patience_s.
 
     patience_s: must exceed a round trip.
     """
@@ -47,18 +47,17 @@ def describe_silence(connection: socket.socket, patience_s: float) -> str:
     if not is_silent(connection, patience_s):
         return ""
     _, silent_s = _tcp_info(connection)
-    here, name = str(connection.getsockname()[0]), errno.errorcode[errno.ETIMEDOUT]
-    return network_failure(here, remote_host(connection), name, silent_s)
+    return network_failure(str(connection.getsockname()[0]), remote_host(connection), silent_s)
 
 
-def network_failure(here: str, there: str, name: str, silent_s: float) -> str:
-    """A network failure in words. name: of the errno."""
-    silence = f"it has not answered for {silent_s:.1f} s"
-    return f"network failure between {here} and {there}: {name}, {silence}"
+def network_failure(here: str, there: str, silent_s: float, error: str = "") -> str:
+    """A network failure in words. error: the name of the errno and a comma, if there was one."""
+    silence = f"{error}it has not answered for {silent_s:.1f} s"
+    return f"network failure between {here} and {there}: {silence}"
 
 
 def _tcp_info(connection: socket.socket) -> tuple[int, float]:
-    """The number of times that the kernel sent in vain, and the seconds since it heard anything."""
+    """The number of unanswered sends of the kernel, and the seconds since it heard anything."""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size)
         retransmits, probes, data_ms, ack_ms = TCP_INFO.unpack(info)

@@ -62,13 +62,13 @@ class Peer:
 
     @property
     def is_visible(self) -> bool:
-        """Does this process see the other's in /proc?"""
+        """True if this process sees the other's in /proc."""
         return self.boot_id == boot_id() and (
             not self.memory or self.memory.split("/")[1] == _namespace("pid")
         )
 
     def is_known_dead(self) -> bool:
-        """Did the process run on this host, and no longer does? False where we cannot see."""
+        """True if the process ran on this host, and no longer does; False if it cannot be seen."""
         return self.is_visible and start_ticks(self.pid) != (self.start_ticks or None)
 
 
@@ -80,7 +80,7 @@ def _namespace(kind: str) -> str:
 
 
 def boot_id() -> str:
-    """Differs between machines and between boots; the same in containers of one machine."""
+    """An id of this machine since its boot, the same in all of its containers."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -97,7 +97,7 @@ def stat(pid: int) -> list[str]:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When pid started (proc(5), field 22), None if it is gone or a zombie."""
+    """The start time of pid (proc(5), field 22); None if it is gone or a zombie."""
     fields = stat(pid)
     return None if not fields or fields[0] in "ZX" else int(fields[19])
 

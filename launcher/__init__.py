@@ -18,7 +18,8 @@ from launcher.launch_info import LaunchInfo, LaunchInfoError
 from launcher.launch_job import launch
 from launcher.ports import listen
 from launcher.registry import register
-from launcher.system import host_addresses
+from launcher.system import gpus, host_addresses
+from launcher.system.free_memory import free_memory_nbytes
 from launcher.trace.recorder import Recorder, recorder
 
 __all__ = [
@@ -32,6 +33,8 @@ __all__ = [
     "Recorder",
     "TargetError",
     "current",
+    "free_memory_nbytes",
+    "gpus",
     "host_addresses",
     "launch",
     "listen",

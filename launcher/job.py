@@ -6,7 +6,7 @@ job.rank_command()        # [python, train.py, --steps, 10]
 
 from __future__ import annotations
 
-import secrets
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ LOOPBACK = "127.0.0.1"
 
 def new_launch_id() -> str:
     """A random launch id."""
-    return secrets.token_hex(8)
+    return os.urandom(8).hex()
 
 
 @dataclass(frozen=True)

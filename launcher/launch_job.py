@@ -15,7 +15,6 @@ from typing import Any
 from launcher import registry, target
 from launcher.errors import LaunchInterrupted
 from launcher.job import LOOPBACK, Job, new_launch_id
-from launcher.trace import merge_traces
 
 # Options that not every launcher supports, with the values that mean "not used".
 OPTIONS: dict[str, object] = {
@@ -90,6 +89,8 @@ def start(
     check(job, name, trace_file)
     if trace_file is None:
         return _start(job, name, **options)
+    from launcher.trace import merge_traces  # not needed by most launches
+
     with merge_traces.recordings_merged_into(Path(trace_file), job.nnodes) as folder:
         return _start(replace(job, trace=str(folder)), name, **options)
 

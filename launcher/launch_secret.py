@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import secrets
 from collections.abc import MutableMapping
 
 from launcher.launch_info import ENV_PREFIX, LaunchInfoError
@@ -21,7 +20,7 @@ SECRET_FD = ENV_PREFIX + "SECRET_FD"  # names the descriptor, once the secret wa
 
 def create() -> int:
     """A descriptor of a fresh secret; read it with os.pread(fd, 32, 0): its position is shared."""
-    return store(secrets.token_bytes(NBYTES))
+    return store(os.urandom(NBYTES))
 
 
 def store(data: bytes) -> int:
@@ -35,7 +34,7 @@ def store(data: bytes) -> int:
 
 def variables() -> dict[str, str]:
     """A new secret as the variable that a backend launcher passes on to every rank."""
-    return {SECRET: secrets.token_hex(NBYTES)}
+    return {SECRET: os.urandom(NBYTES).hex()}
 
 
 def take(environ: MutableMapping[str, str]) -> int | None:

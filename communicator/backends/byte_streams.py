@@ -9,10 +9,13 @@ import ctypes
 import os
 import select
 import socket
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from communicator.backends.tensor_socket import configure
 from communicator.errors import PeerLost
+
+if TYPE_CHECKING:
+    from communicator._native import Comm
 
 READABLE, WRITABLE = 1, 2  # COMM_STREAM_READABLE, COMM_STREAM_WRITABLE
 DISARM, ARM, WAKE = 0, 1, 2  # COMM_STREAM_DISARM and so on
@@ -22,17 +25,6 @@ EVENTS = {
     WRITABLE: select.EPOLLOUT,
     READABLE | WRITABLE: select.EPOLLIN | select.EPOLLOUT,
 }
-
-
-class ByteStreams(Protocol):
-    """The stream entries of communicator.h, where each is documented. Memory is an address."""
-
-    def stream_write(self, dst: int, prefix: bytes, address: int, nbytes: int, /) -> int: ...
-    def stream_read(self, src: int, address: int, nbytes: int, /) -> int: ...
-    def stream_wait(self, interest: bytearray, timeout_ms: int, /) -> int: ...
-    def stream_sleep(self, timeout_ms: int, /) -> None: ...
-    def stream_notify(self, what: int, /) -> None: ...
-    def stream_check(self, peer: int, /) -> None: ...
 
 
 class TcpStreams:
@@ -127,3 +119,7 @@ class TcpStreams:
         self._service.close()
         os.close(self._wake)
         os.close(self._wake_service)
+
+
+ByteStreams: TypeAlias = "Comm | TcpStreams"
+"""The stream entries of communicator.h, where each is documented. Memory is an address."""

@@ -182,7 +182,7 @@ class Hierarchical(Communicator):
                 self._local.recv(out, 0)
 
     def _gather_local(self, tensor: torch.Tensor) -> torch.Tensor:
-        """On the leader, the tensor of each rank of the node: [ranks here, *tensor.shape]."""
+        """The tensor of each rank of the node, on the leader: [ranks here, *tensor.shape]."""
         rows = tensor.new_empty((len(self._node_ranks), *tensor.shape))
         rows[0] = tensor
         for local in range(1, len(self._node_ranks)):
@@ -190,7 +190,7 @@ class Hierarchical(Communicator):
         return rows
 
     def _scatter_local(self, out: torch.Tensor, rows: torch.Tensor) -> None:
-        """From the leader, to each rank of the node its row."""
+        """Send each rank of the node its row, from the leader."""
         out.copy_(rows[0])
         for local in range(1, len(self._node_ranks)):
             self._local.send(rows[local], local)

@@ -20,11 +20,7 @@ from communicator.backends.tagged_p2p import TaggedP2PCommunicator, as_bytes
 from communicator.base import Capabilities
 from communicator.calls.dtypes import OPS, dtype_info
 from communicator.calls.failures import describe_late, describe_lost
-from communicator.errors import (
-    CommunicatorTimeout,
-    PeerLost,
-    Unsupported,
-)
+from communicator.errors import CommunicatorTimeout, PeerLost, Unsupported
 from coordinator import Coordinator
 
 EAGER_TESTS = 200  # of a call before its thread sleeps between them

@@ -144,7 +144,7 @@ class PluginCommunicator(Communicator):
             self._comm.close()
 
     def abort(self) -> None:
-        """From any thread: calls that wait and later ones raise PeerLost, here and on the peers."""
+        """Let waiting and later calls raise PeerLost, here and on the peers; any thread may."""
         self._comm.abort()
 
     @property

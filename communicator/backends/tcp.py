@@ -11,18 +11,19 @@ import torch
 
 from communicator import timings
 from communicator.backends.tagged_p2p import as_bytes
-from communicator.backends.tensor_socket import SocketClosed, Steps, TensorSocket
+from communicator.backends.tensor_socket import (
+    CLOSE_NOTICE,
+    END_NOTICE,
+    SocketClosed,
+    Steps,
+    TensorSocket,
+)
 from communicator.base import Capabilities, Communicator
 from communicator.calls import call_check
 from communicator.calls.async_work import AsyncWork, WorkQueue
 from communicator.calls.default_collectives import P2PCall
 from communicator.calls.failures import describe_late, describe_lost
-from communicator.errors import (
-    CommunicatorError,
-    CommunicatorTimeout,
-    DrumlineError,
-    PeerLost,
-)
+from communicator.errors import CommunicatorError, CommunicatorTimeout, DrumlineError, PeerLost
 from coordinator import Coordinator, CoordinatorError, FailureReason, RankFailure
 
 SPLIT_FROM_BYTES = 1 << 21  # from this size on all ranks share the work of an allreduce
@@ -31,9 +32,6 @@ ALIGNMENT = 64
 LEFT, UNREACHABLE = FailureReason.LEFT, FailureReason.UNREACHABLE
 CONNECTION_ENDED = select.POLLERR | select.POLLHUP | select.POLLNVAL  # which poll always reports
 DIRECTION = {"send": "send to rank", "recv": "recv from rank"}
-
-
-CLOSED = "closed its communicator"
 CHECK_LINK = "Check the link between the hosts, and start all ranks again."
 
 
@@ -43,12 +41,12 @@ class ConnectionLost(Exception):
     def __init__(
         self,
         peer: int,
-        why: str | SocketClosed,
+        why: str,
+        reason: FailureReason | None = None,
         failures: Sequence[RankFailure] = (),
     ) -> None:
-        super().__init__(str(why))
-        self.peer, self.why, self.failures = peer, str(why), failures
-        self.is_network_failure = isinstance(why, SocketClosed) and why.is_network_failure
+        super().__init__(why)
+        self.peer, self.why, self.reason, self.failures = peer, why, reason, failures
 
 
 class MessageMismatch(Exception):
@@ -77,7 +75,7 @@ class Tcp(Communicator):
         self._sockets = {rank: TensorSocket(link) for rank, link in links.items()}
 
     def do_close(self) -> None:
-        self._announce_end(f"rank {self.rank} {CLOSED}")
+        self._announce_end(f"rank {self.rank} closed its communicator", CLOSE_NOTICE)
         self._queue.close()
         for peer_socket in self._sockets.values():
             peer_socket.close()
@@ -227,7 +225,7 @@ class Tcp(Communicator):
         except StopIteration as ended:
             return str(ended.value)
         except SocketClosed as broken:
-            self._fail(ConnectionLost(peer, broken), f"{call} {peer}")
+            self._fail(ConnectionLost(peer, str(broken), broken.reason), f"{call} {peer}")
         except BaseException as error:
             self._fail(error, f"{call} {peer}")
 
@@ -257,7 +255,7 @@ class Tcp(Communicator):
                 except StopIteration as ended:
                     problem = problem or ended.value
                 except SocketClosed as broken:
-                    raise ConnectionLost(peer, broken) from broken
+                    raise ConnectionLost(peer, str(broken), broken.reason) from broken
             if waiting:
                 came = self._poll([(peer, events) for peer, _, events in waiting], deadline)
         return problem
@@ -283,7 +281,8 @@ class Tcp(Communicator):
             self.coor.check()
         except CoordinatorError as error:
             failures = error.failures if isinstance(error, PeerLost) else ()
-            raise ConnectionLost(next(iter(peers)), str(error), failures) from error
+            reason = LEFT if failures else None
+            raise ConnectionLost(next(iter(peers)), str(error), reason, failures) from error
         for peer in peers:
             if self.coor.peers[peer].is_known_dead():
                 raise ConnectionLost(peer, "it died")
@@ -298,47 +297,46 @@ class Tcp(Communicator):
             raise self._ended_by from (None if is_deadline else error)
         raise error  # Ctrl-C, say
 
-    def _announce_end(self, why: str) -> None:
+    def _announce_end(self, why: str, notice: int = END_NOTICE) -> None:
         for peer_socket in self._sockets.values():
-            peer_socket.announce_end(why)
+            peer_socket.announce_end(why, notice)
 
     def _error_for(self, error: BaseException, call: str) -> DrumlineError:
         where = f"{call} (tcp, {self.world_size} ranks)"
         if isinstance(error, TimeoutError):
-            network = filter(None, (each.network_failure() for each in self._sockets.values()))
-            if network_failure := next(network, ""):
-                return CommunicatorTimeout(
-                    f"rank {self.rank} timed out after {self.timeout_s:g} s in {where}: "
-                    f"{network_failure}. {CHECK_LINK}"
-                )
-            return CommunicatorTimeout(
-                f"rank {self.rank} timed out after {self.timeout_s:g} s in {where}."
-                f"{describe_lost(self._lost_peers())} Are "
-                "all ranks alive and in the same call, with tensors of the same size?"
-                f"{describe_late(self.coor)}"
-            )
+            return self._timeout_error(where)
         if isinstance(error, ConnectionLost):
-            peer, why = self.coor.peers[error.peer], error.why.rstrip(".")
-            if error.is_network_failure:
-                unreachable = RankFailure(error.peer, peer, UNREACHABLE, text=f"{peer}, {why}")
-                return PeerLost(
-                    f"rank {self.rank} lost {peer} in {where}: {why}. {CHECK_LINK}", (unreachable,)
-                )
-            end = "" if why.endswith("?") else "."
-            lost = self._await_lost_peers()
-            failures = error.failures or lost or (RankFailure(error.peer, peer, LEFT, text=why),)
-            advice = "Start all ranks again, and look at what those printed last."
-            is_close = bool(error.failures) or why.endswith(CLOSED)
-            if is_close and {failure.reason for failure in failures} == {LEFT}:
-                advice = "It made fewer calls: let all ranks make the same before they close."
-            lost_text = f"{why}{end}{describe_lost(lost)} {advice}"
-            return PeerLost(f"rank {self.rank} lost {peer} in {where}: {lost_text}", failures)
+            return self._lost_error(error, where)
         if isinstance(error, MessageMismatch):
             return CommunicatorError(str(error))
         return CommunicatorError(
             f"rank {self.rank} left {where} in the middle, because of {error!r}. Start over with a "
             "new Communicator."
         )
+
+    def _timeout_error(self, where: str) -> CommunicatorTimeout:
+        text = f"rank {self.rank} timed out after {self.timeout_s:g} s in {where}"
+        failures = (peer_socket.network_failure() for peer_socket in self._sockets.values())
+        if network_failure := next(filter(None, failures), ""):
+            return CommunicatorTimeout(f"{text}: {network_failure}. {CHECK_LINK}")
+        return CommunicatorTimeout(
+            f"{text}.{describe_lost(self._lost_peers())} Are all ranks alive and in the same call, "
+            f"with tensors of the same size?{describe_late(self.coor)}"
+        )
+
+    def _lost_error(self, error: ConnectionLost, where: str) -> PeerLost:
+        peer, why = self.coor.peers[error.peer], error.why.rstrip(".")
+        text = f"rank {self.rank} lost {peer} in {where}: {why}"
+        if error.reason is UNREACHABLE:
+            unreachable = RankFailure(error.peer, peer, UNREACHABLE, text=f"{peer}, {why}")
+            return PeerLost(f"{text}. {CHECK_LINK}", (unreachable,))
+        lost = self._await_lost_peers()
+        failures = error.failures or lost or (RankFailure(error.peer, peer, LEFT, text=why),)
+        advice = "Start all ranks again, and look at what those printed last."
+        if error.reason is LEFT and {failure.reason for failure in failures} == {LEFT}:
+            advice = "It made fewer calls: let all ranks make the same before they close."
+        end = "" if why.endswith("?") else "."
+        return PeerLost(f"{text}{end}{describe_lost(lost)} {advice}", failures)
 
 
 def _one_after_another(messages: list[Steps[str]]) -> Generator[int, None, str]:

@@ -13,14 +13,15 @@ from collections.abc import Generator
 from typing import TypeVar
 
 from communicator import timings
-from coordinator import link_state
+from coordinator import FailureReason, link_state
 
 T = TypeVar("T")
 Steps = Generator[int, None, T]
 """Work that yields the events of poll(2) that it has to wait for, and returns its result."""
 
 HEADER = struct.Struct("<QI")  # bytes of data, bytes of text
-END_NOTICE = 2**64 - 1  # in place of a size: the text says why no message follows
+# In place of a size, of the last header: the text says why no message follows.
+END_NOTICE, CLOSE_NOTICE = 2**64 - 1, 2**64 - 2
 BUFFER = 1 << 16  # bytes that have arrived and are not read yet
 SMALL = 1 << 14  # bytes that are copied to be sent with their header
 LONGEST_TEXT = 1 << 12
@@ -30,11 +31,14 @@ USER_TIMEOUT_MS = 5000
 
 
 class SocketClosed(Exception):
-    """The connection has ended; the text says how. is_network_failure: not by the other process."""
+    """The connection has ended; the text says how.
 
-    def __init__(self, why: str, is_network_failure: bool = False) -> None:
+    reason: LEFT if the other end closed in good order, UNREACHABLE if its host does not answer.
+    """
+
+    def __init__(self, why: str, reason: FailureReason | None = None) -> None:
         super().__init__(why)
-        self.is_network_failure = is_network_failure
+        self.reason = reason
 
 
 def configure(connection: socket.socket) -> None:
@@ -61,13 +65,14 @@ class TensorSocket:
         self._begin = self._end = 0  # of what is in it
 
     def shut_down(self) -> None:
-        """From any thread: make waits at both ends raise SocketClosed."""
+        """Make waits at both ends raise SocketClosed; from any thread."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def _broken(self, error: OSError) -> SocketClosed:
         why = link_state.describe_error(self._socket, self._remote, error)
-        return SocketClosed(why, link_state.is_network_error(error))
+        is_network_error = link_state.is_network_error(error)
+        return SocketClosed(why, FailureReason.UNREACHABLE if is_network_error else None)
 
     def network_failure(self) -> str:
         """The network failure under the connection, if there is one; else ""."""
@@ -105,8 +110,9 @@ class TensorSocket:
             )
         yield from self._fill(length)
         text = bytes(self._take(length))
-        if nbytes == END_NOTICE:
-            raise SocketClosed(text.decode(errors="replace"))
+        if nbytes in (END_NOTICE, CLOSE_NOTICE):
+            reason = FailureReason.LEFT if nbytes == CLOSE_NOTICE else None
+            raise SocketClosed(text.decode(errors="replace"), reason)
         return nbytes, text
 
     def receive_into(self, data: memoryview) -> Steps[None]:
@@ -154,12 +160,12 @@ class TensorSocket:
             raise SocketClosed("it closed the connection")
         return count
 
-    def announce_end(self, why: str) -> None:
+    def announce_end(self, why: str, notice: int = END_NOTICE) -> None:
         """Send the other end why no message follows, if that takes no waiting."""
         text = why.encode()[:LONGEST_TEXT]
         try:
             if not self._is_sending:
-                self._socket.send(HEADER.pack(END_NOTICE, len(text)) + text)
+                self._socket.send(HEADER.pack(notice, len(text)) + text)
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits here, too
         except OSError:
             pass  # the other end has closed

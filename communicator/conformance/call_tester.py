@@ -64,7 +64,7 @@ class CallTester:
         return torch.stack([self.bits.part(rank, shape) for rank in range(self.comm.world_size)])
 
     def result_checks(self, shape: Shape) -> dict[str, Callable[[torch.Tensor, str], str]]:
-        """By name of a call with the numbers: a function from its result to the problem."""
+        """Functions from a result to its problem, by name of a call with the numbers."""
         numbers, world = self.numbers, range(self.comm.world_size)
         total, parts = numbers.total(shape), [numbers.part(rank, shape) for rank in world]
         crossed = torch.stack([part[self.comm.rank] for part in parts])

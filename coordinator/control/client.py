@@ -37,8 +37,10 @@ class Client:
     """Connections of one rank to the server: one for each thread with a request at the moment.
 
     addresses: where to look for the server, at every attempt. server: if it lives in this process,
-    LOCAL_OPS need no connection. on_unreachable: told, after each vain attempt to connect for the
-    first time, the address and why. Raises CoordinatorTimeout if rank 0 cannot be reached in time.
+    LOCAL_OPS need no connection. on_unreachable: called with the address and the reason after each
+    failed attempt, until the first connection.
+
+    Raises CoordinatorTimeout if rank 0 cannot be reached in timeout_s.
     """
 
     def __init__(
@@ -154,7 +156,7 @@ class Client:
             _close(connection, is_orderly)
 
     def drop(self) -> None:
-        """In a forked child: close the descriptors, which leaves those of the parent alone."""
+        """Close the descriptors in a forked child, which leaves those of the parent alone."""
         self._closed = True
         for connection in (*self._idle, *self._mid_request, *self._in_use):
             connection.close()

@@ -200,7 +200,7 @@ class AuthenticatedListener:
             self._drop(connection)
 
     def drop(self) -> None:
-        """In a forked child: close the connections, which leaves those of the parent alone."""
+        """Close the connections in a forked child, which leaves those of the parent alone."""
         for connection in self._pending:
             connection.close()
 

@@ -54,7 +54,7 @@ class Member:
         return not self.connections and not self.lost_at
 
     def is_silent(self, now: float, silent_s: float) -> bool:
-        """Has it sent heartbeats before, and none for so long?"""
+        """True if it has sent heartbeats before, and none for silent_s."""
         return self.calls is not None and now - self.heartbeat_at > silent_s
 
 

@@ -72,7 +72,7 @@ class PeerProcess:
         )
 
     def _wait_status(self) -> int | None:
-        """As waitpid gives it; None where the kernel does not tell."""
+        """The status that waitpid gives; None where the kernel does not tell."""
         fields = stat(self.peer.pid)  # of a zombie
         if len(fields) > EXIT_CODE_FIELD and fields[0] in "ZX":
             return int(fields[EXIT_CODE_FIELD])

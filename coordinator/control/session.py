@@ -17,13 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
-from coordinator.addresses import (
-    Address,
-    bound,
-    candidates,
-    listen,
-    spans_nodes,
-)
+from coordinator.addresses import Address, bound, candidates, family_of, listen, spans_nodes
 from coordinator.call_site import CallStatus
 from coordinator.control.client import Client, ServerLost
 from coordinator.control.credentials import SECRET_NBYTES, Credentials, launch_secret
@@ -85,8 +79,7 @@ class Session:
             self.start_heartbeat()
 
     def start_heartbeat(self) -> None:
-        """From now on rank 0 hears from this rank, and this rank of failures of ranks that share
-        no memory with it."""
+        """Send heartbeats to rank 0, which answers with failures of ranks of other nodes."""
         if self._heartbeat is None:
             self._heartbeat = threading.Thread(
                 target=self._send_heartbeats, name="drumline-heartbeat", daemon=True
@@ -214,7 +207,7 @@ class Session:
         self._close_processes()
 
     def drop(self) -> None:
-        """In a forked child: close the descriptors, which leaves those of the parent alone."""
+        """Close the descriptors in a forked child, which leaves those of the parent alone."""
         self._closed = threading.Event()  # the lock of the old one may be held by no thread
         self._closed.set()
         self.client.drop()
@@ -297,7 +290,7 @@ class _ProcessSession:
     def _addresses(self, info: LaunchInfo) -> list[Address]:
         if self.server is not None:
             address = self.server.address
-            return [(_family_of(address[0]), address)]
+            return [(family_of(address[0]), address)]
         if self.location is not None:
             return [self.location.address]
         return candidates(info)
@@ -322,7 +315,7 @@ class _ProcessSession:
         return server.present()
 
     def drop(self) -> None:
-        """In a forked child: close the descriptors, which leaves those of the parent alone."""
+        """Close the descriptors in a forked child, which leaves those of the parent alone."""
         if self.session is not None:
             self.session.drop()
         elif self.server is not None:
@@ -344,8 +337,10 @@ class _ProcessSessions:
             return self._sessions.setdefault((info.launch_id, info.rank), _ProcessSession())
 
     def drop(self) -> None:
-        """In a forked child, which is none of its parent's ranks: connections that it would keep
-        open hide from the others that the parent has died."""
+        """Forget the sessions in a forked child, which is none of its parent's ranks.
+
+        Connections that it kept open would hide from the others that the parent has died.
+        """
         self.pid = os.getpid()
         self._lock = threading.RLock()  # of a thread that is not here, perhaps
         sessions, self._sessions = self._sessions, {}
@@ -389,11 +384,7 @@ def _locate_server_by_store(info: LaunchInfo, timeout_s: float) -> _ServerLocati
             f"launcher's store {info.master_addr}:{info.master_port} for the address of rank 0. "
             f"Check that rank 0 makes a Coordinator, too. ({error})"
         ) from error
-    return _ServerLocation((_family_of(host), (host, port)), bytes.fromhex(text), None)
-
-
-def _family_of(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
+    return _ServerLocation((family_of(host), (host, port)), bytes.fromhex(text), None)
 
 
 def _listener_next_to_store(info: LaunchInfo) -> socket.socket:

@@ -56,7 +56,7 @@ class KeyValueTable(Generic[Requester]):
         return total
 
     def swap(self, requester: Requester, key: str, expected: bytes, value: bytes) -> bytes:
-        """As torch's Store.compare_set: an empty expectation is that there is no value."""
+        """Put value if the current one is as expected (b"": none), as torch's Store.compare_set."""
         current = self._values.get(key)
         if current is None and expected:
             return expected

@@ -6,13 +6,12 @@ rank 0 to the other nodes. So all survivors raise soon, and name the same rank.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from coordinator._node_shm import NodeSegment
 from coordinator.call_site import CallSite, PendingCall
-from coordinator.control.membership import SUSPENDED, Membership
+from coordinator.control.membership import Membership
 from coordinator.control.session import Session
 from coordinator.errors import (
     KINDS,
@@ -22,11 +21,10 @@ from coordinator.errors import (
     PeerLost,
     RankFailure,
 )
-from coordinator.failure import stuck_ranks
 from coordinator.failure.group_failure import FailureRecord, GroupFailure
-from coordinator.failure.peer_monitor import MAX_LINES, ObservedRank, PeerMonitor
+from coordinator.failure.peer_monitor import ObservedRank, PeerMonitor
 from coordinator.failure.scan import FailureScan
-from coordinator.failure.stuck_ranks import StuckRank
+from coordinator.failure.stuck_ranks import PeerStacks
 from coordinator.failure.subscription import FailureNotifier, Subscription, always
 from coordinator.peers import Peer
 
@@ -44,12 +42,13 @@ class FailureDetector:
         self.me = peers[rank]
         self.timings = session.timings
         self.monitor = PeerMonitor(key, session, self.me, peers)
+        self.stacks = PeerStacks(self.me, peers)
         self._scan = FailureScan(self.monitor, self.group_failure)
         self._notifier = FailureNotifier(self._scan)
         self._prefetched: tuple[float, Membership, str] = (0.0, {}, "")
 
     def share(self, shm_domain: Sequence[int], segment: NodeSegment) -> None:
-        """From now on these places of the group share memory with us."""
+        """Watch these places of the group through the memory that they share with this rank."""
         self.monitor.share(shm_domain, segment)
 
     def close(self) -> None:
@@ -57,7 +56,7 @@ class FailureDetector:
         self.monitor.close()
 
     def drop(self) -> None:
-        """In a forked child: close the descriptors, which leaves those of the parent alone."""
+        """Close the descriptors in a forked child, which leaves those of the parent alone."""
         self._notifier.drop()
         self.monitor.close()
 
@@ -149,9 +148,9 @@ class FailureDetector:
         """
         if self._prefetched[0] == pending.since:
             return
-        membership = self.session.membership(pending.left_s) if self.monitor.has_remote else {}
+        membership = self.monitor.membership(pending.left_s)
         late = self.monitor.stragglers(pending.call, membership)
-        stacks = self._stacks_of(late, min(pending.left_s, self.timings.stack_s))
+        stacks = self.stacks.describe(late, min(pending.left_s, self.timings.stack_s))
         self._prefetched = (pending.since, membership, stacks)
 
     def _at_deadline(self, pending: PendingCall) -> tuple[Membership, str]:
@@ -159,9 +158,8 @@ class FailureDetector:
         since, membership, stacks = self._prefetched
         if since != pending.since:
             membership, stacks = {}, ""
-        if self.monitor.has_remote and not membership:
-            membership = self.session.membership(self.timings.last_answer_s)
-        return membership, stacks
+        wait_s = self.timings.last_answer_s
+        return membership or self.monitor.membership(wait_s), stacks
 
     def broken(self, rank: int, why: str, pending: PendingCall) -> CoordinatorError:
         """The error for a broken connection to a rank of the group: the reason, if it arrives
@@ -274,60 +272,10 @@ class FailureDetector:
 
     # ---- for messages ----
 
-    def _stacks_of(self, late: Sequence[ObservedRank], wait_s: float) -> str:
-        """The stacks of the late ranks of this node; waits for them at most so long."""
-        deadline = time.monotonic() + wait_s
-        awake = [each.peer for each in late if each.state != SUSPENDED][: stuck_ranks.MAX_RANKS]
-        looks = [self._look_at(peer, deadline) for peer in awake]
-        stacks = [f"rank {stuck.rank} is here:\n{stuck.stack()}" for stuck in looks if stuck]
-        return "".join(["; ", *stacks]) if stacks else ""
-
-    def _look_at(self, peer: Peer, deadline: float) -> StuckRank | None:
-        """The stacks of another process of this host; None without them."""
-        left_s = deadline - time.monotonic()
-        return None if peer.pid == self.me.pid else stuck_ranks.look_at(peer, max(left_s, 0.0))
-
-    def describe_late(self, note: int) -> str:
-        """The ranks that keep this one waiting, as far as their stacks can be seen."""
-        me = stuck_ranks.this_rank(self.me.rank, note)
-        deadline = time.monotonic() + self.timings.stack_s
-        by_rank = {peer.rank: peer for peer in self.peers if peer.pid != self.me.pid}
-
-        @functools.cache
-        def look(rank: int) -> StuckRank | None:
-            peer = by_rank.get(rank)
-            return self._look_at(peer, deadline) if peer is not None else None
-
-        return "" if me is None else stuck_ranks.describe(me, look, [*by_rank], self.describe_rank)
-
     def describe_failure(self) -> str:
         """The reason why the group failed, as another rank gave it; "" without one."""
         failure = self.group_failure()
         return "" if failure is None or failure.reporter == self.me.rank else failure.text
-
-    def describe_ranks(self, ranks: Collection[int]) -> str:
-        """These ranks of the launch: where they are, and what they do."""
-        membership = (
-            self.session.membership(self.timings.last_answer_s) if self.monitor.has_remote else {}
-        )
-        return " and ".join(map(str, self.monitor.observe(ranks, membership))) or (
-            f"ranks {list(ranks)}"
-        )
-
-    def describe_rank(self, rank: int) -> str:
-        """A rank of the launch, and what it does if that is seen from here."""
-        observed = self.monitor.observe_local(rank)
-        peers = (str(peer) for peer in self.peers if peer.rank == rank)
-        return str(observed) if observed is not None else next(peers, f"rank {rank}")
-
-    def table(self, timeout_s: float | None = None, limit: int | None = None) -> str:
-        """A line for every rank: where it is and what it does."""
-        membership = self.session.membership(timeout_s) if self.monitor.has_remote else {}
-        return self.monitor.table(membership, limit)
-
-    def short_table(self) -> str:
-        """As table(), for an error that is due already."""
-        return self.table(self.timings.last_answer_s, MAX_LINES)
 
 
 def _end_of(text: str, most: int = 8000) -> str:

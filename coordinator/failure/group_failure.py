@@ -51,7 +51,7 @@ class FailureRecord(NamedTuple):
         return cls(rank, reason, failure.since_s, failure.call, status, text)
 
     def to_failure(self, peers: Sequence[Peer]) -> RankFailure | None:
-        """In the numbering of the group of these peers; None if it is not among them."""
+        """The failure in the numbering of these peers' group; None if it is not among them."""
         for place, peer in enumerate(peers):
             if peer.rank == self.rank:
                 reason = FailureReason(self.reason)
@@ -98,7 +98,7 @@ class GroupFailure(NamedTuple):
         return cls(kind, reporter, where, text, ranks, records)
 
     def describe_to(self, rank: int, pending: PendingCall) -> str:
-        """Why this rank of the launch waited in vain: sentences that advice can follow."""
+        """Why this rank of the launch waited for nothing: sentences that advice can follow."""
         if rank in self.ranks and self.reporter != rank:
             return (
                 f"rank {rank} entered {pending.call}, but rank {self.reporter} had already given "

@@ -20,10 +20,7 @@ from coordinator.peers import Peer
 
 PRESENT, CLOSED, FORGOTTEN = 0, 1, 2  # status of a rank in shared memory
 CLOSED_ITS_COORDINATOR = "closed its Coordinator"
-STATUS_TEXT = {
-    CLOSED: CLOSED_ITS_COORDINATOR,
-    FORGOTTEN: "dropped its Coordinator without close()",
-}
+STATUS_TEXT = {CLOSED: CLOSED_ITS_COORDINATOR, FORGOTTEN: "dropped its Coordinator without close()"}
 CONNECTION_LOST = "exited, or its connection broke"
 MAX_LINES = 16  # of a table within an error
 RUNNING = "running"
@@ -76,7 +73,7 @@ class PeerMonitor:
         self._asked_at = 0.0
 
     def share(self, shm_domain: Sequence[int], segment: NodeSegment) -> None:
-        """From now on these places of the group share memory with us, in this order."""
+        """Watch these places of the group through the memory that they share, in this order."""
         self.segment = segment
         self._local = {self.peers[place].rank: index for index, place in enumerate(shm_domain)}
         self._remote = {peer.rank: peer for peer in self.peers if peer.rank not in self._local}
@@ -89,8 +86,12 @@ class PeerMonitor:
 
     @property
     def has_remote(self) -> bool:
-        """Are there ranks that do not share memory with this one?"""
+        """True if some ranks do not share memory with this one."""
         return bool(self._remote)
+
+    def membership(self, timeout_s: float | None = None) -> Membership:
+        """All ranks as rank 0 knows them, if some of the group are remote; waits for its answer."""
+        return self.session.membership(timeout_s) if self._remote else {}
 
     def is_remote(self, rank: int) -> bool:
         return rank in self._remote
@@ -131,7 +132,7 @@ class PeerMonitor:
         ]
 
     def has_left(self, report: RankReport | None) -> bool:
-        """Has the rank of this report closed the group, or all that it had?"""
+        """True if the rank of this report has closed the group, or all that it had."""
         if report is None:
             return False
         is_fresh = report.silent_s < self._timings.silent_s
@@ -248,11 +249,10 @@ class PeerMonitor:
         return ObservedRank(peer, state, last_call, reason, None, report.silent_s)
 
     def _network_failure(self, peer: Peer, silent_s: float) -> str:
-        """Between rank 0's host and the peer's, as rank 0 reports it."""
-        info = self.session.info
-        master = next((str(each.host) for each in self.peers if each.rank == 0), "rank 0")
-        here, there = f"{master} ({info.master_addr})", f"{peer.host} ({peer.address})"
-        return network_failure(here, there, "ETIMEDOUT", silent_s)
+        """A network failure between rank 0's host and the peer's, which rank 0 reports."""
+        hosts = (other.host for other in self.peers if other.rank == 0)
+        here = f"{next(hosts, 'rank 0')} ({self.session.info.master_addr})"
+        return network_failure(here, f"{peer.host} ({peer.address})", silent_s)
 
     def _observe_without_server(self, rank: int) -> ObservedRank | None:
         if rank == 0:
@@ -276,12 +276,29 @@ class PeerMonitor:
         ]
         return [rank for rank in observed if rank is not None]
 
-    def table(self, membership: Membership, limit: int | None = None) -> str:
+    def describe(self, ranks: Collection[int]) -> str:
+        """These ranks of the launch: where they are, and what they do."""
+        membership = self.membership(self._timings.last_answer_s)
+        return " and ".join(map(str, self.observe(ranks, membership))) or f"ranks {list(ranks)}"
+
+    def describe_local(self, rank: int) -> str:
+        """A rank of the launch, and what it does if it shares memory with this one."""
+        if rank in self._local:
+            return str(self._observe_local(rank))
+        return next((str(peer) for peer in self.peers if peer.rank == rank), f"rank {rank}")
+
+    def table(self) -> str:
         """A line for every rank: where it is and what it does."""
-        ranks = [peer.rank for peer in self.peers]
-        lines = [str(observed) for observed in self.observe(ranks, membership)]
-        rest = [f"and {len(lines) - limit} more"] if limit and len(lines) > limit else []
-        return "\n".join(lines[:limit] + rest)
+        return "\n".join(self._lines(self.membership()))
+
+    def short_table(self) -> str:
+        """The table for an error that is due already: at most MAX_LINES, and little waiting."""
+        lines = self._lines(self.membership(self._timings.last_answer_s))
+        rest = [f"and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []
+        return "\n".join(lines[:MAX_LINES] + rest)
+
+    def _lines(self, membership: Membership) -> list[str]:
+        return [str(rank) for rank in self.observe([peer.rank for peer in self.peers], membership)]
 
 
 def judge_report(report: RankReport, silent_s: float) -> tuple[str, FailureReason | None]:

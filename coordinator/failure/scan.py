@@ -1,4 +1,4 @@
-"""Looks for failed ranks of a group without a collective call.
+"""Scan for failed ranks of a group, without a collective call.
 
 Three sources: shared memory and /proc for ranks of this host, rank 0's membership for ranks of
 other hosts, and the failure that any rank published for the group.
@@ -15,11 +15,7 @@ from coordinator.control.process_monitor import PeerProcess
 from coordinator.control.session import HEARTBEATS_PER_S
 from coordinator.errors import FailureReason, PeerLost, RankFailure
 from coordinator.failure.group_failure import GroupFailure
-from coordinator.failure.peer_monitor import (
-    CLOSED_ITS_COORDINATOR,
-    ObservedRank,
-    PeerMonitor,
-)
+from coordinator.failure.peer_monitor import CLOSED_ITS_COORDINATOR, ObservedRank, PeerMonitor
 from coordinator.peers import Peer
 from launcher import CauseOrder
 
@@ -64,7 +60,7 @@ class FailureScan:
             return tuple(sorted(self._failures.values(), key=self._occurrence))
 
     def _occurrence(self, failure: RankFailure) -> CauseOrder:
-        """By the time of the failure; ranks that left come last, for they are no cause."""
+        """The order by time of the failure; ranks that left come last, for they are no cause."""
         return CauseOrder.of(
             failure.rank,
             self._failed_at[failure.rank],
@@ -93,7 +89,7 @@ class FailureScan:
                 yield place, peer
 
     def _forgive_if_suspended(self) -> None:
-        """After this process was stopped itself, all others look as if they had been silent."""
+        """Begin anew after this process was stopped: all others look as if they had been silent."""
         now = time.monotonic()
         if now - self._scanned_at > self._timings.suspended_s + self._timings.scan_s:
             self._since.clear()
@@ -129,7 +125,7 @@ class FailureScan:
         return observed
 
     def _patience_s(self, rank: ObservedRank) -> float:
-        """For so long it must be seen unwell: at least twice, and not only since a moment ago."""
+        """Seconds that it must be seen unwell: at least twice, and not only since a moment ago."""
         return max(self._timings.suspended_s - rank.since_s, self._timings.membership_s)
 
     def _observe(self, peer: Peer) -> ObservedRank | None:

@@ -10,10 +10,12 @@ import mmap
 import os
 import re
 import signal
+import struct
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from traceback import FrameSummary
+from typing import NamedTuple
 
 from coordinator.peers import Peer
 
@@ -22,12 +24,24 @@ PROBE_SIGNAL = signal.SIGRTMAX - 1  # the launcher's is SIGRTMAX
 STDERR = 2
 NAME = "drumline-stacks"
 HEADER_NBYTES = mmap.PAGESIZE  # of the memory, before the dumps: the note
+NOTE = struct.Struct("=qq")
 POLL_S = 0.005
 FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 
 
+class CallNote(NamedTuple):
+    """The note of a process on its call, beside its stacks.
+
+    peer: rank of the launch of its last message, -1 without one. is_in_allreduce: of a library,
+    which the stack does not show, since no Python function of ours is in between.
+    """
+
+    peer: int = -1
+    is_in_allreduce: int = 0
+
+
 def listen() -> None:
-    """From now on SIGUSR1 shows this process's stacks, unless the program has a use for it."""
+    """Let SIGUSR1 show this process's stacks, unless the program has a use for it."""
     if signal.getsignal(SIGNAL) is signal.SIG_DFL and not _catches(os.getpid()):
         faulthandler.register(SIGNAL, file=STDERR)
 
@@ -47,7 +61,7 @@ def ask(peers: Iterable[Peer]) -> list[Peer]:
 def stack_memory(pid: int) -> tuple[int, memoryview]:
     """The descriptor of memory to which this process dumps its stacks at PROBE_SIGNAL.
 
-    And the note in it, an integer that others read with the stacks.
+    And the fields of the CallNote in it, which others read with the stacks.
     """
     fd = os.memfd_create(NAME)
     os.ftruncate(fd, HEADER_NBYTES)
@@ -56,21 +70,21 @@ def stack_memory(pid: int) -> tuple[int, memoryview]:
     if is_inherited or not _catches(pid, PROBE_SIGNAL):
         faulthandler.register(PROBE_SIGNAL, file=fd)
     note = memoryview(mmap.mmap(fd, HEADER_NBYTES)).cast("q")
-    note[0] = -1
+    note[0] = CallNote().peer
     return fd, note
 
 
-def read(peer: Peer, wait_s: float) -> tuple[int, str]:
-    """The note of a process of this host, and a dump of its stacks; -1 and "" if it has none."""
+def read(peer: Peer, wait_s: float) -> tuple[CallNote, str]:
+    """The note of a process of this host, and a dump of its stacks; "" if it has none."""
     path = f"/proc/{peer.pid}/fd/{peer.stack_fd}"
     try:
         if not peer.is_visible or NAME not in os.readlink(path):
-            return -1, ""
+            return CallNote(), ""
         with open(path, "rb", buffering=0) as file:
-            note = int.from_bytes(os.pread(file.fileno(), 8, 0), "little", signed=True)
+            note = CallNote(*NOTE.unpack(os.pread(file.fileno(), NOTE.size, 0)))
             return note, _dump(peer.pid, file.fileno(), time.monotonic() + wait_s)
     except OSError:
-        return -1, ""
+        return CallNote(), ""
 
 
 def _dump(pid: int, fd: int, deadline: float) -> str:
@@ -101,7 +115,7 @@ def parse(text: str) -> list[list[FrameSummary]]:
 
 
 def _catches(pid: int, number: int = SIGNAL) -> bool:
-    """Has the process a handler (proc(5), SigCgt)? Without one the signal would end it."""
+    """True if the process has a handler (proc(5), SigCgt): else the signal would end it."""
     return bool(int(_status(pid).get("SigCgt", "0"), 16) >> (number - 1) & 1)
 
 

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-import re
+import functools
+import os
 import sys
 import sysconfig
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from coordinator.control.membership import SUSPENDED
 from coordinator.failure import stack_dump
+from coordinator.failure.peer_monitor import ObservedRank
+from coordinator.failure.stack_dump import CallNote
 from coordinator.peers import Peer
 
 ROOT = Path(__file__).parents[2]
 OURS = tuple(f"{ROOT}/{name}/" for name in ("launcher", "coordinator", "communicator", "drumline"))
+TORCH = f"{os.sep}torch{os.sep}distributed{os.sep}"
 LIBRARIES = (*OURS, "<frozen ", f"{sysconfig.get_path('stdlib')}/")
 MESSAGES = ("send", "recv")
 COLLECTIVES = (
     *("allreduce", "all_reduce", "broadcast", "reduce", "allgather", "all_gather"),
     *("reduce_scatter", "alltoall", "all_to_all", "barrier"),
 )
-CALL = re.compile(rf"\.({'|'.join((*MESSAGES, *COLLECTIVES))})\(")
+WRAPPERS = 2  # functions of ours or torch's at most, from the user's line to the call's own
 MAX_FRAMES, MAX_RANKS = 8, 4  # in an error
 TOGETHER = "Let one of them send first, or make them in one `with comm.group():`."
 SAME_CALLS = "All ranks must make the same collective calls, and every recv needs its send."
@@ -53,42 +59,72 @@ class StuckRank(NamedTuple):
         )
 
 
-def this_rank(rank: int, note: int) -> StuckRank | None:
-    """This process's own rank, from the stack of the calling thread."""
-    frames = traceback.extract_stack(sys._getframe(1))[::-1]
-    return _from_frames(rank, frames, note)
-
-
-def look_at(peer: Peer, wait_s: float) -> StuckRank | None:
-    """Another process of this host; None if it does not show its stacks."""
-    note, text = stack_dump.read(peer, wait_s)
-    threads = [_from_frames(peer.rank, stack, note) for stack in stack_dump.parse(text)]
-    seen = [thread for thread in threads if thread is not None]
-    return next((thread for thread in seen if thread.call), seen[-1] if seen else None)
-
-
 def _from_frames(
-    rank: int, frames: Sequence[traceback.FrameSummary], note: int
+    rank: int, frames: Sequence[traceback.FrameSummary], note: CallNote
 ) -> StuckRank | None:
-    """frames: the innermost first. note: the peer of its last message."""
+    """frames: the innermost first."""
     user = next((i for i, frame in enumerate(frames) if not _is_library(frame.filename)), None)
     if user is None:
         return None
     where = f"{frames[user].filename.rpartition('/')[2]}:{frames[user].lineno}"
-    call = frames[user - 1].name if user > 0 else ""
-    if call not in (*MESSAGES, *COLLECTIVES):
-        match = CALL.search(frames[user].line or "")
-        call = match[1] if match is not None else ""
+    call = _call_in(frames[max(user - WRAPPERS, 0) : user])
+    if user == 0 and note.is_in_allreduce:
+        call = "allreduce"
     own = [frame for frame in frames[user:] if not _is_library(frame.filename)]
-    return StuckRank(rank, call, note if call in MESSAGES else -1, where, own)
+    return StuckRank(rank, call, note.peer if call in MESSAGES else -1, where, own)
+
+
+def _call_in(frames: Sequence[traceback.FrameSummary]) -> str:
+    """The call of ours or torch's that the frames are in, the outermost; "" if there is none."""
+    names = [f.name for f in frames if f.filename.startswith(OURS) or TORCH in f.filename]
+    return next((name for name in reversed(names) if name in (*MESSAGES, *COLLECTIVES)), "")
 
 
 def _is_library(filename: str) -> bool:
-    """Is the file of drumline, or of a library that it or the program calls?"""
+    """True for a file of drumline, or of a library that it or the program calls."""
     return filename.startswith(LIBRARIES) or "/site-packages/" in filename
 
 
-def describe(
+class PeerStacks:
+    """The stacks of the ranks of a group that are other processes of this host."""
+
+    def __init__(self, me: Peer, peers: Sequence[Peer]) -> None:
+        self._me = me
+        self._peers = {peer.rank: peer for peer in peers if peer.pid != me.pid}
+
+    def describe(self, late: Sequence[ObservedRank], wait_s: float) -> str:
+        """The stacks of late ranks, for an error; waits for them at most so long."""
+        deadline = time.monotonic() + wait_s
+        awake = [rank.peer.rank for rank in late if rank.state != SUSPENDED][:MAX_RANKS]
+        looks = [self._look_at(rank, deadline) for rank in awake]
+        stacks = [f"rank {stuck.rank} is here:\n{stuck.stack()}" for stuck in looks if stuck]
+        return "".join(["; ", *stacks]) if stacks else ""
+
+    def describe_late(
+        self, note: CallNote, describe_rank: Callable[[int], str], wait_s: float
+    ) -> str:
+        """The ranks that keep the calling thread waiting, as far as their stacks can be seen.
+
+        note: of this process. describe_rank: its host, pid, last call and state.
+        """
+        frames = traceback.extract_stack(sys._getframe(2))[::-1]  # from who asked the Coordinator
+        me = _from_frames(self._me.rank, frames, note)
+        deadline = time.monotonic() + wait_s
+        look = functools.cache(lambda rank: self._look_at(rank, deadline))
+        return "" if me is None else _describe(me, look, [*self._peers], describe_rank)
+
+    def _look_at(self, rank: int, deadline: float) -> StuckRank | None:
+        """A rank of the launch; None if it does not show its stacks."""
+        if rank not in self._peers:
+            return None
+        left_s = max(deadline - time.monotonic(), 0.0)
+        note, text = stack_dump.read(self._peers[rank], left_s)
+        threads = [_from_frames(rank, stack, note) for stack in stack_dump.parse(text)]
+        seen = [thread for thread in threads if thread is not None]
+        return next((thread for thread in seen if thread.call), seen[-1] if seen else None)
+
+
+def _describe(
     me: StuckRank,
     look: Callable[[int], StuckRank | None],
     others: Sequence[int],
@@ -96,7 +132,7 @@ def describe(
 ) -> str:
     """The deadlock that this rank is in, or else where the ranks are that are not in its call.
 
-    look: for a rank of the launch. describe_rank: its host, pid, last call and state.
+    look: for a rank of the launch.
     """
     chain, last = [me], me
     while last.call in MESSAGES and last.other not in (-1, *(stuck.rank for stuck in chain)):

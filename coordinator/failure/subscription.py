@@ -7,7 +7,6 @@ import os
 import select
 import threading
 from collections.abc import Callable
-from types import TracebackType
 
 from coordinator.errors import FailureReason, RankFailure
 from coordinator.failure.scan import MAY_RECOVER, FailureScan
@@ -45,12 +44,7 @@ class Subscription:
     def __enter__(self) -> Subscription:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close()
 
     def notify(self, current: tuple[RankFailure, ...]) -> None:
@@ -119,7 +113,7 @@ class FailureNotifier:
         self._stop()
 
     def drop(self) -> None:
-        """In a forked child, where the thread does not run."""
+        """Forget the thread in a forked child, where it does not run."""
         self._is_closed, self._lock = True, threading.Lock()
         if self._wakeup >= 0:
             os.close(self._wakeup)

@@ -95,7 +95,7 @@ def _enter(launch_id: str) -> tuple[Path, int]:
 
 
 def _is_at(path: Path, fd: int) -> bool:
-    """Is the file at the path still the one of this descriptor?"""
+    """True if the file at the path is still the one of this descriptor."""
     try:
         return path.stat().st_ino == os.fstat(fd).st_ino
     except FileNotFoundError:

@@ -59,7 +59,7 @@ class Sequencer:
 
     @contextmanager
     def _storing_failure(self, pending: PendingCall) -> Iterator[None]:
-        """If the body raises, store why for the others."""
+        """Run the body; if it raises, store why for the others."""
         try:
             yield
         except BaseException as error:
@@ -85,7 +85,7 @@ class Sequencer:
         except CoordinatorTimeout as error:
             raise CoordinatorTimeout(
                 f"rank {self._rank} waited {pending.timeout_s:g} s in {pending.call} for "
-                f"{self._detector.describe_ranks([first])} to go first. Give a longer timeout_s, "
+                f"{self._detector.monitor.describe([first])} to go first. Give a longer timeout_s, "
                 "or look at what it does."
             ) from error
         return self._result(outcome, first, pending)

@@ -105,7 +105,7 @@ class Group:
         if segment is None:
             return [exchange.data]
         # The ranks of a domain compare the root, where it is unsigned: 0 is ALL_RANKS.
-        (name, number, where), wait_s = pending.call, self._wait_s
+        (name, number, where, _, _), wait_s = pending, self._wait_s
         data, root, _, is_scattered = exchange
         results = segment.exchange(name, number, root + 1, where, data, reads, is_scattered, wait_s)
         while results is None:  # not all came in time, or the group has failed: then check() raises
@@ -138,7 +138,7 @@ class Group:
         """(src, dst, data) of all entries for ranks of this domain."""
         assert self._tree is not None
         # Headers are equal if name, number and root of the call are.
-        own, timings = (*pending.call[:2], exchange.root), self.session.timings
+        own, timings = (*pending[:2], exchange.root), self.session.timings
 
         def check() -> None:
             self.detector.check(pending)
@@ -184,7 +184,7 @@ class Group:
         self._segment = self._tree = None
 
     def drop(self) -> None:
-        """In a forked child: close the descriptors, which leaves those of the parent alone."""
+        """Close the descriptors in a forked child, which leaves those of the parent alone."""
         if self._tree is not None:
             self._tree.close()
         self.detector.drop()

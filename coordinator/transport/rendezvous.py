@@ -150,7 +150,7 @@ class Rendezvous:
             )
         missing = [rank for place, rank in enumerate(self._members) if place not in arrived]
         if self._parent is not None:
-            text = self._parent.describe_ranks(missing)
+            text = self._parent.monitor.describe(missing)
             self._withdraw(text, missing)
             return CoordinatorTimeout(f"{waited} for {text}. {SAME_GROUP}")
         return CoordinatorTimeout(

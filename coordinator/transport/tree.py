@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coordinator.addresses import format_address
+from coordinator.addresses import family_of, format_address
 from coordinator.control.client import connect
 from coordinator.control.credentials import Credentials
 from coordinator.control.framing import SMALL, Connection, ConnectionBroken, NoMessage, noop
@@ -87,11 +87,7 @@ class Tree:
     """This node's connections to its neighbours in the tree."""
 
     def __init__(
-        self,
-        index: int,
-        size: int,
-        parent: Connection | None,
-        children: dict[int, Connection],
+        self, index: int, size: int, parent: Connection | None, children: dict[int, Connection]
     ) -> None:
         self.index, self.size = index, size
         self._parent, self._children = parent, children
@@ -181,9 +177,8 @@ class ChildListener:
     def __init__(
         self, address: str, credentials: Credentials, purpose: str, children: Sequence[int]
     ) -> None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._purposes = {purpose_of(f"{purpose}/{child}"): child for child in children}
-        self._listener = socket.socket(family, socket.SOCK_STREAM)
+        self._listener = socket.socket(family_of(address), socket.SOCK_STREAM)
         self._listener.bind((address, 0))
         max_pending = max(MAX_PENDING, len(children))  # who may all come at once
         self._listener.listen(max_pending)
@@ -228,12 +223,11 @@ def connect_to_parent(
     idle: Callable[[], None] = noop,
 ) -> Connection:
     """A connection to a peer whose ChildListener is at address; tries until the deadline."""
-    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     hello = Hello(me.rank, purpose_of(purpose))
     target = (address[0], address[1])
     while True:
         try:
-            return connect(family, target, credentials, hello, deadline)
+            return connect(family_of(address[0]), target, credentials, hello, deadline)
         except Rejected as error:
             raise CoordinatorError(
                 f"rank {me.rank} was rejected by {parent} at {format_address(target)}: {error}"

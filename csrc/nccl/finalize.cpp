@@ -1,4 +1,5 @@
 // How a communicator over NCCL is split, and how it ends.
+#include <algorithm>
 #include <optional>
 
 #include "nccl/nccl_communicator.h"
@@ -54,7 +55,7 @@ void NcclCommunicator::split(int32_t color, int32_t key, comm_t* child) {
 }
 
 bool NcclCommunicator::wait_for_graphs() {
-    auto deadline = Clock::now() + GRAPH_WAIT;
+    auto deadline = Clock::now() + std::min(GRAPH_WAIT, timeout);
     while (graphs.live() > 0 && Clock::now() < deadline)
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
     return graphs.live() == 0;

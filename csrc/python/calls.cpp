@@ -18,11 +18,12 @@ PyObject* comm_allreduce(FASTCALL_ARGUMENTS) {
          check_overlap(site, from, to, true) < 0))
         return nullptr;
     if (current_stream(site, &stream) < 0) return nullptr;
-    if (!call_with_tensor(self, site, from, [&](comm_t comm) {
-            return self->table->allreduce(comm, from.data, to.data, from.numel, from.dtype, op,
-                                          stream);
-        }))
-        return nullptr;
+    if (self->allreduce_note != nullptr) *self->allreduce_note = 1;
+    bool is_done = call_with_tensor(self, site, from, [&](comm_t comm) {
+        return self->table->allreduce(comm, from.data, to.data, from.numel, from.dtype, op, stream);
+    });
+    if (self->allreduce_note != nullptr) *self->allreduce_note = 0;
+    if (!is_done) return nullptr;
     return new_reference(values[2] != nullptr ? values[2] : values[0]);
 }
 

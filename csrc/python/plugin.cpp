@@ -43,6 +43,15 @@ comm_result call_init(Comm* self, const comm_init_args& args, std::string* text)
     return code;
 }
 
+// Of a Coordinator; other bootstraps have none.
+int64_t* allreduce_note_of(PyObject* bootstrap) {
+    PyObject* address = PyObject_GetAttrString(bootstrap, "allreduce_note");
+    void* note = address != nullptr ? PyLong_AsVoidPtr(address) : nullptr;
+    Py_XDECREF(address);
+    PyErr_Clear();
+    return static_cast<int64_t*>(note);
+}
+
 PyObject* start_comm(PyObject* plugin, comm_init_args args, PyObject* bootstrap) {
     BootstrapContext context = {bootstrap, args.nranks, false, nullptr, nullptr, nullptr};
     comm_bootstrap callbacks = {sizeof(comm_bootstrap), &context, bootstrap_allgather,
@@ -55,6 +64,7 @@ PyObject* start_comm(PyObject* plugin, comm_init_args args, PyObject* bootstrap)
     if (code == COMM_OK && !context.failed) {
         Py_INCREF(bootstrap);
         self->bootstrap = bootstrap;
+        self->allreduce_note = allreduce_note_of(bootstrap);
         return reinterpret_cast<PyObject*>(self);
     }
     Py_DECREF(reinterpret_cast<PyObject*>(self));

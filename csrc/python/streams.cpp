@@ -80,35 +80,31 @@ PyObject* comm_stream_wait(PyObject* object, PyObject* args) {
     return PyLong_FromLong(peer);
 }
 
-PyObject* comm_stream_sleep(PyObject* object, PyObject* argument) {
+namespace {
+
+using NumberEntry = comm_result (*)(comm_t, int32_t);
+
+PyObject* call_with_number(PyObject* object, PyObject* argument, const char* call, bool may_wait,
+                           NumberEntry comm_plugin::* entry) {
     Comm* self = comm_of(object);
-    long timeout_ms = PyLong_AsLong(argument);
+    long number = PyLong_AsLong(argument);
     if (PyErr_Occurred()) return nullptr;
-    if (!call_streams(self, "stream_sleep", true, [&](comm_t comm) {
-            return self->table->stream_sleep(comm, static_cast<int32_t>(timeout_ms));
-        }))
-        return nullptr;
-    return new_reference(Py_None);
+    auto body = [&](comm_t comm) {
+        return (self->table->*entry)(comm, static_cast<int32_t>(number));
+    };
+    return call_streams(self, call, may_wait, body) ? new_reference(Py_None) : nullptr;
 }
 
-PyObject* comm_stream_notify(PyObject* object, PyObject* argument) {
-    Comm* self = comm_of(object);
-    long what = PyLong_AsLong(argument);
-    if (PyErr_Occurred()) return nullptr;
-    if (!call_streams(self, "stream_notify", false, [&](comm_t comm) {
-            return self->table->stream_notify(comm, static_cast<int32_t>(what));
-        }))
-        return nullptr;
-    return new_reference(Py_None);
+}  // namespace
+
+PyObject* comm_stream_sleep(PyObject* object, PyObject* timeout_ms) {
+    return call_with_number(object, timeout_ms, "stream_sleep", true, &comm_plugin::stream_sleep);
 }
 
-PyObject* comm_stream_check(PyObject* object, PyObject* argument) {
-    Comm* self = comm_of(object);
-    long peer = PyLong_AsLong(argument);
-    if (PyErr_Occurred()) return nullptr;
-    if (!call_streams(self, "stream_check", true, [&](comm_t comm) {
-            return self->table->stream_check(comm, static_cast<int32_t>(peer));
-        }))
-        return nullptr;
-    return new_reference(Py_None);
+PyObject* comm_stream_notify(PyObject* object, PyObject* what) {
+    return call_with_number(object, what, "stream_notify", false, &comm_plugin::stream_notify);
+}
+
+PyObject* comm_stream_check(PyObject* object, PyObject* peer) {
+    return call_with_number(object, peer, "stream_check", true, &comm_plugin::stream_check);
 }

@@ -6,17 +6,15 @@ free_nbytes = cluster_memory(coor)     # {(0, "cuda:0"): 84906147840, (0, "cpu")
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import socket
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from drumline.core.device_map import Place, sort_places
 from drumline.errors import PlanError
+from launcher import free_memory_nbytes
 
 Memory = Mapping[Any, Any] | Sequence[Any]
 """Sizes by place, by rank, by device of the master, or as a list by rank."""
@@ -103,60 +101,11 @@ def nbytes(size: int | str) -> int:
 
 def _report(coor: Any) -> dict[str, Any]:
     return {
-        "node": _read("/proc/sys/kernel/random/boot_id").strip() or socket.gethostname(),
+        "node": coor.peers[coor.rank].boot_id,
         "local_rank": coor.local_rank,
-        "cpu": available_cpu(),
+        "cpu": free_memory_nbytes(),
         "accelerators": accelerators(),
     }
-
-
-def available_cpu() -> int:
-    """Bytes that can still be taken here: the kernel's estimate, or the cgroup's if less."""
-    lines = _read("/proc/meminfo").splitlines()
-    sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    sizes = sizes or [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    return min([*sizes, *_cgroup_free()])
-
-
-def _read(path: str | Path) -> str:
-    """The text of a file; empty if it cannot be read."""
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
-
-
-def _cgroup_free(root: Path = Path("/sys/fs/cgroup"), own: str | None = None) -> list[int]:
-    """The bytes that each cgroup above this process still allows, in version 2 or 1.
-
-    own: lines as in /proc/self/cgroup, see cgroups(7); those of this process if None.
-    """
-    files = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
-    free_nbytes = []
-    for folder in _cgroup_folders(root, _read("/proc/self/cgroup") if own is None else own):
-        for limit_name, used_name in files:
-            limit, used = (_read(folder / name).strip() for name in (limit_name, used_name))
-            if limit.isdigit() and used.isdigit():
-                free_nbytes.append(max(0, int(limit) - int(used) + _reclaimable(folder)))
-    return free_nbytes
-
-
-def _cgroup_folders(root: Path, own: str) -> list[Path]:
-    """In a container, the group that the lines name may be mounted as the root itself."""
-    folders = {root: None, root / "memory": None}
-    for line in own.splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number == "0" or "memory" in controllers.split(","):
-            top = root if number == "0" else root / "memory"
-            folder = top / path.lstrip("/")
-            folders.update(dict.fromkeys([folder, *folder.parents]))
-    return [folder for folder in folders if folder.is_relative_to(root)]
-
-
-def _reclaimable(folder: Path) -> int:
-    """Bytes of page cache: used for a cgroup, but the kernel reclaims them before it refuses."""
-    lines = _read(folder / "memory.stat").splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
 
 
 def accelerators() -> dict[str, dict[str, Any]]:

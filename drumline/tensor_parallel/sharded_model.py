@@ -144,7 +144,9 @@ def _check_not_quantised(path: str | Path, config: Any, options: LoadOptions) ->
 
 
 def own_device(coor: Coordinator) -> str:
-    return f"cuda:{coor.local_rank}" if torch.cuda.is_available() else "cpu"
+    if not torch.cuda.is_available():
+        return "cpu"
+    return f"cuda:{coor.local_rank % torch.cuda.device_count()}"  # a rank may see only its own
 
 
 def read_configs(path: str | Path) -> bytes:

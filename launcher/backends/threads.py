@@ -140,13 +140,8 @@ class RankThreads:
             self.changed.notify_all()
 
     def _failure(self, info: LaunchInfo, error: BaseException) -> Failure:
-        report = rank_process.describe(error)
-        return Failure(
-            rank=info.rank,
-            local_rank=info.local_rank,
-            pid=os.getpid(),
-            **{**report, "time_s": report["time_s"] - self.began_s},
-        )
+        report = rank_process.describe(error, info)
+        return Failure(**{**report, "time_s": report["time_s"] - self.began_s})
 
     def _all_ended(self) -> bool:
         return len(self.values) + len(self.errors) == self.job.nprocs

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from launcher import launch_job
-from launcher.cli import dry_run, failure_report, run_options
+from launcher.cli import run_options
 from launcher.cli.command_parser import (
     CommandParser,
     VersionAction,
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str], prog: str = PROG) -> int:
         configure_logging()
         return COMMANDS[options.command](options)
     except LaunchError as error:
-        _print_error(failure_report.lines(error))
+        _print_error(_failure_lines(error))
         return error.exit_code
     except (ValueError, OSError) as error:
         _print_error([f"{prog}: {error}"])
@@ -110,13 +110,15 @@ def _run(options: argparse.Namespace) -> int:
     job = _job(options)
     launch_job.check(job, options.launcher, options.trace)
     if options.dry_run:
+        from launcher.cli import dry_run  # not needed by a launch
+
         _print(dry_run.lines(job, options.launcher))
         return 0
     code = 0
     try:
         _start(job, options)
     except LaunchError as error:
-        _print_error(failure_report.lines(error))
+        _print_error(_failure_lines(error))
         code = error.exit_code
     # Not as the interpreter ends: that takes longer than ending the ranks, and ranks that are
     # threads may still be in the code of a library.
@@ -144,7 +146,7 @@ def _start(job: Job, options: argparse.Namespace) -> None:
                 raise
             cause = error.failures[0].summary() if error.failures else str(error).split("\n")[0]
             restart = f"restart {count + 1} of {options.max_restarts} after {cause}"
-            _print_error([*failure_report.lines(error), restart])
+            _print_error([*_failure_lines(error), restart])
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -170,6 +172,12 @@ def _trace(options: argparse.Namespace) -> int:
 
 
 COMMANDS = {"run": _run, "doctor": _doctor, "trace": _trace}
+
+
+def _failure_lines(error: LaunchError) -> Iterable[str]:
+    from launcher.cli import failure_report  # not needed by a launch that ends well
+
+    return failure_report.lines(error)
 
 
 def _print(lines: Iterable[str]) -> None:

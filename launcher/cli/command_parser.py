@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -50,6 +49,8 @@ class VersionAction(argparse.Action):
 
 def _did_you_mean(words: Iterable[str], names: Sequence[str]) -> str:
     """The name that is nearest to the first of the words that is none; empty if none is near."""
+    import difflib  # not needed by a launch
+
     for word in words:
         if word not in names and (nearest := difflib.get_close_matches(word, names, 1)):
             return f" (did you mean {nearest[0]}?)"

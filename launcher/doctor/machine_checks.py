@@ -13,7 +13,7 @@ from pathlib import Path
 
 from launcher import ports
 from launcher.doctor.finding import Finding, installed_version
-from launcher.system import linux
+from launcher.system import free_memory, linux
 
 REQUIRED = ("torch", "msgpack", "filelock", "safetensors")
 OPTIONAL = ("transformers", "accelerate")
@@ -64,7 +64,7 @@ def ports_free() -> Iterator[Finding]:
 
 def memory() -> Iterator[Finding]:
     """Memory that is available, of which our shared memory is part, and /dev/shm, for others'."""
-    free = linux.available_mib()
+    free = free_memory.free_memory_nbytes() >> 20
     is_low = free < MEMORY_MIB
     show_largest = (
         "ps -eo rss,pid,args --sort=-rss | head (the largest; in a container: docker run --memory)"

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,10 +26,8 @@ from launcher.external.rank_main import LOGS
 from launcher.job import Job
 from launcher.launch_info import ENV_PREFIX
 from launcher.records import json_values
-from launcher.runtime import rank_environment
-from launcher.runtime.output import Output
-from launcher.system import descendants, linux, shadowing
-from launcher.system.stop_signals import STOP_SIGNALS
+from launcher.runtime import output, rank_environment
+from launcher.system import descendants, linux, shadowing, stop_signals
 from launcher.trace import recorder
 
 
@@ -129,16 +126,12 @@ def _ended(name: str, code: int, failures: tuple[Failure, ...]) -> LaunchError:
 def _link_logs(log_dir: str, folder: Path) -> None:
     """Link log_dir into folder for the wrapper of each rank: no backend needs to know of it."""
     logs = Path(log_dir).absolute()
-    Output(str(logs)).close()
     try:
+        logs.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=logs):  # refused here, and not by a rank later
             (folder / LOGS).symlink_to(logs)
     except OSError as error:
-        raise OSError(
-            error.errno,
-            f"the log folder {log_dir!r} cannot be written ({error.strerror}), so the output of "
-            "the ranks would be lost and none was started. Name another with --log-dir.",
-        ) from error
+        raise output.unwritable_logs(log_dir, error) from error
 
 
 def environment(backend: Any, job: Job) -> dict[str, str]:
@@ -165,8 +158,14 @@ def _watch(
     reaper = [sys.executable, "-m", "launcher.external.reaper", str(os.getpid()), folder]
     orphans, was_subreaper = descendants.Orphans(), linux.set_subreaper(True)
     process = subprocess.Popen([*reaper, *command], env=environ, start_new_session=True)
+    signals: list[int] = []
+
+    def pass_on(number: int) -> None:  # the reaper kills at the second
+        signals.append(number)
+        _signal(process, number)
+
     try:
-        with _passing_signals(process) as signals:
+        with stop_signals.handled_by(pass_on):
             code = _wait(process, folder, timeout_s)
     except subprocess.TimeoutExpired as error:
         raise errors.timed_out(timeout_s) from error
@@ -215,23 +214,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-@contextlib.contextmanager
-def _passing_signals(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Pass stop signals on to the reaper, which kills at the second; yield those received."""
-    signals: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield signals
-        return
-
-    def handle(number: int, _frame: object) -> None:
-        signals.append(number)
-        _signal(process, number)
-
-    old = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
-    try:
-        yield signals
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)

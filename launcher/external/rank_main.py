@@ -17,14 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launcher import detection, ports, target
+from launcher import detection, ports
 from launcher.external import rank_wrapper
 from launcher.job import Job, Target
 from launcher.launch_info import LaunchInfo
 from launcher.records import json_values
-from launcher.runtime import log_setup, mpi_import_check, rank_environment, rank_process
+from launcher.runtime import rank_environment, rank_process
 from launcher.system import nesting
-from launcher.trace import recorder
 
 LOGS = "logs"  # in FOLDER, a link to the folder for the output of ranks, if there is one
 
@@ -60,11 +59,13 @@ def _run_rank(folder: Path, job: Job, report_identity: Callable[..., None]) -> i
     if info.rank != 0:
         rank_process.close_stdin()
     with _torchrun_variables(info):
-        record = run_target(job, info)
-    failure = record.get("failure", {"exit_code": 0, "type": "SystemExit"})
-    if not _write_record(folder, info.rank, record) and failure["type"] != "SystemExit":
+        return rank_process.run_target(job, info, functools.partial(_report, folder, info.rank))
+
+
+def _report(folder: Path, rank: int, record: dict[str, Any]) -> None:
+    failure = record.get("failure", {"type": "SystemExit"})
+    if not _write_record(folder, rank, record) and failure["type"] != "SystemExit":
         print(failure["traceback"], file=sys.stderr, end="")  # the launcher will not
-    return int(failure["exit_code"])
 
 
 @contextlib.contextmanager
@@ -89,22 +90,6 @@ def _torchrun_variables(info: LaunchInfo) -> Iterator[None]:
             rank_info = replace(info, extras={**extras, **nesting.extras(os.environ)})
             rank_environment.set_variables(rank_info, port, restart_count)
         yield
-
-
-def run_target(job: Job, info: LaunchInfo) -> dict[str, Any]:
-    """Run the job's target; the record of that is {"result": ...} or {"failure": ...}."""
-    log_setup.configure()
-    mpi_import_check.install(info)
-    try:
-        with recorder.recording_span(info, job.target.name):
-            result = target.call(job)
-        json_values.dumps(result)  # a result that cannot be sent is this rank's failure
-        return {"result": result}
-    except BaseException as error:
-        if rank_process.exit_code(error) == 0:
-            return {"result": None}
-        identity = {"rank": info.rank, "local_rank": info.local_rank, "pid": os.getpid()}
-        return {"failure": {**rank_process.describe(error), **identity}}
 
 
 def _write_record(folder: Path, rank: int, record: dict[str, Any]) -> bool:

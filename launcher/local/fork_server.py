@@ -109,14 +109,17 @@ def _wake_on_children() -> int:
 def _preload(plan: ForkPlan) -> Callable[[], object]:
     """Import, and return a call for each rank that makes its random numbers its own again."""
     os.environ.update(plan.environment)
+    collects_garbage = gc.isenabled()
+    gc.disable()  # it finds nothing in what is imported, and takes a tenth of the time of it
     had_numpy = "numpy.random" in sys.modules
     for module, names in plan.preload.imports:
         try:  # as `from module import names`, which imports what a package offers only then
             __import__(module, fromlist=names or ("__name__",))
         except BaseException as error:
             raise PreloadError(f"preloading {module!r}: {type(error).__name__}: {error}") from error
-    gc.collect()
     gc.freeze()  # objects that are never collected are never written to: their pages stay shared
+    if collects_garbage:
+        gc.enable()
     numpy_random = None if had_numpy else sys.modules.get("numpy.random")
     return numpy_random.seed if numpy_random else lambda: None
 

@@ -222,7 +222,8 @@ class Supervisor:
             self.is_ending
             or now - (self.server_stopped_s or now) > timings.TIMINGS.stopped_server_s
         ):
-            self._set_end_reason(outcome.server_suspended)
+            how = "suspended from outside (SIGSTOP) and not resumed"
+            self._set_end_reason(outcome.server_ended(how, signal.SIGSTOP))
             linux.send_signal(self.server_pid, signal.SIGKILL)
 
     def _set_end_reason(self, reason: EndReason) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.abc
 import importlib.machinery
 import importlib.util
 import logging
@@ -23,7 +22,7 @@ def install(info: LaunchInfo) -> None:
         sys.meta_path.insert(0, MpiImportCheck(info))
 
 
-class MpiImportCheck(importlib.abc.MetaPathFinder):
+class MpiImportCheck:
     """Finds mpi4py.MPI once, by the finders after it, and adds the check to its loader."""
 
     def __init__(self, info: LaunchInfo) -> None:

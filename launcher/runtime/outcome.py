@@ -29,7 +29,8 @@ def results_or_raise(
     failed = [rank for rank in ranks if rank.has_failed or (must_return and rank.exited_early)]
     failures = errors.by_cause(rank.failure(began_s) for rank in failed)
     if reason is None and any(rank.is_running for rank in ranks):
-        reason = _server_killed
+        how = "killed from outside (the kernel does so where memory runs out: see `dmesg`)"
+        reason = server_ended(how, signal.SIGKILL)
     if reason is not None:
         raise reason(failures)
     if failures:
@@ -71,23 +72,10 @@ def unwritable_output(error: OSError) -> EndReason:
     )
 
 
-def server_suspended(failures: Failures) -> LaunchError:
-    """The fork server was stopped for too long, or while the launch was to end."""
-    return LaunchError(
-        "the fork server of the ranks was suspended from outside (SIGSTOP) and not resumed, so all "
-        "of them were ended.",
-        failures,
-        128 + signal.SIGSTOP,
-    )
-
-
-def _server_killed(failures: Failures) -> LaunchError:
-    return LaunchError(
-        "the fork server of the ranks was killed from outside, so all of them were ended. "
-        "The kernel does so where memory runs out: see `dmesg`.",
-        failures,
-        128 + signal.SIGKILL,
-    )
+def server_ended(how: str, number: int) -> EndReason:
+    """Somebody, or the kernel, has sent this signal to the fork server."""
+    text = f"the fork server of the ranks was {how}, so all of them were ended."
+    return lambda failures: LaunchError(text, failures, 128 + number)
 
 
 def _notes(first: Failure, ranks: list[LaunchedRank], oom_killed: bool) -> Iterator[str]:

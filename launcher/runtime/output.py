@@ -196,9 +196,14 @@ def _open_logs(folder: str, nprocs: int) -> dict[tuple[int, str], FileIO]:
             for stream in ("out", "err")
         }
     except OSError as error:
-        raise OSError(
-            error.errno,
-            f"the log folder {folder!r} cannot be written ({error.strerror}: {error.filename!r}), "
-            "so the output of the ranks would be lost and none was started. Make it writable, or "
-            "name another with --log-dir.",
-        ) from error
+        raise unwritable_logs(folder, error) from error
+
+
+def unwritable_logs(folder: str, error: OSError) -> OSError:
+    """The error to raise where the log folder, or a file in it, cannot be written."""
+    return OSError(
+        error.errno,
+        f"the log folder {folder!r} cannot be written ({error.strerror}: {error.filename!r}), so "
+        "the output of the ranks would be lost and none was started. Make it writable, or name "
+        "another with --log-dir.",
+    )

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -80,8 +81,6 @@ def _setup_child(setup: RankSetup, job: Job, server: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_IN_FORK)
     os.environ.pop(CHOICE, None)
     rank_environment.set_variables(setup.info, setup.torch_port, job.restart_count)
-    log_setup.configure()
-    mpi_import_check.install(setup.info)
     if setup.cpus:
         os.sched_setaffinity(0, setup.cpus)
 
@@ -114,29 +113,42 @@ def _text(fd: int, errors: str) -> io.TextIOWrapper:
 
 def _call(setup: RankSetup, job: Job) -> int:
     """Run the target and report its result or failure; return its exit code."""
-    pipe, pid = os.fstat(setup.report), os.getpid()
+    pipe = os.fstat(setup.report)
+    with detection.acting_as(None):
+        return run_target(job, setup.info, lambda record: _report(setup.report, pipe, record))
+
+
+def run_target(job: Job, info: LaunchInfo, report: Callable[[dict[str, Any]], object]) -> int:
+    """Run the target, report {"result": ...} or {"failure": ...}, and return the exit code.
+
+    A child that the target has forked reports nothing, and leaves as one of any program does.
+    """
+    log_setup.configure()
+    mpi_import_check.install(info)
+    rank_pid, code = os.getpid(), 0
     try:
-        with detection.acting_as(None), recorder.recording_span(setup.info, job.target.name):
-            record: dict[str, Any] = {"result": json_values.dumps(target.call(job))}
-        code = 0
+        with recorder.recording_span(info, job.target.name):
+            record = {"result": target.call(job)}
+        json_values.dumps(record)  # a result that cannot be sent is this rank's failure
     except BaseException as error:
-        if os.getpid() != pid:
-            raise  # a child that the target has forked, and not the rank
-        code = exit_code(error)
-        record = {"failure": describe(error)} if code else {"result": json_values.dumps(None)}
-        _report(setup.report, pipe, record)
-        _call_excepthook(error, job)
+        code, is_rank = exit_code(error), os.getpid() == rank_pid
+        if is_rank:
+            report({"failure": describe(error, info)} if code else {"result": None})
+        _call_excepthook(error, job, is_rank)
     else:
-        if os.getpid() == pid:
-            _report(setup.report, pipe, record)
+        if os.getpid() == rank_pid:
+            report(record)
+    if os.getpid() != rank_pid:
+        sys.exit(code)
     return code
 
 
-def _call_excepthook(error: BaseException, job: Job) -> None:
-    """Call the excepthook that a script has set; the default one's work is done by the launcher."""
-    is_default = sys.excepthook is sys.__excepthook__
-    if job.target.kind != "function" and not (is_default or isinstance(error, SystemExit)):
-        sys.excepthook(type(error), error, _below_launcher(error.__traceback__))
+def _call_excepthook(error: BaseException, job: Job, is_rank: bool) -> None:
+    """Call the excepthook of a script; of a rank, the launcher does the default one's work."""
+    is_of_launcher = job.target.kind == "function" or sys.excepthook is sys.__excepthook__
+    if not isinstance(error, SystemExit) and not (is_rank and is_of_launcher):
+        error.__traceback__ = _below_launcher(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
 
 
 def _report(fd: int, pipe: os.stat_result, record: dict[str, Any]) -> None:
@@ -162,9 +174,12 @@ def _code_of(error: BaseException) -> int:
     return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 
 
-def describe(error: BaseException) -> dict[str, Any]:
-    """The fields of a Failure that the failing rank itself knows."""
+def describe(error: BaseException, info: LaunchInfo) -> dict[str, Any]:
+    """The fields of a Failure that the failing rank itself knows; time_s: of its own clock."""
     return {
+        "rank": info.rank,
+        "local_rank": info.local_rank,
+        "pid": os.getpid(),
         "time_s": time.monotonic(),
         "host": socket.gethostname(),
         "type": type(error).__name__,

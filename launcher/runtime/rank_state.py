@@ -11,7 +11,6 @@ from typing import Any
 from launcher import timings
 from launcher.errors import Failure
 from launcher.launch_info import LaunchInfo
-from launcher.records import json_values
 
 LAUNCHER_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -47,11 +46,14 @@ class LaunchedRank:
         return self.exit_code == 0 and not self.record
 
     def result(self) -> Any:
-        return json_values.loads(self.record["result"]) if "result" in self.record else None
+        return self.record.get("result")
 
     def failure(self, began_s: float) -> Failure:
         """The Failure that the rank reported; without one, as its exit status shows it."""
         report: dict[str, Any] = self.record.get("failure") or {
+            "rank": self.info.rank,
+            "local_rank": self.info.local_rank,
+            "pid": self.pid,
             "time_s": self.ended_s,
             "host": socket.gethostname(),
             "message": "exited with code 0 before its function returned" * self.exited_early,
@@ -60,9 +62,6 @@ class LaunchedRank:
             "signal": self.signal,
         }
         return Failure(
-            rank=self.info.rank,
-            local_rank=self.info.local_rank,
-            pid=self.pid,
             ended_by_launcher=self._failed_on_request(report["time_s"]),
             **{**report, "time_s": report["time_s"] - began_s},
         )

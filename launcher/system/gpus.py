@@ -37,6 +37,11 @@ def visible(environ: Mapping[str, str] = os.environ) -> list[GpuDevice]:
     return gpus if VISIBLE not in environ else list(_selected(environ[VISIBLE], gpus))
 
 
+def is_restricted() -> bool:
+    """True if this process may use some of the GPUs of its node only, as under srun."""
+    return DRIVER.exists() and len(visible()) < len(all_gpus())
+
+
 def for_ranks(nprocs: int, share: bool) -> dict[int, dict[str, str]]:
     """The LaunchInfo.extras for the device of each local rank that has one.
 

@@ -88,12 +88,17 @@ def shell_exit_code(status: int) -> int:
     return status if status >= 0 else 128 - status
 
 
-def read_proc(path: str) -> str:
-    """The text of /proc/`path`; empty if it is not there, or no longer."""
+def read(path: Path) -> str:
+    """The text of a file; empty if it is not there, or no longer."""
     try:
-        return Path("/proc", path).read_text(errors="replace")
+        return path.read_text(errors="replace")
     except OSError:
         return ""
+
+
+def read_proc(path: str) -> str:
+    """The text of /proc/`path`; empty if it is not there, or no longer."""
+    return read(Path("/proc", path))
 
 
 def link_of_fd(fd: str | int) -> str:
@@ -122,20 +127,13 @@ def has_accelerator() -> bool:
 
 def count_oom_kills() -> int:
     """The processes that the kernel has killed since boot because memory ran out."""
-    lines = read_proc("vmstat").splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+    return number_after("oom_kill", read_proc("vmstat"))
 
 
-def available_mib() -> int:
-    """Memory that the machine can still give, or this container may still take, if that is less."""
-    _, _, rest = read_proc("meminfo").partition("MemAvailable:")
-    machine = int(rest.split()[0]) >> 10
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = [(group / name).read_text() for name in ("memory.max", "memory.current")]
-        return min(machine, (int(limit) - int(used)) >> 20)
-    except (OSError, ValueError):  # not in a container, or one without a limit ("max")
-        return machine
+def number_after(key: str, text: str) -> int:
+    """The number in the line of text that begins with this word; 0 if there is none."""
+    lines = [line.split() for line in text.splitlines()]
+    return next((int(words[1]) for words in lines if words[:1] == [key]), 0)
 
 
 def ephemeral_ports() -> range:

@@ -30,13 +30,31 @@ def reset_in_child() -> None:
 
 
 @contextlib.contextmanager
+def handled_by(handle: Callable[[int], object]) -> Iterator[None]:
+    """Within this context, call handle(number) for a stop signal, but not for an ignored one.
+
+    Python runs handlers on the main thread only; on another, the program's own stay in place.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handled = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    old = {number: signal.signal(number, lambda n, _frame: handle(n)) for number in handled}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
 def dispatched_to(
     selector: selectors.BaseSelector, on_signal: Callable[[int], None]
 ) -> Iterator[None]:
     """Within this context, the selector's loop calls on_signal(number) for a stop signal.
 
-    A signal that this process ignores, as under nohup, stays ignored. Python runs handlers on the
-    main thread only; on another thread, the program's own handlers stay in place.
+    A signal that this process ignores, as under nohup, stays ignored; on a thread other than the
+    main one, the program's own handlers stay in place.
     """
     if threading.current_thread() is not threading.main_thread():
         unblock()
@@ -52,18 +70,13 @@ def dispatched_to(
                 on_signal(number)
 
     selector.register(reading, selectors.EVENT_READ, dispatch)
-    handled = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     # The handler itself does nothing: Python writes the number to the wakeup descriptor. Only now,
     # with the descriptor in place, may a signal that arrived since block() be delivered.
     old_fd = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
-    old_handlers = {number: signal.signal(number, lambda *_: None) for number in handled}
-    unblock()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(old_fd)
-        for number, handler in old_handlers.items():
-            signal.signal(number, handler)
-        selector.unregister(reading)
-        reading.close()
-        writing.close()
+    with reading, writing, handled_by(lambda _: None):
+        unblock()
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(old_fd)
+            selector.unregister(reading)

@@ -15,7 +15,6 @@ import inspect
 import json
 import os
 import platform
-import secrets
 import threading
 import time
 import warnings
@@ -42,7 +41,7 @@ class Recorder:
 
     def __init__(self, folder: Path, info: LaunchInfo) -> None:
         self._rank = info.rank
-        name = f"rank-{info.rank}-{os.getpid()}-{secrets.token_hex(4)}.jsonl"
+        name = f"rank-{info.rank}-{os.getpid()}-{os.urandom(4).hex()}.jsonl"
         self._file = (folder / name).open("x", buffering=1 << 20)
         self._lock = threading.Lock()
         self._buffered: list[dict[str, Any]] = [clock()]

@@ -1,11 +1,13 @@
 """The runner of `make gpu`: what it keeps when steps fail, hang, or need other variables."""
 
+import itertools
+import re
 import tarfile
 
 import pytest
 
 from tests.gpu import steps
-from tests.gpu.steps import PARTS, Results, Step, run_step
+from tests.gpu.steps import PARTS, ROOT, Results, Step, run_step
 
 
 @pytest.fixture
@@ -27,6 +29,14 @@ def test_every_part_ends_within_its_time():
     """A step that is run again counts twice."""
     for name, part in PARTS.items():
         assert sum(step.limit_s * (2 if step.retry else 1) for step in part) <= steps.PART_S, name
+
+
+def test_every_word_that_selects_tests_is_in_the_name_of_one():
+    for step in itertools.chain.from_iterable(PARTS.values()):
+        for file, words in re.findall(r"(tests/gpu/\S+) -k '(.*)'", step.command):
+            names = re.findall(r"def (test_\w+)", (ROOT / file).read_text())
+            for word in set(re.findall(r"\w+", words)) - {"and", "or", "not"}:
+                assert any(word in name for name in names), (step.name, word)
 
 
 def test_every_step_is_in_the_archive_before_the_next_begins(results):

@@ -1,6 +1,7 @@
 /* A stand-in for libnccl (and, with -DCUDA, for the few functions of libcuda and libcudart that are
  * used beside it). It moves nothing: it writes down what it is asked and answers as -D says, so
- * that tests see the calls and their order without a GPU. Not a model of NCCL's behaviour. */
+ * that tests see the calls and their order without a GPU. Of NCCL's behaviour it models that a
+ * communicator ends once, is not used after, and is not finalized while a graph holds its calls. */
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdio.h>
@@ -20,6 +21,7 @@ typedef struct {
 } Id;
 typedef struct Comm {
     int rank, nranks, polls, state;
+    const char* ended_by;
 } Comm;
 
 static char log_text[65536];
@@ -35,12 +37,26 @@ __attribute__((unused)) static void note(const char* format, ...) {
     log_length += snprintf(log_text + log_length, sizeof log_text - log_length, "\n");
 }
 
+static const char* misuse = ""; /* what was called with a communicator that had ended */
+static void use(Comm* comm, const char* function) {
+    if (comm->ended_by != NULL) misuse = function;
+}
+__attribute__((unused)) static void end(Comm* comm, const char* function) {
+    use(comm, function);
+    comm->ended_by = function;
+}
+const char* stand_in_misuse(void) { return misuse; }
 const char* stand_in_log(void) { return log_text; }
-void stand_in_forget(void) { log_text[log_length = 0] = 0; }
+void stand_in_forget(void) {
+    log_text[log_length = 0] = 0;
+    misuse = "";
+}
 const unsigned char* stand_in_config(void) { return config_bytes; }
 void stand_in_fail_with(int state) { next_state = state; }
 
-__attribute__((unused)) static int put_off(Comm* comm) {
+#define put_off(comm) put_off_by(comm, __func__)
+__attribute__((unused)) static int put_off_by(Comm* comm, const char* function) {
+    use(comm, function);
     comm->polls = POLLS;
     return 7;
 }
@@ -71,6 +87,7 @@ int ncclCommInitRankConfig(Comm** comm, int nranks, Id id, int rank, void* confi
     return put_off(*comm);
 }
 int ncclCommGetAsyncError(Comm* comm, int* state) {
+    use(comm, __func__);
 #ifdef NEVER
     *state = 7;
     return 0;
@@ -102,12 +119,12 @@ int ncclCommFinalize(Comm* comm) {
     return put_off(comm);
 }
 int ncclCommDestroy(Comm* comm) {
-    (void)comm;
+    end(comm, __func__);
     note("CommDestroy");
     return 0;
 }
 int ncclCommAbort(Comm* comm) {
-    (void)comm;
+    end(comm, __func__);
     note("CommAbort");
 #ifdef ABORT_SPINS
     for (;;) sleep(1);
@@ -173,7 +190,7 @@ int ncclRedOpCreatePreMulSum(int* op, void* scalar, int dtype, int residence, Co
     return 0;
 }
 int ncclRedOpDestroy(int op, Comm* comm) {
-    (void)comm;
+    use(comm, __func__);
     note("RedOpDestroy op=%d", op);
     return 0;
 }
@@ -196,7 +213,8 @@ int ncclCommRegister(Comm* comm, void* pointer, size_t size, void** handle) {
     return 0;
 }
 int ncclCommDeregister(Comm* comm, void* handle) {
-    (void)comm, (void)handle;
+    (void)handle;
+    use(comm, __func__);
     note("CommDeregister");
     return 0;
 }
@@ -210,7 +228,8 @@ int ncclCommWindowRegister(Comm* comm, void* pointer, size_t size, void** window
     return 0;
 }
 int ncclCommWindowDeregister(Comm* comm, void* window) {
-    (void)comm, (void)window;
+    (void)window;
+    use(comm, __func__);
     note("CommWindowDeregister");
     return 0;
 }
@@ -222,6 +241,7 @@ static unsigned long long capture; /* 0: the stream is not being captured */
 static struct {
     void* payload;
     void (*destroy)(void*);
+    unsigned long long graph;
 } objects[64];
 static int num_objects, device, chip = 9;
 static unsigned contexts = 1; /* a bit for each device that has one */
@@ -234,11 +254,17 @@ void stand_in_refuse(const char* function) { refused = function; }
 #define MAYBE_REFUSE() \
     if (strcmp(refused, __func__) == 0) return 999
 void stand_in_chip(int major) { chip = major; }
-int stand_in_end_graphs(void) {
-    int ended = num_objects;
-    for (int i = 0; i < num_objects; i++) objects[i].destroy(objects[i].payload);
-    num_objects = 0;
-    return ended;
+/* A graph of one capture, or every graph for 0; returns how many objects it carried. */
+int stand_in_end_graphs(unsigned long long id) {
+    int kept = 0, before = num_objects;
+    for (int i = 0; i < num_objects; i++) {
+        if (id == 0 || objects[i].graph == id)
+            objects[i].destroy(objects[i].payload);
+        else
+            objects[kept++] = objects[i];
+    }
+    num_objects = kept;
+    return before - kept;
 }
 
 #ifdef CAPTURE_V3
@@ -262,6 +288,7 @@ int cuUserObjectCreate(void** object, void* payload, void (*destroy)(void*), uns
     if (references != 1 || flags != 1) return 1;
     objects[num_objects].payload = payload;
     objects[num_objects].destroy = destroy;
+    objects[num_objects].graph = capture;
     *object = &objects[num_objects++];
     return 0;
 }

@@ -5,9 +5,11 @@ real library, tests/gpu the real device.
 """
 
 import ctypes
+import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -312,7 +314,7 @@ host.stand_in.stand_in_capture(0)
 assert host.call("finalize") == 5
 assert "2 CUDA graph(s)" in host.error and "reset()" in host.error, host.error
 assert reduce(10) == 0
-assert host.stand_in.stand_in_end_graphs() == 2
+assert host.stand_in.stand_in_end_graphs(0) == 2
 host.log()
 assert host.call("finalize") == 0
 assert host.log() == ["CommFinalize", "CommDestroy"]
@@ -383,9 +385,23 @@ host.stand_in.stand_in_capture(1)
 assert reduce(10) == 0
 assert host.call("abort") == 0
 assert host.call("destroy") == 0
-assert host.stand_in.stand_in_end_graphs() == 1
+assert host.stand_in.stand_in_end_graphs(0) == 1
 """,
     )
+
+
+def test_calls_captures_splits_failures_and_ends_come_in_any_order(stand_in):
+    """Thousands of steps against a model: tests/communicator/programs/nccl_orders.py."""
+    program = Path(nccl_host.HERE, "programs", "nccl_orders.py")
+    done = subprocess.run(
+        [sys.executable, program, stand_in("CUDA", "POLLS=0")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=nccl_host.HERE.parents[1],
+        env=os.environ | {"PYTHONPATH": str(nccl_host.HERE.parents[1])},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def test_float8_sums_need_a_chip_that_has_them(stand_in):

@@ -68,9 +68,13 @@ def run(tmp_path_factory):
         faults + source + DRIVER, tmp_path_factory.mktemp("races") / "races", "-fsanitize=thread"
     )
 
+    # With as many random bits in addresses as some kernels use, ThreadSanitizer does not start.
+    fixed_addresses = ["setarch", "-R"]
+    may_fix = subprocess.run([*fixed_addresses, "true"], capture_output=True).returncode == 0
+
     def run(world, fault):
         done = subprocess.run(
-            ["setarch", "-R", program, str(world), str(fault)],
+            [*(fixed_addresses if may_fix else []), program, str(world), str(fault)],
             capture_output=True,
             text=True,
             timeout=250,

@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import launcher
 from communicator import Communicator, CommunicatorError, Unsupported
 from communicator.backends.nccl import Nccl, nccl_library
+from communicator.backends.nccl.own_gpu import own_ordinal
 from coordinator import Coordinator
 from tests.communicator import nccl_host
 from tests.communicator.nccl_host import Host
@@ -91,6 +93,7 @@ def test_functions_of_graphs_that_a_driver_lacks_are_named(tmp_path):
     missing = [nccl_library.missing_graph_functions(str(driver)) for driver in drivers]
     assert missing[0][0] == "cuStreamGetCaptureInfo_v2 or cuStreamGetCaptureInfo_v3"
     assert len(missing[0]) == 4 and missing[1:] == [[], []]
+    assert nccl_library.missing_graph_functions(str(tmp_path / "none.so")) == missing[0]
 
 
 def test_versions_read_as_nccl_writes_them():
@@ -195,6 +198,26 @@ def test_where_torch_sees_no_gpu_the_backend_says_so_on_every_rank(ranks):
             return True
 
     assert ranks(body, 2) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "count", "is_restricted", "expected"),
+    [(0, 1, False, 0), (1, 2, False, 1), (3, 1, True, 0), (3, 2, True, 1), (5, 0, False, 5)],
+)
+def test_a_rank_has_its_own_gpu_also_where_it_sees_no_other(
+    monkeypatch, local_rank, count, is_restricted, expected
+):
+    """Under srun --gpus-per-task every rank sees one GPU; all but the first were refused."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(launcher.gpus, "is_restricted", lambda: is_restricted)
+    assert own_ordinal(local_rank) == expected
+
+
+def test_a_rank_beyond_the_gpus_that_all_see_has_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(launcher.gpus, "is_restricted", lambda: False)
+    with pytest.raises(Unsupported, match="local rank 1 has no GPU of its own among the 1 here"):
+        own_ordinal(1)
 
 
 # What works without a GPU.

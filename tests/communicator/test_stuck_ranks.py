@@ -49,6 +49,13 @@ def test_a_late_rank_is_shown_with_its_call_its_line_and_its_stack(report):
     assert f"line {number}, in late: time.sleep(8)" in text
 
 
+def test_a_recv_of_a_socket_is_not_taken_for_one_of_ours():
+    text = report(2, "shm", "other_recv")
+    number = line("other").strip("()").partition(":")[2]
+    assert f"line {number}, in other_recv: ends[0].recv(1)" in text, text
+    assert "Deadlock" not in text, text
+
+
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
 def test_a_rank_that_closes_first_has_made_fewer_calls(report, backend):
     text = report(2, backend, "fewer")

@@ -104,19 +104,23 @@ def test_two_processes_that_claim_one_rank_are_both_named(fork):
 
 
 def test_two_threads_in_one_coordinator_are_told_so(ranks):
+    is_told = threading.Event()
+
     def body(info):
         with Coordinator(info, timeout_s=20) as coor:
             if coor.rank == 1:
-                time.sleep(0.3)
+                assert is_told.wait(20)
                 coor.barrier()
                 return None
             thread = threading.Thread(target=coor.barrier)
             thread.start()
-            time.sleep(0.1)
+            while "barrier #1" not in coor.diagnose(stacks_too=False).splitlines()[0]:
+                time.sleep(0.01)
             with pytest.raises(
                 CoordinatorError, match=r"all_true \(.*another thread is in barrier #1"
             ):
                 coor.all_true(True)
+            is_told.set()
             thread.join()
 
     ranks(body, 2)

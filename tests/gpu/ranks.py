@@ -315,6 +315,44 @@ def oneshot_absent_rank(coor: Coordinator) -> list[str | float]:
         return [said, took_s, torch.ones(3, device=GPU).sum().item()]
 
 
+def oneshot_replay_alone(coor: Coordinator) -> str:
+    """The last rank replays nothing: the others learn it from check(), without another call."""
+    with Nccl(coor, device=0, oneshot=True, checked_calls=0) as comm:
+        comm._oneshot._call.timeout_ns = int(2e9)
+        tensor, said = torch.ones(1024, device=GPU), ""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            comm.allreduce(tensor)
+        coor.barrier()
+        deadline = time.monotonic() + SOON_S
+        if coor.rank != coor.world_size - 1:
+            graph.replay()
+            while not said and time.monotonic() < deadline:
+                time.sleep(0.1)
+                said = _told(comm.check)
+                said = "" if said == "nothing" else said
+        coor.barrier()
+        graph.reset()
+        comm.abort()
+        return said
+
+
+def oneshot_close_with_a_live_graph(coor: Coordinator) -> str:
+    """One rank captured a sum: close() is refused on all, and the sums go on."""
+    comm = Nccl(coor, device=0, oneshot=True, checked_calls=0)
+    tensor, graph = torch.ones(1024, dtype=torch.bfloat16, device=GPU), torch.cuda.CUDAGraph()
+    if coor.is_master():
+        with torch.cuda.graph(graph):  # the first sum of this dtype
+            comm.allreduce(tensor)
+    said = _told(comm.close)
+    graph.replay() if coor.is_master() else comm.allreduce(tensor)
+    comm.synchronize()
+    assert tensor.mean().item() == comm.world_size, tensor
+    graph.reset()
+    comm.close()
+    return said
+
+
 def streams(coor: Coordinator) -> list[float]:
     """Calls go where torch works: after what was enqueued before, and the host does not wait."""
     with Nccl(coor, device=0) as comm:

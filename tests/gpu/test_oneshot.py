@@ -194,6 +194,16 @@ def test_a_process_that_makes_no_sum_is_named_and_the_gpu_goes_on():
     assert took_s < 10 and after == 3
 
 
+def test_a_process_that_replays_no_sum_is_named_by_check():
+    said, _ = run("oneshot_replay_alone", 2)
+    assert "waited in vain for rank 1" in said
+
+
+def test_no_process_closes_while_a_graph_of_one_holds_a_sum():
+    for said in run("oneshot_close_with_a_live_graph", 2):
+        assert "are alive (1 on rank 0)" in said
+
+
 @needs_two_gpus
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_sums_between_gpus_agree_with_nccl(world_size):

@@ -26,6 +26,7 @@ from communicator.backends.nccl.exit_notice import ExitNotice
 from communicator.backends.nccl.given_stream import GivenStream
 from communicator.backends.nccl.nccl_library import NcclLibrary, version_text
 from communicator.backends.nccl.oneshot import Oneshot, is_aligned, select_algorithm
+from communicator.backends.nccl.own_gpu import own_ordinal
 from communicator.backends.nccl.registered_memory import RegisteredMemory
 from communicator.backends.nccl.watchdog import Watchdog
 from communicator.backends.plugin import PluginCommunicator
@@ -86,7 +87,7 @@ class Nccl(PluginCommunicator):
     """Work goes on torch's current stream; `with torch.cuda.stream(s):` chooses another.
 
     library: the path of libnccl.so.2; None looks for it. All ranks must have the same build.
-    device: the CUDA device of this rank, its local rank of the launch if not given.
+    device: the CUDA device of this rank; if not given, its local rank, or the only one it sees.
     stream: a torch.cuda.Stream for everything this communicator does, instead of the current one.
         It waits for what the current one has to do when a call is made; before results are used,
         let the current one wait for it: torch.cuda.current_stream().wait_stream(stream).
@@ -110,11 +111,7 @@ class Nccl(PluginCommunicator):
     def probe(cls, coor: Coordinator) -> int:
         if not torch.cuda.is_available():
             raise Unsupported("torch sees no CUDA device in this process")
-        if coor.info.local_rank >= torch.cuda.device_count():
-            raise Unsupported(
-                f"local rank {coor.info.local_rank} has no GPU of its own among the "
-                f"{torch.cuda.device_count()} here"
-            )
+        own_ordinal(coor.info.local_rank)
         nccl_library.find()
         return SCORE
 
@@ -139,7 +136,7 @@ class Nccl(PluginCommunicator):
         existing: _native.Comm | None = None,
     ) -> None:
         """existing: a communicator of NCCL's to use, instead of opening one."""
-        self._ordinal = self.coor.info.local_rank if device is None else device
+        self._ordinal = own_ordinal(self.coor.info.local_rank) if device is None else device
         self._stream = stream
         if stream is not None:
             self._given_stream = GivenStream(stream, self.rank)

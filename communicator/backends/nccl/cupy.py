@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from communicator.backends.nccl.own_gpu import own_ordinal
 from communicator.base import Capabilities, Communicator
 from communicator.calls.default_collectives import P2PCall
 from communicator.calls.dtypes import OPS, dtype_info
@@ -39,13 +40,12 @@ class Cupy(Communicator):
     def probe(cls, coor: Coordinator) -> int:
         if not torch.cuda.is_available():
             raise Unsupported("torch sees no CUDA device in this process")
-        if coor.info.local_rank >= torch.cuda.device_count():
-            raise Unsupported(f"local rank {coor.info.local_rank} has no GPU of its own")
+        own_ordinal(coor.info.local_rank)
         _nccl()
         return SCORE
 
     def do_open(self, device: int | None = None) -> None:
-        self._ordinal = self.coor.info.local_rank if device is None else device
+        self._ordinal = own_ordinal(self.coor.info.local_rank) if device is None else device
         self._captured = False  # then NCCL's own end would wait for the graph, for ever
         self._nccl = _nccl()
         unique_id = b""

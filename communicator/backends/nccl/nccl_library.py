@@ -151,7 +151,10 @@ def mapped(soname: str) -> str:
 
 def missing_graph_functions(driver: str = "libcuda.so.1") -> list[str]:
     """The functions that the driver lacks; without them graphs with calls are not noticed."""
-    library = ctypes.CDLL(driver)
+    try:
+        library = ctypes.CDLL(driver)
+    except OSError:
+        library = None
     return [
         " or ".join(names)
         for names in GRAPH_FUNCTIONS

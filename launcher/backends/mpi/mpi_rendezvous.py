@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from launcher.launch_info import LaunchInfoError
-from launcher.system import linux
+from launcher.system import host_addresses, linux
 
 NAME_NBYTES = 256  # of a host name in messages; longer than any name DNS allows
 UCRED = struct.Struct("iII")  # struct ucred, unix(7): pid, uid, gid
@@ -98,12 +98,9 @@ def _address(host: str, others: list[str]) -> str:
 def _local_address_for(other: str) -> str:
     """The address from which the kernel would send to other; "" for a loopback or no route."""
     with contextlib.suppress(OSError):
-        for family, kind, protocol, _, target in socket.getaddrinfo(
-            other, DISCARD_PORT, type=socket.SOCK_DGRAM
-        ):
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(target)
-                address = str(probe.getsockname()[0])
+        targets = socket.getaddrinfo(other, DISCARD_PORT, type=socket.SOCK_DGRAM)
+        for family, _, _, _, target in targets:
+            address = host_addresses.local_address_for(family, target)
             if not address.startswith("127.") and address != "::1":
                 return address
     return ""

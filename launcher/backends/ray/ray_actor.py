@@ -7,13 +7,13 @@ import os
 import socket
 import sys
 from dataclasses import replace
+from typing import Any
 
 from launcher import launch_secret, ports
-from launcher.external.rank_main import run_target
 from launcher.job import Job, Target
 from launcher.launch_info import LaunchInfo
 from launcher.records import json_values
-from launcher.runtime import rank_environment
+from launcher.runtime import rank_environment, rank_process
 
 
 class RankActor:
@@ -55,4 +55,6 @@ class RankActor:
         rank_info = replace(rank_info, extras={**rank_info.extras, **extras})
         rank_environment.set_variables(rank_info, torch_port, restart_count)
         job = Job(Target(kind, name), args=tuple(json_values.loads(arguments)))  # type: ignore[arg-type]
-        return json_values.dumps(run_target(job, rank_info))
+        records: list[dict[str, Any]] = []
+        rank_process.run_target(job, rank_info, records.append)
+        return json_values.dumps(records[0])

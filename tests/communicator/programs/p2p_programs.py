@@ -175,13 +175,12 @@ def batch_goes_while_its_rank_works_in_another_group():
     return [came, total]
 
 
-@program(2)
-def small_send_is_there_before_its_sender_does_anything_else():
-    """A signal through the store says that it was sent."""
-    store = dist.PrefixStore("signal", dist.distributed_c10d._get_default_store())
-    came = torch.zeros(7)
+def received_before_the_sender_waits(size):
+    """A signal through the store says that it was received."""
+    store = dist.PrefixStore(f"signal {size}", dist.distributed_c10d._get_default_store())
+    came = torch.zeros(size)
     if dist.get_rank() == 0:
-        work = dist.isend(mine(7), 1)
+        work = dist.isend(mine(size), 1)
         store.wait(["received"], timedelta(seconds=30))
         work.wait()
     else:
@@ -190,22 +189,16 @@ def small_send_is_there_before_its_sender_does_anything_else():
     dist.barrier()
     store.delete_key("received")
     return [came]
+
+
+@program(2)
+def small_send_is_there_before_its_sender_does_anything_else():
+    return received_before_the_sender_waits(7)
 
 
 @program(2)
 def large_send_goes_while_its_sender_does_nothing():
-    store = dist.PrefixStore("large signal", dist.distributed_c10d._get_default_store())
-    came = torch.zeros(LARGE)
-    if dist.get_rank() == 0:
-        work = dist.isend(mine(LARGE), 1)
-        store.wait(["received"], timedelta(seconds=30))
-        work.wait()
-    else:
-        dist.recv(came, 0)
-        store.set("received", "yes")
-    dist.barrier()
-    store.delete_key("received")
-    return [came]
+    return received_before_the_sender_waits(LARGE)
 
 
 @program(2)

@@ -1,5 +1,6 @@
 """Ranks that wait for each other in vain: `stuck.py BACKEND CASE [FIRST RANK]`."""
 
+import socket
 import sys
 import time
 
@@ -25,6 +26,13 @@ def late(comm):
     if comm.rank == 1:
         time.sleep(8)  # of late
     comm.allreduce(torch.ones(4))
+
+
+def other_recv(comm):
+    if comm.rank == 0:
+        comm.recv(torch.ones(4), 1)
+    ends = socket.socketpair()
+    ends[0].recv(1)  # of other
 
 
 def fewer(comm):

@@ -11,40 +11,9 @@ from coordinator import Coordinator
 from drumline.planner import memory
 
 
-def cgroup(folder, **files):
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, value in files.items():
-        (folder / name.replace("_", ".", 1)).write_text(f"{value}\n")
-
-
-def test_the_tightest_cgroup_above_the_process_counts(tmp_path):
-    cgroup(tmp_path / "a", memory_max=1000, memory_current=300)
-    cgroup(tmp_path / "a" / "b", memory_max="max", memory_current=200)
-    assert min(memory._cgroup_free(tmp_path, "0::/a/b\n")) == 700
-
-
-def test_page_cache_that_the_kernel_can_give_back_is_free(tmp_path):
-    cgroup(tmp_path / "a", memory_max=1000, memory_current=900)
-    (tmp_path / "a" / "memory.stat").write_text("anon 400\ninactive_file 500\n")
-    assert memory._cgroup_free(tmp_path, "0::/a\n") == [600]
-
-
-def test_a_cgroup_of_the_first_version_counts_too(tmp_path):
-    (tmp_path / "memory").mkdir()
-    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("5000")
-    (tmp_path / "memory" / "memory.usage_in_bytes").write_text("1000")
-    assert memory._cgroup_free(tmp_path, "") == [4000]
-    own = tmp_path / "memory" / "a"
-    own.mkdir()
-    (own / "memory.limit_in_bytes").write_text("2000")
-    (own / "memory.usage_in_bytes").write_text("500")
-    lines = "5:devices:/b\n4:cpu,memory:/a\n0::/\n"
-    assert sorted(memory._cgroup_free(tmp_path, lines)) == [1500, 4000]
-
-
 @pytest.mark.parametrize("nprocs", [1, 3])
 def test_ranks_of_one_node_share_its_memory(ranks, monkeypatch, nprocs):
-    monkeypatch.setattr(memory, "available_cpu", lambda: 1000)
+    monkeypatch.setattr(memory, "free_memory_nbytes", lambda: 1000)
 
     def rank(info):
         with Coordinator(info) as coor:
@@ -104,7 +73,7 @@ def test_accelerators_beyond_the_ranks_go_to_ranks_too():
 
 
 def test_accelerators_come_before_the_cpu_of_their_rank(ranks, monkeypatch):
-    monkeypatch.setattr(memory, "available_cpu", lambda: 1000)
+    monkeypatch.setattr(memory, "free_memory_nbytes", lambda: 1000)
     seen = {"cuda:0": {"id": "x", "free": 70}, "cuda:1": {"id": "y", "free": 80}}
     monkeypatch.setattr(memory, "accelerators", lambda: seen)
 

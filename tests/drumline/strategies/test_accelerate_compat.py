@@ -85,7 +85,7 @@ def test_sizes_are_read_as_accelerate_reads_them(given):
 
 
 def test_a_coordinator_is_asked_for_the_room_of_all_ranks(ranks, monkeypatch):
-    monkeypatch.setattr(memory, "available_cpu", lambda: 4000)
+    monkeypatch.setattr(memory, "free_memory_nbytes", lambda: 4000)
 
     def rank(info):
         with Coordinator(info) as coor:

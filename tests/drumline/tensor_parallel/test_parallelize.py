@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+import types
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from drumline import DrumlineError, PlanError
 from drumline.checkpoint.source import config_from_json
 from drumline.tensor_parallel.dry_run_forward import FakeCommunicator, dry_run, truncated_copy
 from drumline.tensor_parallel.parallelize import shard_specs
-from drumline.tensor_parallel.sharded_model import compute_buffers
+from drumline.tensor_parallel.sharded_model import compute_buffers, own_device
 from drumline.tensor_parallel.tp_layers import insert_collectives
 from drumline.tensor_parallel.tp_plan import read_plan
 from tests.gpu.decode import Decoder, small_model, whole_tokens
@@ -855,3 +856,12 @@ def test_a_mesh_is_used_or_refused(ranks_or_errors, family, options, says):
 
     for error in ranks_or_errors(rank, 2):
         assert isinstance(error, PlanError) and says in str(error)
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, "cuda:0"), (4, "cuda:3")])
+def test_a_rank_takes_the_gpu_of_its_local_rank_or_the_only_one_it_sees(
+    monkeypatch, count, expected
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert own_device(types.SimpleNamespace(local_rank=3)) == expected

@@ -14,7 +14,7 @@ import pytest
 from launcher import doctor
 from launcher.doctor import finding, gpu_checks, launcher_checks, layer_checks, machine_checks
 from launcher.doctor.finding import Finding
-from launcher.system import gpus, linux
+from launcher.system import free_memory, gpus, linux
 
 
 def test_exit_code_is_0_without_problems_and_json_has_the_findings(command):
@@ -65,7 +65,7 @@ def test_too_little_shared_memory_is_a_problem(monkeypatch):
 
 
 def test_too_little_memory_is_a_problem(monkeypatch):
-    monkeypatch.setattr(linux, "available_mib", lambda: 100)
+    monkeypatch.setattr(free_memory, "free_memory_nbytes", lambda: 100 << 20)
     findings = {finding.name: finding for finding in machine_checks.memory()}
     assert findings["available"].ok is False and findings["available"].remedy.startswith("ps ")
 

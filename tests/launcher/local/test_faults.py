@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -119,13 +120,32 @@ def test_a_failure_ends_the_launch_while_a_thread_keeps_the_process(command):
     assert ended.code == 1 and "with a thread" in ended.err
 
 
-def test_sys_excepthook_of_the_script_is_called(command):
+@pytest.fixture(params=["multiprocessing", "mpi"])
+def launcher_name(request):
+    if request.param == "mpi" and shutil.which("mpiexec") is None:
+        pytest.skip("no mpiexec: runs after `pip install mpich`")
+    return request.param
+
+
+def test_sys_excepthook_of_the_script_is_called(command, launcher_name):
+    """It was under our own launcher, and nowhere else."""
     script = command.script(
         "import sys\nsys.excepthook = lambda *error: print('hook saw', error[1])\nraise "
         "ValueError(7)"
     )
-    ended = command.run("run", "-n", "1", script)
+    ended = command.run("run", "--launcher", launcher_name, "-n", "1", script)
     assert ended.code == 1 and ended.lines(0) == ["hook saw 7"]
+
+
+def test_a_forked_child_that_raises_prints_its_own_frames_alone(command, launcher_name):
+    """Its traceback had those of the launcher, or was lost; the rank is not the one that failed."""
+    script = command.script(
+        "import os\npid = os.fork()\nif not pid: raise ValueError('in the child')\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
+    )
+    ended = command.run("run", "--launcher", launcher_name, "-n", "1", script)
+    assert ended.code == 0 and ended.lines(0) == ["1"]
+    assert "in the child" in ended.err and "launcher/" not in ended.err
 
 
 def failure(rank, time_s, **how):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher import timings
 from launcher.system import descendants, linux
 
 SOON_S = 30.0  # what is ended would go on for a minute
@@ -103,15 +104,16 @@ def test_stopped_fork_server_is_named_and_the_launch_ends(stopped, command):
 def test_fork_server_that_is_resumed_goes_on(stopped):
     process = stopped()
     server = server_of(process)
-    time.sleep(1)
+    lines = iter(process.stderr.readline, "")
+    assert any("kill -CONT" in line for line in lines)
     os.kill(server, signal.SIGCONT)
-    time.sleep(3)
+    time.sleep(timings.TIMINGS.stopped_server_s)
     assert process.poll() is None
     while process.poll() is None:
         process.send_signal(signal.SIGINT)
         time.sleep(0.1)
-    code, text = ended(process)
-    assert code == 130 and "kill -CONT" in text
+    code, _ = ended(process)
+    assert code == 130
 
 
 def test_timeout_and_ctrl_c_end_a_launch_whose_fork_server_is_stopped(stopped, command):

@@ -74,6 +74,18 @@ def test_ranks_share_a_gpu_only_with_share(three_gpus, monkeypatch):
     assert shared == {0: {"device": A}, 1: {"device": B}, 2: {"device": A}}
 
 
+@pytest.mark.parametrize(("setting", "expected"), [("1", True), ("0,1,2", True), (None, False)])
+def test_a_process_is_restricted_if_it_sees_fewer_gpus_than_there_are(
+    three_gpus, monkeypatch, setting, expected
+):
+    """The instances of the third are GPUs of their own, so three numbers are fewer."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
+    assert gpus.is_restricted() == expected
+
+
 def test_a_machine_without_a_gpu_driver(monkeypatch, tmp_path):
     monkeypatch.setattr(gpus, "DRIVER", tmp_path / "none")
     assert gpus.visible() == [] and gpus.for_ranks(2, share=True) == {}
+    assert not gpus.is_restricted()

@@ -1,0 +1,24 @@
+"""The GPU of a rank among those that its process sees."""
+
+from __future__ import annotations
+
+import torch
+
+from communicator.errors import Unsupported
+from launcher import gpus
+
+
+def own_ordinal(local_rank: int) -> int:
+    """The CUDA ordinal: the local rank, unless each process was given some of the GPUs only.
+
+    Raises Unsupported if all ranks see the same GPUs, and there are fewer than ranks.
+    """
+    count = torch.cuda.device_count()
+    if local_rank < count or count == 0:
+        return local_rank
+    if gpus.is_restricted():
+        return local_rank % count
+    raise Unsupported(
+        f"local rank {local_rank} has no GPU of its own among the {count} here. Start at most "
+        f"{count} ranks a node, or name its GPU with Nccl(coor, device=...)"
+    )

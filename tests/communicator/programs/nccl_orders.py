@@ -1,0 +1,174 @@
+"""Random orders of what a communicator over NCCL is asked, against a model of what must happen.
+
+    python nccl_orders.py STAND_IN
+
+The stand-in (nccl_stand_in.c, with CUDA) notes when a communicator is used after its end.
+"""
+
+import ctypes
+import itertools
+import sys
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from tests.communicator.nccl_host import STREAM, Host
+
+OK, INVALID_USAGE, REMOTE = 0, 5, 6
+FLOAT32, SUM = 7, 0
+captures = itertools.count(1)
+
+
+class Model:
+    """A communicator, and what is expected of it."""
+
+    def __init__(self, host, handle, nranks):
+        self.host, self.handle, self.nranks = host, handle, nranks
+        self.is_over = False  # aborted, or broken at its end
+        self.is_finalized = False
+        self.connected, self.graphs = set(), set()
+
+    def call(self, entry, *values):
+        wide = [ctypes.c_uint64(value) if isinstance(value, int) else value for value in values]
+        return self.host.function(entry)(self.handle, *wide)
+
+
+class Orders(RuleBasedStateMachine):
+    comms = Bundle("comms")
+    all_comms: list[Model]
+
+    @initialize(target=comms)
+    def start(self):
+        self.host = Host(sys.argv[1], timeout_ms=2, mode=ctypes.RTLD_GLOBAL)
+        assert self.host.code == OK, self.host.error
+        self.host.stand_in.stand_in_misuse.restype = ctypes.c_char_p
+        self.capture, self.is_peer_dead = 0, False
+        self.all_comms = [Model(self.host, self.host.comm, 4)]
+        return self.all_comms[0]
+
+    @rule(comm=comms, count=st.sampled_from([10, 1000, 100_000]))
+    def reduce(self, comm, count):
+        if comm.is_finalized:
+            return
+        code = comm.call("allreduce", 64, 64, count, FLOAT32, SUM, STREAM)
+        if comm.is_over:
+            assert code == REMOTE
+            return
+        expected = REMOTE if self.is_peer_dead else OK
+        if self.capture:
+            comm.graphs.add(self.capture)
+            if comm.nranks > 1 and count not in comm.connected:
+                expected = INVALID_USAGE
+        else:
+            comm.connected.add(count)
+        assert code == expected
+
+    @precondition(lambda self: not self.capture)
+    @rule()
+    def begin_capture(self):
+        self.capture = next(captures)
+        self.host.stand_in.stand_in_capture(ctypes.c_ulonglong(self.capture))
+
+    @precondition(lambda self: self.capture)
+    @rule(is_kept=st.booleans())
+    def end_capture(self, is_kept):
+        graph, self.capture = self.capture, 0
+        self.host.stand_in.stand_in_capture(ctypes.c_ulonglong(0))
+        if not is_kept:
+            self.end_graph(graph)
+
+    def end_graph(self, graph):
+        holders = [comm for comm in self.all_comms if graph in comm.graphs]
+        ended = self.host.stand_in.stand_in_end_graphs(ctypes.c_ulonglong(graph))
+        assert ended == len(holders)
+        for comm in holders:
+            comm.graphs.remove(graph)
+
+    @precondition(lambda self: any(comm.graphs - {self.capture} for comm in self.all_comms))
+    @rule(data=st.data())
+    def end_one_graph(self, data):
+        graphs = set().union(*(comm.graphs for comm in self.all_comms)) - {self.capture}
+        self.end_graph(data.draw(st.sampled_from(sorted(graphs))))
+
+    @precondition(lambda self: not self.capture and len(self.all_comms) < 4)
+    @rule(target=comms, comm=comms)
+    def split(self, comm):
+        child = ctypes.c_void_p()
+        if comm.is_finalized:
+            return comm
+        code = comm.call("split", 0, 0, ctypes.byref(child))
+        assert code == (REMOTE if comm.is_over or self.is_peer_dead else OK)
+        if code != OK:
+            return comm
+        self.all_comms.append(Model(self.host, child, 1))
+        return self.all_comms[-1]
+
+    @rule()
+    def peer_dies(self):
+        self.host.stand_in.stand_in_fail_with(REMOTE)
+        self.is_peer_dead = True
+
+    @rule(comm=comms)
+    def ask_for_errors(self, comm):
+        if not comm.is_finalized:
+            is_bad = comm.is_over or self.is_peer_dead
+            assert comm.call("async_error") == (REMOTE if is_bad else OK)
+
+    @rule(comm=comms)
+    def abort(self, comm):
+        assert comm.call("abort") == OK
+        comm.is_over = comm.is_over or not comm.is_finalized
+
+    @precondition(lambda self: not self.capture)
+    @rule(comm=comms)
+    def finalize(self, comm):
+        code = comm.call("finalize")
+        if comm.is_over or comm.is_finalized:
+            assert code == OK
+        elif comm.graphs:
+            assert code == INVALID_USAGE
+        elif self.is_peer_dead:
+            assert code == REMOTE
+            comm.is_over = comm.is_finalized = True
+        else:
+            assert code == OK
+            comm.is_finalized = True
+
+    @invariant()
+    def nothing_is_used_after_its_end(self):
+        assert not hasattr(self, "all_comms") or self.host.stand_in.stand_in_misuse() == b""
+
+    def teardown(self):
+        if not hasattr(self, "all_comms"):
+            return
+        self.host.stand_in.stand_in_fail_with(0)
+        self.host.stand_in.stand_in_capture(ctypes.c_ulonglong(0))
+        for comm in self.all_comms:
+            assert comm.call("destroy") == OK
+        self.host.stand_in.stand_in_end_graphs(ctypes.c_ulonglong(0))
+        misuse = self.host.stand_in.stand_in_misuse()
+        self.host.log()  # which forgets it
+        assert misuse == b""
+
+
+if __name__ == "__main__":
+    run_state_machine_as_test(
+        Orders,
+        settings=settings(
+            max_examples=200,
+            stateful_step_count=25,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
