@@ -54,7 +54,7 @@ class Peer:
             boot_id(),
             pid,
             start_ticks(pid) or 0,
-            f"{boot_id()}/{_namespace('pid')}/{_namespace('user')}/{os.getuid()}",
+            f"{boot_id()}/{_visible_pids()}/{_namespace('user')}/{os.getuid()}",
             address,
             info.is_traced,
             stack_fd,
@@ -64,12 +64,22 @@ class Peer:
     def is_visible(self) -> bool:
         """True if this process sees the other's in /proc."""
         return self.boot_id == boot_id() and (
-            not self.memory or self.memory.split("/")[1] == _namespace("pid")
+            not self.memory or self.memory.split("/")[1] == _visible_pids()
         )
 
     def is_known_dead(self) -> bool:
         """True if the process ran on this host, and no longer does; False if it cannot be seen."""
         return self.is_visible and start_ticks(self.pid) != (self.start_ticks or None)
+
+
+def _visible_pids() -> str:
+    """The pid namespace of this process; its own alone where /proc shows that of others."""
+    namespace, pid = _namespace("pid"), str(os.getpid())
+    try:
+        is_own = os.readlink("/proc/self") == pid
+    except OSError:
+        is_own = False
+    return namespace if is_own else f"{namespace}:{pid}"
 
 
 def _namespace(kind: str) -> str:

@@ -51,8 +51,12 @@ class ModelTimings:
     together."""
     disconnect_poll_s: float = 0.2
     """Between two checks whether a client is still connected. Must exceed the time of a check."""
+    header_s: float = 10.0
+    """For the head of a request, from the connection or from the answer before. Must exceed the
+    slowest round trip."""
     body_s: float = 60.0
-    """For the body of a request to arrive. Must exceed the upload of the largest body."""
+    """For the body of a request to arrive, and for a client to take what is ready of its answer.
+    Must exceed the upload of the largest body."""
     failure_poll_s: float = 0.5
     """Between two checks whether all ranks are alive and the server may go on."""
     drain_s: float = 2.0

@@ -10,6 +10,8 @@ import os
 
 from communicator.backends.plugin import PluginCommunicator
 from communicator.base import Capabilities
+from communicator.errors import Unsupported
+from coordinator import Coordinator
 
 
 class Shm(PluginCommunicator):
@@ -26,3 +28,10 @@ class Shm(PluginCommunicator):
     capabilities = Capabilities(compares_every_call=True)
     is_trusted = True
     agrees_in_init = True
+
+    @classmethod
+    def probe(cls, coor: Coordinator) -> int:
+        score = super().probe(coor)
+        if len({peer.memory for peer in coor.peers}) > 1:
+            raise Unsupported("its ranks must be of one user and see each other in /proc")
+        return score

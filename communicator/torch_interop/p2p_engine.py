@@ -6,7 +6,8 @@ work.wait()
 
 They travel through streams of their own, so no collective and no other group delays them. A message
 is a header and its bytes. A small one is sent at once, and buffered where nobody has posted a
-receive for it; a large one is offered, and sent once a receive has matched it.
+receive for it. So are the first large ones, until the receiver confirms that it has received them;
+further ones are offered, and sent once a receive has matched them.
 
 Whoever waits moves the messages of all. While nobody waits a thread does, which sleeps until a
 stream changes, and which is started by the first message that has to wait.
@@ -47,10 +48,11 @@ from communicator.torch_interop.list_collectives import flattened
 from coordinator import FailureReason, RankFailure
 
 ANY_SOURCE = -1
-OFFERED_FROM_BYTES = 1 << 15
+LARGE_BYTES = 1 << 15
+MAX_UNCONFIRMED_BYTES = 1 << 22  # of large messages that are sent without an offer
 MAX_BUFFERED_BYTES = 1 << 24  # from one peer, of messages that nobody has posted a receive for
 HEADER = struct.Struct("<B3xq16sQQQ")  # kind, tag, dtype, bytes, number, group
-MESSAGE, OFFER, ACCEPT, REFUSE, DATA, LEAVE = range(6)
+MESSAGE, OFFER, ACCEPT, REFUSE, DATA, LEAVE, CONFIRM = range(7)
 FOREVER_MS = 2**31 - 1
 
 
@@ -212,6 +214,8 @@ class P2PEngine:
         self._offered: dict[int, P2PWork] = {}  # sends, by number
         self._accepted: dict[tuple[int, int], P2PWork] = {}  # receives, by peer and its number
         self._num_offers = 0
+        self._unconfirmed = dict.fromkeys(peers, 0)  # bytes of large messages, by receiver
+        self._received = dict.fromkeys(peers, 0)  # bytes of such that are to be confirmed
         self._outgoing: dict[int, deque[_Packet]] = {peer: deque() for peer in peers}
         self._incoming = {peer: _Incoming() for peer in peers}
         self._buffered = dict.fromkeys(peers, 0)  # bytes of the arrivals
@@ -284,6 +288,7 @@ class P2PEngine:
             for arrival in [item for item in self._arrivals if item.group == group.number]:
                 self._arrivals.remove(arrival)
                 if arrival.data is not None:
+                    self._confirm(arrival.src, arrival.nbytes)
                     self._set_buffered(arrival.src, -arrival.nbytes)
             for peer in group.ranks:
                 if peer != self.rank and not self._is_gone(group, peer):
@@ -395,7 +400,10 @@ class P2PEngine:
     # Sending.
 
     def _start_send(self, work: P2PWork) -> None:
-        if work.nbytes < OFFERED_FROM_BYTES:
+        is_large = work.nbytes >= LARGE_BYTES
+        unconfirmed = self._unconfirmed[work.peer] + work.nbytes * is_large
+        if not is_large or unconfirmed <= MAX_UNCONFIRMED_BYTES:
+            self._unconfirmed[work.peer] = unconfirmed
             self._send(work.peer, MESSAGE, work, 0, work)
         else:
             self._num_offers += 1
@@ -414,6 +422,8 @@ class P2PEngine:
 
     def _write(self, peer: int) -> None:
         queue = self._outgoing[peer]
+        if peer in self._lost:
+            queue.clear()
         while queue:
             packet = queue[0]
             if not packet.skip(
@@ -452,6 +462,7 @@ class P2PEngine:
     def _deliver(self, arrival: _Arrival, work: P2PWork, data: torch.Tensor) -> None:
         self._arrivals.remove(arrival)
         self._set_buffered(arrival.src, -arrival.nbytes)
+        self._confirm(arrival.src, arrival.nbytes)
         error = self._mismatch(arrival, work)
         if error is None:
             ctypes.memmove(work.address, data.data_ptr(), work.nbytes)
@@ -464,6 +475,16 @@ class P2PEngine:
         else:
             self._accepted[offer.src, offer.number] = work
         self._send(offer.src, ACCEPT if error is None else REFUSE, work, offer.number)
+
+    def _confirm(self, src: int, nbytes: int) -> None:
+        """Count a message that was received, and let its sender know from time to time."""
+        if nbytes < LARGE_BYTES:
+            return
+        self._received[src] += nbytes
+        if self._received[src] >= MAX_UNCONFIRMED_BYTES // 2:
+            self._outgoing[src].append(_Packet(_header(CONFIRM, 0, number=self._received[src])))
+            self._received[src] = 0
+            self._write(src)
 
     def _mismatch(self, arrival: _Arrival, work: P2PWork) -> CommunicatorError | None:
         if (arrival.dtype, arrival.nbytes) == (work.dtype, work.nbytes):
@@ -514,6 +535,8 @@ class P2PEngine:
         elif kind == DATA:
             work = self._accepted.pop((src, number))
             incoming.expect(work, work.address, work.nbytes)
+        elif kind == CONFIRM:
+            self._unconfirmed[src] -= number
         elif kind == LEAVE:
             self._handle_leave(src, arrival.group)
         elif arrival.group in self._closed_groups:
@@ -531,6 +554,7 @@ class P2PEngine:
             if kind == OFFER:
                 return self._answer_offer(arrival, work)
             if self._mismatch(arrival, work) is None:
+                self._confirm(arrival.src, arrival.nbytes)
                 return incoming.expect(work, work.address, work.nbytes)
         self._arrivals.append(arrival)
         if kind == MESSAGE:
@@ -541,6 +565,7 @@ class P2PEngine:
     def _drop(self, kind: int, arrival: _Arrival, incoming: _Incoming) -> None:
         """Read over a message of a group that was closed here; its sender hears that."""
         if kind == MESSAGE:
+            self._confirm(arrival.src, arrival.nbytes)
             self._buffer(arrival, incoming)
 
     @staticmethod

@@ -169,7 +169,7 @@ inline Layout layout_for(int nranks, bool oversubscribed) {
     layout.chunk_bytes = stride - message_header_bytes;
     size_t stream_budget = (8u << 20) / layout.num_channels();
     layout.stream_bytes =
-        std::min<size_t>(256u << 10, std::max(stream_budget / page_bytes, size_t{1}) * page_bytes);
+        std::min<size_t>(1u << 20, std::max(stream_budget / page_bytes, size_t{1}) * page_bytes);
     return layout;
 }
 

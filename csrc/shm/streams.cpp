@@ -107,7 +107,10 @@ int ShmCommunicator::stream_wait(const uint8_t* interest, int64_t timeout_ns) {
     check_process();
     int peer = find_ready(interest);
     if (peer >= 0 || timeout_ns == 0) return peer;
-    if (spin_until(spin_policy_, [&] { return (peer = find_ready(interest)) >= 0; })) return peer;
+    // Without yields: one that another process takes costs a time slice, a sleep only the wake-up.
+    if (spin_until(SpinPolicy{spin_policy_.pauses, 0},
+                   [&] { return (peer = find_ready(interest)) >= 0; }))
+        return peer;
     RankBlock& own = segment_.block(rank);
     own.stream_sleepers.value.fetch_or(waiting, std::memory_order_seq_cst);
     uint32_t rings = own.stream_doorbell.value.load(std::memory_order_seq_cst);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,8 @@ LAYER_COUNT_SUFFIXES = (
     "depth",
 )
 """Endings of the names of fields that hold a number of layers."""
+MAX_LABELS = 100_000
+"""Of a classifier; transformers makes two names for each while it reads the config."""
 
 
 def read_config(path: str | Path) -> Any:
@@ -34,7 +37,7 @@ def read_config(path: str | Path) -> Any:
     check_has_config(folder)
     content = read_json(folder / "config.json")
     _check_no_pickles(folder, content)
-    _check_num_layers(folder, content, read_index(folder))
+    _check_counts(folder, content, read_index(folder))
     try:
         return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # each kind of config checks its fields in a way of its own
@@ -95,14 +98,20 @@ def read_generation_config(path: str | Path) -> Any:
         ) from error
 
 
-def _check_num_layers(folder: Path, content: Mapping[str, Any], index: Index) -> None:
-    """Raise for more layers than there are tensors, which would take hours to build for nothing."""
+def _check_counts(folder: Path, content: Mapping[str, Any], index: Index) -> None:
+    """Raise for more layers than there are tensors, or labels than any model has.
+
+    To make them would take hours and all memory, for nothing.
+    """
     most = max(len(index), MAX_SHARED_LAYERS)
     for name, count in _all_fields(content):
-        if name.endswith(LAYER_COUNT_SUFFIXES) and type(count) is int and count > most:
+        is_layers = name.endswith(LAYER_COUNT_SUFFIXES)
+        limit = most if is_layers else MAX_LABELS if name == "num_labels" else math.inf
+        if type(count) is int and count > limit:
+            why = f"the files hold {len(index)} tensors" if is_layers else f"{limit} is the most"
             raise CheckpointError(
-                f"{folder}/config.json has {name}={count!r:.20}, but the files hold {len(index)} "
-                "tensors, so most layers would have none; give the config.json that they belong to."
+                f"{folder}/config.json has {name}={count!r:.20}, but {why}; give the config.json "
+                "that they belong to."
             )
 
 

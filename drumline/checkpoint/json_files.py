@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,23 @@ MERGE_ADAPTER = (
 )
 
 
+MAX_DESCRIPTION_NBYTES = 256 << 20
+"""Of a file that is read whole; the largest tokenizers have 40 MB."""
+DESCRIPTIONS = (".json", ".jinja", ".model", ".txt")
+
+
 def check_regular_file(file: Path) -> None:
     """Raise unless it is an ordinary file, or a link to one: opening a pipe waits for a writer.
 
     OSError if there is nothing at all.
     """
-    mode = file.stat().st_mode
+    status = file.stat()
+    mode = status.st_mode
+    if file.suffix in DESCRIPTIONS and status.st_size > MAX_DESCRIPTION_NBYTES:
+        raise CheckpointError(
+            f"{file} has {status.st_size} bytes, more than any description of a model, and would "
+            "fill the memory; copy it again."
+        )
     if not stat.S_ISREG(mode):
         raise CheckpointError(
             f"{file} is no ordinary file ({stat.filemode(mode)}), so reading it might never end; "
@@ -37,7 +49,11 @@ def check_regular_files(folder: Path) -> None:
 
 
 def check_has_config(folder: Path) -> None:
-    """Raise CheckpointError if a folder holds no model."""
+    """Raise CheckpointError if a folder holds no model, or may not be read."""
+    if folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK):
+        raise CheckpointError(
+            f"{folder} may not be read by this user; run `chmod -R u+rX` on it as its owner."
+        )
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise CheckpointError(
             f"{folder} holds an adapter and no model, and layers on several ranks take no "

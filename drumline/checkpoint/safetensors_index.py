@@ -107,7 +107,7 @@ def _header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > min(MAX_HEADER, size - 8):
                 raise ValueError(f"its header claims {length} bytes")
-            header = json.loads(stream.read(length))
+            header = json.loads(stream.read(length), object_pairs_hook=_distinct)
         if not isinstance(header, dict):
             raise ValueError("its header is no JSON object")
         header.pop("__metadata__", None)
@@ -125,6 +125,16 @@ def _header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
             f"{file} is no whole .safetensors file ({error}), so what it holds is unknown; "
             "copy it again."
         ) from error
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, in which no name appears twice: readers differ in which one they take."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = sorted(name for name, _ in pairs)
+        twice = next(name for name, after in itertools.pairwise(names) if name == after)
+        raise ValueError(f"{twice:.99} appears twice in its header")
+    return fields
 
 
 def _entry(name: str, entry: Any) -> tuple[int, int, str, str, tuple[int, ...]]:
@@ -193,20 +203,23 @@ class TensorReader:
             filled = end
 
     def _fill(self, stored: StoredTensor, buffer: memoryview, offset: int) -> None:
-        file = self._file(stored.file)
         while buffer:
-            count = os.preadv(file, [buffer], offset)
-            if count == 0:
+            try:
+                count = os.preadv(self._file(stored.file), [buffer], offset)
+                if count == 0:
+                    raise EOFError("it ends inside a tensor")
+            except (OSError, EOFError) as error:
                 raise CheckpointError(
-                    f"{self.path / stored.file} ends at byte {offset}, inside a tensor; "
+                    f"{self.path / stored.file} cannot be read at byte {offset} ({error}); "
                     "did it change while it was read? Copy it again."
-                )
+                ) from error
             self.nbytes += count
             buffer, offset = buffer[count:], offset + count
 
     def _file(self, name: str) -> int:
         if name not in self._open:
             path = self.path if self.path.is_file() else self.path / name
+            check_regular_file(path)
             self._open[name] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         return self._open[name]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
@@ -32,7 +33,9 @@ class GroupMonitor:
 
     comms: in which this rank waits for others. layers_by_rank: in words, for errors.
     is_driven: only the first rank calls the model, and all others wait for it as long as it likes.
-        So only that rank takes offence at a suspended one, and the others learn of it from there.
+        So only that rank takes offence at a host that does not answer.
+
+    A suspended rank fails the model whether anybody waits for it or not: the next call would.
     """
 
     def __init__(
@@ -47,8 +50,10 @@ class GroupMonitor:
         self.is_waiting = False
         self._may_wait = coor.rank == 0 or not is_driven
         self._subscription = coor.on_failure(self._on_failure, is_waiting=self._is_waiting)
+        self._suspensions = coor.on_failure(self._on_suspended, unreachable_s=math.inf)
 
     def close(self) -> None:
+        self._suspensions.close()
         self._subscription.close()
 
     @property
@@ -89,6 +94,10 @@ class GroupMonitor:
 
     def _is_waiting(self) -> bool:
         return self._may_wait and (self.is_waiting or any(map(_has_queued_work, self._comms)))
+
+    def _on_suspended(self, failure: RankFailure) -> None:
+        if failure.reason is FailureReason.SUSPENDED:
+            self.coor.report_failure(failure.rank, failure.reason.value)
 
     def _on_failure(self, failure: RankFailure) -> None:
         # A rank that left in good order has sent all it had to, which may still be read.

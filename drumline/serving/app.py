@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.requests import ClientDisconnect
 
 from drumline import timings
 from drumline.errors import DrumlineError, PeerLost
@@ -26,6 +29,11 @@ from drumline.serving.sampling import SamplingParams
 from drumline.serving.scheduler import BatchScheduler, Generation, ServingLimits
 
 MIN_ITEMS = 128  # that a list or object of a request may have, however small max_length is
+SHORT_BODY_NBYTES = 64 << 10  # longer ones are parsed and tokenized one after the other
+MAX_BODIES_NBYTES = 64 << 20  # of all bodies at a time, beyond which long ones are refused
+
+Prompts = list[list[int]]
+"""The tokens of each."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +119,15 @@ class Service:
         self.failure: DrumlineError | None = None
         self.created = int(time.time())
         self._vocabulary = model.get_input_embeddings().num_embeddings
+        self._bodies_nbytes = 0
+        self._long_body_thread = ThreadPoolExecutor(1)
         self.scheduler = BatchScheduler(model, limits, self.fail)
         self.metrics = metrics.ServerMetrics(self.scheduler)
 
     def close(self) -> None:
         """End every request with an error; return when nothing runs."""
         self.scheduler.close()
+        self._long_body_thread.shutdown(wait=False, cancel_futures=True)
 
     def fail(self, failure: PeerLost) -> None:
         """Note that the model has lost a rank, so that nothing can run any more."""
@@ -141,57 +152,63 @@ class Service:
         return {"id": self.name, "object": "model", "created": self.created, "owned_by": "drumline"}
 
     async def create_completion(self, request: Request) -> Response:
-        body: protocol.CompletionRequest = await self._read(protocol.CompletionRequest, request)
-        texts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
-        if texts and isinstance(texts[0], int):
-            texts = [texts]
-        self._check_capacity(len(texts) * body.num_choices)
-        prompts = await asyncio.to_thread(lambda: [self._tokenize(text) for text in texts])
-        return await self._respond(
-            request, body, prompts, body.max_tokens or protocol.DEFAULT_MAX_TOKENS
+        body, prompts = await self._read(
+            protocol.CompletionRequest, request, self._tokenize_prompts
         )
+        max_tokens = body.max_tokens or protocol.DEFAULT_MAX_TOKENS
+        return await self._respond(request, body, prompts, max_tokens)
 
     async def create_chat_completion(self, request: Request) -> Response:
-        body: protocol.ChatCompletionRequest = await self._read(
-            protocol.ChatCompletionRequest, request
+        body, prompts = await self._read(
+            protocol.ChatCompletionRequest, request, self._tokenize_chat
         )
-        self._check_capacity(body.num_choices)
-        prompt = await asyncio.to_thread(self._tokenize_chat, body.messages)
-        num_left = max(self.limits.max_length - len(prompt), 1)
+        num_left = max(self.limits.max_length - len(prompts[0]), 1)
         max_tokens = body.max_completion_tokens or body.max_tokens or num_left
-        return await self._respond(request, body, [prompt], max_tokens)
+        return await self._respond(request, body, prompts, max_tokens)
 
-    async def _read(self, kind: type[Any], request: Request) -> Any:
-        content = await self._read_content(request)
-        body = await asyncio.to_thread(self._parse, kind, content)
-        self._check_name(body.model)
-        await _check_connected(request)
-        return body
+    async def _read(
+        self, kind: type[Any], request: Request, tokenize: Callable[[Any], Prompts]
+    ) -> tuple[Any, Prompts]:
+        """The request and its prompts; those of long bodies are made one after the other."""
+        content, body_s = bytearray(), timings.TIMINGS.body_s
 
-    async def _read_content(self, request: Request) -> bytes:
-        body_s = timings.TIMINGS.body_s
+        def prepare() -> tuple[Any, Prompts]:
+            body = self._parse(kind, content)
+            return body, tokenize(body)
+
         try:
-            return await asyncio.wait_for(self._receive(request), body_s)
+            await asyncio.wait_for(self._receive(request, content), body_s)
+            thread = self._long_body_thread if len(content) > SHORT_BODY_NBYTES else None
+            return await asyncio.get_running_loop().run_in_executor(thread, prepare)
         except asyncio.TimeoutError as error:
             text = f"The body did not arrive within {body_s:g} s."
             raise protocol.ApiError(408, text, "invalid_request_error", "body_too_slow") from error
+        except ClientDisconnect as error:
+            raise _disconnected() from error
+        finally:
+            self._bodies_nbytes -= len(content)
 
-    async def _receive(self, request: Request) -> bytes:
-        content, max_nbytes = bytearray(), self.limits.max_body_nbytes
+    async def _receive(self, request: Request, content: bytearray) -> None:
+        max_nbytes = self.limits.max_body_nbytes
         async for piece in request.stream():
             content += piece
+            self._bodies_nbytes += len(piece)
             if len(content) > max_nbytes:
                 text = (
                     f"The body has more than {max_nbytes} bytes, the most that this server reads."
                 )
                 raise protocol.ApiError(413, text, "invalid_request_error", "body_too_large")
-        return bytes(content)
+            if self._bodies_nbytes > MAX_BODIES_NBYTES and len(content) > SHORT_BODY_NBYTES:
+                text = "Too many long bodies are being read; send it again later."
+                raise protocol.ApiError(429, text, "rate_limit_error", "server_busy")
 
-    def _parse(self, kind: type[Any], content: bytes) -> Any:
+    def _parse(self, kind: type[Any], content: bytes | bytearray) -> Any:
         """The request. Prompts are counted before they are validated, as there may be many."""
         fields = protocol.parse(content)
         self._check_capacity(protocol.num_prompts(fields.get("prompt")))
-        return protocol.validate(kind, fields, max(self.limits.max_length, MIN_ITEMS))
+        body = protocol.validate(kind, fields, max(self.limits.max_length, MIN_ITEMS))
+        self._check_name(body.model)
+        return body
 
     def _check_capacity(self, num_sequences: int) -> None:
         with _as_api_error():
@@ -201,15 +218,22 @@ class Service:
         if name != self.name:
             raise protocol.ApiError(
                 404,
-                f"The model {name!r} is not served here, but {self.name!r} is.",
+                f"The model {name!r:.200} is not served here, but {self.name!r} is.",
                 "invalid_request_error",
                 "model_not_found",
                 "model",
             )
 
+    def _tokenize_prompts(self, body: protocol.CompletionRequest) -> Prompts:
+        prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+        if prompts and isinstance(prompts[0], int):
+            prompts = [prompts]
+        self._check_capacity(len(prompts) * body.num_choices)
+        return [self._tokenize(prompt) for prompt in prompts]
+
     def _tokenize(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
-            return list(self.tokenizer(prompt)["input_ids"])
+            return self._tokenize_text(prompt)
         unknown = [token for token in prompt if not 0 <= token < self._vocabulary]
         if unknown:
             raise protocol.invalid_request(
@@ -217,7 +241,8 @@ class Service:
             )
         return list(prompt)
 
-    def _tokenize_chat(self, messages: list[protocol.ChatMessage]) -> list[int]:
+    def _tokenize_chat(self, body: protocol.ChatCompletionRequest) -> Prompts:
+        self._check_capacity(body.num_choices)
         if not self.tokenizer.chat_template:
             raise protocol.invalid_request(
                 f"{self.name!r} has no chat template; use /v1/completions with a prompt.",
@@ -225,13 +250,28 @@ class Service:
             )
         try:
             text = self.tokenizer.apply_chat_template(
-                [message.for_template() for message in messages],
+                [message.for_template() for message in body.messages],
                 tokenize=False,
                 add_generation_prompt=True,
             )
         except Exception as error:  # a template may raise any error for messages it rejects
             raise protocol.invalid_request(f"messages: {error}", "messages") from error
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return [self._tokenize_text(text, add_special_tokens=False)]
+
+    def _tokenize_text(self, text: str, **options: bool) -> list[int]:
+        max_chars = self.limits.max_length * self._longest_token
+        if len(text) > max_chars:
+            raise protocol.invalid_request(
+                f"{len(text)} characters are more than the {self.limits.max_length} tokens that "
+                f"this server allows can hold ({max_chars}); send fewer.",
+                code="context_length_exceeded",
+            )
+        return list(self.tokenizer(text, **options)["input_ids"])
+
+    @functools.cached_property
+    def _longest_token(self) -> int:
+        """In characters, of which no text has more for each of its tokens."""
+        return max(map(len, self.tokenizer.get_vocab()))
 
     async def _respond(
         self, request: Request, body: Any, prompts: list[list[int]], max_tokens: int
@@ -347,8 +387,12 @@ def _as_api_error() -> Iterator[None]:
 async def _check_connected(request: Request) -> None:
     """Raise if the client has disconnected, so that nothing is computed for it."""
     if await request.is_disconnected():
-        text = "The client has disconnected."
-        raise protocol.ApiError(499, text, "invalid_request_error", "client_disconnected")
+        raise _disconnected()
+
+
+def _disconnected() -> protocol.ApiError:
+    text = "The client has disconnected."
+    return protocol.ApiError(499, text, "invalid_request_error", "client_disconnected")
 
 
 def application(service: Service, key: str | None) -> Any:

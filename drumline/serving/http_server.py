@@ -6,7 +6,9 @@ drumline serve --model DIR -n 2
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
+import resource
 import signal
 import socket
 import threading
@@ -26,6 +28,8 @@ from drumline.strategies.with_model import num_positions, read_generator
 Endpoint = tuple[Any, socket.socket, str | None]
 """The tokenizer, the bound socket and the clients' key."""
 DEFAULT_MAX_LENGTH = 4096  # tokens, where the model has positions for more
+MAX_WAITING_CONNECTIONS = 256  # idle, or sending, beside those whose requests run or wait
+BACKLOG = 256  # connections that the kernel keeps, and that asyncio accepts at once
 
 
 def serve(
@@ -153,12 +157,8 @@ def _serve_requests(
     uvicorn, (tokenizer, listener, key) = _import_uvicorn(), endpoint
     name = Path(path).resolve().name
     with contextlib.closing(Service(name, model, tokenizer, limits)) as service:
-        options = {"log_level": "warning", "access_log": False, "lifespan": "off"}
-        app = application(service, key)
-        shutdown_s = timings.TIMINGS.drain_s + timings.TIMINGS.notify_s
-        config = uvicorn.Config(app, timeout_graceful_shutdown=shutdown_s, **options)
-        server = uvicorn.Server(config)
-        listener.listen()
+        server = uvicorn.Server(uvicorn_config(application(service, key), limits))
+        listener.listen(BACKLOG)
         host, port = listener.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         print(f"serving {name} at http://{host}:{port}/v1", flush=True)
@@ -167,6 +167,25 @@ def _serve_requests(
             server.run(sockets=[listener])
     if service.failure is not None:
         raise service.failure
+
+
+def uvicorn_config(app: Any, limits: ServingLimits) -> Any:
+    """The settings of uvicorn: with few connections, so that descriptors are left for the model."""
+    from drumline.serving.connection import LimitedConnection
+
+    num_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    num_busy = limits.max_running + limits.max_waiting
+    max_connections = min(num_busy + MAX_WAITING_CONNECTIONS, num_descriptors // 2)
+    return _import_uvicorn().Config(
+        app,
+        http=functools.partial(LimitedConnection, max_connections=max_connections),
+        ws="none",
+        backlog=BACKLOG,
+        lifespan="off",
+        log_level="error",  # what strangers send is not worth a line
+        access_log=False,
+        timeout_graceful_shutdown=timings.TIMINGS.drain_s + timings.TIMINGS.notify_s,
+    )
 
 
 @contextlib.contextmanager
@@ -208,7 +227,7 @@ def _monitored(coor: Coordinator, service: Any, server: Any) -> Iterator[None]:
     monitor_thread = threading.Thread(target=monitor)
     monitor_thread.start()
     try:
-        # A suspended rank may recover: it is an error of the calls that wait for it, not a failure.
+        # A host that does not answer may recover: an error of the calls that wait for it, no more.
         with coor.on_failure(on_failure, is_waiting=lambda: False):
             yield
     finally:

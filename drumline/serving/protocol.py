@@ -137,7 +137,7 @@ DISABLED_VALUES: dict[str, Any] = {
 """Unsupported fields, with the value by which clients say that they do not use them."""
 
 
-def parse(body: bytes) -> dict[str, Any]:
+def parse(body: bytes | bytearray) -> dict[str, Any]:
     """The fields of a request. Raises ApiError unless the body is a JSON object."""
     try:
         fields = json.loads(body)

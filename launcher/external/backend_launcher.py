@@ -40,8 +40,6 @@ def run(backend: Any, job: Job) -> list[Any]:
     began_s = time.monotonic()
     if job.nnodes > 1 and not getattr(backend, "STARTS_ALL_NODES", False):
         node_rendezvous.meet(job, ports.of_nodes(job.launch_id, job.master_port))
-        if job.timeout_s is not None:
-            job = replace(job, timeout_s=job.timeout_s - (time.monotonic() - began_s))
     with tempfile.TemporaryDirectory(prefix=f"drumline-launch-{os.getpid()}-") as folder:
         job = replace(job, target=target.by_reference(job.target), results_dir=folder)
         if job.log_dir:
@@ -50,7 +48,7 @@ def run(backend: Any, job: Job) -> list[Any]:
         try:
             with _torch_port(job) as port_variables:
                 environ = {**environment(backend, job), **port_variables}
-                code = _watch(folder, backend.command(job), environ, job.timeout_s)
+                code = _watch(folder, backend.command(job), environ, job.timeout_s, began_s)
         except LaunchError as ended:
             ended.failures = _failures(_records(folder), began_s)
             raise
@@ -153,8 +151,14 @@ def environment(backend: Any, job: Job) -> dict[str, str]:
 
 
 def _watch(
-    folder: str, command: list[str], environ: dict[str, str], timeout_s: float | None
+    folder: str,
+    command: list[str],
+    environ: dict[str, str],
+    timeout_s: float | None,
+    began_s: float,
 ) -> int:
+    """The exit code of the command. began_s: of the launch, from when timeout_s counts."""
+    deadline = math.inf if timeout_s is None else began_s + timeout_s
     reaper = [sys.executable, "-m", "launcher.external.reaper", str(os.getpid()), folder]
     orphans, was_subreaper = descendants.Orphans(), linux.set_subreaper(True)
     process = subprocess.Popen([*reaper, *command], env=environ, start_new_session=True)
@@ -166,7 +170,7 @@ def _watch(
 
     try:
         with stop_signals.handled_by(pass_on):
-            code = _wait(process, folder, timeout_s)
+            code = _wait(process, folder, deadline)
     except subprocess.TimeoutExpired as error:
         raise errors.timed_out(timeout_s) from error
     finally:
@@ -185,9 +189,8 @@ def _watch(
     return linux.shell_exit_code(code)
 
 
-def _wait(process: subprocess.Popen[bytes], folder: str, timeout_s: float | None) -> int:
+def _wait(process: subprocess.Popen[bytes], folder: str, deadline: float) -> int:
     """The reaper's exit status. It is asked to end what still runs a while after a failure."""
-    deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     end_at = math.inf
     while (now := time.monotonic()) < deadline:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -197,7 +200,7 @@ def _wait(process: subprocess.Popen[bytes], folder: str, timeout_s: float | None
         if now > end_at:
             _signal(process, signal.SIGTERM)
             end_at = deadline
-    raise subprocess.TimeoutExpired(process.args, timeout_s or 0)
+    raise subprocess.TimeoutExpired(process.args, deadline)
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:

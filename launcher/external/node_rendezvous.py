@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import selectors
 import signal
 import socket
@@ -29,6 +30,7 @@ from launcher.system import host_addresses
 # which launches wait at this address.
 COMMON_PORT = ports.candidates("the nodes of every launch")[0]
 LINE_NBYTES = 4096
+SAME_COMMAND = "Give the same command on every node, but for --node-rank."
 MAX_STRANGERS = 64  # connections that have not said what they launch
 COMPARED = {
     "launch_id": "--launch-id",
@@ -108,13 +110,18 @@ def _missing(nodes: list[int], job: Job, port: int) -> str:
     return f"node{plural} {names} of {job.nnodes} at {_at(job, port)}"
 
 
-def _too_late(job: Job, port: int, nodes: list[int], limit_s: float, why: str) -> LaunchTimeout:
+def _too_late(
+    job: Job, port: int, nodes: list[int], limit_s: float, why: str, difference: str
+) -> LaunchTimeout:
+    """why: no node was there. difference: of a node that came, but belongs to another launch."""
+    late = f"{_missing(nodes, job, port)} did not come within {limit_s:g} s"
+    if difference:
+        return LaunchTimeout(f"{difference}. So {late}. {SAME_COMMAND}", (), errors.TIMEOUT_CODE)
     advice = (
         "Start the same command there, with its own --node-rank, or check that a firewall lets "
         f"it reach {_at(job, port)}. --timeout SECONDS waits for another time."
     )
-    text = f"{_missing(nodes, job, port)} did not come within {limit_s:g} s ({why}). {advice}"
-    return LaunchTimeout(text, (), errors.TIMEOUT_CODE)
+    return LaunchTimeout(f"{late} ({why}). {advice}", (), errors.TIMEOUT_CODE)
 
 
 # ---- the first node ----
@@ -170,7 +177,7 @@ class _Leader:
         self.selector = selectors.DefaultSelector()
         self.nodes: dict[int, _NodeConnection] = {}
         self.strangers: list[_NodeConnection] = []  # the oldest first
-        self.noticed: set[tuple[str, str]] = set()  # address and problem of nodes sent away
+        self.sent_away: dict[str, str] = {}  # the problem of the node at an address
         for listener in listeners:
             listener.setblocking(False)
             self.selector.register(listener, selectors.EVENT_READ)
@@ -191,7 +198,9 @@ class _Leader:
                     self._receive(key.data)
             now = time.monotonic()
             if now >= deadline:
-                error = _too_late(self.job, self.port, self.missing, limit_s, self._seen())
+                differences = "; ".join(self.sent_away.values())
+                place = self.job, self.port, self.missing, limit_s
+                error = _too_late(*place, self._seen(), differences)
                 self._tell(end=str(error))
                 raise error
             if now >= status_at:
@@ -244,13 +253,14 @@ class _Leader:
         problem = self.me.differences(node) or self._taken(node)
         connection.send(node=asdict(self.me), problem=problem)
         if problem:
-            if (connection.address, problem) not in self.noticed:
+            if self.sent_away.get(connection.address) != problem:
                 _notice(f"a node came from {connection.address}, and was sent away: {problem}")
-            self.noticed.add((connection.address, problem))
+            self.sent_away[connection.address] = problem
             self._drop(connection)
             return
         connection.node = node
         self.strangers.remove(connection)
+        self.sent_away.pop(connection.address, None)
         self.nodes[node.node_rank] = connection
 
     def _taken(self, node: NodeDescription) -> str:
@@ -275,18 +285,19 @@ class _Leader:
 
 def _follow(job: Job, port: int, limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
-    status_at = 0.0
+    status_at, difference = 0.0, ""
     while why := _try_to_join(job, port, deadline):
         now = time.monotonic()
         if now >= status_at:
             is_first, status_at = not status_at, now + timings.TIMINGS.node_status_s
-            difference = _ask_at_common_port(job, deadline) if port != COMMON_PORT else ""
-            if difference:
-                why += f"; another launch waits at that address: {difference}"
-            if difference or not is_first:
+            if not difference and port != COMMON_PORT:
+                difference = _ask_at_common_port(job, deadline)
+                if difference:
+                    _notice(f"another launch waits at {job.master_addr}: {difference}")
+            if not is_first:
                 _notice(f"waiting for {_missing([0], job, port)} ({why}); nodes seen: 0")
         if now >= deadline:
-            raise _too_late(job, port, [0], limit_s, why)
+            raise _too_late(job, port, [0], limit_s, why, difference)
         time.sleep(timings.TIMINGS.node_retry_s)
 
 
@@ -298,7 +309,7 @@ def _try_to_join(job: Job, port: int, deadline: float) -> str:
             if problem:
                 raise LaunchError(
                     f"the node at {_at(job, port)} waits for others than this one: {problem}. "
-                    "Give the same command on every node, but for --node-rank."
+                    f"{SAME_COMMAND}"
                 )
             for message in messages:
                 if message.get("go"):
@@ -310,9 +321,9 @@ def _try_to_join(job: Job, port: int, deadline: float) -> str:
     except (KeyError, ValueError, TypeError, AttributeError):
         return "what listens there is no launch"
     except TimeoutError:
-        return errno.errorcode[errno.ETIMEDOUT]
+        return os.strerror(errno.ETIMEDOUT)
     except OSError as error:
-        return errno.errorcode.get(error.errno or 0, "") or str(error)
+        return error.strerror or str(error)
 
 
 def _ask_at_common_port(job: Job, deadline: float) -> str:

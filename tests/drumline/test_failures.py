@@ -87,6 +87,17 @@ def test_a_suspended_rank_is_named_by_all_within_seconds(checkpoints, start, vic
     check_suspended(processes, victim, out)
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_suspended_while_nobody_calls_is_named(checkpoints, start, victim):
+    """The others waited for a suspended rank 0 for ever, and an idle rank 0 did not notice."""
+    processes = start(PROGRAMS / "suspend_while_idle.py", 2, checkpoints.llama()[1], victim)
+    out, err = processes[1 - victim].communicate(timeout=60)
+    assert processes[1 - victim].returncode == 1, out + err
+    assert names(err, processes[victim], victim, "suspended"), err
+    processes[victim].send_signal(signal.SIGCONT)
+    assert processes[victim].wait(timeout=30) == 1
+
+
 @pytest.mark.parametrize(("victim", "nprocs"), [(1, 2), (3, 4)])
 def test_a_suspended_follower_of_a_tp_group_is_named_by_all(checkpoints, start, victim, nprocs):
     """Only the leader of its group waits for it, in a sum."""

@@ -180,6 +180,61 @@ def test_a_file_of_any_bytes_is_refused_or_holds_no_tensor(file, data):
         assert read_index(file.parent) == {}
 
 
+def test_a_header_with_a_name_twice_is_refused(file):
+    with_header(file, lambda header: json.dumps(header)[:-1].encode() + b', "first": {}}')
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*first appears twice"):
+        read_index(file.parent)
+
+
+def test_tensors_that_overlap_are_refused(file):
+    with_header(file, lambda header: {**header, "again": header["first"]})
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*does not begin where"):
+        read_index(file.parent)
+
+
+def as_pipe(file):
+    file.unlink()
+    os.mkfifo(file)
+
+
+def as_folder(file):
+    file.unlink()
+    file.mkdir()
+
+
+def as_link_to_itself(file):
+    file.unlink(missing_ok=True)
+    file.symlink_to(file)
+
+
+CHANGES = {
+    "cut off": lambda file: os.truncate(file, 8),
+    "removed": lambda file: file.unlink(),
+    "a pipe": as_pipe,
+    "a folder": as_folder,
+    "a link to itself": as_link_to_itself,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_file_that_changes_after_its_header_was_read_is_named(file, change):
+    """The errors were those of the operating system, and a pipe was waited for without end."""
+    index = read_index(file.parent)
+    change(file)
+    with seconds(10), pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        read(file.parent, "first", index["first"])
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_is_named(file):
+    stored = read_index(file.parent)["first"]
+    with TensorReader(file.parent) as reader:
+        box, out = Region((0, 0), (3, 4)), torch.empty(3, 4)
+        reader.read(stored, box, out)
+        os.truncate(file, stored.offset + 8)
+        with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read at byte"):
+            reader.read(stored, box, out)
+
+
 LISTINGS = [
     "[]",
     "3",
@@ -264,6 +319,32 @@ def test_a_pipe_in_place_of_a_file_is_an_error_at_once(llama, name, is_link):
             read_index(llama)
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_link_to_itself_is_an_error_that_names_its_place(llama, name):
+    as_link_to_itself(llama / name)
+    with pytest.raises(CheckpointError, match=str(llama)):
+        read_all(llama)
+
+
+@pytest.mark.parametrize("name", [name for name in ENTRIES if name != "model.safetensors"])
+def test_a_description_that_would_fill_the_memory_is_not_read(llama, name):
+    """All of it was read, whatever its size."""
+    (llama / name).touch()
+    os.truncate(llama / name, 1 << 40)
+    with seconds(10), pytest.raises(CheckpointError, match=f"{name} has {1 << 40} bytes"):
+        read_all(llama)
+
+
+@pytest.mark.skipif(not os.geteuid(), reason="root may read every folder")
+def test_a_folder_that_may_not_be_read_is_an_error(llama):
+    llama.chmod(0)
+    try:
+        with pytest.raises(CheckpointError, match="may not be read by this user"):
+            read_config(llama)
+    finally:
+        llama.chmod(0o700)
+
+
 def test_files_that_are_links_and_folders_beside_them_are_as_ever(llama, tmp_path):
     """The cache of the Hub has links for files."""
     os.rename(llama / "model.safetensors", tmp_path / "blob")
@@ -284,6 +365,14 @@ def test_a_config_with_more_layers_than_there_are_tensors_is_refused_at_once(lla
 def test_a_config_within_the_config_may_not_have_more_layers_either(llama):
     configured(llama, vision_config={"depth": 200_000})
     with seconds(10), pytest.raises(CheckpointError, match="depth=200000"):
+        read_config(llama)
+
+
+@pytest.mark.parametrize("part", [None, "text_config"])
+def test_a_config_with_more_labels_than_any_model_has_is_refused_at_once(llama, part):
+    """transformers named each of them, until the memory ended."""
+    configured(llama, **({part: {"num_labels": 10**9}} if part else {"num_labels": 10**9}))
+    with seconds(10), pytest.raises(CheckpointError, match=r"config\.json has num_labels"):
         read_config(llama)
 
 

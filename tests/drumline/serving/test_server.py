@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import re
+import resource
 import socket
 import threading
 import time
@@ -12,7 +13,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -315,6 +316,88 @@ def test_a_huge_request_is_rejected_while_others_are_answered(server, path, fiel
     assert max(most, memory_nbytes()) - before < 200 << 20
 
 
+def test_nine_hundred_half_requests_leave_the_server_reachable(server):
+    """Each kept a descriptor, of which a process often has 1024."""
+    ranks, url = server
+    fds = Path(f"/proc/{ranks[0].pid}/fd")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 2048)), hard))
+    resource.prlimit(ranks[0].pid, resource.RLIMIT_NOFILE, (1024, hard))
+    address = ("127.0.0.1", int(url.rpartition(":")[2]))
+    with ExitStack() as clients:
+        for number in range(900):
+            client = clients.enter_context(socket.create_connection(address, timeout=60))
+            path = (b"POST /v1/completions", b"GET /health")[number % 2]
+            client.sendall(path + b" HTTP/1.1\r\nHost: x\r\n")
+        for _ in range(5):
+            with urllib.request.urlopen(f"{url}/health", timeout=60) as answer:
+                assert answer.status == 200
+            assert len(list(fds.iterdir())) < 500
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+class HeldTokenizer(PreTrainedTokenizerFast):
+    """Takes long texts only after `release` is set."""
+
+    def __call__(self, text, **options):
+        assert len(text) < 1000 or self.release.wait(60)
+        return super().__call__(text[:10], **options)
+
+
+@pytest.fixture
+def held(plain):
+    """A service whose tokenizer is busy with long texts until `tokenizer.release` is set."""
+    tokenizer = HeldTokenizer.from_pretrained(plain[1])
+    tokenizer.release = threading.Event()
+    with closing(app.Service("llama", plain[0], tokenizer, LIMITS)) as service:
+        service._longest_token = 1000
+        yield service
+        tokenizer.release.set()
+
+
+LONG = {"model": "llama", "prompt": "5 " * 40_000, "max_tokens": 1}
+SHORT = {"model": "llama", "prompt": "5", "max_tokens": 1}
+
+
+def test_long_prompts_do_not_keep_a_short_one_waiting(held):
+    """They took every thread, for a minute, and 300 MiB each."""
+
+    async def run():
+        long = [asyncio.create_task(respond(held, LONG)) for _ in range(40)]
+        short = await asyncio.wait_for(respond(held, SHORT), 60)
+        assert not any(task.done() for task in long)
+        held.tokenizer.release.set()
+        return [short, *await asyncio.gather(*long)]
+
+    assert {status for status, _ in asyncio.run(run())} == {200}
+    assert held._bodies_nbytes == 0
+
+
+def test_more_long_bodies_than_the_server_holds_are_refused(held, monkeypatch):
+    monkeypatch.setattr(app, "MAX_BODIES_NBYTES", 100_000)
+
+    async def run():
+        first = asyncio.create_task(respond(held, LONG))
+        while not held._bodies_nbytes:
+            await asyncio.sleep(0.01)
+        refused, short = await respond(held, LONG), await respond(held, SHORT)
+        held.tokenizer.release.set()
+        return [refused[0], short[0], (await first)[0], (await respond(held, LONG))[0]]
+
+    assert asyncio.run(run()) == [429, 200, 200, 200]
+
+
+def test_a_text_of_more_characters_than_the_tokens_can_hold_is_not_tokenized(held):
+    del held._longest_token
+    for path, prompt in (
+        ("completions", {"prompt": "5" * 20_000}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "5" * 20_000}]}),
+    ):
+        body = {"model": "llama", "max_tokens": 1, **prompt}
+        status, text = asyncio.run(respond(held, body, path=path))
+        assert status == 400 and "context_length_exceeded" in text
+
+
 def test_many_validation_errors_are_counted_and_not_listed(server):
     body = {"model": "llama", "messages": [{"role": "user", "content": [{}] * 100}] * 50}
     status, error = post(server, "chat/completions", body)
@@ -334,7 +417,7 @@ def test_a_request_with_too_many_choices_is_rejected_before_any_is_created(plain
     monkeypatch.setattr(scheduler, "TokenSampler", fail)
     body = {"model": "llama", "prompt": [[5]] * 40, "n": 2}
     with closing(app.Service("llama", plain[0], None, LIMITS)) as service:
-        status, text = asyncio.run(respond(service, body, is_disconnected=False))
+        status, text = asyncio.run(respond(service, body))
     assert status == 400 and "80 prompts at a time are more than the 64" in text
 
 
@@ -347,7 +430,7 @@ def test_nothing_is_created_for_a_client_that_has_disconnected(plain, monkeypatc
     assert status == 499 and not created
 
 
-async def respond(service, body, is_disconnected):
+async def respond(service, body, is_disconnected=False, path="completions"):
     """The status and body that the application sends to a client, which may have gone by then."""
     messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
     sent = []
@@ -362,7 +445,7 @@ async def respond(service, body, is_disconnected):
     async def send(message):
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    scope = {"type": "http", "method": "POST", "path": f"/v1/{path}", "headers": []}
     await app.application(service, None)({**scope, "query_string": b""}, receive, send)
     return sent[0]["status"], b"".join(part.get("body", b"") for part in sent).decode()
 

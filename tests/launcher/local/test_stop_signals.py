@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import textwrap
@@ -149,12 +150,16 @@ def test_a_closed_reader_of_the_output_ends_the_launch(command):
     process.stderr.close()
 
 
-def test_sighup_is_ignored_under_nohup(command):
+@pytest.mark.parametrize("name", ["multiprocessing", "mpi"])
+def test_sighup_is_ignored_under_nohup(command, name):
+    if name == "mpi" and shutil.which("mpiexec") is None:
+        pytest.skip("no mpiexec: runs after `pip install mpich`")
+
     def ignore_sighup():
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     script = command.script(WAITING + "time.sleep(0.5)")
-    process = command.start("run", "-n", "2", script, preexec_fn=ignore_sighup)
+    process = command.start("run", "--launcher", name, "-n", "2", script, preexec_fn=ignore_sighup)
     ready(process)
     process.send_signal(signal.SIGHUP)
     code, _ = end(process)
