@@ -157,6 +157,10 @@ class Hosts:
         assert [agent.returncode for agent in agents] == [0, 0]
         return told
 
+    def set_link(self, state):
+        """Cut the link between the two ("down"), or mend it ("up")."""
+        ip("-n", self.names[0], "link", "set", f"{self.names[0]}0", state)
+
     def run(self, command, **environ):
         """What a command on the first host prints."""
         process = self.start(0, command, **environ)

@@ -49,7 +49,8 @@ class CommandLine:
         environ = {**os.environ, name: value, "PYTHONPATH": str(ROOT), **options.pop("env", {})}
         usual = {"cwd": self.folder, "preexec_fn": _reset_signals}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        command = [sys.executable, "-m", "launcher", *arguments]
+        around = options.pop("around", [])
+        command = [*around, sys.executable, "-m", "launcher", *arguments]
         return subprocess.Popen(
             command, env=environ, text=True, errors="replace", **(usual | pipes | options)
         )

@@ -73,3 +73,40 @@ def test_launch_ends_with_its_cause_and_leaves_nothing(command, seed):
     early = process.returncode < 0 or (name == "INT" and "KeyboardInterrupt" in err)
     is_explained = "╭" in err or process.returncode == 0 or was_launcher_killed or early
     assert is_explained, f"{what} under {launcher}: code {process.returncode} without a word\n{err}"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(LAUNCHES // 10))
+def test_launch_over_two_hosts_ends_on_both(command, hosts, seed):
+    """A signal to a process of either host, or the link is cut."""
+    pick = random.Random(seed)
+    options = ["--launcher", "torchrun", "--nnodes", "2", "-n", "2", "--timeout", str(TIMEOUT_S)]
+    options += ["--master-addr", "10.77.0.1", "--launch-id", f"soak-{seed}"]
+    script = command.script(SCRIPT)
+    processes = [
+        command.start(
+            "run", *options, "--node-rank", str(index), script, "child",
+            around=hosts.command(index, []),
+        )
+        for index in range(2)
+    ]  # fmt: skip
+    time.sleep(pick.random() * 10)
+    process = pick.choice(processes)
+    name = choice(pick, {"KILL": 3, "TERM": 1, "INT": 1, "STOP": 1, "cut": 3})
+    pids = [process.pid, *sorted(linux.descendants(process.pid))]
+    victim = pick.choice(pids[1:] if name == "STOP" and len(pids) > 1 else pids)
+    what = f"seed {seed}: {name} to {linux.process_name(victim)!r} of {len(pids)}"
+    if name == "cut":
+        hosts.set_link("down")
+    elif name != "STOP" or victim != process.pid:
+        send(victim, name)
+    try:
+        errors = [each.communicate(timeout=TIMEOUT_S + 60)[1] for each in processes]
+    finally:
+        hosts.set_link("up")
+    left = command.left(patience_s=GONE_S)
+    assert not left, f"{what}: left {left}\n{errors}"
+    codes = [each.returncode for each in processes]
+    was_killed = victim in (each.pid for each in processes) and name != "cut"
+    is_explained = any("╭" in err for err in errors) or codes == [0, 0] or was_killed
+    assert is_explained, f"{what}: codes {codes} without a word\n{errors}"
