@@ -107,10 +107,16 @@ PIP_OPTIONS ?= --no-compile
 	  $(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -c constraints.txt -e ".[test,lint]"; \
 	  touch $@'
 
-.venv-lowest/ready: constraints-lowest.txt
+# torch is PyPI's, for CUDA, but without CUDA's gigabytes: nothing of them is called without a GPU.
+WITHOUT_CUDA = grep -E "^(torch|accelerate)=="
+.venv-lowest/ready: constraints-lowest.txt tests/programs/cuda_stand_ins.py
 	@echo "== setting up .venv-lowest: the lowest versions"
 	@test -x .venv-lowest/bin/python || $(PYTHON) -m venv .venv-lowest
-	@.venv-lowest/bin/python -m pip install --quiet $(PIP_OPTIONS) -r $< pytest pytest-timeout psutil hypothesis
+	@$(WITHOUT_CUDA) $< | .venv-lowest/bin/python -m pip install --quiet $(PIP_OPTIONS) --no-deps \
+	  -r /dev/stdin nvidia-cuda-runtime==13.0.96 nvidia-cuda-cupti==13.0.85
+	@$(PYTHON) tests/programs/cuda_stand_ins.py .venv-lowest/bin/python
+	@$(WITHOUT_CUDA) -v $< | .venv-lowest/bin/python -m pip install --quiet $(PIP_OPTIONS) -r /dev/stdin \
+	  sympy networkx jinja2 fsspec numpy pyyaml packaging pytest pytest-timeout psutil hypothesis
 	@touch $@
 
 .venv-rehearsal/ready: constraints-rehearsal.txt

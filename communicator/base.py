@@ -343,11 +343,11 @@ class Communicator(CollectivesFromP2P):
         return tensor.numel() > 0 or self.capabilities.empty_collectives
 
     def _lost_peers(self) -> tuple[RankFailure, ...]:
-        return lost_peers(self)
+        return lost_peers(self.coor)
 
     def _await_lost_peers(self) -> tuple[RankFailure, ...]:
         """The lost peers after a connection closed: its process is seen to end a bit later."""
-        return lost_peers(self, timings.TIMINGS.exit_lag_s)
+        return lost_peers(self.coor, timings.TIMINGS.exit_lag_s)
 
     def _check_same_call(
         self, call: str, tensor: torch.Tensor | None = None, details: str = ""

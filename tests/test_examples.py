@@ -51,11 +51,11 @@ def test_an_example_fits_a_screen_and_says_how_to_run_it(path):
     assert f"examples/{path.name}" in text.split('"""')[1]
 
 
-def test_the_snippet_of_the_readme_runs(tmp_path):
+def test_the_snippet_of_the_readme_runs(warm, tmp_path):
     readme = (ROOT / "README.md").read_text()
     snippet = readme.split("```python\n")[1].split("```")[0]
     script = tmp_path / "snippet.py"
     script.write_text(snippet)
-    done = _run("-m", "launcher", "run", "-n", "2", script)
+    done = warm.run("-m", "launcher", "run", "-n", "2", script)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[2.0, 2.0, 2.0, 2.0]" in done.stdout

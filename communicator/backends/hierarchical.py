@@ -12,12 +12,15 @@ then over the nodes, once, so that every rank has the same bits.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, TimeoutError
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
+from communicator import timings
 from communicator.backends.tagged_p2p import TaggedP2PCommunicator
 from communicator.backends.tcp import Tcp
 from communicator.base import Capabilities, Communicator
@@ -293,10 +296,7 @@ class Hierarchical(Communicator):
         keeps the first failure, may exit before others have read it.
         """
         text = f"rank {self.rank} in {call}: {error}"
-        try:
-            first = self._failures.compare_set("first", "", text).decode()
-        except RuntimeError:
-            first = "unknown, for rank 0, which kept the failures, exited."
+        first = first_failure(self._failures, text)
         lost = self._await_lost_peers() if isinstance(error, PeerLost) else self._lost_peers()
         if lost:
             report(self.coor, lost[0])
@@ -306,6 +306,26 @@ class Hierarchical(Communicator):
             f"{len(self._nodes)} nodes).{describe_lost(lost)} {error}{cause}"
         )
         return PeerLost(text, lost) if isinstance(error, PeerLost) else with_text(error, text)
+
+
+def first_failure(failures: Any, text: str) -> str:
+    """The text that was first written to the store: this one, if there was none.
+
+    Bounded: a store waits without a limit for a process that was stopped, or a link that was cut.
+    """
+    answer: Future[str] = Future()
+
+    def write() -> None:
+        try:
+            answer.set_result(failures.compare_set("first", "", text).decode())
+        except RuntimeError:
+            answer.set_result("unknown, for rank 0, which kept the failures, exited.")
+
+    threading.Thread(target=write, daemon=True).start()
+    try:
+        return answer.result(timings.TIMINGS.exit_notice_s)
+    except TimeoutError:
+        return "unknown, for rank 0, which keeps the failures, does not answer."
 
 
 def _was_dropped(error: DrumlineError) -> bool:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from communicator import timings
 from communicator.errors import CommunicatorError, Unsupported
 from coordinator import Coordinator, CoordinatorError, FailureReason, RankFailure, RemoteError
 
-if TYPE_CHECKING:
-    from communicator.base import Communicator
 
-
-def lost_peers(comm: Communicator, wait_s: float = 0.0) -> tuple[RankFailure, ...]:
+def lost_peers(coor: Coordinator, wait_s: float = 0.0) -> tuple[RankFailure, ...]:
     """The peers that exited or were reported, the first to fail first. Not collective.
 
     Not those that may recover, nor one that has closed its Coordinator while its process is alive.
@@ -24,9 +21,9 @@ def lost_peers(comm: Communicator, wait_s: float = 0.0) -> tuple[RankFailure, ..
     visible from here are known.
     """
     try:
-        failures = comm.coor.failures(wait_s=wait_s)
+        failures = coor.failures(wait_s=wait_s)
     except (AttributeError, CoordinatorError):
-        return _dead_processes(comm.coor, wait_s)
+        return _dead_processes(coor, wait_s)
     return tuple(failure for failure in failures if _is_lost(failure))
 
 

@@ -43,6 +43,7 @@ from communicator.backends.byte_streams import (
 from communicator.base import Communicator
 from communicator.calls import call_check
 from communicator.calls.async_work import NO_TIMEOUT, AsyncWork
+from communicator.calls.failures import describe_lost
 from communicator.errors import CommunicatorError, CommunicatorTimeout, DrumlineError, PeerLost
 from communicator.torch_interop.list_collectives import flattened
 from coordinator import FailureReason, RankFailure
@@ -633,10 +634,15 @@ class P2PEngine:
         number = group.group_rank(peer)
         why, who = self._lost.get(peer, "it has destroyed the group"), group.peers[number]
         reason = FailureReason.EXITED if who.is_known_dead() else FailureReason.LEFT
+        dead = [
+            RankFailure(rank, other, FailureReason.EXITED)
+            for rank, other in enumerate(group.peers)
+            if rank != number and other.is_known_dead()
+        ]  # for which the peer may have left
         return PeerLost(
-            f"rank {group.rank} lost {who} in {call}: {why}. Start all ranks again, and look at "
-            "what that one printed last.",
-            (RankFailure(number, who, reason, text=why),),
+            f"rank {group.rank} lost {who} in {call}: {why}.{describe_lost(dead)} Start all ranks "
+            "again, and look at what those printed last.",
+            (*dead, RankFailure(number, who, reason, text=why)),
         )
 
 

@@ -1,10 +1,13 @@
 """Ranks of several nodes: here they are threads that were told so."""
 
+import os
 import re
+import signal
 import time
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from communicator import (
     Communicator,
@@ -13,7 +16,9 @@ from communicator import (
     PeerLost,
     Unsupported,
     conformance,
+    timings,
 )
+from communicator.backends.hierarchical import first_failure
 from coordinator import Coordinator
 from launcher import LaunchInfo
 
@@ -143,3 +148,25 @@ def test_complex_numbers_are_added_up(ranks, call):
             return getattr(comm, call)(torch.full((3, 2), 1 + 2j)).flatten()[0].item()
 
     assert ranks(body, 3, [2, 1])[0] == 3 + 6j
+
+
+def test_first_failure_is_not_waited_for_where_the_store_has_stopped(monkeypatch):
+    """A rank 0 that was stopped, or lies behind a cut link, held up all others for good."""
+    monkeypatch.setattr(timings, "TIMINGS", timings.TIMINGS.scaled(0.1))
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        server = TCPStore("127.0.0.1", 0, 1, True)
+        os.write(writer, str(server.port).encode())
+        signal.pause()
+    store = TCPStore("127.0.0.1", int(os.read(reader, 9)), 1, False)
+    assert first_failure(store, "rank 1 was lost") == "rank 1 was lost"
+    assert first_failure(store, "rank 2 was lost") == "rank 1 was lost"
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert "does not answer" in first_failure(store, "rank 3 was lost")
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(reader)
+        os.close(writer)

@@ -1,7 +1,9 @@
 """Messages over both kinds of streams: shared memory, and connections."""
 
+import subprocess
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -99,6 +101,24 @@ def test_what_a_rank_sent_before_it_left_comes_and_then_it_is_lost(engines):
         else:
             engine.start("recv", torch.zeros(1), 0, 0).wait()
 
+    engines(body)
+
+
+def test_a_rank_that_left_because_another_died_is_lost_with_that_one_named_first(engines):
+    process = subprocess.Popen(["true"])
+
+    def body(engine):
+        if engine.rank == 0:
+            peers = list(engine.peers)
+            peers[2] = replace(peers[2], pid=process.pid, start_ticks=1)
+            engine.peers = tuple(peers)
+            with pytest.raises(
+                PeerLost, match=rf"lost rank 1 .* Lost: rank 2 .*{process.pid}"
+            ) as e:
+                engine.start("recv", torch.zeros(1), 1, 0).wait()
+            assert [failure.rank for failure in e.value.failures] == [2, 1]
+
+    process.wait()
     engines(body)
 
 

@@ -1,8 +1,6 @@
 """The errors of deadlines say where the other ranks are, and which of them wait for each other."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,13 +14,16 @@ def line(text):
     return f"(stuck.py:{number})"
 
 
-def report(nprocs, *arguments):
-    command = [sys.executable, "-m", "launcher", "run", "-n", str(nprocs), str(PROGRAM), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100).stderr
+@pytest.fixture
+def report(warm):
+    """Call report(nprocs, *arguments): what the launch of the program says."""
+    return lambda nprocs, *arguments: (
+        warm.run("-m", "launcher", "run", "-n", nprocs, PROGRAM, *arguments).stderr
+    )
 
 
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
-def test_a_circle_of_receives_is_a_deadlock_told_with_every_line(backend):
+def test_a_circle_of_receives_is_a_deadlock_told_with_every_line(report, backend):
     text = report(3, backend, "ring")
     waits = [f"rank {n} waits in recv from rank {(n + 1) % 3} {line('ring')}" for n in range(3)]
     circles = [", and ".join([*waits[n:], *waits[:n]]) for n in range(3)]
@@ -32,7 +33,7 @@ def test_a_circle_of_receives_is_a_deadlock_told_with_every_line(backend):
 
 
 @pytest.mark.parametrize("first", ["0", "1"])
-def test_a_collective_against_a_receive_is_a_deadlock(first):
+def test_a_collective_against_a_receive_is_a_deadlock(report, first):
     text = report(2, "shm", "collective", first)
     message = f"rank 1 waits in recv from rank 0 {line('message')}"
     collective = f"rank 0 waits in allreduce {line('collective')}"
@@ -40,7 +41,7 @@ def test_a_collective_against_a_receive_is_a_deadlock(first):
     assert any(way in text for way in ways), text
 
 
-def test_a_late_rank_is_shown_with_its_call_its_line_and_its_stack():
+def test_a_late_rank_is_shown_with_its_call_its_line_and_its_stack(report):
     text = report(2, "shm", "late")
     call = r"rank 1 \(host \S+, pid \d+, last seen [\d.]+ s ago in \w+ #\d+, .*\) is here:"
     assert re.search(call, text), text
@@ -56,6 +57,6 @@ def test_a_recv_of_a_socket_is_not_taken_for_one_of_ours():
 
 
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
-def test_a_rank_that_closes_first_has_made_fewer_calls(backend):
+def test_a_rank_that_closes_first_has_made_fewer_calls(report, backend):
     text = report(2, backend, "fewer")
     assert "It made fewer calls" in text and "first error" not in text, text
