@@ -131,7 +131,9 @@ class Tcp(ScheduledCollectives, Communicator):
             + [self._transfer("recv", target, recv) for recv in one_round.recvs]
             for one_round in schedule.rounds
         )
-        self._run_all(rounds, self.collective, schedule.window)
+        problem = self._run_all(rounds, self.collective, schedule.window)
+        if problem:
+            self._fail(MessageMismatch(problem), self.collective)
 
     def _transfer(
         self, kind: str, flat: torch.Tensor, transfer: PeerSlice
@@ -144,7 +146,7 @@ class Tcp(ScheduledCollectives, Communicator):
     def _steps(
         self, kind: str, tensor: torch.Tensor, peer: int, collective: str = ""
     ) -> Steps[str]:
-        """Send or receive it. Outside a collective, what is wrong with the message, or ""."""
+        """Send or receive it, in a collective or not; what is wrong with the message, or ""."""
         is_plain = tensor.dtype is torch.uint8 and tensor.dim() == 1
         data: Any = (tensor.detach() if is_plain else as_bytes(tensor)).numpy()
         text = (collective or call_check.describe_tensor(tensor)).encode()
@@ -164,15 +166,15 @@ class Tcp(ScheduledCollectives, Communicator):
         if sent_text == text and nbytes == len(data):
             yield from peer_socket.receive_into(data)
             return ""
+        yield from peer_socket.drop(nbytes)
         sent, expected = sent_text.decode(), text.decode()
         if is_collective:
-            raise MessageMismatch(
+            return (
                 f"rank {self.rank}: the ranks disagree: this rank asked for {expected}, and rank "
                 f"{peer} for {sent}. They are desynchronised, so this communicator cannot be used "
                 "again. Let every rank make the same calls in the same order, with the same shape, "
                 "dtype and op, and start all again."
             )
-        yield from peer_socket.drop(nbytes)
         return (
             f"rank {self.rank}: a message from rank {peer} is {sent}, but was to be received as "
             f"{expected}. It was dropped, and the tensor left as it was. Receive into a tensor of "
@@ -221,7 +223,12 @@ class Tcp(ScheduledCollectives, Communicator):
             if not waiting:
                 return problem
             is_new = any(not events for _, _, events, _ in waiting)
-            came = {} if is_new else self._poll(waiting, deadline)
+            try:
+                came = {} if is_new else self._poll(waiting, deadline)
+            except (TimeoutError, ConnectionLost):
+                if problem:  # which is the reason
+                    return problem
+                raise
             before, waiting = waiting, []
             for peer, steps, events, left in before:
                 try:
@@ -232,6 +239,8 @@ class Tcp(ScheduledCollectives, Communicator):
                     problem = problem or ended.value
                     left["messages"] -= 1
                 except SocketClosed as broken:
+                    if problem:
+                        return problem
                     raise ConnectionLost(peer, str(broken), broken.reason) from broken
             while unfinished and not unfinished[0].total():
                 del unfinished[0]
