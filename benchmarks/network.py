@@ -12,11 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+import traceback
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -95,7 +98,12 @@ def rows(arguments: argparse.Namespace, count: int, per_host: int) -> Iterator[d
     """What rank 0 measures on so many hosts, as it does."""
     with NetworkHosts(count, arguments.rate) as hosts:
         processes = [
-            subprocess.Popen(hosts.command(k, command), stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                hosts.command(k, command),
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
             for k, command in enumerate(commands(arguments, hosts, per_host))
         ]
         try:
@@ -108,7 +116,8 @@ def rows(arguments: argparse.Namespace, count: int, per_host: int) -> Iterator[d
                 sys.exit("a host failed")
         finally:
             for process in processes:
-                process.kill()
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
 
@@ -150,9 +159,10 @@ def be_rank(arguments: argparse.Namespace, info: str) -> int:
         with Coordinator(LaunchInfo.from_bytes(info.encode()), timeout_s=120) as coor:
             measure_all(arguments, coor)
         code = 0
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def measure_all(arguments: argparse.Namespace, coor: Coordinator) -> None:

@@ -48,7 +48,7 @@ class NetworkHosts:
             ip("-n", self._switch, "link", "set", "br0", "up")
             for k, name in enumerate(self.names):
                 self._connect(name, f"port{k}", f"{self.addresses[k]}/24", rate)
-        except OSError as error:
+        except (OSError, subprocess.SubprocessError) as error:
             self.close()
             raise NoNetworkNamespaces(
                 f"no network namespaces ({error}): runs as root on Linux with iproute2"

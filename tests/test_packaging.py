@@ -16,8 +16,9 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("launcher", "coordinator", "communicator", "drumline")
 FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 MODULES_OF_EXTRAS = {
-    "serve": {"drumline/serving/app.py", "drumline/serving/metrics.py"}
-    | {"drumline/serving/protocol.py"},
+    "serve": {
+        f"drumline/serving/{name}.py" for name in ("app", "connection", "metrics", "protocol")
+    },
 }
 """Modules that only the commands of an extra import, and so may import its packages at the top."""
 NOT_INSTALLED = {"ray": "ray", "mpi4py": "mpi4py", "cupy": "cupy-cuda12x"}

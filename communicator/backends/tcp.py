@@ -223,7 +223,12 @@ class Tcp(ScheduledCollectives, Communicator):
             if not waiting:
                 return problem
             is_new = any(not events for _, _, events, _ in waiting)
-            came = {} if is_new else self._poll(waiting, deadline)
+            try:
+                came = {} if is_new else self._poll(waiting, deadline)
+            except (TimeoutError, ConnectionLost):
+                if problem:  # which is the reason
+                    return problem
+                raise
             before, waiting = waiting, []
             for peer, steps, events, left in before:
                 try:
@@ -234,6 +239,8 @@ class Tcp(ScheduledCollectives, Communicator):
                     problem = problem or ended.value
                     left["messages"] -= 1
                 except SocketClosed as broken:
+                    if problem:
+                        return problem
                     raise ConnectionLost(peer, str(broken), broken.reason) from broken
             while unfinished and not unfinished[0].total():
                 del unfinished[0]

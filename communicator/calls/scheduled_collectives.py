@@ -140,7 +140,8 @@ class ScheduledCollectives(CollectivesFromP2P):
         nbytes = like.nbytes * self.world_size
         scratch = self._scratch
         if scratch.numel() < nbytes:
-            scratch = torch.empty(nbytes, dtype=torch.uint8)
+            with torch.inference_mode(False):  # it may be written outside of that mode later
+                scratch = torch.empty(nbytes, dtype=torch.uint8)
         if scratch.numel() <= MAX_SCRATCH_BYTES:
             self._scratch = scratch
         return scratch[:nbytes].view(like.dtype).view(self.world_size, *like.shape)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 HOP_NBYTES = 1 << 13  # as long as a message takes to arrive, a link carries about so many bytes
 SMALL_NBYTES = 1 << 14  # messages up to this size are all sent at once
-TOKEN_NBYTES = 1 << 18  # messages from this size on are sent when the other end has asked for them
+TOKEN_NBYTES = 1 << 18  # larger messages are sent when the other end has asked for them
 SHARED_NBYTES = 1 << 20  # from this size on two ranks share the additions of an allreduce
 MAX_DIRECT = 8  # ranks that exchange small messages with each other, and not in log2 rounds
 Slice = tuple[int, int]

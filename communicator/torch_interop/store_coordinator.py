@@ -264,7 +264,7 @@ class StoreCoordinator:
     def _timeout(self, store: Store, by_rank: list[str], start: float) -> CommunicatorTimeout:
         missing = [rank for rank, key in enumerate(by_rank) if not store.check([key])]
         waited = f"rank {self.rank} timed out after {time.monotonic() - start:.1f} s of waiting for"
-        more = "If so, give them more time: init_process_group(timeout=...)."
+        more = "If so, give them a longer timeout in init_process_group(timeout=...)."
         if self._is_part:
             late = ", ".join(str(self.peers[rank]) for rank in missing) or "the others"
             return CommunicatorTimeout(

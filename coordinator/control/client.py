@@ -81,6 +81,7 @@ class Client:
         CoordinatorError if the server cannot make sense of the request.
         """
         if self._server is not None and op in LOCAL_OPS and not self._server.is_over:
+            self._check_size(op, sum(len(part) for part in arguments if isinstance(part, bytes)))
             return self._server.ask(op, *arguments, timeout_s=timeout_s)
         deadline = time.monotonic() + timeout_s
         with self._connection(deadline, idle) as connection:
@@ -97,12 +98,15 @@ class Client:
 
     def _packed(self, request: int, op: Op, arguments: tuple[Any, ...]) -> bytes:
         body = pack((request, op, *arguments))
-        if len(body) > MAX_REQUEST_NBYTES:
+        self._check_size(op, len(body))
+        return body
+
+    def _check_size(self, op: Op, nbytes: int) -> None:
+        if nbytes > MAX_REQUEST_NBYTES:
             raise CoordinatorError(
-                f"rank {self._rank} wanted to {op} {len(body)} bytes at rank 0, which takes at "
+                f"rank {self._rank} wanted to {op} {nbytes} bytes at rank 0, which takes at "
                 f"most {MAX_REQUEST_NBYTES} at once. Send large data by broadcast() or gather()."
             )
-        return body
 
     @contextmanager
     def _connection(self, deadline: float, idle: Callable[[], None]) -> Iterator[Connection]:

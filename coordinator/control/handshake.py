@@ -274,10 +274,11 @@ class AuthenticatedListener:
         self._send(connection, GREETING.pack(MAGIC, VERSION, size, fingerprint, pending.nonce))
 
     def _make_room(self, newcomer: _PendingConnection) -> bool:
-        """Send away the oldest of the address that has most, unless it has had little time.
+        """Send away the oldest of the address that has most: if it has had time, or crowds.
 
         The newcomer's own address is as any other: so those who come often share their places with
-        each other, and nobody loses one before the messages of a distant rank can arrive.
+        each other. Of addresses that do not crowd out others, none loses a place before the
+        messages of a distant rank can arrive.
         """
         counts = Counter(pending.address for pending in self._pending.values())
         (crowd, most), *_ = counts.most_common(1)

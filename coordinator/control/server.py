@@ -83,7 +83,7 @@ class _Requester(NamedTuple):
     request: int = 0
 
     def has_given_up(self) -> bool:
-        """Does it wait no more for the answer to this request?"""
+        """True if it no longer waits for the answer to this request."""
         connection = self.connection
         return connection is None or not connection.is_open or connection.request != self.request
 

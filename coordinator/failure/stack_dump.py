@@ -3,6 +3,7 @@ that the others of the node read."""
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import functools
 import linecache
@@ -26,6 +27,10 @@ NAME = "drumline-stacks"
 HEADER_NBYTES = mmap.PAGESIZE  # of the memory, before the dumps: the note
 NOTE = struct.Struct("=qq")
 POLL_S = 0.005
+# The stack of the main thread alone, which gets the signal: of threads that run meanwhile,
+# faulthandler reads frames that may be gone, which has ended ranks with SIGSEGV.
+ALL_THREADS = False
+HEAD = "Stack (most recent call first):"  # of a dump
 FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 
 
@@ -43,7 +48,7 @@ class CallNote(NamedTuple):
 def listen() -> None:
     """Let SIGUSR1 show this process's stacks, unless the program has a use for it."""
     if signal.getsignal(SIGNAL) is signal.SIG_DFL and not _catches(os.getpid()):
-        faulthandler.register(SIGNAL, file=STDERR)
+        faulthandler.register(SIGNAL, file=STDERR, all_threads=ALL_THREADS)
 
 
 def ask(peers: Iterable[Peer]) -> list[Peer]:
@@ -53,7 +58,7 @@ def ask(peers: Iterable[Peer]) -> list[Peer]:
         if peer.is_visible and not peer.is_known_dead() and _catches(peer.pid):
             by_pid[peer.pid] = peer
     for pid in by_pid:
-        os.kill(pid, SIGNAL)
+        _signal_main_thread(pid, SIGNAL)
     return list(by_pid.values())
 
 
@@ -68,7 +73,7 @@ def stack_memory(pid: int) -> tuple[int, memoryview]:
     os.lseek(fd, HEADER_NBYTES, os.SEEK_SET)
     is_inherited = stack_memory.cache_info().currsize > 0  # the handler, from who forked this one
     if is_inherited or not _catches(pid, PROBE_SIGNAL):
-        faulthandler.register(PROBE_SIGNAL, file=fd)
+        faulthandler.register(PROBE_SIGNAL, file=fd, all_threads=ALL_THREADS)
     note = memoryview(mmap.mmap(fd, HEADER_NBYTES)).cast("q")
     note[0] = CallNote().peer
     return fd, note
@@ -92,7 +97,7 @@ def _dump(pid: int, fd: int, deadline: float) -> str:
     begin = end = os.fstat(fd).st_size
     if _is_stopped(pid) or not _catches(pid, PROBE_SIGNAL):
         return ""
-    os.kill(pid, PROBE_SIGNAL)
+    _signal_main_thread(pid, PROBE_SIGNAL)
     while time.monotonic() < deadline:
         time.sleep(POLL_S)
         size = os.fstat(fd).st_size
@@ -102,16 +107,22 @@ def _dump(pid: int, fd: int, deadline: float) -> str:
     return os.pread(fd, end - begin, begin).decode(errors="replace")
 
 
-def parse(text: str) -> list[list[FrameSummary]]:
-    """The stack of each thread of a dump, the innermost frame first."""
-    threads = [part for part in re.split(r"(?m)^(?:Current t|T)hread .*$", text) if part.strip()]
+def parse(text: str) -> list[FrameSummary]:
+    """The stack in the last of several dumps, the innermost frame first."""
+    _, _, last = text.rpartition(HEAD)
     return [
-        [
-            FrameSummary(name, int(line), function, line=linecache.getline(name, int(line)).strip())
-            for name, line, function in FRAME.findall(thread)
-        ]
-        for thread in threads
+        FrameSummary(name, int(line), function, line=linecache.getline(name, int(line)).strip())
+        for name, line, function in FRAME.findall(last)
     ]
+
+
+def _signal_main_thread(pid: int, number: int) -> None:
+    """Send a signal to the thread whose number is the process's: kill(2) leaves that to the kernel.
+
+    Raises OSError, as os.kill.
+    """
+    if ctypes.CDLL(None, use_errno=True).tgkill(pid, pid, number):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def _catches(pid: int, number: int = SIGNAL) -> bool:

@@ -119,9 +119,7 @@ class PeerStacks:
             return None
         left_s = max(deadline - time.monotonic(), 0.0)
         note, text = stack_dump.read(self._peers[rank], left_s)
-        threads = [_from_frames(rank, stack, note) for stack in stack_dump.parse(text)]
-        seen = [thread for thread in threads if thread is not None]
-        return next((thread for thread in seen if thread.call), seen[-1] if seen else None)
+        return _from_frames(rank, stack_dump.parse(text), note)
 
 
 def _describe(

@@ -108,10 +108,12 @@ def _check_counts(folder: Path, content: Mapping[str, Any], index: Index) -> Non
         is_layers = name.endswith(LAYER_COUNT_SUFFIXES)
         limit = most if is_layers else MAX_LABELS if name == "num_labels" else math.inf
         if type(count) is int and count > limit:
-            why = f"the files hold {len(index)} tensors" if is_layers else f"{limit} is the most"
+            why = (
+                f"the files hold {len(index)} tensors" if is_layers else f"at most {limit} are read"
+            )
             raise CheckpointError(
-                f"{folder}/config.json has {name}={count!r:.20}, but {why}; give the config.json "
-                "that they belong to."
+                f"{folder}/config.json has {name}={count!r:.20}, but {why}. Take the config.json "
+                "that was saved with these files."
             )
 
 

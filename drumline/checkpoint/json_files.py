@@ -24,7 +24,7 @@ DESCRIPTIONS = (".json", ".jinja", ".model", ".txt")
 def check_regular_file(file: Path) -> None:
     """Raise unless it is an ordinary file, or a link to one: opening a pipe waits for a writer.
 
-    OSError if there is nothing at all.
+    Also for a description that is too large to be one. OSError if there is nothing at all.
     """
     status = file.stat()
     mode = status.st_mode

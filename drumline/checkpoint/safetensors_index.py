@@ -210,7 +210,7 @@ class TensorReader:
                     raise EOFError("it ends inside a tensor")
             except (OSError, EOFError) as error:
                 raise CheckpointError(
-                    f"{self.path / stored.file} cannot be read at byte {offset} ({error}); "
+                    f"{self._path_of(stored.file)} cannot be read at byte {offset} ({error}); "
                     "did it change while it was read? Copy it again."
                 ) from error
             self.nbytes += count
@@ -218,10 +218,13 @@ class TensorReader:
 
     def _file(self, name: str) -> int:
         if name not in self._open:
-            path = self.path if self.path.is_file() else self.path / name
+            path = self._path_of(name)
             check_regular_file(path)
             self._open[name] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         return self._open[name]
+
+    def _path_of(self, name: str) -> Path:
+        return self.path if self.path.is_file() else self.path / name
 
 
 def _runs(shape: tuple[int, ...], region: Region) -> Iterator[tuple[int, int]]:

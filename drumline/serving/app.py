@@ -270,8 +270,8 @@ class Service:
 
     @functools.cached_property
     def _longest_token(self) -> int:
-        """In characters, of which no text has more for each of its tokens."""
-        return max(map(len, self.tokenizer.get_vocab()))
+        """In characters. A text that has more for each token that fits is refused."""
+        return max(map(len, self.tokenizer.get_vocab()), default=1)
 
     async def _respond(
         self, request: Request, body: Any, prompts: list[list[int]], max_tokens: int

@@ -121,7 +121,7 @@ def _call(setup: RankSetup, job: Job) -> int:
 def run_target(job: Job, info: LaunchInfo, report: Callable[[dict[str, Any]], object]) -> int:
     """Run the target, report {"result": ...} or {"failure": ...}, and return the exit code.
 
-    A child that the target has forked reports nothing, and leaves as one of any program does.
+    A child that the target has forked returns here too, and reports nothing: let it leave.
     """
     log_setup.configure()
     mpi_import_check.install(info)
@@ -129,7 +129,7 @@ def run_target(job: Job, info: LaunchInfo, report: Callable[[dict[str, Any]], ob
     try:
         with recorder.recording_span(info, job.target.name):
             record = {"result": target.call(job)}
-        json_values.dumps(record)  # a result that cannot be sent is this rank's failure
+        json_values.dumps(record["result"])  # a result that cannot be sent is this rank's failure
     except BaseException as error:
         code, is_rank = exit_code(error), os.getpid() == rank_pid
         if is_rank:
@@ -138,8 +138,6 @@ def run_target(job: Job, info: LaunchInfo, report: Callable[[dict[str, Any]], ob
     else:
         if os.getpid() == rank_pid:
             report(record)
-    if os.getpid() != rank_pid:
-        sys.exit(code)
     return code
 
 

@@ -49,7 +49,7 @@ def test_a_late_rank_is_shown_with_its_call_its_line_and_its_stack(report):
     assert f"line {number}, in late: time.sleep(8)" in text
 
 
-def test_a_recv_of_a_socket_is_not_taken_for_one_of_ours():
+def test_a_recv_of_a_socket_is_not_taken_for_one_of_ours(report):
     text = report(2, "shm", "other_recv")
     number = line("other").strip("()").partition(":")[2]
     assert f"line {number}, in other_recv: ends[0].recv(1)" in text, text

@@ -56,5 +56,7 @@ class RankActor:
         rank_environment.set_variables(rank_info, torch_port, restart_count)
         job = Job(Target(kind, name), args=tuple(json_values.loads(arguments)))  # type: ignore[arg-type]
         records: list[dict[str, Any]] = []
-        rank_process.run_target(job, rank_info, records.append)
+        code = rank_process.run_target(job, rank_info, records.append)
+        if not records:
+            sys.exit(code)  # a child that the target has forked
         return json_values.dumps(records[0])
