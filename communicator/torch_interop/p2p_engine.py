@@ -4,10 +4,11 @@ group = P2PEngine(coor, streams).all_ranks
 work = group.start("recv", tensor, src, tag)
 work.wait()
 
-They travel through streams of their own, so no collective and no other group delays them. A message
-is a header and its bytes. A small one is sent at once, and buffered where nobody has posted a
-receive for it. So are the first large ones, until the receiver confirms that it has received them;
-further ones are offered, and sent once a receive has matched them.
+They travel through streams of their own, so no collective delays them. A message is a header and
+its bytes. A small one is sent at once, and buffered where nobody has posted a receive for it. So
+are the first large ones, until the receiver confirms that it has received them; further ones are
+offered, and sent once a receive has matched them. At most about 16 MiB from a peer are buffered:
+then nothing more is read from that peer, in any group, until buffered messages are received.
 
 Whoever waits moves the messages of all. While nobody waits a thread does, which sleeps until a
 stream changes, and which is started by the first message that has to wait.
@@ -288,7 +289,10 @@ class P2PEngine:
             del self._groups[group.number]
             for arrival in [item for item in self._arrivals if item.group == group.number]:
                 self._arrivals.remove(arrival)
-                if arrival.data is not None:
+                arrival.work = None  # or what is still to come of it would be delivered
+                if arrival.data is None:
+                    group.gone.discard(arrival.src)  # so that it hears the end of its offer
+                else:
                     self._confirm(arrival.src, arrival.nbytes)
                     self._set_buffered(arrival.src, -arrival.nbytes)
             for peer in group.ranks:
@@ -446,8 +450,11 @@ class P2PEngine:
         for arrival in self._arrivals:
             if arrival.work is None and work.matches(arrival):
                 return self._take(arrival, work)
-        if self._is_gone(work.group, work.peer):
-            return self._end(work, self._lost_error(work.group, work.peer, str(work)))
+        group, peer = work.group, work.peer
+        if peer == ANY_SOURCE and self.are_gone(group):
+            peer = next(other for other in group.ranks if other != self.rank)
+        if self._is_gone(group, peer):
+            return self._end(work, self._lost_error(group, peer, str(work)))
         self._posted.append(work)
 
     def _take(self, arrival: _Arrival, work: P2PWork) -> None:
@@ -619,6 +626,9 @@ class P2PEngine:
                     self._end(work, self._lost_error(work.group, peer, str(work)))
         elif number not in self._closed_groups:
             self._early_leaves.add((number, peer))
+        for offer, work in list(self._offered.items()):
+            if (work.group.number, work.peer) == (number, peer):
+                del self._offered[offer]  # ended above, or when the group was closed here
 
     def _is_gone(self, group: P2PGroup, peer: int) -> bool:
         return peer in self._lost or peer in group.gone

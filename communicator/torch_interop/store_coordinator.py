@@ -168,7 +168,6 @@ class StoreCoordinator:
                 "ranks again, and look at what that one printed last.",
                 [RankFailure(peer.rank, peer, FailureReason.EXITED) for peer in dead],
             )
-        self.check_more()
 
     def split(
         self, ranks: Sequence[int], name: str = "", timeout_s: float | None = None
@@ -258,6 +257,7 @@ class StoreCoordinator:
             if waited_s > checked + timings.TIMINGS.liveness_poll_s:
                 checked = waited_s
                 self.check()
+                self.check_more()
             pause_s = min(waited_s / 4, timings.TIMINGS.store_poll_max_s)
             time.sleep(max(timings.TIMINGS.store_poll_s, pause_s))
 

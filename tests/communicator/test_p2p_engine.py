@@ -3,6 +3,7 @@
 import subprocess
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,7 +13,16 @@ from torch.distributed import HashStore
 
 from communicator import Communicator, CommunicatorError, PeerLost
 from communicator.backends.byte_streams import TcpStreams
-from communicator.torch_interop.p2p_engine import ANY_SOURCE, P2PEngine
+from communicator.errors import DrumlineError
+from communicator.torch_interop.p2p_engine import (
+    ANY_SOURCE,
+    MAX_UNCONFIRMED_BYTES,
+    MESSAGE,
+    P2PEngine,
+    P2PWork,
+    _header,
+    _Packet,
+)
 from communicator.torch_interop.store_coordinator import StoreCoordinator
 
 WORLD = 3
@@ -49,6 +59,28 @@ def engines(request):
         return [found[rank] for rank in range(WORLD)]
 
     return run
+
+
+def pair_of(engine):
+    """The group of ranks 2 and 1, in this order."""
+    ranks = [2, 1]
+    coor = SimpleNamespace(
+        rank=ranks.index(engine.rank),
+        peers=[engine.peers[number] for number in ranks],
+        timeout_s=20.0,
+        info=SimpleNamespace(launch_id="pair"),
+    )
+    return engine.engine.open_group(coor, ranks)
+
+
+def wait_until(is_so, group):
+    """Move messages until it is so."""
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        with suppress(PeerLost):
+            group.check()
+        time.sleep(0.001)
 
 
 def test_large_messages_go_around_the_ring_while_receives_are_posted_behind_them(engines):
@@ -141,21 +173,15 @@ def test_messages_of_a_group_match_its_receives_alone_until_a_rank_leaves_it(eng
     def body(engine):
         if engine.rank == 0:
             return None
-        ranks, rank = [2, 1], 2 - engine.rank
-        coor = SimpleNamespace(
-            rank=rank,
-            peers=[engine.peers[number] for number in ranks],
-            timeout_s=20.0,
-            info=SimpleNamespace(launch_id="pair"),
-        )
-        pair = engine.engine.open_group(coor, ranks)
-        if rank == 1:
+        pair = pair_of(engine)
+        if pair.rank == 1:
             for group, value in ((pair, 1.0), (engine, 2.0)):
                 group.start("send", torch.full((LARGE,), value), group.ranks.index(2), 7)
             pair.start("send", torch.ones(5), 0, 8).wait()
             engine.start("recv", torch.zeros(1), 2, 9).wait()
             pair.close()
             engine.start("send", torch.ones(1), 2, 9).wait()
+            engine.start("recv", torch.zeros(1), 2, 10).wait()
             return None
         came = torch.zeros(LARGE)
         engine.start("recv", came, 1, 7).wait()
@@ -169,9 +195,71 @@ def test_messages_of_a_group_match_its_receives_alone_until_a_rank_leaves_it(eng
         pair.start("recv", torch.zeros(5), 1, 8).wait()  # sent before it left
         with pytest.raises(PeerLost, match="destroyed the group"):
             pair.start("send", torch.ones(1), 1, 7).wait()
+        with pytest.raises(PeerLost, match=r"in recv .* from any source .*destroyed the group"):
+            pair.start("recv", torch.zeros(1), ANY_SOURCE, 7).wait()
         engine.start("recv", torch.zeros(1), 1, 9).wait()
         pair.close()
+        engine.start("send", torch.ones(1), 1, 10).wait()
         return None
+
+    engines(body)
+
+
+def test_rest_of_a_message_is_dropped_if_its_group_was_closed_meanwhile(engines):
+    is_closed = threading.Event()
+
+    def body(engine):
+        if engine.rank == 0:
+            return
+        pair, tensor = pair_of(engine), torch.ones(2)
+        if engine.rank == 1:
+            work = P2PWork(engine.engine, pair, "send", tensor, 2, 7)
+            header = _header(MESSAGE, pair.number, work)
+            for packet in (_Packet(header, work.address, 4), _Packet(b"", work.address + 4, 4)):
+                with engine.engine._lock:
+                    engine.engine._outgoing[2].append(packet)
+                    engine.engine._write(2)
+                assert is_closed.wait(20)
+            engine.start("send", tensor, 2, 9).wait()
+            return
+        wait_until(lambda: engine.engine._arrivals, engine)
+        work = pair.start("recv", torch.zeros(2), 1, 7)
+        pair.close()
+        is_closed.set()
+        with pytest.raises(CommunicatorError, match="destroyed"):
+            work.wait()
+        engine.start("recv", tensor, 1, 9).wait()
+        assert engine.engine._buffered[1] == 0
+
+    engines(body)
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_offer_that_nobody_accepts_is_forgotten_when_both_have_left(engines, first):
+    has_closed = {1: threading.Event(), 2: threading.Event()}
+
+    def body(engine):
+        if engine.rank == 0:
+            return
+        pair = pair_of(engine)
+        if engine.rank == 1:
+            work = pair.start("send", torch.ones(MAX_UNCONFIRMED_BYTES), 0, 7)
+            assert engine.engine._offered
+        else:
+            wait_until(lambda: engine.engine._arrivals, engine)
+        if engine.rank == first:
+            pair.close()
+            has_closed[first].set()
+        else:
+            assert has_closed[first].wait(20)
+            wait_until(lambda: pair.gone, engine)
+            pair.close()
+        if engine.rank == 1:
+            wait_until(lambda: not engine.engine._offered, engine)
+            with pytest.raises(DrumlineError, match=r"destroyed the group|was destroyed"):
+                work.wait()
+        engine.start("send", torch.ones(1), 3 - engine.rank, 9).wait()
+        engine.start("recv", torch.ones(1), 3 - engine.rank, 9).wait()
 
     engines(body)
 

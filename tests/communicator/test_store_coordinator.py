@@ -77,6 +77,18 @@ def test_parts_exchange_nothing_to_meet_and_name_a_rank_that_stays_away(meet):
         parts[3].allgather(b"")
 
 
+def test_a_part_heeds_what_its_caller_noticed_as_long_as_it_opens(meet):
+    part = meet(HashStore(), range(WORLD))[0].split([0, 1], "pair", 20.0)
+
+    def fail():
+        raise CommunicatorError("rank 1 has left")
+
+    part.check_more = fail
+    part.check()  # as collectives do, for which a rank that has left may have done its part
+    with pytest.raises(CommunicatorError, match="rank 1 has left"):
+        part.allgather(b"")
+
+
 def test_wait_of_a_part_ends_when_it_is_closed_and_keeps_no_thread_from_the_store(meet):
     meetings = meet(HashStore(), range(WORLD))
     first, _ = (meeting.split([0, 1], timeout_s=20.0) for meeting in meetings[:2])
