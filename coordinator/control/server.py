@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -360,10 +361,12 @@ class ControlServer:
             self._selector.modify(connection.socket, events, key.data)
 
     def _on_connection_lost(self, connection: _RankConnection) -> None:
-        """The connection ended without LEAVE."""
+        """The connection ended: without LEAVE, unless that has arrived and was not read."""
         if connection.is_open:
+            has_left = _has_left(connection)
             self._remove(connection.socket.fileno())
-            self._membership.mark_lost(connection.rank)
+            if not has_left:
+                self._membership.mark_lost(connection.rank)
 
     def _remove(self, number: int) -> None:
         connection = self._connections.pop(number)
@@ -435,6 +438,18 @@ def _max_pending_connections(world_size: int) -> int:
 
 def _bad_request(rank: int, op: str, error: Exception) -> str:
     return f"rank {rank} asked rank 0 to {op} what it cannot: {error!r}"
+
+
+def _has_left(connection: _RankConnection) -> bool:
+    """True if LEAVE has arrived. To send to a rank that has closed fails before that is read."""
+    with suppress(OSError):
+        connection.received += connection.socket.recv(RECEIVE_NBYTES)
+    with suppress(OSError, *BAD_REQUEST):
+        while (packed := _first_message(connection.received)) is not None:
+            _, op, *_ = unpack(packed)
+            if op == Op.LEAVE:
+                return True
+    return False
 
 
 def _first_message(received: bytearray) -> bytes | None:

@@ -40,7 +40,8 @@ class FailureScan:
         self._dead_at: dict[int, float] = {}  # by rank of the launch: when its end was seen
         self._scanned_at = time.monotonic()
         self._membership: Membership = {}
-        self._asked_at, self._answered_at = 0.0, time.monotonic()
+        # When rank 0 was asked, when it was asked what it answered last, and when it answered.
+        self._asked_at, self._known_at, self._answered_at = 0.0, 0.0, time.monotonic()
 
     def processes(self) -> list[PeerProcess]:
         """The processes of this host whose end is to be noticed at once."""
@@ -155,8 +156,10 @@ class FailureScan:
         dead_at = self._dead_at.setdefault(peer.rank, time.monotonic())
         dead_s = time.monotonic() - dead_at
         is_lost = report is not None and report.lost_s >= 0
-        is_stale = self._asked_at <= dead_at  # it may have left since
-        if not is_lost and (is_stale or dead_s < self._timings.exit_notice_s):
+        # Else it may have left before: rank 0 answers for reports_s what it knew before that.
+        is_known = self._known_at > dead_at + self._timings.reports_s or peer.rank == 0
+        patience_s = self._timings.exit_notice_s if is_known else self._timings.master_silent_s
+        if not is_lost and dead_s < patience_s:
             return None
         state, status = process.state(), process.exit_status
         return ObservedRank(peer, state, None, FailureReason.EXITED, status, dead_s)
@@ -166,14 +169,17 @@ class FailureScan:
     def _refresh_membership(self) -> None:
         now, session = time.monotonic(), self.monitor.session
         pause_s = max(self._timings.membership_s, session.info.world_size / HEARTBEATS_PER_S)
-        is_urgent = any(dead_at > self._asked_at for dead_at in self._dead_at.values())
+        is_urgent = any(
+            dead_at + self._timings.reports_s >= self._asked_at
+            for dead_at in self._dead_at.values()
+        )
         is_due = is_urgent or now - self._asked_at >= pause_s
         if not self.monitor.has_remote or not is_due:
             return
         self._asked_at = now
         self._membership = session.membership()
         if self._membership:
-            self._answered_at = time.monotonic()
+            self._known_at, self._answered_at = now, time.monotonic()
 
     def _from_report(self, peer: Peer) -> ObservedRank | None:
         report = self._membership.get(peer.rank)
