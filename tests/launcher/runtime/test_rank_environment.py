@@ -16,13 +16,13 @@ from launcher.system import linux, nesting
 
 PROGRAMS = Path(__file__).parents[1] / "programs" / "of_other_tools"
 ROOT = Path(__file__).parents[3]
-RUN = ("launcher", "run", "-n", "2", "--timeout", "100")
 
 
-def _run(launcher: str, script: str, *arguments: str):
-    start = [sys.executable, "-m", *RUN, "--launcher", launcher, str(PROGRAMS / script)]
+def _run(launcher: str, script: str, *arguments: str, preload: str = ""):
+    start = [sys.executable, "-m", "launcher", "run", "--launcher", launcher, "-n", "2"]
+    options = ["--timeout", "100", *(["--preload", preload] if preload else [])]
     return subprocess.run(
-        [*start, *arguments],
+        [*start, *options, str(PROGRAMS / script), *arguments],
         capture_output=True,
         text=True,
         timeout=110,
@@ -41,19 +41,20 @@ def _check(ended, words: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "drumline"])
-def test_a_torchrun_script_trains_one_model(warm, backend):
-    _check(warm.run("-m", *RUN, PROGRAMS / "torchrun_ddp.py", backend), "trained")
+def test_a_torchrun_script_trains_one_model(backend):
+    _check(_run("multiprocessing", "torchrun_ddp.py", backend, preload="torch"), "trained")
 
 
-def test_an_accelerate_script_is_one_training(warm):
+def test_an_accelerate_script_is_one_training():
     """It was as many trainings as ranks, and the exit code was 0."""
     pytest.importorskip("accelerate")
-    _check(warm.run("-m", *RUN, PROGRAMS / "accelerate_loop.py"), "trained")
+    _check(_run("multiprocessing", "accelerate_loop.py", preload="accelerate"), "trained")
 
 
-def test_a_trainer_of_transformers_is_one_training(warm, tmp_path):
+def test_a_trainer_of_transformers_is_one_training(tmp_path):
     pytest.importorskip("accelerate")
-    _check(warm.run("-m", *RUN, PROGRAMS / "transformers_trainer.py", tmp_path), "trained")
+    script = "transformers_trainer.py"
+    _check(_run("multiprocessing", script, str(tmp_path), preload="transformers"), "trained")
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "mpi"])
