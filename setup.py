@@ -4,11 +4,14 @@ Neither needs headers of torch, CUDA or NCCL. Both keep to Python's limited API,
 serves 3.10 and later.
 """
 
+import copy
+import os
 import sysconfig
 from glob import glob
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
 
 LIMITED_API = ("Py_LIMITED_API", "0x030a0000")
 FLAGS = ["-std=c++17", "-O2", "-g1", "-fvisibility=hidden", "-Wall", "-Wextra"]
@@ -23,6 +26,15 @@ class Abi3Wheel(bdist_wheel):
     def finalize_options(self) -> None:
         self.py_limited_api = "cp310"
         super().finalize_options()
+
+
+class SeparateObjects(build_ext):
+    """Keeps the objects of an extension in a folder of its own: two are built at a time."""
+
+    def build_extension(self, ext: Extension) -> None:
+        own = copy.copy(self)
+        own.build_temp = os.path.join(self.build_temp, ext.name)
+        build_ext.build_extension(own, ext)
 
 
 def sources(*folders: str) -> list[str]:
@@ -55,6 +67,7 @@ setup(
             ("pthread", "rt"),
             VECTORS,
         ),
+        extension("communicator.backends._tcp", sources("tcp", "reduce"), (), VECTORS),
         extension(
             "communicator.backends.nccl._nccl",
             sources("nccl"),
@@ -64,5 +77,8 @@ setup(
         extension("coordinator._node_shm", sources("node_shm")),
     ],
     options={"build_ext": {"parallel": 2}},
-    cmdclass={"bdist_wheel": Abi3Wheel} if not sysconfig.get_config_var("Py_GIL_DISABLED") else {},
+    cmdclass={
+        "build_ext": SeparateObjects,
+        **({} if sysconfig.get_config_var("Py_GIL_DISABLED") else {"bdist_wheel": Abi3Wheel}),
+    },
 )

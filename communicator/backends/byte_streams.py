@@ -11,7 +11,6 @@ import select
 import socket
 from typing import TYPE_CHECKING, TypeAlias
 
-from communicator.backends.tensor_socket import configure
 from communicator.errors import PeerLost
 
 if TYPE_CHECKING:
@@ -25,6 +24,23 @@ EVENTS = {
     WRITABLE: select.EPOLLOUT,
     READABLE | WRITABLE: select.EPOLLIN | select.EPOLLOUT,
 }
+
+KEEP_ALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}  # tcp(7); in seconds
+# For what was sent to be acknowledged, in ms: as soon as an idle connection is given up.
+USER_TIMEOUT_MS = 5000
+# Bytes that wait in the system to be sent: more, and a rank seems to have sent what has not left.
+UNSENT_NBYTES = 1 << 17
+
+
+def configure(connection: socket.socket) -> None:
+    """Let the connection not block, not hold small messages back, and notice that a host died."""
+    connection.setblocking(False)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_NBYTES)
+    for option, value in KEEP_ALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 class TcpStreams:

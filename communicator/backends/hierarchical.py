@@ -24,11 +24,12 @@ from communicator import timings
 from communicator.backends.tagged_p2p import TaggedP2PCommunicator
 from communicator.backends.tcp import Tcp
 from communicator.base import Capabilities, Communicator
-from communicator.calls import call_check
+from communicator.calls import call_check, programs
 from communicator.calls.default_collectives import P2PCall, accumulator
 from communicator.calls.failures import describe_lost, report, run_on_all_ranks
-from communicator.calls.scheduled_collectives import SubgroupCollectives, row
-from communicator.calls.schedules import SMALL_NBYTES, Slice, pairwise, parts
+from communicator.calls.programs import row
+from communicator.calls.scheduled_collectives import SubgroupCollectives
+from communicator.calls.schedules import SMALL_NBYTES, Slice, parts
 from communicator.errors import CommunicatorError, DrumlineError, PeerLost, Unsupported, with_text
 from communicator.selection import backend_class
 from coordinator import Coordinator
@@ -221,13 +222,11 @@ class Hierarchical(Communicator):
                 out[ranks] = self._local.broadcast(out[ranks], place % len(self._node_ranks))
 
     def do_alltoall(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
-        of_rank = functools.partial(row, tensor[0].numel())
-        nbytes = tensor[0].nbytes
-        schedule = pairwise(self.rank, self.world_size, of_rank, of_rank, nbytes)
+        program = programs.alltoall(self.rank, self.world_size, tensor.numel(), tensor.itemsize)
+        between = program.with_schedules(lambda schedule: schedule.without(self._node_ranks))
         with self._failing_together("alltoall"):
-            self._network.run_schedule(
-                schedule.without(self._node_ranks), tensor.view(-1), out.view(-1)
-            )
+            compiled = self._network.compile_program(between, tensor.itemsize)
+            self._network.run_compiled(compiled, tensor, out)
             out[self._node_ranks] = self._local.alltoall(tensor[self._node_ranks])
 
     def do_barrier(self) -> None:

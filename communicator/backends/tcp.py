@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
-import select
-import time
-from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+import os
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 
 from communicator import timings
-from communicator.backends.tagged_p2p import as_bytes
-from communicator.backends.tensor_socket import (
-    CLOSE_NOTICE,
-    END_NOTICE,
-    SocketClosed,
-    Steps,
-    TensorSocket,
-)
+from communicator.backends._tcp import ConnectionEnded, Engine
+from communicator.backends.byte_streams import configure
 from communicator.base import Capabilities, Communicator
 from communicator.calls import call_check
 from communicator.calls.async_work import AsyncWork, WorkQueue
 from communicator.calls.default_collectives import P2PCall
+from communicator.calls.dtypes import OPS, dtype_info
 from communicator.calls.failures import describe_late, describe_lost
+from communicator.calls.programs import Copy, Exchange, Program
 from communicator.calls.scheduled_collectives import ScheduledCollectives
-from communicator.calls.schedules import PeerSlice, Schedule
 from communicator.errors import CommunicatorError, CommunicatorTimeout, DrumlineError, PeerLost
-from coordinator import Coordinator, CoordinatorError, FailureReason, RankFailure
+from coordinator import Coordinator, CoordinatorError, FailureReason, RankFailure, link_state
 
 LEFT, UNREACHABLE = FailureReason.LEFT, FailureReason.UNREACHABLE
-CONNECTION_ENDED = select.POLLERR | select.POLLHUP | select.POLLNVAL  # which poll always reports
+STEP = struct.Struct("iiiiQQQ")  # tcp::Step of csrc/tcp/engine.h
+COPY, SEND, RECV, ROUND, REDUCE = range(5)
+KINDS = {"send": SEND, "recv": RECV}
+# The last message of a connection is one of these, and why no other follows.
+END_NOTICE, CLOSE_NOTICE = 2**64 - 1, 2**64 - 2
 DIRECTION = {"send": "send to rank", "recv": "recv from rank"}
-Transfers = list[tuple[int, Steps[str]]]
-"""Messages under way at the same time: the peer of each, and what is left to do for it."""
 
 CHECK_LINK = "Check the link between the hosts, and start all ranks again."
 
@@ -73,18 +71,22 @@ class Tcp(ScheduledCollectives, Communicator):
         self._ended_by: DrumlineError | None = None
         self.collective = ""  # the call in progress, which its messages name
         self._queue = WorkQueue()
+        self._programs = {}
         links = self.coor.connections(timeout_s=self.timeout_s)
-        self._sockets = {rank: TensorSocket(link) for rank, link in links.items()}
+        self._remotes = {rank: link_state.remote_host(link) for rank, link in links.items()}
+        for link in links.values():
+            configure(link)
+        self._fds = {rank: link.detach() for rank, link in links.items()}
+        fds = [self._fds.get(rank, -1) for rank in range(self.world_size)]
+        self._engine = Engine(fds, timings.TIMINGS.liveness_poll_s)
 
     def do_close(self) -> None:
         self._announce_end(f"rank {self.rank} closed its communicator", CLOSE_NOTICE)
         self._queue.close()
-        for peer_socket in self._sockets.values():
-            peer_socket.close()
+        self._engine.close()
 
     def abort(self) -> None:
-        for peer_socket in self._sockets.values():
-            peer_socket.shut_down()
+        self._engine.shut_down()
 
     def _check_same_call(
         self, call: str, tensor: torch.Tensor | None = None, details: str = ""
@@ -101,19 +103,26 @@ class Tcp(ScheduledCollectives, Communicator):
         self._move("recv", tensor, src)
 
     def _move(self, kind: str, tensor: torch.Tensor, peer: int) -> None:
-        problem = self._run(peer, self._steps(kind, tensor, peer), DIRECTION[kind])
-        if problem:
-            raise CommunicatorError(problem)
+        self._run_messages([(kind, tensor, peer)], f"{DIRECTION[kind]} {peer}")
 
     def do_group(self, calls: list[P2PCall]) -> None:
         """All calls at once; those of one direction with one peer in their order."""
-        transfers: dict[tuple[str, int], list[Steps[str]]] = {}
-        for kind, tensor, peer in calls:
-            transfers.setdefault((kind, peer), []).append(self._steps(kind, tensor, peer))
-        messages = [(peer, _one_after_another(steps)) for (_, peer), steps in transfers.items()]
-        problem = self._run_all([messages], "group")
-        if problem:
-            raise CommunicatorError(problem)
+        self._run_messages(calls, "group")
+
+    def _run_messages(self, calls: list[P2PCall], call: str) -> None:
+        steps = b"".join(
+            STEP.pack(KINDS[kind], peer, number, number, 0, 0, tensor.nbytes)
+            for number, (kind, tensor, peer) in enumerate(calls)
+        )
+        texts = [call_check.describe_tensor(tensor) for _, tensor, _ in calls]
+        addresses = [tensor.data_ptr() for _, tensor, _ in calls]
+        if dropped := self._run_steps(steps, addresses, texts, call):
+            peer, number, sent = dropped
+            raise CommunicatorError(
+                f"rank {self.rank}: a message from rank {peer} is {sent.decode()}, but was to be "
+                f"received as {texts[number]}. It was dropped, and the tensor left as it was. "
+                "Receive into a tensor of the shape and dtype that is sent."
+            )
 
     def start_group(self, calls: list[P2PCall]) -> AsyncWork | None:
         """Start sends and receives, which progress by themselves until finish_group."""
@@ -124,150 +133,78 @@ class Tcp(ScheduledCollectives, Communicator):
         if pending is not None:
             pending.wait()
 
-    def run_schedule(self, schedule: Schedule, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Run the rounds, which send from source and receive into target, both flat."""
-        rounds = (
-            [self._transfer("send", source, send) for send in one_round.sends]
-            + [self._transfer("recv", target, recv) for recv in one_round.recvs]
-            for one_round in schedule.rounds
-        )
-        problem = self._run_all(rounds, self.collective, schedule.window)
-        if problem:
-            self._fail(MessageMismatch(problem), self.collective)
+    def compile_program(self, program: Program, itemsize: int) -> tuple[bytes, int]:
+        """The steps as csrc/tcp/engine.h has them, and the bytes of SCRATCH."""
+        steps = b"".join(STEP.pack(*step) for step in _packed_steps(program, itemsize))
+        return steps, program.scratch_numel * itemsize
 
-    def _transfer(
-        self, kind: str, flat: torch.Tensor, transfer: PeerSlice
-    ) -> tuple[int, Steps[str]]:
-        piece = flat[transfer.begin : transfer.end]
-        return transfer.peer, self._steps(kind, piece, transfer.peer, self.collective)
-
-    # One message.
-
-    def _steps(
-        self, kind: str, tensor: torch.Tensor, peer: int, collective: str = ""
-    ) -> Steps[str]:
-        """Send or receive it, in a collective or not; what is wrong with the message, or ""."""
-        is_plain = tensor.dtype is torch.uint8 and tensor.dim() == 1
-        data: Any = (tensor.detach() if is_plain else as_bytes(tensor)).numpy()
-        text = (collective or call_check.describe_tensor(tensor)).encode()
-        if kind == "send":
-            return self._message_to(peer, text, memoryview(data))
-        return self._message_from(peer, text, memoryview(data), bool(collective))
-
-    def _message_to(self, peer: int, text: bytes, data: memoryview) -> Steps[str]:
-        yield from self._sockets[peer].send(text, data)
-        return ""
-
-    def _message_from(
-        self, peer: int, text: bytes, data: memoryview, is_collective: bool
-    ) -> Steps[str]:
-        peer_socket = self._sockets[peer]
-        nbytes, sent_text = yield from peer_socket.receive_header()
-        if sent_text == text and nbytes == len(data):
-            yield from peer_socket.receive_into(data)
-            return ""
-        yield from peer_socket.drop(nbytes)
-        sent, expected = sent_text.decode(), text.decode()
-        if is_collective:
-            return (
-                f"rank {self.rank}: the ranks disagree: this rank asked for {expected}, and rank "
-                f"{peer} for {sent}. They are desynchronised, so this communicator cannot be used "
-                "again. Let every rank make the same calls in the same order, with the same shape, "
-                "dtype and op, and start all again."
+    def run_compiled(
+        self, compiled: tuple[bytes, int], tensor: torch.Tensor, out: torch.Tensor, op: str = ""
+    ) -> None:
+        steps, scratch_nbytes = compiled
+        addresses, call = (tensor.data_ptr(), out.data_ptr()), self.collective
+        numbers = _numbers(tensor.dtype, op) if op else (0, 0)
+        if dropped := self._run_steps(steps, addresses, [call], call, scratch_nbytes, *numbers):
+            peer, _, sent = dropped
+            problem = MessageMismatch(
+                f"rank {self.rank}: the ranks disagree: this rank asked for {call}, and rank "
+                f"{peer} for {sent.decode()}. They are desynchronised, so this communicator cannot "
+                "be used again. Let every rank make the same calls in the same order, with the "
+                "same shape, dtype and op, and start all again."
             )
-        return (
-            f"rank {self.rank}: a message from rank {peer} is {sent}, but was to be received as "
-            f"{expected}. It was dropped, and the tensor left as it was. Receive into a tensor of "
-            "the shape and dtype that is sent."
-        )
+            self._fail(problem, call)
 
-    def _run(self, peer: int, steps: Steps[str], call: str) -> str:
-        """Take the steps of one message: the same as _run_all, and in less time."""
+    def _run_steps(
+        self,
+        steps: bytes,
+        addresses: Sequence[int],
+        texts: Sequence[str],
+        call: str,
+        scratch_nbytes: int = 0,
+        dtype: int = 0,
+        op: int = 0,
+    ) -> tuple[int, int, bytes] | None:
+        """Run packed steps; the peer, buffer and text of a message that was dropped."""
         if self._ended_by is not None:
             raise self._ended_by
+        encoded = [text.encode() for text in texts]
         try:
-            events = next(steps)  # and often this is all
-            deadline = time.monotonic() + self.timeout_s
-            while True:
-                if not self._sockets[peer].wait(events, timings.TIMINGS.liveness_poll_s):
-                    self._check_wait([peer], deadline)
-                events = next(steps)
-        except StopIteration as ended:
-            return str(ended.value)
-        except SocketClosed as broken:
-            self._fail(ConnectionLost(peer, str(broken), broken.reason), f"{call} {peer}")
-        except BaseException as error:
-            self._fail(error, f"{call} {peer}")
-
-    # Many at once.
-
-    def _run_all(self, rounds: Iterable[Transfers], call: str, window: int = 1) -> str:
-        """Take the steps of all messages; what is wrong with the first wrong one, or ""."""
-        if self._ended_by is not None:
-            raise self._ended_by
-        try:
-            return self._step_all(iter(rounds), window, time.monotonic() + self.timeout_s)
+            return self._engine.run(
+                steps, addresses, encoded, scratch_nbytes, dtype, op, self._check_wait
+            )
+        except ConnectionEnded as ended:
+            self._fail(self._connection_lost(*ended.args), call)
         except BaseException as error:
             self._fail(error, call)
 
-    def _step_all(self, rounds: Iterator[Transfers], window: int, deadline: float) -> str:
-        """Take steps wherever one can be taken, until all are done."""
-        problem = ""
-        waiting: list[tuple[int, Steps[str], int, Counter[str]]] = []
-        unfinished: list[Counter[str]] = []  # the rounds under way
-        while True:
-            while len(unfinished) < window and (transfers := next(rounds, None)) is not None:
-                left = Counter(messages=len(transfers))
-                unfinished.append(left)
-                waiting += [(peer, steps, 0, left) for peer, steps in transfers]
-            if not waiting:
-                return problem
-            is_new = any(not events for _, _, events, _ in waiting)
-            try:
-                came = {} if is_new else self._poll(waiting, deadline)
-            except (TimeoutError, ConnectionLost):
-                if problem:  # which is the reason
-                    return problem
-                raise
-            before, waiting = waiting, []
-            for peer, steps, events, left in before:
-                try:
-                    if not events or came.get(peer, 0) & (events | CONNECTION_ENDED):
-                        events = next(steps)
-                    waiting.append((peer, steps, events, left))
-                except StopIteration as ended:
-                    problem = problem or ended.value
-                    left["messages"] -= 1
-                except SocketClosed as broken:
-                    if problem:
-                        return problem
-                    raise ConnectionLost(peer, str(broken), broken.reason) from broken
-            while unfinished and not unfinished[0].total():
-                del unfinished[0]
+    def _connection_lost(self, peer: int, notice: int, error: int, text: str) -> ConnectionLost:
+        if notice or not error:
+            return ConnectionLost(peer, text, LEFT if notice == CLOSE_NOTICE else None)
+        with self._link(peer) as link:
+            cause = OSError(error, os.strerror(error))
+            why = link_state.describe_error(link, self._remotes[peer], cause)
+        reason = UNREACHABLE if link_state.is_network_error(cause) else None
+        return ConnectionLost(peer, why, reason)
 
-    def _poll(self, waiting: Iterable[tuple[Any, ...]], deadline: float) -> dict[int, int]:
-        """The events that came, by peer. Raises TimeoutError, or ConnectionLost if one died."""
-        poll = select.poll()
-        masks: dict[int, int] = {}
-        peers = {}
-        for peer, _, events, _ in waiting:
-            masks[peer] = masks.get(peer, 0) | events
-            peers[self._sockets[peer].fileno()] = peer
-            poll.register(self._sockets[peer], masks[peer])
-        while not (came := poll.poll(timings.TIMINGS.liveness_poll_s * 1e3)):
-            self._check_wait(masks, deadline)
-        return {peers[place]: events for place, events in came}
+    @contextmanager
+    def _link(self, peer: int) -> Iterator[socket.socket]:
+        """The connection to a peer, which stays the engine's."""
+        link = socket.socket(fileno=self._fds[peer])
+        try:
+            yield link
+        finally:
+            link.detach()
 
-    def _check_wait(self, peers: Iterable[int], deadline: float) -> None:
+    def _check_wait(self, peers: Sequence[int], waited_s: float) -> None:
         """Raise TimeoutError past the deadline, ConnectionLost if waiting has become pointless."""
-        if time.monotonic() > deadline:
+        if waited_s > self.timeout_s:
             raise TimeoutError
         try:
             self.coor.check()
         except CoordinatorError as error:
             failures = error.failures if isinstance(error, PeerLost) else ()
             reason = LEFT if failures else None
-            raise ConnectionLost(next(iter(peers)), str(error), reason, failures) from error
+            raise ConnectionLost(peers[0], str(error), reason, failures) from error
         for peer in peers:
             if self.coor.peers[peer].is_known_dead():
                 raise ConnectionLost(peer, "it died")
@@ -283,8 +220,7 @@ class Tcp(ScheduledCollectives, Communicator):
         raise error  # Ctrl-C, say
 
     def _announce_end(self, why: str, notice: int = END_NOTICE) -> None:
-        for peer_socket in self._sockets.values():
-            peer_socket.announce_end(why, notice)
+        self._engine.announce_end(notice, why.encode())
 
     def _error_for(self, error: BaseException, call: str) -> DrumlineError:
         where = f"{call} (tcp, {self.world_size} ranks)"
@@ -301,13 +237,17 @@ class Tcp(ScheduledCollectives, Communicator):
 
     def _timeout_error(self, where: str) -> CommunicatorTimeout:
         text = f"rank {self.rank} timed out after {self.timeout_s:g} s in {where}"
-        failures = (peer_socket.network_failure() for peer_socket in self._sockets.values())
-        if network_failure := next(filter(None, failures), ""):
+        if network_failure := next(filter(None, map(self._network_failure, self._fds)), ""):
             return CommunicatorTimeout(f"{text}: {network_failure}. {CHECK_LINK}")
         return CommunicatorTimeout(
             f"{text}.{describe_lost(self._lost_peers())} Are all ranks alive and in the same call, "
             f"with tensors of the same size?{describe_late(self.coor)}"
         )
+
+    def _network_failure(self, peer: int) -> str:
+        """The network failure under the connection, if there is one; else ""."""
+        with self._link(peer) as link:
+            return link_state.describe_silence(link, timings.TIMINGS.liveness_poll_s)
 
     def _lost_error(self, error: ConnectionLost, where: str) -> PeerLost:
         peer, why = self.coor.peers[error.peer], error.why.rstrip(".")
@@ -324,9 +264,33 @@ class Tcp(ScheduledCollectives, Communicator):
         return PeerLost(f"{text}{end}{describe_lost(lost)} {advice}", failures)
 
 
-def _one_after_another(messages: list[Steps[str]]) -> Generator[int, None, str]:
-    """The steps of all messages; the first problem."""
-    problem = ""
-    for message in messages:
-        problem = (yield from message) or problem
-    return problem
+def _packed_steps(program: Program, itemsize: int) -> Iterator[tuple[int, ...]]:
+    for step in program.steps:
+        if isinstance(step, Copy):
+            nbytes = (step.end - step.begin) * itemsize
+            begin, to = step.begin * itemsize, step.to * itemsize
+            yield COPY, 0, step.source, step.target, begin, to, nbytes
+        elif isinstance(step, Exchange):
+            yield from _packed_rounds(step, itemsize)
+        else:
+            to, nbytes = step.to * itemsize, step.numel * itemsize
+            yield REDUCE, step.first, step.num_rows, step.target, 0, to, nbytes
+
+
+def _packed_rounds(step: Exchange, itemsize: int) -> Iterator[tuple[int, ...]]:
+    for sends, recvs in step.schedule.rounds:
+        yield ROUND, step.schedule.window, 0, 0, 0, 0, 0
+        for transfer in sends:
+            place, nbytes = transfer.begin * itemsize, transfer.numel * itemsize
+            yield SEND, transfer.peer, step.source, 0, place, 0, nbytes
+        for transfer in recvs:
+            place, nbytes = transfer.begin * itemsize, transfer.numel * itemsize
+            yield RECV, transfer.peer, 0, step.target, 0, place, nbytes
+
+
+def _numbers(dtype: torch.dtype, op: str) -> tuple[int, int]:
+    """The comm_dtype and comm_op of a reduction; complex numbers are added as pairs."""
+    real = dtype.to_real() if dtype.is_complex else dtype
+    number = dtype_info(real).number
+    assert number is not None, f"{dtype} is not reduced"
+    return number, OPS[op].nccl

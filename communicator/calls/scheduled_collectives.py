@@ -1,4 +1,4 @@
-"""Collectives over a network that runs schedules, for all ranks of a communicator or some of them.
+"""Collectives over a network that runs programs, for all ranks of a communicator or some of them.
 
 Every sum is taken in order of rank, by whoever takes it, so all ranks have the bits of the
 shared-memory backend.
@@ -6,31 +6,21 @@ shared-memory backend.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from communicator.calls import programs
 from communicator.calls.default_collectives import CollectivesFromP2P
-from communicator.calls.schedules import (
-    MAX_DIRECT,
-    SMALL_NBYTES,
-    Schedule,
-    Slice,
-    broadcast,
-    dissemination,
-    gather,
-    is_gathered,
-    pairwise,
-    parts,
-)
+from communicator.calls.programs import Program
+from communicator.calls.schedules import Slice
 
-MAX_SCRATCH_BYTES = 1 << 24  # of memory that is kept between two calls
+MAX_KEPT_PROGRAMS = 256
 
 
 class Network(Protocol):
-    """A backend that reaches all ranks, and runs schedules.
+    """A backend that reaches all ranks, and runs programs.
 
     collective: the call in progress, in words.
     """
@@ -38,74 +28,51 @@ class Network(Protocol):
     rank: int
     collective: str
 
-    def run_schedule(self, schedule: Schedule, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Run the rounds, which send from source and receive into target, both flat."""
+    def compile_program(self, program: Program, itemsize: int) -> Any:
+        """The program in the form that run_compiled takes."""
+        ...
+
+    def run_compiled(
+        self, compiled: Any, tensor: torch.Tensor, out: torch.Tensor, op: str = ""
+    ) -> None:
+        """Run a program on TENSOR and OUT; its reductions by op, over as many ranks as it has."""
         ...
 
 
 class ScheduledCollectives(CollectivesFromP2P):
-    """The collectives as schedules, which run_schedule runs."""
+    """The collectives as programs, which are compiled once for each kind of call."""
 
-    _scratch = torch.empty(0, dtype=torch.uint8)
+    _programs: dict[tuple[Any, ...], Any]  # compiled
 
-    def run_schedule(self, schedule: Schedule, source: torch.Tensor, target: torch.Tensor) -> None:
+    def compile_program(self, program: Program, itemsize: int) -> Any:
+        raise NotImplementedError
+
+    def run_compiled(
+        self, compiled: Any, tensor: torch.Tensor, out: torch.Tensor, op: str = ""
+    ) -> None:
         raise NotImplementedError
 
     def do_barrier(self) -> None:
-        rows = torch.empty((self.world_size, 0), dtype=torch.uint8)
-        self.do_allgather(rows, rows[0])
+        empty = torch.empty(0, dtype=torch.uint8)
+        self._run(programs.allgather, empty, empty)
 
     def do_allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
-        """Small: every rank gets all tensors. Large: every rank adds a part, and all get it."""
-        if is_gathered(self.world_size, tensor.nbytes):
-            rows = self._scratch_rows(tensor)
-            self.do_allgather(rows, tensor)
-            out.copy_(self.reduce_parts(rows, op))
-            return
-        pieces = parts(tensor.numel(), self.world_size)
-        flat, (begin, end) = out.view(-1), pieces[self.rank]
-        flat[begin:end] = self._reduced_part(tensor.view(-1), pieces, op)
-        self.exchange(flat, lambda _: (begin, end), flat, pieces.__getitem__)
+        self._run(programs.allreduce, tensor, out, op)
 
     def do_reduce(self, out: torch.Tensor | None, tensor: torch.Tensor, dst: int, op: str) -> None:
-        """Small: dst gets all tensors. Large: it gets from every rank the part that this adds."""
-        if is_gathered(self.world_size, tensor.nbytes):
-            rows = self._scratch_rows(tensor)
-            rows[self.rank] = tensor
-            self._gather(rows.view(-1), dst, functools.partial(row, tensor.numel()))
-            if out is not None:
-                out.copy_(self.reduce_parts(rows, op))
-            return
-        pieces = parts(tensor.numel(), self.world_size)
-        flat = tensor.new_empty(tensor.numel()) if out is None else out.view(-1)
-        begin, end = pieces[self.rank]
-        flat[begin:end] = self._reduced_part(tensor.view(-1), pieces, op)
-        self._gather(flat, dst, pieces.__getitem__)
+        self._run(programs.reduce, tensor, tensor if out is None else out, op, dst)
 
     def do_reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
-        pieces = parts(tensor.numel(), self.world_size)
-        out.view(-1).copy_(self._reduced_part(tensor.view(-1), pieces, op))
+        self._run(programs.reduce_scatter, tensor, out, op)
 
     def do_allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
-        out[self.rank] = tensor
-        if self.world_size > MAX_DIRECT and tensor.nbytes <= SMALL_NBYTES:
-            rotated = out.roll(-self.rank, 0)
-            schedule = dissemination(self.rank, self.world_size, tensor.numel())
-            self.run_schedule(schedule, rotated.view(-1), rotated.view(-1))
-            out.copy_(rotated.roll(self.rank, 0))
-        else:
-            of_rank = functools.partial(row, tensor.numel())
-            self.exchange(out, lambda _: of_rank(self.rank), out, of_rank)
+        self._run(programs.allgather, tensor, out)
 
     def do_alltoall(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
-        out[self.rank] = tensor[self.rank]
-        of_rank = functools.partial(row, tensor[0].numel())
-        self.exchange(tensor, of_rank, out, of_rank)
+        self._run(programs.alltoall, tensor, out)
 
     def do_broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        flat = tensor.view(-1)
-        schedule = broadcast(self.rank, self.world_size, src, flat.numel(), tensor.itemsize)
-        self.run_schedule(schedule, flat, flat)
+        self._run(programs.broadcast, tensor, tensor, "", src)
 
     def exchange(
         self,
@@ -115,36 +82,27 @@ class ScheduledCollectives(CollectivesFromP2P):
         recv: Callable[[int], Slice],
     ) -> None:
         """Send source[send(r)] to each other rank r, and receive target[recv(r)] from it."""
-        ranks = range(self.world_size)
-        sizes = [end - begin for of_rank in (send, recv) for begin, end in map(of_rank, ranks)]
-        nbytes = max(sizes) * source.itemsize  # the same on all ranks, also where sizes differ
-        schedule = pairwise(self.rank, self.world_size, send, recv, nbytes)
-        self.run_schedule(schedule, source.view(-1), target.view(-1))
+        step = programs.exchange(self.rank, self.world_size, source.itemsize, send, recv)
+        compiled = self.compile_program(Program((step,)), source.itemsize)
+        self.run_compiled(compiled, source, target)
 
-    def _gather(self, flat: torch.Tensor, dst: int, of_rank: Callable[[int], Slice]) -> None:
-        self.run_schedule(gather(self.rank, self.world_size, dst, of_rank), flat, flat)
-
-    def _reduced_part(self, flat: torch.Tensor, pieces: list[Slice], op: str) -> torch.Tensor:
-        """The reduction of this rank's piece of all ranks' tensors."""
-        begin, end = pieces[self.rank]
-        rows = self._scratch_rows(flat[begin:end])
-        rows[self.rank] = flat[begin:end]
-        self.exchange(flat, pieces.__getitem__, rows, functools.partial(row, end - begin))
-        return self.reduce_parts(rows, op)
-
-    def _scratch_rows(self, like: torch.Tensor) -> torch.Tensor:
-        """[world_size, *like.shape]; kept for the next call unless it is large.
-
-        Pages that are new each time cost as much as filling them.
-        """
-        nbytes = like.nbytes * self.world_size
-        scratch = self._scratch
-        if scratch.numel() < nbytes:
-            with torch.inference_mode(False):  # it may be written outside of that mode later
-                scratch = torch.empty(nbytes, dtype=torch.uint8)
-        if scratch.numel() <= MAX_SCRATCH_BYTES:
-            self._scratch = scratch
-        return scratch[:nbytes].view(like.dtype).view(self.world_size, *like.shape)
+    def _run(
+        self,
+        build: Callable[..., Program],
+        tensor: torch.Tensor,
+        out: torch.Tensor,
+        op: str = "",
+        *root: int,
+    ) -> None:
+        numel, itemsize = tensor.numel(), tensor.itemsize
+        key = (build, numel, itemsize, *root)
+        compiled = self._programs.get(key)
+        if compiled is None:
+            if len(self._programs) == MAX_KEPT_PROGRAMS:
+                self._programs.clear()
+            program = build(self.rank, self.world_size, numel, itemsize, *root)
+            compiled = self._programs[key] = self.compile_program(program, itemsize)
+        self.run_compiled(compiled, tensor, out, op)
 
 
 class SubgroupCollectives(ScheduledCollectives):
@@ -154,13 +112,14 @@ class SubgroupCollectives(ScheduledCollectives):
     """
 
     def __init__(self, network: Network, ranks: Sequence[int]) -> None:
-        self._network, self._ranks = network, ranks
+        self._network, self._ranks, self._programs = network, ranks, {}
         self.rank, self.world_size = ranks.index(network.rank), len(ranks)
 
-    def run_schedule(self, schedule: Schedule, source: torch.Tensor, target: torch.Tensor) -> None:
-        self._network.run_schedule(schedule.renumbered(self._ranks), source, target)
+    def compile_program(self, program: Program, itemsize: int) -> Any:
+        renumbered = program.with_schedules(lambda schedule: schedule.renumbered(self._ranks))
+        return self._network.compile_program(renumbered, itemsize)
 
-
-def row(numel: int, rank: int) -> Slice:
-    """The elements of a rank's row of so many."""
-    return numel * rank, numel * (rank + 1)
+    def run_compiled(
+        self, compiled: Any, tensor: torch.Tensor, out: torch.Tensor, op: str = ""
+    ) -> None:
+        self._network.run_compiled(compiled, tensor, out, op)

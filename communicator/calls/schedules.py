@@ -108,7 +108,7 @@ def dissemination(rank: int, world_size: int, row: int) -> Schedule:
     return Schedule(tuple(rounds))
 
 
-def broadcast(rank: int, world_size: int, src: int, numel: int, itemsize: int) -> Schedule:
+def broadcast_schedule(rank: int, world_size: int, src: int, numel: int, itemsize: int) -> Schedule:
     """A chain of ranks that pass on piece after piece, or a tree where that takes less time."""
     nbytes = numel * itemsize
     hops = max(world_size - 2, 0)

@@ -3,10 +3,9 @@
 from collections import defaultdict, deque
 
 import pytest
-import torch
 
-from communicator.calls import schedules
-from communicator.calls.scheduled_collectives import ScheduledCollectives, row
+from communicator.calls import programs, schedules
+from communicator.calls.programs import Exchange, row
 from communicator.calls.schedules import SMALL_NBYTES, TOKEN_NBYTES, PeerSlice
 
 SIZES = (1, 2, 3, 5, 8, 13, 17)
@@ -74,7 +73,8 @@ def test_broadcast_reaches_every_rank(world_size, numel):
         buffers = [[None] * numel for _ in range(world_size)]
         buffers[src] = list(range(numel))
         by_rank = [
-            schedules.broadcast(rank, world_size, src, numel, 1 << 7) for rank in range(world_size)
+            schedules.broadcast_schedule(rank, world_size, src, numel, 1 << 7)
+            for rank in range(world_size)
         ]
         simulate(by_rank, [(buffer, buffer) for buffer in buffers])
         assert buffers == [list(range(numel))] * world_size
@@ -94,23 +94,12 @@ def test_gather_gives_dst_all_rows(world_size):
         assert buffers[dst] == list(range(world_size))
 
 
-class Recorded(ScheduledCollectives):
-    """Collectives that keep their schedules, and move nothing."""
-
-    def __init__(self, rank, world_size):
-        self.rank, self.world_size, self.schedules = rank, world_size, []
-
-    def run_schedule(self, schedule, source, target):
-        self.schedules.append(schedule)
-
-
 @pytest.mark.parametrize("numel", [schedules.TOKEN_NBYTES * 3 // 4 + k for k in range(-4, 5)])
 def test_ranks_whose_parts_differ_in_size_take_the_same_rounds(numel):
     """Around the size from which a message waits until it is asked for."""
-    ranks = [Recorded(rank, 3) for rank in range(3)]
-    for rank in ranks:
-        rank.do_allreduce(torch.zeros(numel), torch.zeros(numel), "sum")
-    shapes = [[(len(one.rounds), one.window) for one in rank.schedules] for rank in ranks]
+    by_rank = [programs.allreduce(rank, 3, numel, 4) for rank in range(3)]
+    exchanges = [[s for s in one.steps if isinstance(s, Exchange)] for one in by_rank]
+    shapes = [[(len(s.schedule.rounds), s.schedule.window) for s in one] for one in exchanges]
     assert shapes[0] == shapes[1] == shapes[2]
 
 
@@ -118,10 +107,11 @@ def test_a_rank_that_sends_nothing_takes_the_same_rounds():
     def slice_of(rank):
         return (0, 1 << 20) if rank == 0 else (0, 0)
 
-    ranks, big = [Recorded(rank, 3) for rank in range(3)], torch.zeros(1 << 20)
-    for rank in ranks:
-        rank.exchange(big, lambda _, rank=rank: slice_of(rank.rank), big, slice_of)
-    assert len({len(rank.schedules[0].rounds) for rank in ranks}) == 1
+    exchanges = [
+        programs.exchange(rank, 3, 4, lambda _, rank=rank: slice_of(rank), slice_of)
+        for rank in range(3)
+    ]
+    assert len({len(one.schedule.rounds) for one in exchanges}) == 1
 
 
 def test_a_schedule_among_some_ranks_and_without_some():
@@ -136,14 +126,14 @@ def test_a_schedule_among_some_ranks_and_without_some():
 def test_rounds_of_small_calls_grow_with_the_logarithm(world_size):
     log2 = (world_size - 1).bit_length()
     assert len(schedules.dissemination(3, world_size, 1).rounds) == log2
-    assert len(schedules.broadcast(3, world_size, 0, 100, 1).rounds) <= log2
+    assert len(schedules.broadcast_schedule(3, world_size, 0, 100, 1).rounds) <= log2
 
 
 @pytest.mark.parametrize("world_size", [2, 6, 1000])
 def test_the_busiest_link_carries_little_more_than_the_least_bytes(world_size):
     """Of a large broadcast each rank sends each byte once; of an exchange only what others need."""
     numel = 1 << 24
-    broadcast = [schedules.broadcast(rank, world_size, 0, numel, 4) for rank in (0, 1)]
+    broadcast = [schedules.broadcast_schedule(rank, world_size, 0, numel, 4) for rank in (0, 1)]
     sent = [sum(send.numel for sends, _ in one.rounds for send in sends) for one in broadcast]
     assert max(sent) == numel
     pieces = schedules.parts(numel, world_size)

@@ -1,0 +1,211 @@
+"""Programs of collectives over a network: copies, schedules and reductions, for one rank.
+
+program = allreduce(rank, world_size, tensor.numel(), tensor.itemsize)
+
+Pure functions, as schedules are. A sum is never taken on the way: every rank that adds has all
+parts, and adds them in order of rank, so the bits depend neither on the schedule nor on who adds.
+numel and itemsize are those of the call's tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+from communicator.calls.schedules import (
+    MAX_DIRECT,
+    SMALL_NBYTES,
+    Schedule,
+    Slice,
+    broadcast_schedule,
+    dissemination,
+    gather,
+    is_gathered,
+    pairwise,
+    parts,
+)
+
+
+class Buffer(IntEnum):
+    """A flat tensor: that of the call, its result, and room for rows of the ranks."""
+
+    TENSOR = 0
+    OUT = 1
+    SCRATCH = 2
+
+
+class Copy(NamedTuple):
+    """Elements begin to end of source, into target from element `to` on."""
+
+    source: Buffer
+    begin: int
+    end: int
+    target: Buffer
+    to: int
+
+
+class Exchange(NamedTuple):
+    """A schedule, which sends from source and receives into target."""
+
+    schedule: Schedule
+    source: Buffer
+    target: Buffer
+
+
+class Reduce(NamedTuple):
+    """num_rows rows of SCRATCH, reduced in order of rank into target from element `to` on.
+
+    first: the row of rank 0; after the last row follows row 0.
+    """
+
+    num_rows: int
+    numel: int
+    target: Buffer
+    to: int
+    first: int = 0
+
+
+Step = Copy | Exchange | Reduce
+
+
+class Program(NamedTuple):
+    """Steps, one after another. scratch_numel: the elements of SCRATCH."""
+
+    steps: tuple[Step, ...]
+    scratch_numel: int = 0
+
+    def with_schedules(self, change: Callable[[Schedule], Schedule]) -> Program:
+        """A copy whose schedules are changed."""
+        steps = (
+            step._replace(schedule=change(step.schedule)) if isinstance(step, Exchange) else step
+            for step in self.steps
+        )
+        return self._replace(steps=tuple(steps))
+
+
+def exchange(
+    rank: int,
+    world_size: int,
+    itemsize: int,
+    send: Callable[[int], Slice],
+    recv: Callable[[int], Slice],
+    source: Buffer = Buffer.TENSOR,
+    target: Buffer = Buffer.OUT,
+) -> Exchange:
+    """Send source[send(r)] to each other rank r, and receive target[recv(r)] from it."""
+    ranks = range(world_size)
+    sizes = [end - begin for of_rank in (send, recv) for begin, end in map(of_rank, ranks)]
+    nbytes = max(sizes) * itemsize  # the same on all ranks, also where sizes differ
+    return Exchange(pairwise(rank, world_size, send, recv, nbytes), source, target)
+
+
+def allreduce(rank: int, world_size: int, numel: int, itemsize: int) -> Program:
+    """Small: every rank gets all tensors. Large: every rank adds a part, and all get it."""
+    if is_gathered(world_size, numel * itemsize):
+        steps, first = _gather_rows(rank, world_size, numel, itemsize)
+        total = Reduce(world_size, numel, Buffer.OUT, 0, first)
+        return Program((*steps, total), world_size * numel)
+    pieces = parts(numel, world_size)
+    begin, end = own = pieces[rank]
+    share = exchange(
+        rank, world_size, itemsize, lambda _: own, pieces.__getitem__, Buffer.OUT, Buffer.OUT
+    )
+    steps = _reduce_piece(rank, pieces, itemsize, Buffer.OUT, begin)
+    return Program((*steps, share), world_size * (end - begin))
+
+
+def reduce(rank: int, world_size: int, numel: int, itemsize: int, dst: int) -> Program:
+    """Small: dst gets all tensors. Large: it gets from every rank the part that this adds."""
+    if is_gathered(world_size, numel * itemsize):
+        if rank != dst:
+            send = gather(rank, world_size, dst, lambda _: (0, numel))
+            return Program((Exchange(send, Buffer.TENSOR, Buffer.OUT),))
+        rows = functools.partial(row, numel)
+        steps = (
+            Copy(Buffer.TENSOR, 0, numel, Buffer.SCRATCH, rows(rank)[0]),
+            Exchange(gather(rank, world_size, dst, rows), Buffer.SCRATCH, Buffer.SCRATCH),
+            Reduce(world_size, numel, Buffer.OUT, 0),
+        )
+        return Program(steps, world_size * numel)
+    pieces = parts(numel, world_size)
+    begin, end = pieces[rank]
+    own = row(end - begin, rank)  # where a rank that has no result adds its part
+    place, target = (begin, Buffer.OUT) if rank == dst else (own[0], Buffer.SCRATCH)
+    of_rank = pieces.__getitem__ if rank == dst else lambda _: own
+    collect = Exchange(gather(rank, world_size, dst, of_rank), target, target)
+    added = _reduce_piece(rank, pieces, itemsize, target, place)
+    return Program((*added, collect), world_size * (end - begin))
+
+
+def reduce_scatter(rank: int, world_size: int, numel: int, itemsize: int) -> Program:
+    pieces = parts(numel, world_size)
+    return Program(_reduce_piece(rank, pieces, itemsize, Buffer.OUT, 0), numel)
+
+
+def allgather(rank: int, world_size: int, numel: int, itemsize: int) -> Program:
+    rows = functools.partial(row, numel)
+    begin, end = rows(rank)
+    if _is_disseminated(world_size, numel * itemsize):
+        steps, _ = _gather_rows(rank, world_size, numel, itemsize)
+        whole = world_size * numel
+        to_end = Copy(Buffer.SCRATCH, 0, whole - begin, Buffer.OUT, begin)
+        from_begin = Copy(Buffer.SCRATCH, whole - begin, whole, Buffer.OUT, 0)
+        return Program((*steps, to_end, from_begin), whole)
+    share = exchange(
+        rank, world_size, itemsize, lambda _: (begin, end), rows, Buffer.OUT, Buffer.OUT
+    )
+    return Program((Copy(Buffer.TENSOR, 0, numel, Buffer.OUT, begin), share))
+
+
+def alltoall(rank: int, world_size: int, numel: int, itemsize: int) -> Program:
+    rows = functools.partial(row, numel // world_size)
+    begin, end = rows(rank)
+    own = Copy(Buffer.TENSOR, begin, end, Buffer.OUT, begin)
+    return Program((own, exchange(rank, world_size, itemsize, rows, rows)))
+
+
+def broadcast(rank: int, world_size: int, numel: int, itemsize: int, src: int) -> Program:
+    schedule = broadcast_schedule(rank, world_size, src, numel, itemsize)
+    return Program((Exchange(schedule, Buffer.TENSOR, Buffer.TENSOR),))
+
+
+def _is_disseminated(world_size: int, nbytes: int) -> bool:
+    return world_size > MAX_DIRECT and nbytes <= SMALL_NBYTES
+
+
+def _gather_rows(
+    rank: int, world_size: int, numel: int, itemsize: int
+) -> tuple[Sequence[Step], int]:
+    """All ranks' tensors as the rows of SCRATCH, and the row of rank 0."""
+    if _is_disseminated(world_size, numel * itemsize):
+        own = Copy(Buffer.TENSOR, 0, numel, Buffer.SCRATCH, 0)
+        schedule = dissemination(rank, world_size, numel)
+        return (own, Exchange(schedule, Buffer.SCRATCH, Buffer.SCRATCH)), -rank % world_size
+    rows = functools.partial(row, numel)
+    own = Copy(Buffer.TENSOR, 0, numel, Buffer.SCRATCH, rows(rank)[0])
+    return (
+        own,
+        exchange(
+            rank, world_size, itemsize, lambda _: (0, numel), rows, Buffer.TENSOR, Buffer.SCRATCH
+        ),
+    ), 0
+
+
+def _reduce_piece(
+    rank: int, pieces: list[Slice], itemsize: int, target: Buffer, to: int
+) -> tuple[Step, ...]:
+    """This rank's piece of all ranks' tensors, as rows of SCRATCH, reduced into target."""
+    begin, end = pieces[rank]
+    rows = functools.partial(row, end - begin)
+    return (
+        Copy(Buffer.TENSOR, begin, end, Buffer.SCRATCH, rows(rank)[0]),
+        exchange(rank, len(pieces), itemsize, pieces.__getitem__, rows, target=Buffer.SCRATCH),
+        Reduce(len(pieces), end - begin, target, to),
+    )
+
+
+def row(numel: int, rank: int) -> Slice:
+    """The elements of a rank's row of so many."""
+    return numel * rank, numel * (rank + 1)

@@ -1,0 +1,140 @@
+#include "tcp/connection.h"
+
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+namespace tcp {
+namespace {
+
+constexpr size_t header_nbytes = 12;
+constexpr size_t longest_text = 4096;
+constexpr size_t buffer_nbytes = 64 << 10;  // bytes that have arrived before they are asked for
+
+struct Header {
+    uint64_t nbytes;
+    uint32_t text_nbytes;
+};
+
+void pack(Header header, char* data) {
+    std::memcpy(data, &header.nbytes, sizeof header.nbytes);
+    std::memcpy(data + sizeof header.nbytes, &header.text_nbytes, sizeof header.text_nbytes);
+}
+
+Header unpack(const char* data) {
+    Header header;
+    std::memcpy(&header.nbytes, data, sizeof header.nbytes);
+    std::memcpy(&header.text_nbytes, data + sizeof header.nbytes, sizeof header.text_nbytes);
+    return header;
+}
+
+// The parts of a message that are left after so many bytes.
+int remaining_parts(iovec* parts, int count, uint64_t done) {
+    int first = 0;
+    while (first < count && done >= parts[first].iov_len) done -= parts[first++].iov_len;
+    std::copy(parts + first, parts + count, parts);
+    if (first == count) return 0;
+    parts[0].iov_base = static_cast<char*>(parts[0].iov_base) + done;
+    parts[0].iov_len -= done;
+    return count - first;
+}
+
+}  // namespace
+
+void Connection::send(Transfer& message) {
+    char header[header_nbytes];
+    pack({message.nbytes, static_cast<uint32_t>(message.text.size())}, header);
+    uint64_t total = header_nbytes + message.text.size() + message.nbytes;
+    iovec parts[3] = {{header, header_nbytes},
+                      {const_cast<char*>(message.text.data()), message.text.size()},
+                      {message.data, message.nbytes}};
+    msghdr packet = {};
+    packet.msg_iov = parts;
+    packet.msg_iovlen = static_cast<size_t>(remaining_parts(parts, 3, message.done));
+    ssize_t count = sendmsg(fd, &packet, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (count < 0 && errno != EAGAIN && errno != EINTR) throw Ended{peer_, 0, errno, ""};
+    message.done += static_cast<uint64_t>(std::max<ssize_t>(count, 0));
+    message.is_finished = message.done == total;
+    message.must_wait = !message.is_finished;
+    is_sending_ = message.done > 0 && !message.is_finished;
+}
+
+void Connection::receive(Transfer& message, std::string* mismatch) {
+    if (!message.has_header && !read_header(message, mismatch)) {
+        message.must_wait = true;
+        return;
+    }
+    message.done += take_buffered(message);
+    while (message.done < message.nbytes) {
+        char* data = message.is_mismatch ? buffer_.get() : message.data + message.done;
+        size_t room = message.nbytes - message.done;
+        if (message.is_mismatch) room = std::min(room, buffer_nbytes);
+        ssize_t count = read(data, room);
+        message.done += static_cast<uint64_t>(std::max<ssize_t>(count, 0));
+        message.must_wait = count < static_cast<ssize_t>(room);
+        if (message.must_wait) break;
+    }
+    message.is_finished = message.done == message.nbytes;
+}
+
+bool Connection::read_header(Transfer& message, std::string* mismatch) {
+    while (end_ - begin_ < header_nbytes)
+        if (!fill_buffer()) return false;
+    Header header = unpack(buffer_.get() + begin_);
+    if (header.text_nbytes > longest_text)
+        throw Ended{peer_, 0, 0,
+                    "a header announces a text of " + std::to_string(header.text_nbytes) +
+                        " bytes, more than " + std::to_string(longest_text)};
+    while (end_ - begin_ < header_nbytes + header.text_nbytes)
+        if (!fill_buffer()) return false;
+    std::string_view text(buffer_.get() + begin_ + header_nbytes, header.text_nbytes);
+    if (header.nbytes >= first_notice) throw Ended{peer_, header.nbytes, 0, std::string(text)};
+    message.has_header = true;
+    message.is_mismatch = header.nbytes != message.nbytes || text != message.text;
+    if (message.is_mismatch) *mismatch = text;
+    message.nbytes = header.nbytes;
+    begin_ += header_nbytes + text.size();
+    return true;
+}
+
+// Reads what has arrived behind what is in the buffer; whether anything had.
+bool Connection::fill_buffer() {
+    if (!buffer_) buffer_.reset(new char[buffer_nbytes]);
+    std::memmove(buffer_.get(), buffer_.get() + begin_, end_ - begin_);
+    end_ -= begin_;
+    begin_ = 0;
+    ssize_t count = read(buffer_.get() + end_, buffer_nbytes - end_);
+    end_ += static_cast<size_t>(std::max<ssize_t>(count, 0));
+    return count > 0;
+}
+
+size_t Connection::take_buffered(Transfer& message) {
+    size_t count = std::min<uint64_t>(message.nbytes - message.done, end_ - begin_);
+    if (!message.is_mismatch && count > 0)
+        std::memcpy(message.data + message.done, buffer_.get() + begin_, count);
+    begin_ += count;
+    return count;
+}
+
+// -1 if nothing has arrived.
+ssize_t Connection::read(char* data, size_t nbytes) {
+    ssize_t count = recv(fd, data, nbytes, MSG_DONTWAIT);
+    if (count < 0 && errno != EAGAIN && errno != EINTR) throw Ended{peer_, 0, errno, ""};
+    if (count == 0) throw Ended{peer_, 0, 0, "it closed the connection"};
+    return count;
+}
+
+void Connection::announce_end(uint64_t notice, std::string_view text) {
+    Transfer message{true, peer_, nullptr, 0, text.substr(0, longest_text)};
+    char packet[header_nbytes + longest_text];
+    pack({notice, static_cast<uint32_t>(message.text.size())}, packet);
+    std::memcpy(packet + header_nbytes, message.text.data(), message.text.size());
+    if (!is_sending_)
+        (void)!::send(fd, packet, header_nbytes + message.text.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+    shutdown(fd, SHUT_RDWR);  // wakes a thread that waits here, too
+}
+
+}  // namespace tcp
