@@ -1,10 +1,16 @@
 from collections.abc import Callable, Sequence
+from types import NotImplementedType
+
+import torch
+
+Check = Callable[[Sequence[int], float], None]
+Dropped = tuple[int, int, bytes]
 
 class ConnectionEnded(Exception):
     """args: the peer, its notice or 0, an errno or 0, and a text."""
 
 class Engine:
-    def __init__(self, fds: Sequence[int], poll_s: float, /) -> None: ...
+    def __init__(self, rank: int, fds: Sequence[int], poll_s: float, /) -> None: ...
     def run(
         self,
         steps: bytes,
@@ -13,9 +19,21 @@ class Engine:
         scratch_nbytes: int,
         dtype: int,
         op: int,
-        check: Callable[[Sequence[int], float], None],
+        check: Check,
         /,
-    ) -> tuple[int, int, bytes] | None: ...
+    ) -> Dropped | None: ...
+    def remember(
+        self, tensor: torch.Tensor, op: object, steps: bytes, text: bytes, scratch_nbytes: int, /
+    ) -> None: ...
+    def allreduce(
+        self, tensor: torch.Tensor, op: object, out: torch.Tensor | None, check: Check, /
+    ) -> Dropped | NotImplementedType | None: ...
+    def send(
+        self, tensor: torch.Tensor, dst: int, check: Check, /
+    ) -> Dropped | NotImplementedType | None: ...
+    def recv(
+        self, tensor: torch.Tensor, src: int, check: Check, /
+    ) -> Dropped | NotImplementedType | None: ...
     def announce_end(self, notice: int, text: bytes, /) -> None: ...
     def shut_down(self) -> None: ...
     def close(self) -> None: ...

@@ -18,9 +18,9 @@ from communicator.base import Capabilities, Communicator
 from communicator.calls import call_check
 from communicator.calls.async_work import AsyncWork, WorkQueue
 from communicator.calls.default_collectives import P2PCall
-from communicator.calls.dtypes import OPS, dtype_info
+from communicator.calls.dtypes import OPS, Op, dtype_info, op_name
 from communicator.calls.failures import describe_late, describe_lost
-from communicator.calls.programs import Copy, Exchange, Program
+from communicator.calls.programs import Copy, Exchange, Program, allreduce
 from communicator.calls.scheduled_collectives import ScheduledCollectives
 from communicator.errors import CommunicatorError, CommunicatorTimeout, DrumlineError, PeerLost
 from coordinator import Coordinator, CoordinatorError, FailureReason, RankFailure, link_state
@@ -34,6 +34,10 @@ END_NOTICE, CLOSE_NOTICE = 2**64 - 1, 2**64 - 2
 DIRECTION = {"send": "send to rank", "recv": "recv from rank"}
 
 CHECK_LINK = "Check the link between the hosts, and start all ranks again."
+
+
+Dropped = tuple[int, int, bytes]
+"""A message that was not what was expected: its sender, the number of its buffer, and its text."""
 
 
 class ConnectionLost(Exception):
@@ -78,7 +82,7 @@ class Tcp(ScheduledCollectives, Communicator):
             configure(link)
         self._fds = {rank: link.detach() for rank, link in links.items()}
         fds = [self._fds.get(rank, -1) for rank in range(self.world_size)]
-        self._engine = Engine(fds, timings.TIMINGS.liveness_poll_s)
+        self._engine = Engine(self.rank, fds, timings.TIMINGS.liveness_poll_s)
 
     def do_close(self) -> None:
         self._announce_end(f"rank {self.rank} closed its communicator", CLOSE_NOTICE)
@@ -95,6 +99,53 @@ class Tcp(ScheduledCollectives, Communicator):
         self.collective = "comparison"
         super()._check_same_call(call, tensor, details)
         self.collective = call_check.describe_call(call, tensor, details)
+
+    # The engine does these alone, or nothing: then they go the way of all calls.
+
+    def allreduce(
+        self, tensor: torch.Tensor, op: Op = "sum", *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if self._ended_by is None:
+            try:
+                dropped = self._engine.allreduce(tensor, op, out, self._check_wait)
+            except BaseException as error:
+                self._fail(error, self._describe_allreduce(tensor, op))
+            if dropped is None:
+                return tensor if out is None else out
+            if dropped is not NotImplemented:
+                self._fail_mismatch(dropped, self._describe_allreduce(tensor, op))
+        result = super().allreduce(tensor, op, out=out)
+        if self._num_compared >= self.capabilities.checked_calls and self.world_size > 1:
+            steps, scratch_nbytes = self._programs[allreduce, tensor.numel(), tensor.itemsize]
+            self._engine.remember(tensor, op, steps, self.collective.encode(), scratch_nbytes)
+        return result
+
+    def _describe_allreduce(self, tensor: torch.Tensor, op: Op) -> str:
+        return call_check.describe_call("allreduce", tensor, op_name(op))
+
+    def send(self, tensor: torch.Tensor, dst: int) -> None:
+        if self._pending is None and self._ended_by is None:
+            self._note_peer(dst)
+            try:
+                dropped = self._engine.send(tensor, dst, self._check_wait)
+            except BaseException as error:
+                self._fail(error, f"{DIRECTION['send']} {dst}")
+            if dropped is None:
+                return
+        super().send(tensor, dst)
+
+    def recv(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
+        if self._pending is None and self._ended_by is None:
+            self._note_peer(src)
+            try:
+                dropped = self._engine.recv(tensor, src, self._check_wait)
+            except BaseException as error:
+                self._fail(error, f"{DIRECTION['recv']} {src}")
+            if dropped is None:
+                return tensor
+            if dropped is not NotImplemented:
+                self._raise_dropped(dropped, call_check.describe_tensor(tensor))
+        return super().recv(tensor, src)
 
     def do_send(self, tensor: torch.Tensor, dst: int) -> None:
         self._move("send", tensor, dst)
@@ -117,12 +168,15 @@ class Tcp(ScheduledCollectives, Communicator):
         texts = [call_check.describe_tensor(tensor) for _, tensor, _ in calls]
         addresses = [tensor.data_ptr() for _, tensor, _ in calls]
         if dropped := self._run_steps(steps, addresses, texts, call):
-            peer, number, sent = dropped
-            raise CommunicatorError(
-                f"rank {self.rank}: a message from rank {peer} is {sent.decode()}, but was to be "
-                f"received as {texts[number]}. It was dropped, and the tensor left as it was. "
-                "Receive into a tensor of the shape and dtype that is sent."
-            )
+            self._raise_dropped(dropped, texts[dropped[1]])
+
+    def _raise_dropped(self, dropped: Dropped, expected: str) -> NoReturn:
+        peer, _, sent = dropped
+        raise CommunicatorError(
+            f"rank {self.rank}: a message from rank {peer} is {sent.decode()}, but was to be "
+            f"received as {expected}. It was dropped, and the tensor left as it was. "
+            "Receive into a tensor of the shape and dtype that is sent."
+        )
 
     def start_group(self, calls: list[P2PCall]) -> AsyncWork | None:
         """Start sends and receives, which progress by themselves until finish_group."""
@@ -145,14 +199,17 @@ class Tcp(ScheduledCollectives, Communicator):
         addresses, call = (tensor.data_ptr(), out.data_ptr()), self.collective
         numbers = _numbers(tensor.dtype, op) if op else (0, 0)
         if dropped := self._run_steps(steps, addresses, [call], call, scratch_nbytes, *numbers):
-            peer, _, sent = dropped
-            problem = MessageMismatch(
-                f"rank {self.rank}: the ranks disagree: this rank asked for {call}, and rank "
-                f"{peer} for {sent.decode()}. They are desynchronised, so this communicator cannot "
-                "be used again. Let every rank make the same calls in the same order, with the "
-                "same shape, dtype and op, and start all again."
-            )
-            self._fail(problem, call)
+            self._fail_mismatch(dropped, call)
+
+    def _fail_mismatch(self, dropped: Dropped, call: str) -> NoReturn:
+        peer, _, sent = dropped
+        problem = (
+            f"rank {self.rank}: the ranks disagree: this rank asked for {call}, and rank {peer} "
+            f"for {sent.decode()}. They are desynchronised, so this communicator cannot be used "
+            "again. Let every rank make the same calls in the same order, with the same shape, "
+            "dtype and op, and start all again."
+        )
+        self._fail(MessageMismatch(problem), call)
 
     def _run_steps(
         self,
@@ -163,7 +220,7 @@ class Tcp(ScheduledCollectives, Communicator):
         scratch_nbytes: int = 0,
         dtype: int = 0,
         op: int = 0,
-    ) -> tuple[int, int, bytes] | None:
+    ) -> Dropped | None:
         """Run packed steps; the peer, buffer and text of a message that was dropped."""
         if self._ended_by is not None:
             raise self._ended_by
@@ -172,8 +229,6 @@ class Tcp(ScheduledCollectives, Communicator):
             return self._engine.run(
                 steps, addresses, encoded, scratch_nbytes, dtype, op, self._check_wait
             )
-        except ConnectionEnded as ended:
-            self._fail(self._connection_lost(*ended.args), call)
         except BaseException as error:
             self._fail(error, call)
 
@@ -212,6 +267,8 @@ class Tcp(ScheduledCollectives, Communicator):
     # A failure within a call desynchronises the ranks, so it ends the communicator.
 
     def _fail(self, error: BaseException, call: str) -> NoReturn:
+        if isinstance(error, ConnectionEnded):
+            error = self._connection_lost(*error.args)
         self._ended_by = self._ended_by or self._error_for(error, call)
         self._announce_end(str(self._ended_by))
         if isinstance(error, Exception):

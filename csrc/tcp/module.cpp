@@ -5,8 +5,11 @@
 #include <unistd.h>
 
 #include <new>
+#include <unordered_map>
 
+#include "python/convert/arguments.h"
 #include "python/convert/python_object.h"
+#include "python/convert/tensor.h"
 #include "tcp/engine.h"
 
 namespace {
@@ -17,9 +20,20 @@ using tcp::Mismatch;
 
 PyObject* ended_error;
 
+// A call as Python has made it before, which can be repeated without Python.
+struct KnownCall {
+    std::string steps, text;
+    size_t scratch_nbytes;
+    comm_dtype dtype;
+    comm_op op;
+};
+
 struct Object {
     PyObject_HEAD Engine* engine;
     std::vector<int>* fds;
+    std::unordered_map<std::string, KnownCall>* known;  // by op, dtype and shape
+    PlainTensorCache plain_tensors;
+    CallSite site;
     int num_calls;  // in progress, on any thread
     bool is_closed;
 };
@@ -117,20 +131,8 @@ bool run_unlocked(Engine* engine, Call& call, PyObject* check, Mismatch* mismatc
     return !has_raised;
 }
 
-PyObject* engine_run(PyObject* object, PyObject* args) {
-    Object* self = self_of(object);
-    PyObject *steps, *addresses, *texts, *check;
-    unsigned long long scratch_nbytes;
-    Call call = {};
-    if (!PyArg_ParseTuple(args, "OOOKiiO", &steps, &addresses, &texts, &scratch_nbytes, &call.dtype,
-                          &call.op, &check) ||
-        !read_call(steps, addresses, texts, &call))
-        return nullptr;
-    if (self->is_closed) {
-        PyErr_SetString(PyExc_RuntimeError, "the connections are closed");
-        return nullptr;
-    }
-    call.scratch_nbytes = scratch_nbytes;
+// None, or what was dropped: (peer, buffer, text).
+PyObject* run_call(Object* self, Call& call, PyObject* check) {
     Mismatch mismatch;
     ++self->num_calls;
     bool is_done = run_unlocked(self->engine, call, check, &mismatch);
@@ -139,6 +141,113 @@ PyObject* engine_run(PyObject* object, PyObject* args) {
     if (mismatch.peer < 0) return new_reference(Py_None);
     return Py_BuildValue("iiy#", mismatch.peer, mismatch.buffer, mismatch.text.data(),
                          static_cast<Py_ssize_t>(mismatch.text.size()));
+}
+
+PyObject* engine_run(PyObject* object, PyObject* args) {
+    PyObject *steps, *addresses, *texts, *check;
+    unsigned long long scratch_nbytes;
+    Call call = {};
+    if (!PyArg_ParseTuple(args, "OOOKiiO", &steps, &addresses, &texts, &scratch_nbytes, &call.dtype,
+                          &call.op, &check) ||
+        !read_call(steps, addresses, texts, &call))
+        return nullptr;
+    if (self_of(object)->is_closed) {
+        PyErr_SetString(PyExc_RuntimeError, "the connections are closed");
+        return nullptr;
+    }
+    call.scratch_nbytes = scratch_nbytes;
+    return run_call(self_of(object), call, check);
+}
+
+// ---- the calls whose latency matters: what cannot be done here is left to Python ----
+
+PyObject* left_to_python() {
+    PyErr_Clear();
+    return new_reference(Py_NotImplemented);
+}
+
+std::string key_of(const TensorView& view, comm_op op) {
+    int32_t numbers[] = {op, view.dtype, view.ndim};
+    std::string key(reinterpret_cast<const char*>(numbers), sizeof numbers);
+    return key.append(reinterpret_cast<const char*>(view.shape), view.ndim * sizeof *view.shape);
+}
+
+PyObject* engine_remember(PyObject* object, PyObject* args) {
+    Object* self = self_of(object);
+    PyObject *tensor, *op_name;
+    const char *steps, *text;
+    Py_ssize_t steps_nbytes, text_nbytes;
+    unsigned long long scratch_nbytes;
+    TensorView view;
+    comm_op op;
+    if (!PyArg_ParseTuple(args, "OOy#y#K", &tensor, &op_name, &steps, &steps_nbytes, &text,
+                          &text_nbytes, &scratch_nbytes))
+        return nullptr;
+    if (read_tensor(self->site, tensor, &view) < 0 ||
+        read_op(self->site, op_name, view.dtype, &op) < 0)
+        return left_to_python();
+    constexpr size_t max_known = 256;
+    if (self->known->size() >= max_known) self->known->clear();
+    (*self->known)[key_of(view, op)] = {{steps, static_cast<size_t>(steps_nbytes)},
+                                        {text, static_cast<size_t>(text_nbytes)},
+                                        scratch_nbytes,
+                                        view.dtype,
+                                        op};
+    return new_reference(Py_None);
+}
+
+PyObject* engine_allreduce(PyObject* object, PyObject* const* args, Py_ssize_t) {
+    Object* self = self_of(object);
+    TensorView from, to;
+    comm_op op;
+    if (self->is_closed || read_tensor(self->site, args[0], &from) < 0 ||
+        read_op(self->site, args[1], from.dtype, &op) < 0)
+        return left_to_python();
+    to = from;
+    if (args[2] != Py_None &&
+        (read_tensor(self->site, args[2], &to) < 0 || check_shape(self->site, to, from, 0, 0) < 0 ||
+         check_overlap(self->site, from, to, true) < 0))
+        return left_to_python();
+    auto found = self->known->find(key_of(from, op));
+    if (found == self->known->end()) return left_to_python();
+    KnownCall known = found->second;  // a copy: others may be remembered meanwhile
+    Call call = {reinterpret_cast<const tcp::Step*>(known.steps.data()),
+                 known.steps.size() / sizeof(tcp::Step),
+                 {from.data, to.data},
+                 {known.text},
+                 known.scratch_nbytes,
+                 known.dtype,
+                 known.op};
+    return run_call(self, call, args[3]);
+}
+
+// As call_check.describe_tensor: "(2, 3) float32".
+std::string describe_tensor(const TensorView& view) {
+    std::string text = "(";
+    for (int32_t dim = 0; dim < view.ndim; ++dim)
+        text += (dim > 0 ? ", " : "") + std::to_string(view.shape[dim]);
+    return text + (view.ndim == 1 ? ",) " : ") ") + shm::name_of_dtype(view.dtype);
+}
+
+PyObject* move_tensor(PyObject* object, PyObject* const* args, tcp::Kind kind) {
+    Object* self = self_of(object);
+    TensorView view;
+    int32_t peer;
+    if (self->is_closed || read_tensor(self->site, args[0], &view) < 0 ||
+        read_peer(self->site, args[1], "", &peer) < 0 || peer == self->site.rank)
+        return left_to_python();
+    tcp::Step step = {kind, peer, 0, 0, 0, 0, view.nbytes()};
+    std::string text = describe_tensor(view);
+    Call call = {&step, 1, {view.data}, {text}, 0, 0, 0};
+    return run_call(self, call, args[2]);
+}
+
+PyObject* engine_send(PyObject* object, PyObject* const* args, Py_ssize_t) {
+    return move_tensor(object, args, tcp::Kind::send);
+}
+
+PyObject* engine_recv(PyObject* object, PyObject* const* args, Py_ssize_t) {
+    return move_tensor(object, args, tcp::Kind::recv);
 }
 
 PyObject* engine_announce_end(PyObject* object, PyObject* args) {
@@ -167,23 +276,30 @@ PyObject* engine_close(PyObject* object, PyObject*) {
 void engine_dealloc(PyObject* object) {
     Object* self = self_of(object);
     if (self->fds != nullptr) close_descriptors(self);
+    for (PyObject* reference : self->plain_tensors.references) Py_XDECREF(reference);
     delete self->engine;
     delete self->fds;
+    delete self->known;
     free_object(object);
 }
 
 PyObject* engine_new(PyTypeObject* type, PyObject* args, PyObject*) {
     PyObject* numbers;
+    int rank;
     double poll_s;
     std::vector<int> fds;
-    if (!PyArg_ParseTuple(args, "Od", &numbers, &poll_s) ||
+    if (!PyArg_ParseTuple(args, "iOd", &rank, &numbers, &poll_s) ||
         !read_items(numbers,
                     [&](PyObject* item) { fds.push_back(static_cast<int>(PyLong_AsLong(item))); }))
         return nullptr;
     PyObject* object = PyType_GenericAlloc(type, 0);
     if (object == nullptr) return nullptr;
-    self_of(object)->engine = new Engine(fds, static_cast<int64_t>(poll_s * 1e9));
-    self_of(object)->fds = new std::vector<int>(fds);
+    Object* self = self_of(object);
+    self->engine = new Engine(fds, static_cast<int64_t>(poll_s * 1e9));
+    self->fds = new std::vector<int>(fds);
+    self->known = new std::unordered_map<std::string, KnownCall>;
+    self->site = {"", rank,  static_cast<int32_t>(fds.size()), COMM_CPU,
+                  -1, false, &self->plain_tensors};
     return object;
 }
 
@@ -192,6 +308,13 @@ PyMethodDef engine_methods[] = {
      "run(steps, addresses, texts, scratch_nbytes, dtype, op, check)\n"
      "-> None, or the (peer, buffer, text) of a message that was dropped. Raises ConnectionEnded,\n"
      "and what check(idle_peers, waited_s) raises."},
+    {"remember", engine_remember, METH_VARARGS,
+     "remember(tensor, op, steps, text, scratch_nbytes): how to allreduce such a tensor"},
+    {"allreduce", as_method(engine_allreduce), METH_FASTCALL,
+     "allreduce(tensor, op, out, check) -> as run(), or NotImplemented, with nothing done, for\n"
+     "what is not remembered or is wrong"},
+    {"send", as_method(engine_send), METH_FASTCALL, "send(tensor, dst, check) -> as allreduce()"},
+    {"recv", as_method(engine_recv), METH_FASTCALL, "recv(tensor, src, check) -> as allreduce()"},
     {"announce_end", engine_announce_end, METH_VARARGS,
      "announce_end(notice, text) tells the peers why nothing follows"},
     {"shut_down", engine_shut_down, METH_NOARGS, "End calls here and on the peers; any thread."},
@@ -223,7 +346,7 @@ PyMODINIT_FUNC PyInit__tcp(void) {
     ended_error =
         PyErr_NewException("communicator.backends._tcp.ConnectionEnded", nullptr, nullptr);
     PyObject* type = PyType_FromSpec(&engine_spec);
-    if (ended_error == nullptr || type == nullptr) return nullptr;
+    if (ended_error == nullptr || type == nullptr || load_torch_types() < 0) return nullptr;
     Py_INCREF(ended_error);
     PyModule_AddObject(module, "ConnectionEnded", ended_error);
     PyModule_AddObject(module, "Engine", type);
