@@ -16,7 +16,7 @@ import torch
 from communicator.base import Capabilities, Communicator
 from communicator.calls import call_check
 from communicator.calls.default_collectives import P2PCall
-from communicator.calls.programs import Copy, Exchange, Program
+from communicator.calls.programs import CollectiveProgram, Copy, Transfers
 from communicator.errors import CommunicatorError
 
 DESCRIPTION = "description"  # in the tag, in place of a shape and dtype
@@ -61,11 +61,11 @@ class TaggedP2PCommunicator(Communicator):
     def do_group(self, calls: list[P2PCall]) -> None:
         self.finish_group(self.start_group(calls))
 
-    def compile_program(self, program: Program, itemsize: int) -> Program:
+    def compile_program(self, program: CollectiveProgram, itemsize: int) -> CollectiveProgram:
         return program
 
     def run_compiled(
-        self, compiled: Program, tensor: torch.Tensor, out: torch.Tensor, op: str = ""
+        self, compiled: CollectiveProgram, tensor: torch.Tensor, out: torch.Tensor, op: str = ""
     ) -> None:
         """Run a program, whose reductions are no averages."""
         scratch = tensor.new_empty(compiled.scratch_numel)
@@ -75,14 +75,14 @@ class TaggedP2PCommunicator(Communicator):
                 numel = step.end - step.begin
                 piece = buffers[step.source][step.begin : step.end]
                 buffers[step.target][step.to : step.to + numel] = piece
-            elif isinstance(step, Exchange):
+            elif isinstance(step, Transfers):
                 self._exchange(step, buffers[step.source], buffers[step.target])
             else:
                 rows = scratch[: step.num_rows * step.numel].view(step.num_rows, step.numel)
                 total = self.reduce_parts(rows.roll(-step.first, 0), op)
                 buffers[step.target][step.to : step.to + step.numel] = total
 
-    def _exchange(self, step: Exchange, source: torch.Tensor, target: torch.Tensor) -> None:
+    def _exchange(self, step: Transfers, source: torch.Tensor, target: torch.Tensor) -> None:
         for sends, recvs in step.schedule.rounds:
             self.do_group(
                 [("send", source[begin:end], peer) for peer, begin, end in sends]

@@ -20,7 +20,7 @@ from communicator.calls.async_work import AsyncWork, WorkQueue
 from communicator.calls.default_collectives import P2PCall
 from communicator.calls.dtypes import OPS, Op, dtype_info, op_name
 from communicator.calls.failures import describe_late, describe_lost
-from communicator.calls.programs import Copy, Exchange, Program, allreduce
+from communicator.calls.programs import CollectiveProgram, Copy, Transfers, allreduce
 from communicator.calls.scheduled_collectives import ScheduledCollectives
 from communicator.errors import CommunicatorError, CommunicatorTimeout, DrumlineError, PeerLost
 from coordinator import Coordinator, CoordinatorError, FailureReason, RankFailure, link_state
@@ -187,7 +187,7 @@ class Tcp(ScheduledCollectives, Communicator):
         if pending is not None:
             pending.wait()
 
-    def compile_program(self, program: Program, itemsize: int) -> tuple[bytes, int]:
+    def compile_program(self, program: CollectiveProgram, itemsize: int) -> tuple[bytes, int]:
         """The steps as csrc/tcp/engine.h has them, and the bytes of SCRATCH."""
         steps = b"".join(STEP.pack(*step) for step in _packed_steps(program, itemsize))
         return steps, program.scratch_numel * itemsize
@@ -321,20 +321,20 @@ class Tcp(ScheduledCollectives, Communicator):
         return PeerLost(f"{text}{end}{describe_lost(lost)} {advice}", failures)
 
 
-def _packed_steps(program: Program, itemsize: int) -> Iterator[tuple[int, ...]]:
+def _packed_steps(program: CollectiveProgram, itemsize: int) -> Iterator[tuple[int, ...]]:
     for step in program.steps:
         if isinstance(step, Copy):
             nbytes = (step.end - step.begin) * itemsize
             begin, to = step.begin * itemsize, step.to * itemsize
             yield COPY, 0, step.source, step.target, begin, to, nbytes
-        elif isinstance(step, Exchange):
+        elif isinstance(step, Transfers):
             yield from _packed_rounds(step, itemsize)
         else:
             to, nbytes = step.to * itemsize, step.numel * itemsize
             yield REDUCE, step.first, step.num_rows, step.target, 0, to, nbytes
 
 
-def _packed_rounds(step: Exchange, itemsize: int) -> Iterator[tuple[int, ...]]:
+def _packed_rounds(step: Transfers, itemsize: int) -> Iterator[tuple[int, ...]]:
     for sends, recvs in step.schedule.rounds:
         yield ROUND, step.schedule.window, 0, 0, 0, 0, 0
         for transfer in sends:

@@ -46,7 +46,7 @@ class Copy(NamedTuple):
     to: int
 
 
-class Exchange(NamedTuple):
+class Transfers(NamedTuple):
     """A schedule, which sends from source and receives into target."""
 
     schedule: Schedule
@@ -67,19 +67,19 @@ class Reduce(NamedTuple):
     first: int = 0
 
 
-Step = Copy | Exchange | Reduce
+Step = Copy | Transfers | Reduce
 
 
-class Program(NamedTuple):
+class CollectiveProgram(NamedTuple):
     """Steps, one after another. scratch_numel: the elements of SCRATCH."""
 
     steps: tuple[Step, ...]
     scratch_numel: int = 0
 
-    def with_schedules(self, change: Callable[[Schedule], Schedule]) -> Program:
+    def with_schedules(self, change: Callable[[Schedule], Schedule]) -> CollectiveProgram:
         """A copy whose schedules are changed."""
         steps = (
-            step._replace(schedule=change(step.schedule)) if isinstance(step, Exchange) else step
+            step._replace(schedule=change(step.schedule)) if isinstance(step, Transfers) else step
             for step in self.steps
         )
         return self._replace(steps=tuple(steps))
@@ -93,58 +93,58 @@ def exchange(
     recv: Callable[[int], Slice],
     source: Buffer = Buffer.TENSOR,
     target: Buffer = Buffer.OUT,
-) -> Exchange:
+) -> Transfers:
     """Send source[send(r)] to each other rank r, and receive target[recv(r)] from it."""
     ranks = range(world_size)
     sizes = [end - begin for of_rank in (send, recv) for begin, end in map(of_rank, ranks)]
     nbytes = max(sizes) * itemsize  # the same on all ranks, also where sizes differ
-    return Exchange(pairwise(rank, world_size, send, recv, nbytes), source, target)
+    return Transfers(pairwise(rank, world_size, send, recv, nbytes), source, target)
 
 
-def allreduce(rank: int, world_size: int, numel: int, itemsize: int) -> Program:
+def allreduce(rank: int, world_size: int, numel: int, itemsize: int) -> CollectiveProgram:
     """Small: every rank gets all tensors. Large: every rank adds a part, and all get it."""
     if is_gathered(world_size, numel * itemsize):
         steps, first = _gather_rows(rank, world_size, numel, itemsize)
         total = Reduce(world_size, numel, Buffer.OUT, 0, first)
-        return Program((*steps, total), world_size * numel)
+        return CollectiveProgram((*steps, total), world_size * numel)
     pieces = parts(numel, world_size)
     begin, end = own = pieces[rank]
     share = exchange(
         rank, world_size, itemsize, lambda _: own, pieces.__getitem__, Buffer.OUT, Buffer.OUT
     )
     steps = _reduce_piece(rank, pieces, itemsize, Buffer.OUT, begin)
-    return Program((*steps, share), world_size * (end - begin))
+    return CollectiveProgram((*steps, share), world_size * (end - begin))
 
 
-def reduce(rank: int, world_size: int, numel: int, itemsize: int, dst: int) -> Program:
+def reduce(rank: int, world_size: int, numel: int, itemsize: int, dst: int) -> CollectiveProgram:
     """Small: dst gets all tensors. Large: it gets from every rank the part that this adds."""
     if is_gathered(world_size, numel * itemsize):
         if rank != dst:
             send = gather(rank, world_size, dst, lambda _: (0, numel))
-            return Program((Exchange(send, Buffer.TENSOR, Buffer.OUT),))
+            return CollectiveProgram((Transfers(send, Buffer.TENSOR, Buffer.OUT),))
         rows = functools.partial(row, numel)
         steps = (
             Copy(Buffer.TENSOR, 0, numel, Buffer.SCRATCH, rows(rank)[0]),
-            Exchange(gather(rank, world_size, dst, rows), Buffer.SCRATCH, Buffer.SCRATCH),
+            Transfers(gather(rank, world_size, dst, rows), Buffer.SCRATCH, Buffer.SCRATCH),
             Reduce(world_size, numel, Buffer.OUT, 0),
         )
-        return Program(steps, world_size * numel)
+        return CollectiveProgram(steps, world_size * numel)
     pieces = parts(numel, world_size)
     begin, end = pieces[rank]
     own = row(end - begin, rank)  # where a rank that has no result adds its part
     place, target = (begin, Buffer.OUT) if rank == dst else (own[0], Buffer.SCRATCH)
     of_rank = pieces.__getitem__ if rank == dst else lambda _: own
-    collect = Exchange(gather(rank, world_size, dst, of_rank), target, target)
+    collect = Transfers(gather(rank, world_size, dst, of_rank), target, target)
     added = _reduce_piece(rank, pieces, itemsize, target, place)
-    return Program((*added, collect), world_size * (end - begin))
+    return CollectiveProgram((*added, collect), world_size * (end - begin))
 
 
-def reduce_scatter(rank: int, world_size: int, numel: int, itemsize: int) -> Program:
+def reduce_scatter(rank: int, world_size: int, numel: int, itemsize: int) -> CollectiveProgram:
     pieces = parts(numel, world_size)
-    return Program(_reduce_piece(rank, pieces, itemsize, Buffer.OUT, 0), numel)
+    return CollectiveProgram(_reduce_piece(rank, pieces, itemsize, Buffer.OUT, 0), numel)
 
 
-def allgather(rank: int, world_size: int, numel: int, itemsize: int) -> Program:
+def allgather(rank: int, world_size: int, numel: int, itemsize: int) -> CollectiveProgram:
     rows = functools.partial(row, numel)
     begin, end = rows(rank)
     if _is_disseminated(world_size, numel * itemsize):
@@ -152,23 +152,23 @@ def allgather(rank: int, world_size: int, numel: int, itemsize: int) -> Program:
         whole = world_size * numel
         to_end = Copy(Buffer.SCRATCH, 0, whole - begin, Buffer.OUT, begin)
         from_begin = Copy(Buffer.SCRATCH, whole - begin, whole, Buffer.OUT, 0)
-        return Program((*steps, to_end, from_begin), whole)
+        return CollectiveProgram((*steps, to_end, from_begin), whole)
     share = exchange(
         rank, world_size, itemsize, lambda _: (begin, end), rows, Buffer.OUT, Buffer.OUT
     )
-    return Program((Copy(Buffer.TENSOR, 0, numel, Buffer.OUT, begin), share))
+    return CollectiveProgram((Copy(Buffer.TENSOR, 0, numel, Buffer.OUT, begin), share))
 
 
-def alltoall(rank: int, world_size: int, numel: int, itemsize: int) -> Program:
+def alltoall(rank: int, world_size: int, numel: int, itemsize: int) -> CollectiveProgram:
     rows = functools.partial(row, numel // world_size)
     begin, end = rows(rank)
     own = Copy(Buffer.TENSOR, begin, end, Buffer.OUT, begin)
-    return Program((own, exchange(rank, world_size, itemsize, rows, rows)))
+    return CollectiveProgram((own, exchange(rank, world_size, itemsize, rows, rows)))
 
 
-def broadcast(rank: int, world_size: int, numel: int, itemsize: int, src: int) -> Program:
+def broadcast(rank: int, world_size: int, numel: int, itemsize: int, src: int) -> CollectiveProgram:
     schedule = broadcast_schedule(rank, world_size, src, numel, itemsize)
-    return Program((Exchange(schedule, Buffer.TENSOR, Buffer.TENSOR),))
+    return CollectiveProgram((Transfers(schedule, Buffer.TENSOR, Buffer.TENSOR),))
 
 
 def _is_disseminated(world_size: int, nbytes: int) -> bool:
@@ -182,7 +182,7 @@ def _gather_rows(
     if _is_disseminated(world_size, numel * itemsize):
         own = Copy(Buffer.TENSOR, 0, numel, Buffer.SCRATCH, 0)
         schedule = dissemination(rank, world_size, numel)
-        return (own, Exchange(schedule, Buffer.SCRATCH, Buffer.SCRATCH)), -rank % world_size
+        return (own, Transfers(schedule, Buffer.SCRATCH, Buffer.SCRATCH)), -rank % world_size
     rows = functools.partial(row, numel)
     own = Copy(Buffer.TENSOR, 0, numel, Buffer.SCRATCH, rows(rank)[0])
     return (

@@ -13,7 +13,7 @@ import torch
 
 from communicator.calls import programs
 from communicator.calls.default_collectives import CollectivesFromP2P
-from communicator.calls.programs import Program
+from communicator.calls.programs import CollectiveProgram
 from communicator.calls.schedules import Slice
 
 MAX_KEPT_PROGRAMS = 256
@@ -28,7 +28,7 @@ class Network(Protocol):
     rank: int
     collective: str
 
-    def compile_program(self, program: Program, itemsize: int) -> Any:
+    def compile_program(self, program: CollectiveProgram, itemsize: int) -> Any:
         """The program in the form that run_compiled takes."""
         ...
 
@@ -44,7 +44,7 @@ class ScheduledCollectives(CollectivesFromP2P):
 
     _programs: dict[tuple[Any, ...], Any]  # compiled
 
-    def compile_program(self, program: Program, itemsize: int) -> Any:
+    def compile_program(self, program: CollectiveProgram, itemsize: int) -> Any:
         raise NotImplementedError
 
     def run_compiled(
@@ -83,12 +83,12 @@ class ScheduledCollectives(CollectivesFromP2P):
     ) -> None:
         """Send source[send(r)] to each other rank r, and receive target[recv(r)] from it."""
         step = programs.exchange(self.rank, self.world_size, source.itemsize, send, recv)
-        compiled = self.compile_program(Program((step,)), source.itemsize)
+        compiled = self.compile_program(CollectiveProgram((step,)), source.itemsize)
         self.run_compiled(compiled, source, target)
 
     def _run(
         self,
-        build: Callable[..., Program],
+        build: Callable[..., CollectiveProgram],
         tensor: torch.Tensor,
         out: torch.Tensor,
         op: str = "",
@@ -115,7 +115,7 @@ class SubgroupCollectives(ScheduledCollectives):
         self._network, self._ranks, self._programs = network, ranks, {}
         self.rank, self.world_size = ranks.index(network.rank), len(ranks)
 
-    def compile_program(self, program: Program, itemsize: int) -> Any:
+    def compile_program(self, program: CollectiveProgram, itemsize: int) -> Any:
         renumbered = program.with_schedules(lambda schedule: schedule.renumbered(self._ranks))
         return self._network.compile_program(renumbered, itemsize)
 

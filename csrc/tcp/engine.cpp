@@ -13,7 +13,7 @@
 namespace tcp {
 namespace {
 
-constexpr size_t max_kept_scratch = 16 << 20;  // pages that are new each time cost as much as use
+constexpr size_t max_kept_scratch = 16 << 20;   // pages that are new each time cost as much as use
 constexpr uint64_t max_spun_nbytes = 16 << 10;  // of a call: more takes longer than a wake-up
 constexpr int64_t spin_ns = 50000;              // about what two wake-ups take
 
@@ -89,8 +89,12 @@ bool Run::take(const Step& step) {
 
 void Run::add(const Step& step, bool is_send) {
     int buffer = is_send ? step.source : step.target;
-    Transfer transfer{is_send, step.peer, call_.buffers[buffer] + (is_send ? step.begin : step.to),
-                      step.nbytes, call_.texts[call_.texts.size() > 1 ? buffer : 0], buffer};
+    Transfer transfer{is_send,
+                      step.peer,
+                      call_.buffers[buffer] + (is_send ? step.begin : step.to),
+                      step.nbytes,
+                      call_.texts[call_.texts.size() > 1 ? buffer : 0],
+                      buffer};
     if (unfinished_.empty()) unfinished_.push_back(0);
     transfer.round = static_cast<int>(unfinished_.size()) - 1;
     ++unfinished_.back();

@@ -95,9 +95,9 @@ bool look(PyObject* check, const std::vector<int>& idle_peers, double waited_s) 
 }
 
 void raise_ended(const tcp::Ended& ended) {
-    PyObject* arguments = Py_BuildValue("iKis", ended.peer,
-                                        static_cast<unsigned long long>(ended.notice), ended.error,
-                                        ended.text.c_str());
+    PyObject* arguments =
+        Py_BuildValue("iKis", ended.peer, static_cast<unsigned long long>(ended.notice),
+                      ended.error, ended.text.c_str());
     if (arguments != nullptr) PyErr_SetObject(ended_error, arguments);
     Py_XDECREF(arguments);
 }
@@ -256,8 +256,7 @@ PyObject* engine_announce_end(PyObject* object, PyObject* args) {
     Py_ssize_t nbytes;
     if (!PyArg_ParseTuple(args, "Ky#", &notice, &text, &nbytes)) return nullptr;
     Object* self = self_of(object);
-    if (!self->is_closed)
-        self->engine->announce_end(notice, {text, static_cast<size_t>(nbytes)});
+    if (!self->is_closed) self->engine->announce_end(notice, {text, static_cast<size_t>(nbytes)});
     return new_reference(Py_None);
 }
 
@@ -298,8 +297,8 @@ PyObject* engine_new(PyTypeObject* type, PyObject* args, PyObject*) {
     self->engine = new Engine(fds, static_cast<int64_t>(poll_s * 1e9));
     self->fds = new std::vector<int>(fds);
     self->known = new std::unordered_map<std::string, KnownCall>;
-    self->site = {"", rank,  static_cast<int32_t>(fds.size()), COMM_CPU,
-                  -1, false, &self->plain_tensors};
+    self->site = {
+        "", rank, static_cast<int32_t>(fds.size()), COMM_CPU, -1, false, &self->plain_tensors};
     return object;
 }
 

@@ -5,7 +5,7 @@ from collections import defaultdict, deque
 import pytest
 
 from communicator.calls import programs, schedules
-from communicator.calls.programs import Exchange, row
+from communicator.calls.programs import Transfers, row
 from communicator.calls.schedules import SMALL_NBYTES, TOKEN_NBYTES, PeerSlice
 
 SIZES = (1, 2, 3, 5, 8, 13, 17)
@@ -98,7 +98,7 @@ def test_gather_gives_dst_all_rows(world_size):
 def test_ranks_whose_parts_differ_in_size_take_the_same_rounds(numel):
     """Around the size from which a message waits until it is asked for."""
     by_rank = [programs.allreduce(rank, 3, numel, 4) for rank in range(3)]
-    exchanges = [[s for s in one.steps if isinstance(s, Exchange)] for one in by_rank]
+    exchanges = [[s for s in one.steps if isinstance(s, Transfers)] for one in by_rank]
     shapes = [[(len(s.schedule.rounds), s.schedule.window) for s in one] for one in exchanges]
     assert shapes[0] == shapes[1] == shapes[2]
 

@@ -60,3 +60,8 @@ def test_a_recv_of_a_socket_is_not_taken_for_one_of_ours(report):
 def test_a_rank_that_closes_first_has_made_fewer_calls(report, backend):
     text = report(2, backend, "fewer")
     assert "It made fewer calls" in text and "first error" not in text, text
+
+
+def test_a_signal_ends_a_wait_before_the_deadline(report):
+    text = report(2, "tcp", "interrupted")
+    assert "interrupted" in text and "timed out" not in text, text

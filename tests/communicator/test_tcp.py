@@ -13,7 +13,11 @@ from communicator import (
     PeerLost,
     conformance,
 )
+from communicator.calls.dtypes import DTYPES, OPS
 from coordinator import Coordinator, DrumlineError
+
+REDUCED = [row.torch for row in DTYPES if row.is_reduced and not row.torch.is_complex]
+OPS_OF_BOOL = ("max", "min", "prod")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
@@ -45,6 +49,48 @@ def test_a_large_allreduce_has_the_bits_of_the_sum_in_order_of_rank(ranks, numel
     total = wide.amax(0) if op == "max" else wide[0] + wide[1] + wide[2]
     expected = (total / 3 if op == "avg" else total).bfloat16()
     assert all(torch.equal(found, expected) for found in ranks(body, 3))
+
+
+@pytest.mark.parametrize("dtype", REDUCED, ids=str)
+def test_a_reduction_has_the_bits_of_shared_memory(ranks, dtype):
+    """Of every op, with few elements and many, the first time and again."""
+
+    def body(info):
+        with (
+            Coordinator(info, timeout_s=60) as coor,
+            Communicator(coor, "tcp", checked_calls=0) as tcp,
+            Communicator(coor, "shm") as shm,
+        ):
+            seed = torch.Generator().manual_seed(coor.rank)
+            for numel in (5, 50_021):
+                tensor = (torch.randn(numel, generator=seed) * 8).to(dtype)
+                for op in OPS_OF_BOOL if dtype == torch.bool else OPS:
+                    if op == "avg" and not dtype.is_floating_point:
+                        continue
+                    expected = shm.allreduce(tensor.clone(), op).view(torch.uint8)
+                    for _ in range(2):
+                        out = tcp.allreduce(tensor, op, out=torch.empty_like(tensor))
+                        assert torch.equal(out.view(torch.uint8), expected), (numel, op)
+                    tcp.reduce(tensor, 1, op)
+                    if coor.rank == 1:
+                        assert torch.equal(tensor.view(torch.uint8), expected), (numel, op)
+
+    ranks(body, 3)
+
+
+def test_a_mismatch_with_a_call_that_was_made_before_raises_on_all_ranks(ranks):
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            comm = Communicator(coor, "tcp", timeout_s=10, checked_calls=0)
+            for _ in range(3):
+                assert comm.allreduce(torch.ones(3)).tolist() == [3.0] * 3
+            with pytest.raises(DrumlineError, match=r"disagree.*allreduce of .*allreduce of"):
+                comm.allreduce(torch.ones(3), "max" if comm.rank == 2 else "sum")
+            with pytest.raises(DrumlineError, match="disagree"):  # it is of no more use
+                comm.allreduce(torch.ones(3))
+            coor.barrier()
+
+    ranks(body, 3)
 
 
 def test_large_allreduces_of_any_kind_after_one_another_do_not_meet(ranks):

@@ -1,7 +1,10 @@
 """Ranks that wait for each other in vain: `stuck.py BACKEND CASE [FIRST RANK]`."""
 
+import os
+import signal
 import socket
 import sys
+import threading
 import time
 
 import torch
@@ -38,6 +41,18 @@ def other_recv(comm):
 def fewer(comm):
     if comm.rank == 0:
         comm.recv(torch.ones(4), 1)
+
+
+def interrupted(comm):
+    signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    with Communicator(comm.coor, sys.argv[1], timeout_s=20) as patient:
+        try:
+            if comm.rank == 0:
+                threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+                patient.recv(torch.ones(4), 1)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr, flush=True)
+        comm.coor.barrier()
 
 
 with Coordinator(timeout_s=30) as coor, Communicator(coor, sys.argv[1], timeout_s=3) as comm:
