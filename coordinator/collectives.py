@@ -159,7 +159,7 @@ class Collectives(ValueCollectives):
     ) -> Any:
         """The value of rank src, on every rank; as broadcast. A tuple arrives as a list.
 
-        Of what cannot be sent, every rank hears: ValueError on src, CoordinatorError elsewhere.
+        A value that cannot be sent raises on every rank: ValueError on src, else CoordinatorError.
         """
         data = self._packed(value) if self.rank == src else None
         received = self.broadcast(data, src, timeout_s=timeout_s)
