@@ -32,6 +32,7 @@ from communicator.calls.default_collectives import CollectivesFromP2P, P2PCall
 from communicator.calls.dtypes import Op
 from communicator.calls.failures import lost_peers
 from communicator.errors import CommunicatorError, Unsupported
+from communicator.own_gpu import own_ordinal
 from coordinator import Coordinator, RankFailure
 
 TRACED = (
@@ -64,6 +65,13 @@ class Capabilities:
     checked_calls: int = call_check.FIRST_CALLS
 
 
+def _as_device(device: torch.device | str | int | None) -> torch.device | None:
+    """The device that an argument names; a number is that of a GPU."""
+    if isinstance(device, int):
+        return torch.device("cuda", device)
+    return None if device is None else torch.device(device)
+
+
 class Communicator(CollectivesFromP2P):
     """Moves tensors among the ranks of a Coordinator. Collective to create.
 
@@ -72,6 +80,8 @@ class Communicator(CollectivesFromP2P):
         rank can use. A backend that one rank lacks is Unsupported on all of them.
     timeout_s: the deadline of every call; coor's if not given.
     device_type: whose memory it must move, "cpu" or "cuda"; the best backend of any if not given.
+    device: the device of this rank's tensors, such as "cuda:1" or 1, which says device_type too. On
+        CUDA, if not given, the local rank, or the only GPU that the rank sees.
     checked_calls: how many of the first calls are compared among the ranks before anything moves,
         by backends that do not compare every call anyhow.
     options: passed to the backend.
@@ -94,13 +104,17 @@ class Communicator(CollectivesFromP2P):
         *,
         timeout_s: float | None = None,
         device_type: str | None = None,
+        device: torch.device | str | int | None = None,
         **options: Any,
     ) -> Communicator:
         if cls is not Communicator:
             return super().__new__(cls)
         from communicator.selection import choose  # the table of backends imports this class
 
-        return super().__new__(choose(coor, backend, device_type))
+        own = _as_device(device)
+        kind = own.type if own is not None and device_type is None else device_type
+        has_gpu = own is not None and own.index is not None
+        return super().__new__(choose(coor, backend, kind, has_gpu))
 
     def __init__(
         self,
@@ -109,6 +123,7 @@ class Communicator(CollectivesFromP2P):
         *,
         timeout_s: float | None = None,
         device_type: str | None = None,
+        device: torch.device | str | int | None = None,
         checked_calls: int | None = None,
         **options: Any,
     ) -> None:
@@ -116,6 +131,8 @@ class Communicator(CollectivesFromP2P):
         self.rank, self.world_size = coor.rank, coor.world_size
         self.timeout_s = coor.timeout_s if timeout_s is None else timeout_s
         self._closed = False
+        self._is_gpu_named = device is not None
+        self._device = self._own_device(_as_device(device))
         if checked_calls is not None:
             self.capabilities = replace(self.capabilities, checked_calls=checked_calls)
         self._note_peer = getattr(coor, "note_peer", lambda _: None)  # not over a torch Store
@@ -300,9 +317,7 @@ class Communicator(CollectivesFromP2P):
     @property
     def device(self) -> torch.device:
         """The device whose tensors this rank may pass."""
-        if self.device_type == "cpu":
-            return torch.device("cpu")
-        return torch.device(self.device_type, self.coor.info.local_rank)
+        return self._device
 
     @property
     def backend(self) -> str:
@@ -326,6 +341,17 @@ class Communicator(CollectivesFromP2P):
         return self.alltoall(tensor, out=out)
 
     # Internal.
+
+    def _own_device(self, device: torch.device | None) -> torch.device:
+        """The device whose tensors this rank may pass, if this one or none was named."""
+        if device is not None and device.type != self.device_type:
+            raise Unsupported(
+                f"rank {self.rank}: {self.name} moves tensors on {self.device_type}, not on "
+                f"{device}. Choose another backend, or leave device= out."
+            )
+        if self.device_type == "cpu" or (device is not None and device.index is not None):
+            return device or torch.device("cpu")
+        return torch.device(self.device_type, own_ordinal(self.coor.info.local_rank))
 
     _num_compared = 0  # collectives
     _pending: list[P2PCall] | None = None

@@ -151,7 +151,7 @@ def _connect(
     members = _split(replica, mesh.group(replica.rank, "tp"), stack)
     comms = [stack.enter_context(open_message_communicator(members, None))]
     if sharded.styles:
-        comms.append(stack.enter_context(Communicator(members)))
+        comms.append(stack.enter_context(Communicator(members, device=sharded.device)))
         insert_collectives(sharded.model, sharded.styles, comms[1])
     ring_comms = _ring_comms(replica, mesh, backend, stack)
     stages = [mesh.coordinate(rank)["pp"] for rank in range(replica.world_size)]
