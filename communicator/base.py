@@ -9,6 +9,7 @@ and is overridden, one `do_` method at a time, where the backend does better.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,8 +31,8 @@ from communicator.calls.arguments import (
 )
 from communicator.calls.default_collectives import CollectivesFromP2P, P2PCall
 from communicator.calls.dtypes import Op
-from communicator.calls.failures import lost_peers
-from communicator.errors import CommunicatorError, Unsupported
+from communicator.calls.failures import describe_lost, lost_peers
+from communicator.errors import CommunicatorError, CommunicatorTimeout, Unsupported
 from communicator.own_gpu import own_ordinal
 from coordinator import Coordinator, RankFailure
 
@@ -281,6 +282,14 @@ class Communicator(CollectivesFromP2P):
             self._pending = None
         self.do_group(calls)
 
+    def synchronize(self, timeout_s: float | None = None) -> None:
+        """Wait, with a deadline, for what is enqueued on torch's current stream; not on the CPU.
+
+        Raises CommunicatorTimeout if the stream is not done in time.
+        """
+        if self.device.type != "cpu":
+            self._await_stream(None, timeout_s)
+
     def close(self) -> None:
         """Free what the backend holds. Not collective; calling it twice is harmless.
 
@@ -341,6 +350,20 @@ class Communicator(CollectivesFromP2P):
         return self.alltoall(tensor, out=out)
 
     # Internal.
+
+    def _await_stream(self, stream: torch.cuda.Stream | None, timeout_s: float | None) -> None:
+        start, limit_s = time.monotonic(), self.timeout_s if timeout_s is None else timeout_s
+        with torch.cuda.device(self.device):
+            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(stream or torch.cuda.current_stream())
+        while not event.query():
+            if (waited_s := time.monotonic() - start) > limit_s:
+                lost = describe_lost(self._lost_peers())
+                raise CommunicatorTimeout(
+                    f"rank {self.rank}: the stream was not done in time: some rank did not make "
+                    f"the same calls.{lost} abort() ends what waits on the GPU."
+                )
+            time.sleep(min(waited_s / 10, timings.TIMINGS.stream_poll_s))  # a tenth late at most
 
     def _own_device(self, device: torch.device | None) -> torch.device:
         """The device whose tensors this rank may pass, if this one or none was named."""

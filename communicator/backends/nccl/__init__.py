@@ -236,18 +236,7 @@ class Nccl(PluginCommunicator):
         CommunicatorTimeout if the stream is not done in time.
         """
         self._check_outside_capture("synchronize")
-        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
-        with torch.cuda.device(self.device):
-            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(self._stream or torch.cuda.current_stream())
-        while not event.query():
-            if time.monotonic() > deadline:
-                lost = describe_lost(self._lost_peers())
-                raise CommunicatorTimeout(
-                    f"rank {self.rank}: the stream was not done in time: some rank did not make "
-                    f"the same calls.{lost} abort() ends what waits on the GPU."
-                )
-            time.sleep(timings.TIMINGS.stream_poll_s)
+        self._await_stream(self._stream, timeout_s)
         self.check()
 
     def check(self) -> None:
