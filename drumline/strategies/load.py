@@ -75,7 +75,8 @@ def load(
         CUDA graph, where keys and values lie in a StaticCache (cache_implementation="static") and
         all layers of a rank are on one GPU. Layers that cannot be captured run without, with a
         warning.
-    backend: what moves the hidden states, see Communicator; the best that every rank has.
+    backend: what moves the hidden states, see Communicator; the best that every rank has, which
+        between GPUs is one that moves them from device to device.
     progress: a bar on the master that counts the bytes of all ranks; on a terminal only, if None.
         There is none where layers are sharded.
     tp, mesh: shard the layers themselves instead: every rank gets the model, and all make the same
