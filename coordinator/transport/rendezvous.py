@@ -51,13 +51,13 @@ class Rendezvous:
         Of nothing nobody hears, and of those with another scope. Collective.
         """
         among = range(len(self._members)) if places is None else places
-        given = self._ask(Op.RENDEZVOUS, name, among, data, scope)
-        return {among[index]: data for index, data in given.items()}
+        packets = self._ask(Op.RENDEZVOUS, name, among, data, scope)
+        return {among[index]: data for index, data in packets.items()}
 
     def number_nodes(self, data: bytes) -> tuple[int, int, dict[int, bytes]]:
         """As RendezvousTable.number. Collective; the first rank of each node gives data."""
-        index, size, given = self._ask(Op.NUMBER, "nodes", range(len(self._members)), data)
-        return index, size, given
+        index, size, nodes = self._ask(Op.NUMBER, "nodes", range(len(self._members)), data)
+        return index, size, nodes
 
     def _ask(self, op: Op, name: str, among: Sequence[int], *arguments: Any) -> Any:
         key, self._among, self._arrived = f"{self._key}/{name}", among, None
