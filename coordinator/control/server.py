@@ -141,6 +141,7 @@ class ControlServer:
             Op.DELETE: values.delete,
             Op.COUNT: values.count,
             Op.RENDEZVOUS: rendezvous.rendezvous,
+            Op.NUMBER: rendezvous.number,
             Op.ARRIVED: rendezvous.arrived,
             Op.HEARTBEAT: self._answer_heartbeat,
             Op.REPORT: lambda _, group, failure: membership.report(group, failure),
