@@ -16,13 +16,13 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store
 
 from communicator import timings
-from communicator.errors import CommunicatorError, CommunicatorTimeout
+from communicator.calls.failures import lost_peers
+from communicator.errors import CommunicatorError, CommunicatorTimeout, DrumlineError
 from coordinator import (
     Credentials,
-    FailureReason,
     Peer,
     PeerConnector,
     PeerLost,
@@ -105,7 +105,11 @@ class StoreCoordinator:
 
     def allgather(self, data: bytes, *, timeout_s: float | None = None) -> list[bytes]:
         """The data of every rank, in order of rank. Collective."""
-        return self._collect(self._publish(data), timeout_s)
+        try:
+            return self._collect(self._publish(data), timeout_s)
+        except DistNetworkError:  # the store was in a rank, or in torchrun's agent
+            self._raise_lost(lost_peers(self, timings.TIMINGS.exit_lag_s))
+            raise
 
     def allgather_object(self, value: Any) -> list[Any]:
         """The value of every rank, in order of rank: JSON, or bytes in it. Collective."""
@@ -161,12 +165,14 @@ class StoreCoordinator:
 
     def check(self) -> None:
         """Raise PeerLost if a process of this host has ended; a store notices nothing else."""
-        dead = [peer for peer in self.peers if peer.is_known_dead()]
-        if dead:
+        self._raise_lost(lost_peers(self))
+
+    def _raise_lost(self, failures: Sequence[RankFailure]) -> None:
+        if failures:
             raise PeerLost(
-                f"rank {self.rank} lost {', '.join(map(str, dead))}, which has ended. Start all "
-                "ranks again, and look at what that one printed last.",
-                [RankFailure(peer.rank, peer, FailureReason.EXITED) for peer in dead],
+                f"rank {self.rank} lost {', '.join(map(str, failures))}, which has ended. Start "
+                "all ranks again, and look at what that one printed last.",
+                failures,
             )
 
     def split(
@@ -240,10 +246,14 @@ class StoreCoordinator:
         timeout_s, start = timeout_s or self.timeout_s, time.monotonic()
         if self._is_part:
             return self._poll(store, keys, timeout_s)
-        try:
-            store.wait(keys, timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            raise self._timeout(store, by_rank, start) from error
+        while (left_s := start + timeout_s - time.monotonic()) > 0:
+            try:
+                return store.wait(
+                    keys, timedelta(seconds=min(left_s, timings.TIMINGS.store_wait_s))
+                )
+            except DistStoreError:
+                self._check_peers(store, keys)
+        raise self._timeout(store, by_rank, start)
 
     def _poll(self, store: Store, keys: list[str], timeout_s: float) -> None:
         """As _wait, while other threads of this process reach the store, and peers may end."""
@@ -256,10 +266,18 @@ class StoreCoordinator:
                 raise CommunicatorError(f"rank {self.rank}: the group was destroyed.")
             if waited_s > checked + timings.TIMINGS.liveness_poll_s:
                 checked = waited_s
-                self.check()
-                self.check_more()
+                self._check_peers(store, keys)
             pause_s = min(waited_s / 4, timings.TIMINGS.store_poll_max_s)
             time.sleep(max(timings.TIMINGS.store_poll_s, pause_s))
+
+    def _check_peers(self, store: Store, keys: list[str]) -> None:
+        """Raise what befell a peer, unless the keys had come before it."""
+        try:
+            self.check()
+            self.check_more()
+        except DrumlineError:
+            if not store.check(keys):
+                raise
 
     def _timeout(self, store: Store, by_rank: list[str], start: float) -> CommunicatorTimeout:
         missing = [rank for rank, key in enumerate(by_rank) if not store.check([key])]
