@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store
 
@@ -22,11 +22,11 @@ from communicator import timings
 from communicator.calls.failures import lost_peers
 from communicator.errors import CommunicatorError, CommunicatorTimeout, DrumlineError
 from coordinator import (
+    Coordinator,
     Credentials,
     Peer,
     PeerConnector,
     PeerLost,
-    RankFailure,
     RemoteError,
 )
 from launcher import LaunchInfo
@@ -108,7 +108,7 @@ class StoreCoordinator:
         try:
             return self._collect(self._publish(data), timeout_s)
         except DistNetworkError:  # the store was in a rank, or in torchrun's agent
-            self._raise_lost(lost_peers(self, timings.TIMINGS.exit_lag_s))
+            self._check_processes(timings.TIMINGS.exit_lag_s)
             raise
 
     def allgather_object(self, value: Any) -> list[Any]:
@@ -165,9 +165,10 @@ class StoreCoordinator:
 
     def check(self) -> None:
         """Raise PeerLost if a process of this host has ended; a store notices nothing else."""
-        self._raise_lost(lost_peers(self))
+        self._check_processes(0.0)
 
-    def _raise_lost(self, failures: Sequence[RankFailure]) -> None:
+    def _check_processes(self, wait_s: float) -> None:
+        failures = lost_peers(cast(Coordinator, self), wait_s)
         if failures:
             raise PeerLost(
                 f"rank {self.rank} lost {', '.join(map(str, failures))}, which has ended. Start "
