@@ -146,6 +146,7 @@ class PipelineDriver:
         finally:
             self.microbatches.acquire_turn(runner)
         reply.tensors = reply.tensors[len(leaves.tensors) :]
+        self.ring.adopt(reply.tensors)
         return reply
 
     def _operations_now(self, leaves: Leaves) -> InternedSpec:

@@ -175,6 +175,10 @@ class TpDriverRing:
         assert self.ring is not None
         return self.ring.receive()
 
+    def adopt(self, tensors: list[torch.Tensor]) -> None:
+        if self.ring is not None:
+            self.ring.adopt(tensors)
+
     def leave(self, code: int) -> None:
         """Release every group, and close; returns once the goodbye has come round."""
         with contextlib.suppress(PeerLost, CoordinatorError):

@@ -74,7 +74,8 @@ def load(
     cuda_graphs: let the ranks beside the master launch their layers for one token at once, as a
         CUDA graph, where keys and values lie in a StaticCache (cache_implementation="static") and
         all layers of a rank are on one GPU. What cannot be captured runs as ever, with a warning.
-    backend: what moves the hidden states, see Communicator; the best that every rank has.
+    backend: what moves the hidden states, see Communicator; the best that every rank has, which
+        between GPUs is one that moves them from device to device.
     progress: a bar on the master that counts the bytes of all ranks; on a terminal only, if None.
         There is none where layers are sharded.
     tp, mesh: shard the layers themselves instead: every rank gets the model, and all make the same
