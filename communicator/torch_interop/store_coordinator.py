@@ -231,14 +231,15 @@ class StoreCoordinator:
         store.set(_request_key(0), prefix)
         requests = [_request_key(rank) for rank in range(self.world_size)]
         self._wait(store, requests, requests)
-        pause_s, start = timings.TIMINGS.store_poll_s, time.monotonic()
-        while not self._store.check(keys):
-            if time.monotonic() > start + self.timeout_s:
-                raise self._timeout(self._store, keys, start)
+        pause_s, start = timings.TIMINGS.store_poll_max_s / 8, time.monotonic()
+        while time.monotonic() < start + self.timeout_s:
             for token in store.multi_get(requests):
                 store.set(_answer_key(token.decode()), prefix)
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, timings.TIMINGS.store_poll_max_s)
+            try:
+                return _wait_up_to(pause_s, self._store, keys)
+            except DistStoreError:
+                pause_s = min(2 * pause_s, timings.TIMINGS.store_poll_max_s)
+        raise self._timeout(self._store, keys, start)
 
     def _wait(
         self, store: Store, keys: list[str], by_rank: list[str], timeout_s: float | None = None
@@ -249,9 +250,7 @@ class StoreCoordinator:
             return self._poll(store, keys, timeout_s)
         while (left_s := start + timeout_s - time.monotonic()) > 0:
             try:
-                return store.wait(
-                    keys, timedelta(seconds=min(left_s, timings.TIMINGS.store_wait_s))
-                )
+                return _wait_up_to(min(left_s, timings.TIMINGS.store_wait_s), store, keys)
             except DistStoreError:
                 self._check_peers(store, keys)
         raise self._timeout(store, by_rank, start)
@@ -310,6 +309,11 @@ def _request_key(rank: int) -> str:
 
 def _answer_key(token: str) -> str:
     return f"answer/{token}"
+
+
+def _wait_up_to(timeout_s: float, store: Store, keys: list[str]) -> None:
+    """Raise DistStoreError after that time, of which torch counts whole ms, and 0 as no limit."""
+    store.wait(keys, timedelta(milliseconds=max(1, round(1e3 * timeout_s))))
 
 
 def _server_address(store: Any) -> tuple[str, int]:

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import DistStoreError, HashStore, TCPStore
 
 from communicator import Communicator, CommunicatorError, CommunicatorTimeout, PeerLost
-from communicator.torch_interop.store_coordinator import StoreCoordinator, _request_key
+from communicator.torch_interop.store_coordinator import StoreCoordinator, _request_key, _wait_up_to
 from coordinator import CoordinatorError, Credentials
 
 WORLD = 4
@@ -67,6 +67,11 @@ def test_rank_that_never_comes_is_named_by_each_of_the_others(meet, missing):
         store.set(_request_key(rank), "of an earlier rank")
     for error in meet(store, here, timeout_s=0.3):
         assert f"ranks [{missing}] of {WORLD}" in str(error)
+
+
+def test_less_than_a_millisecond_is_not_for_ever():
+    with pytest.raises(DistStoreError):
+        _wait_up_to(0.0004, HashStore(), ["never"])
 
 
 def test_parts_exchange_nothing_to_meet_and_name_a_rank_that_stays_away(meet):
