@@ -122,7 +122,7 @@ class TensorSocket:
         return nbytes, text
 
     def _closed(self) -> SocketClosed:
-        """What the other end said as it closed, as far as that is in reach."""
+        """The reason that the other end gave for closing, if it is in reach."""
         try:
             peeked = self._socket.recv(HEADER.size + LONGEST_TEXT, socket.MSG_PEEK)
         except OSError as error:
