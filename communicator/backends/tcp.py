@@ -54,6 +54,14 @@ class ConnectionLost(Exception):
         self.peer, self.why, self.reason, self.failures = peer, why, reason, failures
 
 
+class DeadlinePassed(TimeoutError):
+    """One of these peers did not do in time what was waited for."""
+
+    def __init__(self, peers: Sequence[int]) -> None:
+        super().__init__()
+        self.peers = peers
+
+
 class MessageMismatch(Exception):
     """A peer makes another call, or this one with another tensor or op."""
 
@@ -253,7 +261,7 @@ class Tcp(ScheduledCollectives, Communicator):
     def _check_wait(self, peers: Sequence[int], waited_s: float) -> None:
         """Raise TimeoutError past the deadline, ConnectionLost if waiting has become pointless."""
         if waited_s > self.timeout_s:
-            raise TimeoutError
+            raise DeadlinePassed(peers)
         try:
             self.coor.check()
         except CoordinatorError as error:
@@ -281,8 +289,8 @@ class Tcp(ScheduledCollectives, Communicator):
 
     def _error_for(self, error: BaseException, call: str) -> DrumlineError:
         where = f"{call} (tcp, {self.world_size} ranks)"
-        if isinstance(error, TimeoutError):
-            return self._timeout_error(where)
+        if isinstance(error, DeadlinePassed):
+            return self._timeout_error(where, error.peers)
         if isinstance(error, ConnectionLost):
             return self._lost_error(error, where)
         if isinstance(error, MessageMismatch):
@@ -292,8 +300,10 @@ class Tcp(ScheduledCollectives, Communicator):
             "new Communicator."
         )
 
-    def _timeout_error(self, where: str) -> CommunicatorTimeout:
+    def _timeout_error(self, where: str, awaited: Sequence[int]) -> CommunicatorTimeout:
+        names = " and ".join(str(self.coor.peers[peer]) for peer in awaited)
         text = f"rank {self.rank} timed out after {self.timeout_s:g} s in {where}"
+        text += f", where it waited for {names}" if names else ""
         if network_failure := next(filter(None, map(self._network_failure, self._fds)), ""):
             return CommunicatorTimeout(f"{text}: {network_failure}. {CHECK_LINK}")
         return CommunicatorTimeout(

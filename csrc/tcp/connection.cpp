@@ -1,5 +1,6 @@
 #include "tcp/connection.h"
 
+#include <poll.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
@@ -45,6 +46,7 @@ int remaining_parts(iovec* parts, int count, uint64_t done) {
 }  // namespace
 
 void Connection::send(Transfer& message) {
+    if (message.done == 0 && !is_open()) throw find_end({peer_, 0, 0, "it closed the connection"});
     char header[header_nbytes];
     pack({message.nbytes, static_cast<uint32_t>(message.text.size())}, header);
     uint64_t total = header_nbytes + message.text.size() + message.nbytes;
@@ -55,7 +57,7 @@ void Connection::send(Transfer& message) {
     packet.msg_iov = parts;
     packet.msg_iovlen = static_cast<size_t>(remaining_parts(parts, 3, message.done));
     ssize_t count = sendmsg(fd, &packet, MSG_DONTWAIT | MSG_NOSIGNAL);
-    if (count < 0 && errno != EAGAIN && errno != EINTR) throw Ended{peer_, 0, errno, ""};
+    if (count < 0 && errno != EAGAIN && errno != EINTR) throw find_end({peer_, 0, errno, ""});
     message.done += static_cast<uint64_t>(std::max<ssize_t>(count, 0));
     message.is_finished = message.done == total;
     message.must_wait = !message.is_finished;
@@ -68,16 +70,42 @@ void Connection::receive(Transfer& message, std::string* mismatch) {
         return;
     }
     message.done += take_buffered(message);
+    unread_ = message.nbytes - message.done;
     while (message.done < message.nbytes) {
         char* data = message.is_mismatch ? buffer_.get() : message.data + message.done;
         size_t room = message.nbytes - message.done;
         if (message.is_mismatch) room = std::min(room, buffer_nbytes);
         ssize_t count = read(data, room);
         message.done += static_cast<uint64_t>(std::max<ssize_t>(count, 0));
+        unread_ = message.nbytes - message.done;
         message.must_wait = count < static_cast<ssize_t>(room);
         if (message.must_wait) break;
     }
     message.is_finished = message.done == message.nbytes;
+}
+
+// Whether the other end still reads.
+bool Connection::is_open() const {
+    pollfd poll_fd{fd, POLLRDHUP, 0};
+    return poll(&poll_fd, 1, 0) <= 0;
+}
+
+// The notice that the other end gave for closing, if it is in reach.
+Ended Connection::find_end(Ended otherwise) const {
+    std::string unread(buffer_.get() + begin_, end_ - begin_),
+        peeked(header_nbytes + longest_text, 0);
+    ssize_t count = recv(fd, &peeked[0], peeked.size(), MSG_PEEK | MSG_DONTWAIT);
+    unread.append(peeked, 0, static_cast<size_t>(std::max<ssize_t>(count, 0)));
+    size_t begin = unread_;
+    while (begin <= unread.size() && unread.size() - begin >= header_nbytes) {
+        Header header = unpack(unread.data() + begin);
+        begin += header_nbytes;
+        if (header.nbytes >= first_notice)
+            return {peer_, header.nbytes, 0, unread.substr(begin, header.text_nbytes)};
+        if (header.nbytes > unread.size()) break;
+        begin += header.text_nbytes + header.nbytes;
+    }
+    return otherwise;
 }
 
 bool Connection::read_header(Transfer& message, std::string* mismatch) {

@@ -46,7 +46,8 @@ class Connection {
   public:
     Connection(int peer, int fd) : fd(fd), peer_(peer) {}
 
-    // Moves what can be moved without waiting. Throws Ended.
+    // Both move what can be moved without waiting, and throw Ended: send, too, if the other end
+    // will not read it.
     void send(Transfer& message);
     // *mismatch becomes the text of a message that is not the expected one, which is dropped.
     void receive(Transfer& message, std::string* mismatch);
@@ -60,9 +61,12 @@ class Connection {
     bool fill_buffer();
     size_t take_buffered(Transfer& message);
     ssize_t read(char* data, size_t nbytes);
+    bool is_open() const;
+    Ended find_end(Ended otherwise) const;
 
     const int peer_;
     bool is_sending_ = false;  // a part of a message has been sent
+    uint64_t unread_ = 0;      // bytes of the message that is received
     std::unique_ptr<char[]> buffer_;
     size_t begin_ = 0, end_ = 0;  // of what is in the buffer
 };

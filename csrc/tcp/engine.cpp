@@ -47,7 +47,6 @@ class Run {
     bool proceed() { return progress() || wait(); }
     bool progress();
     void advance(Transfer& transfer);
-    void receive(Transfer& transfer);
     bool spin();
     bool wait();
     bool look(bool is_idle);
@@ -155,21 +154,11 @@ bool Run::progress() {
     return has_moved;
 }
 
-// A send that fails may be behind a notice of why.
 void Run::advance(Transfer& transfer) {
-    if (!transfer.is_send) return receive(transfer);
-    try {
-        engine_.connections_[transfer.peer]->send(transfer);
-    } catch (const Ended&) {
-        for (Transfer* other : active_)
-            if (!other->is_send && other->peer == transfer.peer) receive(*other);
-        throw;
-    }
-}
-
-void Run::receive(Transfer& transfer) {
+    Connection& connection = *engine_.connections_[transfer.peer];
+    if (transfer.is_send) return connection.send(transfer);
     std::string text;
-    engine_.connections_[transfer.peer]->receive(transfer, &text);
+    connection.receive(transfer, &text);
     if (transfer.is_mismatch && mismatch_->peer < 0)
         *mismatch_ = Mismatch{transfer.peer, transfer.buffer, text};
 }
@@ -204,7 +193,8 @@ bool Run::look(bool is_idle) {
     std::vector<int> peers;
     looked_ns_ = shm::now_ns();
     for (const Transfer* transfer : active_)
-        if (is_idle) peers.push_back(transfer->peer);
+        if (is_idle && std::find(peers.begin(), peers.end(), transfer->peer) == peers.end())
+            peers.push_back(transfer->peer);
     return look_(peers, static_cast<double>(looked_ns_ - started_ns_) / 1e9);
 }
 
