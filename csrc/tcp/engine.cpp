@@ -8,7 +8,7 @@
 #include <cerrno>
 #include <cstring>
 
-#include "shm/spin.h"
+#include "system/spin.h"
 
 namespace tcp {
 namespace {
