@@ -67,7 +67,9 @@ setup(
             ("pthread", "rt"),
             VECTORS,
         ),
-        extension("communicator.backends._tcp", sources("tcp", "reduce", "python/convert"), (), VECTORS),
+        extension(
+            "communicator.backends._tcp", sources("tcp", "reduce", "python/convert"), (), VECTORS
+        ),
         extension(
             "communicator.backends.nccl._nccl",
             sources("nccl"),
