@@ -45,7 +45,7 @@ int remaining_parts(iovec* parts, int count, uint64_t done) {
 
 }  // namespace
 
-void Connection::send(Transfer& message) {
+void PeerLink::send(TcpMessage& message) {
     if (message.done == 0 && !is_open()) throw find_end({peer_, 0, 0, "it closed the connection"});
     char header[header_nbytes];
     pack({message.nbytes, static_cast<uint32_t>(message.text.size())}, header);
@@ -64,7 +64,7 @@ void Connection::send(Transfer& message) {
     is_sending_ = message.done > 0 && !message.is_finished;
 }
 
-void Connection::receive(Transfer& message, std::string* mismatch) {
+void PeerLink::receive(TcpMessage& message, std::string* mismatch) {
     if (!message.has_header && !read_header(message, mismatch)) {
         message.must_wait = true;
         return;
@@ -85,13 +85,13 @@ void Connection::receive(Transfer& message, std::string* mismatch) {
 }
 
 // Whether the other end still reads.
-bool Connection::is_open() const {
+bool PeerLink::is_open() const {
     pollfd poll_fd{fd, POLLRDHUP, 0};
     return poll(&poll_fd, 1, 0) <= 0;
 }
 
 // The notice that the other end gave for closing, if it is in reach.
-Ended Connection::find_end(Ended otherwise) const {
+Ended PeerLink::find_end(Ended otherwise) const {
     std::string unread(buffer_.get() + begin_, end_ - begin_),
         peeked(header_nbytes + longest_text, 0);
     ssize_t count = recv(fd, &peeked[0], peeked.size(), MSG_PEEK | MSG_DONTWAIT);
@@ -108,7 +108,7 @@ Ended Connection::find_end(Ended otherwise) const {
     return otherwise;
 }
 
-bool Connection::read_header(Transfer& message, std::string* mismatch) {
+bool PeerLink::read_header(TcpMessage& message, std::string* mismatch) {
     while (end_ - begin_ < header_nbytes)
         if (!fill_buffer()) return false;
     Header header = unpack(buffer_.get() + begin_);
@@ -129,7 +129,7 @@ bool Connection::read_header(Transfer& message, std::string* mismatch) {
 }
 
 // Reads what has arrived behind what is in the buffer; whether anything had.
-bool Connection::fill_buffer() {
+bool PeerLink::fill_buffer() {
     if (!buffer_) buffer_.reset(new char[buffer_nbytes]);
     std::memmove(buffer_.get(), buffer_.get() + begin_, end_ - begin_);
     end_ -= begin_;
@@ -139,7 +139,7 @@ bool Connection::fill_buffer() {
     return count > 0;
 }
 
-size_t Connection::take_buffered(Transfer& message) {
+size_t PeerLink::take_buffered(TcpMessage& message) {
     size_t count = std::min<uint64_t>(message.nbytes - message.done, end_ - begin_);
     if (!message.is_mismatch && count > 0)
         std::memcpy(message.data + message.done, buffer_.get() + begin_, count);
@@ -148,15 +148,15 @@ size_t Connection::take_buffered(Transfer& message) {
 }
 
 // -1 if nothing has arrived.
-ssize_t Connection::read(char* data, size_t nbytes) {
+ssize_t PeerLink::read(char* data, size_t nbytes) {
     ssize_t count = recv(fd, data, nbytes, MSG_DONTWAIT);
     if (count < 0 && errno != EAGAIN && errno != EINTR) throw Ended{peer_, 0, errno, ""};
     if (count == 0) throw Ended{peer_, 0, 0, "it closed the connection"};
     return count;
 }
 
-void Connection::announce_end(uint64_t notice, std::string_view text) {
-    Transfer message{true, peer_, nullptr, 0, text.substr(0, longest_text)};
+void PeerLink::announce_end(uint64_t notice, std::string_view text) {
+    TcpMessage message{true, peer_, nullptr, 0, text.substr(0, longest_text)};
     char packet[header_nbytes + longest_text];
     pack({notice, static_cast<uint32_t>(message.text.size())}, packet);
     std::memcpy(packet + header_nbytes, message.text.data(), message.text.size());

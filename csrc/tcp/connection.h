@@ -25,7 +25,7 @@ struct Ended {
 constexpr uint64_t first_notice = UINT64_MAX - 15;  // sizes from this on are notices
 
 // One message on its way. It is received into `data` only if it is what is expected.
-struct Transfer {
+struct TcpMessage {
     bool is_send;
     int peer;
     char* data;
@@ -33,33 +33,33 @@ struct Transfer {
     std::string_view text;
     int buffer = 0;
     int round = 0;
-    Transfer* next = nullptr;  // on the same connection, in the same direction
-    uint64_t done = 0;         // bytes of the whole message to send, or of the data to receive
-    bool has_header = false;   // received
+    TcpMessage* next = nullptr;  // on the same connection, in the same direction
+    uint64_t done = 0;           // bytes of the whole message to send, or of the data to receive
+    bool has_header = false;     // received
     bool is_mismatch = false;
     bool is_finished = false;
     bool must_wait = false;  // until poll(2) names its connection
 };
 
 // One thread may send while another receives.
-class Connection {
+class PeerLink {
   public:
-    Connection(int peer, int fd) : fd(fd), peer_(peer) {}
+    PeerLink(int peer, int fd) : fd(fd), peer_(peer) {}
 
     // Both move what can be moved without waiting, and throw Ended: send, too, if the other end
     // will not read it.
-    void send(Transfer& message);
+    void send(TcpMessage& message);
     // *mismatch becomes the text of a message that is not the expected one, which is dropped.
-    void receive(Transfer& message, std::string* mismatch);
+    void receive(TcpMessage& message, std::string* mismatch);
     // Tells the other end why nothing follows, if that takes no waiting, and ends both directions.
     void announce_end(uint64_t notice, std::string_view text);
 
     const int fd;
 
   private:
-    bool read_header(Transfer& message, std::string* mismatch);
+    bool read_header(TcpMessage& message, std::string* mismatch);
     bool fill_buffer();
-    size_t take_buffered(Transfer& message);
+    size_t take_buffered(TcpMessage& message);
     ssize_t read(char* data, size_t nbytes);
     bool is_open() const;
     Ended find_end(Ended otherwise) const;

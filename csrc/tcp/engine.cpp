@@ -46,7 +46,7 @@ class Run {
     bool finish();
     bool proceed() { return progress() || wait(); }
     bool progress();
-    void advance(Transfer& transfer);
+    void advance(TcpMessage& transfer);
     bool spin();
     bool wait();
     bool look(bool is_idle);
@@ -55,11 +55,11 @@ class Run {
     Call& call_;
     const Look& look_;
     Mismatch* mismatch_;
-    std::vector<Transfer> transfers_;
-    std::vector<Transfer*> active_;  // the first unfinished one of each direction
-    std::vector<Transfer*> last_;    // by direction and peer
-    std::vector<int> unfinished_;    // transfers by round
-    size_t first_round_ = 0;         // that is not finished
+    std::vector<TcpMessage> transfers_;
+    std::vector<TcpMessage*> active_;  // the first unfinished one of each direction
+    std::vector<TcpMessage*> last_;    // by direction and peer
+    std::vector<int> unfinished_;      // transfers by round
+    size_t first_round_ = 0;           // that is not finished
     uint64_t nbytes_ = 0;
     int64_t started_ns_, looked_ns_ = started_ns_;
     std::vector<pollfd> polls_;
@@ -88,18 +88,18 @@ bool Run::take(const Step& step) {
 
 void Run::add(const Step& step, bool is_send) {
     int buffer = is_send ? step.source : step.target;
-    Transfer transfer{is_send,
-                      step.peer,
-                      call_.buffers[buffer] + (is_send ? step.begin : step.to),
-                      step.nbytes,
-                      call_.texts[call_.texts.size() > 1 ? buffer : 0],
-                      buffer};
+    TcpMessage transfer{is_send,
+                        step.peer,
+                        call_.buffers[buffer] + (is_send ? step.begin : step.to),
+                        step.nbytes,
+                        call_.texts[call_.texts.size() > 1 ? buffer : 0],
+                        buffer};
     if (unfinished_.empty()) unfinished_.push_back(0);
     transfer.round = static_cast<int>(unfinished_.size()) - 1;
     ++unfinished_.back();
     nbytes_ += step.nbytes;
     transfers_.push_back(transfer);
-    Transfer*& before = last_[2 * step.peer + is_send];
+    TcpMessage*& before = last_[2 * step.peer + is_send];
     if (before != nullptr)
         before->next = &transfers_.back();
     else
@@ -137,7 +137,7 @@ bool Run::finish() {
 bool Run::progress() {
     bool has_moved = false;
     for (size_t i = 0; i < active_.size();) {
-        Transfer& transfer = *active_[i];
+        TcpMessage& transfer = *active_[i];
         if (!transfer.must_wait) {
             advance(transfer);
             has_moved |= !transfer.must_wait;
@@ -154,8 +154,8 @@ bool Run::progress() {
     return has_moved;
 }
 
-void Run::advance(Transfer& transfer) {
-    Connection& connection = *engine_.connections_[transfer.peer];
+void Run::advance(TcpMessage& transfer) {
+    PeerLink& connection = *engine_.connections_[transfer.peer];
     if (transfer.is_send) return connection.send(transfer);
     std::string text;
     connection.receive(transfer, &text);
@@ -167,7 +167,7 @@ void Run::advance(Transfer& transfer) {
 bool Run::spin() {
     int64_t start = shm::now_ns(), last = start;
     while (last - start < spin_ns) {
-        for (Transfer* transfer : active_) transfer->must_wait = false;
+        for (TcpMessage* transfer : active_) transfer->must_wait = false;
         if (progress()) return true;
         sched_yield();
         int64_t now = shm::now_ns();
@@ -180,7 +180,7 @@ bool Run::spin() {
 bool Run::wait() {
     if (nbytes_ <= max_spun_nbytes && spin()) return true;
     polls_.clear();
-    for (const Transfer* transfer : active_)
+    for (const TcpMessage* transfer : active_)
         polls_.push_back({engine_.connections_[transfer->peer]->fd,
                           static_cast<short>(transfer->is_send ? POLLOUT : POLLIN), 0});
     int count = poll(polls_.data(), polls_.size(), static_cast<int>(engine_.poll_ns_ / 1000000));
@@ -192,7 +192,7 @@ bool Run::wait() {
 bool Run::look(bool is_idle) {
     std::vector<int> peers;
     looked_ns_ = shm::now_ns();
-    for (const Transfer* transfer : active_)
+    for (const TcpMessage* transfer : active_)
         if (is_idle && std::find(peers.begin(), peers.end(), transfer->peer) == peers.end())
             peers.push_back(transfer->peer);
     return look_(peers, static_cast<double>(looked_ns_ - started_ns_) / 1e9);
@@ -200,9 +200,9 @@ bool Run::look(bool is_idle) {
 
 Engine::Engine(const std::vector<int>& fds, int64_t poll_ns) : poll_ns_(poll_ns) {
     for (size_t rank = 0; rank < fds.size(); ++rank)
-        connections_.push_back(
-            fds[rank] < 0 ? nullptr
-                          : std::make_unique<Connection>(static_cast<int>(rank), fds[rank]));
+        connections_.push_back(fds[rank] < 0
+                                   ? nullptr
+                                   : std::make_unique<PeerLink>(static_cast<int>(rank), fds[rank]));
 }
 
 bool Engine::run(Call& call, const Look& look, Mismatch* mismatch) {

@@ -71,7 +71,7 @@ class Engine {
     friend class Run;
     char* scratch(size_t nbytes);
 
-    std::vector<std::unique_ptr<Connection>> connections_;  // by rank
+    std::vector<std::unique_ptr<PeerLink>> connections_;  // by rank
     const int64_t poll_ns_;
     const shm::Instructions instructions_ = shm::best_instructions();
     std::unique_ptr<char[]> scratch_;
