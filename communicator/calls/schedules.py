@@ -189,7 +189,7 @@ def is_gathered(world_size: int, nbytes: int) -> bool:
 
 
 def is_rotated(world_size: int, nbytes: int) -> bool:
-    """Whether an alltoall of so many bytes a rank goes by rotations(), and not pairwise().
+    """True if an alltoall of so many bytes a rank goes by rotations(), and not pairwise().
 
     Fewer messages, and more bytes: half of them move in each round.
     """
