@@ -16,7 +16,8 @@ import torch
 from communicator.base import Capabilities, Communicator
 from communicator.calls import call_check
 from communicator.calls.default_collectives import P2PCall
-from communicator.calls.programs import CollectiveProgram, Copy, Transfers
+from communicator.calls.scheduled_collectives import ProgramRunner
+from communicator.calls.schedules import Schedule
 from communicator.errors import CommunicatorError
 
 DESCRIPTION = "description"  # in the tag, in place of a shape and dtype
@@ -33,7 +34,7 @@ class PendingMessage:
         self.kind, self.tensor, self.peer, self.number = kind, tensor, peer, number
 
 
-class TaggedP2PCommunicator(Communicator):
+class TaggedP2PCommunicator(ProgramRunner, Communicator):
     """A backend over such a library, which provides start_bytes and wait_for."""
 
     capabilities = Capabilities(empty_messages=True)
@@ -61,29 +62,9 @@ class TaggedP2PCommunicator(Communicator):
     def do_group(self, calls: list[P2PCall]) -> None:
         self.finish_group(self.start_group(calls))
 
-    def compile_program(self, program: CollectiveProgram, itemsize: int) -> CollectiveProgram:
-        return program
-
-    def run_compiled(
-        self, compiled: CollectiveProgram, tensor: torch.Tensor, out: torch.Tensor, op: str = ""
-    ) -> None:
-        """Run a program, whose reductions are no averages."""
-        scratch = tensor.new_empty(compiled.scratch_numel)
-        buffers = (tensor.view(-1), out.view(-1), scratch)
-        for step in compiled.steps:
-            if isinstance(step, Copy):
-                numel = step.end - step.begin
-                piece = buffers[step.source][step.begin : step.end]
-                buffers[step.target][step.to : step.to + numel] = piece
-            elif isinstance(step, Transfers):
-                self._exchange(step, buffers[step.source], buffers[step.target])
-            else:
-                rows = scratch[: step.num_rows * step.numel].view(step.num_rows, step.numel)
-                total = self.reduce_parts(rows.roll(-step.first, 0), op)
-                buffers[step.target][step.to : step.to + step.numel] = total
-
-    def _exchange(self, step: Transfers, source: torch.Tensor, target: torch.Tensor) -> None:
-        for sends, recvs in step.schedule.rounds:
+    def run_schedule(self, schedule: Schedule, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Run the rounds, which send from source and receive into target, both flat."""
+        for sends, recvs in schedule.rounds:
             self.do_group(
                 [("send", source[begin:end], peer) for peer, begin, end in sends]
                 + [("recv", target[begin:end], peer) for peer, begin, end in recvs]

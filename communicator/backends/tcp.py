@@ -21,7 +21,8 @@ from communicator.calls.default_collectives import P2PCall
 from communicator.calls.dtypes import OPS, Op, dtype_info, op_name
 from communicator.calls.failures import describe_late, describe_lost
 from communicator.calls.programs import CollectiveProgram, Copy, Transfers, allreduce
-from communicator.calls.scheduled_collectives import ScheduledCollectives
+from communicator.calls.scheduled_collectives import ScheduledCollectives, run_alone
+from communicator.calls.schedules import Schedule
 from communicator.errors import CommunicatorError, CommunicatorTimeout, DrumlineError, PeerLost
 from coordinator import Coordinator, CoordinatorError, FailureReason, RankFailure, link_state
 
@@ -83,7 +84,6 @@ class Tcp(ScheduledCollectives, Communicator):
         self._ended_by: DrumlineError | None = None
         self.collective = ""  # the call in progress, which its messages name
         self._queue = WorkQueue()
-        self._programs = {}
         links = self.coor.connections(timeout_s=self.timeout_s)
         self._remotes = {rank: link_state.remote_host(link) for rank, link in links.items()}
         for link in links.values():
@@ -123,9 +123,11 @@ class Tcp(ScheduledCollectives, Communicator):
             if dropped is not NotImplemented:
                 self._fail_mismatch(dropped, self._describe_allreduce(tensor, op))
         result = super().allreduce(tensor, op, out=out)
-        if self._num_compared >= self.capabilities.checked_calls and self.world_size > 1:
-            steps, scratch_nbytes = self._programs[allreduce, tensor.numel(), tensor.itemsize]
-            self._engine.remember(tensor, op, steps, self.collective.encode(), scratch_nbytes)
+        if self._num_compared >= self.capabilities.checked_calls:
+            compiled = self.compiled(allreduce, tensor.numel(), tensor.itemsize)
+            if compiled is not None:
+                steps, scratch_nbytes = compiled
+                self._engine.remember(tensor, op, steps, self.collective.encode(), scratch_nbytes)
         return result
 
     def _describe_allreduce(self, tensor: torch.Tensor, op: Op) -> str:
@@ -194,6 +196,9 @@ class Tcp(ScheduledCollectives, Communicator):
         """Return when all have ended. Raises CommunicatorError if a message did not fit."""
         if pending is not None:
             pending.wait()
+
+    def run_schedule(self, schedule: Schedule, source: torch.Tensor, target: torch.Tensor) -> None:
+        run_alone(self, schedule, source, target)
 
     def compile_program(self, program: CollectiveProgram, itemsize: int) -> tuple[bytes, int]:
         """The steps as csrc/tcp/engine.h has them, and the bytes of SCRATCH."""

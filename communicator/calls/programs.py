@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
+from communicator.calls import schedules
 from communicator.calls.schedules import (
     MAX_DIRECT,
     SMALL_NBYTES,
     Schedule,
     Slice,
-    broadcast_schedule,
     dissemination,
     gather,
     is_gathered,
@@ -167,7 +167,7 @@ def alltoall(rank: int, world_size: int, numel: int, itemsize: int) -> Collectiv
 
 
 def broadcast(rank: int, world_size: int, numel: int, itemsize: int, src: int) -> CollectiveProgram:
-    schedule = broadcast_schedule(rank, world_size, src, numel, itemsize)
+    schedule = schedules.broadcast(rank, world_size, src, numel, itemsize)
     return CollectiveProgram((Transfers(schedule, Buffer.TENSOR, Buffer.TENSOR),))
 
 

@@ -13,8 +13,14 @@ import torch
 
 from communicator.calls import programs
 from communicator.calls.default_collectives import CollectivesFromP2P
-from communicator.calls.programs import CollectiveProgram
-from communicator.calls.schedules import Slice
+from communicator.calls.programs import Buffer, CollectiveProgram, Copy, Transfers
+from communicator.calls.schedules import (
+    Schedule,
+    Slice,
+    is_gathered,
+    is_rotated,
+    rotations,
+)
 
 MAX_KEPT_PROGRAMS = 256
 
@@ -39,37 +45,87 @@ class Network(Protocol):
         ...
 
 
-class ScheduledCollectives(CollectivesFromP2P):
-    """The collectives as programs, which are compiled once for each kind of call."""
+class ProgramRunner(CollectivesFromP2P):
+    """Programs on a network that runs one schedule after another."""
 
-    _programs: dict[tuple[Any, ...], Any]  # compiled
+    def run_schedule(self, schedule: Schedule, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Run the rounds, which send from source and receive into target, both flat."""
+        raise NotImplementedError
 
     def compile_program(self, program: CollectiveProgram, itemsize: int) -> Any:
-        raise NotImplementedError
+        return program
 
     def run_compiled(
         self, compiled: Any, tensor: torch.Tensor, out: torch.Tensor, op: str = ""
     ) -> None:
-        raise NotImplementedError
+        scratch = tensor.new_empty(compiled.scratch_numel)
+        buffers = (tensor.view(-1), out.view(-1), scratch)
+        for step in compiled.steps:
+            if isinstance(step, Copy):
+                numel = step.end - step.begin
+                piece = buffers[step.source][step.begin : step.end]
+                buffers[step.target][step.to : step.to + numel] = piece
+            elif isinstance(step, Transfers):
+                self.run_schedule(step.schedule, buffers[step.source], buffers[step.target])
+            else:
+                rows = scratch[: step.num_rows * step.numel].view(step.num_rows, step.numel)
+                total = self.reduce_parts(rows.roll(-step.first, 0), op)
+                buffers[step.target][step.to : step.to + step.numel] = total
+
+
+class ScheduledCollectives(ProgramRunner):
+    """The collectives as programs, which are compiled once for each kind of call."""
+
+    _programs: dict[tuple[Any, ...], Any] | None = None  # compiled
 
     def do_barrier(self) -> None:
         empty = torch.empty(0, dtype=torch.uint8)
         self._run(programs.allgather, empty, empty)
 
     def do_allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
+        nbytes = tensor.nbytes
+        if is_rotated(self.world_size, nbytes) and not is_gathered(self.world_size, nbytes):
+            return self._allreduce_in_rotations(out, tensor, op)
         self._run(programs.allreduce, tensor, out, op)
+
+    def _allreduce_in_rotations(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
+        """Every rank adds a part, of the same size on all, and gets those of the others."""
+        width = -(-tensor.numel() // self.world_size)
+        rows = tensor.new_zeros(self.world_size, width)
+        rows.view(-1)[: tensor.numel()] = tensor.view(-1)
+        self._rotate(rows, rows)
+        reduced = self.reduce_parts(rows, op).to(tensor.dtype)
+        self.do_allgather(rows, reduced)
+        out.view(-1).copy_(rows.view(-1)[: tensor.numel()])
 
     def do_reduce(self, out: torch.Tensor | None, tensor: torch.Tensor, dst: int, op: str) -> None:
         self._run(programs.reduce, tensor, tensor if out is None else out, op, dst)
 
     def do_reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
+        if is_rotated(self.world_size, tensor.nbytes):
+            rows = torch.empty_like(tensor)
+            self._rotate(rows, tensor)
+            out.copy_(self.reduce_parts(rows, op))
+            return
         self._run(programs.reduce_scatter, tensor, out, op)
 
     def do_allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         self._run(programs.allgather, tensor, out)
 
     def do_alltoall(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        if is_rotated(self.world_size, tensor.nbytes):
+            return self._rotate(out, tensor)
         self._run(programs.alltoall, tensor, out)
+
+    def _rotate(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        """As do_alltoall, in log2 rounds; out may be tensor."""
+        rows = tensor.roll(-self.rank, 0)
+        for moving, schedule in rotations(self.rank, self.world_size, tensor[0].numel()):
+            packed = rows[moving]
+            received = torch.empty_like(packed)
+            self.run_schedule(schedule, packed.view(-1), received.view(-1))
+            rows[moving] = received
+        out.copy_(rows.flip(0).roll(self.rank + 1, 0))
 
     def do_broadcast(self, tensor: torch.Tensor, src: int) -> None:
         self._run(programs.broadcast, tensor, tensor, "", src)
@@ -86,6 +142,10 @@ class ScheduledCollectives(CollectivesFromP2P):
         compiled = self.compile_program(CollectiveProgram((step,)), source.itemsize)
         self.run_compiled(compiled, source, target)
 
+    def compiled(self, build: Callable[..., CollectiveProgram], *key: int) -> Any:
+        """The compiled program of such a call that has been made before; else None."""
+        return None if self._programs is None else self._programs.get((build, *key))
+
     def _run(
         self,
         build: Callable[..., CollectiveProgram],
@@ -95,13 +155,13 @@ class ScheduledCollectives(CollectivesFromP2P):
         *root: int,
     ) -> None:
         numel, itemsize = tensor.numel(), tensor.itemsize
-        key = (build, numel, itemsize, *root)
-        compiled = self._programs.get(key)
+        compiled = self.compiled(build, numel, itemsize, *root)
         if compiled is None:
-            if len(self._programs) == MAX_KEPT_PROGRAMS:
-                self._programs.clear()
+            if self._programs is None or len(self._programs) == MAX_KEPT_PROGRAMS:
+                self._programs = {}
             program = build(self.rank, self.world_size, numel, itemsize, *root)
-            compiled = self._programs[key] = self.compile_program(program, itemsize)
+            compiled = self.compile_program(program, itemsize)
+            self._programs[(build, numel, itemsize, *root)] = compiled
         self.run_compiled(compiled, tensor, out, op)
 
 
@@ -112,7 +172,7 @@ class SubgroupCollectives(ScheduledCollectives):
     """
 
     def __init__(self, network: Network, ranks: Sequence[int]) -> None:
-        self._network, self._ranks, self._programs = network, ranks, {}
+        self._network, self._ranks = network, ranks
         self.rank, self.world_size = ranks.index(network.rank), len(ranks)
 
     def compile_program(self, program: CollectiveProgram, itemsize: int) -> Any:
@@ -123,3 +183,14 @@ class SubgroupCollectives(ScheduledCollectives):
         self, compiled: Any, tensor: torch.Tensor, out: torch.Tensor, op: str = ""
     ) -> None:
         self._network.run_compiled(compiled, tensor, out, op)
+
+    def run_schedule(self, schedule: Schedule, source: torch.Tensor, target: torch.Tensor) -> None:
+        run_alone(self, schedule, source, target)
+
+
+def run_alone(
+    network: ProgramRunner, schedule: Schedule, source: torch.Tensor, target: torch.Tensor
+) -> None:
+    """Run a schedule as a program, on a network that compiles programs."""
+    program = CollectiveProgram((Transfers(schedule, Buffer.TENSOR, Buffer.OUT),))
+    network.run_compiled(network.compile_program(program, source.itemsize), source, target)
