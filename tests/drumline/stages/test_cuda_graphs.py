@@ -114,7 +114,9 @@ def test_a_cache_that_is_reset_is_replayed_from_its_beginning(checkpoints, on_ma
         cache, said = new_cache(model), []
         with torch.no_grad():
             for _ in range(2):
-                for token in range(4, 12):  # a prompt of one token, so that all passes are alike
+                for token in range(
+                    4, 12
+                ):  # a prompt of one token, so that all passes have one form
                     logits = model(torch.tensor([[token]]), past_key_values=cache).logits
                     said.append(logits[:, -1].argmax().item())
                 cache.reset()
