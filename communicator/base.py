@@ -10,6 +10,7 @@ and is overridden, one `do_` method at a time, where the backend does better.
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,8 +33,9 @@ from communicator.calls.arguments import (
 )
 from communicator.calls.default_collectives import CollectivesFromP2P, P2PCall
 from communicator.calls.dtypes import Op
-from communicator.calls.failures import lost_peers
-from communicator.errors import CommunicatorError, Unsupported
+from communicator.calls.failures import describe_lost, lost_peers
+from communicator.errors import CommunicatorError, CommunicatorTimeout, Unsupported
+from communicator.own_gpu import own_ordinal
 from coordinator import Coordinator, RankFailure
 
 TRACED = (
@@ -66,6 +68,13 @@ class Capabilities:
     checked_calls: int = call_check.FIRST_CALLS
 
 
+def _as_device(device: torch.device | str | int | None) -> torch.device | None:
+    """The device that an argument names; a number is that of a GPU."""
+    if isinstance(device, int):
+        return torch.device("cuda", device)
+    return None if device is None else torch.device(device)
+
+
 class Communicator(CollectivesFromP2P):
     """Moves tensors among the ranks of a Coordinator. Collective to create.
 
@@ -74,6 +83,8 @@ class Communicator(CollectivesFromP2P):
         rank can use. A backend that one rank lacks is Unsupported on all of them.
     timeout_s: the deadline of every call; coor's if not given.
     device_type: whose memory it must move, "cpu" or "cuda"; the best backend of any if not given.
+    device: the device of this rank's tensors, such as "cuda:1" or 1, which says device_type too. On
+        CUDA, if not given, the local rank, or the only GPU that the rank sees.
     checked_calls: how many of the first calls are compared among the ranks before anything moves,
         by backends that do not compare every call anyhow.
     options: passed to the backend.
@@ -96,13 +107,17 @@ class Communicator(CollectivesFromP2P):
         *,
         timeout_s: float | None = None,
         device_type: str | None = None,
+        device: torch.device | str | int | None = None,
         **options: Any,
     ) -> Communicator:
         if cls is not Communicator:
             return super().__new__(cls)
         from communicator.selection import choose  # the table of backends imports this class
 
-        return super().__new__(choose(coor, backend, device_type))
+        own = _as_device(device)
+        kind = own.type if own is not None and device_type is None else device_type
+        has_gpu = own is not None and own.index is not None
+        return super().__new__(choose(coor, backend, kind, has_gpu))
 
     def __init__(
         self,
@@ -111,6 +126,7 @@ class Communicator(CollectivesFromP2P):
         *,
         timeout_s: float | None = None,
         device_type: str | None = None,
+        device: torch.device | str | int | None = None,
         checked_calls: int | None = None,
         **options: Any,
     ) -> None:
@@ -119,6 +135,8 @@ class Communicator(CollectivesFromP2P):
         self.timeout_s = coor.timeout_s if timeout_s is None else timeout_s
         self._closed, self._pid = False, os.getpid()
         _live.add(self)
+        self._is_gpu_named = device is not None
+        self._device = self._own_device(_as_device(device))
         if checked_calls is not None:
             self.capabilities = replace(self.capabilities, checked_calls=checked_calls)
         self._note_peer = getattr(coor, "note_peer", lambda _: None)  # not over a torch Store
@@ -267,6 +285,14 @@ class Communicator(CollectivesFromP2P):
             self._pending = None
         self.do_group(calls)
 
+    def synchronize(self, timeout_s: float | None = None) -> None:
+        """Wait, with a deadline, for what is enqueued on torch's current stream; not on the CPU.
+
+        Raises CommunicatorTimeout if the stream is not done in time.
+        """
+        if self.device.type != "cpu":
+            self._await_stream(None, timeout_s)
+
     def close(self) -> None:
         """Free what the backend holds. Not collective.
 
@@ -304,9 +330,7 @@ class Communicator(CollectivesFromP2P):
     @property
     def device(self) -> torch.device:
         """The device whose tensors this rank may pass."""
-        if self.device_type == "cpu":
-            return torch.device("cpu")
-        return torch.device(self.device_type, self.coor.info.local_rank)
+        return self._device
 
     @property
     def backend(self) -> str:
@@ -330,6 +354,31 @@ class Communicator(CollectivesFromP2P):
         return self.alltoall(tensor, out=out)
 
     # Internal.
+
+    def _await_stream(self, stream: torch.cuda.Stream | None, timeout_s: float | None) -> None:
+        start, limit_s = time.monotonic(), self.timeout_s if timeout_s is None else timeout_s
+        with torch.cuda.device(self.device):
+            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(stream or torch.cuda.current_stream())
+        while not event.query():
+            if (waited_s := time.monotonic() - start) > limit_s:
+                lost = describe_lost(self._lost_peers())
+                raise CommunicatorTimeout(
+                    f"rank {self.rank}: the stream was not done in time: some rank did not make "
+                    f"the same calls.{lost} abort() ends what waits on the GPU."
+                )
+            time.sleep(min(waited_s / 10, timings.TIMINGS.stream_poll_s))  # a tenth late at most
+
+    def _own_device(self, device: torch.device | None) -> torch.device:
+        """The device whose tensors this rank may pass, if this one or none was named."""
+        if device is not None and device.type != self.device_type:
+            raise Unsupported(
+                f"rank {self.rank}: {self.name} moves tensors on {self.device_type}, not on "
+                f"{device}. Choose another backend, or leave device= out."
+            )
+        if self.device_type == "cpu" or (device is not None and device.index is not None):
+            return device or torch.device("cpu")
+        return torch.device(self.device_type, own_ordinal(self.coor.info.local_rank))
 
     _num_compared = 0  # collectives
     _pending: list[P2PCall] | None = None

@@ -6,7 +6,6 @@ Backends are found by name, here or among the entry points of the group `communi
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 
 from communicator.base import Communicator
 from communicator.errors import Unsupported
+from communicator.own_gpu import own_ordinal
 from coordinator import Coordinator
 
 log = logging.getLogger("communicator")
@@ -54,14 +54,16 @@ def backend_class(name: str) -> type[Communicator]:
     )
 
 
-def choose(coor: Coordinator, backend: Any, device_type: str | None = None) -> type[Communicator]:
+def choose(
+    coor: Coordinator, backend: Any, device_type: str | None = None, has_gpu: bool = False
+) -> type[Communicator]:
     """The class to use, the same on every rank. Collective over coor.
 
-    device_type: whose memory it must move, if that matters.
+    device_type: whose memory it must move, if that matters. has_gpu: the caller names its GPU.
     Raises Unsupported on every rank if the requested backend cannot be used on one of them.
     """
     candidates = backend_names() if backend is None else [backend]
-    chosen, ballots = _vote(coor, candidates, [device_type], is_requested=backend is not None)
+    chosen, ballots = _vote(coor, candidates, [device_type], backend is not None, has_gpu)
     if chosen[device_type] is None:
         raise _no_backend(coor, ballots[device_type])
     return _resolve(next(item for item in candidates if _label(item) == chosen[device_type]))
@@ -80,15 +82,19 @@ DeviceType = TypeVar("DeviceType", str, str | None)
 
 
 def _vote(
-    coor: Coordinator, candidates: list[Any], device_types: Sequence[DeviceType], is_requested: bool
+    coor: Coordinator,
+    candidates: list[Any],
+    device_types: Sequence[DeviceType],
+    is_requested: bool,
+    has_gpu: bool = False,
 ) -> tuple[dict[DeviceType, str | None], dict[DeviceType, list[Ballot]]]:
     """The label of the best that every rank can use, by device type, and every rank's scores."""
     own: list[Ballot] = [
-        {_label(item): _score(coor, item, kind, is_requested) for item in candidates}
+        {_label(item): _score(coor, item, kind, is_requested, has_gpu) for item in candidates}
         for kind in device_types
     ]
-    votes = [json.loads(data) for data in coor.allgather(json.dumps(own).encode())]
-    ballots = dict(zip(device_types, map(list, zip(*votes, strict=True)), strict=True))
+    votes = zip(*coor.allgather_object(own), strict=True)
+    ballots = dict(zip(device_types, map(list, votes), strict=True))
     return {kind: _best(ballots[kind], own[0]) for kind in device_types}, ballots
 
 
@@ -135,12 +141,16 @@ def _exclusion_reason(
 
 
 def _score(
-    coor: Coordinator, candidate: Any, device_type: str | None, is_requested: bool
+    coor: Coordinator, candidate: Any, device_type: str | None, is_requested: bool, has_gpu: bool
 ) -> int | str:
     """This rank's score for a backend, or the reason why it cannot use it."""
     try:
         backend = _resolve(candidate)
-        return _exclusion_reason(backend, device_type, is_requested) or backend.probe(coor)
+        if reason := _exclusion_reason(backend, device_type, is_requested):
+            return reason
+        if backend.device_type == "cuda" and not has_gpu:
+            own_ordinal(coor.info.local_rank)
+        return backend.probe(coor)
     except Unsupported as reason:
         return str(reason)
     except Exception as error:  # a vendor's: raised on one rank alone, the others would wait

@@ -166,7 +166,7 @@ def _measure_group(coor: Coordinator, size: int, device: str, dtype: torch.dtype
     own_speeds: tuple[DeviceSpeed, LinkSpeed] | None = None
     group = coor.split(tuple(range(first, first + size)))
     assert group is not None, "this rank is one of them"
-    with group, Communicator(group, device_type=torch.device(device).type) as comm:
+    with group, Communicator(group, device=device) as comm:
         for turn in range(max(map(len, coor.nodes)) // size):
             if turn == coor.local_rank // size:
                 group.barrier()

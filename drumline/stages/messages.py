@@ -2,7 +2,8 @@
 
 A frame's length has to be known before it arrives. Both ends derive the length of the next frame
 from the last message on the same channel, so the tokens of a generation, which all have one form,
-take one frame each; a larger message sends its header ahead, which has the length.
+take one frame each; a larger message sends its header ahead, which has the length. Tensors on a GPU
+follow the frame from device to device, where there is a DeviceLink.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from typing import Any
 import torch
 
 from communicator import DTYPES
+from drumline.stages.device_link import DeviceLink
 
 HEADER = struct.Struct("<QBBHHIII")
 ALIGNMENT = 16
 MIN_FRAME_NBYTES, MAX_FRAME_NBYTES, FRAME_STEP_NBYTES = 1024, 1 << 20, 256
 MAX_CACHED_LAYOUTS = 512
 ORDERED = 0x80  # beside the number of axes: their order in memory follows
+ON_DEVICE = 0x40  # beside it too: the values are not in the frame
 
 DTYPE_CODES = {info.torch: code for code, info in enumerate(DTYPES)}
 
@@ -53,8 +56,9 @@ class Message:
     note: str = ""
 
 
-Spec = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
-"""Of a tensor: its dtype, shape, and the order of its axes in memory if that is another one.
+Spec = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], bool]
+"""Of a tensor: its dtype, shape, the order of its axes in memory if that is another one, and
+whether it goes from device to device.
 
 That order is kept, as kernels round by it: those of convolutions have one for channels last.
 """
@@ -70,13 +74,21 @@ class TensorLayout:
         self.spec_bytes = b"".join(
             struct.pack(
                 f"<BB{len(shape)}I{len(order)}B",
-                *(DTYPE_CODES[dtype], len(shape) | (ORDERED if order else 0), *shape, *order),
+                *(DTYPE_CODES[dtype], len(shape) | _flags(order, on_device), *shape, *order),
             )
-            for dtype, shape, order in specs
+            for dtype, shape, order, on_device in specs
         )
+        self.on_device = [on_device for *_, on_device in specs]
+        self.device_forms = [
+            (dtype, shape, _strides(shape, order))
+            for dtype, shape, order, on_device in specs
+            if on_device
+        ]
         self.parts: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int, int]] = []
         self.nbytes = 0
-        for dtype, shape, order in specs:
+        for dtype, shape, order, on_device in specs:
+            if on_device:
+                continue
             size = math.prod(shape) * dtype.itemsize
             self.parts.append((dtype, shape, _strides(shape, order), self.nbytes, size))
             self.nbytes += size + -size % ALIGNMENT
@@ -86,12 +98,25 @@ class TensorLayout:
         specs = []
         position = 0
         while position < len(spec_bytes):
-            code, dim = spec_bytes[position], spec_bytes[position + 1] & ~ORDERED
-            form = f"<{dim}I{dim if spec_bytes[position + 1] & ORDERED else 0}B"
+            code, flags = spec_bytes[position], spec_bytes[position + 1]
+            dim, on_device = flags & ~(ORDERED | ON_DEVICE), bool(flags & ON_DEVICE)
+            form = f"<{dim}I{dim if flags & ORDERED else 0}B"
             numbers = struct.unpack_from(form, spec_bytes, position + 2)
-            specs.append((DTYPES[code].torch, numbers[:dim], numbers[dim:]))
+            specs.append((DTYPES[code].torch, numbers[:dim], numbers[dim:], on_device))
             position += 2 + struct.calcsize(form)
         return cls(tuple(specs))
+
+    def split(self, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Separate tensors in the frame from those that go from device to device."""
+        pairs = [*zip(tensors, self.on_device, strict=True)]
+        return [t for t, away in pairs if not away], [t for t, away in pairs if away]
+
+    def join(
+        self, in_frame: list[torch.Tensor], on_device: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """All tensors in their order."""
+        parts = {False: iter(in_frame), True: iter(on_device)}
+        return [next(parts[away]) for away in self.on_device]
 
     def write(self, frame: torch.Tensor, start: int, tensors: list[torch.Tensor]) -> None:
         address = frame.data_ptr() + start
@@ -108,6 +133,10 @@ class TensorLayout:
             typed[dtype].as_strided(shape, strides, (start + offset) // dtype.itemsize)
             for dtype, shape, strides, offset, _ in self.parts
         ]
+
+
+def _flags(order: tuple[int, ...], on_device: bool) -> int:
+    return (ORDERED if order else 0) | (ON_DEVICE if on_device else 0)
 
 
 def _strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
@@ -158,10 +187,10 @@ OnPredicted = Callable[[Message], None]
 
 
 class MessageChannel:
-    """Messages to or from one peer of a communicator, in order."""
+    """Messages to or from one peer of a communicator, in order. link: for tensors on its device."""
 
-    def __init__(self, comm: Any, peer: int):
-        self.comm, self.peer = comm, peer
+    def __init__(self, comm: Any, peer: int, link: DeviceLink | None = None):
+        self.comm, self.peer, self.link = comm, peer, link
         self.frame_nbytes = MIN_FRAME_NBYTES
         self.num_messages = self.num_frames = self.num_bytes = 0
         self._layouts: dict[Any, TensorLayout] = {}
@@ -173,23 +202,37 @@ class MessageChannel:
     # Both ends keep frame_nbytes: the length of the next frame follows from the last message. So a
     # receiver knows how many bytes to ask for, and a longer message needs one more frame.
     def send(self, message: Message) -> None:
-        """Returns once the message has been copied, so that its tensors may change."""
+        """Returns once the message has been copied, so that its tensors may change.
+
+        Over a link, once the current stream will have sent them before any later work.
+        """
         header = self._header_for(message)
+        in_frame, on_device = message.tensors, None
+        if header.layout.device_forms:
+            in_frame, on_device = header.layout.split(message.tensors)
         nbytes = header.nbytes
         frame = self._send_buffer(max(nbytes, self.frame_nbytes))
         ctypes.memmove(frame.data_ptr(), header.head, len(header.head))
-        header.layout.write(frame, header.start, message.tensors)
+        header.layout.write(frame, header.start, in_frame)
         first = frame if frame.numel() == self.frame_nbytes else frame[: self.frame_nbytes]
         self.comm.send(first, self.peer)
         if nbytes > self.frame_nbytes:
             self.comm.send(frame[self.frame_nbytes : nbytes], self.peer)
+        if self.link is not None and on_device:  # after the frame, by which the peer knows of them
+            self.link.send(on_device)
         self.num_messages += 1
         self.num_frames += 1 + (nbytes > self.frame_nbytes)
         self.num_bytes += max(nbytes, self.frame_nbytes)
         self.frame_nbytes = _next_frame_nbytes(nbytes)
 
     def _header_for(self, message: Message) -> HeaderCache:
-        specs = tuple([(t.dtype, t.shape, _order(t)) for t in message.tensors])
+        link = self.link
+        specs = tuple(
+            [
+                (t.dtype, t.shape, _order(t), link is not None and link.takes(t))
+                for t in message.tensors
+            ]
+        )
         rest = (message.kind, message.program, message.ints, message.text, message.note)
         if self._header is None or self._sent != (specs, *rest):
             self._sent = (specs, *rest)
@@ -241,6 +284,8 @@ class MessageChannel:
         if self._expected_next is None or self._expected_next[0].nbytes > frame.numel():
             return b"", None
         header, last = self._expected_next
+        if header.layout.device_forms:  # not in this memory
+            return b"", None
         return header.head, replace(last, tensors=header.layout.views(frame, header.start))
 
     def _unpack(self, frame: torch.Tensor) -> Message:
@@ -258,7 +303,11 @@ class MessageChannel:
         message = Message(MESSAGE_KINDS[kind], program, ints, [], text, note)
         header = HeaderCache(bytes(data[:end]), layout, nbytes - layout.nbytes)
         self._expected_next = header, message
-        return replace(message, tensors=layout.views(frame, header.start))
+        tensors = layout.views(frame, header.start)
+        if layout.device_forms:
+            assert self.link is not None, "the sender has one, so this rank has too"
+            tensors = layout.join(tensors, self.link.receive(layout.device_forms))
+        return replace(message, tensors=tensors)
 
 
 def _next_frame_nbytes(nbytes: int) -> int:

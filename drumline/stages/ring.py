@@ -1,17 +1,20 @@
 """The ring of pipeline stages, 0 -> 1 -> ... -> N -> 0: each rank receives from the one before.
 
 An error in a stage travels the same way, in place of the result, so nobody waits for a rank that
-will not send. Loss of a rank does not: each rank hears of that from the failure detector.
+will not send. The loss of a rank does not: the failure detector notifies every rank.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from drumline.core.group_monitor import GroupMonitor
 from drumline.errors import DrumlineError, PeerLost
+from drumline.stages.device_link import DeviceLink, keep_for_current_stream
 from drumline.stages.messages import Message, MessageChannel, MessageKind, OnPredicted
 
 
@@ -22,6 +25,8 @@ class Ring:
         as rank 0 sends and receives at the same time from different threads.
     layers_by_rank: in words, for errors. resources: the communicators and all that they stand on.
     monitor: over more ranks than the ring's, if given.
+    on_device: forward and back between the devices of the ranks, for tensors that lie there; where
+        there are none, all tensors go through the memory of the CPU.
     """
 
     def __init__(
@@ -31,16 +36,21 @@ class Ring:
         layers_by_rank: Mapping[int, str],
         resources: contextlib.ExitStack,
         monitor: GroupMonitor | None = None,
+        on_device: Sequence[Any] = (),
     ):
         self.coor, self._resources = forward.coor, resources
         self.rank, self.world_size = forward.rank, forward.world_size
         self.layers_by_rank = layers_by_rank
-        self.monitor = monitor or GroupMonitor(self.coor, [forward, back], layers_by_rank)
-        last = self.rank == self.world_size - 1
-        self.next = MessageChannel(back if last else forward, (self.rank + 1) % self.world_size)
-        self.previous = MessageChannel(
-            forward if self.rank else back, (self.rank - 1) % self.world_size
-        )
+        # The way back on the device ends first, lest a stage pass on what it could not receive.
+        comms = [*reversed(on_device), forward, back]
+        self.monitor = monitor or GroupMonitor(self.coor, comms, layers_by_rank)
+        after, before = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
+        out, into = after == 0, self.rank == 0  # whether by the way back
+        links: list[DeviceLink | None] = [None, None]
+        if on_device:
+            links = [DeviceLink(on_device[out], after), DeviceLink(on_device[into], before, into)]
+        self.next = MessageChannel(back if out else forward, after, links[0])
+        self.previous = MessageChannel(back if into else forward, before, links[1])
 
     def send(self, message: Message) -> Message | None:
         """Pass a message on. Returns the reply where it is known at once; here it comes round."""
@@ -55,11 +65,20 @@ class Ring:
         """The next message. Blocks until it is here; PeerLost if a rank fails."""
         self.monitor.is_waiting = True
         try:
-            return self.previous.receive(on_predicted)
+            message = self.previous.receive(on_predicted)
+            if self.previous.link is not None and self.monitor.has_failed:
+                # A stage that lost the one before has passed on what it never received.
+                raise DrumlineError("a rank failed while tensors were on their way")
+            return message
         except DrumlineError as error:
             raise self._lost(self.previous.peer, error) from error
         finally:
             self.monitor.is_waiting = False
+
+    def adopt(self, tensors: list[torch.Tensor]) -> None:
+        """Let torch's current stream use what another thread has received."""
+        if self.previous.link is not None:
+            keep_for_current_stream(tensors)
 
     def close(self, error: BaseException | None = None) -> None:
         """Give back the communicators and all under them; without waiting for other ranks if there

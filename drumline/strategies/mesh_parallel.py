@@ -124,7 +124,9 @@ def _connect_tp_group(
         return None
     group = coor.split(mesh.group(coor.rank, "tp"))
     assert group is not None, "this rank is one of them"
-    comm = stack.enter_context(Communicator(stack.enter_context(group), backend))
+    comm = stack.enter_context(
+        Communicator(stack.enter_context(group), backend, device=sharded.device)
+    )
     layers = dict.fromkeys(range(comm.world_size), SHARD_OF_ALL)
     monitor = GroupMonitor(group, [comm], layers, is_driven=False)
     stack.callback(monitor.close)

@@ -34,7 +34,11 @@ from drumline.planner.plan import plan
 from drumline.stages.ring import Ring
 from drumline.stages.stage_weights import LoadedStage
 from drumline.stages.tp_stage import StageGroup, TpDriverRing, TpFollowerRing, TpLeaderRing, TpStage
-from drumline.strategies.serve_stage import open_message_communicator, serve_and_exit
+from drumline.strategies.serve_stage import (
+    open_device_communicators,
+    open_message_communicator,
+    serve_and_exit,
+)
 from drumline.tensor_parallel import sharded_model
 from drumline.tensor_parallel.sharded_model import ShardedModel
 from drumline.tensor_parallel.tp_layers import insert_collectives
@@ -69,8 +73,8 @@ def load_pipeline_tp(path: str | Path, coor: Coordinator | None, options: LoadOp
     layers_by_stage = {stage: device_map.holds(stage) for stage, _ in device_map.free_nbytes}
     ring = None  # as on ranks that lead no group, or the only one
     if ring_comms:
-        forward, back = ring_comms
-        ring = Ring(forward, back, layers_by_stage, resources, group.monitor)
+        forward, back, *on_device = ring_comms
+        ring = Ring(forward, back, layers_by_stage, resources, group.monitor, on_device)
     receiver: Any = TpFollowerRing(group, resources)
     if ring is not None and not replica.is_master():
         receiver = TpLeaderRing(group, ring)
@@ -151,12 +155,12 @@ def _connect(
     members = _split(replica, mesh.group(replica.rank, "tp"), stack)
     comms = [stack.enter_context(open_message_communicator(members, None))]
     if sharded.styles:
-        comms.append(stack.enter_context(Communicator(members)))
+        comms.append(stack.enter_context(Communicator(members, device=sharded.device)))
         insert_collectives(sharded.model, sharded.styles, comms[1])
-    ring_comms = _ring_comms(replica, mesh, backend, stack)
+    ring_comms = _ring_comms(replica, mesh, torch.device(sharded.device), backend, stack)
     stages = [mesh.coordinate(rank)["pp"] for rank in range(replica.world_size)]
     layers = {rank: f"its part of {device_map.holds(stage)}" for rank, stage in enumerate(stages)}
-    monitor = GroupMonitor(replica, [*ring_comms, *comms], layers)
+    monitor = GroupMonitor(replica, [*reversed(ring_comms), *comms], layers)
     stack.callback(monitor.close)
     return StageGroup(replica.rank, comms[0], monitor), ring_comms
 
@@ -165,7 +169,7 @@ def _free_nbytes_by_stage(
     coor: Coordinator, mesh: Mesh, where: str, max_memory: Memory | None
 ) -> dict[Place, int]:
     """Free memory by stage: the least of all ranks that hold it, each on its own device."""
-    devices = [name.decode() for name in coor.allgather(where.encode())]
+    devices = coor.allgather_object(where)
     by_place = limit_memory(cluster_memory(coor), max_memory)
     by_rank = [by_place.get((rank, device), 0) for rank, device in enumerate(devices)]
     return {
@@ -212,14 +216,20 @@ def _hops(model: Any, device_map: DeviceMap) -> dict[str, int]:
 
 
 def _ring_comms(
-    coor: Coordinator, mesh: Mesh, backend: str | None, stack: contextlib.ExitStack
+    coor: Coordinator,
+    mesh: Mesh,
+    device: torch.device,
+    backend: str | None,
+    stack: contextlib.ExitStack,
 ) -> list[Communicator]:
-    """The communicators of the leaders' ring; none elsewhere, or if there is one TP group."""
+    """The communicators of the leaders' ring, forward and back, and two more between their devices
+    where there are such; none elsewhere, or if there is one TP group."""
     firsts = first_ranks(mesh)
     if len(firsts) == 1 or coor.rank not in firsts:
         return []
     leaders = _split(coor, firsts, stack)
-    return [stack.enter_context(open_message_communicator(leaders, backend)) for _ in range(2)]
+    comms = [stack.enter_context(open_message_communicator(leaders, backend)) for _ in range(2)]
+    return comms + open_device_communicators(leaders, device, backend, stack)
 
 
 def _split(coor: Coordinator, ranks: tuple[int, ...], stack: contextlib.ExitStack) -> Coordinator:

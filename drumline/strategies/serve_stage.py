@@ -2,20 +2,58 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import time
 from typing import Any, NoReturn
 
+import torch
+
 from communicator import Communicator
 from coordinator import Coordinator
-from drumline.errors import WorkerExit
+from drumline.errors import DrumlineError, PeerLost, WorkerExit
 from drumline.stages.stage import Stage
 from drumline.timings import TIMINGS
+
+log = logging.getLogger("drumline")
 
 
 def open_message_communicator(coor: Coordinator, backend: str | None) -> Communicator:
     """A communicator for messages, which are packed in CPU memory wherever layers run."""
     return Communicator(coor, backend, timeout_s=TIMINGS.next_message_s, device_type="cpu")
+
+
+def open_device_communicators(
+    coor: Coordinator, device: torch.device, backend: str | None, stack: contextlib.ExitStack
+) -> list[Communicator]:
+    """Two communicators between the ranks' devices, for tensors of messages. Collective.
+
+    None where one rank computes on a CPU, two share a GPU, a backend was named, or the GPUs do not
+    reach each other: then tensors go through the memory of the CPU.
+    """
+    ids = coor.allgather_object("" if backend else _gpu_id(device))
+    if "" in ids or len({*ids}) < len(ids):
+        return []
+    comms, problem = contextlib.ExitStack(), ""
+    try:
+        made = [comms.enter_context(Communicator(coor, device=device)) for _ in range(2)]
+    except PeerLost:
+        raise
+    except DrumlineError as error:
+        problem = str(error)
+    if problems := [text for text in coor.allgather_object(problem) if text]:
+        unusable = DrumlineError(problems[0])
+        comms.__exit__(DrumlineError, unusable, None)
+        log.warning("rank %d: hidden states go through the CPU's memory: %s", coor.rank, unusable)
+        return []
+    stack.enter_context(comms)
+    return made
+
+
+def _gpu_id(device: torch.device) -> str:
+    """An id that no other GPU has; nothing for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def serve_and_exit(stage: Stage, coor: Coordinator) -> NoReturn:

@@ -17,7 +17,7 @@ import torch
 import launcher
 from communicator import Communicator, CommunicatorError, Unsupported
 from communicator.backends.nccl import Nccl, nccl_library
-from communicator.backends.nccl.own_gpu import own_ordinal
+from communicator.own_gpu import own_ordinal
 from coordinator import Coordinator
 from tests.communicator import nccl_host
 from tests.communicator.nccl_host import Host
@@ -218,6 +218,39 @@ def test_a_rank_beyond_the_gpus_that_all_see_has_none(monkeypatch):
     monkeypatch.setattr(launcher.gpus, "is_restricted", lambda: False)
     with pytest.raises(Unsupported, match="local rank 1 has no GPU of its own among the 1 here"):
         own_ordinal(1)
+
+
+def test_a_gpu_that_is_named_is_taken_whatever_the_local_rank(ranks, monkeypatch):
+    """The first of two ranks was refused GPU 0 by its probe, although device=0 named it."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(launcher.gpus, "is_restricted", lambda: False)
+
+    class OnGpu(Communicator):
+        name, device_type = "on-gpu", "cuda"
+        probe = classmethod(lambda cls, coor: 1)
+
+        def do_open(self):
+            pass
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            with pytest.raises(Unsupported, match="no GPU of its own"):
+                Communicator(coor, OnGpu)
+            with pytest.raises(Unsupported, match="not on cpu"):
+                Communicator(coor, OnGpu, device="cpu")
+            named = [Communicator(coor, OnGpu, device=name) for name in (0, "cuda:0")]
+            return [str(comm.device) for comm in named]
+
+    assert ranks(body, 2) == [["cuda:0"] * 2] * 2
+
+
+def test_ranks_that_got_one_gpu_together_are_told(monkeypatch):
+    """CUDA_VISIBLE_DEVICES of 2 GPUs and 3 ranks: the third had the first one's, silently."""
+    comm = object.__new__(Nccl)
+    comm.rank, comm._closed = 1, True
+    comm._check_gpus(["a", "b", None, None])
+    with pytest.raises(Unsupported, match=r"ranks 0, 2 have one GPU together, a, .* name one for"):
+        comm._check_gpus(["a", "b", "a"])
 
 
 # What works without a GPU.

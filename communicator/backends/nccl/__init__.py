@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -26,7 +27,6 @@ from communicator.backends.nccl.exit_notice import ExitNotice
 from communicator.backends.nccl.given_stream import GivenStream
 from communicator.backends.nccl.nccl_library import NcclLibrary, version_text
 from communicator.backends.nccl.oneshot import Oneshot, is_aligned, select_algorithm
-from communicator.backends.nccl.own_gpu import own_ordinal
 from communicator.backends.nccl.registered_memory import RegisteredMemory
 from communicator.backends.nccl.watchdog import Watchdog
 from communicator.backends.plugin import PluginCommunicator
@@ -87,7 +87,6 @@ class Nccl(PluginCommunicator):
     """Work goes on torch's current stream; `with torch.cuda.stream(s):` chooses another.
 
     library: the path of libnccl.so.2; None looks for it. All ranks must have the same build.
-    device: the CUDA device of this rank; if not given, its local rank, or the only one it sees.
     stream: a torch.cuda.Stream for everything this communicator does, instead of the current one.
         It waits for what the current one has to do when a call is made; before results are used,
         let the current one wait for it: torch.cuda.current_stream().wait_stream(stream).
@@ -111,7 +110,6 @@ class Nccl(PluginCommunicator):
     def probe(cls, coor: Coordinator) -> int:
         if not torch.cuda.is_available():
             raise Unsupported("torch sees no CUDA device in this process")
-        own_ordinal(coor.info.local_rank)
         nccl_library.find()
         return SCORE
 
@@ -128,7 +126,6 @@ class Nccl(PluginCommunicator):
     def do_open(  # type: ignore[override]  # these options and no others
         self,
         library: str | None = None,
-        device: int | None = None,
         stream: torch.cuda.Stream | None = None,
         blocking: bool = False,
         max_ctas: int | None = None,
@@ -136,7 +133,6 @@ class Nccl(PluginCommunicator):
         existing: _native.Comm | None = None,
     ) -> None:
         """existing: a communicator of NCCL's to use, instead of opening one."""
-        self._ordinal = own_ordinal(self.coor.info.local_rank) if device is None else device
         self._stream = stream
         if stream is not None:
             self._given_stream = GivenStream(stream, self.rank)
@@ -158,7 +154,7 @@ class Nccl(PluginCommunicator):
         self._exit_notice = ExitNotice(self.coor)
         self._connect()
         if oneshot:
-            self._oneshot = Oneshot(self.coor, self._ordinal)
+            self._oneshot = Oneshot(self.coor, self.device.index)
             self.allreduce = self._allreduce_maybe_oneshot
 
     def _connect(self) -> None:
@@ -191,8 +187,11 @@ class Nccl(PluginCommunicator):
                 proposal["unique_id"] = self._library.unique_id()
             except Unsupported as error:
                 proposal["problem"] = str(error)
+        if not self._is_gpu_named and torch.cuda.is_available():
+            proposal["gpu"] = str(torch.cuda.get_device_properties(self.device).uuid)
         proposals = self.coor.allgather_object(proposal)
         self._check_libraries(proposals)
+        self._check_gpus([proposal.get("gpu") for proposal in proposals])
         return proposals[0]["name"], proposals[0]["unique_id"]
 
     def _check_libraries(self, proposals: list[dict[str, Any]]) -> None:
@@ -211,15 +210,22 @@ class Nccl(PluginCommunicator):
                 f"differ: {builds}. Install the same one everywhere, or name it with library=."
             )
 
+    def _check_gpus(self, gpus: Sequence[str | None]) -> None:
+        """Raise Unsupported on every rank if two have one GPU, which nobody named."""
+        for gpu, count in Counter(gpus).items():
+            if gpu is not None and count > 1:
+                sharing = [str(rank) for rank, other in enumerate(gpus) if other == gpu]
+                raise Unsupported(
+                    f"rank {self.rank}: the ranks {', '.join(sharing)} have one GPU together, "
+                    f"{gpu}, for CUDA_VISIBLE_DEVICES names fewer than there are ranks. Let it "
+                    "name one for each rank, start fewer, or name the GPU with device=."
+                )
+
     @property
     def library(self) -> NcclLibrary:
         """The NCCL in use: its path and version."""
         assert self._library is not None
         return self._library
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cuda", self._ordinal)
 
     # Waiting, and failures.
 
@@ -230,23 +236,14 @@ class Nccl(PluginCommunicator):
         CommunicatorTimeout if the stream is not done in time.
         """
         self._check_outside_capture("synchronize")
-        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
-        with torch.cuda.device(self._ordinal):
-            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(self._stream or torch.cuda.current_stream())
-        while not event.query():
-            if time.monotonic() > deadline:
-                lost = describe_lost(self._lost_peers())
-                raise CommunicatorTimeout(
-                    f"rank {self.rank}: the stream was not done in time: some rank did not make "
-                    f"the same calls.{lost} abort() ends what waits on the GPU."
-                )
-            time.sleep(timings.TIMINGS.stream_poll_s)
+        self._await_stream(self._stream, timeout_s)
         self.check()
 
     def check(self) -> None:
-        """Raise PeerLost or CommunicatorTimeout if results are not to be used. Waits for nothing.
+        """Raise if results are not to be used. Waits for nothing.
 
+        PeerLost if a peer died or NCCL failed, CommunicatorTimeout if a one-shot sum waited in vain
+        for a peer, CommunicatorError if one ran beside another. This communicator then has ended.
         Call it after replays of a graph, which raise nothing. Makes no CUDA call, and takes about a
         microsecond; what the watchdog has to find out is known here within seconds.
         """
@@ -497,7 +494,7 @@ class Nccl(PluginCommunicator):
             timeout_s=self.timeout_s,
             checked_calls=self.capabilities.checked_calls,
             library=self.library.path,
-            device=self._ordinal,
+            device=self.device,
             stream=self._stream,
             existing=handle,
         )

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from communicator.backends.nccl.own_gpu import own_ordinal
 from communicator.base import Capabilities, Communicator
 from communicator.calls.default_collectives import P2PCall
 from communicator.calls.dtypes import OPS, dtype_info
@@ -29,7 +28,7 @@ LAST_DTYPE = 9  # ncclBfloat16; older NCCLs know no more
 
 
 class Cupy(Communicator):
-    """Work goes on torch's current stream. device: this rank's, if not its local rank."""
+    """Work goes on torch's current stream."""
 
     name = "cupy"
     device_type = "cuda"
@@ -40,12 +39,10 @@ class Cupy(Communicator):
     def probe(cls, coor: Coordinator) -> int:
         if not torch.cuda.is_available():
             raise Unsupported("torch sees no CUDA device in this process")
-        own_ordinal(coor.info.local_rank)
         _nccl()
         return SCORE
 
-    def do_open(self, device: int | None = None) -> None:
-        self._ordinal = own_ordinal(self.coor.info.local_rank) if device is None else device
+    def do_open(self) -> None:
         self._captured = False  # then NCCL's own end would wait for the graph, for ever
         self._nccl = _nccl()
         unique_id = b""
@@ -56,7 +53,7 @@ class Cupy(Communicator):
         run_on_all_ranks(self.coor, lambda: self._bounded("start", lambda: self._join(signed)))
 
     def _join(self, unique_id: tuple[int, ...]) -> None:
-        with torch.cuda.device(self._ordinal):
+        with torch.cuda.device(self.device):
             self._comm = self._nccl.NcclCommunicator(self.world_size, unique_id, self.rank)
 
     def _bounded(self, what: str, body: Callable[[], Any]) -> Any:
@@ -91,13 +88,10 @@ class Cupy(Communicator):
         if comm := self.__dict__.pop("_comm", None):
             _leak(comm)
 
-    def _device(self) -> torch.device:
-        return torch.device("cuda", self._ordinal)
-
     def _run(self, call: str, *arguments: Any) -> None:
         self._captured = self._captured or torch.cuda.is_current_stream_capturing()
-        stream = torch.cuda.current_stream(self._ordinal).cuda_stream
-        with torch.cuda.device(self._ordinal):
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        with torch.cuda.device(self.device):
             result = _result(lambda: getattr(self._comm, call)(*arguments, stream))
         if isinstance(result, Exception):
             raise CommunicatorError(

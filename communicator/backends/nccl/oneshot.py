@@ -247,7 +247,8 @@ class Oneshot:
                 raise CommunicatorError(f"a first {algorithm.name} sum came out wrong")
 
     def check(self) -> None:
-        """Raise CommunicatorTimeout if a kernel has given up waiting. No CUDA call."""
+        """Raise CommunicatorTimeout if a kernel has given up waiting, CommunicatorError if two ran
+        at the same time. No CUDA call."""
         self.state.check(self.rank)
 
     def sum(self, tensor: torch.Tensor, out: torch.Tensor, algorithm: Algorithm) -> None:

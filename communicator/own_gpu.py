@@ -11,7 +11,8 @@ from launcher import gpus
 def own_ordinal(local_rank: int) -> int:
     """The CUDA ordinal: the local rank, unless each process was given some of the GPUs only.
 
-    Raises Unsupported if all ranks see the same GPUs, and there are fewer than ranks.
+    Raises Unsupported if the ranks see all GPUs of the node, and there are fewer than ranks. Ranks
+    that all were given the same few cannot be told from here: their communicator compares them.
     """
     count = torch.cuda.device_count()
     if local_rank < count or count == 0:
@@ -20,5 +21,5 @@ def own_ordinal(local_rank: int) -> int:
         return local_rank % count
     raise Unsupported(
         f"local rank {local_rank} has no GPU of its own among the {count} here. Start at most "
-        f"{count} ranks a node, or name its GPU with Nccl(coor, device=...)"
+        f"{count} ranks a node, or name its GPU with Communicator(coor, device=...)"
     )
