@@ -193,7 +193,7 @@ def test_a_message_that_was_not_expected_is_named_and_dropped(ranks, sent, expec
 
 
 def test_a_forked_child_leaves_the_communicators_of_its_parent_alone(ranks):
-    """gloo's threads are not there, and to wait for their end hangs, or ends the child by SIGABRT."""
+    """gloo's threads are not there, and to wait for them hangs, or ends the child (SIGABRT)."""
 
     def body(info):
         with Coordinator(info) as coor:
