@@ -537,6 +537,15 @@ class Coordinator(Collectives):
         describe = detector.monitor.describe_local
         return detector.stacks.describe_late(note, describe, self._timings.stack_s)
 
+    def describe_numbering(self) -> str:
+        """The launch's numbers of this group's ranks; "" if they are the same. Not collective.
+
+        For errors of libraries, which number the ranks of a group from 0.
+        """
+        if self.ranks == tuple(range(self.world_size)):
+            return ""
+        return f"(Ranks 0 to {self.world_size - 1} here: {list(self.ranks)!s:.200} of the launch.)"
+
     def describe_failure(self) -> str:
         """Another rank's reason why this group failed; "" without one. Not collective."""
         if self._group is None or self._closed:

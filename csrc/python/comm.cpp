@@ -26,6 +26,7 @@ std::string describe(const Comm* self, const char* method) {
 }  // namespace
 
 void raise_call_error(const Comm* self, comm_result code, std::string text) {
+    text += describe(self, "describe_numbering");  // the library's, and not that of what follows
     if (code == COMM_TIMEOUT) text += describe(self, "describe_late");
     if (code == COMM_REMOTE_ERROR) text += describe(self, "describe_failure");
     raise_result(self->table, code, text.c_str());
