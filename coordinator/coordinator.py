@@ -538,13 +538,14 @@ class Coordinator(Collectives):
         return detector.stacks.describe_late(note, describe, self._timings.stack_s)
 
     def describe_numbering(self) -> str:
-        """The launch's numbers of this group's ranks; "" if they are the same. Not collective.
+        """The beginning of a library's error, which numbers the ranks of this group from 0.
 
-        For errors of libraries, which number the ranks of a group from 0.
+        "" if the launch numbers them so. Not collective.
         """
         if self.ranks == tuple(range(self.world_size)):
             return ""
-        return f"(Ranks 0 to {self.world_size - 1} here: {list(self.ranks)!s:.200} of the launch.)"
+        names = ", ".join(f"rank {rank}" for rank in self.ranks)
+        return f"{self._me}, in the group of {names:.200}, numbered from 0 here: "
 
     def describe_failure(self) -> str:
         """Another rank's reason why this group failed; "" without one. Not collective."""

@@ -71,7 +71,7 @@ def test_a_rank_that_closes_first_has_made_fewer_calls(report, backend):
     [
         ("tcp", "rank 3 timed out after 0.2 s in recv from rank 1 (tcp, 2 ranks)"),
         ("gloo", "in recv from rank 1 (gloo, 2 ranks)"),
-        ("shm", "\n(Ranks 0 to 1 here: [1, 3] of the launch.)"),
+        ("shm", "rank 3, in the group of rank 1, rank 3, numbered from 0 here: rank 1: "),
     ],
 )
 def test_ranks_of_a_part_of_the_launch_are_named_as_the_launch_numbers_them(ranks, backend, text):
