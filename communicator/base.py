@@ -273,7 +273,7 @@ class Communicator(CollectivesFromP2P):
         """
         self._check_open("group")
         if self._pending is not None:
-            raise CommunicatorError(f"rank {self.rank}: group() inside a group(). Use one.")
+            raise CommunicatorError(f"{self._me}: group() inside a group(). Use one.")
         calls: list[P2PCall] = []
         self._pending = calls
         try:
@@ -303,7 +303,7 @@ class Communicator(CollectivesFromP2P):
 
     def abort(self) -> None:
         """Make calls of this rank that wait raise, and later ones; from any thread."""
-        raise Unsupported(f"rank {self.rank}: {self.name} cannot be aborted; end the process.")
+        raise Unsupported(f"{self._me}: {self.name} cannot be aborted; end the process.")
 
     def __enter__(self) -> Communicator:
         return self
@@ -376,6 +376,14 @@ class Communicator(CollectivesFromP2P):
             return device or torch.device("cpu")
         return torch.device(self.device_type, own_ordinal(self.coor.info.local_rank))
 
+    def rank_name(self, rank: int) -> str:
+        """A rank of this communicator in errors: numbered as in the launch, like all others."""
+        return f"rank {self.coor.peers[rank].rank}"
+
+    @property
+    def _me(self) -> str:
+        return self.rank_name(self.rank)
+
     _num_compared = 0  # collectives
     _pending: list[P2PCall] | None = None
     _recorder: launcher.Recorder | None = None
@@ -417,8 +425,7 @@ class Communicator(CollectivesFromP2P):
     def _check_open(self, call: str) -> None:
         if self._closed:
             raise CommunicatorError(
-                f"rank {self.rank}: {call} on a closed Communicator. Make a new one, or "
-                "close it later."
+                f"{self._me}: {call} on a closed Communicator. Make a new one, or close it later."
             )
 
     def _check_rows(self, call: str, tensor: torch.Tensor) -> None:
