@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import resource
 import selectors
 import socket
@@ -41,6 +40,7 @@ from coordinator.control.tables import PENDING, KeyValueTable, RendezvousTable
 from coordinator.errors import CoordinatorError
 from coordinator.link_state import describe_silence, is_silent, remote_host
 from coordinator.timings import DEFAULT, CoordinatorTimings
+from launcher import linux
 
 RECEIVE_NBYTES = 1 << 18
 MAX_REQUEST_NBYTES = 1 << 28  # and of an answer
@@ -141,6 +141,7 @@ class ControlServer:
             Op.DELETE: values.delete,
             Op.COUNT: values.count,
             Op.RENDEZVOUS: rendezvous.rendezvous,
+            Op.NUMBER: rendezvous.number,
             Op.ARRIVED: rendezvous.arrived,
             Op.HEARTBEAT: self._answer_heartbeat,
             Op.REPORT: lambda _, group, failure: membership.report(group, failure),
@@ -203,7 +204,7 @@ class ControlServer:
         return "; ".join(f"ranks {sorted(ranks)}: {text}" for text, ranks in links.values())
 
     def drop(self) -> None:
-        """In a forked child: close the descriptors, which leaves those of the parent alone."""
+        """Close the descriptors in a forked child, which leaves those of the parent alone."""
         for connection in self._connections.values():
             connection.socket.close()
         self._authenticator.drop()
@@ -230,6 +231,9 @@ class ControlServer:
     def _tick(self) -> None:
         self._authenticator.tick()
         self._ping_silent()
+        for connection in list(self._connections.values()):
+            if connection.received:  # and was not served while its answers were not read
+                self._on_ready(connection, 0)
         self._values.forget(_Requester.has_given_up)
         self._rendezvous.forget(_Requester.has_given_up)
 
@@ -403,7 +407,7 @@ class ControlServer:
         news = self._membership.heartbeat(requester.rank, num_news, calls, suspended)
         if requester.connection is None or len(news) <= FEW_NEWS:
             return news
-        part = (num_news, len(news))
+        part = (num_news, self._membership.num_news)
         if self._packed_news[0] != part:
             self._packed_news = (part, pack_for_many(news))
         self._answer_packed(requester, self._packed_news[1])
@@ -437,7 +441,7 @@ def _max_pending_connections(world_size: int) -> int:
     All ranks may come at once, and none of them is to be sent away for another.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    spare = limit - len(os.listdir("/proc/self/fd")) - world_size - RESERVE
+    spare = limit - len(linux.open_fds()) - world_size - RESERVE
     if spare < MIN_PENDING:
         raise CoordinatorError(
             f"rank 0 may open {limit} files, which is too few to serve {world_size} ranks: it "

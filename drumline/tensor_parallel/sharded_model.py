@@ -30,7 +30,7 @@ from drumline.checkpoint.shard_plan import LoadPlan
 from drumline.checkpoint.source import CheckpointFiles, choose_config, config_from_json, share_index
 from drumline.checkpoint.weight_map import dtype_overrides, weight_sources
 from drumline.core.mesh import Mesh
-from drumline.core.meta_init import init_on_meta, model_build_lock
+from drumline.core.meta_init import init_on_meta, model_building
 from drumline.core.shards import ShardSpec, local_shape
 from drumline.errors import DrumlineError, PlanError
 from drumline.planner.load_options import LoadOptions
@@ -45,7 +45,7 @@ FEW = 16 << 20
 
 @dataclass
 class ShardedModel:
-    """A model on meta, and how each tensor of it is cut along the mesh.
+    """A model on meta, and how each tensor of it is sharded along the mesh.
 
     `shapes` are those of the whole, whatever becomes of the tensors on meta before they are filled.
     """
@@ -93,7 +93,7 @@ def open_checkpoint(
 def shard_checkpoint(
     coor: Coordinator, files: CheckpointFiles, configs: Any, mesh: Mesh, options: LoadOptions
 ) -> ShardedModel:
-    """The empty model of a checkpoint and how it is cut; PlanError if it cannot be."""
+    """The empty model of a checkpoint and how it is sharded; PlanError if it cannot be."""
     fields, generation = configs
     if generation is not None:
         generation = transformers.GenerationConfig.from_dict(generation)
@@ -168,7 +168,7 @@ def build(kind: type[Any], config: Any, options: LoadOptions) -> Any:
     if isinstance(dtype, str):
         dtype = None if dtype == "auto" else getattr(torch, dtype.removeprefix("torch."))
     model_dtype = dtype or getattr(config, "dtype", None) or torch.float32
-    with model_build_lock(), init_on_meta() if build_on == "meta" else torch.device(build_on):
+    with model_building(kind), init_on_meta() if build_on == "meta" else torch.device(build_on):
         model = kind._from_config(config, dtype=model_dtype, **options.rest)
     wide = dtype_overrides(model, model_dtype)
     empty = {id(t): empty_like(t, t.shape, wide.get(name)) for name, t in named_tensors(model)}
