@@ -360,7 +360,7 @@ class Communicator(CollectivesFromP2P):
             if (waited_s := time.monotonic() - start) > limit_s:
                 lost = describe_lost(self._lost_peers())
                 raise CommunicatorTimeout(
-                    f"rank {self.rank}: the stream was not done in time: some rank did not make "
+                    f"{self._me}: the stream was not done in time: some rank did not make "
                     f"the same calls.{lost} abort() ends what waits on the GPU."
                 )
             time.sleep(min(waited_s / 10, timings.TIMINGS.stream_poll_s))  # a tenth late at most
@@ -369,7 +369,7 @@ class Communicator(CollectivesFromP2P):
         """The device whose tensors this rank may pass, if this one or none was named."""
         if device is not None and device.type != self.device_type:
             raise Unsupported(
-                f"rank {self.rank}: {self.name} moves tensors on {self.device_type}, not on "
+                f"{self._me}: {self.name} moves tensors on {self.device_type}, not on "
                 f"{device}. Choose another backend, or leave device= out."
             )
         if self.device_type == "cpu" or (device is not None and device.index is not None):
