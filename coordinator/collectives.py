@@ -90,8 +90,11 @@ class Collectives(ValueCollectives):
 
         Raises ValueError if src is no rank of the group or gives no bytes.
         """
-        self._check_rank(src, "src")
-        own = self._bytes(data, "broadcasts") if self.rank == src else b""
+        if self.rank == src:
+            own = data if type(data) is bytes else self._bytes(data, "broadcasts")
+        else:
+            self._check_rank(src, "src")
+            own = b""
         # As Exchange(own, src), in half the time.
         exchange = _new(Exchange, (own, src, ALL_RANKS, False))
         return self._exchange("broadcast", exchange, timeout_s)[src]
