@@ -145,7 +145,7 @@ def test_pictures_are_drawn_of_the_tables_that_are_there(tmp_path):
     assert drawing.count('<g id="FillBetweenPolyCollection') == 3  # the noise of each line
 
 
-def test_no_two_lines_of_a_picture_look_alike(monkeypatch):
+def test_every_line_of_a_picture_has_a_look_of_its_own(monkeypatch):
     pictures = []
     monkeypatch.setattr(plots, "save", lambda path, panels, x, y: pictures.append(panels))
     plots.draw(ROOT / "benchmarks" / "results")
