@@ -36,7 +36,7 @@ demo: .venv/ready
 	@$(BIN)/drumline run -n $(RANKS) examples/demo/generate.py $(MODEL)
 
 # In several processes side by side, for tests of processes mostly wait.
-SIDE_BY_SIDE ?= 3
+SIDE_BY_SIDE ?= 4
 .PHONY: test
 # Ranks share the cores here: no thread of OpenMP spins while it has nothing to do.
 test: export OMP_WAIT_POLICY := passive
