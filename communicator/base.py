@@ -9,7 +9,9 @@ and is overridden, one `do_` method at a time, where the backend does better.
 
 from __future__ import annotations
 
+import os
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -131,7 +133,8 @@ class Communicator(CollectivesFromP2P):
         self.coor = coor
         self.rank, self.world_size = coor.rank, coor.world_size
         self.timeout_s = coor.timeout_s if timeout_s is None else timeout_s
-        self._closed = False
+        self._closed, self._pid = False, os.getpid()
+        _live.add(self)
         self._is_gpu_named = device is not None
         self._device = self._own_device(_as_device(device))
         if checked_calls is not None:
@@ -291,11 +294,12 @@ class Communicator(CollectivesFromP2P):
             self._await_stream(None, timeout_s)
 
     def close(self) -> None:
-        """Free what the backend holds. Not collective; calling it twice is harmless.
+        """Free what the backend holds. Not collective.
 
-        Not while another thread waits in a call: abort() ends that first, where there is one.
+        Calling it twice, or in a forked process, does nothing. Not while another thread waits in a
+        call: abort() ends that first, where there is one.
         """
-        if not self._closed:
+        if not self._closed and self._pid == os.getpid():
             self._closed = True
             self.do_close()
             if self._recorder is not None:
@@ -455,3 +459,15 @@ class Communicator(CollectivesFromP2P):
         if out is None:
             return torch.empty(shape, dtype=like.dtype, device=like.device)
         return self._check_out(call, out, shape, like)
+
+
+_live: weakref.WeakSet[Communicator] = weakref.WeakSet()
+_inherited: list[Communicator] = []
+
+
+def _keep_inherited() -> None:
+    """In a forked child, never free the parent's Communicators: their threads are not there."""
+    _inherited.extend(_live)
+
+
+os.register_at_fork(after_in_child=_keep_inherited)
