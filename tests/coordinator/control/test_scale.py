@@ -185,7 +185,7 @@ def test_an_answer_about_the_membership_is_of_this_moment(launch):
     launch.ask_by_all(lambda rank: (Op.HEARTBEAT, 0, {}, []))
     leaver = launch.connections.pop()
     launch.connections[0].send((2, Op.MEMBERSHIP, "", []), time.monotonic() + 5)
-    launch.connections[0].receive(time.monotonic() + 5)
+    launch.packed_answer(launch.connections[0], time.monotonic() + 20)
     leaver.send((0, Op.LEAVE), time.monotonic() + 5)
     leaver.close()
     time.sleep(2 * launch.server._timings.reports_s)
