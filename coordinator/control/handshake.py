@@ -218,7 +218,7 @@ class AuthenticatedListener:
             on_error()
 
     def _log_error(self, error: Exception) -> None:
-        """Log the first with its traceback; a stranger may be able to repeat it."""
+        """Log an error: the first as ERROR, others as DEBUG, for a stranger may repeat them."""
         self._num_errors += 1
         log.log(
             logging.ERROR if self._num_errors == 1 else logging.DEBUG,

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from coordinator.call_site import CallStatus
 
 LEFT, SUSPENDED = "left", "suspended"  # notes of a RankReport
+MAX_NEWS = 1 << 14  # that are kept: more than a launch has groups
 
 
 class RankReport(NamedTuple):
@@ -62,12 +63,14 @@ class MembershipTable:
     """All ranks that have ever come, and the news of them that every rank is to hear.
 
     News: (group, failure) where a group failed, ("", rank) where a rank's last connection broke.
-    A heartbeat brings those that its rank has not heard of.
+    A heartbeat brings those that its rank has not heard of: of a rank that is MAX_NEWS behind, some
+    twice and the oldest never.
     """
 
     def __init__(self) -> None:
         self.members: dict[int, Member] = {}
         self._news: list[tuple[str, Any]] = []
+        self._num_forgotten = 0
         self._failed_groups: set[str] = set()
 
     def add_connection(self, rank: int, token: bytes, process: str, number: int) -> None:
@@ -84,7 +87,7 @@ class MembershipTable:
         member = self.members[rank]
         if not member.connections:
             member.lost_at = time.monotonic()
-            self._news.append(("", rank))
+            self._tell("", rank)
 
     def heartbeat(
         self, rank: int, num_news: int, calls: Any, suspended: Sequence[int]
@@ -92,7 +95,7 @@ class MembershipTable:
         member = self.members[rank]
         member.heartbeat_at, member.calls = time.monotonic(), calls
         member.suspended = suspended
-        return self._news[num_news:]
+        return self._news[max(num_news - self._num_forgotten, 0) :]
 
     def report(self, group: str, failure: bytes) -> None:
         """The first failure of a group stays. Raises ValueError without a group."""
@@ -100,7 +103,18 @@ class MembershipTable:
             raise ValueError("the failure of no group")
         if group not in self._failed_groups:
             self._failed_groups.add(group)
-            self._news.append((group, failure))
+            self._tell(group, failure)
+
+    @property
+    def num_news(self) -> int:
+        """The number of all news so far, the forgotten ones too."""
+        return self._num_forgotten + len(self._news)
+
+    def _tell(self, group: str, update: Any) -> None:
+        self._news.append((group, update))
+        if len(self._news) > MAX_NEWS:
+            self._failed_groups.discard(self._news.pop(0)[0])
+            self._num_forgotten += 1
 
     def processes(self, ranks: Sequence[int]) -> list[str]:
         """The process of each rank that has ever come, as it named itself."""

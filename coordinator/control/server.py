@@ -192,7 +192,7 @@ class ControlServer:
         return sorted(rank for rank, member in members if member.connections)
 
     def drop(self) -> None:
-        """In a forked child: close the descriptors, which leaves those of the parent alone."""
+        """Close the descriptors in a forked child, which leaves those of the parent alone."""
         for connection in self._connections.values():
             connection.socket.close()
         self._authenticator.drop()
@@ -219,6 +219,9 @@ class ControlServer:
     def _tick(self) -> None:
         self._authenticator.tick()
         self._ping_silent()
+        for connection in list(self._connections.values()):
+            if connection.received:  # and was not served while its answers were not read
+                self._on_ready(connection, 0)
         self._values.forget(_Requester.has_given_up)
         self._rendezvous.forget(_Requester.has_given_up)
 
@@ -392,7 +395,7 @@ class ControlServer:
         news = self._membership.heartbeat(requester.rank, num_news, calls, suspended)
         if requester.connection is None or len(news) <= FEW_NEWS:
             return news
-        part = (num_news, len(news))
+        part = (num_news, self._membership.num_news)
         if self._packed_news[0] != part:
             self._packed_news = (part, pack_for_many(news))
         self._answer_packed(requester, self._packed_news[1])

@@ -23,7 +23,7 @@ from coordinator.control.client import Client, ServerLost
 from coordinator.control.credentials import SECRET_NBYTES, Credentials, launch_secret
 from coordinator.control.framing import NoMessage, noop
 from coordinator.control.handshake import CONTROL, Hello
-from coordinator.control.membership import SUSPENDED, Membership, RankReport
+from coordinator.control.membership import MAX_NEWS, SUSPENDED, Membership, RankReport
 from coordinator.control.operations import Op
 from coordinator.control.process_monitor import PeerProcess
 from coordinator.control.server import ControlServer
@@ -132,6 +132,10 @@ class Session:
                 self.group_failures.setdefault(group, update)
             else:
                 self.lost.setdefault(update, time.monotonic())
+        surplus = len(self.group_failures) - MAX_NEWS
+        for key in list(self.group_failures)[: max(surplus, 0)]:
+            if key not in self._groups:
+                del self.group_failures[key]
 
     def _suspended(self) -> list[int]:
         """The next rank of this node, if it is suspended."""

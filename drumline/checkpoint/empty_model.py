@@ -19,7 +19,7 @@ from drumline.checkpoint.model_tensors import named_tensors
 from drumline.checkpoint.safetensors_index import Index, read_index
 from drumline.checkpoint.shard_plan import fills_exactly
 from drumline.checkpoint.weight_map import WeightMap, map_weights
-from drumline.core.meta_init import model_build_lock
+from drumline.core.meta_init import model_building
 from drumline.errors import CheckpointError
 
 
@@ -47,7 +47,7 @@ def empty_model(
             tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # it will be
         return _report(weight_maps[0]), None
 
-    with model_build_lock():
+    with model_building(cls, path):
         model, report = _reading(cls, dict(places), read).from_pretrained(
             None,
             config=config,
@@ -70,21 +70,15 @@ def load_shard(
     Read by transformers, which maps the files into memory: what it converts is there twice for a
     while.
     """
-    with model_build_lock():
-        try:
-            model, report = _reading(cls, dict(places), None).from_pretrained(
-                path,
-                dtype=dtype,
-                device_map={"": "cpu"},
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are in the report, and an error below
-                **options,
-            )
-        except ImportError as error:  # such as what computes a quantisation
-            raise CheckpointError(
-                f"{path} takes a package that is not here ({error}), so its weights cannot be "
-                "computed; install that, or save the model once in the dtype it is to run in."
-            ) from error
+    with model_building(cls, path):
+        model, report = _reading(cls, dict(places), None).from_pretrained(
+            path,
+            dtype=dtype,
+            device_map={"": "cpu"},
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report, and an error below
+            **options,
+        )
     _check(path, report, read_index(path), {})
     model.__class__ = cls
     return model

@@ -77,9 +77,10 @@ def weight_sources(model: Any, index: Index) -> WeightSources:
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     left = [n for n in sorted(weight_map.surplus) if not any(re.search(p, n) for p in ignored)]
     if left:
+        places = ", ".join(f"{n} in {index[weight_map.stored_as[n]].file}" for n in left[:5])
         raise CheckpointError(
             f"{len(left)} tensors of the checkpoint have no place in {type(model).__name__} "
-            f"({', '.join(left[:5])}), so this is another model; load the class that was saved."
+            f"({places}), so this is another model; load the class that was saved."
         )
     return merge_tied_names(model, weight_map.slices)
 

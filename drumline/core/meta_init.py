@@ -1,6 +1,6 @@
 """Building of models on meta, one thread at a time, without the time that filling weights takes.
 
-with model_build_lock(), init_on_meta():
+with model_building(nn.Linear), init_on_meta():
     model = nn.Linear(4096, 4096)       # names and shapes; no number was drawn for it
 """
 
@@ -15,6 +15,8 @@ import torch
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
 from transformers import dynamic_module_utils
+
+from drumline.errors import CheckpointError, DrumlineError
 
 INITIALIZERS = {
     *(f for name, f in vars(init).items() if name.endswith("_") and callable(f)),
@@ -52,14 +54,23 @@ class _SkipInitializers(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def model_build_lock() -> Iterator[None]:
+def model_building(kind: type[Any], source: Any = "its config.json") -> Iterator[None]:
     """Serialize the building of models by threads of this process, and refuse foreign code.
 
     transformers sets torch's default dtype and replaces functions of torch while it builds a model,
-    for the whole process.
+    for the whole process. Raises CheckpointError for what the model's class raises, which checks
+    its sizes in a way of its own, or not at all; source: what the error blames.
     """
     with _BUILD_LOCK, no_code_prompt():
-        yield
+        try:
+            yield
+        except (DrumlineError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"no {kind.__name__} can be built from {source} ({error!r:.500}), so there is "
+                "nothing to load; copy it again, or install what it takes."
+            ) from error
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from drumline.core.device_map import ModelProfile, ModulePart
-from drumline.core.meta_init import init_on_meta, model_build_lock
+from drumline.core.meta_init import init_on_meta, model_building
 from drumline.errors import CheckpointError
 
 KV_SHARING_FLAGS = ("is_kv_shared_layer", "store_full_length_kv")
@@ -34,14 +34,8 @@ def model_class(config: Any) -> type[Any]:
 
 def build_on_meta(cls: type[Any], config: Any, dtype: torch.dtype) -> Any:
     """The model on meta: names, shapes and ties, and no weights."""
-    try:
-        with model_build_lock(), init_on_meta():
-            return cls._from_config(config, dtype=dtype)
-    except Exception as error:  # each model checks its sizes in a way of its own, or not at all
-        raise CheckpointError(
-            f"no {cls.__name__} can be built from its config.json ({error!r}), so there is nothing "
-            "to load; copy it again, or install the transformers that wrote it."
-        ) from error
+    with model_building(cls), init_on_meta():
+        return cls._from_config(config, dtype=dtype)
 
 
 def profile_model(

@@ -10,13 +10,14 @@ import time
 import uuid
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from drumline.serving.sampling import SamplingParams
 
 DEFAULT_MAX_TOKENS = 16
 """Of a completion without max_tokens; a chat may go on to the limit of the server."""
 MAX_ERRORS = 1000  # to search for the one to report: pydantic lists 300,000 in 20 s
+MAX_STOPS, MAX_STOP_CHARS = 16, 256  # of a request; each is searched for at every token
 
 
 class ApiError(Exception):
@@ -63,6 +64,14 @@ class GenerationRequest(BaseModel):  # type: ignore[misc]
     stream_options: StreamOptions | None = None
     user: str | None = None
 
+    @field_validator("stop")  # type: ignore[untyped-decorator]
+    @classmethod
+    def _check_stop(cls, stop: str | list[str] | None) -> list[str]:
+        texts = [stop] if isinstance(stop, str) else stop or []
+        if len(texts) > MAX_STOPS or any(len(text) > MAX_STOP_CHARS for text in texts):
+            raise ValueError(f"more than {MAX_STOPS} strings, or {MAX_STOP_CHARS} characters")
+        return texts
+
     @property
     def num_choices(self) -> int:
         """Completions of each prompt."""
@@ -75,7 +84,6 @@ class GenerationRequest(BaseModel):  # type: ignore[misc]
 
     def sampling_params(self, max_tokens: int, choice: int) -> SamplingParams:
         """The parameters of one choice. With a seed, each choice has a seed of its own."""
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -84,7 +92,7 @@ class GenerationRequest(BaseModel):  # type: ignore[misc]
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             seed=None if self.seed is None else (self.seed + choice) % 2**63,
-            stop=tuple(text for text in stop if text),
+            stop=tuple(text for text in self.stop or () if text),
         )
 
 

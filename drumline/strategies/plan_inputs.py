@@ -17,7 +17,7 @@ from coordinator import Coordinator
 from drumline.checkpoint.source import CheckpointFiles, choose_config, find_checkpoint
 from drumline.core.consistency import run_on_all_ranks
 from drumline.core.device_map import DeviceMap, ModelProfile, Place
-from drumline.errors import PlanError
+from drumline.errors import CheckpointError, DrumlineError, PlanError
 from drumline.planner import model_profile
 from drumline.planner.cost_model import DeviceSpeeds, PassShape
 from drumline.planner.load_options import LoadOptions
@@ -62,13 +62,16 @@ def collect_plan_inputs(coor: Coordinator, path: str | Path, options: LoadOption
 
 def checkpoint_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtype:
     """The dtype that is asked for, else that of the checkpoint."""
+    kind: type[DrumlineError] = PlanError
+    source = ""
     if dtype in (None, "auto"):
         dtype = getattr(config, "dtype", None) or torch.float32
+        kind, source = CheckpointError, "config.json has "
     resolved = getattr(torch, str(dtype).removeprefix("torch."), None)
     usual = resolved in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     if not isinstance(resolved, torch.dtype) or not usual:
-        raise PlanError(
-            f"dtype={dtype!r} is none that the weights of a model can have, so nothing was loaded; "
-            "give float32, bfloat16 or float16."
+        raise kind(
+            f"{source}dtype={dtype!r} is none that the weights of a model can have, so nothing was "
+            "loaded; give float32, bfloat16 or float16."
         )
     return resolved

@@ -30,7 +30,7 @@ from drumline.checkpoint.shard_plan import LoadPlan
 from drumline.checkpoint.source import CheckpointFiles, choose_config, config_from_json, share_index
 from drumline.checkpoint.weight_map import dtype_overrides, weight_sources
 from drumline.core.mesh import Mesh
-from drumline.core.meta_init import init_on_meta, model_build_lock
+from drumline.core.meta_init import init_on_meta, model_building
 from drumline.core.shards import ShardSpec, local_shape
 from drumline.errors import DrumlineError, PlanError
 from drumline.planner.load_options import LoadOptions
@@ -168,7 +168,7 @@ def build(kind: type[Any], config: Any, options: LoadOptions) -> Any:
     if isinstance(dtype, str):
         dtype = None if dtype == "auto" else getattr(torch, dtype.removeprefix("torch."))
     model_dtype = dtype or getattr(config, "dtype", None) or torch.float32
-    with model_build_lock(), init_on_meta() if build_on == "meta" else torch.device(build_on):
+    with model_building(kind), init_on_meta() if build_on == "meta" else torch.device(build_on):
         model = kind._from_config(config, dtype=model_dtype, **options.rest)
     wide = dtype_overrides(model, model_dtype)
     empty = {id(t): empty_like(t, t.shape, wide.get(name)) for name, t in named_tensors(model)}

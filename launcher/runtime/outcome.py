@@ -84,3 +84,5 @@ def _notes(first: Failure, ranks: list[LaunchedRank], oom_killed: bool) -> Itera
         yield f"Rank {', '.join(early)} had exited early, with code 0."
     if first.signal == signal.SIGKILL and oom_killed:
         yield "The kernel killed processes meanwhile because memory ran out: see `dmesg`."
+    if first.signal == signal.SIGBUS:
+        yield "A file that it had mapped was cut off meanwhile, or /dev/shm was full."

@@ -169,6 +169,52 @@ def test_an_error_at_a_tick_does_not_end_the_server(server, honest, monkeypatch)
     assert honest.ask("add", "a", 1, timeout_s=LIMIT_S) == 1
 
 
+def test_requests_behind_unread_answers_are_served_without_another_one(server, honest, monkeypatch):
+    """Where something else than they sent the last of the answers, they stayed where they were."""
+    monkeypatch.setattr("coordinator.control.server.MAX_UNREAD_NBYTES", 1 << 20)
+    nbytes, count, reader = 1 << 23, 3, raw(server)
+    honest.ask("set", "large", bytes(nbytes), timeout_s=LIMIT_S)
+    for number in range(1, count + 1):
+        reader.send((number, "get", "large"), deadline())
+    stalled = next(each for each in list(server._connections.values()) if each.rank == 3)
+    until, received, is_flushed = deadline(), bytearray(), threading.Event()
+    while stalled.is_served or not stalled.received:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+    def flush():  # on the server's thread, as a ping does
+        while stalled.unsent:
+            received.extend(reader.read_bytes(1 << 18, deadline()))
+            server._flush(stalled)
+        is_flushed.set()
+        monkeypatch.setattr(server, "_ping_silent", lambda: None)
+
+    monkeypatch.setattr(server, "_ping_silent", flush)
+    assert is_flushed.wait(LIMIT_S)
+    size = LENGTH.size + len(pack((1, bytes(nbytes))))
+    rest = reader.read_bytes(count * size - len(received), deadline())
+    assert rest[-size:] == LENGTH.pack(size - LENGTH.size) + pack((count, bytes(nbytes)))
+    reader.send((0, Op.LEAVE), deadline())
+    reader.close()
+
+
+def test_of_news_so_many_are_kept_and_no_more(server, honest, monkeypatch):
+    """The failure of each group, as of one whose call timed out, was kept for ever."""
+    monkeypatch.setattr("coordinator.control.membership.MAX_NEWS", 100)
+    table, heard = server._membership, 0
+    for number in range(1000):
+        honest.ask("report", f"c0/{number}/", b"why", timeout_s=LIMIT_S)
+        if number % 50 == 0:
+            heard += len(honest.ask("heartbeat", heard, {}, [], timeout_s=LIMIT_S))
+            assert heard == number + 1
+    assert len(table._news) == len(table._failed_groups) == 100
+    late, count = [], 0
+    while news := honest.ask("heartbeat", count, {}, [], timeout_s=LIMIT_S):
+        late += [group for group, _ in news]
+        count += len(news)
+    assert set(late) == {f"c0/{number}/" for number in range(900, 1000)} and count == 1000
+
+
 SENSELESS = [
     (1, "heartbeat", 0, {}, 5),
     (1, "heartbeat", 0, {}, [[]]),

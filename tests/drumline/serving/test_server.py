@@ -212,6 +212,9 @@ def test_penalties_make_repeated_tokens_rarer(complete):
         ({"temperature": 9}, openai.BadRequestError, "temperature"),
         ({"logprobs": 2}, openai.BadRequestError, "logprobs is not supported"),
         ({"prompt": ["5"] * 9}, openai.BadRequestError, "more than the 8"),
+        ({"stop": ["5"] * 17}, openai.BadRequestError, "stop: .*more than 16"),
+        ({"stop": ["5", "5" * 257]}, openai.BadRequestError, "stop: .*256 characters"),
+        ({"stop": "5" * 257}, openai.BadRequestError, "stop: .*256 characters"),
         ({"prompt": [5, "x"]}, openai.BadRequestError, r"prompt.list\[str\].0: .* valid string"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,19 @@ def test_the_launch_ends_with_the_code_and_name_of_the_failed_rank(command, faul
 def test_the_report_shows_the_failed_line(command, fault):
     ended = command.run("run", "-n", "2", FAULTY, fault, "1")
     assert "faulty.py" in ended.err and "launcher/runtime/rank_process.py" not in ended.err
+
+
+def test_the_report_of_a_bus_error_says_where_it_comes_from(command):
+    script = command.script(
+        "import mmap, os\n"
+        "with open('file', 'w+b') as file:\n"
+        "    file.truncate(1 << 20)\n"
+        "    data = mmap.mmap(file.fileno(), 0)\n"
+        "    file.truncate(0)\n"
+        "data[1 << 16]"
+    )
+    ended = command.run("run", "-n", "1", script)
+    assert ended.code == 128 + signal.SIGBUS and "it had mapped was cut off" in ended.err
 
 
 def test_an_unfinished_line_is_not_lost_at_a_crash(command):
