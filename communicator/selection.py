@@ -6,7 +6,6 @@ Backends are found by name, here or among the entry points of the group `communi
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -94,8 +93,8 @@ def _vote(
         {_label(item): _score(coor, item, kind, is_requested, has_gpu) for item in candidates}
         for kind in device_types
     ]
-    votes = [json.loads(data) for data in coor.allgather(json.dumps(own).encode())]
-    ballots = dict(zip(device_types, map(list, zip(*votes, strict=True)), strict=True))
+    votes = zip(*coor.allgather_object(own), strict=True)
+    ballots = dict(zip(device_types, map(list, votes), strict=True))
     return {kind: _best(ballots[kind], own[0]) for kind in device_types}, ballots
 
 

@@ -6,6 +6,7 @@ with Coordinator() as coor:
 
 import launcher
 from coordinator import link_state
+from coordinator.collectives import ValueCollectives
 from coordinator.control.credentials import Credentials
 from coordinator.coordinator import Coordinator
 from coordinator.errors import (
@@ -36,6 +37,7 @@ __all__ = [
     "RankFailure",
     "RemoteError",
     "Subscription",
+    "ValueCollectives",
     "group_by_node",
     "link_state",
 ]

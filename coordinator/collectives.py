@@ -14,13 +14,67 @@ from coordinator.transport.group import NOTHING, Exchange, pack_parts
 from coordinator.work_outcome import WorkOutcome, raise_first_failure
 
 
-class Collectives:
-    """The collective calls of a Coordinator."""
+class ValueCollectives:
+    """Calls that send values and the outcomes of work, over a call that sends bytes."""
 
     ranks: tuple[int, ...]
     rank: int
-    world_size: int
     peers: tuple[Peer, ...]
+
+    @abstractmethod
+    def allgather(self, data: bytes, *, timeout_s: float | None = None) -> list[bytes]: ...
+
+    def run_on_all_ranks(
+        self, work: Callable[[], Any], *, timeout_s: float | None = None
+    ) -> list[Any]:
+        """Run work() on every rank and return every rank's result, in order of rank. Collective.
+
+        If it raises on one rank, all ranks raise: that rank its own exception; the others
+        RemoteError with the exception's type, text and traceback, or PeerLost if work() failed
+        everywhere only because ranks were lost. Results are values as those of broadcast_object.
+        The time that work() takes is not part of timeout_s, which begins when this rank has ended
+        its own; the others wait at most so long.
+        """
+        outcome = WorkOutcome.of(work)
+        try:
+            packets = self.allgather(outcome.packed(self.ranks[self.rank]), timeout_s=timeout_s)
+        except CoordinatorError as error:
+            raise outcome.error or error from error
+        if outcome.error is not None:
+            raise outcome.error
+        self._check_sendable(packets[self.rank])
+        outcomes = [WorkOutcome.unpacked(packet, self.ranks[self.rank]) for packet in packets]
+        raise_first_failure(outcomes, self.rank, self.peers)
+        return [outcome.result for outcome in outcomes]
+
+    def allgather_object(self, value: Any, *, timeout_s: float | None = None) -> list[Any]:
+        """The value of every rank, in order of rank; as allgather."""
+        data = self._packed(value)
+        gathered = self.allgather(data, timeout_s=timeout_s)
+        self._check_sendable(data)
+        return [self._unpacked(data) for data in gathered]
+
+    @property
+    def _me(self) -> str:
+        return f"rank {self.ranks[self.rank]}"
+
+    def _packed(self, value: Any) -> bytes:
+        return packed(value, self.ranks[self.rank])
+
+    def _unpacked(self, data: bytes) -> Any:
+        return unpacked(data, self.ranks[self.rank])
+
+    def _check_sendable(self, data: bytes | None) -> None:
+        """Raise if this rank's value cannot be sent, after the call, so that nobody waits."""
+        why = why_unsendable(data or b"")
+        if why:
+            raise ValueError(f"{why}. Only None, bool, int, float, str, bytes, lists and dicts go")
+
+
+class Collectives(ValueCollectives):
+    """The collective calls of a Coordinator."""
+
+    world_size: int
 
     @abstractmethod
     def _exchange(self, name: str, exchange: Exchange, timeout_s: float | None) -> list[bytes]: ...
@@ -98,31 +152,6 @@ class Collectives:
         gathered = self._exchange("all_true", Exchange(b"y" if ok else b"n"), timeout_s)
         return all(data == b"y" for data in gathered)
 
-    # ---- work ----
-
-    def run_on_all_ranks(
-        self, work: Callable[[], Any], *, timeout_s: float | None = None
-    ) -> list[Any]:
-        """Run work() on every rank and return every rank's result, in order of rank. Collective.
-
-        If it raises on one rank, all ranks raise: that rank its own exception; the others
-        RemoteError with the exception's type, text and traceback, or PeerLost if work() failed
-        everywhere only because ranks were lost. Results are values as those of broadcast_object.
-        The time that work() takes is not part of timeout_s, which begins when this rank has ended
-        its own; the others wait at most so long.
-        """
-        outcome = WorkOutcome.of(work)
-        try:
-            packets = self.allgather(outcome.packed(self.ranks[self.rank]), timeout_s=timeout_s)
-        except CoordinatorError as error:
-            raise outcome.error or error from error
-        if outcome.error is not None:
-            raise outcome.error
-        self._check_sendable(packets[self.rank])
-        outcomes = [WorkOutcome.unpacked(packet, self.ranks[self.rank]) for packet in packets]
-        raise_first_failure(outcomes, self.rank, self.peers)
-        return [outcome.result for outcome in outcomes]
-
     # ---- values: None, bool, int, float, str, bytes, lists and dicts of them ----
 
     def broadcast_object(
@@ -130,19 +159,12 @@ class Collectives:
     ) -> Any:
         """The value of rank src, on every rank; as broadcast. A tuple arrives as a list.
 
-        Of what cannot be sent, every rank hears: ValueError on src, CoordinatorError elsewhere.
+        A value that cannot be sent raises on every rank: ValueError on src, else CoordinatorError.
         """
         data = self._packed(value) if self.rank == src else None
         received = self.broadcast(data, src, timeout_s=timeout_s)
         self._check_sendable(data)
         return self._unpacked(received)
-
-    def allgather_object(self, value: Any, *, timeout_s: float | None = None) -> list[Any]:
-        """The value of every rank, in order of rank; as allgather."""
-        data = self._packed(value)
-        gathered = self.allgather(data, timeout_s=timeout_s)
-        self._check_sendable(data)
-        return [self._unpacked(data) for data in gathered]
 
     def gather_object(
         self, value: Any, dst: int = 0, *, timeout_s: float | None = None
@@ -163,23 +185,7 @@ class Collectives:
             self._check_sendable(part)
         return self._unpacked(received)
 
-    def _packed(self, value: Any) -> bytes:
-        return packed(value, self.ranks[self.rank])
-
-    def _unpacked(self, data: bytes) -> Any:
-        return unpacked(data, self.ranks[self.rank])
-
-    def _check_sendable(self, data: bytes | None) -> None:
-        """Raise if this rank's value cannot be sent, after the call, so that nobody waits."""
-        why = why_unsendable(data or b"")
-        if why:
-            raise ValueError(f"{why}. Only None, bool, int, float, str, bytes, lists and dicts go")
-
     # ---- arguments ----
-
-    @property
-    def _me(self) -> str:
-        return f"rank {self.ranks[self.rank]}"
 
     def _bytes(self, data: object, verb: str) -> bytes:
         if isinstance(data, bytes):

@@ -372,8 +372,8 @@ class Coordinator(Collectives):
     def close(self, *, timeout_s: float | None = None) -> None:
         """Leave. Collective: rank 0 of the launch serves the others, so it waits for them to leave.
 
-        Where the ranks fell out of step, its groups are closed with it. A call that another thread
-        is in raises, here and on the other ranks.
+        If the group has failed, its subgroups are closed with it. A call that another thread is in
+        raises, here and on the other ranks.
         Calling it twice, or in a forked process, does nothing. Raises CoordinatorTimeout if a rank
         does not leave in time.
         """
@@ -435,7 +435,7 @@ class Coordinator(Collectives):
             self._release(FORGOTTEN, None)
 
     def _abandon(self, error: BaseException) -> None:
-        """Leave because of error: the others hear why, and nobody is waited for."""
+        """Leave because of error: notify the others of it, and wait for nobody."""
         for group in (self, *self._subgroups):
             group._abandon_alone(error)
 
@@ -612,7 +612,7 @@ class Coordinator(Collectives):
         return number
 
     def _check_open(self, name: str, *, may_be_broken: bool = False) -> None:
-        """Raise in a forked process, after close(), and once the ranks fell out of step."""
+        """Raise in a forked process, after close(), and once the ranks are desynchronised."""
         if self._pid != this_process.pid:
             raise CoordinatorError(
                 f"{self._me}: {name} ({caller()}) in process {os.getpid()}, which was forked from "
@@ -626,8 +626,8 @@ class Coordinator(Collectives):
             )
         if self._broken is not None and not may_be_broken:
             raise CoordinatorError(
-                f"{self._me}: {name} ({caller()}) cannot be had, for the ranks fell out of step "
-                f"before. Close this Coordinator and start over. It was: {self._broken}"
+                f"{self._me}: {name} ({caller()}) cannot run: a failure has desynchronised "
+                f"the ranks. Close this Coordinator and start over. It was: {self._broken}"
             ) from self._broken
 
     def __repr__(self) -> str:

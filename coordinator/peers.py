@@ -7,9 +7,8 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from launcher import LaunchInfo
+from launcher import LaunchInfo, linux
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Peer:
 
     @classmethod
     def me(cls, info: LaunchInfo, address: str = "", stack_fd: int = -1) -> Peer:
-        pid = os.getpid()
+        pid, user_namespace = os.getpid(), linux.read_proc_link("self/ns/user")
         return cls(
             info.rank,
             info.local_rank,
@@ -54,7 +53,7 @@ class Peer:
             boot_id(),
             pid,
             start_ticks(pid) or 0,
-            f"{boot_id()}/{_visible_pids()}/{_namespace('user')}/{os.getuid()}",
+            f"{boot_id()}/{_visible_pids()}/{user_namespace}/{os.getuid()}",
             address,
             info.is_traced,
             stack_fd,
@@ -74,42 +73,19 @@ class Peer:
 
 def _visible_pids() -> str:
     """The pid namespace of this process; its own alone where /proc shows that of others."""
-    namespace, pid = _namespace("pid"), str(os.getpid())
-    try:
-        is_own = os.readlink("/proc/self") == pid
-    except OSError:
-        is_own = False
-    return namespace if is_own else f"{namespace}:{pid}"
-
-
-def _namespace(kind: str) -> str:
-    try:
-        return os.readlink(f"/proc/self/ns/{kind}")
-    except OSError:
-        return ""
+    namespace, pid = linux.read_proc_link("self/ns/pid"), str(os.getpid())
+    return namespace if linux.read_proc_link("self") == pid else f"{namespace}:{pid}"
 
 
 def boot_id() -> str:
-    """An id of this machine since its boot, the same in all of its containers."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
-
-
-def stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on (proc(5), field 3); none if it is gone."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return []
-    return text.rpartition(")")[2].split()
+    """An id of this machine since its boot; its name where the kernel tells none."""
+    return linux.boot_id() or socket.gethostname()
 
 
 def start_ticks(pid: int) -> int | None:
-    """The start time of pid (proc(5), field 22); None if it is gone or a zombie."""
-    fields = stat(pid)
-    return None if not fields or fields[0] in "ZX" else int(fields[19])
+    """The start time of pid; None if it has ended."""
+    stat = linux.process_stat(pid)
+    return stat.start_time if stat is not None and stat.is_alive else None
 
 
 def group_by_node(peers: Sequence[Peer]) -> list[list[int]]:

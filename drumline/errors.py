@@ -45,7 +45,7 @@ def describe_error(error: BaseException) -> str:
     try:
         text = str(error)
     except Exception as second:
-        text = f"(its text cannot be had: {type(second).__name__})"
+        text = f"(it has no text: {type(second).__name__})"
     return _sendable(f"{type(error).__name__}: {text}")
 
 

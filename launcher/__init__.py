@@ -18,7 +18,7 @@ from launcher.launch_info import LaunchInfo, LaunchInfoError
 from launcher.launch_job import launch
 from launcher.ports import listen
 from launcher.registry import register
-from launcher.system import gpus, host_addresses
+from launcher.system import gpus, host_addresses, linux
 from launcher.system.free_memory import free_memory_nbytes
 from launcher.trace.recorder import Recorder, recorder
 
@@ -37,6 +37,7 @@ __all__ = [
     "gpus",
     "host_addresses",
     "launch",
+    "linux",
     "listen",
     "recorder",
     "register",

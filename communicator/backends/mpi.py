@@ -9,7 +9,6 @@ What MPI cannot reduce (16-bit and 8-bit floats) is reduced here, in order of ra
 from __future__ import annotations
 
 import ctypes
-import json
 import time
 from typing import Any
 
@@ -52,8 +51,8 @@ class Mpi(TaggedP2PCommunicator):
         super().do_open()
         self._mpi = _mpi4py()
         world = self._mpi.COMM_WORLD
-        own_place = json.dumps([world.Get_rank(), world.Get_size(), _version(self._mpi)])
-        places = [json.loads(data) for data in self.coor.allgather(own_place.encode())]
+        own_place = [world.Get_rank(), world.Get_size(), _version(self._mpi)]
+        places = self.coor.allgather_object(own_place)
         self._check_same_world(places)
         group = world.Get_group().Incl([rank for rank, _, _ in places])
         self._comm = world.Create_group(group)

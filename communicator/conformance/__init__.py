@@ -7,7 +7,6 @@ report.raise_if_failed()
 
 from __future__ import annotations
 
-import json
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -100,14 +99,14 @@ def _run(comm: Communicator, name: str, body: Body) -> CaseOutcome:
     """One case on every rank, and the worst outcome of all."""
     outcome = _try(name, body)
     try:
-        gathered = comm.coor.allgather(json.dumps(astuple(outcome)).encode())
+        outcomes = comm.coor.allgather_object(astuple(outcome))
     except CoordinatorError as error:
         raise CommunicatorError(
             f"rank {comm.rank}: the check cannot go on after {outcome}. The ranks are "
             "desynchronised, for not all made the same calls, or one exited. Fix this case first. "
             f"{error}"
         ) from error
-    return _worst(name, [CaseOutcome(*json.loads(data)) for data in gathered])
+    return _worst(name, [CaseOutcome(*fields) for fields in outcomes])
 
 
 def _try(name: str, body: Body) -> CaseOutcome:
@@ -226,11 +225,11 @@ def _same_bits(comm: Communicator, dtype: torch.dtype, large: int) -> str:
     problems = []
     for count in (67, large):
         sums = {_bits_of_sum(comm, dtype, count, late) for late in range(comm.world_size)}
-        all_sums = comm.coor.allgather(json.dumps(sorted(sums)).encode())
+        all_sums = comm.coor.allgather_object(sorted(sums))
         what = f"allreduce of {count} {_name(dtype)}"
         if len(sums) > 1:
             problems.append(f"{what} gave different bits when it was called again")
-        elif len(set(all_sums)) > 1:
+        elif any(other != all_sums[0] for other in all_sums):
             problems.append(f"{what} gave ranks different bits")
     return first(problems)
 
@@ -368,6 +367,6 @@ def _barrier(comm: Communicator) -> str:
     left = time.monotonic()
     if comm.coor.local_world_size != comm.world_size:
         return ""
-    times = [json.loads(data) for data in comm.coor.allgather(json.dumps([came, left]).encode())]
+    times = comm.coor.allgather_object([came, left])
     early = min(left for _, left in times) < max(came for came, _ in times)
     return "a rank left the barrier before the last had come" if early else ""

@@ -27,7 +27,7 @@ from coordinator import (
     PeerConnector,
     PeerLost,
     RankFailure,
-    RemoteError,
+    ValueCollectives,
 )
 from launcher import LaunchInfo
 
@@ -35,7 +35,7 @@ LOOPBACK = "127.0.0.1"
 DISCARD_PORT = 9  # nothing is sent there
 
 
-class StoreCoordinator:
+class StoreCoordinator(ValueCollectives):
     """The ranks that share a store. Collective to create. Needs no closing.
 
     The store may hold keys of earlier ranks: torchrun passes its own to the ranks that it restarts
@@ -66,6 +66,7 @@ class StoreCoordinator:
 
     def _number(self, peers: Sequence[Peer]) -> None:
         """Set what follows from the processes of all ranks, in order of rank."""
+        self.ranks = tuple(range(len(peers)))
         hosts = [(peer.host, peer.boot_id) for peer in peers]
         self.nodes = [
             [rank for rank, other in enumerate(hosts) if other == host]
@@ -106,33 +107,6 @@ class StoreCoordinator:
     def allgather(self, data: bytes, *, timeout_s: float | None = None) -> list[bytes]:
         """The data of every rank, in order of rank. Collective."""
         return self._collect(self._publish(data), timeout_s)
-
-    def allgather_object(self, value: Any) -> list[Any]:
-        """The value of every rank, in order of rank: JSON, or bytes in it. Collective."""
-        gathered = self.allgather(json.dumps(value, default=_encode_bytes).encode())
-        return [json.loads(data, object_hook=_decode_bytes) for data in gathered]
-
-    def run_on_all_ranks(self, work: Callable[[], Any]) -> list[Any]:
-        """Every rank's result of work(); raises on all ranks if it failed on one. Collective."""
-        result, failure = None, None
-        try:
-            result = work()
-        except Exception as error:
-            failure = error
-        error_type = "" if failure is None else type(failure).__name__
-        outcomes = self.allgather_object([result, error_type, str(failure)])
-        if failure is not None:
-            raise failure
-        for peer, (_, error_type, text) in zip(self.peers, outcomes, strict=True):
-            if error_type:
-                raise RemoteError(
-                    f"rank {self.rank}: {peer} failed: {error_type}: {text}",
-                    peer.rank,
-                    peer,
-                    error_type,
-                    text,
-                )
-        return [result for result, _, _ in outcomes]
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         self.allgather(b"", timeout_s=timeout_s)
@@ -275,14 +249,6 @@ class StoreCoordinator:
             f"{waited} ranks {missing or [0]} of {self.world_size} to make the same communicator. "
             f"Do all ranks make the same process groups, in the same order? {more}"
         )
-
-
-def _encode_bytes(data: bytes) -> dict[str, str]:
-    return {"bytes": data.hex()}
-
-
-def _decode_bytes(value: dict[str, Any]) -> Any:
-    return bytes.fromhex(value["bytes"]) if set(value) == {"bytes"} else value
 
 
 def _request_key(rank: int) -> str:

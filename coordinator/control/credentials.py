@@ -9,7 +9,7 @@ import struct
 from dataclasses import dataclass
 
 from coordinator.errors import CoordinatorError
-from launcher import LaunchInfo
+from launcher import LaunchInfo, linux
 
 MAGIC = b"drumline"
 VERSION = 4  # of the protocol
@@ -51,7 +51,7 @@ def launch_secret(info: LaunchInfo) -> bytes:
     if fd is None:
         return hashlib.sha256(f"drumline, no secret\0{info.launch_id}".encode()).digest()
     try:
-        is_ours = "launch-secret" in os.readlink(f"/proc/self/fd/{fd}")
+        is_ours = "launch-secret" in linux.link_of_fd(fd)
         secret = os.pread(int(fd), SECRET_NBYTES, 0) if is_ours else b""
     except OSError:
         secret = b""

@@ -9,14 +9,14 @@ import signal
 import struct
 import time
 
-from coordinator.peers import Peer, stat
+from coordinator.peers import Peer
+from launcher import linux
 
 # linux/pidfd.h: PIDFD_GET_INFO tells, since Linux 6.15, how a process ended that is not our child.
 INFO_NBYTES = 64
 PIDFD_GET_INFO = 0xC0000000 | INFO_NBYTES << 16 | 0xFF << 8 | 11
 PIDFD_INFO_EXIT = 1 << 3
 EXIT_CODE_OFFSET = 60
-EXIT_CODE_FIELD = 49  # of /proc/PID/stat, counted from the state
 
 
 class PeerProcess:
@@ -52,7 +52,8 @@ class PeerProcess:
         return is_dead
 
     def is_suspended(self) -> bool:
-        return self.peer.is_visible and stat(self.peer.pid)[:1] in (["T"], ["t"])
+        stat = linux.process_stat(self.peer.pid) if self.peer.is_visible else None
+        return stat is not None and stat.is_stopped
 
     def dies_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -66,16 +67,16 @@ class PeerProcess:
             return self._exit_state
         if not self.peer.is_visible:
             return ""
-        fields = stat(self.peer.pid)
-        return {"T": "suspended", "t": "suspended", "R": "running"}.get(
-            fields[0] if fields else "", "sleeping"
-        )
+        stat = linux.process_stat(self.peer.pid)
+        if stat is not None and stat.is_stopped:
+            return "suspended"
+        return "running" if stat is not None and stat.state == "R" else "sleeping"
 
     def _wait_status(self) -> int | None:
         """The status that waitpid gives; None where the kernel does not tell."""
-        fields = stat(self.peer.pid)  # of a zombie
-        if len(fields) > EXIT_CODE_FIELD and fields[0] in "ZX":
-            return int(fields[EXIT_CODE_FIELD])
+        stat = linux.process_stat(self.peer.pid)
+        if stat is not None and not stat.is_alive and stat.wait_status is not None:
+            return stat.wait_status
         if self._fd < 0:
             return None
         info = bytearray(struct.pack("Q", PIDFD_INFO_EXIT).ljust(INFO_NBYTES, b"\0"))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import resource
 import selectors
 import socket
@@ -41,6 +40,7 @@ from coordinator.control.tables import PENDING, KeyValueTable, RendezvousTable
 from coordinator.errors import CoordinatorError
 from coordinator.link_state import is_silent
 from coordinator.timings import DEFAULT, CoordinatorTimings
+from launcher import linux
 
 RECEIVE_NBYTES = 1 << 18
 MAX_REQUEST_NBYTES = 1 << 28  # and of an answer
@@ -429,7 +429,7 @@ def _max_pending_connections(world_size: int) -> int:
     All ranks may come at once, and none of them is to be sent away for another.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    spare = limit - len(os.listdir("/proc/self/fd")) - world_size - RESERVE
+    spare = limit - len(linux.open_fds()) - world_size - RESERVE
     if spare < MIN_PENDING:
         raise CoordinatorError(
             f"rank 0 may open {limit} files, which is too few to serve {world_size} ranks: it "

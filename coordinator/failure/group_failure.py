@@ -18,7 +18,7 @@ from coordinator.peers import Peer
 MAX_TEXT, MAX_TAIL = 8000, 1000  # characters of the text, and of its end if it is longer
 MAX_RANKS = 256
 MAX_FAILURES, MAX_FAILURE_TEXT = 8, 300
-ADVICE = "The group is out of step: end the launch, and look at what those ranks printed last."
+ADVICE = "The group is desynchronised: end the launch, and look at what those ranks printed last."
 FEWER_CALLS = (
     "It made fewer calls than the others: let all ranks make the same calls before they close."
 )

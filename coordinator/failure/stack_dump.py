@@ -14,11 +14,11 @@ import signal
 import struct
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from traceback import FrameSummary
 from typing import NamedTuple
 
 from coordinator.peers import Peer
+from launcher import linux
 
 SIGNAL = signal.SIGUSR1
 PROBE_SIGNAL = signal.SIGRTMAX - 1  # the launcher's is SIGRTMAX
@@ -47,7 +47,7 @@ class CallNote(NamedTuple):
 
 def listen() -> None:
     """Let SIGUSR1 show this process's stacks, unless the program has a use for it."""
-    if signal.getsignal(SIGNAL) is signal.SIG_DFL and not _catches(os.getpid()):
+    if signal.getsignal(SIGNAL) is signal.SIG_DFL and not linux.catches_signal(os.getpid(), SIGNAL):
         faulthandler.register(SIGNAL, file=STDERR, all_threads=ALL_THREADS)
 
 
@@ -55,7 +55,8 @@ def ask(peers: Iterable[Peer]) -> list[Peer]:
     """Have processes of this host show their stacks; those that will."""
     by_pid = {}
     for peer in peers:
-        if peer.is_visible and not peer.is_known_dead() and _catches(peer.pid):
+        # Without a handler the signal would end it.
+        if peer.is_visible and not peer.is_known_dead() and linux.catches_signal(peer.pid, SIGNAL):
             by_pid[peer.pid] = peer
     for pid in by_pid:
         _signal_main_thread(pid, SIGNAL)
@@ -72,7 +73,7 @@ def stack_memory(pid: int) -> tuple[int, memoryview]:
     os.ftruncate(fd, HEADER_NBYTES)
     os.lseek(fd, HEADER_NBYTES, os.SEEK_SET)
     is_inherited = stack_memory.cache_info().currsize > 0  # the handler, from who forked this one
-    if is_inherited or not _catches(pid, PROBE_SIGNAL):
+    if is_inherited or not linux.catches_signal(pid, PROBE_SIGNAL):
         faulthandler.register(PROBE_SIGNAL, file=fd, all_threads=ALL_THREADS)
     note = memoryview(mmap.mmap(fd, HEADER_NBYTES)).cast("q")
     note[0] = CallNote().peer
@@ -95,7 +96,8 @@ def read(peer: Peer, wait_s: float) -> tuple[CallNote, str]:
 def _dump(pid: int, fd: int, deadline: float) -> str:
     """The text that the process writes at the signal, until it writes no more."""
     begin = end = os.fstat(fd).st_size
-    if _is_stopped(pid) or not _catches(pid, PROBE_SIGNAL):
+    stat = linux.process_stat(pid)
+    if stat is None or stat.is_stopped or not linux.catches_signal(pid, PROBE_SIGNAL):
         return ""
     _signal_main_thread(pid, PROBE_SIGNAL)
     while time.monotonic() < deadline:
@@ -123,21 +125,3 @@ def _signal_main_thread(pid: int, number: int) -> None:
     """
     if ctypes.CDLL(None, use_errno=True).tgkill(pid, pid, number):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-def _catches(pid: int, number: int = SIGNAL) -> bool:
-    """True if the process has a handler (proc(5), SigCgt): else the signal would end it."""
-    return bool(int(_status(pid).get("SigCgt", "0"), 16) >> (number - 1) & 1)
-
-
-def _is_stopped(pid: int) -> bool:
-    return _status(pid).get("State", "").startswith(("T", "t"))
-
-
-def _status(pid: int) -> dict[str, str]:
-    """The fields of proc(5), /proc/pid/status; none if the process is gone."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return {}
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}

@@ -88,7 +88,7 @@ class PrefixStore:
             master = self._session.describe_master()
             raise PeerLost(
                 f"rank {self._rank} was in {pending.call} when {master} which keeps the values, "
-                "was found to be gone. End the launch, and look at what rank 0 printed last."
+                "was found to have ended. End the launch, and look at what rank 0 printed last."
             ) from error
 
     def _ask_local(self, op: Op, *arguments: Any) -> Any:

@@ -134,7 +134,7 @@ class Rendezvous:
             time.sleep(self._timings.shm_wait_s)
         return PeerLost(
             f"rank {self._rank} was in {self._pending.call} when {self._session.describe_master()} "
-            "was found to be gone, while the ranks were joining. Look at what rank 0 printed last."
+            "was found to have ended, while ranks were joining. Look at what rank 0 printed last."
         )
 
     def _timeout(self, key: str) -> CoordinatorTimeout:

@@ -56,7 +56,7 @@ def fills_exactly(slices: Sequence[SourceSlice], shape: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class TensorRequest:
-    """A parameter or buffer: its whole shape, how it is cut, and what it is made of.
+    """A parameter or buffer: its whole shape, its shards, and what it is made of.
 
     Only ranks with these coordinates hold it at all: `only={"pp": 1}`.
     """

@@ -145,7 +145,7 @@ def _operate(
 
 
 def _chunks(tensor: DescribedTensor, dim: int, count: int) -> list[DescribedTensor]:
-    """A tensor cut as torch.chunk cuts it: into fewer than `count` if there is too little."""
+    """The chunks of torch.chunk: fewer than `count` if there is too little."""
     shape, slices = tensor
     step = -(-shape[dim] // count)
     chunks = []

@@ -29,6 +29,7 @@ from coordinator import Coordinator
 from drumline import timings
 from drumline.compile_once.artifact_cache import ArtifactCache, BuildError
 from drumline.core.consistency import run_on_all_ranks
+from launcher import linux
 
 T = TypeVar("T")
 
@@ -78,7 +79,7 @@ def _cpu_flags() -> list[str]:
 
     Inductor compiles for all of them (-march=native), and does not check them where it loads.
     """
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
+    for line in linux.read_proc("cpuinfo").splitlines():
         name, _, value = line.partition(":")
         if name.strip() in ("flags", "Features"):
             return sorted(value.split())

@@ -33,7 +33,7 @@ class GroupMonitor:
 
     comms: in which this rank waits for others. layers_by_rank: in words, for errors.
     is_driven: only the first rank calls the model, and all others wait for it as long as it likes.
-        So only that rank takes offence at a host that does not answer.
+        So only that rank treats a host that does not answer as failed.
 
     A suspended rank fails the model whether anybody waits for it or not: the next call would.
     """
@@ -161,7 +161,7 @@ def _failures(coor: Coordinator, wait_s: float) -> tuple[RankFailure, ...]:
 
 
 def _group_error(coor: Coordinator) -> CoordinatorError | None:
-    """The failure that all ranks of the group were told of."""
+    """The failure that broke the group, on all of its ranks."""
     try:
         coor.check()
     except CoordinatorError as error:

@@ -152,8 +152,8 @@ def axis_names(mesh: Any) -> Sequence[str]:
     if names is None:
         if mesh.ndim > 1:
             raise PlanError(
-                f"the DeviceMesh of shape {tuple(mesh.shape)} names none of its axes, so which is "
-                f"which is anybody's guess; pass mesh_dim_names=(...) of {', '.join(AXES)}."
+                f"the DeviceMesh of shape {tuple(mesh.shape)} names none of its axes, so they "
+                f"cannot be told apart; pass mesh_dim_names=(...) of {', '.join(AXES)}."
             )
         return ("tp",)
     return [ALIASES.get(name, name) for name in names]

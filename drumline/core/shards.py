@@ -97,12 +97,12 @@ def _kept(shape: Sequence[int], splits: Sequence[ShardSpec], mesh: Mesh, rank: i
 def _dim(split: ShardSpec, shape: Sequence[int], mesh: Mesh) -> int:
     if split.axis not in mesh.axes:
         raise PlanError(
-            f"a tensor is to be cut along {split.axis!r}, and the mesh has only "
+            f"a tensor is to be sharded along {split.axis!r}, and the mesh has only "
             f"{list(mesh.axes)}; add the axis to the mesh, or leave out what asks for it."
         )
     if not -len(shape) <= split.dim < len(shape):
         raise PlanError(
-            f"a tensor of shape {tuple(shape)} is to be cut in dimension {split.dim}, which it "
+            f"a tensor of shape {tuple(shape)} is to be sharded in dimension {split.dim}, which it "
             "does not have; correct the plan."
         )
     return split.dim % len(shape)

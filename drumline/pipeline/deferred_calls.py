@@ -197,7 +197,7 @@ class LayerRun:
         self.lengths: dict[int, int] = {}  # of these, if what the call returns is not known yet
         if spec.has_reusable_arguments:
             self.tensors = leaves.tensors[1:]
-            self.given = (args[1:], kwargs)  # held, so that nothing else takes their identity
+            self._held = (args[1:], kwargs)  # so that nothing else takes their identity
             self.identities = _identities(args, kwargs)
 
     def is_continued_by(self, args: Any, kwargs: Any) -> bool:

@@ -102,7 +102,7 @@ class PipelineDriver:
         if shape is None:
             raise DrumlineError(
                 "rank 0: a layer was called with a hidden state of more than three axes, outside "
-                "of its model, so its tokens cannot be told from its streams; call the model."
+                "of its model, so its tokens and streams cannot be told apart; call the model."
             )
         return shape
 

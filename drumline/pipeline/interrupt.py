@@ -32,7 +32,7 @@ class DelayedInterrupt:
             if self._noted:
                 self._before(*self._noted)
 
-    def _note(self, *told: Any) -> None:
+    def _note(self, *signal: Any) -> None:
         if self._noted:
-            self._before(*told)
-        self._noted = told
+            self._before(*signal)
+        self._noted = signal

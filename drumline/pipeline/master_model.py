@@ -156,8 +156,9 @@ def _refuse_inner_outputs(module: nn.Module, args: Any, kwargs: Any) -> None:
 
 
 def _is_requested(name: str, module: nn.Module, kwargs: Any) -> bool:
-    asked = kwargs.get(name)
-    return bool(getattr(getattr(module, "config", None), name, False) if asked is None else asked)
+    setting = kwargs.get(name)
+    config = getattr(module, "config", None)
+    return bool(getattr(config, name, False) if setting is None else setting)
 
 
 class _RefuseUnrecorded:

@@ -69,7 +69,7 @@ def rows(batch: int, groups: int) -> list[slice]:
 
 
 def groups_of_pass(batch: int, tokens: int, stages: int, scale: int = 1) -> int:
-    """Into how many groups a pass of [batch, tokens] is cut; 1 leaves it whole.
+    """The number of groups to split a pass of [batch, tokens] into; 1 leaves it whole.
 
     scale: ACCELERATED if a stage is on a device that is no CPU.
     """
@@ -105,7 +105,7 @@ def _is_divisible(name: str, value: Any, batch: int) -> bool:
     return name in SAME_FOR_ALL and not isinstance(value, torch.Tensor)
 
 
-def cut(inputs: Mapping[str, Any], group: slice) -> dict[str, Any]:
+def take_rows(inputs: Mapping[str, Any], group: slice) -> dict[str, Any]:
     """The inputs of a group of rows; what is the same for all rows stays."""
     return {
         name: value[group] if name in BY_ROW and value is not None and len(value) > 1 else value

@@ -26,12 +26,12 @@ Whole = Callable[..., Any]
 
 
 class MicrobatchMixin:
-    """Mixed into the class of a model: its passes and generations are cut where that is sure.
+    """Mixed into the class of a model: its passes and generations are split where that is safe.
 
     Each row's tokens are those of the whole batch; as with another batch size, the last bits of a
     logit may differ. `model.micro_batches = False` leaves every batch whole.
 
-    `model.prefill_chunk = 512` cuts longer prompts of a causal model into spans of so many tokens
+    `model.prefill_chunk = 512` splits longer prompts of a causal model into spans of so many tokens
     that follow each other. Attention then adds up in another order, so it is not done unasked.
     """
 
@@ -60,7 +60,7 @@ class MicrobatchMixin:
         cache = kwargs.get("past_key_values")
         parts = []
         for group in groups:
-            parts.append(microbatch.cut(kwargs, group))
+            parts.append(microbatch.take_rows(kwargs, group))
             parts[-1]["past_key_values"] = copy.deepcopy(cache)
         outputs = self._driver.microbatches.map(lambda part: whole(**part), parts)
         if cache is not None:
@@ -77,7 +77,7 @@ class MicrobatchMixin:
             positional = (inputs, *args) if args or inputs is not None else ()
             return whole(*positional, **kwargs)
         assert self._driver is not None
-        parts = [{**kwargs, **microbatch.cut(_tensors(kwargs), group)} for group in streams]
+        parts = [{**kwargs, **microbatch.take_rows(_tensors(kwargs), group)} for group in streams]
         sequences = self._driver.microbatches.map(lambda part: whole(**part), parts)
         return microbatch.pad_together(sequences, self._padding(kwargs))
 
@@ -94,7 +94,7 @@ class MicrobatchMixin:
         return microbatch.rows(batch, groups) if sure else []
 
     def _chunks(self, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The inputs of consecutive spans of a prompt, if a pass may be cut so."""
+        """The inputs of consecutive spans of a prompt, if a pass may be split so."""
         cache, (_, tokens) = inputs.get("past_key_values"), microbatch.shape(inputs)
         if tokens <= self.prefill_chunk or self._driver is None or torch.is_grad_enabled():
             return []

@@ -46,15 +46,15 @@ class AttentionConfigs:
     """
 
     def __init__(self, layers: Mapping[str, nn.Module]):
-        self.known: dict[int, tuple[Any, str | None, str]] = {}
+        self._loaded: dict[int, tuple[Any, str | None, str]] = {}
         for name, layer in layers.items():
             for part in layer.modules():
                 config = getattr(part, "config", None)
                 if isinstance(config, PreTrainedConfig):
-                    self.known.setdefault(id(config), (config, config._attn_implementation, name))
+                    self._loaded.setdefault(id(config), (config, config._attn_implementation, name))
 
     def check_unchanged(self) -> None:
-        for config, loaded, name in self.known.values():
+        for config, loaded, name in self._loaded.values():
             now = config._attn_implementation
             if now != loaded:
                 raise DrumlineError(

@@ -113,7 +113,7 @@ class GroupSpeed:
 def estimate_tensor_parallel(
     model: ModelProfile, tp_group: GroupSpeed, speeds: DeviceSpeeds, step: PassShape | None = None
 ) -> Estimate:
-    """Estimate the speed of the model with every layer cut over a TP group of ranks.
+    """Estimate the speed of the model with every layer sharded over a TP group of ranks.
 
     A layer adds up twice, after attention and after the feed-forward block (Megatron-LM, 2019), and
     the embedding and the head once. Stages of groups follow each other, equal in size.

@@ -72,7 +72,7 @@ def profile_model(
 def layer_names(
     model: nn.Module, no_split_module_classes: Collection[str] | str | None = None
 ) -> Iterator[str]:
-    """The outermost modules that must not be cut, in the order they were registered."""
+    """The outermost modules that must not be split, in the order they were registered."""
     classes = no_split_module_classes or getattr(model, "_no_split_modules", None) or ()
     kinds = {classes} if isinstance(classes, str) else set(classes)
     if not kinds:

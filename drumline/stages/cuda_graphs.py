@@ -84,8 +84,8 @@ class CapturedGraph:
         return same_form and ints == self.ints and [*map(id, state)] == [*map(id, self.state)]
 
     def replay(self, arrived: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        for mine, new in zip(self.inputs, arrived, strict=True):
-            mine.copy_(new)
+        for tensor, new in zip(self.inputs, arrived, strict=True):
+            tensor.copy_(new)
         return self.graph.replay()
 
 
@@ -101,7 +101,7 @@ class CudaGraphs:
             make = functools.partial(CudaGraph, device, stream)
         self.make = make
         self.num_replays = 0
-        self.reasons: set[str] = set()  # why something was not captured, each told once
+        self.reasons: set[str] = set()  # why something was not captured, each warned of once
         self._programs: dict[int, ProgramInfo] = {}
         # How many passes of one token; NEVER where it is refused.
         self._num_passes: dict[GraphKey, int] = {}

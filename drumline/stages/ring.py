@@ -1,7 +1,7 @@
 """The ring of pipeline stages, 0 -> 1 -> ... -> N -> 0: each rank receives from the one before.
 
 An error in a stage travels the same way, in place of the result, so nobody waits for a rank that
-will not send. Loss of a rank does not: each rank hears of that from the failure detector.
+will not send. The loss of a rank does not: the failure detector notifies every rank.
 """
 
 from __future__ import annotations

@@ -75,8 +75,8 @@ class StageCall:
     # the first call of a layer, versions show the master which layers of the cache it fills.
     def layer_versions(self) -> list[LayerVersion]:
         """The version of each layer of the first cache among the arguments."""
-        found = next(pytree.iter_caches((self.args, self.kwargs)), None)
-        return [] if found is None else [version_of(layer) for layer in found.layers]
+        cache = next(pytree.iter_caches((self.args, self.kwargs)), None)
+        return [] if cache is None else [version_of(layer) for layer in cache.layers]
 
     def filled(self, before: list[LayerVersion]) -> list[tuple[int, int, int]]:
         """The layers that hold more than before: index, tokens before, tokens now."""
@@ -125,7 +125,7 @@ class Stage:
                     return message.ints[0]
 
     def _reply(self, message: Message) -> Message:
-        """The message for the next rank, or the story of what went wrong here."""
+        """The message for the next rank, or the error of this rank."""
         operands: list[torch.Tensor] = []
         self._current_step = "an operation on a cache"
         try:

@@ -67,13 +67,13 @@ class StageGroup:
             raise self._desynchronised(own_failure or str(error)) from error
 
     def _desynchronised(self, why: str) -> PeerLost:
-        """The error for a step that this rank does not do with its group, told to all ranks."""
+        """The error for a step that this rank does not do with its group; reported to all ranks."""
         layers = self.monitor.layers_by_rank[self.rank]
         coor = self.monitor.coor
-        coor.report_failure(coor.rank, f"is out of step with its TP group: {why}")
+        coor.report_failure(coor.rank, f"is desynchronised from its TP group: {why}")
         return PeerLost(
             f"rank {self.coor.ranks[self.coor.rank]}: the ranks {list(self.coor.ranks)}, which "
-            f"hold {layers} each, are out of step, so the model cannot run any more. Start all "
+            f"hold {layers} each, are desynchronised, so the model cannot run any more. Start all "
             f"ranks again.\nThis rank failed first: {why}"
         )
 
@@ -92,7 +92,7 @@ class _BroadcastCommunicator:
 
 
 class TpFollowerRing:
-    """The ring for a rank that does not lead its group: it hears its leader, and sends nothing.
+    """The ring for a rank that does not lead its group: it receives from its leader only.
 
     resources: the communicators and all that they stand on.
     """
@@ -180,7 +180,7 @@ class TpDriverRing:
             self.ring.adopt(tensors)
 
     def leave(self, code: int) -> None:
-        """Release every group, and close; returns once the goodbye has come round."""
+        """Release every group, and close; returns once LEAVE has come round."""
         with contextlib.suppress(PeerLost, CoordinatorError):
             self.group.broadcast(Message(MessageKind.LEAVE, ints=[code]))
         try:

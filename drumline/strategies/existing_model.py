@@ -99,7 +99,7 @@ def _parts(model: nn.Module, named: Collection[str]) -> ModelProfile:
 
 def _fill(model: nn.Module, placed: DeviceMap, coor: Coordinator, path: Path) -> None:
     """Read the tensors of this rank; ranks that do not see the files get them from the master."""
-    has_files = coor.allgather(b"yes" if path.exists() else b"")
+    has_files = coor.allgather_object(path.exists())
     readers = [rank if has else 0 for rank, has in enumerate(has_files)]
     files, _ = share_index(coor, path, lambda: readers)
     pieces = run_on_all_ranks(coor, lambda: model_tensors.sources_by_name(model, files.index))

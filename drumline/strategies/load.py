@@ -73,7 +73,8 @@ def load(
     batch, length: of the tokens whose keys and values must fit beside the weights.
     cuda_graphs: let the ranks beside the master launch their layers for one token at once, as a
         CUDA graph, where keys and values lie in a StaticCache (cache_implementation="static") and
-        all layers of a rank are on one GPU. What cannot be captured runs as ever, with a warning.
+        all layers of a rank are on one GPU. Layers that cannot be captured run without, with a
+        warning.
     backend: what moves the hidden states, see Communicator; the best that every rank has, which
         between GPUs is one that moves them from device to device.
     progress: a bar on the master that counts the bytes of all ranks; on a terminal only, if None.
@@ -84,7 +85,7 @@ def load(
         With a device_map as well, or an axis `pp` in the mesh, stages are TP groups that shard
         their layers, a rank of the device_map being a stage, and the master alone calls the model.
     tp_plan: "auto" for the plan that the model carries; "ep" for the same with the experts of a
-        mixture whole, each on one rank; "sequence" for the same with the tokens parted between
+        mixture whole, each on one rank; "sequence" for the same with the tokens partitioned between
         norms; or styles by module name, see `read_plan`.
     reader: "each", "node" or "rank0" reads for the others, which need no file then.
     build_on: "meta", or "cpu" for a model whose constructor computes what no file holds.

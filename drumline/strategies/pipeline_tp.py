@@ -169,7 +169,7 @@ def _free_nbytes_by_stage(
     coor: Coordinator, mesh: Mesh, where: str, max_memory: Memory | None
 ) -> dict[Place, int]:
     """Free memory by stage: the least of all ranks that hold it, each on its own device."""
-    devices = [name.decode() for name in coor.allgather(where.encode())]
+    devices = coor.allgather_object(where)
     by_place = limit_memory(cluster_memory(coor), max_memory)
     by_rank = [by_place.get((rank, device), 0) for rank, device in enumerate(devices)]
     return {

@@ -48,8 +48,8 @@ def read_generator(path: str, num_tokens: int = 0) -> Any:
 
 def num_positions(config: Any) -> int:
     """The most tokens of a row; a config may say in several ways that there is no limit."""
-    found: int = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
-    return found if found > 0 else sys.maxsize  # XLNet's is -1
+    count: int = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    return count if count > 0 else sys.maxsize  # XLNet's is -1
 
 
 def with_model(

@@ -37,12 +37,12 @@ def parallelize(model: nn.Module, plan: str | Styles, comm: Communicator) -> dic
     styles = read_plan(model, plan)
     splits = shard_specs(model, styles, comm.world_size)
     mesh = Mesh({"tp": comm.world_size})
-    cut: dict[int, torch.Tensor] = {}
+    shards: dict[int, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         shard = local_shard(parameter.detach(), splits[name], mesh, comm.rank)
-        cut[id(parameter)] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
+        shards[id(parameter)] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
     insert_collectives(model, styles, comm)
-    replace_tensors(model, cut)
+    replace_tensors(model, shards)
     return splits
 
 
@@ -54,14 +54,14 @@ def shard_specs(model: nn.Module, styles: Styles, size: int) -> dict[str, tuple[
     specs: dict[str, tuple[ShardSpec, ...]] = {}
     owners: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        cut = _spec_of(model, name, parameter, styles)
+        spec = _spec_of(model, name, parameter, styles)
         first = owners.setdefault(id(parameter), name)
-        if specs.setdefault(first, cut) != cut:
+        if specs.setdefault(first, spec) != spec:
             raise PlanError(
                 f"{first} and {name} are one tensor, and the plan shards it in two ways; give both "
                 "styles for the same dimension (embedding_rowwise and colwise_gather_output)."
             )
-        specs[name] = cut
+        specs[name] = spec
     check_specs(model, styles, specs, size)
     return specs
 

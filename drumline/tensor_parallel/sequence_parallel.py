@@ -1,13 +1,13 @@
-"""Keeps the tokens between norms with one rank each: what is added up layer by layer is parted.
+"""Sequence parallelism: between layers each rank holds a part of the tokens.
 
-tokens = PartedTokens(model, styles, comm)     # styles that name norms "sequence_parallel"
-tokens.install()                               # once, after the layers themselves are connected
+tokens = SequenceParallel(model, styles, comm)     # styles that name norms "sequence_parallel"
+tokens.install()                                   # once, after the layers themselves are sharded
 
 Inside the layers every rank holds its own tokens of [batch, length, width]: norms see those alone,
 what computes between norms is given all of them (an allgather), and leaves the sum of its parts
 where it is needed (a reduce_scatter). That is as much traffic as one allreduce, and norms,
 additions and their activations are divided by the number of ranks. Positions, masks and caches
-stay whole, so generation is none the wiser.
+stay whole, so generation is unchanged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROW = ("rowwise", "packed_rowwise")
 
 
 def with_norms(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """The plan with every norm between the cut parts of layers, and behind them, parallel too."""
+    """The plan with every norm between the sharded parts of layers, and behind them, parallel."""
     styles = dict(plan)
     layers = list(layer_names(model))
     trunks = {_trunk_of(name) for name in layers}
@@ -47,12 +47,12 @@ def _trunk_of(layer: str) -> str:
 
 
 class SequenceParallel:
-    """The tokens of the pass that runs now, if they are parted. One pass at a time."""
+    """The tokens of the pass that runs now, if they are partitioned. One pass at a time."""
 
     def __init__(self, model: nn.Module, styles: Mapping[str, str], comm: Communicator):
         self.model, self.styles, self.comm = model, styles, comm
         self.full_shape: torch.Size | None = None
-        """[batch, length, width] of all ranks together; None where tokens are not parted."""
+        """[batch, length, width] of all ranks together; None if tokens are not partitioned."""
         self.stays_partitioned = False
         self.may_partition = True
 
@@ -176,12 +176,12 @@ class SequenceParallel:
         layer.forward = forward
 
     def _wrap_trunk(self, name: str, layers: list[str]) -> None:
-        """Around the layers tokens stay parted from one to the next, unless all are to be seen."""
+        """Keep tokens partitioned from one layer to the next, unless all are to be returned."""
         trunk: Any = self.model.get_submodule(name)
         plain, modules = trunk.forward, [self.model.get_submodule(layer) for layer in layers]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            # Gradient checkpointing calls a layer again when nobody knows how it was parted.
+            # Gradient checkpointing calls a layer again, outside the pass that partitioned it.
             checkpointed = (m.training and getattr(m, "gradient_checkpointing", 0) for m in modules)
             self.may_partition = not (_returns_layer_outputs(trunk, kwargs) or any(checkpointed))
             self.stays_partitioned = True
@@ -197,7 +197,8 @@ class SequenceParallel:
     def _can_partition(self, x: torch.Tensor, others: Iterable[Any]) -> bool:
         """One token, as in decoding, is computed by all: to gather it would take longer.
 
-        Nor are the tokens of a decoder that looks at another sequence, which parts like its own.
+        Nor are the tokens of a decoder partitioned that attends to another sequence: both have the
+        same width, and could not be told apart.
         """
         if not self.may_partition or x.dim() != 3 or x.shape[1] < 2 * self.comm.world_size:
             return False

@@ -45,7 +45,7 @@ FEW = 16 << 20
 
 @dataclass
 class ShardedModel:
-    """A model on meta, and how each tensor of it is cut along the mesh.
+    """A model on meta, and how each tensor of it is sharded along the mesh.
 
     `shapes` are those of the whole, whatever becomes of the tensors on meta before they are filled.
     """
@@ -93,7 +93,7 @@ def open_checkpoint(
 def shard_checkpoint(
     coor: Coordinator, files: CheckpointFiles, configs: Any, mesh: Mesh, options: LoadOptions
 ) -> ShardedModel:
-    """The empty model of a checkpoint and how it is cut; PlanError if it cannot be."""
+    """The empty model of a checkpoint and how it is sharded; PlanError if it cannot be."""
     fields, generation = configs
     if generation is not None:
         generation = transformers.GenerationConfig.from_dict(generation)

@@ -48,8 +48,8 @@ def _check_kinds(model: nn.Module, styles: Styles) -> None:
     modules = dict(model.named_modules())
     for name, style in styles.items():
         kind = nn.Embedding if style in tp_plan.EMBEDDING else nn.Linear
-        is_cut = style in tp_plan.MODULE_STYLES
-        if is_cut and name in modules and not isinstance(modules[name], kind):
+        is_sharded = style in tp_plan.MODULE_STYLES
+        if is_sharded and name in modules and not isinstance(modules[name], kind):
             raise PlanError(
                 f"{name} is a {type(modules[name]).__name__} and is to be sharded as {style!r}, "
                 f"which is for {kind.__name__}; take it out of tp_plan."
@@ -105,11 +105,11 @@ def _check_attention(model: nn.Module, styles: Styles) -> None:
         names = [
             f"{owner}.{name}" for name, _ in module.named_children() if name in ATTENTION_INPUTS
         ]
-        cut = [name for name in names if styles.get(name) in tp_plan.OUTPUT_SHARDED]
-        rest = [name for name in names if name not in cut]
-        if cut and rest:
+        sharded = [name for name in names if styles.get(name) in tp_plan.OUTPUT_SHARDED]
+        rest = [name for name in names if name not in sharded]
+        if sharded and rest:
             raise PlanError(
-                f"{cut[0]} is sharded into heads and {rest[0]} is not "
+                f"{sharded[0]} is sharded into heads and {rest[0]} is not "
                 f"({_style_or_whole(styles, rest[0])}), so heads would be paired with those of "
                 "other ranks; give q_proj, k_proj and v_proj the same style."
             )

@@ -37,10 +37,10 @@ def insert_collectives(model: nn.Module, styles: Styles, comm: Communicator) -> 
         if style == "mla_kv_a_proj" and name in modules:
             owner = modules[name.rpartition(".")[0]]
             modules[name].forward = _latent_column(modules[name], owner.qk_rope_head_dim, comm)
-    cut = {name: style for name, style in styles.items() if name in modules}
-    opening = [modules[name] for name, style in cut.items() if style in tp_plan.OUTPUT_SHARDED]
-    closing = [modules[name] for name, style in cut.items() if style in tp_plan.INPUT_SHARDED]
-    sync_dropout_rng(model, opening, closing, comm)
+    by_style = [(style, modules[name]) for name, style in styles.items() if name in modules]
+    sharding = [module for style, module in by_style if style in tp_plan.OUTPUT_SHARDED]
+    unsharding = [module for style, module in by_style if style in tp_plan.INPUT_SHARDED]
+    sync_dropout_rng(model, sharding, unsharding, comm)
     if alone:
         done = SequenceParallel(model, styles, comm).install()
         for name in set(alone) - done:

@@ -8,6 +8,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from launcher.system import linux
+
 SIOCGIFADDR = 0x8915  # netdevice(7)
 # Nobody has these (RFC 5737, RFC 3849): asking for the way to them gives the way out.
 OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
@@ -53,11 +55,7 @@ def ipv4_of(name: str) -> str:
 
 def ipv6_addresses() -> list[tuple[str, str]]:
     """Interface and address, of those that are not for one link only (scope 0, if_inet6)."""
-    try:
-        lines = Path("/proc/net/if_inet6").read_text().splitlines()
-    except OSError:
-        return []
-    fields = [line.split() for line in lines]
+    fields = [line.split() for line in linux.read_proc("net/if_inet6").splitlines()]
     return [
         (name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(text)))
         for text, _, _, scope, _, name in fields

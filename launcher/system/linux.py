@@ -14,6 +14,8 @@ PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
 PR_GET_CHILD_SUBREAPER = 37
 
+WAIT_STATUS = 49  # the field of /proc/PID/stat, counted from the state
+
 # Device files of GPUs (CUDA, ROCm, WSL, Intel), TPUs and other accelerators.
 ACCELERATORS = (
     "nvidiactl", "kfd", "dxg", "dri/renderD*", "accel*", "vfio/[0-9]*", "davinci*", "neuron*",
@@ -101,12 +103,22 @@ def read_proc(path: str) -> str:
     return read(Path("/proc", path))
 
 
-def link_of_fd(fd: str | int) -> str:
-    """The file behind a descriptor of this process; empty if it is closed."""
+def read_proc_link(path: str) -> str:
+    """The target of the link /proc/`path`; empty if it is not there, or no longer."""
     try:
-        return os.readlink(f"/proc/self/fd/{fd}")
+        return os.readlink(f"/proc/{path}")
     except OSError:
         return ""
+
+
+def link_of_fd(fd: str | int) -> str:
+    """The file behind a descriptor of this process; empty if it is closed."""
+    return read_proc_link(f"self/fd/{fd}")
+
+
+def open_fds() -> list[str]:
+    """The numbers of this process's open descriptors, that of this look among them."""
+    return os.listdir("/proc/self/fd")
 
 
 def count_threads() -> int:
@@ -116,7 +128,7 @@ def count_threads() -> int:
 
 def holds_accelerator() -> bool:
     """True if this process has opened an accelerator's memory: such a process must not fork."""
-    links = map(link_of_fd, os.listdir("/proc/self/fd"))
+    links = map(link_of_fd, open_fds())
     return any(link.startswith(("/dev/nvidia-uvm", "/dev/kfd")) for link in links)
 
 
@@ -144,20 +156,35 @@ def ephemeral_ports() -> range:
 
 def clock_id() -> str:
     """The identity of this host's monotonic clock: the boot and the time namespace; or empty."""
-    boot = read_proc("sys/kernel/random/boot_id").strip()
-    try:
-        return f"{boot} {os.readlink('/proc/self/ns/time')}" if boot else ""
-    except OSError:
-        return ""
+    boot, namespace = boot_id(), read_proc_link("self/ns/time")
+    return f"{boot} {namespace}" if boot and namespace else ""
+
+
+def boot_id() -> str:
+    """An id of this machine since its boot, the same in all of its containers; or empty."""
+    return read_proc("sys/kernel/random/boot_id").strip()
 
 
 class ProcessStat(NamedTuple):
-    """Fields of proc_pid_stat(5). start_time: clock ticks since boot; with the pid, an identity."""
+    """Fields of proc_pid_stat(5). start_time: clock ticks since boot; with the pid, an identity.
+
+    wait_status: of a zombie, as waitpid gives it; None where the kernel does not tell.
+    """
 
     state: str
     parent: int
     session: int
     start_time: int
+    wait_status: int | None
+
+    @property
+    def is_stopped(self) -> bool:
+        """True if it is suspended by a signal (T) or a tracer (t)."""
+        return self.state in ("T", "t")
+
+    @property
+    def is_alive(self) -> bool:
+        return self.state not in ("Z", "X")
 
 
 def process_stat(pid: int) -> ProcessStat | None:
@@ -165,7 +192,15 @@ def process_stat(pid: int) -> ProcessStat | None:
     fields = read_proc(f"{pid}/stat").rpartition(")")[2].split()  # a name may hold spaces and ")"
     if not fields:
         return None
-    return ProcessStat(fields[0], int(fields[1]), int(fields[3]), int(fields[19]))
+    status = int(fields[WAIT_STATUS]) if len(fields) > WAIT_STATUS else None
+    return ProcessStat(fields[0], int(fields[1]), int(fields[3]), int(fields[19]), status)
+
+
+def catches_signal(pid: int, number: int) -> bool:
+    """True if the process has a handler for the signal (proc_pid_status(5), SigCgt)."""
+    lines = (line.partition(":") for line in read_proc(f"{pid}/status").splitlines())
+    caught = next((value for name, _, value in lines if name == "SigCgt"), "0")
+    return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def process_name(pid: int) -> str:

@@ -305,7 +305,7 @@ def test_a_broken_group_says_so_at_once(ranks_or_errors):
                 gave_up.set()
 
     error = ranks_or_errors(body, 2)[0]
-    assert isinstance(error, CoordinatorError) and "out of step before" in str(error)
+    assert isinstance(error, CoordinatorError) and "desynchronised the ranks" in str(error)
 
 
 def test_bad_arguments_raise_before_anything_moves(ranks):

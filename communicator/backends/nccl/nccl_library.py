@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from communicator.errors import Unsupported
+from launcher import linux
 
 SONAMES = ("libnccl.so.2", "librccl.so.1")
 WHEEL = "nvidia.nccl"
@@ -142,7 +143,7 @@ def _of_packages() -> Iterator[str]:
 def mapped(soname: str) -> str:
     """The path of the library that this process has loaded under a name like soname, or ""."""
     stem = soname.rpartition(".")[0]  # the file may be called librccl.so, or libnccl.so.2.28.9
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in linux.read_proc("self/maps").splitlines():
         path = line.partition("/")
         if os.path.basename(path[2]).startswith(stem):
             return "/" + path[2]

@@ -45,7 +45,7 @@ def test_what_is_cut_has_a_row_for_each_sequence(batch, name, shape):
     if not microbatch.is_by_row(inputs, batch):
         return
     assert name in microbatch.BY_ROW and len(shape) in microbatch.BY_ROW[name]
-    parts = [microbatch.cut(inputs, group) for group in microbatch.rows(batch, 2)]
+    parts = [microbatch.take_rows(inputs, group) for group in microbatch.rows(batch, 2)]
     if shape[0] == batch:
         assert torch.equal(torch.cat([part[name] for part in parts]), inputs[name])
     else:

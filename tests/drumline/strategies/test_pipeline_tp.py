@@ -207,7 +207,7 @@ def test_every_rank_of_a_tp_group_names_the_rank_that_failed_alone(
     errors = ranks_or_errors(rank, 2)
     assert all(isinstance(error, drumline.PeerLost) for error in errors), errors
     assert "This rank failed first: no memory on this rank alone" in str(errors[1])
-    assert "out of step with its TP group: no memory on this rank alone" in str(errors[0])
+    assert "desynchronised from its TP group: no memory on this rank alone" in str(errors[0])
     assert errors[0].rank == 1 and "its part of model.layers.0" in str(errors[0])
 
 
