@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -10,6 +11,7 @@ import pytest
 
 import launcher
 from launcher import timings
+from launcher.system import linux
 
 
 class Unprintable(Exception):
@@ -79,7 +81,7 @@ def test_a_thread_that_does_not_end_is_named(monkeypatch):
 
 
 LEAVES_A_CHILD = """
-import subprocess, time, launcher
+import os, subprocess, time, launcher
 if launcher.current().rank == 0:
     subprocess.Popen(["sleep", "60"], start_new_session=True)
     print("ready", flush=True)
@@ -102,6 +104,21 @@ def test_stop_signals_end_threads_and_the_processes_that_they_have_started(comma
     _, err = process.communicate(timeout=30)
     assert process.returncode == 128 + number and number.name in err
     assert not command.left()
+
+
+@pytest.mark.parametrize("victim", ["launcher", "the ranks' process"])
+def test_processes_that_threads_have_started_end_if_one_of_ours_is_killed(command, victim):
+    """Those in sessions of their own were left."""
+    script = command.script(
+        LEAVES_A_CHILD.replace('"ready"', "os.getpid()").replace("SECONDS", "60")
+    )
+    process = command.start("run", "-n", "2", "--launcher", "threads", script)
+    ranks = int(process.stdout.readline().split()[1])
+    assert linux.process_stat(ranks).parent == process.pid
+    os.kill(process.pid if victim == "launcher" else ranks, signal.SIGKILL)
+    _, err = process.communicate(timeout=30)
+    assert not command.left(patience_s=15)
+    assert victim == "launcher" or ("was killed by SIGKILL" in err and process.returncode == 137)
 
 
 def test_interpreter_is_not_finalized_while_threads_run_in_libraries(command):
