@@ -121,6 +121,19 @@ def test_processes_that_threads_have_started_end_if_one_of_ours_is_killed(comman
     assert victim == "launcher" or ("was killed by SIGKILL" in err and process.returncode == 137)
 
 
+@pytest.mark.parametrize("how", ["timeout", "SIGINT"])
+def test_a_suspended_process_of_threads_is_ended(command, how):
+    script = command.script("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)")
+    limit = ["--timeout", "0.5"] if how == "timeout" else []
+    process = command.start("run", "-n", "1", "--launcher", "threads", *limit, script)
+    os.kill(int(process.stdout.readline().split()[1]), signal.SIGSTOP)
+    if how == "SIGINT":
+        process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == (130 if how == "SIGINT" else 124), err
+    assert "suspended" in err or how == "SIGINT"
+
+
 def test_interpreter_is_not_finalized_while_threads_run_in_libraries(command):
     """A daemon thread that came back into Python then ended the process by `terminate called`."""
     script = command.script(
