@@ -16,6 +16,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -33,11 +34,11 @@ from communicator.backends.nccl.cupy import Cupy
 from communicator.backends.nccl.oneshot import Algorithm
 from communicator.errors import DrumlineError
 from coordinator import Coordinator
-from tests.gpu import one_gpu
+from tests.gpu import cost_ranks, one_gpu
+from tests.gpu.one_gpu import GPU
 from tests.gpu.test_oneshot import Ranks, sort_places, values
 
 ROOT = Path(__file__).parents[1]
-GPU = torch.device("cuda", 0)
 CALLS, ROUNDS = 2000, 15
 LIVES, LIVES_S = 1000, 120
 CASE_S = 240  # for one case of several ranks
@@ -47,6 +48,8 @@ SANITIZER_S = 200
 
 def device_note() -> str:
     """The GPU, its driver, and the NCCL in use."""
+    if GPU.type == "cpu":
+        return "No GPU: a stand-in, whose times say nothing."
     query = "nvidia-smi --query-gpu=name,driver_version --format=csv,noheader"
     card = subprocess.getoutput(query).splitlines()[0]  # or why it cannot be asked
     found = nccl_library.find()
@@ -239,6 +242,50 @@ def _add_lives(table: Table, leak: str, times: int, seconds: int) -> None:
         table.add(label, int(left["lives"]), float(left[name]), most, verdict)
 
 
+# What two ranks show of costs: nothing here waits for a time slice but the models.
+
+
+def _ranks(case: str, ranks: int, *arguments: str) -> list[Any]:
+    """What each rank's case returned; its output if it failed."""
+    ended = one_gpu.finish(one_gpu.start(case, ranks, *arguments), CASE_S)
+    if any(code for code, _ in ended):
+        print("\n".join(text for _, text in ended), file=sys.stderr)
+        raise RuntimeError(f"{case} ended with {[code for code, _ in ended]}")
+    return [one_gpu.result_of(text) for _, text in ended]
+
+
+def costs() -> Table:
+    """What a call of two ranks costs the host, and a graph of such calls the device."""
+    columns = ("call", "captured (ns)", "eager (ns)", "MiB a graph", "ms to capture it", "right")
+    table = Table("gpu-costs", (*columns, "captured / torch.distributed", "limit", "holds"))
+    table.note = device_note() + " 2 ranks, in place, 4096 bfloat16, until the call returns; "
+    table.note += "a graph has 65 calls. Medians of turns."
+    ways = _ranks("cost_ranks.call_costs", 2)[0]
+    for way, (captured, eager, mib, ms, right) in ways.items():
+        ratio = captured / ways[cost_ranks.THEIRS][0]
+        limit = {cost_ranks.OURS: 1.0}.get(way, float("inf"))
+        verdict = "yes" if ratio <= limit else "NO"
+        table.add(way, captured, eager, mib, ms, "yes" if right else "NO", ratio, limit, verdict)
+    return table
+
+
+def models() -> Table:
+    """A model on one GPU, alone and split over two ranks; loading; hops."""
+    from tests.gpu import model_ranks  # which needs transformers
+
+    table = Table("gpu-models", ("what", "unit", "found", "right", "ratio to the first"))
+    table.note = device_note() + f" Llama {model_ranks.BIG}, 2 ranks that share the GPU, greedy, "
+    table.note += "batch 1. Two ranks on one GPU wait for each other's time slices."
+    for case, unit in {"loading": "s", "hops": "us", "decoding": "tokens/s"}.items():
+        with tempfile.TemporaryDirectory() as folder:
+            found = _ranks(f"model_ranks.{case}", 2, folder)[0]
+        first = next(iter(found.values()))[0]
+        for what, (value, *extra) in found.items():
+            right = {"decoding": "yes" if extra and extra[0] else "NO"}.get(case, "")
+            table.add(what, unit, value, right, value / first)
+    return table
+
+
 # The one-shot kernel, all logical ranks in one launch.
 
 
@@ -311,7 +358,9 @@ def _sanitize(command: str, tool: str) -> str:
 
 TABLES = {
     "calls": calls,
+    "costs": costs,
     "small": small,
+    "models": models,
     "sanitizer": sanitizer,
     "worlds": worlds,
     "lives": lives,
@@ -323,7 +372,7 @@ def main() -> int:
     parser.add_argument("tables", nargs="*", choices=[*TABLES, []], help="all if none is named")
     failed = 0
     for name in parser.parse_args().tables or TABLES:
-        if not torch.cuda.is_available():
+        if GPU.type == "cuda" and not torch.cuda.is_available():
             print(f"{name} is left out: {one_gpu.NEEDS_GPU}", file=sys.stderr)
             continue
         try:

@@ -174,8 +174,8 @@ def rank(folder: str, layers: int, cases: list[Case], repeats: int) -> dict[str,
             return None
         plain = accelerate.dispatch_model(LlamaForCausalLM.from_pretrained(folder), {"": "cpu"})
         over_rpc = rpc_pipeline.master(LlamaForCausalLM.from_pretrained(folder), layers // 2)
-        alike = {name: Alike(orders, name, each) for name, each in both.items()}
-        peers = {ONE: plain, **driven, **alike, RPC: over_rpc}
+        on_all_ranks = {name: OnAllRanks(orders, name, each) for name, each in both.items()}
+        peers = {ONE: plain, **driven, **on_all_ranks, RPC: over_rpc}
         if is_small:
             peers[WAKING] = Waking(plain)
         found = take_turns(peers, cases, repeats)
@@ -247,8 +247,8 @@ class Waking:
         self.slept_s += time.perf_counter() - start
 
 
-class Alike:
-    """generate() of a model that every rank has to call alike."""
+class OnAllRanks:
+    """generate() of a model that every rank has to call."""
 
     def __init__(self, orders: Coordinator, name: str, model: Any):
         self.orders, self.name, self.model = orders, name, model
@@ -288,7 +288,7 @@ def timed(model: Any, batch: int, length: int, new_tokens: int) -> dict[str, Any
 
 def sharing(model: Any) -> int:
     """How many ranks work on one layer together."""
-    mesh = getattr(model.model if isinstance(model, Alike) else model, "mesh", None)
+    mesh = getattr(model.model if isinstance(model, OnAllRanks) else model, "mesh", None)
     return mesh.axis_size("tp") if isinstance(mesh, drumline.Mesh) else 1
 
 

@@ -1,4 +1,4 @@
-"""The calls of each library that moves tensors, alike: ours, gloo's through torch, MPI's.
+"""The calls of each library that moves tensors, in one form: ours, gloo's through torch, MPI's.
 
 library = gloo(coor)
 library.call("allreduce", tensor, result("allreduce", tensor, world_size))()

@@ -33,8 +33,11 @@ CHANGED = """## What was changed because of it
 
 - Every rank holds one connection to rank 0 for keys and heartbeats, so rank 0 needs as many open
   files as there are ranks: `ulimit -n`. `drumline doctor` prints the limit.
-- Every rank proves the launch secret to rank 0 and receives the list of peers, whose size is
-  proportional to their number. This is rank 0's start-up in the table.
+- Every rank proves the launch secret to rank 0, and tells it who it is. Rank 0 answers with the
+  ranks of the same machine alone; the list of all goes down the tree of nodes, from first rank to
+  first rank, and through shared memory. So 10,000 ranks, 8 a node, meet with 26 MB and 1.2 s of
+  processor time of rank 0's server, and 1,000 with a tenth of it
+  (`tests/coordinator/control/test_scale.py`); when rank 0 told each of them, 4,000 took 444 MB.
 - Every rank sends rank 0 two heartbeats a second; from 256 ranks on fewer, so that rank 0 never
   handles more than 512 a second.
 - An allgather delivers every rank's data to every rank; that is its purpose.

@@ -153,7 +153,7 @@ def _command() -> list[str]:
 
 
 def alternate(cases: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """Each case's measurements, taken in turns: a machine that slows down slows all alike."""
+    """Each case's measurements, taken in turns: a machine that slows down slows all of them."""
     found: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(repeats):
         for name, measure in cases.items():

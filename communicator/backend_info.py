@@ -12,9 +12,7 @@ import json
 
 from communicator import conformance, selection, timings
 from communicator.backends.nccl import nccl_library
-from communicator.base import Communicator
 from communicator.errors import DrumlineError, Unsupported
-from coordinator import Coordinator
 from launcher import LaunchError, current, launch
 
 RANKS = 2
@@ -38,12 +36,7 @@ def check_in_processes(name: str) -> BackendStatus:
 def check_on_rank(name: str) -> BackendStatus:
     """The status of one backend. Collective."""
     try:
-        with (
-            Coordinator(timeout_s=timings.TIMINGS.check_call_s) as coor,
-            Communicator(coor, name) as comm,
-        ):
-            report = conformance.check(comm)
-            coor.barrier()  # nobody closes while others still compare
+        report = conformance.check_backend(name)
     except Unsupported as reason:
         return UNUSABLE, "; ".join(dict.fromkeys(reason.reasons)) or str(reason)
     except DrumlineError as error:

@@ -116,9 +116,8 @@ class Coordinator(Collectives):
         self.peers: tuple[Peer, ...] = (me,)
         if self.world_size > 1:
             self.peers = self._join_ranks(key, me, parent, call)
-        self.nodes = [
-            [self.ranks.index(rank) for rank in node] for node in group_by_node(self.peers)
-        ]
+        places = {rank: place for place, rank in enumerate(self.ranks)}
+        self.nodes = [[places[rank] for rank in node] for node in group_by_node(self.peers)]
         self.node_index = next(i for i, node in enumerate(self.nodes) if self.rank in node)
         self._node_ranks = self.nodes[self.node_index]
         self.local_rank = self._node_ranks.index(self.rank)

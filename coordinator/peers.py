@@ -32,6 +32,11 @@ class Peer:
     is_traced: bool = False
     stack_fd: int = -1
 
+    @property
+    def machine(self) -> str:
+        """Equal for ranks that may be of one node; see group_by_node()."""
+        return f"{self.boot_id}/{self.host}/{self.local_world_size}"
+
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
 
@@ -95,9 +100,9 @@ def group_by_node(peers: Sequence[Peer]) -> list[list[int]]:
     0 .. local_world_size-1, each once. Two such sets on one machine are two nodes.
     """
     nodes: list[dict[int, Peer]] = []
-    open_nodes: dict[tuple[str, str, int], list[dict[int, Peer]]] = {}
+    open_nodes: dict[str, list[dict[int, Peer]]] = {}
     for peer in sorted(peers, key=lambda peer: peer.rank):
-        same_host = open_nodes.setdefault((peer.boot_id, peer.host, peer.local_world_size), [])
+        same_host = open_nodes.setdefault(peer.machine, [])
         node = next((node for node in same_host if peer.local_rank not in node), None)
         if node is None:
             node = {}

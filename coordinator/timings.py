@@ -89,7 +89,7 @@ class CoordinatorTimings:
     """Beyond the deadline of a call, for connections between nodes: the error of the deadline must
     come first. Must exceed reason_s + answer_s."""
     waiting_notice_s: float = 5.0
-    """Between two lines of the log about the ranks of other nodes that are awaited."""
+    """Between two lines of the log about ranks of other nodes, awaited or cut off."""
     rendezvous_s: float = 1.0
     """Between two questions to rank 0 about lost ranks while a group is being made."""
     failed_turn_s: float = 5.0

@@ -1,4 +1,4 @@
-"""Lines in the log about ranks of other nodes that are awaited while a launch begins."""
+"""Lines in the log about ranks of other nodes: awaited at the beginning, or cut off later."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 import ast
 import collections
 import functools
+import re
 import sys
 from pathlib import Path
 
@@ -160,6 +161,8 @@ def test_no_modules_import_each_other_in_a_circle():
 
 def test_every_folder_is_small_enough_to_read():
     folders = collections.Counter(path.parent for path in _trees() if path.name != "__init__.py")
+    sources = (path for path in (ROOT / "csrc").rglob("*") if path.is_file())
+    folders.update(path.relative_to(ROOT).parent for path in sources)
     assert {str(folder): n for folder, n in folders.items() if n > 12} == {}
 
 
@@ -182,12 +185,20 @@ def test_a_module_name_stands_for_one_module():
 
 
 def test_a_class_name_stands_for_one_class():
+    """In C++ too, but for the same thing as one language and the other have it."""
+    shared = {"CallSite", "DtypeInfo", "Kernels", "NcclLibrary", "PeerStatus", "RegisteredMemory"}
     places = collections.defaultdict(list)
     for path, tree in _trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(str(path))
     assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+    classes = set()
+    for path in (ROOT / "csrc").rglob("*.*"):
+        classes |= set(
+            re.findall(r"^(?:struct|class) (?:alignas\(\w+\) )?(\w+)", path.read_text(), re.M)
+        )
+    assert classes & places.keys() == shared
 
 
 STANDARD = {*sys.stdlib_module_names, "launcher"}
@@ -223,6 +234,22 @@ def test_no_library_exits_and_none_listens_everywhere():
         assert "0.0.0.0" not in text and "tcp://*" not in text, path
         if path.parts[0] != "launcher" and path.name != "__main__.py":
             assert not _names(tree) & {"_exit", "exit", "quit"}, path
+
+
+def test_proc_is_read_in_one_module():
+    """Two others open the memory of another process, which has no other name."""
+    opened = {"stack_dump.py", "joining.py"}
+    for path, tree in _trees().items():
+        documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+        docstrings = {
+            id(node.body[0].value)
+            for node in ast.walk(tree)
+            if isinstance(node, documented) and ast.get_docstring(node)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and id(node) not in docstrings:
+                is_path = isinstance(node.value, str) and node.value.startswith("/proc/")
+                assert not is_path or path.name in {"linux.py", *opened}, (path, node.lineno)
 
 
 def test_nothing_writes_cuda_visible_devices():

@@ -52,6 +52,14 @@ class ConnectionLost(Exception):
         self.peer, self.why, self.reason, self.failures = peer, why, reason, failures
 
 
+class DeadlinePassed(TimeoutError):
+    """One of these peers did not do in time what was waited for."""
+
+    def __init__(self, peers: Iterable[int]) -> None:
+        super().__init__()
+        self.peers = tuple(peers)
+
+
 class MessageMismatch(Exception):
     """A peer makes another call, or this one with another tensor or op."""
 
@@ -261,7 +269,7 @@ class Tcp(ScheduledCollectives, Communicator):
     def _check_wait(self, peers: Iterable[int], deadline: float) -> None:
         """Raise TimeoutError past the deadline, ConnectionLost if waiting has become pointless."""
         if time.monotonic() > deadline:
-            raise TimeoutError
+            raise DeadlinePassed(peers)
         try:
             self.coor.check()
         except CoordinatorError as error:
@@ -288,8 +296,8 @@ class Tcp(ScheduledCollectives, Communicator):
 
     def _error_for(self, error: BaseException, call: str) -> DrumlineError:
         where = f"{call} (tcp, {self.world_size} ranks)"
-        if isinstance(error, TimeoutError):
-            return self._timeout_error(where)
+        if isinstance(error, DeadlinePassed):
+            return self._timeout_error(where, error.peers)
         if isinstance(error, ConnectionLost):
             return self._lost_error(error, where)
         if isinstance(error, MessageMismatch):
@@ -299,8 +307,10 @@ class Tcp(ScheduledCollectives, Communicator):
             "new Communicator."
         )
 
-    def _timeout_error(self, where: str) -> CommunicatorTimeout:
+    def _timeout_error(self, where: str, awaited: Sequence[int]) -> CommunicatorTimeout:
+        names = " and ".join(str(self.coor.peers[peer]) for peer in awaited)
         text = f"rank {self.rank} timed out after {self.timeout_s:g} s in {where}"
+        text += f", where it waited for {names}" if names else ""
         failures = (peer_socket.network_failure() for peer_socket in self._sockets.values())
         if network_failure := next(filter(None, failures), ""):
             return CommunicatorTimeout(f"{text}: {network_failure}. {CHECK_LINK}")

@@ -22,6 +22,7 @@ Steps = Generator[int, None, T]
 HEADER = struct.Struct("<QI")  # bytes of data, bytes of text
 # In place of a size, of the last header: the text says why no message follows.
 END_NOTICE, CLOSE_NOTICE = 2**64 - 1, 2**64 - 2
+NOTICES = {END_NOTICE: None, CLOSE_NOTICE: FailureReason.LEFT}
 BUFFER = 1 << 16  # bytes that have arrived and are not read yet
 SMALL = 1 << 14  # bytes that are copied to be sent with their header
 LONGEST_TEXT = 1 << 12
@@ -61,7 +62,8 @@ class TensorSocket:
         self._socket, self._remote = connection, link_state.remote_host(connection)
         configure(connection)
         self._is_sending = False  # part of a message is sent, and the rest is not
-        self._polls = {events: select.poll() for events in (select.POLLIN, select.POLLOUT)}
+        polled = (select.POLLIN, select.POLLOUT, select.POLLRDHUP)
+        self._polls = {events: select.poll() for events in polled}
         for events, poll in self._polls.items():
             poll.register(connection, events)
         self._buffer = memoryview(bytearray(BUFFER))
@@ -89,7 +91,9 @@ class TensorSocket:
         return self._socket.fileno()
 
     def send(self, text: bytes, data: memoryview) -> Steps[None]:
-        """Send a message."""
+        """Send a message. Raises SocketClosed too if the other end will not read it."""
+        if self.wait(select.POLLRDHUP, 0):
+            raise self._closed()
         head = HEADER.pack(len(data), len(text)) + text
         is_small = len(data) <= SMALL
         self._is_sending = True
@@ -113,10 +117,23 @@ class TensorSocket:
             )
         yield from self._fill(length)
         text = bytes(self._take(length))
-        if nbytes in (END_NOTICE, CLOSE_NOTICE):
-            reason = FailureReason.LEFT if nbytes == CLOSE_NOTICE else None
-            raise SocketClosed(text.decode(errors="replace"), reason)
+        if nbytes in NOTICES:
+            raise SocketClosed(text.decode(errors="replace"), NOTICES[nbytes])
         return nbytes, text
+
+    def _closed(self) -> SocketClosed:
+        """The reason that the other end gave for closing, if it is in reach."""
+        try:
+            peeked = self._socket.recv(HEADER.size + LONGEST_TEXT, socket.MSG_PEEK)
+        except OSError as error:
+            return self._broken(error)
+        unread = bytes(self._buffer[self._begin : self._end]) + peeked
+        while len(unread) >= HEADER.size:
+            nbytes, length = HEADER.unpack_from(unread)
+            message, unread = unread[HEADER.size :], unread[HEADER.size + length + nbytes :]
+            if nbytes in NOTICES:
+                return SocketClosed(message[:length].decode(errors="replace"), NOTICES[nbytes])
+        return SocketClosed("it closed the connection")
 
     def receive_into(self, data: memoryview) -> Steps[None]:
         """The bytes of the message."""

@@ -22,7 +22,7 @@ from communicator.calls.dtypes import DTYPES, OPS
 from communicator.conformance.call_tester import CallTester, differs, first, raw
 from communicator.conformance.test_data import Shape
 from communicator.errors import CommunicatorError, DrumlineError, Unsupported
-from coordinator import CoordinatorError
+from coordinator import Coordinator, CoordinatorError
 
 PASSED, UNSUPPORTED, FAILED = "passed", "unsupported", "FAILED"
 
@@ -90,6 +90,20 @@ def check(comm: Communicator, large: int = 300_007, only: str = "") -> Report:
         if outcomes[-1].is_fatal:
             break
     return Report(comm.backend, comm.world_size, tuple(outcomes))
+
+
+def check_backend(backend: str | None) -> Report:
+    """The report on a backend, or the best one, over ranks that open it. Collective.
+
+    Raises Unsupported if it cannot be used here.
+    """
+    with (
+        Coordinator(timeout_s=timings.TIMINGS.check_call_s) as coor,
+        Communicator(coor, backend) as comm,
+    ):
+        report = check(comm)
+        coor.barrier()  # nobody closes while others still compare
+        return report
 
 
 Body = Callable[[], str]  # returns what is wrong, or "" if nothing is

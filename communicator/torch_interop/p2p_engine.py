@@ -605,6 +605,9 @@ class P2PEngine:
         self._lost[peer] = why
         self._outgoing[peer].clear()
         self._interest[peer] = 0
+        self._arrivals = [item for item in self._arrivals if item.src != peer or item.is_complete]
+        self._offered = {key: work for key, work in self._offered.items() if work.peer != peer}
+        self._accepted = {key: work for key, work in self._accepted.items() if key[0] != peer}
         for work in [work for work in self._pending if work.awaits(peer)]:
             self._end(work, self._lost_error(work.group, peer, str(work)))
 

@@ -14,19 +14,19 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store
 
 from communicator import timings
-from communicator.errors import CommunicatorError, CommunicatorTimeout
+from communicator.calls.failures import lost_peers
+from communicator.errors import CommunicatorError, CommunicatorTimeout, DrumlineError
 from coordinator import (
+    Coordinator,
     Credentials,
-    FailureReason,
     Peer,
     PeerConnector,
     PeerLost,
-    RankFailure,
     ValueCollectives,
 )
 from launcher import LaunchInfo
@@ -106,7 +106,11 @@ class StoreCoordinator(ValueCollectives):
 
     def allgather(self, data: bytes, *, timeout_s: float | None = None) -> list[bytes]:
         """The data of every rank, in order of rank. Collective."""
-        return self._collect(self._publish(data), timeout_s)
+        try:
+            return self._collect(self._publish(data), timeout_s)
+        except DistNetworkError:  # the store was in a rank, or in torchrun's agent
+            self._check_processes(timings.TIMINGS.exit_lag_s)
+            raise
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         self.allgather(b"", timeout_s=timeout_s)
@@ -135,12 +139,15 @@ class StoreCoordinator(ValueCollectives):
 
     def check(self) -> None:
         """Raise PeerLost if a process of this host has ended; a store notices nothing else."""
-        dead = [peer for peer in self.peers if peer.is_known_dead()]
-        if dead:
+        self._check_processes(0.0)
+
+    def _check_processes(self, wait_s: float) -> None:
+        failures = lost_peers(cast(Coordinator, self), wait_s)
+        if failures:
             raise PeerLost(
-                f"rank {self.rank} lost {', '.join(map(str, dead))}, which has ended. Start all "
-                "ranks again, and look at what that one printed last.",
-                [RankFailure(peer.rank, peer, FailureReason.EXITED) for peer in dead],
+                f"rank {self.rank} lost {', '.join(map(str, failures))}, which has ended. Start "
+                "all ranks again, and look at what that one printed last.",
+                failures,
             )
 
     def split(
@@ -198,14 +205,15 @@ class StoreCoordinator(ValueCollectives):
         store.set(_request_key(0), prefix)
         requests = [_request_key(rank) for rank in range(self.world_size)]
         self._wait(store, requests, requests)
-        pause_s, start = timings.TIMINGS.store_poll_s, time.monotonic()
-        while not self._store.check(keys):
-            if time.monotonic() > start + self.timeout_s:
-                raise self._timeout(self._store, keys, start)
+        pause_s, start = timings.TIMINGS.store_poll_max_s / 8, time.monotonic()
+        while time.monotonic() < start + self.timeout_s:
             for token in store.multi_get(requests):
                 store.set(_answer_key(token.decode()), prefix)
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, timings.TIMINGS.store_poll_max_s)
+            try:
+                return _wait_up_to(pause_s, self._store, keys)
+            except DistStoreError:
+                pause_s = min(2 * pause_s, timings.TIMINGS.store_poll_max_s)
+        raise self._timeout(self._store, keys, start)
 
     def _wait(
         self, store: Store, keys: list[str], by_rank: list[str], timeout_s: float | None = None
@@ -214,10 +222,12 @@ class StoreCoordinator(ValueCollectives):
         timeout_s, start = timeout_s or self.timeout_s, time.monotonic()
         if self._is_part:
             return self._poll(store, keys, timeout_s)
-        try:
-            store.wait(keys, timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            raise self._timeout(store, by_rank, start) from error
+        while (left_s := start + timeout_s - time.monotonic()) > 0:
+            try:
+                return _wait_up_to(min(left_s, timings.TIMINGS.store_wait_s), store, keys)
+            except DistStoreError:
+                self._check_peers(store, keys)
+        raise self._timeout(store, by_rank, start)
 
     def _poll(self, store: Store, keys: list[str], timeout_s: float) -> None:
         """As _wait, while other threads of this process reach the store, and peers may end."""
@@ -230,10 +240,18 @@ class StoreCoordinator(ValueCollectives):
                 raise CommunicatorError(f"rank {self.rank}: the group was destroyed.")
             if waited_s > checked + timings.TIMINGS.liveness_poll_s:
                 checked = waited_s
-                self.check()
-                self.check_more()
+                self._check_peers(store, keys)
             pause_s = min(waited_s / 4, timings.TIMINGS.store_poll_max_s)
             time.sleep(max(timings.TIMINGS.store_poll_s, pause_s))
+
+    def _check_peers(self, store: Store, keys: list[str]) -> None:
+        """Raise what befell a peer, unless the keys had come before it."""
+        try:
+            self.check()
+            self.check_more()
+        except DrumlineError:
+            if not store.check(keys):
+                raise
 
     def _timeout(self, store: Store, by_rank: list[str], start: float) -> CommunicatorTimeout:
         missing = [rank for rank, key in enumerate(by_rank) if not store.check([key])]
@@ -257,6 +275,11 @@ def _request_key(rank: int) -> str:
 
 def _answer_key(token: str) -> str:
     return f"answer/{token}"
+
+
+def _wait_up_to(timeout_s: float, store: Store, keys: list[str]) -> None:
+    """Raise DistStoreError after that time, of which torch counts whole ms, and 0 as no limit."""
+    store.wait(keys, timedelta(milliseconds=max(1, round(1e3 * timeout_s))))
 
 
 def _server_address(store: Any) -> tuple[str, int]:

@@ -24,6 +24,7 @@ class Op(str, Enum):
     DELETE = "delete"
     COUNT = "count"
     RENDEZVOUS = "rendezvous"
+    NUMBER = "number"
     ARRIVED = "arrived"
     HEARTBEAT = "heartbeat"
     REPORT = "report"
@@ -32,7 +33,7 @@ class Op(str, Enum):
     LEAVE = "leave"
 
 
-LOCAL_OPS = frozenset(Op) - {Op.WAIT, Op.RENDEZVOUS, Op.LEAVE}  # answered at once
+LOCAL_OPS = frozenset(Op) - {Op.WAIT, Op.RENDEZVOUS, Op.NUMBER, Op.LEAVE}  # answered at once
 
 CALL_STATUS = (str, int, str, float)
 # A tuple is a list of these; [kind] a list and {key: kind} a dictionary of any length.
@@ -44,7 +45,8 @@ ARGUMENTS: dict[str, Any] = {
     Op.SWAP: (str, bytes, bytes),
     Op.DELETE: (str,),
     Op.COUNT: (str,),
-    Op.RENDEZVOUS: (str, int, int, bytes),
+    Op.RENDEZVOUS: (str, int, int, bytes, str),
+    Op.NUMBER: (str, int, int, bytes),
     Op.ARRIVED: (str,),
     Op.HEARTBEAT: (int, {str: CALL_STATUS}, [int]),
     Op.REPORT: (str, bytes),

@@ -38,7 +38,7 @@ from coordinator.control.membership import Member, MembershipTable, RankReport
 from coordinator.control.operations import BAD_REQUEST, Op, check_arguments
 from coordinator.control.tables import PENDING, KeyValueTable, RendezvousTable
 from coordinator.errors import CoordinatorError
-from coordinator.link_state import is_silent
+from coordinator.link_state import describe_silence, is_silent, remote_host
 from coordinator.timings import DEFAULT, CoordinatorTimings
 from launcher import linux
 
@@ -141,6 +141,7 @@ class ControlServer:
             Op.DELETE: values.delete,
             Op.COUNT: values.count,
             Op.RENDEZVOUS: rendezvous.rendezvous,
+            Op.NUMBER: rendezvous.number,
             Op.ARRIVED: rendezvous.arrived,
             Op.HEARTBEAT: self._answer_heartbeat,
             Op.REPORT: lambda _, group, failure: membership.report(group, failure),
@@ -190,6 +191,17 @@ class ControlServer:
         """Ranks that have not left."""
         members = list(self._membership.members.items())
         return sorted(rank for rank, member in members if member.connections)
+
+    def network_failures(self) -> str:
+        """The network failures between this host and those of ranks; "" if none is seen."""
+        links: dict[str, tuple[str, set[int]]] = {}  # by the other host
+        with self._state:
+            for connection in list(self._connections.values()):  # a thread that ends removes them
+                failure = describe_silence(connection.socket, self._timings.acknowledged_s)
+                if failure:
+                    host = remote_host(connection.socket)
+                    links.setdefault(host, (failure, set()))[1].add(connection.rank)
+        return "; ".join(f"ranks {sorted(ranks)}: {text}" for text, ranks in links.values())
 
     def drop(self) -> None:
         """Close the descriptors in a forked child, which leaves those of the parent alone."""

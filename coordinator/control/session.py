@@ -74,6 +74,7 @@ class Session:
         self._closed = threading.Event()
         self._next_local: PeerProcess | None = None
         self._master: PeerProcess | None = None
+        self._link_notice: WaitingNotice | None = None  # while the network fails
         self._heartbeat: threading.Thread | None = None
         if spans_nodes(info):
             self.start_heartbeat()
@@ -106,6 +107,26 @@ class Session:
         self.refresh()  # else a rank that is cut off at once would look like one that never came
         while not self._closed.wait(pause_s):
             self.refresh()
+            self._notice_network_failure()
+
+    def _notice_network_failure(self) -> None:
+        """Log every few seconds that a host does not answer: deadlines may be far away."""
+        failure = self._network_failure()
+        if not failure:
+            self._link_notice = None
+        elif self._link_notice is None:
+            self._link_notice = WaitingNotice(self.info, self.timings.waiting_notice_s)
+        else:
+            self._link_notice.log_if_due(lambda: failure)
+
+    def _network_failure(self) -> str:
+        try:
+            if self.server is not None:
+                return self.server.network_failures()
+            failure = self.client.network_failure()
+        except OSError:  # a connection was closed meanwhile
+            return ""
+        return failure and f"rank 0: {failure}"
 
     def refresh(self, timeout_s: float | None = None) -> None:
         """Send a heartbeat to rank 0, and learn from the answer which ranks and groups failed."""

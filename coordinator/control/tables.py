@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from coordinator.binomial_tree import children_of, parent_of
+
 PENDING = object()  # the answer comes when another rank has done its part
 COUNTS = (-(1 << 63), (1 << 63) - 1)  # as torch's Store.add
 
@@ -76,31 +78,66 @@ class KeyValueTable(Generic[Requester]):
 class _OpenRendezvous(Generic[Requester]):
     size: int
     data: dict[int, bytes] = field(default_factory=dict)  # by place
+    scopes: dict[int, str] = field(default_factory=dict)  # by place
     waiting: dict[int, Requester] = field(default_factory=dict)  # by place
 
 
 class RendezvousTable(Generic[Requester]):
-    """Ranks that give data each, and go on once they have what all gave.
+    """Ranks that give data each, and go on once all have: with what those of their scope gave.
 
-    answer(requesters, data) is called once for all of them.
+    So each learns of its own node first, and the work for all ranks grows in step with them.
+    answer(requesters, value) is called once for all that get the same.
     """
 
-    def __init__(self, answer: Callable[[Sequence[Requester], list[bytes]], None]) -> None:
+    def __init__(self, answer: Callable[[Sequence[Requester], Any], None]) -> None:
         self._answer = answer
         self._open: dict[str, _OpenRendezvous[Requester]] = {}
 
-    def rendezvous(self, requester: Requester, key: str, place: int, size: int, data: bytes) -> Any:
+    def rendezvous(
+        self, requester: Requester, key: str, place: int, size: int, data: bytes, scope: str
+    ) -> Any:
+        """The data by place, of those of one scope that gave some, now or PENDING."""
+        complete = self._come(requester, key, place, size, data, scope)
+        if complete is not None:
+            by_scope: dict[str, list[int]] = {}
+            for member in range(size):
+                by_scope.setdefault(complete.scopes[member], []).append(member)
+            for members in by_scope.values():
+                value = {member: complete.data[member] for member in members}
+                self._answer(
+                    [complete.waiting[member] for member in members],
+                    {member: data for member, data in value.items() if data},
+                )
+        return PENDING
+
+    def number(self, requester: Requester, key: str, place: int, size: int, data: bytes) -> Any:
+        """Number those that give data as the nodes of a tree, in order of place.
+
+        Each gets its number, how many there are, and by number what its neighbours gave; the root
+        gets what all gave.
+        """
+        complete = self._come(requester, key, place, size, data, "")
+        if complete is not None:
+            firsts = [member for member in range(size) if complete.data[member]]
+            nodes = {index: complete.data[member] for index, member in enumerate(firsts)}
+            for index, member in enumerate(firsts):
+                near = [parent_of(index), *children_of(index, len(nodes))] if index else nodes
+                value = [index, len(nodes), {node: nodes[node] for node in near}]
+                self._answer([complete.waiting.pop(member)], value)
+            self._answer(list(complete.waiting.values()), [-1, len(nodes), {}])
+        return PENDING
+
+    def _come(
+        self, requester: Requester, key: str, place: int, size: int, data: bytes, scope: str
+    ) -> _OpenRendezvous[Requester] | None:
+        """The rendezvous, if this makes it complete."""
         current = self._open.get(key) or _OpenRendezvous[Requester](size)
         if size != current.size or not 0 <= place < size:
             raise ValueError(f"place {place} of {size} in a rendezvous of {current.size}")
         self._open[key] = current
-        current.data[place], current.waiting[place] = data, requester
-        if len(current.data) == size:
-            del self._open[key]
-            self._answer(
-                list(current.waiting.values()), [current.data[place] for place in range(size)]
-            )
-        return PENDING
+        current.data[place], current.scopes[place] = data, scope
+        current.waiting[place] = requester
+        return self._open.pop(key) if len(current.data) == size else None
 
     def forget(self, has_given_up: Callable[[Requester], bool]) -> None:
         """Drop the rendezvous in which all have given up."""

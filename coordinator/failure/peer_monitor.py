@@ -106,9 +106,9 @@ class PeerMonitor:
 
     def exited(self, ranks: Collection[int] | None = None) -> list[ObservedRank]:
         """Ranks that died or left, among these or among all."""
-        of_all = self._local.keys() | self._remote.keys() if ranks is None else set(ranks)
-        local = [self.local_exit(rank) for rank in self._local if rank in of_all]
-        remote = [self.remote_exit(rank) for rank in self._remote if rank in of_all]
+        local = [self.local_exit(rank) for rank in self._local if ranks is None or rank in ranks]
+        lost = [rank for rank in tuple(self.session.lost) if rank in self._remote]
+        remote = [self.remote_exit(rank) for rank in lost if ranks is None or rank in ranks]
         return [observed for observed in (*local, *remote) if observed is not None]
 
     def died(self) -> list[ObservedRank]:
@@ -146,8 +146,9 @@ class PeerMonitor:
 
     def awaited_exits(self) -> list[ObservedRank]:
         """The ranks that are waited for and will not come any more."""
-        exited = self.exited({*self.missing(), *self._remote})
-        awaited = {*self.missing(), *self._remote} if exited else ()  # some came, and then left
+        exited = self.exited({*self.missing(), *tuple(self.session.lost)})
+        missing = self.missing() if exited else ()  # some came, and then left
+        awaited = (*missing, *self._remote) if exited else ()
         return [observed for observed in exited if observed.peer.rank in awaited]
 
     def local_exit(self, rank: int) -> ObservedRank | None:
@@ -177,7 +178,7 @@ class PeerMonitor:
 
     def _local_status(self, rank: int) -> tuple[int, CallStatus | None]:
         status = self._read_status(rank)
-        return status.status, status.last_call if status.num_calls else None
+        return status.status, status.last_call if status.last_call.number else None
 
     def _read_status(self, rank: int) -> PeerStatus:
         assert self.segment is not None

@@ -44,7 +44,7 @@ class PeerConnector:
         deadline = time.monotonic() + timeout_s
         higher = range(self._rank + 1, len(self._peers))
         purpose, credentials = self._purpose(self._rank), self._credentials
-        with closing(ChildListener(self._address, credentials, purpose, higher)) as listener:
+        with closing(ChildListener(self._address, credentials, purpose, len(higher))) as listener:
             addresses = [unpack(data) for data in exchange(pack(list(listener.address)))]
             problem = self._connect(addresses, listener, deadline, timeout_s)
         problems = [data.decode() for data in exchange(problem.encode()) if data]
@@ -80,7 +80,7 @@ class PeerConnector:
                 self._connections[rank] = connect_to_parent(
                     addresses[rank], credentials, me, peer, purpose, deadline, self._check_alive
                 )
-            self._connections.update(listener.wait(deadline, self._check_alive))
+            self._connections.update(listener.wait(higher, deadline, self._check_alive))
         except CoordinatorError as error:
             return str(error)
         except NoMessage:

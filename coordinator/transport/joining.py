@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import coordinator._node_shm as _node_shm
+from coordinator.binomial_tree import children_of, parent_of
 from coordinator.call_site import PendingCall
-from coordinator.control.framing import NoMessage, pack, unpack
+from coordinator.control.framing import NoMessage, pack, pack_for_many, unpack, unpack_answer
 from coordinator.control.session import Session
-from coordinator.errors import CoordinatorError, CoordinatorTimeout
+from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost
 from coordinator.failure.detector import FailureDetector
 from coordinator.peers import Peer, group_by_node
 from coordinator.transport.group import Group
 from coordinator.transport.rendezvous import Rendezvous
 from coordinator.transport.tree import (
+    ALL_NODES,
     ChildListener,
+    Entry,
     Tree,
-    children_of,
+    TreeLinkBroken,
     connect_to_parent,
-    parent_of,
 )
 
 CONNECT_SHARE = 0.8  # of the time to join, for connections: the rest is to hear who could not
@@ -50,10 +53,12 @@ def join_group(
 
 
 class _Joining:
-    """The steps of joining, each of which ends with a rendezvous of all members."""
+    """The steps of joining, each of which ends with a rendezvous of all members.
 
-    detector: FailureDetector
-    shm_domain: list[int]
+    A rank meets those of its machine first, and shares memory with those of its node. Then the
+    first ranks of the nodes become a tree, down which the root says who all are: so rank 0 need not
+    tell each of them.
+    """
 
     def __init__(
         self,
@@ -65,36 +70,39 @@ class _Joining:
     ) -> None:
         self.key, self.session, self.pending = key, session, pending
         self.rank = members.index(session.info.rank)
+        self.size = len(members)
         self.rendezvous = Rendezvous(key, session, members, parent, pending)
-        self.peers: tuple[Peer, ...] = ()
-        self.shm_domains: list[list[int]] = []
+        self.peers: dict[int, Peer] = {}  # by place
+        self.shm_domain: list[int] = []
+        self.detector: FailureDetector | None = None
         self.segment: _node_shm.NodeSegment | None = None
         self.tree: Tree | None = None
 
     def close(self) -> None:
-        if self.peers:
+        if self.detector is not None:
             self.detector.close()
         if self.tree is not None:
             self.tree.close()
 
     def join(self, me: Peer) -> Group:
-        packets = self.rendezvous.exchange("peers", me.pack())
-        self.peers = tuple(Peer.unpack(packet) for packet in packets)
-        self.detector = FailureDetector(self.key, self.session, self.rank, self.peers)
-        self.shm_domains = self._share_memory(shm_domains_of(self.peers))
-        self.shm_domain = next(domain for domain in self.shm_domains if self.rank in domain)
-        self.session.set_watch_targets(self._next_local_peer(), self.peers)
-        if len(self.shm_domains) > 1:
+        packets = self.rendezvous.exchange("peers", me.pack(), scope=me.machine)
+        self.peers = {place: Peer.unpack(packet) for place, packet in packets.items()}
+        places, peers = list(self.peers), list(self.peers.values())
+        domains = [[places[index] for index in domain] for domain in shm_domains_of(peers)]
+        self.shm_domain = self._share_memory(
+            next(domain for domain in domains if self.rank in domain)
+        )
+        domains = [self.shm_domain]
+        if len(self.shm_domain) < self.size:
             self.session.start_heartbeat()
-            self._connect_domains()
+            domains = self._connect_domains(packets)
+        everyone = [self.peers[place] for place in range(self.size)]
+        self.detector = FailureDetector(self.key, self.session, self.rank, everyone)
+        if self.segment is not None:
+            self.detector.share(self.shm_domain, self.segment)
+        self.session.set_watch_targets(self._next_local_peer(), everyone)
         return Group(
-            self.key,
-            self.session,
-            self.rank,
-            self.detector,
-            self.shm_domains,
-            self.segment,
-            self.tree,
+            self.key, self.session, self.rank, self.detector, domains, self.segment, self.tree
         )
 
     def _next_local_peer(self) -> Peer:
@@ -104,25 +112,32 @@ class _Joining:
 
     # ---- memory ----
 
-    def _share_memory(self, domains: list[list[int]]) -> list[list[int]]:
-        """Attach to the memory of each domain. Where that fails, its ranks are domains alone."""
-        if all(len(domain) == 1 for domain in domains):
-            return domains
-        own = next(domain for domain in domains if self.rank in domain)
-        fd, offer = self._export_segment(own)
+    def _share_memory(self, domain: list[int]) -> list[int]:
+        """Attach to the memory of the domain. Where that fails, its ranks are domains alone."""
+        if len(domain) == 1:
+            return domain
+        fd, offer = self._export_segment(domain)
         try:
-            offers = [unpack(data) for data in self.rendezvous.exchange("memory", offer)]
-            problem = self._attach(own, offers)
-            problems = self.rendezvous.exchange("attached", problem.encode())
+            offers = self.rendezvous.exchange(f"memory/{domain[0]}", offer, domain)
+            problem = self._attach(domain, {place: unpack(data) for place, data in offers.items()})
+            problems = self.rendezvous.exchange(f"attached/{domain[0]}", problem.encode(), domain)
         finally:
             if fd >= 0:
                 os.close(fd)
-        return self._without_broken(domains, [data.decode() for data in problems])
+        if not problems:
+            return domain
+        self.segment = None
+        place, why = next(iter(problems.items()))
+        log.warning(
+            "rank %d: %d ranks of this node cannot share memory (%s: %s); they use TCP",
+            self.session.info.rank, len(domain), self.peers[place], why.decode(),
+        )  # fmt: skip
+        return [self.rank]
 
     def _export_segment(self, domain: list[int]) -> tuple[int, bytes]:
         """Fresh memory, if this rank is to make it; and its descriptor, problem and cores."""
         cores = sorted(os.sched_getaffinity(0))
-        if self.rank != domain[0] or len(domain) == 1:
+        if self.rank != domain[0]:
             return -1, pack((-1, "", cores))
         try:
             fd = _node_shm.create(len(domain))
@@ -130,10 +145,8 @@ class _Joining:
             return -1, pack((-1, f"{error.strerror}", cores))
         return fd, pack((fd, "", cores))
 
-    def _attach(self, domain: list[int], offers: list[Any]) -> str:
+    def _attach(self, domain: list[int], offers: dict[int, Any]) -> str:
         """Map the memory of the domain; the problem, or nothing."""
-        if len(domain) == 1:
-            return ""
         fd, problem, _ = offers[domain[0]]
         cores = {core for rank in domain for core in offers[rank][2]}
         if problem:
@@ -150,85 +163,74 @@ class _Joining:
             return str(error)
         finally:
             os.close(own_fd)
-        self.detector.share(domain, self.segment)
         return ""
-
-    def _without_broken(self, domains: list[list[int]], problems: list[str]) -> list[list[int]]:
-        """Split the domains in which a rank could not attach."""
-        split = []
-        for domain in domains:
-            texts = [f"{self.peers[rank]}: {problems[rank]}" for rank in domain if problems[rank]]
-            split += [[rank] for rank in domain] if texts else [domain]
-            if texts and self.rank in domain:
-                self._detach()
-                log.warning(
-                    "rank %d: %d ranks of this node cannot share memory (%s); they use TCP",
-                    self.session.info.rank, len(domain), texts[0],
-                )  # fmt: skip
-        return split
-
-    def _detach(self) -> None:
-        self.segment = None
-        self.detector.close()
-        self.detector = FailureDetector(self.key, self.session, self.rank, self.peers)
 
     # ---- connections ----
 
-    @property
-    def _index(self) -> int:
-        return self.shm_domains.index(self.shm_domain)
+    def _connect_domains(self, packets: Mapping[int, bytes]) -> list[list[int]]:
+        """The first rank of each domain joins the tree; all raise if one cannot.
 
-    def _connect_domains(self) -> None:
-        """The first rank of each domain joins the tree; all raise if one cannot."""
-        is_first = self.rank == self.shm_domain[0]
-        children = children_of(self._index, len(self.shm_domains)) if is_first else []
+        packets: of the peers here. Returns all domains, once the peers of all are known.
+        """
         purpose, session = f"tree/{self.key}", self.session
-        listener = None
-        if children:
-            address = session.client.local_address
-            listener = ChildListener(address, session.credentials, purpose, children)
+        listener, own = None, b""
+        if self._is_first:
+            listener = ChildListener(session.client.local_address, session.credentials, purpose)
+            own = _pack_node(listener.address, {place: packets[place] for place in self.shm_domain})
         try:
-            own = pack(listener.address if listener is not None else None)
-            addresses = [unpack(data) for data in self.rendezvous.exchange("listeners", own)]
-            problem = self._join_tree(addresses, listener, purpose) if is_first else ""
+            index, size, nodes = self.rendezvous.number_nodes(own)
+            problem = ""
+            if listener is not None:
+                near = {node: _unpack_node(data) for node, data in nodes.items()}
+                problem = self._join_tree(index, size, near, listener)
         finally:
             if listener is not None:
                 listener.close()
-        packets = self.rendezvous.exchange("tree", problem.encode())
-        problems = [data.decode() for data in packets if data]
+        problems = self.rendezvous.exchange("tree", problem.encode())
         if problems:
-            me = session.info.rank
-            raise CoordinatorTimeout(problem or f"rank {me} could not join: {problems[-1]}")
+            me, last = session.info.rank, problems[max(problems)].decode()
+            raise CoordinatorTimeout(problem or f"rank {me} could not join: {last}")
+        packed = self._from_root(pack_for_many(nodes) if index == 0 else b"")
+        members = [_unpack_node(data)[1] for data in unpack_answer(packed).values()]
+        self.peers = {place: peer for node in members for place, peer in node.items()}
+        return [list(node) for node in members]
 
-    def _join_tree(self, addresses: list[Any], listener: ChildListener | None, purpose: str) -> str:
+    @property
+    def _is_first(self) -> bool:
+        return self.rank == self.shm_domain[0]
+
+    def _join_tree(
+        self,
+        index: int,
+        size: int,
+        nodes: Mapping[int, _Node],
+        listener: ChildListener,
+    ) -> str:
         """Connect to the neighbours in the tree; the problem, or nothing."""
         parent, children = None, {}
         deadline = self.pending.restarted(CONNECT_SHARE * self.pending.left_s).deadline
         try:
-            if self._index > 0:
-                above = self.shm_domains[parent_of(self._index)][0]
+            if index > 0:
+                address, above = nodes[parent_of(index)]
                 parent = connect_to_parent(
-                    addresses[above],
+                    address,
                     self.session.credentials,
                     self.peers[self.rank],
-                    self.peers[above],
-                    f"{purpose}/{self._index}",
+                    _first(above),
+                    f"tree/{self.key}/{index}",
                     deadline,
                 )
-            if listener is not None:
-                children = listener.wait(deadline, self.rendezvous.check_lost)
+            awaited = children_of(index, size)
+            children = listener.wait(awaited, deadline, self.rendezvous.check_lost)
         except NoMessage:
-            return self._children_missing(listener)
+            late = [_first(nodes[node][1]) for node in awaited if node not in listener.accepted]
+            return self._children_missing(late)
         except CoordinatorError as error:
             return str(error)
-        self.tree = Tree(self._index, len(self.shm_domains), parent, children)
+        self.tree = Tree(index, size, parent, children)
         return ""
 
-    def _children_missing(self, listener: ChildListener | None) -> str:
-        assert listener is not None
-        children = children_of(self._index, len(self.shm_domains))
-        missing = [index for index in children if index not in listener.accepted]
-        late = [self.peers[self.shm_domains[index][0]] for index in missing]
+    def _children_missing(self, late: Sequence[Peer]) -> str:
         names = " and ".join(f"{peer} at {peer.address}" for peer in late)
         me = self.peers[self.rank]
         return (
@@ -236,6 +238,65 @@ class _Joining:
             f"{CONNECT_SHARE * self.pending.timeout_s:g} s in {self.pending.call} for {names} to "
             "connect"
         )
+
+    def _from_root(self, packed: bytes) -> bytes:
+        """The root's bytes, on every rank: down the tree, and then within each domain."""
+        if self.tree is not None:
+            packed = self._down_the_tree(self.tree, packed)
+        if self.segment is None:
+            return packed
+        wait_s, data = self.session.timings.shm_wait_s, packed if self._is_first else b""
+        parts = self.segment.exchange("join", 0, 0, "", data, not self._is_first, False, wait_s)
+        while parts is None:
+            self._check()
+            parts = self.segment.resume(wait_s)
+        return bytes(parts[0])
+
+    def _down_the_tree(self, tree: Tree, packed: bytes) -> bytes:
+        own = [Entry(0, 0, ALL_NODES, packed)] if tree.index == 0 else []
+        deadline = self.pending.deadline + self.session.timings.link_extra_s
+        try:
+            _, entries = tree.exchange(((),), own, lambda _: ALL_NODES, deadline, self._check)
+        except TreeLinkBroken as error:
+            raise self._broken(str(error)) from error
+        return entries[0].data
+
+    def _check(self) -> None:
+        self.rendezvous.check_lost()
+        if time.monotonic() >= self.pending.deadline:
+            raise CoordinatorTimeout(
+                f"rank {self.session.info.rank} waited {self.pending.timeout_s:g} s in "
+                f"{self.pending.call} for the ranks of other nodes, all of which had joined. Look "
+                "at what they printed last."
+            )
+
+    def _broken(self, why: str) -> CoordinatorError:
+        """The error for a broken connection: rank 0 may know whose it was."""
+        until = time.monotonic() + self.session.timings.exit_s
+        while time.monotonic() < until:
+            self.session.refresh(self.session.timings.reason_answer_s)
+            self.rendezvous.check_lost()
+            time.sleep(self.session.timings.reason_poll_s)
+        return PeerLost(
+            f"rank {self.session.info.rank} was in {self.pending.call} when its connection to "
+            f"another node broke: {why}. Look at what the ranks printed last."
+        )
+
+
+_Node = tuple[tuple[str, int], dict[int, Peer]]  # address of its first rank, peers by place
+
+
+def _pack_node(address: Sequence[Any], packets: Mapping[int, bytes]) -> bytes:
+    return pack((address, packets))
+
+
+def _unpack_node(data: bytes) -> _Node:
+    address, packets = unpack(data)
+    return address, {place: Peer.unpack(packet) for place, packet in packets.items()}
+
+
+def _first(peers: Mapping[int, Peer]) -> Peer:
+    return peers[min(peers)]
 
 
 def shm_domains_of(peers: Sequence[Peer]) -> list[list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from coordinator.call_site import PendingCall
 from coordinator.control.client import ServerLost
@@ -39,19 +40,32 @@ class Rendezvous:
         self._rank = session.info.rank
         self._refresh_at = time.monotonic() + self._timings.rendezvous_s
         self._notice = WaitingNotice(session.info, session.timings.waiting_notice_s)
-        self._arrived: list[int] | None = None  # places, asked for shortly before the deadline
+        self._among: Sequence[int] = ()  # the places that take part in the exchange
+        self._arrived: list[int] | None = None  # of these, asked for shortly before the deadline
 
-    def exchange(self, name: str, data: bytes) -> list[bytes]:
-        """Exchange data with all members; theirs, by place. Collective."""
-        key = f"{self._key}/{name}"
-        place, size = self._members.index(self._rank), len(self._members)
-        self._arrived = None
+    def exchange(
+        self, name: str, data: bytes, places: Sequence[int] | None = None, scope: str = ""
+    ) -> dict[int, bytes]:
+        """Exchange data with all members, or those at some places; what they gave, by place.
+
+        Of nothing nobody hears, and of those with another scope. Collective.
+        """
+        among = range(len(self._members)) if places is None else places
+        packets = self._ask(Op.RENDEZVOUS, name, among, data, scope)
+        return {among[index]: data for index, data in packets.items()}
+
+    def number_nodes(self, data: bytes) -> tuple[int, int, dict[int, bytes]]:
+        """As RendezvousTable.number. Collective; the first rank of each node gives data."""
+        index, size, nodes = self._ask(Op.NUMBER, "nodes", range(len(self._members)), data)
+        return index, size, nodes
+
+    def _ask(self, op: Op, name: str, among: Sequence[int], *arguments: Any) -> Any:
+        key, self._among, self._arrived = f"{self._key}/{name}", among, None
+        place = among.index(self._members.index(self._rank))
         try:
-            return list(
-                self._session.ask(
-                    Op.RENDEZVOUS, key, place, size, data,
-                    timeout_s=self._pending.left_s, idle=lambda: self._check(key),
-                )
+            return self._session.ask(
+                op, key, place, len(among), *arguments,
+                timeout_s=self._pending.left_s, idle=lambda: self._check(key),
             )  # fmt: skip
         except ServerLost as error:
             raise self._without_server() from error
@@ -72,9 +86,10 @@ class Rendezvous:
         info, arrived = self._session.info, self._ask_arrived(key, self._timings.last_answer_s)
         if arrived is None:
             return f"rank 0: {self._session.describe_silence()}"
-        missing = sorted({*range(len(self._members))} - {*arrived})
-        where = f"{info.master_addr}:{info.master_port}"
-        return f"ranks {missing} of {info.world_size} at {where}; ranks seen: {sorted(arrived)}"
+        ranks = [self._members[place] for place in self._among]
+        seen = sorted(ranks[index] for index in arrived)
+        missing, where = sorted({*ranks} - {*seen}), f"{info.master_addr}:{info.master_port}"
+        return f"ranks {missing} of {info.world_size} at {where}; ranks seen: {seen}"
 
     def check_lost(self) -> None:
         """Raise if a member is dead, or has left."""
@@ -148,7 +163,7 @@ class Rendezvous:
                 f"{waited} to join launch {info.launch_id} at {self._session.describe_master()} "
                 f"but {self._session.describe_silence()}."
             )
-        missing = [rank for place, rank in enumerate(self._members) if place not in arrived]
+        missing = [self._members[place] for i, place in enumerate(self._among) if i not in arrived]
         if self._parent is not None:
             text = self._parent.monitor.describe(missing)
             self._withdraw(text, missing)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import selectors
 import socket
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from coordinator.addresses import family_of, format_address
+from coordinator.binomial_tree import parent_of, subtree_of
 from coordinator.control.client import connect
 from coordinator.control.credentials import Credentials
 from coordinator.control.framing import SMALL, Connection, ConnectionBroken, NoMessage, noop
@@ -32,25 +33,6 @@ from coordinator.timings import DEFAULT
 
 ALL_NODES = -1
 """The dst_node of an entry that every node needs."""
-
-
-def parent_of(index: int) -> int:
-    """The parent node: without the lowest bit."""
-    return index & (index - 1)
-
-
-def children_of(index: int, size: int) -> list[int]:
-    children, bit = [], 1
-    while index | bit < size and not index & bit:
-        children.append(index | bit)
-        bit <<= 1
-    return children
-
-
-def subtree_of(index: int, size: int) -> range:
-    """The node and all below it: numbers that share its leading bits."""
-    span = index & -index or size
-    return range(index, min(index + span, size))
 
 
 @dataclass(frozen=True)
@@ -171,16 +153,15 @@ class Tree:
 class ChildListener:
     """Accepts the connections of a node's children while a group is being made.
 
-    accepted: those that have come, by child.
+    most: of them. accepted: those that have come, by child.
     """
 
-    def __init__(
-        self, address: str, credentials: Credentials, purpose: str, children: Sequence[int]
-    ) -> None:
-        self._purposes = {purpose_of(f"{purpose}/{child}"): child for child in children}
+    def __init__(self, address: str, credentials: Credentials, purpose: str, most: int = 0) -> None:
+        self._purpose = purpose
+        self._children: dict[bytes, int] = {}  # by the purpose of their connections
         self._listener = socket.socket(family_of(address), socket.SOCK_STREAM)
         self._listener.bind((address, 0))
-        max_pending = max(MAX_PENDING, len(children))  # who may all come at once
+        max_pending = max(MAX_PENDING, most)  # who may all come at once
         self._listener.listen(max_pending)
         self.address: tuple[Any, ...] = self._listener.getsockname()[:2]
         self._selector = selectors.DefaultSelector()
@@ -190,16 +171,19 @@ class ChildListener:
         self.accepted: dict[int, Connection] = {}
 
     def _add(self, connection: socket.socket, hello: Hello) -> None:
-        child = self._purposes.get(hello.purpose)
+        child = self._children.get(hello.purpose)
         if child is None or child in self.accepted:
             connection.close()
         else:
             self.accepted[child] = Connection(connection)
 
-    def wait(self, deadline: float, idle: Callable[[], None]) -> dict[int, Connection]:
+    def wait(
+        self, children: Iterable[int], deadline: float, idle: Callable[[], None]
+    ) -> dict[int, Connection]:
         """The children's connections, once all are here. Raises NoMessage; those that are missing
         are not in `accepted`."""
-        while len(self.accepted) < len(self._purposes):
+        self._children = {purpose_of(f"{self._purpose}/{child}"): child for child in children}
+        while len(self.accepted) < len(self._children):
             self._authenticator.handle(self._selector.select(DEFAULT.idle_s))
             self._authenticator.tick()
             idle()

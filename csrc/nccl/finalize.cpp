@@ -47,7 +47,7 @@ void NcclCommunicator::split(int32_t color, int32_t key, comm_t* child) {
             NcclConfig child_config = config();
             return nccl.CommSplit(comm, color, key, child_comm.get(), &child_config);
         });
-    } catch (const Failure&) {
+    } catch (const PluginError&) {
         child_comm.release();  // leaked: NCCL may still write to it
         throw;
     }
@@ -89,11 +89,11 @@ void NcclCommunicator::finalize() {
                           "abort()");
     finalized = true;
     auto self = shared_from_this();
-    auto error_of_thread = std::make_shared<std::optional<Failure>>();
+    auto error_of_thread = std::make_shared<std::optional<PluginError>>();
     bool is_done = run_bounded(Clock::now() + timeout + FINALIZE_MARGIN, [self, error_of_thread] {
         try {
             self->finalize_and_destroy();
-        } catch (const Failure& failure) {
+        } catch (const PluginError& failure) {
             *error_of_thread = failure;
         }
     });

@@ -30,7 +30,7 @@ bool apply_option(NcclCommunicator& communicator, const std::string& key, const 
 // Exchanges through the Coordinator whether this rank can start. It knows who never came, and
 // nobody waits inside NCCL for a rank that cannot.
 void agree_to_start(const NcclCommunicator& communicator, const comm_init_args& args,
-                    const std::optional<Failure>& own_failure) {
+                    const std::optional<PluginError>& own_failure) {
     const comm_bootstrap* bootstrap = communicator.nranks > 1 ? args.bootstrap : nullptr;
     comm_result own = own_failure ? own_failure->code : comm_result{COMM_OK}, exchanged = COMM_OK;
     std::vector<comm_result> codes(communicator.nranks, COMM_OK);
@@ -51,7 +51,7 @@ void agree_to_start(const NcclCommunicator& communicator, const comm_init_args& 
 NcclLibrary open_default_library() {
     NcclLibrary library;
     std::string problem;
-    if (!open_nccl(nullptr, &library, &problem)) throw Failure{COMM_UNSUPPORTED, problem};
+    if (!open_nccl(nullptr, &library, &problem)) throw PluginError{COMM_UNSUPPORTED, problem};
     return library;
 }
 
@@ -99,7 +99,7 @@ void NcclCommunicator::connect(const comm_init_args& args) {
         if (device.allocate != nullptr)
             check_device("cudaMalloc of 4 bytes for the barrier",
                          device.allocate(&barrier_word, sizeof(int32_t)));
-    } catch (const Failure&) {
+    } catch (const PluginError&) {
         abort_in_background();
         throw;
     }
@@ -110,10 +110,10 @@ std::shared_ptr<NcclCommunicator> NcclCommunicator::init(const comm_init_args& a
     communicator->rank = args.rank;
     communicator->nranks = args.nranks;
     communicator->timeout = std::chrono::milliseconds(args.timeout_ms);
-    std::optional<Failure> own_failure;
+    std::optional<PluginError> own_failure;
     try {
         communicator->open_library(args);
-    } catch (const Failure& failure) {
+    } catch (const PluginError& failure) {
         own_failure = failure;
     }
     agree_to_start(*communicator, args, own_failure);
@@ -125,7 +125,7 @@ std::shared_ptr<NcclCommunicator> NcclCommunicator::init(const comm_init_args& a
 void NcclCommunicator::get_unique_id(void* id) {
     NcclLibrary library = open_default_library();
     NcclResult code = library.GetUniqueId(static_cast<NcclId*>(id));
-    if (code != COMM_OK) throw Failure{code, library.GetLastError(nullptr)};
+    if (code != COMM_OK) throw PluginError{code, library.GetLastError(nullptr)};
 }
 
 int32_t NcclCommunicator::probe() {

@@ -30,7 +30,7 @@ void NcclCommunicator::mem_alloc(size_t nbytes, void** pointer) {
             is_allocated = code == COMM_OK;
             return is_allocated ? register_memory(memory.get(), nbytes) : code;
         });
-    } catch (const Failure& failure) {
+    } catch (const PluginError& failure) {
         bool is_registering = failure.code == COMM_TIMEOUT || failure.code == COMM_REMOTE_ERROR;
         if (is_registering)
             memory.release();  // leaked: NCCL may still write to it

@@ -23,22 +23,22 @@ comm_result to_comm_result(NcclResult code) {
 
 }  // namespace
 
-comm_result NcclCommunicator::fail(const Failure& failure) {
+comm_result NcclCommunicator::fail(const PluginError& failure) {
     error = failure.text;
     return failure.code;
 }
 
-Failure NcclCommunicator::failure(comm_result code, const std::string& text) const {
+PluginError NcclCommunicator::failure(comm_result code, const std::string& text) const {
     return {code, "rank " + std::to_string(rank) + ": " + text};
 }
 
-Failure NcclCommunicator::aborted_failure() const {
+PluginError NcclCommunicator::aborted_failure() const {
     return failure(COMM_REMOTE_ERROR,
                    "this communicator was aborted: a peer was lost, or abort() was called. Close "
                    "it and make a new one");
 }
 
-Failure NcclCommunicator::nccl_failure(const char* call, NcclResult code) const {
+PluginError NcclCommunicator::nccl_failure(const char* call, NcclResult code) const {
     const char* description = nccl.GetErrorString(code);
     const char* detail = nccl.GetLastError(comm);
     std::string text = std::string(call) + " failed in NCCL " + nccl_version_text(nccl.version) +

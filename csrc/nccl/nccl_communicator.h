@@ -18,7 +18,7 @@
 
 namespace nccl {
 
-using plugin::Failure;
+using plugin::PluginError;
 
 enum class Operation {
     allreduce,
@@ -94,10 +94,10 @@ struct NcclCommunicator : std::enable_shared_from_this<NcclCommunicator> {
 
     // ---- errors and waiting ----
     const char* last_error() const { return error.c_str(); }
-    comm_result fail(const Failure& failure);
-    Failure failure(comm_result code, const std::string& text) const;
-    Failure aborted_failure() const;
-    Failure nccl_failure(const char* call, NcclResult code) const;
+    comm_result fail(const PluginError& failure);
+    PluginError failure(comm_result code, const std::string& text) const;
+    PluginError aborted_failure() const;
+    PluginError nccl_failure(const char* call, NcclResult code) const;
     // Throws unless a function of CUDA answered success.
     void check_device(const char* call, int code) const;
     // Waits until NCCL has done what `code` is the answer to: at once, unless it was put off.

@@ -14,7 +14,7 @@ namespace nccl {
 namespace {
 
 template <auto method>
-constexpr auto entry = plugin::Entry<method>::call;
+constexpr auto entry = plugin::TableEntry<method>::call;
 
 comm_result get_unique_id(void* id) {
     return plugin::without_communicator([&] { NcclCommunicator::get_unique_id(id); });

@@ -14,7 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "shm/spin.h"
+#include "system/spin.h"
 
 namespace node_shm {
 

@@ -7,7 +7,7 @@
 
 namespace plugin {
 
-struct Failure {
+struct PluginError {
     comm_result code;
     std::string text;
     bool is_local = false;  // it concerns this rank alone: the communicator can go on

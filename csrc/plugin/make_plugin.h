@@ -28,11 +28,11 @@ std::shared_ptr<Backend>* from_handle(comm_t comm) {
     return reinterpret_cast<std::shared_ptr<Backend>*>(comm);
 }
 
-// The exception that is being handled, as a Failure. Called in catch blocks only.
-inline Failure current_failure() {
+// The exception that is being handled, as a PluginError. Called in catch blocks only.
+inline PluginError current_failure() {
     try {
         throw;
-    } catch (const Failure& failure) {
+    } catch (const PluginError& failure) {
         return failure;
     } catch (const std::bad_alloc&) {
         return {COMM_SYSTEM_ERROR, "out of host memory"};
@@ -43,10 +43,10 @@ inline Failure current_failure() {
 
 // The table entry for one method.
 template <auto method>
-struct Entry;
+struct TableEntry;
 
 template <class Backend, class... Args, void (Backend::*method)(Args...)>
-struct Entry<method> {
+struct TableEntry<method> {
     static comm_result call(comm_t comm, Args... args) {
         Backend& backend = **from_handle<Backend>(comm);
         [[maybe_unused]] typename Backend::CallScope scope{backend};
@@ -68,7 +68,7 @@ comm_result without_communicator(Body body) {
         body();
         return COMM_OK;
     } catch (...) {
-        Failure failure = current_failure();
+        PluginError failure = current_failure();
         thread_error = failure.text;
         return failure.code;
     }
@@ -120,19 +120,19 @@ comm_plugin make_plugin() {
     table.destroy = destroy<Backend>;
     table.last_error = last_error<Backend>;
     table.abort = abort<Backend>;
-    table.allreduce = Entry<&Backend::allreduce>::call;
-    table.broadcast = Entry<&Backend::broadcast>::call;
-    table.reduce = Entry<&Backend::reduce>::call;
-    table.allgather = Entry<&Backend::allgather>::call;
-    table.reduce_scatter = Entry<&Backend::reduce_scatter>::call;
-    table.alltoall = Entry<&Backend::alltoall>::call;
-    table.send = Entry<&Backend::send>::call;
-    table.recv = Entry<&Backend::recv>::call;
-    table.barrier = Entry<&Backend::barrier>::call;
-    table.group_start = Entry<&Backend::group_start>::call;
-    table.group_end = Entry<&Backend::group_end>::call;
-    table.mem_alloc = Entry<&Backend::mem_alloc>::call;
-    table.mem_free = Entry<&Backend::mem_free>::call;
+    table.allreduce = TableEntry<&Backend::allreduce>::call;
+    table.broadcast = TableEntry<&Backend::broadcast>::call;
+    table.reduce = TableEntry<&Backend::reduce>::call;
+    table.allgather = TableEntry<&Backend::allgather>::call;
+    table.reduce_scatter = TableEntry<&Backend::reduce_scatter>::call;
+    table.alltoall = TableEntry<&Backend::alltoall>::call;
+    table.send = TableEntry<&Backend::send>::call;
+    table.recv = TableEntry<&Backend::recv>::call;
+    table.barrier = TableEntry<&Backend::barrier>::call;
+    table.group_start = TableEntry<&Backend::group_start>::call;
+    table.group_end = TableEntry<&Backend::group_end>::call;
+    table.mem_alloc = TableEntry<&Backend::mem_alloc>::call;
+    table.mem_free = TableEntry<&Backend::mem_free>::call;
     return table;
 }
 

@@ -15,12 +15,13 @@ namespace shm {
 size_t checked_size(const ShmCommunicator& comm, comm_dtype dtype) {
     size_t size = size_of(dtype);
     if (size == 0)
-        throw Failure{COMM_UNSUPPORTED, "rank " + std::to_string(comm.rank) +
-                                            ": the shared-memory backend does not know dtype "
-                                            "number " +
-                                            std::to_string(dtype) +
-                                            " and the size of its elements. Pass a view of bytes: "
-                                            "tensor.view(torch.uint8)"};
+        throw PluginError{COMM_UNSUPPORTED,
+                          "rank " + std::to_string(comm.rank) +
+                              ": the shared-memory backend does not know dtype "
+                              "number " +
+                              std::to_string(dtype) +
+                              " and the size of its elements. Pass a view of bytes: "
+                              "tensor.view(torch.uint8)"};
     return size;
 }
 
@@ -30,10 +31,10 @@ Reduce checked_reduce(const ShmCommunicator& comm, comm_dtype dtype, comm_op op)
     checked_size(comm, dtype);
     Reduce reduce = find_reduce(dtype, op, comm.options.instructions);
     if (reduce == nullptr)
-        throw Failure{COMM_UNSUPPORTED,
-                      "rank " + std::to_string(comm.rank) + ": " + name_of_op(op) +
-                          " is not defined for " + name_of_dtype(dtype) +
-                          ". Convert the tensor, or for bool use max (any) or min (all)"};
+        throw PluginError{COMM_UNSUPPORTED,
+                          "rank " + std::to_string(comm.rank) + ": " + name_of_op(op) +
+                              " is not defined for " + name_of_dtype(dtype) +
+                              ". Convert the tensor, or for bool use max (any) or min (all)"};
     return reduce;
 }
 

@@ -78,7 +78,7 @@ static_assert(offsetof(Progress, headers) + sizeof(Progress::headers) <= 64, "on
 // Shared memory that a rank allocated for a tensor, open in its process as `fd`.
 constexpr uint32_t max_regions = 64;
 
-struct Region {
+struct SharedMemory {
     std::atomic<uint32_t> id;  // 0 if there is none
     int32_t fd;
     uint64_t nbytes;
@@ -106,7 +106,7 @@ struct RankBlock {
     Counter stream_sleepers;  // bits of the threads of this rank that sleep until it changes
     Identity identity;
     alignas(cache_line_bytes) Shape shapes[2];  // of the two headers; read only for errors
-    alignas(cache_line_bytes) Region regions[max_regions];
+    alignas(cache_line_bytes) SharedMemory regions[max_regions];
 };
 
 // Messages from one rank to another: a ring of `channel_depth` chunks.

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t min_sleep_ns = 100000;
 
-std::string describe(const Transfer& transfer) {
+std::string describe(const P2pTransfer& transfer) {
     return (transfer.is_send ? "send to rank " : "recv from rank ") +
            std::to_string(transfer.peer) + " of " +
            describe_tensor(transfer.count, transfer.dtype, transfer.shape) + " (message " +
@@ -37,13 +37,13 @@ void ShmCommunicator::transfer(bool is_send, void* buffer, uint64_t count, comm_
                                int32_t peer) {
     size_t size = checked_size(*this, dtype);
     if (peer < 0 || peer >= nranks || peer == rank)
-        throw Failure{COMM_INVALID_ARGUMENT, rank_prefix() + "rank " + std::to_string(peer) +
-                                                 " is not a peer in a group of " +
-                                                 std::to_string(nranks) +
-                                                 ". Name one of the other ranks"};
+        throw PluginError{COMM_INVALID_ARGUMENT, rank_prefix() + "rank " + std::to_string(peer) +
+                                                     " is not a peer in a group of " +
+                                                     std::to_string(nranks) +
+                                                     ". Name one of the other ranks"};
     check_process();
-    if (!broken_.empty()) throw Failure{COMM_INVALID_USAGE, broken_};
-    Transfer transfer{};
+    if (!broken_.empty()) throw PluginError{COMM_INVALID_USAGE, broken_};
+    P2pTransfer transfer{};
     transfer.is_send = is_send;
     transfer.peer = peer;
     transfer.data = static_cast<char*>(buffer);
@@ -58,18 +58,18 @@ void ShmCommunicator::transfer(bool is_send, void* buffer, uint64_t count, comm_
 
 void ShmCommunicator::group_end() {
     if (group_depth_ == 0)
-        throw Failure{COMM_INVALID_USAGE,
-                      rank_prefix() + "group_end without group_start. Call group_start before"};
+        throw PluginError{COMM_INVALID_USAGE,
+                          rank_prefix() + "group_end without group_start. Call group_start before"};
     if (--group_depth_ == 0 && !queued_.empty()) complete_queued();
 }
 
 void ShmCommunicator::complete_queued() {
-    std::vector<Transfer> transfers;
+    std::vector<P2pTransfer> transfers;
     transfers.swap(queued_);
     deadline_ns_ = 0;
     auto all_done = [&] {
         return std::all_of(transfers.begin(), transfers.end(),
-                           [](const Transfer& transfer) { return transfer.finished; });
+                           [](const P2pTransfer& transfer) { return transfer.finished; });
     };
     while (!all_done()) {
         check_not_aborted();
@@ -77,16 +77,16 @@ void ShmCommunicator::complete_queued() {
             transfers.size() == 1 ? spin_policy_for(transfers[0].peer) : spin_policy_;
         if (!spin_until(policy, [&] { return progress(transfers); })) wait_for_messages(transfers);
     }
-    for (const Transfer& transfer : transfers)
-        if (!transfer.mismatch.empty()) throw Failure{COMM_INVALID_USAGE, transfer.mismatch};
+    for (const P2pTransfer& transfer : transfers)
+        if (!transfer.mismatch.empty()) throw PluginError{COMM_INVALID_USAGE, transfer.mismatch};
 }
 
 // Moves what can be moved without waiting. Transfers of one direction with one peer share a
 // channel, so a later one waits until the earlier one has finished.
-bool ShmCommunicator::progress(std::vector<Transfer>& transfers) {
+bool ShmCommunicator::progress(std::vector<P2pTransfer>& transfers) {
     bool moved = false;
     std::vector<bool> busy(transfers.size() > 1 ? 2 * nranks : 0);
-    for (Transfer& transfer : transfers) {
+    for (P2pTransfer& transfer : transfers) {
         if (transfer.finished) continue;
         size_t direction = 2 * transfer.peer + transfer.is_send;
         if (!busy.empty() && busy[direction]) continue;
@@ -96,7 +96,7 @@ bool ShmCommunicator::progress(std::vector<Transfer>& transfers) {
     return moved;
 }
 
-bool ShmCommunicator::advance(Transfer& transfer) {
+bool ShmCommunicator::advance(P2pTransfer& transfer) {
     bool moved = false;
     while (!transfer.finished &&
            (transfer.is_send ? advance_send(transfer) : advance_receive(transfer)))
@@ -107,7 +107,7 @@ bool ShmCommunicator::advance(Transfer& transfer) {
 
 // The exchange of num_written publishes the chunk, and orders it before the look at whether the
 // peer sleeps (ring_doorbell).
-bool ShmCommunicator::advance_send(Transfer& transfer) {
+bool ShmCommunicator::advance_send(P2pTransfer& transfer) {
     Channel& channel = segment_.channel(rank, transfer.peer);
     uint32_t& num_written = chunks_written_[transfer.peer];
     if (num_written - channel.num_read.value.load(std::memory_order_acquire) == channel_depth)
@@ -128,7 +128,7 @@ bool ShmCommunicator::advance_send(Transfer& transfer) {
 }
 
 // A message that does not fit is read to its end all the same, so that the next one can be read.
-bool ShmCommunicator::advance_receive(Transfer& transfer) {
+bool ShmCommunicator::advance_receive(P2pTransfer& transfer) {
     Channel& channel = segment_.channel(transfer.peer, rank);
     uint32_t& num_read = chunks_read_[transfer.peer];
     if (channel.num_written.value.load(std::memory_order_acquire) == num_read) return false;
@@ -146,7 +146,7 @@ bool ShmCommunicator::advance_receive(Transfer& transfer) {
     return true;
 }
 
-void ShmCommunicator::start_receive(Transfer& transfer, const MessageHeader& header) {
+void ShmCommunicator::start_receive(P2pTransfer& transfer, const MessageHeader& header) {
     comm_dtype dtype = static_cast<comm_dtype>(header.dtype);
     transfer.started = true;
     transfer.expected = header.count * size_of(dtype);
@@ -171,8 +171,8 @@ void ShmCommunicator::ring_doorbell(int peer) {
 
 // Messages of a loop come at equal intervals: this rank sleeps through most of one, and spins when
 // the next message is due.
-void ShmCommunicator::wait_for_messages(std::vector<Transfer>& transfers) {
-    const Transfer& first = transfers[0];
+void ShmCommunicator::wait_for_messages(std::vector<P2pTransfer>& transfers) {
+    const P2pTransfer& first = transfers[0];
     if (oversubscribed_ || transfers.size() > 1 || first.is_send || first.started)
         return sleep_until_doorbell(transfers, liveness_poll_ns);
     int64_t& interval_ns = message_wait_ns_[first.peer];
@@ -186,7 +186,7 @@ void ShmCommunicator::wait_for_messages(std::vector<Transfer>& transfers) {
     interval_ns = now_ns() - start;
 }
 
-void ShmCommunicator::sleep_until_doorbell(std::vector<Transfer>& transfers, int64_t max_ns) {
+void ShmCommunicator::sleep_until_doorbell(std::vector<P2pTransfer>& transfers, int64_t max_ns) {
     RankBlock& own = segment_.block(rank);
     start_deadline();
     own.awaits_doorbell.value.store(1, std::memory_order_seq_cst);
@@ -195,7 +195,7 @@ void ShmCommunicator::sleep_until_doorbell(std::vector<Transfer>& transfers, int
     if (!moved) sleep_on(&own.doorbell.value, rings, std::min(max_ns, timeout_ns_));
     own.awaits_doorbell.value.store(0, std::memory_order_relaxed);
     if (moved || progress(transfers)) return;
-    for (const Transfer& transfer : transfers) {
+    for (const P2pTransfer& transfer : transfers) {
         if (transfer.finished) continue;
         check_peer(transfer.peer, describe(transfer));
         check_deadline(describe(transfer), describe_peer(transfer.peer));

@@ -18,10 +18,10 @@ comm_result on_streams(comm_t comm, int32_t peer, Body body) {
     return plugin::without_communicator([&] {
         ShmCommunicator& communicator = **plugin::from_handle<ShmCommunicator>(comm);
         if (communicator.nranks == 1 || peer < 0 || peer >= communicator.nranks)
-            throw Failure{COMM_INVALID_ARGUMENT, "rank " + std::to_string(peer) +
-                                                     " has no stream among these " +
-                                                     std::to_string(communicator.nranks) +
-                                                     " ranks. Name another rank of the group"};
+            throw PluginError{COMM_INVALID_ARGUMENT, "rank " + std::to_string(peer) +
+                                                         " has no stream among these " +
+                                                         std::to_string(communicator.nranks) +
+                                                         " ranks. Name another rank of the group"};
         body(communicator);
     });
 }

@@ -21,7 +21,7 @@ namespace shm {
 void Bootstrap::allgather(const void* send, void* recv, size_t bytes_per_rank) const {
     comm_result code = callbacks_->allgather(callbacks_->ctx, send, recv, bytes_per_rank);
     if (code != COMM_OK)
-        throw Failure{
+        throw PluginError{
             code,
             "rank " + std::to_string(rank) +
                 ": the ranks could not exchange the setup of shared memory, so none can join. "
@@ -142,7 +142,7 @@ char* attach(const SegmentAddress& address, const SegmentAddress& own, size_t nb
     return base;
 }
 
-Failure no_memory(int rank, const SegmentAddress& address, size_t nbytes) {
+PluginError no_memory(int rank, const SegmentAddress& address, size_t nbytes) {
     return {
         COMM_SYSTEM_ERROR,
         "rank " + std::to_string(rank) + ": rank 0 could not allocate " + std::to_string(nbytes) +
@@ -151,7 +151,7 @@ Failure no_memory(int rank, const SegmentAddress& address, size_t nbytes) {
             "container, or use backend=\"gloo\""};
 }
 
-Failure not_attached(int rank, int failed_rank, int32_t error) {
+PluginError not_attached(int rank, int failed_rank, int32_t error) {
     bool is_elsewhere = error == EXDEV;
     return {
         is_elsewhere ? COMM_UNSUPPORTED : COMM_SYSTEM_ERROR,
@@ -181,15 +181,15 @@ void check_introduction(int rank, int peer, const char* peer_version, bool is_in
     std::string start = "rank " + std::to_string(rank) + ": ";
     std::string name = "rank " + std::to_string(peer);
     if (is_invalid)
-        throw Failure{COMM_SYSTEM_ERROR,
-                      start + name +
-                          " failed: it was given an option that it cannot use. See what "
-                          "it printed"};
+        throw PluginError{COMM_SYSTEM_ERROR,
+                          start + name +
+                              " failed: it was given an option that it cannot use. See what "
+                              "it printed"};
     if (std::strcmp(peer_version, version) != 0)
-        throw Failure{COMM_UNSUPPORTED, start + "this rank has shm " + version + ", " + name +
-                                            " has shm " + peer_version +
-                                            ". Their messages may differ; install the same "
-                                            "version everywhere"};
+        throw PluginError{COMM_UNSUPPORTED, start + "this rank has shm " + version + ", " + name +
+                                                " has shm " + peer_version +
+                                                ". Their messages may differ; install the same "
+                                                "version everywhere"};
 }
 
 // Closes rank 0's descriptor however the exchange ends.
@@ -275,7 +275,7 @@ bool has_died(const Identity& peer, const Identity& own) {
            status.start_time != peer.start_time;
 }
 
-bool are_oversubscribed(const Bootstrap& bootstrap, const Failure* invalid) {
+bool are_oversubscribed(const Bootstrap& bootstrap, const PluginError* invalid) {
     struct Introduction {
         cpu_set_t cpus;
         char version[8];

@@ -11,7 +11,7 @@
 
 namespace shm {
 
-using plugin::Failure;
+using plugin::PluginError;
 
 // The Coordinator's callbacks, typed.
 class Bootstrap {
@@ -32,8 +32,8 @@ class Bootstrap {
 class Segment {
   public:
     Segment() = default;
-    // Collective. Throws Failure on every rank if any rank cannot map the segment. notes: one of
-    // each rank, the own filled in.
+    // Collective. Throws PluginError on every rank if any rank cannot map the segment. notes: one
+    // of each rank, the own filled in.
     Segment(const Bootstrap& bootstrap, const Layout& layout, std::vector<int32_t>& notes);
     ~Segment();
     Segment(Segment&& other) noexcept;
@@ -57,8 +57,8 @@ void publish_identity(Identity& own);
 // Whether the process behind `peer` has ended, as far as this process can see it.
 bool has_died(const Identity& peer, const Identity& own);
 // Collective. Whether all ranks together may use fewer cores than there are ranks. invalid: why
-// this rank cannot go on, thrown here; throws Failure on all ranks then, and if their versions
+// this rank cannot go on, thrown here; throws PluginError on all ranks then, and if their versions
 // differ.
-bool are_oversubscribed(const Bootstrap& bootstrap, const Failure* invalid);
+bool are_oversubscribed(const Bootstrap& bootstrap, const PluginError* invalid);
 
 }  // namespace shm

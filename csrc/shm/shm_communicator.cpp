@@ -63,7 +63,7 @@ std::string seconds(int64_t ns) {
 }
 
 // Tests compare the options; the defaults are the fastest on this machine.
-Options read_options(const comm_init_args& args, std::unique_ptr<Failure>& invalid) {
+Options read_options(const comm_init_args& args, std::unique_ptr<PluginError>& invalid) {
     static const std::string instructions = "instructions=";
     Options options;
     options.instructions = best_instructions();
@@ -75,10 +75,10 @@ Options read_options(const comm_init_args& args, std::unique_ptr<Failure>& inval
             options.stores = Stores::streaming;
         else if (text.compare(0, instructions.size(), instructions) != 0 ||
                  !find_instructions(text.c_str() + instructions.size(), &options.instructions))
-            invalid = std::make_unique<Failure>(
-                Failure{COMM_INVALID_ARGUMENT, "rank " + std::to_string(args.rank) +
-                                                   ": the shared-memory backend has no option \"" +
-                                                   text + "\" on this processor. Leave it out"});
+            invalid = std::make_unique<PluginError>(PluginError{
+                COMM_INVALID_ARGUMENT, "rank " + std::to_string(args.rank) +
+                                           ": the shared-memory backend has no option \"" + text +
+                                           "\" on this processor. Leave it out"});
     }
     return options;
 }
@@ -128,18 +128,19 @@ ShmCommunicator::~ShmCommunicator() {
 }
 
 void ShmCommunicator::throw_forked() const {
-    throw Failure{COMM_INVALID_USAGE,
-                  rank_prefix() + "process " + std::to_string(getpid()) +
-                      " was forked from the rank and cannot use its communicator: the peers would "
-                      "take it for the rank. Call from the rank itself, or start the process as "
-                      "a rank of its own"};
+    throw PluginError{
+        COMM_INVALID_USAGE,
+        rank_prefix() + "process " + std::to_string(getpid()) +
+            " was forked from the rank and cannot use its communicator: the peers would "
+            "take it for the rank. Call from the rank itself, or start the process as "
+            "a rank of its own"};
 }
 
 void ShmCommunicator::throw_aborted(const std::string& doing) const {
-    throw Failure{COMM_REMOTE_ERROR,
-                  rank_prefix() + "this communicator was aborted" +
-                      (doing.empty() ? "" : " in " + doing) +
-                      ", and its ranks are desynchronised. Make a new communicator"};
+    throw PluginError{COMM_REMOTE_ERROR,
+                      rank_prefix() + "this communicator was aborted" +
+                          (doing.empty() ? "" : " in " + doing) +
+                          ", and its ranks are desynchronised. Make a new communicator"};
 }
 
 // ---- calls and steps ----
@@ -160,7 +161,7 @@ void ShmCommunicator::throw_aborted(const std::string& doing) const {
 // finish call c. So a rank is at most one call ahead, and two headers suffice.
 void ShmCommunicator::begin(const CallSignature& call, uint64_t inline_value) {
     check_process();
-    if (!broken_.empty()) throw Failure{COMM_INVALID_USAGE, broken_};
+    if (!broken_.empty()) throw PluginError{COMM_INVALID_USAGE, broken_};
     check_not_aborted();
     call_ = call;
     inline_value_ = inline_value;
@@ -268,12 +269,13 @@ void ShmCommunicator::throw_mismatch(int peer, const CallHeader& header) {
     CallSignature peer_call = unpack(header.signature.load(std::memory_order_relaxed),
                                      header.count.load(std::memory_order_relaxed));
     const Shape& peer_shape = segment_.block(peer).shapes[call_number_ & 1];
-    throw Failure{COMM_INVALID_USAGE,
-                  rank_prefix() + "mismatch in call " + std::to_string(call_number_) + ": rank " +
-                      std::to_string(rank) + " called " + describe(call_, shape_) + ", rank " +
-                      std::to_string(peer) + " called " + describe(peer_call, peer_shape) +
-                      ". Nothing was exchanged. Make the same calls in the same order on every "
-                      "rank, with the same shape, dtype and op"};
+    throw PluginError{COMM_INVALID_USAGE,
+                      rank_prefix() + "mismatch in call " + std::to_string(call_number_) +
+                          ": rank " + std::to_string(rank) + " called " + describe(call_, shape_) +
+                          ", rank " + std::to_string(peer) + " called " +
+                          describe(peer_call, peer_shape) +
+                          ". Nothing was exchanged. Make the same calls in the same order on every "
+                          "rank, with the same shape, dtype and op"};
 }
 
 int ShmCommunicator::num_shared_tensors() const {
@@ -338,7 +340,7 @@ void ShmCommunicator::mem_alloc(size_t nbytes, void** pointer) {
     try {
         check_process();
         *pointer = memory_.allocate(nbytes);
-    } catch (Failure& failure) {
+    } catch (PluginError& failure) {
         failure.is_local = true;
         throw;
     }
@@ -348,7 +350,7 @@ void ShmCommunicator::mem_free(void* pointer) {
     try {
         check_process();
         memory_.free(pointer);
-    } catch (Failure& failure) {
+    } catch (PluginError& failure) {
         failure.is_local = true;
         throw;
     }
@@ -408,22 +410,24 @@ void ShmCommunicator::check_peer(int peer, const std::string& doing) {
     const char* advice = state == closed ? "It made fewer calls than this rank: let all ranks make "
                                            "the same calls before they close"
                                          : "See the first error of that rank, then start again";
-    throw Failure{COMM_REMOTE_ERROR, text + ". This communicator cannot be used again. " + advice};
+    throw PluginError{COMM_REMOTE_ERROR,
+                      text + ". This communicator cannot be used again. " + advice};
 }
 
 void ShmCommunicator::check_deadline(const std::string& doing, const std::string& missing) {
     if (now_ns() < deadline_ns_) return;
-    throw Failure{COMM_TIMEOUT,
-                  rank_prefix() + "timed out after " + seconds(timeout_ns_) + " in " + doing +
-                      ". Missing: " + missing +
-                      ". This communicator cannot be used again. Find out what the missing ranks "
-                      "do, or give them a longer timeout in Coordinator(timeout_s=...), or in "
-                      "torch's init_process_group(timeout=...)"};
+    throw PluginError{
+        COMM_TIMEOUT,
+        rank_prefix() + "timed out after " + seconds(timeout_ns_) + " in " + doing +
+            ". Missing: " + missing +
+            ". This communicator cannot be used again. Find out what the missing ranks "
+            "do, or give them a longer timeout in Coordinator(timeout_s=...), or in "
+            "torch's init_process_group(timeout=...)"};
 }
 
 // Ranks whose calls mismatched took the same steps and can go on. After other errors they are
 // desynchronised; the peers learn it from the state of this rank, and need not wait for a timeout.
-comm_result ShmCommunicator::fail(const Failure& failure) {
+comm_result ShmCommunicator::fail(const PluginError& failure) {
     last_error_ = failure.text;
     bool is_recoverable = failure.is_local || failure.code == COMM_INVALID_USAGE ||
                           failure.code == COMM_INVALID_ARGUMENT || failure.code == COMM_UNSUPPORTED;

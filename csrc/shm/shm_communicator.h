@@ -12,9 +12,9 @@
 #include "reduce/reduce.h"
 #include "shm/layout.h"
 #include "shm/segment.h"
-#include "shm/spin.h"
 #include "shm/tensor_memory.h"
 #include "system/fork_guard.h"
+#include "system/spin.h"
 
 namespace shm {
 
@@ -39,7 +39,7 @@ struct CallSignature {
 };
 
 // A send or a receive in progress.
-struct Transfer {
+struct P2pTransfer {
     bool is_send;
     int32_t peer;
     char* data;
@@ -110,7 +110,7 @@ class ShmCommunicator {
     void set_shape(int32_t ndim, const int64_t* sizes) { shape_.set(ndim, sizes); }
     void abort();  // from any thread
     // Keeps the text for last_error(), and refuses later calls if the ranks lost step.
-    comm_result fail(const Failure& failure);
+    comm_result fail(const PluginError& failure);
     const char* last_error() const { return last_error_.c_str(); }
 
     // ---- what collectives are made of ----
@@ -142,7 +142,7 @@ class ShmCommunicator {
     const int nranks;
 
   private:
-    std::unique_ptr<Failure> invalid_;  // what is wrong with the options
+    std::unique_ptr<PluginError> invalid_;  // what is wrong with the options
 
   public:
     const Options options;
@@ -165,13 +165,13 @@ class ShmCommunicator {
 
     void transfer(bool is_send, void* buffer, uint64_t count, comm_dtype dtype, int32_t peer);
     void complete_queued();
-    bool progress(std::vector<Transfer>& transfers);
-    bool advance(Transfer& transfer);
-    bool advance_send(Transfer& transfer);
-    bool advance_receive(Transfer& transfer);
-    void start_receive(Transfer& transfer, const MessageHeader& header);
-    void wait_for_messages(std::vector<Transfer>& transfers);
-    void sleep_until_doorbell(std::vector<Transfer>& transfers, int64_t max_ns);
+    bool progress(std::vector<P2pTransfer>& transfers);
+    bool advance(P2pTransfer& transfer);
+    bool advance_send(P2pTransfer& transfer);
+    bool advance_receive(P2pTransfer& transfer);
+    void start_receive(P2pTransfer& transfer, const MessageHeader& header);
+    void wait_for_messages(std::vector<P2pTransfer>& transfers);
+    void sleep_until_doorbell(std::vector<P2pTransfer>& transfers, int64_t max_ns);
     void ring_doorbell(int peer);
 
     uint64_t write_part(int peer, const char* data, uint64_t nbytes);
@@ -213,7 +213,7 @@ class ShmCommunicator {
     Shape shape_;
     int64_t deadline_ns_ = 0;  // of this call; 0 until it has to sleep
     int group_depth_ = 0;
-    std::vector<Transfer> queued_;
+    std::vector<P2pTransfer> queued_;
     std::vector<uint64_t> messages_sent_, messages_received_;  // by peer
     std::vector<uint32_t> chunks_written_, chunks_read_;       // by peer
     std::vector<int64_t> message_wait_ns_;                     // of the last message, by peer

@@ -154,7 +154,7 @@ void ShmCommunicator::stream_check(int peer) {
         !has_died(segment_.block(peer).identity, segment_.block(rank).identity))
         return;
     if (const char* end = describe_end(peer))
-        throw Failure{COMM_REMOTE_ERROR, describe_peer(peer) + " " + end};
+        throw PluginError{COMM_REMOTE_ERROR, describe_peer(peer) + " " + end};
 }
 
 }  // namespace shm

@@ -18,14 +18,14 @@ constexpr int offset_bits = 44;  // 16 TiB; the rest is the id
 constexpr uint64_t offset_mask = (UINT64_C(1) << offset_bits) - 1;
 constexpr uint32_t num_ids = UINT32_C(1) << (64 - offset_bits);
 
-Failure no_memory(int rank, const char* action, size_t nbytes, const std::string& reason) {
+PluginError no_memory(int rank, const char* action, size_t nbytes, const std::string& reason) {
     return {COMM_SYSTEM_ERROR, "rank " + std::to_string(rank) + ": " + action + " of " +
                                    std::to_string(nbytes) + " bytes of shared memory failed (" +
                                    reason +
                                    "). Free tensors made by empty(), or use ordinary ones"};
 }
 
-Failure no_memory(int rank, const char* action, size_t nbytes, int error) {
+PluginError no_memory(int rank, const char* action, size_t nbytes, int error) {
     return no_memory(rank, action, nbytes, std::string(std::strerror(error)));
 }
 
@@ -46,7 +46,7 @@ TensorMemory::~TensorMemory() {
 
 void* TensorMemory::allocate(size_t nbytes) {
     if (segment_.layout().nranks == 1)
-        throw Failure{
+        throw PluginError{
             COMM_UNSUPPORTED,
             "rank 0: a communicator of one rank has no shared memory. Use ordinary tensors"};
     MemoryLimit limit = find_memory_limit();
@@ -66,7 +66,7 @@ void* TensorMemory::allocate(size_t nbytes) {
         if (fd >= 0) close(fd);
         throw no_memory(rank_, "allocation", nbytes, describe_shortage(error, limit));
     }
-    Region& region = segment_.block(rank_).regions[last_id_ % max_regions];
+    SharedMemory& region = segment_.block(rank_).regions[last_id_ % max_regions];
     region.fd = fd;
     region.nbytes = nbytes;
     region.id.store(last_id_, std::memory_order_release);
@@ -77,17 +77,18 @@ void* TensorMemory::allocate(size_t nbytes) {
 void TensorMemory::free(void* pointer) {
     for (size_t i = 0; i < own_mappings_.size(); ++i) {
         if (own_mappings_[i].base != pointer) continue;
-        Region& region = segment_.block(rank_).regions[own_mappings_[i].id % max_regions];
+        SharedMemory& region = segment_.block(rank_).regions[own_mappings_[i].id % max_regions];
         region.id.store(0, std::memory_order_release);
         close(region.fd);
         munmap(own_mappings_[i].base, own_mappings_[i].nbytes);
         own_mappings_.erase(own_mappings_.begin() + static_cast<std::ptrdiff_t>(i));
         return;
     }
-    throw Failure{COMM_INVALID_ARGUMENT,
-                  "rank " + std::to_string(rank_) +
-                      ": this address was not allocated by this communicator. Free it where it was "
-                      "allocated"};
+    throw PluginError{
+        COMM_INVALID_ARGUMENT,
+        "rank " + std::to_string(rank_) +
+            ": this address was not allocated by this communicator. Free it where it was "
+            "allocated"};
 }
 
 uint64_t TensorMemory::reference(const void* pointer, size_t nbytes) const {
@@ -113,7 +114,7 @@ char* TensorMemory::attach(int rank, uint32_t id) {
     if (mapping.base != nullptr) munmap(mapping.base, mapping.nbytes);
     mapping = {};
     const RankBlock& owner = segment_.block(rank);
-    const Region& region = owner.regions[id % max_regions];
+    const SharedMemory& region = owner.regions[id % max_regions];
     char path[64];
     snprintf(path, sizeof path, "/proc/%d/fd/%d", owner.identity.pid, region.fd);
     int fd = open(path, O_RDWR | O_CLOEXEC);

@@ -15,16 +15,21 @@
 namespace {
 
 using c10d::OpType;
-using Tensors = std::vector<at::Tensor>;
 using TensorLists = std::vector<Tensors>;
 
 // A Work whose methods are written in Python, which must live as long as C++ holds it.
 class PythonWork : public c10d::Work {
   public:
-    explicit PythonWork(const py::object& work)
-        : work_(work.cast<c10::intrusive_ptr<c10d::Work>>()), object_(share(work)) {}
+    PythonWork(const py::object& work, const CallTitle& title)
+        : Work(-1, title.type, title.text, title.inputs()),
+          work_(work.cast<c10::intrusive_ptr<c10d::Work>>()),
+          object_(share(work)) {}
 
-    bool wait(std::chrono::milliseconds timeout) override { return work_->wait(timeout); }
+    bool wait(std::chrono::milliseconds timeout) override {
+        bool is_done = work_->wait(timeout);
+        finish();  // for the profiler
+        return is_done;
+    }
     c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return work_->getFuture(); }
     bool isCompleted() override { return call<bool>("is_completed"); }
     bool isSuccess() const override { return call<bool>("is_success"); }
@@ -43,16 +48,16 @@ class PythonWork : public c10d::Work {
     std::shared_ptr<py::object> object_;
 };
 
-c10::intrusive_ptr<c10d::Work> as_work(const py::object& work) {
+c10::intrusive_ptr<c10d::Work> as_work(const py::object& work, const CallTitle& title) {
     auto native = work.cast<c10::intrusive_ptr<c10d::Work>>();
     if (dynamic_cast<QueuedWork*>(native.get()) != nullptr) return native;
-    return c10::make_intrusive<PythonWork>(work);
+    return c10::make_intrusive<PythonWork>(work, title);
 }
 
 // For as long as it lives, calls that this thread submits have this title.
 class TitleScope {
   public:
-    explicit TitleScope(CallTitle title) : before_(CallQueue::title()) {
+    explicit TitleScope(const CallTitle& title) : before_(CallQueue::title()) {
         CallQueue::title() = title;
     }
     ~TitleScope() { CallQueue::title() = before_; }
@@ -91,7 +96,7 @@ class DrumlineBackend : public c10d::Backend {
     using WorkBase = c10::intrusive_ptr<c10d::Work>;
 
     WorkBase allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-        constexpr CallTitle title{OpType::ALLREDUCE, "drumline:all_reduce"};
+        const CallTitle title{OpType::ALLREDUCE, "drumline:all_reduce", tensors};
         return start(
             title, options.asyncOp, tensors,
             [&](const NativeCalls& native) { return native.allreduce(tensors, options.reduceOp); },
@@ -105,18 +110,18 @@ class DrumlineBackend : public c10d::Backend {
         return allreduce(tensors, options);
     }
     WorkBase broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-        constexpr CallTitle title{OpType::BROADCAST, "drumline:broadcast"};
+        const CallTitle title{OpType::BROADCAST, "drumline:broadcast", tensors};
         return start(
             title, options.asyncOp, tensors,
             [&](const NativeCalls& native) { return native.broadcast(tensors, options.rootRank); },
             [&] { return delegate(title, "broadcast", tensors, options); });
     }
     WorkBase reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-        return delegate({OpType::REDUCE, "drumline:reduce"}, "reduce", tensors, options);
+        return delegate({OpType::REDUCE, "drumline:reduce", tensors}, "reduce", tensors, options);
     }
     WorkBase allgather(TensorLists& outs, Tensors& tensors,
                        const c10d::AllgatherOptions& options) override {
-        constexpr CallTitle title{OpType::ALLGATHER, "drumline:all_gather"};
+        const CallTitle title{OpType::ALLGATHER, "drumline:all_gather", tensors};
         return start(
             title, options.asyncOp, outs.empty() ? Tensors() : outs[0],
             [&](const NativeCalls& native) {
@@ -128,7 +133,7 @@ class DrumlineBackend : public c10d::Backend {
     }
     WorkBase _allgather_base(at::Tensor& out, at::Tensor& tensor,
                              const c10d::AllgatherOptions& options) override {
-        constexpr CallTitle title{OpType::_ALLGATHER_BASE, "drumline:_all_gather_base"};
+        const CallTitle title{OpType::_ALLGATHER_BASE, "drumline:_all_gather_base", tensor};
         return start(
             title, options.asyncOp, {out},
             [&](const NativeCalls& native) { return native.allgather(out, tensor); },
@@ -136,30 +141,33 @@ class DrumlineBackend : public c10d::Backend {
     }
     WorkBase allgather_coalesced(TensorLists& outs, Tensors& tensors,
                                  const c10d::AllgatherOptions& options) override {
-        return delegate({OpType::ALLGATHER_COALESCED, "drumline:all_gather"}, "allgather_coalesced",
-                        outs, tensors, options);
+        return delegate({OpType::ALLGATHER_COALESCED, "drumline:all_gather", tensors},
+                        "allgather_coalesced", outs, tensors, options);
     }
     WorkBase allgather_into_tensor_coalesced(Tensors& outs, Tensors& tensors,
                                              const c10d::AllgatherOptions& options) override {
-        return delegate({OpType::ALLGATHER_COALESCED, "drumline:all_gather"},
+        return delegate({OpType::ALLGATHER_COALESCED, "drumline:all_gather", tensors},
                         "allgather_into_tensor_coalesced", outs, tensors, options);
     }
     WorkBase gather(TensorLists& outs, Tensors& tensors,
                     const c10d::GatherOptions& options) override {
-        return delegate({OpType::GATHER, "drumline:gather"}, "gather", outs, tensors, options);
+        return delegate({OpType::GATHER, "drumline:gather", tensors}, "gather", outs, tensors,
+                        options);
     }
     WorkBase scatter(Tensors& outs, TensorLists& rows,
                      const c10d::ScatterOptions& options) override {
-        return delegate({OpType::SCATTER, "drumline:scatter"}, "scatter", outs, rows, options);
+        return delegate({OpType::SCATTER, "drumline:scatter", rows}, "scatter", outs, rows,
+                        options);
     }
     WorkBase reduce_scatter(Tensors& outs, TensorLists& rows,
                             const c10d::ReduceScatterOptions& options) override {
-        return delegate({OpType::REDUCE_SCATTER, "drumline:reduce_scatter"}, "reduce_scatter", outs,
-                        rows, options);
+        return delegate({OpType::REDUCE_SCATTER, "drumline:reduce_scatter", rows}, "reduce_scatter",
+                        outs, rows, options);
     }
     WorkBase _reduce_scatter_base(at::Tensor& out, at::Tensor& tensor,
                                   const c10d::ReduceScatterOptions& options) override {
-        constexpr CallTitle title{OpType::_REDUCE_SCATTER_BASE, "drumline:_reduce_scatter_base"};
+        const CallTitle title{OpType::_REDUCE_SCATTER_BASE, "drumline:_reduce_scatter_base",
+                              tensor};
         return start(
             title, options.asyncOp, {out},
             [&](const NativeCalls& native) {
@@ -169,13 +177,13 @@ class DrumlineBackend : public c10d::Backend {
     }
     WorkBase reduce_scatter_tensor_coalesced(Tensors& outs, Tensors& tensors,
                                              const c10d::ReduceScatterOptions& options) override {
-        return delegate({OpType::REDUCE_SCATTER, "drumline:reduce_scatter"},
+        return delegate({OpType::REDUCE_SCATTER, "drumline:reduce_scatter", tensors},
                         "reduce_scatter_tensor_coalesced", outs, tensors, options);
     }
     WorkBase alltoall_base(at::Tensor& out, at::Tensor& tensor, std::vector<int64_t>& out_sizes,
                            std::vector<int64_t>& sizes,
                            const c10d::AllToAllOptions& options) override {
-        constexpr CallTitle title{OpType::ALLTOALL_BASE, "drumline:all_to_all"};
+        const CallTitle title{OpType::ALLTOALL_BASE, "drumline:all_to_all", tensor};
         return start(
             title, options.asyncOp, {out},
             [&](const NativeCalls& native) {
@@ -187,24 +195,26 @@ class DrumlineBackend : public c10d::Backend {
     }
     WorkBase alltoall(Tensors& outs, Tensors& tensors,
                       const c10d::AllToAllOptions& options) override {
-        return delegate({OpType::ALLTOALL, "drumline:all_to_all"}, "alltoall", outs, tensors,
-                        options);
+        return delegate({OpType::ALLTOALL, "drumline:all_to_all", tensors}, "alltoall", outs,
+                        tensors, options);
     }
     WorkBase barrier(const c10d::BarrierOptions& options) override {
-        constexpr CallTitle title{OpType::BARRIER, "drumline:barrier"};
+        const CallTitle title{OpType::BARRIER, "drumline:barrier"};
         return start(
             title, options.asyncOp, Tensors(),
             [&](const NativeCalls& native) { return native.barrier(); },
             [&] { return delegate(title, "barrier", options); });
     }
     WorkBase send(Tensors& tensors, int dst, int tag) override {
-        return delegate_uncounted({OpType::SEND, "drumline:send"}, "send", tensors, dst, tag);
+        return delegate_uncounted({OpType::SEND, "drumline:send", tensors}, "send", tensors, dst,
+                                  tag);
     }
     WorkBase recv(Tensors& tensors, int src, int tag) override {
-        return delegate_uncounted({OpType::RECV, "drumline:recv"}, "recv", tensors, src, tag);
+        return delegate_uncounted({OpType::RECV, "drumline:recv", tensors}, "recv", tensors, src,
+                                  tag);
     }
     WorkBase recvAnysource(Tensors& tensors, int tag) override {
-        return delegate_uncounted({OpType::RECVANYSOURCE, "drumline:recvAnySource"},
+        return delegate_uncounted({OpType::RECVANYSOURCE, "drumline:recvAnySource", tensors},
                                   "recv_anysource", tensors, tag);
     }
     void startCoalescing() override {}
@@ -214,18 +224,18 @@ class DrumlineBackend : public c10d::Backend {
 
   private:
     template <class... Arguments>
-    WorkBase delegate(CallTitle title, const char* method, const Arguments&... arguments) {
+    WorkBase delegate(const CallTitle& title, const char* method, const Arguments&... arguments) {
         ++sequence_number_;
         return delegate_uncounted(title, method, arguments...);
     }
 
     // Messages are no calls of the whole group, which has the same number of them on every rank.
     template <class... Arguments>
-    WorkBase delegate_uncounted(CallTitle title, const char* method,
+    WorkBase delegate_uncounted(const CallTitle& title, const char* method,
                                 const Arguments&... arguments) {
         TitleScope scope(title);
         py::gil_scoped_acquire gil;
-        return as_work(group_->attr(method)(arguments...));
+        return as_work(group_->attr(method)(arguments...), title);
     }
 
     template <class... Arguments>
@@ -236,7 +246,7 @@ class DrumlineBackend : public c10d::Backend {
 
     // Whatever must be compared, converted or refused first is left to Python.
     template <class MakeCall, class Delegate>
-    WorkBase start(CallTitle title, bool is_async, Tensors result, MakeCall make_call,
+    WorkBase start(const CallTitle& title, bool is_async, Tensors result, MakeCall make_call,
                    Delegate delegate_call) {
         const NativeCalls* native = native_calls();
         Call call = native != nullptr ? make_call(*native) : Call();

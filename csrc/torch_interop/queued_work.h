@@ -1,22 +1,50 @@
 // The Work that torch.distributed returns for a call.
 #pragma once
 
+#include <ATen/record_function.h>
+
+#include <optional>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 #include <vector>
 
 #include "python_objects.h"
 
-// What a profiler shows: torch's type of the call, and a title such as "drumline:all_reduce".
-struct CallTitle {
+using Tensors = std::vector<at::Tensor>;
+
+// What a profiler shows: torch's type of the call, a title such as "drumline:all_reduce", and the
+// shapes of the inputs, which the caller keeps.
+class CallTitle {
+  public:
+    CallTitle() = default;
+    CallTitle(c10d::OpType type, const char* text) : type(type), text(text) {}
+    CallTitle(c10d::OpType type, const char* text, const at::Tensor& input)
+        : type(type), text(text), first_(&input), count_(1) {}
+    CallTitle(c10d::OpType type, const char* text, const Tensors& inputs)
+        : type(type), text(text), first_(inputs.data()), count_(inputs.size()) {}
+    CallTitle(c10d::OpType type, const char* text, const std::vector<Tensors>& rows)
+        : CallTitle(type, text) {
+        if (!rows.empty()) *this = CallTitle(type, text, rows[0]);
+    }
+
     c10d::OpType type = c10d::OpType::UNKNOWN;
     const char* text = nullptr;
+
+    // Nothing where no profiler runs: to copy them would take longer than to look.
+    std::optional<Tensors> inputs() const {
+        if (count_ == 0 || !at::hasCallbacks()) return std::nullopt;
+        return Tensors(first_, first_ + count_);
+    }
+
+  private:
+    const at::Tensor* first_ = nullptr;
+    size_t count_ = 0;
 };
 
 class QueuedWork : public c10d::Work {
   public:
-    QueuedWork(int rank, CallTitle title, std::vector<at::Tensor> result)
-        : Work(rank, title.type, title.text), result_(std::move(result)) {}
+    QueuedWork(int rank, const CallTitle& title, Tensors result)
+        : Work(rank, title.type, title.text, title.inputs()), result_(std::move(result)) {}
 
     // Called once, without the GIL: callbacks of the future run here.
     void end(ErrorPointer error) {

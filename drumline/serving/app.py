@@ -278,7 +278,8 @@ class Service:
     ) -> Response:
         for prompt in prompts or [[]]:
             self._check_length(len(prompt), max_tokens)
-        await _check_connected(request)
+        if await request.is_disconnected():
+            raise _disconnected()
         choices = range(body.num_choices)
         sequences = [(p, body.sampling_params(max_tokens, c)) for p in prompts for c in choices]
         stream = RequestStream(self.tokenizer, sequences)
@@ -382,12 +383,6 @@ def _as_api_error() -> Iterator[None]:
         raise protocol.ApiError(429, str(error), "rate_limit_error", "server_busy") from error
     except DrumlineError as error:
         raise _internal_error(error) from error
-
-
-async def _check_connected(request: Request) -> None:
-    """Raise if the client has disconnected, so that nothing is computed for it."""
-    if await request.is_disconnected():
-        raise _disconnected()
 
 
 def _disconnected() -> protocol.ApiError:

@@ -9,6 +9,8 @@ from typing import Any
 
 import launcher
 
+NEAR = 0.6  # of SequenceMatcher.ratio(): as difflib.get_close_matches
+
 
 class CommandParser(argparse.ArgumentParser):
     """A parser of one command: an error shows the usage of that command, and the nearest name."""
@@ -48,12 +50,21 @@ class VersionAction(argparse.Action):
 
 
 def _did_you_mean(words: Iterable[str], names: Sequence[str]) -> str:
-    """The name that is nearest to the first of the words that is none; empty if none is near."""
-    import difflib  # not needed by a launch
+    """The name that is nearest to the first of the words that is none; empty if none is near.
+
+    Near to a word is also a name that begins like it: --nproc-per-node to --nprocs.
+    """
+    from difflib import SequenceMatcher  # not needed by a launch
 
     for word in words:
-        if word not in names and (nearest := difflib.get_close_matches(word, names, 1)):
-            return f" (did you mean {nearest[0]}?)"
+        if word not in names:
+            likeness, nearest = max(
+                (SequenceMatcher(None, word, part).ratio(), name)
+                for name in names
+                for part in (name, name[: len(word)])
+            )
+            if likeness >= NEAR:
+                return f" (did you mean {nearest}?)"
     return ""
 
 

@@ -12,6 +12,12 @@ OURS = ("launcher", "coordinator", "communicator", "drumline")
 # A frame as traceback.format_exception prints it: its line, and the lines of code below.
 FRAME = r' +File "[^"\n]+", line \d+, in .*\n(?:    .*\n|  \[Previous line .*\n)*'
 FRAMES = re.compile(rf"(?m)(?:^{FRAME})+")
+# A traceback that another one follows, for which it is the cause.
+CAUSE = re.compile(
+    rf"(?m)^Traceback \(most recent call last\):\n(?:{FRAME})+(?:.*\n)*?\n"
+    r"(?:The above exception was the direct cause of the following exception"
+    r"|During handling of the above exception, another exception occurred):\n\n"
+)
 PATH = re.compile(r' +File "([^"\n]+)"')
 PACKAGE = re.compile(r"/(?:site|dist)-packages/([^/.]+)")
 STANDARD_LIBRARY = sysconfig.get_path("stdlib")
@@ -20,9 +26,21 @@ STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 def fold(text: str) -> str:
     """The text with the frames of libraries in its tracebacks as "... 12 frames of torch".
 
-    The last frame of a traceback, where the exception was raised, stays unless it is ours.
+    The last frame of a traceback, where the exception was raised, stays unless it is ours. Of the
+    causes that went through our frames alone, and say what the last error says, the first stays.
     """
-    return FRAMES.sub(lambda match: _fold_frames(match[0]), text)
+    return FRAMES.sub(lambda match: _fold_frames(match[0]), _without_later_causes(text))
+
+
+def _without_later_causes(text: str) -> str:
+    causes = [match[0] for match in CAUSE.finditer(text)]
+    for cause in causes[1:]:
+        if {_owner(frame) for frame in re.findall(f"(?m)^{FRAME}", cause)} <= {
+            "drumline",
+            "python",
+        }:
+            text = text.replace(cause, "", 1)
+    return text
 
 
 def _fold_frames(block: str) -> str:

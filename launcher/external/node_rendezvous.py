@@ -114,14 +114,13 @@ def _too_late(
     job: Job, port: int, nodes: list[int], limit_s: float, why: str, difference: str
 ) -> LaunchTimeout:
     """why: no node was there. difference: of a node that came, but belongs to another launch."""
-    late = f"{_missing(nodes, job, port)} did not come within {limit_s:g} s"
-    if difference:
-        return LaunchTimeout(f"{difference}. So {late}. {SAME_COMMAND}", (), errors.TIMEOUT_CODE)
+    late = f"{_missing(nodes, job, port)} did not come within {limit_s:g} s ({why})"
+    other = f"Another launch did come: {difference}. " if difference else ""
     advice = (
         "Start the same command there, with its own --node-rank, or check that a firewall lets "
         f"it reach {_at(job, port)}. --timeout SECONDS waits for another time."
     )
-    return LaunchTimeout(f"{late} ({why}). {advice}", (), errors.TIMEOUT_CODE)
+    return LaunchTimeout(f"{late}. {other}{advice}", (), errors.TIMEOUT_CODE)
 
 
 # ---- the first node ----

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from communicator import cli
+from communicator import cli, conformance
 from communicator.backends.tcp import Tcp
 
 CHECK = ("-m", "communicator", "check")
@@ -41,7 +41,7 @@ def test_a_backend_that_conforms_ends_with_0_and_every_case_is_listed(
 
 def test_a_backend_that_lies_ends_with_1_and_what_is_wrong(monkeypatch, capsys):
     monkeypatch.setitem(
-        cli.check_on_rank.__globals__, "Communicator", lambda coor, backend: Swapped(coor)
+        conformance.check_backend.__globals__, "Communicator", lambda coor, backend: Swapped(coor)
     )
     assert cli.main(["check", "-n", "2", "--launcher", "threads"]) == 1
     shown = capsys.readouterr().out

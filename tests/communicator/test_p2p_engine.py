@@ -136,6 +136,51 @@ def test_what_a_rank_sent_before_it_left_comes_and_then_it_is_lost(engines):
     engines(body)
 
 
+def test_what_a_rank_had_only_offered_before_it_left_is_forgotten(engines):
+    def body(engine):
+        if engine.rank == 2:
+            return
+        peer = 1 - engine.rank
+        sent = engine.start("send", torch.ones(MAX_UNCONFIRMED_BYTES), peer, 0)
+        assert engine.engine._offered
+        wait_until(lambda: engine.engine._arrivals, engine)
+        if engine.rank == 0:
+            engine.start("send", torch.ones(1), 1, 1).wait()
+            with pytest.raises(PeerLost, match="in send"):
+                sent.wait()
+            assert not engine.engine._offered
+            with pytest.raises(PeerLost, match="in recv"):
+                engine.start("recv", torch.ones(MAX_UNCONFIRMED_BYTES), 1, 0).wait()
+        else:
+            engine.start("recv", torch.ones(1), 0, 1).wait()
+
+    engines(body)
+
+
+def test_receive_from_any_source_hears_of_a_death_once_and_then_of_the_others(engines):
+    process = subprocess.Popen(["true"])
+
+    def body(engine):
+        if engine.rank == 0:
+            peers = list(engine.peers)
+            peers[1] = replace(peers[1], pid=process.pid, start_ticks=1)
+            engine.peers = engine.engine._coor.peers = tuple(peers)
+            came = torch.zeros(1)
+            with pytest.raises(PeerLost, match=r"lost rank 1 .* in recv .* from any source"):
+                engine.start("recv", came, ANY_SOURCE, 0).wait()
+            engine.start("send", came, 2, 0).wait()
+            work = engine.start("recv", came, ANY_SOURCE, 0)
+            assert work.wait() and work._source_rank() == 2
+            with pytest.raises(PeerLost, match=r"lost rank [12] .* in recv .* from any source"):
+                engine.start("recv", came, ANY_SOURCE, 0).wait()
+        elif engine.rank == 2:
+            engine.start("recv", torch.zeros(1), 0, 0).wait()
+            engine.start("send", torch.zeros(1), 0, 0).wait()
+
+    process.wait()
+    engines(body)
+
+
 def test_a_rank_that_left_because_another_died_is_lost_with_that_one_named_first(engines):
     process = subprocess.Popen(["true"])
 

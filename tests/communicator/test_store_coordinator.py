@@ -1,14 +1,16 @@
 """A StoreCoordinator over a store that ranks of an earlier launch have used."""
 
+import subprocess
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import DistStoreError, HashStore, TCPStore
 
-from communicator import Communicator, CommunicatorError, CommunicatorTimeout
-from communicator.torch_interop.store_coordinator import StoreCoordinator
+from communicator import Communicator, CommunicatorError, CommunicatorTimeout, PeerLost
+from communicator.torch_interop.store_coordinator import StoreCoordinator, _request_key, _wait_up_to
 from coordinator import CoordinatorError, Credentials
 from coordinator.transport import connections
 
@@ -61,21 +63,28 @@ def test_ranks_meet_where_some_ranks_of_an_earlier_launch_had_waited(meet, died)
 
 @pytest.mark.parametrize("missing", [0, 2])
 def test_rank_that_never_comes_is_named_by_each_of_the_others(meet, missing):
-    here = [rank for rank in range(WORLD) if rank != missing]
-    for error in meet(HashStore(), here, timeout_s=0.3):
+    store, here = HashStore(), [rank for rank in range(WORLD) if rank != missing]
+    for rank in here:  # or one that is slow might be named, too
+        store.set(_request_key(rank), "of an earlier rank")
+    for error in meet(store, here, timeout_s=0.3):
         assert f"ranks [{missing}] of {WORLD}" in str(error)
+
+
+def test_less_than_a_millisecond_is_not_for_ever():
+    with pytest.raises(DistStoreError):
+        _wait_up_to(0.0004, HashStore(), ["never"])
 
 
 def test_parts_exchange_nothing_to_meet_and_name_a_rank_that_stays_away(meet):
     meetings = meet(HashStore(), range(WORLD))
-    parts = [meeting.split([3, 1], "pair", 0.3) for meeting in meetings]
+    parts = [meeting.split([3, 1], "pair", 20.0) for meeting in meetings]
     assert [part and part.rank for part in parts] == [None, 1, None, 0]
     assert (
         on_threads(lambda part: part.allgather(b"%d" % part.rank), parts[1::2])
         == [[b"0", b"1"]] * 2
     )
     with pytest.raises(CommunicatorTimeout, match=r"rank 0 timed out .* rank 1 \(host .*, pid"):
-        parts[3].allgather(b"")
+        parts[3].allgather(b"", timeout_s=0.3)
 
 
 def test_a_part_heeds_what_its_caller_noticed_as_long_as_it_opens(meet):
@@ -88,6 +97,43 @@ def test_a_part_heeds_what_its_caller_noticed_as_long_as_it_opens(meet):
     part.check()  # as collectives do, for which a rank that has left may have done its part
     with pytest.raises(CommunicatorError, match="rank 1 has left"):
         part.allgather(b"")
+
+
+@pytest.fixture
+def bereft(meet):
+    """Rank 0 of those that have met, and the pid of rank 2, which has died since."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    meeting = meet(HashStore(), range(WORLD))[0]
+    dead = replace(meeting.peers[2], pid=process.pid, start_ticks=1)
+    meeting.peers = (*meeting.peers[:2], dead, *meeting.peers[3:])
+    return meeting, process.pid
+
+
+def test_rank_that_dies_after_all_have_met_is_named_before_the_time_limit(bereft):
+    meeting, pid = bereft
+    with pytest.raises(PeerLost, match=rf"rank 0 lost rank 2 .*{pid}"):
+        meeting.allgather(b"")
+
+
+def test_rank_with_which_the_store_has_died_is_named(bereft):
+    meeting, pid = bereft
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meeting._store = TCPStore("127.0.0.1", server.port)
+    del server
+    with pytest.raises(PeerLost, match=rf"rank 0 lost rank 2 .*{pid}"):
+        meeting.allgather(b"")
+
+
+def test_a_peer_that_did_its_part_and_left_at_once_has_done_it(meet):
+    parts = [meeting.split([0, 1], "pair", 20.0) for meeting in meet(HashStore(), range(WORLD))[:2]]
+
+    def leave():
+        parts[1]._publish(b"1")
+        raise CommunicatorError("rank 1 has left")
+
+    parts[0].check_more = leave
+    assert parts[0].allgather(b"0") == [b"0", b"1"]
 
 
 def test_wait_of_a_part_ends_when_it_is_closed_and_keeps_no_thread_from_the_store(meet):

@@ -161,6 +161,23 @@ def test_nobody_comes_before_the_deadline_and_then_it_is_over(ranks):
     ranks(body, 2)
 
 
+def test_late_rank_is_named_and_hears_of_it_although_it_only_sends(ranks):
+    """Its message was taken by the system, where nobody read it."""
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            comm = Communicator(coor, "tcp", timeout_s=0.5, checked_calls=0)
+            if comm.rank != 1:
+                with pytest.raises(CommunicatorTimeout, match=r"0\.5 s in broadcast.*for rank 1 "):
+                    comm.broadcast(torch.ones(1), 1)
+            coor.barrier()
+            if comm.rank == 1:
+                with pytest.raises(PeerLost, match=r"rank 0 timed out .* waited for rank 1 "):
+                    comm.broadcast(torch.ones(1), 1)
+
+    ranks(body, 2)
+
+
 def test_a_rank_that_leaves_is_named_by_all(ranks_or_errors):
     def body(info):
         with Coordinator(info, timeout_s=20) as coor, Communicator(coor, "tcp") as comm:

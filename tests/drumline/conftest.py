@@ -65,7 +65,7 @@ class Checkpoints:
             torch.manual_seed(0)
             cls = getattr(transformers, kind)
             cls(cls.config_class(**config)).save_pretrained(self.folder / name)
-            # read back, so that the weights of both sides lie alike in memory
+            # read back, so that the weights of both sides have one layout in memory
             self.made[name] = (cls.from_pretrained(self.folder / name), self.folder / name)
         return self.made[name]
 

@@ -333,7 +333,7 @@ def test_who_reads_for_others_and_fails_tells_them_at_once(
 
 
 @pytest.mark.parametrize("loss", [communicator.PeerLost, coordinator.PeerLost])
-def test_who_lost_another_while_it_loaded_is_not_accused(ranks, loss):
+def test_rank_that_lost_another_while_it_loaded_is_not_reported(ranks, loss):
     """Which of the others noticed first that a rank was killed was itself named to the master."""
 
     def rank(info):

@@ -199,8 +199,8 @@ def contrastive_search_as_a_function_of_ones_own(model):
             cache.batch_repeat_interleave(3)
             out = model(words.view(-1, 1), **step)
             states, before = out.hidden_states[-1], seen.repeat_interleave(3, dim=0)
-            alike = torch.cosine_similarity(states, before, dim=-1).amax(-1).view(-1, 3)
-            best = (0.4 * likely - 0.6 * alike).argmax(-1)
+            similarity = torch.cosine_similarity(states, before, dim=-1).amax(-1).view(-1, 3)
+            best = (0.4 * likely - 0.6 * similarity).argmax(-1)
             rows = torch.arange(len(best)) * 3 + best
             cache.batch_select_indices(rows)
             seen = torch.cat([seen, states[rows]], dim=1)

@@ -28,9 +28,9 @@ SIZES = {
 PROMPT, COUNT, ROOM = [[5, 9, 14, 3, 40]], 12, 32
 
 
-def small_model(device: torch.device) -> Any:
+def small_model(device: torch.device, **sizes: int) -> Any:
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(SIZES | sizes)))
     return model.to(device).eval()
 
 

@@ -23,8 +23,13 @@ FIRST_WITH_SHARED_GPUS = 23003
 RESULT = "RESULT "
 AFTER_FAILURE_S = 25.0  # longer than survivors of a killed rank take to notice
 
+# Another device in its place (stand_in.py), where there is none: GPU_STAND_IN=cpu.
+GPU = torch.device(os.environ.get("GPU_STAND_IN", "cuda:0"))
 NEEDS_GPU = "needs a machine with an NVIDIA GPU and a CUDA build of torch; run `make gpu` there"
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason=NEEDS_GPU)
+needs_gpu_or_stand_in = pytest.mark.skipif(
+    GPU.type == "cuda" and not torch.cuda.is_available(), reason=NEEDS_GPU
+)
 needs_two_gpus = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason="needs a machine with two GPUs joined by NVLink or PCIe"
 )
@@ -44,6 +49,8 @@ def nccl_environment(launch_id: str, rank: int) -> dict[str, str]:
         "NCCL_RAS_ENABLE": "0",
         "NCCL_MAX_NCHANNELS": "2",
     }
+    if GPU.type == "cpu":
+        return {}
     if nccl_library.find().version >= FIRST_WITH_SHARED_GPUS:
         return quiet | {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     return quiet | {"NCCL_HOSTID": f"{launch_id}-rank{rank}"}

@@ -1,8 +1,12 @@
-"""What the ranks of the GPU tests do: python -m tests.gpu.ranks CASE, as started by one_gpu.py."""
+"""What the ranks of the GPU tests do: python -m tests.gpu.ranks CASE, as started by one_gpu.py.
+
+Cases of other modules here are MODULE.CASE.
+"""
 
 import collections
 import ctypes
 import gc
+import importlib
 import json
 import os
 import signal
@@ -17,9 +21,8 @@ from communicator import Communicator, CommunicatorTimeout, PeerLost, conformanc
 from communicator.backends.nccl import Nccl, oneshot
 from communicator.backends.nccl.cupy import Cupy
 from coordinator import Coordinator, DrumlineError
-from tests.gpu.one_gpu import RESULT
+from tests.gpu.one_gpu import GPU, RESULT
 
-GPU = torch.device("cuda", 0)
 MIB = 1 << 20
 GRAPHS, CALLS_PER_GRAPH = 30, 65
 SOON_S = 20.0
@@ -99,9 +102,9 @@ def graph_memory(coor: Coordinator) -> float:
         comm.allreduce(tensor, scale)
         cuda_graphs, pool = [_graph(comm, tensor, scale, None)], None
         pool = cuda_graphs[0].pool()
-        before = _free(coor)
+        before = free_nbytes(coor)
         cuda_graphs += [_graph(comm, tensor, scale, pool) for _ in range(GRAPHS)]
-        used = before - _free(coor)
+        used = before - free_nbytes(coor)
         cuda_graphs[-1].replay()
         comm.synchronize()
         for graph in cuda_graphs:
@@ -146,7 +149,7 @@ def _nodes(graph: int) -> dict[str, int]:
     return collections.Counter(kinds)
 
 
-def _free(coor: Coordinator) -> int:
+def free_nbytes(coor: Coordinator) -> int:
     torch.cuda.synchronize()
     coor.barrier()
     free = torch.cuda.mem_get_info(0)[0]
@@ -219,6 +222,45 @@ def killed_peer(coor: Coordinator) -> list[str | float]:
     torch.cuda.synchronize()
     _leave([said, took_s])
     return []
+
+
+def killed_in_replay(coor: Coordinator, kind: str = "nccl") -> list[str | float]:
+    """The last rank dies while the others replay; check() names it, and the GPU is free again."""
+    comm = Nccl(coor, device=0, checked_calls=0, oneshot=kind == "oneshot")
+    tensor, graph = torch.ones(1024, device=GPU), torch.cuda.CUDAGraph()
+    comm.allreduce(tensor)
+    with torch.cuda.graph(graph):
+        comm.allreduce(tensor)
+    graph.replay()
+    comm.synchronize()
+    coor.barrier()
+    if coor.rank == coor.world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start, said = time.monotonic(), ""
+    while not said and time.monotonic() < start + SOON_S:
+        graph.replay()
+        time.sleep(0.05)
+        said = _told(comm.check)
+        said = "" if said == "nothing" else said
+    took_s = time.monotonic() - start
+    torch.cuda.synchronize()
+    _leave([said, took_s, torch.ones(3, device=GPU).sum().item()])
+    return []
+
+
+def oneshot_on_two_streams(coor: Coordinator) -> list[float]:
+    """Sums on one stream after the other, without a wait of the host in between."""
+    with Nccl(coor, device=0, oneshot=True) as comm:
+        made = [torch.cuda.Stream() for _ in range(2)]
+        tensors = [torch.ones(1024, device=GPU) for _ in range(20)]
+        torch.cuda.synchronize()
+        for turn, tensor in enumerate(tensors):
+            with torch.cuda.stream(made[turn % 2]):
+                torch.cuda._sleep(100_000)
+                comm.allreduce(tensor)
+        torch.cuda.synchronize()
+        comm.check()
+        return [tensor.mean().item() for tensor in tensors]
 
 
 def _leave(result) -> None:
@@ -438,7 +480,7 @@ def stages_in_graphs(coor: Coordinator, folder: str) -> list[Any]:
     if coor.is_master():
         decode.small_model(GPU).save_pretrained(folder)
     coor.barrier()
-    places = [(rank, "cuda:0") for rank in range(coor.world_size)]
+    places = [(rank, str(GPU)) for rank in range(coor.world_size)]
     device_map = {"": places[0], "model.layers.1": places[1]}
     room = dict.fromkeys(places, 1 << 28)
     try:
@@ -489,7 +531,7 @@ def _holdings(coor: Coordinator) -> dict[str, float]:
         resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return {
         "host_mib": resident / MIB,
-        "device_mib": -_free(coor) / MIB,
+        "device_mib": -free_nbytes(coor) / MIB,
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
     }
@@ -539,9 +581,15 @@ def _give(result) -> None:
 
 def main() -> None:
     case, *arguments = sys.argv[1:]
+    if GPU.type == "cpu":
+        from tests.gpu import stand_in
+
+        globals()["Nccl"] = stand_in.install()
     torch.cuda.set_device(0)
+    module, _, name = case.rpartition(".")
+    cases = vars(importlib.import_module(f"tests.gpu.{module}")) if module else globals()
     with Coordinator(timeout_s=60) as coor:
-        result = globals()[case](coor, *arguments)
+        result = cases[name](coor, *([Nccl] if module == "cost_ranks" else []), *arguments)
     _give(result)
 
 

@@ -1,8 +1,8 @@
 """The steps of `make gpu`: python -m tests.gpu.steps RESULTS.tgz [PART ...]
 
 The parts come in order, cheapest facts first, and each ends within nine minutes: whoever has the
-GPU for ten at a time runs one part after the other. Every step's output and tables are in the
-archive before the next step begins.
+GPU for ten at a time runs one part after the other. All together end within half an hour; what was
+not begun by then is named. Every step's output and tables are in the archive before the next step.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import signal
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks import table
 
 ROOT = Path(__file__).parents[2]
-PART_S = 540
+PART_S, TOTAL_S = 540, 1740
 PYTHON = sys.executable
 # The plugins and options of this repository's own environment may be missing on that machine.
 PYTEST = (
@@ -78,22 +79,28 @@ PARTS = {
         Step("first-sums", tests(NCCL, FIRST), 100, WITHOUT_MAPPED_MEMORY),
     ],
     "tests": [
-        Step("oneshot", tests(ONESHOT, "not process and not thousand"), 120),
-        Step("oneshot-processes", tests(ONESHOT, "process or thousand"), 100),
+        Step("oneshot", tests(ONESHOT, "not process and not thousand"), 100),
+        Step("oneshot-processes", tests(ONESHOT, "process or thousand"), 120),
         Step("nccl", tests(NCCL, f"not ({SLOW}) and not ({FIRST})"), 320),
     ],
     "tables": [
-        Step("calls", f"{PYTHON} -m benchmarks.gpu calls", 150),
-        Step("small", f"{PYTHON} -m benchmarks.gpu small", 150),
-        Step("stages", f"{PYTEST} tests/gpu/test_stages.py", 100),
-        Step("without-gpu", f"{PYTEST} tests/communicator/test_nccl_without_gpu.py", 140),
+        Step("calls", f"{PYTHON} -m benchmarks.gpu calls", 180),
+        Step("small", f"{PYTHON} -m benchmarks.gpu small", 180),
+    ],
+    "models": [
+        Step("costs", f"{PYTHON} -m benchmarks.gpu costs", 100),
+        Step("stages", f"{PYTEST} tests/gpu/test_stages.py", 200),
+        Step("models", f"{PYTHON} -m benchmarks.gpu models", 240),
     ],
     "conformance": [Step("conformance", tests(NCCL, "conform"), 540)],
     "long": [
         Step("compiled", tests(NCCL, "compiled or behind"), 240),
         Step("lives", f"{PYTHON} -m benchmarks.gpu lives", 300),
     ],
-    "sanitizer": [Step("sanitizer", f"{PYTHON} -m benchmarks.gpu sanitizer", 540)],
+    "sanitizer": [
+        Step("sanitizer", f"{PYTHON} -m benchmarks.gpu sanitizer", 400),
+        Step("without-gpu", f"{PYTEST} tests/communicator/test_nccl_without_gpu.py", 140),
+    ],
 }
 
 
@@ -104,7 +111,7 @@ class Results:
     """
 
     def __init__(self, archive: Path) -> None:
-        self.archive, self.folder = archive.absolute(), ROOT / "build" / "gpu"
+        self.archive, self.folder = archive.absolute(), ROOT / "build" / archive.stem
         self.folder.mkdir(parents=True, exist_ok=True)
         self._environ = self.folder / "environ.json"
 
@@ -135,8 +142,21 @@ def run_step(step: Step, results: Results) -> bool:
     return False
 
 
+def run_steps(steps: list[Step], results: Results, total_s: float) -> tuple[list[str], list[str]]:
+    """The names of the steps that failed, and of those that were not begun in time."""
+    end, failed = time.monotonic() + total_s, []
+    for at, step in enumerate(steps):
+        left_s = int(end - time.monotonic())
+        if left_s <= 0:
+            return failed, [step.name for step in steps[at:]]
+        if not run_step(replace(step, limit_s=min(step.limit_s, left_s)), results):
+            failed.append(step.name)
+    return failed, []
+
+
 def _run_command(step: Step, name: str, environ: Mapping[str, str], results: Results) -> bool:
     print(f"== {name} (at most {step.limit_s} s)", flush=True)
+    start = time.monotonic()
     log = results.folder / f"{name}.log"
     defaults = {"NCCL_DEBUG": "WARN", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
     defaults["BENCHMARK_RESULTS"] = str(results.folder)
@@ -151,9 +171,10 @@ def _run_command(step: Step, name: str, environ: Mapping[str, str], results: Res
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         code = process.wait()
+    ending = f"== {name}: exit {code} after {time.monotonic() - start:.0f} s"
     with log.open("a") as file:
-        print(f"== {name}: exit {code}", file=file)
-    print(f"== {name}: exit {code}", flush=True)
+        print(ending, file=file)
+    print(ending, flush=True)
     results.save()
     return code == 0
 
@@ -167,7 +188,9 @@ def main() -> int:
         print("== the tables will not say their commit: set BENCHMARK_COMMIT", flush=True)
     results = Results(arguments.archive)
     steps = [step for part in arguments.parts or PARTS for step in PARTS[part]]
-    failed = [step.name for step in steps if not run_step(step, results)]
+    failed, left_out = run_steps(steps, results, TOTAL_S)
+    if left_out:
+        print(f"== left out, for the time is over: {', '.join(left_out)}. Name their parts")
     print(f"== failed: {', '.join(failed) or 'nothing'}. All results: {results.archive}")
     return len(failed) > 0
 

@@ -76,6 +76,14 @@ def test_a_killed_peer_is_named_by_the_survivors_in_time():
     assert "rank 1" in said and took_s < 20
 
 
+def test_a_peer_that_is_killed_during_replays_is_named_by_check():
+    ended = finish(start("killed_in_replay", 2), 90)
+    assert ended[1][0] == -9
+    assert ended[0][0] == 0, ended[0][1]
+    said, took_s, after = result_of(ended[0][1])
+    assert "rank 1" in said and took_s < 20 and after == 3
+
+
 def test_a_rank_that_stays_away_is_a_timeout_and_abort_frees_the_gpu():
     found = run("absent_rank", 2)
     assert "not done in time" in found[0][0]

@@ -22,7 +22,7 @@ from communicator.backends.nccl.oneshot import (
 )
 from communicator.calls.dtypes import dtype_info
 from tests.gpu import between_gpus
-from tests.gpu.one_gpu import needs_gpu, needs_two_gpus, run
+from tests.gpu.one_gpu import finish, needs_gpu, needs_two_gpus, result_of, run, start
 
 pytestmark = [
     needs_gpu,
@@ -197,6 +197,17 @@ def test_a_process_that_makes_no_sum_is_named_and_the_gpu_goes_on():
 def test_a_process_that_replays_no_sum_is_named_by_check():
     said, _ = run("oneshot_replay_alone", 2)
     assert "waited in vain for rank 1" in said
+
+
+def test_a_process_that_is_killed_during_replays_is_named_by_check():
+    ended = finish(start("killed_in_replay", 2, "oneshot"), 90)
+    assert ended[0][0] == 0, ended[0][1]
+    said, took_s, after = result_of(ended[0][1])
+    assert "rank 1" in said and took_s < 20 and after == 3
+
+
+def test_sums_of_processes_on_two_streams_follow_each_other():
+    assert run("oneshot_on_two_streams", 2) == [[2.0] * 20] * 2
 
 
 def test_no_process_closes_while_a_graph_of_one_holds_a_sum():

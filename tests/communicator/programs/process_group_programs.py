@@ -434,15 +434,24 @@ def group_as_torch_registers_it():
     group, cpu = dist.group.WORLD, torch.device("cpu")
     backend = group._get_backend(cpu)
     before = backend._get_sequence_number_for_group()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(record_shapes=True) as profile:
         dist.all_reduce(mine(3))
         dist.barrier()
-    events = {event.name.partition(":")[2] for event in profile.events() if ":" in event.name}
-    counted = backend._get_sequence_number_for_group() - before
+        dist.broadcast(mine(2, 2), 0)
+        dist.all_gather([mine(3), mine(3)], mine(3))
+        counted = backend._get_sequence_number_for_group() - before
+        row = mine(4)
+        dist.send(row, 1) if dist.get_rank() == 0 else dist.recv(row, 0)
+    name = dist.get_backend()
+    shapes = {
+        event.name.removeprefix(name): event.input_shapes
+        for event in profile.events()
+        if event.name.startswith(name)
+    }
     return [
         *(cpu in group._device_types, type(group) is dist.ProcessGroup, counted),
         *(backend.options._timeout, backend.rank(), backend.size()),
-        *("all_reduce" in events, ":allreduce_" in events, "barrier" in events),
+        shapes,
     ]
 
 

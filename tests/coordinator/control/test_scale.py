@@ -8,9 +8,10 @@ import uuid
 
 import pytest
 
+from coordinator.binomial_tree import children_of, parent_of
 from coordinator.control.client import connect
 from coordinator.control.credentials import Credentials
-from coordinator.control.framing import LENGTH, pack, unpack_answer
+from coordinator.control.framing import LENGTH, pack, pack_for_many, unpack_answer
 from coordinator.control.handshake import CONTROL, Hello
 from coordinator.control.membership import RankReport
 from coordinator.control.operations import Op
@@ -22,6 +23,7 @@ SIZES = [
     200,
     pytest.param(2000, marks=pytest.mark.soak),
     pytest.param(4000, marks=pytest.mark.soak),
+    pytest.param(9904, marks=pytest.mark.soak),  # as many files as one process may open
 ]
 
 
@@ -94,19 +96,58 @@ def packets_of(num_ranks):
     return peers
 
 
-def test_meeting_sends_each_rank_a_part_of_what_all_say(launch):
-    """Of each rank all learn at least 8 bytes: a part of its host's id, its pid, its start."""
-    packets = packets_of(launch.num_ranks)
+def meet(launch):
+    """The bytes that rank 0 sends until every rank knows all others, and its processor time.
 
-    def request(rank):
-        return Op.RENDEZVOUS, "scale", rank - 1, launch.num_ranks - 1, packets[rank]
+    The steps of coordinator/transport/joining.py; the root of the tree is here a rank as any other.
+    """
+    packets = packets_of(launch.num_ranks)[:-1]
+    size = len(packets)
+    nodes = [range(i, min(i + RANKS_PER_NODE, size)) for i in range(0, size, RANKS_PER_NODE)]
+    spent = []
 
-    answers, _, nbytes = launch.ask_by_all(request)
-    assert all(answer == packets[1:] for answer in answers)
-    said = sum(map(len, packets[1:])) * len(answers)
-    assert nbytes < said / 5
-    if launch.num_ranks == 4000:
-        assert nbytes - 8 * launch.num_ranks**2 < 200e6, nbytes
+    def ask(request):
+        answers, *work = launch.ask_by_all(lambda rank: request(rank - 1))
+        spent.append(work)
+        return answers
+
+    def in_node(name, data):
+        def request(place):
+            node = nodes[place // RANKS_PER_NODE]
+            key = f"{name}/{node[0]}"
+            return Op.RENDEZVOUS, key, node.index(place), len(node), data, ""
+
+        return ask(request)
+
+    machine = [Peer.unpack(packet).machine for packet in packets]
+    answers = ask(
+        lambda place: (Op.RENDEZVOUS, "peers", place, size, packets[place], machine[place])
+    )
+    for place, answer in enumerate(answers):
+        node = nodes[place // RANKS_PER_NODE]
+        assert answer == {other: packets[other] for other in node}
+    in_node("memory", pack((7, "", list(range(64)))))
+    in_node("attached", b"")
+    firsts = {
+        node[0]: pack((("10.0.0.1", 30_000), {place: packets[place] for place in node}))
+        for node in nodes
+    }
+    answers = ask(lambda place: (Op.NUMBER, "nodes", place, size, firsts.get(place, b"")))
+    assert answers[0] == [0, len(nodes), dict(enumerate(firsts.values()))]
+    for index, node in enumerate(nodes[1:], 1):
+        near = {parent_of(index), *children_of(index, len(nodes))}
+        assert answers[node[0]] == [index, len(nodes), {i: firsts[nodes[i][0]] for i in near}]
+    assert ask(lambda place: (Op.RENDEZVOUS, "tree", place, size, b"", ""))[-1] == {}
+    down_the_tree = len(pack_for_many(answers[0][2])) * len(children_of(0, len(nodes)))
+    cpu_s, nbytes = map(sum, zip(*spent, strict=True))
+    return nbytes + down_the_tree, cpu_s
+
+
+def test_the_work_to_meet_grows_in_step_with_the_ranks(launch):
+    """Every rank learns of every other, but rank 0 does not say it to each."""
+    nbytes, cpu_s = meet(launch)
+    print(f"{launch.num_ranks} ranks: {nbytes / 1e6:.1f} MB, {cpu_s:.2f} s of processor time")
+    assert nbytes < 6000 * launch.num_ranks
 
 
 def test_all_ranks_may_ask_for_the_membership_at_once(launch):

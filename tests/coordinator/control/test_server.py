@@ -149,7 +149,7 @@ def test_nothing_is_kept_for_those_that_have_given_up(server, honest):
         with pytest.raises(NoMessage):
             honest.ask("wait", [f"key {number}"], timeout_s=0.001)
         with pytest.raises(NoMessage):
-            honest.ask("rendezvous", f"meeting {number}", 0, 2, b"", timeout_s=0.001)
+            honest.ask("rendezvous", f"meeting {number}", 0, 2, b"", "", timeout_s=0.001)
     honest.ask("count", "", timeout_s=LIMIT_S)
     until = deadline()
     while server._values._waiting or server._rendezvous._open:
@@ -226,8 +226,9 @@ SENSELESS = [
     (1, "set", "key", 7),
     (1, "set", ["key"], b""),
     (1, "add", "count", 1.5),
-    (1, "rendezvous", "meeting", 7, 1, b""),
-    (1, "rendezvous", "meeting", 0, -1, b""),
+    (1, "rendezvous", "meeting", 7, 1, b"", ""),
+    (1, "rendezvous", "meeting", 0, -1, b"", ""),
+    (1, "number", "nodes", 7, 1, b""),
     (1, "report", 5, None),
     (1, "processes", [77]),
     (1, ["set"], 5),
@@ -260,19 +261,21 @@ def test_a_rendezvous_of_another_size_leaves_the_open_one_alone(server, honest):
     connection = raw(server)
     answers = []
     thread = threading.Thread(
-        target=lambda: answers.append(honest.ask("rendezvous", "m", 0, 2, b"a", timeout_s=LIMIT_S))
+        target=lambda: answers.append(
+            honest.ask("rendezvous", "m", 0, 2, b"a", "", timeout_s=LIMIT_S)
+        )
     )
     thread.start()
     until = deadline()
     while server.ask("arrived", "m", timeout_s=LIMIT_S) != [0]:
         assert time.monotonic() < until
     for place, size in ((1, 1), (0, 1), (2, 2), (-1, 2)):
-        connection.send((1, "rendezvous", "m", place, size, b""), deadline())
+        connection.send((1, "rendezvous", "m", place, size, b"", ""), deadline())
         assert "in a rendezvous of 2" in connection.receive(deadline())[2]
-    connection.send((2, "rendezvous", "m", 1, 2, b"b"), deadline())
-    assert connection.receive(deadline()) == [2, [b"a", b"b"]]
+    connection.send((2, "rendezvous", "m", 1, 2, b"b", ""), deadline())
+    assert connection.receive(deadline()) == [2, {0: b"a", 1: b"b"}]
     thread.join(LIMIT_S)
-    assert answers == [[b"a", b"b"]]
+    assert answers == [{0: b"a", 1: b"b"}]
     connection.send((0, Op.LEAVE), deadline())
     connection.close()
 
@@ -305,7 +308,8 @@ class Fuzzer:
             Op.WAIT: [[name, "never"]],
             Op.ADD: [name, pick.choice([1, -1, 2**62])],
             Op.SWAP: [name, b"", b"2"],
-            Op.RENDEZVOUS: ["meeting", pick.randrange(3), pick.randrange(3), b"x"],
+            Op.RENDEZVOUS: ["meeting", pick.randrange(3), pick.randrange(3), b"x", name],
+            Op.NUMBER: ["nodes", pick.randrange(3), pick.randrange(3), b"x"],
             Op.HEARTBEAT: [0, {"c0/": ["barrier", 1, "a.py:1", 0.1]}, [1, 2]],
             Op.REPORT: [f"c9/{pick.randrange(99)}/", b"x"],
             Op.PROCESSES: [[1, 2]],
@@ -358,7 +362,7 @@ def call_everything(honest, number, seed):
         honest.ask("set", "key", b"1", timeout_s=LIMIT_S)
         honest.ask("set", "never", b"1", timeout_s=LIMIT_S)
         honest.ask("delete", "never", timeout_s=LIMIT_S)
-        assert honest.ask("rendezvous", own, 0, 1, b"x", timeout_s=LIMIT_S) == [b"x"], where
+        assert honest.ask("rendezvous", own, 0, 1, b"x", "", timeout_s=LIMIT_S) == {0: b"x"}, where
         news = honest.ask("heartbeat", 0, {"c0/": status}, [], timeout_s=LIMIT_S)
         assert all(isinstance(failure, int if not group else bytes) for group, failure in news)
         reports = honest.ask("membership", timeout_s=LIMIT_S)

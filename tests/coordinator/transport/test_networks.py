@@ -260,6 +260,18 @@ def test_a_cut_cable_is_a_network_failure_in_calls_of_the_communicator(hosts, tr
         assert "printed last" not in outcome["text"], outcome
 
 
+def test_a_cut_cable_is_shown_on_both_sides_long_before_the_deadline(hosts):
+    ends = hosts.cable()
+    program = [LOOP, 90, 24680, subprocess.PIPE]
+    processes = [hosts.start(rank, rank, 2, "10.81.0.1", *program) for rank in range(2)]
+    met(processes)
+    ip("-n", hosts.names[1], "link", "set", ends[1], "down")
+    for process, me, other in zip(processes, "01", ["ranks [1]", "rank 0"], strict=True):
+        line = next(line for line in process.stderr if "network failure" in line)
+        start = rf"rank {me} \(host {hosts.names[int(me)]}\) has waited \d+ s for "
+        assert re.match(f"{start}{re.escape(other)}: {FAILURE}", line), line
+
+
 def test_every_node_says_whom_it_waits_for_while_a_launch_begins(hosts):
     hosts.cable()
     a, b = hosts.names

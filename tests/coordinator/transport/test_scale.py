@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.transport.tree import children_of, parent_of, subtree_of
+from coordinator.binomial_tree import children_of, parent_of, subtree_of
 
 
 @given(st.integers(1, 1024))

@@ -113,7 +113,7 @@ def transformers_over(folder, coor):
         share, whole = model.loaded.share, sum(p.nbytes for p in plain.parameters())
         assert share < 0.6 * whole
         if "tp" in model.mesh.axes and model.mesh.axis_size("dp_shard") == 1:
-            sampled_alike(model, plain, ids, coor)
+            samples_are_equal(model, plain, ids, coor)
         if reader == "rank0":
             stopped_by_turns(model, plain, ids, coor)
         if coor.is_master():
@@ -127,7 +127,7 @@ def stopped_by_turns(model, plain, ids, coor):
     assert torch.equal(tokens, plain.generate(ids, max_new_tokens=length, do_sample=False))
 
 
-def sampled_alike(model, plain, ids, coor):
+def samples_are_equal(model, plain, ids, coor):
     """Ranks that would draw differently draw what the first one draws, and one process would."""
     torch.manual_seed(coor.rank)
     tokens = model.generate(ids, max_new_tokens=8, do_sample=True)

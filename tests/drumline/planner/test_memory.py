@@ -30,7 +30,7 @@ def report(local_rank, *ids, node="a"):
 
 @st.composite
 def clusters(draw):
-    """Nodes whose ranks see some of their accelerators, in any order, all alike or one each."""
+    """Nodes whose ranks see some of their accelerators, in any order, the same or one each."""
     reports = []
     for node in range(draw(st.integers(1, 2))):
         ids = [f"unit{n}" for n in range(draw(st.integers(0, 4)))]

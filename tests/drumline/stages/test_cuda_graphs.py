@@ -13,21 +13,25 @@ import drumline
 import launcher
 from drumline.stages import cuda_graphs
 from drumline.strategies import pipeline_parallel
+from tests.programs.operator_tape import OperatorTape
 
 
-class Rerun:
-    """A stand-in for a CUDA graph: its replay does again what was captured, with what lies in the
-    same memory. Where a CUDA graph could not be captured, `broken` says why."""
+class Graph:
+    """A stand-in for a CUDA graph, whose replay runs operators and no Python. Where a CUDA graph
+    could not be captured, `broken` says why."""
 
     broken = ""
 
     def capture(self, work: Any) -> None:
         if self.broken:
             raise RuntimeError(f"{self.broken}\nand many lines more")
-        self.work = work
+        self.tape = OperatorTape()
+        with self.tape.recording():
+            self.made = work()
 
     def replay(self) -> Any:
-        return self.work()
+        self.tape.replay()
+        return self.made
 
 
 @pytest.fixture
@@ -36,7 +40,7 @@ def made(monkeypatch):
     found: list[cuda_graphs.CudaGraphs] = []
 
     def make(rank: int, device: torch.device) -> cuda_graphs.CudaGraphs:
-        found.append(cuda_graphs.CudaGraphs(rank, device, Rerun))
+        found.append(cuda_graphs.CudaGraphs(rank, device, Graph))
         return found[-1]
 
     monkeypatch.setattr(pipeline_parallel, "CudaGraphs", make)
@@ -110,7 +114,9 @@ def test_a_cache_that_is_reset_is_replayed_from_its_beginning(checkpoints, on_ma
         cache, said = new_cache(model), []
         with torch.no_grad():
             for _ in range(2):
-                for token in range(4, 12):  # a prompt of one token, so that all passes are alike
+                for token in range(
+                    4, 12
+                ):  # a prompt of one token, so that all passes have one form
                     logits = model(torch.tensor([[token]]), past_key_values=cache).logits
                     said.append(logits[:, -1].argmax().item())
                 cache.reset()
@@ -156,7 +162,7 @@ def test_windows_are_counted_in_python_and_so_are_not_replayed(checkpoints, on_m
 def test_a_capture_that_fails_is_told_once_and_costs_no_token(
     checkpoints, on_master, made, monkeypatch
 ):
-    monkeypatch.setattr(Rerun, "broken", "operation not permitted when stream is capturing")
+    monkeypatch.setattr(Graph, "broken", "operation not permitted when stream is capturing")
     plain, path = checkpoints.llama()
     with pytest.warns(UserWarning, match="cannot be captured .operation not permitted"):
         assert on_master(path, 2, static, cuda_graphs=True) == static(plain)

@@ -96,7 +96,7 @@ def test_every_rank_holds_its_part_of_its_stage(family, monkeypatch):
     assert whole <= sum(done.share for done in shares.values()) <= whole + norms
 
 
-def test_stages_without_tensor_parallelism_are_teams_of_one(family):
+def test_stages_without_tensor_parallelism_are_tp_groups_of_one(family):
     plain, path = family("tied")
     same(on_master(path, 2, said, mesh={"pp": 2}), plain)
 
@@ -146,7 +146,7 @@ def test_the_axes_of_the_mesh_may_come_in_any_order_and_files_from_one_rank(fami
     assert "model.layers.3" in second
 
 
-def test_what_fails_alike_on_a_team_is_an_error_and_the_next_call_works(family):
+def test_step_that_fails_on_all_of_a_tp_group_is_an_error_and_the_next_call_works(family):
     plain, path = family("llama")
 
     def work(model):
@@ -211,7 +211,7 @@ def test_every_rank_of_a_tp_group_names_the_rank_that_failed_alone(
     assert errors[0].rank == 1 and "its part of model.layers.0" in str(errors[0])
 
 
-def test_sampling_beams_and_several_turns_go_through_the_teams(family):
+def test_sampling_beams_and_several_turns_go_through_the_tp_groups(family):
     plain, path = family("llama")
 
     def work(model):

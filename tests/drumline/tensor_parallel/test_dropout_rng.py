@@ -60,7 +60,7 @@ def test_a_rank_draws_for_itself_what_it_has_alone(found):
     assert found[0]["y"] == found[1]["y"]
 
 
-def test_threads_cannot_leave_out_alike_and_say_so(ranks_or_errors, checkpoints):
+def test_threads_cannot_synchronise_dropout_and_say_so(ranks_or_errors, checkpoints):
     _, path = checkpoints.make("dropping phi", "PhiForCausalLM", **PHI)
 
     def rank(info):

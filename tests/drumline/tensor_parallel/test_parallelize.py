@@ -400,7 +400,7 @@ def test_norms_of_the_sequence_and_columns_of_an_embedding_compute_what_one_proc
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
 
 
-PARTED = {
+PARTITIONED = {
     "llama with biases": FAMILIES["llama with biases"],
     "gemma3": FAMILIES["gemma3"],
     "mixtral": FAMILIES["mixtral"],
@@ -410,9 +410,10 @@ PARTED = {
 
 
 @pytest.mark.parametrize(
-    ("name", "tp"), [*((name, 2) for name in PARTED), *((name, 4) for name in list(PARTED)[:2])]
+    ("name", "tp"),
+    [*((name, 2) for name in PARTITIONED), *((name, 4) for name in list(PARTITIONED)[:2])],
 )
-def test_tokens_that_are_parted_between_norms_say_what_one_process_says(ranks, family, name, tp):
+def test_tokens_partitioned_between_norms_give_the_logits_of_one_process(ranks, family, name, tp):
     """Nine tokens do not divide by two or four, and new ones come one by one."""
     plain, path = family(name)
 
@@ -425,7 +426,7 @@ def test_tokens_that_are_parted_between_norms_say_what_one_process_says(ranks, f
 
 
 @pytest.mark.parametrize("name", ["llama with biases", "gemma3", "mixtral"])
-def test_gradients_of_parted_tokens_equal_those_of_one_process(ranks, family, name):
+def test_gradients_of_partitioned_tokens_equal_those_of_one_process(ranks, family, name):
     plain, path = family(name)
     plain.zero_grad()
     plain(IDS, labels=IDS).loss.backward()
@@ -441,7 +442,9 @@ def test_gradients_of_parted_tokens_equal_those_of_one_process(ranks, family, na
         torch.testing.assert_close(joined, parameter.grad, rtol=1e-3, atol=1e-5, msg=key)
 
 
-def test_parted_tokens_are_gathered_before_columns_and_scattered_behind_rows(ranks, family, counts):
+def test_partitioned_tokens_are_gathered_before_columns_and_scattered_behind_rows(
+    ranks, family, counts
+):
     """Two of each in a layer in place of two allreduces; one gather behind the last norm."""
     _, path = family("llama")
 
@@ -783,7 +786,7 @@ def test_a_plan_that_would_compute_something_else_is_refused(styles, says):
         shard_specs(model, read_plan(model, styles), 2)
 
 
-def test_gate_and_up_of_experts_in_one_tensor_are_sharded_alike():
+def test_gate_and_up_of_experts_in_one_tensor_are_sharded_in_one_way():
     """Inkling's plan says "colwise" of it, and every rank gave other logits without a word."""
     name = "model.layers.1.mlp.experts.gate_up_proj"
     with torch.device("meta"):
@@ -807,9 +810,9 @@ def test_gate_and_up_of_an_mlp_in_one_tensor_are_not_split_in_the_middle():
 
 
 def test_layers_like_others_are_left_out_of_the_rehearsal_whatever_their_styles():
-    """MiniCPM 3, whose layers are all alike, was looked for in a layer that was left out."""
-    alike = {"num_hidden_layers": 3, "first_k_dense_replace": 3}
-    config = {**SIZES, **FAMILIES["deepseek v2"][1], **alike}
+    """MiniCPM 3, whose layers are all of one kind, was looked for in a layer that was dropped."""
+    one_kind = {"num_hidden_layers": 3, "first_k_dense_replace": 3}
+    config = {**SIZES, **FAMILIES["deepseek v2"][1], **one_kind}
     with torch.device("meta"):
         model = transformers.DeepseekV2ForCausalLM(transformers.DeepseekV2Config(**config))
     styles = read_plan(model, "auto")

@@ -55,3 +55,19 @@ coordinator.errors.PeerLost: rank 0 waited
 def test_text_without_a_traceback_stays():
     text = 'rank 1 (local rank 1) raised\n  File "a" is missing\n'
     assert fold(text) == text
+
+
+def cause(file, error):
+    frame = f'  File "{file}", line 7, in work\n    work()\n'
+    link = "The above exception was the direct cause of the following exception:"
+    return f"Traceback (most recent call last):\n{frame}{error}\n\n{link}\n\n"
+
+
+def test_of_a_chain_of_our_own_errors_the_first_and_the_last_are_shown():
+    ours = f"{ROOT}/communicator/backends/tcp.py"
+    causes = [cause(ours, f"Error{number}: text") for number in range(4)]
+    program = cause("train.py", "ValueError: of the program")
+    folded = fold("".join(["rank 1 raised\n\n", *causes[:3], program, causes[3], FRAMES]))
+    assert [word for word in folded.split() if word.startswith("Error")] == ["Error0:"]
+    assert "ValueError: of the program" in folded and folded.endswith("PeerLost: rank 0 waited\n")
+    assert folded.startswith("rank 1 raised\n\nTraceback") and folded.count("direct cause") == 2

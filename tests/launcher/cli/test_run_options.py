@@ -41,6 +41,8 @@ def test_help_names_every_launcher():
     [
         ("run --nproc-per-nod 2 script.py", "--nproc-per-node"),
         ("run --launchr=mpi script.py", "--launcher"),
+        ("run --nprocs 2 script.py", "--nproc-per-node"),
+        ("run --noodes 2 script.py", "--nnodes"),
         ("trace --pgn out.json", "--png"),
         ("trcae out.json", "trace"),
         ("--verison", "--version"),

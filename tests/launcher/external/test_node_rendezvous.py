@@ -84,7 +84,8 @@ def test_two_launch_ids_with_a_port_each_are_named_on_both_sides(hosts):
     both = f"--launch-id is 'monday' on node 0 (host {a}) and 'tuesday' on node 1 (host {b})"
     for code, _, err in ends(first, second):
         notices, box = err.split("╭")
-        assert notices.count(both) == 1 and f"{both}. So node" in box and code == 124, err
+        assert notices.count(both) == 1 and f"Another launch did come: {both}. " in box, err
+        assert "did not come within" in box and "check that a firewall" in box and code == 124, err
 
 
 def test_a_name_that_is_loopback_to_its_own_host_is_no_trap(hosts):

@@ -1,0 +1,105 @@
+"""What a call costs the host, and a graph the device, beside torch.distributed: several ranks."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from coordinator import Coordinator
+from tests.gpu.one_gpu import GPU
+from tests.gpu.ranks import CALLS_PER_GRAPH, MIB, free_nbytes
+
+ROUNDS, EAGER_CALLS, NUM_GRAPHS = 9, 20, 10
+# With a limit: a captured call of ours takes no longer than one of theirs.
+OURS, THEIRS = "communicator, blocking", "torch.distributed"
+Call = Callable[[], object]
+
+
+def call_costs(coor: Coordinator, nccl: Any) -> dict[str, list[float]]:
+    """By way: ns a captured call, ns an eager one, MiB a graph of 65, ms to capture it; whether
+    sums were right. Until the call returns, all ways in turns."""
+    tensor = torch.ones(4096, dtype=torch.bfloat16, device=GPU)
+    with ExitStack() as stack:
+        ways = _ways(stack, coor, nccl, tensor)
+        right = {way: _is_right(call, tensor, coor) for way, call in ways.items()}
+        times: dict[str, list[list[float]]] = {way: [] for way in ways}
+        for _ in range(ROUNDS):
+            for way, call in ways.items():
+                coor.barrier()
+                times[way].append([_captured_ns(call), _eager_ns(call)])
+        sizes = {way: _graph_size(coor, call) for way, call in ways.items()}
+    medians = {
+        way: [statistics.median(column) for column in zip(*rounds, strict=True)]
+        for way, rounds in times.items()
+    }
+    return {way: [*medians[way], *sizes[way], right[way]] for way in ways}
+
+
+def _ways(stack: ExitStack, coor: Coordinator, nccl: Any, tensor: torch.Tensor) -> dict[str, Call]:
+    blocking = stack.enter_context(nccl(coor, device=0, blocking=True))
+    waiting = stack.enter_context(nccl(coor, device=0))
+    path = coor.broadcast_object(tempfile.mktemp() if coor.is_master() else None)
+    store = dist.FileStore(path, coor.world_size)
+    dist.init_process_group(
+        "nccl", store=store, rank=coor.rank, world_size=coor.world_size, device_id=GPU
+    )
+    stack.callback(dist.destroy_process_group)
+    return {
+        OURS: lambda: blocking.allreduce(tensor),
+        "communicator": lambda: waiting.allreduce(tensor),
+        THEIRS: lambda: dist.all_reduce(tensor),
+    }
+
+
+def _is_right(call: Call, tensor: torch.Tensor, coor: Coordinator) -> float:
+    """1.0 if a sum is right; its connections are made, too."""
+    tensor.fill_(1)
+    call()
+    right = tensor.mean().item() == coor.world_size
+    tensor.fill_(0)  # sums of it stay what they are
+    return float(right)
+
+
+def _capture(call: Call) -> tuple[torch.cuda.CUDAGraph, float]:
+    """A graph of many calls, and the seconds of the calls."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        start = time.perf_counter()
+        for _ in range(CALLS_PER_GRAPH):
+            call()
+        took_s = time.perf_counter() - start
+    return graph, took_s
+
+
+def _captured_ns(call: Call) -> float:
+    graph, took_s = _capture(call)
+    graph.reset()
+    return took_s / CALLS_PER_GRAPH * 1e9
+
+
+def _eager_ns(call: Call) -> float:
+    start = time.perf_counter()
+    for _ in range(EAGER_CALLS):
+        call()
+    took_s = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return took_s / EAGER_CALLS * 1e9
+
+
+def _graph_size(coor: Coordinator, call: Call) -> list[float]:
+    """MiB of the device that a graph costs each rank, and ms that its capture takes in all."""
+    first, _ = _capture(call)
+    before, start = free_nbytes(coor), time.perf_counter()
+    graphs = [_capture(call)[0] for _ in range(NUM_GRAPHS)]
+    took_s = time.perf_counter() - start
+    used = before - free_nbytes(coor)
+    for graph in [first, *graphs]:
+        graph.reset()
+    return [used / MIB / NUM_GRAPHS / coor.world_size, took_s / NUM_GRAPHS * 1e3]

@@ -1,0 +1,95 @@
+"""A CPU in place of the GPU, so that cases and tables run where there is none: GPU_STAND_IN=cpu.
+
+Kernels are the CPU's, NCCL is shared memory, and a graph is a tape of operators. Times say nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.gpu import decode  # noqa: F401 - first: it adds what drumline's modules look for
+
+# isort: split
+from communicator.backends.shm import Shm
+from drumline.strategies import pipeline_parallel
+from tests.programs.operator_tape import OperatorTape
+
+tapes: list[OperatorTape] = []  # of the capture that this process is in
+
+
+class CpuNccl(Shm):
+    """Nccl's interface over shared memory, as far as the cases use it."""
+
+    def do_open(self, blocking: bool = False, oneshot: bool = False) -> None:
+        super().do_open()
+        self.allreduce = self._noting(self.allreduce)
+
+    def _noting(self, native: Any) -> Any:
+        def allreduce(tensor: torch.Tensor, op: Any = "sum") -> torch.Tensor:
+            if not tapes:
+                return native(tensor, op)
+            tapes[-1].add(lambda: native(tensor, op))
+            return tensor
+
+        return allreduce
+
+    def _own_device(self, device: Any) -> torch.device:
+        return torch.device("cpu")
+
+    def check(self) -> None:
+        self.check_peers("check")
+
+
+class Graph:
+    """torch.cuda.CUDAGraph."""
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self.tape = OperatorTape()
+
+    def replay(self) -> None:
+        self.tape.replay()
+
+    def reset(self) -> None:
+        self.tape = OperatorTape()
+
+    def pool(self) -> None:
+        return None
+
+
+@contextlib.contextmanager
+def capture(graph: Graph, *_: Any, **__: Any) -> Iterator[None]:
+    tapes.append(graph.tape)
+    try:
+        with graph.tape.recording():
+            yield
+    finally:
+        tapes.pop()
+
+
+def install() -> type[CpuNccl]:
+    """Change torch.cuda and the checks of this process; the class that is Nccl here."""
+    no_context = contextlib.nullcontext
+    cuda = {
+        "CUDAGraph": Graph,
+        "graph": capture,
+        "Stream": lambda *a: types.SimpleNamespace(wait_stream=lambda other: None),
+        "current_stream": lambda *a: types.SimpleNamespace(cuda_stream=0),
+        "device": lambda *a: no_context(),
+        "get_device_name": lambda *a: "no GPU: a stand-in",
+        "mem_get_info": lambda *a: (1 << 34, 1 << 35),
+        "set_device": lambda *a: None,
+        "stream": lambda *a: no_context(),
+        "synchronize": lambda *a: None,
+    }
+    for name, value in cuda.items():
+        setattr(torch.cuda, name, value)
+    pipeline_parallel._check_graphs = lambda chosen: None
+    start = dist.init_process_group
+    dist.init_process_group = lambda backend, device_id=None, **rest: start("gloo", **rest)
+    return CpuNccl
