@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import os
 import statistics
@@ -41,7 +42,8 @@ LAYERS, WIDTH, BATCH = 20, 1024, 8  # 21 M parameters
 NOTE = (
     "Two ranks; microseconds on rank 0, median and middle half of turns. fake: torch's backend "
     "that returns at once, so what torch itself costs. oversubscribed: with two busy processes a "
-    "core. right: sums and gradients are those of gloo. ratio: ours divided by gloo's."
+    "core. new_group: gloo's always beside a default group of gloo, ours beside one of ours, or of "
+    "gloo. right: sums and gradients are those of gloo. ratio: ours divided by gloo's."
 )
 COLUMNS = (
     *(
@@ -98,17 +100,29 @@ def rows(repeats: int) -> Iterator[dict[str, Any]]:
 def be_rank(repeats: int) -> None:
     torch.set_num_threads(1)
     with Coordinator() as coor, ExitStack() as stack:
-        store, world_size = coor.store("benchmark"), coor.world_size
-        dist.init_process_group("gloo", store=store, rank=coor.rank, world_size=world_size)
+        stores = (coor.store("benchmark") for _ in itertools.count())
+        init = partial(dist.init_process_group, rank=coor.rank, world_size=coor.world_size)
+        for what, cases in new_group_cases(lambda name: init(name, store=next(stores))):
+            for machine in on_machines(coor.rank):
+                tell(coor.rank, what, machine, True, alternate(cases, repeats))
+        init("gloo", store=next(stores))
         stack.callback(dist.destroy_process_group)
         groups = {name: dist.new_group(backend=name) for name in BACKENDS}
-        for machine in ("idle", "oversubscribed"):
-            with busy(machine == "oversubscribed" and coor.rank == 0):
-                for what, right, cases in cases_of(groups):
-                    found = alternate(cases, repeats)
-                    if coor.rank == 0:
-                        row = {"what": what, "machine": machine, "right": right, "times": found}
-                        print(MARK + json.dumps(row), flush=True)
+        for machine in on_machines(coor.rank):
+            for what, right, cases in cases_of(groups):
+                tell(coor.rank, what, machine, right, alternate(cases, repeats))
+
+
+def on_machines(rank: int) -> Iterator[str]:
+    for machine in ("idle", "oversubscribed"):
+        with busy(machine == "oversubscribed" and rank == 0):
+            yield machine
+
+
+def tell(rank: int, what: str, machine: str, right: bool, times: dict[str, list[float]]) -> None:
+    if rank == 0:
+        row = {"what": what, "machine": machine, "right": right, "times": times}
+        print(MARK + json.dumps(row), flush=True)
 
 
 @contextmanager
@@ -132,7 +146,6 @@ def cases_of(groups: Groups) -> Iterator[tuple[str, bool, Cases]]:
         cases = {name: partial(all_reduce_us, group, nbytes) for name, group in groups.items()}
         yield f"all_reduce {nbytes} B", sums_are_right(groups, nbytes), cases
     both = {name: groups[name] for name in ("drumline", "gloo")}
-    yield "new_group", True, {name: partial(new_group_us, name) for name in both}
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     for what, wrap in (("DDP step", in_ddp), ("FSDP2 step", in_fsdp)):
@@ -157,14 +170,28 @@ def sums_are_right(groups: Groups, nbytes: int) -> bool:
     return bool((tensor == dist.get_world_size()).all())
 
 
-def new_group_us(backend: str) -> float:
-    dist.barrier()
-    start = time.perf_counter_ns()
-    group = dist.new_group(backend=backend)
-    took = (time.perf_counter_ns() - start) / 1000
-    dist.barrier()  # gloo fails where one rank closes while another still connects
-    dist.destroy_process_group(group)
-    return took
+def new_group_cases(init: Callable[[str], None]) -> Iterator[tuple[str, Cases]]:
+    """init: makes a default group of a backend."""
+
+    def took_us(default: str, backend: str, calls: int) -> float:
+        init(default)
+        dist.barrier()
+        start = time.perf_counter_ns()
+        group = dist.new_group(backend=backend)
+        for _ in range(calls):
+            dist.all_reduce(torch.ones(1), group=group)
+        took = (time.perf_counter_ns() - start) / 1000
+        dist.barrier()  # gloo fails where one rank closes while another still connects
+        dist.destroy_process_group()
+        return took
+
+    for what, default, calls in (
+        ("new_group", "drumline", 0),
+        ("new_group and its first call", "drumline", 1),
+        ("new_group beside gloo", "gloo", 0),
+    ):
+        ours = partial(took_us, default, "drumline", calls)
+        yield what, {"drumline": ours, "gloo": partial(took_us, "gloo", "gloo", calls)}
 
 
 def in_ddp(model: nn.Module, group: Any) -> nn.Module:

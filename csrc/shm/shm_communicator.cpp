@@ -73,6 +73,8 @@ Options read_options(const comm_init_args& args, std::unique_ptr<PluginError>& i
             options.stores = Stores::ordinary;
         else if (text == "stores=streaming")
             options.stores = Stores::streaming;
+        else if (text == "stacks=unread")
+            options.stack_patience = std::chrono::milliseconds::zero();
         else if (text.compare(0, instructions.size(), instructions) != 0 ||
                  !find_instructions(text.c_str() + instructions.size(), &options.instructions))
             invalid = std::make_unique<PluginError>(PluginError{
@@ -392,8 +394,6 @@ const char* ShmCommunicator::describe_end(int peer) const {
     }
 }
 
-constexpr std::chrono::milliseconds stack_patience{1200};  // longer than stack_s of the Coordinator
-
 // A peer that stopped may have done so because another died, which is then the first cause.
 void ShmCommunicator::check_peer(int peer, const std::string& doing) {
     if (aborted_.load(std::memory_order_relaxed)) throw_aborted(doing);
@@ -406,7 +406,7 @@ void ShmCommunicator::check_peer(int peer, const std::string& doing) {
             text += "; " + describe_peer(other) + " " + died;
     uint32_t state = segment_.block(peer).identity.state.load(std::memory_order_acquire);
     // A rank that timed out looks at the stacks of the others: they should still be in their calls.
-    if (state == timed_out) std::this_thread::sleep_for(stack_patience);
+    if (state == timed_out) std::this_thread::sleep_for(options.stack_patience);
     const char* advice = state == closed ? "It made fewer calls than this rank: let all ranks make "
                                            "the same calls before they close"
                                          : "See the first error of that rank, then start again";

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -61,6 +62,7 @@ enum class Stores { measured, ordinary, streaming };
 struct Options {
     Instructions instructions = Instructions::plain;
     Stores stores = Stores::measured;
+    std::chrono::milliseconds stack_patience{1200};  // longer than stack_s of the Coordinator
 };
 
 class ShmCommunicator {

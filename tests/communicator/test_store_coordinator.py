@@ -203,3 +203,20 @@ def test_rank_that_does_not_know_the_secret_in_the_store_is_rejected(meet, monke
     errors = on_threads(lambda meeting: meeting.connections(timeout_s=60), meetings)
     assert all(isinstance(error, CoordinatorError) for error in errors)
     assert "launch secret" in str(errors[2])
+
+
+def test_no_rank_waits_for_a_look_at_its_stack_that_nobody_takes_over_a_store(meet):
+    """A peer that came after the deadline was told only 1.2 s later."""
+
+    def seconds_until_told():
+        meetings = meet(HashStore(), range(WORLD))
+        comms = on_threads(lambda coor: Communicator(coor, "shm", timeout_s=0.05), meetings)
+        late, *others = comms
+        errors = on_threads(lambda comm: comm.barrier(), others)
+        assert all(isinstance(error, CommunicatorTimeout | PeerLost) for error in errors)
+        begun = time.monotonic()
+        with pytest.raises(PeerLost):
+            late.barrier()
+        return time.monotonic() - begun
+
+    assert min(seconds_until_told() for _ in range(3)) < 0.6
