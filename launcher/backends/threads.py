@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import os
 import signal
 import sys
@@ -24,11 +23,10 @@ from launcher.local.launch_infos import infos_for_node
 from launcher.runtime import rank_process
 from launcher.runtime.output import Output
 from launcher.system import descendants, linux, stop_signals
-from launcher.system.held_forks import TOO_MANY_PROCESSES, HeldForks
+from launcher.system.held_forks import TOO_MANY_PROCESSES
 
 NAME = "threads"
 SUPPORTS = frozenset({"log_dir", "trace"})
-SI_KERNEL = 0x80  # asm-generic/siginfo.h
 
 
 def detect(environ: Mapping[str, str]) -> LaunchInfo | None:
@@ -43,7 +41,6 @@ def run(job: Job, owns_process: bool = False) -> list[Any]:
     Raises LaunchError with the first exception as its __cause__.
     """
     if owns_process:
-        _go_on_in_child(job.timeout_s)
         with _ending_children(), _raising_stop_signals(), rank_streams(job):
             return _run(job)
     if job.log_dir is not None:
@@ -52,58 +49,6 @@ def run(job: Job, owns_process: bool = False) -> list[Any]:
             "the program prints, so nothing was started. Remove it, or use the command line."
         )
     return _run(job)
-
-
-def _go_on_in_child(timeout_s: float | None) -> None:
-    """Return in a child of this process, and never here but by LaunchError if the child is killed.
-
-    Whichever of the two is killed, the other one ends the processes that ranks have started; a
-    suspended child is killed after timeout_s.
-    """
-    parent = os.getpid()
-    linux.set_subreaper(True)
-    stop_signals.block()
-    forks = HeldForks()
-    pid = forks.fork()
-    if pid == 0:
-        linux.die_with(parent, signal.SIGTERM)  # delivered by _raising_stop_signals
-        return
-    forks.end(let_go=True)
-    limit_s = math.inf if timeout_s is None else timeout_s + timings.TIMINGS.thread_grace_s
-    deadline = time.monotonic() + limit_s
-    code = _wait_passing_signals_on(pid, deadline)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-    descendants.end_all(timings.TIMINGS.orphan_grace_s)
-    if code >= 0:
-        os._exit(code)
-    if time.monotonic() >= deadline:
-        raise errors.timed_out(timeout_s, note=": the process of the ranks was suspended")
-    text = f"the process of the ranks was killed by {errors.signal_name(-code)}"
-    raise LaunchError(text, exit_code=linux.shell_exit_code(code))
-
-
-def _wait_passing_signals_on(child: int, deadline: float) -> int:
-    """The exit status of the child, which stop signals to this process alone are passed on to, and
-    which is killed if it is suspended at the deadline."""
-    numbers = {*stop_signals.STOP_SIGNALS, signal.SIGCHLD}
-    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    while True:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == child:
-            return os.waitstatus_to_exitcode(status)
-        if pid == 0:
-            left_s = min(max(deadline - time.monotonic(), 0), timings.TIMINGS.longest_poll_s)
-            received = signal.sigtimedwait(numbers, left_s)
-            if received is None and time.monotonic() >= deadline:
-                stat = linux.process_stat(child)
-                if stat is not None and stat.state == "T":
-                    linux.send_signal(child, signal.SIGKILL)
-                deadline = time.monotonic() + timings.TIMINGS.server_poll_s
-            elif received is not None and received.si_signo != signal.SIGCHLD:
-                # sigaction(2): a terminal sends its signals to the child, too
-                if received.si_code != SI_KERNEL:
-                    linux.send_signal(child, received.si_signo)
-                linux.send_signal(child, signal.SIGCONT)
 
 
 @contextlib.contextmanager
@@ -131,7 +76,6 @@ def _raising_stop_signals() -> Iterator[None]:
     handled = [n for n in stop_signals.STOP_SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
     for number in handled:
         signal.signal(number, handle)
-    stop_signals.unblock()
     yield
 
 

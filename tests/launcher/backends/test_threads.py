@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -11,7 +10,6 @@ import pytest
 
 import launcher
 from launcher import timings
-from launcher.system import linux
 
 
 class Unprintable(Exception):
@@ -81,7 +79,7 @@ def test_a_thread_that_does_not_end_is_named(monkeypatch):
 
 
 LEAVES_A_CHILD = """
-import os, subprocess, time, launcher
+import subprocess, time, launcher
 if launcher.current().rank == 0:
     subprocess.Popen(["sleep", "60"], start_new_session=True)
     print("ready", flush=True)
@@ -104,34 +102,6 @@ def test_stop_signals_end_threads_and_the_processes_that_they_have_started(comma
     _, err = process.communicate(timeout=30)
     assert process.returncode == 128 + number and number.name in err
     assert not command.left()
-
-
-@pytest.mark.parametrize("victim", ["launcher", "the ranks' process"])
-def test_processes_that_threads_have_started_end_if_one_of_ours_is_killed(command, victim):
-    """Those in sessions of their own were left."""
-    script = command.script(
-        LEAVES_A_CHILD.replace('"ready"', "os.getpid()").replace("SECONDS", "60")
-    )
-    process = command.start("run", "-n", "2", "--launcher", "threads", script)
-    ranks = int(process.stdout.readline().split()[1])
-    assert linux.process_stat(ranks).parent == process.pid
-    os.kill(process.pid if victim == "launcher" else ranks, signal.SIGKILL)
-    _, err = process.communicate(timeout=30)
-    assert not command.left(patience_s=15)
-    assert victim == "launcher" or ("was killed by SIGKILL" in err and process.returncode == 137)
-
-
-@pytest.mark.parametrize("how", ["timeout", "SIGINT"])
-def test_a_suspended_process_of_threads_is_ended(command, how):
-    script = command.script("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)")
-    limit = ["--timeout", "0.5"] if how == "timeout" else []
-    process = command.start("run", "-n", "1", "--launcher", "threads", *limit, script)
-    os.kill(int(process.stdout.readline().split()[1]), signal.SIGSTOP)
-    if how == "SIGINT":
-        process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == (130 if how == "SIGINT" else 124), err
-    assert "suspended" in err or how == "SIGINT"
 
 
 def test_interpreter_is_not_finalized_while_threads_run_in_libraries(command):
