@@ -36,7 +36,7 @@ demo: .venv/ready
 	@$(BIN)/drumline run -n $(RANKS) examples/demo/generate.py $(MODEL)
 
 # In several processes side by side, for tests of processes mostly wait.
-SIDE_BY_SIDE ?= 3
+SIDE_BY_SIDE ?= 4
 .PHONY: test
 # Ranks share the cores here: no thread of OpenMP spins while it has nothing to do.
 test: export OMP_WAIT_POLICY := passive
@@ -51,8 +51,8 @@ endif
 # What leans on torch and transformers, with the lowest versions of them; the native parts are the same.
 LOWEST_TESTS ?= tests/test_packaging.py tests/drumline/compile_once/test_hoist.py \
     tests/drumline/compile_once/test_portable.py tests/drumline/core tests/drumline/kv_cache \
-    tests/drumline/stages tests/communicator/test_binding.py tests/communicator/test_odd_tensors.py \
-    tests/communicator/test_nccl_without_gpu.py
+    tests/drumline/stages tests/communicator/native/test_binding.py tests/communicator/native/test_odd_tensors.py \
+    tests/communicator/backends/nccl/test_nccl_without_gpu.py
 .PHONY: test-lowest
 test-lowest: export OMP_WAIT_POLICY := passive
 test-lowest: .venv/ready .venv-lowest/ready

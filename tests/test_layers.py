@@ -166,6 +166,16 @@ def test_every_folder_is_small_enough_to_read():
     assert {str(folder): n for folder, n in folders.items() if n > 12} == {}
 
 
+def test_folders_of_tests_are_those_of_the_packages():
+    """Beside them lie programs that tests run, and the tests of what is no Python."""
+    others = {"programs", "native"}
+    packages = {path.parent for path in _trees()}
+    for layer in LAYERS:
+        for path in (ROOT / "tests" / layer).rglob("test_*.py"):
+            folder = path.parent.relative_to(ROOT / "tests")
+            assert folder in packages or folder.name in others, path
+
+
 def test_every_package_is_on_the_map():
     text = (ROOT / "ARCHITECTURE.md").read_text()
     folders = {path.parent for path in _trees()} | {

@@ -49,6 +49,7 @@ EXTRAS = {
 OF_USERS = {name: EXTRAS[name] for name in EXTRAS if name not in ("test", "bench", "docs", "lint")}
 
 
+@cache
 def _imports(path: Path) -> list[tuple[str, bool]]:
     """The third-party packages that a file imports, and whether when it is imported itself."""
     tree = ast.parse(path.read_text())
@@ -81,6 +82,7 @@ def _distributions() -> dict[str, list[str]]:
     return dict(metadata.packages_distributions())
 
 
+@cache
 def _distributions_of(package: str) -> set[str]:
     names = _distributions().get(package) or [NOT_INSTALLED.get(package, package)]
     return {_distribution(name) for name in names}

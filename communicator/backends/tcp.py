@@ -31,7 +31,7 @@ from coordinator import Coordinator, CoordinatorError, FailureReason, RankFailur
 
 LEFT, UNREACHABLE = FailureReason.LEFT, FailureReason.UNREACHABLE
 CONNECTION_ENDED = select.POLLERR | select.POLLHUP | select.POLLNVAL  # which poll always reports
-DIRECTION = {"send": "send to rank", "recv": "recv from rank"}
+DIRECTION = {"send": "send to", "recv": "recv from"}
 Transfers = list[tuple[int, Steps[str]]]
 """Messages under way at the same time: the peer of each, and what is left to do for it."""
 
@@ -85,7 +85,7 @@ class Tcp(ScheduledCollectives, Communicator):
         self._sockets = {rank: TensorSocket(link) for rank, link in links.items()}
 
     def do_close(self) -> None:
-        self._announce_end(f"rank {self.rank} closed its communicator", CLOSE_NOTICE)
+        self._announce_end(f"{self._me} closed its communicator", CLOSE_NOTICE)
         self._queue.close()
         for peer_socket in self._sockets.values():
             peer_socket.close()
@@ -178,15 +178,15 @@ class Tcp(ScheduledCollectives, Communicator):
         sent, expected = sent_text.decode(), text.decode()
         if is_collective:
             return (
-                f"rank {self.rank}: the ranks disagree: this rank asked for {expected}, and rank "
-                f"{peer} for {sent}. They are desynchronised, so this communicator cannot be used "
-                "again. Let every rank make the same calls in the same order, with the same shape, "
-                "dtype and op, and start all again."
+                f"{self._me}: the ranks disagree: this rank asked for {expected}, and "
+                f"{self.rank_name(peer)} for {sent}. They are desynchronised, so this communicator "
+                "cannot be used again. Let every rank make the same calls in the same order, with "
+                "the same shape, dtype and op, and start all again."
             )
         return (
-            f"rank {self.rank}: a message from rank {peer} is {sent}, but was to be received as "
-            f"{expected}. It was dropped, and the tensor left as it was. Receive into a tensor of "
-            "the shape and dtype that is sent."
+            f"{self._me}: a message from {self.rank_name(peer)} is {sent}, but was to be received "
+            f"as {expected}. It was dropped, and the tensor left as it was. Receive into a tensor "
+            "of the shape and dtype that is sent."
         )
 
     def _run(self, peer: int, steps: Steps[str], call: str) -> str:
@@ -203,9 +203,10 @@ class Tcp(ScheduledCollectives, Communicator):
         except StopIteration as ended:
             return str(ended.value)
         except SocketClosed as broken:
-            self._fail(ConnectionLost(peer, str(broken), broken.reason), f"{call} {peer}")
+            lost = ConnectionLost(peer, str(broken), broken.reason)
+            self._fail(lost, f"{call} {self.rank_name(peer)}")
         except BaseException as error:
-            self._fail(error, f"{call} {peer}")
+            self._fail(error, f"{call} {self.rank_name(peer)}")
 
     # Many at once.
 
@@ -303,13 +304,13 @@ class Tcp(ScheduledCollectives, Communicator):
         if isinstance(error, MessageMismatch):
             return CommunicatorError(str(error))
         return CommunicatorError(
-            f"rank {self.rank} left {where} in the middle, because of {error!r}. Start over with a "
+            f"{self._me} left {where} in the middle, because of {error!r}. Start over with a "
             "new Communicator."
         )
 
     def _timeout_error(self, where: str, awaited: Sequence[int]) -> CommunicatorTimeout:
         names = " and ".join(str(self.coor.peers[peer]) for peer in awaited)
-        text = f"rank {self.rank} timed out after {self.timeout_s:g} s in {where}"
+        text = f"{self._me} timed out after {self.timeout_s:g} s in {where}"
         text += f", where it waited for {names}" if names else ""
         failures = (peer_socket.network_failure() for peer_socket in self._sockets.values())
         if network_failure := next(filter(None, failures), ""):
@@ -321,7 +322,7 @@ class Tcp(ScheduledCollectives, Communicator):
 
     def _lost_error(self, error: ConnectionLost, where: str) -> PeerLost:
         peer, why = self.coor.peers[error.peer], error.why.rstrip(".")
-        text = f"rank {self.rank} lost {peer} in {where}: {why}"
+        text = f"{self._me} lost {peer} in {where}: {why}"
         if error.reason is UNREACHABLE:
             unreachable = RankFailure(error.peer, peer, UNREACHABLE, text=f"{peer}, {why}")
             return PeerLost(f"{text}. {CHECK_LINK}", (unreachable,))

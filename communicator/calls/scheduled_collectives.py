@@ -22,8 +22,10 @@ from communicator.calls.schedules import (
     dissemination,
     gather,
     is_gathered,
+    is_rotated,
     pairwise,
     parts,
+    rotations,
 )
 
 MAX_SCRATCH_BYTES = 1 << 24  # of memory that is kept between two calls
@@ -62,10 +64,22 @@ class ScheduledCollectives(CollectivesFromP2P):
             self.do_allgather(rows, tensor)
             out.copy_(self.reduce_parts(rows, op))
             return
+        if is_rotated(self.world_size, tensor.nbytes):
+            return self._allreduce_in_rotations(out, tensor, op)
         pieces = parts(tensor.numel(), self.world_size)
         flat, (begin, end) = out.view(-1), pieces[self.rank]
         flat[begin:end] = self._reduced_part(tensor.view(-1), pieces, op)
         self.exchange(flat, lambda _: (begin, end), flat, pieces.__getitem__)
+
+    def _allreduce_in_rotations(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
+        """Every rank adds a part, of the same size on all, and gets those of the others."""
+        width = -(-tensor.numel() // self.world_size)
+        rows = tensor.new_zeros(self.world_size, width)
+        rows.view(-1)[: tensor.numel()] = tensor.view(-1)
+        self._rotate(rows, rows)
+        reduced = self.reduce_parts(rows, op).to(tensor.dtype)
+        self.do_allgather(rows, reduced)
+        out.view(-1).copy_(rows.view(-1)[: tensor.numel()])
 
     def do_reduce(self, out: torch.Tensor | None, tensor: torch.Tensor, dst: int, op: str) -> None:
         """Small: dst gets all tensors. Large: it gets from every rank the part that this adds."""
@@ -83,6 +97,11 @@ class ScheduledCollectives(CollectivesFromP2P):
         self._gather(flat, dst, pieces.__getitem__)
 
     def do_reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
+        if is_rotated(self.world_size, tensor.nbytes):
+            rows = self._scratch_rows(tensor[0])
+            self._rotate(rows, tensor)
+            out.copy_(self.reduce_parts(rows, op))
+            return
         pieces = parts(tensor.numel(), self.world_size)
         out.view(-1).copy_(self._reduced_part(tensor.view(-1), pieces, op))
 
@@ -98,9 +117,21 @@ class ScheduledCollectives(CollectivesFromP2P):
             self.exchange(out, lambda _: of_rank(self.rank), out, of_rank)
 
     def do_alltoall(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        if is_rotated(self.world_size, tensor.nbytes):
+            return self._rotate(out, tensor)
         out[self.rank] = tensor[self.rank]
         of_rank = functools.partial(row, tensor[0].numel())
         self.exchange(tensor, of_rank, out, of_rank)
+
+    def _rotate(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        """As do_alltoall, in log2 rounds; out may be tensor."""
+        rows = tensor.roll(-self.rank, 0)
+        for moving, schedule in rotations(self.rank, self.world_size, tensor[0].numel()):
+            packed = rows[moving]
+            received = torch.empty_like(packed)
+            self.run_schedule(schedule, packed.view(-1), received.view(-1))
+            rows[moving] = received
+        out.copy_(rows.flip(0).roll(self.rank + 1, 0))
 
     def do_broadcast(self, tensor: torch.Tensor, src: int) -> None:
         flat = tensor.view(-1)

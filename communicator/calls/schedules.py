@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 HOP_NBYTES = 1 << 13  # as long as a message takes to arrive, a link carries about so many bytes
 SMALL_NBYTES = 1 << 14  # messages up to this size are all sent at once
 TOKEN_NBYTES = 1 << 18  # larger messages are sent when the other end has asked for them
 SHARED_NBYTES = 1 << 20  # from this size on two ranks share the additions of an allreduce
-MAX_DIRECT = 8  # ranks that exchange small messages with each other, and not in log2 rounds
+MAX_DIRECT = 8  # ranks that gather small messages from each other, and not in log2 rounds
+MESSAGE_NBYTES = 1 << 10  # as long as a message keeps a processor, a link carries so many bytes
 Slice = tuple[int, int]
 
 
@@ -108,6 +109,21 @@ def dissemination(rank: int, world_size: int, row: int) -> Schedule:
     return Schedule(tuple(rounds))
 
 
+def rotations(rank: int, world_size: int, row: int) -> Iterator[tuple[list[int], Schedule]]:
+    """An alltoall in log2 rounds (Bruck's): row i is for rank (rank + i) % world_size.
+
+    Each round has the rows that move on, which are sent and received one after another. At the end
+    row i is from rank (rank - i) % world_size.
+    """
+    distance = 1
+    while distance < world_size:
+        rows = [index for index in range(world_size) if index & distance]
+        dst, src = (rank + distance) % world_size, (rank - distance) % world_size
+        send, recv = (PeerSlice(peer, 0, len(rows) * row) for peer in (dst, src))
+        yield rows, Schedule((Round((send,), (recv,)),))
+        distance *= 2
+
+
 def broadcast(rank: int, world_size: int, src: int, numel: int, itemsize: int) -> Schedule:
     """A chain of ranks that pass on piece after piece, or a tree where that takes less time."""
     nbytes = numel * itemsize
@@ -170,3 +186,12 @@ def is_gathered(world_size: int, nbytes: int) -> bool:
         return nbytes < SHARED_NBYTES
     more_nbytes = nbytes * (world_size - 1) * (world_size - 2) // world_size
     return more_nbytes <= HOP_NBYTES
+
+
+def is_rotated(world_size: int, nbytes: int) -> bool:
+    """True if an alltoall of so many bytes a rank goes by rotations(), and not pairwise().
+
+    Fewer messages, and more bytes: half of them move in each round.
+    """
+    rotated_nbytes = (world_size - 1).bit_length() * (HOP_NBYTES + nbytes // 2)
+    return rotated_nbytes < nbytes + (world_size - 1) * MESSAGE_NBYTES

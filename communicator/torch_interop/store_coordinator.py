@@ -13,10 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any, cast
 
-from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store
+from torch.distributed import DistNetworkError, PrefixStore, Store
 
 from communicator import timings
 from communicator.calls.failures import lost_peers
@@ -209,10 +208,9 @@ class StoreCoordinator(ValueCollectives):
         while time.monotonic() < start + self.timeout_s:
             for token in store.multi_get(requests):
                 store.set(_answer_key(token.decode()), prefix)
-            try:
-                return _wait_up_to(pause_s, self._store, keys)
-            except DistStoreError:
-                pause_s = min(2 * pause_s, timings.TIMINGS.store_poll_max_s)
+            if _come_within(pause_s, self._store, keys):
+                return
+            pause_s = min(2 * pause_s, timings.TIMINGS.store_poll_max_s)
         raise self._timeout(self._store, keys, start)
 
     def _wait(
@@ -223,10 +221,9 @@ class StoreCoordinator(ValueCollectives):
         if self._is_part:
             return self._poll(store, keys, timeout_s)
         while (left_s := start + timeout_s - time.monotonic()) > 0:
-            try:
-                return _wait_up_to(min(left_s, timings.TIMINGS.store_wait_s), store, keys)
-            except DistStoreError:
-                self._check_peers(store, keys)
+            if _come_within(min(left_s, timings.TIMINGS.store_wait_s), store, keys):
+                return
+            self._check_peers(store, keys)
         raise self._timeout(store, by_rank, start)
 
     def _poll(self, store: Store, keys: list[str], timeout_s: float) -> None:
@@ -277,9 +274,16 @@ def _answer_key(token: str) -> str:
     return f"answer/{token}"
 
 
-def _wait_up_to(timeout_s: float, store: Store, keys: list[str]) -> None:
-    """Raise DistStoreError after that time, of which torch counts whole ms, and 0 as no limit."""
-    store.wait(keys, timedelta(milliseconds=max(1, round(1e3 * timeout_s))))
+def _come_within(timeout_s: float, store: Store, keys: list[str]) -> bool:
+    """True once the keys are in the store. Its own wait() would log each time-out."""
+    start = time.monotonic()
+    while not store.check(keys):
+        waited_s = time.monotonic() - start
+        if waited_s > timeout_s:
+            return False
+        pause_s = min(waited_s / 4, timings.TIMINGS.store_poll_max_s)
+        time.sleep(max(timings.TIMINGS.store_poll_s, pause_s))
+    return True
 
 
 def _server_address(store: Any) -> tuple[str, int]:

@@ -23,27 +23,7 @@ from communicator import Communicator
 from drumline.errors import DrumlineError
 from drumline.planner.model_profile import layer_names
 from drumline.tensor_parallel import autograd_collectives as collectives
-
-STYLE = "sequence_parallel"
-ROW = ("rowwise", "packed_rowwise")
-
-
-def with_norms(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """The plan with every norm between the sharded parts of layers, and behind them, parallel."""
-    styles = dict(plan)
-    layers = list(layer_names(model))
-    trunks = {_trunk_of(name) for name in layers}
-    for outer in [*layers, *sorted(trunks)]:
-        for name, child in model.get_submodule(outer).named_children():
-            is_leaf = not any(True for _ in child.children())
-            if is_leaf and "Norm" in type(child).__name__:
-                styles[f"{outer}.{name}" if outer else name] = STYLE
-    return styles
-
-
-def _trunk_of(layer: str) -> str:
-    """The module that owns the list of layers."""
-    return layer.rpartition(".")[0].rpartition(".")[0]
+from drumline.tensor_parallel.tp_plan import INPUT_SHARDED, SEQUENCE_PARALLEL, trunk_of
 
 
 class SequenceParallel:
@@ -58,10 +38,10 @@ class SequenceParallel:
 
     def install(self) -> set[str]:
         """Wrap layers, their children and what is around them; the norms that are taken care of."""
-        norms = {name for name, style in self.styles.items() if style == STYLE}
+        norms = {name for name, style in self.styles.items() if style == SEQUENCE_PARALLEL}
         stacks: dict[str, list[str]] = {}
         for name in layer_names(self.model):
-            stacks.setdefault(_trunk_of(name), []).append(name)
+            stacks.setdefault(trunk_of(name), []).append(name)
         done: set[str] = set()
         for trunk, layers in stacks.items():
             if all(_norms_of(name, norms) and self._calls_children_only(name) for name in layers):
@@ -111,7 +91,7 @@ class SequenceParallel:
             style = self.styles.get(f"{name}.{inner}")
             if inner and style is not None:
                 self._require_all_tokens(f"{name}.{inner}", part)
-            if style in ROW and inner in module._modules and isinstance(part, nn.Linear):
+            if style in INPUT_SHARDED and inner in module._modules and isinstance(part, nn.Linear):
                 self._wrap_row(part)
         plain = module.forward
         has_columns = "colwise" in self.styles.get(name, "")
@@ -135,7 +115,7 @@ class SequenceParallel:
                 raise DrumlineError(
                     f"{name} was given the tokens of rank {self.comm.rank} alone, as its layer "
                     "calls it in a way that is not known here, so the result would be wrong; "
-                    f"leave the norms ({STYLE!r}) out of tp_plan."
+                    f"leave the norms ({SEQUENCE_PARALLEL!r}) out of tp_plan."
                 )
             return plain(*args, **kwargs)
 

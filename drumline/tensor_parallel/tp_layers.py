@@ -30,7 +30,7 @@ def insert_collectives(model: nn.Module, styles: Styles, comm: Communicator) -> 
     comm: over the ranks of the "tp" axis, in its order. Gradients flow as they do on one rank.
     """
     modules = dict(model.named_modules())
-    alone = [name for name in modules if styles.get(name) == "sequence_parallel"]
+    alone = [name for name in modules if styles.get(name) == tp_plan.SEQUENCE_PARALLEL]
     for name, style in styles.items():
         if name in modules and name not in alone:
             modules[name].forward = _FORWARDS[style](modules[name], comm)
@@ -240,7 +240,7 @@ _FORWARDS: dict[str, Callable[[Any, Communicator], Callable[..., Any]]] = {
     "mla_kv_a_proj": _unchanged,
     "all_reduce": _reduced_output,
     "moe_identity_expert": _identity_expert,
-    "sequence_parallel": _sequence_parallel,
+    tp_plan.SEQUENCE_PARALLEL: _sequence_parallel,
     "moe_tp_experts": _sharded_experts,
     "ep_dispatch_experts": _expert_parallel,
     "grouped_gemm": _unchanged,

@@ -14,14 +14,15 @@ from typing import Any
 from torch import nn
 
 from drumline.errors import PlanError
-from drumline.tensor_parallel.sequence_parallel import with_norms
+from drumline.planner.model_profile import layer_names
 
 Styles = Mapping[str, str]
 
 REPLICATED = ("replicate", "replicated_with_grad_allreduce", "moe_tp_experts", "local_params")
 COLUMN = ("colwise", "colwise_gather_output", "colwise_rep")
 ROW = ("rowwise", "rowwise_split_input", "rowwise_rep")
-UNSHARDED = (*REPLICATED, "mla_kv_a_proj", "all_reduce", "moe_identity_expert", "sequence_parallel")
+SEQUENCE_PARALLEL = "sequence_parallel"
+UNSHARDED = (*REPLICATED, "mla_kv_a_proj", "all_reduce", "moe_identity_expert", SEQUENCE_PARALLEL)
 EXPERT_PARALLEL = ("grouped_gemm", "ep_dispatch_experts")
 EMBEDDING = ("embedding_rowwise", "embedding_colwise")
 PACKED = ("packed_colwise", "packed_rowwise")
@@ -72,7 +73,7 @@ def read_plan(model: nn.Module, plan: str | Styles) -> dict[str, str]:
     ]
     styles |= dict.fromkeys(packed, "packed_colwise")
     styles |= _tied_styles(model, styles)
-    return with_norms(model, styles) if plan == "sequence" else styles
+    return _with_norms(model, styles) if plan == "sequence" else styles
 
 
 def _apply_rules(model: nn.Module, rules: Styles, must_match: bool) -> dict[str, str]:
@@ -145,3 +146,21 @@ def experts_implementation(module: Any) -> str:
     """The name in transformers of the way in which these experts are run."""
     config = getattr(module, "config", None)
     return str(getattr(config, "_experts_implementation", "eager") or "eager")
+
+
+def _with_norms(model: nn.Module, plan: Styles) -> dict[str, str]:
+    """The plan with every norm between the sharded parts of layers, and behind them, parallel."""
+    styles = dict(plan)
+    layers = list(layer_names(model))
+    trunks = {trunk_of(name) for name in layers}
+    for outer in [*layers, *sorted(trunks)]:
+        for name, child in model.get_submodule(outer).named_children():
+            is_leaf = not any(True for _ in child.children())
+            if is_leaf and "Norm" in type(child).__name__:
+                styles[f"{outer}.{name}" if outer else name] = SEQUENCE_PARALLEL
+    return styles
+
+
+def trunk_of(layer: str) -> str:
+    """The module that owns the list of layers."""
+    return layer.rpartition(".")[0].rpartition(".")[0]

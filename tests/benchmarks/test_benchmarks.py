@@ -1,16 +1,21 @@
 """The benchmarks run, and what they write is read again."""
 
+import ctypes
 import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import plots, report, scale, speed, steps
+from benchmarks import calls, plots, report, scale, speed, steps
 from benchmarks.__main__ import STEPS, ended, run
-from benchmarks.table import UNFINISHED, Spread, Table, spread
+from benchmarks.table import UNFINISHED, Spread, Table, alternate, spread
+from communicator.backends.plugin import load
+from coordinator import Coordinator
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,6 +30,18 @@ def test_a_trial_of_some_steps_writes_tables_lines_pictures_and_the_page(tmp_pat
     rows = [json.loads(line) for line in (tmp_path / "tracing.jsonl").read_text().splitlines()]
     assert len(rows) == 5 and {row["right"] for row in rows} == {"yes"}
     assert "quadratic" in (tmp_path / "scale-page.md").read_text()
+
+
+def test_a_call_costs_less_than_half_of_one_through_ctypes(tmp_path, monkeypatch):
+    """An order of magnitude lies between, in processor time and in turns."""
+    monkeypatch.setattr(calls, "CALLS", 1000)
+    path = str(calls.compiled(tmp_path))
+    counting, tensor = ctypes.CDLL(path), torch.ones(1024)
+    with Coordinator() as coor, load(path)(coor) as comm:
+        ways = {"ours": comm.allreduce, "ctypes": dict(calls.peers(counting))[calls.CTYPES]}
+        cases = {name: partial(calls.ns, call, tensor) for name, call in ways.items()}
+        times = alternate(cases, 7)
+    assert min(times["ours"]) < min(times["ctypes"]) / 2
 
 
 def test_a_command_that_fails_or_hangs_is_told_of():
@@ -140,4 +157,16 @@ def test_pictures_are_drawn_of_the_tables_that_are_there(tmp_path):
     table.save(tmp_path)
     (picture,) = plots.draw(tmp_path)
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert picture.with_suffix(".svg").read_text().count("<svg") == 1
+    drawing = picture.with_suffix(".svg").read_text()
+    assert drawing.count("<svg") == 1
+    assert drawing.count('<g id="FillBetweenPolyCollection') == 3  # the noise of each line
+
+
+def test_every_line_of_a_picture_has_a_look_of_its_own(monkeypatch):
+    pictures = []
+    monkeypatch.setattr(plots, "save", lambda path, panels, x, y: pictures.append(panels))
+    plots.draw(ROOT / "benchmarks" / "results")
+    for panels in pictures:
+        names = {name for lines in panels.values() for name in lines}
+        looks = {name: str(plots.look(name)) for name in names}
+        assert len(set(looks.values())) == len(names), looks

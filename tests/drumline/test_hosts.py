@@ -56,6 +56,7 @@ def script(tmp_path_factory):
     return path
 
 
+@pytest.mark.soak
 def test_mpi(hosts, expected, script):
     if not (BIN / "mpiexec.hydra").exists():
         pytest.skip("no MPICH: runs on Linux (x86-64, arm64) after `pip install mpich`")

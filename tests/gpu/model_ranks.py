@@ -101,6 +101,19 @@ def offloaded(coor: Coordinator, folder: str, place: str) -> list[Any]:
     return [decode.whole_tokens(GPU), tokens]
 
 
+def save_with_tokenizer(coor: Coordinator, folder: str) -> list[Any]:
+    """Save the model with a tokenizer whose words are the numbers of the tokens; its tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    save(coor, folder)
+    numbers = {str(n): n for n in range(decode.SIZES["vocab_size"])}
+    words = Tokenizer(models.WordLevel(numbers, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="0").save_pretrained(folder)
+    return [decode.whole_tokens(GPU)]
+
+
 def hoisted(coor: Coordinator) -> list[float]:
     """A program exported on the CPU, moved to the GPU, and moved back: its largest errors."""
     layer = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 16))

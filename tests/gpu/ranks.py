@@ -32,7 +32,9 @@ NODE_KINDS = ("kernel", "memcpy", "memset", "host", "graph", "empty", "wait", "r
 
 def conform(coor: Coordinator, backend: str = "nccl", *options: str) -> dict[str, int]:
     made = {"nccl": Nccl, "cupy": Cupy}[backend]
-    with made(coor, device=0, **{option: True for option in options}) as comm:
+    side = torch.cuda.Stream() if coor.world_size == 2 else None  # one that is not the default
+    chosen = {option: True for option in options}
+    with torch.cuda.stream(side), made(coor, device=0, **chosen) as comm:
         report = conformance.check(comm)
         report.raise_if_failed()
         return {s: len(report.having(s)) for s in (conformance.PASSED, conformance.UNSUPPORTED)}
@@ -202,9 +204,26 @@ def abort_with_a_live_graph(coor: Coordinator) -> float:
     return took_s
 
 
-def killed_peer(coor: Coordinator) -> list[str | float]:
+def failed_capture(coor: Coordinator) -> list[Any]:
+    """A capture that CUDA refuses, for a value is read in it; eager calls go on after it."""
+    with Nccl(coor, device=0) as comm:
+        tensor, said = torch.ones(1000, device=GPU), ""
+        comm.allreduce(tensor)
+        try:
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                comm.allreduce(tensor)
+                tensor.mean().item()
+        except RuntimeError as error:
+            said = str(error)
+        tensor.fill_(1)
+        comm.allreduce(tensor)
+        comm.synchronize()
+        return [said, tensor.mean().item()]
+
+
+def killed_peer(coor: Coordinator, mode: str = "waiting") -> list[str | float]:
     """The last rank dies; the others wait for it on the GPU, and must learn its name."""
-    comm = Nccl(coor, device=0, checked_calls=1)
+    comm = Nccl(coor, device=0, checked_calls=1, blocking=mode == "blocking")
     comm.allreduce(torch.ones(10, device=GPU))
     comm.synchronize()
     coor.barrier()
@@ -269,9 +288,9 @@ def _leave(result) -> None:
     os._exit(0)
 
 
-def absent_rank(coor: Coordinator) -> list[str | float]:
+def absent_rank(coor: Coordinator, mode: str = "waiting") -> list[str | float]:
     """The last rank does not make the call: the others' wait has an end, and so does abort()."""
-    comm = Nccl(coor, device=0, checked_calls=0)
+    comm = Nccl(coor, device=0, checked_calls=0, blocking=mode == "blocking")
     comm.allreduce(torch.ones(10, device=GPU))
     comm.synchronize()
     start, said = time.monotonic(), ""
@@ -404,13 +423,14 @@ def streams(coor: Coordinator) -> list[float]:
         side = torch.cuda.Stream()
         torch.cuda.set_sync_debug_mode("error")
         with torch.cuda.stream(side):
-            torch.cuda._sleep(50_000_000)
+            torch.cuda._sleep(1_000_000_000)  # most of a second
             tensor.fill_(1)
             comm.allreduce(tensor)
             event = side.record_event()
         torch.cuda.set_sync_debug_mode("default")
+        found = [float(event.query())]
         event.synchronize()
-        found = [tensor.mean().item()]
+        found.append(tensor.mean().item())
         with Nccl(coor, device=0, stream=side) as given:
             tensor.fill_(1)
             torch.cuda.synchronize()

@@ -99,7 +99,11 @@ PARTS = {
     ],
     "sanitizer": [
         Step("sanitizer", f"{PYTHON} -m benchmarks.gpu sanitizer", 400),
-        Step("without-gpu", f"{PYTEST} tests/communicator/test_nccl_without_gpu.py", 140),
+        Step(
+            "without-gpu",
+            f"{PYTEST} tests/communicator/backends/nccl/test_nccl_without_gpu.py",
+            140,
+        ),
     ],
 }
 

@@ -4,9 +4,20 @@ The short tests come first: whoever has the GPU for minutes only learns most fro
 """
 
 import pytest
+import torch
 
-from tests.gpu import one_gpu
-from tests.gpu.one_gpu import finish, leaks, needs_gpu, result_of, run, start, wrong_nodes
+import launcher
+from tests.gpu import between_gpus, one_gpu
+from tests.gpu.one_gpu import (
+    finish,
+    leaks,
+    needs_gpu,
+    needs_two_gpus,
+    result_of,
+    run,
+    start,
+    wrong_nodes,
+)
 
 pytestmark = [needs_gpu, pytest.mark.timeout(250)]
 
@@ -41,6 +52,11 @@ def test_a_first_use_inside_a_capture_is_a_clear_error():
         assert "would run for the first time inside the capture" in said
 
 
+def test_calls_go_on_after_a_capture_that_failed():
+    for said, mean in run("failed_capture", 2):
+        assert "captur" in said and mean == 2.0
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_graph_holds_one_kernel_for_each_captured_call_and_copies_nothing(world_size):
     for nodes in run("captured_nodes", world_size, "65"):
@@ -68,8 +84,9 @@ def test_abort_is_bounded_although_a_graph_lives(world_size):
     assert all(took_s < 10 for took_s in run("abort_with_a_live_graph", world_size))
 
 
-def test_a_killed_peer_is_named_by_the_survivors_in_time():
-    ended = finish(start("killed_peer", 2), 90)
+@pytest.mark.parametrize("mode", ["waiting", "blocking"])
+def test_a_killed_peer_is_named_by_the_survivors_in_time(mode):
+    ended = finish(start("killed_peer", 2, mode), 90)
     assert ended[1][0] == -9
     assert ended[0][0] == 0, ended[0][1]
     said, took_s = result_of(ended[0][1])
@@ -84,14 +101,15 @@ def test_a_peer_that_is_killed_during_replays_is_named_by_check():
     assert "rank 1" in said and took_s < 20 and after == 3
 
 
-def test_a_rank_that_stays_away_is_a_timeout_and_abort_frees_the_gpu():
-    found = run("absent_rank", 2)
+@pytest.mark.parametrize("mode", ["waiting", "blocking"])
+def test_a_rank_that_stays_away_is_a_timeout_and_abort_frees_the_gpu(mode):
+    found = run("absent_rank", 2, mode)
     assert "not done in time" in found[0][0]
     assert found[0][1] < 20
 
 
 def test_calls_follow_torchs_stream_without_a_wait_of_the_host():
-    assert run("streams", 2) == [[2.0, 2.0]] * 2
+    assert run("streams", 2) == [[0.0, 2.0, 2.0]] * 2  # not done when the call returned
 
 
 def test_a_compiled_function_with_an_allreduce_runs_eagerly_and_captured():
@@ -120,6 +138,12 @@ def test_bad_arguments_raise_before_anything_is_enqueued():
 def test_the_harness_says_which_path_shares_the_gpu():
     found = one_gpu.nccl_environment("launch", 3)
     assert ("NCCL_HOSTID" in found) != ("NCCL_MULTI_RANK_GPU_ENABLE" in found)
+
+
+@needs_two_gpus
+def test_nccl_conforms_between_gpus():
+    counts = launcher.launch(between_gpus.conform, torch.cuda.device_count())
+    assert all(count > 50 for count in counts)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

@@ -1,8 +1,17 @@
 """Models over ranks that share a GPU. GPU_STAND_IN=cpu runs them without one (stand_in.py)."""
 
-import pytest
+import json
+import re
+import subprocess
+import sys
+import urllib.request
 
-from tests.gpu.one_gpu import needs_gpu_or_stand_in, run
+import pytest
+import torch
+
+import launcher
+from tests.gpu import between_gpus
+from tests.gpu.one_gpu import ROOT, needs_gpu_or_stand_in, needs_two_gpus, run
 
 pytest.importorskip("transformers", reason="needs transformers, 5 or newer")
 from tests.gpu import decode
@@ -26,6 +35,12 @@ def test_tokens_are_the_same_where_hidden_states_go_from_device_to_device(tmp_pa
     assert num_comms == 2
 
 
+@needs_two_gpus
+def test_hidden_states_go_between_gpus(tmp_path):
+    tokens, _ = launcher.launch(between_gpus.tokens, 2, args=(str(tmp_path),))
+    assert tokens == decode.whole_tokens(torch.device("cuda:0"))
+
+
 def test_every_rank_of_a_tensor_parallel_model_generates_the_same(tmp_path):
     for whole, tokens in run("model_ranks.tensor_parallel", 2, str(tmp_path)):
         assert tokens == whole
@@ -40,3 +55,23 @@ def test_weights_come_from_elsewhere_to_the_gpu_when_they_run(tmp_path, place):
 def test_a_program_moves_from_the_cpu_to_the_gpu_and_back():
     ((there, back),) = run("model_ranks.hoisted", 1)
     assert there < 1e-4 and back < 1e-5
+
+
+def test_the_server_answers_from_the_gpu(tmp_path):
+    for package in ("fastapi", "uvicorn", "prometheus_client"):
+        pytest.importorskip(package, reason="needs pip install 'drumline[serve]'")
+    ((whole,),) = run("model_ranks.save_with_tokenizer", 1, str(tmp_path))
+    command = [sys.executable, "-m", "drumline", "serve", "--model", str(tmp_path), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
+        try:
+            line = server.stdout.readline()
+            name, address = re.search(r"serving (\S+) at (http://127\.0\.0\.1:\d+)", line).groups()
+            request = {"model": name, "prompt": decode.PROMPT[0], "max_tokens": decode.COUNT}
+            body = json.dumps(request | {"temperature": 0}).encode()
+            kind = {"Content-Type": "application/json"}
+            posted = urllib.request.Request(f"{address}/v1/completions", body, kind)
+            with urllib.request.urlopen(posted, timeout=60) as answer:
+                text = json.load(answer)["choices"][0]["text"]
+        finally:
+            server.kill()
+    assert [int(word) for word in text.split()] == [token for token in whole if token]  # 0: unknown

@@ -74,7 +74,7 @@ def test_an_address_of_another_node_is_an_error_at_the_first_port(address):
 
 
 LAUNCHES = """
-import multiprocessing, socket, launcher
+import multiprocessing, socket, sys, launcher
 
 def meet():
     info = launcher.current()
@@ -90,21 +90,22 @@ def one(launch_id, met):
 if __name__ == "__main__":
     fork = multiprocessing.get_context("fork")
     met = fork.SimpleQueue()
-    ids = ["same" if i % 2 else f"launch-{i}" for i in range(64)]
+    ids = ["same" if i % 2 else f"launch-{i}" for i in range(int(sys.argv[1]))]
     started = [fork.Process(target=one, args=(i, met)) for i in ids]
     for process in started:
         process.start()
     for process in started:
         process.join()
-    assert [process.exitcode for process in started] == [0] * 64
+    assert [process.exitcode for process in started] == [0] * len(ids)
     found = [met.get() for _ in ids]
     assert sorted(found) == sorted((i, i) for i in ids), found
 """
 
 
-def test_64_concurrent_launches_of_equal_and_of_different_ids(command):
+@pytest.mark.parametrize("count", [16, pytest.param(64, marks=pytest.mark.soak)])
+def test_concurrent_launches_of_equal_and_of_different_ids(command, count):
     """Processes forked from one that has imported everything: they start at once and fast."""
-    program = [sys.executable, command.script(LAUNCHES)]
+    program = [sys.executable, command.script(LAUNCHES), str(count)]
     with subprocess.Popen(program, stderr=subprocess.PIPE, start_new_session=True) as all_of_them:
         try:
             _, error = all_of_them.communicate(timeout=100)

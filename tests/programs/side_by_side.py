@@ -2,10 +2,11 @@
 
     python -m tests.programs.side_by_side 3 [options of pytest]
 
-Most tests of processes wait for something, so there may be one more than cores. What all need is
+Most tests of processes wait for something, so there may be twice as many as cores. What all need is
 imported once, and they are forked from that. The last of several takes the files from the
-last one on, for the tests that compute come last. What the first says comes at once, and that of
-the others below.
+last one on, for the tests that compute come last, and before them those that take long, so that
+none of these is the last one of all. What the first says comes at once, and that of the others
+below.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import pytest
 from launcher.system import linux
 from tests.programs.warm import WARM, WarmParent, prepare
 
+LONG = ("test_failures.py", "test_rank_environment.py", "test_parallelize.py", "test_families.py")
 QUIETLY = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # of plugins imported already
 
 
@@ -40,7 +42,9 @@ class Share:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         if self._from_the_end:
             files = [*dict.fromkeys(item.path for item in items)]
-            items.sort(key=lambda item: files.index(item.path), reverse=True)
+            items.sort(
+                key=lambda item: (item.path.name in LONG, files.index(item.path)), reverse=True
+            )
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.communicator.nccl_host import STREAM, Host
+from tests.communicator.backends.nccl.nccl_host import STREAM, Host
 
 OK, INVALID_USAGE, REMOTE = 0, 5, 6
 FLOAT32, SUM = 7, 0

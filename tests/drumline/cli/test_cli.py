@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import os
 import re
 import shutil
 import signal
@@ -129,22 +130,38 @@ def test_invalid_arguments_are_rejected_in_a_line(name, line, message, capsys):
         ("plan --model {} --memory 1MiB --dtype float17", "dtype='float17' is none"),
         ("plan --model {} --memory 1MiB --dtype float8_e4m3fn", "'float8_e4m3fn' is none"),
         ("generate --model {} --prompt 5 --memory 1MiB", "no tokenizer"),
-        (
-            "bench --model {} -n 2 --new-tokens 2 --prompt-tokens 2 --memory 1KiB",
-            "are missing in all",
-        ),
         ("generate --model {}/nowhere -n 2 --prompt 5", "no config.json"),
         ("auto -n 2 {}/nowhere.py", "does not exist"),
         ("auto {}", "does not exist"),
         ("bench --model {} --prompt-tokens 9 --new-tokens 8", "has positions for 16"),
-        ("bench --model {} -n 2 --prompt-tokens 9 --new-tokens 8", "has positions for 16"),
     ],
 )
-def test_an_impossible_command_is_an_error_of_one_line(checkpoints, capsys, line, message):
+def test_an_impossible_command_is_an_error_of_one_line(small_model, capsys, line, message):
+    assert main([word.format(small_model) for word in line.split()]) == 1
+    _check_one_line(capsys.readouterr().err, message)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--new-tokens 2 --prompt-tokens 2 --memory 1KiB", "are missing in all"),
+        ("--prompt-tokens 9 --new-tokens 8", "has positions for 16"),
+    ],
+)
+def test_an_error_that_all_ranks_find_is_told_in_one_line(small_model, warm, line, message):
+    done = warm.run("-m", "drumline", "bench", "--model", small_model, "-n", "2", *line.split())
+    assert done.returncode == 1
+    _check_one_line(done.stderr, message)
+
+
+@pytest.fixture
+def small_model(checkpoints) -> Path:
+    """A model of 16 positions, without a tokenizer."""
     small = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 1, "n_positions": 16}
-    _, path = checkpoints.make("without a tokenizer", "GPT2LMHeadModel", **small)
-    assert main([word.format(path) for word in line.split()]) == 1
-    error = capsys.readouterr().err
+    return checkpoints.make("without a tokenizer", "GPT2LMHeadModel", **small)[1]
+
+
+def _check_one_line(error: str, message: str) -> None:
     assert message in error.strip().splitlines()[-1] and "drumline: " in error
     assert "Traceback" not in error
 
@@ -231,6 +248,7 @@ def test_an_empty_or_invalid_prompt_is_rejected_before_loading(
     assert message in printed.err and not printed.out
 
 
+@pytest.mark.soak
 def test_the_commands_for_two_machines_run_as_printed(checkpoints, hosts, with_tokenizer):
     words = {"DIR": with_tokenizer, "Once upon": "5 6 7"}  # what its tokenizer knows
     first, second = hosts.typed(ROOT / "docs" / "drumline.md", **words)
@@ -340,17 +358,20 @@ def test_serve_with_impossible_options_does_not_start(checkpoints, capsys, optio
     assert message in capsys.readouterr().err
 
 
-def test_a_command_in_the_background_of_a_script_obeys_sigint(with_tokenizer):
+IN_THE_BACKGROUND = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+from drumline.cli import main
+sys.exit(main())
+"""
+
+
+def test_a_command_in_the_background_of_a_script_obeys_sigint(warm, with_tokenizer):
     """A shell starts such a job with SIGINT ignored, and the server could not be stopped by it."""
     _import_serving()
-    command = [sys.executable, "-m", "drumline", "serve", "--model", with_tokenizer, "-n", "2"]
-    server = subprocess.Popen(
-        [*command, "--port", "0"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
-    )
+    command = ["serve", "--model", with_tokenizer, "-n", "2", "--port", "0"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    server = warm.start("-c", IN_THE_BACKGROUND, *command, env=environ, cwd=ROOT)
     try:
         assert "serving" in server.stdout.readline()
         server.send_signal(signal.SIGINT)

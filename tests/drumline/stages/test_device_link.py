@@ -14,7 +14,7 @@ from communicator import Communicator
 from drumline.stages.device_link import DeviceLink
 from drumline.stages.ring import Ring
 from drumline.strategies import pipeline_parallel, pipeline_tp, serve_stage
-from tests.communicator import cuda_on_cpu
+from tests.communicator.backends.nccl import cuda_on_cpu
 
 TWO = 2
 

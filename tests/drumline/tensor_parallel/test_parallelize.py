@@ -321,7 +321,8 @@ def counts(monkeypatch):
     """The names of all collectives, of all ranks, in the order of their calls."""
     calls = []
     monkeypatch.setattr(
-        "drumline.strategies.mesh_parallel.Communicator", lambda c, _: Communicator(c, "gloo")
+        "drumline.strategies.mesh_parallel.Communicator",
+        lambda c, _, **options: Communicator(c, "gloo"),
     )
     for name in ("allreduce", "allgather", "reduce_scatter"):
         real = getattr(Communicator, name)

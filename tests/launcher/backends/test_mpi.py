@@ -123,6 +123,11 @@ def test_launcher_that_is_killed_takes_its_ranks_with_it(mpi_name, tmp_path):
         time.sleep(0.05)
 
 
+@pytest.mark.parametrize(
+    "mpi_name",
+    [pytest.param(_open_mpi, marks=pytest.mark.soak, id="open"), pytest.param(_mpich, id="mpich")],
+    indirect=True,
+)
 def test_every_recipe_runs_unchanged(mpi_name):
     command = [
         "mpiexec",

@@ -40,8 +40,9 @@ def _check(ended, words: str) -> None:
         assert f"{words} as {rank} of 2" in ended.stdout
 
 
-@pytest.mark.parametrize("backend", ["gloo", "drumline"])
+@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.soak), "drumline"])
 def test_a_torchrun_script_trains_one_model(backend):
+    """On gloo, accelerate's script does the same."""
     _check(_run("multiprocessing", "torchrun_ddp.py", backend, preload="torch"), "trained")
 
 

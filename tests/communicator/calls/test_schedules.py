@@ -1,11 +1,14 @@
 """The schedules of collectives, simulated: no rank waits for ever, and all data arrives."""
 
+import functools
+import queue
 from collections import defaultdict, deque
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from communicator.calls import schedules
+from communicator.calls import scheduled_collectives, schedules
 from communicator.calls.scheduled_collectives import ScheduledCollectives, row
 from communicator.calls.schedules import SMALL_NBYTES, TOKEN_NBYTES, PeerSlice
 
@@ -132,24 +135,116 @@ def test_a_schedule_among_some_ranks_and_without_some():
     assert [one.recvs for one in left.rounds if one.recvs] == [(PeerSlice(3, 3, 4),)]
 
 
-@pytest.mark.parametrize("world_size", [1000, 10_000])
+class Lockstep(ScheduledCollectives):
+    """One of the ranks of a network within this process: each waits where the others must come."""
+
+    def __init__(self, rank, world_size, links):
+        self.rank, self.world_size, self._links = rank, world_size, links
+
+    def run_schedule(self, schedule, source, target):
+        for sends, recvs in schedule.rounds:
+            for send in sends:
+                self._links[self.rank, send.peer].put(source[send.begin : send.end].clone())
+            for recv in recvs:
+                target[recv.begin : recv.end] = self._links[recv.peer, self.rank].get(timeout=60)
+
+
+def on_all_ranks(world_size, call):
+    """What call(collectives) returns on each rank."""
+    links = defaultdict(queue.Queue)
+    with ThreadPoolExecutor(world_size) as pool:
+        return [*pool.map(call, [Lockstep(rank, world_size, links) for rank in range(world_size)])]
+
+
+@pytest.mark.parametrize("world_size", SIZES[1:6])
+def test_rows_that_go_in_rotations_are_swapped_and_added_in_order(world_size, monkeypatch):
+    """As they do among many ranks."""
+    monkeypatch.setattr(scheduled_collectives, "is_rotated", lambda *_: True)
+    monkeypatch.setattr(scheduled_collectives, "is_gathered", lambda *_: False)
+    generator = torch.Generator().manual_seed(1)
+    tensors = torch.randn(world_size, world_size, 3, generator=generator).half()
+    odd = torch.randn(world_size, 101, generator=generator).half()
+
+    def total(stacked):
+        return functools.reduce(torch.add, stacked.float()).half()
+
+    def body(rank):
+        swapped, reduced, whole = tensors[0].clone(), tensors[0, 0].clone(), odd[0].clone()
+        rank.do_alltoall(swapped, tensors[rank.rank])
+        rank.do_reduce_scatter(reduced, tensors[rank.rank], "sum")
+        rank.do_allreduce(whole, odd[rank.rank], "sum")
+        return swapped, reduced, whole
+
+    for rank, (swapped, reduced, whole) in enumerate(on_all_ranks(world_size, body)):
+        assert torch.equal(swapped, tensors[:, rank])
+        assert torch.equal(reduced, total(tensors[:, rank]))
+        assert torch.equal(whole, total(odd))
+
+
+class Traffic(Recorded):
+    """Collectives of one rank that count: rounds, messages, and elements sent and received."""
+
+    def reduce_parts(self, parts, op):
+        return parts[0]
+
+    def count(self):
+        rounds = [one for schedule in self.schedules for one in schedule.rounds]
+        sent = [send.numel for one in rounds for send in one.sends]
+        received = [recv.numel for one in rounds for recv in one.recvs]
+        return len(rounds), len(sent), sum(sent), sum(received)
+
+
+def traffic(world_size, call):
+    """The most rounds, messages and elements of a direction of a link, of some ranks.
+
+    All schedules are those of rank 0, shifted by the rank, but for a broadcast's: whose first ranks
+    have the most to send.
+    """
+    counts = []
+    for rank in (0, 1, world_size - 1):
+        collectives = Traffic(rank, world_size)
+        call(collectives)
+        counts.append(collectives.count())
+    rounds, messages, sent, received = map(max, zip(*counts, strict=True))
+    return rounds, messages, max(sent, received)
+
+
+many = pytest.mark.parametrize("world_size", [1000, 10_000])
+
+
+@many
 def test_rounds_of_small_calls_grow_with_the_logarithm(world_size):
+    """8 bytes, or 8 for each: of an allreduce twice the rounds at most, and as many messages."""
     log2 = (world_size - 1).bit_length()
-    assert len(schedules.dissemination(3, world_size, 1).rounds) == log2
-    assert len(schedules.broadcast(3, world_size, 0, 100, 1).rounds) <= log2
+    one, rows = torch.zeros(2), torch.zeros(world_size, 2, dtype=torch.int8)
+    calls = {
+        "barrier": (1, lambda comm: comm.do_barrier()),
+        "allgather": (1, lambda comm: comm.do_allgather(torch.zeros(world_size, 2), one)),
+        "allreduce": (2, lambda comm: comm.do_allreduce(one.clone(), one, "sum")),
+        "reduce_scatter": (1, lambda comm: comm.do_reduce_scatter(rows[0].clone(), rows, "sum")),
+        "alltoall": (1, lambda comm: comm.do_alltoall(rows.clone(), rows)),
+        "broadcast": (1, lambda comm: comm.do_broadcast(one, 0)),
+    }
+    for name, (times, call) in calls.items():
+        rounds, messages, _ = traffic(world_size, call)
+        assert rounds <= times * log2 and messages <= times * log2, (name, rounds, messages)
 
 
-@pytest.mark.parametrize("world_size", [2, 6, 1000])
+@pytest.mark.parametrize("world_size", [2, 6, 1000, 10_000])
 def test_the_busiest_link_carries_little_more_than_the_least_bytes(world_size):
-    """Of a large broadcast each rank sends each byte once; of an exchange only what others need."""
-    numel = 1 << 24
-    broadcast = [schedules.broadcast(rank, world_size, 0, numel, 4) for rank in (0, 1)]
-    sent = [sum(send.numel for sends, _ in one.rounds for send in sends) for one in broadcast]
-    assert max(sent) == numel
+    """Of large calls: what a rank must send or receive, whatever the algorithm, and 1/10 more."""
+    row = 1 << 12 if world_size == 10_000 else 1 << 14
+    numel, others = row * world_size, world_size - 1
+    rows = torch.empty(world_size, row, dtype=torch.int8)  # its pages are never touched
     pieces = schedules.parts(numel, world_size)
-    exchange = schedules.pairwise(0, world_size, pieces.__getitem__, lambda _: pieces[0], numel)
-    sent = sum(send.numel for sends, _ in exchange.rounds for send in sends)
-    assert sent == numel - pieces[0][1]
+    assert numel * others > schedules.HOP_NBYTES * world_size
+
+    def exchange(comm):
+        comm.exchange(rows, pieces.__getitem__, rows, pieces.__getitem__)
+
+    least = {exchange: others * row, lambda comm: comm.do_broadcast(rows, 0): numel}
+    for call, most in least.items():
+        assert traffic(world_size, call)[2] <= 1.1 * most
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 6, 64])

@@ -15,7 +15,7 @@ from communicator import CommunicatorError, CommunicatorTimeout
 from communicator.backends.nccl import oneshot
 from communicator.backends.nccl.oneshot import Algorithm, KernelCall, Kernels, KernelState
 from communicator.calls.dtypes import dtype_info
-from tests.communicator import oneshot_build
+from tests.communicator.backends.nccl import oneshot_build
 
 WAYS = list(Algorithm)
 

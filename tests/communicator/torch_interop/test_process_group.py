@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parent / "programs"
+FOLDER = Path(__file__).parents[1] / "programs"
 FILES = ("process_group_programs.py", "p2p_programs.py")
 PROGRAMS = [
     (file, name)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).parent / "programs" / "trainer_failures.py"
+PROGRAM = Path(__file__).parents[1] / "programs" / "trainer_failures.py"
 CASES = re.findall(r'^    "(\w+)": ', PROGRAM.read_text(), re.MULTILINE)
 STOPPED = ["ddp_static_graph", "fsdp2", "pipeline"]  # the others, and more rounds, take too long
 LATE = ["ddp", "ddp_python_hook", "fsdp1"]

@@ -14,7 +14,7 @@ from communicator.backends.plugin import load
 from coordinator import Coordinator
 from launcher import LaunchInfo
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SOURCE = Path(__file__).with_name("abi_plugin.c")
 
 

@@ -12,7 +12,7 @@ from coordinator import Coordinator
 from launcher import LaunchInfo
 
 BIN = Path(sys.executable).parent
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 PROGRAM = HERE / "programs" / "under_mpi.py"
 
 

@@ -15,7 +15,7 @@ from communicator import CommunicatorError, PeerLost
 from communicator.backends.nccl import Nccl, oneshot
 from communicator.backends.nccl.oneshot import Kernels, Oneshot
 from coordinator import Coordinator
-from tests.communicator import cuda_on_cpu, nccl_host, oneshot_build
+from tests.communicator.backends.nccl import cuda_on_cpu, nccl_host, oneshot_build
 
 SOON_S = 30.0
 FOR_EVER_S = 3600

@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PLUGIN = HERE.parents[1] / "communicator" / "backends" / "nccl" / "_nccl.abi3.so"
+PLUGIN = HERE.parents[3] / "communicator" / "backends" / "nccl" / "_nccl.abi3.so"
 
 ENTRIES = """
     probe init destroy allreduce last_error get_unique_id broadcast reduce allgather reduce_scatter

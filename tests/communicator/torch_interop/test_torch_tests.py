@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).parent / "programs" / "torch_tests.py"
+PROGRAM = Path(__file__).parents[1] / "programs" / "torch_tests.py"
 
 # What torch says of the tests that it does not run here, and why that is no matter of ours.
 SKIPPED = {

@@ -51,7 +51,7 @@ ODD = {
 def toy(tmp_path_factory):
     """The example of a vendor's library, built."""
     folder = tmp_path_factory.mktemp("toy")
-    source = Path(__file__).parents[2] / "examples" / "vendor_plugin" / "toy.c"
+    source = Path(__file__).parents[3] / "examples" / "vendor_plugin" / "toy.c"
     flags = ["-std=c11", "-O1", "-fPIC", "-shared", f"-I{source.parents[2] / 'csrc' / 'abi'}"]
     subprocess.run(["cc", *flags, source, "-o", folder / "libtoy.so"], check=True)
     return folder / "libtoy.so"

@@ -17,7 +17,7 @@ from communicator.backends import nccl
 from communicator.backends.nccl import Nccl
 from communicator.calls import call_check
 from coordinator import Coordinator, FailureReason, RankFailure
-from tests.communicator import cuda_on_cpu, nccl_host
+from tests.communicator.backends.nccl import cuda_on_cpu, nccl_host
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="a real device would not do for the stand-in"
@@ -158,7 +158,7 @@ def test_an_end_that_fails_names_the_dead_and_closes(path):
 
 def test_close_names_peers_that_died_and_none_that_had_closed(warm, path):
     """Rank 1 is a process that closes and exits, is killed, or exits without closing."""
-    program = Path(__file__).parent / "programs" / "nccl_ends.py"
+    program = Path(__file__).parents[2] / "programs" / "nccl_ends.py"
     done = warm.run(program, path)
     said = dict(map(json.loads, done.stdout.splitlines()))
     assert said.pop("leave", None) == "" and len(said) == 2, (said, done.stderr)

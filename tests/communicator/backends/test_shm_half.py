@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-CSRC = Path(__file__).parents[2] / "csrc"
+CSRC = Path(__file__).parents[3] / "csrc"
 PROGRAM = """
 #include <cstdio>
 #include <vector>

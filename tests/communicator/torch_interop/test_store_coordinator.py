@@ -7,10 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.distributed import DistStoreError, HashStore, TCPStore
+from torch.distributed import FileStore, HashStore, TCPStore
 
 from communicator import Communicator, CommunicatorError, CommunicatorTimeout, PeerLost
-from communicator.torch_interop.store_coordinator import StoreCoordinator, _request_key, _wait_up_to
+from communicator.torch_interop.store_coordinator import (
+    StoreCoordinator,
+    _come_within,
+    _request_key,
+)
 from coordinator import CoordinatorError, Credentials
 from coordinator.transport import connections
 
@@ -70,9 +74,13 @@ def test_rank_that_never_comes_is_named_by_each_of_the_others(meet, missing):
         assert f"ranks [{missing}] of {WORLD}" in str(error)
 
 
-def test_less_than_a_millisecond_is_not_for_ever():
-    with pytest.raises(DistStoreError):
-        _wait_up_to(0.0004, HashStore(), ["never"])
+def test_waits_in_pieces_end_with_the_keys_or_the_time_limit_on_every_store_of_torch(tmp_path):
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for store in (HashStore(), FileStore(str(tmp_path / "store"), 1), server):
+        for timeout_s in (0.0004, 0.02):
+            assert not _come_within(timeout_s, store, ["later"])
+        store.set("later", "")
+        assert _come_within(0.0004, store, ["later"])
 
 
 def test_parts_exchange_nothing_to_meet_and_name_a_rank_that_stays_away(meet):

@@ -12,7 +12,7 @@ from communicator.backends.gloo import Gloo
 from communicator.calls.dtypes import DTYPES, OPS, dtype_info, op_name
 from coordinator import Coordinator
 
-CSRC = Path(__file__).parents[2] / "csrc"
+CSRC = Path(__file__).parents[3] / "csrc"
 
 
 def constants(path, prefix):

@@ -1,7 +1,7 @@
 """What our NCCL plugin asks of NCCL, and in which order, written down by a stand-in library.
 
-The stand-in moves nothing and needs no GPU. tests/communicator/test_nccl_without_gpu.py has the
-real library, tests/gpu the real device.
+The stand-in moves nothing and needs no GPU. test_nccl_without_gpu.py has the real library, and
+tests/gpu the real device.
 """
 
 import ctypes
@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.communicator import nccl_host
-from tests.communicator.nccl_host import STREAM, Host
+from tests.communicator.backends.nccl import nccl_host
+from tests.communicator.backends.nccl.nccl_host import STREAM, Host
 
 SUM, PROD, MAX, AVG, FLOAT32, BFLOAT16, BOOL, INT16, UINT8 = 0, 1, 2, 4, 7, 9, 100, 101, 1
 FLOAT8 = 10
@@ -266,7 +266,7 @@ CAPTURES = """
 import ctypes
 import sys
 from ctypes import RTLD_GLOBAL
-from tests.communicator.nccl_host import STREAM, Host
+from tests.communicator.backends.nccl.nccl_host import STREAM, Host
 DEVICE_ERROR = 1
 host = Host(sys.argv[1], mode=RTLD_GLOBAL)
 assert host.code == 0, host.error
@@ -392,14 +392,14 @@ assert host.stand_in.stand_in_end_graphs(0) == 1
 
 def test_calls_captures_splits_failures_and_ends_come_in_any_order(stand_in):
     """Thousands of steps against a model: tests/communicator/programs/nccl_orders.py."""
-    program = Path(nccl_host.HERE, "programs", "nccl_orders.py")
+    program = Path(nccl_host.HERE.parents[1], "programs", "nccl_orders.py")
     done = subprocess.run(
         [sys.executable, program, stand_in("CUDA", "POLLS=0")],
         capture_output=True,
         text=True,
         timeout=100,
-        cwd=nccl_host.HERE.parents[1],
-        env=os.environ | {"PYTHONPATH": str(nccl_host.HERE.parents[1])},
+        cwd=nccl_host.HERE.parents[3],
+        env=os.environ | {"PYTHONPATH": str(nccl_host.HERE.parents[3])},
     )
     assert done.returncode == 0, done.stderr[-4000:]
 

@@ -14,7 +14,7 @@ import pytest
 from launcher import LaunchInfo
 from tests.network_hosts import NetworkHosts, NoNetworkNamespaces
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SIZES = (3, 2)
 # One process per host, which imports torch and forks its ranks.
 HOST = """

@@ -19,8 +19,8 @@ from communicator import Communicator, CommunicatorError, Unsupported
 from communicator.backends.nccl import Nccl, nccl_library
 from communicator.own_gpu import own_ordinal
 from coordinator import Coordinator
-from tests.communicator import nccl_host
-from tests.communicator.nccl_host import Host
+from tests.communicator.backends.nccl import nccl_host
+from tests.communicator.backends.nccl.nccl_host import Host
 
 WHEELS = list(nccl_library._of_packages())
 needs_wheel = pytest.mark.skipif(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-FILE = Path(__file__).parent / "programs" / "trainer_programs.py"
+FILE = Path(__file__).parents[1] / "programs" / "trainer_programs.py"
 PROGRAMS = re.findall(r"^@program\(\d\)\ndef (\w+)", FILE.read_text(), re.MULTILINE)
 
 
