@@ -16,18 +16,18 @@ from typing import Any
 from benchmarks.table import RESULTS
 
 Row = dict[str, Any]
-Lines = dict[str, list[tuple[float, float]]]
 OURS = "#1b6ca8"
+NOISE = 0.18  # the opacity of the middle half around a line
 # The first that is a part of a name; a peer looks the same in every picture.
 PEERS = {
     "MPICH": ("#d1495b", "s"),
     "Open MPI": ("#edae49", "^"),
     "Intel MPI": ("#8d6a9f", "D"),
     "oneCCL": ("#7a7a7a", "P"),
-    "torchrun": ("#8d6a9f", "D"),
+    "torchrun": ("#2a9d8f", "X"),
     "spawn": ("#7a7a7a", "v"),
     "gloo": ("#66a182", "v"),
-    "torch.distributed": ("#66a182", "v"),
+    "torch.distributed": ("#3a5a40", "<"),
     "one process": ("#d1495b", "s"),
     "rank 0": ("#d1495b", "s"),
     "another rank": ("#edae49", "^"),
@@ -61,9 +61,43 @@ def rows(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def number(cell: Any) -> float:
+class Median(float):
+    """A point of a line, and the middle half of what was measured there."""
+
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, median: float, low: float, high: float) -> Median:
+        point = cls(median)
+        point.low, point.high = low, high
+        return point
+
+
+Lines = dict[str, list[tuple[float, Median]]]
+
+
+def number(cell: Any) -> Median:
     """A cell as a number: that of a spread is its median."""
-    return float(cell["median"] if isinstance(cell, dict) else cell)
+    if isinstance(cell, dict):
+        return Median.of(cell["median"], cell["low"], cell["high"])
+    return Median.of(cell, cell, cell)
+
+
+def merged(lines: Lines) -> Lines:
+    """Lines with one point at each place: of several, as ours beside each peer, the median."""
+    found: Lines = {}
+    for name, points in lines.items():
+        at_place: dict[float, list[Median]] = defaultdict(list)
+        for place, point in points:
+            at_place[place].append(point)
+        found[name] = [(place, middle(several)) for place, several in at_place.items()]
+    return found
+
+
+def middle(points: list[Median]) -> Median:
+    low, high = min(point.low for point in points), max(point.high for point in points)
+    return Median.of(statistics.median(points), low, high)
 
 
 def startup(folder: Path) -> Iterable[Path]:
@@ -74,11 +108,9 @@ def startup(folder: Path) -> Iterable[Path]:
         for row in (row for row in table if row["what"] == what):
             ranks = row["ranks"]
             for column in (column for column in row if column.startswith("drumline")):
-                name = column.removesuffix(" (s)")
-                if (ranks, number(row[column])) not in lines[name]:
-                    lines[name].append((ranks, number(row[column])))
+                lines[column.removesuffix(" (s)")].append((ranks, number(row[column])))
             lines[row["peer"]].append((ranks, number(row["(s)"])))
-        panels[what] = lines
+        panels[what] = merged(lines)
     if panels:
         yield save(folder / "startup", panels, "ranks", "seconds")
 
@@ -87,13 +119,11 @@ def collectives(folder: Path) -> Iterable[Path]:
     for path in sorted(folder.glob("collectives-*.jsonl")):
         table = [row for row in rows(path) if row["dtype"] == "float32"]
         latency: dict[str, Lines] = {}
-        ours: dict[tuple[str, int], list[float]] = defaultdict(list)  # once beside each peer
         for row in table:
             lines = latency.setdefault(row["operation"], defaultdict(list))
             lines[row["peer"]].append((row["bytes"], number(row["(us)"])))
-            ours[row["operation"], row["bytes"]].append(number(row["drumline (us)"]))
-        for (operation, nbytes), times in ours.items():
-            latency[operation]["drumline"].append((nbytes, statistics.median(times)))
+            lines["drumline"].append((row["bytes"], number(row["drumline (us)"])))
+        latency = {name: merged(lines) for name, lines in latency.items()}
         moving = {name: lines for name, lines in latency.items() if len(lines["drumline"]) > 1}
         if moving:
             yield save(folder / f"{path.stem}-latency", moving, "size", "microseconds")
@@ -104,7 +134,10 @@ def collectives(folder: Path) -> Iterable[Path]:
 def bandwidths(lines: Lines) -> Lines:
     """Bytes of the tensor over the time of the call, in GB/s."""
     return {
-        name: [(nbytes, nbytes / us / 1000) for nbytes, us in points]
+        name: [
+            (nbytes, Median.of(*(nbytes / time / 1000 for time in (us, us.high, us.low))))
+            for nbytes, us in points
+        ]
         for name, points in lines.items()
     }
 
@@ -124,9 +157,8 @@ def coordinator(folder: Path) -> Iterable[Path]:
                 peer, is_time, _ = column.replace("(us)", " (us)").partition(" (us)")
                 peer = peer.strip() or row["peer"]
                 if is_time and cell not in ("", "-"):
-                    point = int(size[0]) * UNITS[size[1]], number(cell)
-                    if all(at != point[0] for at, _ in lines[peer]):
-                        lines[peer].append(point)
+                    lines[peer].append((int(size[0]) * UNITS[size[1]], number(cell)))
+        panels = {title: merged(lines) for title, lines in panels.items()}
         panels = {title: lines for title, lines in panels.items() if len(lines["drumline"]) > 1}
         if panels:
             yield save(folder / path.stem, panels, "size", "microseconds")
@@ -195,9 +227,10 @@ def fill(axes: Any, lines: Lines) -> dict[str, Any]:
     """Draw the lines, ours in front; by name, what stands for each in the legend."""
     drawn = {}
     for name in sorted(lines, key=lambda name: (not name.startswith("drumline"), name)):
-        (drawn[name],) = axes.plot(
-            *zip(*sorted(lines[name]), strict=True), label=name, **look(name)
-        )
+        places, points = zip(*sorted(lines[name]), strict=True)
+        (drawn[name],) = axes.plot(places, points, label=name, **look(name))
+        ends = [point.low for point in points], [point.high for point in points]
+        axes.fill_between(places, *ends, color=look(name)["color"], alpha=NOISE, linewidth=0)
     axes.grid(alpha=0.3)
     return drawn
 

@@ -73,7 +73,7 @@ measures every layer and the usual alternatives that are installed, in turns in 
 writes this page with a table, JSON lines and a picture of each. No number comes from elsewhere.
 Above each table are the machine, versions, commit and the command that makes it again.
 
-- Numbers are medians; the middle half is in brackets.
+- Numbers are medians; the middle half is in brackets, and shaded in the pictures.
 - A `ratio` below 1 means that drumline is faster, unless its head says otherwise.
 - `right` or `equal` says whether the results were compared with the expected ones and matched.
 - On a machine with few cores trust the ratio, not the time.

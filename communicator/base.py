@@ -9,7 +9,9 @@ and is overridden, one `do_` method at a time, where the backend does better.
 
 from __future__ import annotations
 
+import os
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -131,7 +133,8 @@ class Communicator(CollectivesFromP2P):
         self.coor = coor
         self.rank, self.world_size = coor.rank, coor.world_size
         self.timeout_s = coor.timeout_s if timeout_s is None else timeout_s
-        self._closed = False
+        self._closed, self._pid = False, os.getpid()
+        _live.add(self)
         self._is_gpu_named = device is not None
         self._device = self._own_device(_as_device(device))
         if checked_calls is not None:
@@ -273,7 +276,7 @@ class Communicator(CollectivesFromP2P):
         """
         self._check_open("group")
         if self._pending is not None:
-            raise CommunicatorError(f"rank {self.rank}: group() inside a group(). Use one.")
+            raise CommunicatorError(f"{self._me}: group() inside a group(). Use one.")
         calls: list[P2PCall] = []
         self._pending = calls
         try:
@@ -291,11 +294,12 @@ class Communicator(CollectivesFromP2P):
             self._await_stream(None, timeout_s)
 
     def close(self) -> None:
-        """Free what the backend holds. Not collective; calling it twice is harmless.
+        """Free what the backend holds. Not collective.
 
-        Not while another thread waits in a call: abort() ends that first, where there is one.
+        Calling it twice, or in a forked process, does nothing. Not while another thread waits in a
+        call: abort() ends that first, where there is one.
         """
-        if not self._closed:
+        if not self._closed and self._pid == os.getpid():
             self._closed = True
             self.do_close()
             if self._recorder is not None:
@@ -303,7 +307,7 @@ class Communicator(CollectivesFromP2P):
 
     def abort(self) -> None:
         """Make calls of this rank that wait raise, and later ones; from any thread."""
-        raise Unsupported(f"rank {self.rank}: {self.name} cannot be aborted; end the process.")
+        raise Unsupported(f"{self._me}: {self.name} cannot be aborted; end the process.")
 
     def __enter__(self) -> Communicator:
         return self
@@ -360,7 +364,7 @@ class Communicator(CollectivesFromP2P):
             if (waited_s := time.monotonic() - start) > limit_s:
                 lost = describe_lost(self._lost_peers())
                 raise CommunicatorTimeout(
-                    f"rank {self.rank}: the stream was not done in time: some rank did not make "
+                    f"{self._me}: the stream was not done in time: some rank did not make "
                     f"the same calls.{lost} abort() ends what waits on the GPU."
                 )
             time.sleep(min(waited_s / 10, timings.TIMINGS.stream_poll_s))  # a tenth late at most
@@ -369,12 +373,20 @@ class Communicator(CollectivesFromP2P):
         """The device whose tensors this rank may pass, if this one or none was named."""
         if device is not None and device.type != self.device_type:
             raise Unsupported(
-                f"rank {self.rank}: {self.name} moves tensors on {self.device_type}, not on "
+                f"{self._me}: {self.name} moves tensors on {self.device_type}, not on "
                 f"{device}. Choose another backend, or leave device= out."
             )
         if self.device_type == "cpu" or (device is not None and device.index is not None):
             return device or torch.device("cpu")
         return torch.device(self.device_type, own_ordinal(self.coor.info.local_rank))
+
+    def rank_name(self, rank: int) -> str:
+        """A rank of this communicator in errors: numbered as in the launch, like all others."""
+        return f"rank {self.coor.peers[rank].rank}"
+
+    @property
+    def _me(self) -> str:
+        return self.rank_name(self.rank)
 
     _num_compared = 0  # collectives
     _pending: list[P2PCall] | None = None
@@ -417,8 +429,7 @@ class Communicator(CollectivesFromP2P):
     def _check_open(self, call: str) -> None:
         if self._closed:
             raise CommunicatorError(
-                f"rank {self.rank}: {call} on a closed Communicator. Make a new one, or "
-                "close it later."
+                f"{self._me}: {call} on a closed Communicator. Make a new one, or close it later."
             )
 
     def _check_rows(self, call: str, tensor: torch.Tensor) -> None:
@@ -448,3 +459,15 @@ class Communicator(CollectivesFromP2P):
         if out is None:
             return torch.empty(shape, dtype=like.dtype, device=like.device)
         return self._check_out(call, out, shape, like)
+
+
+_live: weakref.WeakSet[Communicator] = weakref.WeakSet()
+_inherited: list[Communicator] = []
+
+
+def _keep_inherited() -> None:
+    """In a forked child, never free the parent's Communicators: their threads are not there."""
+    _inherited.extend(_live)
+
+
+os.register_at_fork(after_in_child=_keep_inherited)

@@ -10,8 +10,10 @@ from coordinator.call_site import caller
 from coordinator.control.object_codec import packed, unpacked, why_unsendable
 from coordinator.errors import CoordinatorError
 from coordinator.peers import Peer
-from coordinator.transport.group import NOTHING, Exchange, pack_parts
+from coordinator.transport.group import ALL_RANKS, NOTHING, Exchange, pack_parts
 from coordinator.work_outcome import WorkOutcome, raise_first_failure
+
+_new = tuple.__new__
 
 
 class ValueCollectives:
@@ -88,9 +90,14 @@ class Collectives(ValueCollectives):
 
         Raises ValueError if src is no rank of the group or gives no bytes.
         """
-        self._check_rank(src, "src")
-        own = self._bytes(data, "broadcasts") if self.rank == src else b""
-        return self._exchange("broadcast", Exchange(own, src), timeout_s)[src]
+        if self.rank == src:
+            own = data if type(data) is bytes else self._bytes(data, "broadcasts")
+        else:
+            self._check_rank(src, "src")
+            own = b""
+        # As Exchange(own, src), in half the time.
+        exchange = _new(Exchange, (own, src, ALL_RANKS, False))
+        return self._exchange("broadcast", exchange, timeout_s)[src]
 
     def allgather(self, data: bytes, *, timeout_s: float | None = None) -> list[bytes]:
         """The data of every rank, in order of rank, on every rank. Collective; sizes may differ."""

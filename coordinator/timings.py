@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+
+HEARTBEATS_PER_S = 1024  # of all ranks together: 2 % of a core of rank 0
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,14 @@ class CoordinatorTimings:
     """To store that once() or master_first() failed, whatever its own deadline."""
     linger_s: float = 2.0
     """Of rank 0 in a failed group, for the others to hear why it failed. Must exceed reason_s."""
+
+    def for_ranks(self, world_size: int) -> CoordinatorTimings:
+        """With longer pauses where rank 0 could not bear what so many ranks ask, and longer limits
+        for what is learnt from it."""
+        factor = max(1.0, world_size / (HEARTBEATS_PER_S * self.heartbeat_s))
+        names = ("heartbeat_s", "membership_s", "reports_s", "departed_s", "new_group_s")
+        limits = ("ping_after_s", "silent_s", "master_silent_s")
+        return replace(self, **{name: factor * getattr(self, name) for name in (*names, *limits)})
 
     def scaled(self, factor: float) -> CoordinatorTimings:
         """All of them multiplied."""

@@ -77,7 +77,7 @@ class Gloo(TaggedP2PCommunicator):
             call_check.compare(self, self._num_compared, description)
 
     def start_bytes(self, kind: str, data: torch.Tensor, peer: int, tag: int) -> Any:
-        with self._translated_errors(f"{kind} with rank {peer}"):
+        with self._translated_errors(f"{kind} with {self.rank_name(peer)}"):
             return (self._gloo.send if kind == "send" else self._gloo.recv)([data], peer, tag)
 
     def wait_for(self, call: str, work: Any) -> None:
@@ -126,7 +126,7 @@ class Gloo(TaggedP2PCommunicator):
         timed_out = "timed out" in text.lower()
         lost = self._lost_peers() if timed_out else self._await_lost_peers()
         message = (
-            f"rank {self.rank} {'timed out' if timed_out else 'failed'} after {waited_s:.1f} s in "
+            f"{self._me} {'timed out' if timed_out else 'failed'} after {waited_s:.1f} s in "
             f"{call} (gloo, {self.world_size} ranks)."
             f"{describe_lost(lost)} Are all ranks in the same call, with tensors of the same size, "
             f"and alive? ({text}){self._diagnosis() if timed_out else ''}"

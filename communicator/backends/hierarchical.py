@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, TimeoutError
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -33,33 +33,6 @@ from communicator.calls.schedules import SMALL_NBYTES, Slice, parts
 from communicator.errors import CommunicatorError, DrumlineError, PeerLost, Unsupported, with_text
 from communicator.selection import backend_class
 from coordinator import Coordinator
-
-
-class RenumberedErrors:
-    """A communicator of some ranks, whose errors begin with the caller's numbers of those ranks.
-
-    The communicator numbers its ranks from 0, so its own errors name them by other numbers.
-    """
-
-    def __init__(self, comm: Communicator, ranks: list[int]) -> None:
-        self._comm = comm
-        names = ", ".join(f"rank {rank}" for rank in ranks)
-        self._context = (
-            f"rank {ranks[comm.rank]}, in the subgroup of {names}, numbered from 0 here: "
-        )
-        if ranks == list(range(len(ranks))):
-            self._context = ""
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self._comm, name)
-
-        def call(*args: Any) -> Any:
-            try:
-                return method(*args)
-            except (DrumlineError, ValueError) as error:
-                raise with_text(error, f"{self._context}{error}") from error
-
-        return call
 
 
 class Hierarchical(Communicator):
@@ -85,7 +58,7 @@ class Hierarchical(Communicator):
         network = backend_class(between)
         if not issubclass(network, (TaggedP2PCommunicator, Tcp)):
             raise ValueError(
-                f"rank {self.rank}: between={between!r} does not reach other nodes by itself. Take "
+                f"{self._me}: between={between!r} does not reach other nodes by itself. Take "
                 "'tcp', 'gloo' or 'mpi'."
             )
         self._nodes = [sorted(node) for node in self.coor.nodes]
@@ -104,7 +77,7 @@ class Hierarchical(Communicator):
         self._network = self._resources.enter_context(network(self.coor, timeout_s=self.timeout_s))
         with self.coor.split(self._node_ranks) as coor:  # type: ignore[union-attr]  # it is in it
             local = Communicator(coor, timeout_s=self.timeout_s)
-        self._local = RenumberedErrors(self._resources.enter_context(local), self._node_ranks)
+        self._local = self._resources.enter_context(local)
         self._num_columns = max(map(len, self._nodes))
         place, num_local = self._node_ranks.index(self.rank), len(self._node_ranks)
         self._columns = {
@@ -237,14 +210,14 @@ class Hierarchical(Communicator):
             self._local.barrier()
 
     def do_send(self, tensor: torch.Tensor, dst: int) -> None:
-        with self._failing_together(f"send to rank {dst}", is_collective=False):
+        with self._failing_together(f"send to {self.rank_name(dst)}", is_collective=False):
             if dst in self._node_ranks:
                 self._local.send(tensor, self._node_ranks.index(dst))
             else:
                 self._network.send(tensor, dst)
 
     def do_recv(self, tensor: torch.Tensor, src: int) -> None:
-        with self._failing_together(f"recv from rank {src}", is_collective=False):
+        with self._failing_together(f"recv from {self.rank_name(src)}", is_collective=False):
             if src in self._node_ranks:
                 self._local.recv(tensor, self._node_ranks.index(src))
             else:
@@ -294,14 +267,14 @@ class Hierarchical(Communicator):
         A lost rank is reported: its death may be visible on its own host alone, and rank 0, which
         keeps the first failure, may exit before others have read it.
         """
-        text = f"rank {self.rank} in {call}: {error}"
+        text = f"{self._me} in {call}: {error}"
         first = first_failure(self._failures, text)
         lost = self._await_lost_peers() if isinstance(error, PeerLost) else self._lost_peers()
         if lost:
             report(self.coor, lost[0])
         cause = "" if first == text else f" The first failure: {first}"
         text = (
-            f"rank {self.rank} lost its peers in {call} ({self.world_size} ranks on "
+            f"{self._me} lost its peers in {call} ({self.world_size} ranks on "
             f"{len(self._nodes)} nodes).{describe_lost(lost)} {error}{cause}"
         )
         return PeerLost(text, lost) if isinstance(error, PeerLost) else with_text(error, text)

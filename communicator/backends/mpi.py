@@ -63,7 +63,7 @@ class Mpi(TaggedP2PCommunicator):
         worlds = {(size, version) for _, size, version in places}
         if len(worlds) > 1 or len({rank for rank, _, _ in places}) < self.world_size:
             raise Unsupported(
-                f"rank {self.rank}: the ranks are not of one MPI, but rank, size and version are "
+                f"{self._me}: the ranks are not of one MPI, but rank, size and version are "
                 f"{places}. Start all of them with the mpiexec of the MPI that mpi4py loads."
             )
 
@@ -151,7 +151,7 @@ class Mpi(TaggedP2PCommunicator):
             return
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(request))  # for ever: MPI may still write
         message = (
-            f"rank {self.rank} {'failed' if lost else 'timed out'} after {waited_s:.1f} s in "
+            f"{self._me} {'failed' if lost else 'timed out'} after {waited_s:.1f} s in "
             f"{call} (mpi, {self.world_size} ranks)."
             f"{describe_lost(lost)} Are all ranks in the same call, with tensors of the same size, "
             f"and alive?{'' if lost else describe_late(self.coor)}"

@@ -110,8 +110,8 @@ class PluginCommunicator(Communicator):
         for rank, (other, _, _) in enumerate(proposals):
             if other != library:
                 raise Unsupported(
-                    f"rank {self.rank}: this rank has {library}, rank {rank} has {other}. Their "
-                    "messages may differ; install the same version everywhere."
+                    f"{self._me}: this rank has {library}, {self.rank_name(rank)} has {other}. "
+                    "Their messages may differ; install the same version everywhere."
                 )
         return proposals[0][1], proposals[0][2]
 
@@ -132,7 +132,7 @@ class PluginCommunicator(Communicator):
         """Raise PeerLost if a peer that the call would wait for is known dead."""
         if lost := self._lost_peers():
             raise PeerLost(
-                f"rank {self.rank} lost a peer before {call}.{describe_lost(lost)} Start all ranks "
+                f"{self._me} lost a peer before {call}.{describe_lost(lost)} Start all ranks "
                 "again, and look at what those printed last.",
                 lost,
             )
@@ -166,7 +166,7 @@ class PluginCommunicator(Communicator):
     def _empty_shared(self, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if self.device_type != "cpu":
             raise Unsupported(
-                f"rank {self.rank}: empty over {self._plugin.name}: its mem_alloc gives memory of "
+                f"{self._me}: empty over {self._plugin.name}: its mem_alloc gives memory of "
                 f"{self.device}, of which no tensor is made here. Use torch.empty(..., "
                 "device=comm.device), which every collective takes."
             )

@@ -54,10 +54,12 @@ class TaggedP2PCommunicator(ProgramRunner, Communicator):
         raise NotImplementedError
 
     def do_send(self, tensor: torch.Tensor, dst: int) -> None:
-        self.finish_group(self.start_group([("send", tensor, dst)]), f"send to rank {dst}")
+        pending = self.start_group([("send", tensor, dst)])
+        self.finish_group(pending, f"send to {self.rank_name(dst)}")
 
     def do_recv(self, tensor: torch.Tensor, src: int) -> None:
-        self.finish_group(self.start_group([("recv", tensor, src)]), f"recv from rank {src}")
+        pending = self.start_group([("recv", tensor, src)])
+        self.finish_group(pending, f"recv from {self.rank_name(src)}")
 
     def do_group(self, calls: list[P2PCall]) -> None:
         self.finish_group(self.start_group(calls))
@@ -113,8 +115,8 @@ class TaggedP2PCommunicator(ProgramRunner, Communicator):
         dropped = torch.empty(int(nbytes), dtype=torch.uint8)
         message.work = self._start_tagged(message, dropped, sent)
         return (
-            f"rank {self.rank}: message {message.number} from rank {message.peer} is {sent}, but "
-            f"was to be received as {expected}. It was dropped, and the tensor left as it was. "
+            f"{self._me}: message {message.number} from {self.rank_name(message.peer)} is {sent}, "
+            f"but was to be received as {expected}. It was dropped, and the tensor left as it was. "
             "Receive into a tensor of the shape and dtype that is sent."
         )
 

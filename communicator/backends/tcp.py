@@ -32,7 +32,7 @@ COPY, SEND, RECV, ROUND, REDUCE = range(5)
 KINDS = {"send": SEND, "recv": RECV}
 # The last message of a connection is one of these, and why no other follows.
 END_NOTICE, CLOSE_NOTICE = 2**64 - 1, 2**64 - 2
-DIRECTION = {"send": "send to rank", "recv": "recv from rank"}
+DIRECTION = {"send": "send to", "recv": "recv from"}
 
 CHECK_LINK = "Check the link between the hosts, and start all ranks again."
 
@@ -93,7 +93,7 @@ class Tcp(ScheduledCollectives, Communicator):
         self._engine = Engine(self.rank, fds, timings.TIMINGS.liveness_poll_s)
 
     def do_close(self) -> None:
-        self._announce_end(f"rank {self.rank} closed its communicator", CLOSE_NOTICE)
+        self._announce_end(f"{self._me} closed its communicator", CLOSE_NOTICE)
         self._queue.close()
         self._engine.close()
 
@@ -139,7 +139,7 @@ class Tcp(ScheduledCollectives, Communicator):
             try:
                 dropped = self._engine.send(tensor, dst, self._check_wait)
             except BaseException as error:
-                self._fail(error, f"{DIRECTION['send']} {dst}")
+                self._fail(error, f"{DIRECTION['send']} {self.rank_name(dst)}")
             if dropped is None:
                 return
         super().send(tensor, dst)
@@ -150,7 +150,7 @@ class Tcp(ScheduledCollectives, Communicator):
             try:
                 dropped = self._engine.recv(tensor, src, self._check_wait)
             except BaseException as error:
-                self._fail(error, f"{DIRECTION['recv']} {src}")
+                self._fail(error, f"{DIRECTION['recv']} {self.rank_name(src)}")
             if dropped is None:
                 return tensor
             if dropped is not NotImplemented:
@@ -164,7 +164,7 @@ class Tcp(ScheduledCollectives, Communicator):
         self._move("recv", tensor, src)
 
     def _move(self, kind: str, tensor: torch.Tensor, peer: int) -> None:
-        self._run_messages([(kind, tensor, peer)], f"{DIRECTION[kind]} {peer}")
+        self._run_messages([(kind, tensor, peer)], f"{DIRECTION[kind]} {self.rank_name(peer)}")
 
     def do_group(self, calls: list[P2PCall]) -> None:
         """All calls at once; those of one direction with one peer in their order."""
@@ -183,9 +183,9 @@ class Tcp(ScheduledCollectives, Communicator):
     def _raise_dropped(self, dropped: Dropped, expected: str) -> NoReturn:
         peer, _, sent = dropped
         raise CommunicatorError(
-            f"rank {self.rank}: a message from rank {peer} is {sent.decode()}, but was to be "
-            f"received as {expected}. It was dropped, and the tensor left as it was. "
-            "Receive into a tensor of the shape and dtype that is sent."
+            f"{self._me}: a message from {self.rank_name(peer)} is {sent.decode()}, but was to "
+            f"be received as {expected}. It was dropped, and the tensor left as it was. Receive "
+            "into a tensor of the shape and dtype that is sent."
         )
 
     def start_group(self, calls: list[P2PCall]) -> AsyncWork | None:
@@ -217,10 +217,10 @@ class Tcp(ScheduledCollectives, Communicator):
     def _fail_mismatch(self, dropped: Dropped, call: str) -> NoReturn:
         peer, _, sent = dropped
         problem = (
-            f"rank {self.rank}: the ranks disagree: this rank asked for {call}, and rank {peer} "
-            f"for {sent.decode()}. They are desynchronised, so this communicator cannot be used "
-            "again. Let every rank make the same calls in the same order, with the same shape, "
-            "dtype and op, and start all again."
+            f"{self._me}: the ranks disagree: this rank asked for {call}, and "
+            f"{self.rank_name(peer)} for {sent.decode()}. They are desynchronised, so this "
+            "communicator cannot be used again. Let every rank make the same calls in the same "
+            "order, with the same shape, dtype and op, and start all again."
         )
         self._fail(MessageMismatch(problem), call)
 
@@ -301,13 +301,13 @@ class Tcp(ScheduledCollectives, Communicator):
         if isinstance(error, MessageMismatch):
             return CommunicatorError(str(error))
         return CommunicatorError(
-            f"rank {self.rank} left {where} in the middle, because of {error!r}. Start over with a "
+            f"{self._me} left {where} in the middle, because of {error!r}. Start over with a "
             "new Communicator."
         )
 
     def _timeout_error(self, where: str, awaited: Sequence[int]) -> CommunicatorTimeout:
         names = " and ".join(str(self.coor.peers[peer]) for peer in awaited)
-        text = f"rank {self.rank} timed out after {self.timeout_s:g} s in {where}"
+        text = f"{self._me} timed out after {self.timeout_s:g} s in {where}"
         text += f", where it waited for {names}" if names else ""
         if network_failure := next(filter(None, map(self._network_failure, self._fds)), ""):
             return CommunicatorTimeout(f"{text}: {network_failure}. {CHECK_LINK}")
@@ -323,7 +323,7 @@ class Tcp(ScheduledCollectives, Communicator):
 
     def _lost_error(self, error: ConnectionLost, where: str) -> PeerLost:
         peer, why = self.coor.peers[error.peer], error.why.rstrip(".")
-        text = f"rank {self.rank} lost {peer} in {where}: {why}"
+        text = f"{self._me} lost {peer} in {where}: {why}"
         if error.reason is UNREACHABLE:
             unreachable = RankFailure(error.peer, peer, UNREACHABLE, text=f"{peer}, {why}")
             return PeerLost(f"{text}. {CHECK_LINK}", (unreachable,))

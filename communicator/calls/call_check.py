@@ -84,9 +84,11 @@ def compare(comm: Communicator, number: int, call: str) -> None:
 def check_identical(comm: Communicator, number: int, calls: list[str]) -> None:
     """Raise CommunicatorError unless every rank makes the same call. calls: by rank."""
     if len(set(calls)) > 1:
-        requests = "; ".join(f"rank {rank} asked for {call}" for rank, call in enumerate(calls))
+        requests = "; ".join(
+            f"{comm.rank_name(rank)} asked for {call}" for rank, call in enumerate(calls)
+        )
         raise CommunicatorError(
-            f"rank {comm.rank}: the ranks disagree in call {number}: {requests}. Nothing was "
+            f"{comm._me}: the ranks disagree in call {number}: {requests}. Nothing was "
             "exchanged. Let every rank make the same calls in the same order, with the same "
             "shape, dtype and op."
         )
@@ -205,7 +207,7 @@ class CallChecker:
                 self._store.set(self._key(self._comm.rank), f"{call}, outside of any capture")
                 peers = ", ".join(str(self._comm.coor.peers[rank]) for rank in ranks)
                 raise CommunicatorError(
-                    f"rank {self._comm.rank}: {call}, is made outside of any capture, and {peers} "
+                    f"{self._comm._me}: {call}, is made outside of any capture, and {peers} "
                     "captured a call in a CUDA graph instead. Nothing was enqueued here. All ranks "
                     "capture, or none: let them make the same calls in the same order."
                 )
@@ -225,7 +227,7 @@ class CallChecker:
             late = [str(peer) for rank, peer in peers if not self._store.check([self._key(rank)])]
             call = f"{call}, with {', '.join(late)}, who made no call" if late else call
         return CommunicatorTimeout(
-            f"rank {self._comm.rank} timed out after {self._comm.timeout_s:g} s of comparing "
+            f"{self._comm._me} timed out after {self._comm.timeout_s:g} s of comparing "
             f"{call}. Nothing was enqueued. Let every rank make the same calls in the same order, "
             "or give checked_calls=0 to compare none."
         )

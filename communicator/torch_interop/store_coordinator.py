@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any, cast
 
 from torch.distributed import DistNetworkError, PrefixStore, Store
@@ -276,14 +275,14 @@ def _answer_key(token: str) -> str:
 
 
 def _come_within(timeout_s: float, store: Store, keys: list[str]) -> bool:
-    """True once the keys are in the store; torch counts whole ms, and takes 0 for no limit."""
-    begun = time.monotonic()
-    try:
-        store.wait(keys, timedelta(milliseconds=max(1, round(1e3 * timeout_s))))
-    except RuntimeError as error:  # of FileStore; that of the others is DistStoreError
-        if isinstance(error, DistNetworkError) or time.monotonic() < begun + timeout_s / 2:
-            raise
-        return False
+    """True once the keys are in the store. Its own wait() would log each time-out."""
+    start = time.monotonic()
+    while not store.check(keys):
+        waited_s = time.monotonic() - start
+        if waited_s > timeout_s:
+            return False
+        pause_s = min(waited_s / 4, timings.TIMINGS.store_poll_max_s)
+        time.sleep(max(timings.TIMINGS.store_poll_s, pause_s))
     return True
 
 

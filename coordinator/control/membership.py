@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -48,11 +48,15 @@ class Member:
     heartbeat_at: float = 0.0
     pinged_at: float = 0.0
     calls: Any = None  # of its last heartbeat, by group
-    suspended: Sequence[int] = ()  # ranks of its host that it sees suspended
     lost_at: float = 0.0
 
     def has_left(self) -> bool:
         return not self.connections and not self.lost_at
+
+    def is_well_in(self, group: str, now: float, silent_s: float) -> bool:
+        """True if it runs, and has not closed this group; False without a group."""
+        is_heard = bool(self.connections) and now - self.heartbeat_at <= silent_s
+        return bool(group) and is_heard and (self.calls is None or group in self.calls)
 
     def is_silent(self, now: float, silent_s: float) -> bool:
         """True if it has sent heartbeats before, and none for silent_s."""
@@ -69,6 +73,7 @@ class MembershipTable:
 
     def __init__(self) -> None:
         self.members: dict[int, Member] = {}
+        self._suspended: dict[int, Sequence[int]] = {}  # by the rank of their host that says so
         self._news: list[tuple[str, Any]] = []
         self._num_forgotten = 0
         self._failed_groups: set[str] = set()
@@ -94,7 +99,9 @@ class MembershipTable:
     ) -> list[tuple[str, Any]]:
         member = self.members[rank]
         member.heartbeat_at, member.calls = time.monotonic(), calls
-        member.suspended = suspended
+        self._suspended.pop(rank, None)
+        if suspended:
+            self._suspended[rank] = suspended
         return self._news[max(num_news - self._num_forgotten, 0) :]
 
     def report(self, group: str, failure: bytes) -> None:
@@ -120,17 +127,31 @@ class MembershipTable:
         """The process of each rank that has ever come, as it named itself."""
         return [self.members[rank].process for rank in ranks]
 
-    def reports(self, unreachable: Sequence[int]) -> dict[int, RankReport]:
-        """A RankReport of each rank; unreachable: ranks whose hosts do not acknowledge."""
+    def reports(
+        self,
+        group: str,
+        ranks: Sequence[int],
+        silent_s: float,
+        is_unreachable: Callable[[Member], bool],
+    ) -> dict[int, RankReport]:
+        """A RankReport of each of these ranks, or of all if there are none.
+
+        Of a group: only of those that are not well in it, so that most answers are empty.
+        is_unreachable: does its host not acknowledge? Asked about ranks that were silent_s silent.
+        """
         now = time.monotonic()
-        suspended = {rank for member in self.members.values() for rank in member.suspended}
+        suspended = {rank for ranks in self._suspended.values() for rank in ranks}
+        members = {
+            rank: self.members[rank] for rank in ranks or self.members if rank in self.members
+        }
         return {
             rank: RankReport(
                 now - member.heartbeat_at,
                 member.calls,
                 LEFT if member.has_left() else SUSPENDED * (rank in suspended),
                 now - member.lost_at if member.lost_at else -1.0,
-                rank in unreachable,
+                now - member.heartbeat_at > silent_s and is_unreachable(member),
             )
-            for rank, member in self.members.items()
+            for rank, member in members.items()
+            if rank in suspended or not member.is_well_in(group, now, silent_s)
         }

@@ -50,7 +50,7 @@ ARGUMENTS: dict[str, Any] = {
     Op.ARRIVED: (str,),
     Op.HEARTBEAT: (int, {str: CALL_STATUS}, [int]),
     Op.REPORT: (str, bytes),
-    Op.MEMBERSHIP: (),
+    Op.MEMBERSHIP: (str, [int]),
     Op.PROCESSES: ([int],),
 }
 

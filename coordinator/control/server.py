@@ -113,7 +113,8 @@ class ControlServer:
         self._rendezvous: RendezvousTable[_Requester] = RendezvousTable(self._answer_all)
         self._operations = self._make_operations()
         self._woken, self._wakeup = socket.socketpair()
-        self._packed_reports, self._reports_at = b"", -math.inf
+        self._packed_reports: dict[str, bytes] = {}  # by group
+        self._reports_at = -math.inf
         self._packed_news: tuple[tuple[int, int], bytes] = ((0, 0), b"")
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ, Handler(self._on_wakeup))
@@ -413,22 +414,22 @@ class ControlServer:
         self._answer_packed(requester, self._packed_news[1])
         return PENDING
 
-    def _answer_membership(self, requester: _Requester) -> Any:
-        """Answer with the reports, packed once for a moment: all ranks ask when they fall out of
-        step."""
-        if requester.connection is None:
-            return self._reports()
+    def _answer_membership(self, requester: _Requester, group: str, ranks: Sequence[int]) -> Any:
+        """Answer with the reports of some ranks, or of all: those are packed once for a moment, for
+        all ranks ask when they fall out of step."""
+        if requester.connection is None or ranks:
+            return self._reports(group, ranks)
         now = time.monotonic()
         if now - self._reports_at > self._timings.reports_s:
-            self._reports_at, self._packed_reports = now, pack_for_many(self._reports())
-        self._answer_packed(requester, self._packed_reports)
+            self._reports_at, self._packed_reports = now, {}
+        if group not in self._packed_reports:
+            self._packed_reports[group] = pack_for_many(self._reports(group, ranks))
+        self._answer_packed(requester, self._packed_reports[group])
         return PENDING
 
-    def _reports(self) -> dict[int, RankReport]:
-        members = self._membership.members.items()
-        return self._membership.reports(
-            [rank for rank, member in members if self._is_unreachable(member)]
-        )
+    def _reports(self, group: str, ranks: Sequence[int]) -> dict[int, RankReport]:
+        silent_s = self._timings.ping_after_s
+        return self._membership.reports(group, ranks, silent_s, self._is_unreachable)
 
     def _is_unreachable(self, member: Member) -> bool:
         sockets = [self._connections[number].socket for number in member.connections]

@@ -33,7 +33,6 @@ from coordinator.timings import CoordinatorTimings
 from coordinator.waiting_notice import WaitingNotice
 from launcher import LaunchInfo, host_addresses
 
-HEARTBEATS_PER_S = 512  # that rank 0 can take from all ranks together without noticing
 NO_ANSWER = (ServerLost, NoMessage, CoordinatorError)  # rank 0 is gone, suspended, busy or cut off
 
 
@@ -103,9 +102,8 @@ class Session:
             self._master = PeerProcess(master)
 
     def _send_heartbeats(self) -> None:
-        pause_s = max(self.timings.heartbeat_s, self.info.world_size / HEARTBEATS_PER_S)
         self.refresh()  # else a rank that is cut off at once would look like one that never came
-        while not self._closed.wait(pause_s):
+        while not self._closed.wait(self.timings.heartbeat_s):
             self.refresh()
             self._notice_network_failure()
 
@@ -167,12 +165,21 @@ class Session:
 
     def membership(self, timeout_s: float | None = None) -> Membership:
         """All ranks as rank 0 knows them; empty if it does not answer."""
+        return self.unwell("", (), timeout_s) or {}
+
+    def unwell(
+        self, group: str, ranks: Sequence[int], timeout_s: float | None = None
+    ) -> Membership | None:
+        """The ranks that rank 0 does not know to be well in a group; None if it does not answer.
+
+        Among these ranks, or all if there are none.
+        """
         limit_s = self.timings.answer_s if timeout_s is None else timeout_s
         try:
-            reports = self.ask(Op.MEMBERSHIP, timeout_s=limit_s)
+            reports = self.ask(Op.MEMBERSHIP, group, list(ranks), timeout_s=limit_s)
             return {rank: RankReport.from_wire(fields) for rank, fields in reports.items()}
         except NO_ANSWER:
-            return {}
+            return None
 
     def report(self, group: str, failure: bytes) -> None:
         """Publish the failure of a group through rank 0; without an answer, every rank finds out
@@ -284,7 +291,7 @@ class _ProcessSession:
     def _open(self, info: LaunchInfo, timeout_s: float, timings: CoordinatorTimings) -> Session:
         if info.extras.get("store") == "agent" and self.location is None:
             self.location = _locate_server_by_store(info, timeout_s)
-        turn = self.num_coordinators
+        turn, timings = self.num_coordinators, timings.for_ranks(info.world_size)
         credentials = Credentials(self._secret(info), info.launch_id, info.world_size)
         if info.rank == 0 and (self.server is None or not self.server.open(turn)):
             self.server = ControlServer(self._listener(info), credentials, timings)

@@ -93,6 +93,11 @@ class PeerMonitor:
         """All ranks as rank 0 knows them, if some of the group are remote; waits for its answer."""
         return self.session.membership(timeout_s) if self._remote else {}
 
+    def unwell(self, timeout_s: float | None = None) -> Membership | None:
+        """The remote ranks that are not well, as rank 0 knows them; None if it does not answer."""
+        is_whole = len(self.peers) == self.session.info.world_size
+        return self.session.unwell(self.key, () if is_whole else [*self._remote], timeout_s)
+
     def is_remote(self, rank: int) -> bool:
         return rank in self._remote
 
@@ -121,10 +126,8 @@ class PeerMonitor:
         now = time.monotonic()
         if not peers or now - self._asked_at < self._timings.departed_s:
             return []
-        self._asked_at, membership = (
-            now,
-            self.session.membership(min(self._timings.answer_s, timeout_s)),
-        )
+        self._asked_at = now
+        membership = self.unwell(min(self._timings.answer_s, timeout_s)) or {}
         return [
             ObservedRank(peer, CLOSED_ITS_COORDINATOR, None, FailureReason.LEFT)
             for peer in peers

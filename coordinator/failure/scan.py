@@ -12,7 +12,6 @@ from collections.abc import Callable, Container, Iterable
 
 from coordinator.control.membership import SUSPENDED, Membership
 from coordinator.control.process_monitor import PeerProcess
-from coordinator.control.session import HEARTBEATS_PER_S
 from coordinator.errors import FailureReason, PeerLost, RankFailure
 from coordinator.failure.group_failure import GroupFailure
 from coordinator.failure.peer_monitor import CLOSED_ITS_COORDINATOR, ObservedRank, PeerMonitor
@@ -167,18 +166,18 @@ class FailureScan:
     # ---- from rank 0 ----
 
     def _refresh_membership(self) -> None:
-        now, session = time.monotonic(), self.monitor.session
-        pause_s = max(self._timings.membership_s, session.info.world_size / HEARTBEATS_PER_S)
+        now = time.monotonic()
         is_urgent = any(
             dead_at + self._timings.reports_s >= self._asked_at
             for dead_at in self._dead_at.values()
         )
-        is_due = is_urgent or now - self._asked_at >= pause_s
+        is_due = is_urgent or now - self._asked_at >= self._timings.membership_s
         if not self.monitor.has_remote or not is_due:
             return
         self._asked_at = now
-        self._membership = session.membership()
-        if self._membership:
+        membership = self.monitor.unwell()
+        self._membership = membership or {}
+        if membership is not None:
             self._known_at, self._answered_at = now, time.monotonic()
 
     def _from_report(self, peer: Peer) -> ObservedRank | None:

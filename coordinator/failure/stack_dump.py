@@ -27,6 +27,8 @@ NAME = "drumline-stacks"
 HEADER_NBYTES = mmap.PAGESIZE  # of the memory, before the dumps: the note
 NOTE = struct.Struct("=qq")
 POLL_S = 0.005
+QUIET_S = 0.25  # so long nothing more comes after a dump that does not show its end
+ENDS = (b" in <module>\n", b"  ...\n")  # of a dump: the outermost frame, or too many frames
 # The stack of the main thread alone, which gets the signal: of threads that run meanwhile,
 # faulthandler reads frames that may be gone, which has ended ranks with SIGSEGV.
 ALL_THREADS = False
@@ -95,18 +97,20 @@ def read(peer: Peer, wait_s: float) -> tuple[CallNote, str]:
 
 def _dump(pid: int, fd: int, deadline: float) -> str:
     """The text that the process writes at the signal, until it writes no more."""
-    begin = end = os.fstat(fd).st_size
+    begin = os.fstat(fd).st_size
     stat = linux.process_stat(pid)
     if stat is None or stat.is_stopped or not linux.catches_signal(pid, PROBE_SIGNAL):
         return ""
     _signal_main_thread(pid, PROBE_SIGNAL)
-    while time.monotonic() < deadline:
+    text, grown_at = b"", time.monotonic()
+    while (now := time.monotonic()) < deadline and not text.endswith(ENDS):
         time.sleep(POLL_S)
-        size = os.fstat(fd).st_size
-        if size == end > begin:
+        before, text = text, os.pread(fd, os.fstat(fd).st_size - begin, begin)
+        if len(text) > len(before):
+            grown_at = now
+        elif text and now - grown_at > QUIET_S:
             break
-        end = size
-    return os.pread(fd, end - begin, begin).decode(errors="replace")
+    return text.decode(errors="replace")
 
 
 def parse(text: str) -> list[FrameSummary]:

@@ -12,12 +12,12 @@ PyObject* raise_closed(const CallSite& site) {
 
 namespace {
 
-// A paragraph that a method of the Coordinator makes, or nothing: other bootstraps have none.
-std::string describe(const Comm* self, const char* method) {
+// A text that a method of the Coordinator makes, or nothing: other bootstraps have none.
+std::string describe(const Comm* self, const char* method, const char* before = "\n") {
     if (self->bootstrap == nullptr) return "";
     PyObject* answer = PyObject_CallMethod(self->bootstrap, method, nullptr);
     const char* text = answer != nullptr ? PyUnicode_AsUTF8AndSize(answer, nullptr) : nullptr;
-    std::string paragraph = text != nullptr && text[0] != '\0' ? std::string("\n") + text : "";
+    std::string paragraph = text != nullptr && text[0] != '\0' ? std::string(before) + text : "";
     Py_XDECREF(answer);
     PyErr_Clear();
     return paragraph;
@@ -26,6 +26,7 @@ std::string describe(const Comm* self, const char* method) {
 }  // namespace
 
 void raise_call_error(const Comm* self, comm_result code, std::string text) {
+    text = describe(self, "describe_numbering", "") + text;
     if (code == COMM_TIMEOUT) text += describe(self, "describe_late");
     if (code == COMM_REMOTE_ERROR) text += describe(self, "describe_failure");
     raise_result(self->table, code, text.c_str());

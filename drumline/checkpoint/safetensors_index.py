@@ -14,7 +14,7 @@ import operator
 import os
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,16 @@ MAX_DIMS = 64
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a checkpoint: which file, where in it, and what it is."""
+    """One tensor of a checkpoint: which file, where in it, and what it is.
+
+    written: the state of the file when its header was read, where that was on this rank.
+    """
 
     file: str
     offset: int
     dtype: str
     shape: tuple[int, ...]
+    written: tuple[int, int] | None = field(default=None, compare=False)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -102,8 +106,8 @@ def _files(folder: Path) -> list[Path]:
 def _header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
     try:
         check_regular_file(file)
-        size = file.stat().st_size
         with file.open("rb") as stream:
+            written = size, _ = _written(stream.fileno())
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > min(MAX_HEADER, size - 8):
                 raise ValueError(f"its header claims {length} bytes")
@@ -116,7 +120,7 @@ def _header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
             if begin != last:
                 raise ValueError(f"{name} does not begin where the one before it ends")
             last = end
-            stored = StoredTensor(file.name, 8 + length + begin, dtype, shape)
+            stored = StoredTensor(file.name, 8 + length + begin, dtype, shape, written)
             if end - begin != stored.nbytes or 8 + length + end > size:
                 raise ValueError(f"{name} does not fit into the file of {size} bytes")
             yield name, stored
@@ -125,6 +129,12 @@ def _header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
             f"{file} is no whole .safetensors file ({error}), so what it holds is unknown; "
             "copy it again."
         ) from error
+
+
+def _written(fd: int) -> tuple[int, int]:
+    """The size of a file, and when somebody wrote to it last."""
+    status = os.fstat(fd)
+    return status.st_size, status.st_mtime_ns
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -183,13 +193,20 @@ class TensorReader:
     def __init__(self, path: str | Path):
         self.path, self.nbytes = Path(path), 0
         self._open: dict[str, int] = {}
+        self._written: dict[str, tuple[int, int]] = {}  # by file, when its header was read
 
     def __enter__(self) -> TensorReader:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        changed = [n for n, fd in self._open.items() if _written(fd) != self._written[n]]
         while self._open:
             os.close(self._open.popitem()[1])
+        if changed and kind is None:
+            raise CheckpointError(
+                f"{self._path_of(changed[0])} changed while it was read, so the model would be a "
+                "mixture; load it again once nobody writes to it."
+            )
 
     def read(self, stored: StoredTensor, region: Region, out: torch.Tensor) -> None:
         """Fill `out` (contiguous, on the CPU, of the stored dtype) with a box of the tensor."""
@@ -205,7 +222,7 @@ class TensorReader:
     def _fill(self, stored: StoredTensor, buffer: memoryview, offset: int) -> None:
         while buffer:
             try:
-                count = os.preadv(self._file(stored.file), [buffer], offset)
+                count = os.preadv(self._file(stored), [buffer], offset)
                 if count == 0:
                     raise EOFError("it ends inside a tensor")
             except (OSError, EOFError) as error:
@@ -216,11 +233,13 @@ class TensorReader:
             self.nbytes += count
             buffer, offset = buffer[count:], offset + count
 
-    def _file(self, name: str) -> int:
+    def _file(self, stored: StoredTensor) -> int:
+        name = stored.file
         if name not in self._open:
             path = self._path_of(name)
             check_regular_file(path)
-            self._open[name] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._open[name] = fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._written[name] = stored.written or _written(fd)
         return self._open[name]
 
     def _path_of(self, name: str) -> Path:

@@ -209,9 +209,9 @@ def _measure_link(comm: Communicator, src: int, dst: int) -> LinkSpeed | None:
     small, large = [_round_trips_s(comm, src, dst, nbytes, 0.0) for nbytes in (SMALL, LARGE)]
     if comm.rank != src:
         return None
-    return LinkSpeed(
-        median(slept) - min(small) / 2, LARGE / max((min(large) - min(small)) / 2, 1e-9)
-    )
+    awake_s = min(small) / 2  # one way; noise must not make the way from a rank that slept shorter
+    latency_s = max(median(slept) - awake_s, awake_s)
+    return LinkSpeed(latency_s, LARGE / max(min(large) / 2 - awake_s, 1e-9))
 
 
 def _round_trips_s(

@@ -23,6 +23,7 @@ from launcher.local.launch_infos import infos_for_node
 from launcher.runtime import rank_process
 from launcher.runtime.output import Output
 from launcher.system import descendants, linux, stop_signals
+from launcher.system.held_forks import TOO_MANY_PROCESSES
 
 NAME = "threads"
 SUPPORTS = frozenset({"log_dir", "trace"})
@@ -113,7 +114,10 @@ class RankThreads:
     def results(self) -> list[Any]:
         """Start the threads and wait until all have ended, one has failed, or the timeout."""
         for thread in self.threads:
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise LaunchError(f"{thread.name}: {error}. {TOO_MANY_PROCESSES}.") from error
         with self.changed:
             in_time = self.changed.wait_for(
                 lambda: bool(self.errors) or self._all_ended(), self.job.timeout_s

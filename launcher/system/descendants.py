@@ -11,6 +11,7 @@ from collections.abc import Callable
 from launcher import timings
 from launcher.system import linux
 
+MIN_LOOKS = 20  # at what is left
 SUPERVISOR_NAME = "launch-server"  # of the process that starts ranks and adopts their children
 
 
@@ -74,9 +75,15 @@ def _is_supervisor(pid: int) -> bool:
 
 
 def kill_all(find_processes: Callable[[], set[int]]) -> None:
-    """Kill and reap the processes until find_processes finds none, or only unkillable ones."""
-    deadline = time.monotonic() + timings.TIMINGS.unkillable_s
-    while (pids := find_processes()) and time.monotonic() < deadline:
+    """Kill and reap the processes until find_processes finds none, or only unkillable ones.
+
+    On a machine so busy that one look takes longer than unkillable_s, too.
+    """
+    deadline, num_looks = time.monotonic() + timings.TIMINGS.unkillable_s, 0
+    while pids := find_processes():
+        num_looks += 1
+        if num_looks > MIN_LOOKS and time.monotonic() > deadline:
+            break
         for pid in pids:
             linux.send_signal(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import os
 
+TOO_MANY_PROCESSES = (
+    "Perhaps this user, or the container, may have no more processes and threads: end some, or "
+    "raise that limit (`ulimit -u`)"
+)
+
 
 class HeldForks:
     """Fork children that wait; let them all go on, or let them all exit.
@@ -17,8 +22,11 @@ class HeldForks:
         self._count = 0
 
     def fork(self) -> int:
-        """The child's pid; 0 in a child that was let go."""
-        pid = os.fork()
+        """The child's pid; 0 in a child that was let go. Raises OSError, which says what to do."""
+        try:
+            pid = os.fork()
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror}. {TOO_MANY_PROCESSES}") from error
         if pid == 0:
             os.close(self._release)
             if not os.read(self._waiting, 1):

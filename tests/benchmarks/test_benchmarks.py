@@ -157,4 +157,16 @@ def test_pictures_are_drawn_of_the_tables_that_are_there(tmp_path):
     table.save(tmp_path)
     (picture,) = plots.draw(tmp_path)
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert picture.with_suffix(".svg").read_text().count("<svg") == 1
+    drawing = picture.with_suffix(".svg").read_text()
+    assert drawing.count("<svg") == 1
+    assert drawing.count('<g id="FillBetweenPolyCollection') == 3  # the noise of each line
+
+
+def test_every_line_of_a_picture_has_a_look_of_its_own(monkeypatch):
+    pictures = []
+    monkeypatch.setattr(plots, "save", lambda path, panels, x, y: pictures.append(panels))
+    plots.draw(ROOT / "benchmarks" / "results")
+    for panels in pictures:
+        names = {name for lines in panels.values() for name in lines}
+        looks = {name: str(plots.look(name)) for name in names}
+        assert len(set(looks.values())) == len(names), looks

@@ -4,6 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+
+from communicator import Communicator, PeerLost
+from coordinator import Coordinator
 
 PROGRAM = Path(__file__).parent / "programs" / "stuck.py"
 LINES = PROGRAM.read_text().splitlines()
@@ -65,3 +69,29 @@ def test_a_rank_that_closes_first_has_made_fewer_calls(report, backend):
 def test_a_signal_ends_a_wait_before_the_deadline(report):
     text = report(2, "tcp", "interrupted")
     assert "interrupted" in text and "timed out" not in text, text
+
+
+@pytest.mark.parametrize(
+    ("backend", "text"),
+    [
+        ("tcp", "in recv from rank 1 (tcp, 2 ranks): rank 1 closed its communicator"),
+        ("gloo", "in recv from rank 1 (gloo, 2 ranks)"),
+        ("shm", "rank 3, in the group of rank 1, rank 3, numbered from 0 here: rank 1: "),
+    ],
+)
+def test_ranks_of_a_part_of_the_launch_are_named_as_the_launch_numbers_them(ranks, backend, text):
+    def receive_from_a_rank_that_closes(info):
+        with Coordinator(info, timeout_s=60) as coor:
+            part = coor.split([1, 3])
+            if part is not None:
+                with part, Communicator(part, backend) as comm:
+                    if coor.rank == 1:
+                        comm.close()
+                    else:
+                        with pytest.raises(PeerLost) as raised:
+                            comm.recv(torch.ones(1), 0)
+                        assert text in str(raised.value), raised.value
+                    part.barrier()
+            coor.barrier()
+
+    ranks(receive_from_a_rank_that_closes, 4)

@@ -1,5 +1,9 @@
 """The gloo backend, with ranks as threads."""
 
+import gc
+import os
+import signal
+
 import pytest
 import torch
 
@@ -186,3 +190,24 @@ def test_a_message_that_was_not_expected_is_named_and_dropped(ranks, sent, expec
             return comm.allreduce(torch.ones(1)).item()
 
     assert ranks(body, 2) == [2.0, 2.0]
+
+
+def test_a_forked_child_leaves_the_communicators_of_its_parent_alone(ranks):
+    """gloo's threads are not there, and to wait for them hangs, or ends the child (SIGABRT)."""
+
+    def body(info):
+        with Coordinator(info) as coor:
+            comm = Communicator(coor, backend="gloo")
+            comm.allreduce(torch.ones(4))
+            return [comm]  # ranks are threads: it outlives its Coordinator
+
+    communicators = [comm for result in ranks(body, 2) for comm in result]
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        communicators.pop().close()
+        communicators.clear()
+        gc.collect()
+        os._exit(7)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 7

@@ -16,6 +16,7 @@ from communicator.torch_interop.store_coordinator import (
     _request_key,
 )
 from coordinator import CoordinatorError, Credentials
+from coordinator.transport import connections
 
 WORLD = 4
 
@@ -188,10 +189,26 @@ def test_ranks_of_a_store_sum_over_connections_of_their_own(meet):
     assert on_threads(total, meet(HashStore(), range(WORLD))) == [6.0] * WORLD
 
 
-def test_rank_that_does_not_know_the_secret_in_the_store_is_rejected(meet):
+def test_rank_that_does_not_know_the_secret_in_the_store_is_rejected(meet, monkeypatch):
+    is_rejected, connect = threading.Event(), connections.connect_to_parent
+
+    def noticing(address, credentials, me, *rest):
+        try:
+            return connect(address, credentials, me, *rest)
+        except CoordinatorError:
+            if me.rank == 2:
+                is_rejected.set()
+            raise
+
+    def check(_):
+        if is_rejected.is_set():
+            raise CoordinatorError("rank 2 will not come")
+
+    monkeypatch.setattr(connections, "connect_to_parent", noticing)
+    monkeypatch.setattr(connections.PeerConnector, "_check_alive", check)
     meetings = meet(HashStore(), range(WORLD))
     meetings[2]._credentials = Credentials(bytes(32), meetings[2].info.launch_id, WORLD)
-    errors = on_threads(lambda meeting: meeting.connections(timeout_s=10), meetings)
+    errors = on_threads(lambda meeting: meeting.connections(timeout_s=60), meetings)
     assert all(isinstance(error, CoordinatorError) for error in errors)
     assert "launch secret" in str(errors[2])
 

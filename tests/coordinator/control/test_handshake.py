@@ -571,7 +571,7 @@ def test_an_answer_that_cannot_be_packed_is_an_error_of_the_requester(server, mo
     monkeypatch.setitem(server._operations, "membership", lambda *_: 2**70)
     with contextlib.closing(joined(server, 1)) as client:
         with pytest.raises(CoordinatorError, match="OverflowError"):
-            client.ask("membership", timeout_s=5)
+            client.ask("membership", "", [], timeout_s=5)
         assert client.ask("add", "a", 1, timeout_s=5) == 1
 
 

@@ -5,6 +5,7 @@ import random
 import socket
 import time
 import uuid
+from dataclasses import replace
 
 import pytest
 
@@ -17,13 +18,13 @@ from coordinator.control.membership import RankReport
 from coordinator.control.operations import Op
 from coordinator.control.server import PING, ControlServer
 from coordinator.peers import Peer
+from coordinator.timings import DEFAULT, HEARTBEATS_PER_S
 
 RANKS_PER_NODE = 8
 SIZES = [
     200,
     pytest.param(2000, marks=pytest.mark.soak),
     pytest.param(4000, marks=pytest.mark.soak),
-    pytest.param(9904, marks=pytest.mark.soak),  # as many files as one process may open
 ]
 
 
@@ -33,7 +34,9 @@ class SimulatedLaunch:
     def __init__(self, num_ranks):
         self.num_ranks = num_ranks
         self.credentials = Credentials(bytes(range(32)), "scale", num_ranks)
-        self.server = ControlServer(socket.create_server(("127.0.0.1", 0)), self.credentials)
+        timings = replace(DEFAULT, ping_after_s=1000.0)  # however slow the machine is
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.server = ControlServer(listener, self.credentials, timings)
         self.server.open(0)
         self.connections = [self.joined(rank) for rank in range(1, num_ranks)]
 
@@ -143,6 +146,10 @@ def meet(launch):
     return nbytes + down_the_tree, cpu_s
 
 
+MOST = pytest.param(9904, marks=pytest.mark.soak)  # as many files as one process may open
+
+
+@pytest.mark.parametrize("launch", [*SIZES, MOST], indirect=True)
 def test_the_work_to_meet_grows_in_step_with_the_ranks(launch):
     """Every rank learns of every other, but rank 0 does not say it to each."""
     nbytes, cpu_s = meet(launch)
@@ -152,7 +159,7 @@ def test_the_work_to_meet_grows_in_step_with_the_ranks(launch):
 
 def test_all_ranks_may_ask_for_the_membership_at_once(launch):
     launch.ask_by_all(lambda rank: (Op.HEARTBEAT, 0, {"c0/": ("barrier", 1, "a.py:1", 0.1)}, []))
-    answers, cpu_s, _ = launch.ask_by_all(lambda rank: (Op.MEMBERSHIP,))
+    answers, cpu_s, _ = launch.ask_by_all(lambda rank: (Op.MEMBERSHIP, "", []))
     for answer in answers:
         assert sorted(answer) == list(range(1, launch.num_ranks))
     report = RankReport.from_wire(answers[-1][launch.num_ranks - 1])
@@ -177,10 +184,38 @@ def test_an_answer_about_the_membership_is_of_this_moment(launch):
     """It serves all that ask for a tenth of a second, and no longer."""
     launch.ask_by_all(lambda rank: (Op.HEARTBEAT, 0, {}, []))
     leaver = launch.connections.pop()
-    launch.connections[0].send((2, Op.MEMBERSHIP), time.monotonic() + 5)
-    launch.connections[0].receive(time.monotonic() + 5)
+    launch.connections[0].send((2, Op.MEMBERSHIP, "", []), time.monotonic() + 5)
+    launch.packed_answer(launch.connections[0], time.monotonic() + 20)
     leaver.send((0, Op.LEAVE), time.monotonic() + 5)
     leaver.close()
     time.sleep(2 * launch.server._timings.reports_s)
-    (answer, *_), _, _ = launch.ask_by_all(lambda rank: (Op.MEMBERSHIP,))
+    (answer, *_), _, _ = launch.ask_by_all(lambda rank: (Op.MEMBERSHIP, "", []))
     assert RankReport.from_wire(answer[launch.num_ranks - 1]).note == "left"
+
+
+def test_ranks_that_are_well_are_not_told_of(launch):
+    """All ranks with subscribers ask again and again: of every rank, it was as many bytes each."""
+    status, last = ("barrier", 1, "a.py:1", 0.1), launch.num_ranks - 1
+
+    def heartbeat(rank):
+        groups = {"c1/" if rank == last else "c0/": status}
+        return Op.HEARTBEAT, 0, groups, [2] if rank == 1 else []
+
+    launch.ask_by_all(heartbeat)
+    answers, _, nbytes = launch.ask_by_all(lambda rank: (Op.MEMBERSHIP, "c0/", []))
+    assert all(sorted(answer) == [2, last] for answer in answers)
+    assert RankReport.from_wire(answers[0][2]).note == "suspended"
+    assert nbytes < 150 * launch.num_ranks
+    answers, _, _ = launch.ask_by_all(lambda rank: (Op.MEMBERSHIP, "c0/", [2, 3]))
+    assert all(sorted(answer) == [2] for answer in answers)
+
+
+@pytest.mark.parametrize("world_size", [2, 512, 1000, 10_000])
+def test_pauses_and_limits_grow_with_the_ranks(world_size):
+    """From 1,300 ranks on, all of them and rank 0 seemed silent between two heartbeats."""
+    timings = DEFAULT.for_ranks(world_size)
+    assert world_size / timings.heartbeat_s <= HEARTBEATS_PER_S
+    assert timings.ping_after_s > 2 * timings.heartbeat_s
+    assert timings.silent_s > timings.ping_after_s + timings.acknowledged_s
+    assert timings.master_silent_s > max(timings.silent_s, 2 * timings.membership_s)
+    assert timings.reports_s < timings.silent_s / 5

@@ -249,7 +249,7 @@ def test_a_senseless_request_fails_nobody_else(server, honest, message):
         answer = connection.receive(deadline())
         assert answer[:2] == [1, None] and "rank 3 asked rank 0 to" in answer[2]
     honest.ask("heartbeat", 0, {"c0/": ("barrier", 1, "a.py:1", 0.5)}, [2], timeout_s=LIMIT_S)
-    reports = honest.ask("membership", timeout_s=LIMIT_S)
+    reports = honest.ask("membership", "", [], timeout_s=LIMIT_S)
     assert [str(RankReport.from_wire(fields)) for fields in reports.values()]
     honest.ask("set", "key", b"x", timeout_s=LIMIT_S)
     assert honest.ask("wait", ["key"], timeout_s=LIMIT_S) == {"key": b"x"}
@@ -313,6 +313,7 @@ class Fuzzer:
             Op.HEARTBEAT: [0, {"c0/": ["barrier", 1, "a.py:1", 0.1]}, [1, 2]],
             Op.REPORT: [f"c9/{pick.randrange(99)}/", b"x"],
             Op.PROCESSES: [[1, 2]],
+            Op.MEMBERSHIP: ["c0/", [1, 2, 77]],
         }
         arguments = right.get(op, [name])
         for _ in range(pick.choice([0, 0, 1, 1, 2])):
@@ -365,7 +366,7 @@ def call_everything(honest, number, seed):
         assert honest.ask("rendezvous", own, 0, 1, b"x", "", timeout_s=LIMIT_S) == {0: b"x"}, where
         news = honest.ask("heartbeat", 0, {"c0/": status}, [], timeout_s=LIMIT_S)
         assert all(isinstance(failure, int if not group else bytes) for group, failure in news)
-        reports = honest.ask("membership", timeout_s=LIMIT_S)
+        reports = honest.ask("membership", "", [], timeout_s=LIMIT_S)
         assert RankReport.from_wire(reports[1]).calls["c0/"].call.startswith("barrier"), where
         assert all(str(RankReport.from_wire(fields)) for fields in reports.values()), where
     except (CoordinatorError, ServerLost, NoMessage) as error:

@@ -20,6 +20,7 @@ LIMIT_S = 30.0
 LAYOUTS = {"one node": None, "two nodes": [2, 1]}
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 QUICK = CoordinatorTimings(suspended_s=0.6)
+PATIENT = CoordinatorTimings(exit_notice_s=LIMIT_S, master_silent_s=LIMIT_S)
 
 
 class Log:
@@ -46,12 +47,12 @@ class Log:
             return of_rank()[0]
 
 
-def failing(fork, layout, fail):
+def failing(fork, layout, fail, timings=QUICK):
     """Reason, exit status, text and delay of rank 2's failure by fail(coor), on ranks 0 and 1."""
     reading, writing = os.pipe()
 
     def body(info):
-        coor, log = Coordinator(info, timeout_s=20, timings=QUICK), Log()
+        coor, log = Coordinator(info, timeout_s=20, timings=timings), Log()
         with coor.on_failure(log):
             coor.barrier()
             if coor.rank == 2:
@@ -92,7 +93,7 @@ def close_and_exit(coor):
 
 @every_layout
 def test_a_clean_close_is_no_death(fork, layout):
-    for reason, status, *_ in failing(fork, layout, close_and_exit):
+    for reason, status, *_ in failing(fork, layout, close_and_exit, PATIENT):
         assert (reason, status) == ("left", None)
 
 

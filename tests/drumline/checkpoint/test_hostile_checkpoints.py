@@ -229,12 +229,42 @@ def test_a_file_that_changes_after_its_header_was_read_is_named(file, change):
 
 def test_a_file_that_is_cut_off_while_it_is_read_is_named(file):
     stored = read_index(file.parent)["first"]
-    with TensorReader(file.parent) as reader:
-        box, out = Region((0, 0), (3, 4)), torch.empty(3, 4)
+    box, out = Region((0, 0), (3, 4)), torch.empty(3, 4)
+    with (
+        pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read at byte"),
+        TensorReader(file.parent) as reader,
+    ):
         reader.read(stored, box, out)
         os.truncate(file, stored.offset + 8)
-        with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read at byte"):
+        reader.read(stored, box, out)
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize("how", ["written to", "replaced"])
+def test_a_file_that_another_one_takes_the_place_of_while_it_is_read_is_named(file, how, is_open):
+    """Parts of both, of the same shapes, were put together without a word."""
+    stored, other = read_index(file.parent)["first"], file.with_name("other")
+    save_file({**TENSORS, "first": -TENSORS["first"]}, other)
+    os.utime(other, (1, 1))
+    box, out = Region((0, 0), (3, 4)), torch.empty(3, 4)
+
+    def load():
+        with TensorReader(file.parent) as reader:
+            if is_open:
+                reader.read(stored, box, out)
+            if how == "written to":
+                file.write_bytes(other.read_bytes())
+                os.utime(file, (2, 2))
+            else:
+                other.rename(file)
             reader.read(stored, box, out)
+
+    if how == "replaced" and is_open:
+        load()  # what it has opened is still there, under no name
+        assert out.equal(TENSORS["first"])
+    else:
+        with pytest.raises(CheckpointError, match=r"model\.safetensors changed while it was read"):
+            load()
 
 
 LISTINGS = [

@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -48,6 +47,11 @@ def fail(rank, how):
 
 def sleep(seconds):
     time.sleep(seconds)
+
+def end(launcher_pid):
+    if launcher.current().rank == 1:
+        os.kill(launcher_pid, signal.SIGTERM)
+    time.sleep(60)
 """
 
 
@@ -124,9 +128,7 @@ def test_launch_that_takes_too_long_is_ended(work):
 
 
 def test_signal_to_the_launcher_ends_the_launch(work):
-    job = Job(target.of(work.sleep), args=(60,), nprocs=2)
-    timer = threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGTERM))
-    timer.start()
+    job = Job(target.of(work.end), args=(os.getpid(),), nprocs=2)
     with pytest.raises(LaunchInterrupted, match="stopped by SIGTERM") as raised:
         ray_cluster.run(job)
     assert raised.value.exit_code == 128 + signal.SIGTERM

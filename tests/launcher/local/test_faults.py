@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -182,3 +184,18 @@ def failure(rank, time_s, **how):
 )
 def test_by_cause_sorts_by_time_with_a_correction_for_silent_deaths(failures, first):
     assert errors.by_cause(failures)[0].rank == first
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("multiprocessing", 1), ("multiprocessing", 3), ("threads", 2)]
+)
+def test_a_limit_of_processes_is_an_error_that_says_so(command, name, most):
+    """It was `Errno 11`, and of a thread a traceback of the launcher."""
+    script = command.script("import time\ntime.sleep(60)")
+    user = ["setpriv", "--reuid", str(10**6 + os.getpid()), "--clear-groups"]
+    user += ["--inh-caps", "+dac_override", "--ambient-caps", "+dac_override"]
+    around = [*user, "prlimit", f"--nproc={most}"]
+    if os.geteuid() or subprocess.run([*around, "true"], capture_output=True).returncode:
+        pytest.skip("becomes a user who has no processes: runs as root with util-linux")
+    ended = command.run("run", "--launcher", name, "-n", "4", script, around=around)
+    assert ended.code in (1, 2) and "`ulimit -u`" in ended.err and "Traceback" not in ended.err
