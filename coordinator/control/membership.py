@@ -49,6 +49,7 @@ class Member:
     pinged_at: float = 0.0
     calls: Any = None  # of its last heartbeat, by group
     lost_at: float = 0.0
+    is_leaving: bool = False  # it said so on one of its connections; the others end without a word
 
     def has_left(self) -> bool:
         return not self.connections and not self.lost_at
@@ -83,14 +84,19 @@ class MembershipTable:
         member.token, member.process = token, process
         member.connections.add(number)
         member.lost_at, member.heartbeat_at = 0.0, time.monotonic()
+        member.is_leaving = False
 
     def remove_connection(self, rank: int, number: int) -> None:
         self.members[rank].connections.discard(number)
 
+    def mark_leaving(self, rank: int) -> None:
+        """The rank said LEAVE, so that no end of a connection counts as its death."""
+        self.members[rank].is_leaving = True
+
     def mark_lost(self, rank: int) -> None:
         """A connection broke: if it was the rank's last, the rank is lost."""
         member = self.members[rank]
-        if not member.connections:
+        if not member.connections and not member.is_leaving:
             member.lost_at = time.monotonic()
             self._tell("", rank)
 

@@ -309,6 +309,7 @@ class ControlServer:
             if not isinstance(request, int):
                 raise TypeError(f"a request is numbered, not {request!r}")
             if op == Op.LEAVE:
+                self._membership.mark_leaving(connection.rank)
                 self._remove(connection.socket.fileno())
             else:
                 self._do(connection, request, op, arguments)
@@ -379,10 +380,10 @@ class ControlServer:
     def _on_connection_lost(self, connection: _RankConnection) -> None:
         """The connection ended: without LEAVE, unless that has arrived and was not read."""
         if connection.is_open:
-            has_left = _has_left(connection)
+            if _has_left(connection):
+                self._membership.mark_leaving(connection.rank)
             self._remove(connection.socket.fileno())
-            if not has_left:
-                self._membership.mark_lost(connection.rank)
+            self._membership.mark_lost(connection.rank)
 
     def _remove(self, number: int) -> None:
         connection = self._connections.pop(number)

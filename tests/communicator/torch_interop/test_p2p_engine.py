@@ -282,14 +282,17 @@ def test_rest_of_a_message_is_dropped_if_its_group_was_closed_meanwhile(engines)
 @pytest.mark.parametrize("first", [1, 2])
 def test_offer_that_nobody_accepts_is_forgotten_when_both_have_left(engines, first):
     has_closed = {1: threading.Event(), 2: threading.Event()}
+    has_offered = threading.Event()
 
     def body(engine):
         if engine.rank == 0:
+            assert has_offered.wait(20)  # an offer to who has left would be none
             return
         pair = pair_of(engine)
         if engine.rank == 1:
             work = pair.start("send", torch.ones(MAX_UNCONFIRMED_BYTES), 0, 7)
             assert engine.engine._offered
+            has_offered.set()
         else:
             wait_until(lambda: engine.engine._arrivals, engine)
         if engine.rank == first:

@@ -26,7 +26,7 @@ from coordinator.control.framing import (
     unpack_answer,
 )
 from coordinator.control.handshake import CONTROL, Hello
-from coordinator.control.membership import RankReport
+from coordinator.control.membership import LEFT, RankReport
 from coordinator.control.operations import Op
 from coordinator.control.server import MAX_REQUEST_NBYTES, MAX_UNREAD_NBYTES, ControlServer
 from coordinator.errors import CoordinatorError
@@ -155,6 +155,20 @@ def test_nothing_is_kept_for_those_that_have_given_up(server, honest):
     while server._values._waiting or server._rendezvous._open:
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+def test_a_rank_that_leaves_is_not_lost_by_its_other_connections(server, honest):
+    """One that was given up in the middle of a request ends without LEAVE, perhaps last."""
+    given_up, leaving = raw(server), raw(server)
+    leaving.send((0, Op.LEAVE), deadline())
+    assert is_closed(leaving)
+    given_up.close()
+    until = deadline()
+    while 3 in server.present():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    reports = honest.ask("membership", "", [], timeout_s=LIMIT_S)
+    assert RankReport.from_wire(reports[3]).note == LEFT
 
 
 def test_an_error_at_a_tick_does_not_end_the_server(server, honest, monkeypatch):
