@@ -85,7 +85,7 @@ def measure(stack: ExitStack, table: Table, repeats: int) -> None:
 def compiled(folder: Path) -> Path:
     source, built = folder / "counting.c", folder / "libcounting.so"
     source.write_text(SOURCE)
-    where = [f"-I{ROOT / 'csrc' / 'abi'}", f"-I{ROOT / 'tests' / 'communicator'}"]
+    where = [f"-I{ROOT / 'csrc' / 'abi'}", f"-I{ROOT / 'tests' / 'communicator' / 'native'}"]
     subprocess.run(["cc", "-O2", "-shared", "-fPIC", *where, source, "-o", built], check=True)
     return built
 

@@ -127,7 +127,7 @@ class Pair:
 
 def call_ns(folder: str) -> list[float]:
     """Nanoseconds of comm.allreduce(tensor), of which the library takes none."""
-    source = ROOT / "tests" / "communicator" / "abi_plugin.c"
+    source = ROOT / "tests" / "communicator" / "native" / "abi_plugin.c"
     path = compiled(source, folder, "-std=c11", "-shared", "-fPIC")
     call = _native.open(str(path)).init(0, 2, Pair()).allreduce
     times = timeit.Timer("call(tensor)", globals={"call": call, "tensor": torch.ones(2)})

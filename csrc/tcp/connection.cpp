@@ -90,11 +90,14 @@ bool PeerLink::is_open() const {
     return poll(&poll_fd, 1, 0) <= 0;
 }
 
-// The notice that the other end gave for closing, if it is in reach.
+// The notice that the other end gave for closing, if it is in reach; else the error of the socket,
+// which the kernel gives once.
 Ended PeerLink::find_end(Ended otherwise) const {
     std::string unread(buffer_.get() + begin_, end_ - begin_),
         peeked(header_nbytes + longest_text, 0);
     ssize_t count = recv(fd, &peeked[0], peeked.size(), MSG_PEEK | MSG_DONTWAIT);
+    if (count < 0 && errno != EAGAIN && errno != EINTR && otherwise.error == 0)
+        otherwise = {peer_, 0, errno, ""};
     unread.append(peeked, 0, static_cast<size_t>(std::max<ssize_t>(count, 0)));
     size_t begin = unread_;
     while (begin <= unread.size() && unread.size() - begin >= header_nbytes) {

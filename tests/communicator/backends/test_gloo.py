@@ -1,8 +1,7 @@
 """The gloo backend, with ranks as threads."""
 
-import gc
-import os
-import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from communicator import (
 )
 from coordinator import Coordinator
 from launcher import LaunchInfo
+from tests.conftest import ROOT
 
 
 @pytest.mark.parametrize("world_size", [1, 3])  # two: test_cli.py
@@ -192,22 +192,33 @@ def test_a_message_that_was_not_expected_is_named_and_dropped(ranks, sent, expec
     assert ranks(body, 2) == [2.0, 2.0]
 
 
-def test_a_forked_child_leaves_the_communicators_of_its_parent_alone(ranks):
-    """gloo's threads are not there, and to wait for them hangs, or ends the child (SIGABRT)."""
+FORKED = """
+import gc, os, signal, torch
+from communicator import Communicator
+from coordinator import Coordinator
+from tests.conftest import run_threads
 
-    def body(info):
-        with Coordinator(info) as coor:
-            comm = Communicator(coor, backend="gloo")
-            comm.allreduce(torch.ones(4))
-            return [comm]  # ranks are threads: it outlives its Coordinator
+def body(info):
+    with Coordinator(info) as coor:
+        comm = Communicator(coor, backend="gloo")
+        comm.allreduce(torch.ones(4))
+        return [comm]  # ranks are threads: it outlives its Coordinator
 
-    communicators = [comm for result in ranks(body, 2) for comm in result]
-    child = os.fork()
-    if child == 0:
-        signal.alarm(60)
-        communicators.pop().close()
-        communicators.clear()
-        gc.collect()
-        os._exit(7)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 7
+communicators = [comm for result in run_threads(body, 2) for comm in result]
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    communicators.pop().close()
+    communicators.clear()
+    gc.collect()
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+os._exit(0)
+"""
+
+
+def test_a_forked_child_leaves_the_communicators_of_its_parent_alone():
+    """gloo's threads are not there: to wait for them hangs, or ends the child (SIGABRT)."""
+    command = [sys.executable, "-c", FORKED]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert done.stdout == "7\n", done.stderr
