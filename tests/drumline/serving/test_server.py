@@ -1,6 +1,7 @@
 """A server on 2 ranks with OpenAI's own client. The last test ends the server."""
 
 import asyncio
+import contextlib
 import importlib
 import json
 import os
@@ -149,13 +150,18 @@ def test_a_short_request_does_not_wait_for_earlier_long_ones(plain, server, clie
     """The server has two threads, and each long request keeps one of them busy."""
     long = ["15", "17"]
     options = {"model": "llama", "max_tokens": 95, "temperature": 0, "stream": True}
-    streams = [iter(client.completions.create(prompt=prompt, **options)) for prompt in long]
-    firsts = [next(stream).choices[0].text for stream in streams]
-    assert complete("5 6 7").choices[0].text.strip() == expected(plain, "5 6 7")[0]
-    assert metric(server, "drumline_requests_running") == 2
-    later = [[chunk.choices[0].text for chunk in stream] for stream in streams]
-    for prompt, first, rest in zip(long, firsts, later, strict=True):
-        assert (first + "".join(rest)).strip() == expected(plain, prompt, 95)[0]
+    are_running = False
+    for _ in range(20):  # the long ones may end while this process has no core
+        streams = [iter(client.completions.create(prompt=prompt, **options)) for prompt in long]
+        firsts = [next(stream).choices[0].text for stream in streams]
+        assert complete("5 6 7").choices[0].text.strip() == expected(plain, "5 6 7")[0]
+        are_running |= metric(server, "drumline_requests_running") == 2
+        later = [[chunk.choices[0].text for chunk in stream] for stream in streams]
+        for prompt, first, rest in zip(long, firsts, later, strict=True):
+            assert (first + "".join(rest)).strip() == expected(plain, prompt, 95)[0]
+        if are_running:
+            break
+    assert are_running, "the short request was answered after the long ones"
 
 
 def test_each_sequence_of_a_batch_has_its_own_sampling_parameters(complete):
@@ -465,31 +471,40 @@ def test_a_body_that_is_too_large_is_not_read_to_its_end(server):
         data=b" " * (5 << 20),
         headers={"Authorization": f"Bearer {KEY}"},
     )
-    with pytest.raises((urllib.error.HTTPError, ConnectionError)) as raised:
-        urllib.request.urlopen(request, timeout=10)
-    assert getattr(raised.value, "code", 413) == 413
+    with pytest.raises((urllib.error.URLError, ConnectionError)) as raised:
+        urllib.request.urlopen(request, timeout=30)
+    # The connection may be closed while the body is sent, before the answer is read.
+    is_closed = isinstance(getattr(raised.value, "reason", raised.value), ConnectionError)
+    assert is_closed or raised.value.code == 413
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_disconnects_ends_its_generations(plain, server, stream):
     prompt, num_new = "15", 95
     assert expected(plain, prompt, num_new)[1] == "length"
-    before = metric(server, "drumline_new_tokens_total")
     impatient = openai.OpenAI(base_url=f"{server[1]}/v1", api_key=KEY, max_retries=0)
     request = {"model": "llama", "prompt": prompt, "max_tokens": num_new, "temperature": 0, "n": 4}
-    with impatient:
+
+    def disconnect(timeout_s):
         if stream:
             answer = impatient.completions.create(**request, stream=True)
             next(iter(answer))
             answer.close()
         else:
-            with pytest.raises(openai.APITimeoutError):
-                impatient.completions.create(**request, timeout=0.15)
-    until = time.monotonic() + 30
-    while metric(server, "drumline_requests_running") and time.monotonic() < until:
-        time.sleep(0.05)
-    assert metric(server, "drumline_requests_running") == 0
-    assert metric(server, "drumline_new_tokens_total") - before < 4 * num_new
+            with contextlib.suppress(openai.APITimeoutError):
+                impatient.completions.create(**request, timeout=timeout_s)
+
+    with impatient:
+        for timeout_s in (0.15, 0.08, 0.04, 0.02) * 3:  # a quick machine may be done before
+            before = metric(server, "drumline_new_tokens_total")
+            disconnect(timeout_s)
+            until = time.monotonic() + 30
+            while metric(server, "drumline_requests_running"):
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            if 0 < metric(server, "drumline_new_tokens_total") - before < 4 * num_new:
+                return
+    pytest.fail("no generation ended before it was whole")
 
 
 def test_a_request_that_outlasts_the_grace_period_ends_with_an_error(plain, monkeypatch):
