@@ -65,8 +65,9 @@ class CoordinatorTimings:
     """At most, for questions to rank 0 that only improve an error."""
     last_answer_s: float = 0.2
     """As answer_s, where the deadline has passed already."""
-    report_s: float = 0.3
-    """To tell rank 0 why a group failed, which may be the end of a deadline."""
+    report_s: float = 1.0
+    """To tell rank 0 why a group failed, which may be the end of a deadline. Must be below
+    reason_s."""
     exit_s: float = 0.5
     """For a process to end after its connections broke."""
     handshake_s: float = 10.0

@@ -100,7 +100,7 @@ def test_stop_signals_end_threads_and_the_processes_that_they_have_started(comma
     process.stdout.readline()
     process.send_signal(number)
     _, err = process.communicate(timeout=30)
-    assert process.returncode == 128 + number and number.name in err
+    assert process.returncode == 128 + number and number.name in err, err
     assert not command.left()
 
 
