@@ -37,7 +37,7 @@ ORDER = {
     "drumline": (
         "base core",
         "planner checkpoint",
-        "offload kv_cache",
+        "offload kv_cache weight_formats",
         "tensor_parallel compile_once",
         "stages",
         "pipeline",

@@ -61,13 +61,15 @@ def load_into(
     device: of plain tensors, and of DTensors of a mesh on no accelerator.
 
     Needs the share plus a few blocks of 8 MiB. Raises PlanError or CheckpointError on every rank
-    before a tensor is read.
+    before a tensor is read. Ranks that do not open the very same files compare all their bytes.
     """
     files, _ = share_index(coor, path, lambda: assign_readers(coor, mesh, reader)[1])
     grid, _ = assign_readers(coor, mesh, reader)
     request = LoadRequest(splits or {}, only or {}, shapes or {}, sources)
     plan = plan_on_all_ranks(coor, lambda: plan_files(model, files, grid, coor.rank, request))
-    return load_planned(model, plan, files, coor, device)
+    (check,) = files.copy_checks
+    with check:
+        return load_planned(model, plan, files, coor, device)
 
 
 @dataclass(frozen=True)
