@@ -277,8 +277,9 @@ OPTIONS = {
     "plan": "--model --memory --ranks --device-map --dtype --batch --length --bandwidth --hop",
     "generate": "--model -n --ranks --memory --prompt --max-new-tokens --seed",
     "bench": "--model -n --ranks --memory --batch --prompt-tokens --new-tokens",
-    "serve": "--model -n --ranks --memory --host --port --api-key-file --max-length --max-running"
-    " --max-waiting",
+    "serve": "--model -n --ranks --memory --host --port --api-key-file --dtype --device-map --tp"
+    " --tensor-parallel-size --served-model-name --chat-template --log-requests"
+    " --enable-log-requests --max-length --max-model-len --max-running --max-waiting",
     "auto": "-n --ranks",
 }
 
