@@ -75,7 +75,8 @@ class RequestStream:
         ]
 
     def _generation(self, index: int, sequence: SequenceRequest) -> Generation:
-        detokenizer = IncrementalDetokenizer(self._tokenizer, sequence.params.stop)
+        prompt, params, end_tokens, grammar = sequence
+        detokenizer = IncrementalDetokenizer(self._tokenizer, params.stop, prompt)
         logprobs: list[TokenLogprob] = []  # of tokens whose text is not posted yet
 
         def on_token(token: int) -> bool:
@@ -90,7 +91,6 @@ class RequestStream:
             text = "" if isinstance(reason, Exception) else detokenizer.flush()
             self._post(TextEvent(index, text, reason, logprobs))
 
-        prompt, params, end_tokens, grammar = sequence
         generation = Generation(prompt, params, on_token, on_end, end_tokens, grammar)
         return generation
 

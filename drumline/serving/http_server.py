@@ -197,9 +197,9 @@ def _serve_requests(
         listener.listen(BACKLOG)
         host, port = listener.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
-        print(f"serving {names[0]} at http://{host}:{port}/v1", flush=True)
         server.capture_signals = contextlib.nullcontext  # uvicorn's own raises the signal again
         with _signals(server.handle_exit), _monitored(coor, service, server):
+            print(f"serving {names[0]} at http://{host}:{port}/v1", flush=True)
             server.run(sockets=[listener])
     if service.failure is not None:
         raise service.failure

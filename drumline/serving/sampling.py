@@ -95,8 +95,10 @@ class TokenSampler:
     def is_greedy(self) -> bool:
         """True if the sampler always takes the token with the highest logit, and keeps nothing."""
         params, plain = self.params, SamplingParams(temperature=0)
-        names = ("temperature", "presence_penalty", "frequency_penalty", "repetition_penalty")
-        names += ("logit_bias", "min_tokens", "num_logprobs")
+        names = (
+            *("temperature", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+            *("logit_bias", "min_tokens", "num_logprobs"),
+        )
         is_plain = all(getattr(params, name) == getattr(plain, name) for name in names)
         return is_plain and self.grammar is None
 

@@ -367,7 +367,8 @@ sys.exit(main())
 """
 
 
-def test_a_command_in_the_background_of_a_script_obeys_sigint(warm, with_tokenizer):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_server_in_the_background_of_a_script_is_ended_by(warm, with_tokenizer, number, code):
     """A shell starts such a job with SIGINT ignored, and the server could not be stopped by it."""
     _import_serving()
     command = ["serve", "--model", with_tokenizer, "-n", "2", "--port", "0"]
@@ -375,8 +376,8 @@ def test_a_command_in_the_background_of_a_script_obeys_sigint(warm, with_tokeniz
     server = warm.start("-c", IN_THE_BACKGROUND, *command, env=environ, cwd=ROOT)
     try:
         assert "serving" in server.stdout.readline()
-        server.send_signal(signal.SIGINT)
-        assert server.wait(timeout=30) == 130
+        server.send_signal(number)
+        assert server.wait(timeout=30) == code
     finally:
         server.kill()
         server.communicate()

@@ -257,7 +257,7 @@ def test_a_completion_may_begin_with_its_prompt(plain, complete, stream):
 
 def test_tools_reach_the_chat_template(plain):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(plain[1])
-    tokenizer.chat_template = "{% for tool in tools %}{{ tool.function.name }} {% endfor %}5"
+    tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}5"
     tool = {"type": "function", "function": {"name": "11 12", "parameters": {}}}
     body = {"model": "llama", "messages": [{"role": "user", "content": "5"}], "max_tokens": 1}
     with closing(app.Service(["llama"], plain[0], tokenizer, LIMITS)) as service:
