@@ -22,6 +22,7 @@ from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.requests import ClientDisconnect
 
+import launcher
 from drumline import timings
 from drumline.errors import DrumlineError, PeerLost
 from drumline.serving import metrics, protocol
@@ -31,7 +32,6 @@ from drumline.serving.grammar import GrammarCompiler
 from drumline.serving.logprobs import LogprobFormatter
 from drumline.serving.sampling import Grammar, SamplingParams, TokenLogprob
 from drumline.serving.scheduler import BatchScheduler, Generation, ServingLimits
-from launcher import __version__
 
 log = logging.getLogger("drumline.requests")
 
@@ -218,7 +218,7 @@ class Service:
         return {"prompt": self.tokenizer.decode(tokens)}
 
     async def get_version(self) -> dict[str, str]:
-        return {"version": __version__}
+        return {"version": launcher.__version__}
 
     async def _read(
         self, kind: type[Any], request: Request, tokenize: Callable[[Any], Prompts]

@@ -1,4 +1,4 @@
-"""What a response must form, for `response_format`: any JSON object, or JSON of a schema.
+"""Grammars of responses, for `response_format`: any JSON object, or JSON of a schema.
 
 grammars = GrammarCompiler(tokenizer, vocabulary)
 sampler = TokenSampler(params, grammar=grammars.json({"type": "object"}))

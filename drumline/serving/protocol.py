@@ -212,7 +212,7 @@ class ChatCompletionRequest(GenerationRequest):
         return self.top_logprobs if self.logprobs else None
 
     def template_options(self) -> dict[str, Any]:
-        """What the chat template takes beside the messages. It tells the model of the tools; a
+        """Arguments of the chat template beside the messages. It tells the model of the tools; a
         call of one is part of the response's text."""
         has_tools = self.tools and self.tool_choice != "none"
         return {"tools": self.tools} if has_tools else {}

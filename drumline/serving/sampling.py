@@ -50,7 +50,7 @@ class SamplingParams:
 
 
 class Grammar(Protocol):
-    """What the tokens of one sequence must form."""
+    """A constraint on the tokens of one sequence."""
 
     def mask(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits, -inf for each token that may not come next."""
