@@ -108,7 +108,7 @@ def num_pieces(nbytes: int, most: int = MAX_PIECES) -> int:
 
 
 def window(message_nbytes: int) -> int:
-    """How many rounds with such messages may be under way at once."""
+    """The number of rounds, with such messages, that may be under way at once."""
     return max(2, FLIGHT_NBYTES // max(message_nbytes, 1))
 
 
