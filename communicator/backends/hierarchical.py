@@ -149,7 +149,7 @@ class Hierarchical(Communicator):
         """Start a call on the network; for so few bytes that a thread costs more, run it."""
         if nbytes < 2 * SEGMENT_NBYTES:
             return AsyncWork([]).run(call)
-        return self._network.start(call)  # type: ignore[no-any-return]
+        return self._network.submit(call)  # type: ignore[no-any-return]
 
     def _pieces(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The piece of the tensor that each column moves."""

@@ -188,13 +188,13 @@ class Tcp(ScheduledCollectives, Communicator):
             "into a tensor of the shape and dtype that is sent."
         )
 
-    def start(self, call: Callable[[], object]) -> AsyncWork:
+    def submit(self, call: Callable[[], object]) -> AsyncWork:
         """Start a call, which progresses by itself."""
         return self._queue.submit(call, [])
 
     def start_group(self, calls: list[P2PCall]) -> AsyncWork | None:
         """Start sends and receives, which progress by themselves until finish_group."""
-        return self.start(lambda: self.do_group(calls)) if calls else None
+        return self.submit(lambda: self.do_group(calls)) if calls else None
 
     def finish_group(self, pending: AsyncWork | None) -> None:
         """Return when all have ended. Raises CommunicatorError if a message did not fit."""

@@ -49,7 +49,7 @@ class ProgramRunner(CollectivesFromP2P):
         """Run the rounds, which send from source and receive into target, both flat."""
         raise NotImplementedError
 
-    def start(self, call: Callable[[], object]) -> AsyncWork:
+    def submit(self, call: Callable[[], object]) -> AsyncWork:
         """Start a call that moves tensors on this network; some only return when it has ended."""
         return AsyncWork([]).run(call)
 
