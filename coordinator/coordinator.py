@@ -411,13 +411,16 @@ class Coordinator(Collectives):
 
     def _release(self, status: int, limit: float | None) -> list[int]:
         self._locks.close()
+        stuck: set[int] = set()
         if self._group is not None:
+            if self._broken is not None:  # else they are waited for, as by every other call
+                stuck = self._group.detector.monitor.suspended()
             self._group.set_status(status)
             self._group.close()
         if self._session is None:
             return []
         self._session = None
-        return this_process.of(self.info).leave(limit)
+        return this_process.of(self.info).leave(limit, stuck)
 
     def __enter__(self) -> Coordinator:
         return self

@@ -57,7 +57,7 @@ class ModelTimings:
     body_s: float = 60.0
     """For the body of a request to arrive, and for a client to take what is ready of its answer.
     Must exceed the upload of the largest body."""
-    failure_poll_s: float = 0.5
+    failure_poll_s: float = 0.1
     """Between two checks whether all ranks are alive and the server may go on."""
     drain_s: float = 2.0
     """For running requests after the server is stopped. drain_s, failure_poll_s and notify_s

@@ -13,7 +13,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -185,8 +185,13 @@ class ControlServer:
         except OSError:
             pass  # it has ended already
 
-    def wait(self, timeout_s: float) -> bool:
-        return self._over.wait(timeout_s)
+    def wait(self, timeout_s: float, stuck: Set[int] = frozenset()) -> bool:
+        """True if all ranks leave in time. Waits no longer once only ranks that are stuck are left."""
+        deadline = time.monotonic() + timeout_s
+        while not self._over.wait(min(self._timings.idle_s, max(0.0, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline or (stuck and stuck >= {*self.present()}):
+                return False
+        return True
 
     def present(self) -> list[int]:
         """Ranks that have not left."""

@@ -12,7 +12,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -327,9 +327,9 @@ class _ProcessSession:
             return [self.location.address]
         return candidates(info)
 
-    def leave(self, timeout_s: float | None) -> list[int]:
-        """One Coordinator less. At rank 0 the last one waits until all ranks have left, unless
-        timeout_s is None. Returns the ranks that had not left in time."""
+    def leave(self, timeout_s: float | None, stuck: Set[int] = frozenset()) -> list[int]:
+        """One Coordinator less. At rank 0 the last one waits until all ranks but stuck ones have
+        left, unless timeout_s is None. Returns the ranks that had not left in time."""
         with self.lock:
             session, server = self.session, self.server
             assert session is not None
@@ -342,7 +342,7 @@ class _ProcessSession:
         if server is None:
             return []
         server.begin_closing()
-        if timeout_s is None or server.wait(timeout_s):
+        if timeout_s is None or server.wait(timeout_s, stuck):
             return []
         return server.present()
 

@@ -107,6 +107,11 @@ class PeerMonitor:
             self._processes[peer.rank] = PeerProcess(peer)
         return self._processes.get(peer.rank)
 
+    def suspended(self) -> set[int]:
+        """The ranks of the launch whose process on this host is suspended."""
+        processes = ((peer.rank, self.process(peer)) for peer in self.peers)
+        return {rank for rank, process in processes if process and process.is_suspended()}
+
     # ---- ranks that are gone ----
 
     def exited(self, ranks: Collection[int] | None = None) -> list[ObservedRank]:

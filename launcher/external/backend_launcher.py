@@ -116,7 +116,7 @@ def _ended(name: str, code: int, failures: tuple[Failure, ...]) -> LaunchError:
     """The end of a backend launcher that no rank explains."""
     text = f"{name} exited with code {code}"
     if code > 128:  # mpiexec exits with the code of the process that was killed
-        killed = f"was killed by {errors.signal_name(code - 128)} from outside"
+        killed = f"was killed by {errors.signal_name(code - 128)}"
         text = f"{name}, or a process that it runs, {killed}"
     return LaunchError(text, failures, code)
 

@@ -58,6 +58,7 @@ def _on_stop_signal(backend: int, number: int, _frame: FrameType | None) -> None
     for again in STOP_SIGNALS:
         signal.signal(again, _on_second_signal)
     linux.send_signal(backend, number)
+    linux.send_signal(backend, signal.SIGCONT)  # it could not react while it is suspended
 
 
 def _on_second_signal(_number: int, _frame: FrameType | None) -> None:

@@ -209,6 +209,21 @@ def test_a_rank_that_is_suspended_while_nobody_waits_is_not_reported(fork):
     assert zero.value == [0, ["suspended"], 0], zero
 
 
+def test_rank_0_of_a_failed_group_does_not_wait_for_a_suspended_rank(fork):
+    """It lingered for all that were still there, though one could not hear why it failed."""
+    patient = CoordinatorTimings(suspended_s=0.6, linger_s=10 * LIMIT_S)
+
+    def body(info):
+        with Coordinator(info, timeout_s=20, timings=patient) as coor:
+            coor.barrier()
+            if coor.rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            raise PeerLost("planned", coor.failures(wait_s=LIMIT_S))
+
+    zero, _, two = fork(body, 3).outcomes(stragglers=[1])
+    assert (zero.text, two.text) == ("planned", "planned")
+
+
 def test_without_subscribers_no_thread_runs(ranks):
     def body(info):
         with Coordinator(info) as coor:
