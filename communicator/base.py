@@ -132,6 +132,7 @@ class Communicator(CollectivesFromP2P):
     ) -> None:
         self.coor = coor
         self.rank, self.world_size = coor.rank, coor.world_size
+        self._me = self.rank_name()
         self.timeout_s = coor.timeout_s if timeout_s is None else timeout_s
         self._closed, self._pid = False, os.getpid()
         _live.add(self)
@@ -172,7 +173,7 @@ class Communicator(CollectivesFromP2P):
         Returns the tensor written. All ranks get the same bits.
         """
         self._check("allreduce", tensor)
-        op = check_op(self.rank, "allreduce", op, tensor)
+        op = check_op(self._me, "allreduce", op, tensor)
         out = tensor if out is None else self._check_out("allreduce", out, tensor.shape, tensor)
         if self.world_size == 1:
             return out if out is tensor else out.copy_(tensor)
@@ -184,8 +185,8 @@ class Communicator(CollectivesFromP2P):
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Rank src's tensor, written into every rank's tensor, which is returned. Collective."""
         self._check("broadcast", tensor)
-        check_peer(self.rank, "broadcast", src, self.world_size, "src")
-        self._check_same_call("broadcast", tensor, f"from rank {src}")
+        check_peer(self._me, "broadcast", src, self.world_size, "src")
+        self._check_same_call("broadcast", tensor, f"from {self.rank_name(src)}")
         if self.world_size > 1 and self._has_work(tensor):
             self.do_broadcast(tensor, src)
         return tensor
@@ -196,9 +197,9 @@ class Communicator(CollectivesFromP2P):
         Returns the tensor; on the other ranks it is unchanged.
         """
         self._check("reduce", tensor)
-        op = check_op(self.rank, "reduce", op, tensor)
-        check_peer(self.rank, "reduce", dst, self.world_size, "dst")
-        self._check_same_call("reduce", tensor, f"{op}, to rank {dst}")
+        op = check_op(self._me, "reduce", op, tensor)
+        check_peer(self._me, "reduce", dst, self.world_size, "dst")
+        self._check_same_call("reduce", tensor, f"{op}, to {self.rank_name(dst)}")
         if self.world_size > 1 and self._has_work(tensor):
             self.do_reduce(tensor if self.rank == dst else None, tensor, dst, op)
         return tensor
@@ -220,7 +221,7 @@ class Communicator(CollectivesFromP2P):
     ) -> torch.Tensor:
         """Row `rank` of the reduction of every rank's [world_size, *shape]: shape. Collective."""
         self._check("reduce_scatter", tensor)
-        op = check_op(self.rank, "reduce_scatter", op, tensor)
+        op = check_op(self._me, "reduce_scatter", op, tensor)
         self._check_rows("reduce_scatter", tensor)
         out = self._out("reduce_scatter", out, tuple(tensor.shape[1:]), tensor)
         self._check_same_call("reduce_scatter", tensor, op)
@@ -380,13 +381,9 @@ class Communicator(CollectivesFromP2P):
             return device or torch.device("cpu")
         return torch.device(self.device_type, own_ordinal(self.coor.info.local_rank))
 
-    def rank_name(self, rank: int) -> str:
-        """A rank of this communicator in errors: numbered as in the launch, like all others."""
-        return f"rank {self.coor.peers[rank].rank}"
-
-    @property
-    def _me(self) -> str:
-        return self.rank_name(self.rank)
+    def rank_name(self, rank: int | None = None) -> str:
+        """A rank of this communicator in errors; see Coordinator.rank_name."""
+        return self.coor.rank_name(rank)
 
     _num_compared = 0  # collectives
     _pending: list[P2PCall] | None = None
@@ -424,7 +421,7 @@ class Communicator(CollectivesFromP2P):
 
     def _check(self, call: str, tensor: torch.Tensor) -> None:
         self._check_open(call)
-        check_tensor(self.rank, call, tensor, self.device_type)
+        check_tensor(self._me, call, tensor, self.device_type)
 
     def _check_open(self, call: str) -> None:
         if self._closed:
@@ -435,22 +432,22 @@ class Communicator(CollectivesFromP2P):
     def _check_rows(self, call: str, tensor: torch.Tensor) -> None:
         if tensor.dim() == 0 or tensor.shape[0] != self.world_size:
             raise ValueError(
-                f"rank {self.rank}, {call}: the tensor has shape {tuple(tensor.shape)}, but needs "
+                f"{self._me}, {call}: the tensor has shape {tuple(tensor.shape)}, but needs "
                 f"one row for each of the {self.world_size} ranks: [{self.world_size}, ...]. "
                 f"Reshape it with .view({self.world_size}, -1)."
             )
 
     def _check_p2p(self, call: str, tensor: torch.Tensor, peer: int, name: str) -> None:
         self._check(call, tensor)
-        check_peer(self.rank, call, peer, self.world_size, name)
-        check_other(self.rank, call, peer)
+        check_peer(self._me, call, peer, self.world_size, name)
+        check_other(self._me, call, peer, self.rank)
 
     def _check_out(
         self, call: str, out: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor
     ) -> torch.Tensor:
-        check_tensor(self.rank, f"{call}(out=)", out, self.device_type)
-        check_like(self.rank, call, out, tuple(shape), like)
-        check_apart(self.rank, call, like, out)
+        check_tensor(self._me, f"{call}(out=)", out, self.device_type)
+        check_like(self._me, call, out, tuple(shape), like)
+        check_apart(self._me, call, like, out, self.rank)
         return out
 
     def _out(

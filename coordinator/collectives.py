@@ -56,9 +56,13 @@ class ValueCollectives:
         self._check_sendable(data)
         return [self._unpacked(data) for data in gathered]
 
+    def rank_name(self, rank: int | None = None) -> str:
+        """A rank of this group in errors, or this one: numbered as in the launch, like all."""
+        return f"rank {self.ranks[self.rank if rank is None else rank]}"
+
     @property
     def _me(self) -> str:
-        return f"rank {self.ranks[self.rank]}"
+        return self.rank_name()
 
     def _packed(self, value: Any) -> bytes:
         return packed(value, self.ranks[self.rank])

@@ -546,7 +546,7 @@ class Coordinator(Collectives):
         """
         if self.ranks == tuple(range(self.world_size)):
             return ""
-        names = ", ".join(f"rank {rank}" for rank in self.ranks)
+        names = ", ".join(map(self.rank_name, range(self.world_size)))
         return f"{self._me}, in the group of {names:.200}, numbered from 0 here: "
 
     def describe_failure(self) -> str:

@@ -38,9 +38,10 @@ def check_same_on_all_ranks(coor: Coordinator, facts: Mapping[str, str]) -> None
         for name, first in facts_by_rank[0].items():
             if other[name] != first:
                 raise DrumlineError(
-                    f"rank {coor.rank}: {name} is {_excerpt(first, other[name])} on rank 0 and "
-                    f"{_excerpt(other[name], first)} on rank {rank}, so the parts would not make "
-                    "one model; give every rank the same files, options and versions."
+                    f"{coor.rank_name()}: {name} is {_excerpt(first, other[name])} on "
+                    f"{coor.rank_name(0)} and {_excerpt(other[name], first)} on "
+                    f"{coor.rank_name(rank)}, so the parts would not make one model; give every "
+                    "rank the same files, options and versions."
                 )
 
 

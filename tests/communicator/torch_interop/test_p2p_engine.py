@@ -68,6 +68,7 @@ def pair_of(engine):
         rank=ranks.index(engine.rank),
         peers=[engine.peers[number] for number in ranks],
         timeout_s=20.0,
+        rank_name=lambda rank=None: f"rank {engine.rank if rank is None else ranks[rank]}",
         info=SimpleNamespace(launch_id="pair"),
     )
     return engine.engine.open_group(coor, ranks)
