@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+from launcher import time_scale
+
 HEARTBEATS_PER_S = 1024  # of all ranks together: 2 % of a core of rank 0
 
 
@@ -113,4 +115,4 @@ class CoordinatorTimings:
         return CoordinatorTimings(*(factor * getattr(self, field.name) for field in fields(self)))
 
 
-DEFAULT = CoordinatorTimings()
+DEFAULT = CoordinatorTimings().scaled(time_scale())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+from launcher import time_scale
+
 
 @dataclass(frozen=True)
 class ModelTimings:
@@ -71,4 +73,4 @@ class ModelTimings:
         return replace(self, **{f.name: getattr(self, f.name) * factor for f in fields(self)})
 
 
-TIMINGS = ModelTimings()
+TIMINGS = ModelTimings().scaled(time_scale())

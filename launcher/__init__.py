@@ -20,6 +20,7 @@ from launcher.ports import listen
 from launcher.registry import register
 from launcher.system import gpus, host_addresses, linux
 from launcher.system.free_memory import free_memory_nbytes
+from launcher.timings import time_scale
 from launcher.trace.recorder import Recorder, recorder
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "listen",
     "recorder",
     "register",
+    "time_scale",
 ]
 
 

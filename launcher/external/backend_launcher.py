@@ -24,7 +24,7 @@ from launcher.errors import Failure, LaunchError
 from launcher.external import node_rendezvous
 from launcher.external.rank_main import LOGS
 from launcher.job import Job
-from launcher.launch_info import ENV_PREFIX
+from launcher.launch_info import ENV_PREFIX, SETTINGS
 from launcher.records import json_values
 from launcher.runtime import output, rank_environment
 from launcher.system import descendants, linux, shadowing, stop_signals
@@ -139,7 +139,9 @@ def environment(backend: Any, job: Job) -> dict[str, str]:
     the same secret may be set for all.
     """
     variables = {
-        name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(ENV_PREFIX) or name in SETTINGS
     }
     if job.nnodes == 1:
         variables.update(launch_secret.variables())
