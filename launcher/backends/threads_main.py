@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from launcher.backends import threads
-from launcher.errors import LaunchError, interrupted
+from launcher.errors import LaunchError, LaunchInterrupted, interrupted
 from launcher.external import rank_main
 from launcher.job import Job, Target
 from launcher.records import json_values
@@ -45,7 +45,10 @@ def main(text: str) -> int:
         with threads.rank_streams(replace(job, log_dir=str(logs) if logs.is_dir() else None)):
             threads.run(job)
     except LaunchError as error:
-        _write_records(job, error, began_s)
+        if error.failures:
+            _write_records(job, error, began_s)
+        elif not isinstance(error, LaunchInterrupted):
+            print(error, file=sys.stderr)
         return error.exit_code
     except (ValueError, OSError) as error:  # before a rank has started
         print(error, file=sys.stderr)

@@ -28,6 +28,7 @@ from launcher.launch_info import ENV_PREFIX, SETTINGS
 from launcher.records import json_values
 from launcher.runtime import output, rank_environment
 from launcher.system import descendants, linux, shadowing, stop_signals
+from launcher.system.held_forks import explained_limit
 from launcher.trace import recorder
 
 
@@ -163,7 +164,8 @@ def _watch(
     deadline = math.inf if timeout_s is None else began_s + timeout_s
     reaper = [sys.executable, "-m", "launcher.external.reaper", str(os.getpid()), folder]
     orphans, was_subreaper = descendants.Orphans(), linux.set_subreaper(True)
-    process = subprocess.Popen([*reaper, *command], env=environ, start_new_session=True)
+    with explained_limit():
+        process = subprocess.Popen([*reaper, *command], env=environ, start_new_session=True)
     signals: list[int] = []
 
     def pass_on(number: int) -> None:  # the reaper kills at the second
