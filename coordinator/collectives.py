@@ -60,6 +60,16 @@ class ValueCollectives:
         """A rank of this group in errors, or this one: numbered as in the launch, like all."""
         return f"rank {self.ranks[self.rank if rank is None else rank]}"
 
+    def describe_numbering(self) -> str:
+        """The beginning of a library's error, which numbers the ranks of this group from 0.
+
+        "" if the launch numbers them so. Not collective.
+        """
+        if self.ranks == tuple(range(len(self.ranks))):
+            return ""
+        names = ", ".join(map(self.rank_name, range(len(self.ranks))))
+        return f"{self._me}, in the group of {names:.200}, numbered from 0 here: "
+
     @property
     def _me(self) -> str:
         return self.rank_name()

@@ -539,16 +539,6 @@ class Coordinator(Collectives):
         describe = detector.monitor.describe_local
         return detector.stacks.describe_late(note, describe, self._timings.stack_s)
 
-    def describe_numbering(self) -> str:
-        """The beginning of a library's error, which numbers the ranks of this group from 0.
-
-        "" if the launch numbers them so. Not collective.
-        """
-        if self.ranks == tuple(range(self.world_size)):
-            return ""
-        names = ", ".join(map(self.rank_name, range(self.world_size)))
-        return f"{self._me}, in the group of {names:.200}, numbered from 0 here: "
-
     def describe_failure(self) -> str:
         """Another rank's reason why this group failed; "" without one. Not collective."""
         if self._group is None or self._closed:
