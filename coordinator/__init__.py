@@ -7,6 +7,7 @@ with Coordinator() as coor:
 import launcher
 from coordinator import link_state
 from coordinator.collectives import ValueCollectives
+from coordinator.control import object_codec
 from coordinator.control.credentials import Credentials
 from coordinator.coordinator import Coordinator
 from coordinator.errors import (
@@ -40,11 +41,12 @@ __all__ = [
     "ValueCollectives",
     "group_by_node",
     "link_state",
+    "object_codec",
 ]
 
 
 def __getattr__(name: str) -> str:
     """Read `__version__` only when asked for, as the launcher does."""
     if name == "__version__":
-        return launcher.__version__
+        return str(launcher.__version__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

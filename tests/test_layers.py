@@ -17,7 +17,7 @@ ORDER = {
         "base records system trace",
         "registry detection",
         "runtime external local",
-        "backends launch_job",
+        "backends launch_job launch_handle",
         "doctor",
         "cli __main__",
     ),
