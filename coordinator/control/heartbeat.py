@@ -30,7 +30,7 @@ CHECKSUM_NBYTES = 4  # before the record
 
 
 class NodeRecord(NamedTuple):
-    """What a rank does, and what it has heard from rank 0.
+    """The calls that a rank is in, and its news from rank 0.
 
     written_at: time.monotonic(). calls: the last one in each of its groups, by key. lost: ranks.
     failures: of groups of the node, packed, by key.
@@ -134,7 +134,7 @@ RankState = tuple[float, bool, Mapping[str, CallStatus]]
 
 
 class Heartbeat:
-    """What this rank tells rank 0, for itself or for its node, and what it has heard.
+    """Reports of this rank to rank 0, for itself or for its node, and the news in return.
 
     ask: as Session.ask. lost: ranks of the launch whose connections to rank 0 broke, and when this
     rank heard of it. group_failures: packed GroupFailures by key of the group.
@@ -301,7 +301,10 @@ class Heartbeat:
         if self._own is None or not self._neighbours:
             return
         self._written_at = time.monotonic()
-        known = self.group_failures
-        failures = {key: known[key] for key in self._groups_of_node if key in known}
+        failures = {
+            key: self.group_failures[key]
+            for key in self._groups_of_node
+            if key in self.group_failures
+        }
         record = NodeRecord(self._written_at, self._calls(), list(self.lost), failures)
         self._own.write(record)

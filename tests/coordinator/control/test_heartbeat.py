@@ -172,7 +172,7 @@ def test_half_a_record_is_not_read(process):
     record, neighbour, _ = process
     record.write(NodeRecord(1.0, {}, [5], {}))
     assert neighbour.read() == NodeRecord(1.0, {}, [5], {})
-    os.pwrite(record.fd, b"torn", 6)
+    os.pwrite(record.fd, b"half", 6)
     assert neighbour.read().lost == [5]
     record.write(NodeRecord(2.0, {}, [], {}))
     assert neighbour.read().written_at == 2.0
