@@ -189,7 +189,7 @@ class ControlServer:
     def wait(self, timeout_s: float, stuck: Set[int] = frozenset()) -> bool:
         """True if all ranks leave in time. Ends once only stuck ranks are left."""
         deadline = time.monotonic() + timeout_s
-        while not self._over.wait(min(self._timings.idle_s, max(0.0, deadline - time.monotonic()))):
+        while not self._over.wait(min(self.timings.idle_s, max(0.0, deadline - time.monotonic()))):
             if time.monotonic() >= deadline or (stuck and stuck >= {*self.present()}):
                 return False
         return True
