@@ -80,12 +80,12 @@ def _can_run(condition: str, folder: Path) -> bool:
     if word == "from":
         for part in ("csrc", "examples"):
             (folder / part).symlink_to(ROOT / part)
-    return word != "needs" or shutil.which(name, path=_path()) is not None
+    return word != "needs" or shutil.which(name) is not None
 
 
 def _typed(commands: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """As a shell does that stops at the first failure, with this Python first on its path."""
-    own = {"PATH": _path(), "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
+    """As a shell does that stops at the first failure."""
+    own = {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
     return subprocess.run(
         ["bash", "-e", "-c", commands],
         cwd=folder,
@@ -94,10 +94,6 @@ def _typed(commands: str, folder: Path) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=110,
     )
-
-
-def _path() -> str:
-    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 
 RUNNING = ROOT / "docs" / "running.md"

@@ -106,7 +106,7 @@ class CopyCheck:
             self._coor, lambda: self._digests(names, self._is_small), lambda part: part
         )
         if problem := self._difference(names, dict(enumerate(parts))):
-            raise CheckpointError(f"rank {self._coor.rank}: {problem}")
+            raise CheckpointError(f"{self._coor.rank_name()}: {problem}")
 
     def __enter__(self) -> CopyCheck:
         if len(self._copies) > 1 and not self._is_small:
@@ -120,7 +120,7 @@ class CopyCheck:
         elif self._thread is not None:
             self._thread.join()
             if self._problem:
-                raise CheckpointError(f"rank {self._coor.rank}: {self._problem}")
+                raise CheckpointError(f"{self._coor.rank_name()}: {self._problem}")
 
     def _run(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
@@ -178,8 +178,8 @@ class CopyCheck:
             for ranks in self._copies[1:]:
                 if _digest_at(at, ranks, digests) != _digest_at(at, self._copies[0], digests):
                     places = [
-                        f"{parts[rank].partition(bytes(1))[0].decode()} (rank {rank}, host "
-                        f"{self._coor.peers[rank].host})"
+                        f"{parts[rank].partition(bytes(1))[0].decode()} "
+                        f"({self._coor.rank_name(rank)}, host {self._coor.peers[rank].host})"
                         for rank in (self._copies[0][0], ranks[0])
                     ]
                     return (

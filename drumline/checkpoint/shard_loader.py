@@ -130,11 +130,11 @@ def plan_on_all_ranks(
         return hashlib.sha256(plan_of(result).canonical_text().encode()).hexdigest()
 
     result, digests = run_and_share(coor, work, digest)
-    differ = [rank for rank, other in enumerate(digests) if other != digests[coor.rank]]
+    differ = [coor.ranks[n] for n, other in enumerate(digests) if other != digests[coor.rank]]
     if differ:
         raise DrumlineError(
-            f"rank {coor.rank}: ranks {differ} plan to load other parts than this one, so they "
-            "would wait for each other; give every rank the same model, mesh and reader."
+            f"{coor.rank_name()}: ranks {differ} plan to load other parts than this one, so "
+            "they would wait for each other; give every rank the same model, mesh and reader."
         )
     return result
 
@@ -179,8 +179,8 @@ def _shape_and_device(
         local_shape = tuple(tensor._local_tensor.shape)
         if local_shape != shape:
             raise PlanError(
-                f"rank {coor.rank}: {name} has a shard of shape {local_shape}, and its placements "
-                f"give {shape}; use sizes that the mesh divides."
+                f"{coor.rank_name()}: {name} has a shard of shape {local_shape}, and its "
+                f"placements give {shape}; use sizes that the mesh divides."
             )
         if tensor.device_mesh.device_type != "cpu":
             device = f"{tensor.device_mesh.device_type}:{coor.local_rank}"

@@ -133,15 +133,16 @@ def share_index(
     digests = [summary[0] for summary in summaries]
     if text is None and None in digests[1:]:
         raise DrumlineError(
-            f"rank {coor.rank}: rank {digests.index(None)} counts on the files of rank 0, which "
-            "plans that every rank reads its own; give every rank the same model, mesh and reader."
+            f"{coor.rank_name()}: {coor.rank_name(digests.index(None))} counts on the files "
+            f"of {coor.rank_name(0)}, which plans that every rank reads its own; give "
+            "every rank the same model, mesh and reader."
         )
-    differ = [rank for rank, other in enumerate(digests) if other not in (None, digest)]
+    differ = [coor.ranks[n] for n, other in enumerate(digests) if other not in (None, digest)]
     if differ:
         raise CheckpointError(
-            f"rank {coor.rank}: ranks {differ} find other files in {path} than rank 0, so the "
-            "parts would not make one model; give every rank the same checkpoint, or read on one: "
-            'reader="rank0".'
+            f"{coor.rank_name()}: ranks {differ} find other files in {path} than "
+            f"{coor.rank_name(0)}, so the parts would not make one model; give every rank "
+            'the same checkpoint, or read on one: reader="rank0".'
         )
     shared = safetensors_index.index_from_json(text) if index is None else index
     copies = group_by_copy([summary[1] for summary in summaries])

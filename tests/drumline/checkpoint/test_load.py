@@ -423,6 +423,14 @@ def test_a_config_that_differs_is_named_by_its_first_field_and_both_values(
         assert expected in str(error)
 
 
+def test_what_differs_need_not_be_json(ranks_or_errors):
+    def rank(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            check_same_on_all_ranks(coor, {"max_memory": f"{{0: {info.rank + 7}}}"})
+
+    assert all("is {0: 7} on rank 0 and {0: 8}" in str(e) for e in ranks_or_errors(rank, 2))
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
