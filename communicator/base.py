@@ -12,31 +12,37 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 import launcher
 from communicator import timings
-from communicator.calls import call_check
+from communicator.calls import call_check, tensor_dict
 from communicator.calls.arguments import (
     check_apart,
+    check_dim,
     check_like,
     check_op,
     check_other,
     check_peer,
     check_tensor,
 )
+from communicator.calls.background_calls import BackgroundCalls, CallHandle
 from communicator.calls.default_collectives import CollectivesFromP2P, P2PCall
 from communicator.calls.dtypes import Op
 from communicator.calls.failures import describe_lost, lost_peers
+from communicator.calls.joined_calls import allgather_along, join_rows, reduce_scatter_along
 from communicator.errors import CommunicatorError, CommunicatorTimeout, Unsupported
 from communicator.own_gpu import own_ordinal
 from coordinator import Coordinator, RankFailure
+
+if TYPE_CHECKING:
+    from communicator.torch_interop.async_messages import Messages
 
 TRACED = (
     "allreduce",
@@ -45,6 +51,8 @@ TRACED = (
     "allgather",
     "reduce_scatter",
     "alltoall",
+    "gather",
+    "scatter",
     "send",
     "recv",
 )
@@ -134,6 +142,7 @@ class Communicator(CollectivesFromP2P):
         self.rank, self.world_size = coor.rank, coor.world_size
         self.timeout_s = coor.timeout_s if timeout_s is None else timeout_s
         self._closed, self._pid = False, os.getpid()
+        self._choice = {"backend": backend, "timeout_s": self.timeout_s, **options}
         _live.add(self)
         self._is_gpu_named = device is not None
         self._device = self._own_device(_as_device(device))
@@ -145,6 +154,44 @@ class Communicator(CollectivesFromP2P):
         if self._recorder is not None:
             self._recorder.follow(self, TRACED, "move", backend=self.name)
             self._recorder.follow(self, ["barrier"], "wait", backend=self.name)
+
+    @classmethod
+    def over(
+        cls,
+        ranks: Any,
+        rank: int | None = None,
+        world_size: int | None = None,
+        backend: Any = None,
+        *,
+        timeout_s: float = 300.0,
+        **options: Any,
+    ) -> Communicator:
+        """A Communicator of ranks that have met already, without a Coordinator. Collective.
+
+        ranks: their torch ProcessGroup; or a torch Store that all of them reach, with rank and
+            world_size. The other arguments are those of Communicator(coor, ...).
+
+        A process that dies on this host is noticed, one of another host by its connections.
+        """
+        from communicator.torch_interop.store_coordinator import coordinator_over  # imports this
+
+        coor: Any = coordinator_over(ranks, rank, world_size, timeout_s)
+        return cls(coor, backend, timeout_s=timeout_s, **options)
+
+    def split(self, ranks: Sequence[int]) -> Communicator | None:
+        """A Communicator of some ranks, in this order, made as this one; None on the others.
+
+        Collective over those ranks.
+        """
+        coor = self.coor.split(ranks)
+        if coor is None:
+            return None
+        where: Any = {"device_type": self.device_type}
+        if self._is_gpu_named:
+            where = {"device": self.device}
+        child = Communicator(coor, **where, **self._choice)
+        child._split_coor = coor
+        return child
 
     # A backend provides these, do_send and do_recv, and overrides what it does better.
 
@@ -203,9 +250,23 @@ class Communicator(CollectivesFromP2P):
             self.do_reduce(tensor if self.rank == dst else None, tensor, dst, op)
         return tensor
 
-    def allgather(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Every rank's tensor, by rank: [world_size, *tensor.shape]. Collective."""
+    def allgather(
+        self,
+        tensor: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        dim: int | None = None,
+        sizes: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Every rank's tensor, by rank: [world_size, *tensor.shape]. Collective.
+
+        dim: join them along it instead. sizes: of each rank's tensor along dim (0 if None), where
+        they differ. Neither goes with out.
+        """
         self._check("allgather", tensor)
+        if dim is not None or sizes is not None:
+            self._check_no_out("allgather", out)
+            return allgather_along(self, tensor, dim, sizes)
         shape = (self.world_size, *tensor.shape)
         out = self._out("allgather", out, shape, tensor)
         self._check_same_call("allgather", tensor)
@@ -216,10 +277,23 @@ class Communicator(CollectivesFromP2P):
         return out
 
     def reduce_scatter(
-        self, tensor: torch.Tensor, op: Op = "sum", *, out: torch.Tensor | None = None
+        self,
+        tensor: torch.Tensor,
+        op: Op = "sum",
+        *,
+        out: torch.Tensor | None = None,
+        dim: int | None = None,
+        sizes: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Row `rank` of the reduction of every rank's [world_size, *shape]: shape. Collective."""
+        """Row `rank` of the reduction of every rank's [world_size, *shape]: shape. Collective.
+
+        dim: cut it along this one instead, into equal parts. sizes: into these, one for each rank,
+        along dim (0 if None). Neither goes with out.
+        """
         self._check("reduce_scatter", tensor)
+        if dim is not None or sizes is not None:
+            self._check_no_out("reduce_scatter", out)
+            return reduce_scatter_along(self, tensor, op, dim, sizes)
         op = check_op(self.rank, "reduce_scatter", op, tensor)
         self._check_rows("reduce_scatter", tensor)
         out = self._out("reduce_scatter", out, tuple(tensor.shape[1:]), tensor)
@@ -244,6 +318,96 @@ class Communicator(CollectivesFromP2P):
         elif self._has_work(tensor):
             self.do_alltoall(out, tensor)
         return out
+
+    def gather(
+        self, tensor: torch.Tensor, dst: int = 0, *, dim: int | None = None
+    ) -> torch.Tensor | None:
+        """Every rank's tensor, by rank, on rank dst: [world_size, *tensor.shape]. Collective.
+
+        None on the other ranks. dim: join them along it instead.
+        """
+        self._check("gather", tensor)
+        check_peer(self.rank, "gather", dst, self.world_size, "dst")
+        dim = None if dim is None else check_dim(self.rank, "gather", tensor, dim)
+        self._check_same_call("gather", tensor, f"to rank {dst}")
+        if self.rank != dst:
+            if self._has_work(tensor):
+                self.do_gather(None, tensor, dst)
+            return None
+        out = tensor.new_empty((self.world_size, *tensor.shape))
+        if self._has_work(tensor):
+            self.do_gather(out, tensor, dst)
+        return out if dim is None else join_rows(out, dim)
+
+    def scatter(
+        self, out: torch.Tensor, rows: torch.Tensor | None = None, src: int = 0
+    ) -> torch.Tensor:
+        """Row `rank` of the rows of rank src, [world_size, *out.shape], in out. Collective.
+
+        Returns out. rows: of no meaning on the other ranks.
+        """
+        self._check("scatter", out)
+        check_peer(self.rank, "scatter", src, self.world_size, "src")
+        if self.rank == src:
+            rows = self._check_scattered(out, rows)
+        self._check_same_call("scatter", out, f"from rank {src}")
+        if self._has_work(out):
+            self.do_scatter(out, rows if self.rank == src else None, src)
+        return out
+
+    def send_tensors(self, values: dict[str, Any], dst: int) -> None:
+        """Send a dict of tensors and of values as Coordinator.broadcast_object takes them.
+
+        Its tensors are on this communicator's device. Rank dst calls recv_tensors.
+        """
+        check_peer(self.rank, "send_tensors", dst, self.world_size, "dst")
+        tensor_dict.write(self, "send_tensors", values, lambda tensor: self.send(tensor, dst))
+
+    def recv_tensors(self, src: int) -> dict[str, Any]:
+        """The dict that rank src sends, in new tensors."""
+        check_peer(self.rank, "recv_tensors", src, self.world_size, "src")
+        return tensor_dict.read(self, lambda tensor: self.recv(tensor, src))
+
+    def broadcast_tensors(
+        self, values: dict[str, Any] | None = None, src: int = 0
+    ) -> dict[str, Any]:
+        """Rank src's dict, as send_tensors takes it, on every rank. Collective."""
+        check_peer(self.rank, "broadcast_tensors", src, self.world_size, "src")
+        if self.rank != src:
+            return tensor_dict.read(self, lambda tensor: self.broadcast(tensor, src))
+        values = values or {}
+        tensor_dict.write(
+            self, "broadcast_tensors", values, lambda tensor: self.broadcast(tensor, src)
+        )
+        return values
+
+    def isend(self, tensor: torch.Tensor, dst: int) -> CallHandle:
+        """Start to send tensor to rank dst, which calls irecv; its handle is to be waited for.
+
+        These messages are apart from those of send and recv, and no other call delays them. tensor
+        must stay as it is until then. Over backends without streams of their own (all but shm) the
+        first isend or irecv is collective: it opens connections. On CUDA messages start together
+        when one of them is waited for.
+        """
+        self._check_p2p("isend", tensor, dst, "dst")
+        return self._start_message("send", tensor, dst)
+
+    def irecv(self, tensor: torch.Tensor, src: int) -> CallHandle:
+        """Start to fill tensor with what rank src gives to isend; see there."""
+        self._check_p2p("irecv", tensor, src, "src")
+        return self._start_message("recv", tensor, src)
+
+    def start(self, call: str, *args: Any, **kwargs: Any) -> CallHandle:
+        """Start a collective by its name: start("allreduce", tensor). Collective.
+
+        On the CPU it runs on a thread, after those that were started before it, and other calls of
+        this communicator wait for all of them; on CUDA it is enqueued. Tensors that it takes must
+        not be touched until its handle was waited for.
+        """
+        self._check_open(call)
+        if self._background is None:
+            self._background = BackgroundCalls(self)
+        return self._background.start(call, args, kwargs)
 
     def send(self, tensor: torch.Tensor, dst: int) -> None:
         """Send tensor to rank dst, which calls recv with the same shape and dtype.
@@ -301,7 +465,13 @@ class Communicator(CollectivesFromP2P):
         """
         if not self._closed and self._pid == os.getpid():
             self._closed = True
+            if self._background is not None:
+                self._background.close()
+            if self._messages is not None:
+                self._messages.close()
             self.do_close()
+            if self._split_coor is not None:
+                self._split_coor.close()
             if self._recorder is not None:
                 self._recorder.close()
 
@@ -391,6 +561,17 @@ class Communicator(CollectivesFromP2P):
     _num_compared = 0  # collectives
     _pending: list[P2PCall] | None = None
     _recorder: launcher.Recorder | None = None
+    _background: BackgroundCalls | None = None
+    _messages: Messages | None = None  # of isend and irecv
+    _split_coor: Coordinator | None = None  # made by split() for this communicator alone
+
+    def _start_message(self, kind: str, tensor: torch.Tensor, peer: int) -> CallHandle:
+        self._note_peer(peer)
+        if self._messages is None:
+            from communicator.torch_interop.async_messages import open_messages  # imports this
+
+            self._messages = open_messages(self)
+        return CallHandle(self._messages.start(kind, tensor, peer), lambda: tensor)
 
     def _post(self, kind: str, tensor: torch.Tensor, peer: int) -> None:
         if self._pending is not None:
@@ -444,6 +625,18 @@ class Communicator(CollectivesFromP2P):
         self._check(call, tensor)
         check_peer(self.rank, call, peer, self.world_size, name)
         check_other(self.rank, call, peer)
+
+    def _check_no_out(self, call: str, out: torch.Tensor | None) -> None:
+        if out is not None:
+            raise ValueError(f"rank {self.rank}, {call}: out= goes with neither dim= nor sizes=")
+
+    def _check_scattered(self, out: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+        if rows is None:
+            raise ValueError(f"rank {self.rank}, scatter: the rows of the rank that sends are None")
+        self._check("scatter", rows)
+        check_like(self.rank, "scatter", rows, (self.world_size, *out.shape), out)
+        check_apart(self.rank, "scatter", rows, out)
+        return rows
 
     def _check_out(
         self, call: str, out: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor

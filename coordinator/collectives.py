@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from coordinator.call_site import caller
-from coordinator.control.object_codec import packed, unpacked, why_unsendable
 from coordinator.errors import CoordinatorError
 from coordinator.peers import Peer
 from coordinator.transport.group import ALL_RANKS, NOTHING, Exchange, pack_parts
+from coordinator.transport.object_codec import packed, unpacked, why_unsendable
 from coordinator.work_outcome import WorkOutcome, raise_first_failure
 
 _new = tuple.__new__

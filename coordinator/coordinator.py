@@ -311,7 +311,7 @@ class Coordinator(Collectives):
         name = f"{self._store.prefix}{call.number}"
         address, credentials = self._session.client.local_address, self._session.credentials
         return PeerConnector(
-            address, credentials, self.rank, self.peers, name, self._session.lost
+            address, credentials, self.rank, self.peers, name, self._session.heartbeat.lost
         ).connect(
             lambda data: self._exchange("connections", Exchange(data), call.left_s), call.left_s
         )

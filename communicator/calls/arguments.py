@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
 import torch
 
 from communicator.calls.dtypes import dtype_info, op_name
+
+if TYPE_CHECKING:
+    from communicator.base import Communicator
 
 
 def check_tensor(rank: int, call: str, tensor: torch.Tensor, device_type: str) -> None:
@@ -164,3 +170,37 @@ def check_other(rank: int, call: str, peer: int) -> None:
     """Raise ValueError if a rank would talk to itself: there is nobody else to answer."""
     if peer == rank:
         raise ValueError(f"rank {rank}, {call}: the peer is this rank itself. Copy the tensor.")
+
+
+def check_dim(rank: int, call: str, tensor: torch.Tensor, dim: int | None) -> int:
+    """The dim, 0 for None, as a number that is not negative. Raises ValueError for others."""
+    dim = 0 if dim is None else dim
+    if type(dim) is not int or not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(f"rank {rank}, {call}: dim={dim!r} is none of {tuple(tensor.shape)}")
+    return dim % tensor.dim()
+
+
+def check_sizes(comm: Communicator, call: str, sizes: Sequence[int], size: int) -> None:
+    """Raise ValueError unless there is a size for each rank, and size is this rank's."""
+    _check_counts(comm, call, sizes, "for this rank", lambda: sizes[comm.rank], size)
+
+
+def check_shares(comm: Communicator, call: str, sizes: Sequence[int], size: int) -> None:
+    """Raise ValueError unless there is a size for each rank, and size is their sum."""
+    _check_counts(comm, call, sizes, "in sum", lambda: sum(sizes), size)
+
+
+def _check_counts(
+    comm: Communicator,
+    call: str,
+    sizes: Sequence[int],
+    what: str,
+    actual: Callable[[], int],
+    expected: int,
+) -> None:
+    is_count = all(type(value) is int and value >= 0 for value in sizes)
+    if len(sizes) != comm.world_size or not is_count or actual() != expected:
+        raise ValueError(
+            f"rank {comm.rank}, {call}: sizes={list(sizes)} must be {comm.world_size} counts, one "
+            f"for each rank, and {expected} {what}."
+        )

@@ -15,7 +15,8 @@ from copy import copy
 from dataclasses import replace
 from typing import Any, cast
 
-from torch.distributed import DistNetworkError, PrefixStore, Store
+from torch.distributed import DistNetworkError, PrefixStore, ProcessGroup, Store
+from torch.distributed.distributed_c10d import _get_process_group_store
 
 from communicator import timings
 from communicator.calls.failures import lost_peers
@@ -31,6 +32,7 @@ from coordinator import (
 from launcher import LaunchInfo
 
 LOOPBACK = "127.0.0.1"
+APART = "drumline"  # the prefix of our keys in the store of a process group
 DISCARD_PORT = 9  # nothing is sent there
 
 
@@ -291,3 +293,21 @@ def _server_address(store: Any) -> tuple[str, int]:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return getattr(store, "host", LOOPBACK), getattr(store, "port", DISCARD_PORT)
+
+
+def coordinator_over(
+    ranks: object, rank: int | None, world_size: int | None, timeout_s: float
+) -> StoreCoordinator:
+    """The Coordinator of a process group, or of the ranks that share a store. Collective."""
+    if isinstance(ranks, ProcessGroup):
+        store = PrefixStore(APART, _get_process_group_store(ranks))
+        return StoreCoordinator(store, ranks.rank(), ranks.size(), timeout_s)
+    if not isinstance(ranks, Store):
+        kind = type(ranks).__name__
+        raise TypeError(f"Communicator.over({kind}): needs a torch ProcessGroup or a torch Store")
+    if rank is None or world_size is None or not 0 <= rank < world_size:
+        raise ValueError(
+            f"Communicator.over(store, rank={rank}, world_size={world_size}): pass the rank of "
+            "this process, and the number of ranks that share the store."
+        )
+    return StoreCoordinator(ranks, rank, world_size, timeout_s)

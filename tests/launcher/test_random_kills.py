@@ -121,13 +121,13 @@ def test_launch_over_two_hosts_ends_on_both(command, hosts, seed):
     victim = pick.choice(pids[1:] if name == "STOP" and len(pids) > 1 else pids)
     what = f"seed {seed}: {name} to {linux.process_name(victim)!r} of {len(pids)}"
     if name == "cut":
-        hosts.set_link("down")
+        hosts.set_link(0, "down")
     elif name != "STOP" or victim != process.pid:
         send(victim, name)
     try:
         errors = [each.communicate(timeout=TIMEOUT_S + 60)[1] for each in processes]
     finally:
-        hosts.set_link("up")
+        hosts.set_link(0, "up")
     left = command.left(patience_s=GONE_S)
     assert not left, f"{what}: left {left}\n{errors}"
     codes = [each.returncode for each in processes]

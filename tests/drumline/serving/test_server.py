@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import PreTrainedTokenizerFast
 
 import launcher
@@ -207,6 +208,81 @@ def test_penalties_make_repeated_tokens_rarer(complete):
     assert counts[0] < counts[1]
 
 
+def test_the_log_probability_of_each_token_is_that_of_a_single_process(plain, complete):
+    answer = complete([5, 6, 7], logprobs=2).choices[0]
+    logprobs = answer.logprobs
+    tokens = [int(text) for text in logprobs.tokens]
+    assert "".join(logprobs.tokens) == "".join(answer.text.split())
+    rows = torch.tensor([[5, 6, 7, *tokens]])
+    with torch.no_grad():
+        wanted = torch.log_softmax(plain[0](rows).logits[0, 2:-1].float(), 1)
+    own = wanted.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    assert logprobs.token_logprobs == pytest.approx(own.tolist(), abs=1e-4)
+    for row, top in zip(wanted, logprobs.top_logprobs, strict=True):
+        assert {int(text) for text in top} == set(row.topk(2).indices.tolist())
+    assert len(set(logprobs.text_offset)) == len(tokens)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_has_the_log_probability_of_every_token(plain, client, stream):
+    request = {"messages": [{"role": "user", "content": "5 6 7"}], "temperature": 0}
+    options = {"logprobs": True, "top_logprobs": 3, "max_tokens": 6, "stream": stream}
+    answer = client.chat.completions.create(model="llama", **request, **options)
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    tokens = [item for choice in choices if choice.logprobs for item in choice.logprobs.content]
+    assert [token.token for token in tokens] == expected(plain, "5 6 7", 6)[0].split()
+    assert all(token.top_logprobs[0].logprob == token.logprob for token in tokens)
+    assert all(len(token.top_logprobs) == 3 for token in tokens)
+
+
+def test_tokens_that_end_a_sequence_are_chosen_by_the_request(plain, complete):
+    words = expected(plain, "5 6 7")[0].split()
+    first = words.index(words[4])
+    cut = complete("5 6 7", extra_body={"stop_token_ids": [int(words[4])]}).choices[0]
+    assert cut.text.split() == words[:first] and cut.finish_reason == "stop"
+    late = complete("5 6 7", extra_body={"stop_token_ids": [int(words[4])], "min_tokens": 8})
+    assert len(late.choices[0].text.split()) >= 8
+    eos = {"logit_bias": {"2": 100}}
+    assert complete("5 6 7", **eos).choices[0].text == ""
+    kept = complete("5 6 7", **eos, extra_body={"ignore_eos": True})
+    assert kept.usage.completion_tokens == 12 and kept.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_completion_may_begin_with_its_prompt(plain, complete, stream):
+    answer = complete("5 6 7", echo=True, stream=stream)
+    texts = [chunk.choices[0].text for chunk in answer] if stream else [answer.choices[0].text]
+    assert "".join(texts).split() == ["5", "6", "7", *expected(plain, "5 6 7")[0].split()]
+
+
+def test_tools_reach_the_chat_template(plain):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(plain[1])
+    tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}5"
+    tool = {"type": "function", "function": {"name": "11 12", "parameters": {}}}
+    body = {"model": "llama", "messages": [{"role": "user", "content": "5"}], "max_tokens": 1}
+    with closing(app.Service(["llama"], plain[0], tokenizer, LIMITS)) as service:
+        usages = [
+            json.loads(asyncio.run(respond(service, {**body, **more}, path="chat/completions"))[1])
+            for more in ({"tools": [tool]}, {"tools": [tool], "tool_choice": "none"})
+        ]
+    assert [usage["usage"]["prompt_tokens"] for usage in usages] == [3, 1]
+
+
+def test_text_and_tokens_are_told_and_the_version(server):
+    told = json.loads(post_raw(server, "/tokenize", {"prompt": "5 6 7"}))
+    assert told == {"tokens": [5, 6, 7], "count": 3, "max_model_len": 100}
+    assert json.loads(post_raw(server, "/detokenize", {"tokens": [5, 6]})) == {"prompt": "5 6"}
+    assert json.loads(post_raw(server, "/version")) == {"version": launcher.__version__}
+
+
+def post_raw(server, path, body=None):
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Authorization": f"Bearer {KEY}"}
+    request = urllib.request.Request(server[1] + path, data=data, headers=headers)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return answer.read()
+
+
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
@@ -216,7 +292,11 @@ def test_penalties_make_repeated_tokens_rarer(complete):
         ({"prompt": []}, openai.BadRequestError, "no tokens"),
         ({"prompt": [70]}, openai.BadRequestError, "70 is no token"),
         ({"temperature": 9}, openai.BadRequestError, "temperature"),
-        ({"logprobs": 2}, openai.BadRequestError, "logprobs is not supported"),
+        ({"best_of": 2}, openai.BadRequestError, "best_of is not supported"),
+        ({"logprobs": 21}, openai.BadRequestError, "logprobs: .*less than or equal to 20"),
+        ({"logprobs": 1, "echo": True}, openai.BadRequestError, "echo with logprobs"),
+        ({"logit_bias": {"70": 1}}, openai.BadRequestError, "70 is no token"),
+        ({"logit_bias": {"7": 101}}, openai.BadRequestError, "less than or equal to 100"),
         ({"prompt": ["5"] * 9}, openai.BadRequestError, "more than the 8"),
         ({"stop": ["5"] * 17}, openai.BadRequestError, "stop: .*more than 16"),
         ({"stop": ["5", "5" * 257]}, openai.BadRequestError, "stop: .*256 characters"),
@@ -358,7 +438,7 @@ def held(plain):
     """A service whose tokenizer is busy with long texts until `tokenizer.release` is set."""
     tokenizer = HeldTokenizer.from_pretrained(plain[1])
     tokenizer.release = threading.Event()
-    with closing(app.Service("llama", plain[0], tokenizer, LIMITS)) as service:
+    with closing(app.Service(["llama"], plain[0], tokenizer, LIMITS)) as service:
         service._longest_token = 1000
         yield service
         tokenizer.release.set()
@@ -425,7 +505,7 @@ def test_a_request_with_too_many_choices_is_rejected_before_any_is_created(plain
 
     monkeypatch.setattr(scheduler, "TokenSampler", fail)
     body = {"model": "llama", "prompt": [[5]] * 40, "n": 2}
-    with closing(app.Service("llama", plain[0], None, LIMITS)) as service:
+    with closing(app.Service(["llama"], plain[0], None, LIMITS)) as service:
         status, text = asyncio.run(respond(service, body))
     assert status == 400 and "80 prompts at a time are more than the 64" in text
 
@@ -434,7 +514,7 @@ def test_nothing_is_created_for_a_client_that_has_disconnected(plain, monkeypatc
     created = []
     monkeypatch.setattr(scheduler, "TokenSampler", created.append)
     body = {"model": "llama", "prompt": [5]}
-    with closing(app.Service("llama", plain[0], None, LIMITS)) as service:
+    with closing(app.Service(["llama"], plain[0], None, LIMITS)) as service:
         status, _ = asyncio.run(respond(service, body, is_disconnected=True))
     assert status == 499 and not created
 
@@ -518,7 +598,7 @@ def test_a_request_that_outlasts_the_grace_period_ends_with_an_error(plain, monk
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(plain[1])
     monkeypatch.setattr(timings, "TIMINGS", ModelTimings(drain_s=0))
-    service = app.Service("llama", plain[0], tokenizer, LIMITS)
+    service = app.Service(["llama"], plain[0], tokenizer, LIMITS)
     with Coordinator() as coor, closing(service):
         params = SamplingParams(max_tokens=1900, temperature=0)
         generation = Generation([15], params, lambda _: True, on_end)
