@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastapi import Depends, FastAPI, HTTPException, Request
@@ -23,6 +24,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.requests import ClientDisconnect
 
 import launcher
+from coordinator import Peer
 from drumline import timings
 from drumline.errors import DrumlineError, PeerLost
 from drumline.serving import metrics, protocol
@@ -32,12 +34,20 @@ from drumline.serving.grammar import GrammarCompiler
 from drumline.serving.logprobs import LogprobFormatter
 from drumline.serving.sampling import Grammar, SamplingParams, TokenLogprob
 from drumline.serving.scheduler import BatchScheduler, Generation, ServingLimits
+from drumline.serving.status import StatusReport
 
 log = logging.getLogger("drumline.requests")
 
 MIN_ITEMS = 128  # that a list or object of a request may have, however small max_length is
 SHORT_BODY_NBYTES = 64 << 10  # longer ones are parsed and tokenized one after the other
 MAX_BODIES_NBYTES = 64 << 20  # of all bodies at a time, beyond which long ones are refused
+
+REPORT_S, REPORT_POLLS = 1.0, 10  # between two reports, and looks at failures meanwhile
+PAGE = Path(__file__).with_name("status_page.html")
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self' 'unsafe-inline'; frame-ancestors 'none'",
+    "Cache-Control": "no-store",
+}
 
 Prompts = list[list[int]]
 """The tokens of each."""
@@ -138,11 +148,16 @@ class RequestStream:
 class Service:
     """The handlers of OpenAI's API for one model.
 
-    names: what requests may call it, the first what responses do.
+    names: what requests may call it, the first what responses do. peers: the ranks of the model.
     """
 
     def __init__(
-        self, names: Sequence[str], model: Any, tokenizer: Any, limits: ServingLimits
+        self,
+        names: Sequence[str],
+        model: Any,
+        tokenizer: Any,
+        limits: ServingLimits,
+        peers: Sequence[Peer] = (),
     ) -> None:
         self.names, self.name = names, names[0]
         self.tokenizer, self.limits = tokenizer, limits
@@ -153,6 +168,7 @@ class Service:
         self._long_body_thread = ThreadPoolExecutor(1)
         self.scheduler = BatchScheduler(model, limits, self.fail)
         self.metrics = metrics.ServerMetrics(self.scheduler)
+        self.status = StatusReport(getattr(model, "device_map", None), self.scheduler, peers)
 
     def close(self) -> None:
         """End every request with an error; return when nothing runs."""
@@ -162,11 +178,30 @@ class Service:
     def fail(self, failure: PeerLost) -> None:
         """Note that the model has lost a rank, so that nothing can run any more."""
         self.failure = self.failure or failure
+        self.status.failures += failure.failures
 
     async def get_health(self) -> Response:
         if self.failure is not None:
             return JSONResponse(_internal_error(self.failure).body, 503)
         return JSONResponse({"status": "ok"})
+
+    async def get_page(self) -> Response:
+        return Response(PAGE.read_text(), media_type="text/html", headers=PAGE_HEADERS)
+
+    async def get_status(self, request: Request) -> Response:
+        """A stream of reports, one a second; the last one tells of the rank that failed."""
+
+        async def reports() -> AsyncIterator[str]:
+            has_failed = False
+            while not (has_failed or await request.is_disconnected()):
+                has_failed = self.failure is not None
+                yield f"data: {self.status.to_json()}\n\n"
+                for _ in range(0 if has_failed else REPORT_POLLS):
+                    await asyncio.sleep(REPORT_S / REPORT_POLLS)
+                    if self.failure is not None:
+                        break
+
+        return StreamingResponse(reports(), media_type="text/event-stream")
 
     async def get_metrics(self) -> Response:
         return Response(self.metrics.exposition(), media_type=metrics.CONTENT_TYPE)
@@ -408,6 +443,7 @@ class Service:
         request_s = time.monotonic() - stream.start
         usage = stream.usage()
         self.metrics.observe_completion(usage["prompt_tokens"], stream.first_token_s, request_s)
+        self.status.observe(stream.first_token_s, request_s)
         log.info(
             "%s: %d tokens of prompt, %d new ones, the first after %.3f s, the last after %.3f s",
             *(request.url.path, usage["prompt_tokens"], usage["completion_tokens"]),
@@ -492,7 +528,8 @@ def _disconnected() -> protocol.ApiError:
 
 
 def application(service: Service, key: str | None) -> Any:
-    """The ASGI application. With a key, every path but /health requires it as a bearer token."""
+    """The ASGI application. With a key, every path but / and /health requires it as a bearer
+    token; the page at / holds nothing of the model, and asks for the key."""
 
     async def authorize(request: Request) -> None:
         header = request.headers.get("authorization", "")
@@ -502,8 +539,10 @@ def application(service: Service, key: str | None) -> Any:
 
     app = FastAPI(title="drumline", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_api_route("/health", service.get_health)
+    app.add_api_route("/", service.get_page)
     for path, handler, method in (
         ("/metrics", service.get_metrics, "GET"),
+        ("/status", service.get_status, "GET"),
         ("/version", service.get_version, "GET"),
         ("/tokenize", service.tokenize, "POST"),
         ("/detokenize", service.detokenize, "POST"),
@@ -541,7 +580,7 @@ class _ResponseCounter:
     """Middleware that counts responses by path and status."""
 
     PATHS = (
-        *("/health", "/metrics", "/version", "/tokenize", "/detokenize"),
+        *("/", "/health", "/metrics", "/status", "/version", "/tokenize", "/detokenize"),
         *("/v1/models", "/v1/completions", "/v1/chat/completions"),
     )
 

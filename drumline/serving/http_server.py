@@ -192,7 +192,7 @@ def _serve_requests(
     from drumline.serving.app import Service, application
 
     uvicorn, (tokenizer, listener, key) = _import_uvicorn(), endpoint
-    with contextlib.closing(Service(names, model, tokenizer, limits)) as service:
+    with contextlib.closing(Service(names, model, tokenizer, limits, coor.peers)) as service:
         server = uvicorn.Server(uvicorn_config(application(service, key), limits))
         listener.listen(BACKLOG)
         host, port = listener.getsockname()[:2]
@@ -253,6 +253,7 @@ def _monitored(coor: Coordinator, service: Any, server: Any) -> Iterator[None]:
     def monitor() -> None:
         drain_s = timings.TIMINGS.drain_s
         while not has_ended.wait(poll_s):
+            service.status.sample()
             if service.failure is not None:
                 server.should_exit = True
             drain_s -= poll_s * server.should_exit

@@ -163,6 +163,12 @@ class BatchScheduler:
         with self._changed:
             return sum(not item.is_done for batch in self._batches for item in batch)
 
+    def unfinished(self) -> list[tuple[Generation, bool]]:
+        """The sequences that run, and those that wait; each with whether it runs."""
+        with self._changed:
+            running = [item for batch in self._batches for item in batch if not item.is_done]
+            return [(item, True) for item in running] + [(item, False) for item in self._waiting]
+
     def submit(self, generations: Sequence[Generation]) -> None:
         """Append all to the queue, or none. Raises as check_capacity does."""
         with self._changed:

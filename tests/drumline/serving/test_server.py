@@ -31,6 +31,7 @@ from drumline.serving.sampling import SamplingParams
 from drumline.serving.scheduler import Generation, ServingLimits
 from drumline.timings import ModelTimings
 from tests.drumline.serving.conftest import expected
+from tests.programs.chromium import Chromium
 
 REASON = "runs after `pip install openai 'drumline[serve]'`"
 openai = pytest.importorskip("openai", reason=REASON)
@@ -618,8 +619,63 @@ def test_health_and_metrics_report_the_requests_so_far(server, complete):
     assert count >= 1 and metric(server, "drumline_request_seconds_count") >= 1
 
 
-def test_the_death_of_a_rank_is_status_500_and_the_end_of_the_server(server, client):
+def test_the_page_needs_no_key_and_holds_nothing_of_the_model(server):
+    with urllib.request.urlopen(server[1], timeout=10) as answer:
+        assert "frame-ancestors 'none'" in answer.headers["Content-Security-Policy"]
+        page = answer.read().decode()
+    assert "llama" not in page and "://" not in page  # and fetches nothing from elsewhere
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(f"{server[1]}/status", timeout=10)
+
+
+@pytest.fixture
+def reports(server):
+    """The reports of the server's page, as they come."""
+    headers = {"Authorization": f"Bearer {KEY}"}
+    request = urllib.request.Request(f"{server[1]}/status", headers=headers)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        yield (json.loads(line.removeprefix(b"data: ")) for line in answer if line.strip())
+
+
+def test_a_report_has_the_device_map_the_ranks_and_the_load(plain, server, complete, reports):
+    complete("5 6 7")
+    for report in reports:
+        if report["latency"]:
+            break
+    assert [rank["pid"] for rank in report["ranks"]] == [rank.pid for rank in server[0]]
+    assert {rank["state"] for rank in report["ranks"]} == {"alive"}
+    names = [module["name"] for place in report["places"] for module in place["modules"]]
+    num_layers = plain[0].config.num_hidden_layers
+    assert {f"model.layers.{index}" for index in range(num_layers)} <= set(names)
+    assert [place["rank"] for place in report["places"]] == [0, 1]
+    assert len(report["load"]["tokens_per_s"]) == len(report["load"]["num_waiting"])
+    assert report["latency"]["request_s"]["p50"] >= report["latency"]["first_token_s"]["p50"] > 0
+
+
+@pytest.mark.skipif(Chromium.PROGRAM is None, reason="runs after `apt install chromium`")
+def test_the_page_in_a_browser_shows_the_map_and_streams_an_answer(plain, server, tmp_path):
+    with Chromium(str(tmp_path)) as browser:
+        browser.open(server[1])
+        browser.wait_for("!document.getElementById('key-line').hidden")
+        browser.evaluate(f"document.getElementById('key').value = {KEY!r}")
+        browser.evaluate("document.getElementById('use-key').click()")
+        names = browser.wait_for(
+            "[...document.querySelectorAll('[data-module]')].map(part => part.dataset.module)"
+        )
+        num_layers = plain[0].config.num_hidden_layers
+        assert {f"model.layers.{index}" for index in range(num_layers)} <= set(names)
+        ranks = browser.evaluate("document.getElementById('ranks').innerText")
+        assert all(f"pid {rank.pid}" in ranks for rank in server[0])
+        browser.evaluate("document.getElementById('prompt').value = '5 6 7'")
+        browser.evaluate("document.getElementById('max-tokens').value = 4")
+        browser.evaluate("document.getElementById('send').click()")
+        text = "document.getElementById('answer').innerText"
+        browser.wait_for(f"{text}.trim().split(' ').length == 4 && {text}")
+
+
+def test_the_death_of_a_rank_is_status_500_and_the_end_of_the_server(server, client, reports):
     ranks, _ = server
+    assert next(reports)["ranks"][1]["state"] == "alive"
     request = {"model": "llama", "prompt": "15", "max_tokens": 95, "n": 4, "temperature": 0}
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(client.completions.create, **request)
@@ -629,5 +685,6 @@ def test_the_death_of_a_rank_is_status_500_and_the_end_of_the_server(server, cli
         error = answer.exception(timeout=30)
     assert isinstance(error, openai.InternalServerError) and error.status_code == 500
     assert f"rank 1 (host {socket.gethostname()}, pid {ranks[1].pid}, " in error.body["message"]
+    assert "rank 1" in list(reports)[-1]["ranks"][1]["state"]
     assert ranks[0].wait(timeout=30) == 1
     assert "rank 1" in ranks[0].stderr.read()
