@@ -29,7 +29,7 @@ import communicator.cli
 import drumline.cli
 import launcher.cli
 from launcher.cli import run_options
-from launcher.launch_info import CHOICE
+from launcher.launch_info import CHOICE, LOG_LEVEL
 from launcher.runtime import log_setup
 
 ROOT = Path(__file__).parent.parent
@@ -160,7 +160,7 @@ def test_the_variables_and_exit_codes_of_the_page_are_those_of_the_code():
     page = (ROOT / "docs" / "settings.md").read_text()
     for level in log_setup.LEVELS[:-1]:
         assert f"`{level}`" in page
-    assert f"`{log_setup.LEVEL}`" in page
+    assert f"`{LOG_LEVEL}`" in page
     assert f"`{CHOICE}`" in page
     for code in re.findall(r"^  ([\d-]+) ", run_options.EPILOG, re.MULTILINE):
         assert re.search(rf"^\| {code.replace('-', ' to ')}\b", page, re.MULTILINE), code

@@ -76,6 +76,8 @@ def load_over_all_ranks(cls: Any, path: Any, options: dict[str, Any]) -> Any:
     Some options belong to the config, such as attn_implementation; AutoModel has moved them there.
     """
     folder = Path(path, options.pop("subfolder", None) or "")
+    if not options.get("adapter_kwargs"):  # AutoModel passes on an empty one
+        options.pop("adapter_kwargs", None)
     config = options.pop("config", None)
     dtype = options.pop("dtype", options.pop("torch_dtype", None))
     placement = {key: options.pop(key) for key in ("device_map", "max_memory") if key in options}
