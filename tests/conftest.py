@@ -20,6 +20,8 @@ from tests.network_hosts import NetworkHosts, NoNetworkNamespaces
 from tests.programs.warm import WARM, WarmParent
 
 ROOT = Path(__file__).parents[1]
+# As an activated environment does: programs that pip has installed, mpiexec among them, are found.
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 
 def run_threads(fn: Callable[..., Any], nprocs: int, nodes: list[int] | None = None) -> list[Any]:

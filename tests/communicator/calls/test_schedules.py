@@ -1,6 +1,7 @@
 """The schedules of collectives, simulated: no rank waits for ever, and all data arrives."""
 
 import functools
+import itertools
 import queue
 from collections import defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
@@ -192,7 +193,7 @@ class Lockstep(ScheduledCollectives):
 
 def on_all_ranks(world_size, call):
     """What call(collectives) returns on each rank."""
-    links = defaultdict(queue.Queue)
+    links = {pair: queue.Queue() for pair in itertools.product(range(world_size), repeat=2)}
     with ThreadPoolExecutor(world_size) as pool:
         return [*pool.map(call, [Lockstep(rank, world_size, links) for rank in range(world_size)])]
 
