@@ -39,7 +39,7 @@ SIZES = (8, 64 << 10, 1 << 20, 4 << 20)
 UNITS = {"mbit": 1e6, "gbit": 1e9}
 UNSHAPED_PER_MS = 1e6  # bytes, about what a core can move
 PEERS = ("gloo", "MPICH", "Open MPI")
-MPI_S = 25  # for all cells: what it has not measured by then stays empty
+MPI_S = 300  # for all cells
 NOTE = (
     "float32; the size is a row's where a call takes a row for each rank. Milliseconds until the "
     "last rank has its result, median and middle half; gloo in turns with us, each MPI after us on "
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--operations", nargs="+", default=OPERATIONS)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
-        "--longest-ms", type=float, default=200, help="leave out what the link carries no sooner"
+        "--longest-ms", type=float, default=300, help="leave out what the link carries no sooner"
     )
     parser.add_argument("--save", action="store_true", help="write the table to benchmarks/results")
     arguments = parser.parse_args()
@@ -80,7 +80,7 @@ def main() -> None:
 def rows(arguments: argparse.Namespace, hosts: NetworkHosts, per_host: int) -> list[dict[str, Any]]:
     """A row for each cell, with what every library has measured of it."""
     cells = [
-        Cell(operation, nbytes, arguments.repeats)
+        Cell(operation, nbytes, arguments.repeats if limit_ms < 50 else min(arguments.repeats, 3))
         for operation in arguments.operations
         for nbytes in arguments.sizes
         for limit_ms in [
@@ -188,11 +188,17 @@ def of_mpi(hosts: NetworkHosts, command: list[str], cells: list[Cell]) -> Iterat
         text=True,
         start_new_session=True,
     ) as process:
-        threading.Timer(MPI_S, process.terminate)
-        for line in process.stdout or ():
-            _, mark, facts = line.partition(MARK)
-            if mark:
-                yield json.loads(facts)
+        try:
+            out, _ = process.communicate(timeout=MPI_S)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        sys.exit(f"{command[0]} failed:\n{out}")
+    for line in out.splitlines():
+        _, mark, facts = line.partition(MARK)
+        if mark:
+            yield json.loads(facts)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,7 @@ import numpy as np
 
 from benchmarks.mpi_library import ROWS, Call, Library, gives_answer, mpi, result
 
-CELL_S = 0.8  # for the repeats of a cell; what takes longer is timed once
-LEAD_S = 0.005  # until all ranks begin, and each link may send its burst
+LEAD_S = 0.003  # until all ranks begin
 MARK = "measured: "  # opens the lines that rank 0 prints for the process that started it
 
 
@@ -51,14 +50,13 @@ class World(NamedTuple):
         call()
         return (max(self.allgather(time.monotonic())) - begins_at) * 1000
 
-    def tried(self, call: Callable[[], bool]) -> tuple[bool, int, float]:
-        """Is call() true on all ranks; what the busiest host sends, and the seconds it takes."""
-        before, began_at = self.allgather(interface_nbytes()), time.monotonic()
+    def sent_nbytes(self, call: Callable[[], bool]) -> tuple[bool, int]:
+        """Is call() true on all ranks, and what the busiest host sends meanwhile."""
+        before = self.allgather(interface_nbytes())
         are_right = all(self.allgather(call()))
-        took_s = self.broadcast(time.monotonic() - began_at)
         after = self.allgather(interface_nbytes())
         sent = [end - begin for begin, end in zip(before, after, strict=True)]
-        return are_right, max(sent), took_s
+        return are_right, max(sent)
 
 
 def interface_nbytes() -> int:
@@ -76,19 +74,17 @@ def measure(world: World, libraries: list[Library], cell: Cell, new: Any) -> dic
     total = cell.nbytes * size if operation in ROWS else cell.nbytes
     ramp = new(total)
     ramp = ramp.reshape(size, -1) if operation in ROWS else ramp
-    right, sent, took_s = {}, {}, 0.0
+    right, sent = {}, {}
     for library in libraries:
-        right[library.name], sent[library.name], s = world.tried(
+        right[library.name], sent[library.name] = world.sent_nbytes(
             lambda library=library: gives_answer(library, operation, ramp)  # type: ignore[misc]
         )
-        took_s += s
-    repeats = max(1, min(cell.repeats, int(CELL_S / took_s)))
     calls = {
         library.name: library.call(operation, ramp, result(operation, ramp, size))
         for library in libraries
     }
     ms: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(repeats):
+    for _ in range(cell.repeats):
         for name, call in calls.items():
             ms[name].append(world.timed(call))
     return {"cell": str(cell), "right": right, "sent": sent, "ms": ms}
