@@ -8,6 +8,7 @@ results = launcher.launch(work, nprocs=4)
 from typing import TYPE_CHECKING, Any
 
 from launcher.detection import current
+from launcher.engine_request import EngineRequest, engine_request
 from launcher.errors import (
     CauseOrder,
     Failure,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CauseOrder",
+    "EngineRequest",
     "Failure",
     "Launch",
     "LaunchError",
@@ -40,6 +42,7 @@ __all__ = [
     "Recorder",
     "TargetError",
     "current",
+    "engine_request",
     "free_memory_nbytes",
     "gpus",
     "host_addresses",

@@ -42,7 +42,7 @@ ORDER = {
         "stages",
         "pipeline",
         "strategies",
-        "serving",
+        "serving engines",
         "cli __main__",
     ),
 }
