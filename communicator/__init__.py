@@ -29,6 +29,7 @@ __all__ = [
     "Unsupported",
     "backend_class",
     "backend_names",
+    "compile",
     "dtype_info",
     "op_name",
 ]

@@ -140,6 +140,7 @@ class Communicator(CollectivesFromP2P):
     ) -> None:
         self.coor = coor
         self.rank, self.world_size = coor.rank, coor.world_size
+        self._me = self.rank_name()
         self.timeout_s = coor.timeout_s if timeout_s is None else timeout_s
         self._closed, self._pid = False, os.getpid()
         self._choice = {"backend": backend, "timeout_s": self.timeout_s, **options}
@@ -219,7 +220,7 @@ class Communicator(CollectivesFromP2P):
         Returns the tensor written. All ranks get the same bits.
         """
         self._check("allreduce", tensor)
-        op = check_op(self.rank, "allreduce", op, tensor)
+        op = check_op(self._me, "allreduce", op, tensor)
         out = tensor if out is None else self._check_out("allreduce", out, tensor.shape, tensor)
         if self.world_size == 1:
             return out if out is tensor else out.copy_(tensor)
@@ -231,8 +232,8 @@ class Communicator(CollectivesFromP2P):
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Rank src's tensor, written into every rank's tensor, which is returned. Collective."""
         self._check("broadcast", tensor)
-        check_peer(self.rank, "broadcast", src, self.world_size, "src")
-        self._check_same_call("broadcast", tensor, f"from rank {src}")
+        check_peer(self._me, "broadcast", src, self.world_size, "src")
+        self._check_same_call("broadcast", tensor, f"from {self.rank_name(src)}")
         if self.world_size > 1 and self._has_work(tensor):
             self.do_broadcast(tensor, src)
         return tensor
@@ -243,9 +244,9 @@ class Communicator(CollectivesFromP2P):
         Returns the tensor; on the other ranks it is unchanged.
         """
         self._check("reduce", tensor)
-        op = check_op(self.rank, "reduce", op, tensor)
-        check_peer(self.rank, "reduce", dst, self.world_size, "dst")
-        self._check_same_call("reduce", tensor, f"{op}, to rank {dst}")
+        op = check_op(self._me, "reduce", op, tensor)
+        check_peer(self._me, "reduce", dst, self.world_size, "dst")
+        self._check_same_call("reduce", tensor, f"{op}, to {self.rank_name(dst)}")
         if self.world_size > 1 and self._has_work(tensor):
             self.do_reduce(tensor if self.rank == dst else None, tensor, dst, op)
         return tensor
@@ -294,7 +295,7 @@ class Communicator(CollectivesFromP2P):
         if dim is not None or sizes is not None:
             self._check_no_out("reduce_scatter", out)
             return reduce_scatter_along(self, tensor, op, dim, sizes)
-        op = check_op(self.rank, "reduce_scatter", op, tensor)
+        op = check_op(self._me, "reduce_scatter", op, tensor)
         self._check_rows("reduce_scatter", tensor)
         out = self._out("reduce_scatter", out, tuple(tensor.shape[1:]), tensor)
         self._check_same_call("reduce_scatter", tensor, op)
@@ -327,8 +328,8 @@ class Communicator(CollectivesFromP2P):
         None on the other ranks. dim: join them along it instead.
         """
         self._check("gather", tensor)
-        check_peer(self.rank, "gather", dst, self.world_size, "dst")
-        dim = None if dim is None else check_dim(self.rank, "gather", tensor, dim)
+        check_peer(self._me, "gather", dst, self.world_size, "dst")
+        dim = None if dim is None else check_dim(self._me, "gather", tensor, dim)
         self._check_same_call("gather", tensor, f"to rank {dst}")
         if self.rank != dst:
             if self._has_work(tensor):
@@ -347,7 +348,7 @@ class Communicator(CollectivesFromP2P):
         Returns out. rows: of no meaning on the other ranks.
         """
         self._check("scatter", out)
-        check_peer(self.rank, "scatter", src, self.world_size, "src")
+        check_peer(self._me, "scatter", src, self.world_size, "src")
         if self.rank == src:
             rows = self._check_scattered(out, rows)
         self._check_same_call("scatter", out, f"from rank {src}")
@@ -360,19 +361,19 @@ class Communicator(CollectivesFromP2P):
 
         Its tensors are on this communicator's device. Rank dst calls recv_tensors.
         """
-        check_peer(self.rank, "send_tensors", dst, self.world_size, "dst")
+        check_peer(self._me, "send_tensors", dst, self.world_size, "dst")
         tensor_dict.write(self, "send_tensors", values, lambda tensor: self.send(tensor, dst))
 
     def recv_tensors(self, src: int) -> dict[str, Any]:
         """The dict that rank src sends, in new tensors."""
-        check_peer(self.rank, "recv_tensors", src, self.world_size, "src")
+        check_peer(self._me, "recv_tensors", src, self.world_size, "src")
         return tensor_dict.read(self, lambda tensor: self.recv(tensor, src))
 
     def broadcast_tensors(
         self, values: dict[str, Any] | None = None, src: int = 0
     ) -> dict[str, Any]:
         """Rank src's dict, as send_tensors takes it, on every rank. Collective."""
-        check_peer(self.rank, "broadcast_tensors", src, self.world_size, "src")
+        check_peer(self._me, "broadcast_tensors", src, self.world_size, "src")
         if self.rank != src:
             return tensor_dict.read(self, lambda tensor: self.broadcast(tensor, src))
         values = values or {}
@@ -550,13 +551,9 @@ class Communicator(CollectivesFromP2P):
             return device or torch.device("cpu")
         return torch.device(self.device_type, own_ordinal(self.coor.info.local_rank))
 
-    def rank_name(self, rank: int) -> str:
-        """A rank of this communicator in errors: numbered as in the launch, like all others."""
-        return f"rank {self.coor.peers[rank].rank}"
-
-    @property
-    def _me(self) -> str:
-        return self.rank_name(self.rank)
+    def rank_name(self, rank: int | None = None) -> str:
+        """A rank of this communicator in errors; see Coordinator.rank_name."""
+        return self.coor.rank_name(rank)
 
     _num_compared = 0  # collectives
     _pending: list[P2PCall] | None = None
@@ -605,7 +602,7 @@ class Communicator(CollectivesFromP2P):
 
     def _check(self, call: str, tensor: torch.Tensor) -> None:
         self._check_open(call)
-        check_tensor(self.rank, call, tensor, self.device_type)
+        check_tensor(self._me, call, tensor, self.device_type)
 
     def _check_open(self, call: str) -> None:
         if self._closed:
@@ -616,34 +613,34 @@ class Communicator(CollectivesFromP2P):
     def _check_rows(self, call: str, tensor: torch.Tensor) -> None:
         if tensor.dim() == 0 or tensor.shape[0] != self.world_size:
             raise ValueError(
-                f"rank {self.rank}, {call}: the tensor has shape {tuple(tensor.shape)}, but needs "
+                f"{self._me}, {call}: the tensor has shape {tuple(tensor.shape)}, but needs "
                 f"one row for each of the {self.world_size} ranks: [{self.world_size}, ...]. "
                 f"Reshape it with .view({self.world_size}, -1)."
             )
 
     def _check_p2p(self, call: str, tensor: torch.Tensor, peer: int, name: str) -> None:
         self._check(call, tensor)
-        check_peer(self.rank, call, peer, self.world_size, name)
-        check_other(self.rank, call, peer)
+        check_peer(self._me, call, peer, self.world_size, name)
+        check_other(self._me, call, peer, self.rank)
 
     def _check_no_out(self, call: str, out: torch.Tensor | None) -> None:
         if out is not None:
-            raise ValueError(f"rank {self.rank}, {call}: out= goes with neither dim= nor sizes=")
+            raise ValueError(f"{self._me}, {call}: out= goes with neither dim= nor sizes=")
 
     def _check_scattered(self, out: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
         if rows is None:
-            raise ValueError(f"rank {self.rank}, scatter: the rows of the rank that sends are None")
+            raise ValueError(f"{self._me}, scatter: the rows of the rank that sends are None")
         self._check("scatter", rows)
-        check_like(self.rank, "scatter", rows, (self.world_size, *out.shape), out)
-        check_apart(self.rank, "scatter", rows, out)
+        check_like(self._me, "scatter", rows, (self.world_size, *out.shape), out)
+        check_apart(self._me, "scatter", rows, out, self.rank)
         return rows
 
     def _check_out(
         self, call: str, out: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor
     ) -> torch.Tensor:
-        check_tensor(self.rank, f"{call}(out=)", out, self.device_type)
-        check_like(self.rank, call, out, tuple(shape), like)
-        check_apart(self.rank, call, like, out)
+        check_tensor(self._me, f"{call}(out=)", out, self.device_type)
+        check_like(self._me, call, out, tuple(shape), like)
+        check_apart(self._me, call, like, out, self.rank)
         return out
 
     def _out(

@@ -7,7 +7,6 @@ with Coordinator() as coor:
 import launcher
 from coordinator import link_state
 from coordinator.collectives import ValueCollectives
-from coordinator.control import object_codec
 from coordinator.control.credentials import Credentials
 from coordinator.coordinator import Coordinator
 from coordinator.errors import (
@@ -22,6 +21,7 @@ from coordinator.errors import (
 from coordinator.failure.subscription import Subscription
 from coordinator.peers import Peer, group_by_node
 from coordinator.timings import CoordinatorTimings
+from coordinator.transport import object_codec
 from coordinator.transport.connections import PeerConnector
 
 __all__ = [

@@ -23,6 +23,7 @@ from launcher.ports import listen
 from launcher.registry import register
 from launcher.system import gpus, host_addresses, linux
 from launcher.system.free_memory import free_memory_nbytes
+from launcher.timings import time_scale
 from launcher.trace.recorder import Recorder, recorder
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ __all__ = [
     "recorder",
     "register",
     "start",
+    "time_scale",
 ]
 
 

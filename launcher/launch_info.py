@@ -13,6 +13,9 @@ from types import MappingProxyType
 
 ENV_PREFIX = "DRUMLINE_"
 TRACE = "trace"  # in extras: the folder for the recordings of ranks
+LOG_LEVEL = ENV_PREFIX + "LOG_LEVEL"
+TIME_SCALE = ENV_PREFIX + "TIME_SCALE"
+SETTINGS = (LOG_LEVEL, TIME_SCALE)  # of the user, for every process of a launch
 CHOICE = ENV_PREFIX + "LAUNCHER"  # names the launcher to detect, where variables of several are set
 MAX_PORT = 65535
 

@@ -95,6 +95,7 @@ class PluginCommunicator(Communicator):
             unique_id=unique_id,
             options=[f"{key}={value}" for key, value in options.items()],
         )
+        self._comm.name_rank(self._me)
 
     def _load_plugin(self) -> None:
         self._plugin = _native.open(self.path)

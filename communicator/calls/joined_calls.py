@@ -26,7 +26,7 @@ def allgather_along(
     comm: Communicator, tensor: torch.Tensor, dim: int | None, sizes: Sequence[int] | None
 ) -> torch.Tensor:
     """Every rank's tensor, joined along dim. sizes: that of each rank there, if they differ."""
-    dim = check_dim(comm.rank, "allgather", tensor, dim)
+    dim = check_dim(comm.rank_name(), "allgather", tensor, dim)
     if sizes is not None:
         check_sizes(comm, "allgather", sizes, tensor.shape[dim])
     if sizes is None or len(set(sizes)) == 1:
@@ -47,12 +47,12 @@ def reduce_scatter_along(
     comm: Communicator, tensor: torch.Tensor, op: Op, dim: int | None, sizes: Sequence[int] | None
 ) -> torch.Tensor:
     """This rank's part of the reduction, which is cut along dim, evenly or into these sizes."""
-    dim = check_dim(comm.rank, "reduce_scatter", tensor, dim)
+    dim = check_dim(comm.rank_name(), "reduce_scatter", tensor, dim)
     if sizes is None:
         share, rest = divmod(tensor.shape[dim], comm.world_size)
         if rest:
             raise ValueError(
-                f"rank {comm.rank}, reduce_scatter: dim {dim} of {tuple(tensor.shape)} cannot be "
+                f"{comm.rank_name()}, reduce_scatter: dim {dim} of {tuple(tensor.shape)} cannot be "
                 f"cut evenly for {comm.world_size} ranks. Pass sizes=, one for each."
             )
         sizes = [share] * comm.world_size
