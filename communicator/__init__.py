@@ -29,7 +29,6 @@ __all__ = [
     "Unsupported",
     "backend_class",
     "backend_names",
-    "compile",
     "dtype_info",
     "op_name",
 ]

@@ -8,7 +8,6 @@ results = launcher.launch(work, nprocs=4)
 from typing import TYPE_CHECKING, Any
 
 from launcher.detection import current
-from launcher.engine_request import EngineRequest, engine_request
 from launcher.errors import (
     CauseOrder,
     Failure,
@@ -22,6 +21,7 @@ from launcher.launch_job import launch
 from launcher.ports import listen
 from launcher.registry import register
 from launcher.system import gpus, host_addresses, linux
+from launcher.system.engine_request import EngineRequest, engine_request
 from launcher.system.free_memory import free_memory_nbytes
 from launcher.timings import time_scale
 from launcher.trace.recorder import Recorder, recorder

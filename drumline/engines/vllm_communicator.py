@@ -12,7 +12,9 @@ from torch.distributed import ProcessGroup
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
-from communicator import Communicator, compile
+from communicator import Communicator
+from communicator.compile import allreduce as compiled_allreduce
+from communicator.compile import name as name_in_compiled_code
 from drumline.engines.vllm import timeout_s
 
 
@@ -34,7 +36,7 @@ class VllmCommunicator(CpuCommunicator):  # type: ignore[misc]  # vLLM has no ty
             self, cpu_group, device, device_group, unique_name, use_all2all=use_all2all
         )
         self.comm = Communicator.over(cpu_group, timeout_s=timeout_s(), device_type="cpu")
-        self._name = compile.name(self.comm)
+        self._name = name_in_compiled_code(self.comm)
         if self.use_all2all:
             from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager
 
@@ -42,7 +44,7 @@ class VllmCommunicator(CpuCommunicator):  # type: ignore[misc]  # vLLM has no ty
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
-            return compile.allreduce(input_, self._name)
+            return compiled_allreduce(input_.contiguous(), self._name)
         if input_.is_contiguous():
             return self.comm.allreduce(input_)
         return input_.copy_(self.comm.allreduce(input_.contiguous()))
