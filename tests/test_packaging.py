@@ -24,7 +24,7 @@ MODULES_OF_EXTRAS = {
 NOT_INSTALLED = {"ray": "ray", "mpi4py": "mpi4py", "cupy": "cupy-cuda12x"}
 """Distributions of packages that this machine may lack, so that their metadata cannot be asked."""
 ENGINES = {"vllm"}
-"""Packages that import our adapter in drumline/engines, never the other way round: no extra has them."""
+"""Packages that import our adapter in drumline/engines, not the other way: no extra has them."""
 
 
 def _table(name: str) -> str:
