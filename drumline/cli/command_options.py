@@ -140,7 +140,7 @@ def _auto(options: argparse.Namespace) -> None:
 
 
 def _load_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """How `drumline.load` is to read the checkpoint."""
+    """The arguments of `drumline.load` that say how to read the checkpoint."""
     names = ("adapter", "dequantize", "gguf_file", "trust_remote_code")
     return {name: getattr(options, name) for name in names}
 
