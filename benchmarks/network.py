@@ -13,13 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import traceback
 import uuid
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -39,14 +37,15 @@ SIZES = (8, 64 << 10, 1 << 20, 4 << 20)
 UNITS = {"mbit": 1e6, "gbit": 1e9}
 UNSHAPED_PER_MS = 1e6  # bytes, about what a core can move
 PEERS = ("gloo", "MPICH", "Open MPI")
-MPI_S = 300  # for all cells
+MPI_S = 40  # for all calls of an MPI on one layout of hosts
 NOTE = (
     "float32; the size is a row's where a call takes a row for each rank. Milliseconds until the "
     "last rank has its result, median and middle half; gloo in turns with us, each MPI after us on "
     "the same hosts. limit: the bytes that must pass the busiest host's link in one direction, "
     "over its rate; the columns after a time are that time over the limit. sent / limit: what the "
     "busiest host's interface has sent for drumline's call, with all headers, over those bytes. "
-    "right: all ranks had the right result from all. ratio: drumline's time over the best peer's."
+    "right: all ranks had the right result from all. ratio: drumline's time over the best peer's. "
+    f"Each MPI has {MPI_S} s for all its calls on a layout of hosts."
 )
 COLUMNS = (
     *("operation", "bytes", "hosts", "ranks a host", "link", "right", "limit (ms)"),
@@ -90,9 +89,10 @@ def rows(arguments: argparse.Namespace, hosts: NetworkHosts, per_host: int) -> l
     ]
     found = {row["cell"]: row for row in ours(hosts, per_host, cells)}
     for name, command in engines_over(hosts, per_host).items():
-        for row in of_mpi(hosts, command, cells):
-            for fact in ("right", "sent", "ms"):
-                found[row["cell"]][fact][name] = row[fact][name]
+        by_cell, end = of_mpi(hosts, command, cells)
+        for row in found.values():
+            for fact, values in by_cell.get(row["cell"], {"ms": {name: end}}).items():
+                row[fact].update(values)
     return list(found.values())
 
 
@@ -102,10 +102,13 @@ def add(table: Table, row: dict[str, Any], count: int, per_host: int, rate: str)
     limit_ms = least / per_ms(rate)
     right = all(row["right"].values())
     cells: list[Any] = []
+    medians = {}
     for name in ("drumline", *PEERS):
-        ms = spread(row["ms"][name]) if name in row["ms"] else None
-        cells += [ms, ms.median / limit_ms] if ms else ["", ""]
-    medians = {name: spread(values).median for name, values in row["ms"].items()}
+        ms = row["ms"].get(name, "")
+        if ms and not isinstance(ms, str):
+            ms = spread(ms)
+            medians[name] = ms.median
+        cells += [ms, medians[name] / limit_ms if name in medians else ""]
     own = medians.pop("drumline")
     facts = (cell.operation, cell.nbytes, count, per_host, rate, "yes" if right else "NO")
     ratio = own / min(medians.values())
@@ -179,26 +182,25 @@ def measured(coor: Coordinator, cells: list[Cell]) -> Iterator[dict[str, Any]]:
         dist.destroy_process_group()
 
 
-def of_mpi(hosts: NetworkHosts, command: list[str], cells: list[Cell]) -> Iterator[dict[str, Any]]:
-    """What rank 0 of an MPI measures on the same hosts."""
+def of_mpi(
+    hosts: NetworkHosts, command: list[str], cells: list[Cell]
+) -> tuple[dict[str, dict[str, Any]], str]:
+    """What rank 0 of an MPI measures on the same hosts, by cell, and why there is no more."""
     program = [sys.executable, "-m", "benchmarks.network_mpi", *map(str, cells)]
     with subprocess.Popen(
-        hosts.command(0, [*command, *program]),
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+        hosts.command(0, [*command, *program]), stdout=subprocess.PIPE, text=True
     ) as process:
         try:
             out, _ = process.communicate(timeout=MPI_S)
+            end = f"ended with {process.returncode}"
+        except subprocess.TimeoutExpired:
+            hosts.kill_processes()
+            out, _ = process.communicate()
+            end = f"not measured in {MPI_S} s"
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    if process.returncode:
-        sys.exit(f"{command[0]} failed:\n{out}")
-    for line in out.splitlines():
-        _, mark, facts = line.partition(MARK)
-        if mark:
-            yield json.loads(facts)
+            hosts.kill_processes()
+    facts = [json.loads(line.partition(MARK)[2]) for line in out.splitlines() if MARK in line]
+    return {row.pop("cell"): row for row in facts}, end
 
 
 if __name__ == "__main__":

@@ -153,7 +153,7 @@ def network(folder: Path) -> Iterable[Path]:
         lines = panels.setdefault(title, defaultdict(list))
         for column in (column for column in row if column.endswith(" (ms)")):
             name = column.removesuffix(" (ms)")
-            if name != "limit" and row[column] != "":
+            if name != "limit" and not isinstance(row[column], str):
                 time = number(row[column])
                 ratios = (at / row["limit (ms)"] for at in (time, time.low, time.high))
                 lines[name].append((row["hosts"], Median.of(*ratios)))
