@@ -1,16 +1,17 @@
 """Collectives between hosts, beside gloo and MPIs, and what the links of the hosts can carry.
 
     python -m benchmarks.network
-    python -m benchmarks.network --hosts 6 --rate 200mbit --sizes 65536 1048576
-    python -m benchmarks.network --rate "" --hosts 2      # links as fast as the machine
+    python -m benchmarks.network --hosts 6 --rates 200mbit --sizes 65536 1048576
 
 Hosts are network namespaces of this machine whose links are held to a rate by tc: what is measured
-is how well a call uses a link that is slower than the processor. Needs root and iproute2.
+is how well a call uses a link that is slower than the processor. Links that are as fast as the
+machine show what a call takes of the processor. Needs root and iproute2.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -35,6 +36,7 @@ from tests.network_hosts import INTERFACE, NetworkHosts
 OPERATIONS = ("allreduce", "allgather", "reduce_scatter", "alltoall", "broadcast")
 SIZES = (8, 64 << 10, 1 << 20, 4 << 20)
 UNITS = {"mbit": 1e6, "gbit": 1e9}
+UNSHAPED = "unshaped"
 UNSHAPED_PER_MS = 1e6  # bytes, about what a core can move
 PEERS = ("gloo", "MPICH", "Open MPI")
 MPI_S = 40  # for all calls of an MPI on one layout of hosts
@@ -58,7 +60,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4, 6, 8])
     parser.add_argument("--per-host", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rate", default="200mbit", help="of a host's link, as tc writes it")
+    parser.add_argument(
+        "--rates",
+        nargs="+",
+        default=["200mbit", UNSHAPED],
+        help=f"of a host's link, as tc writes it; or {UNSHAPED}",
+    )
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--operations", nargs="+", default=OPERATIONS)
     parser.add_argument("--repeats", type=int, default=5)
@@ -68,22 +75,24 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="write the table to benchmarks/results")
     arguments = parser.parse_args()
     table = Table("network", COLUMNS, NOTE, keep=arguments.save)
-    for count in arguments.hosts:
-        for per_host in arguments.per_host:
-            with NetworkHosts(count, arguments.rate) as hosts:
-                for row in rows(arguments, hosts, per_host):
-                    add(table, row, count, per_host, arguments.rate)
+    layouts = itertools.product(arguments.rates, arguments.hosts, arguments.per_host)
+    for rate, count, per_host in layouts:
+        with NetworkHosts(count, "" if rate == UNSHAPED else rate) as hosts:
+            for row in rows(arguments, hosts, per_host, rate):
+                add(table, row, count, per_host, rate)
     table.end()
 
 
-def rows(arguments: argparse.Namespace, hosts: NetworkHosts, per_host: int) -> list[dict[str, Any]]:
+def rows(
+    arguments: argparse.Namespace, hosts: NetworkHosts, per_host: int, rate: str
+) -> list[dict[str, Any]]:
     """A row for each cell, with what every library has measured of it."""
     cells = [
         Cell(operation, nbytes, arguments.repeats if limit_ms < 50 else min(arguments.repeats, 3))
         for operation in arguments.operations
         for nbytes in arguments.sizes
         for limit_ms in [
-            busiest_nbytes(operation, nbytes, len(hosts.names), per_host) / per_ms(arguments.rate)
+            busiest_nbytes(operation, nbytes, len(hosts.names), per_host) / per_ms(rate)
         ]
         if limit_ms <= arguments.longest_ms
     ]
@@ -99,7 +108,7 @@ def rows(arguments: argparse.Namespace, hosts: NetworkHosts, per_host: int) -> l
 def add(table: Table, row: dict[str, Any], count: int, per_host: int, rate: str) -> None:
     cell = Cell.read(row["cell"])
     least = busiest_nbytes(cell.operation, cell.nbytes, count, per_host)
-    limit_ms = least / per_ms(rate)
+    limit_ms = "" if rate == UNSHAPED else least / per_ms(rate)
     right = all(row["right"].values())
     cells: list[Any] = []
     medians = {}
@@ -108,7 +117,7 @@ def add(table: Table, row: dict[str, Any], count: int, per_host: int, rate: str)
         if ms and not isinstance(ms, str):
             ms = spread(ms)
             medians[name] = ms.median
-        cells += [ms, medians[name] / limit_ms if name in medians else ""]
+        cells += [ms, medians[name] / limit_ms if limit_ms and name in medians else ""]
     own = medians.pop("drumline")
     facts = (cell.operation, cell.nbytes, count, per_host, rate, "yes" if right else "NO")
     ratio = own / min(medians.values())
@@ -127,7 +136,7 @@ def busiest_nbytes(operation: str, nbytes: int, hosts: int, per_host: int) -> fl
 
 def per_ms(rate: str) -> float:
     """The bytes that a link carries in a millisecond."""
-    if not rate:
+    if rate == UNSHAPED:
         return UNSHAPED_PER_MS
     unit = next(unit for unit in UNITS if rate.endswith(unit))
     return float(rate.removesuffix(unit)) * UNITS[unit] / 8 / 1000
@@ -194,6 +203,7 @@ def of_mpi(
             out, _ = process.communicate(timeout=MPI_S)
             end = f"ended with {process.returncode}"
         except subprocess.TimeoutExpired:
+            process.kill()
             hosts.kill_processes()
             out, _ = process.communicate()
             end = f"not measured in {MPI_S} s"

@@ -147,7 +147,7 @@ def network(folder: Path) -> Iterable[Path]:
     """Times of calls of one size, over the time that the busiest link needs."""
     panels: dict[str, Lines] = {}
     for row in rows(folder / "network.jsonl"):
-        if row["bytes"] != PICTURED_NBYTES:
+        if row["bytes"] != PICTURED_NBYTES or not row["limit (ms)"]:
             continue
         title = f"{row['operation']} of {sized(row['bytes'])}, {row['ranks a host']} a host"
         lines = panels.setdefault(title, defaultdict(list))
