@@ -72,8 +72,10 @@ CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
         "LongcatFlashForCausalLM",
         {
             **SIZES,
-            "num_layers": 3,
+            "num_layers": 4,
+            "num_hidden_layers": 8,
             "num_key_value_heads": 4,
+            "head_dim": 8,
             "ffn_hidden_size": 48,
             "q_lora_rank": 16,
             "kv_lora_rank": 16,
