@@ -73,7 +73,8 @@ def make_model(folder: Path) -> None:
 
 def left_behind(mark: str, before: set[str]) -> list[str]:
     """Processes of the run that still live, and its names in shared memory."""
-    left = [name for name in os.listdir("/dev/shm") if name not in before]
+    names = set(os.listdir("/dev/shm")) - before
+    left = [name for name in names if not name.startswith("mpich")]  # no run starts MPI
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if f"{MARK}={mark}".encode() in (process / "environ").read_bytes():
