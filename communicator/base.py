@@ -59,6 +59,7 @@ class Capabilities:
     empty_collectives: so do the collectives, because every call is compared by what is exchanged.
     compares_every_call: by itself, so nothing has to be compared before.
     checked_calls: how many of the first calls are else compared before anything moves.
+    encrypts: what goes to other hosts is encrypted, where the Coordinator encrypts.
     """
 
     only_by_name: bool = False
@@ -66,6 +67,7 @@ class Capabilities:
     empty_collectives: bool = False
     compares_every_call: bool = False
     checked_calls: int = call_check.FIRST_CALLS
+    encrypts: bool = False
 
 
 def _as_device(device: torch.device | str | int | None) -> torch.device | None:
@@ -133,6 +135,8 @@ class Communicator(CollectivesFromP2P):
         self.coor = coor
         self.rank, self.world_size = coor.rank, coor.world_size
         self.timeout_s = coor.timeout_s if timeout_s is None else timeout_s
+        if reason := self.why_unencrypted(coor):
+            raise Unsupported(f"{self._me}: {self.name}: {reason}")
         self._closed, self._pid = False, os.getpid()
         _live.add(self)
         self._is_gpu_named = device is not None
@@ -145,6 +149,13 @@ class Communicator(CollectivesFromP2P):
         if self._recorder is not None:
             self._recorder.follow(self, TRACED, "move", backend=self.name)
             self._recorder.follow(self, ["barrier"], "wait", backend=self.name)
+
+    @classmethod
+    def why_unencrypted(cls, coor: Coordinator) -> str:
+        """Why ranks that encrypt cannot use this backend; "" if they can, or do not encrypt."""
+        if not coor.encrypts or len(coor.nodes) == 1 or cls.capabilities.encrypts:
+            return ""
+        return "it does not encrypt between hosts, as --encrypt demands; tcp and hierarchical do"
 
     # A backend provides these, do_send and do_recv, and overrides what it does better.
 

@@ -5,7 +5,7 @@ print(info.rank, "of", info.world_size)
 results = launcher.launch(work, nprocs=4)
 """
 
-from launcher.detection import current
+from launcher.detection import current, is_encrypted
 from launcher.errors import (
     CauseOrder,
     Failure,
@@ -36,6 +36,7 @@ __all__ = [
     "free_memory_nbytes",
     "gpus",
     "host_addresses",
+    "is_encrypted",
     "launch",
     "linux",
     "listen",

@@ -74,7 +74,7 @@ class Tcp(ScheduledCollectives, Communicator):
     """
 
     name = "tcp"
-    capabilities = Capabilities(empty_messages=True, empty_collectives=True)
+    capabilities = Capabilities(empty_messages=True, empty_collectives=True, encrypts=True)
 
     @classmethod
     def probe(cls, coor: Coordinator) -> int:
@@ -88,9 +88,10 @@ class Tcp(ScheduledCollectives, Communicator):
         self._remotes = {rank: link_state.remote_host(link) for rank, link in links.items()}
         for link in links.values():
             configure(link)
+        keys = [getattr(links.get(rank), "keys", b"") for rank in range(self.world_size)]
         self._fds = {rank: link.detach() for rank, link in links.items()}
         fds = [self._fds.get(rank, -1) for rank in range(self.world_size)]
-        self._engine = Engine(self.rank, fds, timings.TIMINGS.liveness_poll_s)
+        self._engine = Engine(self.rank, fds, keys, timings.TIMINGS.liveness_poll_s)
 
     def do_close(self) -> None:
         self._announce_end(f"{self._me} closed its communicator", CLOSE_NOTICE)

@@ -161,9 +161,9 @@ class FailureDetector:
         wait_s = self.timings.last_answer_s
         return membership or self.monitor.membership(wait_s), stacks
 
-    def broken(self, rank: int, why: str, pending: PendingCall) -> CoordinatorError:
-        """The error for a broken connection to a rank of the group: the reason, if it arrives
-        shortly."""
+    def broken(self, rank: int | None, why: str, pending: PendingCall) -> CoordinatorError:
+        """The error for a broken connection to a rank of the group, or to one that nobody knows:
+        the reason, if it arrives shortly."""
         until = min(
             time.monotonic() + self.timings.reason_s, pending.deadline + self.timings.answer_s
         )
@@ -177,6 +177,8 @@ class FailureDetector:
                 break  # nobody is left who could tell
             time.sleep(self.timings.reason_poll_s)
         state, reason = f"its connection broke: {why}", FailureReason.UNREACHABLE
+        if rank is None:
+            return self.fail(PeerLost, [], pending, f", for {state}")
         return self.fail(PeerLost, [ObservedRank(self.peers[rank], state, None, reason)], pending)
 
     # ---- failing the group ----

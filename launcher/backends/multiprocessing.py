@@ -13,7 +13,7 @@ from launcher.launch_info import LaunchInfo
 from launcher.system import nesting
 
 NAME = "multiprocessing"
-SUPPORTS = frozenset({"bind", "log_dir", "preload", "trace"})
+SUPPORTS = frozenset({"bind", "encrypt", "log_dir", "preload", "trace"})
 
 
 def detect(environ: Mapping[str, str]) -> LaunchInfo | None:

@@ -26,7 +26,7 @@ from launcher.system import descendants, linux, stop_signals
 from launcher.system.held_forks import TOO_MANY_PROCESSES
 
 NAME = "threads"
-SUPPORTS = frozenset({"log_dir", "trace"})
+SUPPORTS = frozenset({"encrypt", "log_dir", "trace"})
 
 
 def detect(environ: Mapping[str, str]) -> LaunchInfo | None:

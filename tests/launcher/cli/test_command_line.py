@@ -23,6 +23,7 @@ OPTIONS = {
     "--log-dir",
     "--timeout",
     "--bind",
+    "--encrypt",
     "--preload",
     "--dry-run",
     "--trace",
@@ -169,6 +170,21 @@ def test_dry_run_prints_the_launch_info_of_every_rank(command, capsys):
     assert [json.loads(info)["rank"] for info in infos] == [0, 1, 2]
     assert {json.loads(info)["launch_id"] for info in infos} == {"mine"}
     assert not (command.folder / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["multiprocessing", "threads", "torchrun"])
+def test_encrypt_reaches_every_rank(command, name):
+    script = command.script(
+        "import launcher\n"
+        "info = launcher.current()\n"
+        "print(f'rank {info.rank} encrypts {info.encrypts}', flush=True)\n"
+    )
+    ended = command.run("run", "-n", "2", "--launcher", name, "--encrypt", script)
+    assert ended.code == 0
+    assert [f"rank {rank} encrypts True" in ended.out for rank in range(2)] == [True, True]
+    if name == "multiprocessing":
+        ended = command.run("run", "-n", "2", script)
+        assert "encrypts False" in ended.out and "encrypts True" not in ended.out
 
 
 def test_bind_pins_each_rank_to_its_own_cores(command):
