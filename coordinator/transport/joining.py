@@ -257,12 +257,12 @@ class _Joining:
                 f"rank {self.session.info.rank}: the ranks do not agree on the transport of their "
                 f"Coordinator ({names}). Give all the same transport=."
             )
-        if "gloo" in transports and self.session.credentials.encrypts:
-            if len(nodes := group_by_node(everyone)) > 1:
-                raise CoordinatorError(
-                    f"rank {self.session.info.rank}: gloo does not encrypt what passes between the "
-                    f"{len(nodes)} nodes, as --encrypt demands. Leave out transport='gloo'."
-                )
+        num_nodes = len(group_by_node(everyone))
+        if "gloo" in transports and self.session.credentials.encrypts and num_nodes > 1:
+            raise CoordinatorError(
+                f"rank {self.session.info.rank}: gloo does not encrypt what passes between the "
+                f"{num_nodes} nodes, as --encrypt demands. Leave out transport='gloo'."
+            )
         return "gloo" in transports
 
     def _connect_by_gloo(self) -> GlooTransport:
