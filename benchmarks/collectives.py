@@ -28,8 +28,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.floor import EXCHANGE, SHARED, Floor, compiled
-from benchmarks.libraries import ROWS, Call, Library, Ours, gloo, is_right, mpi, result
+from benchmarks.libraries import Ours, gloo, is_right
 from benchmarks.mpi import engines
+from benchmarks.mpi_library import ROWS, Call, Library, mpi, result
 from benchmarks.oneccl import SETTINGS, oneccl, shim
 from benchmarks.table import Table, spread
 from communicator import Communicator

@@ -31,6 +31,7 @@ COLUMNS = (
     *("plain tokens/s", "plain first (ms)", "plain load (s)", "plain peak (MiB)", "peak ratio"),
 )
 Found = dict[str, Any]
+load = drumline.load  # which is imported here, before the ranks are forked, as LlamaForCausalLM is
 
 
 def main() -> None:
@@ -86,7 +87,7 @@ def run(work: Callable[[str], Found], ranks: int, folder: str) -> list[Found]:
 def ours(folder: str) -> Found:
     try:
         with Peak() as peak:
-            found = timed(lambda: drumline.load(folder))
+            found = timed(lambda: load(folder))
     except drumline.WorkerExit:  # a rank that is not the master
         found = {}
     return {**found, "peak_mib": peak.nbytes / MIB}

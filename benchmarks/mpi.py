@@ -12,6 +12,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from tests.network_hosts import INTERFACE, NetworkHosts
+
 BIN = Path(sys.executable).parent
 # Intel's own, which the wheel of MPICH would be mixed up with in one environment:
 # pip install --no-deps --prefix build/impi impi-rt
@@ -47,3 +49,27 @@ def _of_the_system() -> dict[str, list[str]]:
     if "Open MPI" in said or "OpenRTE" in said:
         return {"Open MPI": ["env", *AS_ROOT, path, *ON_FEW_CORES]}
     return {"MPICH": [path]}
+
+
+def engines_over(hosts: NetworkHosts, per_host: int) -> dict[str, list[str]]:
+    """As engines(), for so many ranks on each host, over TCP: to be run on the first host."""
+    places = [f"{address}:{per_host}" for address in hosts.addresses]
+    where = {
+        "MPICH": [
+            *("-launcher", "ssh", "-launcher-exec", str(hosts.remote_shell)),
+            *("-iface", INTERFACE, "-hosts", ",".join(places)),
+            *("-genv", "UCX_TLS", "tcp,self", "-genv", "UCX_NET_DEVICES", INTERFACE),
+        ],
+        "Open MPI": [
+            *("--prtemca", "plm_ssh_agent", str(hosts.remote_shell), "--host", ",".join(places)),
+            *("--prtemca", "prte_if_include", INTERFACE),
+            *("--mca", "pml", "ob1", "--mca", "btl", "tcp,sm,self"),
+            *("--mca", "btl_tcp_if_include", INTERFACE),
+        ],
+    }
+    count = ["-n", str(len(places) * per_host)]
+    return {
+        name: [*command, *where[name], *count]
+        for name, command in engines().items()
+        if name in where
+    }

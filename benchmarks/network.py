@@ -1,7 +1,8 @@
-"""Collectives between hosts, beside gloo, and beside what the links of the hosts can carry.
+"""Collectives between hosts, beside gloo and MPIs, and what the links of the hosts can carry.
 
     python -m benchmarks.network
     python -m benchmarks.network --hosts 6 --rate 200mbit --sizes 65536 1048576
+    python -m benchmarks.network --rate "" --hosts 2      # links as fast as the machine
 
 Hosts are network namespaces of this machine whose links are held to a rate by tc: what is measured
 is how well a call uses a link that is slower than the processor. Needs root and iproute2.
@@ -15,7 +16,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import traceback
 import uuid
 from collections.abc import Iterator
@@ -25,8 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.collectives import MARK
-from benchmarks.libraries import ROWS, Call, Library, Ours, gloo, is_right, result
+from benchmarks.libraries import Ours, gloo
+from benchmarks.mpi import engines_over
+from benchmarks.network_mpi import MARK, Cell, World, measure
 from benchmarks.table import Table, spread
 from communicator import Communicator
 from coordinator import Coordinator
@@ -35,47 +36,80 @@ from tests.network_hosts import INTERFACE, NetworkHosts
 
 OPERATIONS = ("allreduce", "allgather", "reduce_scatter", "alltoall", "broadcast")
 SIZES = (8, 64 << 10, 1 << 20, 4 << 20)
-LEAD_S = 0.002  # from the barrier until all ranks begin
 UNITS = {"mbit": 1e6, "gbit": 1e9}
+UNSHAPED_PER_MS = 1e6  # bytes, about what a core can move
+PEERS = ("gloo", "MPICH", "Open MPI")
+MPI_S = 300  # for all cells
 NOTE = (
     "float32; the size is a row's where a call takes a row for each rank. Milliseconds until the "
-    "last rank has its result, median and middle half of turns. limit: the bytes that must pass "
-    "the busiest host's link in one direction, over its rate. right: all ranks had the right "
-    "result from both. ratio: ours divided by gloo's."
+    "last rank has its result, median and middle half; gloo in turns with us, each MPI after us on "
+    "the same hosts. limit: the bytes that must pass the busiest host's link in one direction, "
+    "over its rate; the columns after a time are that time over the limit. sent / limit: what the "
+    "busiest host's interface has sent for drumline's call, with all headers, over those bytes. "
+    "right: all ranks had the right result from all. ratio: drumline's time over the best peer's."
 )
 COLUMNS = (
     *("operation", "bytes", "hosts", "ranks a host", "link", "right", "limit (ms)"),
-    *("drumline (ms)", "gloo (ms)", "drumline / limit", "gloo / limit", "ratio"),
+    *(cell for name in ("drumline", *PEERS) for cell in (f"{name} (ms)", f"{name} / limit")),
+    *("sent / limit", "ratio"),
 )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 6])
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4, 6, 8])
     parser.add_argument("--per-host", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rate", default="200mbit", help="of a host's link, as tc writes it")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--operations", nargs="+", default=OPERATIONS)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--longest-ms", type=float, default=300, help="leave out what the link carries no sooner"
+    )
     parser.add_argument("--save", action="store_true", help="write the table to benchmarks/results")
-    parser.add_argument("--rank", action="append", default=[], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.rank:
-        return be_host(arguments)
     table = Table("network", COLUMNS, NOTE, keep=arguments.save)
     for count in arguments.hosts:
         for per_host in arguments.per_host:
-            for row in rows(arguments, count, per_host):
-                add(table, row, count, per_host, arguments.rate)
+            with NetworkHosts(count, arguments.rate) as hosts:
+                for row in rows(arguments, hosts, per_host):
+                    add(table, row, count, per_host, arguments.rate)
     table.end()
 
 
+def rows(arguments: argparse.Namespace, hosts: NetworkHosts, per_host: int) -> list[dict[str, Any]]:
+    """A row for each cell, with what every library has measured of it."""
+    cells = [
+        Cell(operation, nbytes, arguments.repeats if limit_ms < 50 else min(arguments.repeats, 3))
+        for operation in arguments.operations
+        for nbytes in arguments.sizes
+        for limit_ms in [
+            busiest_nbytes(operation, nbytes, len(hosts.names), per_host) / per_ms(arguments.rate)
+        ]
+        if limit_ms <= arguments.longest_ms
+    ]
+    found = {row["cell"]: row for row in ours(hosts, per_host, cells)}
+    for name, command in engines_over(hosts, per_host).items():
+        for row in of_mpi(hosts, command, cells):
+            for fact in ("right", "sent", "ms"):
+                found[row["cell"]][fact][name] = row[fact][name]
+    return list(found.values())
+
+
 def add(table: Table, row: dict[str, Any], count: int, per_host: int, rate: str) -> None:
-    limit_ms = busiest_nbytes(row["operation"], row["bytes"], count, per_host) / per_ms(rate)
-    ours, peer = (spread(row["ms"][name]) for name in ("drumline", "gloo"))
-    facts = (row["operation"], row["bytes"], count, per_host, rate, "yes" if row["right"] else "NO")
-    of_limit = (ours.median / limit_ms, peer.median / limit_ms)
-    table.add(*facts, limit_ms, ours, peer, *of_limit, ours.median / peer.median)
+    cell = Cell.read(row["cell"])
+    least = busiest_nbytes(cell.operation, cell.nbytes, count, per_host)
+    limit_ms = least / per_ms(rate)
+    right = all(row["right"].values())
+    cells: list[Any] = []
+    for name in ("drumline", *PEERS):
+        ms = spread(row["ms"][name]) if name in row["ms"] else None
+        cells += [ms, ms.median / limit_ms] if ms else ["", ""]
+    medians = {name: spread(values).median for name, values in row["ms"].items()}
+    own = medians.pop("drumline")
+    facts = (cell.operation, cell.nbytes, count, per_host, rate, "yes" if right else "NO")
+    ratio = own / min(medians.values())
+    table.add(*facts, limit_ms, *cells, row["sent"]["drumline"] / least, ratio)
 
 
 def busiest_nbytes(operation: str, nbytes: int, hosts: int, per_host: int) -> float:
@@ -90,116 +124,81 @@ def busiest_nbytes(operation: str, nbytes: int, hosts: int, per_host: int) -> fl
 
 def per_ms(rate: str) -> float:
     """The bytes that a link carries in a millisecond."""
+    if not rate:
+        return UNSHAPED_PER_MS
     unit = next(unit for unit in UNITS if rate.endswith(unit))
     return float(rate.removesuffix(unit)) * UNITS[unit] / 8 / 1000
 
 
-def rows(arguments: argparse.Namespace, count: int, per_host: int) -> Iterator[dict[str, Any]]:
-    """What rank 0 measures on so many hosts, as it does."""
-    with NetworkHosts(count, arguments.rate) as hosts:
-        processes = [
-            subprocess.Popen(
-                hosts.command(k, command),
-                stdout=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
-            for k, command in enumerate(commands(arguments, hosts, per_host))
-        ]
-        try:
-            assert processes[0].stdout is not None
-            for line in processes[0].stdout:
-                _, mark, facts = line.partition(MARK)
-                if mark:
-                    yield json.loads(facts)
-            if any(process.wait(60) for process in processes):
-                sys.exit("a host failed")
-        finally:
-            for process in processes:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+def ours(hosts: NetworkHosts, per_host: int, cells: list[Cell]) -> Iterator[dict[str, Any]]:
+    """What rank 0 measures of us and gloo, as it does; the ranks are forked into the hosts."""
+    read_end, write_end = os.pipe()
+    pids = [
+        os.fork() or be_rank(hosts, info, cells, write_end)
+        for info in launch_infos(hosts, per_host)
+    ]
+    os.close(write_end)
+    try:
+        with os.fdopen(read_end) as lines:
+            yield from map(json.loads, lines)
+    finally:
+        for pid in pids:
+            if os.waitpid(pid, 0)[1]:
+                sys.exit("a rank failed")
 
 
-def commands(
-    arguments: argparse.Namespace, hosts: NetworkHosts, per_host: int
-) -> Iterator[list[str]]:
-    """For each host the command that starts its ranks."""
-    count, launch_id = len(hosts.addresses), uuid.uuid4().hex
-    for node in range(count):
-        command = [sys.executable, "-m", "benchmarks.network", "--repeats", str(arguments.repeats)]
-        command += ["--operations", *arguments.operations]
-        command += ["--sizes", *map(str, arguments.sizes)]
-        for local_rank in range(per_host):
-            info = LaunchInfo(
-                launch_id,
-                rank=node * per_host + local_rank,
-                world_size=count * per_host,
-                local_rank=local_rank,
-                local_world_size=per_host,
-                master_addr=hosts.addresses[0],
-                master_port=29_455,
-            )
-            command += ["--rank", info.to_bytes().decode()]
-        yield command
+def launch_infos(hosts: NetworkHosts, per_host: int) -> Iterator[LaunchInfo]:
+    count, launch_id = len(hosts.names), uuid.uuid4().hex
+    for rank in range(count * per_host):
+        place = (count * per_host, per_host, rank, rank % per_host)
+        yield LaunchInfo(launch_id, *place, hosts.addresses[0], 29_455)
 
 
-def be_host(arguments: argparse.Namespace) -> None:
-    """Fork the ranks of one host, and wait for them."""
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
-    pids = [os.fork() or be_rank(arguments, info) for info in arguments.rank]
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    sys.exit(max(map(abs, codes)))
-
-
-def be_rank(arguments: argparse.Namespace, info: str) -> int:
+def be_rank(hosts: NetworkHosts, info: LaunchInfo, cells: list[Cell], write_end: int) -> int:
     code = 1
     try:
-        with Coordinator(LaunchInfo.from_bytes(info.encode()), timeout_s=120) as coor:
-            measure_all(arguments, coor)
+        hosts.enter(info.rank // info.local_world_size)
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+        torch.set_num_threads(1)
+        with Coordinator(info, timeout_s=120) as coor:
+            for row in measured(coor, cells):
+                if coor.rank == 0:
+                    os.write(write_end, json.dumps(row).encode() + b"\n")
         code = 0
     except BaseException:
         traceback.print_exc()
-    sys.stdout.flush()
     os._exit(code)
 
 
-def measure_all(arguments: argparse.Namespace, coor: Coordinator) -> None:
+def measured(coor: Coordinator, cells: list[Cell]) -> Iterator[dict[str, Any]]:
+    world = World(coor.broadcast_object, coor.allgather_object)
     with Communicator(coor, device_type="cpu") as comm:
         libraries = [Ours("drumline", comm, comm.rank, comm.world_size), gloo(coor)]
-        for operation in arguments.operations:
-            for nbytes in arguments.sizes:
-                row = measure(coor, libraries, operation, nbytes, arguments.repeats)
-                if coor.rank == 0:
-                    print(MARK + json.dumps(row), flush=True)
+        for cell in cells:
+            yield measure(world, libraries, cell, lambda nbytes: torch.arange(nbytes / 4) % 7)
         dist.destroy_process_group()
 
 
-def measure(
-    coor: Coordinator, libraries: list[Library], operation: str, nbytes: int, repeats: int
-) -> dict[str, Any]:
-    total = nbytes * coor.world_size if operation in ROWS else nbytes
-    right = all(is_right(library, operation, total, torch.float32) for library in libraries)
-    tensor = torch.zeros(total // 4)
-    tensor = tensor.view(coor.world_size, -1) if operation in ROWS else tensor
-    out = result(operation, tensor, coor.world_size)
-    ms: dict[str, list[float]] = {library.name: [] for library in libraries}
-    for _ in range(repeats):
-        for library in libraries:
-            ms[library.name].append(timed(coor, library.call(operation, tensor, out)))
-    is_right_everywhere = coor.all_true(right)
-    return {"operation": operation, "bytes": nbytes, "right": is_right_everywhere, "ms": ms}
-
-
-def timed(coor: Coordinator, call: Call) -> float:
-    """Milliseconds from when all ranks begin until the last has its result; one clock for all."""
-    begins_at = coor.broadcast_object(time.monotonic() + LEAD_S)
-    while time.monotonic() < begins_at:
-        pass
-    call()
-    ended_at: list[float] = coor.allgather_object(time.monotonic())
-    return (max(ended_at) - begins_at) * 1000
+def of_mpi(hosts: NetworkHosts, command: list[str], cells: list[Cell]) -> Iterator[dict[str, Any]]:
+    """What rank 0 of an MPI measures on the same hosts."""
+    program = [sys.executable, "-m", "benchmarks.network_mpi", *map(str, cells)]
+    with subprocess.Popen(
+        hosts.command(0, [*command, *program]),
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            out, _ = process.communicate(timeout=MPI_S)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        sys.exit(f"{command[0]} failed:\n{out}")
+    for line in out.splitlines():
+        _, mark, facts = line.partition(MARK)
+        if mark:
+            yield json.loads(facts)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.libraries import Call, Library
 from benchmarks.mpi import BIN
+from benchmarks.mpi_library import Call, Library
 from communicator import Communicator
 
 ROOT = Path(__file__).parents[1]

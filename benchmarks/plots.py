@@ -41,6 +41,7 @@ SCALE = {
     "rank 0, processor time": "rank 0 (ms)",
     "another rank, processor time": "other rank (ms)",
 }
+PICTURED_NBYTES = 1 << 20  # of calls between hosts
 UNITS = {"B": 1, "KB": 1 << 10, "MB": 1 << 20}
 
 
@@ -52,7 +53,7 @@ def main() -> None:
 def draw(folder: Path) -> list[Path]:
     """Every picture that the tables in folder allow; the PNG of each."""
     found = []
-    for picture in (startup, coordinator, collectives, model, scale):
+    for picture in (startup, coordinator, collectives, network, model, scale):
         found += list(picture(folder))
     return found
 
@@ -140,6 +141,24 @@ def bandwidths(lines: Lines) -> Lines:
         ]
         for name, points in lines.items()
     }
+
+
+def network(folder: Path) -> Iterable[Path]:
+    """Times of calls of one size, over the time that the busiest link needs."""
+    panels: dict[str, Lines] = {}
+    for row in rows(folder / "network.jsonl"):
+        if row["bytes"] != PICTURED_NBYTES:
+            continue
+        title = f"{row['operation']} of {sized(row['bytes'])}, {row['ranks a host']} a host"
+        lines = panels.setdefault(title, defaultdict(list))
+        for column in (column for column in row if column.endswith(" (ms)")):
+            name = column.removesuffix(" (ms)")
+            if name != "limit" and row[column] != "":
+                time = number(row[column])
+                ratios = (at / row["limit (ms)"] for at in (time, time.low, time.high))
+                lines[name].append((row["hosts"], Median.of(*ratios)))
+    if panels:
+        yield save(folder / "network", dict(sorted(panels.items())), "hosts", "time / limit")
 
 
 def coordinator(folder: Path) -> Iterable[Path]:

@@ -12,31 +12,37 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 import launcher
 from communicator import timings
-from communicator.calls import call_check
+from communicator.calls import call_check, tensor_dict
 from communicator.calls.arguments import (
     check_apart,
+    check_dim,
     check_like,
     check_op,
     check_other,
     check_peer,
     check_tensor,
 )
+from communicator.calls.background_calls import BackgroundCalls, CallHandle
 from communicator.calls.default_collectives import CollectivesFromP2P, P2PCall
 from communicator.calls.dtypes import Op
 from communicator.calls.failures import describe_lost, lost_peers
+from communicator.calls.joined_calls import allgather_along, join_rows, reduce_scatter_along
 from communicator.errors import CommunicatorError, CommunicatorTimeout, Unsupported
 from communicator.own_gpu import own_ordinal
 from coordinator import Coordinator, RankFailure
+
+if TYPE_CHECKING:
+    from communicator.torch_interop.async_messages import Messages
 
 TRACED = (
     "allreduce",
@@ -45,6 +51,8 @@ TRACED = (
     "allgather",
     "reduce_scatter",
     "alltoall",
+    "gather",
+    "scatter",
     "send",
     "recv",
 )
@@ -134,10 +142,12 @@ class Communicator(CollectivesFromP2P):
     ) -> None:
         self.coor = coor
         self.rank, self.world_size = coor.rank, coor.world_size
+        self._me = self.rank_name()
         self.timeout_s = coor.timeout_s if timeout_s is None else timeout_s
         if reason := self.why_unencrypted(coor):
             raise Unsupported(f"{self._me}: {self.name}: {reason}")
         self._closed, self._pid = False, os.getpid()
+        self._choice = {"backend": backend, "timeout_s": self.timeout_s, **options}
         _live.add(self)
         self._is_gpu_named = device is not None
         self._device = self._own_device(_as_device(device))
@@ -156,6 +166,44 @@ class Communicator(CollectivesFromP2P):
         if not coor.encrypts or len(coor.nodes) == 1 or cls.capabilities.encrypts:
             return ""
         return "it does not encrypt between hosts, as --encrypt demands; tcp and hierarchical do"
+
+    @classmethod
+    def over(
+        cls,
+        ranks: Any,
+        rank: int | None = None,
+        world_size: int | None = None,
+        backend: Any = None,
+        *,
+        timeout_s: float = 300.0,
+        **options: Any,
+    ) -> Communicator:
+        """A Communicator of ranks that have met already, without a Coordinator. Collective.
+
+        ranks: their torch ProcessGroup; or a torch Store that all of them reach, with rank and
+            world_size. The other arguments are those of Communicator(coor, ...).
+
+        A process that dies on this host is noticed, one of another host by its connections.
+        """
+        from communicator.torch_interop.store_coordinator import coordinator_over  # imports this
+
+        coor: Any = coordinator_over(ranks, rank, world_size, timeout_s)
+        return cls(coor, backend, timeout_s=timeout_s, **options)
+
+    def split(self, ranks: Sequence[int]) -> Communicator | None:
+        """A Communicator of some ranks, in this order, made as this one; None on the others.
+
+        Collective over those ranks.
+        """
+        coor = self.coor.split(ranks)
+        if coor is None:
+            return None
+        where: Any = {"device_type": self.device_type}
+        if self._is_gpu_named:
+            where = {"device": self.device}
+        child = Communicator(coor, **where, **self._choice)
+        child._split_coor = coor
+        return child
 
     # A backend provides these, do_send and do_recv, and overrides what it does better.
 
@@ -183,7 +231,7 @@ class Communicator(CollectivesFromP2P):
         Returns the tensor written. All ranks get the same bits.
         """
         self._check("allreduce", tensor)
-        op = check_op(self.rank, "allreduce", op, tensor)
+        op = check_op(self._me, "allreduce", op, tensor)
         out = tensor if out is None else self._check_out("allreduce", out, tensor.shape, tensor)
         if self.world_size == 1:
             return out if out is tensor else out.copy_(tensor)
@@ -195,8 +243,8 @@ class Communicator(CollectivesFromP2P):
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Rank src's tensor, written into every rank's tensor, which is returned. Collective."""
         self._check("broadcast", tensor)
-        check_peer(self.rank, "broadcast", src, self.world_size, "src")
-        self._check_same_call("broadcast", tensor, f"from rank {src}")
+        check_peer(self._me, "broadcast", src, self.world_size, "src")
+        self._check_same_call("broadcast", tensor, f"from {self.rank_name(src)}")
         if self.world_size > 1 and self._has_work(tensor):
             self.do_broadcast(tensor, src)
         return tensor
@@ -207,16 +255,30 @@ class Communicator(CollectivesFromP2P):
         Returns the tensor; on the other ranks it is unchanged.
         """
         self._check("reduce", tensor)
-        op = check_op(self.rank, "reduce", op, tensor)
-        check_peer(self.rank, "reduce", dst, self.world_size, "dst")
-        self._check_same_call("reduce", tensor, f"{op}, to rank {dst}")
+        op = check_op(self._me, "reduce", op, tensor)
+        check_peer(self._me, "reduce", dst, self.world_size, "dst")
+        self._check_same_call("reduce", tensor, f"{op}, to {self.rank_name(dst)}")
         if self.world_size > 1 and self._has_work(tensor):
             self.do_reduce(tensor if self.rank == dst else None, tensor, dst, op)
         return tensor
 
-    def allgather(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Every rank's tensor, by rank: [world_size, *tensor.shape]. Collective."""
+    def allgather(
+        self,
+        tensor: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        dim: int | None = None,
+        sizes: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Every rank's tensor, by rank: [world_size, *tensor.shape]. Collective.
+
+        dim: join them along it instead. sizes: of each rank's tensor along dim (0 if None), where
+        they differ. Neither goes with out.
+        """
         self._check("allgather", tensor)
+        if dim is not None or sizes is not None:
+            self._check_no_out("allgather", out)
+            return allgather_along(self, tensor, dim, sizes)
         shape = (self.world_size, *tensor.shape)
         out = self._out("allgather", out, shape, tensor)
         self._check_same_call("allgather", tensor)
@@ -227,11 +289,24 @@ class Communicator(CollectivesFromP2P):
         return out
 
     def reduce_scatter(
-        self, tensor: torch.Tensor, op: Op = "sum", *, out: torch.Tensor | None = None
+        self,
+        tensor: torch.Tensor,
+        op: Op = "sum",
+        *,
+        out: torch.Tensor | None = None,
+        dim: int | None = None,
+        sizes: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Row `rank` of the reduction of every rank's [world_size, *shape]: shape. Collective."""
+        """Row `rank` of the reduction of every rank's [world_size, *shape]: shape. Collective.
+
+        dim: cut it along this one instead, into equal parts. sizes: into these, one for each rank,
+        along dim (0 if None). Neither goes with out.
+        """
         self._check("reduce_scatter", tensor)
-        op = check_op(self.rank, "reduce_scatter", op, tensor)
+        if dim is not None or sizes is not None:
+            self._check_no_out("reduce_scatter", out)
+            return reduce_scatter_along(self, tensor, op, dim, sizes)
+        op = check_op(self._me, "reduce_scatter", op, tensor)
         self._check_rows("reduce_scatter", tensor)
         out = self._out("reduce_scatter", out, tuple(tensor.shape[1:]), tensor)
         self._check_same_call("reduce_scatter", tensor, op)
@@ -255,6 +330,96 @@ class Communicator(CollectivesFromP2P):
         elif self._has_work(tensor):
             self.do_alltoall(out, tensor)
         return out
+
+    def gather(
+        self, tensor: torch.Tensor, dst: int = 0, *, dim: int | None = None
+    ) -> torch.Tensor | None:
+        """Every rank's tensor, by rank, on rank dst: [world_size, *tensor.shape]. Collective.
+
+        None on the other ranks. dim: join them along it instead.
+        """
+        self._check("gather", tensor)
+        check_peer(self._me, "gather", dst, self.world_size, "dst")
+        dim = None if dim is None else check_dim(self._me, "gather", tensor, dim)
+        self._check_same_call("gather", tensor, f"to rank {dst}")
+        if self.rank != dst:
+            if self._has_work(tensor):
+                self.do_gather(None, tensor, dst)
+            return None
+        out = tensor.new_empty((self.world_size, *tensor.shape))
+        if self._has_work(tensor):
+            self.do_gather(out, tensor, dst)
+        return out if dim is None else join_rows(out, dim)
+
+    def scatter(
+        self, out: torch.Tensor, rows: torch.Tensor | None = None, src: int = 0
+    ) -> torch.Tensor:
+        """Row `rank` of the rows of rank src, [world_size, *out.shape], in out. Collective.
+
+        Returns out. rows: of no meaning on the other ranks.
+        """
+        self._check("scatter", out)
+        check_peer(self._me, "scatter", src, self.world_size, "src")
+        if self.rank == src:
+            rows = self._check_scattered(out, rows)
+        self._check_same_call("scatter", out, f"from rank {src}")
+        if self._has_work(out):
+            self.do_scatter(out, rows if self.rank == src else None, src)
+        return out
+
+    def send_tensors(self, values: dict[str, Any], dst: int) -> None:
+        """Send a dict of tensors and of values as Coordinator.broadcast_object takes them.
+
+        Its tensors are on this communicator's device. Rank dst calls recv_tensors.
+        """
+        check_peer(self._me, "send_tensors", dst, self.world_size, "dst")
+        tensor_dict.write(self, "send_tensors", values, lambda tensor: self.send(tensor, dst))
+
+    def recv_tensors(self, src: int) -> dict[str, Any]:
+        """The dict that rank src sends, in new tensors."""
+        check_peer(self._me, "recv_tensors", src, self.world_size, "src")
+        return tensor_dict.read(self, lambda tensor: self.recv(tensor, src))
+
+    def broadcast_tensors(
+        self, values: dict[str, Any] | None = None, src: int = 0
+    ) -> dict[str, Any]:
+        """Rank src's dict, as send_tensors takes it, on every rank. Collective."""
+        check_peer(self._me, "broadcast_tensors", src, self.world_size, "src")
+        if self.rank != src:
+            return tensor_dict.read(self, lambda tensor: self.broadcast(tensor, src))
+        values = values or {}
+        tensor_dict.write(
+            self, "broadcast_tensors", values, lambda tensor: self.broadcast(tensor, src)
+        )
+        return values
+
+    def isend(self, tensor: torch.Tensor, dst: int) -> CallHandle:
+        """Start to send tensor to rank dst, which calls irecv; its handle is to be waited for.
+
+        These messages are apart from those of send and recv, and no other call delays them. tensor
+        must stay as it is until then. Over backends without streams of their own (all but shm) the
+        first isend or irecv is collective: it opens connections. On CUDA messages start together
+        when one of them is waited for.
+        """
+        self._check_p2p("isend", tensor, dst, "dst")
+        return self._start_message("send", tensor, dst)
+
+    def irecv(self, tensor: torch.Tensor, src: int) -> CallHandle:
+        """Start to fill tensor with what rank src gives to isend; see there."""
+        self._check_p2p("irecv", tensor, src, "src")
+        return self._start_message("recv", tensor, src)
+
+    def start(self, call: str, *args: Any, **kwargs: Any) -> CallHandle:
+        """Start a collective by its name: start("allreduce", tensor). Collective.
+
+        On the CPU it runs on a thread, after those that were started before it, and other calls of
+        this communicator wait for all of them; on CUDA it is enqueued. Tensors that it takes must
+        not be touched until its handle was waited for.
+        """
+        self._check_open(call)
+        if self._background is None:
+            self._background = BackgroundCalls(self)
+        return self._background.start(call, args, kwargs)
 
     def send(self, tensor: torch.Tensor, dst: int) -> None:
         """Send tensor to rank dst, which calls recv with the same shape and dtype.
@@ -312,7 +477,13 @@ class Communicator(CollectivesFromP2P):
         """
         if not self._closed and self._pid == os.getpid():
             self._closed = True
+            if self._background is not None:
+                self._background.close()
+            if self._messages is not None:
+                self._messages.close()
             self.do_close()
+            if self._split_coor is not None:
+                self._split_coor.close()
             if self._recorder is not None:
                 self._recorder.close()
 
@@ -391,17 +562,24 @@ class Communicator(CollectivesFromP2P):
             return device or torch.device("cpu")
         return torch.device(self.device_type, own_ordinal(self.coor.info.local_rank))
 
-    def rank_name(self, rank: int) -> str:
-        """A rank of this communicator in errors: numbered as in the launch, like all others."""
-        return f"rank {self.coor.peers[rank].rank}"
-
-    @property
-    def _me(self) -> str:
-        return self.rank_name(self.rank)
+    def rank_name(self, rank: int | None = None) -> str:
+        """A rank of this communicator in errors; see Coordinator.rank_name."""
+        return self.coor.rank_name(rank)
 
     _num_compared = 0  # collectives
     _pending: list[P2PCall] | None = None
     _recorder: launcher.Recorder | None = None
+    _background: BackgroundCalls | None = None
+    _messages: Messages | None = None  # of isend and irecv
+    _split_coor: Coordinator | None = None  # made by split() for this communicator alone
+
+    def _start_message(self, kind: str, tensor: torch.Tensor, peer: int) -> CallHandle:
+        self._note_peer(peer)
+        if self._messages is None:
+            from communicator.torch_interop.async_messages import open_messages  # imports this
+
+            self._messages = open_messages(self)
+        return CallHandle(self._messages.start(kind, tensor, peer), lambda: tensor)
 
     def _post(self, kind: str, tensor: torch.Tensor, peer: int) -> None:
         if self._pending is not None:
@@ -435,7 +613,7 @@ class Communicator(CollectivesFromP2P):
 
     def _check(self, call: str, tensor: torch.Tensor) -> None:
         self._check_open(call)
-        check_tensor(self.rank, call, tensor, self.device_type)
+        check_tensor(self._me, call, tensor, self.device_type)
 
     def _check_open(self, call: str) -> None:
         if self._closed:
@@ -446,22 +624,34 @@ class Communicator(CollectivesFromP2P):
     def _check_rows(self, call: str, tensor: torch.Tensor) -> None:
         if tensor.dim() == 0 or tensor.shape[0] != self.world_size:
             raise ValueError(
-                f"rank {self.rank}, {call}: the tensor has shape {tuple(tensor.shape)}, but needs "
+                f"{self._me}, {call}: the tensor has shape {tuple(tensor.shape)}, but needs "
                 f"one row for each of the {self.world_size} ranks: [{self.world_size}, ...]. "
                 f"Reshape it with .view({self.world_size}, -1)."
             )
 
     def _check_p2p(self, call: str, tensor: torch.Tensor, peer: int, name: str) -> None:
         self._check(call, tensor)
-        check_peer(self.rank, call, peer, self.world_size, name)
-        check_other(self.rank, call, peer)
+        check_peer(self._me, call, peer, self.world_size, name)
+        check_other(self._me, call, peer, self.rank)
+
+    def _check_no_out(self, call: str, out: torch.Tensor | None) -> None:
+        if out is not None:
+            raise ValueError(f"{self._me}, {call}: out= goes with neither dim= nor sizes=")
+
+    def _check_scattered(self, out: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+        if rows is None:
+            raise ValueError(f"{self._me}, scatter: the rows of the rank that sends are None")
+        self._check("scatter", rows)
+        check_like(self._me, "scatter", rows, (self.world_size, *out.shape), out)
+        check_apart(self._me, "scatter", rows, out, self.rank)
+        return rows
 
     def _check_out(
         self, call: str, out: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor
     ) -> torch.Tensor:
-        check_tensor(self.rank, f"{call}(out=)", out, self.device_type)
-        check_like(self.rank, call, out, tuple(shape), like)
-        check_apart(self.rank, call, like, out)
+        check_tensor(self._me, f"{call}(out=)", out, self.device_type)
+        check_like(self._me, call, out, tuple(shape), like)
+        check_apart(self._me, call, like, out, self.rank)
         return out
 
     def _out(

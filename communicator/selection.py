@@ -176,10 +176,11 @@ def _no_backend(coor: Coordinator, ballots: list[dict[str, int | str]]) -> Unsup
     ]
     if not reasons:  # each rank requested another backend
         reasons = [
-            f"rank {rank} asked for {', '.join(names)}" for rank, names in enumerate(ballots)
+            f"{coor.rank_name(rank)} asked for {', '.join(names)}"
+            for rank, names in enumerate(ballots)
         ]
     return Unsupported(
-        f"rank {coor.rank}: no backend that every rank can use. {'; '.join(reasons)}",
+        f"{coor.rank_name()}: no backend that every rank can use. {'; '.join(reasons)}",
         reasons=[reason for _, reason in peers_by_reason],
     )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+from launcher import time_scale
+
 
 @dataclass(frozen=True)
 class CommunicatorTimings:
@@ -49,4 +51,4 @@ class CommunicatorTimings:
         return replace(self, **{f.name: getattr(self, f.name) * factor for f in fields(self)})
 
 
-TIMINGS = CommunicatorTimings()
+TIMINGS = CommunicatorTimings().scaled(time_scale())

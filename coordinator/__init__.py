@@ -21,6 +21,7 @@ from coordinator.errors import (
 from coordinator.failure.subscription import Subscription
 from coordinator.peers import Peer, group_by_node
 from coordinator.timings import CoordinatorTimings
+from coordinator.transport import object_codec
 from coordinator.transport.connections import PeerConnector
 
 __all__ = [
@@ -40,11 +41,12 @@ __all__ = [
     "ValueCollectives",
     "group_by_node",
     "link_state",
+    "object_codec",
 ]
 
 
 def __getattr__(name: str) -> str:
     """Read `__version__` only when asked for, as the launcher does."""
     if name == "__version__":
-        return launcher.__version__
+        return str(launcher.__version__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from coordinator.call_site import caller
-from coordinator.control.object_codec import packed, unpacked, why_unsendable
 from coordinator.errors import CoordinatorError
 from coordinator.peers import Peer
 from coordinator.transport.group import ALL_RANKS, NOTHING, Exchange, pack_parts
+from coordinator.transport.object_codec import packed, unpacked, why_unsendable
 from coordinator.work_outcome import WorkOutcome, raise_first_failure
 
 _new = tuple.__new__
@@ -56,9 +56,23 @@ class ValueCollectives:
         self._check_sendable(data)
         return [self._unpacked(data) for data in gathered]
 
+    def rank_name(self, rank: int | None = None) -> str:
+        """A rank of this group in errors, or this one: numbered as in the launch, like all."""
+        return f"rank {self.ranks[self.rank if rank is None else rank]}"
+
+    def describe_numbering(self) -> str:
+        """The beginning of a library's error, which numbers the ranks of this group from 0.
+
+        "" if the launch numbers them so. Not collective.
+        """
+        if self.ranks == tuple(range(len(self.ranks))):
+            return ""
+        names = ", ".join(map(self.rank_name, range(len(self.ranks))))
+        return f"{self._me}, in the group of {names:.200}, numbered from 0 here: "
+
     @property
     def _me(self) -> str:
-        return f"rank {self.ranks[self.rank]}"
+        return self.rank_name()
 
     def _packed(self, value: Any) -> bytes:
         return packed(value, self.ranks[self.rank])

@@ -329,7 +329,7 @@ class Coordinator(Collectives):
         name = f"{self._store.prefix}{call.number}"
         address, credentials = self._session.client.local_address, self._session.credentials
         return PeerConnector(
-            address, credentials, self.rank, self.peers, name, self._session.lost
+            address, credentials, self.rank, self.peers, name, self._session.heartbeat.lost
         ).connect(
             lambda data: self._exchange("connections", Exchange(data), call.left_s), call.left_s
         )
@@ -430,13 +430,16 @@ class Coordinator(Collectives):
 
     def _release(self, status: int, limit: float | None) -> list[int]:
         self._locks.close()
+        stuck: set[int] = set()
         if self._group is not None:
+            if self._broken is not None:  # else they are waited for, as by every other call
+                stuck = self._group.detector.monitor.suspended()
             self._group.set_status(status)
             self._group.close()
         if self._session is None:
             return []
         self._session = None
-        return this_process.of(self.info).leave(limit)
+        return this_process.of(self.info).leave(limit, stuck)
 
     def __enter__(self) -> Coordinator:
         return self
@@ -554,16 +557,6 @@ class Coordinator(Collectives):
         detector, note = self._group.detector, stack_dump.CallNote(*self._note[:2])
         describe = detector.monitor.describe_local
         return detector.stacks.describe_late(note, describe, self._timings.stack_s)
-
-    def describe_numbering(self) -> str:
-        """The beginning of a library's error, which numbers the ranks of this group from 0.
-
-        "" if the launch numbers them so. Not collective.
-        """
-        if self.ranks == tuple(range(self.world_size)):
-            return ""
-        names = ", ".join(f"rank {rank}" for rank in self.ranks)
-        return f"{self._me}, in the group of {names:.200}, numbered from 0 here: "
 
     def describe_failure(self) -> str:
         """Another rank's reason why this group failed; "" without one. Not collective."""

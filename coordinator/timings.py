@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-HEARTBEATS_PER_S = 1024  # of all ranks together: 2 % of a core of rank 0
+from launcher import time_scale
+
+HEARTBEATS_PER_S = 1024  # of all nodes together
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class CoordinatorTimings:
 
     # ---- control plane: coordinator/control/ ----
     heartbeat_s: float = 0.5
-    """Between two heartbeats of a rank to rank 0."""
+    """Between two heartbeats of a node to rank 0."""
     tick_s: float = 0.5
     """Between two looks of rank 0's server at pending and silent connections."""
     ping_after_s: float = 1.5
@@ -100,17 +102,25 @@ class CoordinatorTimings:
     linger_s: float = 2.0
     """Of rank 0 in a failed group, for the others to hear why it failed. Must exceed reason_s."""
 
-    def for_ranks(self, world_size: int) -> CoordinatorTimings:
+    def for_ranks(self, world_size: int, num_nodes: int | None = None) -> CoordinatorTimings:
         """With longer pauses where rank 0 could not bear what so many ranks ask, and longer limits
-        for what is learnt from it."""
-        factor = max(1.0, world_size / (HEARTBEATS_PER_S * self.heartbeat_s))
-        names = ("heartbeat_s", "membership_s", "reports_s", "departed_s", "new_group_s")
-        limits = ("ping_after_s", "silent_s", "master_silent_s")
-        return replace(self, **{name: factor * getattr(self, name) for name in (*names, *limits)})
+        for what is learnt from it.
+
+        num_nodes: as soon as each node sends its heartbeats together.
+        """
+        questions = ("membership_s", "departed_s", "master_silent_s")
+        heartbeats = ("heartbeat_s", "reports_s", "new_group_s", "ping_after_s", "silent_s")
+        factors = dict.fromkeys(questions, world_size) | dict.fromkeys(
+            heartbeats, num_nodes or world_size
+        )
+        most = HEARTBEATS_PER_S * self.heartbeat_s
+        return replace(
+            self, **{name: max(1.0, n / most) * getattr(self, name) for name, n in factors.items()}
+        )
 
     def scaled(self, factor: float) -> CoordinatorTimings:
         """All of them multiplied."""
         return CoordinatorTimings(*(factor * getattr(self, field.name) for field in fields(self)))
 
 
-DEFAULT = CoordinatorTimings()
+DEFAULT = CoordinatorTimings().scaled(time_scale())

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from coordinator.call_site import caller, traceback_of
-from coordinator.control.object_codec import packed, unpacked, why_unsendable
 from coordinator.errors import DrumlineError, PeerLost, RemoteError
 from coordinator.failure.group_failure import FailureRecord
 from coordinator.peers import Peer
+from coordinator.transport.object_codec import packed, unpacked, why_unsendable
 
 
 @dataclass(frozen=True)

@@ -80,13 +80,15 @@ if TYPE_CHECKING:  # the same names as in NAMES_BY_MODULE, for type checkers and
     from drumline.tensor_parallel.parallelize import shard_specs as shard_specs
     from drumline.tensor_parallel.tp_layers import insert_collectives as insert_collectives
     from drumline.tensor_parallel.tp_plan import read_plan as read_plan
+    from launcher import Launch as Launch
     from launcher import LaunchError as LaunchError
     from launcher import LaunchInfo as LaunchInfo
     from launcher import current as current
     from launcher import launch as launch
+    from launcher import start as start
 
 NAMES_BY_MODULE = {
-    "launcher": "LaunchError LaunchInfo current launch",
+    "launcher": "Launch LaunchError LaunchInfo current launch start",
     "coordinator": (
         "Coordinator CoordinatorError CoordinatorTimeout DrumlineError Peer PeerLost RankFailure "
         "RemoteError"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+from launcher import time_scale
+
 
 @dataclass(frozen=True)
 class ModelTimings:
@@ -57,7 +59,7 @@ class ModelTimings:
     body_s: float = 60.0
     """For the body of a request to arrive, and for a client to take what is ready of its answer.
     Must exceed the upload of the largest body."""
-    failure_poll_s: float = 0.5
+    failure_poll_s: float = 0.1
     """Between two checks whether all ranks are alive and the server may go on."""
     drain_s: float = 2.0
     """For running requests after the server is stopped. drain_s, failure_poll_s and notify_s
@@ -71,4 +73,4 @@ class ModelTimings:
         return replace(self, **{f.name: getattr(self, f.name) * factor for f in fields(self)})
 
 
-TIMINGS = ModelTimings()
+TIMINGS = ModelTimings().scaled(time_scale())

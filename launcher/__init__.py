@@ -5,6 +5,8 @@ print(info.rank, "of", info.world_size)
 results = launcher.launch(work, nprocs=4)
 """
 
+from typing import TYPE_CHECKING, Any
+
 from launcher.detection import current, is_encrypted
 from launcher.errors import (
     CauseOrder,
@@ -20,11 +22,17 @@ from launcher.ports import listen
 from launcher.registry import register
 from launcher.system import gpus, host_addresses, linux
 from launcher.system.free_memory import free_memory_nbytes
+from launcher.timings import time_scale
 from launcher.trace.recorder import Recorder, recorder
+
+if TYPE_CHECKING:
+    from launcher.launch_handle import Launch as Launch
+    from launcher.launch_handle import start as start
 
 __all__ = [
     "CauseOrder",
     "Failure",
+    "Launch",
     "LaunchError",
     "LaunchInfo",
     "LaunchInfoError",
@@ -42,11 +50,17 @@ __all__ = [
     "listen",
     "recorder",
     "register",
+    "start",
+    "time_scale",
 ]
 
 
-def __getattr__(name: str) -> str:
-    """Read `__version__` only when asked for: importlib.metadata takes longer than all the rest."""
+def __getattr__(name: str) -> Any:
+    """Import only when asked for what takes longer than all the rest."""
+    if name in ("Launch", "start"):
+        from launcher import launch_handle
+
+        return getattr(launch_handle, name)
     if name == "__version__":
         from importlib import metadata
 

@@ -14,6 +14,9 @@ from types import MappingProxyType
 ENV_PREFIX = "DRUMLINE_"
 TRACE = "trace"  # in extras: the folder for the recordings of ranks
 ENCRYPT = "encrypt"  # in extras: of a launch with --encrypt
+LOG_LEVEL = ENV_PREFIX + "LOG_LEVEL"
+TIME_SCALE = ENV_PREFIX + "TIME_SCALE"
+SETTINGS = (LOG_LEVEL, TIME_SCALE)  # of the user, for every process of a launch
 CHOICE = ENV_PREFIX + "LAUNCHER"  # names the launcher to detect, where variables of several are set
 ENCRYPT_VARIABLE = ENV_PREFIX + "ENCRYPT"  # by which a backend launcher's ranks learn of it
 MAX_PORT = 65535

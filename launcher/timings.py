@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields, replace
+
+from launcher.launch_info import TIME_SCALE
 
 
 @dataclass(frozen=True)
@@ -77,4 +80,18 @@ class Timings:
         return replace(self, **{f.name: getattr(self, f.name) * factor for f in fields(self)})
 
 
-TIMINGS = Timings()
+def time_scale() -> float:
+    """The factor of all waiting times of all layers: that of DRUMLINE_TIME_SCALE, or 1.
+
+    For tests that start processes. Raises ValueError unless it is a number from above 0 to 1.
+    """
+    text = os.environ.get(TIME_SCALE, "1")
+    try:
+        if 0 < float(text) <= 1:
+            return float(text)
+    except ValueError:
+        pass
+    raise ValueError(f"{TIME_SCALE}={text} is no factor: set a number from above 0 to 1")
+
+
+TIMINGS = Timings().scaled(time_scale())

@@ -3,7 +3,6 @@
 import functools
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -11,16 +10,18 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launcher import LaunchInfo
+from tests.network_hosts import NetworkHosts, NoNetworkNamespaces
 from tests.programs.warm import WARM, WarmParent
 
 ROOT = Path(__file__).parents[1]
+# As an activated environment does: programs that pip has installed, mpiexec among them, are found.
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 
 def run_threads(fn: Callable[..., Any], nprocs: int, nodes: list[int] | None = None) -> list[Any]:
@@ -101,15 +102,6 @@ def documented(tmp_path) -> Callable[[str, str], Callable[..., str]]:
     return line
 
 
-# What an MPI calls instead of ssh: options, a host, a command.
-REMOTE_SHELL = """#!/bin/sh
-while [ "${{1#-}}" != "$1" ]; do shift; done
-case $1 in {b}|10.77.0.2) host={b};; *) host={a};; esac
-shift
-exec {ip} netns exec $host unshare --uts sh -c "hostname $host; $*"
-"""
-
-
 @pytest.fixture(scope="session")
 def warm(pytestconfig: pytest.Config) -> Iterator[WarmParent]:
     """Starts processes that have torch and transformers imported already."""
@@ -120,17 +112,13 @@ def warm(pytestconfig: pytest.Config) -> Iterator[WarmParent]:
         parent.close()
 
 
-@dataclass
-class Hosts:
+class Hosts(NetworkHosts):
     """Two hosts that reach each other by name; to itself, each is a name of its loopback."""
 
-    names: tuple[str, str]
-    remote_shell: Path
-
-    def command(self, index, command):
-        name = self.names[index]
-        inside = ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c"]
-        return [*inside, f'hostname {name}; exec "$@"', "sh", *command]
+    def __init__(self):
+        super().__init__(2, network="10.77.0")
+        for index, (name, other) in enumerate([self.names, reversed(self.names)]):
+            self.write_table(index, f"127.0.1.1 {name}\n{self.addresses[1 - index]} {other}")
 
     def start(self, index, command, **environ):
         return subprocess.Popen(
@@ -157,10 +145,6 @@ class Hosts:
         assert [agent.returncode for agent in agents] == [0, 0]
         return told
 
-    def set_link(self, state):
-        """Cut the link between the two ("down"), or mend it ("up")."""
-        ip("-n", self.names[0], "link", "set", f"{self.names[0]}0", state)
-
     def run(self, command, **environ):
         """What a command on the first host prints."""
         process = self.start(0, command, **environ)
@@ -169,39 +153,15 @@ class Hosts:
         return out
 
 
-def ip(*arguments):
-    subprocess.run(["ip", *arguments], check=True, timeout=10, capture_output=True)
-
-
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory):
+def hosts():
     """Two hosts, made of network namespaces on this machine: 10.77.0.1 and 10.77.0.2."""
-    a, b = (f"dl{os.getpid()}{letter}" for letter in "ab")
-    tables = {a: f"127.0.1.1 {a}\n10.77.0.2 {b}\n", b: f"127.0.1.1 {b}\n10.77.0.1 {a}\n"}
-    made = []
     try:
-        for name, table in tables.items():
-            try:
-                ip("netns", "add", name)
-            except (OSError, subprocess.CalledProcessError) as error:
-                pytest.skip(f"no network namespaces ({error}): runs as root on Linux with iproute2")
-            made.append(name)
-            folder = Path("/etc/netns", name)  # ip-netns(8): `ip netns exec` mounts it over /etc
-            folder.mkdir(parents=True)
-            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{table}")
-        ip("link", "add", f"{a}0", "netns", a, "type", "veth", "peer", "name", f"{b}0", "netns", b)
-        for name, address in ((a, "10.77.0.1/24"), (b, "10.77.0.2/24")):
-            ip("-n", name, "addr", "add", address, "dev", f"{name}0")
-            for device in ("lo", f"{name}0"):
-                ip("-n", name, "link", "set", device, "up")
-        remote_shell = tmp_path_factory.mktemp("hosts") / "remote_shell"
-        remote_shell.write_text(REMOTE_SHELL.format(a=a, b=b, ip=shutil.which("ip")))
-        remote_shell.chmod(0o755)
-        yield Hosts((a, b), remote_shell)
-    finally:
-        for name in made:
-            ip("netns", "del", name)
-            shutil.rmtree(f"/etc/netns/{name}")
+        network = Hosts()
+    except NoNetworkNamespaces as error:
+        pytest.skip(str(error))
+    with network:
+        yield network
 
 
 @pytest.fixture

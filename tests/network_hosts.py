@@ -8,13 +8,30 @@ As root on Linux, with iproute2. Each host's link is held to the rate in both di
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import itertools
 import os
+import shutil
+import socket
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 INTERFACE = "eth0"  # of every host
+CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000  # of sched.h
+REMOTE_SHELL = """#!/bin/sh
+while [ "${{1#-}}" != "$1" ]; do shift; done
+case $1 in {names} *) exit 255;; esac
+shift
+exec {ip} netns exec $host unshare --uts sh -c "hostname $host; $*"
+"""
 _numbers = itertools.count()
 
 
@@ -29,35 +46,77 @@ def ip(*arguments: str) -> str:
     return done.stdout
 
 
-class NetworkHosts:
-    """So many hosts. rate: of each link, as tc(8) writes it; the machine's own if empty.
+class Namespaces:
+    """So many hosts without a network between them. Raises NoNetworkNamespaces."""
 
-    addresses: of the hosts, in order. Raises NoNetworkNamespaces.
-    """
-
-    def __init__(self, count: int, rate: str = "", network: str = "10.79.0") -> None:
+    def __init__(self, count: int) -> None:
         self._stack = ExitStack()
-        prefix = f"nh{os.getpid()}x{next(_numbers)}"
-        self.addresses = [f"{network}.{k + 1}" for k in range(count)]
-        self.names = [f"{prefix}h{k}" for k in range(count)]
-        self._switch = f"{prefix}s"
+        self._prefix = f"nh{os.getpid()}x{next(_numbers)}"
+        self.names = [f"{self._prefix}h{k}" for k in range(count)]
+        for name in self.names:
+            self._add(name)
+
+    def _add(self, name: str) -> None:
         try:
-            for name in (self._switch, *self.names):
-                self._namespace(name)
-            ip("-n", self._switch, "link", "add", "br0", "type", "bridge")
-            ip("-n", self._switch, "link", "set", "br0", "up")
-            for k, name in enumerate(self.names):
-                self._connect(name, f"port{k}", f"{self.addresses[k]}/24", rate)
+            ip("netns", "add", name)
+            self._stack.callback(ip, "netns", "del", name)
+            ip("-n", name, "link", "set", "lo", "up")
         except (OSError, subprocess.SubprocessError) as error:
             self.close()
             raise NoNetworkNamespaces(
                 f"no network namespaces ({error}): runs as root on Linux with iproute2"
             ) from error
 
-    def _namespace(self, name: str) -> None:
-        ip("netns", "add", name)
-        self._stack.callback(ip, "netns", "del", name)
-        ip("-n", name, "link", "set", "lo", "up")
+    def command(self, index: int, command: Sequence[str]) -> list[str]:
+        """The command, on that host, which has a name of its own."""
+        name = self.names[index]
+        inside = ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c"]
+        return [*inside, f'hostname {name}; exec "$@"', "sh", *command]
+
+    def enter(self, index: int) -> None:
+        """Move this process, which has one thread, to that host."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        with Path("/run/netns", self.names[index]).open() as namespace:
+            if libc.setns(namespace.fileno(), CLONE_NEWNET) or libc.unshare(CLONE_NEWUTS):
+                raise OSError(ctypes.get_errno(), f"{self.names[index]} cannot be entered")
+        socket.sethostname(self.names[index])
+
+    def write_table(self, index: int, text: str) -> None:
+        """Give commands on the host an /etc/hosts of their own; ip-netns(8) mounts it."""
+        folder = Path("/etc/netns", self.names[index])
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "hosts").write_text(f"127.0.0.1 localhost\n{text}\n")
+        self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class NetworkHosts(Namespaces):
+    """So many hosts. rate: of each link, as tc(8) writes it; the machine's own if empty.
+
+    addresses: of the hosts, in order.
+    """
+
+    def __init__(self, count: int, rate: str = "", network: str = "10.79.0") -> None:
+        super().__init__(count)
+        self.addresses = [f"{network}.{k + 1}" for k in range(count)]
+        self._switch = f"{self._prefix}s"
+        self._add(self._switch)
+        try:
+            ip("-n", self._switch, "link", "add", "br0", "type", "bridge")
+            ip("-n", self._switch, "link", "set", "br0", "up")
+            for k, name in enumerate(self.names):
+                self._connect(name, f"port{k}", f"{self.addresses[k]}/24", rate)
+        except BaseException:
+            self.close()
+            raise
 
     def _connect(self, name: str, port: str, address: str, rate: str) -> None:
         """A cable from the host's eth0 to a port of the switch."""
@@ -74,26 +133,17 @@ class NetworkHosts:
                 limits = ["burst", "64kb", "latency", "200ms"]
                 subprocess.run(["tc", "-n", place, *shape, *limits], check=True, timeout=10)
 
-    def command(self, index: int, command: Sequence[str]) -> list[str]:
-        """The command, on that host, which has a name of its own."""
-        name = self.names[index]
-        inside = ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c"]
-        return [*inside, f'hostname {name}; exec "$@"', "sh", *command]
+    @functools.cached_property
+    def remote_shell(self) -> Path:
+        """A program to call in place of ssh: with options, a host, a command."""
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+        places = zip(self.addresses, self.names, strict=True)
+        names = "".join(f"{address}|{name}) host={name};; " for address, name in places)
+        path = folder / "remote_shell"
+        path.write_text(REMOTE_SHELL.format(names=names, ip=shutil.which("ip")))
+        path.chmod(0o755)
+        return path
 
-    def cut(self, index: int) -> None:
-        """Take the host's link down."""
-        ip("-n", self.names[index], "link", "set", INTERFACE, "down")
-
-    def sent_nbytes(self, index: int) -> int:
-        """What the host has sent since it was made, headers included."""
-        counter = f"/sys/class/net/{INTERFACE}/statistics/tx_bytes"
-        return int(subprocess.check_output(self.command(index, ["cat", counter]), timeout=10))
-
-    def close(self) -> None:
-        self._stack.close()
-
-    def __enter__(self) -> NetworkHosts:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def set_link(self, index: int, state: str) -> None:
+        """Cut the host's link ("down"), or mend it ("up")."""
+        ip("-n", self.names[index], "link", "set", INTERFACE, state)

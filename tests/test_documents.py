@@ -28,6 +28,9 @@ from torch.distributed.run import get_args_parser
 import communicator.cli
 import drumline.cli
 import launcher.cli
+from launcher.cli import run_options
+from launcher.launch_info import CHOICE, LOG_LEVEL
+from launcher.runtime import log_setup
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("docs/reference/*.md")])
@@ -80,12 +83,12 @@ def _can_run(condition: str, folder: Path) -> bool:
     if word == "from":
         for part in ("csrc", "examples"):
             (folder / part).symlink_to(ROOT / part)
-    return word != "needs" or shutil.which(name, path=_path()) is not None
+    return word != "needs" or shutil.which(name) is not None
 
 
 def _typed(commands: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """As a shell does that stops at the first failure, with this Python first on its path."""
-    own = {"PATH": _path(), "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
+    """As a shell does that stops at the first failure."""
+    own = {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
     return subprocess.run(
         ["bash", "-e", "-c", commands],
         cwd=folder,
@@ -94,10 +97,6 @@ def _typed(commands: str, folder: Path) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=110,
     )
-
-
-def _path() -> str:
-    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 
 RUNNING = ROOT / "docs" / "running.md"
@@ -112,9 +111,9 @@ def who(tmp_path):
 
 def test_the_commands_for_two_machines_run_as_printed(hosts, who):
     words = {"who.py": who, "--nproc-per-node 4": "--nproc-per-node 2"}
-    first, second = hosts.typed(RUNNING, **words)
-    said = sorted([*first.splitlines(), *second.splitlines()])
-    assert said == [f"rank {n} of 4, local rank {n % 2}, hosts 2" for n in range(4)]
+    said = "".join(hosts.typed(RUNNING, **words))  # torchrun does not keep lines apart
+    lines = [f"rank {n} of 4, local rank {n % 2}, hosts 2" for n in range(4)]
+    assert sorted(re.findall("rank .*? hosts 2", said)) == lines, said
 
 
 def test_our_commands_for_two_machines_run_as_printed_and_their_traces_are_joined(hosts, who):
@@ -129,6 +128,42 @@ def test_our_commands_for_two_machines_run_as_printed_and_their_traces_are_joine
     joined = [sys.executable, "-m", "launcher", "trace", *files, "--into", who.parent / "both.json"]
     told = subprocess.run(joined, capture_output=True, text=True, check=True).stdout
     assert re.findall(r"launcher|rank \d", told) == ["launcher", "launcher", "rank 0", "rank 1"]
+
+
+@pytest.mark.soak
+def test_the_tutorials_model_runs_on_two_machines(hosts, tmp_path):
+    page = ROOT / "docs" / "tutorial.md"
+    for name, text in FILE.findall((ROOT / "docs" / "quickstart.md").read_text()):
+        (tmp_path / name).write_text(text.replace('"tiny"', f'"{tmp_path}/tiny"'))
+    _typed("python tiny.py", tmp_path)
+    start = "drumline run --launcher torchrun"
+    told = hosts.typed(page, start, **{"generate.py": tmp_path / "generate.py"})
+    (tokens,) = re.findall(r"\[1, 2, 3, 4, 5, .*\]", "".join(told))
+    assert len(tokens.split(",")) == 13
+
+
+def test_the_kubernetes_manifest_is_valid():
+    validate = pytest.importorskip("kubernetes_validate")
+    yaml = pytest.importorskip("yaml")
+    documents = list(yaml.safe_load_all((ROOT / "docs" / "kubernetes.yaml").read_text()))
+    for document in documents:
+        validate.validate(document, validate.latest_version(), strict=True)
+    (pods,) = [document["spec"] for document in documents if document["kind"] == "StatefulSet"]
+    (container,) = pods["template"]["spec"]["containers"]
+    words = container["args"][0].replace("${HOSTNAME##*-}", "0").split()
+    job = launcher.cli.parse(words[words.index("drumline") + 1 :])
+    assert job.nnodes == pods["replicas"]
+    assert job.master_addr == f"{pods['serviceName']}-0.{pods['serviceName']}"
+
+
+def test_the_variables_and_exit_codes_of_the_page_are_those_of_the_code():
+    page = (ROOT / "docs" / "settings.md").read_text()
+    for level in log_setup.LEVELS[:-1]:
+        assert f"`{level}`" in page
+    assert f"`{LOG_LEVEL}`" in page
+    assert f"`{CHOICE}`" in page
+    for code in re.findall(r"^  ([\d-]+) ", run_options.EPILOG, re.MULTILINE):
+        assert re.search(rf"^\| {code.replace('-', ' to ')}\b", page, re.MULTILINE), code
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, TimeoutError
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -25,14 +25,21 @@ from communicator.backends.tagged_p2p import TaggedP2PCommunicator
 from communicator.backends.tcp import Tcp
 from communicator.base import Capabilities, Communicator
 from communicator.calls import call_check, programs
+from communicator.calls.async_work import AsyncWork
 from communicator.calls.default_collectives import P2PCall, accumulator
+from communicator.calls.dtypes import SMALL_FLOATS
 from communicator.calls.failures import describe_lost, report, run_on_all_ranks
-from communicator.calls.programs import row
+from communicator.calls.programs import Buffer, CollectiveProgram, exchange, row
 from communicator.calls.scheduled_collectives import SubgroupCollectives
 from communicator.calls.schedules import SMALL_NBYTES, Slice, parts
 from communicator.errors import CommunicatorError, DrumlineError, PeerLost, Unsupported, with_text
 from communicator.selection import backend_class
 from coordinator import Coordinator
+
+SEGMENT_NBYTES = 1 << 18
+MAX_SEGMENTS = 8
+Nodes = tuple[tuple[int, ...], ...]
+Phase = Callable[[torch.Tensor], None]
 
 
 class Hierarchical(Communicator):
@@ -61,10 +68,10 @@ class Hierarchical(Communicator):
                 f"{self._me}: between={between!r} does not reach other nodes by itself. Take "
                 "'tcp', 'gloo' or 'mpi'."
             )
-        self._nodes = [sorted(node) for node in self.coor.nodes]
+        self._nodes = tuple(tuple(sorted(node)) for node in self.coor.nodes)
         self._node_of = {rank: k for k, node in enumerate(self._nodes) for rank in node}
         self._node = self._node_of[self.rank]
-        self._node_ranks = self._nodes[self._node]
+        self._node_ranks = list(self._nodes[self._node])
         self._failures = self.coor.store("hierarchical failures")
         try:
             run_on_all_ranks(self.coor, lambda: self._open_parts(network))
@@ -104,7 +111,16 @@ class Hierarchical(Communicator):
         self._network.collective = call_check.describe_call(call, tensor, details)
 
     def do_allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
-        total, op_of_part = _accumulator(tensor), _partial_op(op)
+        total, op_of_part = _accumulator(tensor, out), _partial_op(op)
+
+        def reduce_in_node(segment: torch.Tensor) -> None:
+            for place, piece in enumerate(self._pieces(segment)):
+                self._local.reduce(piece, place % len(self._node_ranks), op_of_part)
+
+        def reduce_between(segment: torch.Tensor) -> None:
+            for part, column in self._parts(segment):
+                column.do_allreduce(part, part, op_of_part)
+
         with self._failing_together("allreduce"):
             if total.nbytes <= SMALL_NBYTES:
                 self._local.reduce(total, 0, op_of_part)
@@ -112,11 +128,28 @@ class Hierarchical(Communicator):
                     self._leaders.do_allreduce(total, total, op_of_part)
                 self._local.broadcast(total, 0)
             else:
-                self._local.allreduce(total, op_of_part)
-                for part, column in self._parts(total):
-                    column.do_allreduce(part, part, op_of_part)
-                self._share_parts(total)
+                self._in_segments(total, reduce_in_node, reduce_between, self._share_parts)
         self._write_result(out, total, op)
+
+    def _in_segments(
+        self, tensor: torch.Tensor, before: Phase, between: Phase, after: Phase
+    ) -> None:
+        """Take each segment of a tensor through three phases, the second one on the network."""
+        flat = tensor.view(-1)
+        segments = [flat[begin:end] for begin, end in _segments(flat.numel(), flat.itemsize)]
+        works = []
+        for segment in segments:
+            before(segment)
+            works.append(self._start(functools.partial(between, segment), tensor.nbytes))
+        for segment, work in zip(segments, works, strict=True):
+            work.wait()
+            after(segment)
+
+    def _start(self, call: Callable[[], object], nbytes: int) -> AsyncWork:
+        """Start a call on the network; for so few bytes that a thread costs more, run it."""
+        if nbytes < 2 * SEGMENT_NBYTES:
+            return AsyncWork([]).run(call)
+        return self._network.submit(call)  # type: ignore[no-any-return]
 
     def _pieces(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The piece of the tensor that each column moves."""
@@ -148,59 +181,89 @@ class Hierarchical(Communicator):
             self._write_result(out, total, op)
 
     def do_reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
-        total = _accumulator(tensor)
-        result = total[self.rank]
+        result, rows = (
+            (torch.view_as_real(each) if each.is_complex() else each) for each in (out, tensor)
+        )
+        result = result.view(-1)
+        rows = rows.view(self.world_size, result.numel())
+        works = []
         with self._failing_together("reduce_scatter"):
-            self._local.allreduce(total, _partial_op(op))
-            for place, column in self._columns.items():
-                rows = total.new_empty((len(self._nodes), result.numel()))
-                is_own = place < len(self._node_ranks)
-                column.exchange(
-                    total,
-                    functools.partial(self._row_in_column, place, result.numel()),
-                    rows,
-                    functools.partial(row, result.numel() if is_own else 0),
-                )
-                if is_own:
-                    rows[self._node] = result.view(-1)
-                    result = column.reduce_parts(rows, _partial_op(op)).view(result.shape)
-        self._write_result(out, result, op)
+            for begin, end in _segments(result.numel(), rows.nbytes // max(result.numel(), 1)):
+                total = _accumulator(rows[:, begin:end].contiguous())
+                self._local.allreduce(total, _partial_op(op))
+                call = functools.partial(self._reduce_rows, result[begin:end], total, op)
+                works.append(self._start(call, rows.nbytes))
+            for work in works:
+                work.wait()
 
-    def _row_in_column(self, place: int, numel: int, node: int) -> Slice:
-        """The elements of the row of the node's rank at this place; none if it has fewer ranks."""
-        ranks = self._nodes[node]
-        return row(numel, ranks[place]) if place < len(ranks) else (0, 0)
+    def _reduce_rows(self, result: torch.Tensor, total: torch.Tensor, op: str) -> None:
+        """Row `rank` of the totals of all nodes, reduced into result."""
+        for place, column in self._columns.items():
+            rows = total.new_empty((len(self._nodes), result.numel()))
+            column.run_program(scattered_rows, total, rows, "", self._nodes, place)
+            if place < len(self._node_ranks):
+                rows[self._node] = total[self.rank]
+                self._write_result(result, column.reduce_parts(rows, _partial_op(op)), op)
 
     def do_broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        node, is_small = self._node_of[src], tensor.nbytes <= SMALL_NBYTES
-        with self._failing_together("broadcast"):
+        node = self._node_of[src]
+
+        def give_to_node(segment: torch.Tensor) -> None:
             if node == self._node:
-                self._local.broadcast(tensor, self._node_ranks.index(src))
-            for part, column in [(tensor, self._leaders)] if is_small else self._parts(tensor):
-                if column:
-                    column.do_broadcast(part, node)
+                self._local.broadcast(segment, self._node_ranks.index(src))
+
+        def give_to_nodes(segment: torch.Tensor) -> None:
+            for part, column in self._parts(segment):
+                column.do_broadcast(part, node)
+
+        def share(segment: torch.Tensor) -> None:
             if node != self._node:
-                self._local.broadcast(tensor, 0) if is_small else self._share_parts(tensor)
+                self._share_parts(segment)
+
+        with self._failing_together("broadcast"):
+            if tensor.nbytes > SMALL_NBYTES:
+                return self._in_segments(tensor, give_to_node, give_to_nodes, share)
+            give_to_node(tensor)
+            if self._leaders:
+                self._leaders.do_broadcast(tensor, node)
+            if node != self._node:
+                self._local.broadcast(tensor, 0)
 
     def do_allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        numel, works = tensor.numel(), []
+        segments = _segments(numel, tensor.itemsize * self.world_size)
         with self._failing_together("allgather"):
+            out[self.rank].copy_(tensor)
+            for segment in segments:
+                call = functools.partial(self._gather_rows, out, numel, segment)
+                works.append(self._start(call, out.nbytes))
             out[self._node_ranks] = self._local.allgather(tensor)
-            for place, column in self._columns.items():
-                of_node = functools.partial(self._row_in_column, place, tensor.numel())
-                column.exchange(
-                    out, functools.partial(_constant, of_node(self._node)), out, of_node
-                )
-            for place in range(self._num_columns):
-                ranks = [node[place] for node in self._nodes if place < len(node)]
-                out[ranks] = self._local.broadcast(out[ranks], place % len(self._node_ranks))
+            for segment, work in zip(segments, works, strict=True):
+                work.wait()
+                self._share_rows(out, numel, segment)
+
+    def _gather_rows(self, out: torch.Tensor, numel: int, segment: Slice) -> None:
+        """A segment of the rows of other nodes' ranks, for each column of this rank."""
+        for place, column in self._columns.items():
+            column.run_program(gathered_rows, out, out, "", self._nodes, place, numel, segment)
+
+    def _share_rows(self, out: torch.Tensor, numel: int, segment: Slice) -> None:
+        """Each rank of this node has the rows of its columns: give them to the others."""
+        flat = out.view(-1)
+        for k, node in enumerate(self._nodes):
+            for place, rank in enumerate(node if k != self._node else ()):
+                begin, end = (numel * rank + edge for edge in segment)
+                self._local.broadcast(flat[begin:end], place % len(self._node_ranks))
 
     def do_alltoall(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
-        program = programs.alltoall(self.rank, self.world_size, tensor.numel(), tensor.itemsize)
-        between = program.with_schedules(lambda schedule: schedule.without(self._node_ranks))
         with self._failing_together("alltoall"):
-            compiled = self._network.compile_program(between, tensor.itemsize)
-            self._network.run_compiled(compiled, tensor, out)
+            work = self._start(lambda: self._swap_between(out, tensor), tensor.nbytes)
             out[self._node_ranks] = self._local.alltoall(tensor[self._node_ranks])
+            work.wait()
+
+    def _swap_between(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Alltoall among the ranks of different nodes."""
+        self._network.run_program(swapped_rows, tensor, out, "", self._nodes[self._node])
 
     def do_barrier(self) -> None:
         with self._failing_together("barrier"):
@@ -242,7 +305,8 @@ class Hierarchical(Communicator):
 
     def _write_result(self, out: torch.Tensor, total: torch.Tensor, op: str) -> None:
         result = torch.view_as_complex(total) if out.is_complex() else total
-        out.copy_(result / self.world_size if op == "avg" else result)
+        if result is not out or op == "avg":
+            out.copy_(result / self.world_size if op == "avg" else result)
 
     @contextmanager
     def _failing_together(self, call: str, is_collective: bool = True) -> Iterator[None]:
@@ -305,8 +369,53 @@ def _was_dropped(error: DrumlineError) -> bool:
     return type(error) is CommunicatorError
 
 
-def _constant(value: Slice, _: int) -> Slice:
-    return value
+def scattered_rows(
+    node: int, num_nodes: int, numel: int, itemsize: int, nodes: Nodes, place: int
+) -> CollectiveProgram:
+    """Of a column: the row of each node's rank at this place to it, and the rows of all to this."""
+    width = numel // sum(map(len, nodes))
+
+    def row_of(node: int) -> Slice:
+        return row(width, nodes[node][place]) if place < len(nodes[node]) else (0, 0)
+
+    recv = functools.partial(row, width if place < len(nodes[node]) else 0)
+    return CollectiveProgram((exchange(node, num_nodes, itemsize, row_of, recv),))
+
+
+def gathered_rows(
+    node: int,
+    num_nodes: int,
+    _: int,
+    itemsize: int,
+    nodes: Nodes,
+    place: int,
+    numel: int,
+    segment: Slice,
+) -> CollectiveProgram:
+    """Of a column: a segment of the row, of numel elements, of each node's rank at this place."""
+
+    def row_of(node: int) -> Slice:
+        ranks, (begin, end) = nodes[node], segment
+        if place >= len(ranks):
+            return 0, 0
+        return numel * ranks[place] + begin, numel * ranks[place] + end
+
+    own, out = row_of(node), Buffer.OUT
+    share = exchange(node, num_nodes, itemsize, lambda _: own, row_of, out, out)
+    return CollectiveProgram((share,))
+
+
+def swapped_rows(
+    rank: int, world_size: int, numel: int, itemsize: int, near: tuple[int, ...]
+) -> CollectiveProgram:
+    """An alltoall with all ranks but these."""
+    program = programs.alltoall(rank, world_size, numel, itemsize)
+    return program.with_schedules(lambda schedule: schedule.without(near))
+
+
+def _segments(numel: int, itemsize: int) -> list[Slice]:
+    """The elements that are on the network at once."""
+    return parts(numel, max(1, min(numel * itemsize // SEGMENT_NBYTES, MAX_SEGMENTS)))
 
 
 def _partial_op(op: str) -> str:
@@ -314,6 +423,12 @@ def _partial_op(op: str) -> str:
     return "sum" if op == "avg" else op
 
 
-def _accumulator(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy to reduce into, complex numbers as pairs: all backends add those."""
-    return torch.view_as_real(tensor).clone() if tensor.is_complex() else accumulator(tensor)
+def _accumulator(tensor: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
+    """A copy to reduce into, complex numbers as pairs: all backends add those.
+
+    room: for the copy, if it has the tensor's dtype; may be the tensor.
+    """
+    if tensor.is_complex():
+        return torch.view_as_real(tensor).clone()
+    is_small = tensor.dtype in SMALL_FLOATS
+    return accumulator(tensor) if room is None or is_small else room.copy_(tensor)

@@ -95,6 +95,7 @@ class PluginCommunicator(Communicator):
             unique_id=unique_id,
             options=[f"{key}={value}" for key, value in options.items()],
         )
+        self._comm.name_rank(self._me)
 
     def _load_plugin(self) -> None:
         self._plugin = _native.open(self.path)
@@ -187,15 +188,32 @@ class PluginCommunicator(Communicator):
     def reduce(self, tensor: torch.Tensor, dst: int = 0, op: Op = "sum") -> torch.Tensor:
         return self._comm.reduce(tensor, dst, op)
 
-    def allgather(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    def allgather(
+        self,
+        tensor: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        dim: int | None = None,
+        sizes: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        if dim is not None or sizes is not None:
+            return super().allgather(tensor, out=out, dim=dim, sizes=sizes)
         if out is None:
             self._check("allgather", tensor)
             out = tensor.new_empty((self.world_size, *tensor.shape))
         return self._comm.allgather(tensor, out)
 
     def reduce_scatter(
-        self, tensor: torch.Tensor, op: Op = "sum", *, out: torch.Tensor | None = None
+        self,
+        tensor: torch.Tensor,
+        op: Op = "sum",
+        *,
+        out: torch.Tensor | None = None,
+        dim: int | None = None,
+        sizes: Sequence[int] | None = None,
     ) -> torch.Tensor:
+        if dim is not None or sizes is not None:
+            return super().reduce_scatter(tensor, op, out=out, dim=dim, sizes=sizes)
         if out is None:
             self._check("reduce_scatter", tensor)
             out = tensor.new_empty(tensor.shape[1:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -28,7 +28,7 @@ from coordinator import Coordinator, CoordinatorError, FailureReason, RankFailur
 
 LEFT, UNREACHABLE = FailureReason.LEFT, FailureReason.UNREACHABLE
 STEP = struct.Struct("iiiiQQQ")  # tcp::Step of csrc/tcp/engine.h
-COPY, SEND, RECV, ROUND, REDUCE = range(5)
+COPY, SEND, RECV, ROUND, REDUCE, SETTLE = range(6)
 KINDS = {"send": SEND, "recv": RECV}
 # The last message of a connection is one of these, and why no other follows.
 END_NOTICE, CLOSE_NOTICE = 2**64 - 1, 2**64 - 2
@@ -189,9 +189,13 @@ class Tcp(ScheduledCollectives, Communicator):
             "into a tensor of the shape and dtype that is sent."
         )
 
+    def submit(self, call: Callable[[], object]) -> AsyncWork:
+        """Start a call, which progresses by itself."""
+        return self._queue.submit(call, [])
+
     def start_group(self, calls: list[P2PCall]) -> AsyncWork | None:
         """Start sends and receives, which progress by themselves until finish_group."""
-        return self._queue.submit(lambda: self.do_group(calls), []) if calls else None
+        return self.submit(lambda: self.do_group(calls)) if calls else None
 
     def finish_group(self, pending: AsyncWork | None) -> None:
         """Return when all have ended. Raises CommunicatorError if a message did not fit."""
@@ -339,15 +343,17 @@ class Tcp(ScheduledCollectives, Communicator):
 
 def _packed_steps(program: CollectiveProgram, itemsize: int) -> Iterator[tuple[int, ...]]:
     for step in program.steps:
+        if isinstance(step, Transfers):
+            yield from _packed_rounds(step, itemsize)
+            continue
+        yield SETTLE, step.under_way, 0, 0, 0, 0, 0
+        begin, to = step.begin * itemsize, step.to * itemsize
         if isinstance(step, Copy):
             nbytes = (step.end - step.begin) * itemsize
-            begin, to = step.begin * itemsize, step.to * itemsize
             yield COPY, 0, step.source, step.target, begin, to, nbytes
-        elif isinstance(step, Transfers):
-            yield from _packed_rounds(step, itemsize)
         else:
-            to, nbytes = step.to * itemsize, step.numel * itemsize
-            yield REDUCE, step.first, step.num_rows, step.target, 0, to, nbytes
+            nbytes = step.numel * itemsize
+            yield REDUCE, step.first, step.num_rows, step.target, begin, to, nbytes
 
 
 def _packed_rounds(step: Transfers, itemsize: int) -> Iterator[tuple[int, ...]]:

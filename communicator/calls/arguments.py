@@ -1,15 +1,24 @@
-"""Checks of a call's arguments, before anything moves."""
+"""Checks of a call's arguments, before anything moves.
+
+me: this rank as in the launch, by Communicator.rank_name.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from communicator.calls.dtypes import dtype_info, op_name
 
+if TYPE_CHECKING:
+    from communicator.base import Communicator
 
-def check_tensor(rank: int, call: str, tensor: torch.Tensor, device_type: str) -> None:
+
+def check_tensor(me: str, call: str, tensor: torch.Tensor, device_type: str) -> None:
     """Raise TypeError or ValueError unless a backend can read and write tensor as plain memory."""
-    where = f"rank {rank}, {call}"
+    where = f"{me}, {call}"
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{where}: needs a torch.Tensor, not {type(tensor).__name__}")
     if torch._subclasses.fake_tensor.is_fake(tensor):
@@ -91,19 +100,19 @@ def _is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def check_like(
-    rank: int, call: str, out: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor
+    me: str, call: str, out: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor
 ) -> None:
     """Raise ValueError unless out has this shape and the dtype and device of like."""
     actual = (tuple(out.shape), out.dtype, out.device)
     expected = (shape, like.dtype, like.device)
     if actual != expected:
         raise ValueError(
-            f"rank {rank}, {call}: out is {actual}, but must be {expected} to hold the result. "
+            f"{me}, {call}: out is {actual}, but must be {expected} to hold the result. "
             "Make it with torch.empty, or leave it out."
         )
 
 
-def check_apart(rank: int, call: str, tensor: torch.Tensor, out: torch.Tensor) -> None:
+def check_apart(me: str, call: str, tensor: torch.Tensor, out: torch.Tensor, rank: int) -> None:
     """Raise ValueError if out shares memory with tensor, unless the call is just in place."""
     in_place = {  # where out begins in a call that is in place, in bytes after the tensor
         "allreduce": 0,
@@ -114,53 +123,87 @@ def check_apart(rank: int, call: str, tensor: torch.Tensor, out: torch.Tensor) -
     if shift == in_place.get(call) or shift >= tensor.nbytes or -shift >= out.nbytes:
         return
     raise ValueError(
-        f"rank {rank}, {call}: out shares memory with the tensor, so one would overwrite the other "
+        f"{me}, {call}: out shares memory with the tensor, so one would overwrite the other "
         "while it is read. Pass an out of its own."
     )
 
 
-def read_op(rank: int, call: str, op: object) -> str:
+def read_op(me: str, call: str, op: object) -> str:
     """The name of an op. Raises ValueError, as op_name, with the rank and the call."""
     try:
         return op_name(op)
     except ValueError as error:
-        raise ValueError(f"rank {rank}, {call}: {error}") from None
+        raise ValueError(f"{me}, {call}: {error}") from None
 
 
-def check_op(rank: int, call: str, op: object, tensor: torch.Tensor) -> str:
+def check_op(me: str, call: str, op: object, tensor: torch.Tensor) -> str:
     """The name of the op. Raises ValueError unless the reduction is defined for tensor's dtype."""
-    name, dtype = read_op(rank, call, op), tensor.dtype
+    name, dtype = read_op(me, call, op), tensor.dtype
     if not dtype_info(dtype).is_reduced and not tensor.is_cuda:
         raise ValueError(
-            f"rank {rank}, {call}: {dtype} can be moved but not reduced. Convert it first, to "
+            f"{me}, {call}: {dtype} can be moved but not reduced. Convert it first, to "
             "torch.float32 or torch.int64, say."
         )
     if name == "avg" and not dtype.is_floating_point:
         raise ValueError(
-            f"rank {rank}, {call}: the average of {dtype} is no {dtype}. Use op='sum' and divide."
+            f"{me}, {call}: the average of {dtype} is no {dtype}. Use op='sum' and divide."
         )
     if dtype == torch.bool and name in ("sum", "avg"):
         raise ValueError(
-            f"rank {rank}, {call}: op={name!r} of {dtype} is not defined. Use 'max' for any, 'min' "
+            f"{me}, {call}: op={name!r} of {dtype} is not defined. Use 'max' for any, 'min' "
             "for all, or convert to an integer first."
         )
     if dtype.is_complex and name != "sum":
         raise ValueError(
-            f"rank {rank}, {call}: op={name!r} of {dtype} is not defined. Use op='sum', or reduce "
+            f"{me}, {call}: op={name!r} of {dtype} is not defined. Use op='sum', or reduce "
             "torch.view_as_real(tensor)."
         )
     return name
 
 
-def check_peer(rank: int, call: str, peer: int, world_size: int, name: str) -> None:
+def check_peer(me: str, call: str, peer: int, world_size: int, name: str) -> None:
     """Raise ValueError unless peer is a rank."""
     if type(peer) is not int or not 0 <= peer < world_size:
         raise ValueError(
-            f"rank {rank}, {call}: {name}={peer!r} is no rank of this communicator of {world_size}"
+            f"{me}, {call}: {name}={peer!r} is no rank of this communicator of {world_size}"
         )
 
 
-def check_other(rank: int, call: str, peer: int) -> None:
+def check_other(me: str, call: str, peer: int, rank: int) -> None:
     """Raise ValueError if a rank would talk to itself: there is nobody else to answer."""
     if peer == rank:
-        raise ValueError(f"rank {rank}, {call}: the peer is this rank itself. Copy the tensor.")
+        raise ValueError(f"{me}, {call}: the peer is this rank itself. Copy the tensor.")
+
+
+def check_dim(me: str, call: str, tensor: torch.Tensor, dim: int | None) -> int:
+    """The dim, 0 for None, as a number that is not negative. Raises ValueError for others."""
+    dim = 0 if dim is None else dim
+    if type(dim) is not int or not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(f"{me}, {call}: dim={dim!r} is none of {tuple(tensor.shape)}")
+    return dim % tensor.dim()
+
+
+def check_sizes(comm: Communicator, call: str, sizes: Sequence[int], size: int) -> None:
+    """Raise ValueError unless there is a size for each rank, and size is this rank's."""
+    _check_counts(comm, call, sizes, "for this rank", lambda: sizes[comm.rank], size)
+
+
+def check_shares(comm: Communicator, call: str, sizes: Sequence[int], size: int) -> None:
+    """Raise ValueError unless there is a size for each rank, and size is their sum."""
+    _check_counts(comm, call, sizes, "in sum", lambda: sum(sizes), size)
+
+
+def _check_counts(
+    comm: Communicator,
+    call: str,
+    sizes: Sequence[int],
+    what: str,
+    actual: Callable[[], int],
+    expected: int,
+) -> None:
+    is_count = all(type(value) is int and value >= 0 for value in sizes)
+    if len(sizes) != comm.world_size or not is_count or actual() != expected:
+        raise ValueError(
+            f"{comm.rank_name()}, {call}: sizes={list(sizes)} must be {comm.world_size} counts, "
+            f"one for each rank, and {expected} {what}."
+        )

@@ -136,6 +136,14 @@ class WorkQueue:
             return self.submit(call, result)
         return self.run(call, result)
 
+    def is_current(self, thread: threading.Thread) -> bool:
+        """True for the thread of this queue."""
+        return thread is self._thread
+
+    def join(self) -> None:
+        """Return when all calls that were submitted have ended."""
+        self._calls.join()
+
     def close(self) -> None:
         """Return when all calls have ended."""
         if self._thread is not None:

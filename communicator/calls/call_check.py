@@ -109,13 +109,14 @@ class CallChecker:
         self._store = comm.coor.store("first calls", timeout_s=poll_s)
         self._signatures = {name: inspect.signature(getattr(type(comm), name)) for name in DETAILS}
         self._replaced = {name: comm.__dict__.get(name) for name in DETAILS}
-        for name in DETAILS:
-            comm.__dict__[name] = self._comparing(name, getattr(comm, name))
+        self._own = {name: self._comparing(name, getattr(comm, name)) for name in DETAILS}
+        comm.__dict__.update(self._own)
 
     def _comparing(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def compared(*args: Any, **kwargs: Any) -> Any:
-            if self._number < self._count:
+            is_joined = kwargs.get("dim") is not None or kwargs.get("sizes") is not None
+            if self._number < self._count and not is_joined:  # those are made of others
                 if self._comm.is_capturing():
                     self._announce_capture()
                 else:
@@ -125,9 +126,11 @@ class CallChecker:
         return compared
 
     def uninstall(self) -> None:
-        """Put the methods back as they were."""
+        """Put the methods back as they were, unless another has replaced them since."""
         for name, method in self._replaced.items():
-            self._comm.__dict__.pop(name, None)
+            if self._comm.__dict__.get(name) is not self._own[name]:
+                continue
+            del self._comm.__dict__[name]
             if method is not None:
                 self._comm.__dict__[name] = method
         self._replaced = {}

@@ -99,6 +99,20 @@ class CollectivesFromP2P:
             self.do_recv(out[low], low)
             self.do_send(tensor[low], low)
 
+    def do_gather(self, out: torch.Tensor | None, tensor: torch.Tensor, dst: int) -> None:
+        """Fill out, [world_size, *tensor.shape], by rank on dst; None on other ranks."""
+        if out is None:
+            return self.do_send(tensor, dst)
+        out[dst].copy_(tensor)
+        self.do_group([("recv", out[src], src) for src in range(self.world_size) if src != dst])
+
+    def do_scatter(self, out: torch.Tensor, rows: torch.Tensor | None, src: int) -> None:
+        """Write row `rank` of src's rows, [world_size, *out.shape], into out; None elsewhere."""
+        if rows is None:
+            return self.do_recv(out, src)
+        out.copy_(rows[src])
+        self.do_group([("send", rows[dst], dst) for dst in range(self.world_size) if dst != src])
+
     def do_group(self, calls: list[P2PCall]) -> None:
         """Run the sends and receives of a group() so that they cannot wait for each other.
 

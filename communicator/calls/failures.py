@@ -76,4 +76,4 @@ def run_on_all_ranks(coor: Coordinator, work: Callable[[], Any]) -> list[Any]:
         return coor.run_on_all_ranks(work)
     except RemoteError as error:
         kind = Unsupported if error.error_type == Unsupported.__name__ else CommunicatorError
-        raise kind(f"rank {coor.rank}: {error.peer} failed: {error.error_text}") from error
+        raise kind(f"{coor.rank_name()}: {error.peer} failed: {error.error_text}") from error

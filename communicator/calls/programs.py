@@ -16,13 +16,16 @@ from typing import NamedTuple
 
 from communicator.calls import schedules
 from communicator.calls.schedules import (
+    MAX_ADDITIONS,
     MAX_DIRECT,
     SMALL_NBYTES,
     Schedule,
     Slice,
+    cut,
     dissemination,
     gather,
     is_gathered,
+    num_pieces,
     pairwise,
     parts,
 )
@@ -37,13 +40,17 @@ class Buffer(IntEnum):
 
 
 class Copy(NamedTuple):
-    """Elements begin to end of source, into target from element `to` on."""
+    """Elements begin to end of source, into target from element `to` on.
+
+    under_way: so many rounds of the transfers before it need not have ended.
+    """
 
     source: Buffer
     begin: int
     end: int
     target: Buffer
     to: int
+    under_way: int = 0
 
 
 class Transfers(NamedTuple):
@@ -57,17 +64,21 @@ class Transfers(NamedTuple):
 class Reduce(NamedTuple):
     """num_rows rows of SCRATCH, reduced in order of rank into target from element `to` on.
 
-    first: the row of rank 0; after the last row follows row 0.
+    begin: of the rows in SCRATCH. first: the row of rank 0; after the last row follows row 0.
+    under_way: as of a Copy.
     """
 
     num_rows: int
     numel: int
     target: Buffer
     to: int
+    begin: int = 0
     first: int = 0
+    under_way: int = 0
 
 
 Step = Copy | Transfers | Reduce
+ANY = 2**31 - 1  # rounds
 
 
 class CollectiveProgram(NamedTuple):
@@ -105,15 +116,17 @@ def allreduce(rank: int, world_size: int, numel: int, itemsize: int) -> Collecti
     """Small: every rank gets all tensors. Large: every rank adds a part, and all get it."""
     if is_gathered(world_size, numel * itemsize):
         steps, first = _gather_rows(rank, world_size, numel, itemsize)
-        total = Reduce(world_size, numel, Buffer.OUT, 0, first)
+        total = Reduce(world_size, numel, Buffer.OUT, 0, first=first)
         return CollectiveProgram((*steps, total), world_size * numel)
-    pieces = parts(numel, world_size)
-    begin, end = own = pieces[rank]
-    share = exchange(
-        rank, world_size, itemsize, lambda _: own, pieces.__getitem__, Buffer.OUT, Buffer.OUT
-    )
-    steps = _reduce_piece(rank, pieces, itemsize, Buffer.OUT, begin)
-    return CollectiveProgram((*steps, share), world_size * (end - begin))
+
+    def share(pieces: Sequence[Slice]) -> Transfers:
+        return exchange(
+            *(rank, world_size, itemsize, lambda _: pieces[rank], pieces.__getitem__),
+            *(Buffer.OUT, Buffer.OUT),
+        )
+
+    begin, _ = parts(numel, world_size)[rank]
+    return _reduce_in_parts(rank, world_size, numel, itemsize, Buffer.OUT, begin, share)
 
 
 def reduce(rank: int, world_size: int, numel: int, itemsize: int, dst: int) -> CollectiveProgram:
@@ -129,19 +142,21 @@ def reduce(rank: int, world_size: int, numel: int, itemsize: int, dst: int) -> C
             Reduce(world_size, numel, Buffer.OUT, 0),
         )
         return CollectiveProgram(steps, world_size * numel)
-    pieces = parts(numel, world_size)
-    begin, end = pieces[rank]
-    own = row(end - begin, rank)  # where a rank that has no result adds its part
-    place, target = (begin, Buffer.OUT) if rank == dst else (own[0], Buffer.SCRATCH)
-    of_rank = pieces.__getitem__ if rank == dst else lambda _: own
-    collect = Transfers(gather(rank, world_size, dst, of_rank), target, target)
-    added = _reduce_piece(rank, pieces, itemsize, target, place)
-    return CollectiveProgram((*added, collect), world_size * (end - begin))
+
+    def collect(pieces: Sequence[Slice]) -> Transfers:
+        (begin, _), (first, last) = part, pieces[rank]
+        own = (first - begin + to, last - begin + to)
+        of_rank = pieces.__getitem__ if rank == dst else lambda _: own
+        return Transfers(gather(rank, world_size, dst, of_rank), target, target)
+
+    part = begin, end = parts(numel, world_size)[rank]
+    target, to = (Buffer.OUT, begin) if rank == dst else (Buffer.SCRATCH, 0)
+    num_kept = 0 if rank == dst else end - begin  # where a rank without a result adds its part
+    return _reduce_in_parts(rank, world_size, numel, itemsize, target, to, collect, num_kept)
 
 
 def reduce_scatter(rank: int, world_size: int, numel: int, itemsize: int) -> CollectiveProgram:
-    pieces = parts(numel, world_size)
-    return CollectiveProgram(_reduce_piece(rank, pieces, itemsize, Buffer.OUT, 0), numel)
+    return _reduce_in_parts(rank, world_size, numel, itemsize, Buffer.OUT, 0)
 
 
 def allgather(rank: int, world_size: int, numel: int, itemsize: int) -> CollectiveProgram:
@@ -193,19 +208,49 @@ def _gather_rows(
     ), 0
 
 
-def _reduce_piece(
-    rank: int, pieces: list[Slice], itemsize: int, target: Buffer, to: int
-) -> tuple[Step, ...]:
-    """This rank's piece of all ranks' tensors, as rows of SCRATCH, reduced into target."""
-    begin, end = pieces[rank]
-    rows = functools.partial(row, end - begin)
-    return (
-        Copy(Buffer.TENSOR, begin, end, Buffer.SCRATCH, rows(rank)[0]),
-        exchange(rank, len(pieces), itemsize, pieces.__getitem__, rows, target=Buffer.SCRATCH),
-        Reduce(len(pieces), end - begin, target, to),
-    )
+def _reduce_in_parts(
+    rank: int,
+    world_size: int,
+    numel: int,
+    itemsize: int,
+    target: Buffer,
+    to: int,
+    share: Callable[[Sequence[Slice]], Transfers] | None = None,
+    num_kept: int = 0,
+) -> CollectiveProgram:
+    """Every rank adds its part of all tensors into target from `to` on, piece by piece.
+
+    While a piece is fetched the one before is added, and goes where `share` says. SCRATCH has room
+    for num_kept elements, and after them for the rows of two pieces.
+    """
+    most = -(-numel // world_size)  # of a part
+    count = num_pieces(most * itemsize, MAX_ADDITIONS)
+    width = world_size * -(-most // count)
+    pieces = zip(*(cut(part, count) for part in parts(numel, world_size)), strict=True)
+    part_begin, _ = parts(numel, world_size)[rank]
+    fetches: list[tuple[Copy, Transfers]] = []
+    additions: list[Reduce] = []
+    shares: list[Transfers] = []
+    for k, of_rank in enumerate(pieces):
+        begin, end = of_rank[rank]
+        rows = functools.partial(row, end - begin, begin=num_kept + k % 2 * width)
+        own = Copy(Buffer.TENSOR, begin, end, Buffer.SCRATCH, rows(rank)[0], ANY)
+        send, scratch = of_rank.__getitem__, Buffer.SCRATCH
+        fetches.append((own, exchange(rank, world_size, itemsize, send, rows, target=scratch)))
+        additions.append(
+            Reduce(world_size, end - begin, target, to + begin - part_begin, rows(0)[0])
+        )
+        shares += [] if share is None else [share(of_rank)]
+    steps: list[Step] = []
+    for k in range(count + 1):
+        steps += [step for fetch in fetches[k : k + 1] for step in fetch]
+        if k > 0:
+            since = [*shares[k - 2 : k - 1], *(fetch for _, fetch in fetches[k : k + 1])]
+            under_way = sum(len(transfers.schedule.rounds) for transfers in since)
+            steps += [additions[k - 1]._replace(under_way=under_way), *shares[k - 1 : k]]
+    return CollectiveProgram(tuple(steps), num_kept + min(count, 2) * width)
 
 
-def row(numel: int, rank: int) -> Slice:
+def row(numel: int, rank: int, begin: int = 0) -> Slice:
     """The elements of a rank's row of so many."""
-    return numel * rank, numel * (rank + 1)
+    return begin + numel * rank, begin + numel * (rank + 1)

@@ -6,21 +6,16 @@ shared-memory backend.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from communicator.calls import programs
+from communicator.calls.async_work import AsyncWork
 from communicator.calls.default_collectives import CollectivesFromP2P
 from communicator.calls.programs import Buffer, CollectiveProgram, Copy, Transfers
-from communicator.calls.schedules import (
-    Schedule,
-    Slice,
-    is_gathered,
-    is_rotated,
-    rotations,
-)
+from communicator.calls.schedules import Schedule, is_gathered, is_rotated, rotations
 
 MAX_KEPT_PROGRAMS = 256
 
@@ -46,11 +41,40 @@ class Network(Protocol):
 
 
 class ProgramRunner(CollectivesFromP2P):
-    """Programs on a network that runs one schedule after another."""
+    """Programs on a network that runs one schedule after another, each kind compiled once."""
+
+    _programs: dict[tuple[Any, ...], Any] | None = None  # compiled
 
     def run_schedule(self, schedule: Schedule, source: torch.Tensor, target: torch.Tensor) -> None:
         """Run the rounds, which send from source and receive into target, both flat."""
         raise NotImplementedError
+
+    def submit(self, call: Callable[[], object]) -> AsyncWork:
+        """Start a call that moves tensors on this network; some only return when it has ended."""
+        return AsyncWork([]).run(call)
+
+    def compiled(self, build: Callable[..., CollectiveProgram], *key: Hashable) -> Any:
+        """The compiled program of such a call that has been made before; else None."""
+        return None if self._programs is None else self._programs.get((build, *key))
+
+    def run_program(
+        self,
+        build: Callable[..., CollectiveProgram],
+        tensor: torch.Tensor,
+        out: torch.Tensor,
+        op: str = "",
+        *key: Hashable,
+    ) -> None:
+        """Run build(rank, world_size, numel and itemsize of tensor, *key); compiled once."""
+        numel, itemsize = tensor.numel(), tensor.itemsize
+        compiled = self.compiled(build, numel, itemsize, *key)
+        if compiled is None:
+            if self._programs is None or len(self._programs) == MAX_KEPT_PROGRAMS:
+                self._programs = {}
+            program = build(self.rank, self.world_size, numel, itemsize, *key)
+            compiled = self.compile_program(program, itemsize)
+            self._programs[(build, numel, itemsize, *key)] = compiled
+        self.run_compiled(compiled, tensor, out, op)
 
     def compile_program(self, program: CollectiveProgram, itemsize: int) -> Any:
         return program
@@ -68,25 +92,24 @@ class ProgramRunner(CollectivesFromP2P):
             elif isinstance(step, Transfers):
                 self.run_schedule(step.schedule, buffers[step.source], buffers[step.target])
             else:
-                rows = scratch[: step.num_rows * step.numel].view(step.num_rows, step.numel)
+                end = step.begin + step.num_rows * step.numel
+                rows = scratch[step.begin : end].view(step.num_rows, step.numel)
                 total = self.reduce_parts(rows.roll(-step.first, 0), op)
                 buffers[step.target][step.to : step.to + step.numel] = total
 
 
 class ScheduledCollectives(ProgramRunner):
-    """The collectives as programs, which are compiled once for each kind of call."""
-
-    _programs: dict[tuple[Any, ...], Any] | None = None  # compiled
+    """The collectives as programs."""
 
     def do_barrier(self) -> None:
         empty = torch.empty(0, dtype=torch.uint8)
-        self._run(programs.allgather, empty, empty)
+        self.run_program(programs.allgather, empty, empty)
 
     def do_allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
         nbytes = tensor.nbytes
         if is_rotated(self.world_size, nbytes) and not is_gathered(self.world_size, nbytes):
             return self._allreduce_in_rotations(out, tensor, op)
-        self._run(programs.allreduce, tensor, out, op)
+        self.run_program(programs.allreduce, tensor, out, op)
 
     def _allreduce_in_rotations(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
         """Every rank adds a part, of the same size on all, and gets those of the others."""
@@ -99,7 +122,7 @@ class ScheduledCollectives(ProgramRunner):
         out.view(-1).copy_(rows.view(-1)[: tensor.numel()])
 
     def do_reduce(self, out: torch.Tensor | None, tensor: torch.Tensor, dst: int, op: str) -> None:
-        self._run(programs.reduce, tensor, tensor if out is None else out, op, dst)
+        self.run_program(programs.reduce, tensor, tensor if out is None else out, op, dst)
 
     def do_reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
         if is_rotated(self.world_size, tensor.nbytes):
@@ -107,15 +130,15 @@ class ScheduledCollectives(ProgramRunner):
             self._rotate(rows, tensor)
             out.copy_(self.reduce_parts(rows, op))
             return
-        self._run(programs.reduce_scatter, tensor, out, op)
+        self.run_program(programs.reduce_scatter, tensor, out, op)
 
     def do_allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
-        self._run(programs.allgather, tensor, out)
+        self.run_program(programs.allgather, tensor, out)
 
     def do_alltoall(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         if is_rotated(self.world_size, tensor.nbytes):
             return self._rotate(out, tensor)
-        self._run(programs.alltoall, tensor, out)
+        self.run_program(programs.alltoall, tensor, out)
 
     def _rotate(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         """As do_alltoall, in log2 rounds; out may be tensor."""
@@ -128,41 +151,7 @@ class ScheduledCollectives(ProgramRunner):
         out.copy_(rows.flip(0).roll(self.rank + 1, 0))
 
     def do_broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        self._run(programs.broadcast, tensor, tensor, "", src)
-
-    def exchange(
-        self,
-        source: torch.Tensor,
-        send: Callable[[int], Slice],
-        target: torch.Tensor,
-        recv: Callable[[int], Slice],
-    ) -> None:
-        """Send source[send(r)] to each other rank r, and receive target[recv(r)] from it."""
-        step = programs.exchange(self.rank, self.world_size, source.itemsize, send, recv)
-        compiled = self.compile_program(CollectiveProgram((step,)), source.itemsize)
-        self.run_compiled(compiled, source, target)
-
-    def compiled(self, build: Callable[..., CollectiveProgram], *key: int) -> Any:
-        """The compiled program of such a call that has been made before; else None."""
-        return None if self._programs is None else self._programs.get((build, *key))
-
-    def _run(
-        self,
-        build: Callable[..., CollectiveProgram],
-        tensor: torch.Tensor,
-        out: torch.Tensor,
-        op: str = "",
-        *root: int,
-    ) -> None:
-        numel, itemsize = tensor.numel(), tensor.itemsize
-        compiled = self.compiled(build, numel, itemsize, *root)
-        if compiled is None:
-            if self._programs is None or len(self._programs) == MAX_KEPT_PROGRAMS:
-                self._programs = {}
-            program = build(self.rank, self.world_size, numel, itemsize, *root)
-            compiled = self.compile_program(program, itemsize)
-            self._programs[(build, numel, itemsize, *root)] = compiled
-        self.run_compiled(compiled, tensor, out, op)
+        self.run_program(programs.broadcast, tensor, tensor, "", src)
 
 
 class SubgroupCollectives(ScheduledCollectives):

@@ -15,8 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 HOP_NBYTES = 1 << 13  # as long as a message takes to arrive, a link carries about so many bytes
-SMALL_NBYTES = 1 << 14  # messages up to this size are all sent at once
-TOKEN_NBYTES = 1 << 18  # larger messages are sent when the other end has asked for them
+SMALL_NBYTES = 1 << 14  # of a message that mostly waits
+PIECE_NBYTES = 60 << 10  # of a message, sent in turn: it is with its headers one of Linux' packets
+FLIGHT_NBYTES = 2 * PIECE_NBYTES  # a rank has on its way at once
+MAX_PIECES = 1 << 10  # of a message
+MAX_ADDITIONS = 1 << 6  # by which a rank adds its part of a tensor, one while the next is fetched
 SHARED_NBYTES = 1 << 20  # from this size on two ranks share the additions of an allreduce
 MAX_DIRECT = 8  # ranks that gather small messages from each other, and not in log2 rounds
 MESSAGE_NBYTES = 1 << 10  # as long as a message keeps a processor, a link carries so many bytes
@@ -82,16 +85,31 @@ def pairwise(
     """Each rank sends to each other one, to its right neighbour first: no two to the same one.
 
     send, recv: the elements for and from a rank. message_nbytes: the largest of them on any rank.
-    Two that send to one at the same time take longer than one after the other: large messages wait
-    for an empty one, by which a rank says that it has received the one before.
+    Large messages go piece by piece in turn: each link has data for all ranks at any time, so none
+    is idle while one rank is late.
     """
-    rounds = []
-    for distance in range(1, world_size):
-        dst, src = (rank + distance) % world_size, (rank - distance) % world_size
-        if distance > 1 and message_nbytes > TOKEN_NBYTES:
-            rounds.append(Round((PeerSlice(src, 0, 0),), (PeerSlice(dst, 0, 0),)))
-        rounds.append(Round((PeerSlice(dst, *send(dst)),), (PeerSlice(src, *recv(src)),)))
-    return Schedule(tuple(rounds), 1 if message_nbytes > SMALL_NBYTES else world_size)
+    count = num_pieces(message_nbytes)
+    peers = [
+        ((rank + distance) % world_size, (rank - distance) % world_size)
+        for distance in range(1, world_size)
+    ]
+    messages = [(dst, cut(send(dst), count), src, cut(recv(src), count)) for dst, src in peers]
+    rounds = (
+        Round((PeerSlice(dst, *sends[k]),), (PeerSlice(src, *recvs[k]),))
+        for k in range(count)
+        for dst, sends, src, recvs in messages
+    )
+    return Schedule(tuple(rounds), window(message_nbytes // count))
+
+
+def num_pieces(nbytes: int, most: int = MAX_PIECES) -> int:
+    """The pieces of so many bytes, which are larger ones where they would be too many."""
+    return min(-(-nbytes // PIECE_NBYTES), most) or 1
+
+
+def window(message_nbytes: int) -> int:
+    """The number of rounds, with such messages, that may be under way at once."""
+    return max(2, FLIGHT_NBYTES // max(message_nbytes, 1))
 
 
 def dissemination(rank: int, world_size: int, row: int) -> Schedule:
@@ -173,7 +191,12 @@ def gather(rank: int, world_size: int, dst: int, row: Callable[[int], Slice]) ->
 
 def parts(numel: int, count: int) -> list[Slice]:
     """Elements cut into so many parts that differ by at most one, in order."""
-    ends = [numel * k // count for k in range(count + 1)]
+    return cut((0, numel), count)
+
+
+def cut(elements: Slice, count: int) -> list[Slice]:
+    begin, end = elements
+    ends = [begin + (end - begin) * k // count for k in range(count + 1)]
     return list(itertools.pairwise(ends))
 
 
@@ -194,4 +217,5 @@ def is_rotated(world_size: int, nbytes: int) -> bool:
     Fewer messages, and more bytes: half of them move in each round.
     """
     rotated_nbytes = (world_size - 1).bit_length() * (HOP_NBYTES + nbytes // 2)
-    return rotated_nbytes < nbytes + (world_size - 1) * MESSAGE_NBYTES
+    pairwise_nbytes = (world_size - 1) * (MESSAGE_NBYTES + nbytes // world_size)
+    return rotated_nbytes < pairwise_nbytes

@@ -170,6 +170,9 @@ def _cases(comm: Communicator, large: int) -> Iterator[tuple[str, Body]]:
     yield "recv takes from the rank it names", lambda: _by_source(comm)
     yield "large send and recv", lambda: _large_ring(comm, large)
     yield "group of both directions", lambda: _both_ways(comm)
+    yield "gather and scatter", lambda: _gathered(comm)
+    yield "allgather and reduce_scatter along a dim", lambda: _along_dims(comm)
+    yield "dicts of tensors", lambda: _tensor_dicts(comm)
     yield "barrier", lambda: _barrier(comm)
 
 
@@ -368,6 +371,55 @@ def _both_ways(comm: Communicator) -> str:
         if tensor.tolist() != [[10.0 * rank] * 5, [10.0 * rank + 1] * 5]
     }
     return f"group: {wrong}" if wrong else ""
+
+
+def _gathered(comm: Communicator) -> str:
+    tester, problems = CallTester(comm, comm.world_size * 67), []
+    for root in range(comm.world_size):
+        for count in (0, 1, 67):
+            problems += [tester.gather((count,), root), tester.scatter((count,), root)]
+    return first(problems)
+
+
+def _along_dims(comm: Communicator) -> str:
+    """Of equal sizes and of others, one of them 0, in numbers whose sums are exact."""
+    problems, world = [], range(comm.world_size)
+    for sizes in ([2 for _ in world], [3 * rank % 4 for rank in world]):
+        for dim in (0, 1, -1):
+            shape = [3, 2, 5]
+            shape[dim] = sum(sizes)
+            whole = torch.arange(float(Size(shape).numel())).reshape(shape)
+            part = torch.split(whole, sizes, dim)[comm.rank].contiguous()
+            joined = comm.allgather(part.to(comm.device), dim=dim, sizes=sizes)
+            total = comm.reduce_scatter(whole.to(comm.device), dim=dim, sizes=sizes)
+            what = f"along dim {dim}, of sizes {sizes}"
+            problems.append(differs(joined, whole, f"allgather {what}"))
+            problems.append(differs(total, part * comm.world_size, f"reduce_scatter {what}"))
+    return first(problems)
+
+
+def _tensor_dicts(comm: Communicator) -> str:
+    """Rank 0's dict by broadcast, and sent to each other rank."""
+    tensors = {
+        "rows": torch.arange(6).reshape(2, 3),
+        "empty": torch.empty(0, 3),
+        "half": torch.arange(5).to(torch.bfloat16),
+        "flag": torch.tensor(True),
+    }
+    values = {**{name: item.to(comm.device) for name, item in tensors.items()}, "plain": [1, None]}
+    received = [comm.broadcast_tensors(values if comm.rank == 0 else None)]
+    for dst in range(1, comm.world_size):
+        if comm.rank == 0:
+            comm.send_tensors(values, dst)
+        elif comm.rank == dst:
+            received.append(comm.recv_tensors(0))
+    problems = [
+        differs(copy[name], item, f"{name!r} of a dict")
+        for copy in received
+        for name, item in tensors.items()
+    ]
+    is_plain = all(copy["plain"] == [1, None] for copy in received)
+    return first([*problems, "" if is_plain else "a plain value of a dict has changed"])
 
 
 def _barrier(comm: Communicator) -> str:

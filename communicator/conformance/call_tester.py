@@ -131,6 +131,21 @@ class CallTester:
         kept = differs(tensor, before, "the input of alltoall(out=)")
         return first([problem, _same(returned, out, "alltoall(out=)", "out"), wrong, kept])
 
+    def gather(self, shape: Shape, dst: int) -> str:
+        result = self.comm.gather(self.own_input(self.bits, shape), dst)
+        if self.comm.rank != dst or result is None:
+            is_right = (result is None) == (self.comm.rank != dst)
+            return "" if is_right else f"gather to rank {dst} returned {type(result).__name__}"
+        return differs(result, self.all_inputs(shape), f"gather of {shape} to rank {dst}")
+
+    def scatter(self, shape: Shape, src: int) -> str:
+        rows = self.own_input(self.bits, self._rows(shape)) if self.comm.rank == src else None
+        out = self.blank(shape)
+        returned = self.comm.scatter(out, rows, src)
+        expected = self.bits.part(src, self._rows(shape))[self.comm.rank]
+        wrong = differs(out, expected, f"scatter of {shape} from rank {src}")
+        return first([_same(returned, out, "scatter", "out"), wrong])
+
     def ring(self, shape: Shape) -> str:
         """Everyone sends to the next and receives from the one before, at once."""
         world, rank = self.comm.world_size, self.comm.rank

@@ -70,11 +70,12 @@ class _DeferredP2P(AsyncWork):
     def check_tag(self) -> None:
         if self.tag_tensor is None or self.tag_tensor.item() == self.tag:
             return
+        peer = self.comm.rank_name(self.peer)
         raise Unsupported(
-            f"rank {self.comm.rank}: the message from rank {self.peer} has "
+            f"{self.comm.rank_name()}: the message from {peer} has "
             f"tag={self.tag_tensor.item()}, and was to be received with tag={self.tag}. Between "
-            "two ranks messages arrive in the order of sending. Receive in the order in which rank "
-            f"{self.peer} sends."
+            "two ranks messages arrive in the order of sending. Receive in the order in which "
+            f"{peer} sends."
         )
 
     def wait(self, timeout: Any = NO_TIMEOUT) -> bool:

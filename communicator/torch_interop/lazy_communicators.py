@@ -54,14 +54,15 @@ class LazyCommunicators:
 
     def refuse(self, device_type: str) -> NoReturn:
         raise Unsupported(
-            f"rank {self._coor.rank}: no backend moves tensors on {device_type!r} among these "
+            f"{self._coor.rank_name()}: no backend moves tensors on {device_type!r} among these "
             f"{self._coor.world_size} ranks. Move the tensor to the CPU, or install a backend."
         )
 
     def _open(self, device_type: str) -> Communicator | None:
         with self._lock:
             if self._is_closed:
-                raise CommunicatorError(f"rank {self._coor.rank}: the group was destroyed.")
+                me = self._coor.rank_name()
+                raise CommunicatorError(f"{me}: the group was destroyed.")
             if device_type not in self._opened:
                 kind = self.chosen.get(device_type)
                 self._opened[device_type] = _open_if_any(kind, self._coor)

@@ -49,7 +49,7 @@ def allreduce_sparse(comm: Communicator, tensor: torch.Tensor, op: Any) -> None:
     Needs memory for world_size times the most entries of a rank.
     """
     if op != ReduceOp.SUM:
-        raise Unsupported(f"rank {comm.rank}: {op} of sparse tensors is not offered, only SUM.")
+        raise Unsupported(f"{comm.rank_name()}: {op} of sparse tensors is not offered, only SUM.")
     own = tensor.detach().coalesce()
     counts = [int(count) for count in comm.allgather(torch.tensor([own._nnz()]))]
     rows = _allgather_padded(comm, own.indices().t(), counts)
@@ -203,7 +203,7 @@ def _op_name(comm: Communicator, op: Any, dtype: torch.dtype) -> str:
         table = BOOL_OPS if dtype == torch.bool else COMPLEX_OPS
     if op not in table:
         raise Unsupported(
-            f"rank {comm.rank}: {op} of {dtype} is not offered here. Use one of "
+            f"{comm.rank_name()}: {op} of {dtype} is not offered here. Use one of "
             f"{', '.join(op.name for op in table)}."
         )
     return table[op]

@@ -67,6 +67,7 @@ class P2PGroup:
     def __init__(self, engine: P2PEngine, coor: Any, ranks: list[int], number: int) -> None:
         self.engine, self.ranks, self.number = engine, ranks, number
         self.rank, self.peers, self.timeout_s = coor.rank, coor.peers, coor.timeout_s
+        self.rank_name = coor.rank_name
         self.gone: set[int] = set()  # those that have closed it
         self.is_closed = False
 
@@ -108,7 +109,8 @@ class P2PWork(AsyncWork):
         self.dtype = str(self.whole.dtype)[6:].encode()
 
     def __str__(self) -> str:
-        end = "any source" if self.peer == ANY_SOURCE else f"rank {self._source_rank()}"
+        is_any = self.peer == ANY_SOURCE
+        end = "any source" if is_any else self.group.rank_name(self._source_rank())
         direction = "to" if self.kind == "send" else "from"
         tensor = call_check.describe_tensor(self.whole)
         return f"{self.kind} of {tensor} {direction} {end} (tag {self.tag})"
@@ -246,7 +248,8 @@ class P2PEngine:
         group, peer = work.group, work.peer
         with self._lock:
             if group.is_closed:
-                raise CommunicatorError(f"rank {group.rank}: {work} on a group that was destroyed.")
+                me = group.rank_name()
+                raise CommunicatorError(f"{me}: {work} on a group that was destroyed.")
             self._pending[work] = None
             if work.kind == "recv":
                 self._start_receive(work)
@@ -268,7 +271,7 @@ class P2PEngine:
         if work.is_completed():
             return
         error = CommunicatorTimeout(
-            f"rank {work.group.rank} timed out after {timeout_s or work.group.timeout_s:g} s in "
+            f"{work.group.rank_name()} timed out after {timeout_s or work.group.timeout_s:g} s in "
             f"{work}. Does that rank make the matching call? Wait for longer, or give all calls "
             "more time: init_process_group(timeout=...)."
         )
@@ -306,7 +309,7 @@ class P2PEngine:
     def _end_works_of(self, group: P2PGroup) -> None:
         group.is_closed = True
         for work in [work for work in self._pending if work.group is group]:
-            text = f"rank {group.rank}: the group was destroyed before the end of this {work}."
+            text = f"{group.rank_name()}: the group was destroyed before the end of this {work}."
             self._end(work, CommunicatorError(text))
 
     def _close(self) -> None:
@@ -499,10 +502,12 @@ class P2PEngine:
             return None
         dtype = getattr(torch, arrival.dtype.decode())
         sent = f"({arrival.nbytes // dtype.itemsize},) {arrival.dtype.decode()}"
+        group = work.group
         return CommunicatorError(
-            f"rank {work.group.rank}: a message from rank {work.group.group_rank(arrival.src)} is "
-            f"{sent}, and met this {work}. It was dropped, and the tensor left as it was. Receive "
-            "into a tensor of the size and dtype that is sent."
+            f"{group.rank_name()}: a message from "
+            f"{group.rank_name(group.group_rank(arrival.src))} is {sent}, and met this {work}. It "
+            "was dropped, and the tensor left as it was. Receive into a tensor of the size and "
+            "dtype that is sent."
         )
 
     def _read(self, peer: int) -> None:
@@ -653,8 +658,8 @@ class P2PEngine:
             if rank != number and other.is_known_dead()
         ]  # for which the peer may have left
         return PeerLost(
-            f"rank {group.rank} lost {who} in {call}: {why}.{describe_lost(dead)} Start all ranks "
-            "again, and look at what those printed last.",
+            f"{group.rank_name()} lost {who} in {call}: {why}.{describe_lost(dead)} Start all "
+            "ranks again, and look at what those printed last.",
             (*dead, RankFailure(number, who, reason, text=why)),
         )
 

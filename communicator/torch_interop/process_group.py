@@ -280,8 +280,9 @@ class DrumlineProcessGroup(ProcessGroup):  # type: ignore[misc]
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> AsyncWork:
         if tensors[0].device.type != "cpu":
             raise Unsupported(
-                f"rank {self.rank()}: recv without src: on {tensors[0].device.type} a communicator "
-                "hears one rank at a time. Say which, or receive into a tensor on the CPU."
+                f"{self._coor.rank_name()}: recv without src: on {tensors[0].device.type} "
+                "a communicator hears one rank at a time. Say which, or receive into a tensor on "
+                "the CPU."
             )
         return self._start_p2p("recv", tensors[0], ANY_SOURCE, tag)
 
@@ -322,9 +323,9 @@ class DrumlineProcessGroup(ProcessGroup):  # type: ignore[misc]
     def _check_dense(self, tensor: torch.Tensor) -> None:
         if tensor.layout != torch.strided:
             raise Unsupported(
-                f"rank {self.rank()}: only all_reduce takes sparse tensors, of layout sparse_coo, "
-                f"and this one is {str(tensor.layout).removeprefix('torch.')}. Call to_dense() "
-                "first."
+                f"{self._coor.rank_name()}: only all_reduce takes sparse tensors, of layout "
+                f"sparse_coo, and this one is {str(tensor.layout).removeprefix('torch.')}. Call "
+                "to_dense() first."
             )
 
 
@@ -373,7 +374,9 @@ def _open_backend(
     queue = WorkQueue() if native is None else native.CallQueue(rank)
     whole, timeout_s = _default_group() if global_ranks else None, timeout.total_seconds()
     if whole is None:
-        group = DrumlineProcessGroup(StoreCoordinator(store, rank, world_size, timeout_s), queue)
+        group = DrumlineProcessGroup(
+            StoreCoordinator(store, rank, world_size, timeout_s, global_ranks), queue
+        )
     else:
         coor = whole._coor.split(global_ranks, group_name, timeout_s)
         assert coor is not None, "torch makes no group on a rank that is not in it"

@@ -15,7 +15,8 @@ from copy import copy
 from dataclasses import replace
 from typing import Any, cast
 
-from torch.distributed import DistNetworkError, PrefixStore, Store
+from torch.distributed import DistNetworkError, PrefixStore, ProcessGroup, Store
+from torch.distributed.distributed_c10d import _get_process_group_store
 
 from communicator import timings
 from communicator.calls.failures import lost_peers
@@ -31,6 +32,7 @@ from coordinator import (
 from launcher import LaunchInfo, is_encrypted
 
 LOOPBACK = "127.0.0.1"
+APART = "drumline"  # the prefix of our keys in the store of a process group
 DISCARD_PORT = 9  # nothing is sent there
 
 
@@ -43,8 +45,17 @@ class StoreCoordinator(ValueCollectives):
 
     encrypts = False
 
-    def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        global_ranks: Sequence[int] = (),
+    ) -> None:
+        """global_ranks: torch's numbers of these ranks, which errors show, if not from 0 on."""
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self.ranks = tuple(global_ranks) or tuple(range(world_size))
         self._reset()
         token = secrets.token_hex(8)
         prefix = token if rank == 0 else self._request_prefix(store, token)
@@ -56,7 +67,7 @@ class StoreCoordinator(ValueCollectives):
             self._answer_requests(store, prefix, keys)
         introductions = [json.loads(data) for data in self._collect(keys)]
         launch_id, secret, _ = introductions[0]
-        self._credentials = Credentials(bytes.fromhex(secret), launch_id, world_size)
+        self._set_credentials(bytes.fromhex(secret), launch_id)
         self._number([Peer.unpack(peer) for _, _, peer in introductions])
 
     def _reset(self) -> None:
@@ -66,22 +77,21 @@ class StoreCoordinator(ValueCollectives):
         self.peers: tuple[Peer, ...] = ()
 
     def _number(self, peers: Sequence[Peer]) -> None:
-        """Set what follows from the processes of all ranks, in order of rank."""
-        self.ranks = tuple(range(len(peers)))
+        """Set what follows from the processes of all ranks, in order."""
         hosts = [(peer.host, peer.boot_id) for peer in peers]
         self.nodes = [
-            [rank for rank, other in enumerate(hosts) if other == host]
+            [place for place, other in enumerate(hosts) if other == host]
             for host in dict.fromkeys(hosts)
         ]
-        node_of = {rank: node for node in self.nodes for rank in node}
+        node_of = {place: node for node in self.nodes for place in node}
         self.peers = tuple(
             replace(
                 peer,
                 rank=rank,
-                local_rank=node_of[rank].index(rank),
-                local_world_size=len(node_of[rank]),
+                local_rank=node_of[place].index(place),
+                local_world_size=len(node_of[place]),
             )
-            for rank, peer in enumerate(peers)
+            for place, (rank, peer) in enumerate(zip(self.ranks, peers, strict=True))
         )
         me = self.peers[self.rank]
         self.local_rank, self.local_world_size = me.local_rank, me.local_world_size
@@ -101,6 +111,9 @@ class StoreCoordinator(ValueCollectives):
             master_addr=host,
             master_port=port,
         )
+
+    def _set_credentials(self, secret: bytes, launch_id: str) -> None:
+        self._credentials = Credentials(secret, launch_id, max(self.ranks) + 1)
 
     @property
     def address(self) -> str:
@@ -152,7 +165,7 @@ class StoreCoordinator(ValueCollectives):
         failures = lost_peers(cast(Coordinator, self), wait_s)
         if failures:
             raise PeerLost(
-                f"rank {self.rank} lost {', '.join(map(str, failures))}, which has ended. Start "
+                f"{self.rank_name()} lost {', '.join(map(str, failures))}, which has ended. Start "
                 "all ranks again, and look at what that one printed last.",
                 failures,
             )
@@ -170,12 +183,13 @@ class StoreCoordinator(ValueCollectives):
         part._reset()
         part._is_part = True
         part.rank, part.world_size = list(ranks).index(self.rank), len(ranks)
+        part.ranks = tuple(self.ranks[rank] for rank in ranks)
         part.timeout_s = timeout_s or self.timeout_s
         name = f"split/{name}/{'-'.join(map(str, ranks))}"
         part._store = self.store(name)
         digest = hashlib.sha256(f"{self.info.launch_id}/{name}/{self._stores[name]}".encode())
         launch_id = digest.hexdigest()[:16]
-        part._credentials = Credentials(self._credentials.secret, launch_id, len(ranks))
+        part._set_credentials(self._credentials.secret, launch_id)
         part._number([self.peers[rank] for rank in ranks])
         return part
 
@@ -242,7 +256,7 @@ class StoreCoordinator(ValueCollectives):
             if waited_s > timeout_s:
                 raise self._timeout(store, keys, start)
             if self._is_closed:
-                raise CommunicatorError(f"rank {self.rank}: the group was destroyed.")
+                raise CommunicatorError(f"{self.rank_name()}: the group was destroyed.")
             if waited_s > checked + timings.TIMINGS.liveness_poll_s:
                 checked = waited_s
                 self._check_peers(store, keys)
@@ -259,8 +273,9 @@ class StoreCoordinator(ValueCollectives):
                 raise
 
     def _timeout(self, store: Store, by_rank: list[str], start: float) -> CommunicatorTimeout:
-        missing = [rank for rank, key in enumerate(by_rank) if not store.check([key])]
-        waited = f"rank {self.rank} timed out after {time.monotonic() - start:.1f} s of waiting for"
+        missing = [place for place, key in enumerate(by_rank) if not store.check([key])]
+        waited_s = time.monotonic() - start
+        waited = f"{self.rank_name()} timed out after {waited_s:.1f} s of waiting for"
         more = "If so, give them a longer timeout in init_process_group(timeout=...)."
         if self._is_part:
             late = ", ".join(str(self.peers[rank]) for rank in missing) or "the others"
@@ -268,9 +283,10 @@ class StoreCoordinator(ValueCollectives):
                 f"{waited} {late} in the first call of a process group of {self.world_size} ranks. "
                 f"Do all its ranks make the same calls? {more}"
             )
+        late = str([self.ranks[place] for place in missing or [0]])
         return CommunicatorTimeout(
-            f"{waited} ranks {missing or [0]} of {self.world_size} to make the same communicator. "
-            f"Do all ranks make the same process groups, in the same order? {more}"
+            f"{waited} ranks {late} of {self.world_size} to make the same communicator. Do all "
+            f"ranks make the same process groups, in the same order? {more}"
         )
 
 
@@ -299,3 +315,21 @@ def _server_address(store: Any) -> tuple[str, int]:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return getattr(store, "host", LOOPBACK), getattr(store, "port", DISCARD_PORT)
+
+
+def coordinator_over(
+    ranks: object, rank: int | None, world_size: int | None, timeout_s: float
+) -> StoreCoordinator:
+    """The Coordinator of a process group, or of the ranks that share a store. Collective."""
+    if isinstance(ranks, ProcessGroup):
+        store = PrefixStore(APART, _get_process_group_store(ranks))
+        return StoreCoordinator(store, ranks.rank(), ranks.size(), timeout_s)
+    if not isinstance(ranks, Store):
+        kind = type(ranks).__name__
+        raise TypeError(f"Communicator.over({kind}): needs a torch ProcessGroup or a torch Store")
+    if rank is None or world_size is None or not 0 <= rank < world_size:
+        raise ValueError(
+            f"Communicator.over(store, rank={rank}, world_size={world_size}): pass the rank of "
+            "this process, and the number of ranks that share the store."
+        )
+    return StoreCoordinator(ranks, rank, world_size, timeout_s)

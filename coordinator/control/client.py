@@ -6,8 +6,7 @@ import errno
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from coordinator.addresses import Address, format_address
@@ -84,17 +83,22 @@ class Client:
             self._check_size(op, sum(len(part) for part in arguments if isinstance(part, bytes)))
             return self._server.ask(op, *arguments, timeout_s=timeout_s)
         deadline = time.monotonic() + timeout_s
-        with self._connection(deadline, idle) as connection:
-            with self._lock:
-                self._request = request = self._request + 1
+        connection, request = self._take(deadline, idle)
+        try:
             connection.send_packed(self._packed(request, op, arguments), deadline, idle)
             answered, value, *problem = -1, None
             # Answers to requests that were given up, and pings (request 0), are passed over.
             while answered != request:
                 answered, value, *problem = connection.receive(deadline, idle, unpack_answer)
-            if problem:
-                raise CoordinatorError(problem[0])
-            return value
+        except TruncatedMessage as error:
+            raise NoMessage(str(error)) from error
+        except ConnectionBroken as error:
+            raise self._lost(str(error)) from error
+        finally:
+            self._put_back(connection)
+        if problem:
+            raise CoordinatorError(problem[0])
+        return value
 
     def _packed(self, request: int, op: Op, arguments: tuple[Any, ...]) -> bytes:
         body = pack((request, op, *arguments))
@@ -108,23 +112,17 @@ class Client:
                 f"most {MAX_REQUEST_NBYTES} at once. Send large data by broadcast() or gather()."
             )
 
-    @contextmanager
-    def _connection(self, deadline: float, idle: Callable[[], None]) -> Iterator[Connection]:
+    def _take(self, deadline: float, idle: Callable[[], None]) -> tuple[Connection, int]:
+        """A connection for one request, and the request's number."""
         with self._lock:
             if self._closed or self.why_lost:
                 raise ServerLost(self.why_lost or "this rank has left")
             connection = self._idle.pop() if self._idle else None
+            self._request = request = self._request + 1
         if connection is None:
             connection = self._connect(deadline, idle)
         self._in_use.add(connection)
-        try:
-            yield connection
-        except TruncatedMessage as error:
-            raise NoMessage(str(error)) from error
-        except ConnectionBroken as error:
-            raise self._lost(str(error)) from error
-        finally:
-            self._put_back(connection)
+        return connection, request
 
     def _lost(self, why: str) -> ServerLost:
         self.why_lost = self.why_lost or why

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from coordinator.call_site import CallStatus
+from coordinator.control.operations import CALLS, matches
 
 LEFT, SUSPENDED = "left", "suspended"  # notes of a RankReport
-MAX_NEWS = 1 << 14  # that are kept: more than a launch has groups
+MAX_FAILURES = 1 << 14  # of groups, that are kept: more than a launch has groups
+MAX_GROUP_RANKS = 1 << 20  # of all groups together, that are kept
+MAX_LATE = 64  # ranks that are listed as not in a call: more than an error shows
 
 
 class RankReport(NamedTuple):
@@ -46,18 +50,35 @@ class Member:
     process: str = ""  # its host and pid
     connections: set[int] = field(default_factory=set)  # descriptors
     heartbeat_at: float = 0.0
+    is_suspended: bool = False
+    calls: Any = None  # as it was last heard of, by group
     pinged_at: float = 0.0
-    calls: Any = None  # of its last heartbeat, by group
     lost_at: float = 0.0
+    was_lost: bool = False  # once
     is_leaving: bool = False  # it said so on one of its connections; the others end without a word
 
     def has_left(self) -> bool:
         return not self.connections and not self.lost_at
 
     def is_well_in(self, group: str, now: float, silent_s: float) -> bool:
-        """True if it runs, and has not closed this group; False without a group."""
+        """True if it runs, and has not closed this group."""
         is_heard = bool(self.connections) and now - self.heartbeat_at <= silent_s
-        return bool(group) and is_heard and (self.calls is None or group in self.calls)
+        is_member = self.calls is None or group in self.calls
+        return is_heard and is_member and not self.is_suspended
+
+    def is_in(self, group: str, name: str, number: int) -> bool:
+        """True if the call of this name and number was its last in the group."""
+        status: Any = (self.calls or {}).get(group)
+        return matches(status, CALLS[str]) and tuple(status[:2]) == (name, number)
+
+    def report(self, now: float, is_unreachable: bool) -> RankReport:
+        return RankReport(
+            now - self.heartbeat_at,
+            self.calls if matches(self.calls, CALLS) else None,
+            LEFT if self.has_left() else SUSPENDED * self.is_suspended,
+            now - self.lost_at if self.lost_at else -1.0,
+            is_unreachable,
+        )
 
     def is_silent(self, now: float, silent_s: float) -> bool:
         """True if it has sent heartbeats before, and none for silent_s."""
@@ -65,19 +86,19 @@ class Member:
 
 
 class MembershipTable:
-    """All ranks that have ever come, and the news of them that every rank is to hear.
+    """All ranks that have ever come, and what is known of them and their groups.
 
-    News: (group, failure) where a group failed, ("", rank) where a rank's last connection broke.
-    A heartbeat brings those that its rank has not heard of: of a rank that is MAX_NEWS behind, some
-    twice and the oldest never.
+    silent_s: after which a rank may be unreachable. is_unreachable: does its host not acknowledge?
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, silent_s: Callable[[], float], is_unreachable: Callable[[Member], bool]
+    ) -> None:
+        self._silent_s, self._is_unreachable = silent_s, is_unreachable
         self.members: dict[int, Member] = {}
-        self._suspended: dict[int, Sequence[int]] = {}  # by the rank of their host that says so
-        self._news: list[tuple[str, Any]] = []
-        self._num_forgotten = 0
-        self._failed_groups: set[str] = set()
+        self._lost: list[int] = []  # each rank once
+        self._failures: dict[str, bytes] = {}  # by group
+        self._groups: dict[str, Sequence[int]] = {}  # of several nodes: their ranks
 
     def add_connection(self, rank: int, token: bytes, process: str, number: int) -> None:
         member = self.members.setdefault(rank, Member())
@@ -98,66 +119,65 @@ class MembershipTable:
         member = self.members[rank]
         if not member.connections and not member.is_leaving:
             member.lost_at = time.monotonic()
-            self._tell("", rank)
+            if not member.was_lost:
+                member.was_lost = True
+                self._lost.append(rank)
 
     def heartbeat(
-        self, rank: int, num_news: int, calls: Any, suspended: Sequence[int]
-    ) -> list[tuple[str, Any]]:
-        member = self.members[rank]
-        member.heartbeat_at, member.calls = time.monotonic(), calls
-        self._suspended.pop(rank, None)
-        if suspended:
-            self._suspended[rank] = suspended
-        return self._news[max(num_news - self._num_forgotten, 0) :]
+        self, num_lost: int, groups: Iterable[str], states: Mapping[int, tuple[float, bool, Any]]
+    ) -> tuple[list[int], dict[str, bytes]]:
+        """Note the states of ranks, as one of them tells: for how many seconds it has not heard of
+        the rank, whether that is suspended, its calls.
+
+        Returns the lost ranks after the first num_lost, and the failures of these groups.
+        """
+        now = time.monotonic()
+        for member, state in [(self.members[rank], states[rank]) for rank in states]:
+            age_s, member.is_suspended, member.calls = state
+            member.heartbeat_at = max(member.heartbeat_at, now - max(age_s, 0.0))
+        failures = {group: self._failures[group] for group in groups if group in self._failures}
+        return self._lost[max(num_lost, 0) :], failures
 
     def report(self, group: str, failure: bytes) -> None:
         """The first failure of a group stays. Raises ValueError without a group."""
         if not group:
             raise ValueError("the failure of no group")
-        if group not in self._failed_groups:
-            self._failed_groups.add(group)
-            self._tell(group, failure)
+        self._failures.setdefault(group, failure)
+        if len(self._failures) > MAX_FAILURES:
+            del self._failures[next(iter(self._failures))]
 
-    @property
-    def num_news(self) -> int:
-        """The number of all news so far, the forgotten ones too."""
-        return self._num_forgotten + len(self._news)
-
-    def _tell(self, group: str, update: Any) -> None:
-        self._news.append((group, update))
-        if len(self._news) > MAX_NEWS:
-            self._failed_groups.discard(self._news.pop(0)[0])
-            self._num_forgotten += 1
+    def add_group(self, group: str, ranks: Sequence[int]) -> None:
+        """Note the ranks of a group, for unwell(): of one that is forgotten it takes all ranks."""
+        self._groups[group] = ranks
+        while sum(map(len, self._groups.values())) > MAX_GROUP_RANKS:
+            del self._groups[next(iter(self._groups))]
 
     def processes(self, ranks: Sequence[int]) -> list[str]:
         """The process of each rank that has ever come, as it named itself."""
         return [self.members[rank].process for rank in ranks]
 
-    def reports(
-        self,
-        group: str,
-        ranks: Sequence[int],
-        silent_s: float,
-        is_unreachable: Callable[[Member], bool],
-    ) -> dict[int, RankReport]:
-        """A RankReport of each of these ranks, or of all if there are none.
-
-        Of a group: only of those that are not well in it, so that most answers are empty.
-        is_unreachable: does its host not acknowledge? Asked about ranks that were silent_s silent.
-        """
-        now = time.monotonic()
-        suspended = {rank for ranks in self._suspended.values() for rank in ranks}
-        members = {
-            rank: self.members[rank] for rank in ranks or self.members if rank in self.members
-        }
+    def reports(self, ranks: Iterable[int]) -> dict[int, RankReport]:
+        """A RankReport of each of these ranks that has ever come."""
+        now, silent_s = time.monotonic(), self._silent_s()
+        members = {rank: self.members[rank] for rank in ranks if rank in self.members}
         return {
-            rank: RankReport(
-                now - member.heartbeat_at,
-                member.calls,
-                LEFT if member.has_left() else SUSPENDED * (rank in suspended),
-                now - member.lost_at if member.lost_at else -1.0,
-                now - member.heartbeat_at > silent_s and is_unreachable(member),
+            rank: member.report(
+                now, now - member.heartbeat_at > silent_s and self._is_unreachable(member)
             )
             for rank, member in members.items()
-            if rank in suspended or not member.is_well_in(group, now, silent_s)
         }
+
+    def unwell(self, group: str, name: str, number: int) -> dict[int, RankReport]:
+        """The ranks of a group that are not well in it, so that most answers are empty.
+
+        name, number: of a call. If given, also those that are not in it; of all the first MAX_LATE.
+        """
+        now, silent_s = time.monotonic(), self._silent_s()
+        members = {rank: self.members[rank] for rank in self._groups.get(group, self.members)}
+        unwell = [
+            rank for rank, member in members.items() if not member.is_well_in(group, now, silent_s)
+        ]
+        if not name:
+            return self.reports(unwell)
+        late = (rank for rank, member in members.items() if not member.is_in(group, name, number))
+        return self.reports(itertools.islice(dict.fromkeys([*unwell, *late]), MAX_LATE))

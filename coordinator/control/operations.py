@@ -28,7 +28,8 @@ class Op(str, Enum):
     ARRIVED = "arrived"
     HEARTBEAT = "heartbeat"
     REPORT = "report"
-    MEMBERSHIP = "membership"
+    REPORTS = "reports"
+    UNWELL = "unwell"
     PROCESSES = "processes"
     LEAVE = "leave"
 
@@ -36,6 +37,7 @@ class Op(str, Enum):
 LOCAL_OPS = frozenset(Op) - {Op.WAIT, Op.RENDEZVOUS, Op.NUMBER, Op.LEAVE}  # answered at once
 
 CALL_STATUS = (str, int, str, float)
+CALLS = {str: CALL_STATUS}  # by group
 # A tuple is a list of these; [kind] a list and {key: kind} a dictionary of any length.
 ARGUMENTS: dict[str, Any] = {
     Op.SET: (str, bytes),
@@ -48,26 +50,28 @@ ARGUMENTS: dict[str, Any] = {
     Op.RENDEZVOUS: (str, int, int, bytes, str),
     Op.NUMBER: (str, int, int, bytes),
     Op.ARRIVED: (str,),
-    Op.HEARTBEAT: (int, {str: CALL_STATUS}, [int]),
+    Op.HEARTBEAT: (int, [str], {int: (float, bool, dict)}),  # dict: CALLS, if somebody asks
     Op.REPORT: (str, bytes),
-    Op.MEMBERSHIP: (str, [int]),
+    Op.REPORTS: ([int],),
+    Op.UNWELL: (str, str, int),
     Op.PROCESSES: ([int],),
 }
 
 
 def check_arguments(op: str, arguments: Sequence[Any]) -> None:
     """Raise one of BAD_REQUEST if they are not what the operation takes."""
-    if not _matches(arguments, ARGUMENTS[op]):
+    if not matches(arguments, ARGUMENTS[op]):
         raise TypeError(f"its arguments must be {ARGUMENTS[op]}")
 
 
-def _matches(value: Any, kind: Any) -> bool:
+def matches(value: Any, kind: Any) -> bool:
+    """True if the value is of a kind, as in ARGUMENTS."""
     if isinstance(kind, tuple):
-        is_list = isinstance(value, list) and len(value) == len(kind)
-        return is_list and all(map(_matches, value, kind))
+        is_list = isinstance(value, list | tuple) and len(value) == len(kind)
+        return is_list and all(map(matches, value, kind))
     if isinstance(kind, list):
-        return isinstance(value, list) and all(_matches(element, kind[0]) for element in value)
+        return isinstance(value, list) and all(matches(element, kind[0]) for element in value)
     if isinstance(kind, dict):
         (pair,) = kind.items()
-        return isinstance(value, dict) and all(_matches(list(item), pair) for item in value.items())
+        return isinstance(value, dict) and all(matches(list(item), pair) for item in value.items())
     return isinstance(value, kind)

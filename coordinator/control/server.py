@@ -13,7 +13,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ from coordinator.control.handshake import (
     Hello,
     describe_encryption,
 )
-from coordinator.control.membership import Member, MembershipTable, RankReport
+from coordinator.control.membership import Member, MembershipTable
 from coordinator.control.operations import BAD_REQUEST, Op, check_arguments
 from coordinator.control.tables import PENDING, KeyValueTable, RendezvousTable
 from coordinator.errors import CoordinatorError
@@ -48,7 +48,6 @@ MAX_REQUEST_NBYTES = 1 << 28  # and of an answer
 MAX_UNREAD_NBYTES = 1 << 24  # of answers, after which no more requests of a connection are served
 RESERVE = 16  # descriptors that neither ranks nor strangers may use up
 MIN_PENDING = 4
-FEW_NEWS = 4  # packed for each rank; more are packed once for all
 PING = (0, None)  # an answer nobody waits for: what counts is whether the other kernel takes it
 
 log = logging.getLogger("coordinator")
@@ -101,7 +100,7 @@ class ControlServer:
     ) -> None:
         self.address: tuple[Any, ...] = listener.getsockname()
         self._listener = listener
-        self._timings = timings
+        self.timings = timings
         self._closing = threading.Event()
         self._over = threading.Event()
         self._lock = threading.Lock()
@@ -109,15 +108,16 @@ class ControlServer:
         self._ending = False
         self._turn = 0
         self._connections: dict[int, _RankConnection] = {}
-        self._membership = MembershipTable()
+        self._membership = MembershipTable(lambda: self.timings.ping_after_s, self._is_unreachable)
         self._values: KeyValueTable[_Requester] = KeyValueTable(self._answer)
-        self._rendezvous: RendezvousTable[_Requester] = RendezvousTable(self._answer_all)
+        self._rendezvous: RendezvousTable[_Requester] = RendezvousTable(
+            self._answer_all, self._add_group
+        )
         self._operations = self._make_operations()
         self._woken, self._wakeup = socket.socketpair()
-        self._packed_reports: dict[str, bytes] = {}  # by group
-        self._reports_at = -math.inf
         self._refusal = ""  # why no rank can join any more
-        self._packed_news: tuple[tuple[int, int], bytes] = ((0, 0), b"")
+        self._packed_unwell: dict[tuple[Any, ...], bytes] = {}  # by the question
+        self._packed_at = -math.inf
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ, Handler(self._on_wakeup))
         self._authenticator = AuthenticatedListener(
@@ -147,9 +147,10 @@ class ControlServer:
             Op.RENDEZVOUS: rendezvous.rendezvous,
             Op.NUMBER: rendezvous.number,
             Op.ARRIVED: rendezvous.arrived,
-            Op.HEARTBEAT: self._answer_heartbeat,
+            Op.HEARTBEAT: lambda _, *heartbeat: membership.heartbeat(*heartbeat),
             Op.REPORT: lambda _, group, failure: membership.report(group, failure),
-            Op.MEMBERSHIP: self._answer_membership,
+            Op.REPORTS: lambda _, ranks: membership.reports(ranks),
+            Op.UNWELL: self._answer_unwell,
             Op.PROCESSES: lambda _, ranks: membership.processes(ranks),
         }
 
@@ -188,8 +189,13 @@ class ControlServer:
         except OSError:
             pass  # it has ended already
 
-    def wait(self, timeout_s: float) -> bool:
-        return self._over.wait(timeout_s)
+    def wait(self, timeout_s: float, stuck: Set[int] = frozenset()) -> bool:
+        """True if all ranks leave in time. Ends once only stuck ranks are left."""
+        deadline = time.monotonic() + timeout_s
+        while not self._over.wait(min(self.timings.idle_s, max(0.0, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline or (stuck and stuck >= {*self.present()}):
+                return False
+        return True
 
     def present(self) -> list[int]:
         """Ranks that have not left."""
@@ -201,7 +207,7 @@ class ControlServer:
         links: dict[str, tuple[str, set[int]]] = {}  # by the other host
         with self._state:
             for connection in list(self._connections.values()):  # a thread that ends removes them
-                failure = describe_silence(connection.socket, self._timings.acknowledged_s)
+                failure = describe_silence(connection.socket, self.timings.acknowledged_s)
                 if failure:
                     host = remote_host(connection.socket)
                     links.setdefault(host, (failure, set()))[1].add(connection.rank)
@@ -222,11 +228,11 @@ class ControlServer:
         tick_at = 0.0
         try:
             while not self._is_to_end():
-                events = self._selector.select(self._timings.tick_s)
+                events = self._selector.select(self.timings.tick_s)
                 with self._state:
                     self._authenticator.handle(events)
                     if time.monotonic() >= tick_at:
-                        tick_at = time.monotonic() + self._timings.tick_s
+                        tick_at = time.monotonic() + self.timings.tick_s
                         self._authenticator.isolate(self._tick)
         finally:
             self._end()
@@ -407,46 +413,32 @@ class ControlServer:
 
     def _ping_silent(self) -> None:
         """Send something to silent hosts: what counts is whether it is acknowledged."""
-        now, silent_s = time.monotonic(), self._timings.ping_after_s
+        now, silent_s = time.monotonic(), self.timings.ping_after_s
         for member in self._membership.members.values():
             if member.is_silent(now, silent_s) and now - member.pinged_at > 2 * silent_s:
                 member.pinged_at = now
                 for number in list(member.connections):
                     self._send(self._connections[number], pack(PING))
 
-    def _answer_heartbeat(
-        self, requester: _Requester, num_news: int, calls: Any, suspended: Sequence[int]
-    ) -> Any:
-        """Answer with the news; those of many groups that fail together are packed once for all."""
-        news = self._membership.heartbeat(requester.rank, num_news, calls, suspended)
-        if requester.connection is None or len(news) <= FEW_NEWS:
-            return news
-        part = (num_news, self._membership.num_news)
-        if self._packed_news[0] != part:
-            self._packed_news = (part, pack_for_many(news))
-        self._answer_packed(requester, self._packed_news[1])
-        return PENDING
+    def _add_group(self, key: str, requesters: Sequence[_Requester]) -> None:
+        group = key.rpartition("/")[0]  # of a rendezvous of its ranks
+        self._membership.add_group(group, [requester.rank for requester in requesters])
 
-    def _answer_membership(self, requester: _Requester, group: str, ranks: Sequence[int]) -> Any:
-        """Answer with the reports of some ranks, or of all: those are packed once for a moment, for
-        all ranks ask when they fall out of step."""
-        if requester.connection is None or ranks:
-            return self._reports(group, ranks)
+    def _answer_unwell(self, requester: _Requester, *question: Any) -> Any:
+        """Pack the answer once for a moment: all ranks of a group ask when one of them is late."""
+        if requester.connection is None:
+            return self._membership.unwell(*question)
         now = time.monotonic()
-        if now - self._reports_at > self._timings.reports_s:
-            self._reports_at, self._packed_reports = now, {}
-        if group not in self._packed_reports:
-            self._packed_reports[group] = pack_for_many(self._reports(group, ranks))
-        self._answer_packed(requester, self._packed_reports[group])
+        if now - self._packed_at > self.timings.reports_s:
+            self._packed_at, self._packed_unwell = now, {}
+        if question not in self._packed_unwell:
+            self._packed_unwell[question] = pack_for_many(self._membership.unwell(*question))
+        self._answer_packed(requester, self._packed_unwell[question])
         return PENDING
-
-    def _reports(self, group: str, ranks: Sequence[int]) -> dict[int, RankReport]:
-        silent_s = self._timings.ping_after_s
-        return self._membership.reports(group, ranks, silent_s, self._is_unreachable)
 
     def _is_unreachable(self, member: Member) -> bool:
         sockets = [self._connections[number].socket for number in member.connections]
-        return any(is_silent(connection, self._timings.acknowledged_s) for connection in sockets)
+        return any(is_silent(connection, self.timings.acknowledged_s) for connection in sockets)
 
 
 def _max_pending_connections(world_size: int) -> int:

@@ -12,19 +12,20 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from coordinator.addresses import Address, bound, candidates, family_of, listen, spans_nodes
-from coordinator.call_site import CallStatus
+from coordinator.call_site import CallSite
 from coordinator.control.client import Client, ServerLost
 from coordinator.control.credentials import SECRET_NBYTES, Credentials, launch_secret
 from coordinator.control.encryption import check_encryption
-from coordinator.control.framing import NoMessage, noop
+from coordinator.control.framing import noop
 from coordinator.control.handshake import CONTROL, Hello
-from coordinator.control.membership import MAX_NEWS, SUSPENDED, Membership, RankReport
+from coordinator.control.heartbeat import NO_ANSWER, Heartbeat
+from coordinator.control.membership import SUSPENDED, Membership, RankReport
 from coordinator.control.operations import Op
 from coordinator.control.process_monitor import PeerProcess
 from coordinator.control.server import ControlServer
@@ -34,25 +35,9 @@ from coordinator.timings import CoordinatorTimings
 from coordinator.waiting_notice import WaitingNotice
 from launcher import LaunchInfo, host_addresses
 
-NO_ANSWER = (ServerLost, NoMessage, CoordinatorError)  # rank 0 is gone, suspended, busy or cut off
-
-
-class GroupStatus(Protocol):
-    """A group of this rank, as its heartbeats report it."""
-
-    key: str
-
-    def call_status(self) -> CallStatus: ...
-
-    def drop(self) -> None: ...
-
 
 class Session:
-    """State that the Coordinators of one rank of one launch share.
-
-    lost: ranks of the launch whose connections to rank 0 broke, and when this rank heard of it.
-    group_failures: packed GroupFailures by key of the group.
-    """
+    """State that the Coordinators of one rank of one launch share."""
 
     def __init__(
         self,
@@ -63,50 +48,36 @@ class Session:
         timings: CoordinatorTimings,
     ) -> None:
         self.info, self.server, self.client, self.credentials = info, server, client, credentials
-        self.timings = timings
+        self._timings = timings  # of a launch of few ranks
         self.users = 0
-        self.lost: dict[int, float] = {}
-        self.group_failures: dict[str, bytes] = {}
+        self.heartbeat = Heartbeat(info.rank, self.ask, timings.for_ranks(info.world_size))
         self.server_lost_at = 0.0
-        self._num_news = 0
-        self._groups: dict[str, GroupStatus] = {}
-        self._refreshing = threading.Lock()
         self._closed = threading.Event()
-        self._next_local: PeerProcess | None = None
         self._master: PeerProcess | None = None
         self._link_notice: WaitingNotice | None = None  # while the network fails
-        self._heartbeat: threading.Thread | None = None
         if spans_nodes(info):
             self.start_heartbeat()
 
     def start_heartbeat(self) -> None:
         """Send heartbeats to rank 0, which answers with failures of ranks of other nodes."""
-        if self._heartbeat is None:
-            self._heartbeat = threading.Thread(
-                target=self._send_heartbeats, name="drumline-heartbeat", daemon=True
-            )
-            self._heartbeat.start()
+        self.heartbeat.start(self._notice_network_failure)
 
-    def add_group(self, group: GroupStatus) -> None:
-        self._groups[group.key] = group
+    @property
+    def timings(self) -> CoordinatorTimings:
+        return self.heartbeat.timings
 
-    def remove_group(self, group: GroupStatus) -> None:
-        self._groups.pop(group.key, None)
+    def set_num_speakers(self, count: int) -> None:
+        """Send as many heartbeats as rank 0 can bear from so many ranks."""
+        timings = self._timings.for_ranks(self.info.world_size, count)
+        self.heartbeat.set_timings(timings)
+        if self.server is not None:
+            self.server.timings = timings
 
-    def set_watch_targets(self, next_local: Peer, peers: Sequence[Peer]) -> None:
-        """Watch the next rank of this node, since a suspended process cannot report itself, and
-        rank 0 if it is among the peers."""
-        if self._next_local is None:
-            self._next_local = PeerProcess(next_local)
+    def watch_master(self, peers: Sequence[Peer]) -> None:
+        """Watch the process of rank 0, if it is among the peers."""
         master = next((peer for peer in peers if peer.rank == 0), None)
         if self._master is None and master is not None:
             self._master = PeerProcess(master)
-
-    def _send_heartbeats(self) -> None:
-        self.refresh()  # else a rank that is cut off at once would look like one that never came
-        while not self._closed.wait(self.timings.heartbeat_s):
-            self.refresh()
-            self._notice_network_failure()
 
     def _notice_network_failure(self) -> None:
         """Log every few seconds that a host does not answer: deadlines may be far away."""
@@ -127,57 +98,26 @@ class Session:
             return ""
         return failure and f"rank 0: {failure}"
 
-    def refresh(self, timeout_s: float | None = None) -> None:
-        """Send a heartbeat to rank 0, and learn from the answer which ranks and groups failed."""
-        limit_s = self.timings.answer_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + limit_s
-        if not self._refreshing.acquire(timeout=limit_s):
-            return  # another thread waits for rank 0 already
-        try:
-            calls = {group.key: group.call_status() for group in list(self._groups.values())}
-            left_s = max(deadline - time.monotonic(), 0.0)
-            updates = self.ask(
-                Op.HEARTBEAT, self._num_news, calls, self._suspended(), timeout_s=left_s
-            )
-            self._apply_updates(updates)
-        except NO_ANSWER:
-            return  # the deadlines decide
-        finally:
-            self._refreshing.release()
-
-    def _apply_updates(self, updates: Sequence[tuple[str, Any]]) -> None:
-        self._num_news += len(updates)
-        for group, update in updates:
-            if group:
-                self.group_failures.setdefault(group, update)
-            else:
-                self.lost.setdefault(update, time.monotonic())
-        surplus = len(self.group_failures) - MAX_NEWS
-        for key in list(self.group_failures)[: max(surplus, 0)]:
-            if key not in self._groups:
-                del self.group_failures[key]
-
-    def _suspended(self) -> list[int]:
-        """The next rank of this node, if it is suspended."""
-        process = self._next_local
-        if process is None or process.peer.rank == self.info.rank or not process.is_suspended():
-            return []
-        return [process.peer.rank]
-
-    def membership(self, timeout_s: float | None = None) -> Membership:
-        """All ranks as rank 0 knows them; empty if it does not answer."""
-        return self.unwell("", (), timeout_s) or {}
+    def reports(self, ranks: Sequence[int], timeout_s: float | None = None) -> Membership:
+        """These ranks as rank 0 knows them; empty if it does not answer."""
+        return self._ask_reports(Op.REPORTS, list(ranks), timeout_s=timeout_s) or {}
 
     def unwell(
-        self, group: str, ranks: Sequence[int], timeout_s: float | None = None
+        self, group: str, call: CallSite | None = None, timeout_s: float | None = None
     ) -> Membership | None:
         """The ranks that rank 0 does not know to be well in a group; None if it does not answer.
 
-        Among these ranks, or all if there are none.
+        call: also the others that are not in it, of all as many as an error may name.
         """
+        name, number = call[:2] if call is not None else ("", 0)
+        return self._ask_reports(Op.UNWELL, group, name, number, timeout_s=timeout_s)
+
+    def _ask_reports(
+        self, op: Op, *arguments: Any, timeout_s: float | None = None
+    ) -> Membership | None:
         limit_s = self.timings.answer_s if timeout_s is None else timeout_s
         try:
-            reports = self.ask(Op.MEMBERSHIP, group, list(ranks), timeout_s=limit_s)
+            reports = self.ask(op, *arguments, timeout_s=limit_s)
             return {rank: RankReport.from_wire(fields) for rank, fields in reports.items()}
         except NO_ANSWER:
             return None
@@ -207,7 +147,7 @@ class Session:
         except ServerLost:
             self._check_open()
             self.server_lost_at = self.server_lost_at or time.monotonic()
-            self.lost.setdefault(0, time.monotonic())
+            self.heartbeat.lost.setdefault(0, time.monotonic())
             raise
 
     def _check_open(self) -> None:
@@ -231,29 +171,23 @@ class Session:
         return f"{self._master.peer}, {self._master.state() or 'on another host'},"
 
     def end(self) -> None:
-        """Leave the launch. A heartbeat on its way is given up first: if the process ended with its
-        connection open, that would look like a death."""
+        """Leave the launch."""
         self._closed.set()
-        if self._heartbeat is not None and self._heartbeat is not threading.current_thread():
-            self._heartbeat.join(self.timings.answer_s)
+        self.heartbeat.close()
         self.client.close()
-        self._close_processes()
+        if self._master is not None:
+            self._master.close()
 
     def drop(self) -> None:
         """Close the descriptors in a forked child, which leaves those of the parent alone."""
         self._closed = threading.Event()  # the lock of the old one may be held by no thread
         self._closed.set()
         self.client.drop()
-        for group in self._groups.values():
-            group.drop()
+        self.heartbeat.drop()
         if self.server is not None:
             self.server.drop()
-        self._close_processes()
-
-    def _close_processes(self) -> None:
-        for process in (self._master, self._next_local):
-            if process is not None:
-                process.close()
+        if self._master is not None:
+            self._master.close()
 
 
 class _ProcessSession:
@@ -305,10 +239,10 @@ class _ProcessSession:
             check_encryption(info)
         if info.extras.get("store") == "agent" and self.location is None:
             self.location = _locate_server_by_store(info, timeout_s)
-        turn, timings = self.num_coordinators, timings.for_ranks(info.world_size)
+        turn, scaled = self.num_coordinators, timings.for_ranks(info.world_size)
         credentials = Credentials(self._secret(info), info.launch_id, info.world_size, encrypts)
         if info.rank == 0 and (self.server is None or not self.server.open(turn)):
-            self.server = ControlServer(self._listener(info), credentials, timings)
+            self.server = ControlServer(self._listener(info), credentials, scaled)
             self.server.open(turn)
         process = f"host {socket.gethostname()}, pid {os.getpid()}"
         hello = Hello(info.rank, CONTROL, turn, self.token, process)
@@ -319,7 +253,7 @@ class _ProcessSession:
             hello,
             timeout_s,
             self.server,
-            timings,
+            scaled,
             lambda address, why: notice.log_if_due(lambda: f"rank 0 at {address}: {why}"),
         )
         atexit.register(client.close, is_orderly=False)  # a rank that ends without close() is lost
@@ -341,9 +275,9 @@ class _ProcessSession:
             return [self.location.address]
         return candidates(info)
 
-    def leave(self, timeout_s: float | None) -> list[int]:
-        """One Coordinator less. At rank 0 the last one waits until all ranks have left, unless
-        timeout_s is None. Returns the ranks that had not left in time."""
+    def leave(self, timeout_s: float | None, stuck: Set[int] = frozenset()) -> list[int]:
+        """One Coordinator less. At rank 0 the last one waits until all ranks but stuck ones have
+        left, unless timeout_s is None. Returns the ranks that had not left in time."""
         with self.lock:
             session, server = self.session, self.server
             assert session is not None
@@ -356,7 +290,7 @@ class _ProcessSession:
         if server is None:
             return []
         server.begin_closing()
-        if timeout_s is None or server.wait(timeout_s):
+        if timeout_s is None or server.wait(timeout_s, stuck):
             return []
         return server.present()
 

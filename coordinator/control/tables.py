@@ -86,11 +86,16 @@ class RendezvousTable(Generic[Requester]):
     """Ranks that give data each, and go on once all have: with what those of their scope gave.
 
     So each learns of its own node first, and the work for all ranks grows in step with them.
-    answer(requesters, value) is called once for all that get the same.
+    answer(requesters, value) is called once for all that get the same, and on_nodes(key,
+    requesters) before, where they are of several nodes.
     """
 
-    def __init__(self, answer: Callable[[Sequence[Requester], Any], None]) -> None:
-        self._answer = answer
+    def __init__(
+        self,
+        answer: Callable[[Sequence[Requester], Any], None],
+        on_nodes: Callable[[str, Sequence[Requester]], None],
+    ) -> None:
+        self._answer, self._on_nodes = answer, on_nodes
         self._open: dict[str, _OpenRendezvous[Requester]] = {}
 
     def rendezvous(
@@ -118,6 +123,7 @@ class RendezvousTable(Generic[Requester]):
         """
         complete = self._come(requester, key, place, size, data, "")
         if complete is not None:
+            self._on_nodes(key, [complete.waiting[member] for member in range(size)])
             firsts = [member for member in range(size) if complete.data[member]]
             nodes = {index: complete.data[member] for index, member in enumerate(firsts)}
             for index, member in enumerate(firsts):

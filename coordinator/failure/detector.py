@@ -45,7 +45,7 @@ class FailureDetector:
         self.stacks = PeerStacks(self.me, peers)
         self._scan = FailureScan(self.monitor, self.group_failure)
         self._notifier = FailureNotifier(self._scan)
-        self._prefetched: tuple[float, Membership, str] = (0.0, {}, "")
+        self._prefetched: tuple[float, Membership | None, str] = (0.0, None, "")
 
     def share(self, shm_domain: Sequence[int], segment: NodeSegment) -> None:
         """Watch these places of the group through the memory that they share with this rank."""
@@ -82,6 +82,7 @@ class FailureDetector:
 
     def check(self, pending: PendingCall) -> None:
         """Return if there is still reason to wait; else raise why not."""
+        self.session.heartbeat.sync()
         self.check_group(pending)
         exited = self.monitor.awaited_exits()
         if exited:
@@ -128,7 +129,7 @@ class FailureDetector:
     def _lost(self, exited: Sequence[ObservedRank], pending: PendingCall) -> CoordinatorError:
         """The error for ranks that exited, or their own reason, which may still be at rank 0."""
         if any(self.monitor.is_remote(observed.peer.rank) for observed in exited):
-            self.session.refresh(self.timings.last_answer_s)
+            self.session.heartbeat.refresh(self.timings.last_answer_s)
         failure = self.group_failure()
         if failure is not None:
             return self._error(failure, pending)
@@ -138,7 +139,7 @@ class FailureDetector:
         """Why the group has failed; None while it has not."""
         segment = self.monitor.segment
         data = segment.group_failure() if segment is not None else None
-        data = data if data is not None else self.session.group_failures.get(self.key)
+        data = data if data is not None else self.session.heartbeat.group_failures.get(self.key)
         return None if data is None else GroupFailure.unpack(data)
 
     def _prefetch(self, pending: PendingCall) -> None:
@@ -148,18 +149,19 @@ class FailureDetector:
         """
         if self._prefetched[0] == pending.since:
             return
-        membership = self.monitor.membership(pending.left_s)
+        membership = self.monitor.unwell(pending.left_s, pending.call)
         late = self.monitor.stragglers(pending.call, membership)
         stacks = self.stacks.describe(late, min(pending.left_s, self.timings.stack_s))
         self._prefetched = (pending.since, membership, stacks)
 
-    def _at_deadline(self, pending: PendingCall) -> tuple[Membership, str]:
+    def _at_deadline(self, pending: PendingCall) -> tuple[Membership | None, str]:
         """The findings of _prefetch() for this call; rank 0 is asked again if it did not answer."""
         since, membership, stacks = self._prefetched
         if since != pending.since:
-            membership, stacks = {}, ""
-        wait_s = self.timings.last_answer_s
-        return membership or self.monitor.membership(wait_s), stacks
+            membership, stacks = None, ""
+        if membership is None:
+            membership = self.monitor.unwell(self.timings.last_answer_s, pending.call)
+        return membership, stacks
 
     def broken(self, rank: int | None, why: str, pending: PendingCall) -> CoordinatorError:
         """The error for a broken connection to a rank of the group, or to one that nobody knows:
@@ -168,7 +170,7 @@ class FailureDetector:
             time.monotonic() + self.timings.reason_s, pending.deadline + self.timings.answer_s
         )
         while time.monotonic() < until:
-            self.session.refresh(self.timings.reason_answer_s)
+            self.session.heartbeat.refresh(self.timings.reason_answer_s)
             try:
                 self.check(pending)
             except CoordinatorError as error:
@@ -228,7 +230,8 @@ class FailureDetector:
         if segment is not None and not segment.publish_failure(data):
             return self.group_failure() or failure
         if segment is None:
-            data = self.session.group_failures.setdefault(self.key, data)  # for our other threads
+            heard = self.session.heartbeat.group_failures
+            data = heard.setdefault(self.key, data)  # for our other threads
         if self.monitor.has_remote:
             self.session.report(self.key, data)
         return GroupFailure.unpack(data)

@@ -6,7 +6,7 @@ Ranks are named as in the launch, whatever their number in a group.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from coordinator._node_shm import NodeSegment
@@ -66,6 +66,7 @@ class PeerMonitor:
         self.key, self.session, self.me, self.peers = key, session, me, peers
         self.segment: NodeSegment | None = None
         self._local: dict[int, int] = {}  # rank of the launch: its place in the shared memory
+        self._by_rank = {peer.rank: peer for peer in peers}
         self._remote = {peer.rank: peer for peer in peers if peer.rank != me.rank}
         self._processes: dict[int, PeerProcess] = {}
         self._timings = session.timings
@@ -85,18 +86,27 @@ class PeerMonitor:
             process.close()
 
     @property
+    def _lost(self) -> Mapping[int, float]:
+        return self.session.heartbeat.lost
+
+    @property
     def has_remote(self) -> bool:
         """True if some ranks do not share memory with this one."""
         return bool(self._remote)
 
-    def membership(self, timeout_s: float | None = None) -> Membership:
-        """All ranks as rank 0 knows them, if some of the group are remote; waits for its answer."""
-        return self.session.membership(timeout_s) if self._remote else {}
+    def reports(self, ranks: Collection[int], timeout_s: float | None = None) -> Membership:
+        """The remote ones of these ranks as rank 0 knows them; waits for its answer."""
+        remote = [rank for rank in ranks if rank in self._remote]
+        return self.session.reports(remote, timeout_s) if remote else {}
 
-    def unwell(self, timeout_s: float | None = None) -> Membership | None:
-        """The remote ranks that are not well, as rank 0 knows them; None if it does not answer."""
-        is_whole = len(self.peers) == self.session.info.world_size
-        return self.session.unwell(self.key, () if is_whole else [*self._remote], timeout_s)
+    def unwell(
+        self, timeout_s: float | None = None, call: CallSite | None = None
+    ) -> Membership | None:
+        """The ranks that are not well, as rank 0 knows them; None if it does not answer.
+
+        call: and those that are not in it.
+        """
+        return self.session.unwell(self.key, call, timeout_s) if self._remote else {}
 
     def is_remote(self, rank: int) -> bool:
         return rank in self._remote
@@ -107,12 +117,17 @@ class PeerMonitor:
             self._processes[peer.rank] = PeerProcess(peer)
         return self._processes.get(peer.rank)
 
+    def suspended(self) -> set[int]:
+        """The ranks of the launch whose process on this host is suspended."""
+        processes = ((peer.rank, self.process(peer)) for peer in self.peers)
+        return {rank for rank, process in processes if process and process.is_suspended()}
+
     # ---- ranks that are gone ----
 
     def exited(self, ranks: Collection[int] | None = None) -> list[ObservedRank]:
         """Ranks that died or left, among these or among all."""
         local = [self.local_exit(rank) for rank in self._local if ranks is None or rank in ranks]
-        lost = [rank for rank in tuple(self.session.lost) if rank in self._remote]
+        lost = [rank for rank in tuple(self._lost) if rank in self._remote]
         remote = [self.remote_exit(rank) for rank in lost if ranks is None or rank in ranks]
         return [observed for observed in (*local, *remote) if observed is not None]
 
@@ -149,9 +164,9 @@ class PeerMonitor:
 
     def awaited_exits(self) -> list[ObservedRank]:
         """The ranks that are waited for and will not come any more."""
-        exited = self.exited({*self.missing(), *tuple(self.session.lost)})
+        exited = self.exited({*self.missing(), *tuple(self._lost)})
         missing = self.missing() if exited else ()  # some came, and then left
-        awaited = (*missing, *self._remote) if exited else ()
+        awaited = {*missing, *self._remote} if exited else ()
         return [observed for observed in exited if observed.peer.rank in awaited]
 
     def local_exit(self, rank: int) -> ObservedRank | None:
@@ -159,7 +174,7 @@ class PeerMonitor:
         if rank == self.me.rank:
             return None
         status, last_call = self._local_status(rank)
-        peer, process = self._peer(rank), self._processes.get(rank)
+        peer, process = self._by_rank[rank], self._processes.get(rank)
         if status != PRESENT:
             return ObservedRank(peer, STATUS_TEXT[status], last_call, FailureReason.LEFT)
         if process is not None and process.is_dead():
@@ -169,7 +184,7 @@ class PeerMonitor:
 
     def remote_exit(self, rank: int) -> ObservedRank | None:
         """A rank that shares no memory, if rank 0 lost its connection."""
-        since = self.session.lost.get(rank)
+        since = self._lost.get(rank)
         if since is None or time.monotonic() - since < self._timings.lost_grace_s:
             return None
         exited, lost_s = FailureReason.EXITED, time.monotonic() - since
@@ -192,19 +207,22 @@ class PeerMonitor:
             status, bool(has_arrived), num_calls, CallStatus(name, number, where, ago_s)
         )
 
-    def _peer(self, rank: int) -> Peer:
-        return next(peer for peer in self.peers if peer.rank == rank)
-
     # ---- ranks that are late ----
 
     def local_calls(self) -> dict[int, CallSite]:
         """The call that each rank of this node is in."""
         return {rank: CallSite(*self._read_status(rank).last_call[:3]) for rank in self._local}
 
-    def stragglers(self, call: CallSite, membership: Membership) -> list[ObservedRank]:
-        """The ranks that are not in this call, with what they do instead."""
+    def stragglers(self, call: CallSite, membership: Membership | None) -> list[ObservedRank]:
+        """The ranks that are not in this call, with what they do instead.
+
+        membership: the unwell, and those that rank 0 does not know to be in it.
+        """
         local = [self._local_straggler(rank, call) for rank in self.missing()]
-        remote = [self._observe_remote(rank, membership, call) for rank in self._remote]
+        if membership is None:
+            remote = [self._observe_without_server(rank) for rank in self._remote]
+        else:
+            remote = [self._remote_straggler(rank, membership[rank], call) for rank in membership]
         return [observed for observed in (*local, *remote) if observed is not None]
 
     def _local_straggler(self, rank: int, call: CallSite) -> ObservedRank | None:
@@ -222,21 +240,26 @@ class PeerMonitor:
         state = process.state() if process else "in this process"
         if last_call is None:
             state = f"not seen in any call, {state}"
-        return ObservedRank(self._peer(rank), state, last_call)
+        return ObservedRank(self._by_rank[rank], state, last_call)
 
-    def _observe_remote(
-        self, rank: int, membership: Membership, call: CallSite | None
+    def _remote_straggler(
+        self, rank: int, report: RankReport, call: CallSite
     ) -> ObservedRank | None:
-        """A rank that shares no memory, as rank 0 knows it; None if it is in the call."""
+        if rank not in self._remote:
+            return None  # it is better known from here
+        observed = self.observe_report(self._remote[rank], report)
+        last_call = observed.last_call
+        is_in_call = last_call is not None and last_call[:2] == call[:2]
+        return None if observed.state == RUNNING and is_in_call else observed
+
+    def _observe_remote(self, rank: int, membership: Membership) -> ObservedRank | None:
+        """A rank that shares no memory, as rank 0 knows it."""
         if not membership:
             return self._observe_without_server(rank)
         report = membership.get(rank)
         if report is None:
             return ObservedRank(self._remote[rank], "never seen by rank 0")
-        observed = self.observe_report(self._remote[rank], report)
-        last_call = observed.last_call
-        is_in_call = call is not None and last_call is not None and last_call[:2] == call[:2]
-        return None if observed.state == RUNNING and is_in_call else observed
+        return self.observe_report(self._remote[rank], report)
 
     def observe_report(self, peer: Peer, report: RankReport) -> ObservedRank:
         """A rank as rank 0 reports it."""
@@ -274,7 +297,7 @@ class PeerMonitor:
         observed = [
             self._observe_local(rank)
             if rank in self._local
-            else self._observe_remote(rank, membership, None)
+            else self._observe_remote(rank, membership)
             for rank in ranks
             if rank in self._local or rank in self._remote
         ]
@@ -282,27 +305,28 @@ class PeerMonitor:
 
     def describe(self, ranks: Collection[int]) -> str:
         """These ranks of the launch: where they are, and what they do."""
-        membership = self.membership(self._timings.last_answer_s)
+        membership = self.reports(ranks, self._timings.last_answer_s)
         return " and ".join(map(str, self.observe(ranks, membership))) or f"ranks {list(ranks)}"
 
     def describe_local(self, rank: int) -> str:
         """A rank of the launch, and what it does if it shares memory with this one."""
         if rank in self._local:
             return str(self._observe_local(rank))
-        return next((str(peer) for peer in self.peers if peer.rank == rank), f"rank {rank}")
+        return str(self._by_rank.get(rank, f"rank {rank}"))
 
     def table(self) -> str:
         """A line for every rank: where it is and what it does."""
-        return "\n".join(self._lines(self.membership()))
+        return self._table([*self._by_rank])
 
     def short_table(self) -> str:
         """The table for an error that is due already: at most MAX_LINES, and little waiting."""
-        lines = self._lines(self.membership(self._timings.last_answer_s))
-        rest = [f"and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []
-        return "\n".join(lines[:MAX_LINES] + rest)
+        ranks = [*self._by_rank]
+        lines = self._table(ranks[:MAX_LINES], self._timings.last_answer_s)
+        rest = len(ranks) - MAX_LINES
+        return lines + f"\nand {rest} more" * (rest > 0)
 
-    def _lines(self, membership: Membership) -> list[str]:
-        return [str(rank) for rank in self.observe([peer.rank for peer in self.peers], membership)]
+    def _table(self, ranks: Collection[int], timeout_s: float | None = None) -> str:
+        return "\n".join(map(str, self.observe(ranks, self.reports(ranks, timeout_s))))
 
 
 def judge_report(report: RankReport, silent_s: float) -> tuple[str, FailureReason | None]:

@@ -51,6 +51,7 @@ class FailureScan:
         """The failed ranks, the first to fail first."""
         with self._lock:
             self._forgive_if_suspended()
+            self.monitor.session.heartbeat.sync()
             self._refresh_membership()
             observed = self._observed()
             reported = self._reported()  # after: a rank reports its reason before it closes

@@ -70,7 +70,7 @@ class Group:
         self._is_one_domain = len(shm_domains) == 1
         self._wait_s = session.timings.shm_wait_s
         self._last = (CallSite("start", 0, ""), time.monotonic())
-        session.add_group(self)
+        session.heartbeat.groups[key] = self
 
     def call_status(self) -> CallStatus:
         """The call this rank was last in."""
@@ -180,7 +180,7 @@ class Group:
             self._segment.set_status(status)
 
     def close(self) -> None:
-        self.session.remove_group(self)
+        self.session.heartbeat.groups.pop(self.key, None)
         if self._tree is not None:
             self._tree.close()
         self.detector.close()

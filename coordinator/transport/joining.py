@@ -12,6 +12,7 @@ import coordinator._node_shm as _node_shm
 from coordinator.binomial_tree import children_of, parent_of
 from coordinator.call_site import PendingCall
 from coordinator.control.framing import NoMessage, pack, pack_for_many, unpack, unpack_answer
+from coordinator.control.heartbeat import Neighbour
 from coordinator.control.session import Session
 from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost
 from coordinator.failure.detector import FailureDetector
@@ -75,6 +76,7 @@ class _Joining:
         self.key, self.session, self.pending = key, session, pending
         self.rank = members.index(session.info.rank)
         self.size = len(members)
+        self.is_launch = parent is None  # and no part of one
         self.rendezvous = Rendezvous(key, session, members, parent, pending)
         self.peers: dict[int, Peer] = {}  # by place
         self.shm_domain: list[int] = []
@@ -108,15 +110,10 @@ class _Joining:
         self.detector = FailureDetector(self.key, self.session, self.rank, everyone)
         if self.segment is not None:
             self.detector.share(self.shm_domain, self.segment)
-        self.session.set_watch_targets(self._next_local_peer(), everyone)
+        self.session.watch_master(everyone)
         return Group(
             self.key, self.session, self.rank, self.detector, domains, self.segment, self.tree
         )
-
-    def _next_local_peer(self) -> Peer:
-        """The next rank on this node, in a circle."""
-        place = self.shm_domain.index(self.rank) + 1
-        return self.peers[self.shm_domain[place % len(self.shm_domain)]]
 
     # ---- memory ----
 
@@ -133,6 +130,8 @@ class _Joining:
             if fd >= 0:
                 os.close(fd)
         if not problems:
+            if self.is_launch:
+                self._meet_node(domain, [unpack(offers[place])[3] for place in domain])
             return domain
         self.segment = None
         place, why = next(iter(problems.items()))
@@ -142,20 +141,28 @@ class _Joining:
         )  # fmt: skip
         return [self.rank]
 
+    def _meet_node(self, domain: list[int], record_fds: Sequence[int]) -> None:
+        neighbours = [
+            Neighbour(self.peers[place], fd) for place, fd in zip(domain, record_fds, strict=True)
+        ]
+        index = domain.index(self.rank)
+        if min(record_fds) >= 0:
+            self.session.heartbeat.set_node(neighbours[:index], neighbours[index + 1 :])
+
     def _export_segment(self, domain: list[int]) -> tuple[int, bytes]:
-        """Fresh memory, if this rank is to make it; and its descriptor, problem and cores."""
+        """Fresh memory, if this rank is to make it; its descriptor, problem, cores and record."""
         cores = sorted(os.sched_getaffinity(0))
-        if self.rank != domain[0]:
-            return -1, pack((-1, "", cores))
-        try:
-            fd = _node_shm.create(len(domain))
-        except OSError as error:
-            return -1, pack((-1, f"{error.strerror}", cores))
-        return fd, pack((fd, "", cores))
+        fd, problem = -1, ""
+        if self.rank == domain[0]:
+            try:
+                fd = _node_shm.create(len(domain))
+            except OSError as error:
+                problem = f"{error.strerror}"
+        return fd, pack((fd, problem, cores, self.session.heartbeat.record_fd))
 
     def _attach(self, domain: list[int], offers: dict[int, Any]) -> str:
         """Map the memory of the domain; the problem, or nothing."""
-        fd, problem, _ = offers[domain[0]]
+        fd, problem, *_ = offers[domain[0]]
         cores = {core for rank in domain for core in offers[rank][2]}
         if problem:
             return str(problem)
@@ -187,6 +194,8 @@ class _Joining:
             own = _pack_node(listener.address, {place: packets[place] for place in self.shm_domain})
         try:
             index, size, nodes = self.rendezvous.number_nodes(own)
+            if self.is_launch:
+                self.session.set_num_speakers(size)
             problem = ""
             if listener is not None:
                 near = {node: _unpack_node(data) for node, data in nodes.items()}
@@ -316,7 +325,7 @@ class _Joining:
         """The error for a broken connection: rank 0 may know whose it was."""
         until = time.monotonic() + self.session.timings.exit_s
         while time.monotonic() < until:
-            self.session.refresh(self.session.timings.reason_answer_s)
+            self.session.heartbeat.refresh(self.session.timings.reason_answer_s)
             self.rendezvous.check_lost()
             time.sleep(self.session.timings.reason_poll_s)
         return PeerLost(

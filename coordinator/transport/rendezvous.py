@@ -9,8 +9,9 @@ from typing import Any
 from coordinator.call_site import PendingCall
 from coordinator.control.client import ServerLost
 from coordinator.control.framing import NoMessage
+from coordinator.control.heartbeat import NO_ANSWER
 from coordinator.control.operations import Op
-from coordinator.control.session import NO_ANSWER, Session
+from coordinator.control.session import Session
 from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost
 from coordinator.failure.detector import FailureDetector
 from coordinator.failure.group_failure import GroupFailure
@@ -96,10 +97,11 @@ class Rendezvous:
         if self._parent is not None:
             self._parent.check_members(self._members, self._pending)
         if time.monotonic() > self._refresh_at:
-            self._session.refresh(min(self._timings.answer_s, self._pending.left_s))
+            limit_s = min(self._timings.answer_s, self._pending.left_s)
+            self._session.heartbeat.refresh(limit_s, self._key)
             self._refresh_at = time.monotonic() + self._timings.rendezvous_s
         self._check_withdrawn()
-        lost = [rank for rank in self._members if rank in self._session.lost]
+        lost = [rank for rank in self._members if rank in self._session.heartbeat.lost]
         if lost and self._parent is None:
             raise PeerLost(
                 f"rank {self._rank} was in {self._pending.call} when {self._describe(lost)} "
@@ -109,7 +111,7 @@ class Rendezvous:
 
     def _check_withdrawn(self) -> None:
         """Raise if another member has given up already."""
-        data = self._session.group_failures.get(self._key)
+        data = self._session.heartbeat.group_failures.get(self._key)
         if data is None:
             return
         text = GroupFailure.unpack(data).describe_to(self._rank, self._pending)

@@ -145,8 +145,8 @@ bool read_p2p_arguments(Comm* self, const CallSite& site, PyObject** values, con
         return false;
     if (*peer == site.rank) {
         PyErr_Format(PyExc_ValueError,
-                     "rank %d, %s: the peer is this rank itself. Copy the tensor instead",
-                     site.rank, site.call);
+                     "%s, %s: the peer is this rank itself. Copy the tensor instead", site.me,
+                     site.call);
         return false;
     }
     return self->group_depth == 0 || PyList_Append(self->group_tensors, values[0]) == 0;

@@ -4,9 +4,8 @@
 #include <string>
 
 PyObject* raise_closed(const CallSite& site) {
-    PyErr_Format(errors.base,
-                 "rank %d: %s on a closed Communicator. Make a new one, or close it later",
-                 site.rank, site.call);
+    PyErr_Format(errors.base, "%s: %s on a closed Communicator. Make a new one, or close it later",
+                 site.me, site.call);
     return nullptr;
 }
 
@@ -33,11 +32,10 @@ void raise_call_error(const Comm* self, comm_result code, std::string text) {
 }
 
 PyObject* raise_not_offered(const CallSite& site, const comm_plugin* table) {
-    PyErr_Format(
-        errors.unsupported,
-        "rank %d: the backend %s does not offer %s, and there is no fallback for it. Choose "
-        "another backend",
-        site.rank, table->name, site.call);
+    PyErr_Format(errors.unsupported,
+                 "%s: the backend %s does not offer %s, and there is no fallback for it. Choose "
+                 "another backend",
+                 site.me, table->name, site.call);
     return nullptr;
 }
 
@@ -138,7 +136,7 @@ PyObject* comm_scaled_sum(PyObject* object, PyObject* argument) {
     TensorView scale;
     if (read_tensor(on_cpu, argument, &scale) < 0) return nullptr;
     if (scale.numel != 1) {
-        PyErr_Format(PyExc_ValueError, "rank %d, scaled_sum: needs one number, not %llu", site.rank,
+        PyErr_Format(PyExc_ValueError, "%s, scaled_sum: needs one number, not %llu", site.me,
                      static_cast<unsigned long long>(scale.numel));
         return nullptr;
     }
@@ -193,6 +191,16 @@ PyObject* comm_borrow(PyObject* object, PyObject*) {
     return PyCapsule_New(&comm_of(object)->borrowed, borrowed_comm_name, nullptr);
 }
 
+PyObject* comm_name_rank(PyObject* object, PyObject* name) {
+    Comm* self = comm_of(object);
+    const char* text = PyUnicode_AsUTF8AndSize(name, nullptr);
+    if (text == nullptr) return nullptr;
+    Py_XDECREF(self->rank_name);
+    self->rank_name = new_reference(name);
+    self->site.me = text;
+    return new_reference(Py_None);
+}
+
 PyObject* comm_raise_result(PyObject* object, PyObject* args) {
     int code;
     const char* text;
@@ -229,6 +237,7 @@ void comm_dealloc(PyObject* object) {
     delete self->stream_mutex;
     for (PyObject* reference : self->plain_tensors.references) Py_XDECREF(reference);
     Py_XDECREF(self->bootstrap);
+    Py_XDECREF(self->rank_name);
     Py_XDECREF(self->group_tensors);
     Py_XDECREF(self->plugin);
     free_object(object);
@@ -256,6 +265,8 @@ PyMethodDef comm_methods[] = {
     {"abort", comm_abort, METH_NOARGS,
      "From any thread: end pending and later calls with PeerLost."},
     {"close", comm_close, METH_NOARGS, "Free everything; harmless when repeated."},
+    {"name_rank", comm_name_rank, METH_O,
+     "name_rank(text) for errors, where this rank has another number than here"},
     {"mem_alloc", comm_mem_alloc, METH_O, "mem_alloc(nbytes) -> address"},
     {"mem_free", comm_mem_free, METH_O, "mem_free(address)"},
     {"scaled_sum", comm_scaled_sum, METH_O, "scaled_sum(tensor of one number) -> op"},
@@ -305,7 +316,9 @@ Comm* new_comm(PyObject* plugin, const comm_plugin* table, const comm_init_args&
     self->group_tensors = PyList_New(0);
     self->borrowed = BorrowedComm{self->table,      &self->handle,    args.rank, args.nranks,
                                   self->call_mutex, lock_without_gil, unlock};
+    self->rank_name = PyUnicode_FromFormat("rank %d", args.rank);
     self->site = CallSite{"",
+                          PyUnicode_AsUTF8AndSize(self->rank_name, nullptr),
                           args.rank,
                           args.nranks,
                           self->table->device_type,

@@ -25,6 +25,7 @@ struct Comm {
     std::mutex* destroy_mutex;  // abort() may come in the middle of a call, but not of destroy()
     std::shared_mutex* stream_mutex;  // several threads use streams at once, but not in destroy()
     PyObject* bootstrap;              // a Coordinator has more to say for some errors; or NULL
+    PyObject* rank_name;              // whose text is site.me
     PyObject* group_tensors;          // kept alive from group_start to group_end
     int64_t* allreduce_note;          // 1 during allreduce, for who looks for this rank; or NULL
     int group_depth;

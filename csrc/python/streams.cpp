@@ -67,8 +67,8 @@ PyObject* comm_stream_wait(PyObject* object, PyObject* args) {
     int timeout_ms;
     if (!PyArg_ParseTuple(args, "O!i", &PyByteArray_Type, &interest, &timeout_ms)) return nullptr;
     if (PyByteArray_Size(interest) != self->site.nranks) {
-        PyErr_Format(PyExc_ValueError, "rank %d, stream_wait: interest needs %d bytes, one a rank",
-                     self->site.rank, self->site.nranks);
+        PyErr_Format(PyExc_ValueError, "%s, stream_wait: interest needs %d bytes, one a rank",
+                     self->site.me, self->site.nranks);
         return nullptr;
     }
     auto bits = reinterpret_cast<const uint8_t*>(PyByteArray_AsString(interest));

@@ -13,7 +13,8 @@ namespace {
 
 constexpr size_t header_nbytes = 12;
 constexpr size_t longest_text = 4096;
-constexpr size_t buffer_nbytes = 64 << 10;  // bytes that have arrived before they are asked for
+constexpr size_t buffer_nbytes = 64 << 10;   // bytes that have arrived before they are asked for
+constexpr uint64_t direct_nbytes = 8 << 10;  // data from this size on is read to its place at once
 
 struct Header {
     uint64_t nbytes;
@@ -121,15 +122,17 @@ Ended PeerLink::find_end(Ended otherwise) const {
 }
 
 bool PeerLink::read_header(TcpMessage& message, std::string* mismatch) {
+    bool is_direct = message.nbytes >= direct_nbytes;
+    size_t expected = is_direct ? header_nbytes + message.text.size() : buffer_nbytes;
     while (end_ - begin_ < header_nbytes)
-        if (!fill_buffer()) return false;
+        if (!fill_buffer(expected)) return false;
     Header header = unpack(buffer_.get() + begin_);
     if (header.text_nbytes > longest_text)
         throw Ended{peer_, 0, 0,
                     "a header announces a text of " + std::to_string(header.text_nbytes) +
                         " bytes, more than " + std::to_string(longest_text)};
     while (end_ - begin_ < header_nbytes + header.text_nbytes)
-        if (!fill_buffer()) return false;
+        if (!fill_buffer(buffer_nbytes)) return false;
     std::string_view text(buffer_.get() + begin_ + header_nbytes, header.text_nbytes);
     if (header.nbytes >= first_notice) throw Ended{peer_, header.nbytes, 0, std::string(text)};
     message.has_header = true;
@@ -140,13 +143,14 @@ bool PeerLink::read_header(TcpMessage& message, std::string* mismatch) {
     return true;
 }
 
-// Reads what has arrived behind what is in the buffer; whether anything had.
-bool PeerLink::fill_buffer() {
+// Reads what has arrived behind what is in the buffer, up to so many bytes in all; whether anything
+// had.
+bool PeerLink::fill_buffer(size_t most) {
     if (!buffer_) buffer_.reset(new char[buffer_nbytes]);
     std::memmove(buffer_.get(), buffer_.get() + begin_, end_ - begin_);
     end_ -= begin_;
     begin_ = 0;
-    ssize_t count = read(buffer_.get() + end_, buffer_nbytes - end_);
+    ssize_t count = read(buffer_.get() + end_, most - end_);
     end_ += static_cast<size_t>(std::max<ssize_t>(count, 0));
     return count > 0;
 }

@@ -61,7 +61,7 @@ class PeerLink {
 
   private:
     bool read_header(TcpMessage& message, std::string* mismatch);
-    bool fill_buffer();
+    bool fill_buffer(size_t most);
     size_t take_buffered(TcpMessage& message);
     ssize_t read(char* data, size_t nbytes);
     Ended failed(int error) const;

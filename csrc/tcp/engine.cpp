@@ -35,15 +35,14 @@ class Run {
     bool run() {
         for (const Step* step = call_.steps; step != call_.steps + call_.num_steps; ++step)
             if (!take(*step)) return false;
-        return finish();
+        return settle(0);
     }
 
   private:
     bool take(const Step& step);
     void add(const Step& step, bool is_send);
     void reduce(const Step& step);
-    bool begin_round(size_t window);
-    bool finish();
+    bool settle(size_t max_rounds);
     bool proceed() { return progress() || wait(); }
     bool progress();
     void advance(TcpMessage& transfer);
@@ -68,18 +67,20 @@ class Run {
 bool Run::take(const Step& step) {
     switch (step.kind) {
         case Kind::round:
-            return begin_round(static_cast<size_t>(step.peer));
+            if (!settle(static_cast<size_t>(step.peer) - 1)) return false;
+            unfinished_.push_back(0);
+            return true;
+        case Kind::settle:
+            return settle(static_cast<size_t>(step.peer));
         case Kind::send:
         case Kind::recv:
             add(step, step.kind == Kind::send);
             return true;
         case Kind::copy:
-            if (!finish()) return false;
             std::memmove(call_.buffers[step.target] + step.to,
                          call_.buffers[step.source] + step.begin, step.nbytes);
             return true;
         case Kind::reduce:
-            if (!finish()) return false;
             reduce(step);
             return true;
     }
@@ -111,26 +112,20 @@ void Run::reduce(const Step& step) {
     size_t size = shm::size_of(call_.dtype);
     shm::Reduce function = shm::find_reduce(call_.dtype, call_.op, engine_.instructions_);
     std::vector<const void*> rows;
+    const char* first = call_.buffers.back() + step.begin;
     for (int rank = 0; rank < step.source; ++rank)
-        rows.push_back(call_.buffers.back() + (step.peer + rank) % step.source * step.nbytes);
+        rows.push_back(first + (step.peer + rank) % step.source * step.nbytes);
     function(call_.buffers[step.target] + step.to, rows.data(), step.source, step.nbytes / size,
              call_.op == COMM_AVG ? step.source : 1);
 }
 
-bool Run::begin_round(size_t window) {
+// Moves until at most so many rounds are under way.
+bool Run::settle(size_t max_rounds) {
     while (true) {
         while (first_round_ < unfinished_.size() && unfinished_[first_round_] == 0) ++first_round_;
-        if (unfinished_.size() - first_round_ < window) break;
+        if (unfinished_.size() - first_round_ <= max_rounds) return true;
         if (!proceed()) return false;
     }
-    unfinished_.push_back(0);
-    return true;
-}
-
-bool Run::finish() {
-    while (!active_.empty())
-        if (!proceed()) return false;
-    return true;
 }
 
 // Whether anything moved, or no transfer need wait.

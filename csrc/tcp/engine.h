@@ -14,7 +14,7 @@
 
 namespace tcp {
 
-enum class Kind : int32_t { copy, send, recv, round, reduce };
+enum class Kind : int32_t { copy, send, recv, round, reduce, settle };
 
 // As communicator/backends/tcp.py packs it. Places and sizes are in bytes. `source` and `target`
 // are numbers of buffers.
@@ -22,9 +22,10 @@ enum class Kind : int32_t { copy, send, recv, round, reduce };
 //   send    nbytes of source from `begin` on to rank `peer`
 //   recv    nbytes of target from `to` on from rank `peer`
 //   round   begins a round once fewer than `peer` rounds are under way
-//   reduce  `source` rows of nbytes in the last buffer, in order of rank, into target from `to` on;
-//           row `peer` is rank 0's
-// A copy or a reduction begins when all transfers before it have ended.
+//   reduce  `source` rows of nbytes in the last buffer from `begin` on, in order of rank, into
+//   target
+//           from `to` on; row `peer` is rank 0's
+//   settle  goes on once at most `peer` rounds are under way
 struct Step {
     Kind kind;
     int32_t peer;

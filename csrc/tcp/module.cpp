@@ -305,8 +305,9 @@ PyObject* engine_new(PyTypeObject* type, PyObject* args, PyObject*) {
     self->engine = new Engine(fds, keys, static_cast<int64_t>(poll_s * 1e9));
     self->fds = new std::vector<int>(fds);
     self->known = new std::unordered_map<std::string, KnownCall>;
-    self->site = {
-        "", rank, static_cast<int32_t>(fds.size()), COMM_CPU, -1, false, &self->plain_tensors};
+    // Without names: Python, which checks what is wrong once more, raises the errors.
+    self->site = {"",       "", rank,  static_cast<int32_t>(fds.size()),
+                  COMM_CPU, -1, false, &self->plain_tensors};
     return object;
 }
 

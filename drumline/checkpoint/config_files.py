@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import shlex
 import textwrap
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from transformers import dynamic_module_utils
 
 from drumline.checkpoint.json_files import check_has_config, check_regular_files, read_json
 from drumline.checkpoint.safetensors_index import Index, read_index
@@ -30,19 +32,25 @@ MAX_LABELS = 100_000
 """Of a classifier; transformers makes two names for each while it reads the config."""
 
 
-def read_config(path: str | Path) -> Any:
-    """The config of a checkpoint. Raises CheckpointError unless its files are complete."""
+def read_config(
+    path: str | Path, adapter: str | Path | None = None, trust_remote_code: bool = False
+) -> Any:
+    """The config of a checkpoint. Raises CheckpointError unless its files are complete.
+
+    adapter: the folder of one that is to be applied; without it, there must be none beside.
+    trust_remote_code: run the Python files of the checkpoint, if it has a config of its own.
+    """
     folder = Path(path)
     check_regular_files(folder)
-    check_has_config(folder)
+    check_has_config(folder, adapter)
     content = read_json(folder / "config.json")
     _check_no_pickles(folder, content)
     _check_counts(folder, content, read_index(folder))
     try:
-        return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # each kind of config checks its fields in a way of its own
         is_known = str(content.get("model_type")) in transformers.CONFIG_MAPPING
-        if "auto_map" in content and not is_known:
+        if "auto_map" in content and not is_known and not trust_remote_code:
             raise _remote_code_error(folder, "config.json", content) from error
         why = textwrap.shorten(str(error), 300)
         raise CheckpointError(
@@ -78,9 +86,31 @@ def read_tokenizer(path: str | Path) -> Any:
 def _remote_code_error(folder: Path, file: str, content: Mapping[str, Any]) -> CheckpointError:
     return CheckpointError(
         f"{folder} brings Python code of its own ({file} has auto_map={content['auto_map']!r:.200}"
-        f"), which is not run, and transformers {transformers.__version__} has none for it; give a "
-        "checkpoint that transformers itself can read, or install the version that can."
+        f"), which is not run, and transformers {transformers.__version__} has none for it; if you "
+        "trust it, load the model with trust_remote_code=True, or install a version that can read "
+        "the checkpoint itself."
     )
+
+
+def remote_class(folder: Path, config: Any) -> type[Any] | None:
+    """The class that the checkpoint's own code has for its model; None if it has none.
+
+    It runs that code.
+    """
+    auto_map, names = getattr(config, "auto_map", None) or {}, config.architectures or ()
+    references = [str(reference) for key, reference in auto_map.items() if key != "AutoConfig"]
+    for reference in references:
+        if reference.rpartition(".")[2] in names:
+            cls: type[Any] = dynamic_module_utils.get_class_from_dynamic_module(reference, folder)
+            return cls
+    return None
+
+
+def code_digest(folder: Path) -> str:
+    """Equal for equal Python files."""
+    files = sorted(folder.glob("*.py"))
+    texts = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files]
+    return hashlib.sha256(repr(texts).encode()).hexdigest()
 
 
 def read_generation_config(path: str | Path) -> Any:

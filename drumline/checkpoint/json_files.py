@@ -16,6 +16,8 @@ MERGE_ADAPTER = (
 )
 
 
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_FILE = "adapter_model.safetensors"
 MAX_DESCRIPTION_NBYTES = 256 << 20
 """Of a file that is read whole; the largest tokenizers have 40 MB."""
 DESCRIPTIONS = (".json", ".jinja", ".model", ".txt")
@@ -48,16 +50,25 @@ def check_regular_files(folder: Path) -> None:
                 check_regular_file(file)
 
 
-def check_has_config(folder: Path) -> None:
-    """Raise CheckpointError if a folder holds no model, or may not be read."""
+def check_has_config(folder: Path, adapter: str | Path | None = None) -> None:
+    """Raise CheckpointError if a folder holds no model, or may not be read.
+
+    Also for an adapter beside the model, which from_pretrained would apply, and nobody gave.
+    """
     if folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK):
         raise CheckpointError(
             f"{folder} may not be read by this user; run `chmod -R u+rX` on it as its owner."
         )
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+    has_adapter = (folder / ADAPTER_CONFIG).is_file()
+    if has_adapter and not (folder / "config.json").is_file():
         raise CheckpointError(
-            f"{folder} holds an adapter and no model, and layers on several ranks take no "
-            f"adapters; {MERGE_ADAPTER}."
+            f"{folder} holds an adapter and no model; give load() the model that it belongs to, "
+            f"and adapter={str(folder)!r}."
+        )
+    if has_adapter and adapter is None:
+        raise CheckpointError(
+            f"{folder} holds an adapter beside the model ({ADAPTER_CONFIG}), and without it the "
+            f"model may be another one; pass adapter={str(folder)!r} to apply it, or move it away."
         )
     if not (folder / "config.json").is_file():
         raise CheckpointError(

@@ -21,13 +21,14 @@ from typing import Any
 import torch
 
 from communicator import DTYPES
-from drumline.checkpoint.json_files import check_regular_file, read_json
+from drumline.checkpoint.json_files import ADAPTER_FILE, check_regular_file, read_json
 from drumline.core.shards import Region
 from drumline.errors import CheckpointError
 
 TORCH_DTYPES = {info.safetensors: info.torch for info in DTYPES if info.safetensors}
 MAX_HEADER = 100_000_000
 """The format's own limit."""
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 MAX_DIMS = 64
 """Of a tensor that torch reduces (dim_bitset_size in ATen/WrapDimUtilsMulti.h)."""
 
@@ -52,6 +53,15 @@ class StoredTensor:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.torch_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ComputedTensor(StoredTensor):
+    """A tensor that is computed from stored ones, box by box, by whoever reads it."""
+
+    def compute(self, reader: TensorReader, region: Region, out: torch.Tensor) -> None:
+        """Fill `out` with a box of it."""
+        raise NotImplementedError
 
 
 Index = Mapping[str, StoredTensor]
@@ -94,8 +104,14 @@ def _is_file_name(name: Any) -> bool:
 def _files(folder: Path) -> list[Path]:
     """All the files that are there."""
     if folder.is_file():
+        if folder.suffix in PICKLES:
+            raise CheckpointError(
+                f"{folder} is a pickle, which would run whatever code is in it; save the weights "
+                "as .safetensors where you trust it: safetensors.torch.save_file(torch.load(path), "
+                "...)."
+            )
         return [folder]
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(file for file in folder.glob("*.safetensors") if file.name != ADAPTER_FILE)
     if not files:
         raise CheckpointError(
             f"{folder} holds no .safetensors file, so there is nothing to load; check the path."
@@ -192,6 +208,7 @@ class TensorReader:
 
     def __init__(self, path: str | Path):
         self.path, self.nbytes = Path(path), 0
+        self.computed: dict[str, torch.Tensor] = {}  # the last one, for tensors that keep theirs
         self._open: dict[str, int] = {}
         self._written: dict[str, tuple[int, int]] = {}  # by file, when its header was read
 
@@ -211,6 +228,9 @@ class TensorReader:
     def read(self, stored: StoredTensor, region: Region, out: torch.Tensor) -> None:
         """Fill `out` (contiguous, on the CPU, of the stored dtype) with a box of the tensor."""
         assert out.is_contiguous() and out.dtype == stored.torch_dtype, (out.dtype, stored)
+        if isinstance(stored, ComputedTensor):
+            stored.compute(self, region, out)
+            return
         buffer = memoryview(out.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         item = stored.torch_dtype.itemsize
         filled = 0
@@ -218,6 +238,12 @@ class TensorReader:
             end = filled + count * item
             self._fill(stored, buffer[filled:end], stored.offset + start * item)
             filled = end
+
+    def box(self, stored: StoredTensor, region: Region) -> torch.Tensor:
+        """A box of the tensor, in memory of its own."""
+        out = torch.empty(region.size, dtype=stored.torch_dtype)
+        self.read(stored, region, out)
+        return out
 
     def _fill(self, stored: StoredTensor, buffer: memoryview, offset: int) -> None:
         while buffer:

@@ -61,13 +61,15 @@ def load_into(
     device: of plain tensors, and of DTensors of a mesh on no accelerator.
 
     Needs the share plus a few blocks of 8 MiB. Raises PlanError or CheckpointError on every rank
-    before a tensor is read.
+    before a tensor is read. Ranks that do not open the very same files compare all their bytes.
     """
     files, _ = share_index(coor, path, lambda: assign_readers(coor, mesh, reader)[1])
     grid, _ = assign_readers(coor, mesh, reader)
     request = LoadRequest(splits or {}, only or {}, shapes or {}, sources)
     plan = plan_on_all_ranks(coor, lambda: plan_files(model, files, grid, coor.rank, request))
-    return load_planned(model, plan, files, coor, device)
+    (check,) = files.copy_checks
+    with check:
+        return load_planned(model, plan, files, coor, device)
 
 
 @dataclass(frozen=True)
@@ -128,11 +130,11 @@ def plan_on_all_ranks(
         return hashlib.sha256(plan_of(result).canonical_text().encode()).hexdigest()
 
     result, digests = run_and_share(coor, work, digest)
-    differ = [rank for rank, other in enumerate(digests) if other != digests[coor.rank]]
+    differ = [coor.ranks[n] for n, other in enumerate(digests) if other != digests[coor.rank]]
     if differ:
         raise DrumlineError(
-            f"rank {coor.rank}: ranks {differ} plan to load other parts than this one, so they "
-            "would wait for each other; give every rank the same model, mesh and reader."
+            f"{coor.rank_name()}: ranks {differ} plan to load other parts than this one, so "
+            "they would wait for each other; give every rank the same model, mesh and reader."
         )
     return result
 
@@ -177,8 +179,8 @@ def _shape_and_device(
         local_shape = tuple(tensor._local_tensor.shape)
         if local_shape != shape:
             raise PlanError(
-                f"rank {coor.rank}: {name} has a shard of shape {local_shape}, and its placements "
-                f"give {shape}; use sizes that the mesh divides."
+                f"{coor.rank_name()}: {name} has a shard of shape {local_shape}, and its "
+                f"placements give {shape}; use sizes that the mesh divides."
             )
         if tensor.device_mesh.device_type != "cpu":
             device = f"{tensor.device_mesh.device_type}:{coor.local_rank}"

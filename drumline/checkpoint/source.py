@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import logging
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,20 +20,29 @@ import transformers
 
 from coordinator import Coordinator
 from drumline.checkpoint import safetensors_index
-from drumline.checkpoint.config_files import read_config
+from drumline.checkpoint.config_files import code_digest, read_config, remote_class
+from drumline.checkpoint.copy_check import CopyCheck, file_identity, group_by_copy
+from drumline.checkpoint.json_files import ADAPTER_FILE
 from drumline.checkpoint.safetensors_index import Index
-from drumline.core.consistency import run_and_share, run_on_all_ranks
+from drumline.core.consistency import check_same_on_all_ranks, run_and_share, run_on_all_ranks
 from drumline.errors import CheckpointError, DrumlineError
+
+log = logging.getLogger("drumline")
 
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """A folder, its index and config. `readers`: by rank, the rank that reads for it."""
+    """A folder, its index and config.
+
+    readers: by rank, the rank that reads for it.
+    copy_checks: compare the copies of all ranks in full; for as long as the model is in use.
+    """
 
     path: Path
     index: Index
     readers: Sequence[int]
     config: Any = None
+    copy_checks: tuple[CopyCheck, ...] = ()
 
     @property
     def blind(self) -> list[int]:
@@ -39,22 +50,53 @@ class CheckpointFiles:
         return [rank for rank, reader in enumerate(self.readers) if reader != rank]
 
 
-def find_checkpoint(coor: Coordinator, path: str | Path) -> CheckpointFiles:
+def find_checkpoint(
+    coor: Coordinator,
+    path: str | Path,
+    adapter: str | Path | None = None,
+    trust_remote_code: bool = False,
+) -> CheckpointFiles:
     """Find the checkpoint at `path`; ranks that have files must have the same ones. Collective.
+
+    adapter: the folder of one that is to be applied, which ranks that have files must have too.
 
     Rank 0 reads for ranks without files. Raises CheckpointError on every rank if rank 0 has none,
     or if any file is incomplete.
     """
     folder = Path(path)
     weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
-    has_files = coor.allgather_object(bool(weights) and (folder / "config.json").is_file())
+    needed = [folder / "config.json", *([Path(adapter, ADAPTER_FILE)] if adapter else ())]
+    has_files = coor.allgather_object(bool(weights) and all(file.is_file() for file in needed))
     readers = [rank if has else 0 for rank, has in enumerate(has_files)]
     reads = readers[coor.rank] == coor.rank
-    config = run_on_all_ranks(coor, lambda: read_config(folder) if reads else None)
+    if trust_remote_code:
+        allow_code(coor, folder)
+    config = run_on_all_ranks(
+        coor, lambda: read_config(folder, adapter, trust_remote_code) if reads else None
+    )
     text = coor.broadcast_object(config.to_json_string(use_diff=False) if config else None)
     config = run_on_all_ranks(coor, lambda: config or config_from_json(json.loads(text)))
     files, _ = share_index(coor, folder, lambda: readers)
     return replace(files, config=config)
+
+
+def allow_code(coor: Coordinator, folder: Path) -> None:
+    """Say which code of a checkpoint is going to run. Collective.
+
+    Raises unless it is the same on every rank. The first rank of each node runs it first, for
+    transformers copies it into a folder that the ranks of a node share.
+    """
+    files = ", ".join(file.name for file in sorted(folder.glob("*.py"))) or "no Python file"
+    log.warning("rank %d: trust_remote_code=True runs the code of %s: %s", coor.rank, folder, files)
+    check_same_on_all_ranks(coor, {"the code of the checkpoint": code_digest(folder)})
+    is_first = coor.is_local_master()
+    run_on_all_ranks(coor, lambda: read_model_class(folder) if is_first else None)
+
+
+def read_model_class(folder: Path) -> tuple[Any, type[Any] | None]:
+    """The config and the class of a checkpoint that brings its own code, which is run."""
+    config = read_config(folder, adapter="", trust_remote_code=True)
+    return config, remote_class(folder, config)
 
 
 def share_index(
@@ -62,45 +104,51 @@ def share_index(
     path: str | Path,
     choose_readers: Callable[[], Sequence[int]],
     extra: Callable[[], Any] = lambda: None,
+    read_index: Callable[[Path], Index] = safetensors_index.read_index,
 ) -> tuple[CheckpointFiles, Any]:
     """Share what rank 0 reads in the files, and the plain value that its `extra` makes. Collective.
 
-    It takes one exchange. Raises CheckpointError if a rank that reads finds other files, and on
-    every rank the error that either function or the files raise on any.
+    It takes one exchange, and one more where ranks do not open the very same files. Raises
+    CheckpointError if a rank that reads finds other files, and on every rank the error that either
+    function or the files raise on any.
     """
+    folder, boot_id = Path(path), coor.peers[coor.rank].boot_id
 
     def read() -> tuple[Sequence[int], Index | None]:
         readers = choose_readers()
-        return readers, safetensors_index.read_index(path) if readers[
-            coor.rank
-        ] == coor.rank else None
+        return readers, read_index(folder) if readers[coor.rank] == coor.rank else None
 
     def summarize(result: tuple[Sequence[int], Index | None]) -> Any:
         readers, index = result
         text = None if index is None else safetensors_index.index_to_json(index)
         digest = None if text is None else hashlib.sha256(text).hexdigest()
+        identity = None if index is None else file_identity(folder, index, boot_id)
         if coor.rank:
-            return [digest]
+            return [digest, identity]
         is_needed = any(reader != rank for rank, reader in enumerate(readers))
-        return [digest, extra(), text if is_needed else None]
+        return [digest, identity, extra(), text if is_needed else None, uuid.uuid4().hex]
 
     (readers, index), summaries = run_and_share(coor, read, summarize)
-    digest, extra_value, text = summaries[0]
+    digest, _, extra_value, text, key = summaries[0]
     digests = [summary[0] for summary in summaries]
     if text is None and None in digests[1:]:
         raise DrumlineError(
-            f"rank {coor.rank}: rank {digests.index(None)} counts on the files of rank 0, which "
-            "plans that every rank reads its own; give every rank the same model, mesh and reader."
+            f"{coor.rank_name()}: {coor.rank_name(digests.index(None))} counts on the files "
+            f"of {coor.rank_name(0)}, which plans that every rank reads its own; give "
+            "every rank the same model, mesh and reader."
         )
-    differ = [rank for rank, other in enumerate(digests) if other not in (None, digest)]
+    differ = [coor.ranks[n] for n, other in enumerate(digests) if other not in (None, digest)]
     if differ:
         raise CheckpointError(
-            f"rank {coor.rank}: ranks {differ} find other files in {path} than rank 0, so the "
-            "parts would not make one model; give every rank the same checkpoint, or read on one: "
-            'reader="rank0".'
+            f"{coor.rank_name()}: ranks {differ} find other files in {path} than "
+            f"{coor.rank_name(0)}, so the parts would not make one model; give every rank "
+            'the same checkpoint, or read on one: reader="rank0".'
         )
     shared = safetensors_index.index_from_json(text) if index is None else index
-    return CheckpointFiles(Path(path), shared, readers), extra_value
+    copies = group_by_copy([summary[1] for summary in summaries])
+    copy_check = CopyCheck(coor, folder, shared, copies, f"copies {key}")
+    copy_check.compare_at_once()
+    return CheckpointFiles(folder, shared, readers, copy_checks=(copy_check,)), extra_value
 
 
 def choose_config(stored: Any, user_config: Any) -> Any:

@@ -7,13 +7,16 @@ in the ranks alone, which fork from one process that has imported them.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
 import math
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import launcher
@@ -99,7 +102,28 @@ def _serve(options: argparse.Namespace) -> None:
     endpoint = (options.host, options.port, options.api_key_file)
     limits = (options.max_length, options.max_running, options.max_waiting)
     arguments = (options.model, *endpoint, memory, *limits)
-    _on_ranks("drumline.serving.http_server", "serve", options.ranks, arguments)
+    names = ("dtype", "device_map", "tp", "served_model_name", "chat_template", "log_requests")
+    settings = {name: getattr(options, name) for name in names}
+    with _sigterm_ends_well():
+        _on_ranks("drumline.serving.http_server", "serve", options.ranks, arguments, settings)
+
+
+@contextlib.contextmanager
+def _sigterm_ends_well() -> Iterator[None]:
+    """Within, SIGTERM to the command ends its ranks, and is no failure if all of them end well."""
+
+    def on_sigterm(*_: object) -> None:
+        raise SystemExit
+
+    previous = signal.signal(signal.SIGTERM, on_sigterm)
+    try:
+        yield
+    except SystemExit as stopped:
+        launch_error = stopped.__context__
+        if isinstance(launch_error, launcher.LaunchError) and launch_error.failures:
+            raise launch_error from None
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _auto(options: argparse.Namespace) -> None:
@@ -136,18 +160,26 @@ def _memory_per_rank(options: argparse.Namespace, num_ranks: int) -> list[str] |
     )
 
 
-def _on_ranks(module: str, function: str, num_ranks: int, arguments: tuple[Any, ...]) -> None:
+def _on_ranks(
+    module: str,
+    function: str,
+    num_ranks: int,
+    arguments: tuple[Any, ...],
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
     """Call the function on new ranks; in this process if it is a rank, or is to be the only one."""
+    call = (module, function, arguments, dict(settings))
     if launcher.current().world_size > 1 or num_ranks == 1:
-        call_by_name(module, function, *arguments)
+        call_by_name(*call)
     else:
-        arguments = (module, function, *arguments)
-        launcher.launch(call_by_name, nprocs=num_ranks, args=arguments, preload=[module])
+        launcher.launch(call_by_name, nprocs=num_ranks, args=call, preload=[module])
 
 
-def call_by_name(module: str, function: str, *arguments: Any) -> None:
+def call_by_name(
+    module: str, function: str, arguments: tuple[Any, ...], settings: dict[str, Any]
+) -> None:
     """Import the function, and call it."""
-    getattr(importlib.import_module(module), function)(*arguments)
+    getattr(importlib.import_module(module), function)(*arguments, **settings)
 
 
 MEMORY = "memory of each rank, such as 8GiB; a single size is that of every rank"
@@ -169,18 +201,22 @@ def _count(name: str, text: str, default: int, low: int = 1) -> Option:
     return _option(name, text, type=at_least(low), default=default, metavar="N")
 
 
+_DEVICE_MAP = _option(
+    "--device-map", "auto, balanced, sequential or fastest", default="auto", metavar="MAP"
+)
+_DTYPE = _option(
+    "--dtype",
+    "dtype of the weights, such as bfloat16; default: that of the checkpoint",
+    metavar="NAME",
+)
 _PLAN_OPTIONS = (
     _MODEL,
     _option("--memory", MEMORY, required=True, **_SIZES),
     _option(
         "--ranks", "number of ranks; default: one per --memory size", type=at_least(1), metavar="N"
     ),
-    _option("--device-map", "auto, balanced, sequential or fastest", default="auto", metavar="MAP"),
-    _option(
-        "--dtype",
-        "dtype of the weights, such as bfloat16; default: that of the checkpoint",
-        metavar="NAME",
-    ),
+    _DEVICE_MAP,
+    _DTYPE,
     _count("--batch", "sequences", 1),
     _count("--length", "cached tokens of each sequence", 0, low=0),
     _option(
@@ -222,8 +258,28 @@ _SERVE_OPTIONS = (
     _option(
         "--api-key-file", "file with the key that clients must send; default: none", metavar="FILE"
     ),
+    _DTYPE,
+    _DEVICE_MAP,
     _option(
-        "--max-length",
+        "--tp --tensor-parallel-size",
+        "ranks that share each layer; default: 1",
+        type=at_least(1),
+        metavar="N",
+    ),
+    _option(
+        "--served-model-name",
+        "what requests call it; default: the folder's name",
+        nargs="+",
+        metavar="NAME",
+    ),
+    _option(
+        "--chat-template", "file with a chat template; default: the tokenizer's", metavar="FILE"
+    ),
+    _option(
+        "--log-requests --enable-log-requests", "log a line for each request", action="store_true"
+    ),
+    _option(
+        "--max-length --max-model-len",
         "tokens of prompt and completion; default: the model's, at most 4096",
         type=at_least(2),
         metavar="TOKENS",

@@ -6,6 +6,7 @@ drumline auto -n 2 script.py
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import runpy
 import sys
@@ -41,6 +42,7 @@ def models_over_all_ranks() -> Iterator[None]:
     original = PreTrainedModel.__dict__["from_pretrained"]
     loaded: list[Any] = []
 
+    @functools.wraps(original.__func__)  # load() looks there for the options that there are
     def from_pretrained(cls: Any, path: Any, *args: Any, **options: Any) -> Any:
         if options.get("device_map") not in KINDS:
             return original.__func__(cls, path, *args, **options)

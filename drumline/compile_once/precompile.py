@@ -349,9 +349,10 @@ def assert_identical_on_ranks(coor: Coordinator, value: torch.Tensor) -> None:
     """
     data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     digests = coor.allgather(hashlib.sha256(data).digest())
-    differ = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    differ = [coor.ranks[n] for n, digest in enumerate(digests) if digest != digests[0]]
     if differ:
         raise BuildError(
-            f"rank {coor.rank}: ranks {differ} compute another result than rank 0 on the same "
-            "input, so an answer would depend on the rank; compare their keys and weights."
+            f"{coor.rank_name()}: ranks {differ} compute another result than "
+            f"{coor.rank_name(0)} on the same input, so an answer would depend on the rank; "
+            "compare their keys and weights."
         )

@@ -6,6 +6,7 @@ config = run_on_all_ranks(coor, lambda: read_config("checkpoint"))
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -37,11 +38,31 @@ def check_same_on_all_ranks(coor: Coordinator, facts: Mapping[str, str]) -> None
     for rank, other in enumerate(facts_by_rank):
         for name, first in facts_by_rank[0].items():
             if other[name] != first:
+                field, values = _first_difference(first, other[name])
                 raise DrumlineError(
-                    f"rank {coor.rank}: {name} is {_excerpt(first, other[name])} on rank 0 and "
-                    f"{_excerpt(other[name], first)} on rank {rank}, so the parts would not make "
-                    "one model; give every rank the same files, options and versions."
+                    f"{coor.rank_name()}: {name}{field} is {values[0]} on {coor.rank_name(0)} and "
+                    f"{values[1]} on {coor.rank_name(rank)}, so the parts would not make one "
+                    "model; give every rank the same files, options and versions."
                 )
+
+
+def _first_difference(first: str, other: str) -> tuple[str, tuple[str, str]]:
+    """The first field in which two JSON objects differ, and both values; excerpts of other text."""
+    field, values = "", [_json_object(first), _json_object(other)]
+    while all(isinstance(value, dict) for value in values) and values[0] != values[1]:
+        keys = sorted({key for value in values for key in value})
+        key = next(key for key in keys if values[0].get(key) != values[1].get(key))
+        field, values = f"{field}.{key}", [value.get(key) for value in values]
+    texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+    return field, (_excerpt(texts[0], texts[1]), _excerpt(texts[1], texts[0]))
+
+
+def _json_object(text: str) -> Any:
+    """The object in a text; other text as it is."""
+    try:
+        return json.loads(text) if text.startswith("{") else text
+    except ValueError:
+        return text
 
 
 def _excerpt(text: str, other: str) -> str:

@@ -23,11 +23,14 @@ if TYPE_CHECKING:
     from drumline.pipeline.driver import PipelineDriver
     from drumline.pipeline.remote_layer import RemoteModule
 
-Producer = tuple[str, int]
-"""A module, and the number of one of its new tensors."""
+Producer = tuple[str, int, "InternedSpec | None"]
+"""A module, the number of one of its new tensors, and the form of its arguments."""
+Usage = tuple[Producer, bool]
+"""A producer, and whether hidden states were requested, which may hold what it put out."""
 
 NUM_TRIALS = 2
-"""Times that a tensor of unknown use is sent to the master before it is left where it is."""
+"""Times that a tensor of unknown use has to be thrown away, and nobody looked at it, before it is
+left where it is."""
 
 
 class DeferredCalls:
@@ -75,13 +78,21 @@ class DeferredCalls:
             return None
         return run if run.is_continued_by(args, kwargs) else None
 
-    def flush(self) -> Message | None:
-        """Run the calls; every hidden state that somebody still holds gets its value."""
+    def flush(self, *, is_amid_pass: bool = False) -> Message | None:
+        """Run the calls; every hidden state that somebody still holds gets its value.
+
+        is_amid_pass: more layers follow, which may be given whatever the calls put out: all that
+        somebody still holds gets its value, whether it was ever looked at or not.
+        """
         if self.sent or not self.runs:
             return None
         self.sent, self.wants_hidden_states = True, self.driver.wants_hidden_states
         alive = [ref() for ref in self.outputs]
-        waiting = [lazy for lazy in alive if type(lazy) is LazyTensor or self._is_wanted(lazy)]
+        waiting = [
+            lazy
+            for lazy in alive
+            if type(lazy) is LazyTensor or self._is_wanted(lazy, is_amid_pass)
+        ]
         self.returns = tuple(lazy.slot for lazy in waiting)
         try:
             reply = self.driver.exchange(self)
@@ -98,18 +109,17 @@ class DeferredCalls:
             for cache in run.caches:
                 prepare_next_token(cache)
 
-    def _is_wanted(self, lazy: LazyTensor | None) -> TypeGuard[LazyTensor]:
-        if type(lazy) is not LazyUnknownShape:
+    def _is_wanted(self, lazy: LazyTensor | None, is_amid_pass: bool) -> TypeGuard[LazyTensor]:
+        if type(lazy) is not LazyUnknownShape or is_amid_pass:
             return lazy is not None
-        return self.driver.output_usage.is_wanted(
-            (*self.producers[lazy.slot], self.wants_hidden_states)
-        )
+        usage = self.producers[lazy.slot], self.wants_hidden_states
+        return self.driver.output_usage.is_wanted(usage, lazy)
 
     def touched(self, slot: int) -> None:
         wants_hidden_states = (
             self.wants_hidden_states if self.sent else self.driver.wants_hidden_states
         )
-        self.driver.output_usage.looked_at.add((*self.producers[slot], wants_hidden_states))
+        self.driver.output_usage.looked_at.add((self.producers[slot], wants_hidden_states))
 
     def place_ints(self, before: list[int]) -> tuple[list[int], list[int]]:
         """The start of each run's integers, and all integers; runs with equal ones share them."""
@@ -145,18 +155,26 @@ class DeferredCalls:
 
 
 class OutputUsage:
-    """The outputs of layers, besides hidden states, that the master reads: only those are sent.
-
-    The key of each is its producer, and whether hidden states were requested, which may hold it.
-    """
+    """The outputs of layers, besides hidden states, that the master reads: only those are sent."""
 
     def __init__(self) -> None:
-        self.looked_at: set[tuple[str, int, bool]] = set()
-        self.returned: Counter[tuple[str, int, bool]] = Counter()
+        self.looked_at: set[Usage] = set()
+        self._num_unread: Counter[Usage] = Counter()
+        self._on_trial: set[weakref.ref[LazyTensor]] = set()
 
-    def is_wanted(self, tensor: tuple[str, int, bool]) -> bool:
-        self.returned[tensor] += 1
-        return tensor in self.looked_at or self.returned[tensor] <= NUM_TRIALS
+    def is_wanted(self, usage: Usage, lazy: LazyTensor) -> bool:
+        """True if it was read before, or is not known to be of no use: other threads may be about
+        to read the first ones of its kind."""
+        if usage in self.looked_at:
+            return True
+        if self._num_unread[usage] >= NUM_TRIALS:
+            return False
+        self._on_trial.add(weakref.ref(lazy, lambda ref: self._end_trial(usage, ref)))
+        return True
+
+    def _end_trial(self, usage: Usage, ref: weakref.ref[LazyTensor]) -> None:
+        self._on_trial.discard(ref)
+        self._num_unread[usage] += 1
 
 
 class InternedSpec:

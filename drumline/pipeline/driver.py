@@ -63,7 +63,7 @@ class PipelineDriver:
 
     def record(self, name: str, *arguments: Any) -> None:
         """Note an operation on a cache: sent before the next call, after those gathered."""
-        self.calls.flush()
+        self.calls.flush(is_amid_pass=True)
         kept = [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
         self._operations.append((name, *kept))
 

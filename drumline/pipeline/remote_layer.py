@@ -33,7 +33,7 @@ class RemoteModule:
         # By the spec of the arguments: that of the result, and the layers of a cache that it fills.
         self.outputs: dict[InternedSpec, pytree.TreeSpec] = {}
         self.fills: dict[tuple[InternedSpec, tuple[int, ...]], tuple[int, ...]] = {}
-        self.producer = (name, 0)
+        self.producer = (name, 0, None)  # of hidden states, which are always sent
         self.cache_layers = _cache_layers(module)
         self.embedding_weight = _embedding_weight(module)
         self.counts_by_pass: bool | None = None  # how tokens are counted, once it filled a cache
@@ -73,7 +73,7 @@ class RemoteModule:
             leaves.tensors[0].fetch()  # its tokens are to be counted into a cache
         calls = self.driver.calls
         if calls.runs and calls.last_layer.rank > self.rank:
-            calls.flush()  # it has passed this rank already
+            calls.flush(is_amid_pass=True)  # it has passed this rank already
             calls = self.driver.calls
         slots = tuple([calls.slot(tensor) for tensor in leaves.tensors])
         run = LayerRun(spec, leaves, slots, args, kwargs)
@@ -120,7 +120,7 @@ class RemoteModule:
         """Run the call now, for its output and the description of it."""
         # The first call of each form is sent at once: its reply's note describes what the layer
         # returned and which layers of the cache it filled, and later calls rely on that.
-        reply = calls.flush()
+        reply = calls.flush(is_amid_pass=True)
         assert reply is not None
         output, filled = json.loads(reply.note)
         if leaves.caches and leaves.tensors:
@@ -168,7 +168,8 @@ class RemoteModule:
             like = hidden.new_empty((), dtype=self.embedding_weight.dtype)
             like = like.expand(*hidden.shape, self.embedding_weight.shape[1])
             return [calls.lazy("hidden", self.producer, like)]
-        return [calls.lazy(kind, (self.name, n), hidden) for n, kind in enumerate(kinds)]
+        spec = calls.runs[-1].spec
+        return [calls.lazy(kind, (self.name, n, spec), hidden) for n, kind in enumerate(kinds)]
 
     def __deepcopy__(self, memo: Any) -> RemoteModule:
         return self

@@ -98,6 +98,13 @@ class UnsupportedMixin:
             self._refuse("compiled", NOT_COMPILED)
         super().__setattr__(name, value)
 
+    @property
+    def _initialize_hook(self) -> Any:
+        """torch.compile(model) asks for it (OptimizedModule in torch/_dynamo/eval_frame.py), and
+        tracing would end in an error after minutes."""
+        self._refuse("compiled", NOT_COMPILED)
+        raise AttributeError("_initialize_hook")
+
     def train(self, mode: bool = True) -> Any:
         if mode:
             self._refuse("trained", NO_TRAINING)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from drumline.core.device_map import Place
 from drumline.core.mesh import num_stages
+from drumline.errors import PlanError
 from drumline.planner.cost_model import DeviceSpeeds
 from drumline.planner.memory import Memory
 
@@ -37,8 +41,33 @@ class LoadOptions:
     reader: str | None = None
     build_on: str | None = None
     device: str | None = None
+    adapter: str | Path | None = None
+    dequantize: bool = False
+    trust_remote_code: bool = False
+    gguf_file: str | None = None
     rest: Mapping[str, Any] = field(default_factory=dict)
     speeds: DeviceSpeeds | None = None
+
+    def __post_init__(self) -> None:
+        for name, low in (("batch", 1), ("length", 0)):
+            if not isinstance(value := getattr(self, name), int) or value < low:
+                raise PlanError(
+                    f"{name}={value!r} is no number of {'sequences' if low else 'tokens'}, so the "
+                    f"memory for them is unknown; give a whole number from {low} on."
+                )
+
+    def check_rest(self, kind: type[Any]) -> None:
+        """Raise PlanError for options that neither from_pretrained nor the model's class has."""
+        code = inspect.unwrap(PreTrainedModel.from_pretrained).__code__
+        names = [name for c in code.co_consts for name in (c if isinstance(c, tuple) else (c,))]
+        accepted = {*names, *code.co_varnames, *inspect.signature(kind).parameters}
+        accepted |= {"attn_implementation", "experts_implementation"}
+        if unknown := sorted(self.rest.keys() - accepted):
+            raise PlanError(
+                f"load() has no option {unknown[0]}, and neither has {kind.__name__}."
+                "from_pretrained; leave it out, give a config with it as config=, or, if it says "
+                "how to quantize, a quantization_config=."
+            )
 
     @property
     def shards_layers(self) -> bool:

@@ -5,9 +5,11 @@ device_map = complete_user_map(model, free_nbytes, {"": 0, "model.layers.3": (1,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from drumline.core.device_map import DeviceMap, ModelProfile, Place, offload_level
+from drumline.core.device_map import DeviceMap, ModelProfile, ModulePart, Place, offload_level
 from drumline.errors import PlanError
 
 
@@ -20,6 +22,7 @@ def complete_user_map(
     The space on disk is not known, so it is taken as enough.
     """
     parts = [*model.others, *model.layers]
+    _check_names(parts, device_map)
     named = [place for place in device_map.values() if isinstance(place, (tuple, list, str))]
     disks = {_place(place, free_nbytes) for place in named}
     for place in disks - set(free_nbytes):
@@ -40,6 +43,21 @@ def complete_user_map(
                 "another rank or raise max_memory."
             )
     return result
+
+
+def _check_names(parts: Sequence[ModulePart], device_map: Mapping[str, Any]) -> None:
+    """Raise for names that are no part of the model, nor around one."""
+    names = {part.name for part in parts}
+    prefixes = {name[:at] for name in names for at, letter in enumerate(name) if letter == "."}
+    for name in device_map.keys() - names - prefixes - {""}:
+        outer = next((part for part in names if name.startswith(f"{part}.")), None)
+        why = f"a part of {outer}, which stays whole" if outer else "not in the model"
+        near = difflib.get_close_matches(name, names | prefixes, 1)
+        advice = f"give {outer!r} a place" if outer else "leave it out"
+        raise PlanError(
+            f"device_map names {name!r}, which is {why}, so it would have no effect; {advice}"
+            + (f", or did you mean {near[0]!r}?" if near and not outer else ".")
+        )
 
 
 def _lookup(

@@ -1,6 +1,7 @@
 """The ASGI application of `drumline serve`: OpenAI's API over a BatchScheduler.
 
-app = application(Service("llama", model, tokenizer, ServingLimits(max_length=4096)), key="secret")
+service = Service(["llama"], model, tokenizer, ServingLimits(max_length=4096))
+app = application(service, key="secret")
 """
 
 from __future__ import annotations
@@ -10,27 +11,43 @@ import contextlib
 import functools
 import hmac
 import json
+import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.requests import ClientDisconnect
 
+import launcher
+from coordinator import Peer
 from drumline import timings
 from drumline.errors import DrumlineError, PeerLost
 from drumline.serving import metrics, protocol
 from drumline.serving import scheduler as scheduling
 from drumline.serving.detokenize import IncrementalDetokenizer
-from drumline.serving.sampling import SamplingParams
+from drumline.serving.grammar import GrammarCompiler
+from drumline.serving.logprobs import LogprobFormatter
+from drumline.serving.sampling import Grammar, SamplingParams, TokenLogprob
 from drumline.serving.scheduler import BatchScheduler, Generation, ServingLimits
+from drumline.serving.status import StatusReport
+
+log = logging.getLogger("drumline.requests")
 
 MIN_ITEMS = 128  # that a list or object of a request may have, however small max_length is
 SHORT_BODY_NBYTES = 64 << 10  # longer ones are parsed and tokenized one after the other
 MAX_BODIES_NBYTES = 64 << 20  # of all bodies at a time, beyond which long ones are refused
+
+REPORT_S, REPORT_POLLS = 1.0, 10  # between two reports, and looks at failures meanwhile
+PAGE = Path(__file__).with_name("status_page.html")
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self' 'unsafe-inline'; frame-ancestors 'none'",
+    "Cache-Control": "no-store",
+}
 
 Prompts = list[list[int]]
 """The tokens of each."""
@@ -43,32 +60,49 @@ class TextEvent:
     index: int
     text: str
     end_reason: str | Exception | None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of the tokens since the event before, if the request asks for them."""
+
+
+class SequenceRequest(NamedTuple):
+    """One sequence of a request, as Generation takes it."""
+
+    prompt: list[int]
+    params: SamplingParams
+    end_tokens: set[int]
+    grammar: Grammar | None
 
 
 class RequestStream:
     """The generations of one request, and their text as it comes; used within the event loop."""
 
-    def __init__(self, tokenizer: Any, sequences: list[tuple[list[int], SamplingParams]]) -> None:
+    def __init__(self, tokenizer: Any, sequences: Sequence[SequenceRequest]) -> None:
         self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[TextEvent | None]()
         self._tokenizer = tokenizer
         self.start, self.first_token_s = time.monotonic(), 0.0
         self.generations = [
-            self._generation(index, *sequence) for index, sequence in enumerate(sequences)
+            self._generation(index, sequence) for index, sequence in enumerate(sequences)
         ]
 
-    def _generation(self, index: int, prompt: list[int], params: SamplingParams) -> Generation:
-        detokenizer = IncrementalDetokenizer(self._tokenizer, params.stop)
+    def _generation(self, index: int, sequence: SequenceRequest) -> Generation:
+        prompt, params, end_tokens, grammar = sequence
+        detokenizer = IncrementalDetokenizer(self._tokenizer, params.stop, prompt)
+        logprobs: list[TokenLogprob] = []  # of tokens whose text is not posted yet
 
         def on_token(token: int) -> bool:
+            if generation.sampler.logprob is not None:
+                logprobs.append(generation.sampler.logprob)
             if text := detokenizer.add(token):
-                self._post(TextEvent(index, text, None))
+                self._post(TextEvent(index, text, None, logprobs.copy()))
+                logprobs.clear()
             return not detokenizer.is_stopped
 
         def on_end(reason: str | Exception) -> None:
             text = "" if isinstance(reason, Exception) else detokenizer.flush()
-            self._post(TextEvent(index, text, reason))
+            self._post(TextEvent(index, text, reason, logprobs))
 
-        return Generation(prompt, params, on_token, on_end)
+        generation = Generation(prompt, params, on_token, on_end, end_tokens, grammar)
+        return generation
 
     def _post(self, event: TextEvent) -> None:
         """Pass an event from a thread of the scheduler to the event loop."""
@@ -112,10 +146,21 @@ class RequestStream:
 
 
 class Service:
-    """The handlers of OpenAI's API for one model."""
+    """The handlers of OpenAI's API for one model.
 
-    def __init__(self, name: str, model: Any, tokenizer: Any, limits: ServingLimits) -> None:
-        self.name, self.tokenizer, self.limits = name, tokenizer, limits
+    names: what requests may call it, the first what responses do. peers: the ranks of the model.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        model: Any,
+        tokenizer: Any,
+        limits: ServingLimits,
+        peers: Sequence[Peer] = (),
+    ) -> None:
+        self.names, self.name = names, names[0]
+        self.tokenizer, self.limits = tokenizer, limits
         self.failure: DrumlineError | None = None
         self.created = int(time.time())
         self._vocabulary = model.get_input_embeddings().num_embeddings
@@ -123,6 +168,7 @@ class Service:
         self._long_body_thread = ThreadPoolExecutor(1)
         self.scheduler = BatchScheduler(model, limits, self.fail)
         self.metrics = metrics.ServerMetrics(self.scheduler)
+        self.status = StatusReport(getattr(model, "device_map", None), self.scheduler, peers)
 
     def close(self) -> None:
         """End every request with an error; return when nothing runs."""
@@ -132,24 +178,49 @@ class Service:
     def fail(self, failure: PeerLost) -> None:
         """Note that the model has lost a rank, so that nothing can run any more."""
         self.failure = self.failure or failure
+        self.status.failures += failure.failures
 
     async def get_health(self) -> Response:
         if self.failure is not None:
             return JSONResponse(_internal_error(self.failure).body, 503)
         return JSONResponse({"status": "ok"})
 
+    async def get_page(self) -> Response:
+        return Response(PAGE.read_text(), media_type="text/html", headers=PAGE_HEADERS)
+
+    async def get_status(self, request: Request) -> Response:
+        """A stream of reports, one a second; the last one tells of the rank that failed."""
+
+        async def reports() -> AsyncIterator[str]:
+            has_failed = False
+            while not (has_failed or await request.is_disconnected()):
+                has_failed = self.failure is not None
+                yield f"data: {self.status.to_json()}\n\n"
+                for _ in range(0 if has_failed else REPORT_POLLS):
+                    await asyncio.sleep(REPORT_S / REPORT_POLLS)
+                    if self.failure is not None:
+                        break
+
+        return StreamingResponse(reports(), media_type="text/event-stream")
+
     async def get_metrics(self) -> Response:
         return Response(self.metrics.exposition(), media_type=metrics.CONTENT_TYPE)
 
     async def list_models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [self._model_card()]}
+        return {"object": "list", "data": [self._model_card(name) for name in self.names]}
 
     async def get_model(self, name: str) -> dict[str, Any]:
         self._check_name(name)
-        return self._model_card()
+        return self._model_card(name)
 
-    def _model_card(self) -> dict[str, Any]:
-        return {"id": self.name, "object": "model", "created": self.created, "owned_by": "drumline"}
+    def _model_card(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "drumline",
+            "max_model_len": self.limits.max_length,
+        }
 
     async def create_completion(self, request: Request) -> Response:
         body, prompts = await self._read(
@@ -165,6 +236,24 @@ class Service:
         num_left = max(self.limits.max_length - len(prompts[0]), 1)
         max_tokens = body.max_completion_tokens or body.max_tokens or num_left
         return await self._respond(request, body, prompts, max_tokens)
+
+    async def tokenize(self, request: Request) -> dict[str, Any]:
+        def tokens_of(body: protocol.TokenizeRequest) -> Prompts:
+            return [self._tokenize_text(body.prompt, add_special_tokens=body.add_special_tokens)]
+
+        _, (tokens,) = await self._read(protocol.TokenizeRequest, request, tokens_of)
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": self.limits.max_length}
+
+    async def detokenize(self, request: Request) -> dict[str, str]:
+        def tokens_of(body: protocol.DetokenizeRequest) -> Prompts:
+            self._check_tokens(body.tokens, "tokens")
+            return [body.tokens]
+
+        _, (tokens,) = await self._read(protocol.DetokenizeRequest, request, tokens_of)
+        return {"prompt": self.tokenizer.decode(tokens)}
+
+    async def get_version(self) -> dict[str, str]:
+        return {"version": launcher.__version__}
 
     async def _read(
         self, kind: type[Any], request: Request, tokenize: Callable[[Any], Prompts]
@@ -207,7 +296,8 @@ class Service:
         fields = protocol.parse(content)
         self._check_capacity(protocol.num_prompts(fields.get("prompt")))
         body = protocol.validate(kind, fields, max(self.limits.max_length, MIN_ITEMS))
-        self._check_name(body.model)
+        if body.model is not None:
+            self._check_name(body.model)
         return body
 
     def _check_capacity(self, num_sequences: int) -> None:
@@ -215,7 +305,7 @@ class Service:
             self.scheduler.check_capacity(num_sequences)
 
     def _check_name(self, name: str) -> None:
-        if name != self.name:
+        if name not in self.names:
             raise protocol.ApiError(
                 404,
                 f"The model {name!r:.200} is not served here, but {self.name!r} is.",
@@ -234,12 +324,13 @@ class Service:
     def _tokenize(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             return self._tokenize_text(prompt)
-        unknown = [token for token in prompt if not 0 <= token < self._vocabulary]
-        if unknown:
-            raise protocol.invalid_request(
-                f"prompt: {unknown[0]} is no token of this model.", "prompt"
-            )
+        self._check_tokens(prompt, "prompt")
         return list(prompt)
+
+    def _check_tokens(self, tokens: Sequence[int], name: str) -> None:
+        unknown = [token for token in tokens if not 0 <= token < self._vocabulary]
+        if unknown:
+            raise protocol.invalid_request(f"{name}: {unknown[0]} is no token of this model.", name)
 
     def _tokenize_chat(self, body: protocol.ChatCompletionRequest) -> Prompts:
         self._check_capacity(body.num_choices)
@@ -253,6 +344,7 @@ class Service:
                 [message.for_template() for message in body.messages],
                 tokenize=False,
                 add_generation_prompt=True,
+                **body.template_options(),
             )
         except Exception as error:  # a template may raise any error for messages it rejects
             raise protocol.invalid_request(f"messages: {error}", "messages") from error
@@ -276,25 +368,61 @@ class Service:
     async def _respond(
         self, request: Request, body: Any, prompts: list[list[int]], max_tokens: int
     ) -> Response:
+        self._check_tokens(body.named_tokens, "logit_bias or stop_token_ids")
         for prompt in prompts or [[]]:
             self._check_length(len(prompt), max_tokens)
         if await request.is_disconnected():
             raise _disconnected()
-        choices = range(body.num_choices)
-        sequences = [(p, body.sampling_params(max_tokens, c)) for p in prompts for c in choices]
+        sequences = await asyncio.get_running_loop().run_in_executor(
+            None, self._sequences, body, prompts, max_tokens
+        )
         stream = RequestStream(self.tokenizer, sequences)
         with _as_api_error():
             self.scheduler.submit(stream.generations)
-        response = protocol.ResponseBuilder(
-            self.name, isinstance(body, protocol.ChatCompletionRequest)
-        )
+        is_chat = isinstance(body, protocol.ChatCompletionRequest)
+        formatter = None if body.num_logprobs is None else LogprobFormatter(self.tokenizer, is_chat)
+        response = protocol.ResponseBuilder(self.name, is_chat, formatter)
         events = self._measured(stream, request)
+        if isinstance(body, protocol.CompletionRequest) and body.echo:
+            events = self._echoed(stream, events)
         if not body.stream:
             return await _whole_response(stream, events, response)
         with _as_internal_error():  # an error before the first event still has a status of its own
             first = await anext(events, None)
         chunks = _chunks(first, events, stream, response, body)
         return StreamingResponse(chunks, media_type="text/event-stream")
+
+    def _sequences(
+        self, body: protocol.GenerationRequest, prompts: Prompts, max_tokens: int
+    ) -> list[SequenceRequest]:
+        end_tokens, schema = self.scheduler.end_tokens, body.json_schema
+
+        def sequence(prompt: list[int], choice: int) -> SequenceRequest:
+            grammar = None if schema is None else self._grammars.json(schema)
+            params = body.sampling_params(max_tokens, choice)
+            return SequenceRequest(prompt, params, end_tokens, grammar)
+
+        try:
+            return [sequence(prompt, i) for prompt in prompts for i in range(body.num_choices)]
+        except ValueError as error:
+            text = f"response_format: {error}"
+            raise protocol.invalid_request(text, "response_format") from error
+        except DrumlineError as error:
+            raise protocol.invalid_request(str(error), "response_format") from error
+
+    @functools.cached_property
+    def _grammars(self) -> GrammarCompiler:
+        return GrammarCompiler(self.tokenizer, self._vocabulary)
+
+    async def _echoed(
+        self, stream: RequestStream, events: AsyncIterator[TextEvent]
+    ) -> AsyncIterator[TextEvent]:
+        """The prompts, and then the events."""
+        for index, generation in enumerate(stream.generations):
+            text = self.tokenizer.decode(generation.prompt, skip_special_tokens=True)
+            yield TextEvent(index, text, None)
+        async for event in events:
+            yield event
 
     def _check_length(self, num_prompt: int, max_tokens: int) -> None:
         if num_prompt == 0:
@@ -313,21 +441,28 @@ class Service:
             async for event in events:
                 yield event
         request_s = time.monotonic() - stream.start
-        num_prompt = stream.usage()["prompt_tokens"]
-        self.metrics.observe_completion(num_prompt, stream.first_token_s, request_s)
+        usage = stream.usage()
+        self.metrics.observe_completion(usage["prompt_tokens"], stream.first_token_s, request_s)
+        self.status.observe(stream.first_token_s, request_s)
+        log.info(
+            "%s: %d tokens of prompt, %d new ones, the first after %.3f s, the last after %.3f s",
+            *(request.url.path, usage["prompt_tokens"], usage["completion_tokens"]),
+            *(stream.first_token_s, request_s),
+        )
 
 
 async def _whole_response(
     stream: RequestStream, events: AsyncIterator[TextEvent], response: protocol.ResponseBuilder
 ) -> Response:
-    num_choices = len(stream.generations)
-    texts, end_reasons = [""] * num_choices, ["cancelled"] * num_choices
+    choices = [protocol.ChoiceText(finish_reason="cancelled") for _ in stream.generations]
     with _as_internal_error():
         async for event in events:
-            texts[event.index] += event.text
+            choice = choices[event.index]
+            choice.text += event.text
+            choice.logprobs += event.logprobs
             if event.end_reason is not None:
-                end_reasons[event.index] = str(event.end_reason)
-    return JSONResponse(response.response(texts, end_reasons, stream.usage()))
+                choice.finish_reason = str(event.end_reason)
+    return JSONResponse(response.response(choices, stream.usage()))
 
 
 async def _chunks(
@@ -338,14 +473,16 @@ async def _chunks(
     body: Any,
 ) -> AsyncIterator[str]:
     """Server-sent events (WHATWG HTML, 9.2), as OpenAI sends them."""
-    event = first
+    event, offsets = first, [0] * len(stream.generations)
     if isinstance(body, protocol.ChatCompletionRequest):
         for index in range(len(stream.generations)):
             yield _server_sent_event(response.first_chunk(index))
     try:
         while event is not None:
             end_reason = None if event.end_reason is None else str(event.end_reason)
-            yield _server_sent_event(response.chunk(event.index, event.text, end_reason))
+            piece = protocol.ChoiceText(event.text, event.logprobs, end_reason)
+            yield _server_sent_event(response.chunk(event.index, piece, offsets[event.index]))
+            offsets[event.index] += len(event.text)
             event = await anext(events, None)
     except Exception as error:  # the status is sent already, so the error becomes an event
         yield _server_sent_event(_internal_error(error).body)
@@ -391,7 +528,8 @@ def _disconnected() -> protocol.ApiError:
 
 
 def application(service: Service, key: str | None) -> Any:
-    """The ASGI application. With a key, every path but /health requires it as a bearer token."""
+    """The ASGI application. With a key, every path but / and /health requires it as a bearer
+    token; the page at / holds nothing of the model, and asks for the key."""
 
     async def authorize(request: Request) -> None:
         header = request.headers.get("authorization", "")
@@ -401,8 +539,13 @@ def application(service: Service, key: str | None) -> Any:
 
     app = FastAPI(title="drumline", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_api_route("/health", service.get_health)
+    app.add_api_route("/", service.get_page)
     for path, handler, method in (
         ("/metrics", service.get_metrics, "GET"),
+        ("/status", service.get_status, "GET"),
+        ("/version", service.get_version, "GET"),
+        ("/tokenize", service.tokenize, "POST"),
+        ("/detokenize", service.detokenize, "POST"),
         ("/v1/models", service.list_models, "GET"),
         ("/v1/models/{name:path}", service.get_model, "GET"),
         ("/v1/completions", service.create_completion, "POST"),
@@ -436,7 +579,10 @@ async def _respond_http_error(request: Request, error: HTTPException) -> Respons
 class _ResponseCounter:
     """Middleware that counts responses by path and status."""
 
-    PATHS = ("/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions")
+    PATHS = (
+        *("/", "/health", "/metrics", "/status", "/version", "/tokenize", "/detokenize"),
+        *("/v1/models", "/v1/completions", "/v1/chat/completions"),
+    )
 
     def __init__(self, app: Any, server_metrics: metrics.ServerMetrics) -> None:
         self._app, self._metrics = app, server_metrics

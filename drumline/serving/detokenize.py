@@ -9,24 +9,31 @@ an incomplete character at the end, and raises InvalidPrefix on some sequences o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 REPLACEMENT = "\ufffd"
 """A tokenizer decodes bytes that are not a character yet as this one."""
 
+NUM_PROMPT_TOKENS = 5  # before a sequence, which decide whether its text begins with a space
+
 
 class IncrementalDetokenizer:
-    """The text of one sequence of tokens.
+    """The text of one sequence of tokens, as it follows its prompt.
 
     The text of a token depends on the tokens before it. Therefore each piece is decoded together
     with the piece before it, whose own text is then removed.
     """
 
-    def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, stop: tuple[str, ...] = (), prompt: Sequence[int] = ()
+    ) -> None:
         self.tokenizer, self.stop = tokenizer, stop
         self.is_stopped = False
-        self._tokens: list[int] = []
-        self._prefix_start = self._prefix_end = 0  # the last piece that was decoded
+        self._tokens = list(prompt[-NUM_PROMPT_TOKENS:])
+        if self._decode(self._tokens).endswith(REPLACEMENT):
+            self._tokens = []
+        self._prefix_start, self._prefix_end = 0, len(self._tokens)  # the last decoded piece
         self._held_back = ""  # a possible beginning of a stop string
 
     def add(self, token: int) -> str:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import ipaddress
+import logging
 import resource
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,22 @@ def serve(
     max_length: int | None = None,
     max_running: int = 16,
     max_waiting: int = 64,
+    *,
+    dtype: str | None = None,
+    device_map: str = "auto",
+    tp: int | None = None,
+    served_model_name: Sequence[str] | None = None,
+    chat_template: str | None = None,
+    log_requests: bool = False,
 ) -> None:
     """Load the model over all ranks, and answer requests on rank 0 until stopped. Collective.
 
     host: the address to listen on. Any but a loopback address requires key_file, a file with the
     key that clients send. port: 0 takes a free one; the first line that is printed names it.
     max_length: tokens of a prompt with its completion. max_running, max_waiting: prompts at a time.
+    dtype, device_map, tp: as in load(). served_model_name: what requests call the model; the name
+    of its folder if not given. chat_template: a file with a Jinja template, or the template itself.
+    log_requests: a line of the log for each request.
 
     Raises PeerLost when a rank is lost, after every open request was answered with that error.
     """
@@ -58,7 +69,8 @@ def serve(
             _import_uvicorn()
             key = _read_key(host, key_file)
             length = _length(model_path, max_length)
-            return length, (read_tokenizer(model_path), _bound(host, port), key)
+            tokenizer = _with_template(read_tokenizer(model_path), chat_template)
+            return length, (tokenizer, _bound(host, port), key)
 
         length, endpoint = run_on_all_ranks(coor, prepare)
         length = coor.broadcast_object(length)
@@ -66,13 +78,38 @@ def serve(
             # Rank 0 decides when the others end, so that they do not obey the signal themselves.
             endpoint[1] if endpoint else _signals(signal.SIG_IGN),
             load(
-                model_path, coor=coor, max_memory=memory, batch=max_running, length=length
+                model_path,
+                device_map,
+                coor,
+                max_memory=memory,
+                dtype=dtype,
+                batch=max_running,
+                length=length,
+                tp=tp,
             ) as model,
         ):
             assert endpoint is not None  # the other ranks never leave load()
             num_threads = max(2, len(model.device_map.ranks))
             limits = ServingLimits(length, max_running, max_waiting, num_threads)
-            _serve_requests(model, model_path, coor, limits, endpoint)
+            if log_requests:
+                logging.getLogger("drumline.requests").setLevel(logging.INFO)
+            names = list(served_model_name or ()) or [Path(model_path).resolve().name]
+            _serve_requests(model, names, coor, limits, endpoint)
+
+
+def _with_template(tokenizer: Any, template: str | None) -> Any:
+    """The tokenizer, with the chat template of a file, or with this one."""
+    if template is None:
+        return tokenizer
+    try:
+        is_file = "{" not in template
+        tokenizer.chat_template = Path(template).read_text() if is_file else template
+    except (OSError, UnicodeError) as error:
+        raise DrumlineError(
+            f"rank 0: --chat-template {template} cannot be read ({error}); give a file with a "
+            "Jinja template, or the template itself."
+        ) from error
+    return tokenizer
 
 
 def _bound(host: str, port: int) -> socket.socket:
@@ -150,20 +187,19 @@ def _import_uvicorn() -> Any:
 
 
 def _serve_requests(
-    model: Any, path: str, coor: Coordinator, limits: ServingLimits, endpoint: Endpoint
+    model: Any, names: list[str], coor: Coordinator, limits: ServingLimits, endpoint: Endpoint
 ) -> None:
     from drumline.serving.app import Service, application
 
     uvicorn, (tokenizer, listener, key) = _import_uvicorn(), endpoint
-    name = Path(path).resolve().name
-    with contextlib.closing(Service(name, model, tokenizer, limits)) as service:
+    with contextlib.closing(Service(names, model, tokenizer, limits, coor.peers)) as service:
         server = uvicorn.Server(uvicorn_config(application(service, key), limits))
         listener.listen(BACKLOG)
         host, port = listener.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
-        print(f"serving {name} at http://{host}:{port}/v1", flush=True)
         server.capture_signals = contextlib.nullcontext  # uvicorn's own raises the signal again
         with _signals(server.handle_exit), _monitored(coor, service, server):
+            print(f"serving {names[0]} at http://{host}:{port}/v1", flush=True)
             server.run(sockets=[listener])
     if service.failure is not None:
         raise service.failure
@@ -217,6 +253,7 @@ def _monitored(coor: Coordinator, service: Any, server: Any) -> Iterator[None]:
     def monitor() -> None:
         drain_s = timings.TIMINGS.drain_s
         while not has_ended.wait(poll_s):
+            service.status.sample()
             if service.failure is not None:
                 server.should_exit = True
             drain_s -= poll_s * server.should_exit

@@ -8,15 +8,19 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from drumline.serving.sampling import SamplingParams
+from drumline.serving.logprobs import LogprobFormatter
+from drumline.serving.sampling import SamplingParams, TokenLogprob
 
 DEFAULT_MAX_TOKENS = 16
 """Of a completion without max_tokens; a chat may go on to the limit of the server."""
 MAX_ERRORS = 1000  # to search for the one to report: pydantic lists 300,000 in 20 s
+MAX_LOGPROBS = 20
 MAX_STOPS, MAX_STOP_CHARS = 16, 256  # of a request; each is searched for at every token
 
 
@@ -46,6 +50,32 @@ class StreamOptions(BaseModel):  # type: ignore[misc]
     include_obfuscation: Literal[False] = False
 
 
+class JsonSchema(BaseModel):  # type: ignore[misc]
+    model_config = ConfigDict(extra="forbid")
+    name: str = ""
+    description: str = ""
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool = True
+
+
+class ResponseFormat(BaseModel):  # type: ignore[misc]
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")  # type: ignore[untyped-decorator]
+    def _check_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("the type json_schema, and no other, takes the field json_schema")
+        return self
+
+    def wanted_schema(self) -> dict[str, Any] | None:
+        """The schema of the response; None for any text."""
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None
+
+
 class GenerationRequest(BaseModel):  # type: ignore[misc]
     """The fields that completions and chats share."""
 
@@ -55,10 +85,17 @@ class GenerationRequest(BaseModel):  # type: ignore[misc]
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0)
+    min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = {}
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: str | list[str] | None = None
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0)
+    response_format: ResponseFormat | None = None
     n: int | None = Field(None, ge=1, le=128)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -78,6 +115,21 @@ class GenerationRequest(BaseModel):  # type: ignore[misc]
         return self.n or 1
 
     @property
+    def num_logprobs(self) -> int | None:
+        """Of how many tokens the log-probabilities are wanted, in each place; None if not."""
+        raise NotImplementedError
+
+    @property
+    def named_tokens(self) -> list[int]:
+        """The tokens that the request names."""
+        return [*self.logit_bias, *self.stop_token_ids]
+
+    @property
+    def json_schema(self) -> dict[str, Any] | None:
+        """The schema of the response, if it must be JSON."""
+        return None if self.response_format is None else self.response_format.wanted_schema()
+
+    @property
     def includes_usage(self) -> bool:
         """True if the last chunk of the stream holds the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
@@ -89,10 +141,17 @@ class GenerationRequest(BaseModel):  # type: ignore[misc]
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=self.top_k or 0,
+            min_p=self.min_p or 0.0,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=self.repetition_penalty or 1.0,
+            logit_bias=tuple(self.logit_bias.items()),
             seed=None if self.seed is None else (self.seed + choice) % 2**63,
             stop=tuple(text for text in self.stop or () if text),
+            stop_tokens=frozenset(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            min_tokens=self.min_tokens,
+            num_logprobs=self.num_logprobs,
         )
 
 
@@ -100,6 +159,18 @@ class CompletionRequest(GenerationRequest):
     """The body of /v1/completions."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool = False
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @model_validator(mode="after")  # type: ignore[untyped-decorator]
+    def _check_echo(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo with logprobs is not supported by this server; leave one out")
+        return self
 
 
 class TextPart(BaseModel):  # type: ignore[misc]
@@ -110,15 +181,20 @@ class TextPart(BaseModel):  # type: ignore[misc]
 
 class ChatMessage(BaseModel):  # type: ignore[misc]
     model_config = ConfigDict(extra="forbid")
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] = ""
     name: str | None = None
+    tool_calls: list[dict[str, Any]] = []
+    tool_call_id: str | None = None
 
-    def for_template(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, Any]:
         """The message in the form that chat templates take."""
         content = self.content
         text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        role = "system" if self.role == "developer" else self.role
+        fields = {"tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
+        present = {name: value for name, value in fields.items() if value}
+        return {"role": role, "content": text, **present}
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -126,23 +202,54 @@ class ChatCompletionRequest(GenerationRequest):
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
+    tools: list[dict[str, Any]] = []
+    tool_choice: Literal["none", "auto"] = "auto"
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+    def template_options(self) -> dict[str, Any]:
+        """Arguments of the chat template beside the messages. It tells the model of the tools; a
+        call of one is part of the response's text."""
+        has_tools = self.tools and self.tool_choice != "none"
+        return {"tools": self.tools} if has_tools else {}
+
+
+class TokenizeRequest(BaseModel):  # type: ignore[misc]
+    """The body of /tokenize."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(BaseModel):  # type: ignore[misc]
+    """The body of /detokenize."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str | None = None
+    tokens: list[int]
 
 
 DISABLED_VALUES: dict[str, Any] = {
     "best_of": 1,
     "echo": False,
-    "logit_bias": {},
     "logprobs": False,
     "metadata": {},
     "modalities": ["text"],
-    "response_format": {"type": "text"},
     "service_tier": "auto",
     "store": False,
+    "suffix": "",
     "tool_choice": "none",
     "tools": [],
     "top_logprobs": 0,
 }
-"""Unsupported fields, with the value by which clients say that they do not use them."""
+"""Fields with the value by which clients say that they do not use them, also where a request has no
+such field."""
 
 
 def parse(body: bytes | bytearray) -> dict[str, Any]:
@@ -173,7 +280,8 @@ def validate(kind: type[Any], fields: dict[str, Any], max_items: int) -> Any:
         present = _without_nulls(fields, max_items)
         json.dumps(present, ensure_ascii=False).encode()
         for name, disabled in DISABLED_VALUES.items():
-            if type(present.get(name)) is type(disabled) and present[name] == disabled:
+            is_other = type(present.get(name)) is not type(disabled) or present[name] != disabled
+            if not is_other and (disabled is False or name not in kind.model_fields):
                 del present[name]
         return kind.model_validate(present)
     except UnicodeError as error:
@@ -212,39 +320,48 @@ def _without_nulls(value: Any, max_items: int) -> Any:
     return {name: _without_nulls(item, max_items) for name, item in pairs}
 
 
+@dataclass
+class ChoiceText:
+    """The text of one choice, or a piece of it, and why it ended, if it has."""
+
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
 class ResponseBuilder:
     """The bodies of one response, whole or in chunks of a stream."""
 
-    def __init__(self, model: str, is_chat: bool) -> None:
-        self._is_chat = is_chat
+    def __init__(self, model: str, is_chat: bool, logprobs: LogprobFormatter | None) -> None:
+        self._is_chat, self._logprobs = is_chat, logprobs
         self._header = {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": model,
         }
 
-    def response(
-        self, texts: list[str], finish_reasons: list[str], usage: dict[str, int]
-    ) -> dict[str, Any]:
+    def response(self, choices: Sequence[ChoiceText], usage: dict[str, int]) -> dict[str, Any]:
         """The body of a response that is no stream."""
         kind = "chat.completion" if self._is_chat else "text_completion"
-        choices = [
-            self._choice(index, reason, "message", {"role": "assistant", "content": text})
-            for index, (text, reason) in enumerate(zip(texts, finish_reasons, strict=True))
+        bodies = [
+            self._choice(index, choice, "message", {"role": "assistant", "content": choice.text})
+            for index, choice in enumerate(choices)
         ]
-        return {**self._header, "object": kind, "choices": choices, "usage": usage}
+        return {**self._header, "object": kind, "choices": bodies, "usage": usage}
 
     def first_chunk(self, index: int) -> dict[str, Any]:
         """The first chunk of a chat's choice."""
-        return self._chunk(
-            [self._choice(index, None, "delta", {"role": "assistant", "content": ""})]
-        )
+        message = {"role": "assistant", "content": ""}
+        return self._chunk([self._choice(index, ChoiceText(), "delta", message)])
 
-    def chunk(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-        """A chunk of one choice; the last of a chat's choice holds no text."""
-        is_empty = self._is_chat and not text and finish_reason is not None
-        delta = {} if is_empty else {"content": text}
-        return self._chunk([self._choice(index, finish_reason, "delta", delta)])
+    def chunk(self, index: int, choice: ChoiceText, offset: int) -> dict[str, Any]:
+        """A chunk of one choice; the last of a chat's choice holds no text.
+
+        offset: characters of the choice before it.
+        """
+        is_empty = self._is_chat and not choice.text and choice.finish_reason is not None
+        delta = {} if is_empty else {"content": choice.text}
+        return self._chunk([self._choice(index, choice, "delta", delta, offset)])
 
     def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
         """The last chunk, if the request includes the usage."""
@@ -255,7 +372,8 @@ class ResponseBuilder:
         return {**self._header, "object": kind, "choices": choices}
 
     def _choice(
-        self, index: int, finish_reason: str | None, field: str, message: dict[str, str]
+        self, index: int, choice: ChoiceText, key: str, message: dict[str, str], offset: int = 0
     ) -> dict[str, Any]:
-        body: dict[str, Any] = {field: message} if self._is_chat else {"text": message["content"]}
-        return {"index": index, **body, "logprobs": None, "finish_reason": finish_reason}
+        body: dict[str, Any] = {key: message} if self._is_chat else {"text": choice.text}
+        logprobs = self._logprobs and self._logprobs.format(choice.logprobs, offset)
+        return {"index": index, **body, "logprobs": logprobs, "finish_reason": choice.finish_reason}

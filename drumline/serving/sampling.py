@@ -7,7 +7,9 @@ token = sampler.sample(logits)  # [vocabulary]
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 import transformers
@@ -17,29 +19,72 @@ MIN_TEMPERATURE = torch.finfo(torch.float32).tiny  # below, a division by it ove
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of one sequence, with the meaning of OpenAI's API.
+    """Sampling parameters of one sequence, with the meaning of OpenAI's API and of `vllm serve`.
 
-    temperature: 0 takes the most likely token. top_k: 0 allows all tokens.
+    temperature: 0 takes the most likely token. top_k: 0 allows all tokens. min_p: allows tokens
+    that are at least so likely, as a fraction of the most likely one's probability.
     presence_penalty, frequency_penalty: subtracted from the logit of a token that the sequence has
-    generated before, once and once per occurrence.
+    generated before, once and once per occurrence. repetition_penalty: divides the positive logits
+    of tokens of the prompt and the sequence, and multiplies the negative ones.
+    logit_bias: added to the logits of these tokens.
+    stop_tokens: end the sequence, as the model's own do unless ignore_eos; none of them comes among
+    the first min_tokens tokens.
+    num_logprobs: of how many most likely tokens the log-probabilities are kept; None keeps none.
     """
 
     max_tokens: int = 16
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    stop_tokens: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    num_logprobs: int | None = None
+
+
+class Grammar(Protocol):
+    """A constraint on the tokens of one sequence."""
+
+    def mask(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits, -inf for each token that may not come next."""
+
+    def advance(self, token: int) -> None:
+        """Take the next token."""
+
+
+class TokenLogprob(NamedTuple):
+    """The log-probability of a token, and those of the most likely ones in its place."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 class TokenSampler:
-    """Samples the tokens of one sequence; equal seeds and logits give equal tokens."""
+    """Samples the tokens of one sequence; equal seeds and logits give equal tokens.
 
-    def __init__(self, params: SamplingParams) -> None:
-        self.params = params
+    prompt: its tokens, for repetition_penalty. end_tokens: those that end the sequence.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int] = (),
+        end_tokens: Iterable[int] = (),
+        grammar: Grammar | None = None,
+    ) -> None:
+        self.params, self.grammar = params, grammar
         self.counts: Counter[int] = Counter()
+        self.logprob: TokenLogprob | None = None  # of the last token
+        self._end_tokens = sorted(end_tokens)
+        self._seen = set(prompt) if params.repetition_penalty != 1 else set()
         self.generator = torch.Generator()
         if params.seed is None:
             self.generator.seed()
@@ -48,13 +93,19 @@ class TokenSampler:
 
     @property
     def is_greedy(self) -> bool:
-        """True if the sampler always takes the token with the highest logit."""
-        params = self.params
-        return params.temperature == params.presence_penalty == params.frequency_penalty == 0
+        """True if the sampler always takes the token with the highest logit, and keeps nothing."""
+        params, plain = self.params, SamplingParams(temperature=0)
+        names = (
+            *("temperature", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+            *("logit_bias", "min_tokens", "num_logprobs"),
+        )
+        is_plain = all(getattr(params, name) == getattr(plain, name) for name in names)
+        return is_plain and self.grammar is None
 
     def sample(self, logits: torch.Tensor) -> int:
         """The next token. logits: [vocabulary]."""
-        logits = self._penalized(logits.float())
+        raw = logits.float()
+        logits = self._changed(raw)
         if self.params.temperature == 0:
             token = int(logits.argmax())
         else:
@@ -62,18 +113,50 @@ class TokenSampler:
             logits = _warpers(self.params)(None, (logits - logits.max())[None])[0]
             probabilities = torch.softmax(logits, 0)
             token = int(torch.multinomial(probabilities.cpu(), 1, generator=self.generator))
-        self.counts[token] += 1
+        self._take(token, raw)
         return token
+
+    def _take(self, token: int, raw: torch.Tensor) -> None:
+        self.counts[token] += 1
+        if self.grammar is not None:
+            self.grammar.advance(token)
+        if self.params.num_logprobs is not None:
+            logprobs = torch.log_softmax(raw, 0)
+            values, tokens = logprobs.topk(min(self.params.num_logprobs, len(raw)))
+            top = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
+            self.logprob = TokenLogprob(token, float(logprobs[token]), top)
+
+    def _changed(self, logits: torch.Tensor) -> torch.Tensor:
+        """With bias, penalties, and without what may not come next."""
+        logits = self._penalized(self._without_repetition(logits))
+        if self.params.logit_bias:
+            tokens, bias = zip(*self.params.logit_bias, strict=True)
+            logits = logits.index_add(0, *_on(logits.device, tokens, bias))
+        if self.counts.total() < self.params.min_tokens and self._end_tokens:
+            (ends,) = _on(logits.device, self._end_tokens)
+            logits = logits.index_fill(0, ends, -torch.inf)
+        return logits if self.grammar is None else self.grammar.mask(logits)
+
+    def _without_repetition(self, logits: torch.Tensor) -> torch.Tensor:
+        penalty = self.params.repetition_penalty
+        if penalty == 1:
+            return logits
+        (tokens,) = _on(logits.device, sorted(self._seen | self.counts.keys()))
+        values = logits[tokens]
+        return logits.index_copy(
+            0, tokens, torch.where(values > 0, values / penalty, values * penalty)
+        )
 
     def _penalized(self, logits: torch.Tensor) -> torch.Tensor:
         presence, frequency = self.params.presence_penalty, self.params.frequency_penalty
         if not self.counts or presence == frequency == 0:
             return logits
-        tokens, counts = (
-            torch.tensor(list(values), device=logits.device)
-            for values in zip(*self.counts.items(), strict=True)
-        )
+        tokens, counts = _on(logits.device, self.counts.keys(), self.counts.values())
         return logits.index_add(0, tokens, -(presence + frequency * counts).to(logits.dtype))
+
+
+def _on(device: torch.device, *values: Iterable[float]) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.tensor(list(value), device=device) for value in values)
 
 
 def _warpers(params: SamplingParams) -> transformers.LogitsProcessorList:
@@ -82,4 +165,6 @@ def _warpers(params: SamplingParams) -> transformers.LogitsProcessorList:
         warpers.append(transformers.TopKLogitsWarper(params.top_k))
     if params.top_p < 1:
         warpers.append(transformers.TopPLogitsWarper(params.top_p))
+    if params.min_p:
+        warpers.append(transformers.MinPLogitsWarper(params.min_p))
     return transformers.LogitsProcessorList(warpers)

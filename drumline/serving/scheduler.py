@@ -15,7 +15,7 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from drumline import timings
 from drumline.errors import DrumlineError, PeerLost
-from drumline.serving.sampling import SamplingParams, TokenSampler
+from drumline.serving.sampling import Grammar, SamplingParams, TokenSampler
 
 MIN_TOKENS_BEFORE_PREEMPTION = 16  # per sequence
 PREFILL_COST = 1 / 32  # of a token that is computed again, in generated tokens
@@ -59,8 +59,9 @@ class RequestTooLarge(DrumlineError):
 class Generation:
     """One prompt, and the tokens generated for it so far.
 
+    end_tokens: the model's; the last new token, unless the parameters ignore them.
     on_token(token): called with each new token by a thread of the scheduler; returns whether to
-    continue.
+    continue. sampler.logprob is then that token's.
     on_end(reason): called once, last: "stop", "length", "cancelled" or an exception.
     """
 
@@ -70,8 +71,12 @@ class Generation:
         params: SamplingParams,
         on_token: Callable[[int], bool],
         on_end: Callable[[str | Exception], None],
+        end_tokens: Iterable[int] = (),
+        grammar: Grammar | None = None,
     ) -> None:
-        self.prompt, self.params, self.sampler = prompt, params, TokenSampler(params)
+        self.prompt, self.params = prompt, params
+        self.end_tokens = params.stop_tokens | (set() if params.ignore_eos else set(end_tokens))
+        self.sampler = TokenSampler(params, prompt, self.end_tokens, grammar)
         self.new_tokens: list[int] = []
         self.is_done = False
         self.cancel_reason: str | Exception | None = None
@@ -91,13 +96,13 @@ class Generation:
         """End with this reason at the next token, or before the first one."""
         self.cancel_reason = self.cancel_reason or reason
 
-    def append(self, token: int, eos_tokens: set[int]) -> None:
+    def append(self, token: int) -> None:
         """Take a new token, which may be the last."""
         if self.cancel_reason is not None:
             return self.end(self.cancel_reason)
         self.new_tokens.append(token)
         try:
-            should_continue = token not in eos_tokens and self._on_token(token)
+            should_continue = token not in self.end_tokens and self._on_token(token)
         except Exception as error:  # it ends this sequence, and no other of the batch
             return self.end(error)
         if not should_continue:
@@ -136,9 +141,10 @@ class BatchScheduler:
         self.model, self.limits, self.on_loss = model, limits, on_loss
         self.largest_batch = self.num_new_tokens = 0
         eos = model.generation_config.eos_token_id
-        self._eos_tokens = {eos} if isinstance(eos, int) else set(eos or ())
+        self.end_tokens = {eos} if isinstance(eos, int) else set(eos or ())
         pad_token = model.generation_config.pad_token_id
-        self._pad = pad_token if pad_token is not None else min(self._eos_tokens, default=0)
+        self._pad = pad_token if pad_token is not None else min(self.end_tokens, default=0)
+        self._no_token = model.get_input_embeddings().num_embeddings
         self._waiting: deque[Generation] = deque()
         self._batches: list[list[Generation]] = []  # those that run
         self._changed = threading.Condition()
@@ -156,6 +162,12 @@ class BatchScheduler:
     def num_running(self) -> int:
         with self._changed:
             return sum(not item.is_done for batch in self._batches for item in batch)
+
+    def unfinished(self) -> list[tuple[Generation, bool]]:
+        """The sequences that run, and those that wait; each with whether it runs."""
+        with self._changed:
+            running = [item for batch in self._batches for item in batch if not item.is_done]
+            return [(item, True) for item in running] + [(item, False) for item in self._waiting]
 
     def submit(self, generations: Sequence[Generation]) -> None:
         """Append all to the queue, or none. Raises as check_capacity does."""
@@ -285,7 +297,7 @@ class BatchScheduler:
             max_new_tokens=max(item.num_remaining for item in batch),
             do_sample=False,  # _SampledTokens leaves one token to choose from
             pad_token_id=self._pad,
-            eos_token_id=sorted(self._eos_tokens) or None,
+            eos_token_id=self._no_token,  # _TokenDelivery ends sequences, each by its own tokens
         )
         self.model.generate(
             tokens.to(self.model.device),
@@ -301,7 +313,7 @@ class BatchScheduler:
         with self._changed:
             self.num_new_tokens += len(unfinished)
         for item, token in unfinished:
-            item.append(token, self._eos_tokens)
+            item.append(token)
 
     def _padded(self, prompts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and attention mask, padded on the left: [len(prompts), longest] each."""

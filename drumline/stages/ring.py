@@ -104,7 +104,7 @@ class Ring:
     def _lost(self, neighbour: int, error: DrumlineError) -> PeerLost:
         self.monitor.raise_cause(error)
         return PeerLost(
-            f"rank {self.coor.ranks[self.rank]} lost its connection to "
+            f"{self.coor.rank_name(self.rank)} lost its connection to "
             f"{self.coor.peers[neighbour]}, which holds {self.layers_by_rank[neighbour]}, so the "
             f"model cannot run any more. Start all ranks again. ({error})"
         )

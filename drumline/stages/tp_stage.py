@@ -72,7 +72,7 @@ class StageGroup:
         coor = self.monitor.coor
         coor.report_failure(coor.rank, f"is desynchronised from its TP group: {why}")
         return PeerLost(
-            f"rank {self.coor.ranks[self.coor.rank]}: the ranks {list(self.coor.ranks)}, which "
+            f"{self.coor.rank_name()}: the ranks {list(self.coor.ranks)}, which "
             f"hold {layers} each, are desynchronised, so the model cannot run any more. Start all "
             f"ranks again.\nThis rank failed first: {why}"
         )

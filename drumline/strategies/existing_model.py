@@ -65,7 +65,8 @@ def dispatch(
         )
         check_same_on_all_ranks(coor, {"plan": placed.to_json(), "torch": torch.__version__})
         if checkpoint is not None:
-            _fill(model, placed, coor, Path(checkpoint))
+            for check in _fill(model, placed, coor, Path(checkpoint)).copy_checks:
+                stack.enter_context(check)
         stage = run_on_all_ranks(coor, lambda: _keep_own(model, placed, coor.rank, offload_dir))
         return connect_stages(coor, stage, stack)
 
@@ -97,7 +98,7 @@ def _parts(model: nn.Module, named: Collection[str]) -> ModelProfile:
     return profile_model(model, names=whole)
 
 
-def _fill(model: nn.Module, placed: DeviceMap, coor: Coordinator, path: Path) -> None:
+def _fill(model: nn.Module, placed: DeviceMap, coor: Coordinator, path: Path) -> CheckpointFiles:
     """Read the tensors of this rank; ranks that do not see the files get them from the master."""
     has_files = coor.allgather_object(path.exists())
     readers = [rank if has else 0 for rank, has in enumerate(has_files)]
@@ -107,6 +108,7 @@ def _fill(model: nn.Module, placed: DeviceMap, coor: Coordinator, path: Path) ->
     everywhere = {name: pieces[first] for first in names for name in names[first]}
     weight_map = WeightMap(everywhere, frozenset(), frozenset(), {})
     fill(model, weight_map, files, placed.places, None, coor, None)
+    return files
 
 
 def _keep_own(

@@ -22,6 +22,7 @@ from drumline.strategies.mesh_parallel import load_mesh
 from drumline.strategies.pipeline_parallel import load_pipeline
 from drumline.strategies.pipeline_tp import load_pipeline_tp
 from drumline.strategies.plan_inputs import checkpoint_dtype
+from drumline.weight_formats.gguf_file import gguf_path
 
 __all__ = ["Memory", "checkpoint_dtype", "load", "nbytes"]
 
@@ -46,6 +47,10 @@ def load(
     reader: str | None = None,
     build_on: str | None = None,
     device: str | None = None,
+    adapter: str | Path | None = None,
+    dequantize: bool = False,
+    trust_remote_code: bool = False,
+    gguf_file: str | None = None,
     **options: Any,
 ) -> Any:
     """The model of a transformers checkpoint, its layers spread over every rank. Collective.
@@ -90,12 +95,25 @@ def load(
     reader: "each", "node" or "rank0" reads for the others, which need no file then.
     build_on: "meta", or "cpu" for a model whose constructor computes what no file holds.
     device: of this rank, where layers are split; cuda:{local_rank} if there is one, else cpu.
+    adapter: the folder of a LoRA adapter, as peft saves it, on ranks that have the model's files.
+        Each rank merges the part of its own layers while it reads them.
+    dequantize: read quantized weights as weights in dtype, each rank its own; see
+        `weight_formats.dequantized` for the formats. Otherwise they stay as transformers has them.
+    trust_remote_code: run the Python files of the checkpoint, on every rank, which must have them.
+        Each rank logs their names.
+    gguf_file: the name of a GGUF file in `path`, which may also be that file itself. Every rank
+        must have it, and dequantizes its own layers.
     options: for from_pretrained, such as attn_implementation.
 
     Raises PlanError or CheckpointError on every rank before serving starts.
     """
     arguments = {k: v for k, v in locals().items() if k not in ("path", "coor", "options")}
     request = LoadOptions(**arguments, rest=options)
+    if request.shards_layers and gguf_path(path, gguf_file):
+        raise PlanError(
+            f"{path} is a GGUF file, of which ranks read whole layers, and tp= and mesh= split "
+            "them; leave these out."
+        )
     if not request.shards_layers:
         if device_map == "fastest":
             return load_fastest(path, coor, request)

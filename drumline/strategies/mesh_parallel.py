@@ -95,6 +95,8 @@ def load_mesh(path: str | Path, coor: Coordinator | None, options: LoadOptions) 
                 lambda planned: planned[1],
             )
             stats = sharded.fill(coor, plan)
+            for check in files.copy_checks:
+                stack.enter_context(check)
             monitor = _connect_tp_group(sharded, coor, mesh, options.backend, stack)
         if sharded.generation is not None:
             sharded.model.generation_config = sharded.generation

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from coordinator import Coordinator
 from drumline.checkpoint.config_files import read_generation_config
 from drumline.checkpoint.empty_model import empty_model, load_shard
+from drumline.checkpoint.json_files import MERGE_ADAPTER
 from drumline.checkpoint.source import CheckpointFiles
 from drumline.checkpoint.weight_map import NotStreamable, WeightMap
 from drumline.core.consistency import check_same_on_all_ranks, model_facts, run_on_all_ranks
@@ -48,12 +50,14 @@ def load_pipeline(path: str | Path, coor: Coordinator | None, options: LoadOptio
     with contextlib.ExitStack() as stack:
         if coor is None:
             coor = stack.enter_context(Coordinator())
-        stage = _load_stage(coor, path, options)
+        stage = _load_stage(coor, path, options, stack)
         return connect_stages(coor, stage, stack, options.backend, options.cuda_graphs)
 
 
-def _load_stage(coor: Coordinator, path: str | Path, options: LoadOptions) -> LoadedStage:
-    """This rank's part of the model. Collective."""
+def _load_stage(
+    coor: Coordinator, path: str | Path, options: LoadOptions, stack: contextlib.ExitStack
+) -> LoadedStage:
+    """This rank's part of the model. Collective. stack: what goes on while it is in use."""
     planned: list[DeviceMap] = []
     with monitored_loading(coor, lambda rank: planned[0].holds(rank) if planned else ""):
         inputs = collect_plan_inputs(coor, path, options)
@@ -65,7 +69,10 @@ def _load_stage(coor: Coordinator, path: str | Path, options: LoadOptions) -> Lo
         check_same_on_all_ranks(coor, facts)
         if options.cuda_graphs:
             _check_graphs(device_map)
-        return _load_weights(coor, inputs, device_map, options)
+        stage = _load_weights(coor, inputs, device_map, options)
+        for check in inputs.source.copy_checks:
+            stack.enter_context(check)
+        return stage
 
 
 def check_no_device(options: LoadOptions) -> None:
@@ -92,8 +99,8 @@ def _load_weights(
     coor: Coordinator, inputs: PlanInputs, device_map: DeviceMap, options: LoadOptions
 ) -> LoadedStage:
     """The model with this rank's part of the weights, streamed if that is possible."""
-    source, dtype = inputs.source, inputs.dtype
-    run_on_all_ranks(coor, lambda: _check_offload(source, device_map, coor.rank))
+    dtype = inputs.dtype
+    run_on_all_ranks(coor, lambda: _check_offload(inputs.source, device_map, coor.rank))
     empty = run_on_all_ranks(
         coor, lambda: _build_empty(inputs, device_map, coor.rank, options.rest)
     )
@@ -104,7 +111,8 @@ def _load_weights(
         return stage
     model, weight_map = empty
     check_same_on_all_ranks(coor, model_facts(model, dtype))
-    stats = fill(model, weight_map, source, device_map.places, dtype, coor, options.progress)
+    weight_map, inputs = run_on_all_ranks(coor, lambda: _with_adapter(model, weight_map, inputs))
+    stats = fill(model, weight_map, inputs.source, device_map.places, dtype, coor, options.progress)
     stage = LoadedStage(model, device_map, stats=stats)
     run_on_all_ranks(coor, lambda: _place(stage, weight_map, inputs, coor.rank))
     return stage
@@ -127,12 +135,25 @@ def _build_empty(
         return None
 
 
+def _with_adapter(
+    model: Any, weight_map: WeightMap, inputs: PlanInputs
+) -> tuple[WeightMap, PlanInputs]:
+    """The pieces of the tensors, with the adapter that is to be merged into them."""
+    if inputs.adapter is None:
+        return weight_map, inputs
+    slices, index = inputs.adapter.merged(
+        model, weight_map.slices, inputs.source.index, inputs.dtype
+    )
+    source = replace(inputs.source, index=index)
+    return replace(weight_map, slices=slices), replace(inputs, source=source)
+
+
 def _place(stage: LoadedStage, weight_map: WeightMap, inputs: PlanInputs, rank: int) -> None:
     """Let the modules of this rank run on their devices, and find their weights there."""
     model, device_map, source = stage.model, stage.device_map, inputs.source
     if rank == 0:
         model.config.name_or_path = str(source.path)
-        if model.can_generate():
+        if model.can_generate() and source.path.is_dir():  # a GGUF file says it in the config
             model.generation_config = read_generation_config(source.path)
     own = device_map.of(rank)
     away = {name: own[name] for name in offloaded_modules(device_map, rank)}
@@ -158,6 +179,11 @@ def _read(
 ) -> LoadedStage:
     """The model as transformers itself reads it, from files that must be here."""
     source = inputs.source
+    if inputs.adapter is not None:
+        raise CheckpointError(
+            f"rank {rank}: the weights of this model are computed from what is stored, so no "
+            f"adapter can be merged while they are read; {MERGE_ADAPTER}."
+        )
     if source.blind or any(offloaded_modules(device_map, rank) for rank in device_map.ranks):
         raise CheckpointError(
             f"rank {rank}: the weights of this model are computed from what is stored, which needs "

@@ -62,6 +62,8 @@ def load_pipeline_tp(path: str | Path, coor: Coordinator | None, options: LoadOp
             stack.push(lambda kind, error, trace: late() if error is None else None)
         mesh = _checked_mesh(options, coor.world_size)
         sharded, device_map, stats = _load_shards(coor, path, mesh, options)
+        for check in sharded.files.copy_checks:
+            stack.enter_context(check)
         ranks = mesh.group(coor.rank, "pp", "tp")
         replica = coor if len(ranks) == coor.world_size else _split(coor, ranks, stack)
         axes = {axis: mesh.axis_size(axis) for axis in mesh.axes if axis in ("pp", "tp")}

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from coordinator import Coordinator
+from drumline.checkpoint.config_files import remote_class
 from drumline.checkpoint.source import CheckpointFiles, choose_config, find_checkpoint
 from drumline.core.consistency import run_on_all_ranks
 from drumline.core.device_map import DeviceMap, ModelProfile, Place
@@ -23,6 +24,9 @@ from drumline.planner.cost_model import DeviceSpeeds, PassShape
 from drumline.planner.load_options import LoadOptions
 from drumline.planner.memory import cluster_memory, limit_memory
 from drumline.planner.plan import plan
+from drumline.weight_formats.dequantized import read_dequantized
+from drumline.weight_formats.gguf_file import find_gguf, gguf_path, read_gguf_weights
+from drumline.weight_formats.lora_adapter import LoraAdapter, find_adapter
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class PlanInputs:
     """A model's parts, cache included, and the free memory of every place that is to hold them."""
 
     source: CheckpointFiles
+    adapter: LoraAdapter | None
     kind: type[Any]
     dtype: torch.dtype
     parts: ModelProfile
@@ -44,20 +49,38 @@ class PlanInputs:
 
 def collect_plan_inputs(coor: Coordinator, path: str | Path, options: LoadOptions) -> PlanInputs:
     """Look at the checkpoint and at every rank's memory. Collective."""
-    source = find_checkpoint(coor, path)
+    gguf = gguf_path(path, options.gguf_file)
+    if gguf is not None:
+        source = find_gguf(coor, gguf)
+    else:
+        source = find_checkpoint(coor, path, options.adapter, options.trust_remote_code)
     source = replace(source, config=choose_config(source.config, options.config))
-    kind = run_on_all_ranks(coor, lambda: options.cls or model_profile.model_class(source.config))
+    adapter, source = find_adapter(coor, options.adapter, source)
+    kind = run_on_all_ranks(coor, lambda: _model_class(source, options))
     dtype = checkpoint_dtype(options.dtype, source.config)
-    parts = run_on_all_ranks(
-        coor,
-        lambda: model_profile.profile_model(
-            model_profile.build_on_meta(kind, source.config, dtype)
-        ),
-    )
+    if options.dequantize:
+        source = run_on_all_ranks(coor, lambda: read_dequantized(source, dtype))
+    model, parts = run_on_all_ranks(coor, lambda: _model_on_meta(kind, source.config, dtype))
+    if gguf is not None:
+        source = run_on_all_ranks(coor, lambda: read_gguf_weights(source, model, dtype))
     parts = model_profile.with_tokens(parts, source.config, dtype, options.batch, options.length)
     step = PassShape(options.batch, model_profile.hidden_width(source.config), dtype.itemsize)
     free_nbytes = limit_memory(cluster_memory(coor), options.max_memory)
-    return PlanInputs(source, kind, dtype, parts, free_nbytes, step)
+    return PlanInputs(source, adapter, kind, dtype, parts, free_nbytes, step)
+
+
+def _model_on_meta(kind: type[Any], config: Any, dtype: torch.dtype) -> tuple[Any, ModelProfile]:
+    model = model_profile.build_on_meta(kind, config, dtype)
+    return model, model_profile.profile_model(model)
+
+
+def _model_class(source: CheckpointFiles, options: LoadOptions) -> type[Any]:
+    kind = options.cls
+    if kind is None and options.trust_remote_code:
+        kind = remote_class(source.path, source.config)
+    kind = kind or model_profile.model_class(source.config)
+    options.check_rest(kind)
+    return kind
 
 
 def checkpoint_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtype:

@@ -12,7 +12,7 @@ import inspect
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,18 @@ from torch import nn
 from coordinator import Coordinator
 from drumline.checkpoint.config_files import read_config, read_generation_config
 from drumline.checkpoint.json_files import read_json
-from drumline.checkpoint.model_tensors import named_tensors, replace_tensors
+from drumline.checkpoint.model_tensors import WeightSources, named_tensors, replace_tensors
 from drumline.checkpoint.plan_executor import LoadStats
 from drumline.checkpoint.shard_loader import LoadRequest, assign_readers, load_planned, plan_files
 from drumline.checkpoint.shard_plan import LoadPlan
-from drumline.checkpoint.source import CheckpointFiles, choose_config, config_from_json, share_index
+from drumline.checkpoint.source import (
+    CheckpointFiles,
+    allow_code,
+    choose_config,
+    config_from_json,
+    read_model_class,
+    share_index,
+)
 from drumline.checkpoint.weight_map import dtype_overrides, weight_sources
 from drumline.core.mesh import Mesh
 from drumline.core.meta_init import init_on_meta, model_building
@@ -38,6 +45,8 @@ from drumline.planner.model_profile import model_class
 from drumline.tensor_parallel.dry_run_forward import dry_run, truncated_copy
 from drumline.tensor_parallel.parallelize import shard_specs
 from drumline.tensor_parallel.tp_plan import read_plan
+from drumline.weight_formats.dequantized import read_dequantized
+from drumline.weight_formats.lora_adapter import find_adapter
 
 FEW = 16 << 20
 """As many weights as may be made, and thrown away, for the sake of a buffer beside them."""
@@ -58,6 +67,7 @@ class ShardedModel:
     shapes: Mapping[str, tuple[int, ...]]
     device: str
     files: CheckpointFiles
+    sources: WeightSources
 
     def shrink(self, mesh: Mesh, rank: int) -> None:
         """Make every tensor on meta as small as the part of `rank`."""
@@ -67,9 +77,7 @@ class ShardedModel:
         self, mesh: Mesh, rank: int, only: Mapping[str, Mapping[str, int]] | None = None
     ) -> LoadPlan:
         """The part of `rank` in filling the model. only: see load_into."""
-        options = LoadRequest(
-            self.splits, only or {}, self.shapes, lambda index: weight_sources(self.model, index)
-        )
+        options = LoadRequest(self.splits, only or {}, self.shapes, lambda index: self.sources)
         return plan_files(self.model, self.files, mesh, rank, options)
 
     def fill(self, coor: Coordinator, plan: LoadPlan) -> LoadStats:
@@ -80,26 +88,47 @@ class ShardedModel:
 def open_checkpoint(
     coor: Coordinator, path: str | Path, mesh: Mesh, options: LoadOptions
 ) -> tuple[CheckpointFiles, Any]:
-    """The files of a checkpoint and its configs, the same on every rank. Collective."""
+    """The files of a checkpoint with its configs, and its adapter, the same on every rank.
+
+    Collective.
+    """
+    if options.trust_remote_code:
+        allow_code(coor, Path(path))
     files, configs = share_index(
         coor,
         path,
         lambda: assign_readers(coor, mesh, options.reader or "each")[1],
-        lambda: read_configs(path),
+        lambda: read_configs(path, options.adapter, options.trust_remote_code),
     )
-    return files, json.loads(configs)
+    adapter, files = find_adapter(coor, options.adapter, files)
+    return files, (*json.loads(configs), adapter)
 
 
 def shard_checkpoint(
     coor: Coordinator, files: CheckpointFiles, configs: Any, mesh: Mesh, options: LoadOptions
 ) -> ShardedModel:
     """The empty model of a checkpoint and how it is sharded; PlanError if it cannot be."""
-    fields, generation = configs
+    fields, generation, adapter = configs
     if generation is not None:
         generation = transformers.GenerationConfig.from_dict(generation)
-    config = choose_config(config_from_json(fields), options.config)
+    kind, stored = options.cls, None
+    if options.trust_remote_code:
+        stored, own = read_model_class(files.path)
+        kind = kind or own
+    stored = stored or config_from_json(fields)
+    files = replace(files, config=choose_config(stored, options.config))
+    if options.dequantize:
+        files = read_dequantized(files, model_dtype(files.config, options))
+    config = files.config
     _check_not_quantised(files.path, config, options)
-    model = build(options.cls or model_class(config), config, options)
+    kind = kind or model_class(config)
+    options.check_rest(kind)
+    model = build(kind, config, options)
+    sources = weight_sources(model, files.index)
+    if adapter is not None:
+        dtype = model_dtype(config, options)
+        sources, index = adapter.merged(model, sources, files.index, dtype)
+        files = replace(files, index=index)
     where = options.device or own_device(coor)
     size = mesh.axis_size("tp")
     styles = read_plan(model, options.tp_plan or "auto") if size > 1 else {}
@@ -111,7 +140,7 @@ def shard_checkpoint(
         shrink(part, splits, mesh, coor.rank)
         dry_run(whole, part, styles, mesh.coordinate(coor.rank)["tp"], size)
     compute_buffers(model, where)
-    return ShardedModel(model, config, generation, styles, splits, shapes, where, files)
+    return ShardedModel(model, config, generation, styles, splits, shapes, where, files, sources)
 
 
 def shrink(
@@ -134,12 +163,9 @@ def _check_not_quantised(path: str | Path, config: Any, options: LoadOptions) ->
         return
     settings = quantization if isinstance(quantization, dict) else quantization.to_dict()
     raise PlanError(
-        f"{path} is quantised ({settings.get('quant_method')}), so its weights are computed from "
-        "what "
-        "is stored, and no rank could read its part of them; load whole layers with device_map= "
-        "and no tp= or mesh=, or save it once in the dtype it is to run in, as from_pretrained("
-        "..., quantization_config=FineGrainedFP8Config(dequantize=True)) and save_pretrained(..., "
-        "save_original_format=False) do for fp8."
+        f"{path} is quantised ({settings.get('quant_method')}), and no rank could run its part of "
+        "such a layer; pass dequantize=True, or load whole layers with device_map= and no tp= or "
+        "mesh=, or save it once in the dtype it is to run in."
     )
 
 
@@ -149,10 +175,12 @@ def own_device(coor: Coordinator) -> str:
     return f"cuda:{coor.local_rank % torch.cuda.device_count()}"  # a rank may see only its own
 
 
-def read_configs(path: str | Path) -> bytes:
+def read_configs(
+    path: str | Path, adapter: str | Path | None = None, trust_remote_code: bool = False
+) -> bytes:
     """config.json and generation_config.json in one line, for ranks that may have no file."""
     folder = Path(path)
-    read_config(folder)
+    read_config(folder, adapter, trust_remote_code)
     config, generation = read_json(folder / "config.json"), None
     if (folder / "generation_config.json").exists():
         read_generation_config(folder)
@@ -160,17 +188,23 @@ def read_configs(path: str | Path) -> bytes:
     return json.dumps([config, generation]).encode()
 
 
-def build(kind: type[Any], config: Any, options: LoadOptions) -> Any:
-    """The model with its weights on meta, in the dtypes it will have."""
-    build_on, dtype = options.build_on or "meta", options.dtype
-    if build_on not in ("meta", "cpu"):
-        raise PlanError(f'build_on={build_on!r}: a model is built on "meta" or on "cpu".')
+def model_dtype(config: Any, options: LoadOptions) -> torch.dtype:
+    """The dtype that is asked for, else that of the checkpoint."""
+    dtype = options.dtype
     if isinstance(dtype, str):
         dtype = None if dtype == "auto" else getattr(torch, dtype.removeprefix("torch."))
-    model_dtype = dtype or getattr(config, "dtype", None) or torch.float32
+    return dtype or getattr(config, "dtype", None) or torch.float32
+
+
+def build(kind: type[Any], config: Any, options: LoadOptions) -> Any:
+    """The model with its weights on meta, in the dtypes it will have."""
+    build_on = options.build_on or "meta"
+    if build_on not in ("meta", "cpu"):
+        raise PlanError(f'build_on={build_on!r}: a model is built on "meta" or on "cpu".')
+    dtype = model_dtype(config, options)
     with model_building(kind), init_on_meta() if build_on == "meta" else torch.device(build_on):
-        model = kind._from_config(config, dtype=model_dtype, **options.rest)
-    wide = dtype_overrides(model, model_dtype)
+        model = kind._from_config(config, dtype=dtype, **options.rest)
+    wide = dtype_overrides(model, dtype)
     empty = {id(t): empty_like(t, t.shape, wide.get(name)) for name, t in named_tensors(model)}
     replace_tensors(model, empty)  # the buffers that no file holds stay as they were built
     return model

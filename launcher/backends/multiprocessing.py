@@ -6,11 +6,14 @@ python -m launcher run -n 4 train.py
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launcher.job import Job
 from launcher.launch_info import LaunchInfo
 from launcher.system import nesting
+
+if TYPE_CHECKING:
+    from launcher.local.launch_watch import LaunchWatch
 
 NAME = "multiprocessing"
 SUPPORTS = frozenset({"bind", "encrypt", "log_dir", "preload", "trace"})
@@ -24,8 +27,8 @@ def detect(environ: Mapping[str, str]) -> LaunchInfo | None:
     return info
 
 
-def run(job: Job, owns_process: bool = False) -> list[Any]:
+def run(job: Job, owns_process: bool = False, watch: LaunchWatch | None = None) -> list[Any]:
     """Each rank's result, by rank; see launcher/local/launch_local.py."""
     from launcher.local.launch_local import launch_local  # not needed for detection
 
-    return launch_local(job, owns_process)
+    return launch_local(job, owns_process, watch)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import signal
 import sys
 import threading
 import time
@@ -22,7 +21,6 @@ from launcher.launch_info import LaunchInfo
 from launcher.local.launch_infos import infos_for_node
 from launcher.runtime import rank_process
 from launcher.runtime.output import Output
-from launcher.system import descendants, linux, stop_signals
 from launcher.system.held_forks import TOO_MANY_PROCESSES
 
 NAME = "threads"
@@ -37,46 +35,21 @@ def detect(environ: Mapping[str, str]) -> LaunchInfo | None:
 def run(job: Job, owns_process: bool = False) -> list[Any]:
     """Each rank's result, by rank.
 
-    owns_process: this process exists only for this launch, so its standard streams are ours.
-    Raises LaunchError with the first exception as its __cause__.
+    owns_process: this process exists only for this launch. Then the threads run in another one,
+    under a reaper, so that whatever is killed leaves nothing behind; and without their results.
+    Raises LaunchError, here with the first exception as its __cause__.
     """
     if owns_process:
-        with _ending_children(), _raising_stop_signals(), rank_streams(job):
-            return _run(job)
+        from launcher.backends import threads_main  # which imports this module
+        from launcher.external import backend_launcher  # not needed for detection
+
+        return backend_launcher.run(threads_main, job)
     if job.log_dir is not None:
         raise ValueError(
             f"log_dir={job.log_dir!r} is not supported for threads of a program, which print where "
             "the program prints, so nothing was started. Remove it, or use the command line."
         )
     return _run(job)
-
-
-@contextlib.contextmanager
-def _ending_children() -> Iterator[None]:
-    """At the end of this context, end the processes that ranks have left."""
-    linux.set_subreaper(True)
-    try:
-        yield
-    finally:
-        descendants.end_all(timings.TIMINGS.orphan_grace_s)
-
-
-@contextlib.contextmanager
-def _raising_stop_signals() -> Iterator[None]:
-    """Raise LaunchInterrupted for the first stop signal in this context; another ends the process.
-
-    A signal that this process ignores, as under nohup, stays ignored.
-    """
-
-    def handle(number: int, _frame: object) -> None:
-        for again in handled:
-            signal.signal(again, signal.SIG_DFL)
-        raise errors.interrupted(number)
-
-    handled = [n for n in stop_signals.STOP_SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
-    for number in handled:
-        signal.signal(number, handle)
-    yield
 
 
 def _run(job: Job) -> list[Any]:

@@ -24,10 +24,11 @@ from launcher.errors import Failure, LaunchError
 from launcher.external import node_rendezvous
 from launcher.external.rank_main import LOGS
 from launcher.job import Job
-from launcher.launch_info import ENV_PREFIX
+from launcher.launch_info import ENV_PREFIX, SETTINGS
 from launcher.records import json_values
 from launcher.runtime import output, rank_environment
 from launcher.system import descendants, linux, shadowing, stop_signals
+from launcher.system.held_forks import explained_limit
 from launcher.trace import recorder
 
 
@@ -116,7 +117,7 @@ def _ended(name: str, code: int, failures: tuple[Failure, ...]) -> LaunchError:
     """The end of a backend launcher that no rank explains."""
     text = f"{name} exited with code {code}"
     if code > 128:  # mpiexec exits with the code of the process that was killed
-        killed = f"was killed by {errors.signal_name(code - 128)} from outside"
+        killed = f"was killed by {errors.signal_name(code - 128)}"
         text = f"{name}, or a process that it runs, {killed}"
     return LaunchError(text, failures, code)
 
@@ -139,7 +140,9 @@ def environment(backend: Any, job: Job) -> dict[str, str]:
     the same secret may be set for all.
     """
     variables = {
-        name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(ENV_PREFIX) or name in SETTINGS
     }
     if job.nnodes == 1:
         variables.update(launch_secret.variables())
@@ -161,7 +164,8 @@ def _watch(
     deadline = math.inf if timeout_s is None else began_s + timeout_s
     reaper = [sys.executable, "-m", "launcher.external.reaper", str(os.getpid()), folder]
     orphans, was_subreaper = descendants.Orphans(), linux.set_subreaper(True)
-    process = subprocess.Popen([*reaper, *command], env=environ, start_new_session=True)
+    with explained_limit():
+        process = subprocess.Popen([*reaper, *command], env=environ, start_new_session=True)
     signals: list[int] = []
 
     def pass_on(number: int) -> None:  # the reaper kills at the second

@@ -46,7 +46,7 @@ def _complete_record(folder: Path, rank: int, failure: dict[str, Any]) -> None:
     """Write the file of a rank that was killed; else its traceback to its log, if it has one."""
     file, log = _file(folder, rank), folder / LOGS / f"rank-{rank}.err"
     if not file.exists():
-        _write_record(folder, rank, {"failure": failure})
+        write_record(folder, rank, {"failure": failure})
     elif log.exists():
         reported = json_values.loads(file.read_bytes()).get("failure", failure)
         with log.open("a") as end:
@@ -64,7 +64,7 @@ def _run_rank(folder: Path, job: Job, report_identity: Callable[..., None]) -> i
 
 def _report(folder: Path, rank: int, record: dict[str, Any]) -> None:
     failure = record.get("failure", {"type": "SystemExit"})
-    if not _write_record(folder, rank, record) and failure["type"] != "SystemExit":
+    if not write_record(folder, rank, record) and failure["type"] != "SystemExit":
         print(failure["traceback"], file=sys.stderr, end="")  # the launcher will not
 
 
@@ -92,7 +92,7 @@ def _torchrun_variables(info: LaunchInfo) -> Iterator[None]:
         yield
 
 
-def _write_record(folder: Path, rank: int, record: dict[str, Any]) -> bool:
+def write_record(folder: Path, rank: int, record: dict[str, Any]) -> bool:
     """Write a whole file or none: the launcher may read at any time.
 
     False if FOLDER is not here: it is on the node of the launcher.

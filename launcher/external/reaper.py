@@ -21,6 +21,7 @@ from types import FrameType
 
 from launcher import timings
 from launcher.system import descendants, linux, stop_signals
+from launcher.system.held_forks import explained_limit
 from launcher.system.stop_signals import STOP_SIGNALS
 
 
@@ -32,7 +33,9 @@ def main(parent: str, folder: str, *command: str) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     linux.die_with(int(parent), signal.SIGTERM)
     try:
-        backend = subprocess.Popen(command, preexec_fn=functools.partial(_pre_exec, os.getpid()))
+        pre_exec = functools.partial(_pre_exec, os.getpid())
+        with explained_limit():
+            backend = subprocess.Popen(command, preexec_fn=pre_exec)
     except OSError as error:
         sys.exit(f"cannot start {command[0]!r}: {error.strerror}, so there are no ranks.")
     for number in STOP_SIGNALS:
@@ -58,6 +61,7 @@ def _on_stop_signal(backend: int, number: int, _frame: FrameType | None) -> None
     for again in STOP_SIGNALS:
         signal.signal(again, _on_second_signal)
     linux.send_signal(backend, number)
+    linux.send_signal(backend, signal.SIGCONT)  # it could not react while it is suspended
 
 
 def _on_second_signal(_number: int, _frame: FrameType | None) -> None:

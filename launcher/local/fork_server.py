@@ -249,5 +249,8 @@ class ForkServer:
 
     def _signal(self, number: int, ranks: list[int], whole_group: bool) -> None:
         for pid, rank in self.pids.items():
-            if rank in ranks and not (whole_group and linux.send_signal(-pid, number)):
-                linux.send_signal(pid, number)  # it may not lead a process group yet
+            if rank in ranks:
+                if not (whole_group and linux.send_signal(-pid, number)):
+                    linux.send_signal(pid, number)  # it may not lead a process group yet
+                if number != rank_process.DUMP_SIGNAL:  # it could not react while it is suspended
+                    linux.send_signal(pid, signal.SIGCONT)

@@ -14,6 +14,7 @@ from typing import Any
 from launcher.launch_info import LaunchInfo
 from launcher.local import fork_server_exec
 from launcher.local.fork_server import ForkPlan
+from launcher.local.launch_watch import LaunchWatch
 from launcher.local.supervisor import LauncherPipes, Supervisor
 from launcher.runtime.output import Output
 from launcher.system import descendants, linux
@@ -35,11 +36,11 @@ class ForkServerHandle:
             self.popen = fork_server_exec.spawn(plan)
             self.pid = self.popen.pid
 
-    def supervise(self, infos: list[LaunchInfo]) -> list[Any]:
+    def supervise(self, infos: list[LaunchInfo], watch: LaunchWatch | None = None) -> list[Any]:
         """Each rank's result, or LaunchError; no process of the launch is left then."""
         was_subreaper = linux.set_subreaper(True)
         try:
-            supervisor = Supervisor(self.job, infos, self.pipes, self.output, self.pid)
+            supervisor = Supervisor(self.job, infos, self.pipes, self.output, self.pid, watch)
             return supervisor.run(self.reap)
         finally:
             self.reap()

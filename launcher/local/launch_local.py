@@ -13,6 +13,7 @@ from launcher.local.cpu_affinity import CpuSet
 from launcher.local.fork_server import ForkPlan
 from launcher.local.fork_server_handle import ForkServerHandle
 from launcher.local.launch_infos import infos_for_node
+from launcher.local.launch_watch import LaunchWatch
 from launcher.local.supervisor import LauncherPipes
 from launcher.runtime.output import Output
 from launcher.runtime.rank_process import RankSetup
@@ -21,11 +22,13 @@ from launcher.system import linux, stop_signals
 OMP_THREADS = "OMP_NUM_THREADS"
 
 
-def launch_local(job: Job, owns_process: bool = False) -> list[Any]:
+def launch_local(
+    job: Job, owns_process: bool = False, watch: LaunchWatch | None = None
+) -> list[Any]:
     """Each rank's result, by rank. Raises LaunchError if one fails.
 
     owns_process: this process exists only for this launch (the command line), so its ranks may
-    leave it as any Python program ends, by unwinding.
+    leave it as any Python program ends, by unwinding. watch: for other threads of the program.
     """
     _check_open_files(job)
     linux.open_missing_streams()
@@ -47,7 +50,7 @@ def launch_local(job: Job, owns_process: bool = False) -> list[Any]:
         output.close()
         raise
     _close(plan)
-    return server.supervise([setup.info for setup in plan.ranks])
+    return server.supervise([setup.info for setup in plan.ranks], watch)
 
 
 def _check_open_files(job: Job) -> None:

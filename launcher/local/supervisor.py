@@ -17,6 +17,7 @@ from launcher import errors, timings
 from launcher.errors import signal_name
 from launcher.job import Job
 from launcher.launch_info import LaunchInfo
+from launcher.local.launch_watch import LaunchWatch
 from launcher.records import pipe_records
 from launcher.runtime import outcome
 from launcher.runtime.outcome import EndReason
@@ -54,9 +55,11 @@ class Supervisor:
         pipes: LauncherPipes,
         output: Output,
         server_pid: int,
+        watch: LaunchWatch | None = None,
     ) -> None:
         self.job = job
         self.ranks = [LaunchedRank(info) for info in infos]
+        self.watch = watch
         self.pipes = pipes
         self.output = output
         self.selector = selectors.DefaultSelector()
@@ -75,6 +78,7 @@ class Supervisor:
     def run(self, reap: Callable[[], None]) -> list[Any]:
         """Each rank's result, or LaunchError. reap: ends all that the fork server may leave."""
         self._register_pipes()
+        self._admit_watch()
         if self.job.timeout_s is not None:
             self._after(self.job.timeout_s, self._on_timeout)
         self._watch_server()
@@ -114,6 +118,21 @@ class Supervisor:
             self._register(out, self._printer(rank, "out"))
             self._register(err, self._printer(rank, "err"))
             self._register(report, _by_line(functools.partial(self._on_rank_report, rank)))
+
+    def _admit_watch(self) -> None:
+        """Let another thread of the program see the ranks, and stop them as a signal does."""
+        if self.watch is not None:
+            self.watch.follow(self.ranks)
+            requests = self.watch.requests
+            self.selector.register(
+                requests, selectors.EVENT_READ, lambda: self._on_stop_signal(requests.recv(1)[0])
+            )
+
+    def _on_failure(self, rank: LaunchedRank) -> None:
+        """End the other ranks, the first one's failure being known."""
+        if self.watch is not None and not self.is_ending:
+            self.watch.report(rank.failure(self.began_s))
+        self._end_ranks(timings.TIMINGS.failure_grace_s)
 
     def _register(self, fd: int, reader: Callable[[bytes], None]) -> None:
         os.set_blocking(fd, False)
@@ -159,7 +178,7 @@ class Supervisor:
         rank.record = record
         if "failure" in record:
             self.output.log(rank.info.rank, record["failure"]["traceback"])
-            self._end_ranks(timings.TIMINGS.failure_grace_s)
+            self._on_failure(rank)
 
     def _on_server_report(self, line: bytes) -> None:
         record = pipe_records.parse(line) or {}
@@ -179,7 +198,7 @@ class Supervisor:
             rank.exit_code, rank.signal = record["exit_code"], record["signal"]
             rank.ended_s = record["time_s"]
             if rank.has_failed:
-                self._end_ranks(timings.TIMINGS.failure_grace_s)
+                self._on_failure(rank)
 
     def _on_stop_signal(self, number: int) -> None:
         """Ask the ranks to end; at the second signal, kill them."""

@@ -10,9 +10,8 @@ import os
 import sys
 from typing import Any
 
-from launcher.launch_info import ENV_PREFIX
+from launcher.launch_info import LOG_LEVEL
 
-LEVEL = ENV_PREFIX + "LOG_LEVEL"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 LOGGERS = ("launcher", "coordinator", "communicator", "drumline")
 
@@ -36,9 +35,9 @@ def configure() -> None:
     To be called where a process starts that is ours; the root logger is the program's. Raises
     ValueError for a level that does not exist.
     """
-    level = os.environ.get(LEVEL, "").upper()
+    level = os.environ.get(LOG_LEVEL, "").upper()
     if level and level not in LEVELS:
-        raise ValueError(f"{LEVEL}={level} is not a level: set one of {', '.join(LEVELS)}")
+        raise ValueError(f"{LOG_LEVEL}={level} is not a level: set one of {', '.join(LEVELS)}")
     for name in LOGGERS:
         logger = logging.getLogger(name)
         if level:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 TOO_MANY_PROCESSES = (
     "Perhaps this user, or the container, may have no more processes and threads: end some, or "
     "raise that limit (`ulimit -u`)"
 )
+
+
+@contextlib.contextmanager
+def explained_limit() -> Iterator[None]:
+    """Let the error of a process that could not be started say what to do."""
+    try:
+        yield
+    except BlockingIOError as error:  # EAGAIN
+        raise OSError(error.errno, f"{error.strerror}. {TOO_MANY_PROCESSES}") from error
 
 
 class HeldForks:
@@ -23,10 +34,8 @@ class HeldForks:
 
     def fork(self) -> int:
         """The child's pid; 0 in a child that was let go. Raises OSError, which says what to do."""
-        try:
+        with explained_limit():
             pid = os.fork()
-        except OSError as error:
-            raise OSError(error.errno, f"{error.strerror}. {TOO_MANY_PROCESSES}") from error
         if pid == 0:
             os.close(self._release)
             if not os.read(self._waiting, 1):

@@ -5,7 +5,7 @@ import torch
 
 from benchmarks import libraries
 from benchmarks.collectives import OPERATIONS
-from benchmarks.libraries import Library
+from benchmarks.mpi_library import Library
 
 
 class Idle(Library):

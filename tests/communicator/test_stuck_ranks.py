@@ -85,6 +85,7 @@ def test_ranks_of_a_part_of_the_launch_are_named_as_the_launch_numbers_them(rank
             part = coor.split([1, 3])
             if part is not None:
                 with part, Communicator(part, backend) as comm:
+                    part.barrier()  # gloo's has opened on one before the other
                     if coor.rank == 1:
                         comm.close()
                     else:
@@ -95,3 +96,31 @@ def test_ranks_of_a_part_of_the_launch_are_named_as_the_launch_numbers_them(rank
             coor.barrier()
 
     ranks(receive_from_a_rank_that_closes, 4)
+
+
+def test_errors_of_arguments_in_a_part_of_the_launch_number_ranks_as_the_launch_does(ranks):
+    """They counted within the group, beside errors that did not."""
+    wrong_calls = {
+        "allreduce": lambda comm: comm.allreduce(torch.ones(4)[::2]),
+        "broadcast": lambda comm: comm.broadcast(torch.ones(1), 7),
+        "reduce": lambda comm: comm.reduce(torch.ones(1), op="median"),
+        "send": lambda comm: comm.send(torch.ones(1), comm.rank),
+        "alltoall": lambda comm: comm.alltoall(torch.ones(3)),
+        "recv": lambda comm: comm.recv([1.0], 0),
+    }
+
+    def call_all_wrongly(info):
+        with Coordinator(info, timeout_s=60) as coor:
+            part = coor.split([3, 1])
+            if part is not None:
+                for backend in ("shm", "tcp", "gloo"):
+                    with Communicator(part, backend) as comm:
+                        for call, make in wrong_calls.items():
+                            with pytest.raises((ValueError, TypeError)) as raised:
+                                make(comm)
+                            start = f"rank {info.rank}, {call}: "
+                            assert str(raised.value).startswith(start), raised.value
+                part.close()
+            coor.barrier()
+
+    ranks(call_all_wrongly, 4)

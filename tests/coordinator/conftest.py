@@ -1,6 +1,7 @@
 """Ranks as processes, forked from the test: each gets a LaunchInfo, and may be killed."""
 
 import contextlib
+import faulthandler
 import json
 import os
 import select
@@ -17,6 +18,7 @@ from coordinator import Coordinator
 from launcher import LaunchInfo
 
 LIMIT_S = 40.0
+DUMP_S = 16.0  # the stacks of what waits for so long are in the test's output
 
 
 @dataclass
@@ -92,6 +94,7 @@ def infos(nprocs, nodes, listener, secret_fd):
 
 def _child(fn, info, pipe):
     signal.alarm(int(LIMIT_S))
+    faulthandler.dump_traceback_later(DUMP_S)
     outcome = {}
     try:
         outcome["value"] = fn(info)

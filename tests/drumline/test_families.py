@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -387,6 +388,37 @@ def test_hidden_states_may_be_asked_for_after_passes_that_looked_at_none(checkpo
         return torch.utils._pytree.tree_map(torch.Tensor.tolist, found)
 
     assert on_master(path, 2, work, device_map=second_halves(plain)) == work(plain)
+
+
+def test_what_a_layer_hands_on_is_here_for_a_pass_that_needs_it_first_now(checkpoints, on_master):
+    """It was left where it is once nobody had looked at it, and another cache, with which calls are
+    sent amid a pass, ended in an error."""
+    plain, path = checkpoints.make("gemma3n", CAUSAL["gemma3n"][0], **CAUSAL["gemma3n"][1])
+    ids = prompt()["input_ids"][:1]
+
+    def work(model: Any) -> Any:
+        common = {"max_new_tokens": 5, "do_sample": False}
+        model.generate(ids, **common)
+        return model.generate(ids, **common, guidance_scale=1.5).tolist()
+
+    device_map = {"": 0, "model.layers": 1}
+    assert on_master(path, 2, work, device_map=device_map) == work(plain)
+
+
+def test_what_a_layer_hands_on_is_here_for_each_of_several_threads(checkpoints, on_master):
+    """The first passes of some threads used up the trials of a tensor that all were to read."""
+    plain, path = checkpoints.make("t5", ENCODER_DECODERS["t5"][0], **ENCODER_DECODERS["t5"][1])
+    ids = prompt()["input_ids"][:1]
+
+    def tokens(model: Any, length: int) -> list[list[int]]:
+        return model.generate(ids[:, :length], max_new_tokens=5, do_sample=False).tolist()
+
+    def work(model: Any) -> Any:
+        with ThreadPoolExecutor(4) as threads:
+            return list(threads.map(lambda length: tokens(model, length), range(3, 10)))
+
+    blocks = {f"{side}.block.{n}": 1 for side in ("encoder", "decoder") for n in range(3)}
+    assert on_master(path, 2, work, device_map={"": 0, **blocks}) == work(plain)
 
 
 def test_logits_of_routers_are_refused_where_some_would_be_missing(checkpoints, on_master):

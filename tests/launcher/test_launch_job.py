@@ -160,8 +160,11 @@ def test_children_of_the_program_survive_a_killed_fork_server():
         os.waitpid(-1, os.WNOHANG)
 
 
-def test_ctrl_c_in_a_program_that_launches_is_a_keyboard_interrupt():
+def test_ctrl_c_in_a_program_that_launches_is_a_keyboard_interrupt(request):
+    """A shell starts a job in the background with SIGINT ignored, and this process may be one."""
     program = os.getpid()
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, old))
 
     def interrupt():
         if launcher.current().rank == 0:

@@ -24,11 +24,10 @@ GONE_S = 15.0  # after the command has ended
 SIGNALS = {"KILL": 9, "TERM": 3, "INT": 3, "STOP": 2, "STOP and CONT": 3}
 LAUNCHERS = {"multiprocessing": 6, "torchrun": 2, "threads": 2}
 SCRIPT = """
-import subprocess, sys, time
+import subprocess, time
 from coordinator import Coordinator
 with Coordinator() as coor:
-    if sys.argv[1] == "child":
-        subprocess.Popen(["sleep", "77"], start_new_session=True)
+    subprocess.Popen(["sleep", "77"], start_new_session=True)
     coor.barrier()
     print("ready", flush=True)
     end = time.monotonic() + 3
@@ -55,10 +54,8 @@ def complaint_about(command, seed):
     pick = random.Random(seed)
     launcher = "multiprocessing" if seed < 3 else choice(pick, LAUNCHERS)
     name, size = choice(pick, SIGNALS), pick.choice([2, 3, 4])
-    # Nothing is left above threads that are killed, to end a child in a session of its own.
-    child = "none" if (launcher, name) == ("threads", "KILL") else "child"
     options = ["--launcher", launcher, "-n", str(size), "--timeout", str(TIMEOUT_S)]
-    process = command.start("run", *options, command.script(SCRIPT), child)
+    process = command.start("run", *options, command.script(SCRIPT))
     if pick.random() < 0.67:
         process.stdout.readline()
     time.sleep(pick.random() * 1.5)
@@ -109,7 +106,7 @@ def test_launch_over_two_hosts_ends_on_both(command, hosts, seed):
     script = command.script(SCRIPT)
     processes = [
         command.start(
-            "run", *options, "--node-rank", str(index), script, "child",
+            "run", *options, "--node-rank", str(index), script,
             around=hosts.command(index, []),
         )
         for index in range(2)
@@ -121,13 +118,13 @@ def test_launch_over_two_hosts_ends_on_both(command, hosts, seed):
     victim = pick.choice(pids[1:] if name == "STOP" and len(pids) > 1 else pids)
     what = f"seed {seed}: {name} to {linux.process_name(victim)!r} of {len(pids)}"
     if name == "cut":
-        hosts.set_link("down")
+        hosts.set_link(0, "down")
     elif name != "STOP" or victim != process.pid:
         send(victim, name)
     try:
         errors = [each.communicate(timeout=TIMEOUT_S + 60)[1] for each in processes]
     finally:
-        hosts.set_link("up")
+        hosts.set_link(0, "up")
     left = command.left(patience_s=GONE_S)
     assert not left, f"{what}: left {left}\n{errors}"
     codes = [each.returncode for each in processes]

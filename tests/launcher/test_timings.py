@@ -1,6 +1,14 @@
 """Timings that depend on each other."""
 
-from launcher.timings import TIMINGS, Timings
+import pytest
+
+from launcher.timings import TIMINGS, Timings, time_scale
+
+SHOW = """
+from coordinator.timings import DEFAULT
+from launcher.timings import TIMINGS
+print(TIMINGS.stop_grace_s, DEFAULT.heartbeat_s)
+"""
 
 
 def test_timings_that_contain_others_are_longer():
@@ -14,3 +22,17 @@ def test_timings_that_contain_others_are_longer():
 def test_scaled_multiplies_every_time():
     assert Timings(stop_grace_s=8).scaled(0.25).stop_grace_s == 2
     assert Timings().scaled(0.5).reap_lag_s == TIMINGS.reap_lag_s / 2
+
+
+@pytest.mark.parametrize("name", ["multiprocessing", "threads"])
+def test_one_variable_scales_the_timings_of_every_process_of_a_launch(command, name):
+    options = ["--launcher", name, "-n", "1", command.script(SHOW)]
+    ended = command.run("run", *options, env={"DRUMLINE_TIME_SCALE": "0.5"})
+    assert ended.lines(0) == ["5.0 0.25"], ended
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "2", "nan", "fast"])
+def test_a_scale_that_is_no_factor_is_refused(monkeypatch, text):
+    monkeypatch.setenv("DRUMLINE_TIME_SCALE", text)
+    with pytest.raises(ValueError, match=f"DRUMLINE_TIME_SCALE={text} is no factor"):
+        time_scale()

@@ -135,7 +135,7 @@ class Nccl(PluginCommunicator):
         """existing: a communicator of NCCL's to use, instead of opening one."""
         self._stream = stream
         if stream is not None:
-            self._given_stream = GivenStream(stream, self.rank)
+            self._given_stream = GivenStream(stream, self._me)
         self._library, self._library_problem = _find(library)
         if existing is None:
             options: dict[str, Any] = {
@@ -150,6 +150,7 @@ class Nccl(PluginCommunicator):
         else:
             self._load_plugin()
             self._comm = existing
+            self._comm.name_rank(self._me)
         self._memory = RegisteredMemory(self)
         self._exit_notice = ExitNotice(self.coor)
         self._connect()
@@ -198,15 +199,15 @@ class Nccl(PluginCommunicator):
         """Raise Unsupported on every rank unless all have the same library."""
         for peer, proposal in zip(self.coor.peers, proposals, strict=True):
             if proposal["problem"]:
-                raise Unsupported(f"rank {self.rank}: {peer}: {proposal['problem']}")
+                raise Unsupported(f"{self._me}: {peer}: {proposal['problem']}")
         if len({tuple(proposal["build"]) for proposal in proposals}) > 1:
             builds = "; ".join(
-                f"rank {rank} has NCCL {version_text(proposal['build'][0])} at "
+                f"{self.rank_name(rank)} has NCCL {version_text(proposal['build'][0])} at "
                 f"{proposal['path']} ({proposal['build'][1]} bytes)"
                 for rank, proposal in enumerate(proposals)
             )
             raise Unsupported(
-                f"rank {self.rank}: the ranks have different NCCL libraries, whose messages may "
+                f"{self._me}: the ranks have different NCCL libraries, whose messages may "
                 f"differ: {builds}. Install the same one everywhere, or name it with library=."
             )
 
@@ -214,9 +215,9 @@ class Nccl(PluginCommunicator):
         """Raise Unsupported on every rank if two have one GPU, which nobody named."""
         for gpu, count in Counter(gpus).items():
             if gpu is not None and count > 1:
-                sharing = [str(rank) for rank, other in enumerate(gpus) if other == gpu]
+                sharing = [self.rank_name(n) for n, other in enumerate(gpus) if other == gpu]
                 raise Unsupported(
-                    f"rank {self.rank}: the ranks {', '.join(sharing)} have one GPU together, "
+                    f"{self._me}: {', '.join(sharing)} have one GPU together, "
                     f"{gpu}, for CUDA_VISIBLE_DEVICES names fewer than there are ranks. Let it "
                     "name one for each rank, start fewer, or name the GPU with device=."
                 )
@@ -269,7 +270,7 @@ class Nccl(PluginCommunicator):
     def _end_error(self) -> PeerLost:
         self._is_end_known = True
         return PeerLost(
-            f"rank {self.rank}: this communicator has ended: {self._end_reason} Close it and make "
+            f"{self._me}: this communicator has ended: {self._end_reason} Close it and make "
             "a new one over the ranks that are left.",
             self._end_failures,
         )
@@ -394,7 +395,7 @@ class Nccl(PluginCommunicator):
         if hasattr(self, "_comm") and not getattr(self, "_closed", True) and not self._end_reason:
             self._closed = True
             warnings.warn(
-                f"rank {self.rank}: a Communicator over nccl was forgotten without close(); NCCL "
+                f"{self._me}: a Communicator over nccl was forgotten without close(); NCCL "
                 "keeps its memory until the process ends. Use `with`.",
                 ResourceWarning,
                 stacklevel=2,
@@ -472,7 +473,7 @@ class Nccl(PluginCommunicator):
         self._check_open(call)
         if self.is_capturing():
             raise CommunicatorError(
-                f"rank {self.rank}: {call} inside the capture of a graph, which it would break. "
+                f"{self._me}: {call} inside the capture of a graph, which it would break. "
                 "Call it before the capture."
             )
 

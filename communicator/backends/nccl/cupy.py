@@ -64,12 +64,12 @@ class Cupy(Communicator):
         thread.join(self.timeout_s)
         if not results:
             raise CommunicatorTimeout(
-                f"rank {self.rank}: NCCL did not {what} within {self.timeout_s:g} s. Is every rank "
+                f"{self._me}: NCCL did not {what} within {self.timeout_s:g} s. Is every rank "
                 f"there?{describe_lost(self._lost_peers())} NCCL_DEBUG=INFO tells more."
             )
         if isinstance(results[0], Exception):
             raise CommunicatorError(
-                f"rank {self.rank}: NCCL did not {what}: {_describe(results[0])}. This "
+                f"{self._me}: NCCL did not {what}: {_describe(results[0])}. This "
                 "communicator cannot be used. NCCL_DEBUG=INFO tells more."
             ) from results[0]
         return results[0]
@@ -95,7 +95,7 @@ class Cupy(Communicator):
             result = _result(lambda: getattr(self._comm, call)(*arguments, stream))
         if isinstance(result, Exception):
             raise CommunicatorError(
-                f"rank {self.rank}: {call} failed in NCCL: {_describe(result)}. Its result is not "
+                f"{self._me}: {call} failed in NCCL: {_describe(result)}. Its result is not "
                 f"to be used.{describe_lost(self._lost_peers())} NCCL_DEBUG=INFO tells more."
             ) from result
 
@@ -106,7 +106,7 @@ class Cupy(Communicator):
         number = dtype_info(tensor.dtype).number
         if number is None or number > LAST_DTYPE:
             raise Unsupported(
-                f"rank {self.rank}: cupy's NCCL does not reduce {tensor.dtype}. Convert it, or use "
+                f"{self._me}: cupy's NCCL does not reduce {tensor.dtype}. Convert it, or use "
                 "backend='nccl'."
             )
         return number, OPS[op].nccl

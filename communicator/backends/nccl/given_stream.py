@@ -22,8 +22,8 @@ class GivenStream:
     The current stream does not wait for the calls: that is for whoever uses their results.
     """
 
-    def __init__(self, stream: torch.cuda.Stream, rank: int) -> None:
-        self.stream, self._rank = stream, rank
+    def __init__(self, stream: torch.cuda.Stream, me: str) -> None:
+        self.stream, self._me = stream, me
 
     def follow_current(self, call: str) -> None:
         """Let the stream wait for the current one. Raises if one of them alone is captured."""
@@ -35,7 +35,7 @@ class GivenStream:
             names = ["torch's current stream", "the stream that this communicator was given"]
             captured_name, other_name = names if captured[0] else reversed(names)
             raise CommunicatorError(
-                f"rank {self._rank}: {call} while {captured_name} is captured in a CUDA graph and "
+                f"{self._me}: {call} while {captured_name} is captured in a CUDA graph and "
                 f"{other_name} is not, so the graph would not hold the call. Capture with "
                 "torch.cuda.graph(graph, stream=...) on the given stream, or make a communicator "
                 "without stream=."

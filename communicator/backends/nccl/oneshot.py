@@ -129,7 +129,7 @@ class KernelState:
         self.address = ctypes.c_void_p()
         kernels.state_create(ctypes.byref(self.address))
 
-    def check(self, rank: int) -> None:
+    def check(self, rank: int, name: Callable[[int], str] = "rank {}".format) -> None:
         """Raise if a kernel has failed. No CUDA call."""
         with self._lock:
             word = 0 if self._closed else self._kernels.state_problem(self.address)
@@ -138,14 +138,14 @@ class KernelState:
         culprit, missing, stage = (word & 15) - 1, word >> 4 & 15, word >> 8
         if stage == OVERLAP:
             raise CommunicatorError(
-                f"rank {rank}: two one-shot sums of rank {culprit} ran at the same time, on two "
-                "streams. Results since then are not to be used. Replay graphs on the stream of "
-                "the other calls, or let the streams wait for each other."
+                f"{name(rank)}: two one-shot sums of {name(culprit)} ran at the same "
+                "time, on two streams. Results since then are not to be used. Replay graphs on the "
+                "stream of the other calls, or let the streams wait for each other."
             )
         raise CommunicatorTimeout(
-            f"rank {rank}: the one-shot kernel of rank {culprit} waited in vain for rank "
-            f"{missing}, which did not make the same call or exited. Results since then are not "
-            "to be used. Close the communicator and make a new one."
+            f"{name(rank)}: the one-shot kernel of {name(culprit)} waited in vain for "
+            f"{name(missing)}, which did not make the same call or exited. Results since then are "
+            "not to be used. Close the communicator and make a new one."
         )
 
     def abort(self) -> None:
@@ -195,7 +195,7 @@ class Oneshot:
                 with torch.cuda.device(self._device):
                     return step()
             except DrumlineError as error:
-                raise Unsupported(f"rank {self.rank}: {error}") from error
+                raise Unsupported(f"{self.coor.rank_name()}: {error}") from error
 
         return run_on_all_ranks(self.coor, on_device)
 
@@ -249,7 +249,7 @@ class Oneshot:
     def check(self) -> None:
         """Raise CommunicatorTimeout if a kernel has given up waiting, CommunicatorError if two ran
         at the same time. No CUDA call."""
-        self.state.check(self.rank)
+        self.state.check(self.rank, self.coor.rank_name)
 
     def sum(self, tensor: torch.Tensor, out: torch.Tensor, algorithm: Algorithm) -> None:
         """Enqueue the sum of every rank's tensor into out, which may be tensor."""
@@ -285,11 +285,13 @@ class Oneshot:
             torch.cuda.synchronize()
         counts = self.coor.allgather_object(self.state.await_graphs())
         if any(counts):
-            holders = ", ".join(f"{n} on rank {rank}" for rank, n in enumerate(counts) if n)
+            holders = ", ".join(
+                f"{n} on {self.coor.rank_name(rank)}" for rank, n in enumerate(counts) if n
+            )
             raise CommunicatorError(
-                f"rank {self.rank}: close() while CUDA graphs that hold one-shot sums are alive "
-                f"({holders}): a replay would use memory that is freed. Delete or reset() the "
-                "graphs first, on every rank, or call abort()."
+                f"{self.coor.rank_name()}: close() while CUDA graphs that hold one-shot sums are "
+                f"alive ({holders}): a replay would use memory that is freed. Delete or reset() "
+                "the graphs first, on every rank, or call abort()."
             )
 
     def close(self) -> None:

@@ -67,8 +67,8 @@ def _check_free_memory(comm: Nccl, nbytes: int) -> None:
                 comm.library.try_mem_alloc(nbytes)
         except Unsupported as error:
             raise CommunicatorError(
-                f"rank {comm.rank}: empty of {nbytes} bytes is for all ranks or none: {error} Ask "
-                "for less, or free memory there."
+                f"{comm.rank_name()}: empty of {nbytes} bytes is for all ranks or none: {error} "
+                "Ask for less, or free memory there."
             ) from error
 
     run_on_all_ranks(comm.coor, try_alloc)

@@ -101,12 +101,12 @@ int refuse_type(const CallSite& site, PyObject* object) {
     if (PyType_IsSubtype(Py_TYPE(object), tensor_type))
         PyErr_Format(
             PyExc_TypeError,
-            "rank %d, %s: a %U is a wrapper and has no data of its own to move. Pass the "
+            "%s, %s: a %U is a wrapper and has no data of its own to move. Pass the "
             "tensor inside it; under torch.compile call from outside the compiled function",
-            site.rank, site.call, name);
+            site.me, site.call, name);
     else
-        PyErr_Format(PyExc_TypeError, "rank %d, %s: needs a torch.Tensor, not %U", site.rank,
-                     site.call, name);
+        PyErr_Format(PyExc_TypeError, "%s, %s: needs a torch.Tensor, not %U", site.me, site.call,
+                     name);
     Py_DECREF(name);
     return -1;
 }
@@ -121,9 +121,9 @@ int check_grad(const CallSite& site, PyObject* object) {
     Py_DECREF(enabled);
     if (enabled == Py_False) return 0;
     PyErr_Format(PyExc_ValueError,
-                 "rank %d, %s: autograd does not see what a communicator writes. Pass "
+                 "%s, %s: autograd does not see what a communicator writes. Pass "
                  "tensor.detach(), or call under torch.no_grad()",
-                 site.rank, site.call);
+                 site.me, site.call);
     return -1;
 }
 
@@ -156,9 +156,9 @@ int check_sign(const CallSite& site, PyObject* object) {
     Py_DECREF(negative);
     if (negative == Py_False) return add_to_cache(site.plain_tensors, object), 0;
     PyErr_Format(PyExc_ValueError,
-                 "rank %d, %s: the tensor is a view whose numbers are negated only when they are "
+                 "%s, %s: the tensor is a view whose numbers are negated only when they are "
                  "read, so peers would get them with the wrong sign. Pass tensor.resolve_neg()",
-                 site.rank, site.call);
+                 site.me, site.call);
     return -1;
 }
 
@@ -168,7 +168,7 @@ int refuse_unreadable(const CallSite& site, PyObject* object) {
     PyErr_Clear();
     PyObject* check = import_attribute("communicator.calls.arguments", "check_tensor", NULL);
     PyObject* checked = check == NULL ? NULL
-                                      : PyObject_CallFunction(check, "isOs", site.rank, site.call,
+                                      : PyObject_CallFunction(check, "ssOs", site.me, site.call,
                                                               object, name_of_device(site));
     Py_XDECREF(check);
     if (checked == NULL) return -1;
@@ -176,9 +176,9 @@ int refuse_unreadable(const CallSite& site, PyObject* object) {
     PyObject* dtype = PyObject_GetAttrString(object, "dtype");
     if (dtype == NULL) return -1;
     PyErr_Format(PyExc_ValueError,
-                 "rank %d, %s: a tensor of dtype %S is not one plain piece of memory that peers "
+                 "%s, %s: a tensor of dtype %S is not one plain piece of memory that peers "
                  "could read. Pass a view of it, such as tensor.view(torch.uint8)",
-                 site.rank, site.call, dtype);
+                 site.me, site.call, dtype);
     Py_DECREF(dtype);
     return -1;
 }
@@ -223,9 +223,9 @@ int refuse_dtype(const CallSite& site, PyObject* object) {
     PyObject* dtype = PyObject_GetAttrString(object, "dtype");
     if (dtype == NULL) return -1;
     PyErr_Format(PyExc_ValueError,
-                 "rank %d, %s: %S is not a dtype that this communicator knows. To reduce, convert "
+                 "%s, %s: %S is not a dtype that this communicator knows. To reduce, convert "
                  "the tensor; to move it, pass .view(torch.uint8)",
-                 site.rank, site.call, dtype);
+                 site.me, site.call, dtype);
     Py_DECREF(dtype);
     return -1;
 }
@@ -233,11 +233,11 @@ int refuse_dtype(const CallSite& site, PyObject* object) {
 int refuse_device(const CallSite& site, PyObject* object) {
     PyObject* device = PyObject_GetAttrString(object, "device");
     if (device == NULL) return -1;
-    PyErr_Format(
-        PyExc_ValueError,
-        "rank %d, %s: the tensor is on %S, this communicator moves tensors on %s:%d. Move it "
-        "with .to(...), or choose another backend",
-        site.rank, site.call, device, name_of_device(site), site.device < 0 ? 0 : site.device);
+    PyErr_Format(PyExc_ValueError,
+                 "%s, %s: the tensor is on %S, this communicator moves tensors on %s:%d. Move it "
+                 "with .to(...), or choose another backend",
+                 site.me, site.call, device, name_of_device(site),
+                 site.device < 0 ? 0 : site.device);
     Py_DECREF(device);
     return -1;
 }
@@ -253,11 +253,10 @@ bool is_contiguous(const DLTensor& tensor) {
 }
 
 int refuse_strides(const CallSite& site) {
-    PyErr_Format(
-        PyExc_ValueError,
-        "rank %d, %s: a tensor that is not contiguous in memory would be changed in a copy, "
-        "and the result lost. Pass tensor.contiguous()",
-        site.rank, site.call);
+    PyErr_Format(PyExc_ValueError,
+                 "%s, %s: a tensor that is not contiguous in memory would be changed in a copy, "
+                 "and the result lost. Pass tensor.contiguous()",
+                 site.me, site.call);
     return -1;
 }
 
@@ -277,8 +276,8 @@ int refuse_shape(const CallSite& site, const TensorView& view, const char* name,
                  const char* expected) {
     PyObject* shape = shape_of(view);
     if (shape == NULL) return -1;
-    PyErr_Format(PyExc_ValueError, "rank %d, %s: %s is %S in a group of %d ranks, but must be %s",
-                 site.rank, site.call, name, shape, site.nranks, expected);
+    PyErr_Format(PyExc_ValueError, "%s, %s: %s is %S in a group of %d ranks, but must be %s",
+                 site.me, site.call, name, shape, site.nranks, expected);
     Py_DECREF(shape);
     return -1;
 }
@@ -300,7 +299,7 @@ int read_scaled_sum(PyObject* object) {
 }
 
 int refuse_op(const CallSite& site, PyObject* op, const char* why) {
-    PyErr_Format(PyExc_ValueError, "rank %d, %s: op=%R %s", site.rank, site.call, op, why);
+    PyErr_Format(PyExc_ValueError, "%s, %s: op=%R %s", site.me, site.call, op, why);
     return -1;
 }
 
@@ -309,7 +308,7 @@ int refuse_op(const CallSite& site, PyObject* op, const char* why) {
 int translate_op(const CallSite& site, PyObject* object) {
     PyObject* read = import_attribute("communicator.calls.arguments", "read_op", NULL);
     PyObject* name =
-        read == NULL ? NULL : PyObject_CallFunction(read, "isO", site.rank, site.call, object);
+        read == NULL ? NULL : PyObject_CallFunction(read, "ssO", site.me, site.call, object);
     int op = name == NULL ? -1 : find_op(name);
     Py_XDECREF(name);
     Py_XDECREF(read);
@@ -368,8 +367,8 @@ int check_shape(const CallSite& site, const TensorView& out, const TensorView& l
                                        : "that of the tensor");
     if (out.dtype == like.dtype) return 0;
     PyErr_Format(PyExc_ValueError,
-                 "rank %d, %s: the dtype of out is not that of the tensor. Make out like it",
-                 site.rank, site.call);
+                 "%s, %s: the dtype of out is not that of the tensor. Make out like it", site.me,
+                 site.call);
     return -1;
 }
 
@@ -385,9 +384,9 @@ int check_overlap(const CallSite& site, const TensorView& from, const TensorView
     if (from.nbytes() == 0 || to.nbytes() == 0) return 0;
     if (from.data + from.nbytes() <= to.data || to.data + to.nbytes() <= from.data) return 0;
     PyErr_Format(PyExc_ValueError,
-                 "rank %d, %s: out shares memory with the tensor, so one would overwrite the other "
+                 "%s, %s: out shares memory with the tensor, so one would overwrite the other "
                  "while it is read. Pass an out of its own",
-                 site.rank, site.call);
+                 site.me, site.call);
     return -1;
 }
 
@@ -416,8 +415,7 @@ int read_peer(const CallSite& site, PyObject* object, const char* name, int32_t*
         return 0;
     }
     PyErr_Clear();
-    PyErr_Format(PyExc_ValueError,
-                 "rank %d, %s: %s=%R is not a rank of this communicator of %d ranks", site.rank,
-                 site.call, name, object, site.nranks);
+    PyErr_Format(PyExc_ValueError, "%s, %s: %s=%R is not a rank of this communicator of %d ranks",
+                 site.me, site.call, name, object, site.nranks);
     return -1;
 }

@@ -20,6 +20,7 @@ struct PlainTensorCache {
 // The call, for errors, and what its tensors must satisfy.
 struct CallSite {
     const char* call;
+    const char* me;  // this rank in errors: numbered as in the launch
     int32_t rank;
     int32_t nranks;
     int32_t device_type;

@@ -1,6 +1,7 @@
 """The schedules of collectives, simulated: no rank waits for ever, and all data arrives."""
 
 import functools
+import itertools
 import queue
 from collections import defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
@@ -9,45 +10,84 @@ import pytest
 import torch
 
 from communicator.calls import programs, scheduled_collectives, schedules
-from communicator.calls.programs import row
+from communicator.calls.programs import Buffer, CollectiveProgram, Copy, Transfers, row
 from communicator.calls.scheduled_collectives import ScheduledCollectives
-from communicator.calls.schedules import SMALL_NBYTES, TOKEN_NBYTES, PeerSlice
+from communicator.calls.schedules import PIECE_NBYTES, PeerSlice
 
 SIZES = (1, 2, 3, 5, 8, 13, 17)
 every_size = pytest.mark.parametrize("world_size", SIZES)
 
 
 def simulate(by_rank, buffers):
-    """Run the schedules of all ranks; a round ends once its messages have come.
+    """Run the schedules of all ranks; buffers: the (source, target) lists of each rank."""
+    run_programs([CollectiveProgram((Transfers(one, 0, 1),)) for one in by_rank], buffers)
 
-    buffers: the (source, target) lists of each rank. Messages between two ranks keep their order.
-    """
-    messages = defaultdict(deque)
-    pending = [deque(schedule.rounds) for schedule in by_rank]
-    under_way = [[] for _ in by_rank]
-    while any(pending) or any(under_way):
-        has_moved = False
-        for rank, (source, target) in enumerate(buffers):
-            while pending[rank] and len(under_way[rank]) < by_rank[rank].window:
-                has_moved, (sends, recvs) = True, pending[rank].popleft()
-                for send in sends:
-                    messages[rank, send.peer].append(source[send.begin : send.end])
-                under_way[rank].append(list(recvs))
-            for recvs in under_way[rank]:
-                for recv in [recv for recv in recvs if messages[recv.peer, rank]]:
-                    data = messages[recv.peer, rank].popleft()
-                    assert len(data) == recv.numel
-                    target[recv.begin : recv.end] = data
-                    recvs.remove(recv)
-                    has_moved = True
-            while under_way[rank] and not under_way[rank][0]:
-                del under_way[rank][0]
-        assert has_moved, "the ranks wait for each other"
+
+def run_programs(by_rank, buffers):
+    """Run the programs of all ranks. buffers: TENSOR and OUT of each, lists of words to add."""
+    messages = defaultdict(deque)  # between two ranks, in order
+    ranks = [
+        SimulatedRank(rank, program, [*lists, [None] * program.scratch_numel], messages)
+        for rank, (program, lists) in enumerate(zip(by_rank, buffers, strict=True))
+    ]
+    while any(rank.steps or rank.under_way for rank in ranks):
+        assert any([rank.moves() for rank in ranks]), "the ranks wait for each other"
     assert not any(messages.values()), "a message that nobody received"
 
 
+class SimulatedRank:
+    """Takes the steps of a program as csrc/tcp/engine.cpp does; a round ends when all has come."""
+
+    def __init__(self, rank, program, buffers, messages):
+        self.rank, self.buffers, self.messages = rank, buffers, messages
+        self.under_way = deque()  # the receives that each round waits for
+        self.steps = deque()
+        for step in program.steps:
+            rounds = step.schedule.rounds if isinstance(step, Transfers) else [None]
+            self.steps.extend((step, one) for one in rounds)
+
+    def moves(self):
+        has_moved = False
+        for waiting in self.under_way:
+            for recv, target in [*waiting]:
+                if arrived := self.messages[recv.peer, self.rank]:
+                    data = arrived.popleft()
+                    assert len(data) == recv.numel
+                    self.buffers[target][recv.begin : recv.end] = data
+                    waiting.remove((recv, target))
+                    has_moved = True
+        while self.under_way and not self.under_way[0]:
+            self.under_way.popleft()
+            has_moved = True
+        while self.steps and self.is_due(*self.steps[0]):
+            self.take(*self.steps.popleft())
+            has_moved = True
+        return has_moved
+
+    def is_due(self, step, one):
+        if one is not None:
+            return len(self.under_way) < step.schedule.window
+        return len(self.under_way) <= step.under_way
+
+    def take(self, step, one):
+        if one is not None:
+            for send in one.sends:
+                data = self.buffers[step.source][send.begin : send.end]
+                self.messages[self.rank, send.peer].append(data)
+            self.under_way.append([(recv, step.target) for recv in one.recvs])
+        elif isinstance(step, Copy):
+            data = self.buffers[step.source][step.begin : step.end]
+            self.buffers[step.target][step.to : step.to + len(data)] = data
+        else:
+            begins = [step.begin + k * step.numel for k in range(step.num_rows)]
+            rows = [self.buffers[Buffer.SCRATCH][begin : begin + step.numel] for begin in begins]
+            rows = rows[step.first :] + rows[: step.first]
+            total = ["+".join(column) for column in zip(*rows, strict=True)]
+            self.buffers[step.target][step.to : step.to + step.numel] = total
+
+
 @every_size
-@pytest.mark.parametrize("nbytes", [1, 2 * SMALL_NBYTES, 2 * TOKEN_NBYTES])
+@pytest.mark.parametrize("nbytes", [1, PIECE_NBYTES, 3 * PIECE_NBYTES])
 def test_pairwise_gives_each_rank_the_row_of_every_other(world_size, nbytes):
     buffers, ranks = [], range(world_size)
     for rank in ranks:
@@ -108,9 +148,9 @@ class Recorded(ScheduledCollectives):
         self.schedules.append(schedule)
 
 
-@pytest.mark.parametrize("numel", [schedules.TOKEN_NBYTES * 3 // 4 + k for k in range(-4, 5)])
+@pytest.mark.parametrize("numel", [PIECE_NBYTES * 3 // 4 + k for k in range(-4, 5)])
 def test_ranks_whose_parts_differ_in_size_take_the_same_rounds(numel):
-    """Around the size from which a message waits until it is asked for."""
+    """Around the size from which a part goes in two pieces."""
     ranks = [Recorded(rank, 3) for rank in range(3)]
     for rank in ranks:
         rank.do_allreduce(torch.zeros(numel), torch.zeros(numel), "sum")
@@ -122,10 +162,11 @@ def test_a_rank_that_sends_nothing_takes_the_same_rounds():
     def slice_of(rank):
         return (0, 1 << 20) if rank == 0 else (0, 0)
 
-    ranks, big = [Recorded(rank, 3) for rank in range(3)], torch.zeros(1 << 20)
-    for rank in ranks:
-        rank.exchange(big, lambda _, rank=rank: slice_of(rank.rank), big, slice_of)
-    assert len({len(rank.schedules[0].rounds) for rank in ranks}) == 1
+    steps = [
+        programs.exchange(rank, 3, 4, lambda _, rank=rank: slice_of(rank), slice_of)
+        for rank in range(3)
+    ]
+    assert len({len(step.schedule.rounds) for step in steps}) == 1
 
 
 def test_a_schedule_among_some_ranks_and_without_some():
@@ -152,7 +193,7 @@ class Lockstep(ScheduledCollectives):
 
 def on_all_ranks(world_size, call):
     """What call(collectives) returns on each rank."""
-    links = defaultdict(queue.Queue)
+    links = {pair: queue.Queue() for pair in itertools.product(range(world_size), repeat=2)}
     with ThreadPoolExecutor(world_size) as pool:
         return [*pool.map(call, [Lockstep(rank, world_size, links) for rank in range(world_size)])]
 
@@ -242,11 +283,37 @@ def test_the_busiest_link_carries_little_more_than_the_least_bytes(world_size):
     assert numel * others > schedules.HOP_NBYTES * world_size
 
     def exchange(comm):
-        comm.exchange(rows, pieces.__getitem__, rows, pieces.__getitem__)
+        step = programs.exchange(
+            comm.rank, world_size, 1, pieces.__getitem__, lambda _: pieces[comm.rank]
+        )
+        comm.run_schedule(step.schedule, rows, rows)
 
     least = {exchange: others * row, lambda comm: comm.do_broadcast(rows, 0): numel}
     for call, most in least.items():
         assert traffic(world_size, call)[2] <= 1.1 * most
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("name", ["allreduce", "reduce", "reduce_scatter"])
+@pytest.mark.parametrize("numel", [30, 97])
+def test_pieces_are_added_while_others_are_fetched(world_size, name, numel, monkeypatch):
+    """In place, with several rounds under way: all get the sums, in order of rank."""
+    monkeypatch.setattr(schedules, "PIECE_NBYTES", 2)
+    monkeypatch.setattr(schedules, "FLIGHT_NBYTES", 6)
+    monkeypatch.setattr(programs, "is_gathered", lambda *_: False)
+    numel -= numel % world_size if name == "reduce_scatter" else 0
+    root = [world_size - 1] if name == "reduce" else []
+    build = getattr(programs, name)
+    by_rank = [build(rank, world_size, numel, 1, *root) for rank in range(world_size)]
+    tensors = [[f"{rank}.{k}" for k in range(numel)] for rank in range(world_size)]
+    total = ["+".join(parts) for parts in zip(*tensors, strict=True)]
+    if name == "reduce_scatter":
+        outs = [[None] * (numel // world_size) for _ in tensors]
+        run_programs(by_rank, [*zip(tensors, outs, strict=True)])
+        assert [word for out in outs for word in out] == total
+    else:
+        run_programs(by_rank, [(tensor, tensor) for tensor in tensors])
+        assert all(tensor == total for tensor in tensors[min(root or [0]) :])
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 6, 64])

@@ -184,6 +184,10 @@ def does_not_wait(comm, call):
     return None
 
 
+def does_nothing(comm, call, *others):
+    return None
+
+
 def refuses_on_one_rank(comm, call, tensor, *others, **options):
     call(tensor, *others, **options)
     if comm.rank == 1:
@@ -245,6 +249,10 @@ PLANTED = [
     (mixes_up_messages, "do_group", "group of both"),
     (loses_the_message, "send", "keep order"),
     (does_not_wait, "barrier", "barrier"),
+    *((does_nothing, name, "gather and scatter") for name in ("do_gather", "do_scatter")),
+    (ignores_the_root, "broadcast", "along a dim"),
+    (ignores_the_root, "reduce", "along a dim"),
+    (works_on_a_copy, "recv", "dicts"),
     (refuses_on_one_rank, "broadcast", "broadcast, shape (3, 5)"),
     (cannot_have_no_dimensions, "allreduce", "allreduce, shape ()"),
 ]

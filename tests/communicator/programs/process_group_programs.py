@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import communicator.torch_interop.process_group  # noqa: F401
-from communicator import CommunicatorTimeout, PeerLost
+from communicator import Communicator, CommunicatorTimeout, PeerLost
 
 PROGRAMS = {}
 
@@ -248,6 +248,17 @@ def subgroups():
         dist.broadcast(found, src=2, group=pair)
     dist.all_reduce(found)
     return [found, dist.get_world_size(every[rank])]
+
+
+@program(3)
+def communicators_over_groups():
+    """Two over the default group, and one over a group of some ranks."""
+    pair, found = dist.new_group([0, 2]), mine(4)
+    groups = [dist.group.WORLD, dist.group.WORLD, pair]
+    for group in groups if dist.get_rank() != 1 else groups[:2]:
+        with Communicator.over(group, timeout_s=60) as comm:
+            comm.allreduce(found)
+    return [found]
 
 
 @program(3)

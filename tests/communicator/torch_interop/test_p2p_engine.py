@@ -68,6 +68,7 @@ def pair_of(engine):
         rank=ranks.index(engine.rank),
         peers=[engine.peers[number] for number in ranks],
         timeout_s=20.0,
+        rank_name=lambda rank=None: f"rank {engine.rank if rank is None else ranks[rank]}",
         info=SimpleNamespace(launch_id="pair"),
     )
     return engine.engine.open_group(coor, ranks)
@@ -235,7 +236,7 @@ def test_messages_of_a_group_match_its_receives_alone_until_a_rank_leaves_it(eng
         assert work.wait() and work._source_rank() == 1 and came.eq(1).all()
         pending = pair.start("recv", came, ANY_SOURCE, 7)
         engine.start("send", torch.ones(1), 1, 9).wait()
-        with pytest.raises(PeerLost, match=r"rank 0 lost rank 1 .*it has destroyed the group"):
+        with pytest.raises(PeerLost, match=r"rank 2 lost rank 1 .*it has destroyed the group"):
             pending.wait()
         pair.start("recv", torch.zeros(5), 1, 8).wait()  # sent before it left
         with pytest.raises(PeerLost, match="destroyed the group"):

@@ -537,7 +537,8 @@ def test_an_error_on_the_connection_of_a_rank_ends_that_one_alone(server, monkey
             patch.setattr(ControlServer, "_receive", planted)
             with pytest.raises(ServerLost):
                 other.ask("count", "", timeout_s=5)
-        assert client.ask("heartbeat", 0, {}, [], timeout_s=5) == [["", 2]], "its loss is no news"
+        lost, _ = client.ask("heartbeat", 0, [], {}, timeout_s=5)
+        assert lost == [2], "its loss is no news"
         joined(server, 3).close()
 
 
@@ -568,10 +569,10 @@ def test_a_counter_that_leaves_64_bits_is_an_error_of_the_requester(server):
 
 
 def test_an_answer_that_cannot_be_packed_is_an_error_of_the_requester(server, monkeypatch):
-    monkeypatch.setitem(server._operations, "membership", lambda *_: 2**70)
+    monkeypatch.setitem(server._operations, "reports", lambda *_: 2**70)
     with contextlib.closing(joined(server, 1)) as client:
         with pytest.raises(CoordinatorError, match="OverflowError"):
-            client.ask("membership", "", [], timeout_s=5)
+            client.ask("reports", [], timeout_s=5)
         assert client.ask("add", "a", 1, timeout_s=5) == 1
 
 

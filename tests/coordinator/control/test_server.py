@@ -167,7 +167,7 @@ def test_a_rank_that_leaves_is_not_lost_by_its_other_connections(server, honest)
     while 3 in server.present():
         assert time.monotonic() < until
         time.sleep(0.01)
-    reports = honest.ask("membership", "", [], timeout_s=LIMIT_S)
+    reports = honest.ask("reports", [3], timeout_s=LIMIT_S)
     assert RankReport.from_wire(reports[3]).note == LEFT
 
 
@@ -212,29 +212,37 @@ def test_requests_behind_unread_answers_are_served_without_another_one(server, h
     reader.close()
 
 
-def test_of_news_so_many_are_kept_and_no_more(server, honest, monkeypatch):
+def test_of_failures_so_many_are_kept_and_no_more(server, honest, monkeypatch):
     """The failure of each group, as of one whose call timed out, was kept for ever."""
-    monkeypatch.setattr("coordinator.control.membership.MAX_NEWS", 100)
-    table, heard = server._membership, 0
-    for number in range(1000):
-        honest.ask("report", f"c0/{number}/", b"why", timeout_s=LIMIT_S)
-        if number % 50 == 0:
-            heard += len(honest.ask("heartbeat", heard, {}, [], timeout_s=LIMIT_S))
-            assert heard == number + 1
-    assert len(table._news) == len(table._failed_groups) == 100
-    late, count = [], 0
-    while news := honest.ask("heartbeat", count, {}, [], timeout_s=LIMIT_S):
-        late += [group for group, _ in news]
-        count += len(news)
-    assert set(late) == {f"c0/{number}/" for number in range(900, 1000)} and count == 1000
+    monkeypatch.setattr("coordinator.control.membership.MAX_FAILURES", 100)
+    groups = [f"c0/{number}/" for number in range(1000)]
+    for group in groups:
+        honest.ask("report", group, b"why", timeout_s=LIMIT_S)
+        assert honest.ask("heartbeat", 0, [group], {}, timeout_s=LIMIT_S) == [[], {group: b"why"}]
+    _, failures = honest.ask("heartbeat", 0, groups, {}, timeout_s=LIMIT_S)
+    assert list(failures) == groups[-100:] and len(server._membership._failures) == 100
+
+
+def test_of_the_ranks_of_groups_so_many_are_kept_and_no_more(server, honest, monkeypatch):
+    """Of a group that is forgotten all ranks of the launch are told of."""
+    monkeypatch.setattr("coordinator.control.membership.MAX_GROUP_RANKS", 2)
+    raw(server, 2)
+    for number in range(9):
+        honest.ask("number", f"c{number}//nodes", 0, 1, b"first", timeout_s=LIMIT_S)
+    assert server._membership._groups == {"c7/": [1], "c8/": [1]}
+    honest.ask("heartbeat", 0, [], {1: (0.0, False, {}), 2: (0.0, False, {})}, timeout_s=LIMIT_S)
+    assert list(honest.ask("unwell", "c8/", "", 0, timeout_s=LIMIT_S)) == [1]
+    assert sorted(honest.ask("unwell", "c6/", "", 0, timeout_s=LIMIT_S)) == [1, 2]
 
 
 SENSELESS = [
-    (1, "heartbeat", 0, {}, 5),
-    (1, "heartbeat", 0, {}, [[]]),
-    (1, "heartbeat", 0, {"c0/": 7}, []),
-    (1, "heartbeat", 0, {"c0/": (1, "x", None, "y")}, []),
+    (1, "heartbeat", 0, [], 5),
+    (1, "heartbeat", 0, [[]], {}),
+    (1, "heartbeat", 0, [], {1: 7}),
+    (1, "heartbeat", 0, [], {1: (0.0, False, {}), 77: (0.0, False, {})}),
     (1, "heartbeat", None, None, None),
+    (1, "reports", [[]]),
+    (1, "unwell", "c0/", 1, "barrier"),
     (1, "wait", ["key", ["key"]]),
     (1, "wait", "key"),
     (1, "set", "key", 7),
@@ -262,8 +270,9 @@ def test_a_senseless_request_fails_nobody_else(server, honest, message):
     with contextlib.suppress(ConnectionBroken):
         answer = connection.receive(deadline())
         assert answer[:2] == [1, None] and "rank 3 asked rank 0 to" in answer[2]
-    honest.ask("heartbeat", 0, {"c0/": ("barrier", 1, "a.py:1", 0.5)}, [2], timeout_s=LIMIT_S)
-    reports = honest.ask("membership", "", [], timeout_s=LIMIT_S)
+    calls = {"c0/": ("barrier", 1, "a.py:1", 0.5)}
+    honest.ask("heartbeat", 0, ["c0/"], {1: (0.0, False, calls)}, timeout_s=LIMIT_S)
+    reports = honest.ask("reports", [1, 3], timeout_s=LIMIT_S)
     assert [str(RankReport.from_wire(fields)) for fields in reports.values()]
     honest.ask("set", "key", b"x", timeout_s=LIMIT_S)
     assert honest.ask("wait", ["key"], timeout_s=LIMIT_S) == {"key": b"x"}
@@ -324,10 +333,11 @@ class Fuzzer:
             Op.SWAP: [name, b"", b"2"],
             Op.RENDEZVOUS: ["meeting", pick.randrange(3), pick.randrange(3), b"x", name],
             Op.NUMBER: ["nodes", pick.randrange(3), pick.randrange(3), b"x"],
-            Op.HEARTBEAT: [0, {"c0/": ["barrier", 1, "a.py:1", 0.1]}, [1, 2]],
+            Op.HEARTBEAT: [0, ["c9/7/"], {3: [0.0, True, {"c0/": self.value()}]}],
             Op.REPORT: [f"c9/{pick.randrange(99)}/", b"x"],
             Op.PROCESSES: [[1, 2]],
-            Op.MEMBERSHIP: ["c0/", [1, 2, 77]],
+            Op.REPORTS: [[1, 2, 77]],
+            Op.UNWELL: ["c0/", "barrier", 1],
         }
         arguments = right.get(op, [name])
         for _ in range(pick.choice([0, 0, 1, 1, 2])):
@@ -378,9 +388,11 @@ def call_everything(honest, number, seed):
         honest.ask("set", "never", b"1", timeout_s=LIMIT_S)
         honest.ask("delete", "never", timeout_s=LIMIT_S)
         assert honest.ask("rendezvous", own, 0, 1, b"x", "", timeout_s=LIMIT_S) == {0: b"x"}, where
-        news = honest.ask("heartbeat", 0, {"c0/": status}, [], timeout_s=LIMIT_S)
-        assert all(isinstance(failure, int if not group else bytes) for group, failure in news)
-        reports = honest.ask("membership", "", [], timeout_s=LIMIT_S)
+        states = {1: (0.0, False, {"c0/": status})}
+        _, failures = honest.ask("heartbeat", 0, ["c9/7/"], states, timeout_s=LIMIT_S)
+        assert all(isinstance(failure, bytes) for failure in failures.values())
+        reports = honest.ask("reports", [1, 3], timeout_s=LIMIT_S)
+        honest.ask("unwell", "c0/", "barrier", number, timeout_s=LIMIT_S)
         assert RankReport.from_wire(reports[1]).calls["c0/"].call.startswith("barrier"), where
         assert all(str(RankReport.from_wire(fields)) for fields in reports.values()), where
     except (CoordinatorError, ServerLost, NoMessage) as error:

@@ -19,6 +19,7 @@ from coordinator import (
 LIMIT_S = 30.0
 LAYOUTS = {"one node": None, "two nodes": [2, 1]}
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+SPEAKER = {**LAYOUTS, "its node's speaker": [2, 2]}  # of rank 2, whose failure it is
 QUICK = CoordinatorTimings(suspended_s=0.6)
 PATIENT = CoordinatorTimings(exit_notice_s=LIMIT_S, master_silent_s=LIMIT_S)
 
@@ -48,7 +49,7 @@ class Log:
 
 
 def failing(fork, layout, fail, timings=QUICK):
-    """Reason, exit status, text and delay of rank 2's failure by fail(coor), on ranks 0 and 1."""
+    """Reason, exit status, text and delay of rank 2's failure by fail(coor), on the others."""
     reading, writing = os.pipe()
 
     def body(info):
@@ -61,17 +62,18 @@ def failing(fork, layout, fail, timings=QUICK):
             failure, at = log.wait_for(2)
             return [failure.reason.value, failure.exit_status, failure.text, at]
 
-    *others, _ = fork(body, 3, LAYOUTS[layout]).outcomes(stragglers=[2])
+    nodes = SPEAKER[layout]
+    outcomes = fork(body, sum(nodes or [3]), nodes).outcomes(stragglers=[2])
     failed_at = float(os.read(reading, 100))
     os.close(reading)
     os.close(writing)
-    for outcome in others:
+    for outcome in (*outcomes[:2], *outcomes[3:]):
         assert not outcome.error, outcome.text
         *facts, at = outcome.value
         yield *facts, at - failed_at
 
 
-@every_layout
+@pytest.mark.parametrize("layout", SPEAKER)
 def test_a_killed_rank_is_reported_to_all(fork, layout):
     for reason, status, text, _ in failing(
         fork, layout, lambda coor: os.kill(os.getpid(), signal.SIGKILL)
@@ -97,7 +99,7 @@ def test_a_clean_close_is_no_death(fork, layout):
         assert (reason, status) == ("left", None)
 
 
-@every_layout
+@pytest.mark.parametrize("layout", SPEAKER)
 def test_a_suspended_rank_is_reported(fork, layout):
     for reason, _, text, after_s in failing(
         fork, layout, lambda coor: os.kill(os.getpid(), signal.SIGSTOP)
@@ -207,6 +209,21 @@ def test_a_rank_that_is_suspended_while_nobody_waits_is_not_reported(fork):
 
     zero, _ = fork(body, 2).outcomes()
     assert zero.value == [0, ["suspended"], 0], zero
+
+
+def test_rank_0_of_a_failed_group_does_not_wait_for_a_suspended_rank(fork):
+    """It lingered for all that were still there, though one could not hear why it failed."""
+    patient = CoordinatorTimings(suspended_s=0.6, linger_s=10 * LIMIT_S)
+
+    def body(info):
+        with Coordinator(info, timeout_s=20, timings=patient) as coor:
+            coor.barrier()
+            if coor.rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            raise PeerLost("planned", coor.failures(wait_s=LIMIT_S))
+
+    zero, _, two = fork(body, 3).outcomes(stragglers=[1])
+    assert (zero.text, two.text) == ("planned", "planned")
 
 
 def test_without_subscribers_no_thread_runs(ranks):

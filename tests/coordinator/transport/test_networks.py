@@ -1,6 +1,5 @@
 """Hosts with networks of their own, made of network namespaces; runs as root on Linux."""
 
-import contextlib
 import json
 import os
 import re
@@ -11,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from tests.network_hosts import Namespaces, NoNetworkNamespaces, ip
 
 ROOT = Path(__file__).parents[3]
 EVERY_CALL = Path(__file__).parents[1] / "failure" / "every_call.py"
@@ -40,23 +41,8 @@ while True:
 """
 
 
-def ip(*arguments):
-    subprocess.run(["ip", *arguments], check=True, timeout=10, capture_output=True)
-
-
-class Hosts:
+class Hosts(Namespaces):
     """Namespaces a and b, joined by a cable (veth)."""
-
-    def __init__(self, exit_stack):
-        self._stack = exit_stack
-        self.names = [f"dc{os.getpid()}{letter}" for letter in "ab"]
-        for name in self.names:
-            try:
-                ip("netns", "add", name)
-            except (OSError, subprocess.CalledProcessError) as error:
-                pytest.skip(f"no network namespaces here ({error})")
-            self._stack.callback(ip, "netns", "del", name)
-            ip("-n", name, "link", "set", "lo", "up")
 
     def cable(self, network=1, six=False):
         """A veth pair between the hosts; host 0 is .1, host 1 is .2 of the network."""
@@ -71,13 +57,9 @@ class Hosts:
         return ends
 
     def tables(self, *texts):
-        """What each host has in /etc/hosts; ip-netns(8) mounts it."""
-        for name, text in zip(self.names, texts, strict=True):
-            folder = Path("/etc/netns", name)
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{text}\n")
-            self._stack.callback(folder.rmdir)
-            self._stack.callback((folder / "hosts").unlink)
+        """What each host has in /etc/hosts."""
+        for index, text in enumerate(texts):
+            self.write_table(index, text)
 
     def start(self, host, rank, world, addr, program, timeout_s=20, port=24680, stderr=None):
         """One rank per host, two if world is 4."""
@@ -87,11 +69,9 @@ class Hosts:
             "local_world_size": local, "local_rank": rank % local,
             "master_addr": addr, "master_port": port, "extras": {},
         }  # fmt: skip
-        inside = ["ip", "netns", "exec", self.names[host], "unshare", "--uts", "sh", "-c"]
-        shell = f'hostname {self.names[host]}; exec "$@"'
         arguments = [json.dumps(info), program, str(timeout_s)]
         process = subprocess.Popen(
-            [*inside, shell, "sh", sys.executable, "-c", RANK, *arguments],
+            self.command(host, [sys.executable, "-c", RANK, *arguments]),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
@@ -109,8 +89,12 @@ class Hosts:
 
 @pytest.fixture
 def hosts():
-    with contextlib.ExitStack() as stack:
-        yield Hosts(stack)
+    try:
+        pair = Hosts(2)
+    except NoNetworkNamespaces as error:
+        pytest.skip(str(error))
+    with pair:
+        yield pair
 
 
 def outcomes(processes, limit_s=30):

@@ -5,15 +5,22 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    dynamic_module_utils,
+)
 
 import drumline
 from coordinator import Coordinator
 from drumline.checkpoint.empty_model import load_shard
+from drumline.checkpoint.safetensors_index import read_index
 from drumline.core.consistency import check_same_on_all_ranks
 from drumline.planner.model_profile import build_on_meta, profile_model
 from drumline.stages.stage_weights import fill
@@ -396,3 +403,118 @@ def test_more_and_longer_sequences_leave_less_memory_for_weights(checkpoints, ra
             drumline.load(path, coor=coor, max_memory=memory, batch=4, length=1024)
 
     assert all("to work in" in str(e) or "missing" in str(e) for e in ranks_or_errors(rank, 2))
+
+
+def test_a_config_that_differs_is_named_by_its_first_field_and_both_values(
+    sharded, tmp_path, ranks_or_errors
+):
+    """A piece of JSON was printed, cut off before what differed."""
+    other = shutil.copytree(sharded, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 7.0}
+    (other / "config.json").write_text(json.dumps(config))
+
+    def rank(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            drumline.load(other if info.rank else sharded, coor=coor)
+
+    for error in ranks_or_errors(rank, 2):
+        expected = "config.rope_parameters.rope_theta is 10000.0 on rank 0 and 7.0 on rank 1"
+        assert expected in str(error)
+
+
+def test_what_differs_need_not_be_json(ranks_or_errors):
+    def rank(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            check_same_on_all_ranks(coor, {"max_memory": f"{{0: {info.rank + 7}}}"})
+
+    assert all("is {0: 7} on rank 0 and {0: 8}" in str(e) for e in ranks_or_errors(rank, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"batch": -3}, "batch=-3"),
+        ({"length": "long"}, "length='long'"),
+        ({"load_in_4bit": True}, "no option load_in_4bit"),
+        ({"load_in_4bit": True, "mesh": {"dp_replicate": 2}}, "no option load_in_4bit"),
+    ],
+)
+def test_an_option_that_cannot_be_is_named(checkpoints, ranks_or_errors, options, complaint):
+    """A TypeError of the model's constructor, or no word at all."""
+
+    def rank(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            drumline.load(checkpoints.llama()[1], coor=coor, **options)
+
+    for error in ranks_or_errors(rank, 2):
+        assert isinstance(error, drumline.PlanError) and complaint in str(error), error
+
+
+def test_a_pickle_in_place_of_a_file_of_weights_is_named(tmp_path):
+    """Its first bytes were taken for the length of a header."""
+    torch.save({"weight": torch.ones(2)}, tmp_path / "weights.bin")
+    with pytest.raises(drumline.CheckpointError, match=r"weights\.bin is a pickle"):
+        read_index(tmp_path / "weights.bin")
+
+
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class Config(LlamaConfig):
+    model_type = "own"
+
+class Model(LlamaForCausalLM):
+    config_class = Config
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = -output.logits
+        return output
+"""
+
+
+@pytest.fixture
+def own_code(sharded, monkeypatch, tmp_path_factory):
+    """A checkpoint whose config and model are its own Python code."""
+    monkeypatch.setattr(
+        dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules"))
+    )
+    monkeypatch.setattr("sys.path", [*sys.path])
+    config = json.loads((sharded / "config.json").read_text())
+    config |= {"model_type": "own", "architectures": ["Model"]}
+    config["auto_map"] = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    (sharded / "config.json").write_text(json.dumps(config))
+    (sharded / "own.py").write_text(OWN_CODE)
+    return sharded
+
+
+@pytest.mark.parametrize("options", [{}, {"mesh": {"dp_replicate": 2}, "max_memory": None}])
+def test_the_code_of_a_checkpoint_is_run_where_it_is_trusted(own_code, ranks, caplog, options):
+    plain = AutoModelForCausalLM.from_pretrained(own_code, trust_remote_code=True)
+
+    def rank(info):
+        torch.set_num_threads(1)
+        with Coordinator(info, timeout_s=20) as coor:
+            memory = {"max_memory": [1 << 30] * 2, **options}
+            try:
+                with drumline.load(own_code, coor=coor, trust_remote_code=True, **memory) as model:
+                    return greedy(model)
+            except drumline.WorkerExit as served:
+                return served.code
+
+    assert ranks(rank, 2)[0] == greedy(plain)
+    assert f"rank 1: trust_remote_code=True runs the code of {own_code}: own.py" in caplog.text
+
+
+def test_code_that_differs_between_ranks_is_not_run(own_code, tmp_path, ranks_or_errors):
+    other = shutil.copytree(own_code, tmp_path / "other")
+    (other / "own.py").write_text("raise SystemExit")
+
+    def rank(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            path = other if info.rank else own_code
+            drumline.load(path, coor=coor, trust_remote_code=True)
+
+    for error in ranks_or_errors(rank, 2):
+        assert isinstance(error, drumline.DrumlineError) and "the code of the ch" in str(error)

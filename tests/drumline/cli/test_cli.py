@@ -277,8 +277,9 @@ OPTIONS = {
     "plan": "--model --memory --ranks --device-map --dtype --batch --length --bandwidth --hop",
     "generate": "--model -n --ranks --memory --prompt --max-new-tokens --seed",
     "bench": "--model -n --ranks --memory --batch --prompt-tokens --new-tokens",
-    "serve": "--model -n --ranks --memory --host --port --api-key-file --max-length --max-running"
-    " --max-waiting",
+    "serve": "--model -n --ranks --memory --host --port --api-key-file --dtype --device-map --tp"
+    " --tensor-parallel-size --served-model-name --chat-template --log-requests"
+    " --enable-log-requests --max-length --max-model-len --max-running --max-waiting",
     "auto": "-n --ranks",
 }
 
@@ -366,7 +367,8 @@ sys.exit(main())
 """
 
 
-def test_a_command_in_the_background_of_a_script_obeys_sigint(warm, with_tokenizer):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_server_in_the_background_of_a_script_is_ended_by(warm, with_tokenizer, number, code):
     """A shell starts such a job with SIGINT ignored, and the server could not be stopped by it."""
     _import_serving()
     command = ["serve", "--model", with_tokenizer, "-n", "2", "--port", "0"]
@@ -374,8 +376,8 @@ def test_a_command_in_the_background_of_a_script_obeys_sigint(warm, with_tokeniz
     server = warm.start("-c", IN_THE_BACKGROUND, *command, env=environ, cwd=ROOT)
     try:
         assert "serving" in server.stdout.readline()
-        server.send_signal(signal.SIGINT)
-        assert server.wait(timeout=30) == 130
+        server.send_signal(number)
+        assert server.wait(timeout=30) == code
     finally:
         server.kill()
         server.communicate()

@@ -149,6 +149,12 @@ def test_a_map_of_ones_own_is_spread_over_what_its_prefixes_cover():
         ({"": 7}, "rank 7 cpu, which does not exist"),
         ({"": 0}, "101 bytes are missing"),
         ("somehow", "is not a plan"),
+        (
+            {"": 0, "model.layer.3": 0},
+            "'model.layer.3', which is not in the model.*mean 'model.layers.3'",
+        ),
+        ({"": 0, "lm_head.weight": 0}, "a part of lm_head, which stays whole"),
+        ({"": 0, "model.layers.99": 0}, "'model.layers.99', which is not in the model"),
     ],
 )
 def test_a_map_of_ones_own_that_cannot_hold_is_refused(device_map, complaint):

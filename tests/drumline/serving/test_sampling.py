@@ -37,6 +37,9 @@ def test_tokens_are_sampled_with_their_probabilities():
         ({"temperature": 1e-40}, {1}),
         ({"temperature": 1e-300}, {1}),
         ({"top_p": 1e-300}, {1}),
+        ({"min_p": 0.59}, {1, 3}),
+        ({"logit_bias": ((4, 100.0),)}, {4}),
+        ({"logit_bias": ((1, -100.0), (3, -100.0))}, {0, 2, 4}),
     ],
 )
 def test_only_what_is_allowed_is_frequencies(params, expected):
@@ -63,3 +66,25 @@ def test_a_seed_gives_the_same_tokens_again():
     ]
     assert runs[0] == runs[1]
     assert len({tuple(run) for run in runs[1:]}) == 4
+
+
+def test_a_repetition_penalty_counts_the_prompt_and_the_new_tokens():
+    sampler = TokenSampler(SamplingParams(temperature=0, repetition_penalty=2.0), prompt=[1])
+    # 1 has 2 x -0.69, below 3's -1.2, which then has 2 x that
+    assert [sampler.sample(LOGITS) for _ in range(3)] == [3, 1, 1]
+
+
+def test_no_end_comes_before_min_tokens():
+    sampler = TokenSampler(SamplingParams(temperature=0, min_tokens=2), end_tokens={1, 3})
+    assert [sampler.sample(LOGITS) for _ in range(3)] == [0, 0, 1]
+
+
+def test_log_probabilities_are_those_of_the_model_before_any_change():
+    params = SamplingParams(temperature=0, logit_bias=((4, 100.0),), num_logprobs=2)
+    sampler = TokenSampler(params)
+    sampler.sample(LOGITS)
+    token, logprob, top = sampler.logprob
+    assert token == 4 and logprob == pytest.approx(-2.9957, abs=1e-4)
+    assert [index for index, _ in top] == [1, 3]
+    assert [value for _, value in top] == pytest.approx([-0.6931, -1.2040], abs=1e-4)
+    assert not sampler.is_greedy and TokenSampler(SamplingParams(temperature=0)).is_greedy

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import PreTrainedTokenizerFast
 
 import launcher
@@ -30,6 +31,7 @@ from drumline.serving.sampling import SamplingParams
 from drumline.serving.scheduler import Generation, ServingLimits
 from drumline.timings import ModelTimings
 from tests.drumline.serving.conftest import expected
+from tests.programs.chromium import Chromium
 
 REASON = "runs after `pip install openai 'drumline[serve]'`"
 openai = pytest.importorskip("openai", reason=REASON)
@@ -207,6 +209,81 @@ def test_penalties_make_repeated_tokens_rarer(complete):
     assert counts[0] < counts[1]
 
 
+def test_the_log_probability_of_each_token_is_that_of_a_single_process(plain, complete):
+    answer = complete([5, 6, 7], logprobs=2).choices[0]
+    logprobs = answer.logprobs
+    tokens = [int(text) for text in logprobs.tokens]
+    assert "".join(logprobs.tokens) == "".join(answer.text.split())
+    rows = torch.tensor([[5, 6, 7, *tokens]])
+    with torch.no_grad():
+        wanted = torch.log_softmax(plain[0](rows).logits[0, 2:-1].float(), 1)
+    own = wanted.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    assert logprobs.token_logprobs == pytest.approx(own.tolist(), abs=1e-4)
+    for row, top in zip(wanted, logprobs.top_logprobs, strict=True):
+        assert {int(text) for text in top} == set(row.topk(2).indices.tolist())
+    assert len(set(logprobs.text_offset)) == len(tokens)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_has_the_log_probability_of_every_token(plain, client, stream):
+    request = {"messages": [{"role": "user", "content": "5 6 7"}], "temperature": 0}
+    options = {"logprobs": True, "top_logprobs": 3, "max_tokens": 6, "stream": stream}
+    answer = client.chat.completions.create(model="llama", **request, **options)
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    tokens = [item for choice in choices if choice.logprobs for item in choice.logprobs.content]
+    assert [token.token for token in tokens] == expected(plain, "5 6 7", 6)[0].split()
+    assert all(token.top_logprobs[0].logprob == token.logprob for token in tokens)
+    assert all(len(token.top_logprobs) == 3 for token in tokens)
+
+
+def test_tokens_that_end_a_sequence_are_chosen_by_the_request(plain, complete):
+    words = expected(plain, "5 6 7")[0].split()
+    first = words.index(words[4])
+    cut = complete("5 6 7", extra_body={"stop_token_ids": [int(words[4])]}).choices[0]
+    assert cut.text.split() == words[:first] and cut.finish_reason == "stop"
+    late = complete("5 6 7", extra_body={"stop_token_ids": [int(words[4])], "min_tokens": 8})
+    assert len(late.choices[0].text.split()) >= 8
+    eos = {"logit_bias": {"2": 100}}
+    assert complete("5 6 7", **eos).choices[0].text == ""
+    kept = complete("5 6 7", **eos, extra_body={"ignore_eos": True})
+    assert kept.usage.completion_tokens == 12 and kept.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_completion_may_begin_with_its_prompt(plain, complete, stream):
+    answer = complete("5 6 7", echo=True, stream=stream)
+    texts = [chunk.choices[0].text for chunk in answer] if stream else [answer.choices[0].text]
+    assert "".join(texts).split() == ["5", "6", "7", *expected(plain, "5 6 7")[0].split()]
+
+
+def test_tools_reach_the_chat_template(plain):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(plain[1])
+    tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}5"
+    tool = {"type": "function", "function": {"name": "11 12", "parameters": {}}}
+    body = {"model": "llama", "messages": [{"role": "user", "content": "5"}], "max_tokens": 1}
+    with closing(app.Service(["llama"], plain[0], tokenizer, LIMITS)) as service:
+        usages = [
+            json.loads(asyncio.run(respond(service, {**body, **more}, path="chat/completions"))[1])
+            for more in ({"tools": [tool]}, {"tools": [tool], "tool_choice": "none"})
+        ]
+    assert [usage["usage"]["prompt_tokens"] for usage in usages] == [3, 1]
+
+
+def test_text_and_tokens_are_told_and_the_version(server):
+    told = json.loads(post_raw(server, "/tokenize", {"prompt": "5 6 7"}))
+    assert told == {"tokens": [5, 6, 7], "count": 3, "max_model_len": 100}
+    assert json.loads(post_raw(server, "/detokenize", {"tokens": [5, 6]})) == {"prompt": "5 6"}
+    assert json.loads(post_raw(server, "/version")) == {"version": launcher.__version__}
+
+
+def post_raw(server, path, body=None):
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Authorization": f"Bearer {KEY}"}
+    request = urllib.request.Request(server[1] + path, data=data, headers=headers)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return answer.read()
+
+
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
@@ -216,7 +293,11 @@ def test_penalties_make_repeated_tokens_rarer(complete):
         ({"prompt": []}, openai.BadRequestError, "no tokens"),
         ({"prompt": [70]}, openai.BadRequestError, "70 is no token"),
         ({"temperature": 9}, openai.BadRequestError, "temperature"),
-        ({"logprobs": 2}, openai.BadRequestError, "logprobs is not supported"),
+        ({"best_of": 2}, openai.BadRequestError, "best_of is not supported"),
+        ({"logprobs": 21}, openai.BadRequestError, "logprobs: .*less than or equal to 20"),
+        ({"logprobs": 1, "echo": True}, openai.BadRequestError, "echo with logprobs"),
+        ({"logit_bias": {"70": 1}}, openai.BadRequestError, "70 is no token"),
+        ({"logit_bias": {"7": 101}}, openai.BadRequestError, "less than or equal to 100"),
         ({"prompt": ["5"] * 9}, openai.BadRequestError, "more than the 8"),
         ({"stop": ["5"] * 17}, openai.BadRequestError, "stop: .*more than 16"),
         ({"stop": ["5", "5" * 257]}, openai.BadRequestError, "stop: .*256 characters"),
@@ -358,7 +439,7 @@ def held(plain):
     """A service whose tokenizer is busy with long texts until `tokenizer.release` is set."""
     tokenizer = HeldTokenizer.from_pretrained(plain[1])
     tokenizer.release = threading.Event()
-    with closing(app.Service("llama", plain[0], tokenizer, LIMITS)) as service:
+    with closing(app.Service(["llama"], plain[0], tokenizer, LIMITS)) as service:
         service._longest_token = 1000
         yield service
         tokenizer.release.set()
@@ -425,7 +506,7 @@ def test_a_request_with_too_many_choices_is_rejected_before_any_is_created(plain
 
     monkeypatch.setattr(scheduler, "TokenSampler", fail)
     body = {"model": "llama", "prompt": [[5]] * 40, "n": 2}
-    with closing(app.Service("llama", plain[0], None, LIMITS)) as service:
+    with closing(app.Service(["llama"], plain[0], None, LIMITS)) as service:
         status, text = asyncio.run(respond(service, body))
     assert status == 400 and "80 prompts at a time are more than the 64" in text
 
@@ -434,7 +515,7 @@ def test_nothing_is_created_for_a_client_that_has_disconnected(plain, monkeypatc
     created = []
     monkeypatch.setattr(scheduler, "TokenSampler", created.append)
     body = {"model": "llama", "prompt": [5]}
-    with closing(app.Service("llama", plain[0], None, LIMITS)) as service:
+    with closing(app.Service(["llama"], plain[0], None, LIMITS)) as service:
         status, _ = asyncio.run(respond(service, body, is_disconnected=True))
     assert status == 499 and not created
 
@@ -518,7 +599,7 @@ def test_a_request_that_outlasts_the_grace_period_ends_with_an_error(plain, monk
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(plain[1])
     monkeypatch.setattr(timings, "TIMINGS", ModelTimings(drain_s=0))
-    service = app.Service("llama", plain[0], tokenizer, LIMITS)
+    service = app.Service(["llama"], plain[0], tokenizer, LIMITS)
     with Coordinator() as coor, closing(service):
         params = SamplingParams(max_tokens=1900, temperature=0)
         generation = Generation([15], params, lambda _: True, on_end)
@@ -538,8 +619,63 @@ def test_health_and_metrics_report_the_requests_so_far(server, complete):
     assert count >= 1 and metric(server, "drumline_request_seconds_count") >= 1
 
 
-def test_the_death_of_a_rank_is_status_500_and_the_end_of_the_server(server, client):
+def test_the_page_needs_no_key_and_holds_nothing_of_the_model(server):
+    with urllib.request.urlopen(server[1], timeout=10) as answer:
+        assert "frame-ancestors 'none'" in answer.headers["Content-Security-Policy"]
+        page = answer.read().decode()
+    assert "llama" not in page and "://" not in page  # and fetches nothing from elsewhere
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(f"{server[1]}/status", timeout=10)
+
+
+@pytest.fixture
+def reports(server):
+    """The reports of the server's page, as they come."""
+    headers = {"Authorization": f"Bearer {KEY}"}
+    request = urllib.request.Request(f"{server[1]}/status", headers=headers)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        yield (json.loads(line.removeprefix(b"data: ")) for line in answer if line.strip())
+
+
+def test_a_report_has_the_device_map_the_ranks_and_the_load(plain, server, complete, reports):
+    complete("5 6 7")
+    for report in reports:
+        if report["latency"]:
+            break
+    assert [rank["pid"] for rank in report["ranks"]] == [rank.pid for rank in server[0]]
+    assert {rank["state"] for rank in report["ranks"]} == {"alive"}
+    names = [module["name"] for place in report["places"] for module in place["modules"]]
+    num_layers = plain[0].config.num_hidden_layers
+    assert {f"model.layers.{index}" for index in range(num_layers)} <= set(names)
+    assert [place["rank"] for place in report["places"]] == [0, 1]
+    assert len(report["load"]["tokens_per_s"]) == len(report["load"]["num_waiting"])
+    assert report["latency"]["request_s"]["p50"] >= report["latency"]["first_token_s"]["p50"] > 0
+
+
+@pytest.mark.skipif(Chromium.PROGRAM is None, reason="runs after `apt install chromium`")
+def test_the_page_in_a_browser_shows_the_map_and_streams_an_answer(plain, server, tmp_path):
+    with Chromium(str(tmp_path)) as browser:
+        browser.open(server[1])
+        browser.wait_for("!document.getElementById('key-line').hidden")
+        browser.evaluate(f"document.getElementById('key').value = {KEY!r}")
+        browser.evaluate("document.getElementById('use-key').click()")
+        names = browser.wait_for(
+            "[...document.querySelectorAll('[data-module]')].map(part => part.dataset.module)"
+        )
+        num_layers = plain[0].config.num_hidden_layers
+        assert {f"model.layers.{index}" for index in range(num_layers)} <= set(names)
+        ranks = browser.evaluate("document.getElementById('ranks').innerText")
+        assert all(f"pid {rank.pid}" in ranks for rank in server[0])
+        browser.evaluate("document.getElementById('prompt').value = '5 6 7'")
+        browser.evaluate("document.getElementById('max-tokens').value = 4")
+        browser.evaluate("document.getElementById('send').click()")
+        text = "document.getElementById('answer').innerText"
+        browser.wait_for(f"{text}.trim()")  # sampled, so it may end soon
+
+
+def test_the_death_of_a_rank_is_status_500_and_the_end_of_the_server(server, client, reports):
     ranks, _ = server
+    assert next(reports)["ranks"][1]["state"] == "alive"
     request = {"model": "llama", "prompt": "15", "max_tokens": 95, "n": 4, "temperature": 0}
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(client.completions.create, **request)
@@ -549,5 +685,6 @@ def test_the_death_of_a_rank_is_status_500_and_the_end_of_the_server(server, cli
         error = answer.exception(timeout=30)
     assert isinstance(error, openai.InternalServerError) and error.status_code == 500
     assert f"rank 1 (host {socket.gethostname()}, pid {ranks[1].pid}, " in error.body["message"]
+    assert "rank 1" in list(reports)[-1]["ranks"][1]["state"]
     assert ranks[0].wait(timeout=30) == 1
     assert "rank 1" in ranks[0].stderr.read()

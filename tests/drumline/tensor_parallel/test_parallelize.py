@@ -579,7 +579,7 @@ def test_a_quantised_checkpoint_is_refused_with_what_to_do(ranks_or_errors, fami
 
     for error in ranks_or_errors(rank, 2):
         assert isinstance(error, PlanError) and "quantised (fp8)" in str(error)
-        assert "device_map=" in str(error) and "save_pretrained" in str(error)
+        assert "device_map=" in str(error) and "dequantize=True" in str(error)
 
 
 class Mlp(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -79,7 +80,7 @@ def test_a_thread_that_does_not_end_is_named(monkeypatch):
 
 
 LEAVES_A_CHILD = """
-import subprocess, time, launcher
+import os, subprocess, time, launcher
 if launcher.current().rank == 0:
     subprocess.Popen(["sleep", "60"], start_new_session=True)
     print("ready", flush=True)
@@ -102,6 +103,43 @@ def test_stop_signals_end_threads_and_the_processes_that_they_have_started(comma
     _, err = process.communicate(timeout=30)
     assert process.returncode == 128 + number and number.name in err, err
     assert not command.left()
+
+
+@pytest.mark.parametrize("victim", ["launcher", "reaper", "threads"])
+def test_processes_that_threads_have_started_end_if_one_of_ours_is_killed(command, victim):
+    """Those in sessions of their own were left if the launcher was killed."""
+    text = LEAVES_A_CHILD.replace("SECONDS", "60").replace('"ready"', "os.getpid(), os.getppid()")
+    process = command.start("run", "-n", "2", "--launcher", "threads", command.script(text))
+    threads, reaper = map(int, process.stdout.readline().split()[1:])
+    os.kill({"launcher": process.pid, "reaper": reaper, "threads": threads}[victim], signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert not command.left(patience_s=30)
+    assert victim == "launcher" or ("killed" in err and process.returncode == 137), err
+
+
+@pytest.mark.parametrize("how", ["timeout", "SIGINT"])
+def test_a_suspended_process_of_threads_is_ended(command, how):
+    script = command.script("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)")
+    limit = ["--timeout", "1"] if how == "timeout" else []
+    process = command.start("run", "-n", "1", "--launcher", "threads", *limit, script)
+    os.kill(int(process.stdout.readline().split()[1]), signal.SIGSTOP)
+    if how == "SIGINT":
+        process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == (130 if how == "SIGINT" else 124), err
+
+
+@pytest.mark.parametrize("options", [[], ["--log-dir", "logs"]])
+def test_a_failure_of_a_thread_is_told_once_after_each_restart(command, options):
+    script = command.script(
+        "import launcher\nprint('hello')\n"
+        "if launcher.current().rank == 1: raise ValueError('planned')"
+    )
+    launch = ["run", "-n", "2", "--launcher", "threads", "--max-restarts", "1", *options]
+    ended = command.run(*launch, script)
+    assert ended.code == 1 and ended.err.count("│ ValueError: planned\n") == 2
+    assert "restart 1 of 1" in ended.err and ended.out.count("[0] hello") == 2
+    assert not options or (command.folder / "logs/rank-1.out").read_text() == "hello\n"
 
 
 def test_interpreter_is_not_finalized_while_threads_run_in_libraries(command):

@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 import types
 from collections import namedtuple
 
@@ -18,10 +19,15 @@ from launcher.system import free_memory, gpus, linux
 
 
 def test_exit_code_is_0_without_problems_and_json_has_the_findings(command):
+    """Tests beside this one kill launchers, whose processes end a moment later."""
     (command.folder / "own").mkdir()
-    ended = command.run("doctor", "--quick", "--json", env={"TMPDIR": str(command.folder / "own")})
-    findings = [json.loads(line) for line in ended.out.splitlines()]
-    problems = [finding for finding in findings if finding["ok"] is False]
+    deadline, is_passing = time.monotonic() + 30, True
+    while is_passing and time.monotonic() < deadline:
+        environ = {"TMPDIR": str(command.folder / "own")}
+        ended = command.run("doctor", "--quick", "--json", env=environ)
+        findings = [json.loads(line) for line in ended.out.splitlines()]
+        problems = [finding for finding in findings if finding["ok"] is False]
+        is_passing = [finding["name"] for finding in problems] == ["processes"]
     assert ended.code == bool(problems)
     names = {(finding["area"], finding["name"]) for finding in findings}
     assert {("software", "packages"), ("launchers", "mpiexec"), ("network", "interfaces")} <= names

@@ -187,7 +187,8 @@ def test_by_cause_sorts_by_time_with_a_correction_for_silent_deaths(failures, fi
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("multiprocessing", 1), ("multiprocessing", 3), ("threads", 2)]
+    ("name", "most"),
+    [("multiprocessing", 1), ("multiprocessing", 3), ("threads", 2), ("threads", 3)],
 )
 def test_a_limit_of_processes_is_an_error_that_says_so(command, name, most):
     """It was `Errno 11`, and of a thread a traceback of the launcher."""

@@ -17,10 +17,19 @@ log.warning("another")
 """
 
 
-@pytest.mark.parametrize(("level", "shows_info"), [("info", True), ("", False), ("ERROR", False)])
-def test_a_rank_logs_from_the_level_of_the_variable_on(command, level, shows_info):
+@pytest.mark.parametrize(
+    ("level", "shows_info", "launcher"),
+    [
+        ("info", True, "multiprocessing"),
+        ("", False, "multiprocessing"),
+        ("ERROR", False, "multiprocessing"),
+        ("info", True, "threads"),  # below a reaper, as ranks of backend launchers
+    ],
+)
+def test_a_rank_logs_from_the_level_of_the_variable_on(command, level, shows_info, launcher):
     environ = {"DRUMLINE_LOG_LEVEL": level}
-    ended = command.run("run", "-n", "1", command.script(SCRIPT), env=environ)
+    options = ["-n", "1", "--launcher", launcher]
+    ended = command.run("run", *options, command.script(SCRIPT), env=environ)
     assert ended.code == 0, ended.err
     lines = [line for line in ended.err.splitlines() if line.startswith("[0 err] ")]
     assert ("[0 err] coordinator: an event" in lines) == shows_info
@@ -44,4 +53,4 @@ def test_configuring_twice_adds_one_handler(monkeypatch):
 
 
 def test_help_names_the_variable():
-    assert log_setup.LEVEL in cli.run_options.EPILOG
+    assert log_setup.LOG_LEVEL in cli.run_options.EPILOG

@@ -69,7 +69,7 @@ def stand_in(monkeypatch):
 
 def test_every_operation_becomes_one_call_on_torchs_current_stream(stand_in):
     with Coordinator() as coor, Cupy(coor) as comm:
-        comm.world_size = 2  # the stand-in would not mind
+        comm.world_size, coor.ranks = 2, (0, 1)  # the stand-in would not mind
         a, rows = torch.ones(3), torch.ones(2, 3, dtype=torch.bfloat16)
         comm.allreduce(a, "max")
         comm.broadcast(a, 1)

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -247,9 +248,10 @@ def test_a_gpu_that_is_named_is_taken_whatever_the_local_rank(ranks, monkeypatch
 def test_ranks_that_got_one_gpu_together_are_told(monkeypatch):
     """CUDA_VISIBLE_DEVICES of 2 GPUs and 3 ranks: the third had the first one's, silently."""
     comm = object.__new__(Nccl)
-    comm.rank, comm._closed = 1, True
+    comm.coor, comm._me = types.SimpleNamespace(rank_name="rank {}".format), "rank 1"
+    comm._closed = True
     comm._check_gpus(["a", "b", None, None])
-    with pytest.raises(Unsupported, match=r"ranks 0, 2 have one GPU together, a, .* name one for"):
+    with pytest.raises(Unsupported, match=r"rank 0, rank 2 have one GPU together, a, .* name "):
         comm._check_gpus(["a", "b", "a"])
 
 

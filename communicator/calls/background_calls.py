@@ -1,0 +1,88 @@
+"""Collectives that run on a thread while the program goes on, and handles to wait for them.
+
+handle = comm.start("allreduce", tensor)
+handle.wait(timeout_s=5)
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from communicator.calls.async_work import NO_TIMEOUT, AsyncWork, WorkQueue
+
+if TYPE_CHECKING:
+    from communicator.base import Communicator
+
+COLLECTIVES = (
+    "allreduce",
+    "broadcast",
+    "reduce",
+    "allgather",
+    "reduce_scatter",
+    "alltoall",
+    "gather",
+    "scatter",
+    "barrier",
+)
+OTHERS = ("send", "recv", "group")  # which wait for started calls too, and are started otherwise
+
+
+class CallHandle:
+    """A call that was started."""
+
+    def __init__(self, work: AsyncWork, result: Callable[[], Any]) -> None:
+        self._work, self._result = work, result
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """The result of the call. Raises what it raised.
+
+        timeout_s: CommunicatorTimeout after so long, and the call goes on. None: its own deadline.
+        """
+        limit = NO_TIMEOUT if timeout_s is None else timedelta(seconds=max(timeout_s, 1e-6))
+        self._work.wait(limit)
+        return self._result()
+
+    def is_completed(self) -> bool:
+        """True once wait() would return or raise at once."""
+        return self._work.is_completed()
+
+
+class BackgroundCalls:
+    """The calls of a communicator that were started. Its other calls wait for them first."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._queue = WorkQueue()
+        self._methods = {name: getattr(comm, name) for name in (*COLLECTIVES, *OTHERS)}
+        for name, method in self._methods.items():
+            comm.__dict__[name] = self._after_started(method)
+
+    def start(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallHandle:
+        if call not in COLLECTIVES:
+            raise ValueError(f"start({call!r}): only {', '.join(COLLECTIVES)} can be started")
+        results: list[Any] = []
+        is_inference = torch.is_inference_mode_enabled()
+
+        def run() -> None:
+            with torch.inference_mode(is_inference):
+                results.append(self._methods[call](*args, **kwargs))
+
+        return CallHandle(self._queue.submit(run, []), lambda: results[0])
+
+    def _after_started(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self._queue.is_current(threading.current_thread()):
+                self._queue.join()
+            return method(*args, **kwargs)
+
+        return call
+
+    def close(self) -> None:
+        """Return when all have ended."""
+        self._queue.close()

@@ -1,0 +1,204 @@
+"""The copies of a checkpoint that different ranks read: equal to the byte, or an error.
+
+check = CopyCheck(coor, path, index, group_by_copy(identities), key)
+check.compare_at_once()       # before loading: small checkpoints in full, samples of others
+with check:                   # every byte, while the model is in use
+    ...
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from coordinator import Coordinator, CoordinatorError
+from drumline.checkpoint.safetensors_index import Index, StoredTensor, TensorReader
+from drumline.core.consistency import run_and_share
+from drumline.core.shards import Region, split_into_blocks
+from drumline.errors import CheckpointError
+from drumline.timings import TIMINGS
+from launcher import linux
+
+Copies = tuple[tuple[int, ...], ...]
+"""The ranks that read each copy, that of rank 0 first; ranks that read none are in none."""
+
+AT_ONCE_NBYTES = 16 << 20
+"""A rank compares so much before loading: that takes milliseconds. Of larger parts, samples."""
+SAMPLE_NBYTES = 4096
+MAX_SAMPLES = 4096
+"""By rank; from a disk, each takes about a tenth of a millisecond."""
+BLOCK_NBYTES = 1 << 20
+DIGEST_NBYTES = 16
+LOWEST_PRIORITY = 19
+SHARED_FILE_SYSTEMS = ("nfs", "nfs4", "lustre", "ceph", "beegfs", "gpfs")
+"""Those whose inode numbers are the server's, the same on every host."""
+
+
+def file_identity(path: Path, index: Index, boot_id: str) -> str:
+    """Equal on two ranks only if they read the very same files."""
+    names = sorted({stored.file for stored in index.values()})
+    mounts = linux.read_proc("self/mountinfo")
+    facts = []
+    for file in [path] if path.is_file() else [path / name for name in names]:
+        status = file.stat()
+        device = shared_device(mounts, status.st_dev) or f"{boot_id} {status.st_dev}"
+        times = status.st_mtime_ns, status.st_ctime_ns
+        facts.append((device, status.st_ino, status.st_size, *times))
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def shared_device(mounts: str, device: int) -> str:
+    """The name that every host has for a device of a shared file system; "" for a local one.
+
+    mounts: the text of mountinfo, see proc_pid_mountinfo(5).
+    """
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in mounts.splitlines():
+        mount, _, file_system = line.partition(" - ")
+        kind, source = file_system.split()[:2]
+        if mount.split()[2] == number and kind in SHARED_FILE_SYSTEMS:
+            return source
+    return ""
+
+
+def group_by_copy(identities: Sequence[str | None]) -> Copies:
+    """The ranks of each copy; None is the identity of a rank that reads no file."""
+    ranks: dict[str, list[int]] = {}
+    for rank, identity in enumerate(identities):
+        if identity is not None:
+            ranks.setdefault(identity, []).append(rank)
+    return tuple(map(tuple, ranks.values()))
+
+
+class CopyCheck:
+    """Compares the copies of a checkpoint: each is read in full, by all the ranks that use it.
+
+    key: distinguishes it from other checks of this Coordinator, the same on every rank.
+
+    Where there is more to read than `compare_at_once` takes, a `with` block compares on a thread.
+    If copies differ then, the group fails as if a rank was lost. The end of the block waits for the
+    comparison, and raises CheckpointError on every rank.
+    """
+
+    def __init__(self, coor: Coordinator, path: Path, index: Index, copies: Copies, key: str):
+        self._coor, self._path, self._index, self._copies = coor, path, index, copies
+        self._key, self._problem, self._is_over = key, "", threading.Event()
+        self._names = sorted(index, key=lambda name: (index[name].file, index[name].offset))
+        nbytes = sum(stored.nbytes for stored in index.values())
+        self._num_readers = min(map(len, copies), default=1)
+        self._is_small = nbytes <= AT_ONCE_NBYTES * self._num_readers
+        self._thread: threading.Thread | None = None
+
+    def compare_at_once(self) -> None:
+        """Raise CheckpointError on every rank if copies differ in what is compared. Collective."""
+        if len(self._copies) < 2:
+            return
+        names = self._names
+        if not self._is_small:
+            names = names[:: -(-len(names) // (MAX_SAMPLES * self._num_readers))]
+        _, parts = run_and_share(
+            self._coor, lambda: self._digests(names, self._is_small), lambda part: part
+        )
+        if problem := self._difference(names, dict(enumerate(parts))):
+            raise CheckpointError(f"{self._coor.rank_name()}: {problem}")
+
+    def __enter__(self) -> CopyCheck:
+        if len(self._copies) > 1 and not self._is_small:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._is_over.set()
+        elif self._thread is not None:
+            self._thread.join()
+            if self._problem:
+                raise CheckpointError(f"{self._coor.rank_name()}: {self._problem}")
+
+    def _run(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+        try:
+            self._problem = self._compare_on_thread()
+        except CoordinatorError as error:  # a rank was lost
+            self._problem = str(error)
+        except Exception as error:
+            self._problem = str(error)
+            if not self._is_over.is_set():
+                self._coor.report_failure(self._coor.rank, self._problem)
+
+    def _compare_on_thread(self) -> str:
+        """The difference, as rank 0 tells it to all; nothing if there is none."""
+        readers = [rank for ranks in self._copies for rank in ranks]
+        if self._coor.rank in readers:
+            self._coor.put(f"{self._key} {self._coor.rank}", self._digests(self._names, True))
+        if self._coor.is_master():
+            problem = self._difference(self._names, {rank: self._wait(rank) for rank in readers})
+            self._coor.put(f"{self._key} difference", problem.encode())
+            if problem:
+                self._coor.report_failure(self._copies[1][0], problem)
+        return self._wait("difference").decode()
+
+    def _wait(self, name: int | str) -> bytes:
+        return self._coor.wait(f"{self._key} {name}", timeout_s=TIMINGS.load_s)
+
+    def _digests(self, names: Sequence[str], is_full: bool) -> bytes:
+        """The path, and the digests of those of the tensors that this rank reads of its copy."""
+        digests = [str(self._path).encode(errors="backslashreplace")]
+        ranks = next((ranks for ranks in self._copies if self._coor.rank in ranks), ())
+        own = names[ranks.index(self._coor.rank) :: len(ranks)] if ranks else ()
+        block = torch.empty(BLOCK_NBYTES, dtype=torch.uint8)
+        with TensorReader(self._path) as reader:
+            for name in own:
+                digests.append(self._digest(reader, self._index[name], is_full, block))
+        return b"\0".join((digests[0], b"".join(digests[1:])))
+
+    def _digest(
+        self, reader: TensorReader, stored: StoredTensor, is_full: bool, block: torch.Tensor
+    ) -> bytes:
+        flat = replace(stored, dtype="U8", shape=(stored.nbytes,))
+        digest = hashlib.sha256()
+        for region in _blocks(flat.nbytes) if is_full else [_middle(flat.nbytes)]:
+            if self._is_over.is_set():
+                raise CheckpointError("the model failed before its checkpoint was compared")
+            reader.read(flat, region, block[: region.numel])
+            digest.update(memoryview(block[: region.numel].numpy()))  # type: ignore[arg-type]
+        return digest.digest()[:DIGEST_NBYTES]
+
+    def _difference(self, names: Sequence[str], parts: Mapping[int, bytes]) -> str:
+        """The first tensor in which a copy differs from that of rank 0, in words; else nothing."""
+        digests = {rank: part.partition(b"\0")[2] for rank, part in parts.items()}
+        for at, name in enumerate(names):
+            for ranks in self._copies[1:]:
+                if _digest_at(at, ranks, digests) != _digest_at(at, self._copies[0], digests):
+                    places = [
+                        f"{parts[rank].partition(bytes(1))[0].decode()} "
+                        f"({self._coor.rank_name(rank)}, host {self._coor.peers[rank].host})"
+                        for rank in (self._copies[0][0], ranks[0])
+                    ]
+                    return (
+                        f"{name} in {self._index[name].file} is not the same in {places[0]} and "
+                        f"in {places[1]}, so the layers would be those of two models; give every "
+                        "rank the same checkpoint."
+                    )
+        return ""
+
+
+def _digest_at(at: int, ranks: Sequence[int], digests: Mapping[int, bytes]) -> bytes:
+    start = at // len(ranks) * DIGEST_NBYTES
+    return digests[ranks[at % len(ranks)]][start : start + DIGEST_NBYTES]
+
+
+def _blocks(nbytes: int) -> Iterator[Region]:
+    return split_into_blocks((nbytes,), BLOCK_NBYTES)
+
+
+def _middle(nbytes: int) -> Region:
+    size = min(nbytes, SAMPLE_NBYTES)
+    return Region(((nbytes - size) // 2,), (size,))

@@ -1,0 +1,65 @@
+"""Grammars of responses, for `response_format`: any JSON object, or JSON of a schema.
+
+grammars = GrammarCompiler(tokenizer, vocabulary)
+sampler = TokenSampler(params, grammar=grammars.json({"type": "object"}))
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from drumline.errors import DrumlineError
+
+
+class GrammarCompiler:
+    """Makes the grammars of one tokenizer; vocabulary is the number of logits."""
+
+    def __init__(self, tokenizer: Any, vocabulary: int) -> None:
+        try:
+            import llguidance
+            import llguidance.hf
+        except ImportError as error:
+            raise DrumlineError(
+                "rank 0: JSON as a response needs llguidance: `pip install llguidance`."
+            ) from error
+        self._library = llguidance
+        try:
+            self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocabulary)
+        except Exception as error:  # of the library's, which has no class for it
+            raise DrumlineError(
+                f"rank 0: this model's tokenizer cannot be bound to a grammar: {error}"
+            ) from error
+
+    def json(self, schema: dict[str, Any]) -> JsonGrammar:
+        """A grammar of one sequence. Raises ValueError if the schema is not supported."""
+        matcher = self._library.LLMatcher
+        return JsonGrammar(matcher(self._tokenizer, matcher.grammar_from_json_schema(schema)))
+
+
+class JsonGrammar:
+    """The tokens that may come next in JSON of a schema; after its end only the end token may."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+        self._check()
+
+    def mask(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits, -inf for each token that may not come next. logits: [vocabulary]."""
+        bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
+        self._check()
+        allowed = (bits[:, None] >> torch.arange(8)) & 1
+        return logits.masked_fill(
+            allowed.flatten()[: len(logits)].to(logits.device) == 0, -torch.inf
+        )
+
+    def advance(self, token: int) -> None:
+        """Take the next token. Raises ValueError if it was not allowed."""
+        if not self._matcher.is_stopped():
+            self._matcher.consume_token(token)
+            self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise ValueError(self._matcher.get_error())

@@ -1,0 +1,122 @@
+"""The state of a server as its page shows it: layers, load, ranks, requests.
+
+report = StatusReport(model.device_map, scheduler, peers)
+report.sample()
+body = report.to_json()
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from coordinator import Peer, RankFailure
+from drumline.core.device_map import DeviceMap, Place
+from drumline.serving.scheduler import BatchScheduler
+
+SAMPLE_S, NUM_SAMPLES = 1.0, 180
+NUM_LATENCIES = 512  # of the last requests
+NUM_REQUESTS = 32  # that are listed
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True)
+class LoadSample:
+    """The load of one second."""
+
+    tokens_per_s: float
+    num_running: int
+    num_waiting: int
+
+
+class StatusReport:
+    """Collects the load over the last minutes, and describes the server. Thread-safe."""
+
+    def __init__(
+        self, device_map: DeviceMap | None, scheduler: BatchScheduler, peers: Sequence[Peer] = ()
+    ) -> None:
+        self._device_map, self._scheduler, self._peers = device_map, scheduler, peers
+        self.failures: list[RankFailure] = []
+        self._samples: deque[LoadSample] = deque(maxlen=NUM_SAMPLES)
+        self._latencies: deque[tuple[float, float]] = deque(maxlen=NUM_LATENCIES)
+        self._began_s = self._sampled_s = time.monotonic()
+        self._num_tokens = scheduler.num_new_tokens
+
+    def sample(self) -> None:
+        """Note the load since the last sample, if that was SAMPLE_S ago."""
+        now = time.monotonic()
+        if (elapsed_s := now - self._sampled_s) < SAMPLE_S:
+            return
+        num_tokens, scheduler = self._scheduler.num_new_tokens, self._scheduler
+        rate = (num_tokens - self._num_tokens) / elapsed_s
+        self._samples.append(LoadSample(rate, scheduler.num_running, scheduler.num_waiting))
+        self._sampled_s, self._num_tokens = now, num_tokens
+
+    def observe(self, first_token_s: float, request_s: float) -> None:
+        """Note the latencies of a request that has ended."""
+        self._latencies.append((first_token_s, request_s))
+
+    def to_json(self) -> str:
+        """The description, for the page's script."""
+        samples = list(self._samples)
+        return json.dumps(
+            {
+                "uptime_s": round(time.monotonic() - self._began_s, 1),
+                "places": self._places(),
+                "ranks": [self._rank(peer) for peer in self._peers],
+                "load": {
+                    name: [round(getattr(sample, name), 2) for sample in samples]
+                    for name in ("tokens_per_s", "num_running", "num_waiting")
+                },
+                "latency": self._percentiles(),
+                "requests": [
+                    {
+                        "prompt": len(item.prompt),
+                        "new": len(item.new_tokens),
+                        "of": item.params.max_tokens,
+                        "is_running": is_running,
+                    }
+                    for item, is_running in self._scheduler.unfinished()[:NUM_REQUESTS]
+                ],
+            }
+        )
+
+    def _places(self) -> list[dict[str, Any]]:
+        """Each device with its modules, in the order in which they run."""
+        if self._device_map is None:
+            return []
+        used = dict.fromkeys([*self._device_map.places.values(), *self._device_map.free_nbytes])
+        return [self._place(self._device_map, place) for place in sorted(used)]
+
+    def _place(self, device_map: DeviceMap, place: Place) -> dict[str, Any]:
+        rank, device = place
+        names = [name for name, where in device_map.places.items() if where == place]
+        return {
+            "rank": rank,
+            "device": device,
+            "modules": [{"name": name, "nbytes": device_map.nbytes[name]} for name in names],
+            "used_nbytes": device_map.used(place),
+            "free_nbytes": device_map.free_nbytes.get(place, 0),
+        }
+
+    def _rank(self, peer: Peer) -> dict[str, Any]:
+        failed = [failure for failure in self.failures if failure.rank == peer.rank]
+        state = failed[0].text if failed else "alive"
+        return {"rank": peer.rank, "host": peer.host, "pid": peer.pid, "state": state}
+
+    def _percentiles(self) -> dict[str, dict[str, float]]:
+        """Seconds to the first token and to the last, of the last requests."""
+        columns = zip(*list(self._latencies), strict=True)
+        return {
+            name: {f"p{percent}": _percentile(sorted(values), percent) for percent in PERCENTILES}
+            for name, values in zip(("first_token_s", "request_s"), columns, strict=False)
+        }
+
+
+def _percentile(values: Sequence[float], percent: int) -> float:
+    """The smallest value that so many percent do not exceed. values: sorted, not empty."""
+    return round(values[max(-(-len(values) * percent // 100) - 1, 0)], 4)

@@ -1,0 +1,1 @@
+"""Weights that are computed while they are read: LoRA adapters, quantized formats."""

@@ -1,0 +1,271 @@
+"""Quantized weights of a checkpoint, dequantized while they are read, each rank its own.
+
+source = read_dequantized(source, torch.bfloat16)     # described as a model of plain weights
+
+Formats by quant_method: "fp8" (scales of blocks), "mxfp4" (OCP Microscaling Formats 1.0, section
+5.3), and "compressed-tensors" with packed integers, or integers and fp8 as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from communicator import dtype_info
+from drumline.checkpoint.safetensors_index import ComputedTensor, Index, StoredTensor, TensorReader
+from drumline.checkpoint.source import CheckpointFiles
+from drumline.core.shards import Region
+from drumline.errors import CheckpointError
+
+Derived = Iterator[tuple[str, StoredTensor, set[str]]]
+"""The name of a weight, how it is computed, and the stored tensors that are used up."""
+
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Of E2M1 by its lower three bits; the fourth is the sign."""
+FP4_GROUP = 32
+EXPONENT_BIAS = 127
+INT32_BITS = 32
+QUANTIZED = ("F8_E4M3", "F8_E5M2", "I8")
+OF_ACTIVATIONS = ("activation_scale", "input_scale", "output_scale", ".k_scale", ".v_scale")
+"""Endings of the names of scales that no weight has."""
+
+
+def read_dequantized(source: CheckpointFiles, dtype: torch.dtype) -> CheckpointFiles:
+    """The checkpoint with weights in `dtype` in place of quantized ones, as its config says too.
+
+    Raises CheckpointError for a format that is not known.
+    """
+    quantization = getattr(source.config, "quantization_config", None)
+    if quantization is None:
+        return source
+    settings = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    method = str(settings.get("quant_method"))
+    if method not in METHODS:
+        raise CheckpointError(
+            f"{source.path} is quantized by {method}, and what is dequantized while it is read is "
+            f"{', '.join(METHODS)}; load it without dequantize=True, or save it once dequantized."
+        )
+    derived = list(METHODS[method](source.path, source.index, settings))
+    used = {name for _, _, names in derived for name in names}
+    name = str(dtype_info(dtype).safetensors)
+    index = {key: replace(weight, dtype=name) for key, weight, _ in derived}
+    index |= {
+        key: stored
+        for key, stored in source.index.items()
+        if key not in used and not key.endswith(OF_ACTIVATIONS)
+    }
+    config = copy.deepcopy(source.config)
+    del config.quantization_config
+    return replace(source, index=index, config=config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """A tensor with one entry for each block of a larger one, such as a scale.
+
+    stored: of as many dimensions as the larger one. block: the elements of an entry, by dimension.
+    """
+
+    stored: StoredTensor
+    block: tuple[int, ...]
+
+    def spread(self, reader: TensorReader, region: Region) -> torch.Tensor:
+        """The entry of every element of a box of the larger tensor, as float32."""
+        spans = list(zip(region.start, region.size, self.block, strict=True))
+        starts = tuple(start // block for start, _, block in spans)
+        ends = (-(-(start + size) // block) for start, size, block in spans)
+        sizes = tuple(end - start for end, start in zip(ends, starts, strict=True))
+        entries = self._floats(reader.box(self.stored, Region(starts, sizes)))
+        for dim, (start, size, block) in enumerate(spans):
+            at = torch.arange(start, start + size) // block - starts[dim]
+            entries = entries.index_select(dim, at)
+        return entries
+
+    def _floats(self, entries: torch.Tensor) -> torch.Tensor:
+        if entries.dtype == torch.uint8:  # exponents of two
+            return (entries.float() - EXPONENT_BIAS).exp2()
+        return entries.float()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledWeight(ComputedTensor):
+    """A weight whose elements are stored, with a scale for each block of them."""
+
+    values: StoredTensor
+    scales: Grid
+
+    def compute(self, reader: TensorReader, region: Region, out: torch.Tensor) -> None:
+        out.copy_(reader.box(self.values, region).float() * self.scales.spread(reader, region))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mxfp4Weight(ComputedTensor):
+    """Experts of [in, out] elements, stored as [out, in / 32, 16] pairs with exponents of two."""
+
+    blocks: StoredTensor
+    exponents: StoredTensor
+
+    def compute(self, reader: TensorReader, region: Region, out: torch.Tensor) -> None:
+        (expert, column, row), (experts, columns, rows) = region.start, region.size
+        first, end = column // FP4_GROUP, -(-(column + columns) // FP4_GROUP)
+        start, size = (expert, row, first), (experts, rows, end - first)
+        blocks = reader.box(self.blocks, Region((*start, 0), (*size, FP4_GROUP // 2)))
+        exponents = reader.box(self.exponents, Region(start, size)).float() - EXPONENT_BIAS
+        table = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)])
+        pairs = torch.stack([table[(blocks & 15).int()], table[(blocks >> 4).int()]], -1)
+        values = pairs.flatten(-2) * exponents.exp2().unsqueeze(-1)
+        skipped = column - first * FP4_GROUP
+        out.copy_(values.flatten(-2)[..., skipped : skipped + columns].transpose(1, 2))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedWeight(ComputedTensor):
+    """Integers of a few bits in int32 words along a row, with a scale for each group of a row.
+
+    zeros: of each group too, packed along the columns. groups: that of each column, where columns
+    are not in the order of their groups.
+    """
+
+    packed: StoredTensor
+    num_bits: int
+    scales: Grid
+    zeros: StoredTensor | None
+    groups: StoredTensor | None
+
+    def compute(self, reader: TensorReader, region: Region, out: torch.Tensor) -> None:
+        (row, column), (rows, columns) = region.start, region.size
+        values = self._unpacked(reader, self.packed, 1, column, columns, (row, rows)).float()
+        at = self._groups(reader, column, columns)
+        num_groups = self.scales.stored.shape[1]
+        if self.zeros is not None:
+            zeros = self._unpacked(reader, self.zeros, 0, row, rows, (0, num_groups))
+            values -= zeros.index_select(1, at).float()
+        by_group = replace(self.scales, block=(self.scales.block[0], 1))
+        scales = by_group.spread(reader, Region((row, 0), (rows, num_groups)))
+        out.copy_(values * scales.index_select(1, at))
+
+    def _groups(self, reader: TensorReader, column: int, columns: int) -> torch.Tensor:
+        if self.groups is not None:
+            return reader.box(self.groups, Region((column,), (columns,))).long()
+        return torch.arange(column, column + columns) // self.scales.block[1]
+
+    def _unpacked(
+        self,
+        reader: TensorReader,
+        stored: StoredTensor,
+        dim: int,
+        start: int,
+        size: int,
+        other: tuple[int, int],
+    ) -> torch.Tensor:
+        """Integers from `start` on along the dimension in which they are packed."""
+        per_word = INT32_BITS // self.num_bits
+        first, end = start // per_word, -(-(start + size) // per_word)
+        spans = [other, other]
+        spans[dim] = first, end - first
+        box = Region((spans[0][0], spans[1][0]), (spans[0][1], spans[1][1]))
+        words = reader.box(stored, box).movedim(dim, -1).unsqueeze(-1)
+        shifts = torch.arange(per_word, dtype=torch.int32) * self.num_bits
+        integers = (words >> shifts & (1 << self.num_bits) - 1) - (1 << self.num_bits - 1)
+        skipped = start - first * per_word
+        return integers.flatten(-2)[..., skipped : skipped + size].movedim(-1, dim)
+
+
+def _scaled(path: Path, index: Index, settings: Mapping[str, Any]) -> Derived:
+    """Tensors of one byte an element, each with a scale beside it."""
+    groups = [
+        group.get("weights") or {} for group in (settings.get("config_groups") or {}).values()
+    ]
+    blocks = settings.get("weight_block_size") or next(
+        (group["block_structure"] for group in groups if group.get("block_structure")), ()
+    )
+    for name, stored in index.items():
+        if stored.dtype not in QUANTIZED:
+            continue
+        stem = name.removesuffix("weight")
+        names = (f"{name}_scale_inv", f"{name}_scale", f"{stem}qscale_weight", f"{stem}scale")
+        scale = next((other for other in names if other in index), None)
+        if scale is None or (stored.dtype == "I8" and settings["quant_method"] == "fp8"):
+            raise _unreadable(path, name, stored)
+        grid = _grid(path, name, stored, index[scale], blocks)
+        yield name, ScaledWeight(**_like(stored), values=stored, scales=grid), {name, scale}
+
+
+def _mxfp4(path: Path, index: Index, settings: Mapping[str, Any]) -> Derived:
+    for name, stored in index.items():
+        key = name.removesuffix("_blocks")
+        if key == name or len(stored.shape) != 4:
+            continue
+        exponents = index.get(f"{key}_scales")
+        experts, rows, groups, nbytes = stored.shape
+        is_whole = exponents is not None and exponents.shape == (experts, rows, groups)
+        if exponents is None or not is_whole or nbytes != FP4_GROUP // 2 or stored.dtype != "U8":
+            raise _unreadable(path, name, stored)
+        where = {**_like(stored), "shape": (experts, groups * FP4_GROUP, rows)}
+        weight = Mxfp4Weight(**where, blocks=stored, exponents=exponents)
+        yield key, weight, {name, f"{key}_scales"}
+
+
+def _compressed(path: Path, index: Index, settings: Mapping[str, Any]) -> Derived:
+    """Packed integers; beside them, and without them, what has one byte an element."""
+    groups = [*(settings.get("config_groups") or {}).values()]
+    bits = {(group.get("weights") or {}).get("num_bits", 0) for group in groups}
+    num_bits = bits.pop() if len(bits) == 1 else 0
+    for name, stored in index.items():
+        stem = name.removesuffix("_packed")
+        if stem == name:
+            continue
+        parts = {part: index.get(f"{stem}_{part}") for part in ("scale", "zero_point", "g_idx")}
+        scales = parts["scale"]
+        if stored.dtype != "I32" or scales is None or num_bits not in (1, 2, 4, 8):
+            raise _unreadable(path, name, stored)
+        shape = stored.shape[0], stored.shape[1] * (INT32_BITS // num_bits)
+        weight = PackedWeight(
+            **{**_like(stored), "shape": shape},
+            packed=stored,
+            num_bits=num_bits,
+            scales=_grid(path, name, replace(stored, shape=shape), scales, ()),
+            zeros=parts["zero_point"],
+            groups=parts["g_idx"],
+        )
+        yield stem, weight, {name, f"{stem}_shape", *(f"{stem}_{part}" for part in parts)}
+    yield from _scaled(path, index, settings)
+
+
+METHODS: dict[str, Callable[[Path, Index, Mapping[str, Any]], Derived]] = {
+    "fp8": _scaled,
+    "mxfp4": _mxfp4,
+    "compressed-tensors": _compressed,
+}
+
+
+def _like(stored: StoredTensor) -> dict[str, Any]:
+    """The place of a weight in the order of reading, and its shape."""
+    return {name: getattr(stored, name) for name in ("file", "offset", "dtype", "shape")}
+
+
+def _grid(
+    path: Path, name: str, weight: StoredTensor, scales: StoredTensor, blocks: Sequence[int]
+) -> Grid:
+    """blocks: the sizes in the last dimensions, where the last block may be smaller."""
+    num_dims = len(weight.shape)
+    shape = (*scales.shape, *(num_dims - len(scales.shape)) * (1,))  # for all, or by row
+    whole_blocks = [n // max(1, count) for n, count in zip(weight.shape, shape, strict=False)]
+    stated = (*whole_blocks[: num_dims - len(blocks)], *blocks)
+    for sizes in (stated, tuple(whole_blocks)):
+        if shape == tuple(-(-n // max(1, k)) for n, k in zip(weight.shape, sizes, strict=False)):
+            return Grid(stored=replace(scales, shape=shape), block=sizes)
+    raise _unreadable(path, name, weight)
+
+
+def _unreadable(path: Path, name: str, stored: StoredTensor) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: {name} in {stored.file} ({stored.dtype} {list(stored.shape)}) is quantized in a "
+        "way that is not known, or lacks its scales; load it without dequantize=True, or copy it "
+        "again."
+    )

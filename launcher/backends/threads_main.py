@@ -1,0 +1,78 @@
+"""The process of ranks that are threads, below the reaper that ends what they leave.
+
+    python -m launcher.backends.threads_main JOB
+
+It runs a job, and writes how each rank has ended to the job's folder if one has failed.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from launcher.backends import threads
+from launcher.errors import LaunchError, LaunchInterrupted, interrupted
+from launcher.external import rank_main
+from launcher.job import Job, Target
+from launcher.records import json_values
+from launcher.runtime import log_setup, rank_process
+from launcher.system.stop_signals import STOP_SIGNALS
+
+NAME = "the process of the threads"
+
+
+def command(job: Job) -> list[str]:
+    """The command that runs a job of a script or a module."""
+    target = [job.target.kind, job.target.name]
+    fields = {**vars(job), "target": target, "timeout_s": None}  # the launcher ends it then
+    return [sys.executable, "-m", __name__, json_values.dumps(fields)]
+
+
+def main(text: str) -> int:
+    """The exit code: of the first failed rank, 128 + a stop signal's number, or 2 if none began."""
+    fields = json_values.loads(text)
+    job = Job(**{**fields, "target": Target(*fields["target"]), "args": tuple(fields["args"])})
+    logs, began_s = Path(str(job.results_dir), rank_main.LOGS), time.monotonic()
+    faulthandler.enable()
+    log_setup.configure()
+    for number in STOP_SIGNALS:
+        signal.signal(number, _raise_interrupted)
+    try:
+        with threads.rank_streams(replace(job, log_dir=str(logs) if logs.is_dir() else None)):
+            threads.run(job)
+    except LaunchError as error:
+        if error.failures:
+            _write_records(job, error, began_s)
+        elif not isinstance(error, LaunchInterrupted):
+            print(error, file=sys.stderr)
+        return error.exit_code
+    except (ValueError, OSError) as error:  # before a rank has started
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _raise_interrupted(number: int, _frame: object) -> None:
+    """Raise LaunchInterrupted for the first stop signal; another ends the process."""
+    for again in STOP_SIGNALS:
+        signal.signal(again, signal.SIG_DFL)
+    raise interrupted(number)
+
+
+def _write_records(job: Job, error: LaunchError, began_s: float) -> None:
+    """Write each rank's record; one that still runs has none, and the launcher would miss it."""
+    reports = {
+        failure.rank: {**vars(failure), "time_s": began_s + failure.time_s}
+        for failure in error.failures
+    }
+    for rank in range(job.nprocs):
+        record = {"failure": reports[rank]} if rank in reports else {"result": None}
+        rank_main.write_record(Path(str(job.results_dir)), rank, record)
+
+
+if __name__ == "__main__":
+    rank_process.end_process(main(*sys.argv[1:]))

@@ -1,0 +1,185 @@
+"""What an engine asks of a communicator beside the collectives that every backend has."""
+
+import threading
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from communicator import Communicator, CommunicatorError, CommunicatorTimeout
+from coordinator import Coordinator, CoordinatorError
+
+BACKENDS = ("shm", "tcp")
+
+
+@pytest.fixture(params=BACKENDS)
+def on_ranks(ranks, request):
+    """on_ranks(body, n): body(comm) on n ranks, over either kind of backend."""
+
+    def run(body, world_size=3):
+        def rank(info):
+            with (
+                Coordinator(info, timeout_s=30) as coor,
+                Communicator(coor, request.param, timeout_s=30) as comm,
+            ):
+                result = body(comm)
+                coor.barrier()
+                return result
+
+        return ranks(rank, world_size)
+
+    return run
+
+
+def test_ranks_that_share_a_store_make_communicators_without_a_coordinator(ranks):
+    store = HashStore()
+
+    def body(info):
+        totals = []
+        for _ in range(2):  # the second finds the keys of the first
+            with Communicator.over(store, info.rank, 3, timeout_s=30) as comm:
+                totals.append(comm.allreduce(torch.full((3,), float(comm.rank))).tolist())
+        return totals
+
+    assert ranks(body, 3) == [[[3.0] * 3] * 2] * 3
+
+
+def test_over_says_what_it_needs():
+    with pytest.raises(TypeError, match="a torch ProcessGroup or a torch Store"):
+        Communicator.over("localhost:29500")
+    with pytest.raises(ValueError, match="the rank of this process"):
+        Communicator.over(HashStore(), rank=2, world_size=2)
+
+
+def test_messages_posted_in_any_order_meet(on_ranks):
+    """Every rank posts its receives first, and works in collectives before it waits."""
+
+    def body(comm):
+        others = [rank for rank in range(comm.world_size) if rank != comm.rank]
+        received = [comm.irecv(torch.zeros(5), src) for src in others]
+        sent = [comm.isend(torch.full((5,), float(comm.rank)), dst) for dst in others]
+        comm.barrier()
+        values = [int(handle.wait(timeout_s=30)[4]) for handle in received]
+        for handle in sent:
+            handle.wait(timeout_s=30)
+        return values == others and all(handle.is_completed() for handle in sent)
+
+    assert on_ranks(body) == [True] * 3
+
+
+def test_a_bounded_wait_for_a_message_leaves_it_to_come(on_ranks):
+    asked = threading.Event()
+
+    def body(comm):
+        if comm.rank == 0:
+            handle = comm.irecv(torch.zeros(2), 1)
+            with pytest.raises(CommunicatorTimeout, match=r"rank 0 timed out after 0.05 s"):
+                handle.wait(timeout_s=0.05)
+            asked.set()
+            return handle.wait().tolist()
+        comm.irecv(torch.zeros(2), 0)  # opens the connections, where there are none
+        assert asked.wait(30)
+        comm.isend(torch.ones(2), 0).wait()
+        return [1.0, 1.0]
+
+    assert on_ranks(body, 2) == [[1.0, 1.0]] * 2
+
+
+def test_collectives_that_were_started_run_in_order_and_before_those_that_are_called(on_ranks):
+    def body(comm):
+        tensor = torch.ones(3)
+        handles = [comm.start("allreduce", tensor) for _ in range(3)]
+        comm.allreduce(tensor)  # the fourth
+        gathered = comm.start("allgather", torch.tensor([float(comm.rank)]), dim=0)
+        gathered.wait(timeout_s=30).add_(1)  # no tensor of inference mode
+        assert handles[2].wait(timeout_s=30) is tensor
+        return tensor.tolist() + gathered.wait().tolist()
+
+    assert on_ranks(body) == [[81.0] * 3 + [1.0, 2.0, 3.0]] * 3
+
+
+def test_a_bounded_wait_for_a_collective_leaves_it_to_end(on_ranks):
+    asked = threading.Event()
+
+    def body(comm):
+        if comm.rank == 1:
+            assert asked.wait(30)
+            return comm.start("gather", torch.ones(2), 0).wait()
+        handle = comm.start("gather", torch.ones(2), 0)
+        with pytest.raises(CommunicatorTimeout, match="still runs"):
+            handle.wait(timeout_s=0.05)
+        asked.set()
+        return handle.wait().tolist()
+
+    assert on_ranks(body, 2) == [[[1.0, 1.0]] * 2, None]
+
+
+def test_only_collectives_can_be_started(on_ranks):
+    def body(comm):
+        with pytest.raises(ValueError, match="only allreduce, broadcast"):
+            comm.start("send", torch.ones(1), 0)
+
+    on_ranks(body, 1)
+
+
+def test_some_ranks_in_another_order_are_a_communicator_of_the_same_backend(on_ranks):
+    def body(comm):
+        part = comm.split([2, 0])
+        if part is None:
+            return comm.rank
+        with part:
+            rows = part.gather(torch.tensor([comm.rank]), 0)
+            return [
+                part.backend == comm.backend,
+                part.rank,
+                None if rows is None else rows.tolist(),
+            ]
+
+    assert on_ranks(body) == [[True, 1, None], 1, [True, 0, [[2], [0]]]]
+
+
+def test_a_dict_that_cannot_be_sent_is_an_error_on_both_sides(on_ranks):
+    def body(comm):
+        if comm.rank == 0:
+            with pytest.raises(ValueError, match="rank 0 gave a list that cannot be sent"):
+                comm.send_tensors({"tensor": torch.ones(2), "value": object()}, 1)
+            comm.send(torch.ones(1), 1)  # nothing is left of the dict
+        else:
+            with pytest.raises(CoordinatorError, match="rank 0 gave a list that cannot be sent"):
+                comm.recv_tensors(0)
+            comm.recv(torch.zeros(1), 0)
+
+    on_ranks(body, 2)
+
+
+def test_sizes_and_dims_that_do_not_fit_are_refused_before_anything_moves(on_ranks):
+    def body(comm):
+        tensor = torch.ones(4, 2)
+        with pytest.raises(ValueError, match=r"sizes=\[4\] must be 2 counts"):
+            comm.allgather(tensor, sizes=[4])
+        with pytest.raises(ValueError, match=r"and 4 in sum"):
+            comm.reduce_scatter(tensor, sizes=[1, 2])
+        with pytest.raises(ValueError, match="cannot be cut evenly"):
+            comm.reduce_scatter(torch.ones(3), dim=0)
+        with pytest.raises(ValueError, match="dim=2 is none of"):
+            comm.allgather(tensor, dim=2)
+        with pytest.raises(ValueError, match="out= goes with neither"):
+            comm.allgather(tensor, dim=0, out=torch.ones(8, 2))
+        with pytest.raises(ValueError, match="rows of the rank that sends are None"):
+            comm.scatter(tensor, None, comm.rank)
+        comm.barrier()
+
+    on_ranks(body, 2)
+
+
+def test_handles_of_a_closed_communicator_are_refused(on_ranks):
+    def body(comm):
+        comm.close()
+        for call in (
+            lambda: comm.start("barrier"),
+            lambda: comm.isend(torch.ones(1), 1 - comm.rank),
+        ):
+            with pytest.raises(CommunicatorError, match="closed"):
+                call()
+
+    on_ranks(body, 2)

@@ -1,0 +1,257 @@
+"""Quantized checkpoints, dequantized by each rank as it reads its own layers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import drumline
+from coordinator import Coordinator
+from drumline import CheckpointError
+
+BLOCK = 16
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "initializer_range": 0.4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+}
+
+
+def quantized_folder(path, folder, rewrite, settings):
+    """A copy of a checkpoint with rewrite(name, tensor) in place of each tensor."""
+    shutil.copytree(path, folder)
+    for file in folder.glob("*.safetensors"):
+        tensors = {}
+        for name, tensor in load_file(file).items():
+            tensors.update(rewrite(name, tensor) or {name: tensor})
+        save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    return folder
+
+
+def to_fp8(name, tensor):
+    """Blocks of 16 x 16 with a scale each, as DeepSeek stores blocks of 128 x 128."""
+    if "norm" in name or "embed" in name or "lm_head" in name or "gate.weight" in name:
+        return None
+    rows, columns = tensor.shape
+    blocks = tensor.float().view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+    scales = blocks.abs().amax((1, 3), keepdim=True) / 448
+    values = (blocks / scales).view(rows, columns).to(torch.float8_e4m3fn)
+    return {name: values, f"{name}_scale_inv": scales.view(rows // BLOCK, columns // BLOCK)}
+
+
+FP8 = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [BLOCK, BLOCK],
+    "modules_to_not_convert": ["lm_head", "gate"],
+}
+
+
+def greedy(model):
+    return model.generate(torch.arange(3, 12)[None], max_new_tokens=8, do_sample=False).tolist()
+
+
+def result(model):
+    return greedy(model), {n: p.clone() for n, p in model.named_parameters() if not p.is_meta}
+
+
+def assert_equal(found, plain):
+    tokens, own = found
+    assert tokens == greedy(plain) and own
+    assert all(torch.equal(own[name], plain.get_parameter(name)) for name in own)
+
+
+@pytest.mark.parametrize("kind", ["LlamaForCausalLM", "MixtralForCausalLM"])
+def test_fp8_weights_with_scales_of_blocks_are_those_of_one_process(
+    checkpoints, on_master, tmp_path, kind
+):
+    _, path = checkpoints.make(f"{kind} of 64", kind, **SMALL)
+    folder = quantized_folder(path, tmp_path / "fp8", to_fp8, FP8)
+    cls = getattr(transformers, kind)
+    settings = transformers.FineGrainedFP8Config(dequantize=True, **{**FP8, "quant_method": None})
+    plain = cls.from_pretrained(folder, quantization_config=settings)
+    device_map = {"": 0, "model.layers.1": 1}
+    assert_equal(on_master(folder, 2, result, dequantize=True, device_map=device_map), plain)
+
+
+def test_each_rank_reads_the_bytes_of_its_own_layers_only(checkpoints, on_master, tmp_path):
+    _, path = checkpoints.make("LlamaForCausalLM of 64", "LlamaForCausalLM", **SMALL)
+    folder = quantized_folder(path, tmp_path / "fp8", to_fp8, FP8)
+    loaded = on_master(
+        folder, 2, lambda model: model.loaded, dequantize=True, device_map={"": 1, "lm_head": 0}
+    )
+    assert loaded.nbytes_read == 64 * 64 * 4
+
+
+def test_fp8_weights_are_sharded_over_ranks(checkpoints, ranks, tmp_path):
+    plain, path = checkpoints.make("LlamaForCausalLM of 64", "LlamaForCausalLM", **SMALL)
+    folder = quantized_folder(path, tmp_path / "fp8", to_fp8, FP8)
+
+    def rank(info):
+        torch.set_num_threads(1)
+        with (
+            Coordinator(info, timeout_s=30) as coor,
+            drumline.load(folder, coor=coor, tp=2, dequantize=True) as model,
+        ):
+            return result(model)
+
+    whole = torch.cat([own["model.layers.1.mlp.up_proj.weight"] for _, own in ranks(rank, 2)])
+    stored = to_fp8("up", plain.model.layers[1].mlp.up_proj.weight)
+    scales = stored["up_scale_inv"].repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    assert torch.equal(whole, stored["up"].float() * scales)
+
+
+def test_mxfp4_experts_are_those_of_one_process(checkpoints, on_master, tmp_path):
+    sizes = {**SMALL, "intermediate_size": 32, "sliding_window": 8, "rope_scaling": None}
+    _, path = checkpoints.make("gpt-oss of 64", "GptOssForCausalLM", **sizes)
+    generator = torch.Generator().manual_seed(4)
+
+    def to_mxfp4(name, tensor):
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            return None
+        experts, columns, rows = tensor.shape
+        shape = (experts, rows, columns // 32)
+        blocks = torch.randint(256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(120, 126, shape, generator=generator, dtype=torch.uint8)
+        return {f"{name}_blocks": blocks, f"{name}_scales": scales}
+
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": []}
+    folder = quantized_folder(path, tmp_path / "mxfp4", to_mxfp4, settings)
+    whole = transformers.GptOssForCausalLM.from_pretrained(
+        folder, quantization_config=transformers.Mxfp4Config(dequantize=True)
+    )
+    device_map = {"": 0, "model.layers.1": 1}
+    found = on_master(folder, 2, result, dequantize=True, device_map=device_map)
+    assert_equal(found, whole)
+
+
+def packed(integers, dim, num_bits=4):
+    """As compressed-tensors packs them: along `dim`, the first in the lowest bits, offset by 8."""
+    integers = integers.movedim(dim, -1)
+    words = []
+    for row in integers.reshape(-1, integers.shape[-1]).tolist():
+        for start in range(0, len(row), 32 // num_bits):
+            group = row[start : start + 32 // num_bits]
+            word = sum((value + 8) << (num_bits * at) for at, value in enumerate(group))
+            words.append(word - (1 << 32) if word >= 1 << 31 else word)
+    shape = (*integers.shape[:-1], -1)
+    return torch.tensor(words, dtype=torch.int32).view(shape).movedim(-1, dim).contiguous()
+
+
+GROUP = 32
+WEIGHTS = {"num_bits": 4, "type": "int", "group_size": GROUP, "strategy": "group"}
+PACKED = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS}},
+    "ignore": ["lm_head"],
+}
+
+
+@pytest.mark.parametrize("variant", ["symmetric", "asymmetric", "by group of columns"])
+def test_packed_integers_are_unpacked_by_their_owner(checkpoints, on_master, tmp_path, variant):
+    plain, path = checkpoints.make("LlamaForCausalLM of 64", "LlamaForCausalLM", **SMALL)
+    generator = torch.Generator().manual_seed(4)
+    expected = type(plain).from_pretrained(path)
+
+    def pack(name, tensor):
+        if "proj" not in name:
+            return None
+        rows, columns = tensor.shape
+        values = torch.randint(-8, 8, (rows, columns), generator=generator)
+        zeros = torch.randint(-3, 4, (rows, columns // GROUP), generator=generator)
+        scales = torch.rand(rows, columns // GROUP, generator=generator) / 8
+        groups = torch.arange(columns) // GROUP
+        stored = {
+            f"{name}_packed": packed(values, 1),
+            f"{name}_scale": scales,
+            f"{name}_shape": torch.tensor(tensor.shape),
+        }
+        if variant == "asymmetric":
+            stored[f"{name}_zero_point"] = packed(zeros, 0)
+        else:
+            zeros = zeros * 0
+        if variant == "by group of columns":
+            groups = groups[torch.randperm(columns, generator=generator)]
+            stored[f"{name}_g_idx"] = groups.int()
+        weight = (values - zeros[:, groups]) * scales[:, groups]
+        with torch.no_grad():
+            expected.get_parameter(name).copy_(weight)
+        return stored
+
+    folder = quantized_folder(path, tmp_path / "packed", pack, PACKED)
+    device_map = {"": 0, "model.layers.1": 1}
+    found = on_master(folder, 2, result, dequantize=True, device_map=device_map)
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("scale_shape", [(), (1,), (64,), (64, 1)])
+def test_integers_of_a_byte_have_one_scale_or_one_for_each_row(
+    checkpoints, on_master, tmp_path, scale_shape
+):
+    plain, path = checkpoints.make("LlamaForCausalLM of 64", "LlamaForCausalLM", **SMALL)
+    expected = type(plain).from_pretrained(path)
+
+    def to_int8(name, tensor):
+        if "mlp" not in name:
+            return None
+        scales = torch.rand(scale_shape) / 100 + 0.01
+        values = (tensor * 100).round().clamp(-127, 127).to(torch.int8)
+        with torch.no_grad():
+            by_row = scales.view(-1, 1)
+            expected.get_parameter(name).copy_(values.float() * by_row)
+        extra = {name.replace("weight", "input_scale"): torch.ones(1)}
+        return {name: values, f"{name}_scale": scales, **extra}
+
+    settings = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    folder = quantized_folder(path, tmp_path / "int8", to_int8, settings)
+    device_map = {"": 0, "model.layers.1": 1}
+    found = on_master(folder, 2, result, dequantize=True, device_map=device_map)
+    assert_equal(found, expected)
+
+
+def test_a_checkpoint_that_is_not_quantized_is_loaded_as_ever(checkpoints, on_master):
+    plain, path = checkpoints.llama()
+    assert on_master(path, 2, greedy, dequantize=True) == greedy(plain)
+
+
+@pytest.mark.parametrize(
+    ("settings", "rewrite", "problem"),
+    [
+        ({"quant_method": "quark"}, lambda name, tensor: None, "quark"),
+        (
+            FP8,
+            lambda name, tensor: {name: tensor.to(torch.float8_e4m3fn)} if "mlp" in name else None,
+            "mlp",
+        ),
+    ],
+)
+def test_what_is_not_known_or_lacks_scales_is_named(
+    checkpoints, ranks_or_errors, tmp_path, settings, rewrite, problem
+):
+    _, path = checkpoints.llama()
+    folder = quantized_folder(path, tmp_path / "other", rewrite, settings)
+
+    def rank(info):
+        with Coordinator(info, timeout_s=30) as coor:
+            drumline.load(folder, coor=coor, dequantize=True).close()
+
+    for error in ranks_or_errors(rank, 2):
+        assert isinstance(error, CheckpointError) and problem in str(error)

@@ -1,0 +1,256 @@
+"""A LoRA adapter is merged by each rank into its own layers, to the weights that peft makes."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers.pytorch_utils import Conv1D
+
+import drumline
+from coordinator import Coordinator
+from drumline import CheckpointError
+from tests.drumline.checkpoint.test_copy_check import change_byte
+from tests.drumline.conftest import GPT2
+
+LINEAR = ("q_proj", "v_proj", "down_proj", "lm_head")
+
+
+def make_adapter(folder, model, targets, dtype=torch.float32, r=4, **settings):
+    """An adapter as peft saves it, with weights that change what the model says."""
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(1)
+    tensors = {}
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] not in targets:
+            continue
+        rows, columns = module.weight.shape
+        infix = "lora_{}.weight"
+        if isinstance(module, (Conv1D, torch.nn.Embedding)):
+            rows, columns = columns, rows
+        if isinstance(module, torch.nn.Embedding):
+            infix = "lora_embedding_{}"
+        for letter, shape in (("A", (r, columns)), ("B", (rows, r))):
+            factor = torch.randn(shape, generator=generator) / 4
+            tensors[f"base_model.model.{name}.{infix.format(letter)}"] = factor.to(dtype)
+    content = {"peft_type": "LORA", "r": r, "lora_alpha": 6, "target_modules": [*targets]}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({**content, **settings}))
+    return {name.removeprefix("base_model.model."): factor for name, factor in tensors.items()}
+
+
+def merge(model, tensors, scaling=6 / 4):
+    """peft's merge, of one process."""
+    with torch.no_grad():
+        for name, a in tensors.items():
+            if ".lora_A" not in name and ".lora_embedding_A" not in name:
+                continue
+            module = model.get_submodule(name.partition(".lora_")[0])
+            update = tensors[name.replace("_A", "_B")].float() @ a.float()
+            is_turned = isinstance(module, (Conv1D, torch.nn.Embedding))
+            module.weight += (update.T if is_turned else update) * scaling
+    return model
+
+
+def greedy(model):
+    return model.generate(torch.arange(3, 12)[None], max_new_tokens=8, do_sample=False).tolist()
+
+
+def weights(model):
+    return {n: p.clone() for n, p in model.named_parameters() if not p.is_meta}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_rank_merges_its_layers_to_the_weights_of_one_process(
+    checkpoints, on_master, tmp_path, dtype
+):
+    plain, path = checkpoints.llama()
+    tensors = make_adapter(tmp_path / "adapter", plain, LINEAR, dtype=dtype)
+    merged = merge(type(plain).from_pretrained(path, dtype=dtype), tensors)
+    options = {"adapter": tmp_path / "adapter", "dtype": dtype}
+    found, own = on_master(path, 3, lambda model: (greedy(model), weights(model)), **options)
+    assert found == greedy(merged) != greedy(type(plain).from_pretrained(path, dtype=dtype))
+    assert "lm_head.weight" in own
+    assert all(torch.equal(own[name], merged.get_parameter(name)) for name in own)
+
+
+def test_convolutions_and_embeddings_are_merged_the_other_way_round(
+    checkpoints, on_master, tmp_path
+):
+    plain, path = checkpoints.make(
+        "untied gpt2",
+        "GPT2LMHeadModel",
+        **{**GPT2, "tie_word_embeddings": False},
+    )
+    tensors = make_adapter(tmp_path / "adapter", plain, ("c_attn", "c_fc", "wte"))
+    merged = merge(type(plain).from_pretrained(path), tensors)
+    assert on_master(path, 2, greedy, adapter=tmp_path / "adapter") == greedy(merged)
+
+
+def test_a_layer_that_is_sharded_is_merged_by_shards(checkpoints, ranks, tmp_path):
+    plain, path = checkpoints.llama()
+    tensors = make_adapter(tmp_path / "adapter", plain, LINEAR)
+    merged = merge(type(plain).from_pretrained(path), tensors)
+
+    def rank(info):
+        torch.set_num_threads(1)
+        with (
+            Coordinator(info, timeout_s=30) as coor,
+            drumline.load(path, coor=coor, tp=2, adapter=tmp_path / "adapter") as model,
+        ):
+            return greedy(model), weights(model)["model.layers.2.self_attn.q_proj.weight"]
+
+    found = ranks(rank, 2)
+    assert [tokens for tokens, _ in found] == [greedy(merged)] * 2
+    whole = torch.cat([shard for _, shard in found])
+    assert torch.equal(whole, merged.model.layers[2].self_attn.q_proj.weight)
+
+
+def test_ranks_without_files_are_sent_what_rank_0_merges(checkpoints, ranks, tmp_path):
+    plain, path = checkpoints.llama()
+    tensors = make_adapter(tmp_path / "adapter", plain, LINEAR)
+    expected = greedy(merge(type(plain).from_pretrained(path), tensors))
+
+    def rank(info):
+        torch.set_num_threads(1)
+        folders = ("nowhere", "nowhere") if info.rank else (path, tmp_path / "adapter")
+        with Coordinator(info, timeout_s=30) as coor:
+            memory = [1 << 30] * 3
+            try:
+                options = {"adapter": folders[1], "max_memory": memory}
+                with drumline.load(folders[0], coor=coor, **options) as model:
+                    return greedy(model)
+            except drumline.WorkerExit as served:
+                return served.code
+
+    assert ranks(rank, 3)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "scaling"),
+    [
+        ({"use_rslora": True}, 6 / math.sqrt(4)),
+        ({"alpha_pattern": {"layers.[0-9].self_attn.q_proj": 3}, "lora_alpha": 9}, None),
+    ],
+)
+def test_the_scaling_is_that_of_its_config(checkpoints, on_master, tmp_path, settings, scaling):
+    plain, path = checkpoints.llama()
+    tensors = make_adapter(tmp_path / "adapter", plain, ("q_proj", "v_proj"), **settings)
+    model = type(plain).from_pretrained(path)
+    if scaling:
+        merged = merge(model, tensors, scaling)
+    else:
+        queries = {name: factor for name, factor in tensors.items() if "q_proj" in name}
+        others = {name: factor for name, factor in tensors.items() if "q_proj" not in name}
+        merged = merge(merge(model, queries, 3 / 4), others, 9 / 4)
+    assert on_master(path, 2, greedy, adapter=tmp_path / "adapter") == greedy(merged)
+
+
+def test_tensors_that_were_trained_as_they_are_replace_those_of_the_model(
+    checkpoints, on_master, tmp_path
+):
+    """modules_to_save and bias of peft's config."""
+    plain, path = checkpoints.llama()
+    make_adapter(tmp_path / "adapter", plain, ())
+    head = torch.randn(64, 32, generator=torch.Generator().manual_seed(2))
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file({"base_model.model.lm_head.weight": head}, file)
+    changed = type(plain).from_pretrained(path)
+    with torch.no_grad():
+        changed.lm_head.weight.copy_(head)
+    assert on_master(path, 2, greedy, adapter=tmp_path / "adapter") == greedy(changed)
+
+
+def loading(path, adapters, **options):
+    def rank(info):
+        with Coordinator(info, timeout_s=30) as coor:
+            adapter = adapters[info.rank]
+            memory = [1 << 30] * len(adapters)
+            drumline.load(path, coor=coor, max_memory=memory, adapter=adapter, **options).close()
+
+    return rank
+
+
+@pytest.mark.parametrize(
+    ("settings", "targets", "problem"),
+    [
+        ({"use_dora": True}, ("q_proj",), "LORA use_dora"),
+        ({"peft_type": "IA3"}, ("q_proj",), "IA3"),
+        ({}, ("c_attn",), "no place"),
+    ],
+)
+def test_an_adapter_that_is_no_update_of_weights_is_refused(
+    checkpoints, ranks_or_errors, tmp_path, settings, targets, problem
+):
+    plain, path = checkpoints.llama()
+    other, _ = checkpoints.gpt2()
+    model = other if "c_attn" in targets else plain
+    make_adapter(tmp_path / "adapter", model, targets, **settings)
+    for error in ranks_or_errors(loading(path, [tmp_path / "adapter"] * 2), 2):
+        assert isinstance(error, CheckpointError), error
+        assert problem in str(error) and "merge_and_unload" in str(error)
+
+
+def test_a_tied_weight_is_not_changed_for_both_its_users(checkpoints, ranks_or_errors, tmp_path):
+    plain, path = checkpoints.gpt2()
+    make_adapter(tmp_path / "adapter", plain, ("wte",))
+    for error in ranks_or_errors(loading(path, [tmp_path / "adapter"] * 2), 2):
+        assert isinstance(error, CheckpointError) and "tied" in str(error)
+
+
+def test_adapters_that_differ_between_ranks_are_an_error(checkpoints, ranks_or_errors, tmp_path):
+    plain, path = checkpoints.llama()
+    make_adapter(tmp_path / "a", plain, LINEAR)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    name = "base_model.model.lm_head.lora_A.weight"
+    change_byte_of_adapter(tmp_path / "b", name)
+    for error in ranks_or_errors(loading(path, [tmp_path / "a", tmp_path / "b"]), 2):
+        assert isinstance(error, CheckpointError) and name in str(error)
+
+
+def change_byte_of_adapter(folder, name):
+    shutil.copy(folder / "adapter_model.safetensors", folder / "model.safetensors")
+    change_byte(folder, name)
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+
+
+def test_an_adapter_beside_the_model_is_applied_or_named(
+    checkpoints, on_master, ranks_or_errors, tmp_path
+):
+    """from_pretrained applies it where peft is installed; it was ignored without a word."""
+    plain, path = checkpoints.llama()
+    tensors = make_adapter(tmp_path / "adapter", plain, LINEAR)
+    folder = tmp_path / "both"
+    shutil.copytree(path, folder)
+    shutil.copytree(tmp_path / "adapter", folder, dirs_exist_ok=True)
+    for options in ({}, {"mesh": {"dp_replicate": 2}, "max_memory": None}):
+
+        def rank(info, options=options):
+            with Coordinator(info, timeout_s=30) as coor:
+                drumline.load(folder, coor=coor, **options).close()
+
+        for error in ranks_or_errors(rank, 2):
+            assert isinstance(error, CheckpointError) and f"adapter='{folder}'" in str(error)
+    merged = merge(type(plain).from_pretrained(path), tensors)
+    assert on_master(folder, 2, greedy, adapter=folder) == greedy(merged)
+
+
+def test_peft_makes_the_same_tokens(checkpoints, on_master, tmp_path):
+    peft = pytest.importorskip("peft", reason="runs after `pip install peft`")
+    plain, path = checkpoints.llama()
+    config = peft.LoraConfig(
+        r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], init_lora_weights=False
+    )
+    torch.manual_seed(3)
+    live = peft.get_peft_model(type(plain).from_pretrained(path), config)
+    live.save_pretrained(tmp_path / "adapter")
+    found, own = on_master(
+        path, 2, lambda model: (greedy(model), weights(model)), adapter=tmp_path / "adapter"
+    )
+    assert found == greedy(live)
+    merged = live.merge_and_unload()
+    assert all(torch.equal(own[name], merged.get_parameter(name)) for name in own)

@@ -1,0 +1,116 @@
+"""launcher.start: a launch beside a program that goes on."""
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+import launcher
+
+FOREVER_S = 120  # longer than any test may take
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    """The functions of this file, for ranks that import them."""
+    monkeypatch.syspath_prepend(os.path.dirname(__file__))
+    for work in (rank_and, sleep_on_rank_0):
+        monkeypatch.setattr(work, "__module__", "test_launch_handle")
+
+
+def rank_and(*args):
+    return [launcher.current().rank, *args]
+
+
+def sleep_on_rank_0(path):
+    """Rank 1 ends once the file is there; the others sleep."""
+    while launcher.current().rank == 1 and not os.path.exists(path):
+        time.sleep(0.01)
+    if launcher.current().rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(FOREVER_S)
+
+
+def await_pids(launch):
+    while not (launch.pids and all(launch.pids)):
+        time.sleep(0.01)
+    return launch.pids
+
+
+def is_alive(pid):
+    return os.path.exists(f"/proc/{pid}")
+
+
+def test_results_come_to_whoever_waits():
+    launch = launcher.start(rank_and, 2, args=("x",))
+    assert launch.wait() == [[0, "x"], [1, "x"]]
+    assert launch.poll() == 0 and launch.wait(timeout_s=0) == [[0, "x"], [1, "x"]]
+    launch.stop()  # has nothing to do any more
+
+
+def test_two_launches_are_awaited_in_one_event_loop():
+    async def both():
+        return await asyncio.gather(*(launcher.start(rank_and, 1, args=(k,)) for k in range(2)))
+
+    assert asyncio.run(both()) == [[[0, 0]], [[0, 1]]]
+
+
+def test_the_first_death_is_reported_while_the_launch_goes_on(tmp_path):
+    failures, reported = [], threading.Event()
+
+    def on_failure(failure):
+        failures.append(failure)
+        reported.set()
+
+    with launcher.start(
+        sleep_on_rank_0, 2, args=(str(tmp_path / "go"),), on_failure=on_failure
+    ) as launch:
+        pids = await_pids(launch)
+        assert launch.poll() is None and all(map(is_alive, pids))
+        with pytest.raises(TimeoutError, match="still runs"):
+            launch.wait(timeout_s=0.01)
+        (tmp_path / "go").touch()
+        assert reported.wait(FOREVER_S)
+        with pytest.raises(launcher.LaunchError, match=r"rank 1 .*SIGKILL"):
+            launch.wait()
+    assert [(failure.rank, failure.pid, failure.signal) for failure in failures] == [
+        (1, pids[1], signal.SIGKILL)
+    ]
+    assert launch.poll() == 128 + signal.SIGKILL and not any(map(is_alive, pids))
+
+
+def test_a_launch_is_stopped_from_any_thread(tmp_path):
+    launch = launcher.start(sleep_on_rank_0, 2, args=(str(tmp_path / "never"),))
+    pids = await_pids(launch)
+    stopping = threading.Thread(target=launch.stop)
+    stopping.start()
+    with pytest.raises(launcher.LaunchInterrupted, match="SIGTERM"):
+        launch.wait()
+    stopping.join()
+    assert launch.poll() == 128 + signal.SIGTERM and not any(map(is_alive, pids))
+
+
+def test_a_callback_that_raises_does_not_keep_the_ranks_alive(tmp_path, caplog):
+    (tmp_path / "go").touch()
+    launch = launcher.start(
+        sleep_on_rank_0, 2, args=(str(tmp_path / "go"),), on_failure=lambda failure: 1 // 0
+    )
+    with pytest.raises(launcher.LaunchError, match="rank 1"):
+        launch.wait()
+    assert "on_failure raised" in caplog.text
+
+
+def test_what_cannot_be_started_is_refused_at_once():
+    with pytest.raises(launcher.TargetError, match="nested"):
+        launcher.start(lambda: None)
+    with pytest.raises(launcher.TargetError, match="cannot open the script"):
+        launcher.start("missing.py")
+
+
+def test_importing_the_launcher_loads_nothing_of_it():
+    code = "import sys, launcher; sys.exit('launcher.launch_handle' in sys.modules)"
+    assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0

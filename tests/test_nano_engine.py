@@ -1,0 +1,83 @@
+"""The example of an engine generates what transformers does, with requests that come and go."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from communicator import Communicator
+from coordinator import Coordinator
+
+FOLDER = Path(__file__).parent.parent / "examples" / "nano_engine"
+PROMPTS = [[5], [3, 1, 4, 1, 5, 9, 2, 6], [7, 7], [8, 2, 8], [1, 2, 3, 4, 5]]
+NEW_TOKENS = 7
+
+
+@pytest.fixture
+def nano(monkeypatch):
+    """The modules of the example, as a script in its folder imports them."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import engine
+
+    yield engine
+    for name in ("engine", "llama"):
+        del sys.modules[name]
+
+
+@pytest.fixture
+def model(tmp_path):
+    torch.manual_seed(0)
+    shape = {"hidden_size": 48, "intermediate_size": 88, "num_hidden_layers": 2, "vocab_size": 96}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
+    llama = LlamaForCausalLM(LlamaConfig(**shape, **heads)).eval()
+    llama.save_pretrained(tmp_path)
+    return llama
+
+
+def tokens_of(llama, prompt):
+    whole = llama.generate(
+        torch.tensor([prompt]),
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return whole[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_tokens_are_those_of_transformers(ranks, nano, model, tmp_path, world_size):
+    """Of more prompts than there are slots, so that one waits until another has ended."""
+
+    def body(info):
+        with Coordinator(info, timeout_s=60) as coor, Communicator(coor, timeout_s=60) as comm:
+            engine = nano.Engine(tmp_path, coor, comm, slots=3, length=16)
+            return engine.generate(PROMPTS, NEW_TOKENS)
+
+    expected = [tokens_of(model, prompt) for prompt in PROMPTS]
+    assert ranks(body, world_size)[0] == expected
+
+
+def test_a_request_ends_at_its_last_token_and_frees_its_slot(nano):
+    scheduler = nano.Scheduler(slots=1, length=8, ends=frozenset({42}))
+    scheduler.add(nano.Request([1, 2], 5))
+    scheduler.add(nano.Request([3], 1))
+    assert scheduler.plan() == [[0], [0], [1, 2]]
+    scheduler.take([0], [9])
+    assert scheduler.plan() == [[0], [2], [9]]
+    scheduler.take([0], [42])
+    assert scheduler.plan() == [[0], [0], [3]]
+    scheduler.take([0], [4])
+    assert scheduler.plan() is nano.STOP
+
+
+def test_a_request_that_does_not_fit_is_refused(nano):
+    with pytest.raises(ValueError, match="larger length"):
+        nano.Scheduler(slots=1, length=8).add(nano.Request([1] * 5, 4))
+
+
+def test_the_engine_is_read_in_one_sitting():
+    lines = [len(path.read_text().splitlines()) for path in FOLDER.glob("*.py")]
+    assert sum(lines) <= 400
