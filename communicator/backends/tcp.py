@@ -24,7 +24,14 @@ from communicator.calls.programs import CollectiveProgram, Copy, Transfers, allr
 from communicator.calls.scheduled_collectives import ScheduledCollectives, run_alone
 from communicator.calls.schedules import Schedule
 from communicator.errors import CommunicatorError, CommunicatorTimeout, DrumlineError, PeerLost
-from coordinator import Coordinator, CoordinatorError, FailureReason, RankFailure, link_state
+from coordinator import (
+    Coordinator,
+    CoordinatorError,
+    EncryptedSocket,
+    FailureReason,
+    RankFailure,
+    link_state,
+)
 
 LEFT, UNREACHABLE = FailureReason.LEFT, FailureReason.UNREACHABLE
 STEP = struct.Struct("iiiiQQQ")  # tcp::Step of csrc/tcp/engine.h
@@ -88,10 +95,19 @@ class Tcp(ScheduledCollectives, Communicator):
         self._remotes = {rank: link_state.remote_host(link) for rank, link in links.items()}
         for link in links.values():
             configure(link)
-        keys = [getattr(links.get(rank), "keys", b"") for rank in range(self.world_size)]
+        keys = {
+            rank: link.take_keys()
+            for rank, link in links.items()
+            if isinstance(link, EncryptedSocket)
+        }
         self._fds = {rank: link.detach() for rank, link in links.items()}
         fds = [self._fds.get(rank, -1) for rank in range(self.world_size)]
-        self._engine = Engine(self.rank, fds, keys, timings.TIMINGS.liveness_poll_s)
+        self._engine = Engine(
+            self.rank,
+            fds,
+            [keys.get(rank, b"") for rank in range(self.world_size)],
+            timings.TIMINGS.liveness_poll_s,
+        )
 
     def do_close(self) -> None:
         self._announce_end(f"{self._me} closed its communicator", CLOSE_NOTICE)

@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from coordinator.errors import CoordinatorError
 from launcher import LaunchInfo, linux
@@ -24,7 +24,7 @@ class Credentials:
     encrypts: what passes on connections is encrypted.
     """
 
-    secret: bytes
+    secret: bytes = field(repr=False)
     launch_id: str
     world_size: int
     encrypts: bool = False

@@ -6,12 +6,16 @@ import errno
 import logging
 import secrets
 import socket
-from typing import Any, NoReturn
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from coordinator.control.credentials import Credentials
 from coordinator.errors import CoordinatorError
 from coordinator.link_state import remote_host
 from launcher import LaunchInfo
+
+if TYPE_CHECKING:
+    from coordinator._encryption import Stream
 
 NONCE_NBYTES = 32
 PIECE = 1 << 18  # of what is sent, which is copied
@@ -31,20 +35,20 @@ def check_encryption(info: LaunchInfo) -> None:
             "OpenSSL 3 or 1.1.1 (libssl3, openssl-libs) on every host, or start all ranks without "
             "--encrypt."
         ) from error
-    if info.rank == 0 and "secret_fd" not in info.extras and "store" not in info.extras:
+    if info.rank == 0 and "secret_fd" not in info.extras:
         log.warning(
-            "launch %s has no secret: encryption keeps out who reads the network, and not who "
-            "writes to it and knows this launch id. Set DRUMLINE_SECRET, see docs/security.md",
+            "launch %s has no secret of its own: encryption keeps out who reads the network, and "
+            "not who writes to it and %s. Set DRUMLINE_SECRET on every host, see docs/security.md",
             info.launch_id,
+            "reads the launcher's store" if "store" in info.extras else "knows this launch id",
         )
 
 
 class EncryptedSocket(socket.socket):
     """A connected socket whose bytes are encrypted. It takes over the plain one, and never blocks.
 
-    keys: 32 bytes to send with, and 32 to receive with, for who takes the descriptor before
-    anything was sent. After BlockingIOError, send() must be given the same bytes first. recv()
-    raises OSError (EBADMSG) if what arrived was altered.
+    keys: 32 bytes to send with, and 32 to receive with. After BlockingIOError, send() must be given
+    the same bytes first. recv() raises OSError (EBADMSG) if what arrived was altered.
     """
 
     def __init__(self, plain: socket.socket, keys: bytes) -> None:
@@ -52,34 +56,58 @@ class EncryptedSocket(socket.socket):
 
         super().__init__(fileno=plain.detach())
         self.setblocking(False)
-        self.keys = keys
-        self._stream = Stream(self.fileno(), keys)
+        self._stream: Stream | None = Stream(self.fileno(), keys)
+        self._unused_keys = keys
+
+    def take_keys(self) -> bytes:
+        """The keys, for who takes the descriptor: once, and before anything was sent or received.
+
+        Whoever counted the records of a key anew would encrypt two of them with one nonce.
+        """
+        keys = self._unused_keys
+        if not keys:
+            raise CoordinatorError("the keys of this connection are in use already")
+        self._stream, self._unused_keys = None, b""
+        return keys
+
+    def _use(self) -> Stream:
+        self._unused_keys = b""
+        if self._stream is None:
+            raise CoordinatorError("the keys of this connection were given to another")
+        return self._stream
 
     def send(self, data: Any, flags: int = 0, /) -> int:
-        return self._stream.send(bytes(memoryview(data)[:PIECE]))
+        return self._use().send(bytes(memoryview(data)[:PIECE]))
+
+    def sendmsg(self, buffers: Iterable[Any], *_: Any) -> int:
+        return self.send(b"".join(memoryview(data)[:PIECE] for data in buffers))
 
     def recv(self, nbytes: int, flags: int = 0, /) -> bytes:
+        if flags:
+            self._refuse()
         try:
-            return self._stream.recv(nbytes)
+            return self._use().recv(nbytes)
         except OSError as error:
             if error.errno == errno.EBADMSG:
                 log.error("connection with %s closed: %s", remote_host(self), error.strerror)
             raise
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
-        view = memoryview(buffer)
+        view = memoryview(buffer).cast("B")
         data = self.recv(nbytes or len(view))
         view[: len(data)] = data
         return len(data)
 
     def pending(self) -> int:
         """How many bytes are here already, which select() does not know of."""
-        return self._stream.pending()
+        return self._use().pending()
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError("an encrypted connection has send, recv and recv_into alone")
+        raise NotImplementedError(
+            "an encrypted connection has send, sendmsg, recv and recv_into alone"
+        )
 
-    sendall = sendmsg = sendto = sendfile = makefile = _refuse
+    sendall = sendto = sendfile = makefile = _refuse
     recvmsg = recvmsg_into = recvfrom = recvfrom_into = dup = _refuse
 
 

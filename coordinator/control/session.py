@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -340,7 +340,7 @@ class _ServerLocation:
     """
 
     address: Address
-    secret: bytes
+    secret: bytes = field(repr=False)
     listener: socket.socket | None
 
 
@@ -367,7 +367,8 @@ def _locate_server_by_store(info: LaunchInfo, timeout_s: float) -> _ServerLocati
             f"launcher's store {info.master_addr}:{info.master_port} for the address of rank 0. "
             f"Check that rank 0 makes a Coordinator, too. ({error})"
         ) from error
-    secret = bytes.fromhex(text) or launch_secret(info)
+    drawn = b"" if has_secret else bytes.fromhex(text)  # who alters the store draws none for us
+    secret = drawn or launch_secret(info)
     return _ServerLocation((family_of(host), (host, port)), secret, None)
 
 

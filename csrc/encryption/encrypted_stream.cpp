@@ -1,6 +1,7 @@
 #include "encryption/encrypted_stream.h"
 
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -28,12 +29,15 @@ RecordCipher::RecordCipher(const unsigned char* key, bool encrypts, uint64_t num
       encrypts_(encrypts),
       num_per_key_(num_per_key) {
     const LibCrypto* crypto = LibCrypto::find();
-    crypto->EVP_CipherInit_ex(context_, crypto->EVP_aes_256_gcm(), nullptr, key, nullptr, encrypts);
+    has_key_ = context_ != nullptr &&
+               crypto->EVP_CipherInit_ex(context_, crypto->EVP_aes_256_gcm(), nullptr, key, nullptr,
+                                         encrypts) == 1;
 }
 
 RecordCipher::~RecordCipher() { LibCrypto::find()->EVP_CIPHER_CTX_free(context_); }
 
 bool RecordCipher::begin(const char* header, size_t nbytes) {
+    if (!has_key_) return false;
     if (number_ > 0 && number_ % num_per_key_ == 0 && !change_key()) return false;
     int done;
     return set_nonce(for_record, number_++, encrypts_) &&
@@ -75,6 +79,7 @@ bool RecordCipher::change_key() {
 
 EncryptedStream::EncryptedStream(int fd, const unsigned char* keys, uint64_t num_per_key)
     : fd_(fd),
+      pid_(getpid()),
       encryption_(keys, true, num_per_key),
       decryption_(keys + key_nbytes, false, num_per_key) {}
 
@@ -97,7 +102,7 @@ bool EncryptedStream::write_record(const iovec* parts, int count, size_t skip, s
     uint32_t size = static_cast<uint32_t>(nbytes);
     std::memcpy(out_.get(), &size, header_nbytes);
     char* place = out_.get() + header_nbytes;
-    bool is_good = encryption_.begin(out_.get(), header_nbytes);
+    bool is_good = getpid() == pid_ && encryption_.begin(out_.get(), header_nbytes);
     for (int i = 0; i < count && nbytes > 0 && is_good; ++i) {
         size_t begin = std::min(skip, parts[i].iov_len);
         size_t part = std::min(parts[i].iov_len - begin, nbytes);

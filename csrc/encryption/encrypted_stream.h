@@ -39,12 +39,14 @@ class RecordCipher {
     bool change_key();
 
     void* const context_;
+    bool has_key_ = false;
     const bool encrypts_;
     const uint64_t num_per_key_;
     uint64_t number_ = 0;  // of the next record
 };
 
-// One thread may send while another receives.
+// One thread may send while another receives. A forked child cannot send: it would encrypt with the
+// nonces of its parent.
 class EncryptedStream {
   public:
     // keys: to send with, and to receive with. libcrypto must be there.
@@ -71,7 +73,7 @@ class EncryptedStream {
     ssize_t fail(int error);
     size_t take_decrypted(char* data, size_t nbytes);
 
-    const int fd_;
+    const int fd_, pid_;
     RecordCipher encryption_, decryption_;
     std::mutex sending_, receiving_;
 

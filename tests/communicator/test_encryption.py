@@ -42,6 +42,31 @@ def test_large_tensors_pass_both_ways_at_once(ranks):
     ranks(body, 2, [1, 1])
 
 
+@pytest.mark.parametrize("nbytes", [0, 1000, 3_000_001])
+def test_messages_move_by_themselves(ranks, nbytes):
+    """More of them than are buffered, so that what was decrypted has to wait to be read."""
+    count = 1 if nbytes > 1000 else 9
+
+    def body(info):
+        with (
+            Coordinator(info, timeout_s=60, encrypt=True) as coor,
+            Communicator(coor, "tcp") as comm,
+        ):
+            rows = [torch.full((nbytes,), rank + 1, dtype=torch.uint8) for rank in range(3)]
+            peers = [rank for rank in range(3) if rank != comm.rank]
+            works = [comm.isend(rows[comm.rank], peer) for peer in peers for _ in range(count)]
+            received = {
+                (peer, k): torch.zeros_like(rows[0]) for peer in peers for k in range(count)
+            }
+            works += [comm.irecv(tensor, peer) for (peer, _), tensor in received.items()]
+            for work in works:
+                work.wait()
+            coor.barrier()
+            return all(torch.equal(data, rows[peer]) for (peer, _), data in received.items())
+
+    assert ranks(body, 3, [1, 1, 1]) == [True] * 3
+
+
 @pytest.mark.parametrize("options", [{"backend": "gloo"}, {"between": "gloo"}], ids=str)
 def test_a_backend_that_does_not_encrypt_is_refused_between_hosts(ranks, options):
     def body(info):
@@ -66,7 +91,7 @@ def test_a_backend_that_does_not_encrypt_serves_one_host(ranks):
 
 def relayed(link, alter):
     """The connection through a stranger, who passes on what alter(data) makes of it."""
-    keys, plain = link.keys, socket.socket(fileno=link.detach())
+    keys, plain = link.take_keys(), socket.socket(fileno=link.detach())
     plain.setblocking(True)
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = socket.create_connection(server.getsockname())

@@ -2,21 +2,40 @@
 
 import contextlib
 import errno
+import json
+import os
 import random
+import selectors
 import socket
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
 
 import pytest
+from torch.distributed import TCPStore
 
 from coordinator import Coordinator, CoordinatorError
 from coordinator._encryption import Stream, public_key, shared_secret
 from coordinator.control.credentials import Credentials
 from coordinator.control.encryption import EncryptedSocket, KeyExchange
-from coordinator.control.session import this_process
+from coordinator.control.framing import Connection
+from coordinator.control.handshake import (
+    CONTROL,
+    GREETING,
+    HELLO,
+    WELCOME,
+    AuthenticatedListener,
+    Hello,
+    Rejected,
+    authenticate,
+)
+from coordinator.control.session import _locate_server_by_store, this_process
+from launcher import LaunchInfo, launch_secret
 
 KEYS = bytes(range(64))
+CREDENTIALS = Credentials(bytes(32), "keys", 2, encrypts=True)
 OVERHEAD = 4 + 16  # of a record: its length, and its tag
 
 
@@ -165,7 +184,7 @@ def test_a_key_is_changed_after_so_many_records():
 
 
 def test_what_does_not_encrypt_is_refused(link):
-    for call in ("sendall", "sendmsg", "sendto", "makefile", "recvmsg", "recvfrom", "dup"):
+    for call in ("sendall", "sendto", "makefile", "recvmsg", "recvfrom", "dup"):
         with pytest.raises(NotImplementedError):
             getattr(link[0], call)(b"x")
 
@@ -188,6 +207,50 @@ def test_records_are_encrypted_by_aes_256_gcm():
     assert record[4:20].hex() == "cea7403d4d606b6e074ec5d3baf39d18"
 
 
+def test_a_forked_child_cannot_send(link):
+    """It would encrypt what it sends with the nonces of its parent."""
+    ours, network = link
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(OSError):
+            ours.send(b"of the child")
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert record_of(link, b"hello") == network_bytes(b"hello")
+    network.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        network.recv(1)
+
+
+def network_bytes(data):
+    """The first record of a connection."""
+    ours, network = socket.socketpair()
+    with EncryptedSocket(ours, KEYS) as ours, network:
+        return record_of((ours, network), data)
+
+
+@pytest.mark.parametrize("use", [lambda end: end.send(b"x"), EncryptedSocket.take_keys])
+def test_keys_are_given_away_once_and_unused(link, use):
+    """Who takes them counts the records from 0, and so would use a nonce again."""
+    use(link[0])
+    with pytest.raises(CoordinatorError, match="in use already"):
+        link[0].take_keys()
+
+
+def test_a_connection_whose_keys_were_given_away_sends_nothing(link):
+    link[0].take_keys()
+    with pytest.raises(CoordinatorError, match="given to another"):
+        link[0].send(b"x")
+
+
+def test_a_record_that_is_cut_short_is_not_received(link):
+    record = record_of(link, b"hello")
+    for place in range(len(record)):
+        with receiver(record[:place]) as end:
+            assert end.recv(100) == b""
+
+
 def connected(client, server):
     """The sockets of both ends after an exchange."""
     plain = socket.socketpair()
@@ -198,18 +261,98 @@ def connected(client, server):
 
 
 def test_keys_are_those_of_one_connection_and_of_the_launch_secret():
-    credentials = Credentials(bytes(32), "keys", 2, encrypts=True)
     keys = set()
     for _ in range(2):
-        with connected(credentials, credentials)[0] as ours:
-            keys |= {ours.keys[:32], ours.keys[32:]}
+        with connected(CREDENTIALS, CREDENTIALS)[0] as ours:
+            keys |= halves(ours.take_keys())
     assert len(keys) == 4
-    ours, theirs = connected(credentials, credentials)
+    ours, theirs = connected(CREDENTIALS, CREDENTIALS)
     with ours, theirs:
-        assert ours.keys == swapped(theirs.keys)
-    ours, theirs = connected(credentials, Credentials(bytes(31) + b"x", "keys", 2, encrypts=True))
+        assert ours.take_keys() == swapped(theirs.take_keys())
+    ours, theirs = connected(CREDENTIALS, replace(CREDENTIALS, secret=bytes(31) + b"x"))
     with ours, theirs:
-        assert not {ours.keys[:32], ours.keys[32:]} & {theirs.keys[:32], theirs.keys[32:]}
+        assert not halves(ours.take_keys()) & halves(theirs.take_keys())
+
+
+def halves(keys):
+    return {keys[:32], keys[32:]}
+
+
+@pytest.mark.parametrize("encrypts", [(True, False), (False, True)], ids=["client", "server"])
+def test_a_stranger_cannot_let_one_end_go_on_unencrypted(encrypts):
+    """The flag that it alters in the hello is authenticated, and each end goes by its own."""
+    client, server = (replace(CREDENTIALS, encrypts=end) for end in encrypts)
+    ends = [socket.socketpair() for _ in range(2)]
+    (ours, to_client), (to_server, theirs) = ends
+    with ours, to_client, to_server, theirs, socket.create_server(("127.0.0.1", 0)) as listener:
+        accepted = []
+        selector = selectors.DefaultSelector()
+        listening = AuthenticatedListener(
+            listener, server, selector, lambda *connection: accepted.append(connection)
+        )
+        listening._greet(theirs, "a stranger")
+        network = threading.Thread(target=_flip_the_flag, args=(to_client, to_server), daemon=True)
+        network.start()
+        refused = threading.Thread(target=_serve, args=(listening, selector, theirs), daemon=True)
+        refused.start()
+        with pytest.raises(Rejected, match="refused the launch secret"):
+            authenticate(Connection(ours), client, Hello(1, CONTROL), time.monotonic() + 20)
+        network.join(20)
+        refused.join(20)
+        assert not accepted
+        selector.close()
+
+
+def _flip_the_flag(to_client, to_server):
+    to_client.sendall(to_server.recv(GREETING.size, socket.MSG_WAITALL))
+    hello = bytearray(to_client.recv(HELLO.size, socket.MSG_WAITALL))
+    hello[8] ^= 1  # behind rank and turn
+    to_server.sendall(hello)
+    to_client.sendall(to_server.recv(WELCOME.size, socket.MSG_WAITALL))
+
+
+def _serve(listening, selector, connection):
+    while connection.fileno() >= 0:
+        listening.handle(selector.select(20))
+
+
+def test_a_rank_without_libcrypto_says_what_to_install(tmp_path):
+    """And does not go on without encryption. A file in the place of the library hides it."""
+    for name in ("libcrypto.so.3", "libcrypto.so.1.1"):
+        (tmp_path / name).write_bytes(b"")
+    script = (
+        "from coordinator.control.encryption import check_encryption\n"
+        "from launcher import LaunchInfo\n"
+        "check_encryption(LaunchInfo('none', 2, 2, 0, 0, '127.0.0.1', 1))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 1
+    assert "cannot encrypt: no libcrypto" in ended.stderr and "Install OpenSSL 3" in ended.stderr
+
+
+def test_a_secret_is_not_shown():
+    assert "secret" not in repr(CREDENTIALS) and r"\x00" not in repr(CREDENTIALS)
+
+
+@pytest.mark.parametrize("has_secret", [True, False])
+def test_a_secret_in_the_store_does_not_replace_that_of_the_launch(has_secret):
+    """Whoever reaches torchrun's store could put one there that only he knows."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("drumline/stored", json.dumps(["127.0.0.1", 1, bytes(32).hex()]))
+    extras = {"store": "agent"}
+    if has_secret:
+        extras["secret_fd"] = str(launch_secret.store(bytes(range(32))))
+    info = LaunchInfo("stored", 2, 2, 1, 1, "127.0.0.1", store.port, extras)
+    location = _locate_server_by_store(info, 20)
+    assert location.secret == (bytes(range(32)) if has_secret else bytes(32))
+    if has_secret:
+        os.close(int(extras["secret_fd"]))
 
 
 @pytest.mark.parametrize("nodes, odd", [([2], 0), ([1, 1], 0), ([1, 1, 1], 2), ([2, 1], 2)])
@@ -253,7 +396,7 @@ def test_a_launch_without_a_secret_is_warned_of(ranks, caplog):
             coor.barrier()
 
     ranks(body, 2)
-    assert "has no secret: encryption keeps out who reads" in caplog.text
+    assert "has no secret of its own: encryption keeps out who reads" in caplog.text
 
 
 class Relay:

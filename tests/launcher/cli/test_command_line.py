@@ -174,9 +174,13 @@ def test_dry_run_prints_the_launch_info_of_every_rank(command, capsys):
 
 @pytest.mark.parametrize("name", ["multiprocessing", "threads", "torchrun"])
 def test_encrypt_reaches_every_rank(command, name):
+    """And the launch secret is in nobody's command line, which all users can read."""
     script = command.script(
-        "import launcher\n"
+        "import os, launcher\n"
         "info = launcher.current()\n"
+        "secret = os.pread(int(info.extras['secret_fd']), 32, 0).hex()\n"
+        "is_shown = bool(secret in os.popen('cat /proc/[0-9]*/cmdline 2>&1').read())\n"
+        "assert len(secret) == 64 and not is_shown\n"
         "print(f'rank {info.rank} encrypts {info.encrypts}', flush=True)\n"
     )
     ended = command.run("run", "-n", "2", "--launcher", name, "--encrypt", script)
