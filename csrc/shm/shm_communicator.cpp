@@ -240,7 +240,8 @@ void ShmCommunicator::sleep_until_step(int peer) {
         awaited.num_sleepers.value.fetch_add(1, std::memory_order_seq_cst);
         uint32_t current = awaited.progress.step.load(std::memory_order_seq_cst);
         if (static_cast<int32_t>(current - step_) < 0)
-            sleep_on(&awaited.progress.step, current, std::min(liveness_poll_ns, timeout_ns_));
+            sleep_on(&awaited.progress.step, current,
+                     std::min(liveness_poll_ns, timeout_ns_.load()));
         awaited.num_sleepers.value.fetch_sub(1, std::memory_order_seq_cst);
         std::string missing;
         for (int other = 0; other < nranks; ++other) {
