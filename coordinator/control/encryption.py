@@ -99,7 +99,7 @@ class EncryptedSocket(socket.socket):
         return len(data)
 
     def pending(self) -> int:
-        """How many bytes are here already, which select() does not know of."""
+        """The number of bytes that are here already, which select() does not know of."""
         return self._use().pending()
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:

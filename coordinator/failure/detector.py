@@ -175,7 +175,7 @@ class FailureDetector:
                 self.check(pending)
             except CoordinatorError as error:
                 return error
-            if self.session.server_lost_at:
+            if self.session.server_lost_at and rank is not None:
                 break  # nobody is left who could tell
             time.sleep(self.timings.reason_poll_s)
         state, reason = f"its connection broke: {why}", FailureReason.UNREACHABLE

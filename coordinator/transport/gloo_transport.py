@@ -92,7 +92,7 @@ class GlooTransport:
         return [_bytes(row) for row in out.view(self._size, -1)]
 
     def _share(self, large: Sequence[tuple[Entry, int]], own: dict[int, bytes]) -> list[Entry]:
-        """What all ranks need: if all give as much, at once, else from one rank after another."""
+        """The entries that all ranks need: at once if all give as much, else from rank after rank."""
         sources = [entry.src_node for entry, _ in large]
         sizes = {nbytes for _, nbytes in large}
         if sources == [*range(self._size)] and len(sizes) == 1:
@@ -115,7 +115,7 @@ class GlooTransport:
         own: dict[int, bytes],
         dst_node_of: Callable[[Entry], int],
     ) -> list[Entry]:
-        """What one rank needs each, which is at most one entry from every other."""
+        """The entries that one rank needs each, which is at most one from every other."""
         sent, received = [0] * self._size, [0] * self._size
         outgoing, incoming = [b""] * self._size, []
         for entry, nbytes in large:
