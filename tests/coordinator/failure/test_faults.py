@@ -104,17 +104,6 @@ def test_a_killed_rank_is_named_over_gloo(fork, layout, victim):
         assert late_s < SLACK_S, row
 
 
-def test_a_stopped_rank_is_named_at_the_deadline_over_gloo(fork):
-    def stop():
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    options = {"timeout_s": DEADLINE_S, "stopped": True, "transport": "gloo"}
-    for row in among_processes(fork, "two nodes", 3, stop, [*WHOLE, *MEETING], **options):
-        name, _, error, text, _, _ = row
-        assert error == "CoordinatorTimeout", row
-        assert "rank 3 (host" in text and is_in_call(name, text) and "suspended" in text, row
-
-
 @some_places
 def test_an_early_exit_is_named(fork, layout, victim):
     for row in among_processes(fork, layout, victim, lambda: os._exit(3)):
