@@ -29,9 +29,9 @@ RecordCipher::RecordCipher(const unsigned char* key, bool encrypts, uint64_t num
       encrypts_(encrypts),
       num_per_key_(num_per_key) {
     const LibCrypto* crypto = LibCrypto::find();
-    has_key_ = context_ != nullptr &&
-               crypto->EVP_CipherInit_ex(context_, crypto->EVP_aes_256_gcm(), nullptr, key, nullptr,
-                                         encrypts) == 1;
+    has_key_ =
+        context_ != nullptr && crypto->EVP_CipherInit_ex(context_, crypto->EVP_aes_256_gcm(),
+                                                         nullptr, key, nullptr, encrypts) == 1;
 }
 
 RecordCipher::~RecordCipher() { LibCrypto::find()->EVP_CIPHER_CTX_free(context_); }
