@@ -174,11 +174,11 @@ class _RemoteForward:
 class _ReadOnlyModule(nn.Module):
     def register_forward_hook(self, hook: Any, **kwargs: Any) -> Any:
         self._refuse(hook)
-        return super().register_forward_hook(hook, **kwargs)  # type: ignore[misc]
+        return super().register_forward_hook(hook, **kwargs)
 
     def register_forward_pre_hook(self, hook: Any, **kwargs: Any) -> Any:
         self._refuse(hook)
-        return super().register_forward_pre_hook(hook, **kwargs)  # type: ignore[misc]
+        return super().register_forward_pre_hook(hook, **kwargs)
 
     def _refuse(self, hook: Any) -> None:
         """transformers hooks every part at once, whichever of its outputs is asked for."""
