@@ -7,7 +7,7 @@ results = launcher.launch(work, nprocs=4)
 
 from typing import TYPE_CHECKING, Any
 
-from launcher.detection import current
+from launcher.detection import current, is_encrypted
 from launcher.errors import (
     CauseOrder,
     Failure,
@@ -47,6 +47,7 @@ __all__ = [
     "free_memory_nbytes",
     "gpus",
     "host_addresses",
+    "is_encrypted",
     "launch",
     "linux",
     "listen",
