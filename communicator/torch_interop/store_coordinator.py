@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from torch.distributed import DistNetworkError, PrefixStore, ProcessGroup, Store
-from torch.distributed.distributed_c10d import _get_process_group_store
+from torch.distributed.distributed_c10d import _get_process_group_store, _world
 
 from communicator import timings
 from communicator.calls.failures import lost_peers
@@ -323,7 +323,10 @@ def coordinator_over(
     """The Coordinator of a process group, or of the ranks that share a store. Collective."""
     if isinstance(ranks, ProcessGroup):
         store = PrefixStore(APART, _get_process_group_store(ranks))
-        return StoreCoordinator(store, ranks.rank(), ranks.size(), timeout_s)
+        global_ranks = _world.pg_group_ranks.get(
+            ranks, {}
+        )  # of no group without init_process_group
+        return StoreCoordinator(store, ranks.rank(), ranks.size(), timeout_s, list(global_ranks))
     if not isinstance(ranks, Store):
         kind = type(ranks).__name__
         raise TypeError(f"Communicator.over({kind}): needs a torch ProcessGroup or a torch Store")
