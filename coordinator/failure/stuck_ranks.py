@@ -59,10 +59,10 @@ class StuckRank(NamedTuple):
         )
 
 
-def _from_frames(
+def from_frames(
     rank: int, frames: Sequence[traceback.FrameSummary], note: CallNote
 ) -> StuckRank | None:
-    """frames: the innermost first."""
+    """Where a rank is. frames: of its stack, the innermost first; None without a user's line."""
     user = next((i for i, frame in enumerate(frames) if not _is_library(frame.filename)), None)
     if user is None:
         return None
@@ -72,6 +72,12 @@ def _from_frames(
         call = "allreduce"
     own = [frame for frame in frames[user:] if not _is_library(frame.filename)]
     return StuckRank(rank, call, note.peer if call in MESSAGES else -1, where, own)
+
+
+def is_waiting(frames: Sequence[traceback.FrameSummary], call: str) -> bool:
+    """True for a rank in a call for others. frames: of its stack; call: as from_frames names it."""
+    innermost = frames[0].filename if frames else ""
+    return bool(call) or innermost.startswith(OURS[1:3]) or TORCH in innermost
 
 
 def _call_in(frames: Sequence[traceback.FrameSummary]) -> str:
@@ -108,10 +114,10 @@ class PeerStacks:
         note: of this process. describe_rank: its host, pid, last call and state.
         """
         frames = traceback.extract_stack(sys._getframe(2))[::-1]  # from who asked the Coordinator
-        me = _from_frames(self._me.rank, frames, note)
+        me = from_frames(self._me.rank, frames, note)
         deadline = time.monotonic() + wait_s
         look = functools.cache(lambda rank: self._look_at(rank, deadline))
-        return "" if me is None else _describe(me, look, [*self._peers], describe_rank)
+        return "" if me is None else describe(me, look, [*self._peers], describe_rank)
 
     def _look_at(self, rank: int, deadline: float) -> StuckRank | None:
         """A rank of the launch; None if it does not show its stacks."""
@@ -119,10 +125,10 @@ class PeerStacks:
             return None
         left_s = max(deadline - time.monotonic(), 0.0)
         note, text = stack_dump.read(self._peers[rank], left_s)
-        return _from_frames(rank, stack_dump.parse(text), note)
+        return from_frames(rank, stack_dump.parse(text), note)
 
 
-def _describe(
+def describe(
     me: StuckRank,
     look: Callable[[int], StuckRank | None],
     others: Sequence[int],

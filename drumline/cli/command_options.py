@@ -136,6 +136,12 @@ def _auto(options: argparse.Namespace) -> None:
     _on_ranks("drumline.cli.run_script", "run_script", options.ranks, arguments)
 
 
+def _top(options: argparse.Namespace) -> None:
+    from drumline.cli.top import top
+
+    top(options.launch)
+
+
 def _check_model(options: argparse.Namespace) -> list[str] | None:
     """Raise for a folder without a model before a rank starts; return the memory of each rank."""
     from drumline.checkpoint.json_files import check_has_config
@@ -287,6 +293,14 @@ _SERVE_OPTIONS = (
     _count("--max-running", "sequences generated at the same time", 16),
     _count("--max-waiting", "sequences that may wait for their turn", 64),
 )
+_TOP_OPTIONS = (
+    _option(
+        "launch",
+        "its id, or the pid of its launcher or of a rank; default: the only launch here",
+        nargs="?",
+        metavar="LAUNCH",
+    ),
+)
 _AUTO_OPTIONS = (
     _RANKS,
     _option("script", "a script that calls from_pretrained(..., device_map='auto')"),
@@ -298,5 +312,6 @@ COMMANDS = (
     Command("generate", "generate text with a model over ranks", _GENERATE_OPTIONS, _generate),
     Command("bench", "time a model over ranks", _BENCH_OPTIONS, _bench),
     Command("serve", "serve a model by OpenAI's API", _SERVE_OPTIONS, _serve),
+    Command("top", "show every rank of a launch while it runs", _TOP_OPTIONS, _top),
     Command("auto", "run a transformers script over ranks", _AUTO_OPTIONS, _auto),
 )

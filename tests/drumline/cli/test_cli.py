@@ -280,6 +280,7 @@ OPTIONS = {
     "serve": "--model -n --ranks --memory --host --port --api-key-file --dtype --device-map --tp"
     " --tensor-parallel-size --served-model-name --chat-template --log-requests"
     " --enable-log-requests --max-length --max-model-len --max-running --max-waiting",
+    "top": "",
     "auto": "-n --ranks",
 }
 
