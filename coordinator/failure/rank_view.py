@@ -14,6 +14,7 @@ import resource
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from io import FileIO
 from typing import NamedTuple
 
 from coordinator.call_site import CallSite
@@ -49,6 +50,10 @@ class RankLook(NamedTuple):
     resident_nbytes: int
     cpu_s: float
 
+    @property
+    def is_running(self) -> bool:
+        return self.state == RUNNING
+
     def __str__(self) -> str:
         call = "" if self.pending is None else f", {self.pending_s:.1f} s in {self.pending}"
         return f"{self.peer}: {self.state}{call}\n{self.stuck.stack() if self.stuck else ''}"
@@ -58,7 +63,7 @@ class ViewedRank:
     """A rank of this host that a viewer looks at. fd: of the memory for stacks, in its process."""
 
     def __init__(self, pid: int, fd: int) -> None:
-        self._file = open(f"/proc/{pid}/fd/{fd}", "r+b", buffering=0)
+        self._file = FileIO(f"/proc/{pid}/fd/{fd}", "r+")
         shown_pid, packed_info = live_view.read_line(self._file.fileno(), live_view.INFO_PAGE)
         if shown_pid != pid:
             raise ValueError("a child of a rank that has inherited the descriptor")
@@ -90,9 +95,12 @@ class ViewedRank:
         page = live_view.read_line(self._file.fileno(), live_view.COUNTS_PAGE)
         counted_at, counts, pending = page or (0.0, {}, [])
         since = pending.pop() if pending else 0.0
-        call = (CallSite(*pending), time.monotonic() - since) if pending else (None, 0.0)
-        usage = _memory_and_processor(peer.pid)
-        return RankLook(peer, state, stuck, waits, *call, counts, counted_at, *usage)
+        call = CallSite(*pending) if pending else None
+        pending_s = time.monotonic() - since if pending else 0.0
+        nbytes, cpu_s = _memory_and_processor(peer.pid)
+        return RankLook(
+            peer, state, stuck, waits, call, pending_s, counts, counted_at, nbytes, cpu_s
+        )
 
     def _state(self) -> str:
         stat = linux.process_stat(self.peer.pid)

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 OURS = tuple(f"{ROOT}/{name}/" for name in ("launcher", "coordinator", "communicator", "drumline"))
 TORCH = f"{os.sep}torch{os.sep}distributed{os.sep}"
 LIBRARIES = (*OURS, "<frozen ", f"{sysconfig.get_path('stdlib')}/")
+RECORDER = "launcher/trace/recorder.py"  # between the line of the user and its call
 MESSAGES = ("send", "recv")
 COLLECTIVES = (
     *("allreduce", "all_reduce", "broadcast", "reduce", "allgather", "all_gather"),
@@ -63,6 +64,7 @@ def from_frames(
     rank: int, frames: Sequence[traceback.FrameSummary], note: CallNote
 ) -> StuckRank | None:
     """Where a rank is. frames: of its stack, the innermost first; None without a user's line."""
+    frames = [frame for frame in frames if not frame.filename.endswith(RECORDER)]
     user = next((i for i, frame in enumerate(frames) if not _is_library(frame.filename)), None)
     if user is None:
         return None

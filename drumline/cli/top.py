@@ -7,6 +7,7 @@ drumline top 282a1cd058f8613d
 from __future__ import annotations
 
 import contextlib
+import itertools
 import select
 import shutil
 import sys
@@ -33,10 +34,11 @@ LOOK_S = 1.0  # between two looks
 TRACE_S = 5.0
 NUM_LOOKS = 20  # over which the slowest rank is found
 MIN_DIFFERENCE = 0.25  # of the share of looks in which a rank waits
+PLAIN_WIDTH = 140  # where the output is no terminal
 MAX_OPERATIONS = 3  # of a rank that are shown
 KEYS = "s stacks   d dump to a file   t trace the next 5 s   q quit"
 COLUMNS = (
-    *("rank", "state", "host", "pid", "call", "line", "for"),
+    *("rank", "state", "pid", "call", "line", "for"),
     *("calls/s and bytes/s", "resident", "device", "cpu", "tokens/s"),
 )
 
@@ -71,8 +73,7 @@ class _RankHistory:
     @property
     def wait_share(self) -> float:
         """Of the last looks; 0 for a rank that does not run, for which others wait."""
-        is_running = self.look.state == rank_view.RUNNING
-        return sum(self._waits) / max(len(self._waits), 1) if is_running else 0.0
+        return sum(self._waits) / max(len(self._waits), 1) if self.look.is_running else 0.0
 
     def rates(self) -> dict[str, tuple[float, float, float]]:
         """Calls, bytes and tokens a second of each operation, the most frequent first."""
@@ -119,15 +120,18 @@ class LaunchView:
 
     def table(self) -> Table:
         """A row for each rank: waits in yellow, work in green, what does not run in red."""
-        table = Table(title=f"launch {self.ranks[0].info.launch_id}", title_justify="left")
-        for name in COLUMNS:
-            table.add_column(name, overflow="fold")
         slowest, device_nbytes = self.slowest(), launcher.gpus.used_nbytes()
-        for history in self._histories:
-            table.add_row(
-                *_cells(history, slowest, device_nbytes.get(history.look.peer.pid, 0)),
-                style=_style(history.look),
-            )
+        rows = [
+            [*_cells(history, slowest, device_nbytes.get(history.look.peer.pid, 0))]
+            for history in self._histories
+        ]
+        title = f"launch {self.ranks[0].info.launch_id} on {self.looks[0].peer.host}"
+        table = Table(title=title, title_justify="left", box=None)
+        is_used = [any(cells) for cells in zip(*rows, strict=True)]
+        for name in itertools.compress(COLUMNS, is_used):
+            table.add_column(name, no_wrap=True)
+        for history, row in zip(self._histories, rows, strict=True):
+            table.add_row(*itertools.compress(row, is_used), style=_style(history.look))
         return table
 
     def report(self) -> str:
@@ -136,7 +140,7 @@ class LaunchView:
 
 
 def _style(look: RankLook) -> str:
-    if look.state != rank_view.RUNNING:
+    if not look.is_running:
         return "red"
     return "yellow" if look.waits else "green"
 
@@ -145,7 +149,7 @@ def _cells(history: _RankHistory, slowest: int | None, device_nbytes: int) -> It
     look = history.look
     peer, stuck, rates = look.peer, look.stuck, history.rates()
     yield f"{peer.rank}" + " slowest" * (peer.rank == slowest)
-    yield from (look.state, peer.host, f"{peer.pid}")
+    yield from (look.state, f"{peer.pid}")
     yield _call(look)
     yield stuck.where if stuck is not None else ""
     yield f"{history.for_s:.0f} s"
@@ -171,8 +175,9 @@ def _call(look: RankLook) -> str:
 
 def top(launch: str | None) -> None:
     """Show a launch until the user quits or it has ended; once if the output is no terminal."""
-    view, console = LaunchView(_chosen(launch)), Console()
-    if not (sys.stdin.isatty() and console.is_terminal):
+    view, is_live = LaunchView(_chosen(launch)), sys.stdin.isatty() and sys.stdout.isatty()
+    console = Console(width=None if is_live else PLAIN_WIDTH)
+    if not is_live:
         for _ in range(2):  # rates come from two looks
             view.update()
             time.sleep(LOOK_S)

@@ -60,10 +60,11 @@ class LiveCalls:
         return {} if self._counter is None else dict(self._counter.counts)
 
     def pending(self) -> list[Any]:
-        """The call that the rank has been in for longest: name, number, where, since; or nothing."""
+        """The call that the rank is in for longest: name, number, where, since; or nothing."""
         targets = [followed.target() for followed in self._followed]
-        calls = [target.pending_call() for target in targets if hasattr(target, "pending_call")]
-        return list(min(filter(None, calls), key=lambda call: call.since, default=()))[:4]
+        looks = [getattr(target, "pending_call", lambda: None) for target in targets]
+        calls = [call for look in looks if (call := look()) is not None]
+        return list(min(calls, key=lambda call: call.since, default=()))[:4]
 
 
 class _Counter(Recorder):

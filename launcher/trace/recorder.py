@@ -189,5 +189,5 @@ def _nbytes(args: tuple[Any, ...]) -> dict[str, int]:
 
 def _num_tokens(arguments: Mapping[str, Any]) -> dict[str, int]:
     """The tokens that a call of a model is to read."""
-    tokens = arguments.get("input_ids")
-    return {"tokens": tokens.numel()} if hasattr(tokens, "numel") else {}
+    count = getattr(arguments.get("input_ids"), "numel", None)
+    return {} if count is None else {"tokens": count()}
