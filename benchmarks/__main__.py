@@ -28,7 +28,7 @@ from benchmarks.table import RESULTS
 
 ROOT = Path(__file__).parents[1]
 TRIAL = ROOT / "build" / "benchmarks"
-STEP_S = 900  # longer than any step takes: one that is not done has hung
+STEP_S = 1800  # longer than any step takes: one that is not done has hung
 FOR_FOUR = ["8", "4096", "65536", "1048576", "67108864"]  # bytes; on two cores they take long
 # What each step runs: all of it, and what stands for it in a trial.
 STEPS = {

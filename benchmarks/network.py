@@ -1,25 +1,24 @@
 """Collectives between hosts, beside gloo and MPIs, and what the links of the hosts can carry.
 
     python -m benchmarks.network
-    python -m benchmarks.network --hosts 6 --rate 200mbit --sizes 65536 1048576
-    python -m benchmarks.network --rate "" --hosts 2      # links as fast as the machine
+    python -m benchmarks.network --hosts 6 --rates 200mbit --sizes 65536 1048576
 
 Hosts are network namespaces of this machine whose links are held to a rate by tc: what is measured
-is how well a call uses a link that is slower than the processor. Needs root and iproute2.
+is how well a call uses a link that is slower than the processor. Links that are as fast as the
+machine show what a call takes of the processor. Needs root and iproute2.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
-import signal
 import subprocess
 import sys
 import traceback
 import uuid
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -37,16 +36,18 @@ from tests.network_hosts import INTERFACE, NetworkHosts
 OPERATIONS = ("allreduce", "allgather", "reduce_scatter", "alltoall", "broadcast")
 SIZES = (8, 64 << 10, 1 << 20, 4 << 20)
 UNITS = {"mbit": 1e6, "gbit": 1e9}
+UNSHAPED = "unshaped"
 UNSHAPED_PER_MS = 1e6  # bytes, about what a core can move
 PEERS = ("gloo", "MPICH", "Open MPI")
-MPI_S = 300  # for all cells
+MPI_S = 40  # for all calls of an MPI on one layout of hosts
 NOTE = (
     "float32; the size is a row's where a call takes a row for each rank. Milliseconds until the "
     "last rank has its result, median and middle half; gloo in turns with us, each MPI after us on "
     "the same hosts. limit: the bytes that must pass the busiest host's link in one direction, "
     "over its rate; the columns after a time are that time over the limit. sent / limit: what the "
     "busiest host's interface has sent for drumline's call, with all headers, over those bytes. "
-    "right: all ranks had the right result from all. ratio: drumline's time over the best peer's."
+    "right: all ranks had the right result from all. ratio: drumline's time over the best peer's. "
+    f"Each MPI has {MPI_S} s for all its calls on a layout of hosts."
 )
 COLUMNS = (
     *("operation", "bytes", "hosts", "ranks a host", "link", "right", "limit (ms)"),
@@ -59,7 +60,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4, 6, 8])
     parser.add_argument("--per-host", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rate", default="200mbit", help="of a host's link, as tc writes it")
+    parser.add_argument(
+        "--rates",
+        nargs="+",
+        default=["200mbit", UNSHAPED],
+        help=f"of a host's link, as tc writes it; or {UNSHAPED}",
+    )
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--operations", nargs="+", default=OPERATIONS)
     parser.add_argument("--repeats", type=int, default=5)
@@ -69,43 +75,49 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="write the table to benchmarks/results")
     arguments = parser.parse_args()
     table = Table("network", COLUMNS, NOTE, keep=arguments.save)
-    for count in arguments.hosts:
-        for per_host in arguments.per_host:
-            with NetworkHosts(count, arguments.rate) as hosts:
-                for row in rows(arguments, hosts, per_host):
-                    add(table, row, count, per_host, arguments.rate)
+    layouts = itertools.product(arguments.rates, arguments.hosts, arguments.per_host)
+    for rate, count, per_host in layouts:
+        with NetworkHosts(count, "" if rate == UNSHAPED else rate) as hosts:
+            for row in rows(arguments, hosts, per_host, rate):
+                add(table, row, count, per_host, rate)
     table.end()
 
 
-def rows(arguments: argparse.Namespace, hosts: NetworkHosts, per_host: int) -> list[dict[str, Any]]:
+def rows(
+    arguments: argparse.Namespace, hosts: NetworkHosts, per_host: int, rate: str
+) -> list[dict[str, Any]]:
     """A row for each cell, with what every library has measured of it."""
     cells = [
         Cell(operation, nbytes, arguments.repeats if limit_ms < 50 else min(arguments.repeats, 3))
         for operation in arguments.operations
         for nbytes in arguments.sizes
         for limit_ms in [
-            busiest_nbytes(operation, nbytes, len(hosts.names), per_host) / per_ms(arguments.rate)
+            busiest_nbytes(operation, nbytes, len(hosts.names), per_host) / per_ms(rate)
         ]
         if limit_ms <= arguments.longest_ms
     ]
     found = {row["cell"]: row for row in ours(hosts, per_host, cells)}
     for name, command in engines_over(hosts, per_host).items():
-        for row in of_mpi(hosts, command, cells):
-            for fact in ("right", "sent", "ms"):
-                found[row["cell"]][fact][name] = row[fact][name]
+        by_cell, end = of_mpi(hosts, command, cells)
+        for row in found.values():
+            for fact, values in by_cell.get(row["cell"], {"ms": {name: end}}).items():
+                row[fact].update(values)
     return list(found.values())
 
 
 def add(table: Table, row: dict[str, Any], count: int, per_host: int, rate: str) -> None:
     cell = Cell.read(row["cell"])
     least = busiest_nbytes(cell.operation, cell.nbytes, count, per_host)
-    limit_ms = least / per_ms(rate)
+    limit_ms = "" if rate == UNSHAPED else least / per_ms(rate)
     right = all(row["right"].values())
     cells: list[Any] = []
+    medians = {}
     for name in ("drumline", *PEERS):
-        ms = spread(row["ms"][name]) if name in row["ms"] else None
-        cells += [ms, ms.median / limit_ms] if ms else ["", ""]
-    medians = {name: spread(values).median for name, values in row["ms"].items()}
+        ms = row["ms"].get(name, "")
+        if ms and not isinstance(ms, str):
+            ms = spread(ms)
+            medians[name] = ms.median
+        cells += [ms, medians[name] / limit_ms if limit_ms and name in medians else ""]
     own = medians.pop("drumline")
     facts = (cell.operation, cell.nbytes, count, per_host, rate, "yes" if right else "NO")
     ratio = own / min(medians.values())
@@ -124,7 +136,7 @@ def busiest_nbytes(operation: str, nbytes: int, hosts: int, per_host: int) -> fl
 
 def per_ms(rate: str) -> float:
     """The bytes that a link carries in a millisecond."""
-    if not rate:
+    if rate == UNSHAPED:
         return UNSHAPED_PER_MS
     unit = next(unit for unit in UNITS if rate.endswith(unit))
     return float(rate.removesuffix(unit)) * UNITS[unit] / 8 / 1000
@@ -179,26 +191,26 @@ def measured(coor: Coordinator, cells: list[Cell]) -> Iterator[dict[str, Any]]:
         dist.destroy_process_group()
 
 
-def of_mpi(hosts: NetworkHosts, command: list[str], cells: list[Cell]) -> Iterator[dict[str, Any]]:
-    """What rank 0 of an MPI measures on the same hosts."""
+def of_mpi(
+    hosts: NetworkHosts, command: list[str], cells: list[Cell]
+) -> tuple[dict[str, dict[str, Any]], str]:
+    """What rank 0 of an MPI measures on the same hosts, by cell, and why there is no more."""
     program = [sys.executable, "-m", "benchmarks.network_mpi", *map(str, cells)]
     with subprocess.Popen(
-        hosts.command(0, [*command, *program]),
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+        hosts.command(0, [*command, *program]), stdout=subprocess.PIPE, text=True
     ) as process:
         try:
             out, _ = process.communicate(timeout=MPI_S)
+            end = f"ended with {process.returncode}"
+        except subprocess.TimeoutExpired:
+            process.kill()
+            hosts.kill_processes()
+            out, _ = process.communicate()
+            end = f"not measured in {MPI_S} s"
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    if process.returncode:
-        sys.exit(f"{command[0]} failed:\n{out}")
-    for line in out.splitlines():
-        _, mark, facts = line.partition(MARK)
-        if mark:
-            yield json.loads(facts)
+            hosts.kill_processes()
+    facts = [json.loads(line.partition(MARK)[2]) for line in out.splitlines() if MARK in line]
+    return {row.pop("cell"): row for row in facts}, end
 
 
 if __name__ == "__main__":

@@ -147,13 +147,13 @@ def network(folder: Path) -> Iterable[Path]:
     """Times of calls of one size, over the time that the busiest link needs."""
     panels: dict[str, Lines] = {}
     for row in rows(folder / "network.jsonl"):
-        if row["bytes"] != PICTURED_NBYTES:
+        if row["bytes"] != PICTURED_NBYTES or not row["limit (ms)"]:
             continue
         title = f"{row['operation']} of {sized(row['bytes'])}, {row['ranks a host']} a host"
         lines = panels.setdefault(title, defaultdict(list))
         for column in (column for column in row if column.endswith(" (ms)")):
             name = column.removesuffix(" (ms)")
-            if name != "limit" and row[column] != "":
+            if name != "limit" and not isinstance(row[column], str):
                 time = number(row[column])
                 ratios = (at / row["limit (ms)"] for at in (time, time.low, time.high))
                 lines[name].append((row["hosts"], Median.of(*ratios)))

@@ -477,6 +477,10 @@ class Communicator(CollectivesFromP2P):
             if self._recorder is not None:
                 self._recorder.close()
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Give this rank's later calls another deadline. Not collective, from any thread."""
+        self.timeout_s = timeout_s
+
     def abort(self) -> None:
         """Make calls of this rank that wait raise, and later ones; from any thread."""
         raise Unsupported(f"{self._me}: {self.name} cannot be aborted; end the process.")

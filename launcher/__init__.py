@@ -22,6 +22,7 @@ from launcher.launch_job import launch
 from launcher.ports import listen
 from launcher.registry import register
 from launcher.system import gpus, host_addresses, linux
+from launcher.system.engine_request import EngineRequest, engine_request
 from launcher.system.free_memory import free_memory_nbytes
 from launcher.timings import time_scale
 from launcher.trace.live_calls import LiveCalls
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CauseOrder",
+    "EngineRequest",
     "Failure",
     "Launch",
     "LaunchError",
@@ -45,6 +47,7 @@ __all__ = [
     "Recorder",
     "TargetError",
     "current",
+    "engine_request",
     "free_memory_nbytes",
     "gpus",
     "host_addresses",

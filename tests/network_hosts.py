@@ -13,11 +13,12 @@ import functools
 import itertools
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,6 +88,13 @@ class Namespaces:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "hosts").write_text(f"127.0.0.1 localhost\n{text}\n")
         self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
+
+    def kill_processes(self) -> None:
+        """Kill all that run on the hosts, daemons too."""
+        for name in self.names:
+            for pid in ip("netns", "pids", name).split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
 
     def close(self) -> None:
         self._stack.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LAYERS = ("launcher", "coordinator", "communicator", "drumline")
+PUBLIC_MODULES = {"communicator.compile"}  # documented, and not imported by its layer's `__init__`
 
 # A line may import itself and the lines before it. `base` is the layer's modules that are not named
 # elsewhere; a layer's own `__init__` may import all of it.
@@ -42,7 +43,7 @@ ORDER = {
         "stages",
         "pipeline",
         "strategies",
-        "serving",
+        "serving engines",
         "cli __main__",
     ),
 }
@@ -119,7 +120,8 @@ def test_a_layer_imports_only_lower_layers_and_only_their_public_names():
                 names = {alias.name for alias in node.names} if froms else set()
                 is_lower = LAYERS.index(top) < LAYERS.index(layer)
                 is_command_line = module == f"{top}.cli" and "cli" in path.with_suffix("").parts
-                is_public = is_command_line or (module == top and names <= _public(top))
+                is_name = module == top and names <= _public(top)
+                is_public = is_command_line or is_name or module in PUBLIC_MODULES
                 if not is_lower or not is_public:
                     wrong.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
     assert wrong == []

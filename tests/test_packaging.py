@@ -23,6 +23,8 @@ MODULES_OF_EXTRAS = {
 """Modules that only the commands of an extra import, and so may import its packages at the top."""
 NOT_INSTALLED = {"ray": "ray", "mpi4py": "mpi4py", "cupy": "cupy-cuda12x"}
 """Distributions of packages that this machine may lack, so that their metadata cannot be asked."""
+ENGINES = {"vllm"}
+"""Packages that import our adapter in drumline/engines, not the other way: no extra has them."""
 
 
 def _table(name: str) -> str:
@@ -53,6 +55,7 @@ OF_USERS = {name: EXTRAS[name] for name in EXTRAS if name not in ("test", "bench
 def _imports(path: Path) -> list[tuple[str, bool]]:
     """The third-party packages that a file imports, and whether when it is imported itself."""
     tree = ast.parse(path.read_text())
+    host = ENGINES if path.parent.name == "engines" else set()
     late = {
         node
         for outer in ast.walk(tree)
@@ -63,7 +66,7 @@ def _imports(path: Path) -> list[tuple[str, bool]]:
         (module.split(".")[0], node not in late)
         for node in ast.walk(tree)
         for module in _modules(node)
-        if module.split(".")[0] not in {*sys.stdlib_module_names, *PACKAGES}
+        if module.split(".")[0] not in {*sys.stdlib_module_names, *PACKAGES, *host}
     ]
 
 

@@ -47,7 +47,6 @@ class Gloo(TaggedP2PCommunicator):
     def do_open(self) -> None:
         super().do_open()
         self._gloo: Any = None
-        self._timeout = timedelta(seconds=self.timeout_s)
         if self.world_size == 1:
             return
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -56,6 +55,10 @@ class Gloo(TaggedP2PCommunicator):
         options._timeout = self._timeout
         store = self.coor.store("gloo communicator")
         self._gloo = ProcessGroupGloo(store, self.rank, self.world_size, options)
+
+    @property
+    def _timeout(self) -> timedelta:
+        return timedelta(seconds=self.timeout_s)
 
     def do_close(self) -> None:
         if self._gloo is not None:

@@ -98,6 +98,11 @@ class Hierarchical(Communicator):
     def do_close(self) -> None:
         self._resources.close()
 
+    def set_timeout(self, timeout_s: float) -> None:
+        super().set_timeout(timeout_s)
+        self._network.set_timeout(timeout_s)
+        self._local.set_timeout(timeout_s)
+
     def abort(self) -> None:
         self._network.abort()
         self._local.abort()

@@ -29,6 +29,7 @@ from coordinator import Coordinator
 ONE_NODE = 1 << 1  # COMM_CAP_ONE_NODE of communicator.h
 THREADS = 1 << 2  # COMM_CAP_THREADS
 EMPTY = 1 << 3  # COMM_CAP_EMPTY
+MAX_TIMEOUT_MS = 2**31 - 1
 TORCH_DEVICE = {1: "cpu", 2: "cuda", 10: "cuda"}  # from DLDeviceType; torch calls ROCm "cuda"
 
 
@@ -90,7 +91,7 @@ class PluginCommunicator(Communicator):
             self.world_size,
             self.coor,
             device=-1 if self.device_type == "cpu" else self.device.index,
-            timeout_ms=max(1, int(self.timeout_s * 1000)),
+            timeout_ms=_milliseconds(self.timeout_s),
             name=name,
             unique_id=unique_id,
             options=[f"{key}={value}" for key, value in options.items()],
@@ -143,6 +144,16 @@ class PluginCommunicator(Communicator):
             self._call_checker.uninstall()
         if hasattr(self, "_comm"):  # not if init failed
             self._comm.close()
+
+    def set_timeout(self, timeout_s: float) -> None:
+        if self._plugin.offers("set_timeout"):
+            self._comm.set_timeout(_milliseconds(timeout_s))
+        elif self.device_type == "cpu":  # else the deadline is that of waiting for the stream
+            raise Unsupported(
+                f"{self._me}: {self._plugin.name} keeps the deadline that it was made with. Make a "
+                "new communicator."
+            )
+        super().set_timeout(timeout_s)
 
     def abort(self) -> None:
         """Let waiting and later calls raise PeerLost, here and on the peers; any thread may."""
@@ -257,6 +268,10 @@ class PluginCommunicator(Communicator):
                 (self._comm.send if kind == "send" else self._comm.recv)(tensor, peer)
         finally:
             self._comm.group_end()
+
+
+def _milliseconds(timeout_s: float) -> int:
+    return min(max(1, int(timeout_s * 1000)), MAX_TIMEOUT_MS)
 
 
 def _mem_free(comm: _native.Comm, address: int) -> None:

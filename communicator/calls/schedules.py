@@ -146,18 +146,18 @@ def broadcast(rank: int, world_size: int, src: int, numel: int, itemsize: int) -
     """A chain of ranks that pass on piece after piece, or a tree where that takes less time."""
     nbytes = numel * itemsize
     hops = max(world_size - 2, 0)
-    num_pieces = max(1, round(math.sqrt(hops * nbytes / HOP_NBYTES)))
-    chain_nbytes = (num_pieces + hops) * (nbytes / num_pieces + HOP_NBYTES)
+    count = max(num_pieces(nbytes), round(math.sqrt(hops * nbytes / HOP_NBYTES)))
+    chain_nbytes = (count + hops) * (nbytes / count + HOP_NBYTES)
     tree_nbytes = (world_size - 1).bit_length() * (nbytes + HOP_NBYTES)
     if chain_nbytes <= tree_nbytes:
-        return chain(rank, world_size, src, numel, num_pieces)
+        return chain(rank, world_size, src, numel, count)
     return tree(rank, world_size, src, numel)
 
 
-def chain(rank: int, world_size: int, src: int, numel: int, num_pieces: int) -> Schedule:
+def chain(rank: int, world_size: int, src: int, numel: int, count: int) -> Schedule:
     """From src to its right neighbour and so on; a rank passes one piece on as the next arrives."""
     before, after = (rank - 1) % world_size, (rank + 1) % world_size
-    pieces = parts(numel, num_pieces)
+    pieces = parts(numel, count)
     if rank == src:
         return Schedule(tuple(Round((PeerSlice(after, *piece),)) for piece in pieces))
     recvs: list[tuple[PeerSlice, ...]] = [(PeerSlice(before, *piece),) for piece in pieces]

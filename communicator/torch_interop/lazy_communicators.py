@@ -68,6 +68,14 @@ class LazyCommunicators:
                 self._opened[device_type] = _open_if_any(kind, self._coor)
             return self._opened[device_type]
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Of those that are open, and those that will be."""
+        with self._lock:
+            self._coor.timeout_s = timeout_s
+            for comm in self._opened.values():
+                if comm is not None:
+                    comm.set_timeout(timeout_s)
+
     def close(self) -> None:
         self._coor.close()  # ends an _open that waits for other ranks
         with self._lock:

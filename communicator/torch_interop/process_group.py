@@ -114,6 +114,12 @@ class DrumlineProcessGroup(ProcessGroup):  # type: ignore[misc]
         name, timeout = options.group_name, options._timeout
         return _open_backend(store, own_rank, len(ranks), timeout, name, global_ranks)
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Give later calls of this rank another deadline."""
+        self._comms.set_timeout(timeout.total_seconds())
+        if self._p2p is not None:
+            self._p2p.timeout_s = timeout.total_seconds()
+
     def shutdown(self) -> None:
         """End all calls, and close the communicators."""
         self._deferred.start()

@@ -34,7 +34,7 @@ extern "C" {
 #endif
 
 #define COMM_ABI_MAJOR 1u
-#define COMM_ABI_MINOR 3u
+#define COMM_ABI_MINOR 4u
 #define COMM_UNIQUE_ID_MAX 4096u
 
 /* Results. 0 to 8 have the numbers of ncclResult_t. */
@@ -232,6 +232,11 @@ typedef struct comm_plugin {
     comm_result (*stream_notify)(comm_t comm, int32_t what);
     /* COMM_REMOTE_ERROR if the peer has ended, so that nothing more comes than can be read now. */
     comm_result (*stream_check)(comm_t comm, int32_t peer);
+
+    /* Since abi_minor 4. */
+    /* From any thread: the deadline of later calls, instead of the one given to init. Does not
+     * block. */
+    comm_result (*set_timeout)(comm_t comm, int32_t timeout_ms);
 } comm_plugin;
 
 /* Whether the table p reaches as far as entry f, and offers it. */

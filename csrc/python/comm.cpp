@@ -79,6 +79,18 @@ PyObject* comm_abort(PyObject* object, PyObject*) {
     return code == COMM_OK ? new_reference(Py_None) : raise_result(self->table, code, nullptr);
 }
 
+PyObject* comm_set_timeout(PyObject* object, PyObject* timeout_ms) {
+    Comm* self = comm_of(object);
+    long milliseconds = PyLong_AsLong(timeout_ms);
+    if (PyErr_Occurred()) return nullptr;
+    if (!COMM_HAS(self->table, set_timeout))
+        return raise_not_offered(site_of(self, "set_timeout"), self->table);
+    std::lock_guard<std::mutex> lock(*self->destroy_mutex);
+    if (self->handle != nullptr)
+        self->table->set_timeout(self->handle, static_cast<int32_t>(milliseconds));
+    return new_reference(Py_None);
+}
+
 comm_result destroy(Comm* self) {
     comm_result code = COMM_OK;
     self->call_mutex->lock();
@@ -264,6 +276,8 @@ PyMethodDef comm_methods[] = {
     {"group_end", comm_group_end, METH_NOARGS, "group_end()"},
     {"abort", comm_abort, METH_NOARGS,
      "From any thread: end pending and later calls with PeerLost."},
+    {"set_timeout", comm_set_timeout, METH_O,
+     "set_timeout(timeout_ms): the deadline of later calls. From any thread."},
     {"close", comm_close, METH_NOARGS, "Free everything; harmless when repeated."},
     {"name_rank", comm_name_rank, METH_O,
      "name_rank(text) for errors, where this rank has another number than here"},

@@ -126,6 +126,7 @@ PyObject* plugin_offers(PyObject* object, PyObject* argument) {
     OFFERED(split);
     OFFERED(finalize);
     OFFERED(stream_check);
+    OFFERED(set_timeout);
 #undef OFFERED
     return PyBool_FromLong(offered);
 }

@@ -18,7 +18,7 @@
 namespace shm {
 
 // Ranks share memory only with those of the same version.
-constexpr const char* const version = "2";
+constexpr const char* const version = "3";
 
 constexpr size_t cache_line_bytes = 128;
 constexpr size_t page_bytes = 4096;

@@ -192,7 +192,7 @@ void ShmCommunicator::sleep_until_doorbell(std::vector<P2pTransfer>& transfers, 
     own.awaits_doorbell.value.store(1, std::memory_order_seq_cst);
     uint32_t rings = own.doorbell.value.load(std::memory_order_seq_cst);
     bool moved = progress(transfers);
-    if (!moved) sleep_on(&own.doorbell.value, rings, std::min(max_ns, timeout_ns_));
+    if (!moved) sleep_on(&own.doorbell.value, rings, std::min(max_ns, timeout_ns_.load()));
     own.awaits_doorbell.value.store(0, std::memory_order_relaxed);
     if (moved || progress(transfers)) return;
     for (const P2pTransfer& transfer : transfers) {

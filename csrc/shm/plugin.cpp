@@ -63,6 +63,11 @@ comm_result stream_check(comm_t comm, int32_t peer) {
                       [&](ShmCommunicator& communicator) { communicator.stream_check(peer); });
 }
 
+comm_result set_timeout(comm_t comm, int32_t timeout_ms) {
+    (*plugin::from_handle<ShmCommunicator>(comm))->set_timeout(timeout_ms * ns_per_ms);
+    return COMM_OK;
+}
+
 comm_plugin make_shm_plugin() {
     comm_plugin table = plugin::make_plugin<ShmCommunicator>();
     table.name = "shm";
@@ -76,6 +81,7 @@ comm_plugin make_shm_plugin() {
     table.stream_sleep = stream_sleep;
     table.stream_notify = stream_notify;
     table.stream_check = stream_check;
+    table.set_timeout = set_timeout;
     return table;
 }
 

@@ -91,23 +91,43 @@ void fill_location(SegmentAddress& address) {
     address.pid = getpid();
 }
 
-int create_memory(SegmentAddress& address, size_t nbytes, MemoryLimit* limit) {
+// Large enough for any layout.
+int create_memory(SegmentAddress& address, int nranks, MemoryLimit* limit) {
     if (getrandom(&address.nonce, sizeof address.nonce, 0) != sizeof address.nonce) return errno;
     address.fd = memfd_create(memory_name(address.nonce).c_str(), MFD_CLOEXEC);
     if (address.fd < 0) return errno;
-    return allocate_file_memory(address.fd, nbytes, limit);
+    return size_file_memory(address.fd, layout_for(nranks, true).total(), limit);
 }
 
-SegmentAddress create_segment(const Bootstrap& bootstrap, size_t nbytes) {
+SegmentAddress create_segment(const Bootstrap& bootstrap) {
     SegmentAddress address = {};
     address.fd = -1;
     fill_location(address);
     if (bootstrap.rank != 0) return address;
     MemoryLimit limit;
-    address.error = create_memory(address, nbytes, &limit);
+    address.error = create_memory(address, bootstrap.nranks, &limit);
     snprintf(address.shortage, sizeof address.shortage, "%s",
              describe_shortage(address.error, limit).c_str());
     return address;
+}
+
+// What every rank tells all others first. `note`: see the constructor of Segment.
+struct Introduction {
+    cpu_set_t cpus;
+    char version[8];
+    int32_t is_invalid;
+    int32_t note;
+    SegmentAddress address;
+};
+
+Introduction introduce(const Bootstrap& bootstrap, bool is_invalid, int32_t note) {
+    Introduction own = {};
+    sched_getaffinity(0, sizeof own.cpus, &own.cpus);
+    snprintf(own.version, sizeof own.version, "%s", version);
+    own.is_invalid = is_invalid;
+    own.note = note;
+    own.address = create_segment(bootstrap);
+    return own;
 }
 
 // Opens the descriptor of rank 0 through /proc, so there is no name that could leak. The link is
@@ -124,7 +144,7 @@ int open_segment(const SegmentAddress& address, const SegmentAddress& own) {
 }
 
 char* map_memory(int fd, size_t nbytes, int32_t& error) {
-    void* base = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
+    void* base = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (base != MAP_FAILED) return static_cast<char*>(base);
     error = errno;
     return nullptr;
@@ -164,17 +184,11 @@ PluginError not_attached(int rank, int failed_rank, int32_t error) {
 }
 
 // Throws on every rank if one could not map the segment. Rank 0 may close its descriptor after it.
-void check_all_attached(const Bootstrap& bootstrap, int32_t error, std::vector<int32_t>& notes) {
-    struct Attached {
-        int32_t error, note;
-    };
-    Attached own = {error, notes[bootstrap.rank]};
-    std::vector<Attached> ranks(bootstrap.nranks);
-    bootstrap.allgather(&own, ranks.data(), sizeof own);
-    for (int rank = 0; rank < bootstrap.nranks; ++rank) {
-        if (ranks[rank].error != 0) throw not_attached(bootstrap.rank, rank, ranks[rank].error);
-        notes[rank] = ranks[rank].note;
-    }
+void check_all_attached(const Bootstrap& bootstrap, int32_t error) {
+    std::vector<int32_t> errors(bootstrap.nranks);
+    bootstrap.allgather(&error, errors.data(), sizeof error);
+    for (int rank = 0; rank < bootstrap.nranks; ++rank)
+        if (errors[rank] != 0) throw not_attached(bootstrap.rank, rank, errors[rank]);
 }
 
 void check_introduction(int rank, int peer, const char* peer_version, bool is_invalid) {
@@ -202,18 +216,29 @@ struct Descriptor {
 
 }  // namespace
 
-Segment::Segment(const Bootstrap& bootstrap, const Layout& layout, std::vector<int32_t>& notes)
-    : layout_(layout) {
-    SegmentAddress own = create_segment(bootstrap, layout.total());
-    Descriptor descriptor{own.fd};
-    std::vector<SegmentAddress> addresses(bootstrap.nranks);
-    bootstrap.allgather(&own, addresses.data(), sizeof own);
-    if (addresses[0].error != 0) throw no_memory(bootstrap.rank, addresses[0], layout.total());
+Segment::Segment(const Bootstrap& bootstrap, const PluginError* invalid,
+                 std::vector<int32_t>& notes) {
+    Introduction own = introduce(bootstrap, invalid != nullptr, notes[bootstrap.rank]);
+    Descriptor descriptor{own.address.fd};
+    std::vector<Introduction> ranks(bootstrap.nranks);
+    bootstrap.allgather(&own, ranks.data(), sizeof own);
+    if (invalid != nullptr) throw *invalid;
+    cpu_set_t all;
+    CPU_ZERO(&all);
+    for (int rank = 0; rank < bootstrap.nranks; ++rank) {
+        check_introduction(bootstrap.rank, rank, ranks[rank].version, ranks[rank].is_invalid);
+        CPU_OR(&all, &all, &ranks[rank].cpus);
+        notes[rank] = ranks[rank].note;
+    }
+    oversubscribed_ = CPU_COUNT(&all) < bootstrap.nranks;
+    layout_ = layout_for(bootstrap.nranks, oversubscribed_);
+    const SegmentAddress& first = ranks[0].address;
+    if (first.error != 0) throw no_memory(bootstrap.rank, first, layout_.total());
     int32_t error = 0;
-    base_ = attach(addresses[0], own, layout.total(), error);
+    base_ = attach(first, own.address, layout_.total(), error);
     if (base_ != nullptr) publish_identity(block(bootstrap.rank).identity);
     try {
-        check_all_attached(bootstrap, error, notes);
+        check_all_attached(bootstrap, error);
     } catch (...) {
         if (base_ != nullptr) munmap(base_, layout_.total());
         throw;
@@ -225,11 +250,14 @@ Segment::~Segment() {
 }
 
 Segment::Segment(Segment&& other) noexcept
-    : base_(std::exchange(other.base_, nullptr)), layout_(other.layout_) {}
+    : base_(std::exchange(other.base_, nullptr)),
+      layout_(other.layout_),
+      oversubscribed_(other.oversubscribed_) {}
 
 Segment& Segment::operator=(Segment&& other) noexcept {
     std::swap(base_, other.base_);
     std::swap(layout_, other.layout_);
+    std::swap(oversubscribed_, other.oversubscribed_);
     return *this;
 }
 
@@ -273,28 +301,6 @@ bool has_died(const Identity& peer, const Identity& own) {
     ProcessStatus status = status_of(peer.pid);
     return status.state == 0 || status.state == 'Z' || status.state == 'X' ||
            status.start_time != peer.start_time;
-}
-
-bool are_oversubscribed(const Bootstrap& bootstrap, const PluginError* invalid) {
-    struct Introduction {
-        cpu_set_t cpus;
-        char version[8];
-        int32_t is_invalid;
-    };
-    Introduction own = {};
-    sched_getaffinity(0, sizeof own.cpus, &own.cpus);
-    snprintf(own.version, sizeof own.version, "%s", version);
-    own.is_invalid = invalid != nullptr;
-    std::vector<Introduction> ranks(bootstrap.nranks);
-    bootstrap.allgather(&own, ranks.data(), sizeof own);
-    if (invalid != nullptr) throw *invalid;
-    cpu_set_t all;
-    CPU_ZERO(&all);
-    for (int rank = 0; rank < bootstrap.nranks; ++rank) {
-        check_introduction(bootstrap.rank, rank, ranks[rank].version, ranks[rank].is_invalid);
-        CPU_OR(&all, &all, &ranks[rank].cpus);
-    }
-    return CPU_COUNT(&all) < bootstrap.nranks;
 }
 
 }  // namespace shm

@@ -32,9 +32,10 @@ class Bootstrap {
 class Segment {
   public:
     Segment() = default;
-    // Collective. Throws PluginError on every rank if any rank cannot map the segment. notes: one
-    // of each rank, the own filled in.
-    Segment(const Bootstrap& bootstrap, const Layout& layout, std::vector<int32_t>& notes);
+    // Collective. Throws PluginError on every rank if any rank cannot map the segment, or has
+    // another version. invalid: why this rank cannot go on, thrown here. notes: one of each rank,
+    // the own filled in.
+    Segment(const Bootstrap& bootstrap, const PluginError* invalid, std::vector<int32_t>& notes);
     ~Segment();
     Segment(Segment&& other) noexcept;
     Segment& operator=(Segment&& other) noexcept;
@@ -46,19 +47,18 @@ class Segment {
     Stream& stream(int src, int dst) const;
     char* stream_data(int src, int dst) const;
     const Layout& layout() const { return layout_; }
+    // Whether all ranks together may use fewer cores than there are ranks.
+    bool is_oversubscribed() const { return oversubscribed_; }
 
   private:
     char* base_ = nullptr;
     Layout layout_;
+    bool oversubscribed_ = false;
 };
 
 // Fills in this process, as its peers will look for it.
 void publish_identity(Identity& own);
 // Whether the process behind `peer` has ended, as far as this process can see it.
 bool has_died(const Identity& peer, const Identity& own);
-// Collective. Whether all ranks together may use fewer cores than there are ranks. invalid: why
-// this rank cannot go on, thrown here; throws PluginError on all ranks then, and if their versions
-// differ.
-bool are_oversubscribed(const Bootstrap& bootstrap, const PluginError* invalid);
 
 }  // namespace shm

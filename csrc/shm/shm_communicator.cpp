@@ -107,11 +107,11 @@ ShmCommunicator::ShmCommunicator(const comm_init_args& args)
     if (nranks == 1 && invalid_) throw *invalid_;
     if (nranks == 1) return;
     Bootstrap bootstrap(args.bootstrap, rank, nranks);
-    oversubscribed_ = are_oversubscribed(bootstrap, invalid_.get());
-    spin_policy_ = measured_spin_policy(oversubscribed_);
     std::vector<int32_t> gains(nranks);
     gains[rank] = streaming_gain;
-    segment_ = Segment(bootstrap, layout_for(nranks, oversubscribed_), gains);
+    segment_ = Segment(bootstrap, invalid_.get(), gains);
+    oversubscribed_ = segment_.is_oversubscribed();
+    spin_policy_ = measured_spin_policy(oversubscribed_);
     if (!oversubscribed_) streaming_ = prefers_streaming(bootstrap, gains);
     if (options.stores != Stores::measured) streaming_ = options.stores == Stores::streaming;
 }
@@ -240,7 +240,8 @@ void ShmCommunicator::sleep_until_step(int peer) {
         awaited.num_sleepers.value.fetch_add(1, std::memory_order_seq_cst);
         uint32_t current = awaited.progress.step.load(std::memory_order_seq_cst);
         if (static_cast<int32_t>(current - step_) < 0)
-            sleep_on(&awaited.progress.step, current, std::min(liveness_poll_ns, timeout_ns_));
+            sleep_on(&awaited.progress.step, current,
+                     std::min(liveness_poll_ns, timeout_ns_.load()));
         awaited.num_sleepers.value.fetch_sub(1, std::memory_order_seq_cst);
         std::string missing;
         for (int other = 0; other < nranks; ++other) {

@@ -110,7 +110,8 @@ class ShmCommunicator {
     void mem_alloc(size_t nbytes, void** pointer);
     void mem_free(void* pointer);
     void set_shape(int32_t ndim, const int64_t* sizes) { shape_.set(ndim, sizes); }
-    void abort();  // from any thread
+    void abort();  // from any thread, as set_timeout
+    void set_timeout(int64_t timeout_ns) { timeout_ns_ = timeout_ns; }
     // Keeps the text for last_error(), and refuses later calls if the ranks lost step.
     comm_result fail(const PluginError& failure);
     const char* last_error() const { return last_error_.c_str(); }
@@ -205,7 +206,7 @@ class ShmCommunicator {
     bool oversubscribed_ = false;
     bool streaming_ = false;
     CoreMigrator migrator_;
-    const int64_t timeout_ns_;
+    std::atomic<int64_t> timeout_ns_;
     uint32_t step_ = 0;
     unsigned round_ = 0;
     uint64_t call_number_ = 0;

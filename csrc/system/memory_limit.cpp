@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -96,6 +97,13 @@ int allocate_file_memory(int fd, size_t nbytes, MemoryLimit* limit) {
         done += part;
     }
     return 0;
+}
+
+int size_file_memory(int fd, size_t nbytes, MemoryLimit* limit, const std::string& root) {
+    constexpr uint64_t ample = 16;
+    *limit = find_memory_limit(root);
+    if (limit->available_bytes / ample < nbytes) return allocate_file_memory(fd, nbytes, limit);
+    return ftruncate(fd, static_cast<off_t>(nbytes)) == 0 ? 0 : errno;
 }
 
 std::string describe_shortage(int error, const MemoryLimit& limit) {

@@ -21,6 +21,9 @@ MemoryLimit find_memory_limit(const std::string& root = "");
 // than it has, and other ranks allocate at the same time. Returns 0 or an errno, and the limit as
 // it was.
 int allocate_file_memory(int fd, size_t nbytes, MemoryLimit* limit);
+// The same, but where much more is available, pages are allocated when they are first written to:
+// most of them never are.
+int size_file_memory(int fd, size_t nbytes, MemoryLimit* limit, const std::string& root = "");
 
 // "Cannot allocate memory: 123 bytes are free on this machine"
 std::string describe_shortage(int error, const MemoryLimit& limit);

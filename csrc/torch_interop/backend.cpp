@@ -82,6 +82,11 @@ class DrumlineBackend : public c10d::Backend {
     bool supportsSplitting() const override { return true; }
     void setSequenceNumberForGroup() override {}  // it counts from 0 on every rank
     uint64_t getSequenceNumberForGroup() override { return sequence_number_; }
+    // Not marked as override, for a torch that has no such method yet.
+    void setTimeout(std::chrono::milliseconds timeout) {
+        options_->timeout = timeout;
+        call_python("set_timeout", timeout);
+    }
     void shutdown() override { call_python("shutdown"); }
     void abort() override { call_python("abort"); }
 

@@ -19,7 +19,7 @@ from launcher.errors import LaunchError, LaunchInterrupted, interrupted
 from launcher.external import rank_main
 from launcher.job import Job, Target
 from launcher.records import json_values
-from launcher.runtime import log_setup, rank_process
+from launcher.runtime import log_setup, mpi_import_check, rank_process
 from launcher.system.stop_signals import STOP_SIGNALS
 
 NAME = "the process of the threads"
@@ -39,6 +39,7 @@ def main(text: str) -> int:
     logs, began_s = Path(str(job.results_dir), rank_main.LOGS), time.monotonic()
     faulthandler.enable()
     log_setup.configure()
+    mpi_import_check.install("the ranks, threads of one process", job.nprocs)
     for number in STOP_SIGNALS:
         signal.signal(number, _raise_interrupted)
     try:

@@ -124,7 +124,7 @@ def run_target(job: Job, info: LaunchInfo, report: Callable[[dict[str, Any]], ob
     A child that the target has forked returns here too, and reports nothing: let it leave.
     """
     log_setup.configure()
-    mpi_import_check.install(info)
+    mpi_import_check.install(f"rank {info.rank}", info.world_size)
     rank_pid, code = os.getpid(), 0
     try:
         with recorder.recording_span(info, job.target.name):

@@ -1,12 +1,13 @@
 """The errors of deadlines say where the other ranks are, and which of them wait for each other."""
 
 import re
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from communicator import Communicator, PeerLost
+from communicator import Communicator, CommunicatorTimeout, PeerLost
 from coordinator import Coordinator
 
 PROGRAM = Path(__file__).parent / "programs" / "stuck.py"
@@ -124,3 +125,22 @@ def test_errors_of_arguments_in_a_part_of_the_launch_number_ranks_as_the_launch_
             coor.barrier()
 
     ranks(call_all_wrongly, 4)
+
+
+@pytest.mark.parametrize(
+    ("backend", "nodes"), [("shm", [2]), ("tcp", [2]), ("gloo", [2]), ("hybrid", [2, 2])]
+)
+def test_another_deadline_holds_from_the_next_call_on(ranks, backend, nodes):
+    def body(info):
+        with Coordinator(info, timeout_s=60) as coor:
+            comm = Communicator(coor, backend, timeout_s=60)
+            comm.barrier()
+            comm.set_timeout(0.25)
+            if comm.rank == 0:
+                begun = time.monotonic()
+                with pytest.raises(CommunicatorTimeout):
+                    comm.recv(torch.ones(1), 1)
+                assert time.monotonic() - begun < 30
+            coor.barrier()
+
+    ranks(body, sum(nodes), nodes)

@@ -10,8 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from communicator import Communicator, CommunicatorError, CommunicatorTimeout, PeerLost, conformance
+from communicator import (
+    Communicator,
+    CommunicatorError,
+    CommunicatorTimeout,
+    PeerLost,
+    Unsupported,
+    conformance,
+)
 from coordinator import Coordinator
+from launcher import LaunchInfo
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "vendor_plugin"
 
@@ -84,6 +92,16 @@ def test_the_library_in_c_conforms(ranks, toy):
 def test_the_backend_in_python_conforms(ranks, acme):
     for failed, passed in ranks(conforms(acme), 2):
         assert failed == [] and passed > 60
+
+
+def test_a_library_that_keeps_its_deadline_says_so(toy):
+    with (
+        Coordinator(LaunchInfo("alone")) as coor,
+        Communicator(coor, backend=toy, timeout_s=5) as comm,
+    ):
+        with pytest.raises(Unsupported, match="keeps the deadline"):
+            comm.set_timeout(1)
+        assert comm.timeout_s == 5
 
 
 def test_the_library_in_c_notices_a_peer_that_leaves(ranks_or_errors, toy):

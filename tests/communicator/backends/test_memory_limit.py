@@ -8,10 +8,17 @@ import pytest
 CSRC = Path(__file__).parents[3] / "csrc"
 PROGRAM = """
 #include <cstdio>
+#include <sys/mman.h>
+#include <sys/stat.h>
 #include "system/memory_limit.h"
 int main(int, char** args) {
     shm::MemoryLimit limit = shm::find_memory_limit(args[1]);
-    std::printf("%llu %s", (unsigned long long)limit.available_bytes, limit.source);
+    std::printf("%llu %s\\n", (unsigned long long)limit.available_bytes, limit.source);
+    int fd = memfd_create("memory", 0);
+    struct stat status;
+    int error = shm::size_file_memory(fd, 1 << 20, &limit, args[1]);
+    if (error == 0 && fstat(fd, &status) == 0)
+        std::printf("%lld of %lld", status.st_blocks * 512LL, (long long)status.st_size);
 }
 """
 
@@ -35,11 +42,15 @@ def memory_limit(program, tmp_path):
             target = tmp_path / path
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text)
-        done = subprocess.run([program, tmp_path], capture_output=True, text=True, check=True)
-        nbytes, _, source = done.stdout.partition(" ")
+        nbytes, _, source = run(program, tmp_path)[0].partition(" ")
         return int(nbytes), source
 
     return find
+
+
+def run(program, folder):
+    done = subprocess.run([program, folder], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
 
 
 MACHINE = {"proc/meminfo": "MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable: 5000 kB\n"}
@@ -75,3 +86,12 @@ def test_control_groups_of_version_1_count_too(memory_limit):
 def test_a_system_without_these_files_has_no_limit(memory_limit):
     nbytes, _ = memory_limit({})
     assert nbytes > 2**60
+
+
+@pytest.mark.parametrize(("available_kb", "allocated"), [(20_000, 0), (10_000, 1 << 20)])
+def test_pages_are_reserved_where_little_memory_is_available(
+    program, tmp_path, available_kb, allocated
+):
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "meminfo").write_text(f"MemAvailable: {available_kb} kB\n")
+    assert run(program, tmp_path)[1] == f"{allocated} of {1 << 20}"

@@ -124,6 +124,15 @@ def test_broadcast_reaches_every_rank(world_size, numel):
         assert buffers == [list(range(numel))] * world_size
 
 
+@pytest.mark.parametrize("world_size", SIZES[2:])
+@pytest.mark.parametrize("nbytes", [1 << 20, 4 << 20])
+def test_a_chain_passes_on_pieces_that_are_one_packet_at_most(world_size, nbytes):
+    """Larger ones leave a rank's link idle while the end of a piece is on its way to it."""
+    for rank in range(world_size):
+        rounds, _ = schedules.broadcast(rank, world_size, 1, nbytes, 1)
+        assert max(sum(one.numel for one in sends) for sends, _ in rounds) <= PIECE_NBYTES
+
+
 @every_size
 def test_gather_gives_dst_all_rows(world_size):
     for dst in {0, world_size - 1}:

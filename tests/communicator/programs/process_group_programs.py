@@ -373,6 +373,27 @@ def a_rank_that_stays_away_is_named_in_time():
 
 
 @program(2)
+def set_timeout_gives_later_calls_another_deadline():
+    dist.barrier()
+    if dist.get_backend() == "gloo":
+        return []
+    pair, tensor = dist.new_group([0, 1]), torch.ones(20)
+    dist.all_reduce(tensor, group=pair)
+    pair.set_timeout(timedelta(seconds=0.5))
+    assert pair._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=0.5)
+    if dist.get_rank() == 0:
+        for call in (dist.recv, dist.all_reduce):
+            try:
+                call(tensor, group=pair, **({"src": 1} if call is dist.recv else {}))
+            except CommunicatorTimeout as error:
+                assert "timed out after 0.5" in str(error), error
+            else:
+                raise AssertionError("nobody noticed")
+    dist.barrier()
+    return []
+
+
+@program(2)
 def functional_collectives():
     group = dist.group.WORLD
     found = [

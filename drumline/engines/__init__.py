@@ -1,0 +1,1 @@
+"""Adapters by which inference engines work on the lower layers, unchanged."""

@@ -1,0 +1,30 @@
+"""vLLM's platform, with our communicators for its groups of ranks. Only vLLM imports this."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import vllm
+from vllm import platforms
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+from drumline.engines.vllm import check_platform, check_version, timeout_s
+
+COMMUNICATOR = "drumline.engines.vllm_communicator.VllmCommunicator"
+
+
+def _detected_platform() -> Any:
+    check_version(vllm.__version__)
+    timeout_s()
+    return resolve_obj_by_qualname(check_platform(platforms.cpu_platform_plugin()))
+
+
+Detected: Any = _detected_platform()
+
+
+class DrumlinePlatform(Detected):  # type: ignore[misc]  # vLLM has chosen it
+    """The platform that vLLM detects."""
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        return COMMUNICATOR
