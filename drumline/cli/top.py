@@ -27,7 +27,6 @@ from rich.text import Text
 
 import launcher
 from coordinator import DrumlineError, rank_view
-from coordinator.failure.rank_view import RankLook, ViewedRank
 from drumline.core.device_map import format_nbytes
 
 LOOK_S = 1.0  # between two looks
@@ -46,13 +45,13 @@ COLUMNS = (
 class _RankHistory:
     """What is learnt of a rank from several looks at it."""
 
-    def __init__(self, look: RankLook) -> None:
+    def __init__(self, look: rank_view.RankLook) -> None:
         self.look = self._before = look
         self._looked_at = self._since = time.monotonic()
         self.cpu_share = 0.0
         self._waits: deque[bool] = deque(maxlen=NUM_LOOKS)
 
-    def add(self, look: RankLook) -> None:
+    def add(self, look: rank_view.RankLook) -> None:
         now = time.monotonic()
         self._before, self.look = self.look, look
         self.cpu_share = max(look.cpu_s - self._before.cpu_s, 0.0) / (now - self._looked_at)
@@ -62,7 +61,7 @@ class _RankHistory:
             self._since = now
 
     @staticmethod
-    def _place(look: RankLook) -> tuple[object, ...]:
+    def _place(look: rank_view.RankLook) -> tuple[object, ...]:
         return look.state, look.stuck and (look.stuck.where, look.stuck.call)
 
     @property
@@ -92,7 +91,7 @@ class _RankHistory:
 class LaunchView:
     """The ranks of a launch over several looks."""
 
-    def __init__(self, ranks: Sequence[ViewedRank]) -> None:
+    def __init__(self, ranks: Sequence[rank_view.ViewedRank]) -> None:
         self.ranks = ranks
         self._pool = ThreadPoolExecutor(len(ranks))
         self._histories = [_RankHistory(look) for look in self._looks()]
@@ -104,11 +103,11 @@ class LaunchView:
         for history, look in zip(self._histories, self._looks(), strict=True):
             history.add(look)
 
-    def _looks(self) -> list[RankLook]:
-        return list(self._pool.map(ViewedRank.look, self.ranks))
+    def _looks(self) -> list[rank_view.RankLook]:
+        return list(self._pool.map(rank_view.ViewedRank.look, self.ranks))
 
     @property
-    def looks(self) -> list[RankLook]:
+    def looks(self) -> list[rank_view.RankLook]:
         return [history.look for history in self._histories]
 
     def slowest(self) -> int | None:
@@ -139,7 +138,7 @@ class LaunchView:
         return "".join(map(str, self.looks)) + rank_view.describe_deadlock(self.looks)
 
 
-def _style(look: RankLook) -> str:
+def _style(look: rank_view.RankLook) -> str:
     if not look.is_running:
         return "red"
     return "yellow" if look.waits else "green"
@@ -164,7 +163,7 @@ def _cells(history: _RankHistory, slowest: int | None, device_nbytes: int) -> It
     yield f"{tokens:.1f}" if tokens else ""
 
 
-def _call(look: RankLook) -> str:
+def _call(look: rank_view.RankLook) -> str:
     if look.stuck is not None and look.stuck.call:
         end = f" with rank {look.stuck.other}" if look.stuck.other >= 0 else ""
         return look.stuck.call + end
@@ -229,7 +228,7 @@ def _trace(view: LaunchView) -> str:
     return f"wrote {path} with {num_events} events: drumline trace {path}"
 
 
-def _chosen(launch: str | None) -> list[ViewedRank]:
+def _chosen(launch: str | None) -> list[rank_view.ViewedRank]:
     """The ranks of a launch by its id or a pid; of the only one if none is named."""
     launches = rank_view.launches()
     named = {key: ranks for key, ranks in launches.items() if _is_named(launch, key, ranks)}
@@ -246,7 +245,7 @@ def _chosen(launch: str | None) -> list[ViewedRank]:
     raise DrumlineError(f"{missing}. Name one of these:{''.join(lines)}")
 
 
-def _is_named(launch: str | None, launch_id: str, ranks: Sequence[ViewedRank]) -> bool:
+def _is_named(launch: str | None, launch_id: str, ranks: Sequence[rank_view.ViewedRank]) -> bool:
     if launch is None or launch_id == launch:
         return True
     pids = {rank.peer.pid for rank in ranks}
