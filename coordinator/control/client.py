@@ -179,8 +179,9 @@ class Client:
             addresses = self._addresses()
             for family, target in addresses:
                 address = format_address(target)
-                is_only = len(addresses) == 1
-                until = deadline if is_only else time.monotonic() + self._timings.connect_s
+                is_only = len(addresses) == 1  # else another one may answer
+                limit_s = self._timings.handshake_s if is_only else self._timings.connect_s
+                until = min(deadline, time.monotonic() + limit_s)
                 try:
                     return connect(
                         family, target, self._credentials, self._hello, until, check, self._timings

@@ -8,12 +8,11 @@ Only processes of the same user can be seen so: the kernel opens their descripto
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from io import FileIO
 from typing import NamedTuple
 
@@ -23,7 +22,7 @@ from coordinator.failure import live_view, stack_dump, stuck_ranks
 from coordinator.failure.peer_monitor import RUNNING
 from coordinator.failure.stuck_ranks import StuckRank
 from coordinator.peers import Peer, boot_id, start_ticks
-from launcher import LaunchInfo, LaunchInfoError, linux
+from launcher import LaunchInfo, linux
 
 ENDED = "ended"
 WATCH_S = 5.0  # after its last request, a viewer counts as gone
@@ -60,10 +59,10 @@ class RankLook(NamedTuple):
 
 
 class ViewedRank:
-    """A rank of this host that a viewer looks at. fd: of the memory for stacks, in its process."""
+    """A rank of this host that a viewer looks at. fd: in its process, of its memory for stacks."""
 
-    def __init__(self, pid: int, fd: int) -> None:
-        self._file = FileIO(f"/proc/{pid}/fd/{fd}", "r+")
+    def __init__(self, pid: int, fd: int, memory: FileIO) -> None:
+        self._file = memory
         shown_pid, packed_info = live_view.read_line(self._file.fileno(), live_view.INFO_PAGE)
         if shown_pid != pid:
             raise ValueError("a child of a rank that has inherited the descriptor")
@@ -111,7 +110,7 @@ class ViewedRank:
 
 def launches() -> dict[str, list[ViewedRank]]:
     """The ranks of every launch of this user on this host, by launch id, in order."""
-    ranks = [rank for pid in sorted(linux.processes()) for rank in _ranks_of(pid)]
+    ranks = filter(None, map(_rank_of, linux.processes()))
     result: dict[str, list[ViewedRank]] = {}
     for rank in sorted(ranks, key=lambda rank: rank.peer.rank):
         result.setdefault(rank.info.launch_id, []).append(rank)
@@ -127,14 +126,13 @@ def describe_deadlock(looks: Sequence[RankLook]) -> str:
     return next((text for text in texts if text.startswith("Deadlock")), "")
 
 
-def _ranks_of(pid: int) -> Iterator[ViewedRank]:
+def _rank_of(pid: int) -> ViewedRank | None:
     """The rank that a process is, if it is one and can be seen."""
-    with contextlib.suppress(OSError):
-        for fd in sorted(map(int, os.listdir(f"/proc/{pid}/fd"))):
-            if f"/memfd:{stack_dump.NAME}" in linux.read_proc_link(f"{pid}/fd/{fd}"):
-                with contextlib.suppress(TypeError, ValueError, LaunchInfoError):
-                    yield ViewedRank(pid, fd)
-                return
+    opened = linux.open_memory(pid, stack_dump.NAME)
+    try:
+        return None if opened is None else ViewedRank(pid, *opened)
+    except (TypeError, ValueError):  # it has not said yet who it is, or it is a child of a rank
+        return None
 
 
 def _memory_and_processor(pid: int) -> tuple[int, float]:

@@ -60,19 +60,23 @@ def read_config(
         ) from error
 
 
-def read_tokenizer(path: str | Path) -> Any:
-    """The tokenizer of a checkpoint."""
-    folder = Path(path)
+def read_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a checkpoint, or of a GGUF file."""
+    folder, options = Path(path), {}
+    if folder.suffix == ".gguf":
+        folder, options = folder.parent, {"gguf_file": folder.name}
     check_regular_files(folder)
     settings = folder / "tokenizer_config.json"
     content = read_json(settings) if settings.exists() else {}
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, **options
+        )
         if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
             raise ValueError("its vocabulary is empty")  # as transformers makes one of no files
         return tokenizer
     except Exception as error:  # what the files lack is whatever error it comes to
-        if "auto_map" in content:
+        if "auto_map" in content and not trust_remote_code:
             raise _remote_code_error(folder, settings.name, content) from error
         files = ", ".join(sorted(file.name for file in folder.glob("tokenizer*"))) or "no such file"
         line = str(error).strip().partition("\n")[0]

@@ -53,18 +53,21 @@ def bench(
     prompt_tokens: int = 128,
     new_tokens: int = 64,
     memory: Memory | None = None,
+    **options: Any,
 ) -> None:
     """Load the model over all ranks, and print its speed on random prompts. Collective.
 
-    batch: sequences. memory: of each rank, as max_memory of `drumline.load`.
+    batch: sequences. memory: of each rank, as max_memory of `drumline.load`, which takes the
+    options.
     """
     (model, timings), peaks = with_model(
         model_path,
         lambda model: (model, _measure_repeatedly(model, batch, prompt_tokens, new_tokens)),
         memory,
-        before=lambda: read_generator(model_path, prompt_tokens + new_tokens),
+        before=lambda: read_generator(model_path, prompt_tokens + new_tokens, **options),
         batch=batch,
         length=prompt_tokens + new_tokens,
+        **options,
     )
     print(_report(model, timings))
     rows = [

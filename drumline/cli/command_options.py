@@ -79,7 +79,8 @@ def _plan(options: argparse.Namespace) -> None:
     assert memory is not None  # a required option
     sizes = (options.batch, options.length)
     speeds = (options.bandwidth, options.hop)
-    show_plan(options.model, memory, options.device_map, options.dtype, *sizes, *speeds)
+    arguments = (options.model, memory, options.device_map, options.dtype, *sizes, *speeds)
+    show_plan(*arguments, **_load_settings(options))
 
 
 def _generate(options: argparse.Namespace) -> None:
@@ -88,13 +89,15 @@ def _generate(options: argparse.Namespace) -> None:
     if prompt == "-" and launcher.current().rank == 0:  # the prompt of other ranks is not read
         prompt = sys.stdin.read().removesuffix("\n")
     arguments = (options.model, prompt, options.max_new_tokens, options.seed, memory)
-    _on_ranks("drumline.cli.generate", "generate_text", options.ranks, arguments)
+    settings = _load_settings(options)
+    _on_ranks("drumline.cli.generate", "generate_text", options.ranks, arguments, settings)
 
 
 def _bench(options: argparse.Namespace) -> None:
     memory = _check_model(options)
     sizes = (options.batch, options.prompt_tokens, options.new_tokens)
-    _on_ranks("drumline.cli.bench", "bench", options.ranks, (options.model, *sizes, memory))
+    arguments = (options.model, *sizes, memory)
+    _on_ranks("drumline.cli.bench", "bench", options.ranks, arguments, _load_settings(options))
 
 
 def _serve(options: argparse.Namespace) -> None:
@@ -103,7 +106,7 @@ def _serve(options: argparse.Namespace) -> None:
     limits = (options.max_length, options.max_running, options.max_waiting)
     arguments = (options.model, *endpoint, memory, *limits)
     names = ("dtype", "device_map", "tp", "served_model_name", "chat_template", "log_requests")
-    settings = {name: getattr(options, name) for name in names}
+    settings = _load_settings(options) | {name: getattr(options, name) for name in names}
     with _sigterm_ends_well():
         _on_ranks("drumline.serving.http_server", "serve", options.ranks, arguments, settings)
 
@@ -142,13 +145,20 @@ def _top(options: argparse.Namespace) -> None:
     top(options.launch)
 
 
+def _load_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `drumline.load` that say how to read the checkpoint."""
+    names = ("adapter", "dequantize", "gguf_file", "trust_remote_code")
+    return {name: getattr(options, name) for name in names}
+
+
 def _check_model(options: argparse.Namespace) -> list[str] | None:
     """Raise for a folder without a model before a rank starts; return the memory of each rank."""
     from drumline.checkpoint.json_files import check_has_config
 
     world_size = launcher.current().world_size
-    if world_size == 1 < options.ranks:  # otherwise the files may be on another machine
-        check_has_config(Path(options.model))
+    is_gguf = options.gguf_file or Path(options.model).suffix == ".gguf"
+    if world_size == 1 < options.ranks and not is_gguf:  # or the files may be on another machine
+        check_has_config(Path(options.model), options.adapter)
     return _memory_per_rank(options, max(world_size, options.ranks))
 
 
@@ -195,9 +205,15 @@ _PORT = at_least(0, 1 << 16, "is not a port: ports end at 65535")
 _RANKS = _option(
     "-n --ranks", "ranks to start on this machine", type=at_least(1), default=1, metavar="N"
 )
-_MODEL = _option("--model", "folder of the checkpoint", required=True, metavar="DIR")
+_MODEL = (
+    _option("--model", "folder of the checkpoint, or GGUF file", required=True, metavar="DIR"),
+    _option("--adapter", "folder of a LoRA adapter to merge", metavar="DIR"),
+    _option("--dequantize", "read quantized weights as plain ones", action="store_true"),
+    _option("--gguf-file", "GGUF file in the folder to read", metavar="NAME"),
+    _option("--trust-remote-code", "run Python files of the checkpoint", action="store_true"),
+)
 _MODEL_OPTIONS = (
-    _MODEL,
+    *_MODEL,
     _RANKS,
     _option("--memory", f"{MEMORY}; default: the free memory", **_SIZES),
 )
@@ -216,7 +232,7 @@ _DTYPE = _option(
     metavar="NAME",
 )
 _PLAN_OPTIONS = (
-    _MODEL,
+    *_MODEL,
     _option("--memory", MEMORY, required=True, **_SIZES),
     _option(
         "--ranks", "number of ranks; default: one per --memory size", type=at_least(1), metavar="N"

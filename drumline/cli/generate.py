@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
-from drumline.checkpoint.config_files import read_tokenizer
 from drumline.core.device_map import format_nbytes
 from drumline.errors import DrumlineError
 from drumline.strategies.load import Memory
@@ -20,6 +19,7 @@ from drumline.strategies.with_model import (
     describe_peaks,
     describe_traffic,
     read_generator,
+    read_model_tokenizer,
     with_model,
 )
 
@@ -30,18 +30,19 @@ def generate_text(
     max_new_tokens: int = 64,
     seed: int | None = None,
     memory: Memory | None = None,
+    **options: Any,
 ) -> None:
     """Load the model over all ranks, stream its text, and print its speed. Collective.
 
     seed: of the sampling; greedy if not given. memory: of each rank, as max_memory of
-    `drumline.load`.
+    `drumline.load`, which takes the options.
     """
     prepared: list[tuple[Any, Any]] = []
 
     def prepare() -> None:
-        tokenizer = read_tokenizer(model_path)
+        tokenizer = read_model_tokenizer(model_path, **options)
         inputs = _tokenize(tokenizer, prompt)
-        read_generator(model_path, inputs["input_ids"].shape[1] + max_new_tokens)
+        read_generator(model_path, inputs["input_ids"].shape[1] + max_new_tokens, **options)
         prepared.append((tokenizer, inputs))
 
     (model, summary), peaks = with_model(
@@ -49,6 +50,7 @@ def generate_text(
         lambda model: (model, _stream(model, *prepared[0], max_new_tokens, seed)),
         memory,
         before=prepare,
+        **options,
     )
     print("\n".join([summary, *_memory_lines(model.device_map, peaks)]))
 

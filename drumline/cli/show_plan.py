@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
-from drumline.checkpoint.config_files import read_config
 from drumline.core.device_map import format_nbytes
 from drumline.planner import model_profile
 from drumline.planner.cost_model import PassShape, estimate, ring_passes, uniform_speeds
+from drumline.planner.load_options import LoadOptions
 from drumline.planner.memory import nbytes
 from drumline.planner.plan import plan
 from drumline.strategies.load import checkpoint_dtype
+from drumline.strategies.plan_inputs import describe_model
 
 
 def show_plan(
@@ -26,15 +28,17 @@ def show_plan(
     length: int = 0,
     bandwidth: str = "20GB",
     hop_us: float = 100.0,
+    **options: Any,
 ) -> None:
     """Print the device map, the memory that is left, and the most tokens per second.
 
     memory: of each rank. batch, length: sequences, and the tokens of each in the cache.
     bandwidth: bytes that a rank reads in a second. hop_us: latency between two ranks.
+    options: of `load`.
     """
-    config = read_config(model_path)
+    config, kind = describe_model(model_path, LoadOptions(**options))
     torch_dtype = checkpoint_dtype(dtype, config)
-    model = model_profile.build_on_meta(model_profile.model_class(config), config, torch_dtype)
+    model = model_profile.build_on_meta(kind, config, torch_dtype)
     weights = model_profile.profile_model(model)
     profile = model_profile.with_tokens(weights, config, torch_dtype, batch, length)
     free_nbytes = {(rank, "cpu"): nbytes(size) for rank, size in enumerate(memory)}

@@ -13,18 +13,17 @@ import resource
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from coordinator import Coordinator, RankFailure
 from drumline import timings
-from drumline.checkpoint.config_files import read_tokenizer
 from drumline.core.consistency import run_on_all_ranks
 from drumline.errors import DrumlineError, PeerLost
 from drumline.serving.scheduler import ServingLimits
 from drumline.strategies.load import Memory, load
-from drumline.strategies.with_model import num_positions, read_generator
+from drumline.strategies.with_model import num_positions, read_generator, read_model_tokenizer
 
 Endpoint = tuple[Any, socket.socket, str | None]
 """The tokenizer, the bound socket and the clients' key."""
@@ -49,6 +48,7 @@ def serve(
     served_model_name: Sequence[str] | None = None,
     chat_template: str | None = None,
     log_requests: bool = False,
+    **options: Any,
 ) -> None:
     """Load the model over all ranks, and answer requests on rank 0 until stopped. Collective.
 
@@ -57,7 +57,7 @@ def serve(
     max_length: tokens of a prompt with its completion. max_running, max_waiting: prompts at a time.
     dtype, device_map, tp: as in load(). served_model_name: what requests call the model; the name
     of its folder if not given. chat_template: a file with a Jinja template, or the template itself.
-    log_requests: a line of the log for each request.
+    log_requests: a line of the log for each request. options: of load().
 
     Raises PeerLost when a rank is lost, after every open request was answered with that error.
     """
@@ -68,8 +68,9 @@ def serve(
                 return 0, None
             _import_uvicorn()
             key = _read_key(host, key_file)
-            length = _length(model_path, max_length)
-            tokenizer = _with_template(read_tokenizer(model_path), chat_template)
+            length = _length(model_path, max_length, options)
+            tokenizer = read_model_tokenizer(model_path, **options)
+            tokenizer = _with_template(tokenizer, chat_template)
             return length, (tokenizer, _bound(host, port), key)
 
         length, endpoint = run_on_all_ranks(coor, prepare)
@@ -86,6 +87,7 @@ def serve(
                 batch=max_running,
                 length=length,
                 tp=tp,
+                **options,
             ) as model,
         ):
             assert endpoint is not None  # the other ranks never leave load()
@@ -156,9 +158,9 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _length(model_path: str, max_length: int | None) -> int:
+def _length(model_path: str, max_length: int | None, options: Mapping[str, Any]) -> int:
     """Tokens of a sequence: max_length, if the model has positions for them."""
-    config = read_generator(model_path)
+    config = read_generator(model_path, **options)
     if config.is_encoder_decoder:
         raise DrumlineError(
             f"rank 0: {model_path} is an encoder-decoder, but OpenAI's API continues prompts; "

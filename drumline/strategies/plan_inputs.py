@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from coordinator import Coordinator
-from drumline.checkpoint.config_files import remote_class
+from drumline.checkpoint.config_files import read_config, remote_class
 from drumline.checkpoint.source import CheckpointFiles, choose_config, find_checkpoint
 from drumline.core.consistency import run_on_all_ranks
 from drumline.core.device_map import DeviceMap, ModelProfile, Place
@@ -25,7 +25,12 @@ from drumline.planner.load_options import LoadOptions
 from drumline.planner.memory import cluster_memory, limit_memory
 from drumline.planner.plan import plan
 from drumline.weight_formats.dequantized import read_dequantized
-from drumline.weight_formats.gguf_file import find_gguf, gguf_path, read_gguf_weights
+from drumline.weight_formats.gguf_file import (
+    find_gguf,
+    gguf_path,
+    read_gguf_config,
+    read_gguf_weights,
+)
 from drumline.weight_formats.lora_adapter import LoraAdapter, find_adapter
 
 
@@ -75,12 +80,23 @@ def _model_on_meta(kind: type[Any], config: Any, dtype: torch.dtype) -> tuple[An
 
 
 def _model_class(source: CheckpointFiles, options: LoadOptions) -> type[Any]:
-    kind = options.cls
-    if kind is None and options.trust_remote_code:
-        kind = remote_class(source.path, source.config)
-    kind = kind or model_profile.model_class(source.config)
+    kind = options.cls or _stored_class(source.path, source.config, options)
     options.check_rest(kind)
     return kind
+
+
+def _stored_class(path: Path, config: Any, options: LoadOptions) -> type[Any]:
+    own = remote_class(path, config) if options.trust_remote_code else None
+    return own or model_profile.model_class(config)
+
+
+def describe_model(path: str | Path, options: LoadOptions) -> tuple[Any, type[Any]]:
+    """The config and the class of a checkpoint, as `load` with these options reads them."""
+    if file := gguf_path(path, options.gguf_file):
+        config = read_gguf_config(file)
+    else:
+        config = read_config(path, options.adapter, options.trust_remote_code)
+    return config, _stored_class(Path(path), config, options)
 
 
 def checkpoint_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtype:

@@ -13,25 +13,28 @@ from typing import Any, TypeVar
 import torch
 
 from coordinator import Coordinator
-from drumline.checkpoint.config_files import read_config
+from drumline.checkpoint.config_files import read_tokenizer
 from drumline.core.consistency import run_on_all_ranks
 from drumline.core.device_map import format_nbytes
 from drumline.errors import DrumlineError, WorkerExit
-from drumline.planner.model_profile import model_class
+from drumline.planner.load_options import LoadOptions
 from drumline.strategies.load import Memory, load
+from drumline.strategies.plan_inputs import describe_model
+from drumline.weight_formats.gguf_file import gguf_path
 
 T = TypeVar("T")
 Peaks = list[dict[str, int]]
 """By rank: the most bytes of each of its devices that it held at a time."""
 
 
-def read_generator(path: str, num_tokens: int = 0) -> Any:
+def read_generator(path: str, num_tokens: int = 0, **options: Any) -> Any:
     """The config of a model that generates text, so many tokens with the prompt.
+
+    options: of `load`.
 
     Raises DrumlineError for one that does not, or has fewer positions.
     """
-    config = read_config(path)
-    kind = model_class(config)
+    config, kind = describe_model(path, LoadOptions(**options))
     if not kind.can_generate():
         raise DrumlineError(
             f"rank 0: {path} holds a {kind.__name__}, which does not generate text; give one that "
@@ -44,6 +47,12 @@ def read_generator(path: str, num_tokens: int = 0) -> Any:
             f"positions for {most}; ask for fewer."
         )
     return config
+
+
+def read_model_tokenizer(path: str, **options: Any) -> Any:
+    """The tokenizer of a model. options: of `load`."""
+    request = LoadOptions(**options)
+    return read_tokenizer(gguf_path(path, request.gguf_file) or path, request.trust_remote_code)
 
 
 def num_positions(config: Any) -> int:

@@ -96,7 +96,7 @@ def find_gguf(coor: Coordinator, file: Path) -> CheckpointFiles:
     _, index = run_on_all_ranks(coor, lambda: (_library(), dict(_tensors(file))))
     readers = range(coor.world_size)
     files, _ = share_index(coor, file, lambda: readers, read_index=lambda path: index)
-    config = run_on_all_ranks(coor, lambda: _config(file))
+    config = run_on_all_ranks(coor, lambda: read_gguf_config(file))
     return replace(files, index=index, config=config)
 
 
@@ -138,7 +138,9 @@ def _tensors(file: Path) -> Iterator[tuple[str, GgufTensor]]:
         ) from error
 
 
-def _config(file: Path) -> Any:
+def read_gguf_config(file: Path) -> Any:
+    """The config of the model in a GGUF file."""
+    _library()
     try:
         config = transformers.AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
         if not config.architectures:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
@@ -239,8 +240,11 @@ def test_ranks_of_a_killed_program_die_while_its_own_child_lives(tmp_path):
 
 
 def children(pid):
-    folders = Path(f"/proc/{pid}/task").iterdir()
-    return [child for folder in folders for child in (folder / "children").read_text().split()]
+    found = []
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread has ended
+            found += (thread / "children").read_text().split()
+    return found
 
 
 def wait_for(condition, seconds=30):

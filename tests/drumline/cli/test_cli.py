@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     MambaConfig,
     PreTrainedTokenizerFast,
     XLNetConfig,
@@ -29,6 +30,7 @@ from drumline.cli import DELEGATED, main, parser
 from drumline.cli.run_script import load_over_all_ranks
 from drumline.strategies.with_model import num_positions
 from tests.drumline.conftest import LLAMA
+from tests.drumline.weight_formats.test_lora_adapter import LINEAR, make_adapter
 
 ROOT = Path(__file__).parents[3]
 
@@ -229,6 +231,19 @@ def test_a_prompt_of_a_dash_is_read_from_the_standard_input(with_tokenizer, caps
     assert "5 6 7 55 54 10" in capsys.readouterr().out
 
 
+def test_an_adapter_beside_the_model_is_merged_where_it_is_named(with_tokenizer, tmp_path, capsys):
+    plain = LlamaForCausalLM.from_pretrained(with_tokenizer)
+    make_adapter(tmp_path / "adapter", plain, LINEAR)
+    line = ["generate", "--model", str(with_tokenizer), "--prompt", "5 6 7", "--max-new-tokens"]
+    assert main([*line, "9", "--adapter", str(tmp_path / "adapter")]) == 0
+    with drumline.load(with_tokenizer, adapter=tmp_path / "adapter") as model:
+        tokens = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=9, do_sample=False)
+    merged = " ".join(map(str, tokens[0].tolist()))
+    assert merged in capsys.readouterr().out
+    assert main([*line, "9"]) == 0
+    assert merged not in capsys.readouterr().out
+
+
 def test_generate_streams_text_and_ends_with_a_summary(warm, with_tokenizer):
     arguments = ["--model", with_tokenizer, "-n", 2, "--prompt", "5 6 7"]
     done = warm.run("-m", "drumline", "generate", *arguments)
@@ -273,11 +288,12 @@ def test_bench_prints_prefill_and_decode_rates_memory_and_hops(checkpoints, caps
     assert prefill == pytest.approx(2 * 16 / first_s * 1e3, rel=0.5) and decode > 0
 
 
+MODEL = "--model --adapter --dequantize --gguf-file --trust-remote-code"
 OPTIONS = {
-    "plan": "--model --memory --ranks --device-map --dtype --batch --length --bandwidth --hop",
-    "generate": "--model -n --ranks --memory --prompt --max-new-tokens --seed",
-    "bench": "--model -n --ranks --memory --batch --prompt-tokens --new-tokens",
-    "serve": "--model -n --ranks --memory --host --port --api-key-file --dtype --device-map --tp"
+    "plan": f"{MODEL} --memory --ranks --device-map --dtype --batch --length --bandwidth --hop",
+    "generate": f"{MODEL} -n --ranks --memory --prompt --max-new-tokens --seed",
+    "bench": f"{MODEL} -n --ranks --memory --batch --prompt-tokens --new-tokens",
+    "serve": f"{MODEL} -n --ranks --memory --host --port --api-key-file --dtype --device-map --tp"
     " --tensor-parallel-size --served-model-name --chat-template --log-requests"
     " --enable-log-requests --max-length --max-model-len --max-running --max-waiting",
     "top": "",
