@@ -1,4 +1,4 @@
-"""What a rank shows to a viewer of the same user and host, and only while it looks.
+"""The page that a rank shows to a viewer of the same user and host, only while it looks.
 
 Each line is JSON in a page of the memory for stacks, which /proc opens to the same user alone. The
 rank writes who it is. A viewer writes its request, and sends VIEW_SIGNAL: then a thread of the rank

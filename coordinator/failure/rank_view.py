@@ -81,7 +81,7 @@ class ViewedRank:
             linux.send_signal(self.peer.pid, live_view.VIEW_SIGNAL)
 
     def look(self) -> RankLook:
-        """What it does now; waits for its stack at most STACK_WAIT_S."""
+        """The rank as it is now; waits for its stack at most STACK_WAIT_S."""
         peer, state = self.peer, self._state()
         note, text = stack_dump.CallNote(), ""
         if state == RUNNING:

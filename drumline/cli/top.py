@@ -43,7 +43,7 @@ COLUMNS = (
 
 
 class _RankHistory:
-    """What is learnt of a rank from several looks at it."""
+    """A rank over several looks at it."""
 
     def __init__(self, look: rank_view.RankLook) -> None:
         self.look = self._before = look
@@ -66,7 +66,7 @@ class _RankHistory:
 
     @property
     def for_s(self) -> float:
-        """How long it has been where it is, as far as that was seen."""
+        """The seconds since it came to where it is, as far as that was seen."""
         return max(time.monotonic() - self._since, self.look.pending_s)
 
     @property
