@@ -63,7 +63,7 @@ class StuckRank(NamedTuple):
 def from_frames(
     rank: int, frames: Sequence[traceback.FrameSummary], note: CallNote
 ) -> StuckRank | None:
-    """Where a rank is. frames: of its stack, the innermost first; None without a user's line."""
+    """A rank by its stack, the innermost frame first; None without a line of the user."""
     frames = [frame for frame in frames if not frame.filename.endswith(RECORDER)]
     user = next((i for i, frame in enumerate(frames) if not _is_library(frame.filename)), None)
     if user is None:
