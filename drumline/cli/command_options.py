@@ -73,6 +73,7 @@ def _size(text: str, low: int = 0) -> str:
 
 def _plan(options: argparse.Namespace) -> None:
     from drumline.cli.show_plan import show_plan
+    from drumline.errors import DrumlineError
 
     num_ranks = options.ranks or len(options.memory)
     memory = _memory_per_rank(options, num_ranks)
@@ -80,7 +81,13 @@ def _plan(options: argparse.Namespace) -> None:
     sizes = (options.batch, options.length)
     speeds = (options.bandwidth, options.hop)
     arguments = (options.model, memory, options.device_map, options.dtype, *sizes, *speeds)
-    show_plan(*arguments, **_load_settings(options))
+    try:
+        show_plan(*arguments, options.html, options.png, **_load_settings(options))
+    except ModuleNotFoundError as error:
+        if options.png is None or not str(error.name).startswith("matplotlib"):
+            raise
+        needed = f"{options.png} needs matplotlib: pip install 'drumline[plot]'"
+        raise DrumlineError(needed) from error
 
 
 def _generate(options: argparse.Namespace) -> None:
@@ -255,6 +262,8 @@ _PLAN_OPTIONS = (
         default=100,
         metavar="MICROSECONDS",
     ),
+    _option("--html", "write the map as a page for a browser", type=Path, metavar="FILE"),
+    _option("--png", "draw the map as a PNG or SVG", type=Path, metavar="FILE"),
 )
 _GENERATE_OPTIONS = (
     *_MODEL_OPTIONS,
