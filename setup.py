@@ -68,7 +68,10 @@ setup(
             VECTORS,
         ),
         extension(
-            "communicator.backends._tcp", sources("tcp", "reduce", "python/convert"), (), VECTORS
+            "communicator.backends._tcp",
+            sources("tcp", "encryption", "reduce", "python/convert"),
+            ("dl",),
+            VECTORS,
         ),
         extension(
             "communicator.backends.nccl._nccl",
@@ -77,6 +80,7 @@ setup(
         ),
         extension("communicator._native", sources("python", "python/convert"), ("dl",), ("-O3",)),
         extension("coordinator._node_shm", sources("node_shm")),
+        extension("coordinator._encryption", sources("encryption", "encryption/python"), ("dl",)),
     ],
     options={"build_ext": {"parallel": 2}},
     cmdclass={

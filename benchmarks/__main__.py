@@ -50,6 +50,7 @@ STEPS = {
         ["benchmarks.network"],
         ["--hosts", "2", "--per-host", "1", "--sizes", "65536", "--repeats", "1"],
     ),
+    "encryption": (["benchmarks.encryption"], ["--repeats", "10"]),
     "shm-limits": (["benchmarks.shm_limits"], []),
     "calls": (["benchmarks.calls"], ["--repeats", "3"]),
     "torch-backend": (["benchmarks.torch_backend"], ["--repeats", "3"]),

@@ -22,9 +22,10 @@ from coordinator import Coordinator
 SIZES = {"16 B": 16, "1 KB": 1 << 10, "64 KB": 64 << 10, "1 MB": 1 << 20, "64 MB": 64 << 20}
 NOTE = (
     "Ranks are processes of one node; `over TCP` splits them into nodes of one rank each, on "
-    "loopback. Median and middle half of a call on rank 0 unless said otherwise, in turns, warm, "
-    "each call after barriers that find all ranks awake. Every result is compared with what was "
-    "sent. put() returns once the value is kept, TCPStore.set() before: one round trip less."
+    "loopback; `by gloo` is a Coordinator with transport='gloo'. Median and middle half of a call "
+    "on rank 0 unless said otherwise, in turns, warm, each call after barriers that find all ranks "
+    "awake. Every result is compared with what was sent. put() returns once the value is kept, "
+    "TCPStore.set() before: one round trip less."
 )
 KEYS, ONE_KEY = "put, get 1 KB (TCPStore)", "get 1 KB (TCPStore)"
 Case = tuple[Callable[[], Any], Callable[[], Any]]
@@ -40,10 +41,14 @@ def work(path: str, over_tcp: bool) -> list[Any]:
         info = replace(info, local_world_size=1, local_rank=0)
     store = dist.FileStore(path, info.world_size)
     dist.init_process_group("gloo", store=store, rank=info.rank, world_size=info.world_size)
-    with Coordinator(info, timeout_s=120) as coor:
+    with (
+        Coordinator(info, timeout_s=120) as coor,
+        Coordinator(info, timeout_s=120, transport="gloo") as over_gloo,
+    ):
         tcp = _tcp_store(coor)
         rows = []
-        for name, (ours, theirs), repeats in _cases(coor, tcp, over_tcp):
+        cases = [*(() if over_tcp else _gloo_cases(over_gloo)), *_cases(coor, tcp, over_tcp)]
+        for name, (ours, theirs), repeats in cases:
             rows.append([name, *_measure(coor, ours, theirs, repeats)])
         coor.barrier()
     dist.destroy_process_group()
@@ -75,6 +80,15 @@ def _cases(coor: Coordinator, tcp: dist.TCPStore, over_tcp: bool) -> Any:
     put_and_get, get = _keys(coor, tcp)
     yield KEYS, put_and_get, 200
     yield ONE_KEY, get, 200
+
+
+def _gloo_cases(coor: Coordinator) -> Any:
+    """Of a Coordinator over gloo, whose groups are those of the peer."""
+    yield "barrier by gloo", (coor.barrier, dist.barrier), 300
+    for label, nbytes in list(SIZES.items())[:-1]:
+        repeats = 200 if nbytes <= 1 << 16 else 30
+        yield f"broadcast {label} by gloo", _broadcast(coor, nbytes), repeats
+        yield f"allgather {label} by gloo", _allgather(coor, nbytes), repeats
 
 
 def _broadcast(coor: Coordinator, nbytes: int) -> Case:

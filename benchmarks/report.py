@@ -45,7 +45,9 @@ SECTIONS = (
         ("collectives-*-latency", "collectives-*-bandwidth"),
         "collectives collectives-4 shm-limits",
     ),
-    Section("network", "Between hosts", ("network",), ("network",), "network"),
+    Section(
+        "network", "Between hosts", ("network", "encryption"), ("network",), "network encryption"
+    ),
     Section("calls", "The cost of a call", ("calls", "tracing"), (), "calls tracing"),
     Section("torch", "Under torch.distributed", ("torch-backend",), (), "torch-backend"),
     Section(

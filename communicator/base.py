@@ -67,6 +67,7 @@ class Capabilities:
     empty_collectives: so do the collectives, because every call is compared by what is exchanged.
     compares_every_call: by itself, so nothing has to be compared before.
     checked_calls: how many of the first calls are else compared before anything moves.
+    encrypts: what goes to other hosts is encrypted, where the Coordinator encrypts.
     """
 
     only_by_name: bool = False
@@ -74,6 +75,7 @@ class Capabilities:
     empty_collectives: bool = False
     compares_every_call: bool = False
     checked_calls: int = call_check.FIRST_CALLS
+    encrypts: bool = False
 
 
 def _as_device(device: torch.device | str | int | None) -> torch.device | None:
@@ -142,6 +144,8 @@ class Communicator(CollectivesFromP2P):
         self.rank, self.world_size = coor.rank, coor.world_size
         self._me = self.rank_name()
         self.timeout_s = coor.timeout_s if timeout_s is None else timeout_s
+        if reason := self.why_unencrypted(coor):
+            raise Unsupported(f"{self._me}: {self.name}: {reason}")
         self._closed, self._pid = False, os.getpid()
         self._choice = {"backend": backend, "timeout_s": self.timeout_s, **options}
         _live.add(self)
@@ -156,6 +160,13 @@ class Communicator(CollectivesFromP2P):
             if viewer is not None:
                 viewer.follow(self, TRACED, "move", backend=self.name)
                 viewer.follow(self, ["barrier"], "wait", backend=self.name)
+
+    @classmethod
+    def why_unencrypted(cls, coor: Coordinator) -> str:
+        """Why ranks that encrypt cannot use this backend; "" if they can, or do not encrypt."""
+        if not coor.encrypts or len(coor.nodes) == 1 or cls.capabilities.encrypts:
+            return ""
+        return "it does not encrypt between hosts, as --encrypt demands; tcp and hierarchical do"
 
     @classmethod
     def over(

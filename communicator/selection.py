@@ -148,6 +148,8 @@ def _score(
         backend = _resolve(candidate)
         if reason := _exclusion_reason(backend, device_type, is_requested):
             return reason
+        if reason := backend.why_unencrypted(coor):
+            return reason
         if backend.device_type == "cuda" and not has_gpu:
             own_ordinal(coor.info.local_rank)
         return backend.probe(coor)

@@ -8,6 +8,7 @@ import launcher
 from coordinator import link_state
 from coordinator.collectives import ValueCollectives
 from coordinator.control.credentials import Credentials
+from coordinator.control.encryption import EncryptedSocket
 from coordinator.coordinator import Coordinator
 from coordinator.errors import (
     CoordinatorError,
@@ -32,6 +33,7 @@ __all__ = [
     "CoordinatorTimings",
     "Credentials",
     "DrumlineError",
+    "EncryptedSocket",
     "FailureReason",
     "Peer",
     "PeerConnector",

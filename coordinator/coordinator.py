@@ -63,6 +63,10 @@ class Coordinator(Collectives):
     info: who this process is; launcher.current() if not given.
     timeout_s: the deadline of every call that is not given one of its own.
     timings: how soon failures are noticed; those of a rank's first Coordinator count.
+    transport: "gloo" for collective calls over a gloo group; else shared memory within a node, and
+        connections between nodes. The same on every rank.
+    encrypt: encrypt all that leaves a process by a connection, as `drumline run --encrypt` lets all
+        Coordinators do. The same on every rank.
 
     Raises CoordinatorTimeout if not every rank comes in time, CoordinatorError if the ranks do not
     belong together. One thread at a time makes collective calls; several Coordinators are
@@ -76,15 +80,24 @@ class Coordinator(Collectives):
         *,
         timeout_s: float = 300.0,
         timings: CoordinatorTimings = DEFAULT,
+        transport: str | None = None,
+        encrypt: bool = False,
     ) -> None:
         self.info = launcher.current() if info is None else info
         self.timeout_s = self._checked(timeout_s)
         self._session: Session | None = None
-        self._timings = timings
+        self._timings, self._transport = timings, transport or ""
+        if self._transport not in ("", "gloo"):
+            raise ValueError(
+                f"rank {self.info.rank}: there is no transport {transport!r}. Give 'gloo', or None "
+                "for shared memory and connections."
+            )
         self._ancestors: tuple[weakref.WeakSet[Coordinator], ...] = ()  # their _subgroups
-        number = 0
+        number, self.encrypts = 0, encrypt or self.info.encrypts
         if self.info.world_size > 1:
-            self._session, number = this_process.of(self.info).join(self.info, timeout_s, timings)
+            self._session, number = this_process.of(self.info).join(
+                self.info, timeout_s, timings, self.encrypts
+            )
         call = begin_call("Coordinator", number + 1, timeout_s)
         self._join(f"c{number}/", range(self.info.world_size), None, call)
 
@@ -113,7 +126,12 @@ class Coordinator(Collectives):
         self._group: Group | None = None
         stack_fd, self._note = stack_dump.stack_memory(os.getpid())
         self.live_calls = live_view.live_calls(os.getpid())
-        me = Peer.me(self.info, self.address if self._session is not None else "", stack_fd)
+        me = Peer.me(
+            self.info,
+            self.address if self._session is not None else "",
+            stack_fd,
+            self._transport,
+        )
         self.peers: tuple[Peer, ...] = (me,)
         if self.world_size > 1:
             self.peers = self._join_ranks(key, me, parent, call)
@@ -358,7 +376,8 @@ class Coordinator(Collectives):
         number = self._count(("split", members))
         group = Coordinator.__new__(Coordinator)
         group.info, group.timeout_s, group._session = self.info, self.timeout_s, self._session
-        group._timings = self._timings
+        group._timings, group.encrypts = self._timings, self.encrypts
+        group._transport = self._transport
         group._ancestors = (*self._ancestors, self._subgroups)
         if self._session is not None:
             this_process.of(self.info).retain()

@@ -17,7 +17,8 @@ class Peer:
 
     memory: equal for processes that can share memory: one kernel, one view of pids, one user.
     address: by which the others reach its host. is_traced: is what it does to be recorded?
-    stack_fd: its descriptor of the memory for its stacks, if it has one.
+    stack_fd: its descriptor of the memory for its stacks, if it has one. transport: of its calls,
+    "gloo" or nothing.
     """
 
     rank: int
@@ -31,6 +32,7 @@ class Peer:
     address: str = ""
     is_traced: bool = False
     stack_fd: int = -1
+    transport: str = ""
 
     @property
     def machine(self) -> str:
@@ -48,7 +50,9 @@ class Peer:
         return cls(*json.loads(data))
 
     @classmethod
-    def me(cls, info: LaunchInfo, address: str = "", stack_fd: int = -1) -> Peer:
+    def me(
+        cls, info: LaunchInfo, address: str = "", stack_fd: int = -1, transport: str = ""
+    ) -> Peer:
         pid, user_namespace = os.getpid(), linux.read_proc_link("self/ns/user")
         return cls(
             info.rank,
@@ -62,6 +66,7 @@ class Peer:
             address,
             info.is_traced,
             stack_fd,
+            transport,
         )
 
     @property

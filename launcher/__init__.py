@@ -8,7 +8,7 @@ results = launcher.launch(work, nprocs=4)
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from launcher.detection import current
+from launcher.detection import current, is_encrypted
 from launcher.errors import (
     CauseOrder,
     Failure,
@@ -51,6 +51,7 @@ __all__ = [
     "free_memory_nbytes",
     "gpus",
     "host_addresses",
+    "is_encrypted",
     "launch",
     "linux",
     "listen",

@@ -10,7 +10,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from launcher import launch_secret, registry
-from launcher.launch_info import CHOICE, TRACE, LaunchInfo, LaunchInfoError
+from launcher.launch_info import (
+    CHOICE,
+    ENCRYPT,
+    ENCRYPT_VARIABLE,
+    TRACE,
+    LaunchInfo,
+    LaunchInfoError,
+)
 from launcher.system import linux
 from launcher.trace import recorder
 
@@ -35,7 +42,14 @@ def current(launcher: str | None = None) -> LaunchInfo:
         extras["secret_fd"] = str(secret_fd)
     if recorder.VARIABLE in os.environ:
         extras.setdefault(TRACE, os.environ[recorder.VARIABLE])
+    if is_encrypted():
+        extras.setdefault(ENCRYPT, "1")
     return replace(info, extras=extras)
+
+
+def is_encrypted() -> bool:
+    """True in the ranks of a launch with --encrypt that are processes."""
+    return os.environ.get(ENCRYPT_VARIABLE, "0") != "0"
 
 
 def thread_info() -> LaunchInfo | None:

@@ -50,6 +50,7 @@ class Job:
     bind: pin each rank to cores of its own. share_devices: let ranks share GPUs.
     trace: the folder for the recordings of ranks, see launcher/trace/recorder.py.
     results_dir: the folder for the results of ranks that a backend launcher starts.
+    encrypt: encrypt what the Coordinators and Communicators of the ranks send.
     restart_count: launches of the same job that have failed before this one.
     """
 
@@ -68,6 +69,7 @@ class Job:
     share_devices: bool = False
     trace: str | None = None
     results_dir: str | None = None
+    encrypt: bool = False
     restart_count: int = 0
 
     def __post_init__(self) -> None:

@@ -13,10 +13,12 @@ from types import MappingProxyType
 
 ENV_PREFIX = "DRUMLINE_"
 TRACE = "trace"  # in extras: the folder for the recordings of ranks
+ENCRYPT = "encrypt"  # in extras: of a launch with --encrypt
 LOG_LEVEL = ENV_PREFIX + "LOG_LEVEL"
 TIME_SCALE = ENV_PREFIX + "TIME_SCALE"
 SETTINGS = (LOG_LEVEL, TIME_SCALE)  # of the user, for every process of a launch
 CHOICE = ENV_PREFIX + "LAUNCHER"  # names the launcher to detect, where variables of several are set
+ENCRYPT_VARIABLE = ENV_PREFIX + "ENCRYPT"  # by which a backend launcher's ranks learn of it
 MAX_PORT = 65535
 
 
@@ -62,6 +64,11 @@ class LaunchInfo:
     def is_traced(self) -> bool:
         """True if this is a launch with --trace, where every rank records its calls."""
         return TRACE in self.extras
+
+    @property
+    def encrypts(self) -> bool:
+        """True if this is a launch with --encrypt."""
+        return ENCRYPT in self.extras
 
     def to_dict(self) -> dict[str, object]:
         values = {f.name: getattr(self, f.name) for f in fields(self)}

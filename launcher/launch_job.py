@@ -23,6 +23,7 @@ OPTIONS: dict[str, object] = {
     "preload": None,
     "log_dir": None,
     "trace": None,
+    "encrypt": False,
 }
 
 
@@ -43,6 +44,7 @@ def launch(
     preload: Sequence[str] | None = None,
     share_devices: bool = False,
     trace: str | os.PathLike[str] | None = None,
+    encrypt: bool = False,
 ) -> list[Any]:
     """Each rank's result, by rank, of calling work with args; None if work is a script's path.
 
@@ -55,6 +57,8 @@ def launch(
     known to be safe. (): none.
 
     trace: a file for a timeline of what every rank did; see launcher/trace/recorder.py.
+
+    encrypt: all Coordinators and Communicators of the ranks encrypt; see docs/security.md.
 
     Raises LaunchError as soon as one rank fails, after ending the others. Processes that
     ranks leave running are ended with them.
@@ -73,6 +77,7 @@ def launch(
         bind=bind,
         preload=tuple(preload) if isinstance(preload, list) else preload,  # type: ignore[arg-type]
         share_devices=share_devices,
+        encrypt=encrypt,
     )
     try:
         return start(job, launcher, trace)

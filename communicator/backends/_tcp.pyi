@@ -10,7 +10,9 @@ class ConnectionEnded(Exception):
     """args: the peer, its notice or 0, an errno or 0, and a text."""
 
 class Engine:
-    def __init__(self, rank: int, fds: Sequence[int], poll_s: float, /) -> None: ...
+    def __init__(
+        self, rank: int, fds: Sequence[int], keys: Sequence[bytes], poll_s: float, /
+    ) -> None: ...
     def run(
         self,
         steps: bytes,

@@ -12,6 +12,7 @@ import socket
 from typing import TYPE_CHECKING, TypeAlias
 
 from communicator.errors import PeerLost
+from coordinator import EncryptedSocket
 
 if TYPE_CHECKING:
     from communicator._native import Comm
@@ -53,6 +54,9 @@ class TcpStreams:
     def __init__(self, connections: dict[int, socket.socket]) -> None:
         self._connections = connections
         self._peers = {link.fileno(): peer for peer, link in connections.items()}
+        self._encrypted = {
+            peer: link for peer, link in connections.items() if isinstance(link, EncryptedSocket)
+        }
         self._ends: dict[int, str] = {}
         self._events: dict[int, int] = {}  # of the peers that are in the first epoll
         self._ready, self._service = select.epoll(), select.epoll()
@@ -91,6 +95,9 @@ class TcpStreams:
         for peer, bits in enumerate(interest):
             if EVENTS[bits] != self._events.get(peer, 0):
                 self._set_events(peer, 0 if peer in self._ends else EVENTS[bits])
+        for peer, link in self._encrypted.items():
+            if interest[peer] & READABLE and link.pending():
+                return peer
         for fd, _ in self._ready.poll(timeout_ms / 1e3, 1):
             if fd != self._wake:
                 return self._peers[fd]

@@ -49,7 +49,7 @@ class Hierarchical(Communicator):
     """
 
     name = "hierarchical"
-    capabilities = Capabilities(empty_messages=True, empty_collectives=True)
+    capabilities = Capabilities(empty_messages=True, empty_collectives=True, encrypts=True)
 
     @classmethod
     def probe(cls, coor: Coordinator) -> int:

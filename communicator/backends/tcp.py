@@ -24,7 +24,14 @@ from communicator.calls.programs import CollectiveProgram, Copy, Transfers, allr
 from communicator.calls.scheduled_collectives import ScheduledCollectives, run_alone
 from communicator.calls.schedules import Schedule
 from communicator.errors import CommunicatorError, CommunicatorTimeout, DrumlineError, PeerLost
-from coordinator import Coordinator, CoordinatorError, FailureReason, RankFailure, link_state
+from coordinator import (
+    Coordinator,
+    CoordinatorError,
+    EncryptedSocket,
+    FailureReason,
+    RankFailure,
+    link_state,
+)
 
 LEFT, UNREACHABLE = FailureReason.LEFT, FailureReason.UNREACHABLE
 STEP = struct.Struct("iiiiQQQ")  # tcp::Step of csrc/tcp/engine.h
@@ -74,7 +81,7 @@ class Tcp(ScheduledCollectives, Communicator):
     """
 
     name = "tcp"
-    capabilities = Capabilities(empty_messages=True, empty_collectives=True)
+    capabilities = Capabilities(empty_messages=True, empty_collectives=True, encrypts=True)
 
     @classmethod
     def probe(cls, coor: Coordinator) -> int:
@@ -88,9 +95,19 @@ class Tcp(ScheduledCollectives, Communicator):
         self._remotes = {rank: link_state.remote_host(link) for rank, link in links.items()}
         for link in links.values():
             configure(link)
+        keys = {
+            rank: link.take_keys()
+            for rank, link in links.items()
+            if isinstance(link, EncryptedSocket)
+        }
         self._fds = {rank: link.detach() for rank, link in links.items()}
         fds = [self._fds.get(rank, -1) for rank in range(self.world_size)]
-        self._engine = Engine(self.rank, fds, timings.TIMINGS.liveness_poll_s)
+        self._engine = Engine(
+            self.rank,
+            fds,
+            [keys.get(rank, b"") for rank in range(self.world_size)],
+            timings.TIMINGS.liveness_poll_s,
+        )
 
     def do_close(self) -> None:
         self._announce_end(f"{self._me} closed its communicator", CLOSE_NOTICE)

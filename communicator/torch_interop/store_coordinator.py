@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from torch.distributed import DistNetworkError, PrefixStore, ProcessGroup, Store
-from torch.distributed.distributed_c10d import _get_process_group_store
+from torch.distributed.distributed_c10d import _get_process_group_store, _world
 
 from communicator import timings
 from communicator.calls.failures import lost_peers
@@ -29,7 +29,7 @@ from coordinator import (
     PeerLost,
     ValueCollectives,
 )
-from launcher import LaunchInfo
+from launcher import LaunchInfo, is_encrypted
 
 LOOPBACK = "127.0.0.1"
 APART = "drumline"  # the prefix of our keys in the store of a process group
@@ -37,11 +37,13 @@ DISCARD_PORT = 9  # nothing is sent there
 
 
 class StoreCoordinator(ValueCollectives):
-    """The ranks that share a store. Collective to create. Needs no closing.
+    """The ranks that share a store. Collective to create. Needs no closing. Encrypts nothing.
 
     The store may hold keys of earlier ranks: torchrun passes its own to the ranks that it restarts
     after a failure. So rank 0 chooses a prefix that was never used.
     """
+
+    encrypts = False
 
     def __init__(
         self,
@@ -93,6 +95,12 @@ class StoreCoordinator(ValueCollectives):
         )
         me = self.peers[self.rank]
         self.local_rank, self.local_world_size = me.local_rank, me.local_world_size
+        if len(self.nodes) > 1 and is_encrypted():
+            raise CommunicatorError(
+                f"rank {self.rank}: the ranks of init_process_group('drumline') meet in torch's "
+                f"store, which does not encrypt, and these are on {len(self.nodes)} hosts of a "
+                "launch with --encrypt. Use a Communicator, or start without --encrypt."
+            )
         host, port = _server_address(self._store)
         self.info = LaunchInfo(
             launch_id=self._credentials.launch_id,
@@ -315,7 +323,10 @@ def coordinator_over(
     """The Coordinator of a process group, or of the ranks that share a store. Collective."""
     if isinstance(ranks, ProcessGroup):
         store = PrefixStore(APART, _get_process_group_store(ranks))
-        return StoreCoordinator(store, ranks.rank(), ranks.size(), timeout_s)
+        global_ranks = _world.pg_group_ranks.get(
+            ranks, {}
+        )  # of no group without init_process_group
+        return StoreCoordinator(store, ranks.rank(), ranks.size(), timeout_s, list(global_ranks))
     if not isinstance(ranks, Store):
         kind = type(ranks).__name__
         raise TypeError(f"Communicator.over({kind}): needs a torch ProcessGroup or a torch Store")

@@ -1,1 +1,1 @@
-"""The control server, its clients, heartbeats, the authenticated handshake, message framing."""
+"""The control server, its clients, heartbeats, the handshake, encryption, message framing."""

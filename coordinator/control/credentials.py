@@ -6,23 +6,28 @@ import hashlib
 import hmac
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from coordinator.errors import CoordinatorError
 from launcher import LaunchInfo, linux
 
 MAGIC = b"drumline"
-VERSION = 4  # of the protocol
+VERSION = 5  # of the protocol
 SECRET_NBYTES = 32
+KEYS = b"drumline, keys of a connection"
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """The launch secret, and what is authenticated with it."""
+    """The launch secret, and what is authenticated with it.
 
-    secret: bytes
+    encrypts: what passes on connections is encrypted.
+    """
+
+    secret: bytes = field(repr=False)
     launch_id: str
     world_size: int
+    encrypts: bool = False
 
     def fingerprint(self) -> bytes:
         """Tells an honest client that it reached another launch; reveals nothing of the secret."""
@@ -35,6 +40,16 @@ class Credentials:
         sends but the MAC itself, and of the client's words their MAC.
         """
         return hmac.digest(self.secret, end + self._context() + message + nonces, "sha256")
+
+    def connection_keys(self, shared: bytes, nonces: bytes) -> tuple[bytes, bytes]:
+        """The keys of a connection, the client's and the server's to send with (HKDF, RFC 5869).
+
+        shared: what only the two ends of this connection know. nonces: the client's, the server's.
+        """
+        extracted = hmac.digest(self.secret, shared, "sha256")
+        info = KEYS + self._context() + nonces
+        of_client = hmac.digest(extracted, info + b"\1", "sha256")
+        return of_client, hmac.digest(extracted, of_client + info + b"\2", "sha256")
 
     def _context(self) -> bytes:
         name = self.launch_id.encode()

@@ -13,6 +13,7 @@ from typing import Any
 import msgpack
 
 from coordinator import link_state
+from coordinator.control.encryption import EncryptedSocket
 from coordinator.timings import DEFAULT
 
 LENGTH = struct.Struct("!Q")
@@ -113,7 +114,8 @@ class Connection:
         unpack: Callable[[bytearray], Any] = unpack,
     ) -> Any:
         """Return the next message. Raises NoMessage if none has begun by the deadline."""
-        self._wait(select.POLLIN, deadline, idle, NoMessage)
+        if not (isinstance(self.socket, EncryptedSocket) and self.socket.pending()):
+            self._wait(select.POLLIN, deadline, idle, NoMessage)
         self.is_between_messages = False
         (nbytes,) = LENGTH.unpack(self.read_exactly(LENGTH.size, deadline, idle))
         if nbytes > MAX_NBYTES:

@@ -1,12 +1,14 @@
 """The handshake: both ends of a connection prove that they know the launch secret.
 
     server -> client   magic, version, world size, fingerprint of the launch, nonce
-    client -> server   rank, turn, purpose, token and name of the process, nonce, MAC over all of it
+    client -> server   rank, turn, whether it encrypts, purpose, token and name of the process,
+                       nonce, MAC over all of it
     server -> client   answer, name of the process that is this rank already, MAC
 
 Fresh nonces of both ends make a recorded answer worthless, and the name of the end inside the MAC
 makes it worthless to send one back. All messages have a fixed size, so nothing of a stranger is
-ever parsed. The token tells two processes apart that both claim to be one rank.
+ever parsed. The token tells two processes apart that both claim to be one rank. If both encrypt,
+the nonces are public keys, and all that follows is encrypted; if one does, it is sent away.
 """
 
 from __future__ import annotations
@@ -14,18 +16,18 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-import secrets
 import selectors
 import socket
 import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
 
 from coordinator.control.credentials import MAGIC, VERSION, Credentials
+from coordinator.control.encryption import KeyExchange
 from coordinator.control.framing import Connection, ConnectionBroken, noop
 from coordinator.timings import DEFAULT, CoordinatorTimings
 
@@ -33,7 +35,7 @@ MAC_NBYTES = 32
 PREFIX = struct.Struct("!8sH")  # magic, version: the same in every version
 GREETING = struct.Struct("!8sHI16s32s")  # and world size, fingerprint, nonce
 NAME_NBYTES = 96
-HELLO = struct.Struct(f"!II32s8s{NAME_NBYTES}s32s32s")  # Hello's fields, nonce, MAC
+HELLO = struct.Struct(f"!II?32s8s{NAME_NBYTES}s32s32s")  # Hello's fields, nonce, MAC
 WELCOME = struct.Struct(f"!B{NAME_NBYTES}s32s")  # Answer, name, MAC
 MAX_PENDING = 128  # unauthenticated connections, or as many as ranks may come
 
@@ -47,6 +49,7 @@ class Answer(IntEnum):
     NOT_READY = 1
     REJECTED = 2
     DUPLICATE_RANK = 3
+    OTHER_ENCRYPTION = 4
 
 
 class Rejected(Exception):
@@ -70,7 +73,7 @@ class Hello:
     """The claim of a client: its rank, the purpose of the connection and its turn.
 
     turn: how many Coordinators the rank had made before. token, process: of its process, so that
-    one rank is one process, and for an error to name it.
+    one rank is one process, and for an error to name it. encrypts: the launch, as this rank has it.
     """
 
     rank: int
@@ -78,11 +81,12 @@ class Hello:
     turn: int = 0
     token: bytes = bytes(8)
     process: str = ""
+    encrypts: bool = False
 
     def pack(self, nonce: bytes) -> bytes:
         """The client's message, up to the MAC that authenticates it."""
         name = self.process.encode()[:NAME_NBYTES]
-        fields = (self.rank, self.turn, self.purpose, self.token, name)
+        fields = (self.rank, self.turn, self.encrypts, self.purpose, self.token, name)
         return HELLO.pack(*fields, nonce, bytes(MAC_NBYTES))[:-MAC_NBYTES]
 
 
@@ -93,7 +97,12 @@ def authenticate(
     deadline: float,
     idle: Callable[[], None] = noop,
 ) -> None:
-    """Run the client's side. Raises NotReady or Rejected. idle as in Connection."""
+    """Run the client's side, and encrypt from then on if the launch does.
+
+    Raises NotReady or Rejected. idle as in Connection.
+    """
+    hello = replace(hello, encrypts=credentials.encrypts)
+    exchange = KeyExchange(credentials)
     try:
         prefix = connection.read_exactly(PREFIX.size, deadline, idle)
         _check_prefix(*PREFIX.unpack(prefix))
@@ -102,7 +111,7 @@ def authenticate(
         if fingerprint != credentials.fingerprint():
             connection.write(credentials.fingerprint(), deadline)
         _check_launch(world_size, fingerprint, credentials)
-        message = hello.pack(secrets.token_bytes(32))
+        message = hello.pack(exchange.nonce)
         mac = credentials.mac(b"client", message, server_nonce)
         connection.write(message + mac, deadline)
         welcome = connection.read_exactly(WELCOME.size, deadline, idle)
@@ -118,6 +127,14 @@ def authenticate(
         raise NotReady("it is not this rank's turn")
     if answer == Answer.DUPLICATE_RANK:
         raise Rejected(f"{_text(name)} is rank {hello.rank} already, and this is {hello.process}")
+    if answer == Answer.OTHER_ENCRYPTION:
+        raise Rejected(describe_encryption(hello.encrypts))
+    connection.socket = exchange.encrypted(connection.socket, server_nonce, is_client=True)
+
+
+def describe_encryption(is_with: bool, rank: str = "this rank") -> str:
+    """Why a rank does not belong to the others of its launch."""
+    return f"{rank} was started {'with' if is_with else 'without'} --encrypt, unlike rank 0"
 
 
 def _welcome(answer: int, name: bytes) -> bytes:
@@ -158,7 +175,7 @@ class _PendingConnection:
 
     socket: socket.socket
     address: str
-    nonce: bytes
+    exchange: KeyExchange
     since: float
     received: bytes = b""
 
@@ -170,6 +187,8 @@ class AuthenticatedListener:
 
     on_accepted(connection, hello) takes the connection over.
     authorize(hello): the Answer, and for DUPLICATE_RANK the process that is this rank already.
+    on_other_encryption(hello): of a rank that has the secret, and encrypts where this end does not,
+    or the reverse; it is sent away.
     max_pending: so many unauthenticated connections may wait.
     """
 
@@ -182,10 +201,11 @@ class AuthenticatedListener:
         authorize: Callable[[Hello], tuple[Answer, str]] = lambda _: (Answer.ACCEPTED, ""),
         max_pending: int = MAX_PENDING,
         timings: CoordinatorTimings = DEFAULT,
+        on_other_encryption: Callable[[Hello], None] = lambda _: None,
     ) -> None:
         self._listener, self._credentials, self._selector = listener, credentials, selector
         self._on_accepted, self._authorize, self._max_pending = on_accepted, authorize, max_pending
-        self._timings = timings
+        self._timings, self._on_other_encryption = timings, on_other_encryption
         self._pending: dict[socket.socket, _PendingConnection] = {}  # the oldest first
         self._num_rejected = 0
         self._num_errors = 0
@@ -262,8 +282,8 @@ class AuthenticatedListener:
             self._reject(oldest, "was sent away, for too many files are open")
 
     def _greet(self, connection: socket.socket, address: str) -> None:
-        nonce, now = secrets.token_bytes(32), time.monotonic()
-        pending = _PendingConnection(connection, address, nonce, now)
+        exchange, now = KeyExchange(self._credentials), time.monotonic()
+        pending = _PendingConnection(connection, address, exchange, now)
         if len(self._pending) >= self._max_pending and not self._make_room(pending):
             return self._reject(connection, "came while too many others did")
         connection.setblocking(False)
@@ -271,7 +291,7 @@ class AuthenticatedListener:
         self._selector.register(connection, selectors.EVENT_READ, handler)
         self._pending[connection] = pending
         size, fingerprint = self._credentials.world_size, self._credentials.fingerprint()
-        self._send(connection, GREETING.pack(MAGIC, VERSION, size, fingerprint, pending.nonce))
+        self._send(connection, GREETING.pack(MAGIC, VERSION, size, fingerprint, exchange.nonce))
 
     def _make_room(self, newcomer: _PendingConnection) -> bool:
         """Send away the oldest of the address that has most: if it has had time, or crowds.
@@ -311,22 +331,27 @@ class AuthenticatedListener:
         return "left in the middle of the handshake: a rank that was ended, or a stranger"
 
     def _decide(self, pending: _PendingConnection) -> None:
-        rank, turn, purpose, token, process, _, mac = HELLO.unpack(pending.received)
-        message = pending.received[:-MAC_NBYTES]
-        expected = self._credentials.mac(b"client", message, pending.nonce)
+        rank, turn, encrypts, purpose, token, process, nonce, mac = HELLO.unpack(pending.received)
+        message, own_nonce = pending.received[:-MAC_NBYTES], pending.exchange.nonce
+        expected = self._credentials.mac(b"client", message, own_nonce)
         if not hmac.compare_digest(mac, expected) or rank >= self._credentials.world_size:
             self._send(pending.socket, WELCOME.pack(Answer.REJECTED, b"", bytes(MAC_NBYTES)))
             return self._reject(pending.socket, "does not know the launch secret")
-        hello = Hello(rank, purpose, turn, token, _text(process))
-        answer, name = self._authorize(hello)
+        hello = Hello(rank, purpose, turn, token, _text(process), encrypts)
+        answer, name = Answer.OTHER_ENCRYPTION, ""
+        if encrypts == self._credentials.encrypts:
+            answer, name = self._authorize(hello)
+        else:
+            self._on_other_encryption(hello)
         welcome = _welcome(answer, name.encode()[:NAME_NBYTES])
-        server_mac = self._credentials.mac(b"server", welcome, mac + pending.nonce)
+        server_mac = self._credentials.mac(b"server", welcome, mac + own_nonce)
         is_sent = self._send(pending.socket, welcome + server_mac)
         if not is_sent or answer != Answer.ACCEPTED:
             return self._drop(pending.socket)
         del self._pending[pending.socket]
         self._selector.unregister(pending.socket)
-        self._on_accepted(pending.socket, hello)
+        encrypted = pending.exchange.encrypted(pending.socket, nonce, is_client=False)
+        self._on_accepted(encrypted, hello)
 
     def _send(self, connection: socket.socket, data: bytes) -> bool:
         try:

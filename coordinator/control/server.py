@@ -33,6 +33,7 @@ from coordinator.control.handshake import (
     AuthenticatedListener,
     Handler,
     Hello,
+    describe_encryption,
 )
 from coordinator.control.membership import Member, MembershipTable
 from coordinator.control.operations import BAD_REQUEST, Op, check_arguments
@@ -114,6 +115,7 @@ class ControlServer:
         )
         self._operations = self._make_operations()
         self._woken, self._wakeup = socket.socketpair()
+        self._refusal = ""  # why no rank can join any more
         self._packed_unwell: dict[tuple[Any, ...], bytes] = {}  # by the question
         self._packed_at = -math.inf
         self._selector = selectors.DefaultSelector()
@@ -126,6 +128,7 @@ class ControlServer:
             self._authorize,
             _max_pending_connections(credentials.world_size),
             timings,
+            self._refuse_all,
         )
         self._thread = threading.Thread(target=self._serve, name="drumline-server", daemon=True)
         self._thread.start()
@@ -272,6 +275,13 @@ class ControlServer:
         is_open = hello.turn <= self._turn and not self._closing.is_set()
         return (Answer.ACCEPTED if is_open else Answer.NOT_READY), ""
 
+    def _refuse_all(self, hello: Hello) -> None:
+        """Let no rank join: one of them encrypts and another does not."""
+        why = describe_encryption(hello.encrypts, f"rank {hello.rank} ({hello.process})")
+        self._refusal = f"{why}, so none can join. Start all ranks of a launch in the same way."
+        for requester in self._rendezvous.cancel():
+            self._refuse(requester, self._refusal)
+
     def _add(self, accepted: socket.socket, hello: Hello) -> None:
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -327,6 +337,8 @@ class ControlServer:
         requester = _Requester(connection.rank, connection, request)
         try:
             check_arguments(op, arguments)
+            if self._refusal and op in (Op.RENDEZVOUS, Op.NUMBER):
+                return self._refuse(requester, self._refusal)
             answer = self._operations[op](requester, *arguments)
         except BAD_REQUEST as error:
             text = _bad_request(connection.rank, op, error)

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +21,7 @@ from coordinator.addresses import Address, bound, candidates, family_of, listen,
 from coordinator.call_site import CallSite
 from coordinator.control.client import Client, ServerLost
 from coordinator.control.credentials import SECRET_NBYTES, Credentials, launch_secret
+from coordinator.control.encryption import check_encryption
 from coordinator.control.framing import noop
 from coordinator.control.handshake import CONTROL, Hello
 from coordinator.control.heartbeat import NO_ANSWER, Heartbeat
@@ -204,12 +205,21 @@ class _ProcessSession:
         self.token = secrets.token_bytes(8)
 
     def join(
-        self, info: LaunchInfo, timeout_s: float, timings: CoordinatorTimings
+        self,
+        info: LaunchInfo,
+        timeout_s: float,
+        timings: CoordinatorTimings,
+        encrypts: bool = False,
     ) -> tuple[Session, int]:
         """The session, and how many Coordinators the rank has made before."""
         with self.lock:
             if self.session is None:
-                self.session = self._open(info, timeout_s, timings)
+                self.session = self._open(info, timeout_s, timings, encrypts)
+            elif self.session.credentials.encrypts != encrypts:
+                raise CoordinatorError(
+                    f"rank {info.rank} has a Coordinator with encrypt={not encrypts}, and cannot "
+                    f"make one with encrypt={encrypts} beside it. Give both the same."
+                )
             elif self.server is not None:
                 self.server.open(self.num_coordinators)
             self.session.users += 1
@@ -222,11 +232,15 @@ class _ProcessSession:
             assert self.session is not None
             self.session.users += 1
 
-    def _open(self, info: LaunchInfo, timeout_s: float, timings: CoordinatorTimings) -> Session:
+    def _open(
+        self, info: LaunchInfo, timeout_s: float, timings: CoordinatorTimings, encrypts: bool
+    ) -> Session:
+        if encrypts:
+            check_encryption(info)
         if info.extras.get("store") == "agent" and self.location is None:
             self.location = _locate_server_by_store(info, timeout_s)
         turn, scaled = self.num_coordinators, timings.for_ranks(info.world_size)
-        credentials = Credentials(self._secret(info), info.launch_id, info.world_size)
+        credentials = Credentials(self._secret(info), info.launch_id, info.world_size, encrypts)
         if info.rank == 0 and (self.server is None or not self.server.open(turn)):
             self.server = ControlServer(self._listener(info), credentials, scaled)
             self.server.open(turn)
@@ -326,22 +340,25 @@ class _ServerLocation:
     """
 
     address: Address
-    secret: bytes
+    secret: bytes = field(repr=False)
     listener: socket.socket | None
 
 
 def _locate_server_by_store(info: LaunchInfo, timeout_s: float) -> _ServerLocation:
-    """Rank 0 listens beside the launcher's store, and stores there its address and a secret."""
+    """Rank 0 listens beside the launcher's store, and stores there its address, and a secret if the
+    launch has none."""
     from torch.distributed import TCPStore
 
+    has_secret = "secret_fd" in info.extras
     key = f"drumline/{info.launch_id}"
     limit = timedelta(seconds=timeout_s)
     try:
         store = TCPStore(info.master_addr, info.master_port, None, False, timeout=limit)
         if info.rank == 0:
             listener = _listener_next_to_store(info)
-            secret = secrets.token_bytes(SECRET_NBYTES)
-            store.set(key, json.dumps([*listener.getsockname()[:2], secret.hex()]))
+            drawn = b"" if has_secret else secrets.token_bytes(SECRET_NBYTES)
+            store.set(key, json.dumps([*listener.getsockname()[:2], drawn.hex()]))
+            secret = drawn or launch_secret(info)
             return _ServerLocation((listener.family, listener.getsockname()), secret, listener)
         host, port, text = json.loads(store.get(key))
     except RuntimeError as error:
@@ -350,7 +367,9 @@ def _locate_server_by_store(info: LaunchInfo, timeout_s: float) -> _ServerLocati
             f"launcher's store {info.master_addr}:{info.master_port} for the address of rank 0. "
             f"Check that rank 0 makes a Coordinator, too. ({error})"
         ) from error
-    return _ServerLocation((family_of(host), (host, port)), bytes.fromhex(text), None)
+    drawn = b"" if has_secret else bytes.fromhex(text)  # who alters the store draws none for us
+    secret = drawn or launch_secret(info)
+    return _ServerLocation((family_of(host), (host, port)), secret, None)
 
 
 def _listener_next_to_store(info: LaunchInfo) -> socket.socket:

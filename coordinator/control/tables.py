@@ -151,6 +151,12 @@ class RendezvousTable(Generic[Requester]):
             if all(map(has_given_up, current.waiting.values())):
                 del self._open[key]
 
+    def cancel(self) -> list[Requester]:
+        """Drop all that are open; those who wait there."""
+        waiting = [member for current in self._open.values() for member in current.waiting.values()]
+        self._open.clear()
+        return waiting
+
     def arrived(self, _: Requester, key: str) -> list[int]:
         """The places that have given their data, of a rendezvous that is not over."""
         current = self._open.get(key)

@@ -163,9 +163,9 @@ class FailureDetector:
             membership = self.monitor.unwell(self.timings.last_answer_s, pending.call)
         return membership, stacks
 
-    def broken(self, rank: int, why: str, pending: PendingCall) -> CoordinatorError:
-        """The error for a broken connection to a rank of the group: the reason, if it arrives
-        shortly."""
+    def broken(self, rank: int | None, why: str, pending: PendingCall) -> CoordinatorError:
+        """The error for a broken connection to a rank of the group, or to one that nobody knows:
+        the reason, if it arrives shortly."""
         until = min(
             time.monotonic() + self.timings.reason_s, pending.deadline + self.timings.answer_s
         )
@@ -175,10 +175,12 @@ class FailureDetector:
                 self.check(pending)
             except CoordinatorError as error:
                 return error
-            if self.session.server_lost_at:
+            if self.session.server_lost_at and rank is not None:
                 break  # nobody is left who could tell
             time.sleep(self.timings.reason_poll_s)
         state, reason = f"its connection broke: {why}", FailureReason.UNREACHABLE
+        if rank is None:
+            return self.fail(PeerLost, [], pending, f", for {state}")
         return self.fail(PeerLost, [ObservedRank(self.peers[rank], state, None, reason)], pending)
 
     # ---- failing the group ----

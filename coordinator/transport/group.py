@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import coordinator._node_shm as _node_shm
 from coordinator.call_site import CallSite, CallStatus, PendingCall
@@ -18,6 +18,9 @@ from coordinator.control.session import Session
 from coordinator.failure.detector import FailureDetector
 from coordinator.peers import Peer
 from coordinator.transport.tree import ALL_NODES, Entry, Tree, TreeLinkBroken
+
+if TYPE_CHECKING:
+    from coordinator.transport.gloo_transport import GlooTransport
 
 ALL_RANKS = -1
 """The dst, root or reader that is no single rank."""
@@ -56,7 +59,7 @@ class Group:
         detector: FailureDetector,
         shm_domains: Sequence[Sequence[int]],
         segment: _node_shm.NodeSegment | None,
-        tree: Tree | None,
+        tree: Tree | GlooTransport | None,
     ) -> None:
         self.key, self.session, self.rank = key, session, rank
         self.detector, self.shm_domains = detector, shm_domains
@@ -94,7 +97,7 @@ class Group:
         except _node_shm.CallMismatch:
             raise self.detector.in_different_calls(pending) from None
         except TreeLinkBroken as error:
-            neighbour = self.shm_domains[error.index][0]
+            neighbour = self.shm_domains[error.index][0] if error.index >= 0 else None
             raise self.detector.broken(neighbour, str(error), pending) from error
 
     def _exchange_in_domain(
@@ -186,7 +189,7 @@ class Group:
     def drop(self) -> None:
         """Close the descriptors in a forked child, which leaves those of the parent alone."""
         if self._tree is not None:
-            self._tree.close()
+            self._tree.drop()
         self.detector.drop()
 
 

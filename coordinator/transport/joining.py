@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import coordinator._node_shm as _node_shm
 from coordinator.binomial_tree import children_of, parent_of
@@ -17,6 +17,7 @@ from coordinator.control.session import Session
 from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost
 from coordinator.failure.detector import FailureDetector
 from coordinator.peers import Peer, group_by_node
+from coordinator.store.prefix_store import PrefixStore
 from coordinator.transport.group import Group
 from coordinator.transport.rendezvous import Rendezvous
 from coordinator.transport.tree import (
@@ -27,6 +28,9 @@ from coordinator.transport.tree import (
     TreeLinkBroken,
     connect_to_parent,
 )
+
+if TYPE_CHECKING:
+    from coordinator.transport.gloo_transport import GlooTransport
 
 CONNECT_SHARE = 0.8  # of the time to join, for connections: the rest is to hear who could not
 
@@ -78,7 +82,7 @@ class _Joining:
         self.shm_domain: list[int] = []
         self.detector: FailureDetector | None = None
         self.segment: _node_shm.NodeSegment | None = None
-        self.tree: Tree | None = None
+        self.tree: Tree | GlooTransport | None = None
 
     def close(self) -> None:
         if self.detector is not None:
@@ -99,6 +103,10 @@ class _Joining:
             self.session.start_heartbeat()
             domains = self._connect_domains(packets)
         everyone = [self.peers[place] for place in range(self.size)]
+        if self._is_over_gloo(everyone):
+            tree, self.tree = self.tree, self._connect_by_gloo()
+            if tree is not None:
+                tree.close()
         self.detector = FailureDetector(self.key, self.session, self.rank, everyone)
         if self.segment is not None:
             self.detector.share(self.shm_domain, self.segment)
@@ -248,9 +256,43 @@ class _Joining:
             "connect"
         )
 
+    # ---- gloo ----
+
+    def _is_over_gloo(self, everyone: Sequence[Peer]) -> bool:
+        transports = {peer.transport: peer for peer in everyone}
+        if len(transports) > 1:
+            names = " and ".join(f"{peer}: {name!r}" for name, peer in transports.items())
+            raise CoordinatorError(
+                f"rank {self.session.info.rank}: the ranks do not agree on the transport of their "
+                f"Coordinator ({names}). Give all the same transport=."
+            )
+        num_nodes = len(group_by_node(everyone))
+        if "gloo" in transports and self.session.credentials.encrypts and num_nodes > 1:
+            raise CoordinatorError(
+                f"rank {self.session.info.rank}: gloo does not encrypt what passes between the "
+                f"{num_nodes} nodes, as --encrypt demands. Leave out transport='gloo'."
+            )
+        return "gloo" in transports
+
+    def _connect_by_gloo(self) -> GlooTransport:
+        """A gloo group of all members, which meet at rank 0."""
+        from coordinator.store.torch_store import TorchStore
+        from coordinator.transport.gloo_transport import GlooTransport
+
+        def wait(store: PrefixStore, keys: Sequence[str], call: PendingCall) -> list[bytes]:
+            return store.wait(keys, call, self.rendezvous.check_lost)
+
+        session, left_s = self.session, self.pending.left_s
+        values = PrefixStore(f"{self.key}gloo/", session, session.info.rank)
+        store, address = TorchStore(values, wait, left_s), session.client.local_address
+        try:
+            return GlooTransport(store, self.rank, self.size, address, left_s)
+        except RuntimeError as error:
+            raise self._broken(f"gloo: {error}") from error
+
     def _from_root(self, packed: bytes) -> bytes:
         """The root's bytes, on every rank: down the tree, and then within each domain."""
-        if self.tree is not None:
+        if isinstance(self.tree, Tree):
             packed = self._down_the_tree(self.tree, packed)
         if self.segment is None:
             return packed
@@ -309,11 +351,15 @@ def _first(peers: Mapping[int, Peer]) -> Peer:
 
 
 def shm_domains_of(peers: Sequence[Peer]) -> list[list[int]]:
-    """Places of the group that may share memory: of one node, one kernel, one user."""
+    """Places of the group that may share memory: of one node, one kernel, one user.
+
+    Over gloo every rank is alone.
+    """
     place_of = {peer.rank: place for place, peer in enumerate(peers)}
     domains: dict[tuple[int, str], list[int]] = {}
     for number, node in enumerate(group_by_node(peers)):
         for rank in node:
             place = place_of[rank]
-            domains.setdefault((number, peers[place].memory), []).append(place)
+            memory = str(rank) if peers[place].transport else peers[place].memory
+            domains.setdefault((number, memory), []).append(place)
     return sorted(sorted(domain) for domain in domains.values())

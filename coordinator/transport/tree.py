@@ -45,7 +45,7 @@ class Entry:
     data: bytes
 
 
-def _distinct(headers: list[Any]) -> list[Any]:
+def distinct(headers: list[Any]) -> list[Any]:
     """One of each kind: its node, and the header, whose first part is what must be equal."""
     kinds: dict[Any, Any] = {}
     for index, header in headers:
@@ -58,7 +58,7 @@ def _is_needed_in(nodes: Container[int], dst_node: int) -> bool:
 
 
 class TreeLinkBroken(Exception):
-    """The connection to a neighbour in the tree broke."""
+    """The connection to a neighbour in the tree broke. index: its node, or -1 if nobody knows."""
 
     def __init__(self, index: int, why: str) -> None:
         super().__init__(why)
@@ -90,7 +90,7 @@ class Tree:
         headers = [(self.index, header)]
         for index, child in self._children.items():
             child_headers, child_entries = self._receive(index, child, deadline, idle)
-            headers = _distinct([*headers, *child_headers])
+            headers = distinct([*headers, *child_headers])
             entries = entries + child_entries
         if self._parent is not None:
             parent = parent_of(self.index)
@@ -148,6 +148,8 @@ class Tree:
             connection.close()
         if self._parent is not None:
             self._parent.close()
+
+    drop = close
 
 
 class ChildListener:

@@ -46,6 +46,13 @@ int remaining_parts(iovec* parts, int count, uint64_t done) {
 
 }  // namespace
 
+PeerLink::PeerLink(int peer, int fd, const std::string& keys)
+    : fd(fd),
+      peer_(peer),
+      stream_(keys.empty() ? nullptr
+                           : std::make_unique<encryption::EncryptedStream>(
+                                 fd, reinterpret_cast<const unsigned char*>(keys.data()))) {}
+
 void PeerLink::send(TcpMessage& message) {
     if (message.done == 0 && !is_open()) throw find_end({peer_, 0, 0, "it closed the connection"});
     char header[header_nbytes];
@@ -57,12 +64,13 @@ void PeerLink::send(TcpMessage& message) {
     msghdr packet = {};
     packet.msg_iov = parts;
     packet.msg_iovlen = static_cast<size_t>(remaining_parts(parts, 3, message.done));
-    ssize_t count = sendmsg(fd, &packet, MSG_DONTWAIT | MSG_NOSIGNAL);
+    ssize_t count = stream_ ? stream_->send(parts, static_cast<int>(packet.msg_iovlen))
+                            : sendmsg(fd, &packet, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (count < 0 && errno != EAGAIN && errno != EINTR) throw find_end({peer_, 0, errno, ""});
     message.done += static_cast<uint64_t>(std::max<ssize_t>(count, 0));
     message.is_finished = message.done == total;
     message.must_wait = !message.is_finished;
-    is_sending_ = message.done > 0 && !message.is_finished;
+    is_sending_ = (message.done > 0 || (stream_ && stream_->has_unsent())) && !message.is_finished;
 }
 
 void PeerLink::receive(TcpMessage& message, std::string* mismatch) {
@@ -96,9 +104,10 @@ bool PeerLink::is_open() const {
 Ended PeerLink::find_end(Ended otherwise) const {
     std::string unread(buffer_.get() + begin_, end_ - begin_),
         peeked(header_nbytes + longest_text, 0);
-    ssize_t count = recv(fd, &peeked[0], peeked.size(), MSG_PEEK | MSG_DONTWAIT);
+    ssize_t count = stream_ ? stream_->peek(&peeked[0], peeked.size())
+                            : recv(fd, &peeked[0], peeked.size(), MSG_PEEK | MSG_DONTWAIT);
     if (count < 0 && errno != EAGAIN && errno != EINTR && otherwise.error == 0)
-        otherwise = {peer_, 0, errno, ""};
+        otherwise = failed(errno);
     unread.append(peeked, 0, static_cast<size_t>(std::max<ssize_t>(count, 0)));
     size_t begin = unread_;
     while (begin <= unread.size() && unread.size() - begin >= header_nbytes) {
@@ -156,19 +165,26 @@ size_t PeerLink::take_buffered(TcpMessage& message) {
 
 // -1 if nothing has arrived.
 ssize_t PeerLink::read(char* data, size_t nbytes) {
-    ssize_t count = recv(fd, data, nbytes, MSG_DONTWAIT);
-    if (count < 0 && errno != EAGAIN && errno != EINTR) throw Ended{peer_, 0, errno, ""};
+    ssize_t count = stream_ ? stream_->recv(data, nbytes) : recv(fd, data, nbytes, MSG_DONTWAIT);
+    if (count < 0 && errno != EAGAIN && errno != EINTR) throw failed(errno);
     if (count == 0) throw Ended{peer_, 0, 0, "it closed the connection"};
     return count;
 }
 
+Ended PeerLink::failed(int error) const {
+    if (error == EBADMSG) return {peer_, 0, 0, encryption::altered};
+    return {peer_, 0, error, ""};
+}
+
 void PeerLink::announce_end(uint64_t notice, std::string_view text) {
-    TcpMessage message{true, peer_, nullptr, 0, text.substr(0, longest_text)};
+    text = text.substr(0, longest_text);
     char packet[header_nbytes + longest_text];
-    pack({notice, static_cast<uint32_t>(message.text.size())}, packet);
-    std::memcpy(packet + header_nbytes, message.text.data(), message.text.size());
-    if (!is_sending_)
-        (void)!::send(fd, packet, header_nbytes + message.text.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+    pack({notice, static_cast<uint32_t>(text.size())}, packet);
+    std::memcpy(packet + header_nbytes, text.data(), text.size());
+    iovec part = {packet, header_nbytes + text.size()};
+    if (!is_sending_ && stream_) stream_->send(&part, 1);
+    if (!is_sending_ && !stream_)
+        (void)!::send(fd, packet, part.iov_len, MSG_DONTWAIT | MSG_NOSIGNAL);
     shutdown(fd, SHUT_RDWR);  // wakes a thread that waits here, too
 }
 

@@ -12,6 +12,8 @@
 #include <string>
 #include <string_view>
 
+#include "encryption/encrypted_stream.h"
+
 namespace tcp {
 
 // The connection has ended. notice: of the other end, or 0; error: an errno, or 0.
@@ -44,7 +46,8 @@ struct TcpMessage {
 // One thread may send while another receives.
 class PeerLink {
   public:
-    PeerLink(int peer, int fd) : fd(fd), peer_(peer) {}
+    // keys: of an encrypted connection, or nothing.
+    PeerLink(int peer, int fd, const std::string& keys);
 
     // Both move what can be moved without waiting, and throw Ended: send, too, if the other end
     // will not read it.
@@ -61,10 +64,12 @@ class PeerLink {
     bool fill_buffer(size_t most);
     size_t take_buffered(TcpMessage& message);
     ssize_t read(char* data, size_t nbytes);
+    Ended failed(int error) const;
     bool is_open() const;
     Ended find_end(Ended otherwise) const;
 
     const int peer_;
+    const std::unique_ptr<encryption::EncryptedStream> stream_;  // of an encrypted connection
     bool is_sending_ = false;  // a part of a message has been sent
     uint64_t unread_ = 0;      // bytes of the message that is received
     std::unique_ptr<char[]> buffer_;

@@ -193,11 +193,12 @@ bool Run::look(bool is_idle) {
     return look_(peers, static_cast<double>(looked_ns_ - started_ns_) / 1e9);
 }
 
-Engine::Engine(const std::vector<int>& fds, int64_t poll_ns) : poll_ns_(poll_ns) {
+Engine::Engine(const std::vector<int>& fds, const std::vector<std::string>& keys, int64_t poll_ns)
+    : poll_ns_(poll_ns) {
     for (size_t rank = 0; rank < fds.size(); ++rank)
-        connections_.push_back(fds[rank] < 0
-                                   ? nullptr
-                                   : std::make_unique<PeerLink>(static_cast<int>(rank), fds[rank]));
+        connections_.push_back(fds[rank] < 0 ? nullptr
+                                             : std::make_unique<PeerLink>(static_cast<int>(rank),
+                                                                          fds[rank], keys[rank]));
 }
 
 bool Engine::run(Call& call, const Look& look, Mismatch* mismatch) {

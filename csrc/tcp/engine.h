@@ -60,8 +60,8 @@ using Look = std::function<bool(const std::vector<int>& idle_peers, double waite
 // Two calls at the same time must not use the same direction of a connection, nor scratch.
 class Engine {
   public:
-    // fds: by rank, -1 for none. They stay the caller's.
-    Engine(const std::vector<int>& fds, int64_t poll_ns);
+    // fds: by rank, -1 for none. They stay the caller's. keys: by rank, of encrypted connections.
+    Engine(const std::vector<int>& fds, const std::vector<std::string>& keys, int64_t poll_ns);
 
     // False if `look` ended the call. Throws Ended, unless there was a mismatch before.
     bool run(Call& call, const Look& look, Mismatch* mismatch);

@@ -283,18 +283,26 @@ void engine_dealloc(PyObject* object) {
 }
 
 PyObject* engine_new(PyTypeObject* type, PyObject* args, PyObject*) {
-    PyObject* numbers;
+    PyObject *numbers, *secrets;
     int rank;
     double poll_s;
     std::vector<int> fds;
-    if (!PyArg_ParseTuple(args, "iOd", &rank, &numbers, &poll_s) ||
-        !read_items(numbers,
-                    [&](PyObject* item) { fds.push_back(static_cast<int>(PyLong_AsLong(item))); }))
+    std::vector<std::string> keys;
+    if (!PyArg_ParseTuple(args, "iOOd", &rank, &numbers, &secrets, &poll_s) ||
+        !read_items(
+            numbers,
+            [&](PyObject* item) { fds.push_back(static_cast<int>(PyLong_AsLong(item))); }) ||
+        !read_items(secrets, [&](PyObject* item) {
+            char* key;
+            Py_ssize_t nbytes;
+            if (PyBytes_AsStringAndSize(item, &key, &nbytes) == 0)
+                keys.emplace_back(key, static_cast<size_t>(nbytes));
+        }))
         return nullptr;
     PyObject* object = PyType_GenericAlloc(type, 0);
     if (object == nullptr) return nullptr;
     Object* self = self_of(object);
-    self->engine = new Engine(fds, static_cast<int64_t>(poll_s * 1e9));
+    self->engine = new Engine(fds, keys, static_cast<int64_t>(poll_s * 1e9));
     self->fds = new std::vector<int>(fds);
     self->known = new std::unordered_map<std::string, KnownCall>;
     // Without names: Python, which checks what is wrong once more, raises the errors.

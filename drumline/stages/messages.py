@@ -2,8 +2,9 @@
 
 A frame's length has to be known before it arrives. Both ends derive the length of the next frame
 from the last message on the same channel, so the tokens of a generation, which all have one form,
-take one frame each; a larger message sends its header ahead, which has the length. Tensors on a GPU
-follow the frame from device to device, where there is a DeviceLink.
+take one frame each; a larger message sends its header ahead, which has the length. Frames are
+short, as the first token after a long prompt has one of that length, most of it for nothing.
+Tensors on a GPU follow the frame from device to device, where there is a DeviceLink.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from drumline.stages.device_link import DeviceLink
 
 HEADER = struct.Struct("<QBBHHIII")
 ALIGNMENT = 16
-MIN_FRAME_NBYTES, MAX_FRAME_NBYTES, FRAME_STEP_NBYTES = 1024, 1 << 20, 256
+MIN_FRAME_NBYTES, MAX_FRAME_NBYTES, FRAME_STEP_NBYTES = 1024, 1 << 16, 256
+MAX_KEPT_NBYTES = 1 << 20  # of memory to pack a message in, and for one that is predicted
 MAX_CACHED_LAYOUTS = 512
 ORDERED = 0x80  # beside the number of axes: their order in memory follows
 ON_DEVICE = 0x40  # beside it too: the values are not in the frame
@@ -240,8 +242,8 @@ class MessageChannel:
         return self._header
 
     def _send_buffer(self, nbytes: int) -> torch.Tensor:
-        """Memory to pack a frame in: the last one's again if it will do."""
-        if nbytes > MAX_FRAME_NBYTES:
+        """Memory to pack a message in: the last one's again if it will do."""
+        if nbytes > MAX_KEPT_NBYTES:
             return torch.empty(nbytes, dtype=torch.uint8)
         if nbytes > self._frame.numel():
             self._frame = torch.empty(nbytes, dtype=torch.uint8)
@@ -261,22 +263,26 @@ class MessageChannel:
         If its header is the predicted one, the very object given to on_predicted is returned: its
         tensors are views of the frame that has been received into.
         """
-        frame = torch.empty(self.frame_nbytes, dtype=torch.uint8)
+        expected = 0 if self._expected_next is None else self._expected_next[0].nbytes
+        room = max(self.frame_nbytes, min(expected, MAX_KEPT_NBYTES))
+        frame = torch.empty(room, dtype=torch.uint8)
         data = memoryview(frame.numpy())  # type: ignore[arg-type]
         # The prediction is made before the wait, while there is time.
         head, predicted = self._predicted_message(frame)
         if predicted is not None and on_predicted is not None:
             on_predicted(predicted)
-        self.comm.recv(frame, self.peer)
+        num_received = self.frame_nbytes
+        first = frame if room == num_received else frame[:num_received]
+        self.comm.recv(first, self.peer)
+        nbytes = int.from_bytes(data[:8], "little")
+        self.frame_nbytes = _next_frame_nbytes(nbytes)
+        if nbytes > room:
+            frame = torch.empty(nbytes, dtype=torch.uint8)
+            frame[:num_received] = first
+        if nbytes > num_received:
+            self.comm.recv(frame[num_received:nbytes], self.peer)
         if predicted is not None and data[: len(head)] == head:
             return predicted
-        nbytes = int.from_bytes(data[:8], "little")
-        if nbytes > self.frame_nbytes:
-            whole = torch.empty(nbytes, dtype=torch.uint8)
-            whole[: self.frame_nbytes] = frame
-            self.comm.recv(whole[self.frame_nbytes :], self.peer)
-            frame = whole
-        self.frame_nbytes = _next_frame_nbytes(nbytes)
         return self._unpack(frame)
 
     def _predicted_message(self, frame: torch.Tensor) -> tuple[bytes, Message | None]:

@@ -17,7 +17,7 @@ __all__ = ["NAME", "command", "detect", "environment"]
 
 NAME = "slurm"
 STARTS_ALL_NODES = True
-SUPPORTS = frozenset({"bind", "log_dir", "nnodes", "trace"})
+SUPPORTS = frozenset({"bind", "encrypt", "log_dir", "nnodes", "trace"})
 # A shell inside an allocation has the job's variables, and a batch script even a SLURM_PROCID;
 # only the tasks of a step have a step's.
 MARKS = (

@@ -24,7 +24,7 @@ from launcher.runtime.output import Output
 from launcher.system.held_forks import TOO_MANY_PROCESSES
 
 NAME = "threads"
-SUPPORTS = frozenset({"log_dir", "trace"})
+SUPPORTS = frozenset({"encrypt", "log_dir", "trace"})
 
 
 def detect(environ: Mapping[str, str]) -> LaunchInfo | None:

@@ -26,11 +26,11 @@ def rendezvous_info(environ: Mapping[str, str], launch_id: str, addr: str) -> di
 
 
 def environment(job: Job) -> dict[str, str]:
-    """The variables that every rank needs: the rendezvous, a new secret, the number of restarts.
+    """The variables that every rank needs: the rendezvous, a new secret, what the job is.
 
     Without results_dir the job is only shown, and so has no secret.
     """
-    variables = {"LAUNCH_ID": job.launch_id, **rank_environment.restart_variables(job)}
+    variables = {"LAUNCH_ID": job.launch_id, **rank_environment.job_variables(job)}
     if job.results_dir:
         variables.update(launch_secret.variables())
     if job.master_addr != LOOPBACK:

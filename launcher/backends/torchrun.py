@@ -16,7 +16,7 @@ from launcher.runtime import rank_environment
 from launcher.system import nesting
 
 NAME = "torchrun"
-SUPPORTS = frozenset({"log_dir", "nnodes", "trace"})
+SUPPORTS = frozenset({"encrypt", "log_dir", "nnodes", "trace"})
 MARKS = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 NUMBERS = {
     "rank": "RANK",
@@ -91,7 +91,7 @@ def command(job: Job) -> list[str]:
 
 def environment(job: Job) -> dict[str, str]:
     """The number of restarts by us: torchrun's own count begins again in each of its launches."""
-    return rank_environment.restart_variables(job)
+    return rank_environment.job_variables(job)
 
 
 def _rendezvous(job: Job) -> list[str]:

@@ -215,6 +215,7 @@ def _job(options: argparse.Namespace) -> Job:
         log_dir=options.log_dir,
         timeout_s=options.timeout,
         bind=options.bind,
+        encrypt=options.encrypt,
         preload=None if options.preload is None else tuple(filter(None, options.preload)),
     )
 

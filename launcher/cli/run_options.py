@@ -9,7 +9,8 @@ from launcher import registry
 from launcher.job import LOOPBACK
 
 OPTIONS_WITHOUT_VALUE = (
-    "--", "-h", "--help", "-m", "--module", "--bind", "--dry-run", "--standalone",
+    "--", "-h", "--help", "-m", "--module", "--bind", "--dry-run", "--encrypt",
+    "--standalone",
 )  # fmt: skip
 EPILOG = """\
 torchrun's spellings are accepted too: --nproc_per_node, --node_rank, --rdzv_endpoint and so on.
@@ -55,6 +56,8 @@ def add_options(run: argparse.ArgumentParser) -> None:
     )
     bind_help = "pin each rank to its own cores; OMP_NUM_THREADS is their number in local launches"
     run.add_argument("--bind", action="store_true", help=bind_help)
+    encrypt_help = "encrypt what passes between ranks, but in shared memory; NCCL, gloo, MPI cannot"
+    run.add_argument("--encrypt", action="store_true", help=encrypt_help)
     preload_help = "import once, before the ranks are forked; default: by the script; '' for none"
     run.add_argument("--preload", action="append", metavar="MODULE", help=preload_help)
     trace_help = "record a timeline of every rank; default: none"

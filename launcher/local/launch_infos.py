@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from launcher.job import Job
-from launcher.launch_info import TRACE, LaunchInfo
+from launcher.launch_info import ENCRYPT, TRACE, LaunchInfo
 from launcher.system import gpus, nesting
 
 
@@ -14,7 +14,11 @@ def infos_for_node(
 ) -> list[LaunchInfo]:
     """The LaunchInfo of every rank of this node; first_extras in place of extras for the first."""
     devices = gpus.for_ranks(job.nprocs, job.share_devices)
-    common = {**nesting.extras(os.environ), **({TRACE: job.trace} if job.trace else {})}
+    common = {
+        **nesting.extras(os.environ),
+        **({TRACE: job.trace} if job.trace else {}),
+        **({ENCRYPT: "1"} if job.encrypt else {}),
+    }
     return [
         LaunchInfo(
             launch_id=job.launch_id,

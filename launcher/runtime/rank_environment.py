@@ -6,7 +6,7 @@ import logging
 import os
 
 from launcher.job import Job
-from launcher.launch_info import ENV_PREFIX, LaunchInfo
+from launcher.launch_info import ENCRYPT_VARIABLE, ENV_PREFIX, LaunchInfo
 from launcher.system import linux
 from launcher.system.nesting import TORCH_RUN_ID
 
@@ -33,13 +33,16 @@ def set_variables(info: LaunchInfo, torch_port: int, restart_count: int = 0) -> 
         torch_port,
     )
     os.environ.update(info.to_env())
+    if info.encrypts:
+        os.environ[ENCRYPT_VARIABLE] = "1"
     os.environ.update(torchrun_variables(info, torch_port, restart_count))
     set_default_device()
 
 
-def restart_variables(job: Job) -> dict[str, str]:
-    """The variable by which a backend launcher's ranks learn of restarts."""
-    return {RESTART_COUNT: str(job.restart_count)} if job.restart_count else {}
+def job_variables(job: Job) -> dict[str, str]:
+    """The variables by which a backend launcher's ranks learn of restarts and encryption."""
+    restarts = {RESTART_COUNT: str(job.restart_count)} if job.restart_count else {}
+    return {**restarts, **({ENCRYPT_VARIABLE: "1"} if job.encrypt else {})}
 
 
 def set_default_device() -> None:

@@ -4,6 +4,7 @@ import hashlib
 import os
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -13,6 +14,13 @@ from launcher import LaunchInfo
 LAYOUTS = [[4], [2, 2], [3, 1, 1], [1, 1, 1, 1, 1]]
 SIZES = [0, 1, 4095, 4096, 4097, 1 << 20, (1 << 20) + 1, 2_300_003]
 nodes = pytest.mark.parametrize("nodes", LAYOUTS, ids=str)
+
+
+@pytest.fixture(autouse=True, params=[{}, {"encrypt": True}, {"transport": "gloo"}], ids=str)
+def kind(request, monkeypatch):
+    """Every test is of each kind: of memory and connections, encrypted connections, and gloo."""
+    monkeypatch.setitem(globals(), "Coordinator", partial(Coordinator, **request.param))
+    return request.param
 
 
 def payload(rank, size):

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from vllm import LLM, SamplingParams
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_pp_group, get_tp_group
 
 PROMPTS = [[5], [3, 1, 4, 1, 5, 9, 2, 6], [7, 7], [8, 2, 8, 1], [1, 2, 3, 4, 5]]
 
@@ -23,16 +23,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("model")
     parser.add_argument("result")
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--executor", default="uni")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--compiled", action="store_true")
-    parser.add_argument("--kill", type=int, help="kill this rank after the first tokens")
+    parser.add_argument("--lose", type=int, help="signal this rank after the first tokens")
+    parser.add_argument("--by", default="SIGKILL")
     return parser.parse_args()
 
 
-def rank_and_pid(worker: object) -> tuple[int, int]:
-    return get_tensor_model_parallel_rank(), os.getpid()
+def worker(_: object) -> tuple[int, int, str]:
+    """Rank, process and communicator of a worker, as it sees itself."""
+    group = get_tp_group() if get_tp_group().world_size > 1 else get_pp_group()
+    return group.rank_in_group, os.getpid(), type(group.device_communicator).__name__
 
 
 def open_engine(options: argparse.Namespace) -> LLM:
@@ -40,6 +44,7 @@ def open_engine(options: argparse.Namespace) -> LLM:
         options.model,
         skip_tokenizer_init=True,
         tensor_parallel_size=options.tp,
+        pipeline_parallel_size=options.pp,
         distributed_executor_backend=options.executor,
         dtype=options.dtype,
         enforce_eager=not options.compiled,
@@ -59,31 +64,33 @@ def generate(engine: LLM, new_tokens: int) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def generate_and_lose(engine: LLM, rank: int) -> dict[str, object]:
-    """The error of a generate() during which a worker is killed, and how long it took to come."""
-    pid = dict(map(tuple, engine.collective_rpc(rank_and_pid)))[rank]
-    killed_s = []
+def generate_and_lose(engine: LLM, rank: int, signum: int) -> dict[str, object]:
+    """The error of a generate() during which a worker is lost, and how long it took to come."""
+    pid = engine.collective_rpc(worker)[rank][1]
+    generate(engine, new_tokens=1)
+    sent_s = []
 
-    def kill() -> None:
-        killed_s.append(time.monotonic())
-        os.kill(pid, signal.SIGKILL)
+    def send() -> None:
+        sent_s.append(time.monotonic())
+        os.kill(pid, signum)
 
-    threading.Timer(3.0, kill).start()
+    threading.Timer(1.0, send).start()
     try:
         generate(engine, new_tokens=4000)
-    except BaseException as error:
-        took_s = time.monotonic() - killed_s[0]
-        return {"error": f"{type(error).__name__}: {error}", "took_s": took_s}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}", "took_s": time.monotonic() - sent_s[0]}
     return {"error": "", "took_s": 0.0}
 
 
 if __name__ == "__main__":
     options = parse()
     engine = open_engine(options)
-    if options.kill is None:
-        result = generate(engine, options.new_tokens)
+    if options.lose is not None:
+        result = generate_and_lose(engine, options.lose, signal.Signals[options.by])
     else:
-        result = generate_and_lose(engine, options.kill)
-    rank = os.environ.get("RANK", "0") if options.executor == "external_launcher" else "0"
+        communicators = [name for _, _, name in engine.collective_rpc(worker)]
+        tokens = generate(engine, options.new_tokens)
+        result = {"tokens": tokens, "communicators": communicators}
+    rank = os.environ.get("RANK", "0")
     Path(f"{options.result}.{rank}").write_text(json.dumps(result))
     sys.stdout.flush()

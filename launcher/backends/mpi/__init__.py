@@ -23,7 +23,7 @@ __all__ = ["NAME", "command", "detect", "environment"]
 
 NAME = "mpi"
 STARTS_ALL_NODES = True
-SUPPORTS = frozenset({"bind", "log_dir", "nnodes", "trace"})
+SUPPORTS = frozenset({"bind", "encrypt", "log_dir", "nnodes", "trace"})
 # OMPI_COMM_WORLD_NODE_RANK is not a node's index: it is this rank among all jobs of its node.
 OPEN_MPI = {
     "rank": "OMPI_COMM_WORLD_RANK",

@@ -14,7 +14,7 @@ from launcher.launch_info import LaunchInfo
 
 NAME = "ray"
 STARTS_ALL_NODES = True
-SUPPORTS = frozenset({"nnodes"})
+SUPPORTS = frozenset({"encrypt", "nnodes"})
 TRAIN = {
     "rank": "RANK",
     "world_size": "WORLD_SIZE",

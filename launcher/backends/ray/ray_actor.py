@@ -11,7 +11,7 @@ from typing import Any
 
 from launcher import launch_secret, ports
 from launcher.job import Job, Target
-from launcher.launch_info import LaunchInfo
+from launcher.launch_info import ENCRYPT, LaunchInfo
 from launcher.records import json_values
 from launcher.runtime import rank_environment, rank_process
 
@@ -36,6 +36,7 @@ class RankActor:
         torch_port: int,
         restart_count: int,
         secret: bytes,
+        encrypt: bool,
         folder: str,
         kind: str,
         name: str,
@@ -49,6 +50,8 @@ class RankActor:
             os.chdir(folder)
             sys.path.insert(0, folder)
         extras = {"secret_fd": str(launch_secret.store(secret))}
+        if encrypt:
+            extras[ENCRYPT] = "1"
         if self._listener:
             extras["master_fd"] = str(self._listener.fileno())
         rank_info = LaunchInfo.from_bytes(info)

@@ -213,7 +213,7 @@ def _call(
     """Start every rank's target: Ray's reference to each result -> the LaunchInfo of its rank."""
     secret = secrets.token_bytes(launch_secret.NBYTES)
     target_args = (os.getcwd(), job.target.kind, job.target.name, json_values.dumps(list(job.args)))
-    common = (torch_port, job.restart_count, secret, *target_args)
+    common = (torch_port, job.restart_count, secret, job.encrypt, *target_args)
     return {
         placed.actor.run.remote(info.to_bytes(), *common): info
         for placed, info in zip(actors, infos, strict=True)

@@ -258,6 +258,9 @@ def communicators_over_groups():
     for group in groups if dist.get_rank() != 1 else groups[:2]:
         with Communicator.over(group, timeout_s=60) as comm:
             comm.allreduce(found)
+            names = [comm.rank_name(rank) for rank in range(comm.world_size)]
+            ranks = dist.get_process_group_ranks(group)
+            assert names == [f"rank {rank}" for rank in ranks], names  # as torch numbers them
     return [found]
 
 

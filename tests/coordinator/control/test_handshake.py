@@ -135,7 +135,7 @@ def reset(address):
 def guess(address):
     with socket.create_connection(address, timeout=1) as link:
         link.recv(GREETING.size)
-        hello = HELLO.pack(0, 0, CONTROL, bytes(8), b"", os.urandom(32), os.urandom(32))
+        hello = HELLO.pack(0, 0, False, CONTROL, bytes(8), b"", os.urandom(32), os.urandom(32))
         link.sendall(hello)
         verdict = link.recv(WELCOME.size)
         assert verdict in (b"", WELCOME.pack(2, b"", bytes(32))), "a stranger was let in"

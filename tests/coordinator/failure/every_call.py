@@ -94,10 +94,10 @@ def begun(coors, fault, only_turns):
     return threads
 
 
-def made(info, names=CALLS, **timings):
+def made(info, names=CALLS, transport=None, **timings):
     """A Coordinator for each call, on which all ranks have met."""
-    timings = CoordinatorTimings(**timings)
-    coors = {name: Coordinator(info, timeout_s=20, timings=timings) for name in names}
+    options = {"timings": CoordinatorTimings(**timings), "transport": transport}
+    coors = {name: Coordinator(info, timeout_s=20, **options) for name in names}
     for coor in coors.values():
         coor.local_barrier()
         coor.barrier()

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.failure import stack_dump
+from coordinator.transport import gloo_transport  # noqa: F401 - so that no rank has to import torch
 from coordinator.transport.group import Exchange
 
 EVERY = runpy.run_path(str(Path(__file__).with_name("every_call.py")))
@@ -32,6 +33,7 @@ THREADS = [([3], 0), ([3], 1), ([2, 2], 0), ([2, 2], 3)]
 among_threads = pytest.mark.parametrize("nodes, victim", THREADS)
 DEADLINE_S = 1.6
 SLACK_S = 10  # beyond a deadline, on a busy machine
+OVER_GLOO = {"transport": "gloo", "reason_s": 10.0, "linger_s": 11.0}  # only rank 0 can name ranks
 PATIENT = {"answer_s": 5.0, "last_answer_s": 5.0, "stack_s": 5.0}  # where all answer
 
 
@@ -87,6 +89,18 @@ def test_a_killed_rank_is_named_by_every_survivor_at_once(fork, layout, victim):
         assert error == "PeerLost", row
         assert f"rank {victim} (host" in text and is_in_call(name, text), row
         assert "exited with SIGKILL" in text or layout == "two nodes", row
+        assert late_s < SLACK_S, row
+
+
+@pytest.mark.parametrize("layout, victim", [("one node", 1), ("two nodes", 0)])
+def test_a_killed_rank_is_named_over_gloo(fork, layout, victim):
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    for row in among_processes(fork, layout, victim, die, [*WHOLE, *MEETING], **OVER_GLOO):
+        name, _, error, text, _, late_s = row
+        assert error == "PeerLost", row
+        assert f"rank {victim} (host" in text and is_in_call(name, text), row
         assert late_s < SLACK_S, row
 
 

@@ -144,6 +144,24 @@ def test_the_commands_of_the_documents_run_as_printed(slurm, documented, start, 
     ]
 
 
+GROUP_OF_ENVIRONMENT = """
+import sys, torch, torch.distributed as dist, communicator.torch_backend
+dist.init_process_group("drumline")
+total = torch.ones(1)
+dist.all_reduce(total)
+sys.stdout.write(f"rank {dist.get_rank()} has {total.item():g}\\n")
+dist.destroy_process_group()
+"""
+
+
+def test_torch_finds_its_variables_where_each_task_of_srun_sets_them(slurm, documented, tmp_path):
+    (tmp_path / "train.py").write_text(GROUP_OF_ENVIRONMENT)
+    (port,) = _free_ports(1)
+    words = [("10.0.0.1", "127.0.0.1"), ("29500", str(port)), ("-n 4", "-N 2 -n 2")]
+    output = documented("communicator.md", "MASTER_ADDR=10.0.0.1")(words=words, environ=slurm)
+    assert sorted(output.splitlines()) == [f"rank {rank} has 2" for rank in range(2)]
+
+
 def test_step_that_speaks_pmi2_is_srun_s(slurm):
     infos = _run(["srun", "--mpi", "pmi2", "-n", "2", sys.executable, "-c", SHOW], slurm)
     assert [info["rank"] for info in infos] == [0, 1]

@@ -23,6 +23,7 @@ OPTIONS = {
     "--log-dir",
     "--timeout",
     "--bind",
+    "--encrypt",
     "--preload",
     "--dry-run",
     "--trace",
@@ -169,6 +170,25 @@ def test_dry_run_prints_the_launch_info_of_every_rank(command, capsys):
     assert [json.loads(info)["rank"] for info in infos] == [0, 1, 2]
     assert {json.loads(info)["launch_id"] for info in infos} == {"mine"}
     assert not (command.folder / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["multiprocessing", "threads", "torchrun"])
+def test_encrypt_reaches_every_rank(command, name):
+    """And the launch secret is in nobody's command line, which all users can read."""
+    script = command.script(
+        "import os, launcher\n"
+        "info = launcher.current()\n"
+        "secret = os.pread(int(info.extras['secret_fd']), 32, 0).hex()\n"
+        "is_shown = bool(secret in os.popen('cat /proc/[0-9]*/cmdline 2>&1').read())\n"
+        "assert len(secret) == 64 and not is_shown\n"
+        "print(f'rank {info.rank} encrypts {info.encrypts}', flush=True)\n"
+    )
+    ended = command.run("run", "-n", "2", "--launcher", name, "--encrypt", script)
+    assert ended.code == 0
+    assert [f"rank {rank} encrypts True" in ended.out for rank in range(2)] == [True, True]
+    if name == "multiprocessing":
+        ended = command.run("run", "-n", "2", script)
+        assert "encrypts False" in ended.out and "encrypts True" not in ended.out
 
 
 def test_bind_pins_each_rank_to_its_own_cores(command):
