@@ -208,8 +208,8 @@ def _build_arguments(cache: Cache) -> tuple[Any, ...]:
         kind = type(cache).__name__
     raise DrumlineError(
         f"a {kind or 'cache that offloads'} cannot be kept on other ranks, so its keys and values "
-        "would be lost; use a dynamic or static cache, or, for a model that has no "
-        "other, load it on one rank."
+        "would be lost; use a dynamic or static cache. For a model that has no other, such as "
+        "MiniMax, pass use_cache=False, or load it on one rank."
     )
 
 

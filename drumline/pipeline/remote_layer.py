@@ -182,6 +182,17 @@ def _embedding_weight(module: nn.Module) -> torch.Tensor | None:
 
 
 def _cache_layers(module: nn.Module) -> tuple[int, ...]:
-    """The layers of the cache that a module fills: those that its attention says are its own."""
-    numbers = {getattr(child, "layer_idx", None) for child in module.modules()}
-    return tuple(sorted(number for number in numbers if isinstance(number, int) and number >= 0))
+    """The layers of the cache that a module fills: those that its attention says are its own.
+
+    The numbers of the innermost modules: a layer of LongCat-Flash holds two attentions, and its own
+    number is that of neither.
+    """
+    numbered = [child for child in module.modules() if _number(child) >= 0]
+    inner = [m for m in numbered if sum(_number(child) >= 0 for child in m.modules()) == 1]
+    return tuple(sorted({_number(child) for child in inner}))
+
+
+def _number(module: nn.Module) -> int:
+    """The layer of the cache that a module says it has, or -1."""
+    number = getattr(module, "layer_idx", None)
+    return number if isinstance(number, int) else -1

@@ -150,7 +150,8 @@ def make_read_only(
             continue  # such as an activation, which may be the same object in all layers
         if kind not in kinds:
             names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-            kinds[kind] = type(kind.__name__, (_ReadOnlyModule, kind), names)
+            bases = (kind, _ReadOnlyModule) if kind is not nn.Module else (_ReadOnlyModule,)
+            kinds[kind] = type(kind.__name__, bases, names)
         part.__dict__["_read_only_origin"], part.__dict__["_unrecorded"] = (inner, rank), unrecorded
         part.__class__ = kinds[kind]
         if part is not module:
@@ -170,14 +171,14 @@ class _RemoteForward:
         )
 
 
-class _ReadOnlyModule:
+class _ReadOnlyModule(nn.Module):
     def register_forward_hook(self, hook: Any, **kwargs: Any) -> Any:
         self._refuse(hook)
-        return super().register_forward_hook(hook, **kwargs)  # type: ignore[misc]
+        return super().register_forward_hook(hook, **kwargs)
 
     def register_forward_pre_hook(self, hook: Any, **kwargs: Any) -> Any:
         self._refuse(hook)
-        return super().register_forward_pre_hook(hook, **kwargs)  # type: ignore[misc]
+        return super().register_forward_pre_hook(hook, **kwargs)
 
     def _refuse(self, hook: Any) -> None:
         """transformers hooks every part at once, whichever of its outputs is asked for."""
@@ -221,7 +222,8 @@ class _ReadOnlyTensor:
                 raise DrumlineError(
                     f"rank 0: {func.__name__} on {name}, which is on rank {rank}, would change "
                     "nothing there; write the weights that you want into a checkpoint and load "
-                    "that, or give the layer to rank 0 in device_map."
+                    "that, or give the layer to rank 0 in device_map. A model that does it itself, "
+                    "as RWKV does, runs on one rank only."
                 )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)

@@ -68,6 +68,26 @@ CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeForCausalLM",
         {**HEADS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     ),
+    "longcat_flash": (
+        "LongcatFlashForCausalLM",
+        {
+            **SIZES,
+            "num_layers": 4,
+            "num_hidden_layers": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "ffn_hidden_size": 48,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 8,
+            "n_routed_experts": 4,
+            "zero_expert_num": 2,
+            "expert_ffn_hidden_size": 16,
+            "moe_topk": 2,
+        },
+    ),
     "deepseek_v3": (
         "DeepseekV3ForCausalLM",
         {

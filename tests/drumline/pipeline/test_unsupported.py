@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC
 
 import pytest
 import torch
@@ -172,6 +173,24 @@ def test_what_layers_share_is_sealed_once_and_what_holds_nothing_not_at_all():
     assert type(activation) is nn.GELU and isinstance(shared, nn.Linear)
     with pytest.raises(DrumlineError, match=r"layers\.0\.0\.weight runs on rank 1"):
         shared.weight = nn.Parameter(torch.zeros(2, 2))
+
+
+class Quantized(ABC, nn.Module):
+    """As the layers of quanto are: another layout of the object than any other module's."""
+
+
+class QuantizedLinear(Quantized, nn.Linear):
+    pass
+
+
+def test_a_layer_of_any_class_can_be_sealed():
+    layer = nn.Sequential(QuantizedLinear(2, 2), nn.Module())
+    layer[1].weight = nn.Parameter(torch.zeros(2))
+    make_read_only(layer, "layers.0", 1)
+    assert isinstance(layer[0], QuantizedLinear)
+    for part in layer:
+        with pytest.raises(DrumlineError, match="never be used"):
+            part.weight = nn.Parameter(torch.zeros(2))
 
 
 def test_the_weights_of_a_sealed_layer_can_be_looked_at_and_computed_with():
