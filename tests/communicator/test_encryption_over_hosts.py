@@ -36,8 +36,9 @@ HOST = """
 import os, sys
 import torch
 from communicator import Communicator
-from coordinator import Coordinator
+from coordinator import Coordinator, DrumlineError
 from launcher import LaunchInfo
+from torch.distributed import TCPStore
 
 def text(run, kind, rank):
     return f"<{kind} of {run} run by {rank}>" * 5
@@ -69,6 +70,20 @@ def use(run, rank):
         comm.allgather(torch.ones(3, 5 if run == "plain" else 7, dtype=torch.int16))
         coor.barrier()
 
+def refused(make, text):
+    try:
+        make()
+    except DrumlineError as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError("not refused: " + text)
+
+def check_refusals(info):
+    store = TCPStore(info.master_addr, 29633, info.world_size, info.rank == 0)
+    over_store = lambda: Communicator.over(store, info.rank, info.world_size, timeout_s=60)
+    refused(over_store, "store, which does not encrypt")
+    refused(lambda: Coordinator(timeout_s=60, transport="gloo"), "gloo does not encrypt")
+
 def rank(info):
     code = 1
     try:
@@ -79,6 +94,7 @@ def rank(info):
             os.environ["DRUMLINE_SECRET"] = sys.argv[1]
             os.environ["DRUMLINE_ENCRYPT"] = "1" if run == "encrypted" else "0"
             use(run, info.rank)
+        check_refusals(info)
         code = 0
     finally:
         os._exit(code)
@@ -116,7 +132,8 @@ def command_of(host, hosts, launch_id, secret):
 
 
 def test_nothing_of_an_encrypted_launch_is_found_on_the_network(hosts, tmp_path):
-    """What is looked for is found where the same ranks do not encrypt."""
+    """What is looked for is found where the same ranks do not encrypt. And what would send it
+    unencrypted is refused."""
     launch_id, secret = uuid.uuid4().hex, secrets.token_hex(32)
     file = tmp_path / "frames"
     with contextlib.ExitStack() as stack:

@@ -21,6 +21,7 @@ from coordinator import (
     PeerLost,
 )
 from coordinator.control.session import this_process
+from coordinator.transport import gloo_transport  # noqa: F401 - so that no rank has to import torch
 from launcher import LaunchInfo
 
 nodes = pytest.mark.parametrize("nodes", [[2], [1, 1]], ids=str)
@@ -85,6 +86,29 @@ def test_a_forked_child_keeps_no_connection_open(coordinated, nodes):
 
     found = coordinated(body, 2, nodes)
     assert all(int(each.value) <= before + 1 for each in found), found  # the launch's own listener
+
+
+def test_a_forked_child_leaves_gloo_to_its_parent(fork):
+    def body(info):
+        with Coordinator(info, timeout_s=20, transport="gloo") as coor:
+            coor.barrier()
+            used = in_a_child(coor.barrier)
+            gone = in_a_child(lambda: (coor.close(), coor.__del__(), gc.collect(), "gone")[-1])
+            coor.barrier()
+            return ["forked from the rank" in used, gone]
+
+    outcomes = fork(body, 2).outcomes()
+    assert [(each.error, each.value) for each in outcomes] == [("", [True, "gone"])] * 2, outcomes
+
+
+@nodes
+def test_ranks_that_choose_different_transports_all_refuse(ranks_or_errors, nodes):
+    def body(info):
+        Coordinator(info, timeout_s=20, transport="gloo" if info.rank else None)
+
+    for error in ranks_or_errors(body, 2, nodes):
+        assert type(error) is CoordinatorError, error
+        assert "do not agree on the transport" in str(error) and "rank 1 (host" in str(error)
 
 
 def test_two_processes_that_claim_one_rank_are_both_named(fork):
