@@ -156,9 +156,10 @@ class Communicator(CollectivesFromP2P):
         self._note_peer = getattr(coor, "note_peer", lambda _: None)  # not over a torch Store
         self.do_open(**options)
         self._recorder = launcher.recorder(coor.info)
-        if self._recorder is not None:
-            self._recorder.follow(self, TRACED, "move", backend=self.name)
-            self._recorder.follow(self, ["barrier"], "wait", backend=self.name)
+        for viewer in (self._recorder, getattr(coor, "live_calls", None)):
+            if viewer is not None:
+                viewer.follow(self, TRACED, "move", backend=self.name)
+                viewer.follow(self, ["barrier"], "wait", backend=self.name)
 
     @classmethod
     def why_unencrypted(cls, coor: Coordinator) -> str:

@@ -19,6 +19,7 @@ from coordinator.errors import (
     RankFailure,
     RemoteError,
 )
+from coordinator.failure import rank_view
 from coordinator.failure.subscription import Subscription
 from coordinator.peers import Peer, group_by_node
 from coordinator.timings import CoordinatorTimings
@@ -44,6 +45,7 @@ __all__ = [
     "group_by_node",
     "link_state",
     "object_codec",
+    "rank_view",
 ]
 
 

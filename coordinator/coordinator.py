@@ -25,7 +25,7 @@ from coordinator.call_site import PendingCall, begin_call, caller, traceback_of
 from coordinator.collectives import Collectives
 from coordinator.control.session import Session, this_process
 from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost, RankFailure
-from coordinator.failure import stack_dump
+from coordinator.failure import live_view, stack_dump
 from coordinator.failure.detector import FailureDetector
 from coordinator.failure.peer_monitor import CLOSED, FORGOTTEN
 from coordinator.failure.subscription import Subscription, always
@@ -125,6 +125,7 @@ class Coordinator(Collectives):
         self._store = PrefixStore(key, self._session, self.info.rank)
         self._group: Group | None = None
         stack_fd, self._note = stack_dump.stack_memory(os.getpid())
+        self.live_calls = live_view.live_calls(os.getpid())
         me = Peer.me(
             self.info,
             self.address if self._session is not None else "",
@@ -141,6 +142,7 @@ class Coordinator(Collectives):
         self.local_rank = self._node_ranks.index(self.rank)
         self.local_world_size = len(self._node_ranks)
         stack_dump.listen()
+        live_view.listen(self.info)
         self._recorder = launcher.recorder(self.info)
         if parent is None and any(peer.is_traced for peer in self.peers):
             # Of a part of the ranks, the first need not be rank 0 of the launch. All take part, for
@@ -150,6 +152,7 @@ class Coordinator(Collectives):
                 self._recorder.align(offset_ns)
         if self._recorder is not None:
             self._recorder.follow(self, TRACED, "wait", group=key)
+        self.live_calls.follow(self, TRACED, "wait", group=key)
 
     def _offset_to_master_ns(self) -> int:
         """The nanoseconds by which this host's clock is behind rank 0's: the median of several
@@ -579,6 +582,10 @@ class Coordinator(Collectives):
         For such descriptions, too; valid as long as the process.
         """
         return ctypes.addressof(ctypes.c_int64.from_buffer(self._note, 8))
+
+    def pending_call(self) -> PendingCall | None:
+        """The collective call that a thread of this rank is in; for those who look at it."""
+        return self._call if self._busy.locked() else None
 
     # ---- within ----
 

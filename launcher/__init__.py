@@ -5,6 +5,7 @@ print(info.rank, "of", info.world_size)
 results = launcher.launch(work, nprocs=4)
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from launcher.detection import current, is_encrypted
@@ -24,11 +25,13 @@ from launcher.system import gpus, host_addresses, linux
 from launcher.system.engine_request import EngineRequest, engine_request
 from launcher.system.free_memory import free_memory_nbytes
 from launcher.timings import time_scale
+from launcher.trace.live_calls import LiveCalls
 from launcher.trace.recorder import Recorder, recorder
 
 if TYPE_CHECKING:
     from launcher.launch_handle import Launch as Launch
     from launcher.launch_handle import start as start
+    from launcher.trace import merge_traces as merge_traces
 
 __all__ = [
     "CauseOrder",
@@ -40,6 +43,7 @@ __all__ = [
     "LaunchInfoError",
     "LaunchInterrupted",
     "LaunchTimeout",
+    "LiveCalls",
     "Recorder",
     "TargetError",
     "current",
@@ -51,6 +55,7 @@ __all__ = [
     "launch",
     "linux",
     "listen",
+    "merge_traces",
     "recorder",
     "register",
     "start",
@@ -60,6 +65,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import only when asked for what takes longer than all the rest."""
+    if name == "merge_traces":
+        return importlib.import_module("launcher.trace.merge_traces")
     if name in ("Launch", "start"):
         from launcher import launch_handle
 

@@ -24,7 +24,8 @@ SIGNAL = signal.SIGUSR1
 PROBE_SIGNAL = signal.SIGRTMAX - 1  # the launcher's is SIGRTMAX
 STDERR = 2
 NAME = "drumline-stacks"
-HEADER_NBYTES = mmap.PAGESIZE  # of the memory, before the dumps: the note
+NOTE_NBYTES = mmap.PAGESIZE
+HEADER_NBYTES = 4 * NOTE_NBYTES  # of the memory, before the dumps: the note, and lines of live_view
 NOTE = struct.Struct("=qq")
 POLL_S = 0.005
 QUIET_S = 0.25  # so long nothing more comes after a dump that does not show its end
@@ -77,7 +78,7 @@ def stack_memory(pid: int) -> tuple[int, memoryview]:
     is_inherited = stack_memory.cache_info().currsize > 0  # the handler, from who forked this one
     if is_inherited or not linux.catches_signal(pid, PROBE_SIGNAL):
         faulthandler.register(PROBE_SIGNAL, file=fd, all_threads=ALL_THREADS)
-    note = memoryview(mmap.mmap(fd, HEADER_NBYTES)).cast("q")
+    note = memoryview(mmap.mmap(fd, NOTE_NBYTES)).cast("q")
     note[0] = CallNote().peer
     return fd, note
 

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 OURS = tuple(f"{ROOT}/{name}/" for name in ("launcher", "coordinator", "communicator", "drumline"))
 TORCH = f"{os.sep}torch{os.sep}distributed{os.sep}"
 LIBRARIES = (*OURS, "<frozen ", f"{sysconfig.get_path('stdlib')}/")
+RECORDER = "launcher/trace/recorder.py"  # between the line of the user and its call
 MESSAGES = ("send", "recv")
 COLLECTIVES = (
     *("allreduce", "all_reduce", "broadcast", "reduce", "allgather", "all_gather"),
@@ -59,10 +60,11 @@ class StuckRank(NamedTuple):
         )
 
 
-def _from_frames(
+def from_frames(
     rank: int, frames: Sequence[traceback.FrameSummary], note: CallNote
 ) -> StuckRank | None:
-    """frames: the innermost first."""
+    """A rank by its stack, the innermost frame first; None without a line of the user."""
+    frames = [frame for frame in frames if not frame.filename.endswith(RECORDER)]
     user = next((i for i, frame in enumerate(frames) if not _is_library(frame.filename)), None)
     if user is None:
         return None
@@ -72,6 +74,12 @@ def _from_frames(
         call = "allreduce"
     own = [frame for frame in frames[user:] if not _is_library(frame.filename)]
     return StuckRank(rank, call, note.peer if call in MESSAGES else -1, where, own)
+
+
+def is_waiting(frames: Sequence[traceback.FrameSummary], call: str) -> bool:
+    """True for a rank in a call for others. frames: of its stack; call: as from_frames names it."""
+    innermost = frames[0].filename if frames else ""
+    return bool(call) or innermost.startswith(OURS[1:3]) or TORCH in innermost
 
 
 def _call_in(frames: Sequence[traceback.FrameSummary]) -> str:
@@ -108,10 +116,10 @@ class PeerStacks:
         note: of this process. describe_rank: its host, pid, last call and state.
         """
         frames = traceback.extract_stack(sys._getframe(2))[::-1]  # from who asked the Coordinator
-        me = _from_frames(self._me.rank, frames, note)
+        me = from_frames(self._me.rank, frames, note)
         deadline = time.monotonic() + wait_s
         look = functools.cache(lambda rank: self._look_at(rank, deadline))
-        return "" if me is None else _describe(me, look, [*self._peers], describe_rank)
+        return "" if me is None else describe(me, look, [*self._peers], describe_rank)
 
     def _look_at(self, rank: int, deadline: float) -> StuckRank | None:
         """A rank of the launch; None if it does not show its stacks."""
@@ -119,10 +127,10 @@ class PeerStacks:
             return None
         left_s = max(deadline - time.monotonic(), 0.0)
         note, text = stack_dump.read(self._peers[rank], left_s)
-        return _from_frames(rank, stack_dump.parse(text), note)
+        return from_frames(rank, stack_dump.parse(text), note)
 
 
-def _describe(
+def describe(
     me: StuckRank,
     look: Callable[[int], StuckRank | None],
     others: Sequence[int],

@@ -8,6 +8,7 @@ drumline plan --model DIR --memory 8GiB 8GiB 16GiB
 drumline generate --model DIR -n 2 --prompt "Once upon"
 drumline bench --model DIR -n 2 --batch 8
 drumline serve --model DIR -n 2
+drumline top
 drumline auto -n 2 script.py
 
 run, doctor and trace are the launcher's own commands, check is the communicator's. A command

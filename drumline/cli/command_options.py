@@ -73,6 +73,7 @@ def _size(text: str, low: int = 0) -> str:
 
 def _plan(options: argparse.Namespace) -> None:
     from drumline.cli.show_plan import show_plan
+    from drumline.errors import DrumlineError
 
     num_ranks = options.ranks or len(options.memory)
     memory = _memory_per_rank(options, num_ranks)
@@ -80,7 +81,13 @@ def _plan(options: argparse.Namespace) -> None:
     sizes = (options.batch, options.length)
     speeds = (options.bandwidth, options.hop)
     arguments = (options.model, memory, options.device_map, options.dtype, *sizes, *speeds)
-    show_plan(*arguments, **_load_settings(options))
+    try:
+        show_plan(*arguments, options.html, options.png, **_load_settings(options))
+    except ModuleNotFoundError as error:
+        if options.png is None or not str(error.name).startswith("matplotlib"):
+            raise
+        needed = f"{options.png} needs matplotlib: pip install 'drumline[plot]'"
+        raise DrumlineError(needed) from error
 
 
 def _generate(options: argparse.Namespace) -> None:
@@ -137,6 +144,12 @@ def _auto(options: argparse.Namespace) -> None:
         raise DrumlineError(f"{options.script} does not exist, so nothing was started.")
     arguments = (options.script, options.arguments)
     _on_ranks("drumline.cli.run_script", "run_script", options.ranks, arguments)
+
+
+def _top(options: argparse.Namespace) -> None:
+    from drumline.cli.top import top
+
+    top(options.launch)
 
 
 def _load_settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -249,6 +262,8 @@ _PLAN_OPTIONS = (
         default=100,
         metavar="MICROSECONDS",
     ),
+    _option("--html", "write the map as a page for a browser", type=Path, metavar="FILE"),
+    _option("--png", "draw the map as a PNG or SVG", type=Path, metavar="FILE"),
 )
 _GENERATE_OPTIONS = (
     *_MODEL_OPTIONS,
@@ -303,6 +318,14 @@ _SERVE_OPTIONS = (
     _count("--max-running", "sequences generated at the same time", 16),
     _count("--max-waiting", "sequences that may wait for their turn", 64),
 )
+_TOP_OPTIONS = (
+    _option(
+        "launch",
+        "its id, or the pid of its launcher or of a rank; default: the only launch here",
+        nargs="?",
+        metavar="LAUNCH",
+    ),
+)
 _AUTO_OPTIONS = (
     _RANKS,
     _option("script", "a script that calls from_pretrained(..., device_map='auto')"),
@@ -314,5 +337,6 @@ COMMANDS = (
     Command("generate", "generate text with a model over ranks", _GENERATE_OPTIONS, _generate),
     Command("bench", "time a model over ranks", _BENCH_OPTIONS, _bench),
     Command("serve", "serve a model by OpenAI's API", _SERVE_OPTIONS, _serve),
+    Command("top", "show every rank of a launch while it runs", _TOP_OPTIONS, _top),
     Command("auto", "run a transformers script over ranks", _AUTO_OPTIONS, _auto),
 )

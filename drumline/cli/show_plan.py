@@ -9,6 +9,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from drumline.cli import plan_pictures
 from drumline.core.device_map import format_nbytes
 from drumline.planner import model_profile
 from drumline.planner.cost_model import PassShape, estimate, ring_passes, uniform_speeds
@@ -28,13 +29,15 @@ def show_plan(
     length: int = 0,
     bandwidth: str = "20GB",
     hop_us: float = 100.0,
+    html: Path | None = None,
+    png: Path | None = None,
     **options: Any,
 ) -> None:
     """Print the device map, the memory that is left, and the most tokens per second.
 
     memory: of each rank. batch, length: sequences, and the tokens of each in the cache.
     bandwidth: bytes that a rank reads in a second. hop_us: latency between two ranks.
-    options: of `load`.
+    html, png: files for pictures of the map. options: of `load`.
     """
     config, kind = describe_model(model_path, LoadOptions(**options))
     torch_dtype = checkpoint_dtype(dtype, config)
@@ -51,13 +54,15 @@ def show_plan(
     shape = dataclasses.replace(shape, ring_passes=ring_passes(ranks))
     rate = estimate(decoding, planned, speeds, shape).tokens_a_second
     left = sum(size - planned.used(place) for place, size in planned.free_nbytes.items())
-    print(planned)
-    print(
-        f"{format_nbytes(weights.nbytes)} of weights, "
+    text = (
+        f"{planned}\n{format_nbytes(weights.nbytes)} of weights, "
         f"{format_nbytes(profile.nbytes - weights.nbytes)} of cache ({batch} x {length} tokens), "
-        f"{format_nbytes(left)} left over"
-    )
-    print(
+        f"{format_nbytes(left)} left over\n"
         f"{shape.ring_passes * len(memory)} hops a token; at most {rate:.1f} tokens/s at "
         f"{bandwidth}/s and {hop_us:g} us a hop"
     )
+    print(text)
+    if html is not None:
+        plan_pictures.write_html(planned, text, html)
+    if png is not None:
+        plan_pictures.draw(planned, png)

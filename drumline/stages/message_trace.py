@@ -1,7 +1,8 @@
-"""Records the work of each pipeline stage, and its waits, in a traced launch."""
+"""Records the work of each pipeline stage, and its waits, for a trace or a viewer."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import launcher
@@ -9,18 +10,22 @@ import launcher
 
 def trace_stage(stage: Any) -> None:
     """Note each program that this rank runs, and its waits for the stage before it."""
-    recorder = _recorder_closed_with(stage.ring)
-    if recorder is not None:
-        recorder.follow(stage, {"_reply": "stage"}, "work", stage=stage.rank)
-        recorder.follow(stage.ring, {"receive": "wait for the stage before"}, "wait")
+    for viewer in _viewers(stage.ring):
+        viewer.follow(stage, {"_reply": "stage"}, "work", stage=stage.rank)
+        viewer.follow(stage.ring, {"receive": "wait for the stage before"}, "wait")
 
 
 def trace_driver(model: Any, driver: Any) -> None:
     """Note each pass of the model, and the master's waits for what it has sent round the ring."""
-    recorder = _recorder_closed_with(driver.ring)
-    if recorder is not None:
-        recorder.follow(model, {"forward": "stage"}, "work", stage=0)
-        recorder.follow(driver, {"exchange": "wait for the other stages"}, "wait")
+    for viewer in _viewers(driver.ring):
+        viewer.follow(model, {"forward": "stage"}, "work", stage=0)
+        viewer.follow(driver, {"exchange": "wait for the other stages"}, "wait")
+
+
+def _viewers(ring: Any) -> Sequence[launcher.Recorder | launcher.LiveCalls]:
+    """The recorder of a traced launch, and what shows calls to those who look."""
+    recorder = _recorder_closed_with(ring)
+    return [ring.coor.live_calls, *([] if recorder is None else [recorder])]
 
 
 def _recorder_closed_with(ring: Any) -> launcher.Recorder | None:

@@ -71,6 +71,8 @@ def parser(prog: str = PROG) -> CommandParser:
     trace.add_argument("--into", type=Path, metavar="FILE", help=into_help)
     png_help = "draw a PNG or SVG, without FILE next to the trace; default: no picture"
     trace.add_argument("--png", type=Path, metavar="FILE", nargs="?", const=Path(), help=png_help)
+    html_help = "write a page for a browser, without FILE next to the trace; default: no page"
+    trace.add_argument("--html", type=Path, metavar="FILE", nargs="?", const=Path(), help=html_help)
     return top
 
 
@@ -156,12 +158,16 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _trace(options: argparse.Namespace) -> int:
-    from launcher.trace import merge_traces, plot, summary
+    from launcher.trace import merge_traces, page, plot, summary
 
     trace, file = merge_traces.read(options.traces), options.into or options.traces[0]
     if options.into is not None:
         merge_traces.write(trace, options.into)
     _print([*summary.lines(trace), f"open {file} in {summary.VIEWERS}"])
+    if options.html is not None:
+        page.write_page(
+            trace, options.html if options.html != Path() else file.with_suffix(".html")
+        )
     if options.png is not None:
         picture = options.png if options.png != Path() else file.with_suffix(".png")
         try:

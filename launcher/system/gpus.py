@@ -60,6 +60,19 @@ def all_gpus() -> list[GpuDevice]:
         return [device for handle in handles for device in _devices(nvml, handle)]
 
 
+def used_nbytes() -> dict[int, int]:
+    """Memory of this node's GPUs that each process uses, by pid; none without a driver."""
+    used: dict[int, int] = {}
+    if DRIVER.exists():
+        with nvml_session() as nvml:
+            for index in range(nvml.nvmlDeviceGetCount()):
+                handle = nvml.nvmlDeviceGetHandleByIndex(index)
+                for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
+                    nbytes = process.usedGpuMemory or 0  # None where the driver does not tell
+                    used[process.pid] = used.get(process.pid, 0) + nbytes
+    return used
+
+
 @contextmanager
 def nvml_session() -> Iterator[Any]:
     """NVML as a module, initialised for the body. Raises ImportError without its bindings."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -119,6 +120,20 @@ def link_of_fd(fd: str | int) -> str:
 def open_fds() -> list[str]:
     """The numbers of this process's open descriptors, that of this look among them."""
     return os.listdir("/proc/self/fd")
+
+
+def open_memory(pid: int, name: str) -> tuple[int, FileIO] | None:
+    """A process's first descriptor of memory of this name, and that memory, for both to write.
+
+    None if it has none, or belongs to another user.
+    """
+    try:
+        for fd in sorted(map(int, os.listdir(f"/proc/{pid}/fd"))):
+            if read_proc_link(f"{pid}/fd/{fd}").startswith(f"/memfd:{name}"):
+                return fd, FileIO(f"/proc/{pid}/fd/{fd}", "r+")
+    except OSError:
+        pass
+    return None
 
 
 def count_threads() -> int:

@@ -102,7 +102,8 @@ class Recorder:
                 number = self._calls[label] = self._calls.get(label, 0) + 1
                 arguments = {**dict(zip(parameters, args, strict=False)), **named}
                 short = {k: v for k, v in arguments.items() if isinstance(v, (bool, int, str))}
-                details = {**extra_args, "number": number, **_nbytes(args), **short}
+                sizes = {**_nbytes(args), **_num_tokens(arguments)}
+                details = {**extra_args, "number": number, **sizes, **short}
                 self._add_span(label, kind, start, end, details)
 
         return recorded
@@ -184,3 +185,9 @@ def _nbytes(args: tuple[Any, ...]) -> dict[str, int]:
         if nbytes is not None:
             return {"bytes": nbytes}
     return {}
+
+
+def _num_tokens(arguments: Mapping[str, Any]) -> dict[str, int]:
+    """The tokens that a call of a model is to read."""
+    count = getattr(arguments.get("input_ids"), "numel", None)
+    return {} if count is None else {"tokens": count()}

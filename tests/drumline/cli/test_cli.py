@@ -53,6 +53,20 @@ def test_plan_prints_the_device_map_and_the_hops(checkpoints, capsys):
     assert "rank 0 cpu" in out and "rank 1 cpu" in out and "2 hops a token" in out
 
 
+def test_plan_draws_a_picture_and_a_page_of_its_own(checkpoints, capsys, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="runs after `pip install matplotlib`")
+    files = ["--html", str(tmp_path / "map.html"), "--png", str(tmp_path / "map.png")]
+    command = ["plan", "--model", str(checkpoints.llama()[1]), "--memory", "160KiB", "1MiB", *files]
+    assert main(command) == 0
+    page = (tmp_path / "map.html").read_text()
+    places = re.findall(r'class="name">(.*?)<', page)
+    assert places == ["rank 0 cpu", "rank 1 cpu"] and "layers.0" in page
+    assert "hops a token" in page and not re.search(r"(src|href)=|https?:", page)
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(command) == 1 and "drumline[plot]" in capsys.readouterr().err
+
+
 def test_plan_counts_hops_of_every_rank_and_of_a_head_on_another_rank(checkpoints, capsys):
     path = str(checkpoints.llama()[1])
     for sizes, hops in [(["1MiB"] * 5, 5), (["40KiB", "40KiB", "180KiB"], 6), (["1MiB"], 0)]:
@@ -290,12 +304,14 @@ def test_bench_prints_prefill_and_decode_rates_memory_and_hops(checkpoints, caps
 
 MODEL = "--model --adapter --dequantize --gguf-file --trust-remote-code"
 OPTIONS = {
-    "plan": f"{MODEL} --memory --ranks --device-map --dtype --batch --length --bandwidth --hop",
+    "plan": f"{MODEL} --memory --ranks --device-map --dtype --batch --length --bandwidth --hop"
+    " --html --png",
     "generate": f"{MODEL} -n --ranks --memory --prompt --max-new-tokens --seed",
     "bench": f"{MODEL} -n --ranks --memory --batch --prompt-tokens --new-tokens",
     "serve": f"{MODEL} -n --ranks --memory --host --port --api-key-file --dtype --device-map --tp"
     " --tensor-parallel-size --served-model-name --chat-template --log-requests"
     " --enable-log-requests --max-length --max-model-len --max-running --max-waiting",
+    "top": "",
     "auto": "-n --ranks",
 }
 

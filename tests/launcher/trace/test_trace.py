@@ -1,6 +1,7 @@
 """Recording spans, and merging those of all ranks on one clock."""
 
 import json
+import re
 import sys
 import threading
 import time
@@ -10,6 +11,7 @@ import pytest
 from launcher import LaunchInfo, cli
 from launcher.trace import merge_traces, summary
 from launcher.trace import recorder as tracing
+from tests.programs.chromium import Chromium
 
 
 def _info(rank, folder):
@@ -230,6 +232,35 @@ def test_a_trace_is_drawn_as_a_picture(tmp_path):
     for arguments, picture in ([], "out.png"), ([str(tmp_path / "mine.png")], "mine.png"):
         assert cli.main(["trace", str(tmp_path / "out.json"), "--png", *arguments]) == 0
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(Chromium.PROGRAM is None, reason="runs after `apt install chromium`")
+def test_a_trace_is_a_page_that_a_browser_opens_from_the_file(tmp_path):
+    for rank in range(2):
+        _record(tmp_path / "parts", rank)
+    event = {**_span(0, 50), "pid": -1, "name": "</script><b>odd"}
+    merge_traces.merge(tmp_path / "parts", tmp_path / "out.json", [event])
+    assert cli.main(["trace", str(tmp_path / "out.json"), "--html"]) == 0
+    page = tmp_path / "out.html"
+    assert not re.search(r"(src|href)=|https?:", page.read_text())
+    with Chromium(str(tmp_path / "profile")) as browser:
+        browser.open(page.as_uri())
+        browser.wait_for("document.readyState === 'complete' && !!document.querySelector('canvas')")
+        names = browser.evaluate("rows.map(row => row.name).join()")
+        assert names == "launcher,rank 0,rank 1"
+        assert browser.evaluate("rows[0].spans[0].name") == event["name"]
+        point = """(() => {
+          const row = rows[1], span = row.spans.find(span => span.name === "barrier");
+          const box = canvas.getBoundingClientRect();
+          show(span.ts, span.ts + span.dur);
+          canvas.dispatchEvent(new MouseEvent("mousemove", {
+            clientX: box.left + (NAME + canvas.clientWidth) / 2,
+            clientY: box.top + row.top + span.lane * LANE + 4}));
+          return detail.textContent;
+        })()"""
+        assert "rank 0: barrier (wait)" in browser.evaluate(point)
+        drawn = "pen.getImageData(NAME + 50, (rows[1].top + 4) * devicePixelRatio, 1, 1).data[3]"
+        assert browser.evaluate(drawn) == 255
 
 
 def test_without_matplotlib_the_summary_is_printed_and_the_extra_named(

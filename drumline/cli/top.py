@@ -1,0 +1,262 @@
+"""A live table of every rank of a launch on this host.
+
+drumline top
+drumline top 282a1cd058f8613d
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import select
+import shutil
+import sys
+import tempfile
+import termios
+import time
+import tty
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+import launcher
+from coordinator import DrumlineError, rank_view
+from drumline.core.device_map import format_nbytes
+
+LOOK_S = 1.0  # between two looks
+TRACE_S = 5.0
+NUM_LOOKS = 20  # over which the slowest rank is found
+MIN_DIFFERENCE = 0.25  # of the share of looks in which a rank waits
+PLAIN_WIDTH = 140  # where the output is no terminal
+MAX_OPERATIONS = 3  # of a rank that are shown
+KEYS = "s stacks   d dump to a file   t trace the next 5 s   q quit"
+COLUMNS = (
+    *("rank", "state", "pid", "call", "line", "for"),
+    *("calls/s and bytes/s", "resident", "device", "cpu", "tokens/s"),
+)
+
+
+class _RankHistory:
+    """A rank over several looks at it."""
+
+    def __init__(self, look: rank_view.RankLook) -> None:
+        self.look = self._before = look
+        self._looked_at = self._since = time.monotonic()
+        self.cpu_share = 0.0
+        self._waits: deque[bool] = deque(maxlen=NUM_LOOKS)
+
+    def add(self, look: rank_view.RankLook) -> None:
+        now = time.monotonic()
+        self._before, self.look = self.look, look
+        self.cpu_share = max(look.cpu_s - self._before.cpu_s, 0.0) / (now - self._looked_at)
+        self._looked_at = now
+        self._waits.append(look.waits)
+        if self._place(look) != self._place(self._before) or self.rates():
+            self._since = now
+
+    @staticmethod
+    def _place(look: rank_view.RankLook) -> tuple[object, ...]:
+        return look.state, look.stuck and (look.stuck.where, look.stuck.call)
+
+    @property
+    def for_s(self) -> float:
+        """The seconds since it came to where it is, as far as that was seen."""
+        return max(time.monotonic() - self._since, self.look.pending_s)
+
+    @property
+    def wait_share(self) -> float:
+        """Of the last looks; 0 for a rank that does not run, for which others wait."""
+        return sum(self._waits) / max(len(self._waits), 1) if self.look.is_running else 0.0
+
+    def rates(self) -> dict[str, tuple[float, float, float]]:
+        """Calls, bytes and tokens a second of each operation, the most frequent first."""
+        elapsed_s = self.look.counted_at - self._before.counted_at
+        if not self._before.counted_at or elapsed_s <= 0:
+            return {}
+        rates = {}
+        for name, counts in self.look.counts.items():
+            before = self._before.counts.get(name, (0, 0, 0))
+            if counts[0] > before[0]:
+                values = [(n - m) / elapsed_s for n, m in zip(counts, before, strict=True)]
+                rates[name] = (values[0], values[1], values[2])
+        return dict(sorted(rates.items(), key=lambda item: -item[1][0]))
+
+
+class LaunchView:
+    """The ranks of a launch over several looks."""
+
+    def __init__(self, ranks: Sequence[rank_view.ViewedRank]) -> None:
+        self.ranks = ranks
+        self._pool = ThreadPoolExecutor(len(ranks))
+        self._histories = [_RankHistory(look) for look in self._looks()]
+
+    def update(self, folder: str = "") -> None:
+        """Look again. folder: for recordings, if ranks are to record."""
+        for rank in self.ranks:
+            rank.watch(folder)
+        for history, look in zip(self._histories, self._looks(), strict=True):
+            history.add(look)
+
+    def _looks(self) -> list[rank_view.RankLook]:
+        return list(self._pool.map(rank_view.ViewedRank.look, self.ranks))
+
+    @property
+    def looks(self) -> list[rank_view.RankLook]:
+        return [history.look for history in self._histories]
+
+    def slowest(self) -> int | None:
+        """The rank that waits clearly less than others do; None if none stands out."""
+        shares = [history.wait_share for history in self._histories]
+        if max(shares) - min(shares) < MIN_DIFFERENCE:
+            return None
+        return self.looks[shares.index(min(shares))].peer.rank
+
+    def table(self) -> Table:
+        """A row for each rank: waits in yellow, work in green, what does not run in red."""
+        slowest, device_nbytes = self.slowest(), launcher.gpus.used_nbytes()
+        rows = [
+            [*_cells(history, slowest, device_nbytes.get(history.look.peer.pid, 0))]
+            for history in self._histories
+        ]
+        title = f"launch {self.ranks[0].info.launch_id} on {self.looks[0].peer.host}"
+        table = Table(title=title, title_justify="left", box=None)
+        is_used = [any(cells) for cells in zip(*rows, strict=True)]
+        for name in itertools.compress(COLUMNS, is_used):
+            table.add_column(name, no_wrap=True)
+        for history, row in zip(self._histories, rows, strict=True):
+            table.add_row(*itertools.compress(row, is_used), style=_style(history.look))
+        return table
+
+    def report(self) -> str:
+        """Every rank with its state, its call and its stack, and the deadlock if there is one."""
+        return "".join(map(str, self.looks)) + rank_view.describe_deadlock(self.looks)
+
+
+def _style(look: rank_view.RankLook) -> str:
+    if not look.is_running:
+        return "red"
+    return "yellow" if look.waits else "green"
+
+
+def _cells(history: _RankHistory, slowest: int | None, device_nbytes: int) -> Iterator[str]:
+    look = history.look
+    peer, stuck, rates = look.peer, look.stuck, history.rates()
+    yield f"{peer.rank}" + " slowest" * (peer.rank == slowest)
+    yield from (look.state, f"{peer.pid}")
+    yield _call(look)
+    yield stuck.where if stuck is not None else ""
+    yield f"{history.for_s:.0f} s"
+    yield "\n".join(
+        f"{name} {calls:.0f}/s" + f" {format_nbytes(int(nbytes))}/s" * (nbytes > 0)
+        for name, (calls, nbytes, _) in [*rates.items()][:MAX_OPERATIONS]
+    )
+    yield format_nbytes(look.resident_nbytes)
+    yield format_nbytes(device_nbytes) if device_nbytes else ""
+    yield f"{100 * history.cpu_share:.0f}%"
+    tokens = sum(num_tokens for _, _, num_tokens in rates.values())
+    yield f"{tokens:.1f}" if tokens else ""
+
+
+def _call(look: rank_view.RankLook) -> str:
+    if look.stuck is not None and look.stuck.call:
+        end = f" with rank {look.stuck.other}" if look.stuck.other >= 0 else ""
+        return look.stuck.call + end
+    if look.pending is not None and look.waits:
+        return f"{look.pending.name} #{look.pending.number}"
+    return "waits" if look.waits else ""
+
+
+def top(launch: str | None) -> None:
+    """Show a launch until the user quits or it has ended; once if the output is no terminal."""
+    view, is_live = LaunchView(_chosen(launch)), sys.stdin.isatty() and sys.stdout.isatty()
+    console = Console(width=None if is_live else PLAIN_WIDTH)
+    if not is_live:
+        for _ in range(2):  # rates come from two looks
+            view.update()
+            time.sleep(LOOK_S)
+        view.update()
+        console.print(view.table(), rank_view.describe_deadlock(view.looks))
+        return
+    with _keys_unbuffered(), Live(console=console, screen=True, auto_refresh=False) as screen:
+        _run(view, screen)
+
+
+def _run(view: LaunchView, screen: Live) -> None:
+    shows_stacks, message = False, ""
+    while any(look.state != rank_view.ENDED for look in view.looks):
+        view.update()
+        lines = [KEYS, message, view.report() if shows_stacks else ""]
+        lines.append("" if shows_stacks else rank_view.describe_deadlock(view.looks))
+        screen.update(Group(view.table(), *(Text(line) for line in lines if line)), refresh=True)
+        key = sys.stdin.read(1) if select.select([sys.stdin], [], [], LOOK_S)[0] else ""
+        if key == "q":
+            return
+        if key == "s":
+            shows_stacks = not shows_stacks
+        elif key == "d":
+            message = _dump(view)
+        elif key == "t":
+            message = _trace(view)
+
+
+def _dump(view: LaunchView) -> str:
+    path = Path(f"drumline-{view.ranks[0].info.launch_id}.txt")
+    path.write_text(view.report() + "\n")
+    return f"wrote {path}"
+
+
+def _trace(view: LaunchView) -> str:
+    """Record the calls of the next seconds; ranks that hang in one call record none."""
+    folder = tempfile.mkdtemp(prefix="drumline-top-")
+    path = Path(f"drumline-{view.ranks[0].info.launch_id}.json")
+    try:
+        until = time.monotonic() + TRACE_S
+        while time.monotonic() < until:
+            view.update(folder)
+            time.sleep(LOOK_S)
+        view.update()
+        time.sleep(LOOK_S)  # for the ranks to close their files
+        num_events = launcher.merge_traces.merge(Path(folder), path)
+    finally:
+        shutil.rmtree(folder)
+    return f"wrote {path} with {num_events} events: drumline trace {path}"
+
+
+def _chosen(launch: str | None) -> list[rank_view.ViewedRank]:
+    """The ranks of a launch by its id or a pid; of the only one if none is named."""
+    launches = rank_view.launches()
+    named = {key: ranks for key, ranks in launches.items() if _is_named(launch, key, ranks)}
+    if len(named) == 1:
+        return next(iter(named.values()))
+    if not launches:
+        raise DrumlineError(
+            "No launch of this user runs on this host, or its ranks have no Coordinator yet. Start "
+            "one, or look at it as the user who started it."
+        )
+    lines = [f"\n  {key}: {len(ranks)} ranks, rank {ranks[0].peer.rank} is pid {ranks[0].peer.pid}"
+             for key, ranks in launches.items()]  # fmt: skip
+    missing = f"{launch} is none of the launches on this host" if launch else "Several launches run"
+    raise DrumlineError(f"{missing}. Name one of these:{''.join(lines)}")
+
+
+def _is_named(launch: str | None, launch_id: str, ranks: Sequence[rank_view.ViewedRank]) -> bool:
+    if launch is None or launch_id == launch:
+        return True
+    pids = {rank.peer.pid for rank in ranks}
+    return launch.isdigit() and bool(pids & {int(launch), *launcher.linux.descendants(int(launch))})
+
+
+@contextlib.contextmanager
+def _keys_unbuffered() -> Iterator[None]:
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)

@@ -1,0 +1,110 @@
+"""Counts of a rank's calls, and recordings of them, while somebody looks and only then."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from launcher.launch_info import LaunchInfo
+from launcher.trace.recorder import Recorder
+
+Names = Iterable[str] | Mapping[str, str]
+
+
+class _Followed(NamedTuple):
+    target: weakref.ref[Any]
+    names: Names
+    kind: str
+    extra_args: dict[str, Any]
+
+
+class LiveCalls:
+    """The calls of a rank that a viewer may look at. While nobody looks, they are as they were.
+
+    turn: of the thread that may watch.
+    """
+
+    def __init__(self) -> None:
+        self.turn = threading.Lock()
+        self._followed: list[_Followed] = []
+        self._counter: _Counter | None = None
+
+    def follow(self, target: Any, names: Names, kind: str, **extra_args: Any) -> None:
+        """Offer calls of these methods, as Recorder.follow does."""
+        followed = [other for other in self._followed if other.target() is not None]
+        self._followed = [*followed, _Followed(weakref.ref(target), names, kind, extra_args)]
+        if self._counter is not None:
+            self._counter.follow(target, names, kind, **extra_args)
+
+    def watch(self, info: LaunchInfo, folder: str = "") -> None:
+        """Count from now on; record into the folder as long as one is named."""
+        if self._counter is None:
+            self._counter = _Counter(info)
+            for target, names, kind, extra_args in self._followed:
+                if (owner := target()) is not None:
+                    self._counter.follow(owner, names, kind, **extra_args)
+        self._counter.record_into(folder)
+
+    def unwatch(self) -> None:
+        """Give every target its own methods back."""
+        if self._counter is not None:
+            self._counter.unfollow()
+            self._counter = None
+
+    def counts(self) -> dict[str, list[int]]:
+        """Calls, bytes and tokens of each operation since somebody began to look."""
+        return {} if self._counter is None else dict(self._counter.counts)
+
+    def pending(self) -> list[Any]:
+        """The call that the rank is in for longest: name, number, where, since; or nothing."""
+        targets = [followed.target() for followed in self._followed]
+        looks = [getattr(target, "pending_call", lambda: None) for target in targets]
+        calls = [call for look in looks if (call := look()) is not None]
+        return list(min(calls, key=lambda call: call.since, default=()))[:4]
+
+
+class _Counter(Recorder):
+    """A recorder that counts, and writes only while there is a folder for it."""
+
+    def __init__(self, info: LaunchInfo) -> None:
+        self._info, self._calls = info, {}
+        self.counts: dict[str, list[int]] = {}
+        self._before: list[tuple[weakref.ref[Any], str, Any]] = []  # attributes of the targets
+        self._folder = ""
+        self._file_recorder: Recorder | None = None
+
+    def follow(self, target: Any, names: Names, kind: str, **extra_args: Any) -> None:
+        self._before += [(weakref.ref(target), name, vars(target).get(name)) for name in names]
+        super().follow(target, names, kind, **extra_args)
+
+    def unfollow(self) -> None:
+        """Give the targets back their own methods."""
+        self.record_into("")
+        for reference, name, attribute in self._before:
+            if (target := reference()) is not None:
+                delattr(target, name)
+                if attribute is not None:
+                    setattr(target, name, attribute)
+
+    def record_into(self, folder: str) -> None:
+        """Record into a folder from now on; "" for none."""
+        if folder == self._folder:
+            return
+        self._folder, previous = folder, self._file_recorder
+        self._file_recorder = None
+        if folder:
+            with contextlib.suppress(OSError):  # the viewer has gone, and its folder with it
+                self._file_recorder = Recorder(Path(folder), self._info)
+        if previous is not None:
+            previous.close()
+
+    def _add_span(self, name: str, kind: str, start: int, end: int, args: dict[str, Any]) -> None:
+        num_calls, nbytes, num_tokens = self.counts.get(name, (0, 0, 0))
+        sizes = (nbytes + args.get("bytes", 0), num_tokens + args.get("tokens", 0))
+        self.counts[name] = [num_calls + 1, *sizes]
+        if (recorder := self._file_recorder) is not None:
+            recorder._add_span(name, kind, start, end, args)

@@ -1,0 +1,125 @@
+"""`drumline top`: a launch that was started without any option, seen from outside."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from coordinator import rank_view
+from drumline.cli import main, top
+
+ROOT = Path(__file__).parents[3]
+LIMIT_S = 60
+SCRIPT = """
+import pathlib, sys, time, torch
+from communicator import Communicator
+from coordinator import Coordinator
+
+folder = pathlib.Path(sys.argv[1])
+with Coordinator() as coor, Communicator(coor) as comm:
+    own = [dict(vars(coor)), dict(vars(comm))]
+    (folder / f"ready-{coor.rank}").touch()
+    while not comm.allreduce(torch.tensor([float((folder / "hang").exists())])).item():
+        coor.barrier()
+    if coor.rank == 1:
+        while not (folder / "go").exists():
+            time.sleep(0.01)
+    coor.barrier()
+    deadline = time.monotonic() + 60
+    while any(name in vars(target) and name not in before
+              for target, before in zip((coor, comm), own) for name in ("barrier", "allreduce")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (folder / f"restored-{coor.rank}").touch()
+"""
+
+
+def wait_for(condition, what):
+    until = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < until, what
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def launch(tmp_path, monkeypatch):
+    monkeypatch.setattr(top, "LOOK_S", 0.3)
+    monkeypatch.setattr(top, "TRACE_S", 0.5)
+    monkeypatch.setattr(rank_view, "WATCH_S", 2.0)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "launcher", "run", "-n", "3"]
+    process = subprocess.Popen([*command, tmp_path / "script.py", tmp_path], cwd=ROOT)
+    wait_for(lambda: len([*tmp_path.glob("ready-*")]) == 3, "the ranks to start")
+    yield process
+    process.send_signal(signal.SIGTERM)
+    process.wait()
+
+
+def test_a_hang_shows_its_cause_and_looking_leaves_nothing_behind(launch, tmp_path, capsys):
+    assert main(["top", str(launch.pid)]) == 0
+    table = capsys.readouterr().out
+    assert "allreduce" in table and "/s" in table and "running" in table
+    (tmp_path / "hang").touch()
+    view = top.LaunchView(top._chosen(str(launch.pid)))
+
+    def shows_the_hang():
+        view.update()
+        calls = [look.stuck and look.stuck.call for look in view.looks]
+        return view.slowest() == 1 and calls == ["barrier", "", "barrier"]
+
+    wait_for(shows_the_hang, "the slowest rank")
+    last = view.looks
+    assert [top._style(look) for look in last] == ["yellow", "green", "yellow"]
+    os.kill(last[1].peer.pid, signal.SIGSTOP)
+    wait_for(lambda: view.update() or view.looks[1].state == "suspended", "the stop")
+    os.kill(last[1].peer.pid, signal.SIGCONT)
+    (tmp_path / "go").touch()
+    assert launch.wait(LIMIT_S) == 0
+    assert len([*tmp_path.glob("restored-*")]) == 3
+    view.update()
+    assert {look.state for look in view.looks} == {"ended"}
+
+
+def test_keys_show_stacks_write_a_dump_and_a_trace(launch, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"TERM": "xterm", "COLUMNS": "140", "LINES": "60"}.items():
+        monkeypatch.setenv(name, value)
+    terminal, end = os.openpty()
+    with os.fdopen(end, "r+b", buffering=0) as device:
+        monkeypatch.setattr(sys, "stdin", os.fdopen(os.dup(end), "r"))
+        monkeypatch.setattr(sys, "stdout", os.fdopen(os.dup(end), "w"))
+        thread = threading.Thread(target=top.top, args=[str(launch.pid)])
+        thread.start()
+        shown = b""
+
+        def read_until(text):
+            nonlocal shown
+            while text not in shown:
+                assert select.select([terminal], [], [], LIMIT_S)[0], shown
+                shown = shown[-100_000:] + os.read(terminal, 4096)
+
+        for key, text in ((b"s", b"File"), (b"d", b".txt"), (b"t", b".json")):
+            read_until(b"quit")
+            os.write(terminal, key)
+            read_until(text)
+        os.write(terminal, b"q")
+        read_until(b"\x1b[?1049l")  # leaves the terminal's other screen
+        thread.join(LIMIT_S)
+        assert not thread.is_alive() and device
+    (dump,) = tmp_path.glob("drumline-*.txt")
+    assert "rank 2" in dump.read_text() and "script.py" in dump.read_text()
+    (trace,) = tmp_path.glob("drumline-*.json")
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"allreduce", "barrier"} <= names
+
+
+def test_what_is_no_launch_is_named(capsys):
+    assert main(["top", "nothing"]) == 1
+    assert "aunch" in capsys.readouterr().err
