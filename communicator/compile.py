@@ -1,5 +1,12 @@
-"""The documented name of communicator.torch_interop.compiled_allreduce."""
+"""The documented names of communicator.torch_interop.compiled_collectives."""
 
-from communicator.torch_interop.compiled_allreduce import allreduce, name
+from communicator.torch_interop.compiled_collectives import (
+    allgather,
+    allreduce,
+    alltoall,
+    name,
+    reduce_scatter,
+    reduced,
+)
 
-__all__ = ["allreduce", "name"]
+__all__ = ["allgather", "allreduce", "alltoall", "name", "reduce_scatter", "reduced"]

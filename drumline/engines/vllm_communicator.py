@@ -13,8 +13,7 @@ from vllm.distributed.device_communicators.base_device_communicator import Devic
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
 from communicator import Communicator
-from communicator.compile import allreduce as compiled_allreduce
-from communicator.compile import name as name_in_compiled_code
+from communicator import compile as compiled
 from drumline.engines.vllm import timeout_s
 
 
@@ -36,7 +35,7 @@ class VllmCommunicator(CpuCommunicator):  # type: ignore[misc]  # vLLM has no ty
             self, cpu_group, device, device_group, unique_name, use_all2all=use_all2all
         )
         self.comm = Communicator.over(cpu_group, timeout_s=timeout_s(), device_type="cpu")
-        self._name = name_in_compiled_code(self.comm)
+        self._name = compiled.name(self.comm)
         if self.use_all2all:
             from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager
 
@@ -44,12 +43,14 @@ class VllmCommunicator(CpuCommunicator):  # type: ignore[misc]  # vLLM has no ty
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
-            return compiled_allreduce(input_.contiguous(), self._name)
+            return compiled.allreduce(input_.contiguous(), self._name)
         if input_.is_contiguous():
             return self.comm.allreduce(input_)
         return input_.copy_(self.comm.allreduce(input_.contiguous()))
 
     def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return compiled.allgather(input_, self._name, dim)
         return self.comm.allgather(input_.contiguous(), dim=dim)
 
     def all_gatherv(
@@ -63,6 +64,8 @@ class VllmCommunicator(CpuCommunicator):  # type: ignore[misc]  # vLLM has no ty
         return [self.comm.allgather(part.contiguous(), dim=dim, sizes=sizes) for part in input_]
 
     def reduce_scatter(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return compiled.reduce_scatter(input_, self._name, dim=dim)
         return self.comm.reduce_scatter(input_.contiguous(), dim=dim)
 
     def reduce_scatterv(

@@ -1,4 +1,4 @@
-"""The allreduce inside compiled functions."""
+"""Collectives inside compiled functions."""
 
 import gc
 
@@ -18,8 +18,19 @@ def alone():
         yield comm
 
 
-def test_the_operator_passes_the_checks_of_torch(alone):
-    opcheck(torch.ops.drumline.allreduce_.default, (torch.ones(4), compile.name(alone), "sum"))
+OPERATORS = {
+    "allreduce_": ("sum",),
+    "allreduce": ("sum",),
+    "allgather": (-1,),
+    "reduce_scatter": ("sum", 1),
+    "alltoall": (),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_the_operators_pass_the_checks_of_torch(alone, name):
+    operator = getattr(torch.ops.drumline, name).default
+    opcheck(operator, (torch.ones(1, 4), compile.name(alone), *OPERATORS[name]))
 
 
 def test_generated_code_calls_it_in_place_on_the_product_and_copies_nothing(alone):
@@ -52,6 +63,45 @@ def test_compiled_ranks_agree_with_eager_ones(ranks):
             return layer(torch.arange(4.0) * (1 - 2 * comm.rank)).tolist()
 
     assert ranks(body, 2) == [[-1.0, 1.0, 3.0, 5.0]] * 2
+
+
+def test_compiled_collectives_in_new_tensors_are_those_of_the_communicator(ranks):
+    """Of a tensor that is not contiguous, and of a second shape, for which sizes are symbols."""
+
+    def body(info):
+        with Coordinator(info) as coor, Communicator(coor) as comm:
+            group = compile.name(comm)
+
+            @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
+            def layer(x):
+                return (
+                    compile.reduced(x, group, "max"),
+                    compile.allgather(x, group, -1),
+                    compile.reduce_scatter(x, group, dim=-1),
+                    compile.alltoall(x, group),
+                )
+
+            for columns in (2, 6):
+                x = (torch.arange(2.0 * columns).view(columns, 2) * (comm.rank + 1)).t()
+                plain, before = x.contiguous(), x.clone()
+                expected = (
+                    comm.allreduce(plain.clone(), "max"),
+                    comm.allgather(plain, dim=-1),
+                    comm.reduce_scatter(plain, dim=-1),
+                    comm.alltoall(plain),
+                )
+                for result, value in zip(layer(x), expected, strict=True):
+                    assert torch.equal(result, value)
+                assert torch.equal(x, before)
+
+    ranks(body, 2)
+
+
+@pytest.mark.parametrize("call", ["reduced", "allgather", "reduce_scatter", "alltoall"])
+def test_no_gradient_is_lost_in_a_new_tensor(alone, call):
+    x = torch.ones(1, 3, requires_grad=True)
+    with pytest.raises(ValueError, match=r"needs a gradient"):
+        getattr(compile, call)(x, compile.name(alone))
 
 
 @pytest.mark.parametrize("how", ["eager", "aot_eager"])

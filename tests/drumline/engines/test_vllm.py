@@ -236,3 +236,20 @@ def test_messages_between_stages_arrive(on_ranks):
         return int(result)
 
     assert on_ranks(body) == [2, 0, 1]
+
+
+def test_a_compiled_model_has_its_collectives_in_one_graph(on_ranks):
+    def body(communicator, rank):
+        @torch.compile(fullgraph=True, backend="aot_eager")
+        def layer(x):
+            total = communicator.all_reduce(x.t() * 1)  # a product that is not contiguous
+            return total, communicator.all_gather(x), communicator.reduce_scatter(x)
+
+        x = torch.arange(6.0).view(2, 3) + rank
+        return [result.tolist() for result in layer(x)]
+
+    x = torch.arange(6.0).view(2, 3)
+    total = (3 * x + 3).t().tolist()
+    joined = torch.cat([x, x + 1, x + 2], 1).tolist()
+    for rank, results in enumerate(on_ranks(body)):
+        assert results == [total, joined, [[total[rank][0]], [total[rank][1]]]]
