@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import secrets
 import socket
 import time
@@ -60,9 +61,10 @@ class StoreCoordinator(ValueCollectives):
         self.ranks = tuple(global_ranks) or tuple(range(world_size))
         self._reset()
         token, own = secrets.token_hex(8), Peer.me(LaunchInfo("alone"))
-        me = replace(own, rank=self.ranks[rank]).pack().decode()
-        meeting = _Meeting(store, f"{token} {me}", rank, world_size)
-        self.check_more = lambda: self._check_meeting(meeting)
+        own = replace(own, rank=self.ranks[rank])
+        me = own.pack().decode()
+        meeting = _Meeting(store, token, own, rank, world_size)
+        self.check_more: Callable[[], None] = lambda: self._check_meeting(meeting)
         meeting.request()
         prefix = token if rank == 0 else self._await_prefix(meeting)
         self._store: Store = PrefixStore(prefix, store)
@@ -77,7 +79,7 @@ class StoreCoordinator(ValueCollectives):
 
     def _reset(self) -> None:
         self._rounds, self._is_closed, self._is_part = 0, False, False
-        self.check_more: Callable[[], None] = lambda: None  # raises what the caller noticed
+        self.check_more = lambda: None  # raises what the caller noticed
         self._stores: dict[str, int] = {}
         self.peers: tuple[Peer, ...] = ()
 
@@ -303,24 +305,27 @@ class StoreCoordinator(ValueCollectives):
 class _Meeting:
     """The requests by which ranks that share a store of torch learn rank 0's prefix.
 
-    Those of dead processes that were there before are of earlier ranks: the rank is still to come.
+    A dead process may be an earlier rank, whose successor is still to come. It is not, if it made
+    its request after this process started: a launcher ends all ranks before it starts them again.
     """
 
-    def __init__(self, store: Store, own_request: str, rank: int, world_size: int) -> None:
+    def __init__(self, store: Store, token: str, own: Peer, rank: int, world_size: int) -> None:
         self.store, self.keys = store, [_request_key(rank) for rank in range(world_size)]
-        self.answer_key = _answer_key(own_request)
-        self._own_key, self._own_request = self.keys[rank], own_request
+        self._prefix, self._own_key = token, self.keys[rank]
+        self._own_request = (
+            f"{token} {time.clock_gettime(time.CLOCK_BOOTTIME)} {own.pack().decode()}"
+        )
+        self._start_s = own.start_ticks / os.sysconf("SC_CLK_TCK")
+        self.answer_key = _answer_key(self._own_request)
         self._watched = self.keys if rank == 0 else self.keys[:1]
-        self._earlier = set(filter(_dead_peer, self._requests()))
 
     def request(self) -> None:
         self.store.set(self._own_key, self._own_request)
 
     def answer(self, lost: str = "") -> None:
         """By rank 0: tell all ranks the prefix, and who is lost."""
-        prefix = self._own_request.partition(" ")[0]
         for request in self._requests():
-            self.store.set(_answer_key(request), f"{prefix} {lost}")
+            self.store.set(_answer_key(request), f"{self._prefix} {lost}")
 
     def prefix_and_lost(self) -> tuple[str, str]:
         """The answer; empty before it has come."""
@@ -333,8 +338,7 @@ class _Meeting:
         """A rank that has died since the meeting began, as this one sees or rank 0 has answered."""
         lost = self.prefix_and_lost()[1]
         for request in self._requests():
-            if not lost and request not in self._earlier:
-                lost = _dead_peer(request)
+            lost = lost or _dead_peer(request, self._start_s)
         if lost and self._own_key == self.keys[0]:
             self.answer(lost)
         return Peer.unpack(lost.encode()) if lost else None
@@ -346,10 +350,11 @@ class _Meeting:
         return [data.decode() for data in self.store.multi_get(keys)] if keys else []
 
 
-def _dead_peer(request: str) -> str:
-    """The peer that made it, packed, if its process has ended."""
-    peer = request.partition(" ")[2]
-    return peer if peer and Peer.unpack(peer.encode()).is_known_dead() else ""
+def _dead_peer(request: str, since_s: float) -> str:
+    """The peer that made it since then, packed, if its process has ended; else empty."""
+    _, written_s, peer = request.split(" ", 2)
+    is_dead = float(written_s) > since_s and Peer.unpack(peer.encode()).is_known_dead()
+    return peer if is_dead else ""
 
 
 def _request_key(rank: int) -> str:

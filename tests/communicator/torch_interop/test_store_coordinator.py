@@ -71,7 +71,7 @@ def test_ranks_meet_where_some_ranks_of_an_earlier_launch_had_waited(meet, died)
 def test_rank_that_never_comes_is_named_by_each_of_the_others(meet, missing):
     store, here = HashStore(), [rank for rank in range(WORLD) if rank != missing]
     for rank in here:  # or one that is slow might be named, too
-        store.set(_request_key(rank), "earlier")
+        store.set(_request_key(rank), f"earlier 0 {Peer.me(LaunchInfo('alone')).pack().decode()}")
     for error in meet(store, here, timeout_s=0.3):
         assert f"ranks [{missing}] of {WORLD}" in str(error)
 
@@ -133,11 +133,11 @@ def test_rank_that_dies_while_it_waits_for_others_is_named_by_all_that_have_come
     process = subprocess.Popen(["sleep", "60"])
     me = Peer.me(LaunchInfo("alone"))
     dying = replace(me, rank=died, pid=process.pid, start_ticks=start_ticks(process.pid))
-    store.set(_request_key(3), f"earlier {replace(me, start_ticks=1).pack().decode()}")
-    store.set(_request_key(died), f"now {dying.pack().decode()}")
+    store.set(_request_key(3), f"earlier 0 {replace(me, start_ticks=1).pack().decode()}")
+    store.set(_request_key(died), f"now {2**40} {dying.pack().decode()}")
     here.remove(died)
-    threading.Timer(0.2, process.kill).start()
-    threading.Timer(0.3, process.wait).start()
+    process.kill()
+    process.wait()
     for error in meet(store, here):
         assert isinstance(error, PeerLost) and [f.rank for f in error.failures] == [died], error
         assert f"lost rank {died} (host" in str(error) and f"pid {process.pid}" in str(error)
