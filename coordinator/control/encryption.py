@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import secrets
 import socket
 from collections.abc import Iterable
@@ -72,6 +73,8 @@ class EncryptedSocket(socket.socket):
 
     def _use(self) -> Stream:
         self._unused_keys = b""
+        if self.fileno() < 0:  # the number may be that of another connection by now
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         if self._stream is None:
             raise CoordinatorError("the keys of this connection were given to another")
         return self._stream

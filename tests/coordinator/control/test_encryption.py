@@ -244,6 +244,23 @@ def test_a_connection_whose_keys_were_given_away_sends_nothing(link):
         link[0].send(b"x")
 
 
+@pytest.mark.parametrize("end", [EncryptedSocket.close, EncryptedSocket.detach])
+def test_a_closed_connection_sends_nothing_to_who_has_its_descriptor_now(link, end):
+    ours, _ = link
+    other, receiver = socket.socketpair()
+    with other, receiver:
+        fd = ours.fileno()
+        end(ours)
+        os.dup2(other.fileno(), fd)
+        for use in (lambda: ours.send(b"x"), lambda: ours.recv(1)):
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                use()
+        receiver.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            receiver.recv(1)
+        os.close(fd)
+
+
 def test_a_record_that_is_cut_short_is_not_received(link):
     record = record_of(link, b"hello")
     for place in range(len(record)):
