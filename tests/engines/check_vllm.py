@@ -18,8 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 HERE = Path(__file__).parent
 TIMEOUT_S = 900
 MARK = "CHECK_VLLM_RUN"  # a variable that every process of a run inherits
-# MPI's, which no run starts, and those of vLLM's message queue, which a killed worker leaves.
-NOT_OURS = ("mpich", "psm_", "sem.mp-")
+NOT_OURS = ("mpich", "sm_segment")  # of MPI, which no run starts
 SETTINGS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
