@@ -269,7 +269,8 @@ class TensorReader:
         return self._open[name]
 
     def _path_of(self, name: str) -> Path:
-        return self.path if self.path.is_file() else self.path / name
+        is_of_checkpoint = not Path(name).is_absolute()  # an adapter's is not
+        return self.path if is_of_checkpoint and self.path.is_file() else self.path / name
 
 
 def _runs(shape: tuple[int, ...], region: Region) -> Iterator[tuple[int, int]]:

@@ -10,6 +10,7 @@ import drumline
 from coordinator import Coordinator
 from drumline import CheckpointError, PlanError
 from drumline.weight_formats.gguf_file import gguf_path
+from tests.drumline.weight_formats.test_lora_adapter import LINEAR, make_adapter, merge
 
 NAMES = {
     "self_attn.q_proj": "attn_q",
@@ -75,6 +76,15 @@ def test_the_layers_are_those_of_one_process(file, on_master, names_file):
     tokens, own = on_master(path, 3, result, dtype=torch.float32, **options)
     assert tokens == result(plain)[0] and own
     assert all(torch.equal(own[name], plain.get_parameter(name)) for name in own)
+
+
+def test_an_adapter_is_merged_into_the_layers_of_a_file(file, on_master, tmp_path):
+    plain = LlamaForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    merged = merge(plain, make_adapter(tmp_path / "adapter", plain, LINEAR))
+    options = {"dtype": torch.float32, "adapter": tmp_path / "adapter"}
+    tokens, own = on_master(file, 3, result, **options)
+    assert tokens == result(merged)[0]
+    assert all(torch.equal(own[name], merged.get_parameter(name)) for name in own)
 
 
 def test_a_file_that_is_cut_off_is_named(file, ranks_or_errors):
