@@ -4,9 +4,10 @@ comm = Communicator(coor, backend="hierarchical")     # selected where ranks spa
 comm.allreduce(torch.ones(4))
 
 The first ranks of all nodes are a column, so are the second ones, and so on; on a node with fewer
-ranks than the largest, one rank is in several. Each column moves its part of a tensor, so that all
-ranks of a node share its network's work. A reduction is done in order of rank inside each node, and
-then over the nodes, once, so that every rank has the same bits.
+ranks than the largest, one rank is in several. Each column moves its part of a large tensor, so
+that all ranks of a node share its network's work; the first column moves small ones. A reduction is
+done in order of rank inside each node, and then over the nodes, once, so that every rank has the
+same bits.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ from communicator.calls.dtypes import SMALL_FLOATS
 from communicator.calls.failures import describe_lost, report, run_on_all_ranks
 from communicator.calls.programs import Buffer, CollectiveProgram, exchange, row
 from communicator.calls.scheduled_collectives import SubgroupCollectives
-from communicator.calls.schedules import SMALL_NBYTES, Slice, parts
+from communicator.calls.schedules import Slice, parts
 from communicator.errors import CommunicatorError, DrumlineError, PeerLost, Unsupported, with_text
 from communicator.selection import backend_class
 from coordinator import Coordinator
 
+LEADER_NBYTES = 1 << 17  # of a tensor that one rank of each node moves: fewer messages
 SEGMENT_NBYTES = 1 << 18
 MAX_SEGMENTS = 8
 Nodes = tuple[tuple[int, ...], ...]
@@ -127,7 +129,7 @@ class Hierarchical(Communicator):
                 column.do_allreduce(part, part, op_of_part)
 
         with self._failing_together("allreduce"):
-            if total.nbytes <= SMALL_NBYTES:
+            if total.nbytes <= LEADER_NBYTES:
                 self._local.reduce(total, 0, op_of_part)
                 if self._leaders:
                     self._leaders.do_allreduce(total, total, op_of_part)
@@ -226,7 +228,7 @@ class Hierarchical(Communicator):
                 self._share_parts(segment)
 
         with self._failing_together("broadcast"):
-            if tensor.nbytes > SMALL_NBYTES:
+            if tensor.nbytes > LEADER_NBYTES:
                 return self._in_segments(tensor, give_to_node, give_to_nodes, share)
             give_to_node(tensor)
             if self._leaders:
