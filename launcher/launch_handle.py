@@ -31,6 +31,7 @@ class Launch:
     def __init__(self, job: Job, on_failure: Callable[[Failure], object] | None) -> None:
         self._watch = LaunchWatch(on_failure)
         self._results: Future[list[Any]] = Future()
+        self._results.set_running_or_notify_cancel()  # a task that stops awaiting cannot cancel it
         # The ranks end with the thread that starts them (prctl(2), PR_SET_PDEATHSIG).
         self._thread = threading.Thread(
             target=self._run, args=(job,), name=f"launch-{job.launch_id}", daemon=True

@@ -59,6 +59,19 @@ def test_two_launches_are_awaited_in_one_event_loop():
     assert asyncio.run(both()) == [[[0, 0]], [[0, 1]]]
 
 
+def test_a_task_that_stops_awaiting_leaves_the_launch_as_it_is(tmp_path):
+    """poll() raised CancelledError after asyncio.wait_for, and no result came any more."""
+
+    async def give_up(launch):
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(launch, 0.01)
+
+    with launcher.start(sleep_on_rank_0, 1, args=(str(tmp_path / "never"),)) as launch:
+        asyncio.run(give_up(launch))
+        assert launch.poll() is None
+    assert launch.poll() == 128 + signal.SIGTERM
+
+
 def test_the_first_death_is_reported_while_the_launch_goes_on(tmp_path):
     failures, reported = [], threading.Event()
 
