@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, TimeoutError
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -330,16 +331,17 @@ class Hierarchical(Communicator):
                 raise
             failure = self._failure(call, error)  # written down before the others fail of it
             self._resources.close()
+            if self.rank == 0 and is_collective and isinstance(failure, PeerLost):
+                self._await_readers(failure)
             raise failure from error
 
     def _failure(self, call: str, error: DrumlineError) -> DrumlineError:
         """The error, with the lost ranks and the failure that came first on any rank.
 
-        A lost rank is reported: its death may be visible on its own host alone, and rank 0, which
-        keeps the first failure, may exit before others have read it.
+        A lost rank is reported: its death may be visible on its own host alone.
         """
         text = f"{self._me} in {call}: {error}"
-        first = first_failure(self._failures, text)
+        first = first_failure(self._failures, text, self.rank)
         lost = self._await_lost_peers() if isinstance(error, PeerLost) else self._lost_peers()
         if lost:
             report(self.coor, lost[0])
@@ -350,8 +352,26 @@ class Hierarchical(Communicator):
         )
         return PeerLost(text, lost) if isinstance(error, PeerLost) else with_text(error, text)
 
+    def _await_readers(self, failure: PeerLost) -> None:
+        """Let the ranks of other nodes than those that failed read the first failure, for a while.
 
-def first_failure(failures: Any, text: str) -> str:
+        Rank 0 keeps it, and may exit at once.
+        """
+        failed = {self._node_of[lost.rank] for lost in failure.failures}
+        nodes = self._node_of.items()
+        keys = [reader_key(rank) for rank, node in nodes if node not in failed and rank > 0]
+        deadline = time.monotonic() + timings.TIMINGS.exit_notice_s
+        with suppress(RuntimeError):  # the store is closed
+            while keys and not self._failures.check(keys) and time.monotonic() < deadline:
+                time.sleep(timings.TIMINGS.exit_poll_s)
+
+
+def reader_key(rank: int) -> str:
+    """Of the store of failures: set once the rank has read the first one."""
+    return f"read by {rank}"
+
+
+def first_failure(failures: Any, text: str, rank: int) -> str:
     """The text that was first written to the store: this one, if there was none.
 
     Bounded: a store waits without a limit for a process that was stopped, or a link that was cut.
@@ -359,10 +379,11 @@ def first_failure(failures: Any, text: str) -> str:
     answer: Future[str] = Future()
 
     def write() -> None:
-        try:
-            answer.set_result(failures.compare_set("first", "", text).decode())
-        except RuntimeError:
-            answer.set_result("unknown, for rank 0, which kept the failures, exited.")
+        first = "unknown, for rank 0, which kept the failures, exited."
+        with suppress(RuntimeError):
+            first = failures.compare_set("first", "", text).decode()
+            failures.set(reader_key(rank), "")
+        answer.set_result(first)
 
     threading.Thread(target=write, daemon=True).start()
     try:

@@ -180,12 +180,12 @@ def test_first_failure_is_not_waited_for_where_the_store_has_stopped(monkeypatch
         os.write(writer, str(server.port).encode())
         signal.pause()
     store = TCPStore("127.0.0.1", int(os.read(reader, 9)), 1, False)
-    assert first_failure(store, "rank 1 was lost") == "rank 1 was lost"
-    assert first_failure(store, "rank 2 was lost") == "rank 1 was lost"
+    assert first_failure(store, "rank 1 was lost", 1) == "rank 1 was lost"
+    assert first_failure(store, "rank 2 was lost", 2) == "rank 1 was lost"
     os.kill(pid, signal.SIGSTOP)
     os.waitpid(pid, os.WUNTRACED)  # it has stopped now
     try:
-        assert "does not answer" in first_failure(store, "rank 3 was lost")
+        assert "does not answer" in first_failure(store, "rank 3 was lost", 3)
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
