@@ -36,7 +36,7 @@ from communicator.calls.scheduled_collectives import SubgroupCollectives
 from communicator.calls.schedules import Slice, parts
 from communicator.errors import CommunicatorError, DrumlineError, PeerLost, Unsupported, with_text
 from communicator.selection import backend_class
-from coordinator import Coordinator
+from coordinator import Coordinator, FailureReason
 
 LEADER_NBYTES = 1 << 17  # of a tensor that one rank of each node moves: fewer messages
 SEGMENT_NBYTES = 1 << 18
@@ -331,8 +331,8 @@ class Hierarchical(Communicator):
                 raise
             failure = self._failure(call, error)  # written down before the others fail of it
             self._resources.close()
-            if self.rank == 0 and is_collective and isinstance(failure, PeerLost):
-                self._await_readers(failure)
+            if self.rank == 0 and is_collective and isinstance(error, PeerLost):
+                self._await_readers(error)
             raise failure from error
 
     def _failure(self, call: str, error: DrumlineError) -> DrumlineError:
@@ -352,17 +352,17 @@ class Hierarchical(Communicator):
         )
         return PeerLost(text, lost) if isinstance(error, PeerLost) else with_text(error, text)
 
-    def _await_readers(self, failure: PeerLost) -> None:
-        """Let the ranks of other nodes than those that failed read the first failure, for a while.
+    def _await_readers(self, error: PeerLost) -> None:
+        """After a link was cut: let the ranks of the other nodes read the first failure.
 
-        Rank 0 keeps it, and may exit at once.
+        For a while. Rank 0 keeps it, and may exit at once.
         """
-        failed = {self._node_of[lost.rank] for lost in failure.failures}
-        nodes = self._node_of.items()
-        keys = [reader_key(rank) for rank, node in nodes if node not in failed and rank > 0]
+        lost = [one.rank for one in error.failures if one.reason is FailureReason.UNREACHABLE]
+        cut, nodes = {self._node_of[rank] for rank in lost}, self._node_of.items()
+        keys = [reader_key(rank) for rank, node in nodes if node not in cut and rank > 0]
         deadline = time.monotonic() + timings.TIMINGS.exit_notice_s
         with suppress(RuntimeError):  # the store is closed
-            while keys and not self._failures.check(keys) and time.monotonic() < deadline:
+            while cut and keys and not self._failures.check(keys) and time.monotonic() < deadline:
                 time.sleep(timings.TIMINGS.exit_poll_s)
 
 
