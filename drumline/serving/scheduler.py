@@ -52,6 +52,10 @@ class ServerBusy(DrumlineError):
     """The queue is full; a later request may succeed."""
 
 
+class ServerStopping(DrumlineError):
+    """This server is being stopped; another one may answer."""
+
+
 class RequestTooLarge(DrumlineError):
     """The request exceeds the size of the queue and can never be scheduled."""
 
@@ -196,7 +200,7 @@ class BatchScheduler:
 
         A batch ends with its next token, whether or not a client reads the ones before.
         """
-        error = DrumlineError("rank 0: the server is being stopped; ask another one.")
+        error = ServerStopping("rank 0: the server is being stopped; ask another one.")
         self._close_queue(error)
         with self._changed:
             running = [item for batch in self._batches for item in batch]

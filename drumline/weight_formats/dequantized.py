@@ -3,7 +3,7 @@
 source = read_dequantized(source, torch.bfloat16)     # described as a model of plain weights
 
 Formats by quant_method: "fp8" (scales of blocks), "mxfp4" (OCP Microscaling Formats 1.0, section
-5.3), and "compressed-tensors" with packed integers, or integers and fp8 as they are.
+5.3), "compressed-tensors" with packed integers, or integers and fp8 as they are, "gptq" and "awq".
 """
 
 from __future__ import annotations
@@ -30,6 +30,16 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4_GROUP = 32
 EXPONENT_BIAS = 127
 INT32_BITS = 32
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+ZERO_SHIFTS = {
+    ("gptq", "none"): 1,
+    ("gptq", "gptq"): 1,
+    ("gptq", "gptq_v2"): 0,
+    ("awq", "none"): 0,
+    ("awq", "gemm"): 0,
+}
+"""What is added to a stored zero, by the method and the variant of its format."""
+TRANSPOSED_PARTS = ("qweight", "qzeros", "scales", "g_idx")
 QUANTIZED = ("F8_E4M3", "F8_E5M2", "I8")
 OF_ACTIVATIONS = ("activation_scale", "input_scale", "output_scale", ".k_scale", ".v_scale")
 """Endings of the names of scales that no weight has."""
@@ -139,11 +149,15 @@ class PackedWeight(ComputedTensor):
 
     def compute(self, reader: TensorReader, region: Region, out: torch.Tensor) -> None:
         (row, column), (rows, columns) = region.start, region.size
-        values = self._unpacked(reader, self.packed, 1, column, columns, (row, rows)).float()
+        spans = [(row, rows), (column, columns)]
+        values = _unpacked(reader, self.packed, self.num_bits, 1, spans).float()
         at = self._groups(reader, column, columns)
         num_groups = self.scales.stored.shape[1]
-        if self.zeros is not None:
-            zeros = self._unpacked(reader, self.zeros, 0, row, rows, (0, num_groups))
+        if self.zeros is None:
+            values -= 1 << self.num_bits - 1
+        else:
+            spans = [(row, rows), (0, num_groups)]
+            zeros = _unpacked(reader, self.zeros, self.num_bits, 0, spans)
             values -= zeros.index_select(1, at).float()
         by_group = replace(self.scales, block=(self.scales.block[0], 1))
         scales = by_group.spread(reader, Region((row, 0), (rows, num_groups)))
@@ -154,26 +168,63 @@ class PackedWeight(ComputedTensor):
             return reader.box(self.groups, Region((column,), (columns,))).long()
         return torch.arange(column, column + columns) // self.scales.block[1]
 
-    def _unpacked(
-        self,
-        reader: TensorReader,
-        stored: StoredTensor,
-        dim: int,
-        start: int,
-        size: int,
-        other: tuple[int, int],
-    ) -> torch.Tensor:
-        """Integers from `start` on along the dimension in which they are packed."""
-        per_word = INT32_BITS // self.num_bits
-        first, end = start // per_word, -(-(start + size) // per_word)
-        spans = [other, other]
-        spans[dim] = first, end - first
-        box = Region((spans[0][0], spans[1][0]), (spans[0][1], spans[1][1]))
-        words = reader.box(stored, box).movedim(dim, -1).unsqueeze(-1)
-        shifts = torch.arange(per_word, dtype=torch.int32) * self.num_bits
-        integers = (words >> shifts & (1 << self.num_bits) - 1) - (1 << self.num_bits - 1)
-        skipped = start - first * per_word
-        return integers.flatten(-2)[..., skipped : skipped + size].movedim(-1, dim)
+
+@dataclass(frozen=True, kw_only=True)
+class TransposedWeight(ComputedTensor):
+    """A weight of [out, in], whose integers are stored as [in, out], and its scales and zeros as
+    [groups, out], as GPTQ and AWQ have them.
+
+    dim: that along which integers are packed; zeros are along the last. order: the place of each
+    integer in its word. zero_shift: what is added to each stored zero. group_size: columns of a
+    group, unless `groups` has that of each column.
+    """
+
+    packed: StoredTensor
+    zeros: StoredTensor
+    scales: StoredTensor
+    groups: StoredTensor | None
+    num_bits: int
+    dim: int
+    order: tuple[int, ...]
+    zero_shift: int
+    group_size: int
+
+    def compute(self, reader: TensorReader, region: Region, out: torch.Tensor) -> None:
+        (row, column), (rows, columns) = region.start, region.size
+        at = torch.arange(column, column + columns) // self.group_size
+        if self.groups is not None:
+            at = reader.box(self.groups, Region((column,), (columns,))).long()
+        all_groups = (0, self.scales.shape[0])
+        spans = [(column, columns), (row, rows)]
+        values = _unpacked(reader, self.packed, self.num_bits, self.dim, spans, self.order)
+        spans = [all_groups, (row, rows)]
+        zeros = _unpacked(reader, self.zeros, self.num_bits, 1, spans, self.order) + self.zero_shift
+        zeros &= (1 << self.num_bits) - 1
+        scales = reader.box(self.scales, Region((0, row), (all_groups[1], rows))).float()
+        out.copy_(((values - zeros[at]) * scales[at]).T)
+
+
+def _unpacked(
+    reader: TensorReader,
+    stored: StoredTensor,
+    num_bits: int,
+    dim: int,
+    spans: Sequence[tuple[int, int]],
+    order: Sequence[int] = (),
+) -> torch.Tensor:
+    """Integers without sign, of a box of a tensor that is packed into words along `dim`.
+
+    spans: start and size of the box, by dimension. order: the place of each integer in its word.
+    """
+    per_word = INT32_BITS // num_bits
+    start, size = spans[dim]
+    first, end = start // per_word, -(-(start + size) // per_word)
+    starts, sizes = zip(*spans[:dim], (first, end - first), *spans[dim + 1 :], strict=True)
+    words = reader.box(stored, Region(starts, sizes)).movedim(dim, -1).unsqueeze(-1)
+    shifts = torch.tensor(order or range(per_word), dtype=torch.int32) * num_bits
+    integers = words >> shifts & (1 << num_bits) - 1
+    skipped = start - first * per_word
+    return integers.flatten(-2)[..., skipped : skipped + size].movedim(-1, dim)
 
 
 def _scaled(path: Path, index: Index, settings: Mapping[str, Any]) -> Derived:
@@ -237,10 +288,51 @@ def _compressed(path: Path, index: Index, settings: Mapping[str, Any]) -> Derive
     yield from _scaled(path, index, settings)
 
 
+def _transposed(path: Path, index: Index, settings: Mapping[str, Any]) -> Derived:
+    """GPTQ, packed along the inputs of a layer, and AWQ, packed along its outputs."""
+    is_awq, num_bits = settings["quant_method"] == "awq", int(settings.get("bits", 0))
+    form = settings.get("version" if is_awq else "checkpoint_format")
+    dim, order = (1, AWQ_ORDER) if is_awq else (0, ())
+    zero_shift = ZERO_SHIFTS.get((str(settings["quant_method"]), str(form).lower()))
+    for name, stored in index.items():
+        stem = name.removesuffix(".qweight")
+        if stem == name:
+            continue
+        zeros, scales, groups = (index.get(f"{stem}.{s}") for s in ("qzeros", "scales", "g_idx"))
+        is_known = num_bits in ((4,) if is_awq else (2, 4, 8)) and stored.dtype == "I32"
+        is_known &= len(stored.shape) == 2
+        if zeros is None or scales is None or zero_shift is None or not is_known:
+            raise _unreadable(path, name, stored)
+        sizes = [*stored.shape]
+        sizes[dim] *= INT32_BITS // num_bits
+        group_size = settings.get("group_size", -1)
+        group_size = group_size if group_size > 0 else sizes[0]
+        num_groups, num_words = -(-sizes[0] // group_size), sizes[1] * num_bits // INT32_BITS
+        shapes = (num_groups, sizes[1]), (num_groups, num_words), (sizes[0],)
+        order_shape = shapes[2] if groups is None else groups.shape
+        if (scales.shape, zeros.shape, order_shape) != shapes:
+            raise _unreadable(path, name, stored)
+        weight = TransposedWeight(
+            **{**_like(stored), "shape": (sizes[1], sizes[0])},
+            packed=stored,
+            zeros=zeros,
+            scales=scales,
+            groups=groups,
+            num_bits=num_bits,
+            dim=dim,
+            order=order,
+            zero_shift=zero_shift,
+            group_size=group_size,
+        )
+        yield f"{stem}.weight", weight, {f"{stem}.{s}" for s in TRANSPOSED_PARTS}
+
+
 METHODS: dict[str, Callable[[Path, Index, Mapping[str, Any]], Derived]] = {
     "fp8": _scaled,
     "mxfp4": _mxfp4,
     "compressed-tensors": _compressed,
+    "gptq": _transposed,
+    "awq": _transposed,
 }
 
 

@@ -189,11 +189,11 @@ def describe(error: BaseException, info: LaunchInfo) -> dict[str, Any]:
 
 
 def _blamed(error: BaseException) -> list[int]:
-    """The ranks whose failure the error reports, as a PeerLost does; -1: of an unknown one."""
+    """The ranks whose failure the error reports, or the one before it; -1: of an unknown one."""
     if hasattr(error, "peer") and getattr(error, "failures", None) == ():
         return [-1]
-    peers = [getattr(failure, "peer", None) for failure in getattr(error, "failures", ())]
-    ranks = [getattr(peer, "rank", None) for peer in peers]
+    reports = [*getattr(error, "failures", ()), error, error.__cause__ or error.__context__]
+    ranks = [getattr(getattr(report, "peer", None), "rank", None) for report in reports]
     return [rank for rank in ranks if type(rank) is int]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import signal
 from io import FileIO
@@ -134,6 +135,16 @@ def open_memory(pid: int, name: str) -> tuple[int, FileIO] | None:
     except OSError:
         pass
     return None
+
+
+def free_pages(fd: int, begin: int, end: int) -> None:
+    """Give the memory of whole pages between two offsets back; they read as zeros afterwards."""
+    keep_size, punch_hole = 1, 2  # linux/falloc.h
+    page = mmap.PAGESIZE
+    begin, end = -(-begin // page) * page, end // page * page
+    if begin < end:
+        offsets = ctypes.c_longlong(begin), ctypes.c_longlong(end - begin)
+        ctypes.CDLL(None).fallocate(fd, keep_size | punch_hole, *offsets)
 
 
 def count_threads() -> int:

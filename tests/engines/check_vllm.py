@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 HERE = Path(__file__).parent
 TIMEOUT_S = 900
 MARK = "CHECK_VLLM_RUN"  # a variable that every process of a run inherits
+NOT_OURS = ("mpich", "sm_segment")  # of MPI, which no run starts
 SETTINGS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -73,8 +74,8 @@ def make_model(folder: Path) -> None:
 
 def left_behind(mark: str, before: set[str]) -> list[str]:
     """Processes of the run that still live, and its names in shared memory."""
-    names = set(os.listdir("/dev/shm")) - before
-    left = [name for name in names if not name.startswith("mpich")]  # no run starts MPI
+    left = [name for name in os.listdir("/dev/shm") if not name.startswith(NOT_OURS)]
+    left = [name for name in left if name not in before]
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if f"{MARK}={mark}".encode() in (process / "environ").read_bytes():

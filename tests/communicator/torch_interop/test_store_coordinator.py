@@ -15,8 +15,10 @@ from communicator.torch_interop.store_coordinator import (
     _come_within,
     _request_key,
 )
-from coordinator import CoordinatorError, Credentials
+from coordinator import CoordinatorError, Credentials, Peer
+from coordinator.peers import start_ticks
 from coordinator.transport import connections
+from launcher import LaunchInfo
 
 WORLD = 4
 
@@ -31,7 +33,7 @@ def meet():
         def rank_of(rank):
             try:
                 found[rank] = StoreCoordinator(store, rank, WORLD, timeout_s)
-            except CommunicatorTimeout as error:
+            except (CommunicatorTimeout, PeerLost) as error:
                 found[rank] = error
 
         threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in ranks]
@@ -69,7 +71,7 @@ def test_ranks_meet_where_some_ranks_of_an_earlier_launch_had_waited(meet, died)
 def test_rank_that_never_comes_is_named_by_each_of_the_others(meet, missing):
     store, here = HashStore(), [rank for rank in range(WORLD) if rank != missing]
     for rank in here:  # or one that is slow might be named, too
-        store.set(_request_key(rank), "of an earlier rank")
+        store.set(_request_key(rank), f"earlier 0 {Peer.me(LaunchInfo('alone')).pack().decode()}")
     for error in meet(store, here, timeout_s=0.3):
         assert f"ranks [{missing}] of {WORLD}" in str(error)
 
@@ -122,6 +124,23 @@ def test_rank_that_dies_after_all_have_met_is_named_before_the_time_limit(bereft
     meeting, pid = bereft
     with pytest.raises(PeerLost, match=rf"rank 0 lost rank 2 .*{pid}"):
         meeting.allgather(b"")
+
+
+@pytest.mark.parametrize("died", [0, 2])
+def test_rank_that_dies_while_it_waits_for_others_is_named_by_all_that_have_come(meet, died):
+    """One of an earlier launch, whose request is still there, is not."""
+    store, here = HashStore(), [rank for rank in range(WORLD) if rank != 3]
+    process = subprocess.Popen(["sleep", "60"])
+    me = Peer.me(LaunchInfo("alone"))
+    dying = replace(me, rank=died, pid=process.pid, start_ticks=start_ticks(process.pid))
+    store.set(_request_key(3), f"earlier 0 {replace(me, start_ticks=1).pack().decode()}")
+    store.set(_request_key(died), f"now {2**40} {dying.pack().decode()}")
+    here.remove(died)
+    process.kill()
+    process.wait()
+    for error in meet(store, here):
+        assert isinstance(error, PeerLost) and [f.rank for f in error.failures] == [died], error
+        assert f"lost rank {died} (host" in str(error) and f"pid {process.pid}" in str(error)
 
 
 def test_rank_with_which_the_store_has_died_is_named(bereft):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import sys
@@ -21,10 +22,11 @@ import drumline
 from coordinator import Coordinator
 from drumline.checkpoint.empty_model import load_shard
 from drumline.checkpoint.safetensors_index import read_index
-from drumline.core.consistency import check_same_on_all_ranks
+from drumline.core.consistency import check_same_on_all_ranks, run_on_all_ranks
 from drumline.planner.model_profile import build_on_meta, profile_model
 from drumline.stages.stage_weights import fill
 from drumline.strategies import pipeline_parallel
+from launcher.runtime.rank_process import describe
 
 
 def real(model) -> set[str]:
@@ -449,6 +451,29 @@ def test_an_option_that_cannot_be_is_named(checkpoints, ranks_or_errors, options
 
     for error in ranks_or_errors(rank, 2):
         assert isinstance(error, drumline.PlanError) and complaint in str(error), error
+
+
+def test_an_error_of_one_rank_is_the_same_on_all_and_blames_that_rank(ranks_or_errors):
+    """It was told as a failed call of a function that no user knows, with two tracebacks."""
+    blames = {}
+
+    def rank(info):
+        def work():
+            if info.rank == 1:
+                raise drumline.PlanError("too little memory; give more.")
+
+        with Coordinator(info, timeout_s=20) as coor:
+            try:
+                run_on_all_ranks(coor, work)
+            except drumline.PlanError as error:
+                blames[info.rank] = describe(error, info)["blames"]
+                raise
+
+    errors = ranks_or_errors(rank, 3)
+    assert {type(error) for error in errors} == {drumline.PlanError}
+    assert str(errors[1]) == "too little memory; give more."
+    assert re.fullmatch(r"rank 1 \(host .*\): too little memory; give more\.", str(errors[2]))
+    assert blames == {0: [1], 1: [], 2: [1]}
 
 
 def test_a_pickle_in_place_of_a_file_of_weights_is_named(tmp_path):

@@ -1,6 +1,7 @@
 """`drumline top`: a launch that was started without any option, seen from outside."""
 
 import json
+import mmap
 import os
 import select
 import signal
@@ -14,6 +15,7 @@ import pytest
 
 from coordinator import rank_view
 from drumline.cli import main, top
+from launcher import linux
 
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 60
@@ -118,6 +120,18 @@ def test_keys_show_stacks_write_a_dump_and_a_trace(launch, tmp_path, monkeypatch
     (trace,) = tmp_path.glob("drumline-*.json")
     names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"allreduce", "barrier"} <= names
+
+
+def test_memory_of_dumps_that_were_read_is_given_back():
+    page = mmap.PAGESIZE
+    fd = os.memfd_create("dumps")
+    os.write(fd, b"x" * 10 * page)
+    linux.free_pages(fd, page - 1, 9 * page + 1)
+    assert os.fstat(fd).st_blocks * 512 == 2 * page and os.fstat(fd).st_size == 10 * page
+    assert os.pread(fd, 1, page - 1) == os.pread(fd, 1, 9 * page) == b"x"
+    linux.free_pages(fd, 0, page - 1)
+    assert os.pread(fd, 1, 0) == b"x"
+    os.close(fd)
 
 
 def test_what_is_no_launch_is_named(capsys):

@@ -673,7 +673,7 @@ def test_the_page_in_a_browser_shows_the_map_and_streams_an_answer(plain, server
         browser.wait_for(f"{text}.trim()")  # sampled, so it may end soon
 
 
-def test_the_death_of_a_rank_is_status_500_and_the_end_of_the_server(server, client, reports):
+def test_the_death_of_a_rank_is_status_503_and_the_end_of_the_server(server, client, reports):
     ranks, _ = server
     assert next(reports)["ranks"][1]["state"] == "alive"
     request = {"model": "llama", "prompt": "15", "max_tokens": 95, "n": 4, "temperature": 0}
@@ -683,7 +683,8 @@ def test_the_death_of_a_rank_is_status_500_and_the_end_of_the_server(server, cli
             pass
         ranks[1].kill()
         error = answer.exception(timeout=30)
-    assert isinstance(error, openai.InternalServerError) and error.status_code == 500
+    assert isinstance(error, openai.InternalServerError) and error.status_code == 503
+    assert error.code == "server_unavailable"
     assert f"rank 1 (host {socket.gethostname()}, pid {ranks[1].pid}, " in error.body["message"]
     assert "rank 1" in list(reports)[-1]["ranks"][1]["state"]
     assert ranks[0].wait(timeout=30) == 1

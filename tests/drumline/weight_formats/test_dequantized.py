@@ -202,6 +202,52 @@ def test_packed_integers_are_unpacked_by_their_owner(checkpoints, on_master, tmp
     assert_equal(found, expected)
 
 
+@pytest.mark.parametrize(
+    ("method", "settings", "offset"),
+    [
+        ("gptq", {"desc_act": True}, -1),
+        ("gptq", {"checkpoint_format": "gptq_v2"}, 0),
+        ("awq", {"version": "gemm"}, 0),
+    ],
+)
+def test_gptq_and_awq_are_unpacked_by_their_owner(
+    checkpoints, on_master, tmp_path, method, settings, offset
+):
+    """Against a slow formula: neither library runs where there is no GPU."""
+    plain, path = checkpoints.make("LlamaForCausalLM of 64", "LlamaForCausalLM", **SMALL)
+    generator = torch.Generator().manual_seed(4)
+    expected = type(plain).from_pretrained(path)
+    places = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])  # of AWQ: which column each place of a word has
+
+    def words(integers, dim):
+        if method == "awq":
+            integers = integers.unflatten(1, (-1, 8))[..., places].flatten(1)
+        return packed(integers - 8, dim)
+
+    def pack(name, tensor):
+        if "proj" not in name:
+            return None
+        rows, columns = tensor.shape
+        values = torch.randint(0, 16, (columns, rows), generator=generator)
+        zeros = torch.randint(1, 15, (columns // GROUP, rows), generator=generator)
+        scales = torch.rand(columns // GROUP, rows, generator=generator) / 8
+        groups, stem = torch.arange(columns) // GROUP, name.removesuffix("weight")
+        stored = {f"{stem}qweight": words(values, int(method == "awq")), f"{stem}scales": scales}
+        stored[f"{stem}qzeros"] = words(zeros + offset, 1)
+        if "desc_act" in settings:
+            groups = groups[torch.randperm(columns, generator=generator)]
+            stored[f"{stem}g_idx"] = groups.int()
+        with torch.no_grad():
+            expected.get_parameter(name).copy_(((values - zeros[groups]) * scales[groups]).T)
+        return stored
+
+    quantization = {"quant_method": method, "bits": 4, "group_size": GROUP, **settings}
+    folder = quantized_folder(path, tmp_path / "packed", pack, quantization)
+    device_map = {"": 0, "model.layers.1": 1}
+    found = on_master(folder, 2, result, dequantize=True, device_map=device_map)
+    assert_equal(found, expected)
+
+
 @pytest.mark.parametrize("scale_shape", [(), (1,), (64,), (64, 1)])
 def test_integers_of_a_byte_have_one_scale_or_one_for_each_row(
     checkpoints, on_master, tmp_path, scale_shape
