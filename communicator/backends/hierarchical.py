@@ -4,18 +4,20 @@ comm = Communicator(coor, backend="hierarchical")     # selected where ranks spa
 comm.allreduce(torch.ones(4))
 
 The first ranks of all nodes are a column, so are the second ones, and so on; on a node with fewer
-ranks than the largest, one rank is in several. Each column moves its part of a tensor, so that all
-ranks of a node share its network's work. A reduction is done in order of rank inside each node, and
-then over the nodes, once, so that every rank has the same bits.
+ranks than the largest, one rank is in several. Each column moves its part of a large tensor, so
+that all ranks of a node share its network's work; the first column moves small ones. A reduction is
+done in order of rank inside each node, and then over the nodes, once, so that every rank has the
+same bits.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, TimeoutError
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -31,11 +33,12 @@ from communicator.calls.dtypes import SMALL_FLOATS
 from communicator.calls.failures import describe_lost, report, run_on_all_ranks
 from communicator.calls.programs import Buffer, CollectiveProgram, exchange, row
 from communicator.calls.scheduled_collectives import SubgroupCollectives
-from communicator.calls.schedules import SMALL_NBYTES, Slice, parts
+from communicator.calls.schedules import Slice, parts
 from communicator.errors import CommunicatorError, DrumlineError, PeerLost, Unsupported, with_text
 from communicator.selection import backend_class
-from coordinator import Coordinator
+from coordinator import Coordinator, FailureReason
 
+LEADER_NBYTES = 1 << 17  # of a tensor that one rank of each node moves: fewer messages
 SEGMENT_NBYTES = 1 << 18
 MAX_SEGMENTS = 8
 Nodes = tuple[tuple[int, ...], ...]
@@ -127,7 +130,7 @@ class Hierarchical(Communicator):
                 column.do_allreduce(part, part, op_of_part)
 
         with self._failing_together("allreduce"):
-            if total.nbytes <= SMALL_NBYTES:
+            if total.nbytes <= LEADER_NBYTES:
                 self._local.reduce(total, 0, op_of_part)
                 if self._leaders:
                     self._leaders.do_allreduce(total, total, op_of_part)
@@ -226,7 +229,7 @@ class Hierarchical(Communicator):
                 self._share_parts(segment)
 
         with self._failing_together("broadcast"):
-            if tensor.nbytes > SMALL_NBYTES:
+            if tensor.nbytes > LEADER_NBYTES:
                 return self._in_segments(tensor, give_to_node, give_to_nodes, share)
             give_to_node(tensor)
             if self._leaders:
@@ -328,16 +331,17 @@ class Hierarchical(Communicator):
                 raise
             failure = self._failure(call, error)  # written down before the others fail of it
             self._resources.close()
+            if self.rank == 0 and is_collective and isinstance(error, PeerLost):
+                self._await_readers(error)
             raise failure from error
 
     def _failure(self, call: str, error: DrumlineError) -> DrumlineError:
         """The error, with the lost ranks and the failure that came first on any rank.
 
-        A lost rank is reported: its death may be visible on its own host alone, and rank 0, which
-        keeps the first failure, may exit before others have read it.
+        A lost rank is reported: its death may be visible on its own host alone.
         """
         text = f"{self._me} in {call}: {error}"
-        first = first_failure(self._failures, text)
+        first = first_failure(self._failures, text, self.rank)
         lost = self._await_lost_peers() if isinstance(error, PeerLost) else self._lost_peers()
         if lost:
             report(self.coor, lost[0])
@@ -348,8 +352,26 @@ class Hierarchical(Communicator):
         )
         return PeerLost(text, lost) if isinstance(error, PeerLost) else with_text(error, text)
 
+    def _await_readers(self, error: PeerLost) -> None:
+        """After a link was cut: let the ranks of the other nodes read the first failure.
 
-def first_failure(failures: Any, text: str) -> str:
+        For a while. Rank 0 keeps it, and may exit at once.
+        """
+        lost = [one.rank for one in error.failures if one.reason is FailureReason.UNREACHABLE]
+        cut, nodes = {self._node_of[rank] for rank in lost}, self._node_of.items()
+        keys = [reader_key(rank) for rank, node in nodes if node not in cut and rank > 0]
+        deadline = time.monotonic() + timings.TIMINGS.exit_notice_s
+        with suppress(RuntimeError):  # the store is closed
+            while cut and keys and not self._failures.check(keys) and time.monotonic() < deadline:
+                time.sleep(timings.TIMINGS.exit_poll_s)
+
+
+def reader_key(rank: int) -> str:
+    """Of the store of failures: set once the rank has read the first one."""
+    return f"read by {rank}"
+
+
+def first_failure(failures: Any, text: str, rank: int) -> str:
     """The text that was first written to the store: this one, if there was none.
 
     Bounded: a store waits without a limit for a process that was stopped, or a link that was cut.
@@ -357,10 +379,11 @@ def first_failure(failures: Any, text: str) -> str:
     answer: Future[str] = Future()
 
     def write() -> None:
-        try:
-            answer.set_result(failures.compare_set("first", "", text).decode())
-        except RuntimeError:
-            answer.set_result("unknown, for rank 0, which kept the failures, exited.")
+        first = "unknown, for rank 0, which kept the failures, exited."
+        with suppress(RuntimeError):
+            first = failures.compare_set("first", "", text).decode()
+            failures.set(reader_key(rank), "")
+        answer.set_result(first)
 
     threading.Thread(target=write, daemon=True).start()
     try:
