@@ -323,7 +323,7 @@ def test_a_mesh_that_one_rank_has_wrong_is_an_error_on_every_rank(ranks_or_error
     """The others waited for the index of a rank that had gone."""
     meshes = [{"tp": 2}, {"tp": 3}]
     found = ranks_or_errors(lambda info: loaded(checkpoint, info, meshes[info.rank]), 2)
-    assert isinstance(found[0], CheckpointError) and isinstance(found[1], PlanError), found
+    assert all(isinstance(error, PlanError) for error in found), found
     assert "rank 1 (host" in str(found[0]) and "3 places" in str(found[0])
 
 
@@ -338,7 +338,7 @@ def test_a_model_that_one_rank_has_wrong_is_an_error_on_every_rank(ranks_or_erro
 
     found = ranks_or_errors(rank, 3)
     assert all(isinstance(one, CheckpointError) and "more.weight" in str(one) for one in found)
-    assert "rank 1 (host" in str(found[2]) and "CheckpointError" in str(found[2])
+    assert "rank 1 (host" in str(found[2])
 
 
 def damaged(folder, checkpoint, change):
