@@ -110,6 +110,8 @@ class Tcp(ScheduledCollectives, Communicator):
         )
 
     def do_close(self) -> None:
+        if not hasattr(self, "_engine"):  # it could not connect
+            return
         self._announce_end(f"{self._me} closed its communicator", CLOSE_NOTICE)
         self._queue.close()
         self._engine.close()

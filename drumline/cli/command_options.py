@@ -214,9 +214,9 @@ _RANKS = _option(
 )
 _MODEL = (
     _option("--model", "folder of the checkpoint, or GGUF file", required=True, metavar="DIR"),
-    _option("--adapter", "folder of a LoRA adapter to merge", metavar="DIR"),
+    _option("--adapter", "folder of a LoRA adapter to merge; default: none", metavar="DIR"),
     _option("--dequantize", "read quantized weights as plain ones", action="store_true"),
-    _option("--gguf-file", "GGUF file in the folder to read", metavar="NAME"),
+    _option("--gguf-file", "GGUF file in the folder to read; default: none", metavar="NAME"),
     _option("--trust-remote-code", "run Python files of the checkpoint", action="store_true"),
 )
 _MODEL_OPTIONS = (
@@ -262,8 +262,10 @@ _PLAN_OPTIONS = (
         default=100,
         metavar="MICROSECONDS",
     ),
-    _option("--html", "write the map as a page for a browser", type=Path, metavar="FILE"),
-    _option("--png", "draw the map as a PNG or SVG", type=Path, metavar="FILE"),
+    _option(
+        "--html", "write the map as a page for a browser; default: none", type=Path, metavar="FILE"
+    ),
+    _option("--png", "draw the map as a PNG or SVG; default: none", type=Path, metavar="FILE"),
 )
 _GENERATE_OPTIONS = (
     *_MODEL_OPTIONS,

@@ -1,5 +1,7 @@
 """The tcp backend: connections of our own. Killed ranks are in test_killed_ranks.py."""
 
+import gc
+import sys
 import threading
 import time
 
@@ -222,6 +224,24 @@ def test_late_rank_is_named_and_hears_of_it_although_it_only_sends(ranks):
                     comm.broadcast(torch.ones(1), 1)
 
     ranks(body, 2)
+
+
+def test_a_communicator_that_could_not_connect_is_closed_in_silence(ranks, monkeypatch):
+    unraisable = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+
+    def refuse(*_, **__):
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(Coordinator, "connections", refuse)
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor, pytest.raises(ConnectionRefusedError):
+            Communicator(coor, "tcp")
+
+    ranks(body, 2)
+    gc.collect()
+    assert unraisable == []
 
 
 def test_a_rank_that_leaves_is_named_by_all(ranks_or_errors):
