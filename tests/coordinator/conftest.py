@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import socket
+import threading
 import time
 import traceback
 import uuid
@@ -18,7 +19,7 @@ from coordinator import Coordinator
 from launcher import LaunchInfo
 
 LIMIT_S = 40.0
-DUMP_S = 16.0  # the stacks of what waits for so long are in the test's output
+DUMP_S = 8.0  # the stacks of what waits for so long are in the test's output
 
 
 @dataclass
@@ -95,6 +96,7 @@ def infos(nprocs, nodes, listener, secret_fd):
 def _child(fn, info, pipe):
     signal.alarm(int(LIMIT_S))
     faulthandler.dump_traceback_later(DUMP_S)
+    threading.excepthook = threading.__excepthook__  # and not pytest's, which nobody reads here
     outcome = {}
     try:
         outcome["value"] = fn(info)

@@ -75,7 +75,7 @@ def _rows(found, names, fell_at):
 
 def is_in_call(name, text):
     return re.search(
-        rf"rank \d+ (waited|was) .*in {name.split()[0]} #\d+ \(every_call.py:\d+", text
+        rf"rank \d+ (waited|was|entered) .*in {name.split()[0]} #\d+ \(every_call.py:\d+", text
     )
 
 
