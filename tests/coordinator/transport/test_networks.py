@@ -230,7 +230,11 @@ SEND_OR_RECV = "(comm.send if coor.rank else comm.recv)(torch.ones(4), 1 - coor.
 
 @pytest.mark.parametrize("transfer", ["comm.allreduce(torch.ones(4))", SEND_OR_RECV])
 @pytest.mark.parametrize("timeout_s", [4, 20], ids=["by the deadline", "by the kernel"])
-def test_a_cut_cable_is_a_network_failure_in_calls_of_the_communicator(hosts, transfer, timeout_s):
+def test_a_cut_cable_is_a_network_failure_in_calls_of_the_communicator(
+    hosts, transfer, timeout_s, monkeypatch
+):
+    """With half of all waiting times: nothing here is slow that could be taken for a failure."""
+    monkeypatch.setenv("DRUMLINE_TIME_SCALE", "0.5")
     ends = hosts.cable()
     program = TENSORS.replace("TRANSFER", transfer)
     processes = hosts.start_all("10.81.0.1", program, timeout_s=timeout_s)
