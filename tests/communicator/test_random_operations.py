@@ -209,7 +209,7 @@ class RandomOperations(RuleBasedStateMachine):
 
 TestRandomOperations = RandomOperations.TestCase
 TestRandomOperations.settings = settings(
-    max_examples=25,
+    max_examples=15,
     stateful_step_count=25,
     deadline=None,
     derandomize=True,

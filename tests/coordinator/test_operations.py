@@ -16,7 +16,10 @@ SIZES = [0, 1, 4095, 4096, 4097, 1 << 20, (1 << 20) + 1, 2_300_003]
 nodes = pytest.mark.parametrize("nodes", LAYOUTS, ids=str)
 
 
-@pytest.fixture(autouse=True, params=[{}, {"encrypt": True}, {"transport": "gloo"}], ids=str)
+GLOO = pytest.param({"transport": "gloo"}, marks=pytest.mark.soak)
+
+
+@pytest.fixture(autouse=True, params=[{}, {"encrypt": True}, GLOO], ids=str)
 def kind(request, monkeypatch):
     """Every test is of each kind: of memory and connections, encrypted connections, and gloo."""
     monkeypatch.setitem(globals(), "Coordinator", partial(Coordinator, **request.param))

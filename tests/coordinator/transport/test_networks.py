@@ -228,7 +228,10 @@ while True:
 SEND_OR_RECV = "(comm.send if coor.rank else comm.recv)(torch.ones(4), 1 - coor.rank)"
 
 
-@pytest.mark.parametrize("transfer", ["comm.allreduce(torch.ones(4))", SEND_OR_RECV])
+@pytest.mark.parametrize(
+    "transfer",
+    ["comm.allreduce(torch.ones(4))", pytest.param(SEND_OR_RECV, marks=pytest.mark.soak)],
+)
 @pytest.mark.parametrize("timeout_s", [4, 20], ids=["by the deadline", "by the kernel"])
 def test_a_cut_cable_is_a_network_failure_in_calls_of_the_communicator(
     hosts, transfer, timeout_s, monkeypatch

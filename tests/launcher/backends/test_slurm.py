@@ -232,6 +232,7 @@ def test_mpiexec_inside_srun_wins(slurm):
     assert {info["extras"]["launcher"] for info in infos} == {"mpi"}
 
 
+@pytest.mark.soak
 def test_every_recipe_runs_unchanged_under_srun(slurm):
     script = ROOT / "tests" / "programs" / "every_script.py"
     folder = ROOT / "examples" / "recipes"

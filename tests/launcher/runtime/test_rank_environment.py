@@ -48,6 +48,7 @@ def test_an_accelerate_script_is_one_training():
     _check(_run("multiprocessing", "accelerate_loop.py", preload="accelerate"), "trained")
 
 
+@pytest.mark.soak  # under torchrun an example does it
 def test_a_trainer_of_transformers_is_one_training(tmp_path):
     pytest.importorskip("accelerate")
     script = "transformers_trainer.py"
