@@ -1,4 +1,4 @@
-"""What encryption costs: the same calls on connections that encrypt, and that do not.
+"""The cost of encryption: the same calls on connections that encrypt, and that do not.
 
 python -m benchmarks.encryption [--save] [--repeats 200]
 """

@@ -194,7 +194,7 @@ def measured(coor: Coordinator, cells: list[Cell]) -> Iterator[dict[str, Any]]:
 def of_mpi(
     hosts: NetworkHosts, command: list[str], cells: list[Cell]
 ) -> tuple[dict[str, dict[str, Any]], str]:
-    """What rank 0 of an MPI measures on the same hosts, by cell, and why there is no more."""
+    """The times that rank 0 of an MPI measures on the same hosts, by cell, and why others lack."""
     program = [sys.executable, "-m", "benchmarks.network_mpi", *map(str, cells)]
     with subprocess.Popen(
         hosts.command(0, [*command, *program]), stdout=subprocess.PIPE, text=True

@@ -111,9 +111,9 @@ def who(tmp_path):
 
 def test_the_commands_for_two_machines_run_as_printed(hosts, who):
     words = {"who.py": who, "--nproc-per-node 4": "--nproc-per-node 2"}
-    said = "".join(hosts.typed(RUNNING, **words))  # torchrun does not keep lines apart
+    output = "".join(hosts.typed(RUNNING, **words))  # torchrun does not keep lines apart
     lines = [f"rank {n} of 4, local rank {n % 2}, hosts 2" for n in range(4)]
-    assert sorted(re.findall("rank .*? hosts 2", said)) == lines, said
+    assert sorted(re.findall("rank .*? hosts 2", output)) == lines, output
 
 
 def test_our_commands_for_two_machines_run_as_printed_and_their_traces_are_joined(hosts, who):

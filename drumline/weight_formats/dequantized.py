@@ -38,7 +38,7 @@ ZERO_SHIFTS = {
     ("awq", "none"): 0,
     ("awq", "gemm"): 0,
 }
-"""What is added to a stored zero, by the method and the variant of its format."""
+"""The number added to a stored zero, by the method and the variant of its format."""
 TRANSPOSED_PARTS = ("qweight", "qzeros", "scales", "g_idx")
 QUANTIZED = ("F8_E4M3", "F8_E5M2", "I8")
 OF_ACTIVATIONS = ("activation_scale", "input_scale", "output_scale", ".k_scale", ".v_scale")

@@ -240,11 +240,11 @@ def test_ranks_of_a_killed_program_die_while_its_own_child_lives(tmp_path):
 
 
 def children(pid):
-    found = []
+    pids = []
     for thread in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(OSError):  # the thread has ended
-            found += (thread / "children").read_text().split()
-    return found
+            pids += (thread / "children").read_text().split()
+    return pids
 
 
 def wait_for(condition, seconds=30):

@@ -52,7 +52,7 @@ def base_init(
     global_world_size=None,
     use_all2all=False,
 ):
-    """What the adapter uses of what vLLM's does."""
+    """The methods of vLLM's class that the adapter uses."""
     self.cpu_group, self.use_all2all = cpu_group, use_all2all
     self.rank_in_group, self.world_size = cpu_group.rank(), cpu_group.size()
     self.ranks = [10 + rank for rank in range(self.world_size)]
