@@ -68,6 +68,7 @@ def _fork(plan: ForkPlan, pipes: LauncherPipes, output: Output) -> int:
     """The pid of a forked fork server; 0 if threads or an accelerator make forking unsafe."""
     if threading.active_count() > 1 or linux.holds_accelerator():
         return 0
+    linux.wait_for_ending_threads()
     forks = HeldForks()
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.flush()  # or the child would print what waits in them once more

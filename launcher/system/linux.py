@@ -6,6 +6,8 @@ import ctypes
 import mmap
 import os
 import signal
+import threading
+import time
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
@@ -150,6 +152,22 @@ def free_pages(fd: int, begin: int, end: int) -> None:
 def count_threads() -> int:
     """The operating-system threads of this process, those of libraries included."""
     return len(os.listdir("/proc/self/task"))
+
+
+def wait_for_ending_threads(limit_s: float = 1.0) -> None:
+    """Wait until every other thread of this process sleeps or has ended.
+
+    A thread runs on for a moment after it was joined, and may hold locks of libraries meanwhile.
+    """
+    deadline = time.monotonic() + limit_s
+    while _has_running_threads() and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+def _has_running_threads() -> bool:
+    others = set(os.listdir("/proc/self/task")) - {str(threading.get_native_id())}
+    states = (read_proc(f"self/task/{thread}/stat").rpartition(")")[2][:2] for thread in others)
+    return any(state not in ("", " S") for state in states)
 
 
 def holds_accelerator() -> bool:

@@ -17,9 +17,9 @@ import pytest
 
 from coordinator import Coordinator
 from launcher import LaunchInfo
+from launcher.system import linux
 
 LIMIT_S = 40.0
-LASTING: set[str] = set()  # ids of threads
 DUMP_S = 8.0  # the stacks of what waits for so long are in the test's output
 
 
@@ -109,21 +109,9 @@ def _child(fn, info, pipe):
     os.write(pipe, json.dumps(outcome).encode())
 
 
-def wait_for_threads_to_end(limit_s=2.0):
-    """Wait until none is left but those that were there before, or stay.
-
-    A thread that ends holds a lock of OpenSSL for a moment, after it was joined. In a child forked
-    just then, the first thread that computes a MAC would wait for it for ever.
-    """
-    deadline, lasting = time.monotonic() + limit_s, LASTING | {str(os.getpid())}
-    while set(os.listdir("/proc/self/task")) - lasting and time.monotonic() < deadline:
-        time.sleep(0.001)
-    LASTING.update(os.listdir("/proc/self/task"))
-
-
 def start(fn, nprocs, nodes=None):
     """Fork ranks that run fn(info)."""
-    wait_for_threads_to_end()
+    linux.wait_for_ending_threads()
     listener = socket.create_server(("127.0.0.1", 0), backlog=256)
     secret_fd = secret()
     ranks = Ranks()

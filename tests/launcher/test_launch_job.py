@@ -149,6 +149,21 @@ def test_two_threads_of_a_program_can_each_launch(monkeypatch):
         assert (first.result(), second.result()) == (["first"] * 2, ["second"] * 2)
 
 
+def test_a_thread_that_was_joined_but_still_ends_does_not_prevent_a_fork(tmp_path):
+    text = """
+import threading
+from launcher.system import linux
+for _ in range(300):
+    threads = [threading.Thread(target=int) for _ in range(4)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    linux.wait_for_ending_threads()
+    if linux.count_threads() != 1: print("a thread runs")
+print(launcher.launch(lambda: 1, 2))
+"""
+    assert run_program(tmp_path, text).stdout == "[1, 1]\n"
+
+
 def test_children_of_the_program_survive_a_killed_fork_server():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     with pytest.raises(launcher.LaunchError, match="killed from outside") as raised:
