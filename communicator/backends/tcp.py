@@ -44,8 +44,9 @@ DIRECTION = {"send": "send to", "recv": "recv from"}
 CHECK_LINK = "Check the link between the hosts, and start all ranks again."
 
 
-Dropped = tuple[int, int, bytes]
-"""A message that was not what was expected: its sender, the number of its buffer, and its text."""
+Dropped = tuple[int, int, bytes, bool]
+"""A message that was not what was expected: its sender, the number of its buffer, its text, and
+whether all messages of the call moved."""
 
 
 class ConnectionLost(Exception):
@@ -118,6 +119,10 @@ class Tcp(ScheduledCollectives, Communicator):
 
     def abort(self) -> None:
         self._engine.shut_down()
+
+    def disown(self) -> None:
+        super().disown()
+        self._ended_by = self._ended_by or self._disowned
 
     def _check_same_call(
         self, call: str, tensor: torch.Tensor | None = None, details: str = ""
@@ -200,12 +205,16 @@ class Tcp(ScheduledCollectives, Communicator):
             self._raise_dropped(dropped, texts[dropped[1]])
 
     def _raise_dropped(self, dropped: Dropped, expected: str) -> NoReturn:
-        peer, _, sent = dropped
-        raise CommunicatorError(
+        peer, _, sent, is_whole = dropped
+        problem = (
             f"{self._me}: a message from {self.rank_name(peer)} is {sent.decode()}, but was to "
             f"be received as {expected}. It was dropped, and the tensor left as it was. Receive "
             "into a tensor of the shape and dtype that is sent."
         )
+        if is_whole:
+            raise CommunicatorError(problem)
+        rest = "Not all of the call's messages came to an end, so this communicator is of no use."
+        self._fail(MessageMismatch(f"{problem} {rest}"), "")
 
     def submit(self, call: Callable[[], object]) -> AsyncWork:
         """Start a call, which progresses by itself."""
@@ -238,7 +247,7 @@ class Tcp(ScheduledCollectives, Communicator):
             self._fail_mismatch(dropped, call)
 
     def _fail_mismatch(self, dropped: Dropped, call: str) -> NoReturn:
-        peer, _, sent = dropped
+        peer, _, sent, _ = dropped
         problem = (
             f"{self._me}: the ranks disagree: this rank asked for {call}, and "
             f"{self.rank_name(peer)} for {sent.decode()}. They are desynchronised, so this "

@@ -155,7 +155,7 @@ void Run::advance(TcpMessage& transfer) {
     std::string text;
     connection.receive(transfer, &text);
     if (transfer.is_mismatch && mismatch_->peer < 0)
-        *mismatch_ = Mismatch{transfer.peer, transfer.buffer, text};
+        *mismatch_ = Mismatch{transfer.peer, transfer.buffer, text, false};
 }
 
 // Yields end at the first that another thread takes: who sleeps gets the core back earlier.
@@ -203,12 +203,13 @@ Engine::Engine(const std::vector<int>& fds, const std::vector<std::string>& keys
 
 bool Engine::run(Call& call, const Look& look, Mismatch* mismatch) {
     call.buffers.push_back(scratch(call.scratch_nbytes));
-    bool is_done = true;
+    bool is_done = false;
     try {
         is_done = Run(*this, call, look, mismatch).run();
     } catch (const Ended&) {
         if (mismatch->peer < 0) throw;  // else that is the reason
     }
+    mismatch->is_whole = is_done;
     if (scratch_nbytes_ > max_kept_scratch) {
         scratch_.reset();
         scratch_nbytes_ = 0;

@@ -46,11 +46,13 @@ struct Call {
     comm_op op;
 };
 
-// A message that was not what was expected, and was dropped.
+// A message that was not what was expected, and was dropped. is_whole: the call's messages have all
+// moved; else the next ones would be read from the middle.
 struct Mismatch {
     int peer = -1;
     int buffer = 0;
     std::string text;
+    bool is_whole = false;
 };
 
 // Called every poll_ns of a call, with the ranks that it waits for if nothing moved meanwhile:

@@ -131,7 +131,7 @@ bool run_unlocked(Engine* engine, Call& call, PyObject* check, Mismatch* mismatc
     return !has_raised;
 }
 
-// None, or what was dropped: (peer, buffer, text).
+// None, or what was dropped: (peer, buffer, text, is_whole).
 PyObject* run_call(Object* self, Call& call, PyObject* check) {
     Mismatch mismatch;
     ++self->num_calls;
@@ -139,8 +139,9 @@ PyObject* run_call(Object* self, Call& call, PyObject* check) {
     if (--self->num_calls == 0 && self->is_closed) close_descriptors(self);
     if (!is_done) return nullptr;
     if (mismatch.peer < 0) return new_reference(Py_None);
-    return Py_BuildValue("iiy#", mismatch.peer, mismatch.buffer, mismatch.text.data(),
-                         static_cast<Py_ssize_t>(mismatch.text.size()));
+    return Py_BuildValue("iiy#O", mismatch.peer, mismatch.buffer, mismatch.text.data(),
+                         static_cast<Py_ssize_t>(mismatch.text.size()),
+                         mismatch.is_whole ? Py_True : Py_False);
 }
 
 PyObject* engine_run(PyObject* object, PyObject* args) {
@@ -314,8 +315,8 @@ PyObject* engine_new(PyTypeObject* type, PyObject* args, PyObject*) {
 PyMethodDef engine_methods[] = {
     {"run", engine_run, METH_VARARGS,
      "run(steps, addresses, texts, scratch_nbytes, dtype, op, check)\n"
-     "-> None, or the (peer, buffer, text) of a message that was dropped. Raises ConnectionEnded,\n"
-     "and what check(idle_peers, waited_s) raises."},
+     "-> None, or the (peer, buffer, text, is_whole) of a message that was dropped; see engine.h.\n"
+     "Raises ConnectionEnded, and what check(idle_peers, waited_s) raises."},
     {"remember", engine_remember, METH_VARARGS,
      "remember(tensor, op, steps, text, scratch_nbytes): how to allreduce such a tensor"},
     {"allreduce", as_method(engine_allreduce), METH_FASTCALL,

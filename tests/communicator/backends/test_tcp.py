@@ -131,6 +131,34 @@ def test_a_message_at_any_time_that_does_not_fit_is_dropped_and_named(ranks):
     assert ranks(body, 2) == [None, (0.0, [1.0] * 3)]
 
 
+def test_after_a_message_that_does_not_fit_none_is_read_from_the_middle_of_another(ranks):
+    """The rest of the group waited until the deadline, and then the next message went into it."""
+    large = 8_000_000  # more than the system keeps on its way
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            comm = Communicator(coor, "tcp", timeout_s=0.5)
+            if comm.rank == 0:
+                with (
+                    pytest.raises(CommunicatorError, match=r"\(3,\) float32.*of no use"),
+                    comm.group(),
+                ):
+                    comm.send(torch.zeros(large), 1)
+                    comm.recv(torch.zeros(5), 1)
+                coor.barrier()
+                with pytest.raises(CommunicatorError, match="of no use"):
+                    comm.send(torch.ones(3), 1)
+            else:
+                comm.send(torch.ones(3), 0)
+                coor.barrier()
+                tensor = torch.zeros(large)
+                with pytest.raises(PeerLost):
+                    comm.recv(tensor, 0)
+                return tensor.any().item()
+
+    assert ranks(body, 2) == [None, False]
+
+
 @pytest.mark.parametrize("numel", [3, 1 << 20])  # a large one is shared out
 @pytest.mark.parametrize(
     "theirs", [("max", torch.float32, 0), ("sum", torch.int32, 0), ("sum", torch.float32, 1)]
