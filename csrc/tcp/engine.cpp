@@ -2,7 +2,6 @@
 
 #include <poll.h>
 #include <sched.h>
-#include <sys/socket.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -229,11 +228,6 @@ char* Engine::scratch(size_t nbytes) {
 void Engine::announce_end(uint64_t notice, std::string_view text) {
     for (auto& connection : connections_)
         if (connection) connection->announce_end(notice, text);
-}
-
-void Engine::shut_down() {
-    for (auto& connection : connections_)
-        if (connection) shutdown(connection->fd, SHUT_RDWR);
 }
 
 }  // namespace tcp

@@ -68,7 +68,6 @@ class Engine {
     // False if `look` ended the call. Throws Ended, unless there was a mismatch before.
     bool run(Call& call, const Look& look, Mismatch* mismatch);
     void announce_end(uint64_t notice, std::string_view text);
-    void shut_down();
 
   private:
     friend class Run;

@@ -261,11 +261,6 @@ PyObject* engine_announce_end(PyObject* object, PyObject* args) {
     return new_reference(Py_None);
 }
 
-PyObject* engine_shut_down(PyObject* object, PyObject*) {
-    if (!self_of(object)->is_closed) self_of(object)->engine->shut_down();
-    return new_reference(Py_None);
-}
-
 PyObject* engine_close(PyObject* object, PyObject*) {
     Object* self = self_of(object);
     self->is_closed = true;
@@ -325,8 +320,8 @@ PyMethodDef engine_methods[] = {
     {"send", as_method(engine_send), METH_FASTCALL, "send(tensor, dst, check) -> as allreduce()"},
     {"recv", as_method(engine_recv), METH_FASTCALL, "recv(tensor, src, check) -> as allreduce()"},
     {"announce_end", engine_announce_end, METH_VARARGS,
-     "announce_end(notice, text) tells the peers why nothing follows"},
-    {"shut_down", engine_shut_down, METH_NOARGS, "End calls here and on the peers; any thread."},
+     "announce_end(notice, text) ends calls here and on the peers, and tells those why; any\n"
+     "thread"},
     {"close", engine_close, METH_NOARGS, "Close the connections, after the calls in progress."},
     {nullptr, nullptr, 0, nullptr}};
 

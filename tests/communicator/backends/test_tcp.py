@@ -286,15 +286,17 @@ def test_a_rank_that_leaves_is_named_by_all(ranks_or_errors):
     assert all("rank 1 closed its communicator" in str(each) for each in (found[0], found[2]))
 
 
-def test_close_ends_the_wait_of_another_thread(ranks):
+@pytest.mark.parametrize("how", ["close", "abort"])
+def test_who_ends_the_wait_of_another_thread_blames_nobody_else(ranks, how):
     def body(info):
         with Coordinator(info, timeout_s=20) as coor:
             comm = Communicator(coor, "tcp")
             coor.barrier()
             if comm.rank == 0:
-                threading.Timer(0.2, comm.close).start()
-                with pytest.raises(DrumlineError):
-                    comm.recv(torch.ones(1), 1)
+                threading.Timer(0.2, getattr(comm, how)).start()
+            cause = "rank 1 lost rank 0 .*: rank 0" if comm.rank else "rank 0"
+            with pytest.raises(DrumlineError, match=rf"^{cause} {how}e?d its communicator"):
+                comm.recv(torch.ones(1), 1 - comm.rank)
             coor.barrier()
             comm.close()
 
