@@ -27,7 +27,7 @@ STALE_S = 5.0  # what is older says that a rank is not heard of
 
 
 class HostsView:
-    """What one rank does for viewers. ask: as Session.ask."""
+    """The part of one rank in this. ask: as Session.ask."""
 
     def __init__(self, info: LaunchInfo, ask: Callable[..., Any]) -> None:
         self._info, self._ask = info, ask
@@ -79,27 +79,27 @@ class OtherHosts:
         self._ranks = ranks
         self._own = {rank.peer.rank for rank in ranks}
         self.num_ranks = ranks[0].info.world_size - len(ranks)
-        self._num_asked = 0  # ranks that have not answered in time
+        self._num_silent = 0  # ranks that have not answered in time
         self._answered_at = time.monotonic()
         self._pages: dict[int, Any] = {}
 
     @property
-    def asked(self) -> ViewedRank | None:
+    def guide(self) -> ViewedRank | None:
         """The rank to ask: another one if the last has not answered; None if all ranks are here."""
         if self.num_ranks == 0:
             return None
-        return self._ranks[self._num_asked % len(self._ranks)]
+        return self._ranks[self._num_silent % len(self._ranks)]
 
     def looks(self) -> list[RankLook]:
-        """What was last heard of them."""
-        asked, now = self.asked, time.monotonic()
-        if asked is None:
+        """Those that have come so far, as they were last seen."""
+        guide, now = self.guide, time.monotonic()
+        if guide is None:
             return []
-        answer = _read(asked.peer.pid)
-        if answer is not None:
+        answer = _read(guide.peer.pid)
+        if answer is not None and answer[0] > self._answered_at:
             self._answered_at, self._pages = answer
-        elif now - self._answered_at > STALE_S * (self._num_asked + 1):
-            self._num_asked += 1
+        elif now - self._answered_at > STALE_S * (self._num_silent + 1):
+            self._num_silent += 1
         age_s = now - self._answered_at
         pages = sorted(self._pages.items())
         return [_look(rank, age_s, *page) for rank, page in pages if rank not in self._own]

@@ -104,7 +104,7 @@ class LaunchView:
     def update(self, folder: str = "") -> None:
         """Look again. folder: for recordings, if ranks are to record."""
         for rank in self.ranks:
-            rank.watch(folder, rank is self._others.asked)
+            rank.watch(folder, rank is self._others.guide)
         self._add_looks()
 
     def _add_looks(self) -> None:
