@@ -91,7 +91,7 @@ class OtherHosts:
         return self._ranks[self._num_silent % len(self._ranks)]
 
     def looks(self) -> list[RankLook]:
-        """Those that have come so far, as they were last seen."""
+        """Ranks that have been seen so far, as they were then."""
         guide, now = self.guide, time.monotonic()
         if guide is None:
             return []
