@@ -4,7 +4,7 @@ from types import NotImplementedType
 import torch
 
 Check = Callable[[Sequence[int], float], None]
-Dropped = tuple[int, int, bytes]
+Dropped = tuple[int, int, bytes, bool]
 
 class ConnectionEnded(Exception):
     """args: the peer, its notice or 0, an errno or 0, and a text."""
