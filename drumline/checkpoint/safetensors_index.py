@@ -98,14 +98,15 @@ def read_index(path: str | Path) -> dict[str, StoredTensor]:
 def _chosen_file(folder: Path) -> Path | None:
     """The file of weights, or the listing of several, which transformers takes; None for all."""
     config = folder / "config.json"
-    named = read_json(config).get("transformers_weights") if config.is_file() else None
+    named: Any = read_json(config).get("transformers_weights") if config.is_file() else None
     if named is not None:
-        if not _is_file_name(named) or not (folder / named).exists():
+        file = folder / str(named)
+        if not _is_file_name(named) or not file.exists():
             raise CheckpointError(
                 f"{config} has transformers_weights={named!r:.99}, which is no file beside it, so "
                 "it is unknown where the weights are; copy the checkpoint again."
             )
-        return folder / named
+        return file
     return next((folder / name for name in CHOSEN_FIRST if (folder / name).exists()), None)
 
 
