@@ -27,6 +27,7 @@ from coordinator.control.session import Session, this_process
 from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost, RankFailure
 from coordinator.failure import live_view, stack_dump
 from coordinator.failure.detector import FailureDetector
+from coordinator.failure.hosts_view import HostsView
 from coordinator.failure.peer_monitor import CLOSED, FORGOTTEN
 from coordinator.failure.subscription import Subscription, always
 from coordinator.peers import Peer, group_by_node
@@ -143,6 +144,8 @@ class Coordinator(Collectives):
         self.local_world_size = len(self._node_ranks)
         stack_dump.listen()
         live_view.listen(self.info)
+        if self._session is not None:
+            self._session.heartbeat.view = HostsView(self.info, self._session.ask).after_beat
         self._recorder = launcher.recorder(self.info)
         if parent is None and any(peer.is_traced for peer in self.peers):
             # Of a part of the ranks, the first need not be rank 0 of the launch. All take part, for
