@@ -228,5 +228,5 @@ def full_listener():
 
 
 def test_a_name_that_no_host_can_have_is_an_error_at_once(quick):
-    with pytest.raises(errors.LaunchError, match="'a..b' is no name of a host"):
+    with pytest.raises(errors.LaunchError, match="is no name of a host"):
         node_rendezvous.meet(dataclasses.replace(job(1), master_addr="a..b"), 29811)
