@@ -12,6 +12,7 @@ from typing import Any
 from coordinator import Peer
 from drumline.core.device_map import DeviceMap
 from drumline.serving import http_server
+from drumline.serving.front.rank_worker import serve_front
 from drumline.serving.front.remote_scheduler import Message, RemoteScheduler
 from drumline.serving.front.restarting_ranks import RestartingRanks
 from drumline.serving.scheduler import ServingLimits
@@ -63,7 +64,7 @@ def serve_with_restarts(
     map_options = {"dtype": dtype, "device_map": device_map, "tp": tp}
     sizes = (endpoint.max_length, max_running, max_waiting)
     arguments = (model_path, memory, *sizes, map_options, options)
-    ranks = RestartingRanks(scheduler, arguments, num_ranks, restarts, on_ready)
+    ranks = RestartingRanks(scheduler, serve_front, arguments, num_ranks, restarts, on_ready)
     with endpoint.listener, contextlib.closing(ranks):
         ranks.wait_until_ready()
         http_server.serve_requests(service, endpoint, log_requests)

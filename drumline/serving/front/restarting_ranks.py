@@ -1,6 +1,6 @@
 """Ranks that are started again when one of them dies or is suspended.
 
-ranks = RestartingRanks(scheduler, arguments, num_ranks=2, restarts=3, on_ready=print)
+ranks = RestartingRanks(scheduler, serve_front, arguments, num_ranks=2, restarts=3, on_ready=print)
 ranks.wait_until_ready()
 ranks.close()
 """
@@ -24,7 +24,6 @@ import launcher
 from drumline import timings
 from drumline.errors import DrumlineError, PeerLost
 from drumline.serving.front.json_lines import hang_up, messages, to_line
-from drumline.serving.front.rank_worker import serve_front
 from drumline.serving.front.remote_scheduler import Message, RemoteScheduler
 
 log = logging.getLogger("drumline")
@@ -35,19 +34,20 @@ UCRED = struct.Struct("3i")  # pid, uid and gid: SO_PEERCRED of unix(7)
 class RestartingRanks:
     """Starts ranks from a thread, connects each new rank 0 to the scheduler, and ends them.
 
-    arguments: of serve_front(), without the address. restarts: at most so often. on_ready(info):
-    called with the first message of each rank 0.
+    work: what ranks run, as serve_front(), and its arguments without the address. restarts: at
+    most so often. on_ready(info): called with the first message of each rank 0.
     """
 
     def __init__(
         self,
         scheduler: RemoteScheduler,
+        work: Callable[..., None],
         arguments: tuple[Any, ...],
         num_ranks: int,
         restarts: int,
         on_ready: Callable[[Message], None],
     ) -> None:
-        self._scheduler, self._arguments = scheduler, arguments
+        self._scheduler, self._work, self._arguments = scheduler, work, arguments
         self._num_ranks, self._restarts, self._on_ready = num_ranks, restarts, on_ready
         self._is_closed = threading.Event()
         self._was_ready: Future[None] = Future()
@@ -86,10 +86,10 @@ class RestartingRanks:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(f"\0{address}")
             listener.listen()
-            arguments, preload = (address, *self._arguments), [serve_front.__module__]
+            arguments, preload = (address, *self._arguments), [self._work.__module__]
             with (
                 launcher.start(
-                    serve_front, self._num_ranks, args=arguments, preload=preload
+                    self._work, self._num_ranks, args=arguments, preload=preload
                 ) as launch,
                 contextlib.closing(RankConnection(listener)) as connection,
             ):
