@@ -77,6 +77,7 @@ class Server:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 def test_no_request_is_lost_and_none_changes(plain):
     """Kills and stops come at any moment: while ranks load, read a prompt, generate or end."""
     server = Server(plain[1], "--restarts", "1000", "--max-length", "200")

@@ -51,12 +51,16 @@ def ranks(path, scheduler):
     with drumline.load(path) as model, Coordinator() as coor, front, rank:
         worker = RankWorker(rank, coor, model, LIMITS, None)
 
+        def send(message):
+            with contextlib.suppress(OSError):  # the rank has ended
+                front.sendall(to_line(message))
+
         def read():
             for message in messages(front):
                 if "id" in message:
                     scheduler.receive(message)
                 else:
-                    scheduler.resume(message, lambda reply: front.sendall(to_line(reply)))
+                    scheduler.resume(message, send)
             scheduler.suspend()
 
         threads = [threading.Thread(target=target) for target in (read, worker.run)]
