@@ -24,6 +24,7 @@ help:
 	@echo "make gpu         test and measure on this machine's GPU; writes build/gpu-results.tgz (no network)"
 	@echo "make gpu-rehearsal the same with a GPU machine's packages and no GPU"
 	@echo "make engines     run an unmodified vLLM over drumline, beside itself (3 GB, half an hour)"
+	@echo "make engines-bench measure the same vLLM with drumline and with its own shared memory"
 	@echo "make bench       measure every layer beside its peers into build/benchmarks (STEPS=startup; RENEW=1: the committed tables)"
 	@echo "make docs        build the documentation into site/"
 	@echo "make release     build and check the sdist and the wheel into dist/, with SBOM and checksums"
@@ -140,6 +141,11 @@ ENGINES := build/engines
 engines: $(ENGINES)/ready
 	@$(ENGINES)/bin/python tests/engines/record_signatures.py --check tests/drumline/engines/vllm_signatures.json
 	@$(ENGINES)/bin/python tests/engines/check_vllm.py build/vllm_check
+
+# As user 0, start it with chrt -r 10 on a machine that does other things, too.
+.PHONY: engines-bench
+engines-bench: $(ENGINES)/ready
+	@$(ENGINES)/bin/python -m benchmarks.engines $(if $(RENEW),--save)
 
 $(ENGINES)/ready:
 	@echo "== setting up $(ENGINES): an unmodified vLLM (3 GB)"

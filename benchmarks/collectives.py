@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
 import subprocess
 import sys
@@ -143,14 +144,19 @@ def start(
     sizes = [str(nbytes) for nbytes in arguments.sizes]
     rank = ["-m", "benchmarks.collectives", *given, "--sizes", *sizes]
     rank += ["--operations", *arguments.operations, "--dtypes", *arguments.dtypes]
-    process = subprocess.Popen([*command, *rank], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        _, mark, facts = line.partition(MARK)
-        if mark:
-            yield json.loads(facts)
-    if process.wait() != 0:
-        sys.exit(f"the ranks given {given} failed with code {process.returncode}")
+    yield from from_rank_0([*command, *rank])
+
+
+def from_rank_0(command: list[str], environ: dict[str, str] | None = None) -> Iterator[Any]:
+    """What rank 0 of a command measures, as it does."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            _, mark, facts = line.partition(MARK)
+            if mark:
+                yield json.loads(facts)
+    if process.returncode != 0:
+        sys.exit(f"{shlex.join(command)} failed with code {process.returncode}")
 
 
 def commands(arguments: argparse.Namespace, folder: str) -> list[tuple[list[str], list[str]]]:

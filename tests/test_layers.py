@@ -7,8 +7,8 @@ import re
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-LAYERS = ("launcher", "coordinator", "communicator", "drumline")
+from tests.programs.syntax_trees import LAYERS, ROOT, nodes, trees
+
 PUBLIC_MODULES = {"communicator": {"compile"}}  # documented; not imported by their `__init__`
 
 # A line may import itself and the lines before it. `base` is the layer's modules that are not named
@@ -49,12 +49,6 @@ ORDER = {
 }
 
 
-@functools.cache
-def _trees() -> dict[Path, ast.Module]:
-    paths = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]
-    return {path.relative_to(ROOT): ast.parse(path.read_text()) for path in paths}
-
-
 def _module(path: Path) -> str:
     parts = path.with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -62,7 +56,7 @@ def _module(path: Path) -> str:
 
 @functools.cache
 def _modules() -> frozenset[str]:
-    return frozenset(map(_module, _trees()))
+    return frozenset(map(_module, trees()))
 
 
 def _imports(tree: ast.AST, is_top_level: bool = False) -> list[str]:
@@ -99,16 +93,16 @@ def _rank_in_order(layer: str, module: str) -> int:
 
 def _names(tree: ast.AST) -> set[str]:
     """Every identifier and attribute of the tree, comments and strings left out."""
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    return names | {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names = {node.id for node in nodes(tree) if isinstance(node, ast.Name)}
+    return names | {node.attr for node in nodes(tree) if isinstance(node, ast.Attribute)}
 
 
 def test_a_layer_imports_only_lower_layers_and_only_their_public_names():
     """A command line may also build on the command lines of the layers below."""
     wrong = []
-    for path, tree in _trees().items():
+    for path, tree in trees().items():
         layer = path.parts[0]
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if not isinstance(node, (ast.Import, ast.ImportFrom)):
                 continue
             froms = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
@@ -129,7 +123,7 @@ def test_a_layer_imports_only_lower_layers_and_only_their_public_names():
 
 @functools.cache
 def _public(layer: str) -> set[str]:
-    for node in _trees()[Path(layer, "__init__.py")].body:
+    for node in trees()[Path(layer, "__init__.py")].body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             return PUBLIC_MODULES.get(layer, set()) | set(ast.literal_eval(node.value))
     return set()
@@ -137,7 +131,7 @@ def _public(layer: str) -> set[str]:
 
 def test_a_package_imports_only_those_before_it_in_the_table():
     wrong = []
-    for path, tree in _trees().items():
+    for path, tree in trees().items():
         layer, module = path.parts[0], _module(path)
         if module == layer:
             continue
@@ -149,8 +143,8 @@ def test_a_package_imports_only_those_before_it_in_the_table():
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    graph = {_module(path): set() for path in _trees()}
-    for path, tree in _trees().items():
+    graph = {_module(path): set() for path in trees()}
+    for path, tree in trees().items():
         graph[_module(path)] |= {n for n in _imports(tree, is_top_level=True) if n in graph}
     for layer in LAYERS:  # its `__init__` gathers what its modules have made
         for edges in graph.values():
@@ -162,7 +156,7 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 def test_every_folder_is_small_enough_to_read():
-    folders = collections.Counter(path.parent for path in _trees() if path.name != "__init__.py")
+    folders = collections.Counter(path.parent for path in trees() if path.name != "__init__.py")
     sources = (path for path in (ROOT / "csrc").rglob("*") if path.is_file())
     folders.update(path.relative_to(ROOT).parent for path in sources)
     assert {str(folder): n for folder, n in folders.items() if n > 12} == {}
@@ -171,7 +165,7 @@ def test_every_folder_is_small_enough_to_read():
 def test_folders_of_tests_are_those_of_the_packages():
     """Beside them lie programs that tests run, and the tests of what is no Python."""
     others = {"programs", "native"}
-    packages = {path.parent for path in _trees()}
+    packages = {path.parent for path in trees()}
     for layer in LAYERS:
         for path in (ROOT / "tests" / layer).rglob("test_*.py"):
             folder = path.parent.relative_to(ROOT / "tests")
@@ -180,7 +174,7 @@ def test_folders_of_tests_are_those_of_the_packages():
 
 def test_every_package_is_on_the_map():
     text = (ROOT / "ARCHITECTURE.md").read_text()
-    folders = {path.parent for path in _trees()} | {
+    folders = {path.parent for path in trees()} | {
         path.relative_to(ROOT).parent for path in (ROOT / "csrc").rglob("*.cpp")
     }
     assert [str(folder) for folder in sorted(folders) if f"`{folder}/`" not in text] == []
@@ -189,7 +183,7 @@ def test_every_package_is_on_the_map():
 def test_a_module_name_stands_for_one_module():
     repeated = {"errors", "cli", "mpi", "timings", "__main__"}
     stems = collections.defaultdict(list)
-    for path in _trees():
+    for path in trees():
         module = _module(path)
         if path.name != "__init__.py":
             stems[module.split(".")[-1]].append(module)
@@ -200,8 +194,8 @@ def test_a_class_name_stands_for_one_class():
     """In C++ too, but for the same thing as one language and the other have it."""
     shared = {"CallSite", "DtypeInfo", "Kernels", "NcclLibrary", "PeerStatus", "RegisteredMemory"}
     places = collections.defaultdict(list)
-    for path, tree in _trees().items():
-        for node in ast.walk(tree):
+    for path, tree in trees().items():
+        for node in nodes(tree):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(str(path))
     assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
@@ -219,7 +213,7 @@ LAZY = {"ray", "mpi4py", "pynvml", "rich", "torch", "matplotlib", "argcomplete"}
 
 
 def test_the_launcher_loads_the_standard_library_alone():
-    for path, tree in _trees().items():
+    for path, tree in trees().items():
         if path.parts[0] == "launcher":
             top_level = {name.split(".")[0] for name in _imports(tree, is_top_level=True)}
             assert top_level <= STANDARD, path
@@ -227,7 +221,7 @@ def test_the_launcher_loads_the_standard_library_alone():
 
 
 def test_nothing_is_ever_unpickled():
-    for path, tree in _trees().items():
+    for path, tree in trees().items():
         modules = {name.split(".")[0] for name in _imports(tree)}
         assert not modules & {"pickle", "cloudpickle", "dill", "marshal", "shelve"}, path
         unpickling = {"broadcast_object_list", "all_gather_object", "recv_object_list"}
@@ -235,13 +229,13 @@ def test_nothing_is_ever_unpickled():
 
 
 def test_only_the_launcher_reads_the_environment():
-    for path, tree in _trees().items():
+    for path, tree in trees().items():
         if path.parts[0] != "launcher":
             assert not _names(tree) & {"environ", "getenv", "putenv"}, path
 
 
 def test_no_library_exits_and_none_listens_everywhere():
-    for path, tree in _trees().items():
+    for path, tree in trees().items():
         text = (ROOT / path).read_text()
         assert "0.0.0.0" not in text and "tcp://*" not in text, path
         if path.parts[0] != "launcher" and path.name != "__main__.py":
@@ -251,21 +245,21 @@ def test_no_library_exits_and_none_listens_everywhere():
 def test_proc_is_read_in_one_module():
     """Three others open the memory of another process, which has no other name."""
     opened = {"stack_dump.py", "joining.py", "heartbeat.py"}
-    for path, tree in _trees().items():
+    for path, tree in trees().items():
         documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
         docstrings = {
             id(node.body[0].value)
-            for node in ast.walk(tree)
+            for node in nodes(tree)
             if isinstance(node, documented) and ast.get_docstring(node)
         }
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.Constant) and id(node) not in docstrings:
                 is_path = isinstance(node.value, str) and node.value.startswith("/proc/")
                 assert not is_path or path.name in {"linux.py", *opened}, (path, node.lineno)
 
 
 def test_nothing_writes_cuda_visible_devices():
-    for path, tree in _trees().items():
-        for node in ast.walk(tree):
+    for path, tree in trees().items():
+        for node in nodes(tree):
             if isinstance(node, ast.Assign):
                 assert "CUDA_VISIBLE_DEVICES" not in ast.unparse(node.targets[0]), path

@@ -1,12 +1,10 @@
 """The names that an engineer would search for: no private vocabulary, no pronouns as variables."""
 
 import ast
-import functools
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-LAYERS = ("launcher", "coordinator", "communicator", "drumline")
+from tests.programs.syntax_trees import LAYERS, ROOT, nodes, trees
 
 # Words of an earlier, private vocabulary; docs/glossary.md has the field's.
 PRIVATE = frozenset(
@@ -26,12 +24,6 @@ RIDDLES = ("What ", "Who ", "How ", "Where ", "Which ", "Whether ", "Those ", "T
 OUTSIDE = ("tests", "examples", "benchmarks")
 
 
-@functools.cache
-def _trees(folders: tuple[str, ...] = LAYERS) -> dict[Path, ast.Module]:
-    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
-    return {path.relative_to(ROOT): ast.parse(path.read_text()) for path in paths}
-
-
 def _words(name: str) -> set[str]:
     """The words of a snake_case or CamelCase name."""
     return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
@@ -39,7 +31,7 @@ def _words(name: str) -> set[str]:
 
 def _identifiers(tree: ast.Module) -> set[str]:
     names = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Name):
             names.add(node.id)
         elif isinstance(node, ast.Attribute):
@@ -53,7 +45,7 @@ def _identifiers(tree: ast.Module) -> set[str]:
 
 def test_no_python_name_is_of_the_private_vocabulary():
     wrong = {}
-    for path, tree in _trees((*LAYERS, *OUTSIDE)).items():
+    for path, tree in trees((*LAYERS, *OUTSIDE)).items():
         names = _identifiers(tree) | set(path.with_suffix("").parts)
         if private := {name for name in names if _words(name) & PRIVATE}:
             wrong[str(path)] = private
@@ -88,8 +80,8 @@ def _bound(function: ast.AST) -> set[str]:
 
 def test_a_variable_is_named_for_the_thing_and_not_by_a_pronoun():
     wrong = []
-    for path, tree in _trees().items():
-        for node in ast.walk(tree):
+    for path, tree in trees().items():
+        for node in nodes(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 body_lines = node.end_lineno - node.body[0].lineno + 1
                 if body_lines > 3 and (pronouns := _bound(node) & PRONOUNS):
@@ -99,8 +91,8 @@ def test_a_variable_is_named_for_the_thing_and_not_by_a_pronoun():
 
 def test_a_docstring_begins_with_a_noun_phrase_or_an_imperative():
     wrong = []
-    for path, tree in _trees().items():
-        for node in ast.walk(tree):
+    for path, tree in trees().items():
+        for node in nodes(tree):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 docstring = ast.get_docstring(node) or ""
                 if docstring.startswith(RIDDLES):
@@ -112,8 +104,8 @@ def test_functions_are_short():
     """The median at most 9 lines, nine in ten under 35."""
     lengths = sorted(
         node.end_lineno - node.lineno + 1
-        for tree in _trees().values()
-        for node in ast.walk(tree)
+        for tree in trees().values()
+        for node in nodes(tree)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
     )
     assert lengths[len(lengths) // 2] <= 9

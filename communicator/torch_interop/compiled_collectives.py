@@ -88,6 +88,12 @@ def alltoall(tensor: torch.Tensor, group: str) -> torch.Tensor:
     return result
 
 
+def sendrecv(tensor: torch.Tensor, group: str, dst: int, src: int) -> torch.Tensor:
+    """Rank src's tensor, while this rank's goes to dst; of the same shape, as around a ring."""
+    result: torch.Tensor = torch.ops.drumline.sendrecv(tensor, group, dst, src)
+    return result
+
+
 def _allreduce_in_place(tensor: torch.Tensor, group: str, op: str) -> None:
     _groups.find(group).allreduce(tensor.detach(), op)
 
@@ -107,6 +113,17 @@ def _reduce_scatter(tensor: torch.Tensor, group: str, op: str, dim: int) -> torc
 
 def _alltoall(tensor: torch.Tensor, group: str) -> torch.Tensor:
     return _groups.find(group).alltoall(tensor.detach().contiguous())
+
+
+def _sendrecv(tensor: torch.Tensor, group: str, dst: int, src: int) -> torch.Tensor:
+    comm, sent = _groups.find(group), tensor.detach().contiguous()
+    if dst == src == comm.rank:
+        return sent.clone()
+    received = torch.empty_like(sent)
+    with comm.group():
+        comm.send(sent, dst)
+        comm.recv(received, src)
+    return received
 
 
 # For the compiler, on tensors without data.
@@ -177,3 +194,4 @@ _define(
     _fake_reduce_scatter,
 )
 _define("alltoall", "Tensor tensor, str group) -> Tensor", _alltoall, _fake_same)
+_define("sendrecv", "Tensor tensor, str group, int dst, int src) -> Tensor", _sendrecv, _fake_same)

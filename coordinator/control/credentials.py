@@ -12,7 +12,7 @@ from coordinator.errors import CoordinatorError
 from launcher import LaunchInfo, linux
 
 MAGIC = b"drumline"
-VERSION = 5  # of the protocol
+VERSION = 6  # of the protocol
 SECRET_NBYTES = 32
 KEYS = b"drumline, keys of a connection"
 

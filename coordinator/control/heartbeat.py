@@ -45,12 +45,12 @@ class NodeRecord(NamedTuple):
 class OwnRecord:
     """The record of this rank, which the others of the node open as descriptor `fd` of it."""
 
-    def __init__(self) -> None:
-        self._file = FileIO(os.memfd_create("drumline-record"), "r+")
+    def __init__(self, name: str = "drumline-record") -> None:
+        self._file = FileIO(os.memfd_create(name), "r+")
         self.fd = self._file.fileno()
         self._lock = threading.Lock()
 
-    def write(self, record: NodeRecord) -> None:
+    def write(self, record: Any) -> None:
         body = pack(record)
         data = _checksum(body) + body
         with self._lock:
@@ -88,7 +88,7 @@ class Neighbour:
         except (OSError, ValueError):  # it ended before the first look, or this rank leaves
             return None
         latest, record = self._latest
-        if data != latest and (not data or _is_whole(data)):
+        if data != latest and (not data or is_whole(data)):
             record = NodeRecord(*unpack(data[CHECKSUM_NBYTES:])) if data else None
             self._latest = data, record
         return record
@@ -114,7 +114,7 @@ def _checksum(body: bytes) -> bytes:
     return zlib.crc32(body).to_bytes(CHECKSUM_NBYTES, "little")
 
 
-def _is_whole(data: bytes) -> bool:
+def is_whole(data: bytes) -> bool:
     """False where it was being written."""
     return data[:CHECKSUM_NBYTES] == _checksum(data[CHECKSUM_NBYTES:])
 
@@ -137,7 +137,8 @@ class Heartbeat:
     """Reports of this rank to rank 0, for itself or for its node, and the news in return.
 
     ask: as Session.ask. lost: ranks of the launch whose connections to rank 0 broke, and when this
-    rank heard of it. group_failures: packed GroupFailures by key of the group.
+    rank heard of it. group_failures: packed GroupFailures by key of the group. view: called after
+    each heartbeat with the seconds for which viewers look, and the limit of a question to rank 0.
     """
 
     def __init__(self, rank: int, ask: Callable[..., Any], timings: CoordinatorTimings) -> None:
@@ -146,6 +147,7 @@ class Heartbeat:
         self.group_failures: dict[str, bytes] = {}
         self.groups: dict[str, GroupStatus] = {}
         self._num_lost = 0  # that rank 0 has told this rank
+        self._viewed_s = 0.0  # for which viewers look, as rank 0 says to who speaks
         self._asking = threading.Lock()
         self._own: OwnRecord | None = None
         self._written_at = 0.0
@@ -153,6 +155,7 @@ class Heartbeat:
         self._num_before = 0  # of them, that speak before this rank
         self._speaker: Neighbour | None = None  # unless this rank speaks
         self._groups_of_node: set[str] = set()  # known to the speaker
+        self.view: Callable[[float, float], None] = lambda viewed_s, limit_s: None
         self._thread: threading.Thread | None = None
         self._is_due, self._is_closed = threading.Event(), False
 
@@ -215,11 +218,13 @@ class Heartbeat:
         while not self._is_closed:
             self._beat()
             after_each()
+            self.view(self._viewed_s, self.timings.answer_s)
             self._is_due.wait(self.timings.heartbeat_s)
             self._is_due.clear()
 
     def _beat(self) -> None:
         now, before = time.monotonic(), self._neighbours[: self._num_before]
+        self._viewed_s = 0.0
         self._speaker = next((rank for rank in before if rank.runs(now, self._fresh_s)), None)
         self._write()
         if self._speaker is None:
@@ -255,7 +260,7 @@ class Heartbeat:
         try:
             unknown = [key for key in groups if key not in self.group_failures]
             left_s = max(deadline - time.monotonic(), 0.0)
-            lost, failures = self._ask(
+            lost, failures, self._viewed_s = self._ask(
                 Op.HEARTBEAT, self._num_lost, unknown, states, timeout_s=left_s
             )
             self._num_lost += len(lost)

@@ -14,6 +14,7 @@ from coordinator.control.operations import CALLS, matches
 LEFT, SUSPENDED = "left", "suspended"  # notes of a RankReport
 MAX_FAILURES = 1 << 14  # of groups, that are kept: more than a launch has groups
 MAX_GROUP_RANKS = 1 << 20  # of all groups together, that are kept
+MAX_VIEW_S = 60.0  # for which one question of a viewer holds at most
 MAX_LATE = 64  # ranks that are listed as not in a call: more than an error shows
 
 
@@ -55,6 +56,8 @@ class Member:
     pinged_at: float = 0.0
     lost_at: float = 0.0
     was_lost: bool = False  # once
+    page: bytes = b""  # that its host has shown to viewers
+    shown_at: float = 0.0
     is_leaving: bool = False  # it said so on one of its connections; the others end without a word
 
     def has_left(self) -> bool:
@@ -99,6 +102,7 @@ class MembershipTable:
         self._lost: list[int] = []  # each rank once
         self._failures: dict[str, bytes] = {}  # by group
         self._groups: dict[str, Sequence[int]] = {}  # of several nodes: their ranks
+        self._viewed_until = 0.0
 
     def add_connection(self, rank: int, token: bytes, process: str, number: int) -> None:
         member = self.members.setdefault(rank, Member())
@@ -125,18 +129,38 @@ class MembershipTable:
 
     def heartbeat(
         self, num_lost: int, groups: Iterable[str], states: Mapping[int, tuple[float, bool, Any]]
-    ) -> tuple[list[int], dict[str, bytes]]:
+    ) -> tuple[list[int], dict[str, bytes], float]:
         """Note the states of ranks, as one of them tells: for how many seconds it has not heard of
         the rank, whether that is suspended, its calls.
 
-        Returns the lost ranks after the first num_lost, and the failures of these groups.
+        Returns the lost ranks after the first num_lost, the failures of these groups, and for how
+        many seconds viewers look.
         """
         now = time.monotonic()
         for member, state in [(self.members[rank], states[rank]) for rank in states]:
             age_s, member.is_suspended, member.calls = state
             member.heartbeat_at = max(member.heartbeat_at, now - max(age_s, 0.0))
         failures = {group: self._failures[group] for group in groups if group in self._failures}
-        return self._lost[max(num_lost, 0) :], failures
+        return self._lost[max(num_lost, 0) :], failures, max(self._viewed_until - now, 0.0)
+
+    def look(self, view_s: float) -> dict[int, tuple[float, bytes, str, bool]]:
+        """For each rank the page that was shown, how many seconds ago, its process, and whether it
+        has ended. Viewers look for view_s from now on."""
+        now = time.monotonic()
+        if now > self._viewed_until:
+            for member in self.members.values():
+                member.page = b""  # of an earlier time
+        self._viewed_until = max(self._viewed_until, now + min(view_s, MAX_VIEW_S))
+        return {
+            rank: (now - member.shown_at, member.page, member.process, not member.connections)
+            for rank, member in self.members.items()
+        }
+
+    def show(self, pages: Mapping[int, bytes]) -> None:
+        """Note what ranks show to viewers."""
+        now = time.monotonic()
+        for member, page in [(self.members[rank], pages[rank]) for rank in pages]:
+            member.page, member.shown_at = page, now
 
     def report(self, group: str, failure: bytes) -> None:
         """The first failure of a group stays. Raises ValueError without a group."""

@@ -31,6 +31,8 @@ class Op(str, Enum):
     REPORTS = "reports"
     UNWELL = "unwell"
     PROCESSES = "processes"
+    LOOK = "look"
+    SHOW = "show"
     LEAVE = "leave"
 
 
@@ -55,6 +57,8 @@ ARGUMENTS: dict[str, Any] = {
     Op.REPORTS: ([int],),
     Op.UNWELL: (str, str, int),
     Op.PROCESSES: ([int],),
+    Op.LOOK: (float,),
+    Op.SHOW: ({int: bytes},),
 }
 
 

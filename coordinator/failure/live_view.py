@@ -67,8 +67,15 @@ def _serve(pid: int) -> None:
 def _request(fd: int) -> tuple[bytes, str, float]:
     """The packed info of this rank, the folder for recordings or "", and when the viewer goes."""
     _, packed_info = read_line(fd, INFO_PAGE) or (0, "")
-    folder, until = read_line(fd, REQUEST_PAGE) or ("", 0.0)
+    folder, until, _ = read_line(fd, REQUEST_PAGE) or ("", 0.0, False)
     return packed_info.encode(), folder, until
+
+
+def hosts_wanted_s(pid: int) -> float:
+    """For how many seconds a viewer wants to see the ranks of other hosts through this process."""
+    _, until, is_wanted = read_line(stack_memory(pid)[0], REQUEST_PAGE) or ("", 0.0, False)
+    left_s = until - time.monotonic()
+    return left_s if is_wanted and left_s < MAX_WATCH_S else 0.0
 
 
 def write_line(fd: int, page: int, value: Any) -> None:

@@ -12,17 +12,20 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from io import FileIO
+from traceback import FrameSummary
+from types import MappingProxyType
 from typing import NamedTuple
 
 from coordinator.call_site import CallSite
+from coordinator.control.framing import pack, unpack
 from coordinator.control.membership import SUSPENDED
 from coordinator.failure import live_view, stack_dump, stuck_ranks
 from coordinator.failure.peer_monitor import RUNNING
-from coordinator.failure.stuck_ranks import StuckRank
+from coordinator.failure.stuck_ranks import MAX_FRAMES, StuckRank
 from coordinator.peers import Peer, boot_id, start_ticks
-from launcher import LaunchInfo, linux
+from launcher import LaunchInfo, gpus, linux
 
 ENDED = "ended"
 FRESH_S = 4 * live_view.COUNT_S  # counts that are younger come from a thread that runs
@@ -36,23 +39,42 @@ class RankLook(NamedTuple):
 
     stuck: where its stack shows it; None if it shows none. waits: in a call, for others.
     pending: the Coordinator's call that it is in, for pending_s. counts: calls, bytes and tokens of
-    each operation, at counted_at. cpu_s: of all its threads.
+    each operation, at counted_at. cpu_s: of all its threads, at looked_at. device_nbytes: of GPUs.
     """
 
     peer: Peer
     state: str
-    stuck: StuckRank | None
-    waits: bool
-    pending: CallSite | None
-    pending_s: float
-    counts: Mapping[str, Sequence[int]]
-    counted_at: float
-    resident_nbytes: int
-    cpu_s: float
+    stuck: StuckRank | None = None
+    waits: bool = False
+    pending: CallSite | None = None
+    pending_s: float = 0.0
+    counts: Mapping[str, Sequence[int]] = MappingProxyType({})
+    counted_at: float = 0.0
+    resident_nbytes: int = 0
+    cpu_s: float = 0.0
+    looked_at: float = 0.0
+    device_nbytes: int = 0
 
     @property
     def is_running(self) -> bool:
         return self.state == RUNNING
+
+    def pack(self) -> bytes:
+        stuck = self.stuck and [
+            *self.stuck[:-1],
+            [(f.filename, f.lineno, f.name, f.line) for f in self.stuck.frames[:MAX_FRAMES]],
+        ]
+        return pack([[*vars(self.peer).values()], self.state, stuck, *self[3:]])
+
+    @classmethod
+    def unpack(cls, data: bytes) -> RankLook:
+        peer, state, stuck, waits, pending, *rest = unpack(data)
+        if stuck is not None:
+            *fields, frames = stuck
+            lines = [FrameSummary(*frame[:3], line=frame[3]) for frame in frames]
+            stuck = StuckRank._make([*fields, lines])
+        call = CallSite(*pending) if pending is not None else None
+        return cls(Peer(*peer), state, stuck, waits, call, *rest)
 
     def __str__(self) -> str:
         call = "" if self.pending is None else f", {self.pending_s:.1f} s in {self.pending}"
@@ -73,9 +95,10 @@ class ViewedRank:
         started = start_ticks(pid) or 0
         self.peer = Peer(*ranks, socket.gethostname(), boot_id(), pid, started, stack_fd=fd)
 
-    def watch(self, folder: str = "") -> None:
-        """Have it count its calls for WATCH_S more, and record them if a folder is given."""
-        request = [folder, time.monotonic() + WATCH_S]
+    def watch(self, folder: str = "", is_for_hosts: bool = False) -> None:
+        """Have it count its calls for WATCH_S more, record them if a folder is given, and ask for
+        the ranks of other hosts if it is for them."""
+        request = [folder, time.monotonic() + WATCH_S, is_for_hosts]
         live_view.write_line(self._file.fileno(), live_view.REQUEST_PAGE, request)
         page = live_view.read_line(self._file.fileno(), live_view.COUNTS_PAGE)
         if page and time.monotonic() - page[0] < FRESH_S:
@@ -103,16 +126,27 @@ class ViewedRank:
         since = pending.pop() if pending else 0.0
         call = CallSite(*pending) if pending else None
         pending_s = time.monotonic() - since if pending else 0.0
-        nbytes, cpu_s = _memory_and_processor(peer.pid)
-        return RankLook(
-            peer, state, stuck, waits, call, pending_s, counts, counted_at, nbytes, cpu_s
-        )
+        used = _memory_and_processor(peer.pid)
+        place = peer, state, stuck, waits, call, pending_s
+        return RankLook(*place, counts, counted_at, *used, time.monotonic())
 
     def _state(self) -> str:
         stat = linux.process_stat(self.peer.pid)
         if stat is None or self.peer.is_known_dead():
             return ENDED
         return SUSPENDED if stat.is_stopped else RUNNING
+
+
+def look_at(
+    ranks: Sequence[ViewedRank],
+    each: Callable[..., Iterable[RankLook]] = map,
+) -> list[RankLook]:
+    """All of them as they are now. each: a map, which may look at several at once."""
+    device_nbytes = gpus.used_nbytes()
+    return [
+        look._replace(device_nbytes=device_nbytes.get(look.peer.pid, 0))
+        for look in each(ViewedRank.look, ranks)
+    ]
 
 
 def launches() -> dict[str, list[ViewedRank]]:

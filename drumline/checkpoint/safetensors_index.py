@@ -13,7 +13,7 @@ import math
 import operator
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from drumline.errors import CheckpointError
 TORCH_DTYPES = {info.safetensors: info.torch for info in DTYPES if info.safetensors}
 MAX_HEADER = 100_000_000
 """The format's own limit."""
+CHOSEN_FIRST = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 MAX_DIMS = 64
 """Of a tensor that torch reduces (dim_bitset_size in ATen/WrapDimUtilsMulti.h)."""
@@ -68,11 +69,22 @@ Index = Mapping[str, StoredTensor]
 
 
 def read_index(path: str | Path) -> dict[str, StoredTensor]:
-    """Every tensor of a folder of .safetensors files (or of one file), by name."""
+    """Every tensor of a folder of .safetensors files (or of one file), by name.
+
+    Of several checkpoints in a folder, that which transformers takes.
+    """
     folder = Path(path)
-    listed = {} if folder.is_file() else _listing(folder)
-    files = [folder / name for name in sorted(set(listed.values()))] or _files(folder)
-    index = {name: stored for file in files for name, stored in _header(file)}
+    chosen = None if folder.is_file() else _chosen_file(folder)
+    listed: dict[str, str] = {}
+    files = [] if chosen is None else [chosen]
+    if chosen is not None and chosen.suffix == ".json":
+        listed = _listing(chosen)
+        files = [folder / name for name in sorted(set(listed.values()))]
+    files = files or _files(folder)
+    pairs = [pair for file in files for pair in _header(file)]
+    index = dict(pairs)
+    if not listed:
+        _check_distinct(folder, pairs)
     absent = [name for name, file in listed.items() if getattr(index.get(name), "file", "") != file]
     if absent:
         where = ", ".join(f"{name} in {listed[name]}" for name in absent[:5])
@@ -83,11 +95,34 @@ def read_index(path: str | Path) -> dict[str, StoredTensor]:
     return index
 
 
-def _listing(folder: Path) -> dict[str, str]:
-    """The file of each tensor as the index of a sharded checkpoint has it; nothing without one."""
-    listing = folder / "model.safetensors.index.json"
-    if not listing.exists():
-        return {}
+def _chosen_file(folder: Path) -> Path | None:
+    """The file of weights, or the listing of several, which transformers takes; None for all."""
+    config = folder / "config.json"
+    named: Any = read_json(config).get("transformers_weights") if config.is_file() else None
+    if named is not None:
+        file = folder / str(named)
+        if not _is_file_name(named) or not file.exists():
+            raise CheckpointError(
+                f"{config} has transformers_weights={named!r:.99}, which is no file beside it, so "
+                "it is unknown where the weights are; copy the checkpoint again."
+            )
+        return file
+    return next((folder / name for name in CHOSEN_FIRST if (folder / name).exists()), None)
+
+
+def _check_distinct(folder: Path, pairs: Sequence[tuple[str, StoredTensor]]) -> None:
+    """Raise CheckpointError if a tensor is in several files, of which no listing names one."""
+    files: dict[str, str] = {}
+    for name, stored in pairs:
+        if files.setdefault(name, stored.file) != stored.file:
+            raise CheckpointError(
+                f"{folder}: {name} is in {files[name]} and in {stored.file}, so it is unknown "
+                "which of them is meant; leave the files of one checkpoint there."
+            )
+
+
+def _listing(listing: Path) -> dict[str, str]:
+    """The file of each tensor as the index of a sharded checkpoint has it."""
     files = read_json(listing).get("weight_map")
     if not isinstance(files, dict) or not all(map(_is_file_name, files.values())):
         raise CheckpointError(

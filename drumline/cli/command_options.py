@@ -357,6 +357,6 @@ COMMANDS = (
     Command("generate", "generate text with a model over ranks", _GENERATE_OPTIONS, _generate),
     Command("bench", "time a model over ranks", _BENCH_OPTIONS, _bench),
     Command("serve", "serve a model by OpenAI's API", _SERVE_OPTIONS, _serve),
-    Command("top", "show every rank of a launch while it runs", _TOP_OPTIONS, _top),
+    Command("top", "show every rank of a launch, on all hosts, while it runs", _TOP_OPTIONS, _top),
     Command("auto", "run a transformers script over ranks", _AUTO_OPTIONS, _auto),
 )

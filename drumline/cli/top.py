@@ -1,4 +1,4 @@
-"""A live table of every rank of a launch on this host.
+"""A live table of every rank of a launch.
 
 drumline top
 drumline top 282a1cd058f8613d
@@ -26,18 +26,20 @@ from rich.table import Table
 from rich.text import Text
 
 import launcher
-from coordinator import DrumlineError, rank_view
+from coordinator import DrumlineError, hosts_view, rank_view
 from drumline.core.device_map import format_nbytes
 
 LOOK_S = 1.0  # between two looks
 TRACE_S = 5.0
+NUM_PLAIN_LOOKS = 2  # from which rates come, before the one that is printed
 NUM_LOOKS = 20  # over which the slowest rank is found
 MIN_DIFFERENCE = 0.25  # of the share of looks in which a rank waits
-PLAIN_WIDTH = 140  # where the output is no terminal
+HOSTS_WAIT_S = 10.0  # for the ranks of other hosts, where the output is no terminal
+PLAIN_WIDTH = 160  # where the output is no terminal
 MAX_OPERATIONS = 3  # of a rank that are shown
 KEYS = "s stacks   d dump to a file   t trace the next 5 s   q quit"
 COLUMNS = (
-    *("rank", "state", "pid", "call", "line", "for"),
+    *("rank", "host", "state", "pid", "call", "line", "for"),
     *("calls/s and bytes/s", "resident", "device", "cpu", "tokens/s"),
 )
 
@@ -47,18 +49,20 @@ class _RankHistory:
 
     def __init__(self, look: rank_view.RankLook) -> None:
         self.look = self._before = look
-        self._looked_at = self._since = time.monotonic()
+        self._since = time.monotonic()
         self.cpu_share = 0.0
-        self._waits: deque[bool] = deque(maxlen=NUM_LOOKS)
+        self._waits = deque([look.waits], NUM_LOOKS)
 
     def add(self, look: rank_view.RankLook) -> None:
-        now = time.monotonic()
+        elapsed_s = look.looked_at - self.look.looked_at
+        if elapsed_s <= 0:  # nothing new of a rank of another host, but perhaps its silence
+            self.look = look
+            return
         self._before, self.look = self.look, look
-        self.cpu_share = max(look.cpu_s - self._before.cpu_s, 0.0) / (now - self._looked_at)
-        self._looked_at = now
+        self.cpu_share = max(look.cpu_s - self._before.cpu_s, 0.0) / elapsed_s
         self._waits.append(look.waits)
         if self._place(look) != self._place(self._before) or self.rates():
-            self._since = now
+            self._since = time.monotonic()
 
     @staticmethod
     def _place(look: rank_view.RankLook) -> tuple[object, ...]:
@@ -89,22 +93,39 @@ class _RankHistory:
 
 
 class LaunchView:
-    """The ranks of a launch over several looks."""
+    """The ranks of a launch over several looks. ranks: those on this host."""
 
     def __init__(self, ranks: Sequence[rank_view.ViewedRank]) -> None:
-        self.ranks = ranks
+        self.ranks, self._others = ranks, hosts_view.OtherHosts(ranks)
         self._pool = ThreadPoolExecutor(len(ranks))
-        self._histories = [_RankHistory(look) for look in self._looks()]
+        self._by_rank: dict[int, _RankHistory] = {}
+        self._add_looks()
 
     def update(self, folder: str = "") -> None:
         """Look again. folder: for recordings, if ranks are to record."""
         for rank in self.ranks:
-            rank.watch(folder)
-        for history, look in zip(self._histories, self._looks(), strict=True):
-            history.add(look)
+            rank.watch(folder, rank is self._others.guide)
+        self._add_looks()
 
-    def _looks(self) -> list[rank_view.RankLook]:
-        return list(self._pool.map(rank_view.ViewedRank.look, self.ranks))
+    def _add_looks(self) -> None:
+        own = rank_view.look_at(self.ranks, self._pool.map)
+        self.is_over = all(look.state == rank_view.ENDED for look in own)
+        for look in (*own, *self._others.looks()):
+            rank = look.peer.rank
+            if rank in self._by_rank:
+                self._by_rank[rank].add(look)
+            else:
+                self._by_rank[rank] = _RankHistory(look)
+
+    @property
+    def is_complete(self) -> bool:
+        """True once all ranks of the launch have been seen."""
+        seen = [look for look in self.looks if look.looked_at or look.state == rank_view.ENDED]
+        return len(seen) == self.ranks[0].info.world_size
+
+    @property
+    def _histories(self) -> list[_RankHistory]:
+        return [self._by_rank[rank] for rank in sorted(self._by_rank)]
 
     @property
     def looks(self) -> list[rank_view.RankLook]:
@@ -119,12 +140,9 @@ class LaunchView:
 
     def table(self) -> Table:
         """A row for each rank: waits in yellow, work in green, what does not run in red."""
-        slowest, device_nbytes = self.slowest(), launcher.gpus.used_nbytes()
-        rows = [
-            [*_cells(history, slowest, device_nbytes.get(history.look.peer.pid, 0))]
-            for history in self._histories
-        ]
-        title = f"launch {self.ranks[0].info.launch_id} on {self.looks[0].peer.host}"
+        slowest, hosts = self.slowest(), {look.peer.host for look in self.looks}
+        rows = [[*_cells(history, slowest, len(hosts) > 1)] for history in self._histories]
+        title = f"launch {self.ranks[0].info.launch_id} on {', '.join(sorted(hosts))}"
         table = Table(title=title, title_justify="left", box=None)
         is_used = [any(cells) for cells in zip(*rows, strict=True)]
         for name in itertools.compress(COLUMNS, is_used):
@@ -144,11 +162,11 @@ def _style(look: rank_view.RankLook) -> str:
     return "yellow" if look.waits else "green"
 
 
-def _cells(history: _RankHistory, slowest: int | None, device_nbytes: int) -> Iterator[str]:
+def _cells(history: _RankHistory, slowest: int | None, has_hosts: bool) -> Iterator[str]:
     look = history.look
     peer, stuck, rates = look.peer, look.stuck, history.rates()
     yield f"{peer.rank}" + " slowest" * (peer.rank == slowest)
-    yield from (look.state, f"{peer.pid}")
+    yield from (peer.host * has_hosts, look.state, f"{peer.pid}" * (peer.pid > 0))
     yield _call(look)
     yield stuck.where if stuck is not None else ""
     yield f"{history.for_s:.0f} s"
@@ -157,7 +175,7 @@ def _cells(history: _RankHistory, slowest: int | None, device_nbytes: int) -> It
         for name, (calls, nbytes, _) in [*rates.items()][:MAX_OPERATIONS]
     )
     yield format_nbytes(look.resident_nbytes)
-    yield format_nbytes(device_nbytes) if device_nbytes else ""
+    yield format_nbytes(look.device_nbytes) if look.device_nbytes else ""
     yield f"{100 * history.cpu_share:.0f}%"
     tokens = sum(num_tokens for _, _, num_tokens in rates.values())
     yield f"{tokens:.1f}" if tokens else ""
@@ -175,12 +193,14 @@ def _call(look: rank_view.RankLook) -> str:
 def top(launch: str | None) -> None:
     """Show a launch until the user quits or it has ended; once if the output is no terminal."""
     view, is_live = LaunchView(_chosen(launch)), sys.stdin.isatty() and sys.stdout.isatty()
-    console = Console(width=None if is_live else PLAIN_WIDTH)
+    console = Console(width=None if is_live else PLAIN_WIDTH, markup=False)
     if not is_live:
-        for _ in range(2):  # rates come from two looks
+        until = time.monotonic() + HOSTS_WAIT_S
+        for number in itertools.count():
             view.update()
+            if number >= NUM_PLAIN_LOOKS and (view.is_complete or time.monotonic() > until):
+                break
             time.sleep(LOOK_S)
-        view.update()
         console.print(view.table(), rank_view.describe_deadlock(view.looks))
         return
     with _keys_unbuffered(), Live(console=console, screen=True, auto_refresh=False) as screen:
@@ -189,7 +209,7 @@ def top(launch: str | None) -> None:
 
 def _run(view: LaunchView, screen: Live) -> None:
     shows_stacks, message = False, ""
-    while any(look.state != rank_view.ENDED for look in view.looks):
+    while not view.is_over:
         view.update()
         lines = [KEYS, message, view.report() if shows_stacks else ""]
         lines.append("" if shows_stacks else rank_view.describe_deadlock(view.looks))

@@ -17,6 +17,9 @@ from drumline.errors import PlanError
 from drumline.planner.cost_model import DeviceSpeeds
 from drumline.planner.memory import Memory
 
+NOT_APPLIED = ("subfolder", "variant", "key_mapping", "state_dict", "output_loading_info")
+"""Options of from_pretrained that choose other weights, or return more than the model."""
+
 
 @dataclass(frozen=True)
 class LoadOptions:
@@ -67,6 +70,13 @@ class LoadOptions:
                 f"load() has no option {unknown[0]}, and neither has {kind.__name__}."
                 "from_pretrained; leave it out, give a config with it as config=, or, if it says "
                 "how to quantize, a quantization_config=."
+            )
+
+        if unapplied := [name for name in NOT_APPLIED if self.rest.get(name)]:
+            raise PlanError(
+                f"load() does not apply {unapplied[0]}={self.rest[unapplied[0]]!r:.99}, so the "
+                "model would be another one; leave it out, and give the folder that holds the "
+                "weights themselves, as model.safetensors or with their index."
             )
 
     @property

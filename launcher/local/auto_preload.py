@@ -231,11 +231,11 @@ def _is_environment(node: ast.AST) -> bool:
 def _specs(name: str, path: list[str]) -> Iterator[tuple[str, ModuleSpec]]:
     """The package of each level, and the module, that importing name runs; nothing is imported."""
     parts = name.split(".")
-    for count in range(1, len(parts) + 1):
-        spec = PathFinder.find_spec(part := ".".join(parts[:count]), path)
+    for count, part in enumerate(parts, 1):
+        spec = PathFinder.find_spec(part, path)  # a dotted namespace needs its parent imported
         if spec is None:
             return
-        yield part, spec
+        yield ".".join(parts[:count]), spec
         path = list(spec.submodule_search_locations or ())
 
 

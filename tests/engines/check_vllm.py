@@ -68,6 +68,7 @@ def make_model(folder: Path) -> None:
             num_attention_heads=8,
             num_key_value_heads=4,
             vocab_size=1024,
+            max_position_embeddings=4096,
         )
         LlamaForCausalLM(config).save_pretrained(folder)
 

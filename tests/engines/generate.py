@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from vllm import LLM, SamplingParams
@@ -49,18 +50,20 @@ def open_engine(options: argparse.Namespace) -> LLM:
         dtype=options.dtype,
         enforce_eager=not options.compiled,
         max_model_len=4096,
-        max_num_seqs=8,
+        max_num_seqs=32,
         disable_log_stats=True,
         seed=0,
     )
 
 
-def generate(engine: LLM, new_tokens: int) -> list[list[int]]:
+def generate(
+    engine: LLM, new_tokens: int, prompts: Sequence[list[int]] = PROMPTS
+) -> list[list[int]]:
     sampling = SamplingParams(
         temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False
     )
-    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-    outputs = engine.generate(prompts, sampling, use_tqdm=False)
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = engine.generate(inputs, sampling, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 

@@ -125,19 +125,28 @@ def test_naming_a_launcher_overrides_the_innermost(monkeypatch):
     assert launcher.current().rank == 1
 
 
-def test_threads_of_a_rank_are_ranks_of_the_inner_launch():
-    def outer():
-        inner = launcher.launch(lambda: launcher.current().rank, 3, launcher="threads")
-        return [launcher.current().rank, inner]
+def own_rank():
+    return launcher.current().rank
 
-    assert launcher.launch(outer, 2) == [[0, [0, 1, 2]], [1, [0, 1, 2]]]
+
+def own_world_size():
+    return launcher.current().world_size
+
+
+def launch_threads():
+    return [own_rank(), launcher.launch(own_rank, 3, launcher="threads")]
+
+
+def launch_processes():
+    return launcher.launch(own_world_size, 3)
+
+
+def test_threads_of_a_rank_are_ranks_of_the_inner_launch():
+    assert launcher.launch(launch_threads, 2) == [[0, [0, 1, 2]], [1, [0, 1, 2]]]
 
 
 def test_a_rank_can_launch_ranks_of_its_own():
-    def outer():
-        return launcher.launch(lambda: launcher.current().world_size, 3)
-
-    assert launcher.launch(outer, 2) == [[3, 3, 3], [3, 3, 3]]
+    assert launcher.launch(launch_processes, 2) == [[3, 3, 3], [3, 3, 3]]
 
 
 def test_reading_the_secret_removes_it_from_the_environment():

@@ -35,6 +35,33 @@ def return_a_set():
     return {1, 2}
 
 
+def return_five_megabytes():
+    return b"x" * 5_000_000
+
+
+def print_hello():
+    print("hello")
+
+
+def sleep_a_minute():
+    time.sleep(60)
+
+
+def kill_the_fork_server():
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def interrupt(program):
+    if launcher.current().rank == 0:
+        os.kill(program, signal.SIGINT)
+    time.sleep(60)
+
+
+def has_wave():
+    return "wave" in sys.modules
+
+
 @contextmanager
 def a_second_thread() -> Iterator[None]:
     finished = threading.Event()
@@ -167,7 +194,7 @@ print(launcher.launch(lambda: 1, 2))
 def test_children_of_the_program_survive_a_killed_fork_server():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     with pytest.raises(launcher.LaunchError, match="killed from outside") as raised:
-        launcher.launch(lambda: os.kill(os.getppid(), signal.SIGKILL) or time.sleep(60), 2)
+        launcher.launch(kill_the_fork_server, 2)
     assert raised.value.exit_code == 137
     assert child.poll() is None
     child.kill()
@@ -178,42 +205,32 @@ def test_children_of_the_program_survive_a_killed_fork_server():
 
 def test_ctrl_c_in_a_program_that_launches_is_a_keyboard_interrupt(request):
     """A shell starts a job in the background with SIGINT ignored, and this process may be one."""
-    program = os.getpid()
     old = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, old))
-
-    def interrupt():
-        if launcher.current().rank == 0:
-            os.kill(program, signal.SIGINT)
-        time.sleep(60)
-
     with pytest.raises(KeyboardInterrupt):
-        launcher.launch(interrupt, 2)
+        launcher.launch(interrupt, 2, args=(os.getpid(),))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_output_of_ranks_reaches_a_standard_output_without_descriptor(monkeypatch):
     shown = io.StringIO()
     monkeypatch.setattr(sys, "stdout", shown)
-    launcher.launch(lambda: print("hello"), 2)
+    launcher.launch(print_hello, 2)
     assert sorted(shown.getvalue().splitlines()) == ["[0] hello", "[1] hello"]
 
 
 def test_a_timeout_is_a_timeout_error():
     with pytest.raises(TimeoutError, match="not over after"):
-        launcher.launch(lambda: time.sleep(60), 2, timeout_s=0.3)
+        launcher.launch(sleep_a_minute, 2, timeout_s=0.3)
 
 
 def test_large_results_arrive_whole():
-    results = launcher.launch(lambda: b"x" * 5_000_000, 2)
+    results = launcher.launch(return_five_megabytes, 2)
     assert [len(result) for result in results] == [5_000_000] * 2
 
 
 def test_preload_from_a_program():
-    def parent_has_it():
-        return "wave" in sys.modules
-
-    assert launcher.launch(parent_has_it, 2, preload=["wave"]) == [True, True]
+    assert launcher.launch(has_wave, 2, preload=["wave"]) == [True, True]
     assert "wave" not in sys.modules
 
 

@@ -115,13 +115,14 @@ def test_concurrent_launches_of_equal_and_of_different_ids(command, count):
     assert all_of_them.returncode == 0, error.decode()
 
 
-def test_only_rank_0_has_the_listening_socket():
-    def sockets():
-        links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-        named = [os.readlink(link) for link in links if os.path.exists(link)]
-        info = launcher.current()
-        return ["master_fd" in info.extras, sum(name.startswith("socket:") for name in named)]
+def count_sockets():
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    named = [os.readlink(link) for link in links if os.path.exists(link)]
+    info = launcher.current()
+    return ["master_fd" in info.extras, sum(name.startswith("socket:") for name in named)]
 
-    (first, its), *others = launcher.launch(sockets, 3)
+
+def test_only_rank_0_has_the_listening_socket():
+    (first, its), *others = launcher.launch(count_sockets, 3)
     assert first and not any(has for has, _ in others)
     assert all(count == its - 1 for _, count in others)

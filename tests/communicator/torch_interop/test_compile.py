@@ -24,6 +24,7 @@ OPERATORS = {
     "allgather": (-1,),
     "reduce_scatter": ("sum", 1),
     "alltoall": (),
+    "sendrecv": (0, 0),
 }
 
 
@@ -70,7 +71,7 @@ def test_compiled_collectives_in_new_tensors_are_those_of_the_communicator(ranks
 
     def body(info):
         with Coordinator(info) as coor, Communicator(coor) as comm:
-            group = compile.name(comm)
+            group, other = compile.name(comm), 1 - comm.rank
 
             @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
             def layer(x):
@@ -79,6 +80,7 @@ def test_compiled_collectives_in_new_tensors_are_those_of_the_communicator(ranks
                     compile.allgather(x, group, -1),
                     compile.reduce_scatter(x, group, dim=-1),
                     compile.alltoall(x, group),
+                    compile.sendrecv(x, group, other, other),
                 )
 
             for columns in (2, 6):
@@ -89,6 +91,7 @@ def test_compiled_collectives_in_new_tensors_are_those_of_the_communicator(ranks
                     comm.allgather(plain, dim=-1),
                     comm.reduce_scatter(plain, dim=-1),
                     comm.alltoall(plain),
+                    comm.allgather(plain)[other],
                 )
                 for result, value in zip(layer(x), expected, strict=True):
                     assert torch.equal(result, value)

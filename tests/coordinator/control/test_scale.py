@@ -223,7 +223,7 @@ def test_of_a_failed_group_its_members_are_told_alone(launch):
         lambda rank: (Op.HEARTBEAT, 0, ["c0/", f"c0/{rank}/"], {})
     )
     for rank, answer in enumerate(answers, 1):
-        assert answer == [[], {f"c0/{rank}/": text}]
+        assert answer == [[], {f"c0/{rank}/": text}, 0.0]
     assert nbytes < 2 * len(text) * launch.num_ranks
 
 

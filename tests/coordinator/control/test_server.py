@@ -221,8 +221,9 @@ def test_of_failures_so_many_are_kept_and_no_more(server, honest, monkeypatch):
     groups = [f"c0/{number}/" for number in range(1000)]
     for group in groups:
         honest.ask("report", group, b"why", timeout_s=LIMIT_S)
-        assert honest.ask("heartbeat", 0, [group], {}, timeout_s=LIMIT_S) == [[], {group: b"why"}]
-    _, failures = honest.ask("heartbeat", 0, groups, {}, timeout_s=LIMIT_S)
+        lost, failures, _ = honest.ask("heartbeat", 0, [group], {}, timeout_s=LIMIT_S)
+        assert (lost, failures) == ([], {group: b"why"})
+    _, failures, _ = honest.ask("heartbeat", 0, groups, {}, timeout_s=LIMIT_S)
     assert list(failures) == groups[-100:] and len(server._membership._failures) == 100
 
 
@@ -341,6 +342,8 @@ class Fuzzer:
             Op.PROCESSES: [[1, 2]],
             Op.REPORTS: [[1, 2, 77]],
             Op.UNWELL: ["c0/", "barrier", 1],
+            Op.LOOK: [1.0],
+            Op.SHOW: [{3: b"x"}],
         }
         arguments = right.get(op, [name])
         for _ in range(pick.choice([0, 0, 1, 1, 2])):
@@ -392,7 +395,7 @@ def call_everything(honest, number, seed):
         honest.ask("delete", "never", timeout_s=LIMIT_S)
         assert honest.ask("rendezvous", own, 0, 1, b"x", "", timeout_s=LIMIT_S) == {0: b"x"}, where
         states = {1: (0.0, False, {"c0/": status})}
-        _, failures = honest.ask("heartbeat", 0, ["c9/7/"], states, timeout_s=LIMIT_S)
+        _, failures, _ = honest.ask("heartbeat", 0, ["c9/7/"], states, timeout_s=LIMIT_S)
         assert all(isinstance(failure, bytes) for failure in failures.values())
         reports = honest.ask("reports", [1, 3], timeout_s=LIMIT_S)
         honest.ask("unwell", "c0/", "barrier", number, timeout_s=LIMIT_S)

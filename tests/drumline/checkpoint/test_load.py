@@ -20,6 +20,7 @@ from transformers import (
 
 import drumline
 from coordinator import Coordinator
+from drumline import CheckpointError
 from drumline.checkpoint.empty_model import load_shard
 from drumline.checkpoint.safetensors_index import read_index
 from drumline.core.consistency import check_same_on_all_ranks, run_on_all_ranks
@@ -240,6 +241,50 @@ def test_a_sharded_checkpoint_loads(sharded, on_master):
     assert on_master(sharded, 3, lambda model: model.device_map.ranks) == [0, 1, 2]
 
 
+def beside_a_variant(folder, other):
+    shutil.copy(other / "model.safetensors", folder / "model.z.safetensors")
+
+
+def before_an_older_listing(folder, other):
+    LlamaForCausalLM.from_pretrained(other).save_pretrained(folder, max_shard_size="40KB")
+    assert (folder / "model.safetensors.index.json").exists()
+
+
+def named_in_the_config(folder, other):
+    shutil.copy(folder / "model.safetensors", folder / "a.safetensors")
+    shutil.copy(other / "model.safetensors", folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    named = {**config, "transformers_weights": "a.safetensors"}
+    (folder / "config.json").write_text(json.dumps(named))
+
+
+@pytest.mark.parametrize("change", [beside_a_variant, before_an_older_listing, named_in_the_config])
+def test_of_two_checkpoints_in_a_folder_that_of_transformers_is_read(
+    checkpoints, on_master, tmp_path, change
+):
+    """The last file in the order of names had been: another checkpoint's tokens, silently."""
+    plain, path = checkpoints.llama()
+    torch.manual_seed(1)
+    LlamaForCausalLM(plain.config).save_pretrained(tmp_path / "other")
+    folder = tmp_path / "two"
+    shutil.copytree(path, folder)
+    kept = (folder / "model.safetensors").read_bytes()
+    change(folder, tmp_path / "other")
+    if change is before_an_older_listing:
+        (folder / "model.safetensors").write_bytes(kept)
+    wanted = greedy(plain)
+    assert greedy(LlamaForCausalLM.from_pretrained(folder)) == wanted
+    assert on_master(folder, 2, greedy) == wanted
+
+
+def test_a_tensor_in_two_files_of_which_none_is_named_is_an_error(checkpoints, tmp_path):
+    file = checkpoints.llama()[1] / "model.safetensors"
+    for name in ("a", "b"):
+        shutil.copy(file, tmp_path / f"{name}.safetensors")
+    with pytest.raises(CheckpointError, match=r"in a\.safetensors and in b\.safetensors"):
+        read_index(tmp_path)
+
+
 def test_a_missing_tensor_is_an_error_on_every_rank(sharded, ranks_or_errors):
     name = "model.layers.1.mlp.up_proj.weight"
     index = json.loads((sharded / "model.safetensors.index.json").read_text())
@@ -440,6 +485,8 @@ def test_what_differs_need_not_be_json(ranks_or_errors):
         ({"length": "long"}, "length='long'"),
         ({"load_in_4bit": True}, "no option load_in_4bit"),
         ({"load_in_4bit": True, "mesh": {"dp_replicate": 2}}, "no option load_in_4bit"),
+        ({"subfolder": "other"}, "does not apply subfolder='other'"),
+        ({"variant": "fp16", "tp": 2}, "does not apply variant='fp16'"),
     ],
 )
 def test_an_option_that_cannot_be_is_named(checkpoints, ranks_or_errors, options, complaint):

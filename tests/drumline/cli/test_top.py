@@ -1,5 +1,6 @@
 """`drumline top`: a launch that was started without any option, seen from outside."""
 
+import contextlib
 import json
 import mmap
 import os
@@ -13,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import rank_view
+from coordinator import hosts_view, rank_view
 from drumline.cli import main, top
-from launcher import linux
+from launcher import LaunchInfo, linux
+from tests.network_hosts import NetworkHosts, NoNetworkNamespaces
 
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 60
@@ -87,6 +89,60 @@ def test_a_hang_shows_its_cause_and_looking_leaves_nothing_behind(launch, tmp_pa
     assert len([*tmp_path.glob("restored-*")]) == 3
     view.update()
     assert {look.state for look in view.looks} == {"ended"}
+
+
+SLEEPER = """
+import sys, time
+from coordinator import Coordinator
+from launcher import LaunchInfo
+
+with Coordinator(LaunchInfo.from_bytes(sys.argv[1].encode())) as coor:
+    if coor.rank == 2:
+        time.sleep(1000)  # the cause
+    coor.barrier()
+"""
+APART = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]  # as another machine is
+NODE = 'for info; do "$0" -c "$SLEEPER" "$info" & done; wait'
+
+
+@pytest.fixture
+def over_hosts(monkeypatch):
+    """Rank 0 on one host, ranks 1 and 2 on another, whose processes this one takes for no ranks."""
+    monkeypatch.setattr(rank_view, "WATCH_S", 2.0)
+    environ = {**os.environ, "DRUMLINE_SECRET": "5e" * 32, "PYTHONPATH": str(ROOT)}
+    with contextlib.ExitStack() as stack:
+        try:
+            hosts = stack.enter_context(NetworkHosts(2))
+        except NoNetworkNamespaces as error:
+            pytest.skip(str(error))
+        for host, ranks in enumerate([[0], [1, 2]]):
+            place = "over-hosts", 3, len(ranks)
+            infos = [LaunchInfo(*place, rank, i, hosts.addresses[0], 29731)
+                     for i, rank in enumerate(ranks)]  # fmt: skip
+            words = ["bash", "-c", NODE, sys.executable, *(i.to_bytes().decode() for i in infos)]
+            command = hosts.command(host, APART * (host > 0) + words)
+            process = subprocess.Popen(command, env={**environ, "SLEEPER": SLEEPER})
+            stack.callback(process.wait)
+            stack.callback(hosts.kill_processes)
+        wait_for(lambda: "over-hosts" in rank_view.launches(), "rank 0 to start")
+        yield hosts
+
+
+def test_ranks_of_other_hosts_are_seen_through_rank_0_while_somebody_looks(over_hosts):
+    view = top.LaunchView(top._chosen("over-hosts"))
+
+    def shows_the_cause():
+        time.sleep(0.2)
+        view.update()
+        stuck = [look.stuck and look.stuck.call for look in view.looks]
+        return view.slowest() == 2 and stuck == ["barrier", "barrier", ""]
+
+    wait_for(shows_the_cause, "the rank that sleeps")
+    assert len(view.ranks) == 1 and view.is_complete
+    assert [look.peer.host for look in view.looks][1:] == 2 * [over_hosts.names[1]]
+    assert view.looks[2].stuck.where == "<string>:8"
+    pid = view.ranks[0].peer.pid
+    wait_for(lambda: linux.open_memory(pid, hosts_view.NAME) is None, "rank 0 to forget the viewer")
 
 
 def test_keys_show_stacks_write_a_dump_and_a_trace(launch, tmp_path, monkeypatch):

@@ -110,6 +110,13 @@ def test_module_of_the_user_with_the_name_of_a_library_is_not_preloaded(tmp_path
     assert modules(tmp_path, "import torch, numpy, safetensors", files=files) == ["safetensors"]
 
 
+def test_a_package_below_one_without_init_is_read(tmp_path):
+    """It ended the launch with a KeyError: such a package asks for its parent in sys.modules."""
+    (tmp_path / "outer" / "inner").mkdir(parents=True)
+    files = {"outer/inner/deep.py": "import numpy"}
+    assert modules(tmp_path, "from outer.inner import deep", files=files) == ["numpy"]
+
+
 def test_module_of_the_user_is_found_as_python_m_finds_it(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     assert modules(tmp_path, "if __name__ == '__main__':\n    import torch", "module") == ["torch"]
