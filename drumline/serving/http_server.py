@@ -105,7 +105,7 @@ def _fail(service: Any, failure: RankFailure) -> None:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where clients connect, and what is known of the model before it is loaded.
+    """The address for clients, and what is known of the model before it is loaded.
 
     key: of the clients. max_length: tokens of a prompt with its completion.
     """
@@ -136,7 +136,7 @@ class Endpoint:
 
 
 def served_names(model_path: str, served_model_name: Sequence[str] | None) -> list[str]:
-    """What requests may call the model: the name of its folder if not given."""
+    """The names that requests may use: that of the folder if none is given."""
     return list(served_model_name or ()) or [Path(model_path).resolve().name]
 
 
