@@ -1,0 +1,28 @@
+"""SGLang's platform for CPUs, with our backend for its groups. Only SGLang imports this."""
+
+from __future__ import annotations
+
+import sglang.version
+from sglang.srt import platforms
+from sglang.srt.platforms.cpu import CpuSRTPlatform
+
+import communicator.torch_backend  # noqa: F401
+import launcher
+from communicator import Unsupported
+from drumline.engines import check_version
+from drumline.engines.sglang import ENGINE, VERSIONS
+
+launcher.engine_request(ENGINE)  # raises for a request that says neither yes nor no
+check_version(ENGINE, sglang.version.__version__, *VERSIONS)
+if not platforms._is_cpu_available():
+    raise Unsupported(
+        "DRUMLINE_SGLANG=1 without SGLANG_USE_CPU_ENGINE=1: drumline's adapter was written for "
+        "SGLang's CPU engine alone. Set that, or unset DRUMLINE_SGLANG to run SGLang without it."
+    )
+
+
+class DrumlinePlatform(CpuSRTPlatform):  # type: ignore[misc]  # SGLang has no types here
+    """The one that SGLang has for CPUs."""
+
+    def get_torch_distributed_backend_str(self) -> str:
+        return "drumline"
