@@ -555,13 +555,16 @@ class Coordinator(Collectives):
     def describe_late(self) -> str:
         """The ranks that keep this one waiting, or the deadlock it is in. Not collective.
 
-        Of ranks of this node; "" if nothing can be said. For errors of the layers above.
+        Of other nodes those that are not well; "" if nothing can be said. For errors of the layers
+        above.
         """
         if self._group is None or self._closed:
             return ""
         detector, note = self._group.detector, stack_dump.CallNote(*self._note[:2])
         describe = detector.monitor.describe_local
-        return detector.stacks.describe_late(note, describe, self._timings.stack_s)
+        unwell = [f"{rank}." for rank in detector.monitor.unwell_remote()]
+        late = detector.stacks.describe_late(note, describe, self._timings.stack_s)
+        return "\n".join(filter(None, [*unwell, late]))
 
     def describe_failure(self) -> str:
         """Another rank's reason why this group failed; "" without one. Not collective."""

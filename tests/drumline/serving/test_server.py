@@ -23,7 +23,6 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 import launcher
-from coordinator import Coordinator
 from drumline import timings
 from drumline.serving import http_server as http_server
 from drumline.serving import scheduler
@@ -600,11 +599,11 @@ def test_a_request_that_outlasts_the_grace_period_ends_with_an_error(plain, monk
     tokenizer = PreTrainedTokenizerFast.from_pretrained(plain[1])
     monkeypatch.setattr(timings, "TIMINGS", ModelTimings(drain_s=0))
     service = app.Service(["llama"], plain[0], tokenizer, LIMITS)
-    with Coordinator() as coor, closing(service):
+    with closing(service):
         params = SamplingParams(max_tokens=1900, temperature=0)
         generation = Generation([15], params, lambda _: True, on_end)
         service.scheduler.submit([generation])
-        with http_server._monitored(coor, service, SimpleNamespace(should_exit=True)):
+        with http_server._monitored(service, SimpleNamespace(should_exit=True)):
             assert has_ended.wait(30)
     assert "is being stopped" in reasons[0] and len(generation.new_tokens) < 1900
 
