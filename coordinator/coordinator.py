@@ -95,10 +95,13 @@ class Coordinator(Collectives):
             )
         self._ancestors: tuple[weakref.WeakSet[Coordinator], ...] = ()  # their _subgroups
         number, self.encrypts = 0, encrypt or self.info.encrypts
+        stack_dump.listen()  # before the first wait, for the ranks that never come
+        live_view.listen(self.info)
         if self.info.world_size > 1:
             self._session, number = this_process.of(self.info).join(
                 self.info, timeout_s, timings, self.encrypts
             )
+            self._session.heartbeat.view = HostsView(self.info, self._session.ask).after_beat
         call = begin_call("Coordinator", number + 1, timeout_s)
         self._join(f"c{number}/", range(self.info.world_size), None, call)
 
@@ -142,10 +145,6 @@ class Coordinator(Collectives):
         self._node_ranks = self.nodes[self.node_index]
         self.local_rank = self._node_ranks.index(self.rank)
         self.local_world_size = len(self._node_ranks)
-        stack_dump.listen()
-        live_view.listen(self.info)
-        if self._session is not None:
-            self._session.heartbeat.view = HostsView(self.info, self._session.ask).after_beat
         self._recorder = launcher.recorder(self.info)
         if parent is None and any(peer.is_traced for peer in self.peers):
             # Of a part of the ranks, the first need not be rank 0 of the launch. All take part, for
