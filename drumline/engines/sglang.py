@@ -14,7 +14,7 @@ import launcher
 
 ENGINE = "sglang"
 VERSIONS = (0, 5, 23), (0, 5, 24)  # the first, and the one after the last, that was read
-PLATFORM = "drumline.engines.sglang_platform.DrumlinePlatform"
+PLATFORM = "drumline.engines.sglang_platform.SglangPlatform"
 SUM = "sglang.srt.distributed.parallel_state.GroupCoordinator.all_reduce"
 
 

@@ -22,7 +22,7 @@ if not platforms._is_cpu_available():
 register()  # also where torch was told to load no backend by itself
 
 
-class DrumlinePlatform(CpuSRTPlatform):  # type: ignore[misc]  # SGLang has no types here
+class SglangPlatform(CpuSRTPlatform):  # type: ignore[misc]  # SGLang has no types here
     """The one that SGLang has for CPUs."""
 
     def get_torch_distributed_backend_str(self) -> str:
