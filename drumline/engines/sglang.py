@@ -19,7 +19,7 @@ SUM = "sglang.srt.distributed.parallel_state.GroupCoordinator.all_reduce"
 
 
 def is_on() -> bool:
-    """Whether it was asked for. A wrong request is one, too: the platform's import raises it."""
+    """True if it was asked for, also wrongly: the import of the platform raises that."""
     try:
         return launcher.engine_request(ENGINE) is not None
     except ValueError:
