@@ -276,10 +276,10 @@ class Communicator(CollectivesFromP2P):
         dim: join them along it instead. sizes: of each rank's tensor along dim (0 if None), where
         they differ. Neither goes with out.
         """
-        self._check("allgather", tensor)
         if dim is not None or sizes is not None:
             self._check_no_out("allgather", out)
             return allgather_along(self, tensor, dim, sizes)
+        self._check("allgather", tensor)
         shape = (self.world_size, *tensor.shape)
         out = self._out("allgather", out, shape, tensor)
         self._check_same_call("allgather", tensor)
