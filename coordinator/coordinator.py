@@ -396,7 +396,8 @@ class Coordinator(Collectives):
         """Leave. Collective: rank 0 of the launch serves the others, so it waits for them to leave.
 
         If the group has failed, its subgroups are closed with it. A call that another thread is in
-        raises, here and on the other ranks.
+        raises, here and on the other ranks. Ranks that were reported as failed are not waited for,
+        nor, after a report, those whose host does not answer.
         Calling it twice, or in a forked process, does nothing. Raises CoordinatorTimeout if a rank
         does not leave in time.
         """
@@ -439,12 +440,16 @@ class Coordinator(Collectives):
         if self._group is not None:
             if self._broken is not None:  # else they are waited for, as by every other call
                 stuck = self._group.detector.monitor.suspended()
+            server = self._session.server if self._session is not None else None
+            if server is not None and (reported := self._group.detector.reported()):
+                stuck |= reported | server.unreachable()
             self._group.set_status(status)
             self._group.close()
         if self._session is None:
             return []
         self._session = None
-        return this_process.of(self.info).leave(limit, stuck)
+        late = this_process.of(self.info).leave(limit, stuck)
+        return [rank for rank in late if rank not in stuck]
 
     def __enter__(self) -> Coordinator:
         return self

@@ -19,7 +19,7 @@ from communicator.calls import call_check
 from communicator.calls.async_work import AsyncWork, WorkQueue
 from communicator.calls.default_collectives import P2PCall
 from communicator.calls.dtypes import OPS, Op, dtype_info, op_name
-from communicator.calls.failures import describe_late, describe_lost
+from communicator.calls.failures import describe_late, describe_lost, report
 from communicator.calls.programs import CollectiveProgram, Copy, Transfers, allreduce
 from communicator.calls.scheduled_collectives import ScheduledCollectives, run_alone
 from communicator.calls.schedules import Schedule
@@ -363,6 +363,7 @@ class Tcp(ScheduledCollectives, Communicator):
         text = f"{self._me} lost {peer} in {where}: {why}"
         if error.reason is UNREACHABLE:
             unreachable = RankFailure(error.peer, peer, UNREACHABLE, text=f"{peer}, {why}")
+            report(self.coor, unreachable)  # which ranks that wait for others hear at once
             return PeerLost(f"{text}. {CHECK_LINK}", (unreachable,))
         lost = self._await_lost_peers()
         failures = error.failures or lost or (RankFailure(error.peer, peer, LEFT, text=why),)

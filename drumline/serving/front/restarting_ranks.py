@@ -65,7 +65,10 @@ class RestartingRanks:
 
     def _run(self) -> None:
         for count in range(self._restarts + 1):
-            error = self._serve_once()
+            try:
+                error = self._serve_once()
+            except Exception as problem:  # such as no descriptors left to start with
+                error = problem
             if self._is_closed.is_set():
                 return
             if not self._was_ready.done():
@@ -95,34 +98,36 @@ class RestartingRanks:
             ):
                 reader = threading.Thread(target=self._read, args=(connection,))
                 reader.start()
-                suspended = self._watch(launch, reader)
+                why_kill = self._watch(launch, reader)
                 connection.close()
                 reader.join()
-                return _ended(launch, suspended)
+                return _ended(launch, why_kill)
 
     def _read(self, connection: RankConnection) -> None:
-        for message in connection.messages():
-            if "id" in message:
-                self._scheduler.receive(message)
-            else:
-                self._on_ready(message)
-                self._scheduler.resume(message, connection.send)
-                if not self._was_ready.done():
-                    self._was_ready.set_result(None)
-        self._scheduler.suspend()
+        try:
+            for message in connection.messages():
+                if "id" in message:
+                    self._scheduler.receive(message)
+                else:
+                    self._on_ready(message)
+                    self._scheduler.resume(message, connection.send)
+                    if not self._was_ready.done():
+                        self._was_ready.set_result(None)
+        finally:
+            self._scheduler.suspend()
 
     def _watch(self, launch: launcher.Launch, reader: threading.Thread) -> str:
-        """Wait until the ranks end or have to; in words the one that is suspended, if one is."""
+        """Wait until the ranks end or have to; why they must be killed, or nothing."""
         well_at = time.monotonic()
         while not self._is_closed.wait(timings.TIMINGS.failure_poll_s):
             if launch.poll() is not None or not reader.is_alive():
-                break
+                return ""
             suspended = [rank for rank, pid in enumerate(launch.pids) if _is_suspended(pid)]
             if not suspended:
                 well_at = time.monotonic()
             elif time.monotonic() - well_at > timings.TIMINGS.suspended_s:
                 return f"rank {suspended[0]} (pid {launch.pids[suspended[0]]}) was suspended"
-        return ""
+        return "the server ended while they loaded" if self._scheduler.is_restarting else ""
 
 
 def _is_suspended(pid: int) -> bool:
@@ -130,28 +135,28 @@ def _is_suspended(pid: int) -> bool:
     return stat is not None and stat.is_stopped
 
 
-def _ended(launch: launcher.Launch, suspended: str) -> Exception:
-    """Why the ranks have ended, once they have; those that do not, or are suspended, are killed."""
+def _ended(launch: launcher.Launch, why_kill: str) -> Exception:
+    """Why the ranks have ended, once they have; those that do not in time are killed."""
     try:
-        if not suspended:
+        if not why_kill:
             launch.wait(timings.TIMINGS.ranks_end_s)
-            return DrumlineError("the ranks have ended")
+            return DrumlineError("the ranks ended without an error")
     except launcher.LaunchError as error:
         return error
     except TimeoutError:
-        suspended = "a rank did not end after another"
+        why_kill = "one rank ended and another did not"
     launch.stop()
     launch.stop()  # at once
     with contextlib.suppress(launcher.LaunchError):
         launch.wait()
-    return DrumlineError(suspended)
+    return DrumlineError(why_kill)
 
 
 class RankConnection:
     """The front's end of the connection to rank 0, which has yet to connect to the listener."""
 
     def __init__(self, listener: socket.socket) -> None:
-        self._listener = listener
+        self._sockets, self._is_closed = [listener], False
         self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
 
     def send(self, message: Message) -> None:
@@ -161,6 +166,9 @@ class RankConnection:
     def messages(self) -> Iterator[Message]:
         """Yield until rank 0 is gone, or the connection is closed."""
         with contextlib.suppress(OSError), self._accepted() as connection:
+            self._sockets.append(connection)
+            if self._is_closed:
+                return
             sender = threading.Thread(target=self._send_all, args=(connection,))
             sender.start()
             try:
@@ -170,14 +178,16 @@ class RankConnection:
                 sender.join()
 
     def close(self) -> None:
-        """End messages(); from any thread."""
-        hang_up(self._listener)
+        """End messages(), even while something is being sent; from any thread."""
+        self._is_closed = True
+        for end in self._sockets:
+            hang_up(end)
         self._outbox.put(None)
 
     def _accepted(self) -> socket.socket:
         """Rank 0's connection: the kernel tells whose it is. Raises OSError after close()."""
         while True:
-            connection, _ = self._listener.accept()
+            connection, _ = self._sockets[0].accept()
             peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size)
             if UCRED.unpack(peer)[1] == os.getuid():
                 return connection
@@ -187,4 +197,3 @@ class RankConnection:
         with contextlib.suppress(OSError):
             while (message := self._outbox.get()) is not None:
                 connection.sendall(to_line(message))
-        hang_up(connection)

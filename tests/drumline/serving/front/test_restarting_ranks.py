@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import threading
 import time
 from contextlib import closing
@@ -11,7 +12,7 @@ import pytest
 import launcher
 from drumline import timings
 from drumline.serving.front.remote_scheduler import RemoteScheduler
-from drumline.serving.front.restarting_ranks import RestartingRanks
+from drumline.serving.front.restarting_ranks import RankConnection, RestartingRanks
 from drumline.serving.sampling import SamplingParams
 from drumline.serving.scheduler import Generation, ServerBusy, ServingLimits
 from drumline.timings import ModelTimings
@@ -107,3 +108,19 @@ def test_ranks_that_never_were_ready_are_not_started_again(serve):
     ranks = RestartingRanks(RemoteScheduler(LIMITS, print), count, ("two", 2), 1, 3, print)
     with closing(ranks), pytest.raises(launcher.LaunchError, match="TypeError"):
         ranks.wait_until_ready()
+
+
+def test_a_connection_can_be_closed_while_rank_0_reads_nothing():
+    """A rank 0 that is suspended takes what its socket's buffer holds, and no more."""
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as rank:
+        listener.bind("")  # the kernel chooses a name
+        listener.listen()
+        connection = RankConnection(listener)
+        reader = threading.Thread(target=list, args=(connection.messages(),))
+        reader.start()
+        rank.connect(listener.getsockname())
+        connection.send({"start": ["x" * (8 << 20)]})
+        assert rank.recv(1)  # the sender is at it
+        connection.close()
+        reader.join(60)
+        assert not reader.is_alive()
