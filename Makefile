@@ -145,7 +145,7 @@ engines: $(ENGINES)/ready
 # As user 0, start it with chrt -r 10 on a machine that does other things, too.
 .PHONY: engines-bench
 engines-bench: $(ENGINES)/ready
-	@$(ENGINES)/bin/python -m benchmarks.engines $(if $(RENEW),--save)
+	@$(ENGINES)/bin/python -m benchmarks.engines $(if $(RENEW),--save && $(ENGINES)/bin/python -m benchmarks.report)
 
 $(ENGINES)/ready:
 	@echo "== setting up $(ENGINES): an unmodified vLLM (3 GB)"

@@ -276,10 +276,10 @@ class Communicator(CollectivesFromP2P):
         dim: join them along it instead. sizes: of each rank's tensor along dim (0 if None), where
         they differ. Neither goes with out.
         """
-        self._check("allgather", tensor)
         if dim is not None or sizes is not None:
             self._check_no_out("allgather", out)
             return allgather_along(self, tensor, dim, sizes)
+        self._check("allgather", tensor)
         shape = (self.world_size, *tensor.shape)
         out = self._out("allgather", out, shape, tensor)
         self._check_same_call("allgather", tensor)
@@ -577,6 +577,15 @@ class Communicator(CollectivesFromP2P):
     _background: BackgroundCalls | None = None
     _messages: Messages | None = None  # of isend and irecv
     _split_coor: Coordinator | None = None  # made by split() for this communicator alone
+    _disowned: CommunicatorError | None = None  # why a forked child cannot use it
+
+    def disown(self) -> None:
+        """In a forked child: refuse its calls, which the peers would take for those of the rank."""
+        self._disowned = CommunicatorError(
+            f"{self._me}: process {os.getpid()} was forked from the rank and cannot use its "
+            "communicator: the peers would take it for the rank. Call from the rank itself, or "
+            "start the process as a rank of its own."
+        )
 
     def _start_message(self, kind: str, tensor: torch.Tensor, peer: int) -> CallHandle:
         self._note_peer(peer)
@@ -621,6 +630,8 @@ class Communicator(CollectivesFromP2P):
         check_tensor(self._me, call, tensor, self.device_type)
 
     def _check_open(self, call: str) -> None:
+        if self._disowned is not None:
+            raise self._disowned
         if self._closed:
             raise CommunicatorError(
                 f"{self._me}: {call} on a closed Communicator. Make a new one, or close it later."
@@ -674,6 +685,8 @@ _inherited: list[Communicator] = []
 def _keep_inherited() -> None:
     """In a forked child, never free the parent's Communicators: their threads are not there."""
     _inherited.extend(_live)
+    for comm in _inherited:
+        comm.disown()
 
 
 os.register_at_fork(after_in_child=_keep_inherited)

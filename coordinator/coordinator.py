@@ -95,10 +95,13 @@ class Coordinator(Collectives):
             )
         self._ancestors: tuple[weakref.WeakSet[Coordinator], ...] = ()  # their _subgroups
         number, self.encrypts = 0, encrypt or self.info.encrypts
+        stack_dump.listen()  # before the first wait, for the ranks that never come
+        live_view.listen(self.info)
         if self.info.world_size > 1:
             self._session, number = this_process.of(self.info).join(
                 self.info, timeout_s, timings, self.encrypts
             )
+            self._session.heartbeat.view = HostsView(self.info, self._session.ask).after_beat
         call = begin_call("Coordinator", number + 1, timeout_s)
         self._join(f"c{number}/", range(self.info.world_size), None, call)
 
@@ -142,10 +145,6 @@ class Coordinator(Collectives):
         self._node_ranks = self.nodes[self.node_index]
         self.local_rank = self._node_ranks.index(self.rank)
         self.local_world_size = len(self._node_ranks)
-        stack_dump.listen()
-        live_view.listen(self.info)
-        if self._session is not None:
-            self._session.heartbeat.view = HostsView(self.info, self._session.ask).after_beat
         self._recorder = launcher.recorder(self.info)
         if parent is None and any(peer.is_traced for peer in self.peers):
             # Of a part of the ranks, the first need not be rank 0 of the launch. All take part, for
@@ -397,7 +396,8 @@ class Coordinator(Collectives):
         """Leave. Collective: rank 0 of the launch serves the others, so it waits for them to leave.
 
         If the group has failed, its subgroups are closed with it. A call that another thread is in
-        raises, here and on the other ranks.
+        raises, here and on the other ranks. Ranks that were reported as failed are not waited for,
+        nor, after a report, those whose host does not answer.
         Calling it twice, or in a forked process, does nothing. Raises CoordinatorTimeout if a rank
         does not leave in time.
         """
@@ -440,12 +440,16 @@ class Coordinator(Collectives):
         if self._group is not None:
             if self._broken is not None:  # else they are waited for, as by every other call
                 stuck = self._group.detector.monitor.suspended()
+            server = self._session.server if self._session is not None else None
+            if server is not None and (reported := self._group.detector.reported()):
+                stuck |= reported | server.unreachable()
             self._group.set_status(status)
             self._group.close()
         if self._session is None:
             return []
         self._session = None
-        return this_process.of(self.info).leave(limit, stuck)
+        late = this_process.of(self.info).leave(limit, stuck)
+        return [rank for rank in late if rank not in stuck]
 
     def __enter__(self) -> Coordinator:
         return self
@@ -556,13 +560,16 @@ class Coordinator(Collectives):
     def describe_late(self) -> str:
         """The ranks that keep this one waiting, or the deadlock it is in. Not collective.
 
-        Of ranks of this node; "" if nothing can be said. For errors of the layers above.
+        Of other nodes those that are not well; "" if nothing can be said. For errors of the layers
+        above.
         """
         if self._group is None or self._closed:
             return ""
         detector, note = self._group.detector, stack_dump.CallNote(*self._note[:2])
         describe = detector.monitor.describe_local
-        return detector.stacks.describe_late(note, describe, self._timings.stack_s)
+        unwell = [f"{rank}." for rank in detector.monitor.unwell_remote()]
+        late = detector.stacks.describe_late(note, describe, self._timings.stack_s)
+        return "\n".join(filter(None, [*unwell, late]))
 
     def describe_failure(self) -> str:
         """Another rank's reason why this group failed; "" without one. Not collective."""

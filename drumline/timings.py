@@ -68,6 +68,13 @@ class ModelTimings:
     """After drain_s, for clients to receive the error that ends their requests. Must exceed
     the time of one pass, which a request cannot leave."""
 
+    suspended_s: float = 3.0
+    """A rank that is suspended for so long is killed, and all are started again. Must exceed the
+    time in which the other ranks notice it, and say so."""
+    ranks_end_s: float = 5.0
+    """For all ranks to end once one has, or the server has; then they are killed. Must exceed
+    drain_s, and master_end_s must not count on more."""
+
     def scaled(self, factor: float) -> ModelTimings:
         """All times multiplied by factor."""
         return replace(self, **{f.name: getattr(self, f.name) * factor for f in fields(self)})

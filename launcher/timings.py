@@ -50,6 +50,8 @@ class Timings:
     node_wait_s: float = 300.0
     # Longer than a line about the awaited nodes takes to read.
     node_status_s: float = 5.0
+    # Longer than a lost first packet of a connection takes to be sent again, 1 s (RFC 6298).
+    node_connect_s: float = 1.25
     # Longer than an attempt to connect costs.
     node_retry_s: float = 0.2
     # Longer than the backend launcher takes to end its ranks when asked.

@@ -59,6 +59,15 @@ def test_links_lead_somewhere(document):
         assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
+def test_parts_of_files_that_pages_include_are_there():
+    """The site could not be built: a page included a table that was not measured yet."""
+    for page in PAGES:
+        for file, part in re.findall(r'^--8<-- "([^:]+):?(.*)"$', page.read_text(), re.MULTILINE):
+            assert not part or f"[start:{part}]" in (ROOT / file).read_text(), (
+                f"{page}: {file}:{part}"
+            )
+
+
 RUN = [page for page in PAGES if "<!-- test:" in page.read_text()]
 
 

@@ -4,7 +4,7 @@ from types import NotImplementedType
 import torch
 
 Check = Callable[[Sequence[int], float], None]
-Dropped = tuple[int, int, bytes]
+Dropped = tuple[int, int, bytes, bool]
 
 class ConnectionEnded(Exception):
     """args: the peer, its notice or 0, an errno or 0, and a text."""
@@ -37,5 +37,4 @@ class Engine:
         self, tensor: torch.Tensor, src: int, check: Check, /
     ) -> Dropped | NotImplementedType | None: ...
     def announce_end(self, notice: int, text: bytes, /) -> None: ...
-    def shut_down(self) -> None: ...
     def close(self) -> None: ...

@@ -30,11 +30,18 @@ from communicator.calls import call_check, programs
 from communicator.calls.async_work import AsyncWork
 from communicator.calls.default_collectives import P2PCall, accumulator
 from communicator.calls.dtypes import SMALL_FLOATS
-from communicator.calls.failures import describe_lost, report, run_on_all_ranks
+from communicator.calls.failures import describe_late, describe_lost, report, run_on_all_ranks
 from communicator.calls.programs import Buffer, CollectiveProgram, exchange, row
 from communicator.calls.scheduled_collectives import SubgroupCollectives
 from communicator.calls.schedules import Slice, parts
-from communicator.errors import CommunicatorError, DrumlineError, PeerLost, Unsupported, with_text
+from communicator.errors import (
+    CommunicatorError,
+    CommunicatorTimeout,
+    DrumlineError,
+    PeerLost,
+    Unsupported,
+    with_text,
+)
 from communicator.selection import backend_class
 from coordinator import Coordinator, FailureReason
 
@@ -346,6 +353,8 @@ class Hierarchical(Communicator):
         if lost:
             report(self.coor, lost[0])
         cause = "" if first == text else f" The first failure: {first}"
+        if isinstance(error, CommunicatorTimeout) and error is not self._network.ended_by:
+            cause += describe_late(self.coor)  # the rank that is missing on this node may wait, too
         text = (
             f"{self._me} lost its peers in {call} ({self.world_size} ranks on "
             f"{len(self._nodes)} nodes).{describe_lost(lost)} {error}{cause}"

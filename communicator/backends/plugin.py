@@ -10,7 +10,7 @@ import ctypes
 import math
 import secrets
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -210,8 +210,8 @@ class PluginCommunicator(Communicator):
         if dim is not None or sizes is not None:
             return super().allgather(tensor, out=out, dim=dim, sizes=sizes)
         if out is None:
-            self._check("allgather", tensor)
-            out = tensor.new_empty((self.world_size, *tensor.shape))
+            size = self.world_size
+            out = self._new("allgather", tensor, lambda shape: (size, *shape))
         return self._comm.allgather(tensor, out)
 
     def reduce_scatter(
@@ -226,8 +226,7 @@ class PluginCommunicator(Communicator):
         if dim is not None or sizes is not None:
             return super().reduce_scatter(tensor, op, out=out, dim=dim, sizes=sizes)
         if out is None:
-            self._check("reduce_scatter", tensor)
-            out = tensor.new_empty(tensor.shape[1:])
+            out = self._new("reduce_scatter", tensor, lambda shape: shape[1:])
         return self._comm.reduce_scatter(tensor, op, out)
 
     def alltoall(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -235,6 +234,19 @@ class PluginCommunicator(Communicator):
             self._check("alltoall", tensor)
             out = torch.empty_like(tensor)
         return self._comm.alltoall(tensor, out)
+
+    def _new(
+        self,
+        call: str,
+        tensor: torch.Tensor,
+        shape_of: Callable[[torch.Size], tuple[int, ...]],
+    ) -> torch.Tensor:
+        """An empty tensor for the result of a call, in which C then checks both."""
+        try:
+            return tensor.new_empty(shape_of(tensor.shape))
+        except Exception:
+            self._check(call, tensor)  # which says why it is none to move
+            raise
 
     def send(self, tensor: torch.Tensor, dst: int) -> None:
         if self._pending is None:

@@ -39,6 +39,7 @@ class TaggedP2PCommunicator(ProgramRunner, Communicator):
 
     capabilities = Capabilities(empty_messages=True)
     collective = ""  # the call in progress
+    ended_by = None
     _largest_tag = 2**31 - 1
     _counts: dict[tuple[str, int], int]  # of messages, by direction and peer
 

@@ -19,7 +19,7 @@ from communicator.calls import call_check
 from communicator.calls.async_work import AsyncWork, WorkQueue
 from communicator.calls.default_collectives import P2PCall
 from communicator.calls.dtypes import OPS, Op, dtype_info, op_name
-from communicator.calls.failures import describe_late, describe_lost
+from communicator.calls.failures import describe_late, describe_lost, report
 from communicator.calls.programs import CollectiveProgram, Copy, Transfers, allreduce
 from communicator.calls.scheduled_collectives import ScheduledCollectives, run_alone
 from communicator.calls.schedules import Schedule
@@ -44,8 +44,9 @@ DIRECTION = {"send": "send to", "recv": "recv from"}
 CHECK_LINK = "Check the link between the hosts, and start all ranks again."
 
 
-Dropped = tuple[int, int, bytes]
-"""A message that was not what was expected: its sender, the number of its buffer, and its text."""
+Dropped = tuple[int, int, bytes, bool]
+"""A message that was not what was expected: its sender, the number of its buffer, its text, and
+whether all messages of the call moved."""
 
 
 class ConnectionLost(Exception):
@@ -88,7 +89,7 @@ class Tcp(ScheduledCollectives, Communicator):
         return 20
 
     def do_open(self) -> None:
-        self._ended_by: DrumlineError | None = None
+        self.ended_by: DrumlineError | None = None  # of all later calls
         self.collective = ""  # the call in progress, which its messages name
         self._queue = WorkQueue()
         links = self.coor.connections(timeout_s=self.timeout_s)
@@ -112,12 +113,21 @@ class Tcp(ScheduledCollectives, Communicator):
     def do_close(self) -> None:
         if not hasattr(self, "_engine"):  # it could not connect
             return
-        self._announce_end(f"{self._me} closed its communicator", CLOSE_NOTICE)
+        self._end(f"{self._me} closed its communicator", CLOSE_NOTICE)
         self._queue.close()
         self._engine.close()
 
     def abort(self) -> None:
-        self._engine.shut_down()
+        self._end(f"{self._me} aborted its communicator")
+
+    def _end(self, why: str, notice: int = END_NOTICE) -> None:
+        """Make calls that wait raise, here and on the peers, for this reason."""
+        self.ended_by = self.ended_by or CommunicatorError(f"{why}. Make a new one.")
+        self._announce_end(why, notice)
+
+    def disown(self) -> None:
+        super().disown()
+        self.ended_by = self.ended_by or self._disowned
 
     def _check_same_call(
         self, call: str, tensor: torch.Tensor | None = None, details: str = ""
@@ -132,7 +142,7 @@ class Tcp(ScheduledCollectives, Communicator):
     def allreduce(
         self, tensor: torch.Tensor, op: Op = "sum", *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if self._ended_by is None:
+        if self.ended_by is None:
             try:
                 dropped = self._engine.allreduce(tensor, op, out, self._check_wait)
             except BaseException as error:
@@ -153,7 +163,7 @@ class Tcp(ScheduledCollectives, Communicator):
         return call_check.describe_call("allreduce", tensor, op_name(op))
 
     def send(self, tensor: torch.Tensor, dst: int) -> None:
-        if self._pending is None and self._ended_by is None:
+        if self._pending is None and self.ended_by is None:
             self._note_peer(dst)
             try:
                 dropped = self._engine.send(tensor, dst, self._check_wait)
@@ -164,7 +174,7 @@ class Tcp(ScheduledCollectives, Communicator):
         super().send(tensor, dst)
 
     def recv(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
-        if self._pending is None and self._ended_by is None:
+        if self._pending is None and self.ended_by is None:
             self._note_peer(src)
             try:
                 dropped = self._engine.recv(tensor, src, self._check_wait)
@@ -200,12 +210,16 @@ class Tcp(ScheduledCollectives, Communicator):
             self._raise_dropped(dropped, texts[dropped[1]])
 
     def _raise_dropped(self, dropped: Dropped, expected: str) -> NoReturn:
-        peer, _, sent = dropped
-        raise CommunicatorError(
+        peer, _, sent, is_whole = dropped
+        problem = (
             f"{self._me}: a message from {self.rank_name(peer)} is {sent.decode()}, but was to "
             f"be received as {expected}. It was dropped, and the tensor left as it was. Receive "
             "into a tensor of the shape and dtype that is sent."
         )
+        if is_whole:
+            raise CommunicatorError(problem)
+        rest = "Not all of the call's messages came to an end, so this communicator is of no use."
+        self._fail(MessageMismatch(f"{problem} {rest}"), "")
 
     def submit(self, call: Callable[[], object]) -> AsyncWork:
         """Start a call, which progresses by itself."""
@@ -238,7 +252,7 @@ class Tcp(ScheduledCollectives, Communicator):
             self._fail_mismatch(dropped, call)
 
     def _fail_mismatch(self, dropped: Dropped, call: str) -> NoReturn:
-        peer, _, sent = dropped
+        peer, _, sent, _ = dropped
         problem = (
             f"{self._me}: the ranks disagree: this rank asked for {call}, and "
             f"{self.rank_name(peer)} for {sent.decode()}. They are desynchronised, so this "
@@ -258,8 +272,8 @@ class Tcp(ScheduledCollectives, Communicator):
         op: int = 0,
     ) -> Dropped | None:
         """Run packed steps; the peer, buffer and text of a message that was dropped."""
-        if self._ended_by is not None:
-            raise self._ended_by
+        if self.ended_by is not None:
+            raise self.ended_by
         encoded = [text.encode() for text in texts]
         try:
             return self._engine.run(
@@ -305,11 +319,11 @@ class Tcp(ScheduledCollectives, Communicator):
     def _fail(self, error: BaseException, call: str) -> NoReturn:
         if isinstance(error, ConnectionEnded):
             error = self._connection_lost(*error.args)
-        self._ended_by = self._ended_by or self._error_for(error, call)
-        self._announce_end(str(self._ended_by))
+        self.ended_by = self.ended_by or self._error_for(error, call)
+        self._announce_end(str(self.ended_by))
         if isinstance(error, Exception):
             is_deadline = isinstance(error, TimeoutError)  # which has no more to say
-            raise self._ended_by from (None if is_deadline else error)
+            raise self.ended_by from (None if is_deadline else error)
         raise error  # Ctrl-C, say
 
     def _announce_end(self, why: str, notice: int = END_NOTICE) -> None:
@@ -349,6 +363,7 @@ class Tcp(ScheduledCollectives, Communicator):
         text = f"{self._me} lost {peer} in {where}: {why}"
         if error.reason is UNREACHABLE:
             unreachable = RankFailure(error.peer, peer, UNREACHABLE, text=f"{peer}, {why}")
+            report(self.coor, unreachable)  # which ranks that wait for others hear at once
             return PeerLost(f"{text}. {CHECK_LINK}", (unreachable,))
         lost = self._await_lost_peers()
         failures = error.failures or lost or (RankFailure(error.peer, peer, LEFT, text=why),)

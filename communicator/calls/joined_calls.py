@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from communicator.calls.arguments import check_dim, check_shares, check_sizes
+from communicator.calls.arguments import check_dim, check_shares, check_sizes, check_tensor
 from communicator.calls.dtypes import Op
 
 if TYPE_CHECKING:
@@ -26,10 +26,13 @@ def allgather_along(
     comm: Communicator, tensor: torch.Tensor, dim: int | None, sizes: Sequence[int] | None
 ) -> torch.Tensor:
     """Every rank's tensor, joined along dim. sizes: that of each rank there, if they differ."""
+    if sizes is None:
+        rows = comm.allgather(tensor)
+        return join_rows(rows, check_dim(comm.rank_name(), "allgather", tensor, dim))
+    check_tensor(comm.rank_name(), "allgather", tensor, comm.device_type)
     dim = check_dim(comm.rank_name(), "allgather", tensor, dim)
-    if sizes is not None:
-        check_sizes(comm, "allgather", sizes, tensor.shape[dim])
-    if sizes is None or len(set(sizes)) == 1:
+    check_sizes(comm, "allgather", sizes, tensor.shape[dim])
+    if len(set(sizes)) == 1:
         return join_rows(comm.allgather(tensor), dim)
     shapes = [(*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]) for size in sizes]
     numels = [torch.Size(shape).numel() for shape in shapes]

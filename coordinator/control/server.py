@@ -204,6 +204,12 @@ class ControlServer:
         members = list(self._membership.members.items())
         return sorted(rank for rank, member in members if member.connections)
 
+    def unreachable(self) -> set[int]:
+        """Ranks whose host does not acknowledge what is sent to it."""
+        with self._state:
+            reports = self._membership.reports(self.present())
+        return {rank for rank, report in reports.items() if report.is_unreachable}
+
     def network_failures(self) -> str:
         """The network failures between this host and those of ranks; "" if none is seen."""
         links: dict[str, tuple[str, set[int]]] = {}  # by the other host

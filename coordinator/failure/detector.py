@@ -142,6 +142,13 @@ class FailureDetector:
         data = data if data is not None else self.session.heartbeat.group_failures.get(self.key)
         return None if data is None else GroupFailure.unpack(data)
 
+    def reported(self) -> set[int]:
+        """The ranks of the launch that some rank has given up; see report_failure()."""
+        self.session.heartbeat.refresh(self.timings.last_answer_s)
+        failure = self.group_failure()
+        reason = FailureReason.REPORTED.value
+        return {one.rank for one in failure.failures if one.reason == reason} if failure else set()
+
     def _prefetch(self, pending: PendingCall) -> None:
         """Ask rank 0 which ranks are late, and look at their stacks, before the deadline.
 

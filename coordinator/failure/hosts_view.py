@@ -76,9 +76,7 @@ class OtherHosts:
     """The ranks of a launch on other hosts, through its ranks on this one."""
 
     def __init__(self, ranks: Sequence[ViewedRank]) -> None:
-        self._ranks = ranks
-        self._own = {rank.peer.rank for rank in ranks}
-        self.num_ranks = ranks[0].info.world_size - len(ranks)
+        self.ranks = ranks
         self._num_silent = 0  # ranks that have not answered in time
         self._answered_at = time.monotonic()
         self._pages: dict[int, Any] = {}
@@ -86,9 +84,9 @@ class OtherHosts:
     @property
     def guide(self) -> ViewedRank | None:
         """The rank to ask: another one if the last has not answered; None if all ranks are here."""
-        if self.num_ranks == 0:
+        if len(self.ranks) == self.ranks[0].info.world_size:
             return None
-        return self._ranks[self._num_silent % len(self._ranks)]
+        return self.ranks[self._num_silent % len(self.ranks)]
 
     def looks(self) -> list[RankLook]:
         """Ranks that have been seen so far, as they were then."""
@@ -101,8 +99,8 @@ class OtherHosts:
         elif now - self._answered_at > STALE_S * (self._num_silent + 1):
             self._num_silent += 1
         age_s = now - self._answered_at
-        pages = sorted(self._pages.items())
-        return [_look(rank, age_s, *page) for rank, page in pages if rank not in self._own]
+        own = {rank.peer.rank for rank in self.ranks}
+        return [_look(n, age_s, *page) for n, page in self._pages.items() if n not in own]
 
 
 def _read(pid: int) -> tuple[float, dict[int, Any]] | None:

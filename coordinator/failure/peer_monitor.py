@@ -292,6 +292,19 @@ class PeerMonitor:
             return None  # rank 0 is to blame, as far as we can see
         return ObservedRank(self._remote[rank], "unknown, for rank 0 does not answer")
 
+    def unwell_remote(self) -> list[ObservedRank]:
+        """Ranks of other nodes that rank 0 knows to be stopped, cut off or gone, or rank 0 itself.
+
+        Waits shortly for its answer.
+        """
+        membership = self.unwell(self._timings.last_answer_s)
+        if membership is None:
+            master = self._observe_without_server(0) if 0 in self._remote else None
+            return [master] if master is not None else []
+        reports = [(peer, membership.get(rank)) for rank, peer in self._remote.items()]
+        observed = [self.observe_report(peer, report) for peer, report in reports if report]
+        return [rank for rank in observed if rank.reason is not None]
+
     def observe(self, ranks: Iterable[int], membership: Membership) -> list[ObservedRank]:
         """These ranks and what they do, as far as it can be seen."""
         observed = [

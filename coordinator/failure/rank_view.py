@@ -23,7 +23,7 @@ from coordinator.control.framing import pack, unpack
 from coordinator.control.membership import SUSPENDED
 from coordinator.failure import live_view, stack_dump, stuck_ranks
 from coordinator.failure.peer_monitor import RUNNING
-from coordinator.failure.stuck_ranks import MAX_FRAMES, StuckRank
+from coordinator.failure.stuck_ranks import MAX_FRAMES, MAX_RANKS, StuckRank
 from coordinator.peers import Peer, boot_id, start_ticks
 from launcher import LaunchInfo, gpus, linux
 
@@ -165,6 +165,18 @@ def describe_deadlock(looks: Sequence[RankLook]) -> str:
         return ""
     texts = (stuck_ranks.describe(me, stuck.get, [*stuck], str) for me in stuck.values())
     return next((text for text in texts if text.startswith("Deadlock")), "")
+
+
+def describe_unseen(looks: Sequence[RankLook], world_size: int) -> str:
+    """The ranks of a launch that show nothing, with those processes that are known; "" if none."""
+    stats = linux.processes()
+    launcher_pid = stats[looks[0].peer.pid].parent if looks[0].peer.pid in stats else -1
+    children = [pid for pid, stat in stats.items() if stat.parent == launcher_pid]
+    pids = {linux.process_name(pid): f" (pid {pid})" for pid in children}
+    seen = {look.peer.rank for look in looks}
+    unseen = [f"{n}{pids.get(f'rank {n}', '')}" for n in range(world_size) if n not in seen]
+    names = ", ".join(unseen[:MAX_RANKS]) + ", ..." * (len(unseen) > MAX_RANKS)
+    return names and f"Not seen: rank {names}. No Coordinator yet, or its host does not answer."
 
 
 def _rank_of(pid: int) -> ViewedRank | None:

@@ -64,6 +64,7 @@ void PeerLink::send(TcpMessage& message) {
     msghdr packet = {};
     packet.msg_iov = parts;
     packet.msg_iovlen = static_cast<size_t>(remaining_parts(parts, 3, message.done));
+    is_sending_ = true;
     ssize_t count = stream_ ? stream_->send(parts, static_cast<int>(packet.msg_iovlen))
                             : sendmsg(fd, &packet, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (count < 0 && errno != EAGAIN && errno != EINTR) throw find_end({peer_, 0, errno, ""});
@@ -74,6 +75,7 @@ void PeerLink::send(TcpMessage& message) {
 }
 
 void PeerLink::receive(TcpMessage& message, std::string* mismatch) {
+    std::lock_guard<std::mutex> lock(receiving_);
     if (!message.has_header && !read_header(message, mismatch)) {
         message.must_wait = true;
         return;
@@ -100,8 +102,10 @@ bool PeerLink::is_open() const {
 }
 
 // The notice that the other end gave for closing, if it is in reach; else the error of the socket,
-// which the kernel gives once.
+// which the kernel gives once. A thread that receives meanwhile finds it by itself.
 Ended PeerLink::find_end(Ended otherwise) const {
+    std::unique_lock<std::mutex> lock(receiving_, std::try_to_lock);
+    if (!lock) return otherwise;
     std::string unread(buffer_.get() + begin_, end_ - begin_),
         peeked(header_nbytes + longest_text, 0);
     ssize_t count = stream_ ? stream_->peek(&peeked[0], peeked.size())

@@ -7,8 +7,10 @@
 
 #include <sys/types.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <string_view>
 
@@ -70,8 +72,9 @@ class PeerLink {
 
     const int peer_;
     const std::unique_ptr<encryption::EncryptedStream> stream_;  // of an encrypted connection
-    bool is_sending_ = false;  // a part of a message has been sent
-    uint64_t unread_ = 0;      // bytes of the message that is received
+    std::atomic<bool> is_sending_{false};  // a part of a message has been sent, perhaps
+    mutable std::mutex receiving_;
+    uint64_t unread_ = 0;  // bytes of the message that is received
     std::unique_ptr<char[]> buffer_;
     size_t begin_ = 0, end_ = 0;  // of what is in the buffer
 };

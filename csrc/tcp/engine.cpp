@@ -2,7 +2,6 @@
 
 #include <poll.h>
 #include <sched.h>
-#include <sys/socket.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -155,7 +154,7 @@ void Run::advance(TcpMessage& transfer) {
     std::string text;
     connection.receive(transfer, &text);
     if (transfer.is_mismatch && mismatch_->peer < 0)
-        *mismatch_ = Mismatch{transfer.peer, transfer.buffer, text};
+        *mismatch_ = Mismatch{transfer.peer, transfer.buffer, text, false};
 }
 
 // Yields end at the first that another thread takes: who sleeps gets the core back earlier.
@@ -203,12 +202,13 @@ Engine::Engine(const std::vector<int>& fds, const std::vector<std::string>& keys
 
 bool Engine::run(Call& call, const Look& look, Mismatch* mismatch) {
     call.buffers.push_back(scratch(call.scratch_nbytes));
-    bool is_done = true;
+    bool is_done = false;
     try {
         is_done = Run(*this, call, look, mismatch).run();
     } catch (const Ended&) {
         if (mismatch->peer < 0) throw;  // else that is the reason
     }
+    mismatch->is_whole = is_done;
     if (scratch_nbytes_ > max_kept_scratch) {
         scratch_.reset();
         scratch_nbytes_ = 0;
@@ -228,11 +228,6 @@ char* Engine::scratch(size_t nbytes) {
 void Engine::announce_end(uint64_t notice, std::string_view text) {
     for (auto& connection : connections_)
         if (connection) connection->announce_end(notice, text);
-}
-
-void Engine::shut_down() {
-    for (auto& connection : connections_)
-        if (connection) shutdown(connection->fd, SHUT_RDWR);
 }
 
 }  // namespace tcp

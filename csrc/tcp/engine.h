@@ -46,11 +46,13 @@ struct Call {
     comm_op op;
 };
 
-// A message that was not what was expected, and was dropped.
+// A message that was not what was expected, and was dropped. is_whole: the call's messages have all
+// moved; else the next ones would be read from the middle.
 struct Mismatch {
     int peer = -1;
     int buffer = 0;
     std::string text;
+    bool is_whole = false;
 };
 
 // Called every poll_ns of a call, with the ranks that it waits for if nothing moved meanwhile:
@@ -66,7 +68,6 @@ class Engine {
     // False if `look` ended the call. Throws Ended, unless there was a mismatch before.
     bool run(Call& call, const Look& look, Mismatch* mismatch);
     void announce_end(uint64_t notice, std::string_view text);
-    void shut_down();
 
   private:
     friend class Run;

@@ -131,7 +131,7 @@ bool run_unlocked(Engine* engine, Call& call, PyObject* check, Mismatch* mismatc
     return !has_raised;
 }
 
-// None, or what was dropped: (peer, buffer, text).
+// None, or what was dropped: (peer, buffer, text, is_whole).
 PyObject* run_call(Object* self, Call& call, PyObject* check) {
     Mismatch mismatch;
     ++self->num_calls;
@@ -139,8 +139,9 @@ PyObject* run_call(Object* self, Call& call, PyObject* check) {
     if (--self->num_calls == 0 && self->is_closed) close_descriptors(self);
     if (!is_done) return nullptr;
     if (mismatch.peer < 0) return new_reference(Py_None);
-    return Py_BuildValue("iiy#", mismatch.peer, mismatch.buffer, mismatch.text.data(),
-                         static_cast<Py_ssize_t>(mismatch.text.size()));
+    return Py_BuildValue("iiy#O", mismatch.peer, mismatch.buffer, mismatch.text.data(),
+                         static_cast<Py_ssize_t>(mismatch.text.size()),
+                         mismatch.is_whole ? Py_True : Py_False);
 }
 
 PyObject* engine_run(PyObject* object, PyObject* args) {
@@ -260,11 +261,6 @@ PyObject* engine_announce_end(PyObject* object, PyObject* args) {
     return new_reference(Py_None);
 }
 
-PyObject* engine_shut_down(PyObject* object, PyObject*) {
-    if (!self_of(object)->is_closed) self_of(object)->engine->shut_down();
-    return new_reference(Py_None);
-}
-
 PyObject* engine_close(PyObject* object, PyObject*) {
     Object* self = self_of(object);
     self->is_closed = true;
@@ -314,8 +310,8 @@ PyObject* engine_new(PyTypeObject* type, PyObject* args, PyObject*) {
 PyMethodDef engine_methods[] = {
     {"run", engine_run, METH_VARARGS,
      "run(steps, addresses, texts, scratch_nbytes, dtype, op, check)\n"
-     "-> None, or the (peer, buffer, text) of a message that was dropped. Raises ConnectionEnded,\n"
-     "and what check(idle_peers, waited_s) raises."},
+     "-> None, or the (peer, buffer, text, is_whole) of a message that was dropped; see engine.h.\n"
+     "Raises ConnectionEnded, and what check(idle_peers, waited_s) raises."},
     {"remember", engine_remember, METH_VARARGS,
      "remember(tensor, op, steps, text, scratch_nbytes): how to allreduce such a tensor"},
     {"allreduce", as_method(engine_allreduce), METH_FASTCALL,
@@ -324,8 +320,8 @@ PyMethodDef engine_methods[] = {
     {"send", as_method(engine_send), METH_FASTCALL, "send(tensor, dst, check) -> as allreduce()"},
     {"recv", as_method(engine_recv), METH_FASTCALL, "recv(tensor, src, check) -> as allreduce()"},
     {"announce_end", engine_announce_end, METH_VARARGS,
-     "announce_end(notice, text) tells the peers why nothing follows"},
-    {"shut_down", engine_shut_down, METH_NOARGS, "End calls here and on the peers; any thread."},
+     "announce_end(notice, text) ends calls here and on the peers, and tells those why; any\n"
+     "thread"},
     {"close", engine_close, METH_NOARGS, "Close the connections, after the calls in progress."},
     {nullptr, nullptr, 0, nullptr}};
 

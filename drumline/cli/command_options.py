@@ -115,7 +115,24 @@ def _serve(options: argparse.Namespace) -> None:
     names = ("dtype", "device_map", "tp", "served_model_name", "chat_template", "log_requests")
     settings = _load_settings(options) | {name: getattr(options, name) for name in names}
     with _sigterm_ends_well():
-        _on_ranks("drumline.serving.http_server", "serve", options.ranks, arguments, settings)
+        if options.restarts:
+            restarted = (_checked_restarts(options), options.ranks, *arguments)
+            front = "drumline.serving.front.front_server"
+            call_by_name(front, "serve_with_restarts", restarted, settings)
+        else:
+            _on_ranks("drumline.serving.http_server", "serve", options.ranks, arguments, settings)
+
+
+def _checked_restarts(options: argparse.Namespace) -> int:
+    from drumline.errors import DrumlineError
+
+    if launcher.current().world_size > 1:
+        raise DrumlineError(
+            f"--restarts {options.restarts} is for ranks that `drumline serve -n N` starts itself, "
+            "and another launcher has started these; leave it out, and have that launcher start "
+            "them again (`drumline run --max-restarts`), or give -n N without that launcher."
+        )
+    return int(options.restarts)
 
 
 @contextlib.contextmanager
@@ -317,6 +334,7 @@ _SERVE_OPTIONS = (
         type=at_least(2),
         metavar="TOKENS",
     ),
+    _count("--restarts", "times that ranks are started again after one died", 0, low=0),
     _count("--max-running", "sequences generated at the same time", 16),
     _count("--max-waiting", "sequences that may wait for their turn", 64),
 )

@@ -97,12 +97,16 @@ class LaunchView:
 
     def __init__(self, ranks: Sequence[rank_view.ViewedRank]) -> None:
         self.ranks, self._others = ranks, hosts_view.OtherHosts(ranks)
-        self._pool = ThreadPoolExecutor(len(ranks))
+        self.info = ranks[0].info
+        self._pool = ThreadPoolExecutor(self.info.local_world_size)
         self._by_rank: dict[int, _RankHistory] = {}
         self._add_looks()
 
     def update(self, folder: str = "") -> None:
         """Look again. folder: for recordings, if ranks are to record."""
+        if len(self.ranks) < self.info.local_world_size:  # others have come meanwhile, perhaps
+            self.ranks = rank_view.launches().get(self.info.launch_id, self.ranks)
+            self._others.ranks = self.ranks
         for rank in self.ranks:
             rank.watch(folder, rank is self._others.guide)
         self._add_looks()
@@ -119,9 +123,9 @@ class LaunchView:
 
     @property
     def is_complete(self) -> bool:
-        """True once all ranks of the launch have been seen."""
+        """True unless ranks of other hosts are still to be seen."""
         seen = [look for look in self.looks if look.looked_at or look.state == rank_view.ENDED]
-        return len(seen) == self.ranks[0].info.world_size
+        return self.info.world_size in (self.info.local_world_size, len(seen))
 
     @property
     def _histories(self) -> list[_RankHistory]:
@@ -142,7 +146,7 @@ class LaunchView:
         """A row for each rank: waits in yellow, work in green, what does not run in red."""
         slowest, hosts = self.slowest(), {look.peer.host for look in self.looks}
         rows = [[*_cells(history, slowest, len(hosts) > 1)] for history in self._histories]
-        title = f"launch {self.ranks[0].info.launch_id} on {', '.join(sorted(hosts))}"
+        title = f"launch {self.info.launch_id} on {', '.join(sorted(hosts))}"
         table = Table(title=title, title_justify="left", box=None)
         is_used = [any(cells) for cells in zip(*rows, strict=True)]
         for name in itertools.compress(COLUMNS, is_used):
@@ -153,7 +157,12 @@ class LaunchView:
 
     def report(self) -> str:
         """Every rank with its state, its call and its stack, and the deadlock if there is one."""
-        return "".join(map(str, self.looks)) + rank_view.describe_deadlock(self.looks)
+        return "".join(map(str, self.looks)) + self.cause()
+
+    def cause(self) -> str:
+        """The deadlock, or the ranks that have not come, in a sentence; "" without either."""
+        deadlock = rank_view.describe_deadlock(self.looks)
+        return deadlock or rank_view.describe_unseen(self.looks, self.info.world_size)
 
 
 def _style(look: rank_view.RankLook) -> str:
@@ -201,7 +210,7 @@ def top(launch: str | None) -> None:
             if number >= NUM_PLAIN_LOOKS and (view.is_complete or time.monotonic() > until):
                 break
             time.sleep(LOOK_S)
-        console.print(view.table(), rank_view.describe_deadlock(view.looks))
+        console.print(view.table(), view.cause())
         return
     with _keys_unbuffered(), Live(console=console, screen=True, auto_refresh=False) as screen:
         _run(view, screen)
@@ -212,7 +221,7 @@ def _run(view: LaunchView, screen: Live) -> None:
     while not view.is_over:
         view.update()
         lines = [KEYS, message, view.report() if shows_stacks else ""]
-        lines.append("" if shows_stacks else rank_view.describe_deadlock(view.looks))
+        lines.append("" if shows_stacks else view.cause())
         screen.update(Group(view.table(), *(Text(line) for line in lines if line)), refresh=True)
         key = sys.stdin.read(1) if select.select([sys.stdin], [], [], LOOK_S)[0] else ""
         if key == "q":
@@ -226,7 +235,7 @@ def _run(view: LaunchView, screen: Live) -> None:
 
 
 def _dump(view: LaunchView) -> str:
-    path = Path(f"drumline-{view.ranks[0].info.launch_id}.txt")
+    path = Path(f"drumline-{view.info.launch_id}.txt")
     path.write_text(view.report() + "\n")
     return f"wrote {path}"
 
@@ -234,7 +243,7 @@ def _dump(view: LaunchView) -> str:
 def _trace(view: LaunchView) -> str:
     """Record the calls of the next seconds; ranks that hang in one call record none."""
     folder = tempfile.mkdtemp(prefix="drumline-top-")
-    path = Path(f"drumline-{view.ranks[0].info.launch_id}.json")
+    path = Path(f"drumline-{view.info.launch_id}.json")
     try:
         until = time.monotonic() + TRACE_S
         while time.monotonic() < until:

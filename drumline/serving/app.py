@@ -30,6 +30,7 @@ from drumline.errors import DrumlineError, PeerLost
 from drumline.serving import metrics, protocol
 from drumline.serving import scheduler as scheduling
 from drumline.serving.detokenize import IncrementalDetokenizer
+from drumline.serving.front.remote_scheduler import RemoteScheduler, Scheduler
 from drumline.serving.grammar import GrammarCompiler
 from drumline.serving.logprobs import LogprobFormatter
 from drumline.serving.sampling import Grammar, SamplingParams, TokenLogprob
@@ -148,7 +149,8 @@ class RequestStream:
 class Service:
     """The handlers of OpenAI's API for one model.
 
-    names: what requests may call it, the first what responses do. peers: the ranks of the model.
+    names: what requests may call it, the first what responses do. model: None if ranks that are no
+    part of this process have it. peers: the ranks of the model.
     """
 
     def __init__(
@@ -163,10 +165,10 @@ class Service:
         self.tokenizer, self.limits = tokenizer, limits
         self.failure: DrumlineError | None = None
         self.created = int(time.time())
-        self._vocabulary = model.get_input_embeddings().num_embeddings
         self._bodies_nbytes = 0
         self._long_body_thread = ThreadPoolExecutor(1)
-        self.scheduler = BatchScheduler(model, limits, self.fail)
+        kind = functools.partial(BatchScheduler, model) if model is not None else RemoteScheduler
+        self.scheduler: Scheduler = kind(limits, self.fail)
         self.metrics = metrics.ServerMetrics(self.scheduler)
         self.status = StatusReport(getattr(model, "device_map", None), self.scheduler, peers)
 
@@ -183,7 +185,7 @@ class Service:
     async def get_health(self) -> Response:
         if self.failure is not None:
             return JSONResponse(_internal_error(self.failure).body, 503)
-        return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "restarting" if self.scheduler.is_restarting else "ok"})
 
     async def get_page(self) -> Response:
         return Response(PAGE.read_text(), media_type="text/html", headers=PAGE_HEADERS)
@@ -328,7 +330,7 @@ class Service:
         return list(prompt)
 
     def _check_tokens(self, tokens: Sequence[int], name: str) -> None:
-        unknown = [token for token in tokens if not 0 <= token < self._vocabulary]
+        unknown = [token for token in tokens if not 0 <= token < self.scheduler.vocabulary]
         if unknown:
             raise protocol.invalid_request(f"{name}: {unknown[0]} is no token of this model.", name)
 
@@ -412,7 +414,7 @@ class Service:
 
     @functools.cached_property
     def _grammars(self) -> GrammarCompiler:
-        return GrammarCompiler(self.tokenizer, self._vocabulary)
+        return GrammarCompiler(self.tokenizer, self.scheduler.vocabulary)
 
     async def _echoed(
         self, stream: RequestStream, events: AsyncIterator[TextEvent]

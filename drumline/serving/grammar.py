@@ -35,14 +35,15 @@ class GrammarCompiler:
     def json(self, schema: dict[str, Any]) -> JsonGrammar:
         """A grammar of one sequence. Raises ValueError if the schema is not supported."""
         matcher = self._library.LLMatcher
-        return JsonGrammar(matcher(self._tokenizer, matcher.grammar_from_json_schema(schema)))
+        compiled = matcher(self._tokenizer, matcher.grammar_from_json_schema(schema))
+        return JsonGrammar(compiled, schema)
 
 
 class JsonGrammar:
     """The tokens that may come next in JSON of a schema; after its end only the end token may."""
 
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: Any, schema: dict[str, Any]) -> None:
+        self._matcher, self.schema = matcher, schema
         self._check()
 
     def mask(self, logits: torch.Tensor) -> torch.Tensor:

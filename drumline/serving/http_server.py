@@ -14,6 +14,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,6 @@ from drumline.serving.scheduler import ServingLimits
 from drumline.strategies.load import Memory, load
 from drumline.strategies.with_model import num_positions, read_generator, read_model_tokenizer
 
-Endpoint = tuple[Any, socket.socket, str | None]
-"""The tokenizer, the bound socket and the clients' key."""
 DEFAULT_MAX_LENGTH = 4096  # tokens, where the model has positions for more
 MAX_WAITING_CONNECTIONS = 256  # idle, or sending, beside those whose requests run or wait
 BACKLOG = 256  # connections that the kernel keeps, and that asyncio accepts at once
@@ -66,18 +65,16 @@ def serve(
         def prepare() -> tuple[int, Endpoint | None]:
             if not coor.is_master():  # the files may be on rank 0 alone
                 return 0, None
-            _import_uvicorn()
-            key = _read_key(host, key_file)
-            length = _length(model_path, max_length, options)
-            tokenizer = read_model_tokenizer(model_path, **options)
-            tokenizer = _with_template(tokenizer, chat_template)
-            return length, (tokenizer, _bound(host, port), key)
+            endpoint = Endpoint.open(
+                model_path, host, port, key_file, max_length, chat_template, options
+            )
+            return endpoint.max_length, endpoint
 
         length, endpoint = run_on_all_ranks(coor, prepare)
         length = coor.broadcast_object(length)
         with (
             # Rank 0 decides when the others end, so that they do not obey the signal themselves.
-            endpoint[1] if endpoint else _signals(signal.SIG_IGN),
+            endpoint.listener if endpoint else handling_signals(signal.SIG_IGN),
             load(
                 model_path,
                 device_map,
@@ -91,12 +88,61 @@ def serve(
             ) as model,
         ):
             assert endpoint is not None  # the other ranks never leave load()
-            num_threads = max(2, len(model.device_map.ranks))
-            limits = ServingLimits(length, max_running, max_waiting, num_threads)
-            if log_requests:
-                logging.getLogger("drumline.requests").setLevel(logging.INFO)
-            names = list(served_model_name or ()) or [Path(model_path).resolve().name]
-            _serve_requests(model, names, coor, limits, endpoint)
+            from drumline.serving.app import Service
+
+            names = served_names(model_path, served_model_name)
+            limits = limits_for(model, length, max_running, max_waiting)
+            service = Service(names, model, endpoint.tokenizer, limits, coor.peers)
+            # A host that does not answer may recover: an error of the calls that wait for it.
+            with coor.on_failure(functools.partial(_fail, service), is_waiting=lambda: False):
+                serve_requests(service, endpoint, log_requests)
+
+
+def _fail(service: Any, failure: RankFailure) -> None:
+    text = f"rank 0: {failure.text}, so nothing can be answered; start all ranks again."
+    service.fail(PeerLost(text, failures=(failure,)))
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """The address for clients, and what is known of the model before it is loaded.
+
+    key: of the clients. max_length: tokens of a prompt with its completion.
+    """
+
+    tokenizer: Any
+    listener: socket.socket
+    key: str | None
+    max_length: int
+
+    @classmethod
+    def open(
+        cls,
+        model_path: str,
+        host: str,
+        port: int,
+        key_file: str | None,
+        max_length: int | None,
+        chat_template: str | None,
+        options: Mapping[str, Any],
+    ) -> Endpoint:
+        """Raises DrumlineError for what cannot be served; the arguments are those of serve()."""
+        _import_uvicorn()
+        key = _read_key(host, key_file)
+        length = _length(model_path, max_length, options)
+        tokenizer = read_model_tokenizer(model_path, **options)
+        tokenizer = _with_template(tokenizer, chat_template)
+        return cls(tokenizer, _bound(host, port), key, length)
+
+
+def served_names(model_path: str, served_model_name: Sequence[str] | None) -> list[str]:
+    """The names that requests may use: that of the folder if none is given."""
+    return list(served_model_name or ()) or [Path(model_path).resolve().name]
+
+
+def limits_for(model: Any, max_length: int, max_running: int, max_waiting: int) -> ServingLimits:
+    """The limits, with as many batches at a time as keep every rank of the model busy."""
+    return ServingLimits(max_length, max_running, max_waiting, max(2, len(model.device_map.ranks)))
 
 
 def _with_template(tokenizer: Any, template: str | None) -> Any:
@@ -188,20 +234,21 @@ def _import_uvicorn() -> Any:
     return uvicorn
 
 
-def _serve_requests(
-    model: Any, names: list[str], coor: Coordinator, limits: ServingLimits, endpoint: Endpoint
-) -> None:
-    from drumline.serving.app import Service, application
+def serve_requests(service: Any, endpoint: Endpoint, log_requests: bool) -> None:
+    """Listen and answer until SIGINT, SIGTERM or service.failure, which is raised."""
+    from drumline.serving.app import application
 
-    uvicorn, (tokenizer, listener, key) = _import_uvicorn(), endpoint
-    with contextlib.closing(Service(names, model, tokenizer, limits, coor.peers)) as service:
-        server = uvicorn.Server(uvicorn_config(application(service, key), limits))
+    if log_requests:
+        logging.getLogger("drumline.requests").setLevel(logging.INFO)
+    with contextlib.closing(service):
+        app, listener = application(service, endpoint.key), endpoint.listener
+        server = _import_uvicorn().Server(uvicorn_config(app, service.limits))
         listener.listen(BACKLOG)
         host, port = listener.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         server.capture_signals = contextlib.nullcontext  # uvicorn's own raises the signal again
-        with _signals(server.handle_exit), _monitored(coor, service, server):
-            print(f"serving {names[0]} at http://{host}:{port}/v1", flush=True)
+        with handling_signals(server.handle_exit), _monitored(service, server):
+            print(f"serving {service.name} at http://{host}:{port}/v1", flush=True)
             server.run(sockets=[listener])
     if service.failure is not None:
         raise service.failure
@@ -227,7 +274,7 @@ def uvicorn_config(app: Any, limits: ServingLimits) -> Any:
 
 
 @contextlib.contextmanager
-def _signals(handler: Any) -> Iterator[None]:
+def handling_signals(handler: Any) -> Iterator[None]:
     """Within, handle SIGINT and SIGTERM; only in the main thread, the one that can."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -242,15 +289,11 @@ def _signals(handler: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _monitored(coor: Coordinator, service: Any, server: Any) -> Iterator[None]:
+def _monitored(service: Any, server: Any) -> Iterator[None]:
     """Within, a lost rank ends the server, even an idle one; and once the server ends, requests
     that run for longer than drain_s get an error as their answer."""
     has_ended = threading.Event()
     poll_s = timings.TIMINGS.failure_poll_s
-
-    def on_failure(failure: RankFailure) -> None:
-        text = f"rank 0: {failure.text}, so nothing can be answered; start all ranks again."
-        service.fail(PeerLost(text, failures=(failure,)))
 
     def monitor() -> None:
         drain_s = timings.TIMINGS.drain_s
@@ -266,9 +309,7 @@ def _monitored(coor: Coordinator, service: Any, server: Any) -> Iterator[None]:
     monitor_thread = threading.Thread(target=monitor)
     monitor_thread.start()
     try:
-        # A host that does not answer may recover: an error of the calls that wait for it, no more.
-        with coor.on_failure(on_failure, is_waiting=lambda: False):
-            yield
+        yield
     finally:
         has_ended.set()
         monitor_thread.join()

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from drumline.serving.scheduler import BatchScheduler
+from drumline.serving.front.remote_scheduler import Scheduler
 
 BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -23,13 +23,18 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 class SchedulerCollector(Collector):  # type: ignore[misc]
     """The scheduler's own counts, read when somebody asks for the metrics."""
 
-    def __init__(self, scheduler: BatchScheduler) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
 
     def collect(self) -> Iterator[Metric]:
         scheduler = self.scheduler
         yield CounterMetricFamily(
             "drumline_new_tokens", "Generated tokens.", value=scheduler.num_new_tokens
+        )
+        yield CounterMetricFamily(
+            "drumline_restarts",
+            "Times that the ranks were restarted.",
+            value=scheduler.num_restarts,
         )
         for name, text, value in (
             ("requests_running", "Sequences in a batch now.", scheduler.num_running),
@@ -42,7 +47,7 @@ class SchedulerCollector(Collector):  # type: ignore[misc]
 class ServerMetrics:
     """Counters and latencies of one server, in a registry of its own."""
 
-    def __init__(self, scheduler: BatchScheduler) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(SchedulerCollector(scheduler))
         self._responses = Counter(

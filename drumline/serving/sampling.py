@@ -70,6 +70,7 @@ class TokenLogprob(NamedTuple):
 class TokenSampler:
     """Samples the tokens of one sequence; equal seeds and logits give equal tokens.
 
+    Each draw depends on the seed and its position alone, so that a sequence can go on elsewhere.
     prompt: its tokens, for repetition_penalty. end_tokens: those that end the sequence.
     """
 
@@ -86,10 +87,7 @@ class TokenSampler:
         self._end_tokens = sorted(end_tokens)
         self._seen = set(prompt) if params.repetition_penalty != 1 else set()
         self.generator = torch.Generator()
-        if params.seed is None:
-            self.generator.seed()
-        else:
-            self.generator.manual_seed(params.seed)
+        self.seed = self.generator.seed() if params.seed is None else params.seed
 
     @property
     def is_greedy(self) -> bool:
@@ -102,6 +100,11 @@ class TokenSampler:
         is_plain = all(getattr(params, name) == getattr(plain, name) for name in names)
         return is_plain and self.grammar is None
 
+    def replay(self, tokens: Iterable[int]) -> None:
+        """Take tokens that were sampled elsewhere."""
+        for token in tokens:
+            self._count(token)
+
     def sample(self, logits: torch.Tensor) -> int:
         """The next token. logits: [vocabulary]."""
         raw = logits.float()
@@ -112,14 +115,18 @@ class TokenSampler:
             # The maximum is subtracted so that no temperature makes a logit infinite.
             logits = _warpers(self.params)(None, (logits - logits.max())[None])[0]
             probabilities = torch.softmax(logits, 0)
+            self.generator.manual_seed(hash((self.seed, self.counts.total())))
             token = int(torch.multinomial(probabilities.cpu(), 1, generator=self.generator))
         self._take(token, raw)
         return token
 
-    def _take(self, token: int, raw: torch.Tensor) -> None:
+    def _count(self, token: int) -> None:
         self.counts[token] += 1
         if self.grammar is not None:
             self.grammar.advance(token)
+
+    def _take(self, token: int, raw: torch.Tensor) -> None:
+        self._count(token)
         if self.params.num_logprobs is not None:
             logprobs = torch.log_softmax(raw, 0)
             values, tokens = logprobs.topk(min(self.params.num_logprobs, len(raw)))

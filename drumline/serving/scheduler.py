@@ -96,6 +96,11 @@ class Generation:
         """The most tokens that are still to be generated."""
         return self.params.max_tokens - len(self.new_tokens)
 
+    def resume(self, new_tokens: Sequence[int]) -> None:
+        """Go on behind tokens that were generated elsewhere."""
+        self.new_tokens += new_tokens
+        self.sampler.replay(new_tokens)
+
     def cancel(self, reason: str | Exception = "cancelled") -> None:
         """End with this reason at the next token, or before the first one."""
         self.cancel_reason = self.cancel_reason or reason
@@ -130,11 +135,27 @@ class Generation:
             self._on_end(reason)
 
 
+def check_queue(limits: ServingLimits, num_waiting: int, num_sequences: int) -> None:
+    """Raise ServerBusy or RequestTooLarge if the queue cannot take that many now."""
+    if num_sequences > limits.max_waiting:
+        raise RequestTooLarge(
+            f"rank 0: {num_sequences} prompts at a time are more than the {limits.max_waiting} "
+            "that may wait here; ask for fewer."
+        )
+    if num_waiting + num_sequences > limits.max_waiting:
+        raise ServerBusy(
+            f"rank 0: {num_waiting} requests wait already, and {num_sequences} more would exceed "
+            f"the limit of {limits.max_waiting}; try again later."
+        )
+
+
 class BatchScheduler:
     """A queue of sequences, and threads that run batches of them.
 
     on_loss is called if a rank of the model is lost, after which nothing can run.
     """
+
+    num_restarts, is_restarting = 0, False  # see RemoteScheduler
 
     def __init__(
         self,
@@ -148,7 +169,7 @@ class BatchScheduler:
         self.end_tokens = {eos} if isinstance(eos, int) else set(eos or ())
         pad_token = model.generation_config.pad_token_id
         self._pad = pad_token if pad_token is not None else min(self.end_tokens, default=0)
-        self._no_token = model.get_input_embeddings().num_embeddings
+        self.vocabulary: int = model.get_input_embeddings().num_embeddings
         self._waiting: deque[Generation] = deque()
         self._batches: list[list[Generation]] = []  # those that run
         self._changed = threading.Condition()
@@ -184,16 +205,7 @@ class BatchScheduler:
         """Raise ServerBusy or RequestTooLarge if the queue cannot take that many now."""
         if self._closed_by is not None:
             raise self._closed_by
-        if num_sequences > self.limits.max_waiting:
-            raise RequestTooLarge(
-                f"rank 0: {num_sequences} prompts at a time are more than the "
-                f"{self.limits.max_waiting} that may wait here; ask for fewer."
-            )
-        if len(self._waiting) + num_sequences > self.limits.max_waiting:
-            raise ServerBusy(
-                f"rank 0: {len(self._waiting)} requests wait already, and {num_sequences} more "
-                f"would exceed the limit of {self.limits.max_waiting}; try again later."
-            )
+        check_queue(self.limits, len(self._waiting), num_sequences)
 
     def close(self) -> None:
         """End every sequence with an error; return when no batch runs.
@@ -301,7 +313,7 @@ class BatchScheduler:
             max_new_tokens=max(item.num_remaining for item in batch),
             do_sample=False,  # _SampledTokens leaves one token to choose from
             pad_token_id=self._pad,
-            eos_token_id=self._no_token,  # _TokenDelivery ends sequences, each by its own tokens
+            eos_token_id=self.vocabulary,  # no token, as _TokenDelivery ends each sequence
         )
         self.model.generate(
             tokens.to(self.model.device),

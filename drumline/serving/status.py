@@ -16,7 +16,7 @@ from typing import Any
 
 from coordinator import Peer, RankFailure
 from drumline.core.device_map import DeviceMap, Place
-from drumline.serving.scheduler import BatchScheduler
+from drumline.serving.front.remote_scheduler import Scheduler
 
 SAMPLE_S, NUM_SAMPLES = 1.0, 180
 NUM_LATENCIES = 512  # of the last requests
@@ -37,9 +37,9 @@ class StatusReport:
     """Collects the load over the last minutes, and describes the server. Thread-safe."""
 
     def __init__(
-        self, device_map: DeviceMap | None, scheduler: BatchScheduler, peers: Sequence[Peer] = ()
+        self, device_map: DeviceMap | None, scheduler: Scheduler, peers: Sequence[Peer] = ()
     ) -> None:
-        self._device_map, self._scheduler, self._peers = device_map, scheduler, peers
+        self.device_map, self.peers, self._scheduler = device_map, peers, scheduler
         self.failures: list[RankFailure] = []
         self._samples: deque[LoadSample] = deque(maxlen=NUM_SAMPLES)
         self._latencies: deque[tuple[float, float]] = deque(maxlen=NUM_LATENCIES)
@@ -67,7 +67,7 @@ class StatusReport:
             {
                 "uptime_s": round(time.monotonic() - self._began_s, 1),
                 "places": self._places(),
-                "ranks": [self._rank(peer) for peer in self._peers],
+                "ranks": [self._rank(peer) for peer in self.peers],
                 "load": {
                     name: [round(getattr(sample, name), 2) for sample in samples]
                     for name in ("tokens_per_s", "num_running", "num_waiting")
@@ -87,10 +87,10 @@ class StatusReport:
 
     def _places(self) -> list[dict[str, Any]]:
         """Each device with its modules, in the order in which they run."""
-        if self._device_map is None:
+        if self.device_map is None:
             return []
-        used = dict.fromkeys([*self._device_map.places.values(), *self._device_map.free_nbytes])
-        return [self._place(self._device_map, place) for place in sorted(used)]
+        used = dict.fromkeys([*self.device_map.places.values(), *self.device_map.free_nbytes])
+        return [self._place(self.device_map, place) for place in sorted(used)]
 
     def _place(self, device_map: DeviceMap, place: Place) -> dict[str, Any]:
         rank, device = place
@@ -105,7 +105,8 @@ class StatusReport:
 
     def _rank(self, peer: Peer) -> dict[str, Any]:
         failed = [failure for failure in self.failures if failure.rank == peer.rank]
-        state = failed[0].text if failed else "alive"
+        state = "restarting" if self._scheduler.is_restarting else "alive"
+        state = failed[0].text if failed else state
         return {"rank": peer.rank, "host": peer.host, "pid": peer.pid, "state": state}
 
     def _percentiles(self) -> dict[str, dict[str, float]]:

@@ -7,7 +7,9 @@ It runs a job, and writes how each rank has ended to the job's folder if one has
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import logging
 import signal
 import sys
 import time
@@ -18,11 +20,20 @@ from launcher.backends import threads
 from launcher.errors import LaunchError, LaunchInterrupted, interrupted
 from launcher.external import rank_main
 from launcher.job import Job, Target
+from launcher.local import auto_preload
 from launcher.records import json_values
 from launcher.runtime import log_setup, mpi_import_check, rank_process
 from launcher.system.stop_signals import STOP_SIGNALS
 
 NAME = "the process of the threads"
+# What knows ranks as processes only: names by module, "" for the module itself.
+OF_PROCESSES = {
+    "torch.distributed": {"", "init_process_group"},
+    "accelerate": {"Accelerator", "PartialState"},
+    "transformers": {"Trainer", "Seq2SeqTrainer"},
+}
+
+log = logging.getLogger("launcher")
 
 
 def command(job: Job) -> list[str]:
@@ -42,6 +53,7 @@ def main(text: str) -> int:
     mpi_import_check.install("the ranks, threads of one process", job.nprocs)
     for number in STOP_SIGNALS:
         signal.signal(number, _raise_interrupted)
+    _import_before_threads(job)
     try:
         with threads.rank_streams(replace(job, log_dir=str(logs) if logs.is_dir() else None)):
             threads.run(job)
@@ -55,6 +67,23 @@ def main(text: str) -> int:
         print(error, file=sys.stderr)
         return 2
     return 0
+
+
+def _import_before_threads(job: Job) -> None:
+    """Import libraries that the script wants: two threads at once get a lazy package half made.
+
+    Warn of those to which the ranks would be as many worlds of one.
+    """
+    for names in auto_preload.choose(job).imports:
+        if OF_PROCESSES.get(names.module, set()) & set(names.names or [""]):
+            log.warning(
+                "%s sees one process, not the %d ranks of this launch, which are threads: use "
+                "another --launcher",
+                names.module,
+                job.nprocs,
+            )
+        with contextlib.suppress(Exception):  # which a rank will report
+            names.load()
 
 
 def _raise_interrupted(number: int, _frame: object) -> None:

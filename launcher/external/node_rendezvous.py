@@ -283,18 +283,19 @@ class _Leader:
 
 
 def _follow(job: Job, port: int, limit_s: float) -> None:
-    deadline = time.monotonic() + limit_s
-    status_at, difference = 0.0, ""
+    start = time.monotonic()
+    deadline, status_at = start + limit_s, start + timings.TIMINGS.node_status_s
+    ask_at, difference = start, ""
     while why := _try_to_join(job, port, deadline):
         now = time.monotonic()
         if now >= status_at:
-            is_first, status_at = not status_at, now + timings.TIMINGS.node_status_s
-            if not difference and port != COMMON_PORT:
-                difference = _ask_at_common_port(job, deadline)
-                if difference:
-                    _notice(f"another launch waits at {job.master_addr}: {difference}")
-            if not is_first:
-                _notice(f"waiting for {_missing([0], job, port)} ({why}); nodes seen: 0")
+            status_at = now + timings.TIMINGS.node_status_s
+            _notice(f"waiting for {_missing([0], job, port)} ({why}); nodes seen: 0")
+        if now >= ask_at and not difference and port != COMMON_PORT:
+            ask_at = now + timings.TIMINGS.node_status_s
+            difference = _ask_at_common_port(job, deadline)
+            if difference:
+                _notice(f"another launch waits at {job.master_addr}: {difference}")
         if now >= deadline:
             raise _too_late(job, port, [0], limit_s, why, difference)
         time.sleep(timings.TIMINGS.node_retry_s)
@@ -317,6 +318,8 @@ def _try_to_join(job: Job, port: int, deadline: float) -> str:
                     raise LaunchTimeout(message["end"], (), errors.TIMEOUT_CODE)
                 _notice(message["waiting"])
             return "the first node closed the connection"
+    except UnicodeError:
+        raise LaunchError(f"{job.master_addr!r} is no name of a host. {SAME_COMMAND}") from None
     except (KeyError, ValueError, TypeError, AttributeError):
         return "what listens there is no launch"
     except TimeoutError:
@@ -339,10 +342,10 @@ def _connected(
     job: Job, port: int, deadline: float
 ) -> Iterator[tuple[socket.socket, Iterator[dict[str, Any]]]]:
     """A connection to the first node, and the messages that come from it until it is silent."""
-    patience_s = 2 * timings.TIMINGS.node_status_s
-    left_s = max(0.01, min(patience_s, deadline - time.monotonic()))
-    with socket.create_connection((job.master_addr, port), left_s) as connection:
-        connection.settimeout(patience_s)
+    left_s = max(0.01, deadline - time.monotonic())
+    connect_s = min(timings.TIMINGS.node_connect_s, left_s)
+    with socket.create_connection((job.master_addr, port), connect_s) as connection:
+        connection.settimeout(min(timings.TIMINGS.node_status_s, left_s))
         with connection.makefile("rb") as file:
             lines = iter(lambda: file.readline(LINE_NBYTES), b"")
             yield connection, (json.loads(line) for line in lines)
@@ -354,4 +357,5 @@ def _introduce(
     """The first node's description, and why this one does not belong to its launch, or ""."""
     connection.sendall(json.dumps(asdict(NodeDescription.of(job))).encode() + b"\n")
     message = next(messages, {})
+    connection.settimeout(2 * timings.TIMINGS.node_status_s)  # it speaks so often
     return NodeDescription.from_json(message["node"]), str(message["problem"])

@@ -42,6 +42,10 @@ class ImportedNames(NamedTuple):
     module: str
     names: tuple[str, ...]
 
+    def load(self) -> None:
+        """Import them, also those that a package offers only then."""
+        __import__(self.module, fromlist=self.names or ("__name__",))
+
 
 class Preload(NamedTuple):
     """Imports before the fork. note: why these and no others, for `--dry-run`."""

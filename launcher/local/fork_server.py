@@ -112,11 +112,12 @@ def _preload(plan: ForkPlan) -> Callable[[], object]:
     collects_garbage = gc.isenabled()
     gc.disable()  # it finds nothing in what is imported, and takes a tenth of the time of it
     had_numpy = "numpy.random" in sys.modules
-    for module, names in plan.preload.imports:
-        try:  # as `from module import names`, which imports what a package offers only then
-            __import__(module, fromlist=names or ("__name__",))
+    for names in plan.preload.imports:
+        try:
+            names.load()
         except BaseException as error:
-            raise PreloadError(f"preloading {module!r}: {type(error).__name__}: {error}") from error
+            problem = f"preloading {names.module!r}: {type(error).__name__}: {error}"
+            raise PreloadError(problem) from error
     gc.freeze()  # objects that are never collected are never written to: their pages stay shared
     if collects_garbage:
         gc.enable()

@@ -459,3 +459,23 @@ def test_a_call_in_a_file_with_a_long_name_is_shown(coordinated):
 
     tables = [outcome.value for outcome in coordinated(body, 2)]
     assert all(f"in barrier #1, {47 * 'ä'}" in table for table in tables), tables
+
+
+def test_rank_0_does_not_wait_to_the_deadline_for_ranks_that_were_given_up(ranks):
+    """Those of a host whose link was cut stay connected."""
+    closed = threading.Event()
+
+    def body(info):
+        coor = Coordinator(info, timeout_s=10)
+        coor.barrier()
+        if info.rank == 1:
+            closed.wait(20)
+        if info.rank == 2:
+            coor.report_failure(1, "cut off")
+        if info.rank == 0:
+            while not coor.failures():
+                time.sleep(0.01)
+        coor.close()
+        closed.set() if info.rank == 0 else None
+
+    ranks(body, 3)

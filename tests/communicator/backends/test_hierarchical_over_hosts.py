@@ -40,3 +40,10 @@ def test_a_host_whose_link_is_cut_in_a_large_call_is_named_by_the_others(warm):
     """Within seconds, and not at the deadline."""
     found, told = codes(warm, "outlives a link", "2+2")
     assert set(found) == {0}, told
+
+
+@pytest.mark.soak
+def test_a_host_that_is_stopped_in_a_large_call_is_named_by_all_others(warm):
+    """One of them named the rank of its node that waited for the stopped ones."""
+    found, told = codes(warm, "outlives a pause", "2+2")
+    assert set(found) == {0}, told

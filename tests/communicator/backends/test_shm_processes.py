@@ -12,8 +12,8 @@ SCRIPT = Path(__file__).with_name("shm_processes.py")
 def run(warm):
     """run(body, world_size): what the ranks said, and their pids."""
 
-    def run(body, world_size):
-        done = warm.run(SCRIPT, body, world_size)
+    def run(body, world_size, backend="shm"):
+        done = warm.run(SCRIPT, body, world_size, backend)
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
         return found["said"], found["pids"]
@@ -59,9 +59,10 @@ def test_a_letter_is_looked_for_no_longer_than_a_millisecond(run):
     assert found == [*range(25)]
 
 
-def test_a_forked_child_does_not_speak_for_its_rank(run):
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_a_forked_child_does_not_speak_for_its_rank(run, backend):
     """Its steps passed for the rank's own, so that sums were wrong, and others on every rank."""
-    said, _ = run("forks_a_child_that_takes_part", 2)
+    said, _ = run("forks_a_child_that_takes_part", 2, backend)
     for rank, (told, *sums) in enumerate(said):
         assert told.startswith(f"rank {rank}: process ") and "was forked from the rank" in told
         assert sums == [2.0, 2.0]

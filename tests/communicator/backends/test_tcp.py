@@ -131,6 +131,34 @@ def test_a_message_at_any_time_that_does_not_fit_is_dropped_and_named(ranks):
     assert ranks(body, 2) == [None, (0.0, [1.0] * 3)]
 
 
+def test_after_a_message_that_does_not_fit_none_is_read_from_the_middle_of_another(ranks):
+    """The rest of the group waited until the deadline, and then the next message went into it."""
+    large = 8_000_000  # more than the system keeps on its way
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            comm = Communicator(coor, "tcp", timeout_s=0.5)
+            if comm.rank == 0:
+                with (
+                    pytest.raises(CommunicatorError, match=r"\(3,\) float32.*of no use"),
+                    comm.group(),
+                ):
+                    comm.send(torch.zeros(large), 1)
+                    comm.recv(torch.zeros(5), 1)
+                coor.barrier()
+                with pytest.raises(CommunicatorError, match="of no use"):
+                    comm.send(torch.ones(3), 1)
+            else:
+                comm.send(torch.ones(3), 0)
+                coor.barrier()
+                tensor = torch.zeros(large)
+                with pytest.raises(PeerLost):
+                    comm.recv(tensor, 0)
+                return tensor.any().item()
+
+    assert ranks(body, 2) == [None, False]
+
+
 @pytest.mark.parametrize("numel", [3, 1 << 20])  # a large one is shared out
 @pytest.mark.parametrize(
     "theirs", [("max", torch.float32, 0), ("sum", torch.int32, 0), ("sum", torch.float32, 1)]
@@ -258,15 +286,17 @@ def test_a_rank_that_leaves_is_named_by_all(ranks_or_errors):
     assert all("rank 1 closed its communicator" in str(each) for each in (found[0], found[2]))
 
 
-def test_close_ends_the_wait_of_another_thread(ranks):
+@pytest.mark.parametrize("how", ["close", "abort"])
+def test_who_ends_the_wait_of_another_thread_blames_nobody_else(ranks, how):
     def body(info):
         with Coordinator(info, timeout_s=20) as coor:
             comm = Communicator(coor, "tcp")
             coor.barrier()
             if comm.rank == 0:
-                threading.Timer(0.2, comm.close).start()
-                with pytest.raises(DrumlineError):
-                    comm.recv(torch.ones(1), 1)
+                threading.Timer(0.2, getattr(comm, how)).start()
+            cause = "rank 1 lost rank 0 .*: rank 0" if comm.rank else "rank 0"
+            with pytest.raises(DrumlineError, match=rf"^{cause} {how}e?d its communicator"):
+                comm.recv(torch.ones(1), 1 - comm.rank)
             coor.barrier()
             comm.close()
 

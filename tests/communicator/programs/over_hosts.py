@@ -1,11 +1,14 @@
 """Ranks forked into hosts of their own, so many on each: over_hosts.py WHAT 3+2. Prints exit codes.
 
-"conforms", "stays the same", "outlives a rank", "outlives a host", "outlives a link"
+"conforms", "stays the same", "outlives a rank", "outlives a host", "outlives a link",
+"outlives a pause"
 """
 
 import os
+import signal
 import sys
 import threading
+import time
 import traceback
 import uuid
 
@@ -83,6 +86,19 @@ def outlives_a_link(info, hosts):
     """The kernel gives a silent link up after seconds, before the deadline."""
     cut = lambda: hosts.set_link(len(hosts.names) - 1, "down")  # noqa: E731
     return outlives(info, hosts, last_host(info), 60, cut)
+
+
+def outlives_a_pause(info, hosts):
+    """Longer than the deadline, of all ranks of the last host: those of the others all name it."""
+
+    def stop():
+        if os.fork() == 0:
+            time.sleep(9)
+            os.kill(os.getppid(), signal.SIGCONT)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    return outlives(info, hosts, last_host(info), 4, stop)
 
 
 def last_host(info):

@@ -126,6 +126,22 @@ def test_a_stopped_rank_is_named_as_such_at_the_deadline(fork, layout, victim):
         assert DEADLINE_S - 0.5 < took_s < DEADLINE_S + SLACK_S, row
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("layout, victim", [("one node", 1), ("two nodes", 0), ("two nodes", 3)])
+def test_a_stopped_rank_is_named_at_the_deadline_over_gloo(fork, layout, victim):
+    def stop():
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    calls = [*WHOLE, *MEETING]
+    rows = among_processes(fork, layout, victim, stop, calls, DEADLINE_S, stopped=True, **OVER_GLOO)
+    for row in rows:
+        name, _, error, text, took_s, _ = row
+        assert error == "CoordinatorTimeout", row
+        assert f"rank {victim} (host" in text and is_in_call(name, text), row
+        assert "suspended" in text, row
+        assert DEADLINE_S - 0.5 < took_s < DEADLINE_S + SLACK_S, row
+
+
 @some_places
 def test_a_slow_rank_is_shown_where_it_was_last_seen(fork, layout, victim):
     over, others_gave_up = os.pipe()

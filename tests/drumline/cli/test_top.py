@@ -6,6 +6,7 @@ import mmap
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -89,6 +90,23 @@ def test_a_hang_shows_its_cause_and_looking_leaves_nothing_behind(launch, tmp_pa
     assert len([*tmp_path.glob("restored-*")]) == 3
     view.update()
     assert {look.state for look in view.looks} == {"ended"}
+
+
+def test_a_rank_that_makes_no_coordinator_is_named_by_those_that_wait_for_it():
+    """A launch that hung there could not be looked at."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    fd, port = listener.fileno(), listener.getsockname()[1]
+    info = LaunchInfo("one-is-missing", 2, 2, 0, 0, "127.0.0.1", port, {"master_fd": f"{fd}"})
+    words = [sys.executable, "-c", "import coordinator; coordinator.Coordinator()"]
+    environ = {**os.environ, **info.to_env(), "DRUMLINE_SECRET": "5e" * 32}
+    with listener, subprocess.Popen(words, cwd=ROOT, env=environ, pass_fds=[fd]) as process:
+        try:
+            wait_for(lambda: "one-is-missing" in rank_view.launches(), "rank 0 to start")
+            view = top.LaunchView(top._chosen("one-is-missing"))
+            wait_for(lambda: view.update() or view.looks[0].waits, "rank 0 to wait")
+            assert view.cause().startswith("Not seen: rank 1.")
+        finally:
+            process.kill()
 
 
 SLEEPER = """

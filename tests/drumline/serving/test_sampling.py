@@ -12,11 +12,8 @@ LOGITS = torch.log(torch.tensor([0.1, 0.5, 0.05, 0.3, 0.05]))
 
 def frequencies(num_samples=2000, **params):
     """The share of each token among many first tokens."""
-    sampler = TokenSampler(SamplingParams(**{"seed": 0, **params}))
-    counts = Counter()
-    for _ in range(num_samples):
-        sampler.counts.clear()
-        counts[sampler.sample(LOGITS)] += 1
+    samplers = (TokenSampler(SamplingParams(seed=n, **params)) for n in range(num_samples))
+    counts = Counter(sampler.sample(LOGITS) for sampler in samplers)
     return {token: count / num_samples for token, count in counts.items()}
 
 

@@ -23,7 +23,6 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 import launcher
-from coordinator import Coordinator
 from drumline import timings
 from drumline.serving import http_server as http_server
 from drumline.serving import scheduler
@@ -600,11 +599,11 @@ def test_a_request_that_outlasts_the_grace_period_ends_with_an_error(plain, monk
     tokenizer = PreTrainedTokenizerFast.from_pretrained(plain[1])
     monkeypatch.setattr(timings, "TIMINGS", ModelTimings(drain_s=0))
     service = app.Service(["llama"], plain[0], tokenizer, LIMITS)
-    with Coordinator() as coor, closing(service):
+    with closing(service):
         params = SamplingParams(max_tokens=1900, temperature=0)
         generation = Generation([15], params, lambda _: True, on_end)
         service.scheduler.submit([generation])
-        with http_server._monitored(coor, service, SimpleNamespace(should_exit=True)):
+        with http_server._monitored(service, SimpleNamespace(should_exit=True)):
             assert has_ended.wait(30)
     assert "is being stopped" in reasons[0] and len(generation.new_tokens) < 1900
 
@@ -652,28 +651,44 @@ def test_a_report_has_the_device_map_the_ranks_and_the_load(plain, server, compl
     assert report["latency"]["request_s"]["p50"] >= report["latency"]["first_token_s"]["p50"] > 0
 
 
-@pytest.mark.skipif(Chromium.PROGRAM is None, reason="runs after `apt install chromium`")
-def test_the_page_in_a_browser_shows_the_map_and_streams_an_answer(plain, server, tmp_path):
+NAMES = "[...document.querySelectorAll('[data-module]')].map(part => part.dataset.module)"
+RANKS = "document.getElementById('ranks').innerText"
+needs_browser = pytest.mark.skipif(
+    Chromium.PROGRAM is None, reason="runs after `apt install chromium`"
+)
+
+
+@pytest.fixture
+def browser(server, tmp_path):
+    """A browser that shows the server's page; None where none is installed."""
+    if Chromium.PROGRAM is None:
+        yield None
+        return
     with Chromium(str(tmp_path)) as browser:
         browser.open(server[1])
         browser.wait_for("!document.getElementById('key-line').hidden")
         browser.evaluate(f"document.getElementById('key').value = {KEY!r}")
         browser.evaluate("document.getElementById('use-key').click()")
-        names = browser.wait_for(
-            "[...document.querySelectorAll('[data-module]')].map(part => part.dataset.module)"
-        )
-        num_layers = plain[0].config.num_hidden_layers
-        assert {f"model.layers.{index}" for index in range(num_layers)} <= set(names)
-        ranks = browser.evaluate("document.getElementById('ranks').innerText")
-        assert all(f"pid {rank.pid}" in ranks for rank in server[0])
-        browser.evaluate("document.getElementById('prompt').value = '5 6 7'")
-        browser.evaluate("document.getElementById('max-tokens').value = 4")
-        browser.evaluate("document.getElementById('send').click()")
-        text = "document.getElementById('answer').innerText"
-        browser.wait_for(f"{text}.trim()")  # sampled, so it may end soon
+        browser.wait_for(f"{NAMES}.length > 0 && {RANKS}")
+        yield browser
 
 
-def test_the_death_of_a_rank_is_status_503_and_the_end_of_the_server(server, client, reports):
+@needs_browser
+def test_the_page_in_a_browser_shows_the_map_and_streams_an_answer(plain, server, browser):
+    num_layers = plain[0].config.num_hidden_layers
+    names = browser.evaluate(NAMES)
+    assert {f"model.layers.{index}" for index in range(num_layers)} <= set(names)
+    assert all(f"pid {rank.pid}" in browser.evaluate(RANKS) for rank in server[0])
+    browser.evaluate("document.getElementById('prompt').value = '5 6 7'")
+    browser.evaluate("document.getElementById('max-tokens').value = 4")
+    browser.evaluate("document.getElementById('send').click()")
+    text = "document.getElementById('answer').innerText"
+    browser.wait_for(f"{text}.trim()")  # sampled, so it may end soon
+
+
+def test_the_death_of_a_rank_is_status_503_and_the_end_of_the_server(
+    server, client, reports, browser
+):
     ranks, _ = server
     assert next(reports)["ranks"][1]["state"] == "alive"
     request = {"model": "llama", "prompt": "15", "max_tokens": 95, "n": 4, "temperature": 0}
@@ -682,6 +697,8 @@ def test_the_death_of_a_rank_is_status_503_and_the_end_of_the_server(server, cli
         while not metric(server, "drumline_requests_running"):
             pass
         ranks[1].kill()
+        if browser is not None:
+            browser.wait_for(f"{RANKS}.includes('killed') || {RANKS}.includes('SIGKILL')")
         error = answer.exception(timeout=30)
     assert isinstance(error, openai.InternalServerError) and error.status_code == 503
     assert error.code == "server_unavailable"

@@ -11,6 +11,9 @@ import pytest
 
 import launcher
 from launcher import timings
+from launcher.backends import threads_main
+from launcher.job import Job, Target
+from launcher.local import auto_preload
 
 
 class Unprintable(Exception):
@@ -51,6 +54,33 @@ def test_the_report_shows_the_failed_line_of_a_thread(command):
         and "in divide" in ended.err
         and "launcher/backends/threads.py" not in ended.err
     )
+
+
+def test_threads_find_the_libraries_of_their_script_imported(command):
+    """Two threads that import from a package like transformers at once can miss names of it."""
+    script = command.script("import sys\nprint('numpy' in sys.modules)\nimport numpy")
+    ended = command.run("run", "-n", "2", "--launcher", "threads", script)
+    assert sorted(ended.out.splitlines()) == ["[0] True", "[1] True"], ended.err
+
+
+@pytest.mark.parametrize(
+    ("line", "count"),
+    [
+        ("import torch.distributed as dist", 1),
+        ("from torch.distributed import ReduceOp", 0),
+        ("from accelerate import Accelerator", 1),
+        ("from transformers import AutoTokenizer", 0),
+    ],
+)
+def test_a_library_that_would_see_one_process_is_warned_of(
+    tmp_path, monkeypatch, caplog, line, count
+):
+    (tmp_path / "script.py").write_text(line)
+    monkeypatch.setattr(auto_preload.ImportedNames, "load", lambda names: None)
+    threads_main._import_before_threads(
+        Job(Target("script", str(tmp_path / "script.py")), nprocs=2)
+    )
+    assert caplog.text.count("sees one process, not the 2 ranks") == count
 
 
 def test_ctrl_c_ends_threads_without_a_traceback(command):

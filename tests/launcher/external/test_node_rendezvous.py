@@ -1,5 +1,6 @@
 """Nodes with a launch command each: on two hosts, made of network namespaces, and on this one."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -202,3 +203,30 @@ def test_many_idle_connections_keep_no_node_out(nodes):
     nodes.join()
     for connection in idle:
         connection.close()
+
+
+def test_a_node_whose_packets_are_dropped_says_so_every_few_seconds(monkeypatch, capfd):
+    """Connections that neither succeed nor fail took the time of four of these lines."""
+    monkeypatch.setattr(timings, "TIMINGS", timings.TIMINGS.scaled(0.02))
+    with full_listener() as port, full_listener() as common_port:
+        monkeypatch.setattr(node_rendezvous, "COMMON_PORT", common_port)
+        with pytest.raises(errors.LaunchTimeout, match="timed out"):
+            node_rendezvous.meet(dataclasses.replace(job(1), timeout_s=1.5), port)
+    assert capfd.readouterr().err.count(f"127.0.0.1:{port} (Connection timed out)") > 4
+
+
+@contextlib.contextmanager
+def full_listener():
+    """A port that answers no further connection, as behind a firewall that drops packets."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(2):
+            connection = stack.enter_context(socket.socket())
+            connection.setblocking(False)
+            connection.connect_ex(listener.getsockname())
+        yield listener.getsockname()[1]
+
+
+def test_a_name_that_no_host_can_have_is_an_error_at_once(quick):
+    with pytest.raises(errors.LaunchError, match="is no name of a host"):
+        node_rendezvous.meet(dataclasses.replace(job(1), master_addr="a..b"), 29811)

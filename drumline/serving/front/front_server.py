@@ -1,0 +1,70 @@
+"""The HTTP server of `drumline serve --restarts N`, in the process that starts the ranks.
+
+serve_with_restarts(3, 2, "checkpoint", port=8000)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+from coordinator import Peer
+from drumline.core.device_map import DeviceMap
+from drumline.serving import http_server
+from drumline.serving.front.rank_worker import serve_front
+from drumline.serving.front.remote_scheduler import Message, RemoteScheduler
+from drumline.serving.front.restarting_ranks import RestartingRanks
+from drumline.serving.scheduler import ServingLimits
+
+
+def serve_with_restarts(
+    restarts: int,
+    num_ranks: int,
+    model_path: str,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    key_file: str | None = None,
+    memory: list[str] | None = None,
+    max_length: int | None = None,
+    max_running: int = 16,
+    max_waiting: int = 64,
+    *,
+    dtype: str | None = None,
+    device_map: str = "auto",
+    tp: int | None = None,
+    served_model_name: Sequence[str] | None = None,
+    chat_template: str | None = None,
+    log_requests: bool = False,
+    **options: Any,
+) -> None:
+    """Answer requests here by ranks on this machine, which are started again when one fails.
+
+    Each open request then goes on behind the tokens that it has. Returns when stopped. restarts: at
+    most so many. The others as in http_server.serve().
+
+    Raises LaunchError if the ranks cannot load the model, and PeerLost when one is lost after the
+    last restart, once every open request was answered with that error.
+    """
+    endpoint = http_server.Endpoint.open(
+        model_path, host, port, key_file, max_length, chat_template, options
+    )
+    from drumline.serving.app import Service
+
+    limits = ServingLimits(endpoint.max_length, max_running, max_waiting)
+    names = http_server.served_names(model_path, served_model_name)
+    service = Service(names, None, endpoint.tokenizer, limits)
+    scheduler = service.scheduler
+    assert isinstance(scheduler, RemoteScheduler)
+
+    def on_ready(info: Message) -> None:
+        service.status.device_map = DeviceMap.from_json(info["device_map"])
+        service.status.peers = [Peer.unpack(peer.encode()) for peer in info["peers"]]
+
+    map_options = {"dtype": dtype, "device_map": device_map, "tp": tp}
+    sizes = (endpoint.max_length, max_running, max_waiting)
+    arguments = (model_path, memory, *sizes, map_options, options)
+    ranks = RestartingRanks(scheduler, serve_front, arguments, num_ranks, restarts, on_ready)
+    with endpoint.listener, contextlib.closing(ranks):
+        ranks.wait_until_ready()
+        http_server.serve_requests(service, endpoint, log_requests)

@@ -1,0 +1,162 @@
+"""The ranks behind a front: rank 0 takes sequences from it, and sends their tokens.
+
+launcher.start(serve_front, nprocs=2, args=(address, "checkpoint", memory, 4096, 16, 64, {}))
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import signal
+import socket
+import threading
+from typing import Any
+
+from coordinator import Coordinator, RankFailure
+from drumline.core.consistency import run_on_all_ranks
+from drumline.errors import PeerLost
+from drumline.serving import http_server
+from drumline.serving.front.json_lines import hang_up, messages, to_line
+from drumline.serving.front.remote_scheduler import Message
+from drumline.serving.grammar import GrammarCompiler
+from drumline.serving.sampling import Grammar, SamplingParams
+from drumline.serving.scheduler import BatchScheduler, Generation, ServerStopping, ServingLimits
+from drumline.strategies.load import load
+from drumline.strategies.with_model import read_model_tokenizer
+
+
+def serve_front(
+    address: str,
+    model_path: str,
+    memory: list[str] | None,
+    max_length: int,
+    max_running: int,
+    max_waiting: int,
+    map_options: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
+    """Load the model over all ranks, and generate what the front asks for until it leaves.
+
+    Collective. address: of the front's abstract socket (unix(7)) on this host. map_options:
+    dtype, device_map and tp. The others as in http_server.serve().
+
+    Raises PeerLost when a rank is lost.
+    """
+    # The front decides when the ranks end, so that they do not obey the signal themselves.
+    with http_server.handling_signals(signal.SIG_IGN), Coordinator() as coor:
+        connection = run_on_all_ranks(coor, lambda: _connected(address, coor))
+        with (
+            connection or contextlib.nullcontext(),
+            load(
+                model_path,
+                coor=coor,
+                max_memory=memory,
+                batch=max_running,
+                length=max_length,
+                **map_options,
+                **options,
+            ) as model,
+        ):
+            assert connection is not None  # the other ranks never leave load()
+            # The front has no more sequences open than run and wait there: all may wait here.
+            limits = http_server.limits_for(
+                model, max_length, max_running, max_running + max_waiting
+            )
+            read_tokenizer = functools.partial(read_model_tokenizer, model_path, **options)
+            RankWorker(connection, coor, model, limits, read_tokenizer).run()
+
+
+def _connected(address: str, coor: Coordinator) -> socket.socket | None:
+    if not coor.is_master():
+        return None
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(f"\0{address}")
+    return connection
+
+
+class RankWorker:
+    """Rank 0's end of the connection to the front."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        coor: Coordinator,
+        model: Any,
+        limits: ServingLimits,
+        read_tokenizer: Any,
+    ) -> None:
+        self._connection, self._coor, self._model = connection, coor, model
+        self._read_tokenizer = read_tokenizer
+        self._send_lock = threading.Lock()
+        self._running: dict[int, Generation] = {}
+        self._failure: PeerLost | None = None
+        self._scheduler = BatchScheduler(model, limits, self._fail)
+
+    def run(self) -> None:
+        """Generate until the front leaves. Raises PeerLost if a rank is lost."""
+        with (
+            contextlib.closing(self._scheduler),
+            self._coor.on_failure(self._on_failure, is_waiting=lambda: False),
+        ):
+            self._send(
+                {
+                    "vocabulary": self._scheduler.vocabulary,
+                    "end_tokens": sorted(self._scheduler.end_tokens),
+                    "device_map": self._model.device_map.to_json(),
+                    "peers": [peer.pack().decode() for peer in self._coor.peers],
+                }
+            )
+            for message in messages(self._connection):
+                self._receive(message)
+        if self._failure is not None:
+            raise self._failure
+
+    def _on_failure(self, failure: RankFailure) -> None:
+        self._fail(PeerLost(f"rank 0: {failure.text}", failures=(failure,)))
+
+    def _fail(self, failure: PeerLost) -> None:
+        """End run()."""
+        self._failure = self._failure or failure
+        hang_up(self._connection)
+
+    def _send(self, message: Message) -> None:
+        with contextlib.suppress(OSError), self._send_lock:  # the front has left
+            self._connection.sendall(to_line(message))
+
+    def _receive(self, message: Message) -> None:
+        if "cancel" in message:
+            if item := self._running.pop(message["cancel"], None):
+                item.cancel()
+            return
+        for sequence in message["start"]:
+            try:
+                self._start(**sequence)
+            except Exception as error:  # of this sequence, such as one of its grammar
+                self._send({"id": sequence["id"], "error": str(error)})
+
+    def _start(
+        self, id: int, prompt: list[int], new_tokens: list[int], params: Any, schema: Any
+    ) -> None:
+        def on_token(token: int) -> bool:
+            logprob, batch = item.sampler.logprob, self._scheduler.largest_batch
+            self._send({"id": id, "token": token, "logprob": logprob, "batch": batch})
+            return True
+
+        def on_end(reason: str | Exception) -> None:
+            self._running.pop(id, None)
+            if isinstance(reason, Exception) and not isinstance(reason, (PeerLost, ServerStopping)):
+                self._send({"id": id, "error": str(reason)})
+
+        params["stop_tokens"] = frozenset(params["stop_tokens"])
+        params["logit_bias"] = tuple((token, bias) for token, bias in params["logit_bias"])
+        grammar: Grammar | None = None if schema is None else self._grammars.json(schema)
+        item = Generation(
+            prompt, SamplingParams(**params), on_token, on_end, self._scheduler.end_tokens, grammar
+        )
+        item.resume(new_tokens)
+        self._running[id] = item
+        self._scheduler.submit([item])
+
+    @functools.cached_property
+    def _grammars(self) -> GrammarCompiler:
+        return GrammarCompiler(self._read_tokenizer(), self._scheduler.vocabulary)

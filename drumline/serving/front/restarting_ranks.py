@@ -1,0 +1,199 @@
+"""Ranks that are started again when one of them dies or is suspended.
+
+ranks = RestartingRanks(scheduler, serve_front, arguments, num_ranks=2, restarts=3, on_ready=print)
+ranks.wait_until_ready()
+ranks.close()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import launcher
+from drumline import timings
+from drumline.errors import DrumlineError, PeerLost
+from drumline.serving.front.json_lines import hang_up, messages, to_line
+from drumline.serving.front.remote_scheduler import Message, RemoteScheduler
+
+log = logging.getLogger("drumline")
+
+UCRED = struct.Struct("3i")  # pid, uid and gid: SO_PEERCRED of unix(7)
+
+
+class RestartingRanks:
+    """Starts ranks from a thread, connects each new rank 0 to the scheduler, and ends them.
+
+    work: what ranks run, as serve_front(), and its arguments without the address. restarts: at
+    most so often. on_ready(info): called with the first message of each rank 0.
+    """
+
+    def __init__(
+        self,
+        scheduler: RemoteScheduler,
+        work: Callable[..., None],
+        arguments: tuple[Any, ...],
+        num_ranks: int,
+        restarts: int,
+        on_ready: Callable[[Message], None],
+    ) -> None:
+        self._scheduler, self._work, self._arguments = scheduler, work, arguments
+        self._num_ranks, self._restarts, self._on_ready = num_ranks, restarts, on_ready
+        self._is_closed = threading.Event()
+        self._was_ready: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name="restarting-ranks")
+        self._thread.start()
+
+    def wait_until_ready(self) -> None:
+        """Return once the model is loaded. Raises the LaunchError of ranks that cannot load it."""
+        self._was_ready.result()
+
+    def close(self) -> None:
+        """Let the ranks end, and kill them if they do not; return when none is left."""
+        self._is_closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        for count in range(self._restarts + 1):
+            try:
+                error = self._serve_once()
+            except Exception as problem:  # such as no descriptors left to start with
+                error = problem
+            if self._is_closed.is_set():
+                return
+            if not self._was_ready.done():
+                return self._was_ready.set_exception(error)
+            cause = str(error).split("\n")[0]
+            if count < self._restarts:
+                self._scheduler.num_restarts += 1
+                log.warning("restart %d of %d after %s", count + 1, self._restarts, cause)
+        text = (
+            f"{cause}, and no restart is left of --restarts {self._restarts}; start the server "
+            "again, and allow more if the reason is gone."
+        )
+        self._scheduler.fail(PeerLost(text))
+
+    def _serve_once(self) -> Exception:
+        """Start the ranks and pass messages on until they have ended; why they have."""
+        address = f"drumline-{secrets.token_hex(16)}"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"\0{address}")
+            listener.listen()
+            arguments, preload = (address, *self._arguments), [self._work.__module__]
+            with (
+                launcher.start(
+                    self._work, self._num_ranks, args=arguments, preload=preload
+                ) as launch,
+                contextlib.closing(RankConnection(listener)) as connection,
+            ):
+                reader = threading.Thread(target=self._read, args=(connection,))
+                reader.start()
+                why_kill = self._watch(launch, reader)
+                connection.close()
+                reader.join()
+                return _ended(launch, why_kill)
+
+    def _read(self, connection: RankConnection) -> None:
+        try:
+            for message in connection.messages():
+                if "id" in message:
+                    self._scheduler.receive(message)
+                else:
+                    self._on_ready(message)
+                    self._scheduler.resume(message, connection.send)
+                    if not self._was_ready.done():
+                        self._was_ready.set_result(None)
+        finally:
+            self._scheduler.suspend()
+
+    def _watch(self, launch: launcher.Launch, reader: threading.Thread) -> str:
+        """Wait until the ranks end or have to; why they must be killed, or nothing."""
+        well_at = time.monotonic()
+        while not self._is_closed.wait(timings.TIMINGS.failure_poll_s):
+            if launch.poll() is not None or not reader.is_alive():
+                return ""
+            suspended = [rank for rank, pid in enumerate(launch.pids) if _is_suspended(pid)]
+            if not suspended:
+                well_at = time.monotonic()
+            elif time.monotonic() - well_at > timings.TIMINGS.suspended_s:
+                return f"rank {suspended[0]} (pid {launch.pids[suspended[0]]}) was suspended"
+        return "the server ended while they loaded" if self._scheduler.is_restarting else ""
+
+
+def _is_suspended(pid: int) -> bool:
+    stat = launcher.linux.process_stat(pid) if pid else None
+    return stat is not None and stat.is_stopped
+
+
+def _ended(launch: launcher.Launch, why_kill: str) -> Exception:
+    """Why the ranks have ended, once they have; those that do not in time are killed."""
+    try:
+        if not why_kill:
+            launch.wait(timings.TIMINGS.ranks_end_s)
+            return DrumlineError("the ranks ended without an error")
+    except launcher.LaunchError as error:
+        return error
+    except TimeoutError:
+        why_kill = "one rank ended and another did not"
+    launch.stop()
+    launch.stop()  # at once
+    with contextlib.suppress(launcher.LaunchError):
+        launch.wait()
+    return DrumlineError(why_kill)
+
+
+class RankConnection:
+    """The front's end of the connection to rank 0, which has yet to connect to the listener."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._sockets, self._is_closed = [listener], False
+        self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+
+    def send(self, message: Message) -> None:
+        """Send soon; never blocks, whatever rank 0 does."""
+        self._outbox.put(message)
+
+    def messages(self) -> Iterator[Message]:
+        """Yield until rank 0 is gone, or the connection is closed."""
+        with contextlib.suppress(OSError), self._accepted() as connection:
+            self._sockets.append(connection)
+            if self._is_closed:
+                return
+            sender = threading.Thread(target=self._send_all, args=(connection,))
+            sender.start()
+            try:
+                yield from messages(connection)
+            finally:
+                self.close()
+                sender.join()
+
+    def close(self) -> None:
+        """End messages(), even while something is being sent; from any thread."""
+        self._is_closed = True
+        for end in self._sockets:
+            hang_up(end)
+        self._outbox.put(None)
+
+    def _accepted(self) -> socket.socket:
+        """Rank 0's connection: the kernel tells whose it is. Raises OSError after close()."""
+        while True:
+            connection, _ = self._sockets[0].accept()
+            peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size)
+            if UCRED.unpack(peer)[1] == os.getuid():
+                return connection
+            connection.close()
+
+    def _send_all(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while (message := self._outbox.get()) is not None:
+                connection.sendall(to_line(message))

@@ -1,0 +1,113 @@
+"""Sequences that go on with other ranks than those that they began with."""
+
+import contextlib
+import socket
+import threading
+
+import pytest
+
+import drumline
+from coordinator import Coordinator
+from drumline.serving.front.json_lines import hang_up, messages, to_line
+from drumline.serving.front.rank_worker import RankWorker
+from drumline.serving.front.remote_scheduler import RemoteScheduler
+from drumline.serving.sampling import SamplingParams
+from drumline.serving.scheduler import BatchScheduler, Generation, ServingLimits
+
+LIMITS = ServingLimits(max_length=200)
+PARAMS = [
+    SamplingParams(max_tokens=30, temperature=0, ignore_eos=True),
+    SamplingParams(max_tokens=30, temperature=1.5, seed=7, logit_bias=((9, 1.0),), ignore_eos=True),
+    SamplingParams(max_tokens=30, presence_penalty=1.0, repetition_penalty=1.2, seed=8),
+    SamplingParams(max_tokens=30, seed=9, num_logprobs=2, min_tokens=20),
+]
+
+
+class Client:
+    """One sequence, its tokens so far and how it ended; on_token is called for each token."""
+
+    def __init__(self, params, on_token=lambda: True):
+        self.logprobs, self.reason, self.has_ended = [], None, threading.Event()
+
+        def note(_):
+            self.logprobs.append(self.generation.sampler.logprob)
+            return on_token()
+
+        self.generation = Generation([5, 6, 7], params, note, self._end, {2})
+
+    def _end(self, reason):
+        self.reason = reason
+        self.has_ended.set()
+
+    def result(self):
+        assert self.has_ended.wait(60)
+        return self.generation.new_tokens, self.reason, self.logprobs
+
+
+@contextlib.contextmanager
+def ranks(path, scheduler):
+    """One rank behind the scheduler; gives a function that ends it in the middle of its work."""
+    front, rank = socket.socketpair()
+    with drumline.load(path) as model, Coordinator() as coor, front, rank:
+        worker = RankWorker(rank, coor, model, LIMITS, None)
+
+        def send(message):
+            with contextlib.suppress(OSError):  # the rank has ended
+                front.sendall(to_line(message))
+
+        def read():
+            for message in messages(front):
+                if "id" in message:
+                    scheduler.receive(message)
+                else:
+                    scheduler.resume(message, send)
+            scheduler.suspend()
+
+        threads = [threading.Thread(target=target) for target in (read, worker.run)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield lambda: hang_up(front)
+        finally:
+            hang_up(front)
+            for thread in threads:
+                thread.join()
+
+
+def test_sequences_go_on_with_the_tokens_that_one_server_gives_them(plain):
+    """Each ends as if no rank had gone, greedy or sampled, whatever came before it went."""
+    scheduler = BatchScheduler(plain[0], LIMITS)
+    alone = [Client(params) for params in PARAMS]
+    scheduler.submit([client.generation for client in alone])
+    expected = [client.result() for client in alone]
+    scheduler.close()
+
+    remote, has_tokens = RemoteScheduler(LIMITS, print), threading.Semaphore(0)
+    clients = [Client(params, lambda: has_tokens.release() or True) for params in PARAMS]
+    with ranks(plain[1], remote) as end:
+        remote.submit([client.generation for client in clients])
+        for _ in range(25):
+            assert has_tokens.acquire(timeout=60)
+        end()
+    assert remote.is_restarting and remote.num_waiting == len(remote.unfinished()) > 0
+    with ranks(plain[1], remote):
+        results = [client.result() for client in clients]
+    for result, other in zip(results, expected, strict=True):
+        assert result[:2] == other[:2]
+        for logprob, other_logprob in zip(result[2], other[2], strict=True):
+            if other_logprob is not None:
+                assert logprob.token == other_logprob.token
+                assert logprob.logprob == pytest.approx(other_logprob.logprob, abs=1e-4)
+    assert remote.num_running == remote.num_waiting == 0
+
+
+def test_a_stop_string_ends_a_sequence_at_the_ranks_and_an_error_ends_it_alone(plain):
+    remote = RemoteScheduler(LIMITS, print)
+    endless = SamplingParams(max_tokens=190, temperature=0, ignore_eos=True)
+    refused = SamplingParams(max_tokens=30, temperature=0, logit_bias=((1 << 40, 1.0),))
+    with ranks(plain[1], remote):
+        clients = [Client(endless, lambda: False), Client(refused), Client(PARAMS[0])]
+        remote.submit([client.generation for client in clients])
+        results = [client.result() for client in clients]
+    assert results[0][1] == "stop" and len(results[0][0]) == 1
+    assert isinstance(results[1][1], Exception) and len(results[2][0]) == 30

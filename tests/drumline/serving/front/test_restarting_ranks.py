@@ -1,0 +1,126 @@
+"""Ranks that die or are suspended, and start again; their model is a counter."""
+
+import os
+import signal
+import socket
+import threading
+import time
+from contextlib import closing
+
+import pytest
+
+import launcher
+from drumline import timings
+from drumline.serving.front.remote_scheduler import RemoteScheduler
+from drumline.serving.front.restarting_ranks import RankConnection, RestartingRanks
+from drumline.serving.sampling import SamplingParams
+from drumline.serving.scheduler import Generation, ServerBusy, ServingLimits
+from drumline.timings import ModelTimings
+from tests.programs.counting_rank import count
+
+LIMITS = ServingLimits(max_length=100, max_running=1, max_waiting=2)
+
+
+def sequence(max_tokens):
+    """A sequence, what it posts a token or its end to, and how it ended."""
+    posted, reasons = threading.Semaphore(0), []
+
+    def on_end(reason):
+        reasons.append(reason)
+        posted.release()
+
+    params = SamplingParams(max_tokens=max_tokens)
+    return Generation([5], params, lambda _: posted.release() or True, on_end), posted, reasons
+
+
+def wait_for(posted, number):
+    for _ in range(number):
+        assert posted.acquire(timeout=60)
+
+
+def pids_of(rank_0):
+    """Of both ranks, which are children of one fork server, once both are."""
+    parent, deadline = launcher.linux.process_stat(rank_0).parent, time.monotonic() + 60
+    while time.monotonic() < deadline:
+        processes = launcher.linux.processes().items()
+        others = [pid for pid, stat in processes if stat.parent == parent and pid != rank_0]
+        if others:
+            return [rank_0, *others]
+    raise AssertionError("rank 1 was not started")
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    """Starts ranks of which each sends two tokens of a sequence; gives the pids of each start."""
+    monkeypatch.setattr(timings, "TIMINGS", ModelTimings(suspended_s=0.5, ranks_end_s=1))
+
+    def run(scheduler, restarts):
+        starts = []
+        ranks = RestartingRanks(
+            scheduler, count, (2,), 2, restarts, lambda info: starts.append(pids_of(info["pid"]))
+        )
+        return ranks, starts
+
+    return run
+
+
+def test_a_sequence_survives_its_ranks_until_no_restart_is_left(serve):
+    losses = []
+    scheduler = RemoteScheduler(LIMITS, losses.append)
+    ranks, starts = serve(scheduler, restarts=2)
+    with closing(ranks):
+        ranks.wait_until_ready()
+        item, posted, reasons = sequence(9)
+        scheduler.submit([item])
+        for rank, number in ((1, signal.SIGKILL), (0, signal.SIGSTOP)):
+            wait_for(posted, 2)
+            assert not scheduler.is_restarting and scheduler.num_running == 1
+            os.kill(starts[-1][rank], number)
+        wait_for(posted, 2)
+        assert item.new_tokens == [0, 1, 2, 3, 4, 5] and scheduler.num_restarts == 2
+        os.kill(starts[-1][0], signal.SIGKILL)
+        wait_for(posted, 1)
+    assert reasons == losses and "no restart is left" in str(losses[0])
+    assert len({pid for pids in starts for pid in pids}) == 6
+    assert not any(launcher.linux.process_stat(pid) for pids in starts for pid in pids)
+
+
+def test_what_comes_while_ranks_start_waits_for_them_and_the_queue_keeps_its_length(serve):
+    scheduler = RemoteScheduler(LIMITS, print)
+    items = [sequence(2) for _ in range(3)]
+    for item, _, _ in items:
+        scheduler.submit([item])
+    with pytest.raises(ServerBusy):
+        scheduler.submit([sequence(2)[0]])
+    assert scheduler.is_restarting and (scheduler.num_running, scheduler.num_waiting) == (0, 3)
+    items[1][0].cancel()
+    ranks, starts = serve(scheduler, restarts=0)
+    with closing(ranks):
+        for (_, posted, reasons), tokens, end in zip(
+            items, (2, 0, 2), ("length", "cancelled", "length"), strict=True
+        ):
+            wait_for(posted, tokens + 1)
+            assert reasons == [end]
+    assert not any(map(launcher.linux.process_stat, starts[0]))
+
+
+def test_ranks_that_never_were_ready_are_not_started_again(serve):
+    ranks = RestartingRanks(RemoteScheduler(LIMITS, print), count, ("two", 2), 1, 3, print)
+    with closing(ranks), pytest.raises(launcher.LaunchError, match="TypeError"):
+        ranks.wait_until_ready()
+
+
+def test_a_connection_can_be_closed_while_rank_0_reads_nothing():
+    """A rank 0 that is suspended takes what its socket's buffer holds, and no more."""
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as rank:
+        listener.bind("")  # the kernel chooses a name
+        listener.listen()
+        connection = RankConnection(listener)
+        reader = threading.Thread(target=list, args=(connection.messages(),))
+        reader.start()
+        rank.connect(listener.getsockname())
+        connection.send({"start": ["x" * (8 << 20)]})
+        assert rank.recv(1)  # the sender is at it
+        connection.close()
+        reader.join(60)
+        assert not reader.is_alive()

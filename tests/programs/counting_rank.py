@@ -1,0 +1,27 @@
+"""Ranks behind a front without a model: the tokens of a sequence are 0, 1, 2 and so on.
+
+They import no torch, so that tests can start them again and again.
+"""
+
+import os
+import signal
+import socket
+
+import launcher
+from drumline.serving.front.json_lines import messages, to_line
+
+
+def count(address: str, num_tokens: int) -> None:
+    """Send num_tokens tokens of each sequence, and then wait; rank 0 ends with its connection."""
+    if launcher.current().rank:
+        signal.pause()
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(f"\0{address}")
+        ready = {"vocabulary": 64, "end_tokens": [], "pid": os.getpid()}
+        connection.sendall(to_line(ready))
+        for message in messages(connection):
+            for sequence in message.get("start", ()):
+                first = len(sequence["new_tokens"])
+                for token in range(first, first + num_tokens):
+                    answer = {"id": sequence["id"], "token": token, "logprob": None, "batch": 1}
+                    connection.sendall(to_line(answer))
