@@ -82,8 +82,8 @@ def model_on_meta(
     """The model on meta, and its profile with the sizes that its weights have in memory."""
     if options.dequantize:
         config = without_quantization(config)
-    wanted = options.rest.get("quantization_config")
-    model, tensor_nbytes = model_profile.build_as_kept(kind, config, dtype, wanted)
+    quantization = options.rest.get("quantization_config")
+    model, tensor_nbytes = model_profile.build_as_kept(kind, config, dtype, quantization)
     return model, model_profile.profile_model(model, tensor_nbytes=tensor_nbytes)
 
 

@@ -323,7 +323,7 @@ def test_weights_that_stay_quantized_are_planned_with_the_memory_that_they_take(
         planned = {name: model.device_map.nbytes[name] for name in model.device_map.of(0)}
         parts = {name: model.get_submodule(name) for name in planned}
         tensors = {name: [*part.parameters(), *part.buffers()] for name, part in parts.items()}
-        return planned, {name: sum(t.nbytes for t in each) for name, each in tensors.items()}
+        return planned, {name: sum(t.nbytes for t in tensors[name]) for name in tensors}
 
     planned, kept = on_master(folder, 2, sizes, device_map={"": 0, "model.layers.1": 1})
     assert planned == kept
