@@ -32,7 +32,7 @@ REQUESTS = [
         "model": "llama",
         "prompt": prompt,
         "max_tokens": 60,
-        "ignore_eos": True,
+        "ignore_eos": len(prompt) < 10,
         "stream": stream,
         **sampling,
     }
