@@ -167,9 +167,11 @@ docs: .venv/ready
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # The wheel comes from the sdist, one for all Pythons (abi3), and is checked where nothing else is:
-# it alone is installed and starts ranks, and every extra of a user resolves.
+# it alone is installed and starts ranks, every extra of a user resolves, and the small ones install.
 EXTRAS := accelerate serve gguf plot complete mpi ray cuda12 cuda13
+INSTALLED_EXTRAS := accelerate,serve,gguf,plot,complete
 RELEASE := build/release
+CLEAN = env -u PYTHONPATH $(CURDIR)/$(RELEASE)/clean/bin
 .PHONY: release
 release:
 	@echo "== building the sdist and the wheel into dist/"
@@ -180,12 +182,16 @@ release:
 	@PATH="$(CURDIR)/$(RELEASE)/tools/bin:$$PATH" auditwheel repair -w dist $(RELEASE)/*.whl
 	@cp $(RELEASE)/*.tar.gz dist/
 	@echo "== checking the wheel in a clean environment"
-	@$(RELEASE)/clean/bin/python -m pip install --quiet $(PIP_OPTIONS) dist/*.whl
+	@$(CLEAN)/python -m pip install --quiet $(PIP_OPTIONS) dist/*.whl
 	@cp examples/02_allreduce.py $(RELEASE)/
-	@cd $(RELEASE) && env -u PYTHONPATH clean/bin/drumline run -n 2 02_allreduce.py
-	@for extra in $(EXTRAS); do echo "== resolving [$$extra]"; \
-	  $(RELEASE)/clean/bin/python -m pip install --quiet --dry-run "$$(echo dist/*.whl)[$$extra]" || exit 1; done
+	@cd $(RELEASE) && $(CLEAN)/drumline run -n 2 02_allreduce.py
 	@$(RELEASE)/tools/bin/cyclonedx-py environment $(RELEASE)/clean/bin/python -o dist/sbom.cdx.json
+	@for extra in $(EXTRAS); do echo "== resolving [$$extra]"; \
+	  $(CLEAN)/python -m pip install --quiet --dry-run "$$(echo dist/*.whl)[$$extra]" || exit 1; done
+	@echo "== installing [$(INSTALLED_EXTRAS)]"
+	@$(CLEAN)/python -m pip install --quiet $(PIP_OPTIONS) "$$(echo dist/*.whl)[$(INSTALLED_EXTRAS)]"
+	@cd $(RELEASE) && $(CLEAN)/python -c \
+	  "import accelerate, argcomplete, gguf, matplotlib, drumline.serving.app"
 	@cd dist && sha256sum * > SHA256SUMS && cat SHA256SUMS
 
 .PHONY: clean

@@ -42,6 +42,7 @@ LARGE: list[Case] = [
     ("decode, batch 1", 1, 16, 24),
     ("decode, batch 32", 32, 16, 12),
     ("prefill, 8 x 512", 8, 512, 1),
+    ("prefill, 1 x 2048", 1, 2048, 1),
 ]
 SMALL: list[Case] = [("a token of a tiny model", 1, 16, 64)]
 Times = dict[str, list[dict[str, Any]]]  # by peer
@@ -71,7 +72,7 @@ def speeds(options: argparse.Namespace) -> None:
         columns = (*columns, "equal", f"{ONE} (ms)", "cost (ms)", f"{ONE} / this")
         table = Table("inference", columns, note, options.save)
         for case in LARGE:  # a launch each, so that its rows are kept when it ends
-            rounds = options.repeats * (3 if case[1] == 1 else 1)  # those of one row are short
+            rounds = options.repeats * (3 if case[1:3] == (1, 16) else 1)  # which are short
             found = launch(folder, options.layers, [case], rounds)
             add(table, case, found[case[0]])
     table.end()

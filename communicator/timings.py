@@ -17,8 +17,8 @@ class CommunicatorTimings:
     liveness_poll_s: float = 0.1
     # Longer than the kernel takes from closing a dead process's sockets to reaping it.
     exit_lag_s: float = 0.5
-    # Longer than a request to a torch Store takes; grows from look to look, up to the next.
-    store_poll_s: float = 0.0002
+    # The first pause between two looks into a torch Store; grows from look to look.
+    store_poll_s: float = 0.00005
     # Longer than ranks take to meet; how late one notices that another has died meanwhile.
     store_wait_s: float = 1.0
     # Longer than store_poll_s; how late a rank notices that the others have come.

@@ -18,6 +18,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -149,6 +150,20 @@ def test_the_tutorials_model_runs_on_two_machines(hosts, tmp_path):
     told = hosts.typed(page, start, **{"generate.py": tmp_path / "generate.py"})
     (tokens,) = re.findall(r"\[1, 2, 3, 4, 5, .*\]", "".join(told))
     assert len(tokens.split(",")) == 13
+
+
+def test_a_job_that_is_stopped_saves_the_step_of_all_ranks(warm, tmp_path):
+    (script,) = [text for _, text in FILE.findall((ROOT / "docs" / "training.md").read_text())]
+    (tmp_path / "resume.py").write_text(
+        script.replace('"checkpoint.pt", 300', '"checkpoint.pt", 10**9')
+    )
+    words = ["-m", "launcher", "run", "-n", "2", "resume.py"]
+    job = warm.start(*words, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path)
+    assert job.stdout.readline().startswith("[0] step 100: loss")
+    job.send_signal(signal.SIGTERM)
+    output, _ = job.communicate(100)
+    assert "saved step" in output and job.returncode == 143
+    assert (tmp_path / "checkpoint.pt").exists()
 
 
 def test_the_kubernetes_manifest_is_valid():
@@ -308,3 +323,8 @@ def test_every_page_is_in_the_navigation():
     assert {page.relative_to(ROOT / "docs").as_posix() for page in PAGES} == set(
         re.findall(r"- ([\w/-]+\.md)", navigation)
     )
+
+
+def test_the_site_names_the_version():
+    (version,) = re.findall(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert f"site_name: drumline {version}\n" in (ROOT / "mkdocs.yml").read_text()

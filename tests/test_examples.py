@@ -44,6 +44,13 @@ def test_trainers_of_others_run_on_our_backend_under_torchrun():
     assert "2 ranks agree" in done.stdout and "2 ranks: the loss fell" in done.stdout
 
 
+def test_an_executor_answers_and_tells_of_a_worker_that_is_killed(warm):
+    done = warm.run(ROOT / "examples" / "executor" / "executor.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for line in ("equal: True", "lost: rank 1", "raised: rank 1"):
+        assert line in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_fits_a_screen_and_says_how_to_run_it(path):
     text = path.read_text()

@@ -23,7 +23,7 @@ MODULES_OF_EXTRAS = {
 """Modules that only the commands of an extra import, and so may import its packages at the top."""
 NOT_INSTALLED = {"ray": "ray", "mpi4py": "mpi4py", "cupy": "cupy-cuda12x"}
 """Distributions of packages that this machine may lack, so that their metadata cannot be asked."""
-ENGINES = {"vllm"}
+ENGINES = {"vllm", "sglang"}
 """Packages that import our adapter in drumline/engines, not the other way: no extra has them."""
 
 

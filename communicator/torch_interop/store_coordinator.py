@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NoReturn, cast
 
 from torch.distributed import DistNetworkError, PrefixStore, ProcessGroup, Store
@@ -60,8 +61,7 @@ class StoreCoordinator(ValueCollectives):
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self.ranks = tuple(global_ranks) or tuple(range(world_size))
         self._reset()
-        token, own = secrets.token_hex(8), Peer.me(LaunchInfo("alone"))
-        own = replace(own, rank=self.ranks[rank])
+        token, own = secrets.token_hex(8), replace(_own_process(os.getpid()), rank=self.ranks[rank])
         me = own.pack().decode()
         meeting = _Meeting(store, token, own, rank, world_size)
         self.check_more: Callable[[], None] = lambda: self._check_meeting(meeting)
@@ -227,8 +227,10 @@ class StoreCoordinator(ValueCollectives):
     def _await_prefix(self, meeting: _Meeting) -> str:
         """The name that rank 0 gives to this rank, and so never to a dead one."""
         self._wait(meeting.store, [meeting.answer_key], meeting.keys)
-        self._check_meeting(meeting)
-        return meeting.prefix_and_lost()[0]
+        prefix, lost = meeting.prefix_and_lost()
+        if lost:
+            self._check_meeting(meeting)
+        return prefix
 
     def _answer_requests(self, meeting: _Meeting, keys: list[str]) -> None:
         """Answer all requests, those of dead ranks too, until every rank has written its key."""
@@ -300,6 +302,12 @@ class StoreCoordinator(ValueCollectives):
             f"{waited} ranks {late} of {self.world_size} to make the same communicator. Do all "
             f"ranks make the same process groups, in the same order? {more}"
         )
+
+
+@lru_cache(maxsize=1)
+def _own_process(_: int) -> Peer:
+    """The process of this pid, which is this one; to look at it takes as long as an exchange."""
+    return Peer.me(LaunchInfo("alone"))
 
 
 class _Meeting:

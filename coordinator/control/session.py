@@ -374,7 +374,8 @@ def _locate_server_by_store(info: LaunchInfo, timeout_s: float) -> _ServerLocati
 
 def _listener_next_to_store(info: LaunchInfo) -> socket.socket:
     if not spans_nodes(info):
-        return bound(socket.AF_INET, ("127.0.0.1", 0))
+        loopback = "::1" if ":" in info.master_addr else "127.0.0.1"
+        return bound(family_of(loopback), (loopback, 0))
     family, address = candidates(info)[0]
     try:
         return bound(family, (host_addresses.local_address_for(family, address), 0))

@@ -8,14 +8,12 @@ be wrong is checked where vLLM imports the platform that it names.
 
 from __future__ import annotations
 
-import re
-
 import launcher
 from communicator import Unsupported
 
 ENGINE = "vllm"
 PLATFORM = "drumline.engines.vllm_platform.DrumlinePlatform"
-FIRST, AFTER_LAST = (0, 32), (0, 33)  # the versions whose base classes were read and tried
+VERSIONS = (0, 32), (0, 33)  # the first, and the one after the last, that was read and tried
 
 
 def platform() -> str | None:
@@ -30,18 +28,6 @@ def timeout_s() -> float:
     """The deadline of each call among vLLM's workers."""
     request = launcher.engine_request(ENGINE)
     return 300.0 if request is None or request.timeout_s is None else request.timeout_s
-
-
-def check_version(version: str) -> None:
-    """Raise Unsupported for a vLLM whose interface this adapter was not written for."""
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers is not None and FIRST <= tuple(map(int, numbers.groups())) < AFTER_LAST:
-        return
-    first, after_last = (".".join(map(str, numbers)) for numbers in (FIRST, AFTER_LAST))
-    raise Unsupported(
-        f"DRUMLINE_VLLM=1 with vLLM {version}: this drumline works with vLLM >= {first}, "
-        f"< {after_last}. Install such a vLLM, or unset DRUMLINE_VLLM to run vLLM without drumline."
-    )
 
 
 def check_platform(name: str | None) -> str:

@@ -8,13 +8,14 @@ import vllm
 from vllm import platforms
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from drumline.engines.vllm import check_platform, check_version, timeout_s
+from drumline.engines import check_version
+from drumline.engines.vllm import ENGINE, VERSIONS, check_platform, timeout_s
 
 COMMUNICATOR = "drumline.engines.vllm_communicator.VllmCommunicator"
 
 
 def _detected_platform() -> Any:
-    check_version(vllm.__version__)
+    check_version(ENGINE, vllm.__version__, *VERSIONS)
     timeout_s()
     return resolve_obj_by_qualname(check_platform(platforms.cpu_platform_plugin()))
 

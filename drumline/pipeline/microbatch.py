@@ -25,6 +25,9 @@ ACCELERATED = 16
 
 NEVER = 1 << 40
 
+MIN_CHUNKS, MAX_CHUNKS_PER_STAGE = 4, 16
+"""Of a prompt: with fewer, the pipeline is half empty; each is a thread on its way."""
+
 GROUPS_PER_STAGE = 4
 """The more groups, the shorter are the times in which the pipeline fills and empties."""
 
@@ -75,6 +78,13 @@ def groups_of_pass(batch: int, tokens: int, stages: int, scale: int = 1) -> int:
     """
     groups = min(batch, GROUPS_PER_STAGE * stages)
     return max(1, min(groups, batch * tokens // (SMALLEST_PASS * scale)))
+
+
+def tokens_of_chunk(tokens: int, stages: int, scale: int = 1) -> int:
+    """The tokens of each part of a prompt that is split along them; 0 leaves it whole."""
+    if stages < 2 or tokens < MIN_CHUNKS * SMALLEST_PASS * scale:
+        return 0
+    return max(SMALLEST_PASS * scale, -(-tokens // (MAX_CHUNKS_PER_STAGE * stages)))
 
 
 def groups_of_generation(batch: int, stages: int, scale: int = 1) -> int:
@@ -141,10 +151,12 @@ def may_be_chunked(inputs: Mapping[str, Any], past: int, size: int) -> bool:
     """True if a pass may be split along its tokens, as far as its inputs say."""
     batch, tokens = shape(inputs)
     mask, keep = inputs.get("attention_mask"), inputs.get("logits_to_keep") or 0
+    if not is_by_row(inputs, batch):
+        return False
     is_flat = mask is None or (mask.dim() == 2 and mask.shape[1] == past + tokens)
     is_short = not keep or 0 < keep <= (tokens - 1) % size + 1
     is_usual = not inputs.get("output_hidden_states") and inputs.get("return_dict") is not False
-    return is_by_row(inputs, batch) and is_flat and is_short and is_usual
+    return is_flat and is_short and is_usual
 
 
 def is_ordinary(options: Mapping[str, Any], *defaults: Any) -> bool:

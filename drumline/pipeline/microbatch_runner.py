@@ -93,5 +93,6 @@ class MicrobatchThread(threading.Thread):
         except BaseException as error:
             self.future.set_exception(error)
         finally:
+            del self.begin  # a cycle of references would keep its cache until it is collected
             self.microbatches.turn.release()
             self.has_left.set()

@@ -8,6 +8,7 @@ next token of some rows while another works on that of the others.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -24,6 +25,12 @@ from drumline.pipeline.unsupported import RemoteLayerError
 
 Whole = Callable[..., Any]
 
+OWN_HOOKS = ("drumline.", "transformers.")
+"""Modules whose hooks on layers may be given a part of a batch."""
+
+MASKS_OF_WINDOWS = ("create_sliding_window_causal_mask", "create_chunked_causal_mask")
+"""Functions of transformers in the code of models that have such layers."""
+
 
 class MicrobatchMixin:
     """Mixed into the class of a model: its passes and generations are split where that is safe.
@@ -31,12 +38,13 @@ class MicrobatchMixin:
     Each row's tokens are those of the whole batch; as with another batch size, the last bits of a
     logit may differ. `model.micro_batches = False` leaves every batch whole.
 
-    `model.prefill_chunk = 512` splits longer prompts of a causal model into spans of so many tokens
-    that follow each other. Attention then adds up in another order, so it is not done unasked.
+    Long prompts of a causal model are split into spans of tokens that follow each other.
+    `model.prefill_chunk = 512` makes shorter prompts long, and 512 the tokens of a span; with 0,
+    prompts stay whole.
     """
 
     micro_batches = True
-    prefill_chunk = 0
+    prefill_chunk: int | None = None
     device_map: Any
     config: Any
     generation_config: Any
@@ -54,7 +62,7 @@ class MicrobatchMixin:
         whole: Whole = super().__call__  # type: ignore[misc]
         groups = [] if args else self._groups_of_pass(kwargs)
         if len(groups) < 2:
-            chunks = [] if args or not self.prefill_chunk else self._chunks(kwargs)
+            chunks = [] if args else self._chunks(kwargs)
             return self._run_chunks(whole, chunks) if len(chunks) > 1 else whole(*args, **kwargs)
         assert self._driver is not None
         cache = kwargs.get("past_key_values")
@@ -90,22 +98,27 @@ class MicrobatchMixin:
             return []
         cache = inputs.get("past_key_values")
         fits = inputs.get("use_cache") is False if cache is None else can_be_merged(cache)
-        sure = fits and microbatch.is_by_row(inputs, batch) and self._keeps_no_state
+        sure = fits and microbatch.is_by_row(inputs, batch) and self._may_be_split
         return microbatch.rows(batch, groups) if sure else []
 
     def _chunks(self, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The inputs of consecutive spans of a prompt, if a pass may be split so."""
+        if self._driver is None:
+            return []
         cache, (_, tokens) = inputs.get("past_key_values"), microbatch.shape(inputs)
-        if tokens <= self.prefill_chunk or self._driver is None or torch.is_grad_enabled():
+        size = self.prefill_chunk
+        if size is None:
+            size = microbatch.tokens_of_chunk(tokens, *self._stages) if self.micro_batches else 0
+        if not 0 < size < tokens or torch.is_grad_enabled():
             return []
         if cache is None or not has_known_layers(cache):
             return []
-        if not self._keeps_no_state or self._last_layer is None:
+        if not (self._may_be_split and self._is_causal(cache)) or self._last_layer is None:
             return []
         past = int(cache.get_seq_length())
-        if not microbatch.may_be_chunked(inputs, past, self.prefill_chunk):
+        if not microbatch.may_be_chunked(inputs, past, size):
             return []
-        return microbatch.chunks(inputs, past, self.prefill_chunk)
+        return microbatch.chunks(inputs, past, size)
 
     def _run_chunks(self, whole: Whole, chunks: list[dict[str, Any]]) -> Any:
         """One cache for all: a chunk begins when the last layer of the one before is called."""
@@ -140,12 +153,27 @@ class MicrobatchMixin:
             return []
         defaults = (options.get("generation_config"), self.generation_config)
         rest = {name: value for name, value in options.items() if name != "generation_config"}
-        sure = microbatch.is_ordinary(rest, *defaults) and self._keeps_no_state
+        sure = microbatch.is_ordinary(rest, *defaults) and self._may_be_split
         return microbatch.rows(batch, groups) if sure else []
 
-    @cached_property
-    def _keeps_no_state(self) -> bool:
-        return microbatch.keeps_no_state(self.config)
+    @property
+    def _may_be_split(self) -> bool:
+        """True if nothing remains of a pass but its outputs and the cache.
+
+        A hook of the script's own would see a part of the batch at a time.
+        """
+        modules = self.modules()  # type: ignore[attr-defined]
+        return microbatch.keeps_no_state(self.config) and not any(map(_is_hooked, modules))
+
+    def _is_causal(self, cache: Any) -> bool:
+        """True unless a token sees later ones, as in BERT, or in one pass more earlier ones than
+        the cache keeps, as in Moshi, whose code makes no masks of windows."""
+        modules = self.modules()  # type: ignore[attr-defined]
+        code = vars(sys.modules[type(self).__module__])
+        has_windows = any(getattr(layer, "is_sliding", False) for layer in cache.layers)
+        return (not has_windows or any(name in code for name in MASKS_OF_WINDOWS)) and all(
+            getattr(module, "is_causal", True) is not False for module in modules
+        )
 
     @cached_property
     def _stages(self) -> tuple[int, int]:
@@ -169,6 +197,11 @@ class MicrobatchMixin:
             if value is not None:
                 return int(value[0] if isinstance(value, (list, tuple)) else value)
         return 0  # rows without an end are all of one length
+
+
+def _is_hooked(module: Any) -> bool:
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(not str(getattr(hook, "__module__", "")).startswith(OWN_HOOKS) for hook in hooks)
 
 
 def _tensors(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -95,8 +95,9 @@ def environment(job: Job) -> dict[str, str]:
 
 
 def _rendezvous(job: Job) -> list[str]:
-    if job.nnodes == 1:  # as --standalone, but with our launch_id
-        return ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{job.master_addr}:{job.master_port}"]
+    if job.nnodes == 1:  # as --standalone, but with our launch_id, and whatever the host's name is
+        endpoint = ["--rdzv-endpoint", f"{job.master_addr}:{job.master_port}"]
+        return ["--rdzv-backend", "c10d", *endpoint, "--local-addr", job.master_addr]
     port = ports.of_nodes(job.launch_id, job.master_port)
     nodes = ["--nnodes", str(job.nnodes), "--node-rank", str(job.node_rank)]
     return [*nodes, "--master-addr", job.master_addr, "--master-port", str(port)]

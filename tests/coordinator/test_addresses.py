@@ -4,10 +4,12 @@ import os
 import resource
 import socket
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from coordinator import Coordinator, CoordinatorError
+from coordinator.control import session
 from launcher import LaunchInfo
 
 
@@ -35,6 +37,14 @@ def test_a_descriptor_that_listens_everywhere_is_an_error():
         pytest.raises(CoordinatorError, match="every interface"),
     ):
         Coordinator(info(master_fd=str(anywhere.fileno())))
+
+
+@pytest.mark.parametrize("loopback", ["::1", "127.0.0.1"])
+def test_rank_0_listens_beside_a_store_of_either_family(loopback):
+    if loopback == "::1" and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("no IPv6 here")
+    with session._listener_next_to_store(replace(info(), master_addr=loopback)) as listener:
+        assert listener.getsockname()[0] == loopback
 
 
 @pytest.mark.parametrize("rank", [0, 1])

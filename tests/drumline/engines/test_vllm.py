@@ -143,7 +143,7 @@ def test_the_deadline_of_calls_is_the_users(monkeypatch):
 @pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.0", "dev"])
 def test_another_vllm_is_refused_with_what_to_do(vllm, version):
     vllm.__version__ = version
-    with pytest.raises(Unsupported, match=rf"vLLM {version}: .*vLLM >= 0.32, < 0.33.*unset"):
+    with pytest.raises(Unsupported, match=rf"vllm {version}: .*vllm >= 0.32, < 0.33.*unset"):
         importlib.import_module("drumline.engines.vllm_platform")
 
 

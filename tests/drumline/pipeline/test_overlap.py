@@ -36,6 +36,19 @@ def test_a_pass_is_cut_only_into_groups_that_are_worth_it(batch, tokens, stages)
     assert groups == 1 or batch * tokens >= groups * microbatch.SMALLEST_PASS
 
 
+@given(st.integers(1, 1 << 18), st.integers(1, 64), st.sampled_from([1, microbatch.ACCELERATED]))
+def test_a_prompt_is_cut_only_into_chunks_that_are_worth_it(tokens, stages, scale):
+    size, least = (
+        microbatch.tokens_of_chunk(tokens, stages, scale),
+        microbatch.SMALLEST_PASS * scale,
+    )
+    if not size:
+        assert stages == 1 or tokens < microbatch.MIN_CHUNKS * least
+        return
+    most = microbatch.MAX_CHUNKS_PER_STAGE * stages
+    assert size >= least and microbatch.MIN_CHUNKS <= -(-tokens // size) <= most
+
+
 dims = st.lists(st.integers(1, 6), min_size=1, max_size=5)
 
 
@@ -293,6 +306,57 @@ def test_a_long_prompt_in_chunks_gives_the_same_tokens(
     torch.testing.assert_close(found[1], wanted[1], rtol=1e-3, atol=1e-4)
     assert groups == [6, 6, 6]
     assert found[2] >= (nprocs > 2)  # the master's own layers are not counted
+
+
+WINDOWS = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "sliding_window": 5,
+    "initializer_range": 0.5,
+    "pad_token_id": 0,
+}
+
+
+def long_prompt(model: Any) -> Any:
+    ids = torch.randint(3, 64, (1, 31), generator=torch.Generator().manual_seed(5))
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": None}
+    return model.generate(ids, max_new_tokens=6, **options).tolist()
+
+
+@pytest.mark.parametrize("nprocs", [2, 3])
+def test_a_long_prompt_goes_in_chunks_of_itself(checkpoints, on_master, small, groups, nprocs):
+    plain, path = checkpoints.make("mistral-chunks", "MistralForCausalLM", **WINDOWS)
+    assert on_master(path, nprocs, long_prompt) == long_prompt(plain)
+    assert groups == [5]
+
+
+@pytest.mark.parametrize("family", ["BertLMHeadModel", "MoshiForCausalLM"])
+def test_a_prompt_whose_tokens_see_more_than_a_cache_says_stays_whole(
+    checkpoints, on_master, small, groups, family
+):
+    plain, path = checkpoints.make(f"{family}-chunks", family, **WINDOWS)
+    assert on_master(path, 2, long_prompt) == long_prompt(plain)
+    assert not groups
+
+
+def test_a_prompt_or_batch_that_a_hook_looks_at_stays_whole(checkpoints, on_master, small, groups):
+    """The hook saw a part of it at a time, and what it kept was the last."""
+
+    def work(model):
+        seen = []
+        layer = model.model.layers[5]
+        layer.register_forward_hook(lambda module, given, state: seen.append([*state.shape[:2]]))
+        return long_prompt(model), greedy(model), seen
+
+    plain, path = checkpoints.llama()
+    wanted = work(plain)
+    plain.model.layers[5]._forward_hooks.clear()
+    assert on_master(path, 2, work) == wanted
+    assert not groups
 
 
 def test_chunks_are_not_made_where_layers_come_back_to_the_master(checkpoints, on_master, groups):

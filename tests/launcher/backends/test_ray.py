@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -120,6 +121,24 @@ def test_first_failure_ends_the_launch_and_is_named(work, how, code, message):
         launcher.launch(work.fail, nprocs=2, launcher="ray", args=(1, how), timeout_s=50)
     assert raised.value.exit_code == code
     assert raised.value.failures[0].rank == 1
+
+
+FAILING_ACTOR = """
+import sys
+from launcher import LaunchInfo
+from launcher.backends.ray.ray_actor import RankActor
+sys.excepthook = lambda *error: print("Ray's hook")  # as in Ray's workers
+info = LaunchInfo("once", 1, 1, 0, 0, "127.0.0.1", 1).to_bytes()
+print(RankActor().run(info, 1, 0, bytes(32), False, "/", "script", sys.argv[1], "[]"))
+"""
+
+
+def test_a_failure_is_returned_and_not_printed_as_well(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("1 / 0")
+    run = [sys.executable, "-c", FAILING_ACTOR, str(script)]
+    ended = subprocess.run(run, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert ended.stdout.startswith('{"failure"') and "division by zero" in ended.stdout, ended
 
 
 def test_launch_that_takes_too_long_is_ended(work):

@@ -96,6 +96,12 @@ def test_each_of_several_nodes_gets_a_command_of_its_own():
     assert command.endswith("-m train")
 
 
+def test_a_host_whose_name_nobody_resolves_is_named_by_its_address():
+    """torchrun gave its ranks the host's name as MASTER_ADDR, and they waited for it in vain."""
+    command = " ".join(torchrun.command(Job(Target("module", "train"), nprocs=2)))
+    assert "--rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1 " in command
+
+
 DEAF = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

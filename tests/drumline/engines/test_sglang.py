@@ -1,0 +1,131 @@
+"""The adapter for SGLang beside a stand-in with the recorded interface of its SGLang.
+
+SGLang itself was never run with it: it does not install without CUDA.
+"""
+
+import importlib
+import inspect
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed import HashStore, ProcessGroup
+
+from communicator import Unsupported
+from communicator.torch_interop import store_coordinator
+from drumline.engines import sglang as entry
+
+RECORD = json.loads((Path(__file__).parent / "sglang_signatures.json").read_text())
+ROOT = Path(__file__).parents[3]
+BACKEND = "get_torch_distributed_backend_str"
+
+
+def parameters(function):
+    return [*inspect.signature(function).parameters]
+
+
+@pytest.fixture
+def sglang(monkeypatch):
+    """The stand-in's modules, with what the record has; SGLang's CPU engine is chosen."""
+    names = {
+        "sglang": {},
+        "sglang.version": {"__version__": RECORD["version"]},
+        "sglang.srt": {},
+        "sglang.srt.platforms": {"_is_cpu_available": lambda: True},
+        "sglang.srt.platforms.cpu": {
+            "CpuSRTPlatform": type("CpuSRTPlatform", (), {BACKEND: lambda self: "gloo"})
+        },
+        "sglang.srt.plugins": {},
+        "sglang.srt.plugins.hook_registry": {
+            "HookType": SimpleNamespace(AROUND="around"),
+            "HookRegistry": SimpleNamespace(register=None),
+        },
+    }
+    for name, members in names.items():
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+        parent, _, last = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], last, module)
+    monkeypatch.delitem(sys.modules, "drumline.engines.sglang_platform", raising=False)
+    monkeypatch.setenv("DRUMLINE_SGLANG", "1")
+    yield sys.modules["sglang"]
+    sys.modules.pop("drumline.engines.sglang_platform", None)
+
+
+def imported_platform():
+    module, _, name = entry.platform().rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def test_it_does_nothing_unless_it_was_asked_for(monkeypatch):
+    monkeypatch.delenv("DRUMLINE_SGLANG", raising=False)
+    assert entry.platform() is None and entry.hooks() is None
+
+
+def test_the_entry_points_are_in_the_groups_where_sglang_looks():
+    project = (ROOT / "pyproject.toml").read_text()
+    for group, name in (("PLATFORM_PLUGINS_GROUP", "platform"), ("GENERAL_PLUGINS_GROUP", "hooks")):
+        table = project.partition(
+            f'[project.entry-points."{RECORD[f"sglang.srt.plugins.{group}"]}"]'
+        )
+        assert table[2].partition("\n\n")[0].endswith(f'drumline = "{entry.__name__}:{name}"')
+        assert callable(getattr(entry, name))
+
+
+def test_the_platform_is_sglangs_for_cpus_with_our_backend(sglang):
+    platform = imported_platform()
+    assert platform.__mro__[1] is sys.modules["sglang.srt.platforms.cpu"].CpuSRTPlatform
+    assert "CpuDeviceMixin" in RECORD["sglang.srt.platforms.cpu.CpuSRTPlatform"]
+    recorded = RECORD[f"sglang.srt.platforms.cpu.CpuDeviceMixin.{BACKEND}"]
+    assert parameters(getattr(platform, BACKEND)) == recorded
+    assert getattr(platform(), BACKEND)() in torch.distributed.Backend.backend_list
+
+
+@pytest.mark.parametrize("version", ["0.5.22", "0.5.24", "0.6.0", "dev"])
+def test_another_sglang_is_refused_with_what_to_do(sglang, version):
+    sglang.version.__version__ = version
+    with pytest.raises(Unsupported, match=rf"sglang {version}: .*sglang >= 0.5.23, .*unset"):
+        imported_platform()
+
+
+def test_sglang_for_another_device_is_refused(sglang):
+    sglang.srt.platforms._is_cpu_available = lambda: False
+    with pytest.raises(Unsupported, match="without SGLANG_USE_CPU_ENGINE=1"):
+        imported_platform()
+
+
+def test_a_wrong_request_is_raised_where_sglang_does_not_swallow_it(sglang, monkeypatch):
+    monkeypatch.setenv("DRUMLINE_SGLANG", "yes")
+    with pytest.raises(ValueError, match="DRUMLINE_SGLANG='yes' is neither 1 nor 0"):
+        imported_platform()
+
+
+def test_the_hook_is_registered_around_the_sum_of_sglangs_groups(sglang):
+    registered = []
+    registry = sglang.srt.plugins.hook_registry.HookRegistry
+    registry.register = lambda *arguments: registered.append(arguments)
+    entry.hooks()
+    assert registered == [(entry.SUM, entry.all_reduce, "around")]
+    recorded = RECORD["sglang.srt.plugins.hook_registry.HookRegistry.register"]
+    assert recorded[1:4] == ["target", "hook", "hook_type"]
+    assert parameters(entry.all_reduce)[1:] == ["group", RECORD[entry.SUM][1]]
+
+
+def test_the_sum_of_a_group_is_ours_and_of_one_rank_sglangs(ranks, sglang, monkeypatch):
+    store = HashStore()
+    monkeypatch.setattr(store_coordinator, "_get_process_group_store", lambda group: store)
+
+    def body(info):
+        group = SimpleNamespace(world_size=3, cpu_group=ProcessGroup(info.rank, 3))
+        sums = [entry.all_reduce(None, group, torch.ones(4)).tolist() for _ in range(2)]
+        group.drumline_communicator.close()
+        return sums
+
+    assert ranks(body, 3) == [[[3.0] * 4] * 2] * 3
+    alone = SimpleNamespace(world_size=1)
+    assert entry.all_reduce(lambda *arguments: arguments, alone, torch.ones(1))[0] is alone
