@@ -5,10 +5,13 @@ make engines
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 900
+RESUMED_S = 60.0
 MARK = "CHECK_VLLM_RUN"  # a variable that every process of a run inherits
 NOT_OURS = ("mpich", "sm_segment")  # of MPI, which no run starts
 SETTINGS = {
@@ -86,29 +90,47 @@ def left_behind(mark: str, before: set[str]) -> list[str]:
     return left
 
 
+def resume(mark: str) -> None:
+    """Let stopped workers of the run go on: they see that vLLM has ended, and end.
+
+    vLLM waits a few seconds for its workers and kills them, unless it is killed before itself.
+    """
+    deadline_s = time.monotonic() + RESUMED_S
+    while time.monotonic() < deadline_s and (
+        left := left_behind(mark, set(os.listdir("/dev/shm")))
+    ):
+        for name in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(name.split()[1]), signal.SIGCONT)
+        time.sleep(0.2)
+
+
 def generate(run: Run, model: Path, folder: Path) -> tuple[dict[str, object], str]:
     """The result of a run, and all that it printed."""
     path = folder / f"{run.name}.json"
     script = [str(HERE / "generate.py"), str(model), str(path), *run.options.split()]
     mark, before = uuid.uuid4().hex, set(os.listdir("/dev/shm"))
-    done = subprocess.run(
-        [sys.executable, *run.python, *script],
-        env={**os.environ, **SETTINGS, **run.environ, MARK: mark},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    path.with_suffix(".log").write_text(done.stdout)
+    log = path.with_suffix(".log")
+    with log.open("w") as output:  # no pipe, which a worker that is left would keep open
+        done = subprocess.run(
+            [sys.executable, *run.python, *script],
+            env={**os.environ, **SETTINGS, **run.environ, MARK: mark},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=TIMEOUT_S,
+        )
+    if "STOP" in run.options:
+        resume(mark)
+    printed = log.read_text()
     if done.returncode:
-        sys.exit(f"{run.name}: exit code {done.returncode}\n{done.stdout[-6000:]}")
+        sys.exit(f"{run.name}: exit code {done.returncode}\n{printed[-6000:]}")
     left = left_behind(mark, before)
     if run.environ and left:
         sys.exit(f"{run.name}: left behind: {left}")
     results = [json.loads(result.read_text()) for result in folder.glob(f"{run.name}.json.*")]
     if any(result != results[0] for result in results):
         sys.exit(f"{run.name}: its ranks differ: {results}")
-    return results[0], done.stdout
+    return results[0], printed
 
 
 def check_tokens(run: Run, results: dict[str, dict[str, object]]) -> str:
