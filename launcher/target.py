@@ -97,7 +97,19 @@ def check(target: Target) -> None:
         shadowing.check(sys.path[:1])
 
 
+def import_from_working_directory() -> None:
+    """Look for modules there first, as `python -m` does, and a console script does not."""
+    if not _is_safe_path():
+        sys.path.insert(0, _working_directory())
+
+
+def _is_safe_path() -> bool:
+    return getattr(sys.flags, "safe_path", False)  # python -P, from Python 3.11 on
+
+
 def _check_script(path: Path) -> None:
+    if path.is_fifo() or path.parts[:2] == ("/", "dev"):
+        raise TargetError(f"only one rank could read {str(path)!r}: save the script to a file")
     try:
         with io.open_code(os.path.abspath(main_file(str(path)))):
             pass
@@ -162,8 +174,7 @@ def _script(name: str) -> tuple[ModuleType, CodeType]:
 
 def import_path(target: Target) -> list[str]:
     """A rank's sys.path: a script's folder in the place of the folder of `python -m launcher`."""
-    is_safe_path = getattr(sys.flags, "safe_path", False)  # python -P, from Python 3.11 on
-    if target.kind != "script" or is_safe_path:
+    if target.kind != "script" or _is_safe_path():
         return list(sys.path)
     folder = os.path.dirname(os.path.realpath(main_file(target.name)))
     return [folder, *sys.path[sys.path[:1] == [_working_directory()] :]]

@@ -100,8 +100,10 @@ class PluginCommunicator(Communicator):
 
     def _load_plugin(self) -> None:
         self._plugin = _native.open(self.path)
-        empty_messages = bool(self._plugin.caps & EMPTY)
-        self.capabilities = replace(self.capabilities, empty_messages=empty_messages)
+        empty = bool(self._plugin.caps & EMPTY)
+        self.capabilities = replace(
+            self.capabilities, empty_messages=empty, empty_collectives=empty
+        )
 
     def _agree(self) -> tuple[str, bytes]:
         """A name no other group has, and rank 0's unique id; all must have the same library."""
@@ -273,6 +275,12 @@ class PluginCommunicator(Communicator):
     def do_allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
         self._comm.allreduce(tensor, op, out)
 
+    def do_gather(self, out: torch.Tensor | None, tensor: torch.Tensor, dst: int) -> None:
+        self._comm.gather(tensor, out, dst)
+
+    def do_scatter(self, out: torch.Tensor, rows: torch.Tensor | None, src: int) -> None:
+        self._comm.scatter(out, rows, src)
+
     def do_group(self, calls: list[P2PCall]) -> None:
         self._comm.group_start()
         try:
@@ -306,6 +314,8 @@ REPLACEMENTS = {
     "allgather": ("allgather", Communicator.allgather),
     "reduce_scatter": ("reduce_scatter", Communicator.reduce_scatter),
     "alltoall": ("alltoall", Communicator.alltoall),
+    "gather": ("do_gather", Communicator.do_gather),
+    "scatter": ("do_scatter", Communicator.do_scatter),
     "barrier": ("barrier", Communicator.barrier),
     "group_start": ("do_group", Communicator.do_group),
     "mem_alloc": ("_empty_shared", _empty_private),

@@ -34,7 +34,7 @@ extern "C" {
 #endif
 
 #define COMM_ABI_MAJOR 1u
-#define COMM_ABI_MINOR 4u
+#define COMM_ABI_MINOR 5u
 #define COMM_UNIQUE_ID_MAX 4096u
 
 /* Results. 0 to 8 have the numbers of ncclResult_t. */
@@ -237,6 +237,16 @@ typedef struct comm_plugin {
     /* From any thread: the deadline of later calls, instead of the one given to init. Does not
      * block. */
     comm_result (*set_timeout)(comm_t comm, int32_t timeout_ms);
+
+    /* Since abi_minor 5. */
+    /* Collectives, as those above. count elements from each rank: recv holds nranks * count on dst,
+     * and may be NULL on the other ranks. In place on dst: send == recv + dst * count. */
+    comm_result (*gather)(comm_t comm, const void* send, void* recv, uint64_t count,
+                          comm_dtype dtype, int32_t dst, comm_stream stream);
+    /* count elements for each rank: send holds nranks * count on src, and may be NULL on the other
+     * ranks. In place on src: recv == send + src * count. */
+    comm_result (*scatter)(comm_t comm, const void* send, void* recv, uint64_t count,
+                           comm_dtype dtype, int32_t src, comm_stream stream);
 } comm_plugin;
 
 /* Whether the table p reaches as far as entry f, and offers it. */

@@ -138,6 +138,65 @@ PyObject* comm_alltoall(FASTCALL_ARGUMENTS) {
 
 namespace {
 
+// One rank's part, and the rows of all ranks, which the root alone has; None on the others.
+bool read_part_and_rows(const CallSite& site, PyObject* const* values, const char* root_name,
+                        TensorView* part, TensorView* rows, int32_t* root) {
+    if (read_tensor(site, values[0], part) < 0 || read_peer(site, values[2], root_name, root) < 0)
+        return false;
+    rows->data = nullptr;
+    if (*root != site.rank) return true;
+    if (read_tensor(site, values[1], rows) < 0 ||
+        check_shape(site, *rows, *part, site.nranks, 0) < 0)
+        return false;
+    bool in_place = part->data == rows->data + site.rank * part->nbytes();
+    return in_place || check_overlap(site, *part, *rows, false) == 0;
+}
+
+}  // namespace
+
+PyObject* comm_gather(FASTCALL_ARGUMENTS) {
+    static const char* const names[] = {"tensor", "out", "dst", nullptr};
+    PyObject* values[3];
+    if (!parse("gather", args, nargs, keywords, names, values, 3)) return nullptr;
+    Comm* self = comm_of(object);
+    CallSite site = site_of(self, "gather");
+    if (!COMM_HAS(self->table, gather)) return raise_not_offered(site, self->table);
+    TensorView from, to;
+    int32_t dst;
+    comm_stream stream;
+    if (!read_part_and_rows(site, values, "dst", &from, &to, &dst) ||
+        current_stream(site, &stream) < 0)
+        return nullptr;
+    if (!call_with_tensor(self, site, from, [&](comm_t comm) {
+            return self->table->gather(comm, from.data, to.data, from.numel, from.dtype, dst,
+                                       stream);
+        }))
+        return nullptr;
+    Py_RETURN_NONE;
+}
+
+PyObject* comm_scatter(FASTCALL_ARGUMENTS) {
+    static const char* const names[] = {"out", "rows", "src", nullptr};
+    PyObject* values[3];
+    if (!parse("scatter", args, nargs, keywords, names, values, 3)) return nullptr;
+    Comm* self = comm_of(object);
+    CallSite site = site_of(self, "scatter");
+    if (!COMM_HAS(self->table, scatter)) return raise_not_offered(site, self->table);
+    TensorView from, to;
+    int32_t src;
+    comm_stream stream;
+    if (!read_part_and_rows(site, values, "src", &to, &from, &src) ||
+        current_stream(site, &stream) < 0)
+        return nullptr;
+    if (!call_with_tensor(self, site, to, [&](comm_t comm) {
+            return self->table->scatter(comm, from.data, to.data, to.numel, to.dtype, src, stream);
+        }))
+        return nullptr;
+    Py_RETURN_NONE;
+}
+
+namespace {
+
 bool read_p2p_arguments(Comm* self, const CallSite& site, PyObject** values, const char* name,
                         TensorView* view, int32_t* peer, comm_stream* stream) {
     if (read_tensor(site, values[0], view) < 0 || read_peer(site, values[1], name, peer) < 0 ||

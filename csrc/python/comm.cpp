@@ -269,6 +269,8 @@ PyMethodDef comm_methods[] = {
     {"reduce_scatter", as_method(comm_reduce_scatter), FAST,
      "reduce_scatter(tensor, op, out) -> out"},
     {"alltoall", as_method(comm_alltoall), FAST, "alltoall(tensor, out) -> out"},
+    {"gather", as_method(comm_gather), FAST, "gather(tensor, out, dst), out on dst only"},
+    {"scatter", as_method(comm_scatter), FAST, "scatter(out, rows, src), rows on src only"},
     {"send", as_method(comm_send), FAST, "send(tensor, dst)"},
     {"recv", as_method(comm_recv), FAST, "recv(tensor, src) -> tensor"},
     {"barrier", comm_barrier, METH_NOARGS, "barrier()"},

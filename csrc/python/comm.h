@@ -90,6 +90,8 @@ PyObject* comm_reduce(FASTCALL_ARGUMENTS);
 PyObject* comm_allgather(FASTCALL_ARGUMENTS);
 PyObject* comm_reduce_scatter(FASTCALL_ARGUMENTS);
 PyObject* comm_alltoall(FASTCALL_ARGUMENTS);
+PyObject* comm_gather(FASTCALL_ARGUMENTS);
+PyObject* comm_scatter(FASTCALL_ARGUMENTS);
 PyObject* comm_send(FASTCALL_ARGUMENTS);
 PyObject* comm_recv(FASTCALL_ARGUMENTS);
 PyObject* comm_barrier(PyObject* object, PyObject*);

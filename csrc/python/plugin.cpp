@@ -127,6 +127,8 @@ PyObject* plugin_offers(PyObject* object, PyObject* argument) {
     OFFERED(finalize);
     OFFERED(stream_check);
     OFFERED(set_timeout);
+    OFFERED(gather);
+    OFFERED(scatter);
 #undef OFFERED
     return PyBool_FromLong(offered);
 }

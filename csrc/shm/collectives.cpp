@@ -372,6 +372,43 @@ void ShmCommunicator::alltoall(const void* send, void* recv, uint64_t count, com
     });
 }
 
+void ShmCommunicator::gather(const void* send, void* recv, uint64_t count, comm_dtype dtype,
+                             int32_t dst, comm_stream) {
+    size_t size = checked_size(*this, dtype);
+    const char* from = static_cast<const char*>(send);
+    char* to = static_cast<char*>(recv);
+    if (nranks == 1) return copy(to, from, count * size);
+    CallSignature call{Collective::gather, count, dtype, 0, dst};
+    in_rounds(*this, call, slot_bytes() / size, [&](uint64_t first, uint64_t part) {
+        if (rank != dst) put(slot(rank), from + first * size, part * size);
+        step();
+        if (rank != dst) return;
+        copy(to + (rank * count + first) * size, from + first * size, part * size);
+        for_each_peer(*this, [&](int peer) {
+            std::memcpy(to + (peer * count + first) * size, slot(peer), part * size);
+        });
+    });
+}
+
+void ShmCommunicator::scatter(const void* send, void* recv, uint64_t count, comm_dtype dtype,
+                              int32_t src, comm_stream) {
+    size_t size = checked_size(*this, dtype);
+    const char* from = static_cast<const char*>(send);
+    char* to = static_cast<char*>(recv);
+    if (nranks == 1) return copy(to, from, count * size);
+    size_t stride = piece_bytes(slot_bytes(), nranks);
+    CallSignature call{Collective::scatter, count, dtype, 0, src};
+    in_rounds(*this, call, stride / size, [&](uint64_t first, uint64_t part) {
+        auto row = [&](int of_rank) { return from + (of_rank * count + first) * size; };
+        if (rank == src)
+            for_each_peer(
+                *this, [&](int peer) { put(slot(rank) + peer * stride, row(peer), part * size); });
+        step();
+        const char* own = rank == src ? row(rank) : slot(src) + rank * stride;
+        copy(to + first * size, own, part * size);
+    });
+}
+
 void ShmCommunicator::barrier(comm_stream) {
     if (nranks == 1) return;
     begin(CallSignature{Collective::barrier, 0, COMM_UINT8, 0, 0});

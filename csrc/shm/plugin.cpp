@@ -82,6 +82,8 @@ comm_plugin make_shm_plugin() {
     table.stream_notify = stream_notify;
     table.stream_check = stream_check;
     table.set_timeout = set_timeout;
+    table.gather = plugin::TableEntry<&ShmCommunicator::gather>::call;
+    table.scatter = plugin::TableEntry<&ShmCommunicator::scatter>::call;
     return table;
 }
 

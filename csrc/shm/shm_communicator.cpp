@@ -37,7 +37,8 @@ CallSignature unpack(uint64_t packed, uint64_t count) {
 
 const char* name_of(Collective collective) {
     static const char* const names[] = {"setup",  "barrier",   "allreduce",      "broadcast",
-                                        "reduce", "allgather", "reduce_scatter", "alltoall"};
+                                        "reduce", "allgather", "reduce_scatter", "alltoall",
+                                        "gather", "scatter"};
     return names[static_cast<int>(collective)];
 }
 
@@ -51,9 +52,10 @@ std::string describe(const CallSignature& call, const Shape& shape) {
     if (call.collective == Collective::barrier || call.collective == Collective::none) return text;
     text += " of " + describe_tensor(call.count, call.dtype, shape);
     if (has_op(call.collective)) text += std::string(", ") + name_of_op(call.op);
-    if (call.collective == Collective::broadcast)
+    if (call.collective == Collective::broadcast || call.collective == Collective::scatter)
         text += ", from rank " + std::to_string(call.root);
-    if (call.collective == Collective::reduce) text += ", to rank " + std::to_string(call.root);
+    if (call.collective == Collective::reduce || call.collective == Collective::gather)
+        text += ", to rank " + std::to_string(call.root);
     return text;
 }
 

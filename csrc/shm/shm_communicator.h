@@ -27,7 +27,9 @@ enum class Collective : uint8_t {
     reduce,
     allgather,
     reduce_scatter,
-    alltoall
+    alltoall,
+    gather,
+    scatter
 };
 
 // What must be the same on all ranks, besides the shape.
@@ -92,6 +94,10 @@ class ShmCommunicator {
     void reduce_scatter(const void* send, void* recv, uint64_t count, comm_dtype dtype, comm_op op,
                         comm_stream);
     void alltoall(const void* send, void* recv, uint64_t count, comm_dtype dtype, comm_stream);
+    void gather(const void* send, void* recv, uint64_t count, comm_dtype dtype, int32_t dst,
+                comm_stream);
+    void scatter(const void* send, void* recv, uint64_t count, comm_dtype dtype, int32_t src,
+                 comm_stream);
     void barrier(comm_stream);
     // p2p.cpp
     void send(const void* buffer, uint64_t count, comm_dtype dtype, int32_t dst, comm_stream);

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import is_accelerate_available
 
+from drumline.core.device_map import DeviceMap
 from drumline.core.meta_init import no_code_prompt
 from drumline.errors import DrumlineError, exit_code
 from drumline.planner.plan import KINDS
@@ -48,6 +50,8 @@ def models_over_all_ranks() -> Iterator[None]:
             return original.__func__(cls, path, *args, **options)
         _check_single(loaded, path)
         loaded.append(load_over_all_ranks(cls, path, options))
+        if is_accelerate_available():  # which hooks encoders of models that have this attribute
+            loaded[0].hf_device_map = devices_by_module(loaded[0].device_map)
         return loaded[0]
 
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)
@@ -70,6 +74,14 @@ def _check_single(loaded: list[Any], path: Any) -> None:
             "its first model until the script ends; load the second model without a device_map, "
             "or in another script."
         )
+
+
+def devices_by_module(device_map: DeviceMap) -> dict[str, str]:
+    """The device of each module as transformers writes it, those of rank 0 first: a pipeline takes
+    the first one. What is on another rank has no device here that a script could move tensors to.
+    """
+    places = sorted(device_map.places.items(), key=lambda item: item[1][0])
+    return {name: f"rank {rank} {device}" if rank else device for name, (rank, device) in places}
 
 
 def load_over_all_ranks(cls: Any, path: Any, options: dict[str, Any]) -> Any:

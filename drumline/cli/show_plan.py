@@ -17,7 +17,7 @@ from drumline.planner.load_options import LoadOptions
 from drumline.planner.memory import nbytes
 from drumline.planner.plan import plan
 from drumline.strategies.load import checkpoint_dtype
-from drumline.strategies.plan_inputs import describe_model
+from drumline.strategies.plan_inputs import describe_model, model_on_meta
 
 
 def show_plan(
@@ -39,10 +39,10 @@ def show_plan(
     bandwidth: bytes that a rank reads in a second. hop_us: latency between two ranks.
     html, png: files for pictures of the map. options: of `load`.
     """
-    config, kind = describe_model(model_path, LoadOptions(**options))
+    request = LoadOptions(**options)
+    config, kind = describe_model(model_path, request)
     torch_dtype = checkpoint_dtype(dtype, config)
-    model = model_profile.build_on_meta(kind, config, torch_dtype)
-    weights = model_profile.profile_model(model)
+    model, weights = model_on_meta(kind, config, torch_dtype, request)
     profile = model_profile.with_tokens(weights, config, torch_dtype, batch, length)
     free_nbytes = {(rank, "cpu"): nbytes(size) for rank, size in enumerate(memory)}
     speeds = uniform_speeds(free_nbytes, nbytes=nbytes(bandwidth), hop_s=hop_us * 1e-6)

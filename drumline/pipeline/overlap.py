@@ -168,12 +168,14 @@ class MicrobatchMixin:
     def _is_causal(self, cache: Any) -> bool:
         """True unless a token sees later ones, as in BERT, or in one pass more earlier ones than
         the cache keeps, as in Moshi, whose code makes no masks of windows."""
-        modules = self.modules()  # type: ignore[attr-defined]
         code = vars(sys.modules[type(self).__module__])
-        has_windows = any(getattr(layer, "is_sliding", False) for layer in cache.layers)
-        return (not has_windows or any(name in code for name in MASKS_OF_WINDOWS)) and all(
-            getattr(module, "is_causal", True) is not False for module in modules
-        )
+        if any(getattr(layer, "is_sliding", False) for layer in cache.layers) and not any(
+            name in code for name in MASKS_OF_WINDOWS
+        ):
+            return False
+        modules = self.modules()  # type: ignore[attr-defined]
+        answers = {bool(m.is_causal) for m in modules if getattr(m, "is_causal", None) is not None}
+        return False not in (answers or {bool(getattr(self.config, "is_decoder", True))})
 
     @cached_property
     def _stages(self) -> tuple[int, int]:

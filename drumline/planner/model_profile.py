@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.quantizers.auto import get_hf_quantizer
 
 from drumline.core.device_map import ModelProfile, ModulePart
 from drumline.core.meta_init import init_on_meta, model_building
 from drumline.errors import CheckpointError
+
+TensorNbytes = Callable[[str, torch.Tensor], int]
+"""The bytes that a tensor of a name takes."""
 
 KV_SHARING_FLAGS = ("is_kv_shared_layer", "store_full_length_kv")
 """Attributes in transformers of modules that take or leave other layers' keys and values."""
@@ -38,10 +43,38 @@ def build_on_meta(cls: type[Any], config: Any, dtype: torch.dtype) -> Any:
         return cls._from_config(config, dtype=dtype)
 
 
+def build_as_kept(
+    cls: type[Any], config: Any, dtype: torch.dtype, quantization_config: Any = None
+) -> tuple[Any, TensorNbytes]:
+    """The model on meta, and the bytes of its tensors, as transformers keeps them: quantized, where
+    the config or the user's quantization_config says so and this machine can.
+
+    Raises CheckpointError where a package for it is missing.
+    """
+    own = copy.deepcopy(config)
+    with model_building(cls):
+        quantizer, own, _ = get_hf_quantizer(own, quantization_config, {"": "cpu"}, True, {})
+    if quantizer is None:
+        return build_on_meta(cls, config, dtype), nbytes_of_tensor
+    model = build_on_meta(cls, own, quantizer.update_dtype(dtype))
+    with model_building(cls), init_on_meta():
+        quantizer.preprocess_model(model, dtype=dtype, device_map={"": "cpu"}, use_kernels=False)
+
+    def nbytes(name: str, tensor: torch.Tensor) -> int:
+        return int(tensor.numel() * quantizer.param_element_size(model, name, tensor))
+
+    return model, nbytes
+
+
+def nbytes_of_tensor(name: str, tensor: torch.Tensor) -> int:
+    return tensor.nbytes
+
+
 def profile_model(
     model: nn.Module,
     no_split_module_classes: Collection[str] | str | None = None,
     names: Collection[str] | None = None,
+    tensor_nbytes: TensorNbytes = nbytes_of_tensor,
 ) -> ModelProfile:
     """The profile of a model, which may be on meta.
 
@@ -49,10 +82,11 @@ def profile_model(
         if not given. A model that names none is split between the entries of its lists of modules,
         or its children.
     names: of the modules that are to stay whole, instead.
+    tensor_nbytes: how much memory a tensor takes, where that is not its size on meta.
     """
     layers = list(layer_names(model, no_split_module_classes) if names is None else names)
     others = list(_around(model, "", set(layers)))
-    sizes = _sizes(model, [*others, *layers])
+    sizes = _sizes(model, [*others, *layers], tensor_nbytes)
     tensors = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
     ties = tuple(_ties(model, [*others, *layers]))
     bound = {name for tie in ties if not {*layers}.issuperset(tie) for name in tie}
@@ -149,13 +183,13 @@ def part_of_tensor(tensor_name: str, parts: set[str]) -> str:
     return prefix
 
 
-def _sizes(model: nn.Module, parts: list[str]) -> dict[str, int]:
+def _sizes(model: nn.Module, parts: list[str], tensor_nbytes: TensorNbytes) -> dict[str, int]:
     sizes = dict.fromkeys(parts, 0)
     part_names = set(parts)
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name not in tied:
-            sizes[part_of_tensor(name, part_names)] += tensor.numel() * tensor.element_size()
+            sizes[part_of_tensor(name, part_names)] += tensor_nbytes(name, tensor)
     return sizes
 
 

@@ -24,7 +24,7 @@ from drumline.planner.cost_model import DeviceSpeeds, PassShape
 from drumline.planner.load_options import LoadOptions
 from drumline.planner.memory import cluster_memory, limit_memory
 from drumline.planner.plan import plan
-from drumline.weight_formats.dequantized import read_dequantized
+from drumline.weight_formats.dequantized import read_dequantized, without_quantization
 from drumline.weight_formats.gguf_file import (
     find_gguf,
     gguf_path,
@@ -65,7 +65,9 @@ def collect_plan_inputs(coor: Coordinator, path: str | Path, options: LoadOption
     dtype = checkpoint_dtype(options.dtype, source.config)
     if options.dequantize:
         source = run_on_all_ranks(coor, lambda: read_dequantized(source, dtype))
-    model, parts = run_on_all_ranks(coor, lambda: _model_on_meta(kind, source.config, dtype))
+    model, parts = run_on_all_ranks(
+        coor, lambda: model_on_meta(kind, source.config, dtype, options)
+    )
     if gguf is not None:
         source = run_on_all_ranks(coor, lambda: read_gguf_weights(source, model, dtype))
     parts = model_profile.with_tokens(parts, source.config, dtype, options.batch, options.length)
@@ -74,9 +76,15 @@ def collect_plan_inputs(coor: Coordinator, path: str | Path, options: LoadOption
     return PlanInputs(source, adapter, kind, dtype, parts, free_nbytes, step)
 
 
-def _model_on_meta(kind: type[Any], config: Any, dtype: torch.dtype) -> tuple[Any, ModelProfile]:
-    model = model_profile.build_on_meta(kind, config, dtype)
-    return model, model_profile.profile_model(model)
+def model_on_meta(
+    kind: type[Any], config: Any, dtype: torch.dtype, options: LoadOptions
+) -> tuple[Any, ModelProfile]:
+    """The model on meta, and its profile with the sizes that its weights have in memory."""
+    if options.dequantize:
+        config = without_quantization(config)
+    quantization = options.rest.get("quantization_config")
+    model, tensor_nbytes = model_profile.build_as_kept(kind, config, dtype, quantization)
+    return model, model_profile.profile_model(model, tensor_nbytes=tensor_nbytes)
 
 
 def _model_class(source: CheckpointFiles, options: LoadOptions) -> type[Any]:

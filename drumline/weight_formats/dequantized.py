@@ -69,9 +69,15 @@ def read_dequantized(source: CheckpointFiles, dtype: torch.dtype) -> CheckpointF
         for key, stored in source.index.items()
         if key not in used and not key.endswith(OF_ACTIVATIONS)
     }
-    config = copy.deepcopy(source.config)
-    del config.quantization_config
-    return replace(source, index=index, config=config)
+    return replace(source, index=index, config=without_quantization(source.config))
+
+
+def without_quantization(config: Any) -> Any:
+    """The config of the same model with plain weights."""
+    plain = copy.deepcopy(config)
+    if hasattr(plain, "quantization_config"):
+        del plain.quantization_config
+    return plain
 
 
 @dataclass(frozen=True, kw_only=True)

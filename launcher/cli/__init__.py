@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from launcher import launch_job
+from launcher import launch_job, target
 from launcher.cli import run_options
 from launcher.cli.command_parser import (
     CommandParser,
@@ -110,6 +110,8 @@ def main(arguments: Sequence[str], prog: str = PROG) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     job = _job(options)
+    if options.module:
+        target.import_from_working_directory()
     launch_job.check(job, options.launcher, options.trace)
     if options.dry_run:
         from launcher.cli import dry_run  # not needed by a launch

@@ -200,6 +200,18 @@ MISMATCHES = {
         lambda comm: comm.barrier(),
         lambda comm: comm.broadcast(torch.ones(4), 2),
     ),
+    ("4 float32, to rank 0", "4 float32, to rank 1"): (  # it gave nothing to nobody
+        lambda comm: comm.gather(torch.ones(4), 0),
+        lambda comm: comm.gather(torch.ones(4), 1),
+    ),
+    ("gather of 0 float32", "gather of 4 float32"): (
+        lambda comm: comm.gather(torch.ones(0)),
+        lambda comm: comm.gather(torch.ones(4)),
+    ),
+    ("scatter of 4 float32, from rank 0", "scatter of 4 float32, from rank 1"): (
+        lambda comm: comm.scatter(torch.ones(4), torch.ones(3, 4), 0),
+        lambda comm: comm.scatter(torch.ones(4), torch.ones(3, 4), 1),
+    ),
     ("from rank 0", "from rank 1"): (
         lambda comm: comm.broadcast(torch.ones(4), 0),
         lambda comm: comm.broadcast(torch.ones(4), 1),

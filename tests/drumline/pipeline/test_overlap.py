@@ -334,7 +334,7 @@ def test_a_long_prompt_goes_in_chunks_of_itself(checkpoints, on_master, small, g
     assert groups == [5]
 
 
-@pytest.mark.parametrize("family", ["BertLMHeadModel", "MoshiForCausalLM"])
+@pytest.mark.parametrize("family", ["BertLMHeadModel", "RemBertForCausalLM", "MoshiForCausalLM"])
 def test_a_prompt_whose_tokens_see_more_than_a_cache_says_stays_whole(
     checkpoints, on_master, small, groups, family
 ):

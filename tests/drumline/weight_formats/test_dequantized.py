@@ -301,3 +301,30 @@ def test_what_is_not_known_or_lacks_scales_is_named(
 
     for error in ranks_or_errors(rank, 2):
         assert isinstance(error, CheckpointError) and problem in str(error)
+
+
+def to_bitnet(name, tensor):
+    """Four ternary weights a byte; all of them are -1 here."""
+    if not name.startswith("model.layers") or tensor.dim() != 2:
+        return None
+    rows, columns = tensor.shape
+    packed = torch.zeros(rows // 4, columns, dtype=torch.uint8)
+    return {name: packed, f"{name}_scale": torch.ones(1)}
+
+
+def test_weights_that_stay_quantized_are_planned_with_the_memory_that_they_take(
+    checkpoints, on_master, tmp_path
+):
+    """Each had been counted as a weight of dtype, here for sixteen times its bytes."""
+    _, path = checkpoints.make("LlamaForCausalLM of 64", "LlamaForCausalLM", **SMALL)
+    folder = quantized_folder(path, tmp_path / "bitnet", to_bitnet, {"quant_method": "bitnet"})
+
+    def sizes(model):
+        planned = {name: model.device_map.nbytes[name] for name in model.device_map.of(0)}
+        parts = {name: model.get_submodule(name) for name in planned}
+        tensors = {name: [*part.parameters(), *part.buffers()] for name, part in parts.items()}
+        return planned, {name: sum(t.nbytes for t in tensors[name]) for name in tensors}
+
+    planned, kept = on_master(folder, 2, sizes, device_map={"": 0, "model.layers.1": 1})
+    assert planned == kept
+    assert planned["model.layers.2"] < planned["lm_head"] * 2

@@ -6,7 +6,9 @@ import json
 import os
 import re
 import resource
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -87,6 +89,27 @@ def test_a_module_runs_as_python_m_would_run_it(command, tmp_path):
     ended = command.run("run", "-n", "2", "-m", "some_package", "x")
     assert printed_argv(ended, 0) == ["__main__", str(package / "__main__.py"), "x"]
     assert ended.lines(0)[1] == "some_package some_package.__main__"
+
+
+@pytest.mark.parametrize("is_safe", [False, True])
+def test_the_console_script_finds_modules_where_it_is_started(command, tmp_path, is_safe):
+    """Its sys.path begins with the folder of commands: a module of the user's was not there."""
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin" / "drumline"
+    script.write_text("import sys\nfrom launcher.cli import main\nsys.exit(main(sys.argv[1:]))")
+    (tmp_path / "train.py").write_text("print('trained')")
+    run = [sys.executable, *["-P"] * is_safe, str(script), "run", "-n", "2", "-m", "train"]
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    ended = subprocess.run(run, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert ended.stdout.count("trained") == (0 if is_safe else 2), ended
+
+
+def test_a_script_that_only_one_rank_could_read_is_an_error(command, tmp_path):
+    """The other ranks found the pipe empty, and ended well."""
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("pipe", "/dev/stdin"):
+        ended = command.run("run", "-n", "2", name, stdin="print('hello')")
+        assert ended.code == 2 and "only one rank could read" in ended.err
 
 
 def test_a_script_imports_from_its_own_folder(command, tmp_path):
