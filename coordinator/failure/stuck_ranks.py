@@ -140,14 +140,15 @@ def describe(
 
     look: for a rank of the launch.
     """
-    chain, last = [me], me
+    chain, last, is_seen = [me], me, True
     while last.call in MESSAGES and last.other not in (-1, *(stuck.rank for stuck in chain)):
         next_rank = look(last.other)
-        if next_rank is None:
+        if next_rank is None:  # of another node, perhaps, and at work
+            is_seen = False
             break
         chain.append(next_rank)
         last = next_rank
-    if len(chain) > 1 and last.call:
+    if len(chain) > 1 and last.call and is_seen:
         is_cycle = last.call in MESSAGES and last.other >= 0
         return f"Deadlock: {', and '.join(map(str, chain))}. {TOGETHER if is_cycle else SAME_CALLS}"
     if len(chain) > 1:

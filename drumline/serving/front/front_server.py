@@ -62,7 +62,7 @@ def serve_with_restarts(
         service.status.peers = [Peer.unpack(peer.encode()) for peer in info["peers"]]
 
     map_options = {"dtype": dtype, "device_map": device_map, "tp": tp}
-    sizes = (endpoint.max_length, max_running, max_waiting)
+    sizes = (endpoint.max_length, max_running)
     arguments = (model_path, memory, *sizes, map_options, options)
     ranks = RestartingRanks(scheduler, serve_front, arguments, num_ranks, restarts, on_ready)
     with endpoint.listener, contextlib.closing(ranks):

@@ -1,6 +1,6 @@
 """The ranks behind a front: rank 0 takes sequences from it, and sends their tokens.
 
-launcher.start(serve_front, nprocs=2, args=(address, "checkpoint", memory, 4096, 16, 64, {}))
+launcher.start(serve_front, nprocs=2, args=(address, "checkpoint", memory, 4096, 16, {}, {}))
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import contextlib
 import functools
 import signal
 import socket
+import sys
 import threading
 from typing import Any
 
@@ -31,7 +32,6 @@ def serve_front(
     memory: list[str] | None,
     max_length: int,
     max_running: int,
-    max_waiting: int,
     map_options: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
@@ -58,10 +58,8 @@ def serve_front(
             ) as model,
         ):
             assert connection is not None  # the other ranks never leave load()
-            # The front has no more sequences open than run and wait there: all may wait here.
-            limits = http_server.limits_for(
-                model, max_length, max_running, max_running + max_waiting
-            )
+            # It is the front that limits how many wait.
+            limits = http_server.limits_for(model, max_length, max_running, sys.maxsize)
             read_tokenizer = functools.partial(read_model_tokenizer, model_path, **options)
             RankWorker(connection, coor, model, limits, read_tokenizer).run()
 
@@ -132,7 +130,12 @@ class RankWorker:
             try:
                 self._start(**sequence)
             except Exception as error:  # of this sequence, such as one of its grammar
-                self._send({"id": sequence["id"], "error": str(error)})
+                self._send_error(sequence["id"], error)
+
+    def _send_error(self, id: int, error: Exception) -> None:
+        """Send an error that ends a sequence, unless other ranks can continue it."""
+        if not isinstance(error, (PeerLost, ServerStopping)):
+            self._send({"id": id, "error": str(error) or repr(error)})
 
     def _start(
         self, id: int, prompt: list[int], new_tokens: list[int], params: Any, schema: Any
@@ -144,8 +147,10 @@ class RankWorker:
 
         def on_end(reason: str | Exception) -> None:
             self._running.pop(id, None)
-            if isinstance(reason, Exception) and not isinstance(reason, (PeerLost, ServerStopping)):
-                self._send({"id": id, "error": str(reason)})
+            if reason == "stop":  # by a token that ends sequences, for which on_token is not called
+                on_token(item.new_tokens[-1])
+            elif isinstance(reason, Exception):
+                self._send_error(id, reason)
 
         params["stop_tokens"] = frozenset(params["stop_tokens"])
         params["logit_bias"] = tuple((token, bias) for token, bias in params["logit_bias"])

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-from coordinator.failure import stack_dump
+from coordinator.failure import stack_dump, stuck_ranks
 
 # Threads whose frames come and go all the time, as those of rank 0's server.
 BUSY = """
@@ -44,3 +44,13 @@ def test_a_process_whose_stacks_are_read_goes_on():
             assert process.poll() is None, os.waitstatus_to_exitcode(process.returncode)
             assert "input" in text or "<module>" in text
         process.stdin.close()
+
+
+def test_ranks_that_wait_for_one_that_is_not_seen_are_in_no_deadlock():
+    """A rank of another host that was at work was taken for a part of a deadlock."""
+    waits = {n: stuck_ranks.StuckRank(n, "recv", n + 1, f"a.py:{n}", []) for n in (0, 1)}
+    text = stuck_ranks.describe(waits[0], waits.get, [1], lambda rank: f"rank {rank}")
+    assert text == "rank 1 is here:\n"
+    waits[1] = waits[1]._replace(other=0)
+    text = stuck_ranks.describe(waits[0], waits.get, [1], lambda rank: f"rank {rank}")
+    assert text.startswith("Deadlock: rank 0 waits in recv from rank 1 (a.py:0), and rank 1")

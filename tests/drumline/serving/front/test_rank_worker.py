@@ -18,8 +18,11 @@ LIMITS = ServingLimits(max_length=200)
 PARAMS = [
     SamplingParams(max_tokens=30, temperature=0, ignore_eos=True),
     SamplingParams(max_tokens=30, temperature=1.5, seed=7, logit_bias=((9, 1.0),), ignore_eos=True),
-    SamplingParams(max_tokens=30, presence_penalty=1.0, repetition_penalty=1.2, seed=8),
-    SamplingParams(max_tokens=30, seed=9, num_logprobs=2, min_tokens=20),
+    SamplingParams(
+        max_tokens=30, presence_penalty=1.0, repetition_penalty=1.2, seed=8, ignore_eos=True
+    ),
+    SamplingParams(max_tokens=30, seed=9, num_logprobs=2, min_tokens=20, ignore_eos=True),
+    SamplingParams(max_tokens=30, seed=9, min_tokens=20, logit_bias=((2, 100.0),)),
 ]
 
 
@@ -81,6 +84,7 @@ def test_sequences_go_on_with_the_tokens_that_one_server_gives_them(plain):
     scheduler.submit([client.generation for client in alone])
     expected = [client.result() for client in alone]
     scheduler.close()
+    assert [reason for _, reason, _ in expected] == ["length"] * 4 + ["stop"]
 
     remote, has_tokens = RemoteScheduler(LIMITS, print), threading.Semaphore(0)
     clients = [Client(params, lambda: has_tokens.release() or True) for params in PARAMS]
