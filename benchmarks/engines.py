@@ -45,7 +45,7 @@ CALLS = (
     ),
     "Two ranks; microseconds of a call on rank 0, median and middle half of turns. vLLM's own: its "
     "shared memory. drumline: the communicator that the adapter gives to vLLM. backend: "
-    'torch.distributed on the backend "drumline". right: the sums are those of torch. at most: '
+    'torch.distributed on the backend "drumline". right: all gave the same. at most: '
     f"what the ratio may be; backend / own may be {BACKEND_AT_MOST}.",
 )
 DECODING = (
