@@ -173,8 +173,12 @@ class MicrobatchMixin:
 
     def _is_causal(self, cache: Any) -> bool:
         """True unless a token sees later ones, as in BERT, or in one pass more earlier ones than
-        the cache keeps, as in Moshi, whose code makes no masks of windows."""
-        code = vars(sys.modules[type(self).__module__])
+        the cache keeps, as in Moshi, whose code makes no masks of windows. Of code that is not
+        transformers' own, nothing is known."""
+        module = type(self).__module__
+        if self.prefill_chunk is None and not module.startswith("transformers."):
+            return False
+        code = vars(sys.modules[module])
         if any(getattr(layer, "is_sliding", False) for layer in cache.layers) and not any(
             name in code for name in MASKS_OF_WINDOWS
         ):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import DynamicCache, GenerationConfig, StaticCache
+from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM, StaticCache
 
 from drumline import DrumlineError
 from drumline.pipeline import microbatch
@@ -363,6 +363,18 @@ def test_a_prompt_whose_tokens_see_more_than_a_cache_says_stays_whole(
 ):
     plain, path = checkpoints.make(f"{family}-chunks", family, **WINDOWS)
     assert on_master(path, 2, long_prompt) == long_prompt(plain)
+    assert not groups
+
+
+class OwnLlama(LlamaForCausalLM):
+    """Whatever it does in its forward, nobody has looked at it."""
+
+
+def test_a_prompt_for_code_that_is_not_of_transformers_stays_whole(
+    checkpoints, on_master, small, groups
+):
+    plain, path = checkpoints.llama()
+    assert on_master(path, 2, long_prompt, cls=OwnLlama) == long_prompt(plain)
     assert not groups
 
 
