@@ -25,10 +25,12 @@ from benchmarks.memory import Peak
 from benchmarks.table import Table, spread
 
 BATCH, PROMPT, NEW_TOKENS = 8, 32, 24
-MIB = 1 << 20
+MIB, PAGE_NBYTES = 1 << 20, 4096
 COLUMNS = (
-    *("ranks", "equal", "tokens/s", "first token (ms)", "load (s)", "peak of a rank (MiB)"),
-    *("plain tokens/s", "plain first (ms)", "plain load (s)", "plain peak (MiB)", "peak ratio"),
+    *("ranks", "equal", "tokens/s", "first token (ms)"),
+    *("load (s)", "load and read (s)", "peak of a rank (MiB)"),
+    *("plain tokens/s", "plain first (ms)"),
+    *("plain load (s)", "plain load and read (s)", "plain peak (MiB)", "peak ratio"),
 )
 Found = dict[str, Any]
 load = drumline.load  # which is imported here, before the ranks are forked, as LlamaForCausalLM is
@@ -52,8 +54,9 @@ def measure(folder: str, arguments: argparse.Namespace, parameters: int) -> Tabl
     note = (
         f"Llama of {parameters / 1e6:.0f} M parameters, {parameters * 4 / MIB:.0f} MiB in fp32; "
         f"batch {BATCH}, {PROMPT} tokens of prompt, {NEW_TOKENS} new ones. plain: from_pretrained "
-        "in one process, in turns with us. peak: of resident memory, while loading and generating, "
-        "above what the process held before, files it maps included; of the rank with most."
+        "in one process, in turns with us. read: every page of the weights, too, where "
+        "from_pretrained maps files. peak: of resident memory, while loading and generating, above "
+        "what the process held before, files it maps included; of the rank with most."
     )
     table = Table("model", COLUMNS, note, keep=arguments.save)
     for ranks in arguments.ranks:
@@ -70,7 +73,7 @@ def row(alone: list[list[Found]], found: list[list[Found]]) -> tuple[Any, ...]:
     return ("yes" if equal else "NO", *map(spread, mine), *map(spread, plain), ratio)
 
 
-KEYS = ("tokens_per_s", "first_ms", "load_s", "peak_mib")
+KEYS = ("tokens_per_s", "first_ms", "load_s", "read_s", "peak_mib")
 
 
 def columns(rounds: list[list[Found]], key: str) -> list[float]:
@@ -105,6 +108,8 @@ def timed(load: Callable[[], Any]) -> Found:
     start = time.perf_counter()
     model = load()
     loaded_s = time.perf_counter() - start
+    read_every_page(model)
+    read_s = time.perf_counter() - start
     ids = torch.randint(8192, (BATCH, PROMPT), generator=torch.Generator().manual_seed(0))
     options = {"attention_mask": torch.ones_like(ids), "do_sample": False}
     model.generate(ids, max_new_tokens=3, **options)
@@ -113,7 +118,15 @@ def timed(load: Callable[[], Any]) -> Found:
     if hasattr(model, "close"):
         model.close()
     speeds = {"tokens_per_s": BATCH * NEW_TOKENS / all_s, "first_ms": first_s * 1000}
-    return {**speeds, "load_s": loaded_s, "tokens": tokens[:, PROMPT:].tolist()}
+    loading = {"load_s": loaded_s, "read_s": read_s}
+    return {**speeds, **loading, "tokens": tokens[:, PROMPT:].tolist()}
+
+
+@torch.no_grad()
+def read_every_page(model: Any) -> None:
+    for weight in model.parameters():
+        if not weight.is_meta:
+            weight.view(-1)[:: PAGE_NBYTES // weight.itemsize].sum()
 
 
 def on_the_clock(call: Callable[[], Any]) -> tuple[float, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import socket
@@ -73,6 +74,11 @@ def _is_literal(host: str) -> bool:
 
 def _is_loopback(address: Address) -> bool:
     return ipaddress.ip_address(str(address[1][0]).partition("%")[0]).is_loopback
+
+
+def is_loopback_down(target: tuple[Any, ...], error: Exception) -> bool:
+    """True if error, of a connection to target, is what it would be without that interface."""
+    return getattr(error, "errno", 0) == errno.ENETUNREACH and target[0] in ("127.0.0.1", "::1")
 
 
 def _is_wildcard(address: tuple[Any, ...]) -> bool:

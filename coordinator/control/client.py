@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from coordinator.addresses import Address, format_address
+from coordinator.addresses import Address, format_address, is_loopback_down
 from coordinator.control.credentials import Credentials
 from coordinator.control.framing import (
     Connection,
@@ -192,6 +192,11 @@ class Client:
                     why = str(error)
                     if self._is_accepted and isinstance(error, ConnectionRefusedError):
                         raise self._lost(why) from error
+                    if is_loopback_down(target, error):
+                        raise CoordinatorError(
+                            f"rank {self._rank} cannot reach rank 0 at {address} ({why}): the "
+                            "loopback interface is down. `ip link set lo up` starts it."
+                        ) from error
             check()
             if time.monotonic() >= deadline:
                 raise NoMessage(why) if self._is_accepted else self._unreachable(address, why)

@@ -17,7 +17,7 @@ import torch
 
 from drumline.errors import DrumlineError
 from drumline.kv_cache.merge_caches import can_be_merged, has_known_layers
-from drumline.kv_cache.proxy import merge_proxies
+from drumline.kv_cache.proxy import CacheProxy, merge_proxies
 from drumline.pipeline import microbatch
 from drumline.pipeline.driver import PipelineDriver
 from drumline.pipeline.remote_layer import RemoteModule
@@ -123,7 +123,13 @@ class MicrobatchMixin:
     def _run_chunks(self, whole: Whole, chunks: list[dict[str, Any]]) -> Any:
         """One cache for all: a chunk begins when the last layer of the one before is called."""
         assert self._driver is not None
-        work = self._driver.microbatches.map(lambda chunk: whole(**chunk), chunks, self._last_layer)
+        microbatches, cache = self._driver.microbatches, chunks[0]["past_key_values"]
+        try:
+            work = microbatches.map(lambda chunk: whole(**chunk), chunks, self._last_layer)
+        except BaseException:
+            if isinstance(cache, CacheProxy):
+                cache.is_inconsistent = True  # it may hold the first of them
+            raise
         last = dict(work[-1])
         for name in ("logits", "last_hidden_state"):
             if name in last and not chunks[-1].get("logits_to_keep"):
@@ -167,8 +173,12 @@ class MicrobatchMixin:
 
     def _is_causal(self, cache: Any) -> bool:
         """True unless a token sees later ones, as in BERT, or in one pass more earlier ones than
-        the cache keeps, as in Moshi, whose code makes no masks of windows."""
-        code = vars(sys.modules[type(self).__module__])
+        the cache keeps, as in Moshi, whose code makes no masks of windows. Of code that is not
+        transformers' own, nothing is known."""
+        module = type(self).__module__
+        if self.prefill_chunk is None and not module.startswith("transformers."):
+            return False
+        code = vars(sys.modules[module])
         if any(getattr(layer, "is_sliding", False) for layer in cache.layers) and not any(
             name in code for name in MASKS_OF_WINDOWS
         ):

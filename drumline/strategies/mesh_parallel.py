@@ -100,7 +100,9 @@ def load_mesh(path: str | Path, coor: Coordinator | None, options: LoadOptions) 
             monitor = _connect_tp_group(sharded, coor, mesh, options.backend, stack)
         if sharded.generation is not None:
             sharded.model.generation_config = sharded.generation
-        return _as_mesh_model(sharded.model.eval(), mesh, stats, monitor, stack.pop_all())
+        model = _as_mesh_model(sharded.model.eval(), mesh, stats, monitor, stack.pop_all())
+        coor.live_calls.follow(model, {"forward": "model"}, "work")
+        return model
 
 
 def _planned(

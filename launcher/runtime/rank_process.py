@@ -126,6 +126,8 @@ def run_target(job: Job, info: LaunchInfo, report: Callable[[dict[str, Any]], ob
     log_setup.configure()
     mpi_import_check.install(f"rank {info.rank}", info.world_size)
     rank_pid, code = os.getpid(), 0
+    if job.target.kind != "function":
+        sys.excepthook = _default_excepthook(rank_pid)
     try:
         with recorder.recording_span(info, job.target.name):
             record = {"result": target.call(job)}
@@ -141,10 +143,22 @@ def run_target(job: Job, info: LaunchInfo, report: Callable[[dict[str, Any]], ob
     return code
 
 
+def _default_excepthook(rank_pid: int) -> Callable[..., None]:
+    """An excepthook that prints no error of the rank, which the launcher does; only its children's.
+
+    Set before the script runs, because torch.distributed wraps the one that it finds.
+    """
+
+    def excepthook(*error: Any) -> None:
+        if os.getpid() != rank_pid:
+            sys.__excepthook__(*error)
+
+    return excepthook
+
+
 def _call_excepthook(error: BaseException, job: Job, is_rank: bool) -> None:
-    """Call the excepthook of a script; of a rank, the launcher does the default one's work."""
-    is_of_launcher = job.target.kind == "function" or sys.excepthook is sys.__excepthook__
-    if not isinstance(error, SystemExit) and not (is_rank and is_of_launcher):
+    """Call the excepthook of a script, or of a child that the target has forked."""
+    if not isinstance(error, SystemExit) and not (is_rank and job.target.kind == "function"):
         error.__traceback__ = _below_launcher(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
 

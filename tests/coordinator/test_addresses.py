@@ -3,6 +3,8 @@
 import os
 import resource
 import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,18 @@ from launcher import LaunchInfo
 
 def info(**extras):
     return LaunchInfo("pieces", 2, 2, 0, 0, "127.0.0.1", 1, extras)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="no network namespace: runs as root")
+def test_a_host_without_its_loopback_interface_is_told_at_once(tmp_path):
+    """Ranks tried to connect until the deadline of minutes, in silence."""
+    script = tmp_path / "script.py"
+    script.write_text("from coordinator import Coordinator\nCoordinator()")
+    run = ["unshare", "-n", sys.executable, "-m", "launcher", "run", "-n", "2", str(script)]
+    ended = subprocess.run(run, capture_output=True, text=True, timeout=100)
+    if "unshare" in ended.stderr:
+        pytest.skip(ended.stderr)
+    assert ended.returncode == 1 and "the loopback interface is down" in ended.stderr, ended
 
 
 def test_a_descriptor_that_holds_no_secret_is_an_error():

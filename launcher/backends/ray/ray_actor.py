@@ -58,7 +58,6 @@ class RankActor:
         rank_info = replace(rank_info, extras={**rank_info.extras, **extras})
         rank_environment.set_variables(rank_info, torch_port, restart_count)
         job = Job(Target(kind, name), args=tuple(json_values.loads(arguments)))  # type: ignore[arg-type]
-        sys.excepthook = sys.__excepthook__  # Ray's would print the failure that is returned here
         records: list[dict[str, Any]] = []
         code = rank_process.run_target(job, rank_info, records.append)
         if not records:

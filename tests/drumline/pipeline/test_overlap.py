@@ -11,8 +11,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import DynamicCache, GenerationConfig, StaticCache
+from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM, StaticCache
 
+from drumline import DrumlineError
 from drumline.pipeline import microbatch
 from drumline.pipeline.microbatch_runner import MicrobatchRunner
 from drumline.stages.stage import Stage
@@ -334,12 +335,46 @@ def test_a_long_prompt_goes_in_chunks_of_itself(checkpoints, on_master, small, g
     assert groups == [5]
 
 
+def test_a_cache_that_holds_some_chunks_of_a_failed_call_is_refused(
+    checkpoints, on_master, small, groups
+):
+    """The next call with it went on behind them, silently."""
+    ids = torch.arange(3, 34)[None]
+    wrong = ids.clone()
+    wrong[0, 20] = 1000
+
+    @torch.no_grad()
+    def work(model):
+        cache = DynamicCache(config=model.config)
+        with pytest.raises(IndexError):
+            model(input_ids=wrong, past_key_values=cache)
+        with pytest.raises(DrumlineError, match="start from an empty cache"):
+            model(input_ids=ids, past_key_values=cache)
+        return long_prompt(model)
+
+    plain, path = checkpoints.llama()
+    assert on_master(path, 2, work) == long_prompt(plain)
+    assert len(groups) == 3
+
+
 @pytest.mark.parametrize("family", ["BertLMHeadModel", "RemBertForCausalLM", "MoshiForCausalLM"])
 def test_a_prompt_whose_tokens_see_more_than_a_cache_says_stays_whole(
     checkpoints, on_master, small, groups, family
 ):
     plain, path = checkpoints.make(f"{family}-chunks", family, **WINDOWS)
     assert on_master(path, 2, long_prompt) == long_prompt(plain)
+    assert not groups
+
+
+class OwnLlama(LlamaForCausalLM):
+    """Whatever it does in its forward, nobody has looked at it."""
+
+
+def test_a_prompt_for_code_that_is_not_of_transformers_stays_whole(
+    checkpoints, on_master, small, groups
+):
+    plain, path = checkpoints.llama()
+    assert on_master(path, 2, long_prompt, cls=OwnLlama) == long_prompt(plain)
     assert not groups
 
 

@@ -231,6 +231,30 @@ def test_load_takes_a_mesh_and_a_meta_device_map(ranks, family):
         torch.testing.assert_close(found, logits(plain), rtol=1e-4, atol=1e-4)
 
 
+def test_tokens_of_a_sharded_model_are_counted_while_somebody_looks(ranks, family):
+    _, path = family("llama")
+
+    def rank(info):
+        with (
+            Coordinator(info, timeout_s=40) as coor,
+            drumline.load(path, coor=coor, mesh={"tp": 2}) as model,
+        ):
+            if coor.rank == 0:
+                coor.live_calls.watch(info)
+            coor.barrier()
+            logits(model)
+            coor.barrier()
+            tokens = coor.live_calls.counts().get("model", [0, 0, 0])[2]
+            coor.barrier()
+            if coor.rank == 0:
+                coor.live_calls.unwatch()
+            coor.barrier()
+            return tokens
+
+    # Ranks that are threads share the count, and may both begin at one number.
+    assert ranks(rank, 2)[0] in (IDS.numel(), 2 * IDS.numel())
+
+
 def test_what_a_model_wants_wider_stays_wide(ranks, checkpoints):
     """DeepSeek-V3 keeps the bias of its router in float32, whatever the rest is loaded in."""
     sizes = {

@@ -52,11 +52,25 @@ def test_group_that_a_bare_torchrun_restarts_is_another_launch(tmp_path):
     assert {info["extras"]["store"] for info in infos} == {"agent"}
 
 
+FAIL_SECOND = (
+    SHOW
+    + """
+import os, time
+if info.rank == 0:
+    open(__file__ + ".shown", "w").close()
+else:
+    while not os.path.exists(__file__ + ".shown"):
+        time.sleep(0.01)
+    raise KeyError("layer 3")
+"""
+)
+
+
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory):
-    """A launch of ours through torchrun, of which rank 1 fails."""
+    """A launch of ours through torchrun, of which rank 1 fails once both have shown themselves."""
     script = tmp_path_factory.mktemp("torchrun") / "a script.py"
-    script.write_text(SHOW + "if info.rank == 1:\n    raise KeyError('layer 3')\n")
+    script.write_text(FAIL_SECOND)
     run = [sys.executable, "-m", "launcher", "run", "--launcher", "torchrun", "-n", "2"]
     return _run([*run, "--launch-id", "tuesday", str(script)])
 

@@ -153,6 +153,21 @@ def test_sys_excepthook_of_the_script_is_called(command, launcher_name):
     assert ended.code == 1 and ended.lines(0) == ["hook saw 7"]
 
 
+WRAPPED = """
+import sys
+before = sys.excepthook
+sys.excepthook = lambda *error: print("wrapped", before(*error))
+raise ValueError("once")
+"""
+
+
+def test_an_excepthook_that_calls_the_one_before_prints_no_second_traceback(command, launcher_name):
+    """As that of torch.distributed does, so that each failure of its scripts was told twice."""
+    script = command.script(WRAPPED)
+    ended = command.run("run", "--launcher", launcher_name, "-n", "1", script)
+    assert ended.lines(0) == ["wrapped None"] and ended.err.count("Traceback") == 1
+
+
 def test_a_forked_child_that_raises_prints_its_own_frames_alone(command, launcher_name):
     """Its traceback had those of the launcher, or was lost; the rank is not the one that failed."""
     script = command.script(
