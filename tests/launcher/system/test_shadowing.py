@@ -36,6 +36,7 @@ def test_a_module_in_the_working_directory_is_an_error_for_a_module_target(
     (command.folder / "communicator.py").touch()
     (command.folder / "program.py").touch()
     monkeypatch.syspath_prepend(command.folder)
+    monkeypatch.chdir(command.folder)
     assert "communicator.py would be" in usage_error("run", "-n", "2", "-m", "program")
 
 
