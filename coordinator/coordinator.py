@@ -396,8 +396,8 @@ class Coordinator(Collectives):
         """Leave. Collective: rank 0 of the launch serves the others, so it waits for them to leave.
 
         If the group has failed, its subgroups are closed with it. A call that another thread is in
-        raises, here and on the other ranks. Ranks that were reported as failed are not waited for,
-        nor, after a report, those whose host does not answer.
+        raises, here and on the other ranks. Ranks that were reported as failed are waited for
+        until they can have heard of it; after a report, those whose host does not answer are not.
         Calling it twice, or in a forked process, does nothing. Raises CoordinatorTimeout if a rank
         does not leave in time.
         """
@@ -436,13 +436,14 @@ class Coordinator(Collectives):
 
     def _release(self, status: int, limit: float | None) -> list[int]:
         self._locks.close()
-        stuck: set[int] = set()
+        stuck: dict[int, float] = {}
         if self._group is not None:
-            if self._broken is not None:  # else they are waited for, as by every other call
-                stuck = self._group.detector.monitor.suspended()
             server = self._session.server if self._session is not None else None
             if server is not None and (reported := self._group.detector.reported()):
-                stuck |= reported | server.unreachable()
+                stuck |= dict.fromkeys(reported, self._timings.reason_s)  # who lives hears it
+                stuck |= dict.fromkeys(server.unreachable(), 0.0)
+            if self._broken is not None:  # else they are waited for, as by every other call
+                stuck |= dict.fromkeys(self._group.detector.monitor.suspended(), 0.0)
             self._group.set_status(status)
             self._group.close()
         if self._session is None:

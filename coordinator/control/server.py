@@ -13,9 +13,10 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from coordinator.control.credentials import Credentials
@@ -191,11 +192,15 @@ class ControlServer:
         except OSError:
             pass  # it has ended already
 
-    def wait(self, timeout_s: float, stuck: Set[int] = frozenset()) -> bool:
-        """True if all ranks leave in time. Ends once only stuck ranks are left."""
-        deadline = time.monotonic() + timeout_s
+    def wait(self, timeout_s: float, stuck: Mapping[int, float] = MappingProxyType({})) -> bool:
+        """True if all ranks leave in time. stuck: ranks that may stay, after so many seconds."""
+        start = time.monotonic()
+        deadline = start + timeout_s
         while not self._over.wait(min(self.timings.idle_s, max(0.0, deadline - time.monotonic()))):
-            if time.monotonic() >= deadline or (stuck and stuck >= {*self.present()}):
+            waited_s = time.monotonic() - start
+            if waited_s >= timeout_s:
+                return False
+            if stuck and all(stuck.get(rank, timeout_s) <= waited_s for rank in self.present()):
                 return False
         return True
 

@@ -12,9 +12,10 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 from coordinator.addresses import Address, bound, candidates, family_of, listen, spans_nodes
@@ -275,9 +276,11 @@ class _ProcessSession:
             return [self.location.address]
         return candidates(info)
 
-    def leave(self, timeout_s: float | None, stuck: Set[int] = frozenset()) -> list[int]:
-        """One Coordinator less. At rank 0 the last one waits until all ranks but stuck ones have
-        left, unless timeout_s is None. Returns the ranks that had not left in time."""
+    def leave(
+        self, timeout_s: float | None, stuck: Mapping[int, float] = MappingProxyType({})
+    ) -> list[int]:
+        """One Coordinator less. At rank 0 the last one waits until all ranks have left, unless
+        timeout_s is None; for stuck ones so many seconds. Returns those that had not in time."""
         with self.lock:
             session, server = self.session, self.server
             assert session is not None
