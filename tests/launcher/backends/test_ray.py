@@ -168,6 +168,7 @@ def test_the_command_of_the_documents_gives_every_node_its_ranks(work, documente
     ]
 
 
+@pytest.mark.soak  # under torchrun and MPI they run in CI
 def test_every_recipe_runs_unchanged_under_ray(work):
     script = ROOT / "tests" / "programs" / "every_script.py"
     recipes = [str(ROOT / "examples" / "recipes")]
