@@ -108,7 +108,8 @@ def _is_safe_path() -> bool:
 
 
 def _check_script(path: Path) -> None:
-    if path.is_fifo() or path.parts[:2] == ("/", "dev"):
+    is_own = path.parts[:3] in (("/", "dev", "stdin"), ("/", "dev", "fd"))  # of each process
+    if is_own or path.is_fifo() or path.is_char_device():
         raise TargetError(f"only one rank could read {str(path)!r}: save the script to a file")
     try:
         with io.open_code(os.path.abspath(main_file(str(path)))):

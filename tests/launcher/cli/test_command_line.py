@@ -8,6 +8,7 @@ import re
 import resource
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,13 @@ def test_a_script_that_only_one_rank_could_read_is_an_error(command, tmp_path):
     for name in ("pipe", "/dev/stdin"):
         ended = command.run("run", "-n", "2", name, stdin="print('hello')")
         assert ended.code == 2 and "only one rank could read" in ended.err
+
+
+def test_a_script_in_shared_memory_is_a_script_like_others(command):
+    with tempfile.NamedTemporaryFile("w", suffix=".py", dir="/dev/shm") as script:
+        script.write("print('hello')")
+        script.flush()
+        assert command.run("run", "-n", "2", script.name).lines(1) == ["hello"]
 
 
 def test_a_script_imports_from_its_own_folder(command, tmp_path):
