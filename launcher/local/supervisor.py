@@ -129,7 +129,16 @@ class Supervisor:
             )
 
     def _on_failure(self, rank: LaunchedRank) -> None:
-        """End the other ranks, the first one's failure being known."""
+        """End the other ranks, the first one's failure being known, unless one outlives it."""
+        if not self.is_ending and any(
+            other.outlives_failures and not other.has_failed and other.is_running
+            for other in self.ranks
+        ):
+            if not rank.was_outlived:
+                rank.was_outlived = True
+                summary = rank.failure(self.began_s).summary()
+                self.output.notice(f"{summary}, and the other ranks go on without it")
+            return
         if self.watch is not None and not self.is_ending:
             self.watch.report(rank.failure(self.began_s))
         self._end_ranks(timings.TIMINGS.failure_grace_s)
@@ -174,6 +183,9 @@ class Supervisor:
         record = pipe_records.parse(line)
         if record is None:
             rank.dump.append(line.decode(errors="replace"))
+            return
+        if "outlives_failures" in record:
+            rank.outlives_failures = record["outlives_failures"]
             return
         rank.record = record
         if "failure" in record:
