@@ -541,23 +541,29 @@ class Coordinator(Collectives):
         if self._group is not None and self._broken is None and not self._closed:
             self._group.detector.report_failure(self.peers[rank], how, caller())
 
-    def survivors(self, *, timeout_s: float | None = None) -> launcher.LaunchInfo:
+    def survivors(
+        self, *, release: bool = False, timeout_s: float | None = None
+    ) -> launcher.LaunchInfo | None:
         """This rank in a launch of the ranks that go on after a failure, for a new Coordinator.
 
         To be called by each of them before it closes this one, which is the first of its launch:
         rank 0 waits for those that have not ended. A suspended rank is none of them, nor is one
-        that does not call in time. Without rank 0 none goes on. Raises PeerLost where this rank
-        does not.
+        that does not call in time. None on a rank that is not to go on: it came too late, or rank 0
+        wants to release all others. Raises PeerLost once rank 0 is gone.
 
+        Calling it again, on all of them, starts anew, for ranks that are lost while they meet.
         The extra `master_fd` is rank 0's socket, to be closed once the Coordinator was made.
         """
         self._check_open("survivors", may_be_broken=True)
-        call, store = self._begin_call("survivors", timeout_s), self._store.child("survivors")
+        call = self._begin_call("survivors", timeout_s)
+        store = self._store.child("survivors", str(call.number))
         launch = (
-            survivors.lead(self.info, store, self._server_host(), self._ended_ranks, call)
+            survivors.lead(self.info, store, self._server_host(), self._ended_ranks, release, call)
             if self.is_master()
             else survivors.follow(self.info, store, call)
         )
+        if self.info.rank not in launch["ranks"]:
+            return None
         return survivors.launch_info(self.info, launch, self._node_ranks)
 
     def _server_host(self) -> str:

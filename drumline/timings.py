@@ -31,6 +31,8 @@ class ModelTimings:
     regroup_s: float = 60.0
     """When a rank was lost, the master waits so long for the others before it goes on without them.
     Must exceed the longest pass, from which they come."""
+    meet_s: float = 10.0
+    """For those that go on to connect to each other, before they look who is left again."""
     master_poll_s: float = 0.02
     """Between two checks whether the master has ended. Must exceed the time of a check."""
 

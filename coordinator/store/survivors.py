@@ -15,7 +15,6 @@ from typing import Any
 
 import launcher
 from coordinator.call_site import PendingCall
-from coordinator.errors import PeerLost
 from coordinator.store.prefix_store import PrefixStore
 from launcher import LaunchInfo
 
@@ -29,11 +28,13 @@ def lead(
     store: PrefixStore,
     address: str,
     failed: Callable[[], Collection[int]],
+    release: bool,
     call: PendingCall,
 ) -> dict[str, Any]:
     """For rank 0: wait for the ranks that have not failed, and say who goes on.
 
-    failed: the ranks whose end is known. address: where this rank can be reached.
+    failed: the ranks whose end is known. address: where this rank can be reached. release: it is
+    this rank alone.
     """
     goes_on = {0}
     while len(goes_on | {*failed()}) < info.world_size and call.left_s > 0:
@@ -45,7 +46,7 @@ def lead(
     listener = launcher.listen(launch_id, address)
     launch = {
         "launch_id": launch_id,
-        "ranks": sorted(goes_on),
+        "ranks": [0] if release else sorted(goes_on),
         "address": address,
         "port": listener.getsockname()[1],
     }
@@ -56,13 +57,7 @@ def lead(
 def follow(info: LaunchInfo, store: PrefixStore, call: PendingCall) -> dict[str, Any]:
     """For the others: say that this rank goes on, and hear who does."""
     store.put(str(info.rank), b"", call)
-    answer = store.wait([ANSWER], call)[0]
-    launch: dict[str, Any] = json.loads(answer)
-    if info.rank not in launch["ranks"]:
-        raise PeerLost(
-            f"rank {info.rank} came too late to go on with ranks {launch['ranks']}, which have "
-            "given it up; end it."
-        )
+    launch: dict[str, Any] = json.loads(store.wait([ANSWER], call)[0])
     return launch
 
 

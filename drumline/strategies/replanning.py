@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import launcher
-from coordinator import Coordinator, FailureReason
+from coordinator import Coordinator, CoordinatorError, FailureReason
 from drumline.errors import PeerLost, PlanError, WorkerExit
 from drumline.planner.load_options import LoadOptions
 from drumline.planner.memory import Memory
@@ -55,7 +55,7 @@ class Replanner:
 
     def __init__(self, path: str | Path, options: LoadOptions) -> None:
         self._path, self._options, self.coor = path, options, Coordinator()
-        self._first_rank, self._memory = self.coor.rank, options.max_memory
+        self._first_rank = self.coor.rank
         self._idle, self._num_calls = threading.Condition(), 0
         self._end: BaseException | None = None
         if self.coor.is_master():
@@ -71,7 +71,8 @@ class Replanner:
                 if lost is not None:
                     self._regroup(lost)
                 try:
-                    return self._adopted(load_pipeline(self._path, self.coor, self._options, model))
+                    options = self._options_now()
+                    return self._adopted(load_pipeline(self._path, self.coor, options, model))
                 except PeerLost as error:
                     lost = error
         except WorkerExit:
@@ -84,18 +85,18 @@ class Replanner:
 
     def _regroup(self, lost: PeerLost) -> None:
         """Meet the ranks that are left, in a launch of their own. Collective over these."""
-        before, info = self.coor, self.coor.survivors(timeout_s=TIMINGS.regroup_s)
+        before = self.coor
+        self.coor = next(filter(None, (_met(before) for _ in before.ranks)))
         if before.is_master():
-            first_line = str(lost).split(". Start all")[0]
-            log.warning("%d of %d ranks go on: %s", info.world_size, before.world_size, first_line)
-        self.coor = Coordinator(info)
-        if listener := info.extras.get("master_fd"):
-            os.close(int(listener))
+            cause = str(lost).split(". Start all")[0]
+            log.warning("%d of %d ranks go on: %s", self.coor.world_size, before.world_size, cause)
             _end_given_up(before, self.coor)
         before.__exit__(PeerLost, lost, None)
+
+    def _options_now(self) -> LoadOptions:
+        """The options with the memory of the ranks that are left. Collective."""
         first_ranks = self.coor.allgather_object(self._first_rank)
-        memory = memory_of(self._memory, first_ranks)
-        self._options = replace(self._options, max_memory=memory)
+        return replace(self._options, max_memory=memory_of(self._options.max_memory, first_ranks))
 
     def _adopted(self, model: Any) -> Any:
         """The master's model, whose calls come to this object first."""
@@ -156,6 +157,21 @@ class ReplanningMixin:
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
 
+def _met(before: Coordinator) -> Coordinator | None:
+    """A Coordinator of the ranks that are left; None if one more is lost while they meet."""
+    info = before.survivors(timeout_s=TIMINGS.regroup_s)
+    if info is None:
+        log.warning("rank %d: the others go on without this rank", before.rank)
+        raise WorkerExit(0)
+    try:
+        return Coordinator(info, timeout_s=TIMINGS.meet_s)
+    except CoordinatorError:
+        return None
+    finally:
+        if listener := info.extras.get("master_fd"):
+            os.close(int(listener))
+
+
 def _is_lost(model: Any) -> bool:
     return model._driver is not None and model._driver.lost is not None
 
@@ -165,8 +181,9 @@ def _leave_and_close(coor: Coordinator, leave: Callable[..., None], *arguments: 
     try:
         leave(*arguments)
     finally:
-        launcher.outlive_failures(coor.info, until_end=False)
         lost = [f for f in coor.failures() if f.reason is not FailureReason.LEFT]
+        if lost:  # the other ranks wait to hear who goes on
+            coor.survivors(release=True, timeout_s=TIMINGS.drain_s)
         error = PeerLost(str(lost[0]), lost) if lost else None
         coor.__exit__(type(error) if error else None, error, None)
 

@@ -131,8 +131,7 @@ class Supervisor:
     def _on_failure(self, rank: LaunchedRank) -> None:
         """End the other ranks, the first one's failure being known, unless one outlives it."""
         if not self.is_ending and any(
-            other.outlives_failures and not other.has_failed and other.is_running
-            for other in self.ranks
+            other.outlives_failures and not other.has_failed for other in self.ranks
         ):
             if not rank.was_outlived:
                 rank.was_outlived = True

@@ -20,12 +20,12 @@ def with_report(info: LaunchInfo, fd: int) -> LaunchInfo:
     return replace(info, extras={**info.extras, REPORT_FD: str(fd)})
 
 
-def outlive_failures(info: LaunchInfo, *, until_end: bool = True) -> None:
+def outlive_failures(info: LaunchInfo) -> None:
     """Let this rank go on when others fail, and the launch end as this rank does.
 
-    Its own failure still ends all. until_end: False takes it back. Other launchers than ours decide
-    by themselves, and are told nothing.
+    Its own failure still ends all. Other launchers than ours decide by themselves, and are told
+    nothing.
     """
     fd = int(info.extras.get(REPORT_FD, -1))
     if fd >= 0 and stat.S_ISFIFO(os.fstat(fd).st_mode):
-        pipe_records.send(fd, {"outlives_failures": until_end})
+        pipe_records.send(fd, {"outlives_failures": True})
