@@ -114,7 +114,7 @@ ShmCommunicator::ShmCommunicator(const comm_init_args& args)
     segment_ = Segment(bootstrap, invalid_.get(), gains);
     oversubscribed_ = segment_.is_oversubscribed();
     spin_policy_ = measured_spin_policy(oversubscribed_);
-    if (!oversubscribed_) streaming_ = prefers_streaming(bootstrap, gains);
+    if (!oversubscribed_ && nranks > 2) streaming_ = prefers_streaming(bootstrap, gains);
     if (options.stores != Stores::measured) streaming_ = options.stores == Stores::streaming;
 }
 
@@ -318,7 +318,8 @@ int64_t ShmCommunicator::time_exchange(std::vector<char>& scratch, bool streamin
 // Where cores are far apart, an ordinary store to a line that the peer has read waits for that
 // line, and a streaming store does not; where cores share a cache, streaming costs a trip to
 // memory. Either way by a factor of two, so it is measured, and the ranks agree on the sum of their
-// times. Once a process: later groups vote by what their ranks measured.
+// times. Once a process: later groups vote by what their ranks measured. Not for two ranks, which
+// write lines that they have read themselves: ordinary stores are the faster ones near and far.
 bool ShmCommunicator::prefers_streaming(const Bootstrap& bootstrap,
                                         const std::vector<int32_t>& gains) {
     if (std::find(gains.begin(), gains.end(), not_measured) == gains.end())
