@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <numeric>
 
 namespace shm {
 
@@ -43,6 +44,28 @@ class Pieces {
   private:
     uint64_t count_;
     uint64_t step_;
+};
+
+// What every rank contributes, one after the other: `counts` elements, or `even` if it is NULL.
+class Parts {
+  public:
+    Parts(uint64_t even) : even_(even), longest_(even) {}
+    Parts(const uint64_t* counts, int nranks) : counts_(counts) {
+        for (int rank = 0; rank < nranks; ++rank) longest_ = std::max(longest_, counts[rank]);
+    }
+    uint64_t longest() const { return longest_; }
+    // At most `limit` elements of a rank, from its `first` one on.
+    Piece of(int rank, uint64_t first, uint64_t limit) const {
+        uint64_t start = rank * even_, count = counts_ == nullptr ? even_ : counts_[rank];
+        if (counts_ != nullptr) start = std::accumulate(counts_, counts_ + rank, start);
+        first = std::min(first, count);
+        return {start + first, std::min(limit, count - first)};
+    }
+
+  private:
+    const uint64_t* counts_ = nullptr;
+    uint64_t even_ = 0;
+    uint64_t longest_ = 0;
 };
 
 // The part of a slot for each rank, whole cache lines.

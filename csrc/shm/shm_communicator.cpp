@@ -38,13 +38,13 @@ CallSignature unpack(uint64_t packed, uint64_t count) {
 const char* name_of(Collective collective) {
     static const char* const names[] = {"setup",  "barrier",   "allreduce",      "broadcast",
                                         "reduce", "allgather", "reduce_scatter", "alltoall",
-                                        "gather", "scatter"};
+                                        "gather", "scatter",   "allgatherv",     "reduce_scatterv"};
     return names[static_cast<int>(collective)];
 }
 
 bool has_op(Collective collective) {
     return collective == Collective::allreduce || collective == Collective::reduce ||
-           collective == Collective::reduce_scatter;
+           collective == Collective::reduce_scatter || collective == Collective::reduce_scatterv;
 }
 
 std::string describe(const CallSignature& call, const Shape& shape) {
@@ -56,6 +56,8 @@ std::string describe(const CallSignature& call, const Shape& shape) {
         text += ", from rank " + std::to_string(call.root);
     if (call.collective == Collective::reduce || call.collective == Collective::gather)
         text += ", to rank " + std::to_string(call.root);
+    if (call.collective == Collective::allgatherv || call.collective == Collective::reduce_scatterv)
+        text += ", in parts with the digest " + std::to_string(call.root);
     return text;
 }
 
