@@ -173,11 +173,24 @@ def test_another_version_is_named(nodes):
     nodes.start(1, 2)
 
 
+def test_nodes_that_gave_up_before_they_heard_that_all_are_here_are_waited_for(nodes):
+    """The first node had read that they were here, and started alone."""
+    with connected() as one, connected() as two:
+        for rank, connection in ((1, one), (2, two)):
+            introduce(connection, node_rendezvous.NodeDescription.of(job(rank)))
+            assert json.loads(connection.makefile().readline())["problem"] == ""
+    nodes.start(1, 2)
+
+
 def said_to(described):
     """The problem that the first node has with a node."""
     with connected() as connection:
-        connection.sendall(json.dumps(dataclasses.asdict(described)).encode() + b"\n")
+        introduce(connection, described)
         return json.loads(connection.makefile().readline())["problem"]
+
+
+def introduce(connection, described):
+    connection.sendall(json.dumps(dataclasses.asdict(described)).encode() + b"\n")
 
 
 def connected():
