@@ -1,8 +1,8 @@
 """The rendezvous of nodes that have a launch command each, before any rank starts.
 
-Every other node tells the first, in a line of JSON, what it is about to launch, waits for the first
-to say that all have come, and answers that it goes: a node that did not hear so in time comes again,
-and the first must still be there. Nothing secret is sent, and no rank depends on what is.
+Every other node tells the first, in a line of JSON, what it is about to launch, and waits for the
+first to say that all have come. It answers that it goes, or gives up and comes again, and the first
+stays until all have gone. Nothing secret is sent, and no rank depends on what is.
 """
 
 from __future__ import annotations
