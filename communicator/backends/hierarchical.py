@@ -104,6 +104,11 @@ class Hierarchical(Communicator):
             for column in range(place, self._num_columns, num_local)
         }
         self._leaders = self._columns.get(0)  # None on other ranks than the first of a node
+        places = (
+            self._node_of[rank] * self._num_columns + self._nodes[self._node_of[rank]].index(rank)
+            for rank in range(self.world_size)
+        )
+        self._places = torch.tensor([*places])  # of each rank in rows of nodes with so many columns
 
     def do_close(self) -> None:
         self._resources.close()
@@ -245,6 +250,8 @@ class Hierarchical(Communicator):
                 self._local.broadcast(tensor, 0)
 
     def do_allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        if out.nbytes <= LEADER_NBYTES:
+            return self._allgather_by_leaders(out, tensor)
         numel, works = tensor.numel(), []
         segments = _segments(numel, tensor.itemsize * self.world_size)
         with self._failing_together("allgather"):
@@ -256,6 +263,17 @@ class Hierarchical(Communicator):
             for segment, work in zip(segments, works, strict=True):
                 work.wait()
                 self._share_rows(out, numel, segment)
+
+    def _allgather_by_leaders(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Each node's rows at once, with room for as many as the largest node has."""
+        rows = tensor.new_zeros(len(self._nodes), self._num_columns, *tensor.shape)
+        own = rows[self._node]
+        with self._failing_together("allgather"):
+            own[: len(self._node_ranks)] = self._local.allgather(tensor)
+            if self._leaders:
+                self._leaders.do_allgather(rows, own)
+            self._local.broadcast(rows, 0)
+        torch.index_select(rows.flatten(0, 1), 0, self._places, out=out)
 
     def _gather_rows(self, out: torch.Tensor, numel: int, segment: Slice) -> None:
         """A segment of the rows of other nodes' ranks, for each column of this rank."""
