@@ -479,7 +479,7 @@ def _partial_op(op: str) -> str:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Those of a tensor of any dtype, which all backends move."""
+    """The bytes of a tensor of any dtype, which all backends move."""
     return tensor.view(-1).view(torch.uint8)
 
 
