@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 from tests.communicator.backends.nccl.nccl_host import STREAM, Host
 
 OK, INVALID_USAGE, REMOTE = 0, 5, 6
+SHORT_MS, LONG_MS = 2, 60_000  # a refused end waits that long for graphs, up to a second
 FLOAT32, SUM = 7, 0
 captures = itertools.count(1)
 
@@ -35,7 +36,7 @@ class Model:
         self.host, self.handle, self.nranks = host, handle, nranks
         self.is_over = False  # aborted, or broken at its end
         self.is_finalized = False
-        self.connected, self.graphs = set(), set()
+        self.connected, self.graphs, self.memory = set(), set(), []
 
     def call(self, entry, *values):
         wide = [ctypes.c_uint64(value) if isinstance(value, int) else value for value in values]
@@ -46,9 +47,12 @@ class Orders(RuleBasedStateMachine):
     comms = Bundle("comms")
     all_comms: list[Model]
 
-    @initialize(target=comms)
-    def start(self):
-        self.host = Host(sys.argv[1], timeout_ms=2, mode=ctypes.RTLD_GLOBAL)
+    @initialize(target=comms, polls=st.integers(0, 3))
+    def start(self, polls):
+        """polls: how often NCCL answers that each call is in progress."""
+        self.timeout_ms = LONG_MS if polls else SHORT_MS
+        ctypes.CDLL(sys.argv[1]).stand_in_polls(polls)
+        self.host = Host(sys.argv[1], timeout_ms=self.timeout_ms, mode=ctypes.RTLD_GLOBAL)
         assert self.host.code == OK, self.host.error
         self.host.stand_in.stand_in_misuse.restype = ctypes.c_char_p
         self.capture, self.is_peer_dead = 0, False
@@ -99,6 +103,32 @@ class Orders(RuleBasedStateMachine):
         graphs = set().union(*(comm.graphs for comm in self.all_comms)) - {self.capture}
         self.end_graph(data.draw(st.sampled_from(sorted(graphs))))
 
+    @precondition(lambda self: any(comm.graphs - {self.capture} for comm in self.all_comms))
+    @rule(data=st.data())
+    def replay(self, data):
+        """Kernels of the graph run, or wait for a dead peer until the communicator is aborted."""
+        graphs = set().union(*(comm.graphs for comm in self.all_comms)) - {self.capture}
+        graph = data.draw(st.sampled_from(sorted(graphs)))
+        self.host.stand_in.stand_in_replay(ctypes.c_ulonglong(graph))
+
+    @precondition(lambda self: not self.capture)
+    @rule(comm=comms)
+    def allocate(self, comm):
+        if comm.is_finalized:
+            return
+        pointer = ctypes.c_void_p()
+        code = comm.call("mem_alloc", 4096, ctypes.byref(pointer))
+        assert code == (REMOTE if comm.is_over or self.is_peer_dead else OK)
+        if code == OK:
+            comm.memory.append(pointer.value)
+
+    @precondition(lambda self: not self.capture)
+    @rule(comm=comms)
+    def free(self, comm):
+        if comm.memory and not comm.is_finalized:
+            code = comm.call("mem_free", comm.memory.pop())
+            assert code == (REMOTE if comm.is_over or self.is_peer_dead else OK)
+
     @precondition(lambda self: not self.capture and len(self.all_comms) < 4)
     @rule(target=comms, comm=comms)
     def split(self, comm):
@@ -131,6 +161,8 @@ class Orders(RuleBasedStateMachine):
     @precondition(lambda self: not self.capture)
     @rule(comm=comms)
     def finalize(self, comm):
+        if comm.graphs and self.timeout_ms == LONG_MS:
+            return
         code = comm.call("finalize")
         if comm.is_over or comm.is_finalized:
             assert code == OK
