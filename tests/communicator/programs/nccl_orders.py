@@ -26,6 +26,7 @@ from tests.communicator.backends.nccl.nccl_host import STREAM, Host
 OK, INVALID_USAGE, REMOTE = 0, 5, 6
 SHORT_MS, LONG_MS = 2, 60_000  # a refused end waits that long for graphs, up to a second
 FLOAT32, SUM = 7, 0
+COUNTS = st.sampled_from([10, 1000, 100_000])
 captures = itertools.count(1)
 
 
@@ -47,10 +48,11 @@ class Orders(RuleBasedStateMachine):
     comms = Bundle("comms")
     all_comms: list[Model]
 
-    @initialize(target=comms, polls=st.integers(0, 3))
-    def start(self, polls):
-        """polls: how often NCCL answers that each call is in progress."""
-        self.timeout_ms = LONG_MS if polls else SHORT_MS
+    @initialize(target=comms, polls=st.integers(0, 3), num_calm=st.integers(0, 20))
+    def start(self, polls, num_calm):
+        """polls: how often NCCL answers that each call is in progress. num_calm: steps before the
+        first death, abort or end, after which little can happen."""
+        self.timeout_ms, self.num_calm = LONG_MS if polls else SHORT_MS, num_calm
         ctypes.CDLL(sys.argv[1]).stand_in_polls(polls)
         self.host = Host(sys.argv[1], timeout_ms=self.timeout_ms, mode=ctypes.RTLD_GLOBAL)
         assert self.host.code == OK, self.host.error
@@ -59,7 +61,7 @@ class Orders(RuleBasedStateMachine):
         self.all_comms = [Model(self.host, self.host.comm, 4)]
         return self.all_comms[0]
 
-    @rule(comm=comms, count=st.sampled_from([10, 1000, 100_000]))
+    @rule(comm=comms, count=COUNTS)
     def reduce(self, comm, count):
         if comm.is_finalized:
             return
@@ -89,6 +91,15 @@ class Orders(RuleBasedStateMachine):
         self.host.stand_in.stand_in_capture(ctypes.c_ulonglong(0))
         if not is_kept:
             self.end_graph(graph)
+
+    @precondition(lambda self: not self.capture)
+    @rule(comm=comms, count=COUNTS)
+    def make_graph(self, comm, count):
+        """The same call outside of a capture, then inside."""
+        self.reduce(comm, count)
+        self.begin_capture()
+        self.reduce(comm, count)
+        self.end_capture(True)
 
     def end_graph(self, graph):
         holders = [comm for comm in self.all_comms if graph in comm.graphs]
@@ -142,6 +153,7 @@ class Orders(RuleBasedStateMachine):
         self.all_comms.append(Model(self.host, child, 1))
         return self.all_comms[-1]
 
+    @precondition(lambda self: self.num_calm < 0)
     @rule()
     def peer_dies(self):
         self.host.stand_in.stand_in_fail_with(REMOTE)
@@ -153,6 +165,7 @@ class Orders(RuleBasedStateMachine):
             is_bad = comm.is_over or self.is_peer_dead
             assert comm.call("async_error") == (REMOTE if is_bad else OK)
 
+    @precondition(lambda self: self.num_calm < 0)
     @rule(comm=comms)
     def abort(self, comm):
         assert comm.call("abort") == OK
@@ -161,7 +174,7 @@ class Orders(RuleBasedStateMachine):
     @precondition(lambda self: not self.capture)
     @rule(comm=comms)
     def finalize(self, comm):
-        if comm.graphs and self.timeout_ms == LONG_MS:
+        if self.timeout_ms == LONG_MS if comm.graphs else self.num_calm >= 0:
             return
         code = comm.call("finalize")
         if comm.is_over or comm.is_finalized:
@@ -177,7 +190,9 @@ class Orders(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_used_after_its_end(self):
-        assert not hasattr(self, "all_comms") or self.host.stand_in.stand_in_misuse() == b""
+        if hasattr(self, "all_comms"):
+            self.num_calm -= 1
+            assert self.host.stand_in.stand_in_misuse() == b""
 
     def teardown(self):
         if not hasattr(self, "all_comms"):
@@ -196,7 +211,7 @@ if __name__ == "__main__":
     run_state_machine_as_test(
         Orders,
         settings=settings(
-            max_examples=200,
+            max_examples=300,
             stateful_step_count=25,
             deadline=None,
             derandomize=True,

@@ -145,7 +145,7 @@ int ncclCommFinalize(Comm* comm) {
     return put_off(comm);
 }
 int ncclCommDestroy(Comm* comm) {
-    if (comm->spins) misuse = "ncclCommDestroy while a kernel waits, for ever";
+    if (comm->spins || next_state != 0) misuse = "ncclCommDestroy, which waits for the dead";
     use(comm, __func__);
     comm->ended_by = __func__;
     note("CommDestroy");
