@@ -170,6 +170,22 @@ def test_complex_numbers_are_added_up(ranks, call):
     assert ranks(body, 3, [2, 1])[0] == 3 + 6j
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fnuz])
+@pytest.mark.parametrize("numel", [3, 99_999])
+def test_dtypes_that_shared_memory_does_not_know_are_moved(ranks, dtype, numel):
+    """It refused them when others of the call were on the network already."""
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor, Communicator(coor, timeout_s=5) as comm:
+            rows = torch.full((3, numel), 1 + comm.rank).to(dtype)
+            gathered, swapped = comm.allgather(rows[0]), comm.alltoall(rows)
+            comm.broadcast(rows, 2)
+            results = [result.to(torch.complex64) for result in (gathered, swapped, rows)]
+            return [(int(each[:, -1][0].real), int(each[:, -1][2].real)) for each in results]
+
+    assert ranks(body, 3, [2, 1]) == [[(1, 3), (1, 3), (3, 3)]] * 3
+
+
 def test_first_failure_is_not_waited_for_where_the_store_has_stopped(monkeypatch):
     """A rank 0 that was stopped, or lies behind a cut link, held up all others for good."""
     monkeypatch.setattr(timings, "TIMINGS", timings.TIMINGS.scaled(0.4))
