@@ -124,6 +124,12 @@ def test_broadcast_reaches_every_rank(world_size, numel):
         assert buffers == [list(range(numel))] * world_size
 
 
+@pytest.mark.parametrize("world_size", range(2, 17))
+def test_no_rank_sends_a_tensor_of_64_kib_twice(world_size):
+    rounds, _ = schedules.broadcast(0, world_size, 0, 1 << 16, 1)
+    assert sum(one.numel for sends, _ in rounds for one in sends) == 1 << 16
+
+
 @pytest.mark.parametrize("world_size", SIZES[2:])
 @pytest.mark.parametrize("nbytes", [1 << 20, 4 << 20])
 def test_a_chain_passes_on_pieces_that_are_one_packet_at_most(world_size, nbytes):
