@@ -114,8 +114,7 @@ ALWAYS_INLINE void reduce_two(typename Codec::Stored* out, const typename Codec:
         auto* to = reinterpret_cast<Pair*>(out);
         auto *left = reinterpret_cast<const Pair*>(a), *right = reinterpret_cast<const Pair*>(b);
         INDEPENDENT
-        for (size_t i = 0; i < count / 2; ++i)
-            to[i] = Bfloat16Pair::apply<Op>(left[i], right[i]);
+        for (size_t i = 0; i < count / 2; ++i) to[i] = Bfloat16Pair::apply<Op>(left[i], right[i]);
         first = count / 2 * 2;
     }
     INDEPENDENT

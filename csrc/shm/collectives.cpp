@@ -84,8 +84,8 @@ class Operands {
     const void** pointers_;
 };
 
-// Calls `body(first_element, num_elements)` for every round of `count` elements, at least once, in a
-// slot of its own.
+// Calls `body(first_element, num_elements)` for every round of `count` elements, at least once, in
+// a slot of its own.
 template <class Body>
 void in_rounds(ShmCommunicator& comm, const CallSignature& call, uint64_t count,
                size_t elements_per_round, Body body) {
