@@ -164,8 +164,8 @@ struct Staged {
 };
 
 // Reduces `nbytes` of this round and stages the next one, strip by strip: stores to the one slot
-// and loads from the other wait for lines at the same time. Processors do not foresee loads of
-// lines that another core has written, so these are asked for ahead.
+// and loads from the other overlap. What another core has written is prefetched explicitly, since
+// no processor does that by itself.
 void reduce_and_stage(const ShmCommunicator& comm, Reduce reduce, char* out, size_t nbytes,
                       Operands& operands, size_t size, int divisor, const Staged& next) {
     constexpr size_t strip_bytes = 1 << 10, ahead_bytes = 4 << 10;
