@@ -112,8 +112,8 @@ def test_its_own_deadline_holds_inside_a_node_and_between(ranks):
     """The parts took the Coordinator's, which is minutes."""
 
     def body(info):
-        with Coordinator(info, timeout_s=30) as coor, Communicator(coor, timeout_s=0.5) as comm:
-            comm.barrier()
+        with Coordinator(info, timeout_s=60) as coor, Communicator(coor, timeout_s=1) as comm:
+            coor.barrier()
             begun = time.monotonic()
             if comm.rank:  # rank 1 waits for its node, rank 2 for the network
                 with pytest.raises(CommunicatorTimeout):
@@ -121,7 +121,7 @@ def test_its_own_deadline_holds_inside_a_node_and_between(ranks):
             coor.barrier()  # nobody leaves before
             return time.monotonic() - begun
 
-    assert max(ranks(body, 3, [2, 1])) < 10
+    assert max(ranks(body, 3, [2, 1])) < 30
 
 
 def test_groups_of_near_and_far_do_not_wait_for_each_other(ranks):
