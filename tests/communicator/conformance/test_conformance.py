@@ -318,6 +318,20 @@ def test_send_and_recv_alone_make_a_whole_communicator(checked):
     assert report.ok and not report.having("unsupported")
 
 
+class OnlySums(Gloo):
+    do_barrier = Communicator.do_barrier
+
+    def do_allreduce(self, out, tensor, op):
+        if op != "sum":
+            raise Unsupported("sums alone")
+        super().do_allreduce(out, tensor, op)
+
+
+def test_a_backend_that_adds_and_nothing_else_has_barriers(checked):
+    report = checked(OnlySums, 2, "barrier")
+    assert report.ok and not report.having("unsupported")
+
+
 class CannotSum8Bits(Shm):
     def allreduce(self, tensor, op="sum", *, out=None):
         if tensor.dtype.itemsize == 1:
