@@ -221,7 +221,7 @@ def main() -> int:
     if left_out:
         print(f"== left out, for the time is over: {', '.join(left_out)}. Run it once more")
     print(f"== failed: {', '.join(failed) or 'nothing'}. All results: {results.archive}")
-    return len(failed) > 0
+    return len(failed + left_out) > 0
 
 
 if __name__ == "__main__":
