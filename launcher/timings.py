@@ -15,7 +15,7 @@ class Timings:
     # Local launches: fork server, supervisor, output.
     # Longer than a child's exit takes to reach waitpid in its parent, or a consequence looks like
     # the cause; shorter than a peer takes to run into a second, unrelated error.
-    reap_lag_s: float = 0.1
+    reap_lag_s: float = 0.25
     # Longer than a rank takes to run its SIGTERM handler and print a traceback.
     failure_grace_s: float = 0.5
     # Longer than a rank takes to write a checkpoint after Ctrl-C.

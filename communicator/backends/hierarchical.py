@@ -104,6 +104,11 @@ class Hierarchical(Communicator):
             for column in range(place, self._num_columns, num_local)
         }
         self._leaders = self._columns.get(0)  # None on other ranks than the first of a node
+        places = (
+            self._node_of[rank] * self._num_columns + self._nodes[self._node_of[rank]].index(rank)
+            for rank in range(self.world_size)
+        )
+        self._places = torch.tensor([*places])  # of each rank in rows of nodes with so many columns
 
     def do_close(self) -> None:
         self._resources.close()
@@ -196,11 +201,8 @@ class Hierarchical(Communicator):
             self._write_result(out, total, op)
 
     def do_reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
-        result, rows = (
-            (torch.view_as_real(each) if each.is_complex() else each) for each in (out, tensor)
-        )
-        result = result.view(-1)
-        rows = rows.view(self.world_size, result.numel())
+        result = _as_real(out).view(-1)
+        rows = _as_real(tensor).view(self.world_size, result.numel())
         works = []
         with self._failing_together("reduce_scatter"):
             for begin, end in _segments(result.numel(), rows.nbytes // max(result.numel(), 1)):
@@ -221,7 +223,7 @@ class Hierarchical(Communicator):
                 self._write_result(result, column.reduce_parts(rows, _partial_op(op)), op)
 
     def do_broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        node = self._node_of[src]
+        tensor, node = _bytes(tensor), self._node_of[src]
 
         def give_to_node(segment: torch.Tensor) -> None:
             if node == self._node:
@@ -245,6 +247,10 @@ class Hierarchical(Communicator):
                 self._local.broadcast(tensor, 0)
 
     def do_allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        tensor = _bytes(tensor)
+        out = _bytes(out).view(self.world_size, tensor.numel())
+        if out.nbytes <= LEADER_NBYTES:
+            return self._allgather_by_leaders(out, tensor)
         numel, works = tensor.numel(), []
         segments = _segments(numel, tensor.itemsize * self.world_size)
         with self._failing_together("allgather"):
@@ -256,6 +262,17 @@ class Hierarchical(Communicator):
             for segment, work in zip(segments, works, strict=True):
                 work.wait()
                 self._share_rows(out, numel, segment)
+
+    def _allgather_by_leaders(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Each node's rows at once, with room for as many as the largest node has."""
+        rows = tensor.new_zeros(len(self._nodes), self._num_columns, tensor.numel())
+        own = rows[self._node]
+        with self._failing_together("allgather"):
+            own[: len(self._node_ranks)] = self._local.allgather(tensor)
+            if self._leaders:
+                self._leaders.do_allgather(rows, own)
+            self._local.broadcast(rows, 0)
+        torch.index_select(rows.flatten(0, 1), 0, self._places, out=out)
 
     def _gather_rows(self, out: torch.Tensor, numel: int, segment: Slice) -> None:
         """A segment of the rows of other nodes' ranks, for each column of this rank."""
@@ -271,6 +288,7 @@ class Hierarchical(Communicator):
                 self._local.broadcast(flat[begin:end], place % len(self._node_ranks))
 
     def do_alltoall(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        out, tensor = (_bytes(rows).view(self.world_size, rows[0].nbytes) for rows in (out, tensor))
         with self._failing_together("alltoall"):
             work = self._start(lambda: self._swap_between(out, tensor), tensor.nbytes)
             out[self._node_ranks] = self._local.alltoall(tensor[self._node_ranks])
@@ -460,12 +478,22 @@ def _partial_op(op: str) -> str:
     return "sum" if op == "avg" else op
 
 
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor of any dtype, which all backends move."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs, which all backends add."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def _accumulator(tensor: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
-    """A copy to reduce into, complex numbers as pairs: all backends add those.
+    """A copy to reduce into, complex numbers as pairs.
 
     room: for the copy, if it has the tensor's dtype; may be the tensor.
     """
     if tensor.is_complex():
-        return torch.view_as_real(tensor).clone()
+        return _as_real(tensor).clone()
     is_small = tensor.dtype in SMALL_FLOATS
     return accumulator(tensor) if room is None or is_small else room.copy_(tensor)

@@ -135,12 +135,12 @@ class LaunchView:
     def looks(self) -> list[rank_view.RankLook]:
         return [history.look for history in self._histories]
 
-    def slowest(self) -> int | None:
-        """The rank that waits clearly less than others do; None if none stands out."""
-        shares = [history.wait_share for history in self._histories]
-        if max(shares) - min(shares) < MIN_DIFFERENCE:
-            return None
-        return self.looks[shares.index(min(shares))].peer.rank
+    def slowest(self) -> set[int]:
+        """The ranks that wait clearly less than others do."""
+        shares = {history.look.peer.rank: history.wait_share for history in self._histories}
+        least, most = min(shares.values()), max(shares.values())
+        limit = least + (most - least) / 4 if most - least >= MIN_DIFFERENCE else -1.0
+        return {rank for rank, share in shares.items() if share <= limit}
 
     def table(self) -> Table:
         """A row for each rank: waits in yellow, work in green, what does not run in red."""
@@ -171,10 +171,10 @@ def _style(look: rank_view.RankLook) -> str:
     return "yellow" if look.waits else "green"
 
 
-def _cells(history: _RankHistory, slowest: int | None, has_hosts: bool) -> Iterator[str]:
+def _cells(history: _RankHistory, slowest: set[int], has_hosts: bool) -> Iterator[str]:
     look = history.look
     peer, stuck, rates = look.peer, look.stuck, history.rates()
-    yield f"{peer.rank}" + " slowest" * (peer.rank == slowest)
+    yield f"{peer.rank}" + " slowest" * (peer.rank in slowest)
     yield from (peer.host * has_hosts, look.state, f"{peer.pid}" * (peer.pid > 0))
     yield _call(look)
     yield stuck.where if stuck is not None else ""
@@ -270,7 +270,9 @@ def _chosen(launch: str | None) -> list[rank_view.ViewedRank]:
         )
     lines = [f"\n  {key}: {len(ranks)} ranks, rank {ranks[0].peer.rank} is pid {ranks[0].peer.pid}"
              for key, ranks in launches.items()]  # fmt: skip
-    missing = f"{launch} is none of the launches on this host" if launch else "Several launches run"
+    missing = "Several launches run"
+    if launch:
+        missing = f"{launch} is no launch on this host whose ranks have a Coordinator"
     raise DrumlineError(f"{missing}. Name one of these:{''.join(lines)}")
 
 

@@ -185,7 +185,8 @@ class Service:
     async def get_health(self) -> Response:
         if self.failure is not None:
             return JSONResponse(_internal_error(self.failure).body, 503)
-        return JSONResponse({"status": "restarting" if self.scheduler.is_restarting else "ok"})
+        status = "restarting" if self.scheduler.is_restarting else "ok"
+        return JSONResponse({"status": status, "ranks_missing": self.scheduler.num_missing_ranks})
 
     async def get_page(self) -> Response:
         return Response(PAGE.read_text(), media_type="text/html", headers=PAGE_HEADERS)

@@ -39,6 +39,7 @@ class SchedulerCollector(Collector):  # type: ignore[misc]
         for name, text, value in (
             ("requests_running", "Sequences in a batch now.", scheduler.num_running),
             ("requests_waiting", "Sequences in the queue now.", scheduler.num_waiting),
+            ("ranks_missing", "Ranks that did not come up again.", scheduler.num_missing_ranks),
             ("largest_batch", "Most sequences of one batch so far.", scheduler.largest_batch),
         ):
             yield GaugeMetricFamily(f"drumline_{name}", text, value=value)

@@ -155,7 +155,8 @@ class BatchScheduler:
     on_loss is called if a rank of the model is lost, after which nothing can run.
     """
 
-    num_restarts, is_restarting = 0, False  # see RemoteScheduler
+    num_restarts = num_missing_ranks = 0  # see RemoteScheduler
+    is_restarting = False
 
     def __init__(
         self,

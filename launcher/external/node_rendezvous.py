@@ -1,7 +1,8 @@
 """The rendezvous of nodes that have a launch command each, before any rank starts.
 
 Every other node tells the first, in a line of JSON, what it is about to launch, and waits for the
-first to say that all have come. Nothing secret is sent, and no rank depends on what is.
+first to say that all have come. It answers that it goes, or gives up and comes again, and the first
+stays until all have gone. Nothing secret is sent, and no rank depends on what is.
 """
 
 from __future__ import annotations
@@ -128,12 +129,15 @@ def _too_late(
 
 @dataclass
 class _NodeConnection:
-    """A connection to the first node. node: what it launches, once it has said so."""
+    """A connection to the first node, at its port. node: what it launches, once it has said so.
+    is_told: that all have come."""
 
     socket: socket.socket
     address: str
+    port: int
     lines: LineBuffer
     node: NodeDescription | None = None
+    is_told: bool = False
 
     def send(self, **message: Any) -> None:
         """Send a line; a node that takes none in has lost its connection, which it will see."""
@@ -175,6 +179,7 @@ class _Leader:
         self.me = NodeDescription.of(job)
         self.selector = selectors.DefaultSelector()
         self.nodes: dict[int, _NodeConnection] = {}
+        self.gone: set[int] = set()  # the nodes that have heard that all have come
         self.strangers: list[_NodeConnection] = []  # the oldest first
         self.sent_away: dict[str, str] = {}  # the problem of the node at an address
         for listener in listeners:
@@ -183,31 +188,32 @@ class _Leader:
 
     @property
     def missing(self) -> list[int]:
-        return [node for node in range(1, self.job.nnodes) if node not in self.nodes]
+        here = {*self.nodes, *self.gone}
+        return [node for node in range(1, self.job.nnodes) if node not in here]
 
     def wait(self, limit_s: float) -> None:
-        """Return once all nodes have come, and have been told so."""
+        """Return once all nodes have come, and have heard so."""
         now = time.monotonic()
         deadline, status_at = now + limit_s, now + timings.TIMINGS.node_status_s
-        while self.missing:
+        while len(self.gone) < self.job.nnodes - 1:
             for key, _ in self.selector.select(max(0.0, min(status_at, deadline) - now)):
                 if key.data is None:
                     self._accept(key.fileobj)
                 elif key.data.socket.fileno() >= 0:
                     self._receive(key.data)
             now = time.monotonic()
-            if now >= deadline:
+            awaited = self.missing or sorted(self.nodes)
+            if now >= deadline and awaited:
                 differences = "; ".join(self.sent_away.values())
-                place = self.job, self.port, self.missing, limit_s
+                place = self.job, self.port, awaited, limit_s
                 error = _too_late(*place, self._seen(), differences)
                 self._tell(end=str(error))
                 raise error
-            if now >= status_at:
+            if now >= status_at and awaited:
                 status_at = now + timings.TIMINGS.node_status_s
-                text = f"waiting for {_missing(self.missing, self.job, self.port)}; {self._seen()}"
+                text = f"waiting for {_missing(awaited, self.job, self.port)}; {self._seen()}"
                 _notice(text)
                 self._tell(waiting=text)
-        self._tell(go=True)
 
     def close(self) -> None:
         for connection in (*self.nodes.values(), *self.strangers):
@@ -215,7 +221,7 @@ class _Leader:
         self.selector.close()
 
     def _seen(self) -> str:
-        return f"nodes seen: {len(self.nodes)}"
+        return f"nodes seen: {len(self.nodes) + len(self.gone)}"
 
     def _tell(self, **message: Any) -> None:
         for connection in self.nodes.values():
@@ -225,7 +231,8 @@ class _Leader:
         with contextlib.suppress(OSError):
             accepted, address = listener.accept()
             accepted.setblocking(False)
-            connection = _NodeConnection(accepted, str(address[0]), LineBuffer())
+            port = accepted.getsockname()[1]
+            connection = _NodeConnection(accepted, str(address[0]), port, LineBuffer())
             self.selector.register(accepted, selectors.EVENT_READ, connection)
             self.strangers.append(connection)
             if len(self.strangers) > MAX_STRANGERS:
@@ -239,7 +246,10 @@ class _Leader:
         except OSError:
             data = b""
         lines = connection.lines.feed(data)
-        if connection.node is None and lines:
+        if connection.node is not None and lines:
+            self.gone.add(connection.node.node_rank)
+            self._drop(connection)
+        elif lines:
             try:
                 self._greet(connection, NodeDescription.from_json(json.loads(lines[0])))
             except ValueError:
@@ -261,8 +271,15 @@ class _Leader:
         self.strangers.remove(connection)
         self.sent_away.pop(connection.address, None)
         self.nodes[node.node_rank] = connection
+        self.gone.discard(node.node_rank)  # it comes again
+        if not self.missing:
+            for waiting in (other for other in self.nodes.values() if not other.is_told):
+                waiting.is_told = True
+                waiting.send(go=True)
 
     def _taken(self, node: NodeDescription) -> str:
+        if node.node_rank in self.nodes:
+            self._receive(self.nodes[node.node_rank])  # it may have left
         other = self.nodes.get(node.node_rank)
         if node.node_rank == 0 or other is not None:
             here = f"host {self.me.host}" if other is None else f"at {other.address}"
@@ -274,7 +291,11 @@ class _Leader:
         connection.socket.close()
         if connection.node is not None:
             del self.nodes[connection.node.node_rank]
-            _notice(f"{connection.node} at {connection.address} has left")
+            if connection.node.node_rank not in self.gone:
+                place = f"at {connection.address}"
+                if connection.port != self.port:  # it looks for the reason why it cannot join
+                    place += f" came to port {COMMON_PORT} and not to {self.port}, and"
+                _notice(f"{connection.node} {place} has left")
         else:
             self.strangers.remove(connection)
 
@@ -285,19 +306,23 @@ class _Leader:
 def _follow(job: Job, port: int, limit_s: float) -> None:
     start = time.monotonic()
     deadline, status_at = start + limit_s, start + timings.TIMINGS.node_status_s
-    ask_at, difference = start, ""
+    ask_at = start
+    difference: str | None = None
     while why := _try_to_join(job, port, deadline):
         now = time.monotonic()
+        if difference == "":  # this launch waits there
+            why += f", while its port {COMMON_PORT} answers"
         if now >= status_at:
             status_at = now + timings.TIMINGS.node_status_s
             _notice(f"waiting for {_missing([0], job, port)} ({why}); nodes seen: 0")
         if now >= ask_at and not difference and port != COMMON_PORT:
             ask_at = now + timings.TIMINGS.node_status_s
-            difference = _ask_at_common_port(job, deadline)
+            answer = _ask_at_common_port(job, deadline)
+            difference = difference if answer is None else answer
             if difference:
                 _notice(f"another launch waits at {job.master_addr}: {difference}")
         if now >= deadline:
-            raise _too_late(job, port, [0], limit_s, why, difference)
+            raise _too_late(job, port, [0], limit_s, why, difference or "")
         time.sleep(timings.TIMINGS.node_retry_s)
 
 
@@ -313,6 +338,7 @@ def _try_to_join(job: Job, port: int, deadline: float) -> str:
                 )
             for message in messages:
                 if message.get("go"):
+                    connection.sendall(b'{"gone": true}\n')
                     return ""
                 if "end" in message:
                     raise LaunchTimeout(message["end"], (), errors.TIMEOUT_CODE)
@@ -328,13 +354,13 @@ def _try_to_join(job: Job, port: int, deadline: float) -> str:
         return error.strerror or str(error)
 
 
-def _ask_at_common_port(job: Job, deadline: float) -> str:
-    """The differences from another launch that waits at the first node; "" if there is none."""
+def _ask_at_common_port(job: Job, deadline: float) -> str | None:
+    """The differences from the launch that waits at the first node; None if none does."""
     try:
         with _connected(job, COMMON_PORT, deadline) as (connection, messages):
             return _introduce(job, connection, messages)[1]
     except (OSError, KeyError, ValueError, TypeError, AttributeError):
-        return ""
+        return None
 
 
 @contextlib.contextmanager

@@ -106,8 +106,8 @@ def _start_events(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for start_us in starts_us:
         for rank, first in first_events.items():
             duration = max(int((first["ts"] - start_us) * 1000), 0)
-            start = round(start_us * 1000)
-            yield event("starting", "start", start, duration, rank, first["tid"], {})
+            starting = event("starting", "start", 0, duration, rank, first["tid"], {})
+            yield starting | {"ts": start_us}  # not by way of nanoseconds, which rounds it anew
 
 
 def _renumber_threads(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

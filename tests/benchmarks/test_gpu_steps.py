@@ -71,11 +71,14 @@ def test_variables_that_do_not_help_are_not_kept(results):
     assert run_step(Step("later", 'test -z "$PLANTED"', 60), results)
 
 
-def test_steps_that_cannot_begin_in_time_are_named(results):
+def test_steps_that_do_not_end_in_time_are_named_and_are_run_the_next_time(results, monkeypatch):
     steps_ = [
         Step("first", "exit 3", 60),
         Step("second", "sleep 300", 60),
         Step("third", "true", 60),
     ]
-    assert run_steps(steps_, results, 2) == (["first", "second"], ["third"])
-    assert set(logs(results)) == {"first", "second"}
+    assert run_steps(steps_, results, 2) == (["first"], ["second", "third"])
+    assert set(logs(results)) == {"first", "second-cut"}
+    assert [results.has_ended(step.name) for step in steps_] == [True, False, False]
+    monkeypatch.setattr(steps, "FRESH_S", 0.0)
+    assert not results.has_ended("first")

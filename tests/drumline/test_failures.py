@@ -173,9 +173,9 @@ def test_servers_wait_for_a_master_that_thinks_longer_than_any_deadline(checkpoi
     _, path = checkpoints.llama()
 
     def rank(info):
-        coor = Coordinator(info, timeout_s=1.5)
+        coor = Coordinator(info, timeout_s=3)
         with drumline.load(path, coor=coor, max_memory=[1 << 30] * 2) as model:
-            time.sleep(3)
+            time.sleep(4)
             return model.generate(torch.arange(3, 12)[None], max_new_tokens=3).shape[-1]
 
     assert ranks(quiet(rank), 2)[0] == 12

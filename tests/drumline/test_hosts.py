@@ -99,6 +99,7 @@ def ray_cluster(hosts, script):
                 node.kill()
 
 
+@pytest.mark.soak
 def test_ray(hosts, expected, script, ray_cluster):
     path, said = expected
     driver = script.with_name("driver.py")

@@ -1,8 +1,8 @@
 """The steps of `make gpu`: python -m tests.gpu.steps RESULTS.tgz [PART ...]
 
-The parts come in order, cheapest facts first, and each ends within nine minutes: whoever has the
-GPU for ten at a time runs one part after the other. All together end within half an hour; what was
-not begun by then is named. Every step's output and tables are in the archive before the next step.
+The parts come in order, cheapest facts first, and each ends within nine minutes. All together end
+within half an hour, or within --seconds; what has not ended by then is named, and the same command
+goes on with it. Every step's output and tables are in the archive before the next step.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from benchmarks import table
 
 ROOT = Path(__file__).parents[2]
 PART_S, TOTAL_S = 540, 1740
+FRESH_S = 3600.0  # a step that ended longer ago is run again
 PYTHON = sys.executable
 # The plugins and options of this repository's own environment may be missing on that machine.
 PYTEST = (
@@ -44,8 +45,12 @@ print("not in the driver:", nccl_library.missing_graph_functions() or "nothing t
 '
 """
 
-# What was carried here serves where there is no compiler.
+# What was carried here serves where there is no compiler, and wheels of `make gpu-parts` where
+# packages are missing or too old.
+PARTS_BROUGHT, SITE = ROOT / ".gpu", ROOT / "build" / "gpu-site"
 BUILD = f"""
+test ! -d {PARTS_BROUGHT} || {PYTHON} -m pip install --quiet --no-index --no-deps --no-compile \
+    --upgrade --target {SITE} {PARTS_BROUGHT}/*.whl || echo '== taking the packages that are here'
 {PYTHON} setup.py --quiet build_ext --inplace || echo '== not built: taking what is here'
 csrc/scripts/build_cuda.sh || echo '== no new kernel: taking what is here'
 {PYTHON} -c '
@@ -86,6 +91,7 @@ PARTS = {
     "tables": [
         Step("calls", f"{PYTHON} -m benchmarks.gpu calls", 180),
         Step("small", f"{PYTHON} -m benchmarks.gpu small", 180),
+        Step("vllm", f"test ! -d {PARTS_BROUGHT} || {PYTHON} -m benchmarks.gpu vllm", 100),
     ],
     "models": [
         Step("costs", f"{PYTHON} -m benchmarks.gpu costs", 100),
@@ -126,6 +132,17 @@ class Results:
     def keep_environ(self, environ: Mapping[str, str]) -> None:
         self._environ.write_text(json.dumps(dict(environ)))
 
+    def has_ended(self, name: str) -> bool:
+        """True if the step ran to its end within the last hour."""
+        log = self.folder / f"{name}.log"
+        is_fresh = log.exists() and time.time() - log.stat().st_mtime < FRESH_S
+        return is_fresh and f"== {name}: exit" in log.read_text(errors="replace")
+
+    def note_cut(self, name: str) -> None:
+        """Let the step count as one that has not ended."""
+        (self.folder / f"{name}.log").rename(self.folder / f"{name}-cut.log")
+        self.save()
+
     def save(self) -> None:
         self.archive.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.archive.with_suffix(".part")
@@ -147,13 +164,17 @@ def run_step(step: Step, results: Results) -> bool:
 
 
 def run_steps(steps: list[Step], results: Results, total_s: float) -> tuple[list[str], list[str]]:
-    """The names of the steps that failed, and of those that were not begun in time."""
+    """The names of the steps that failed, and of those that had not ended in time."""
     end, failed = time.monotonic() + total_s, []
     for at, step in enumerate(steps):
         left_s = int(end - time.monotonic())
+        left_out = [step.name for step in steps[at:]]
         if left_s <= 0:
-            return failed, [step.name for step in steps[at:]]
+            return failed, left_out
         if not run_step(replace(step, limit_s=min(step.limit_s, left_s)), results):
+            if left_s < step.limit_s and time.monotonic() > end - 1:
+                results.note_cut(step.name)
+                return failed, left_out
             failed.append(step.name)
     return failed, []
 
@@ -162,11 +183,12 @@ def _run_command(step: Step, name: str, environ: Mapping[str, str], results: Res
     print(f"== {name} (at most {step.limit_s} s)", flush=True)
     start = time.monotonic()
     log = results.folder / f"{name}.log"
-    defaults = {"NCCL_DEBUG": "WARN", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
+    defaults = {"NCCL_DEBUG": "WARN", "PYTHONUNBUFFERED": "1"}
     defaults["BENCHMARK_RESULTS"] = str(results.folder)
+    path = os.pathsep.join(filter(None, [str(SITE), str(ROOT), os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
         ["bash", "-c", f"set -o pipefail; {{ {step.command}\n}} 2>&1 | tee {log}"],
-        env=defaults | os.environ | dict(environ),
+        env=defaults | os.environ | {"PYTHONPATH": path} | dict(environ),
         cwd=ROOT,
         start_new_session=True,
     )
@@ -186,15 +208,18 @@ def _run_command(step: Step, name: str, environ: Mapping[str, str], results: Res
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("archive", type=Path)
+    parser.add_argument("--seconds", type=int, default=TOTAL_S, help="for all of them")
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="all if none is named")
     arguments = parser.parse_args()
     if table.commit() == "unknown":
         print("== the tables will not say their commit: set BENCHMARK_COMMIT", flush=True)
     results = Results(arguments.archive)
     steps = [step for part in arguments.parts or PARTS for step in PARTS[part]]
-    failed, left_out = run_steps(steps, results, TOTAL_S)
+    if not arguments.parts:
+        steps = [step for step in steps if not results.has_ended(step.name)] or steps
+    failed, left_out = run_steps(steps, results, arguments.seconds)
     if left_out:
-        print(f"== left out, for the time is over: {', '.join(left_out)}. Name their parts")
+        print(f"== left out, for the time is over: {', '.join(left_out)}. Run it once more")
     print(f"== failed: {', '.join(failed) or 'nothing'}. All results: {results.archive}")
     return len(failed) > 0
 

@@ -6,8 +6,10 @@ They import no torch, so that tests can start them again and again.
 import os
 import signal
 import socket
+from pathlib import Path
 
 import launcher
+from drumline.errors import PlanError
 from drumline.serving.front.json_lines import messages, to_line
 
 
@@ -25,3 +27,14 @@ def count(address: str, num_tokens: int) -> None:
                 for token in range(first, first + num_tokens):
                     answer = {"id": sequence["id"], "token": token, "logprob": None, "batch": 1}
                     connection.sendall(to_line(answer))
+
+
+def count_on_devices(address: str, num_tokens: int, file: str) -> None:
+    """count() if there are devices for the ranks. file: their number, and that of ranks needed."""
+    num_devices, num_needed = map(int, Path(file).read_text().split())
+    world_size = launcher.current().world_size
+    if world_size > num_devices:
+        raise RuntimeError("a device is gone")
+    if world_size < num_needed:
+        raise PlanError("the model does not fit.")
+    count(address, num_tokens)

@@ -50,7 +50,7 @@ def serve_front(
             load(
                 model_path,
                 coor=coor,
-                max_memory=memory,
+                max_memory=memory and memory[: coor.world_size],
                 batch=max_running,
                 length=max_length,
                 **map_options,

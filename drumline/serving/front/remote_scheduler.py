@@ -40,7 +40,8 @@ class RemoteScheduler:
     def __init__(self, limits: ServingLimits, on_loss: Callable[[PeerLost], Any]) -> None:
         self.limits, self._on_loss = limits, on_loss
         self.end_tokens: set[int] = set()
-        self.vocabulary = self.largest_batch = self.num_new_tokens = self.num_restarts = 0
+        self.vocabulary = self.largest_batch = self.num_new_tokens = 0
+        self.num_restarts = self.num_missing_ranks = 0
         self._lock = threading.RLock()
         self._open: dict[int, Generation] = {}
         self._ids = itertools.count()

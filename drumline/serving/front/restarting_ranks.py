@@ -1,4 +1,4 @@
-"""Ranks that are started again when one of them dies or is suspended.
+"""Ranks that are started again when one of them dies or is suspended; fewer if some do not come up.
 
 ranks = RestartingRanks(scheduler, serve_front, arguments, num_ranks=2, restarts=3, on_ready=print)
 ranks.wait_until_ready()
@@ -22,17 +22,21 @@ from typing import Any
 
 import launcher
 from drumline import timings
-from drumline.errors import DrumlineError, PeerLost
+from drumline.errors import DrumlineError, PeerLost, PlanError
 from drumline.serving.front.json_lines import hang_up, messages, to_line
 from drumline.serving.front.remote_scheduler import Message, RemoteScheduler
 
 log = logging.getLogger("drumline")
 
+STARTS = 2  # of one number of ranks that may fail: a rank may be killed while it loads, too
 UCRED = struct.Struct("3i")  # pid, uid and gid: SO_PEERCRED of unix(7)
 
 
 class RestartingRanks:
     """Starts ranks from a thread, connects each new rank 0 to the scheduler, and ends them.
+
+    When ranks do not come up again, fewer are started: where a GPU is gone, the rest may hold the
+    model. If a plan says that they do not, that is the end.
 
     work: what ranks run, as serve_front(), and its arguments without the address. restarts: at
     most so often. on_ready(info): called with the first message of each rank 0.
@@ -49,6 +53,7 @@ class RestartingRanks:
     ) -> None:
         self._scheduler, self._work, self._arguments = scheduler, work, arguments
         self._num_ranks, self._restarts, self._on_ready = num_ranks, restarts, on_ready
+        self._failed_starts, self._is_up = 0, False
         self._is_closed = threading.Event()
         self._was_ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="restarting-ranks")
@@ -64,9 +69,11 @@ class RestartingRanks:
         self._thread.join()
 
     def _run(self) -> None:
+        num_ranks = self._num_ranks
         for count in range(self._restarts + 1):
+            self._scheduler.num_missing_ranks = self._num_ranks - num_ranks
             try:
-                error = self._serve_once()
+                error = self._serve_once(num_ranks)
             except Exception as problem:  # such as no descriptors left to start with
                 error = problem
             if self._is_closed.is_set():
@@ -74,26 +81,47 @@ class RestartingRanks:
             if not self._was_ready.done():
                 return self._was_ready.set_exception(error)
             cause = str(error).split("\n")[0]
+            if num_ranks < self._num_ranks and _is_too_small(error):
+                return self._scheduler.fail(self._too_few(num_ranks, cause))
+            num_ranks = self._next_num_ranks(num_ranks)
             if count < self._restarts:
                 self._scheduler.num_restarts += 1
-                log.warning("restart %d of %d after %s", count + 1, self._restarts, cause)
+                ranks = f"{num_ranks} of {self._num_ranks} ranks"
+                log.warning(
+                    "restart %d of %d, %s, after %s", count + 1, self._restarts, ranks, cause
+                )
         text = (
             f"{cause}, and no restart is left of --restarts {self._restarts}; start the server "
             "again, and allow more if the reason is gone."
         )
         self._scheduler.fail(PeerLost(text))
 
-    def _serve_once(self) -> Exception:
-        """Start the ranks and pass messages on until they have ended; why they have."""
+    def _next_num_ranks(self, num_ranks: int) -> int:
+        """All, unless so many have failed to come up STARTS times in a row; then one less."""
+        if self._is_up:
+            self._failed_starts = 0
+            return self._num_ranks
+        self._failed_starts += 1
+        is_over = self._failed_starts % STARTS == 0
+        return max(num_ranks - is_over, 1)
+
+    def _too_few(self, num_ranks: int, cause: str) -> PeerLost:
+        return PeerLost(
+            f"{num_ranks + 1} ranks did not come up again, and {num_ranks} of {self._num_ranks} "
+            f"cannot hold the model: {cause} Start the server again once the reason is gone, or "
+            "with a smaller --max-length or --max-running."
+        )
+
+    def _serve_once(self, num_ranks: int) -> Exception:
+        """Start ranks and pass messages on until they have ended; why they have."""
+        self._is_up = False
         address = f"drumline-{secrets.token_hex(16)}"
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(f"\0{address}")
             listener.listen()
             arguments, preload = (address, *self._arguments), [self._work.__module__]
             with (
-                launcher.start(
-                    self._work, self._num_ranks, args=arguments, preload=preload
-                ) as launch,
+                launcher.start(self._work, num_ranks, args=arguments, preload=preload) as launch,
                 contextlib.closing(RankConnection(listener)) as connection,
             ):
                 reader = threading.Thread(target=self._read, args=(connection,))
@@ -110,6 +138,7 @@ class RestartingRanks:
                     self._scheduler.receive(message)
                 else:
                     self._on_ready(message)
+                    self._is_up = True
                     self._scheduler.resume(message, connection.send)
                     if not self._was_ready.done():
                         self._was_ready.set_result(None)
@@ -128,6 +157,12 @@ class RestartingRanks:
             elif time.monotonic() - well_at > timings.TIMINGS.suspended_s:
                 return f"rank {suspended[0]} (pid {launch.pids[suspended[0]]}) was suspended"
         return "the server ended while they loaded" if self._scheduler.is_restarting else ""
+
+
+def _is_too_small(error: Exception) -> bool:
+    """True if the ranks have planned, and the model does not fit."""
+    failures = error.failures if isinstance(error, launcher.LaunchError) else ()
+    return bool(failures) and failures[0].type == PlanError.__name__
 
 
 def _is_suspended(pid: int) -> bool:

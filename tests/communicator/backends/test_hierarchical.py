@@ -112,8 +112,8 @@ def test_its_own_deadline_holds_inside_a_node_and_between(ranks):
     """The parts took the Coordinator's, which is minutes."""
 
     def body(info):
-        with Coordinator(info, timeout_s=30) as coor, Communicator(coor, timeout_s=0.5) as comm:
-            comm.barrier()
+        with Coordinator(info, timeout_s=60) as coor, Communicator(coor, timeout_s=1) as comm:
+            coor.barrier()
             begun = time.monotonic()
             if comm.rank:  # rank 1 waits for its node, rank 2 for the network
                 with pytest.raises(CommunicatorTimeout):
@@ -121,7 +121,7 @@ def test_its_own_deadline_holds_inside_a_node_and_between(ranks):
             coor.barrier()  # nobody leaves before
             return time.monotonic() - begun
 
-    assert max(ranks(body, 3, [2, 1])) < 10
+    assert max(ranks(body, 3, [2, 1])) < 30
 
 
 def test_groups_of_near_and_far_do_not_wait_for_each_other(ranks):
@@ -168,6 +168,22 @@ def test_complex_numbers_are_added_up(ranks, call):
             return getattr(comm, call)(torch.full((3, 2), 1 + 2j)).flatten()[0].item()
 
     assert ranks(body, 3, [2, 1])[0] == 3 + 6j
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fnuz])
+@pytest.mark.parametrize("numel", [3, 99_999])
+def test_dtypes_that_shared_memory_does_not_know_are_moved(ranks, dtype, numel):
+    """It refused them when others of the call were on the network already."""
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor, Communicator(coor, timeout_s=5) as comm:
+            rows = torch.full((3, numel), 1 + comm.rank).to(dtype)
+            gathered, swapped = comm.allgather(rows[0]), comm.alltoall(rows)
+            comm.broadcast(rows, 2)
+            results = [result.to(torch.complex64) for result in (gathered, swapped, rows)]
+            return [(int(each[:, -1][0].real), int(each[:, -1][2].real)) for each in results]
+
+    assert ranks(body, 3, [2, 1]) == [[(1, 3), (1, 3), (3, 3)]] * 3
 
 
 def test_first_failure_is_not_waited_for_where_the_store_has_stopped(monkeypatch):

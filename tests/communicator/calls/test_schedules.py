@@ -124,6 +124,12 @@ def test_broadcast_reaches_every_rank(world_size, numel):
         assert buffers == [list(range(numel))] * world_size
 
 
+@pytest.mark.parametrize("world_size", range(2, 17))
+def test_no_rank_sends_a_tensor_of_64_kib_twice(world_size):
+    rounds, _ = schedules.broadcast(0, world_size, 0, 1 << 16, 1)
+    assert sum(one.numel for sends, _ in rounds for one in sends) == 1 << 16
+
+
 @pytest.mark.parametrize("world_size", SIZES[2:])
 @pytest.mark.parametrize("nbytes", [1 << 20, 4 << 20])
 def test_a_chain_passes_on_pieces_that_are_one_packet_at_most(world_size, nbytes):
@@ -155,6 +161,14 @@ class Recorded(ScheduledCollectives):
 
     def run_schedule(self, schedule, source, target):
         self.schedules.append(schedule)
+
+
+def test_programs_are_kept_up_to_so_many_messages(monkeypatch):
+    monkeypatch.setattr(scheduled_collectives, "MAX_KEPT_MESSAGES", 40)
+    rank = Recorded(0, 4)
+    for numel in range(1000, 1018):
+        rank.do_alltoall(torch.zeros(4, numel), torch.zeros(4, numel))
+    assert sum(program.num_messages for program in rank._programs.values()) == 36
 
 
 @pytest.mark.parametrize("numel", [PIECE_NBYTES * 3 // 4 + k for k in range(-4, 5)])

@@ -24,7 +24,9 @@ from hypothesis.stateful import (
 from tests.communicator.backends.nccl.nccl_host import STREAM, Host
 
 OK, INVALID_USAGE, REMOTE = 0, 5, 6
+SHORT_MS, LONG_MS = 2, 60_000  # a refused end waits that long for graphs, up to a second
 FLOAT32, SUM = 7, 0
+COUNTS = st.sampled_from([10, 1000, 100_000])
 captures = itertools.count(1)
 
 
@@ -35,7 +37,7 @@ class Model:
         self.host, self.handle, self.nranks = host, handle, nranks
         self.is_over = False  # aborted, or broken at its end
         self.is_finalized = False
-        self.connected, self.graphs = set(), set()
+        self.connected, self.graphs, self.memory = set(), set(), []
 
     def call(self, entry, *values):
         wide = [ctypes.c_uint64(value) if isinstance(value, int) else value for value in values]
@@ -46,16 +48,20 @@ class Orders(RuleBasedStateMachine):
     comms = Bundle("comms")
     all_comms: list[Model]
 
-    @initialize(target=comms)
-    def start(self):
-        self.host = Host(sys.argv[1], timeout_ms=2, mode=ctypes.RTLD_GLOBAL)
+    @initialize(target=comms, polls=st.integers(0, 3), num_calm=st.integers(0, 20))
+    def start(self, polls, num_calm):
+        """polls: how often NCCL answers that each call is in progress. num_calm: steps before the
+        first death, abort or end, after which little can happen."""
+        self.timeout_ms, self.num_calm = LONG_MS if polls else SHORT_MS, num_calm
+        ctypes.CDLL(sys.argv[1]).stand_in_polls(polls)
+        self.host = Host(sys.argv[1], timeout_ms=self.timeout_ms, mode=ctypes.RTLD_GLOBAL)
         assert self.host.code == OK, self.host.error
         self.host.stand_in.stand_in_misuse.restype = ctypes.c_char_p
         self.capture, self.is_peer_dead = 0, False
         self.all_comms = [Model(self.host, self.host.comm, 4)]
         return self.all_comms[0]
 
-    @rule(comm=comms, count=st.sampled_from([10, 1000, 100_000]))
+    @rule(comm=comms, count=COUNTS)
     def reduce(self, comm, count):
         if comm.is_finalized:
             return
@@ -86,6 +92,15 @@ class Orders(RuleBasedStateMachine):
         if not is_kept:
             self.end_graph(graph)
 
+    @precondition(lambda self: not self.capture)
+    @rule(comm=comms, count=COUNTS)
+    def make_graph(self, comm, count):
+        """The same call outside of a capture, then inside."""
+        self.reduce(comm, count)
+        self.begin_capture()
+        self.reduce(comm, count)
+        self.end_capture(True)
+
     def end_graph(self, graph):
         holders = [comm for comm in self.all_comms if graph in comm.graphs]
         ended = self.host.stand_in.stand_in_end_graphs(ctypes.c_ulonglong(graph))
@@ -98,6 +113,32 @@ class Orders(RuleBasedStateMachine):
     def end_one_graph(self, data):
         graphs = set().union(*(comm.graphs for comm in self.all_comms)) - {self.capture}
         self.end_graph(data.draw(st.sampled_from(sorted(graphs))))
+
+    @precondition(lambda self: any(comm.graphs - {self.capture} for comm in self.all_comms))
+    @rule(data=st.data())
+    def replay(self, data):
+        """Kernels of the graph run, or wait for a dead peer until the communicator is aborted."""
+        graphs = set().union(*(comm.graphs for comm in self.all_comms)) - {self.capture}
+        graph = data.draw(st.sampled_from(sorted(graphs)))
+        self.host.stand_in.stand_in_replay(ctypes.c_ulonglong(graph))
+
+    @precondition(lambda self: not self.capture)
+    @rule(comm=comms)
+    def allocate(self, comm):
+        if comm.is_finalized:
+            return
+        pointer = ctypes.c_void_p()
+        code = comm.call("mem_alloc", 4096, ctypes.byref(pointer))
+        assert code == (REMOTE if comm.is_over or self.is_peer_dead else OK)
+        if code == OK:
+            comm.memory.append(pointer.value)
+
+    @precondition(lambda self: not self.capture)
+    @rule(comm=comms)
+    def free(self, comm):
+        if comm.memory and not comm.is_finalized:
+            code = comm.call("mem_free", comm.memory.pop())
+            assert code == (REMOTE if comm.is_over or self.is_peer_dead else OK)
 
     @precondition(lambda self: not self.capture and len(self.all_comms) < 4)
     @rule(target=comms, comm=comms)
@@ -112,6 +153,7 @@ class Orders(RuleBasedStateMachine):
         self.all_comms.append(Model(self.host, child, 1))
         return self.all_comms[-1]
 
+    @precondition(lambda self: self.num_calm < 0)
     @rule()
     def peer_dies(self):
         self.host.stand_in.stand_in_fail_with(REMOTE)
@@ -123,6 +165,7 @@ class Orders(RuleBasedStateMachine):
             is_bad = comm.is_over or self.is_peer_dead
             assert comm.call("async_error") == (REMOTE if is_bad else OK)
 
+    @precondition(lambda self: self.num_calm < 0)
     @rule(comm=comms)
     def abort(self, comm):
         assert comm.call("abort") == OK
@@ -131,6 +174,8 @@ class Orders(RuleBasedStateMachine):
     @precondition(lambda self: not self.capture)
     @rule(comm=comms)
     def finalize(self, comm):
+        if self.timeout_ms == LONG_MS if comm.graphs else self.num_calm >= 0:
+            return
         code = comm.call("finalize")
         if comm.is_over or comm.is_finalized:
             assert code == OK
@@ -145,7 +190,9 @@ class Orders(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_used_after_its_end(self):
-        assert not hasattr(self, "all_comms") or self.host.stand_in.stand_in_misuse() == b""
+        if hasattr(self, "all_comms"):
+            self.num_calm -= 1
+            assert self.host.stand_in.stand_in_misuse() == b""
 
     def teardown(self):
         if not hasattr(self, "all_comms"):
@@ -164,7 +211,7 @@ if __name__ == "__main__":
     run_state_machine_as_test(
         Orders,
         settings=settings(
-            max_examples=200,
+            max_examples=300,
             stateful_step_count=25,
             deadline=None,
             derandomize=True,

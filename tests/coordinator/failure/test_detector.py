@@ -51,6 +51,7 @@ class Log:
 def failing(fork, layout, fail, timings=QUICK):
     """Reason, exit status, text and delay of rank 2's failure by fail(coor), on the others."""
     reading, writing = os.pipe()
+    heard, hearing = os.pipe()
 
     def body(info):
         coor, log = Coordinator(info, timeout_s=20, timings=timings), Log()
@@ -60,13 +61,17 @@ def failing(fork, layout, fail, timings=QUICK):
                 os.write(writing, str(time.time()).encode())
                 fail(coor)
             failure, at = log.wait_for(2)
+            os.write(hearing, b".")
+            if coor.rank == 0:  # its server tells the others
+                for _ in range(coor.world_size - 1):
+                    os.read(heard, 1)
             return [failure.reason.value, failure.exit_status, failure.text, at]
 
     nodes = SPEAKER[layout]
     outcomes = fork(body, sum(nodes or [3]), nodes).outcomes(stragglers=[2])
     failed_at = float(os.read(reading, 100))
-    os.close(reading)
-    os.close(writing)
+    for end in (reading, writing, heard, hearing):
+        os.close(end)
     for outcome in (*outcomes[:2], *outcomes[3:]):
         assert not outcome.error, outcome.text
         *facts, at = outcome.value

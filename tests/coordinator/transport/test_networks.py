@@ -266,18 +266,18 @@ def test_a_cut_cable_is_shown_on_both_sides_long_before_the_deadline(hosts):
 def test_every_node_says_whom_it_waits_for_while_a_launch_begins(hosts):
     hosts.cable()
     a, b = hosts.names
-    first = hosts.start(0, 0, 4, "10.81.0.1", MEET, timeout_s=1.5, stderr=subprocess.PIPE)
+    first = hosts.start(0, 0, 4, "10.81.0.1", MEET, timeout_s=2, stderr=subprocess.PIPE)
     assert first.wait(30) == 0
-    second = hosts.start(1, 2, 4, "10.81.0.1", MEET, timeout_s=1.5, stderr=subprocess.PIPE)
+    second = hosts.start(1, 2, 4, "10.81.0.1", MEET, timeout_s=2, stderr=subprocess.PIPE)
     assert second.wait(30) == 0
     line, *rest = first.stderr.read().splitlines()
     where = "ranks [1, 2, 3] of 4 at 10.81.0.1:24680; ranks seen: [0]"
     assert re.fullmatch(rf"rank 0 \(host {a}\) has waited \d s for {re.escape(where)}", line)
-    assert len(rest) == 1  # it ends after 1.5 s
+    assert 0 < len(rest) < 4  # it ends after 2 s
     line, *rest = second.stderr.read().splitlines()
     where = "rank 0 at 10.81.0.1:24680: [Errno 111] Connection refused"
     assert re.fullmatch(rf"rank 2 \(host {b}\) has waited \d s for {re.escape(where)}", line)
-    assert len(rest) == 1
+    assert 0 < len(rest) < 4
 
 
 def test_a_process_stopped_on_another_host_is_told_from_a_cut_cable(hosts):

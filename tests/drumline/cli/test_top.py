@@ -77,7 +77,7 @@ def test_a_hang_shows_its_cause_and_looking_leaves_nothing_behind(launch, tmp_pa
     def shows_the_hang():
         view.update()
         calls = [look.stuck and look.stuck.call for look in view.looks]
-        return view.slowest() == 1 and calls == ["barrier", "", "barrier"]
+        return view.slowest() == {1} and calls == ["barrier", "", "barrier"]
 
     wait_for(shows_the_hang, "the slowest rank")
     last = view.looks
@@ -153,7 +153,7 @@ def test_ranks_of_other_hosts_are_seen_through_rank_0_while_somebody_looks(over_
         time.sleep(0.2)
         view.update()
         stuck = [look.stuck and look.stuck.call for look in view.looks]
-        return view.slowest() == 2 and stuck == ["barrier", "barrier", ""]
+        return view.slowest() == {2} and stuck == ["barrier", "barrier", ""]
 
     wait_for(shows_the_cause, "the rank that sleeps")
     assert len(view.ranks) == 1 and view.is_complete

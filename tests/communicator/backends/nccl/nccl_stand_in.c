@@ -1,7 +1,8 @@
 /* A stand-in for libnccl (and, with -DCUDA, for the few functions of libcuda and libcudart that are
  * used beside it). It moves nothing: it writes down what it is asked and answers as -D says, so
  * that tests see the calls and their order without a GPU. Of NCCL's behaviour it models that a
- * communicator ends once, is not used after, and is not finalized while a graph holds its calls. */
+ * communicator ends once, is asked for nothing while a call is in progress, and outlives the graphs
+ * that hold its calls unless it was aborted. */
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdio.h>
@@ -21,6 +22,7 @@ typedef struct {
 } Id;
 typedef struct Comm {
     int rank, nranks, polls, state;
+    int spins; /* a kernel of a replay that waits for a dead peer */
     const char* ended_by;
 } Comm;
 
@@ -28,6 +30,14 @@ static char log_text[65536];
 static size_t log_length;
 static unsigned char config_bytes[256];
 static int next_state; /* what polling ends with */
+static int num_polls = POLLS;
+void stand_in_polls(int count) { num_polls = count; }
+static unsigned long long capture; /* 0: the stream is not being captured */
+static struct {
+    Comm* comm;
+    unsigned long long graph;
+} captured[4096]; /* calls, of whichever graph */
+static int num_captured;
 
 __attribute__((unused)) static void note(const char* format, ...) {
     va_list values;
@@ -37,18 +47,18 @@ __attribute__((unused)) static void note(const char* format, ...) {
     log_length += snprintf(log_text + log_length, sizeof log_text - log_length, "\n");
 }
 
-static const char* misuse = ""; /* what was called with a communicator that had ended */
-static void use(Comm* comm, const char* function) {
+/* What was called with a communicator that had ended, or had not done the last call yet. */
+static const char* misuse = "";
+__attribute__((unused)) static void ask(Comm* comm, const char* function) {
     if (comm->ended_by != NULL) misuse = function;
 }
-__attribute__((unused)) static void end(Comm* comm, const char* function) {
-    use(comm, function);
-    comm->ended_by = function;
+static void use(Comm* comm, const char* function) {
+    if (comm->ended_by != NULL || comm->polls > 0) misuse = function;
 }
 const char* stand_in_misuse(void) { return misuse; }
 const char* stand_in_log(void) { return log_text; }
 void stand_in_forget(void) {
-    log_text[log_length = 0] = 0;
+    log_text[log_length = num_captured = 0] = 0;
     misuse = "";
 }
 const unsigned char* stand_in_config(void) { return config_bytes; }
@@ -57,8 +67,24 @@ void stand_in_fail_with(int state) { next_state = state; }
 #define put_off(comm) put_off_by(comm, __func__)
 __attribute__((unused)) static int put_off_by(Comm* comm, const char* function) {
     use(comm, function);
-    comm->polls = POLLS;
+    comm->polls = num_polls;
+    if (capture != 0 && num_captured < 4096) {
+        captured[num_captured].comm = comm;
+        captured[num_captured++].graph = capture;
+    }
     return 7;
+}
+/* The calls of a graph run again, without the plugin. An aborted communicator lives on for its
+ * graphs, and its kernels end at once; a destroyed one must not be replayed. */
+void stand_in_replay(unsigned long long graph) {
+    for (int i = 0; i < num_captured; i++) {
+        Comm* comm = captured[i].comm;
+        if (captured[i].graph != graph) continue;
+        if (comm->ended_by == NULL)
+            comm->spins = next_state != 0;
+        else if (strcmp(comm->ended_by, "ncclCommAbort") != 0)
+            misuse = __func__;
+    }
 }
 
 int ncclGetVersion(int* version) {
@@ -87,7 +113,7 @@ int ncclCommInitRankConfig(Comm** comm, int nranks, Id id, int rank, void* confi
     return put_off(*comm);
 }
 int ncclCommGetAsyncError(Comm* comm, int* state) {
-    use(comm, __func__);
+    ask(comm, __func__);
 #ifdef NEVER
     *state = 7;
     return 0;
@@ -119,12 +145,15 @@ int ncclCommFinalize(Comm* comm) {
     return put_off(comm);
 }
 int ncclCommDestroy(Comm* comm) {
-    end(comm, __func__);
+    if (comm->spins || next_state != 0) misuse = "ncclCommDestroy, which waits for the dead";
+    use(comm, __func__);
+    comm->ended_by = __func__;
     note("CommDestroy");
     return 0;
 }
 int ncclCommAbort(Comm* comm) {
-    end(comm, __func__);
+    ask(comm, __func__);
+    comm->ended_by = __func__;
     note("CommAbort");
 #ifdef ABORT_SPINS
     for (;;) sleep(1);
@@ -207,7 +236,7 @@ int ncclMemFree(void* pointer) {
     return 0;
 }
 int ncclCommRegister(Comm* comm, void* pointer, size_t size, void** handle) {
-    (void)comm;
+    use(comm, __func__);
     note("CommRegister %zu", size);
     *handle = pointer;
     return 0;
@@ -237,7 +266,6 @@ int ncclCommWindowDeregister(Comm* comm, void* window) {
 #endif
 
 #ifdef CUDA
-static unsigned long long capture; /* 0: the stream is not being captured */
 static struct {
     void* payload;
     void (*destroy)(void*);

@@ -16,7 +16,7 @@ from drumline.serving.front.restarting_ranks import RankConnection, RestartingRa
 from drumline.serving.sampling import SamplingParams
 from drumline.serving.scheduler import Generation, ServerBusy, ServingLimits
 from drumline.timings import ModelTimings
-from tests.programs.counting_rank import count
+from tests.programs.counting_rank import count, count_on_devices
 
 LIMITS = ServingLimits(max_length=100, max_running=1, max_waiting=2)
 
@@ -83,6 +83,30 @@ def test_a_sequence_survives_its_ranks_until_no_restart_is_left(serve):
     assert reasons == losses and "no restart is left" in str(losses[0])
     assert len({pid for pids in starts for pid in pids}) == 6
     assert not any(launcher.linux.process_stat(pid) for pids in starts for pid in pids)
+
+
+def test_fewer_ranks_go_on_where_not_all_come_up_until_they_are_too_few(tmp_path):
+    """A device is gone, comes back, and is gone again when one rank has become too few."""
+    losses, pids, is_ready = [], [], threading.Semaphore(0)
+    scheduler = RemoteScheduler(LIMITS, lambda loss: losses.append(loss) or is_ready.release())
+    (tmp_path / "devices").write_text("2 1")
+
+    def on_ready(info):
+        pids.append(info["pid"])
+        is_ready.release()
+
+    arguments = (2, str(tmp_path / "devices"))
+    ranks = RestartingRanks(scheduler, count_on_devices, arguments, 2, 9, on_ready)
+    with closing(ranks):
+        for devices, num_missing, num_restarts in (("1 1", 1, 3), ("2 1", 0, 4), ("1 2", 1, 7)):
+            wait_for(is_ready, 1)
+            (tmp_path / "devices").write_text(devices)
+            os.kill(pids[-1], signal.SIGKILL)
+            wait_for(is_ready, 1)
+            assert scheduler.num_missing_ranks == num_missing
+            assert scheduler.num_restarts == num_restarts
+            is_ready.release()
+    assert len(pids) == 3 and "1 of 2 cannot hold the model: rank 0" in str(losses[0])
 
 
 def test_what_comes_while_ranks_start_waits_for_them_and_the_queue_keeps_its_length(serve):
