@@ -43,7 +43,8 @@ NOTE = (
     "Two ranks; microseconds on rank 0, median and middle half of turns. fake: torch's backend "
     "that returns at once, so what torch itself costs. oversubscribed: with two busy processes a "
     "core. new_group: gloo's always beside a default group of gloo, ours beside one of ours, or of "
-    "gloo: there ranks that meet in a first group need not meet in later ones. right: sums and gradients are those of gloo. ratio: ours divided by gloo's."
+    "gloo: there ranks that meet in a first group need not meet in later ones. right: sums and "
+    "gradients are those of gloo. ratio: ours divided by gloo's."
 )
 COLUMNS = (
     *(
