@@ -82,7 +82,7 @@ class DrumlineProcessGroup(ProcessGroup):  # type: ignore[misc]
         self._deferred = DeferredMessages()
 
     def met(self) -> Met:
-        """What groups of some of these ranks need not find out again."""
+        """Facts that a group of some of these ranks need not find out again."""
         # On one node a part can use what the whole does. Elsewhere it may do better.
         return Met(self._coor, self._comms.chosen if len(self._coor.nodes) == 1 else None)
 
@@ -421,7 +421,7 @@ def _first_with(global_ranks: list[int]) -> Met | None:
 
 
 def _all_met(global_ranks: list[int]) -> list[Met]:
-    """Those beside torch's default group; of a group that is one itself, or alone, none."""
+    """All met ranks beside the default group of torch; none for that group itself."""
     default = dist.group.WORLD
     if default is None or not global_ranks:
         return []
