@@ -114,6 +114,14 @@ class UnsupportedMixin:
                     _make_tensor_read_only(value, name, 0)
         return state
 
+    def _postprocess_outputs(self, seek_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Of Whisper: it copies the cache into the result, which is elsewhere. So the result has
+        None for it, as after a long recording."""
+        if getattr(self, "_driver", None) is not None and isinstance(seek_outputs, dict):
+            here = {key: v for key, v in seek_outputs.items() if key != "past_key_values"}
+            seek_outputs = type(seek_outputs)(**here)
+        return super()._postprocess_outputs(seek_outputs, *args, **kwargs)  # type: ignore[misc]
+
     def train(self, mode: bool = True) -> Any:
         if mode:
             self._refuse("trained", NO_TRAINING)
