@@ -156,6 +156,8 @@ class Supervisor:
 
     def _read(self, fd: int) -> bool:
         """True if there was something to read; an empty read is the end of the pipe."""
+        if fd not in self.readers:  # it was read to its end since it became readable
+            return False
         try:
             data = os.read(fd, 65536)
         except BlockingIOError:
