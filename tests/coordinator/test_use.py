@@ -23,6 +23,7 @@ from coordinator import (
 from coordinator.control.session import this_process
 from coordinator.transport import gloo_transport  # noqa: F401 - so that no rank has to import torch
 from launcher import LaunchInfo
+from launcher.system import linux
 
 nodes = pytest.mark.parametrize("nodes", [[2], [1, 1]], ids=str)
 
@@ -99,6 +100,23 @@ def test_a_forked_child_leaves_gloo_to_its_parent(fork):
 
     outcomes = fork(body, 2).outcomes()
     assert [(each.error, each.value) for each in outcomes] == [("", [True, "gone"])] * 2, outcomes
+
+
+def test_an_error_over_gloo_keeps_none_of_its_threads(fork):
+    """A child forked later, which freed it, waited for them in vain, or was aborted."""
+
+    def body(info):
+        before, raised = linux.count_threads(), None
+        with Coordinator(info, timeout_s=20, transport="gloo") as coor:
+            if coor.rank == 0:
+                with pytest.raises(CoordinatorError) as raised:
+                    coor.barrier()  # rank 1 has left
+        deadline = time.monotonic() + 20
+        while linux.count_threads() > before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return [linux.count_threads() - before, str(raised)]
+
+    assert [each.value[0] for each in fork(body, 2).outcomes()] == [0, 0]
 
 
 @nodes
