@@ -210,7 +210,7 @@ def compare_decoding(
 
     cases = {name: partial(tokens_per_s, name) for name in ways}
     alternate(cases, 1)  # the first of a batch's size compiles what it needs
-    speeds = alternate(cases, repeats)
+    speeds = alternate(cases, 3 * repeats)  # they differ by less than their noise
     tell(group, "decoding", batch, tokens[OWN] == tokens[OURS], speeds)
 
 

@@ -317,6 +317,22 @@ class Communicator(CollectivesFromP2P):
             self.do_reduce_scatter(out, tensor, op)
         return out
 
+    def do_allgatherv(self, out: torch.Tensor, tensor: torch.Tensor, counts: list[int]) -> None:
+        """Fill out with every rank's tensor, of so many elements, one after the other."""
+        parts = torch.split(out, counts)
+        parts[self.rank].copy_(tensor.flatten())
+        for src, part in enumerate(parts):
+            self.broadcast(part, src)
+
+    def do_reduce_scatterv(
+        self, out: torch.Tensor, tensor: torch.Tensor, counts: list[int], op: Op
+    ) -> None:
+        """Reduce this rank's part of tensor, which has so many elements for each, into out."""
+        for dst, part in enumerate(torch.split(tensor.clone(), counts)):
+            self.reduce(part, dst, op)
+            if dst == self.rank:
+                out.copy_(part.view(out.shape))
+
     def alltoall(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Row i of the result is what rank i had in row `rank`: [world_size, *shape]. Collective.
 

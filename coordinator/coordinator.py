@@ -127,6 +127,7 @@ class Coordinator(Collectives):
         self._node: Coordinator | None = None
         self._leaders: Coordinator | None = None
         self._store = PrefixStore(key, self._session, self.info.rank)
+        self._user_store = self._store.child("user")
         self._group: Group | None = None
         stack_fd, self._note = stack_dump.stack_memory(os.getpid())
         self.live_calls = live_view.live_calls(os.getpid())
@@ -278,12 +279,12 @@ class Coordinator(Collectives):
         """Keep value at rank 0 of the launch, for the ranks of this group. Not collective."""
         self._check_open("put")
         data = self._bytes(value, "puts")
-        self._store.child("user").put(key, data, self._begin_call("put", timeout_s))
+        self._user_store.put(key, data, self._begin_call("put", timeout_s))
 
     def get(self, key: str, *, timeout_s: float | None = None) -> bytes | None:
         """The value that a rank of this group has put; None if none has."""
         self._check_open("get")
-        return self._store.child("user").get(key, self._begin_call("get", timeout_s))
+        return self._user_store.get(key, self._begin_call("get", timeout_s))
 
     def wait(self, key: str, *, timeout_s: float | None = None) -> bytes:
         """Wait until a rank of this group has put the value, and return it.
@@ -291,7 +292,7 @@ class Coordinator(Collectives):
         Raises CoordinatorTimeout saying where the ranks are, PeerLost once one of them has died.
         """
         self._check_open("wait")
-        return self._wait(self._store.child("user"), [key], self._begin_call("wait", timeout_s))[0]
+        return self._wait(self._user_store, [key], self._begin_call("wait", timeout_s))[0]
 
     def _wait(self, store: PrefixStore, keys: Sequence[str], call: PendingCall) -> list[bytes]:
         detector = self._group.detector if self._group is not None else None

@@ -7,6 +7,7 @@ import importlib.util
 import io
 import os
 import sys
+import zipimport
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -111,6 +112,11 @@ def _check_script(path: Path) -> None:
     is_own = path.parts[:3] in (("/", "dev", "stdin"), ("/", "dev", "fd"))  # of each process
     if is_own or path.is_fifo() or path.is_char_device():
         raise TargetError(f"only one rank could read {str(path)!r}: save the script to a file")
+    archive = _archive(str(path))
+    if archive is not None:
+        if archive.find_spec("__main__") is None:
+            raise TargetError(f"the archive {str(path)!r} has no __main__.py that could be run")
+        return
     try:
         with io.open_code(os.path.abspath(main_file(str(path)))):
             pass
@@ -145,7 +151,8 @@ def call(job: Job) -> Any:
         return function(*job.args)
     load = _module if job.target.kind == "module" else _script
     module, code = load(job.target.name)
-    sys.argv = [str(module.__file__), *map(str, job.args)]
+    name = job.target.name if job.target.kind == "script" else module.__file__
+    sys.argv = [str(name), *map(str, job.args)]
     sys.modules["__main__"] = module
     exec(code, module.__dict__)
     return None
@@ -160,17 +167,28 @@ def callables(job: Job) -> Callable[[LaunchInfo], Callable[[], Any]]:
 
 
 def main_file(name: str) -> str:
-    """The file that Python runs for a script, or for a folder."""
-    return os.path.join(name, "__main__.py") if os.path.isdir(name) else name
+    """The file that Python runs for a script, or for a folder or an archive."""
+    holds_main = os.path.isdir(name) or _archive(name) is not None
+    return os.path.join(name, "__main__.py") if holds_main else name
+
+
+def _archive(name: str) -> zipimport.zipimporter | None:
+    """Python's importer for a zip archive, as those of zipapp; None for any other file."""
+    try:
+        return zipimport.zipimporter(name)
+    except zipimport.ZipImportError:
+        return None
 
 
 def _script(name: str) -> tuple[ModuleType, CodeType]:
-    path = main_file(name)
+    path, archive = main_file(name), _archive(name)
     sys.path[:] = import_path(Target("script", name))
-    with io.open_code(os.path.abspath(path)) as file:
-        code = compile(file.read(), path, "exec")
     module = _new_main(path)
-    return module, code
+    if archive is not None:
+        module.__loader__ = archive
+        return module, archive.get_code("__main__")
+    with io.open_code(os.path.abspath(path)) as file:
+        return module, compile(file.read(), path, "exec")
 
 
 def import_path(target: Target) -> list[str]:

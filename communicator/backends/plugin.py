@@ -281,6 +281,14 @@ class PluginCommunicator(Communicator):
     def do_scatter(self, out: torch.Tensor, rows: torch.Tensor | None, src: int) -> None:
         self._comm.scatter(out, rows, src)
 
+    def do_allgatherv(self, out: torch.Tensor, tensor: torch.Tensor, counts: list[int]) -> None:
+        self._comm.allgatherv(tensor, out, counts)
+
+    def do_reduce_scatterv(
+        self, out: torch.Tensor, tensor: torch.Tensor, counts: list[int], op: Op
+    ) -> None:
+        self._comm.reduce_scatterv(tensor, op, out, counts)
+
     def do_group(self, calls: list[P2PCall]) -> None:
         self._comm.group_start()
         try:
@@ -316,6 +324,8 @@ REPLACEMENTS = {
     "alltoall": ("alltoall", Communicator.alltoall),
     "gather": ("do_gather", Communicator.do_gather),
     "scatter": ("do_scatter", Communicator.do_scatter),
+    "allgatherv": ("do_allgatherv", Communicator.do_allgatherv),
+    "reduce_scatterv": ("do_reduce_scatterv", Communicator.do_reduce_scatterv),
     "barrier": ("barrier", Communicator.barrier),
     "group_start": ("do_group", Communicator.do_group),
     "mem_alloc": ("_empty_shared", _empty_private),

@@ -35,7 +35,7 @@ class CollectivesFromP2P:
     def do_barrier(self) -> None:
         """Return once every rank has called."""
         word = torch.ones(1, device=self.device)
-        self.do_allreduce(word, word, "max")
+        self.do_allreduce(word, word, "sum")  # which every library has
 
     def do_broadcast(self, tensor: torch.Tensor, src: int) -> None:
         """Write rank src's tensor into every rank's."""

@@ -1,4 +1,4 @@
-"""Collectives along a dim of the tensor, and of parts whose sizes differ, made of the even ones.
+"""Collectives along a dim of the tensor, and of parts whose sizes differ.
 
 joined = allgather_along(comm, tensor, dim=-1, sizes=[3, 5])
 """
@@ -35,15 +35,13 @@ def allgather_along(
     if len(set(sizes)) == 1:
         return join_rows(comm.allgather(tensor), dim)
     shapes = [(*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]) for size in sizes]
-    numels = [torch.Size(shape).numel() for shape in shapes]
-    flat = tensor.new_empty(sum(numels))
-    parts = [
-        part.view(shape) for part, shape in zip(torch.split(flat, numels), shapes, strict=True)
-    ]
-    parts[comm.rank].copy_(tensor)
-    for src, part in enumerate(parts):
-        comm.broadcast(part, src)
-    return flat.view(sum(sizes), *tensor.shape[1:]) if dim == 0 else torch.cat(parts, dim)
+    counts = [torch.Size(shape).numel() for shape in shapes]
+    flat = tensor.new_empty(sum(counts))
+    comm.do_allgatherv(flat, tensor, counts)
+    if dim == 0:
+        return flat.view(sum(sizes), *tensor.shape[1:])
+    parts = zip(torch.split(flat, counts), shapes, strict=True)
+    return torch.cat([part.view(shape) for part, shape in parts], dim)
 
 
 def reduce_scatter_along(
@@ -64,9 +62,8 @@ def reduce_scatter_along(
         cut = (*tensor.shape[:dim], comm.world_size, sizes[0], *tensor.shape[dim + 1 :])
         rows = tensor.view(cut).movedim(dim, 0)
         return comm.reduce_scatter(rows.contiguous(), op)
-    own = torch.empty(0)
-    for dst, part in enumerate(torch.split(tensor, list(sizes), dim)):
-        part = part.clone(memory_format=torch.contiguous_format)  # reduced in place on dst
-        comm.reduce(part, dst, op)
-        own = part if dst == comm.rank else own
-    return own
+    parts = torch.split(tensor, list(sizes), dim)
+    flat = torch.cat([part.flatten() for part in parts]) if dim else tensor.flatten()
+    out = torch.empty_like(parts[comm.rank], memory_format=torch.contiguous_format)
+    comm.do_reduce_scatterv(out, flat, [part.numel() for part in parts], op)
+    return out

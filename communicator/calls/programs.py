@@ -10,6 +10,7 @@ numel and itemsize are those of the call's tensor.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
@@ -86,6 +87,12 @@ class CollectiveProgram(NamedTuple):
 
     steps: tuple[Step, ...]
     scratch_numel: int = 0
+
+    @property
+    def num_messages(self) -> int:
+        transfers = (step for step in self.steps if isinstance(step, Transfers))
+        rounds = itertools.chain.from_iterable(step.schedule.rounds for step in transfers)
+        return sum(len(one.sends) + len(one.recvs) for one in rounds)
 
     def with_schedules(self, change: Callable[[Schedule], Schedule]) -> CollectiveProgram:
         """A copy whose schedules are changed."""

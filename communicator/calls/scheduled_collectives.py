@@ -18,6 +18,7 @@ from communicator.calls.programs import Buffer, CollectiveProgram, Copy, Transfe
 from communicator.calls.schedules import Schedule, is_gathered, is_rotated, rotations
 
 MAX_KEPT_PROGRAMS = 256
+MAX_KEPT_MESSAGES = 1 << 18  # of all programs: one takes 60 bytes over tcp, 200 elsewhere
 
 
 class Network(Protocol):
@@ -44,6 +45,7 @@ class ProgramRunner(CollectivesFromP2P):
     """Programs on a network that runs one schedule after another, each kind compiled once."""
 
     _programs: dict[tuple[Any, ...], Any] | None = None  # compiled
+    _num_messages = 0  # of them
 
     def run_schedule(self, schedule: Schedule, source: torch.Tensor, target: torch.Tensor) -> None:
         """Run the rounds, which send from source and receive into target, both flat."""
@@ -69,12 +71,17 @@ class ProgramRunner(CollectivesFromP2P):
         numel, itemsize = tensor.numel(), tensor.itemsize
         compiled = self.compiled(build, numel, itemsize, *key)
         if compiled is None:
-            if self._programs is None or len(self._programs) == MAX_KEPT_PROGRAMS:
-                self._programs = {}
             program = build(self.rank, self.world_size, numel, itemsize, *key)
             compiled = self.compile_program(program, itemsize)
-            self._programs[(build, numel, itemsize, *key)] = compiled
+            self._keep((build, numel, itemsize, *key), compiled, program.num_messages)
         self.run_compiled(compiled, tensor, out, op)
+
+    def _keep(self, key: tuple[Any, ...], compiled: Any, num_messages: int) -> None:
+        self._num_messages += num_messages
+        is_full = self._programs is not None and len(self._programs) == MAX_KEPT_PROGRAMS
+        if self._programs is None or is_full or self._num_messages > MAX_KEPT_MESSAGES:
+            self._programs, self._num_messages = {}, num_messages
+        self._programs[key] = compiled
 
     def compile_program(self, program: CollectiveProgram, itemsize: int) -> Any:
         return program

@@ -44,7 +44,7 @@ from coordinator.link_state import describe_silence, is_silent, remote_host
 from coordinator.timings import DEFAULT, CoordinatorTimings
 from launcher import linux
 
-RECEIVE_NBYTES = 1 << 18
+RECEIVE_NBYTES = 1 << 16
 MAX_REQUEST_NBYTES = 1 << 28  # and of an answer
 MAX_UNREAD_NBYTES = 1 << 24  # of answers, after which no more requests of a connection are served
 RESERVE = 16  # descriptors that neither ranks nor strangers may use up

@@ -34,7 +34,7 @@ extern "C" {
 #endif
 
 #define COMM_ABI_MAJOR 1u
-#define COMM_ABI_MINOR 5u
+#define COMM_ABI_MINOR 6u
 #define COMM_UNIQUE_ID_MAX 4096u
 
 /* Results. 0 to 8 have the numbers of ncclResult_t. */
@@ -247,6 +247,17 @@ typedef struct comm_plugin {
      * ranks. In place on src: recv == send + src * count. */
     comm_result (*scatter)(comm_t comm, const void* send, void* recv, uint64_t count,
                            comm_dtype dtype, int32_t src, comm_stream stream);
+
+    /* Since abi_minor 6. */
+    /* Collectives of parts whose sizes may differ. counts[nranks] are the same on all ranks, some
+     * may be 0, and they are valid until the call returns. recv holds the parts of all ranks, one
+     * after the other. Never in place. */
+    comm_result (*allgatherv)(comm_t comm, const void* send, void* recv, const uint64_t* counts,
+                              comm_dtype dtype, comm_stream stream);
+    /* send holds a part for each rank, one after the other. Never in place. */
+    comm_result (*reduce_scatterv)(comm_t comm, const void* send, void* recv,
+                                   const uint64_t* counts, comm_dtype dtype, comm_op op,
+                                   comm_stream stream);
 } comm_plugin;
 
 /* Whether the table p reaches as far as entry f, and offers it. */

@@ -1,4 +1,6 @@
 // The calls that move tensors: each reads its arguments, calls the library and reports.
+#include <vector>
+
 #include "python/comm.h"
 
 PyObject* comm_allreduce(FASTCALL_ARGUMENTS) {
@@ -190,6 +192,70 @@ PyObject* comm_scatter(FASTCALL_ARGUMENTS) {
         return nullptr;
     if (!call_with_tensor(self, site, to, [&](comm_t comm) {
             return self->table->scatter(comm, from.data, to.data, to.numel, to.dtype, src, stream);
+        }))
+        return nullptr;
+    Py_RETURN_NONE;
+}
+
+namespace {
+
+// How many elements each rank has, which together are `whole`, and this rank's are `part`.
+bool read_counts(const CallSite& site, PyObject* object, const TensorView& whole,
+                 const TensorView& part, std::vector<uint64_t>* counts) {
+    uint64_t total = 0;
+    for (Py_ssize_t i = 0; i < PyList_Size(object); ++i) {
+        counts->push_back(PyLong_AsUnsignedLongLong(PyList_GetItem(object, i)));
+        total += counts->back();
+    }
+    if (PyErr_Occurred()) return false;
+    if (counts->size() == static_cast<size_t>(site.nranks) && whole.numel == total &&
+        part.numel == (*counts)[site.rank] && whole.dtype == part.dtype)
+        return check_overlap(site, part, whole, false) == 0;
+    PyErr_Format(PyExc_ValueError, "%s, %s: the counts do not fit the tensors", site.me, site.call);
+    return false;
+}
+
+}  // namespace
+
+PyObject* comm_allgatherv(FASTCALL_ARGUMENTS) {
+    static const char* const names[] = {"tensor", "out", "counts", nullptr};
+    PyObject* values[3];
+    if (!parse("allgatherv", args, nargs, keywords, names, values, 3)) return nullptr;
+    Comm* self = comm_of(object);
+    CallSite site = site_of(self, "allgather");
+    if (!COMM_HAS(self->table, allgatherv)) return raise_not_offered(site, self->table);
+    TensorView from, to;
+    comm_stream stream;
+    std::vector<uint64_t> counts;
+    if (read_tensor(site, values[0], &from) < 0 || read_tensor(site, values[1], &to) < 0 ||
+        !read_counts(site, values[2], to, from, &counts) || current_stream(site, &stream) < 0)
+        return nullptr;
+    if (!call_with_tensor(self, site, to, [&](comm_t comm) {
+            return self->table->allgatherv(comm, from.data, to.data, counts.data(), from.dtype,
+                                           stream);
+        }))
+        return nullptr;
+    Py_RETURN_NONE;
+}
+
+PyObject* comm_reduce_scatterv(FASTCALL_ARGUMENTS) {
+    static const char* const names[] = {"tensor", "op", "out", "counts", nullptr};
+    PyObject* values[4];
+    if (!parse("reduce_scatterv", args, nargs, keywords, names, values, 4)) return nullptr;
+    Comm* self = comm_of(object);
+    CallSite site = site_of(self, "reduce_scatter");
+    if (!COMM_HAS(self->table, reduce_scatterv)) return raise_not_offered(site, self->table);
+    TensorView from, to;
+    comm_op op;
+    comm_stream stream;
+    std::vector<uint64_t> counts;
+    if (read_tensor(site, values[0], &from) < 0 || read_op(site, values[1], from.dtype, &op) < 0 ||
+        read_tensor(site, values[2], &to) < 0 || !read_counts(site, values[3], from, to, &counts) ||
+        current_stream(site, &stream) < 0)
+        return nullptr;
+    if (!call_with_tensor(self, site, from, [&](comm_t comm) {
+            return self->table->reduce_scatterv(comm, from.data, to.data, counts.data(), to.dtype,
+                                                op, stream);
         }))
         return nullptr;
     Py_RETURN_NONE;

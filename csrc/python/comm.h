@@ -92,6 +92,8 @@ PyObject* comm_reduce_scatter(FASTCALL_ARGUMENTS);
 PyObject* comm_alltoall(FASTCALL_ARGUMENTS);
 PyObject* comm_gather(FASTCALL_ARGUMENTS);
 PyObject* comm_scatter(FASTCALL_ARGUMENTS);
+PyObject* comm_allgatherv(FASTCALL_ARGUMENTS);
+PyObject* comm_reduce_scatterv(FASTCALL_ARGUMENTS);
 PyObject* comm_send(FASTCALL_ARGUMENTS);
 PyObject* comm_recv(FASTCALL_ARGUMENTS);
 PyObject* comm_barrier(PyObject* object, PyObject*);

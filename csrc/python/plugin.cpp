@@ -129,6 +129,8 @@ PyObject* plugin_offers(PyObject* object, PyObject* argument) {
     OFFERED(set_timeout);
     OFFERED(gather);
     OFFERED(scatter);
+    OFFERED(allgatherv);
+    OFFERED(reduce_scatterv);
 #undef OFFERED
     return PyBool_FromLong(offered);
 }

@@ -67,11 +67,24 @@ struct Bfloat16 {
     using Stored = uint16_t;
     using Wide = float;
     static Wide widen(Stored value) { return float_of(static_cast<uint32_t>(value) << 16); }
-    static Stored narrow(Wide value) {
+    static Stored narrow(Wide value) { return static_cast<Stored>(rounded(value) >> 16); }
+    // The upper half is the number.
+    static uint32_t rounded(Wide value) {
         uint32_t bits = bits_of(value);
-        uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-        return static_cast<Stored>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+        return value != value ? 0x7fc00000u : bits + 0x7fffu + ((bits >> 16) & 1u);
     }
+};
+
+// Two of them where processors add 32 bits wide: neither moves to a wider lane and back.
+struct Bfloat16Pair {
+    using Stored = uint32_t __attribute__((aligned(2), may_alias));
+    template <class Op>
+    static uint32_t apply(uint32_t a, uint32_t b) {
+        float low = Op::apply(float_of(a << 16), float_of(b << 16));
+        float high = Op::apply(float_of(a & upper), float_of(b & upper));
+        return Bfloat16::rounded(low) >> 16 | (Bfloat16::rounded(high) & upper);
+    }
+    static constexpr uint32_t upper = 0xffff0000u;
 };
 
 // Sign, `exponent_bits` and the rest mantissa, with a bias of half the exponent range. The float8

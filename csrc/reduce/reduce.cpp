@@ -108,8 +108,17 @@ ALWAYS_INLINE void accumulate(typename Codec::Wide* total, const typename Codec:
 template <class Codec, class Op>
 ALWAYS_INLINE void reduce_two(typename Codec::Stored* out, const typename Codec::Stored* a,
                               const typename Codec::Stored* b, size_t count) {
+    size_t first = 0;
+    if constexpr (std::is_same<Codec, Bfloat16>::value) {
+        using Pair = Bfloat16Pair::Stored;
+        auto* to = reinterpret_cast<Pair*>(out);
+        auto *left = reinterpret_cast<const Pair*>(a), *right = reinterpret_cast<const Pair*>(b);
+        INDEPENDENT
+        for (size_t i = 0; i < count / 2; ++i) to[i] = Bfloat16Pair::apply<Op>(left[i], right[i]);
+        first = count / 2 * 2;
+    }
     INDEPENDENT
-    for (size_t i = 0; i < count; ++i)
+    for (size_t i = first; i < count; ++i)
         out[i] = Codec::narrow(Op::apply(Codec::widen(a[i]), Codec::widen(b[i])));
 }
 

@@ -84,18 +84,19 @@ class Operands {
     const void** pointers_;
 };
 
-// Calls `body(first_element, num_elements)` for every round, at least once, in a slot of its own.
+// Calls `body(first_element, num_elements)` for every round of `count` elements, at least once, in
+// a slot of its own.
 template <class Body>
-void in_rounds(ShmCommunicator& comm, const CallSignature& call, size_t elements_per_round,
-               Body body) {
+void in_rounds(ShmCommunicator& comm, const CallSignature& call, uint64_t count,
+               size_t elements_per_round, Body body) {
     comm.begin(call);
     uint64_t first = 0;
     do {
         comm.next_round();
-        uint64_t part = std::min<uint64_t>(elements_per_round, call.count - first);
+        uint64_t part = std::min<uint64_t>(elements_per_round, count - first);
         body(first, part);
         first += part;
-    } while (first < call.count);
+    } while (first < count);
 }
 
 // Calls `body` with every peer, from the next rank on, so that not all ranks read the same slot.
@@ -155,52 +156,56 @@ void allreduce_inline(ShmCommunicator& comm, const char* send, char* recv,
     reduce(recv, operands.inline_values(), comm.nranks, call.count, divisor_for(comm, call.op));
 }
 
-// Reduces a whole round and prefetches `later`, which is staged after the next round: memory is
-// idle while lines come from the peer. In strips, so that neither keeps the other waiting.
-void reduce_with_prefetch(const ShmCommunicator& comm, Reduce reduce, char* out, Operands& operands,
-                          size_t size, int divisor, const char* later, size_t later_bytes) {
-    constexpr size_t strip_bytes = 1 << 10;
-    for (size_t i = 0; i < comm.slot_bytes(); i += strip_bytes) {
-        for (size_t j = i; j < std::min(i + strip_bytes, later_bytes); j += 64)
-            __builtin_prefetch(later + j);
-        reduce(out + i, operands.current(), comm.nranks, strip_bytes / size, divisor);
-        operands.advance(strip_bytes);
+// What a rank puts into its slot for the next round.
+struct Staged {
+    char* slot = nullptr;
+    const char* from = nullptr;
+    size_t nbytes = 0;
+};
+
+// Reduces `nbytes` of this round and stages the next one, strip by strip: stores to the one slot
+// and loads from the other overlap. What another core has written is prefetched explicitly, since
+// no processor does that by itself.
+void reduce_and_stage(const ShmCommunicator& comm, Reduce reduce, char* out, size_t nbytes,
+                      Operands& operands, size_t size, int divisor, const Staged& next) {
+    constexpr size_t strip_bytes = 1 << 10, ahead_bytes = 4 << 10;
+    for (size_t i = 0; i < nbytes; i += strip_bytes) {
+        size_t strip = std::min(strip_bytes, nbytes - i);
+        size_t ahead = std::min(strip_bytes, nbytes - std::min(nbytes, i + ahead_bytes));
+        for_each_peer(comm, [&](int peer) {
+            const char* lines = static_cast<const char*>(operands.current()[peer]) + ahead_bytes;
+            for (size_t j = 0; j < ahead; j += 64) __builtin_prefetch(lines + j);
+        });
+        if (i < next.nbytes)
+            std::memcpy(next.slot + i, next.from + i, std::min(strip_bytes, next.nbytes - i));
+        reduce(out + i, operands.current(), comm.nranks, strip / size, divisor);
+        operands.advance(strip);
     }
 }
 
-// Every rank reads everything: one step a round, most traffic. Two ranks stage the next round and
-// arrive at its step before they reduce this one, so that neither waits for the other's reduction.
-// That is safe for two only: a rank fills next the slot that it has read itself (see writer()).
+// Every rank reads everything: one step a round, most traffic. Of two ranks, each stages the next
+// round while it reduces this one (see writer()).
 void allreduce_one_shot(ShmCommunicator& comm, const char* send, char* recv,
                         const CallSignature& call, size_t size, Reduce reduce) {
     Operands operands(comm);
-    uint64_t whole = comm.slot_bytes() / size;
-    int divisor = divisor_for(comm, call.op);
-    auto part = [&](uint64_t first) { return std::min(whole, call.count - first); };
-    auto stage = [&](uint64_t first) {
-        comm.put(comm.slot(comm.rank), send + first * size, part(first) * size);
-    };
-    bool tries_in_place = send == recv && call.count * size >= min_in_place_bytes;
-    uint64_t reference = tries_in_place ? comm.memory().reference(recv, call.count * size) : 0;
-    if (begin_in_place(comm, call, reference, [&] { stage(0); }))
+    size_t total = call.count * size, whole = comm.slot_bytes() / size * size;
+    auto part = [&](size_t first) { return std::min(whole, total - first); };
+    bool tries_in_place = send == recv && total >= min_in_place_bytes;
+    uint64_t reference = tries_in_place ? comm.memory().reference(recv, total) : 0;
+    if (begin_in_place(comm, call, reference,
+                       [&] { comm.put(comm.slot(comm.rank), send, part(0)); }))
         return allreduce_in_place(comm, call, size, reduce);
-    bool prefetches = call.count * size >= min_prefetch_bytes;
-    for (uint64_t first = 0, next = whole;; first = next, next += whole) {
-        const void* const* sources = operands.in_slots(send + first * size, 0);
-        bool has_next = next < call.count;
-        if (has_next) {
+    for (size_t first = 0, next = whole;; first = next, next += whole) {
+        operands.in_slots(send + first, 0);
+        Staged staged;
+        if (next < total) {
             comm.next_round();
-            stage(next);
-            comm.arrive();
+            staged = {comm.slot(comm.rank), send + next, part(next)};
         }
-        uint64_t later = next + whole;
-        if (prefetches && later < call.count)
-            reduce_with_prefetch(comm, reduce, recv + first * size, operands, size, divisor,
-                                 send + later * size, part(later) * size);
-        else
-            reduce(recv + first * size, sources, comm.nranks, part(first), divisor);
-        if (!has_next) return;
-        comm.await();
+        reduce_and_stage(comm, reduce, recv + first, part(first), operands, size,
+                         divisor_for(comm, call.op), staged);
+        if (next >= total) return;
+        comm.step();
     }
 }
 
@@ -286,7 +291,7 @@ void ShmCommunicator::broadcast(void* buffer, uint64_t count, comm_dtype dtype, 
     if (nranks == 1) return;
     char* data = static_cast<char*>(buffer);
     CallSignature call{Collective::broadcast, count, dtype, 0, src};
-    in_rounds(*this, call, slot_bytes() / size, [&](uint64_t first, uint64_t part) {
+    in_rounds(*this, call, count, slot_bytes() / size, [&](uint64_t first, uint64_t part) {
         if (rank == src) put(slot(src), data + first * size, part * size);
         step();
         if (rank != src) std::memcpy(data + first * size, slot(src), part * size);
@@ -300,7 +305,7 @@ void ShmCommunicator::reduce(const void* send, void* recv, uint64_t count, comm_
     if (nranks == 1) return copy(recv, send, count * size);
     Operands operands(*this);
     CallSignature call{Collective::reduce, count, dtype, op, dst};
-    in_rounds(*this, call, slot_bytes() / size, [&](uint64_t first, uint64_t part) {
+    in_rounds(*this, call, count, slot_bytes() / size, [&](uint64_t first, uint64_t part) {
         const char* from = static_cast<const char*>(send) + first * size;
         if (rank != dst) put(slot(rank), from, part * size);
         step();
@@ -310,43 +315,98 @@ void ShmCommunicator::reduce(const void* send, void* recv, uint64_t count, comm_
     });
 }
 
+namespace {
+
+void allgather_parts(ShmCommunicator& comm, const CallSignature& call, const Parts& parts,
+                     size_t size, const char* from, char* to) {
+    uint64_t limit = comm.slot_bytes() / size;
+    in_rounds(comm, call, parts.longest(), limit, [&](uint64_t first, uint64_t) {
+        auto part = [&](int of_rank) { return parts.of(of_rank, first, limit); };
+        Piece own = part(comm.rank);
+        comm.put(comm.slot(comm.rank), from + first * size, own.count * size);
+        comm.arrive();
+        copy(to + own.first * size, from + first * size, own.count * size);
+        comm.await();
+        for_each_peer(comm, [&](int peer) {
+            Piece other = part(peer);
+            std::memcpy(to + other.first * size, comm.slot(peer), other.count * size);
+        });
+    });
+}
+
+void reduce_scatter_parts(ShmCommunicator& comm, const CallSignature& call, const Parts& parts,
+                          size_t size, Reduce reduce, const char* from, char* to) {
+    Operands operands(comm);
+    size_t stride = piece_bytes(comm.slot_bytes(), comm.nranks);
+    in_rounds(comm, call, parts.longest(), stride / size, [&](uint64_t first, uint64_t) {
+        auto part = [&](int of_rank) { return parts.of(of_rank, first, stride / size); };
+        for (int peer = 0; peer < comm.nranks; ++peer) {
+            if (peer == comm.rank) continue;
+            Piece other = part(peer);
+            comm.put(comm.slot(comm.rank) + peer * stride, from + other.first * size,
+                     other.count * size);
+        }
+        comm.step();
+        Piece own = part(comm.rank);
+        reduce(to + first * size, operands.in_slots(from + own.first * size, comm.rank * stride),
+               comm.nranks, own.count, divisor_for(comm, call.op));
+    });
+}
+
+// Its count is the sum of the counts; what it has in place of a root tells these apart.
+CallSignature uneven_call(Collective collective, const uint64_t* counts, int nranks,
+                          comm_dtype dtype, comm_op op) {
+    CallSignature call{collective, 0, dtype, op, 0};
+    uint64_t digest = 0;
+    for (int rank = 0; rank < nranks; ++rank) {
+        call.count += counts[rank];
+        digest = (digest ^ counts[rank]) * UINT64_C(0x9e3779b97f4a7c15);
+    }
+    call.root = static_cast<int32_t>(digest >> 48);
+    return call;
+}
+
+}  // namespace
+
 void ShmCommunicator::allgather(const void* send, void* recv, uint64_t count, comm_dtype dtype,
                                 comm_stream) {
     size_t size = checked_size(*this, dtype);
     const char* from = static_cast<const char*>(send);
     char* to = static_cast<char*>(recv);
-    char* own = to + rank * count * size;
-    if (nranks == 1) return copy(own, from, count * size);
-    CallSignature call{Collective::allgather, count, dtype, 0, 0};
-    in_rounds(*this, call, slot_bytes() / size, [&](uint64_t first, uint64_t part) {
-        put(slot(rank), from + first * size, part * size);
-        arrive();
-        copy(own + first * size, from + first * size, part * size);
-        await();
-        for_each_peer(*this, [&](int peer) {
-            std::memcpy(to + (peer * count + first) * size, slot(peer), part * size);
-        });
-    });
+    if (nranks == 1) return copy(to, from, count * size);
+    allgather_parts(*this, {Collective::allgather, count, dtype, 0, 0}, count, size, from, to);
+}
+
+void ShmCommunicator::allgatherv(const void* send, void* recv, const uint64_t* counts,
+                                 comm_dtype dtype, comm_stream) {
+    size_t size = checked_size(*this, dtype);
+    const char* from = static_cast<const char*>(send);
+    char* to = static_cast<char*>(recv);
+    if (nranks == 1) return copy(to, from, counts[0] * size);
+    allgather_parts(*this, uneven_call(Collective::allgatherv, counts, nranks, dtype, 0),
+                    {counts, nranks}, size, from, to);
 }
 
 void ShmCommunicator::reduce_scatter(const void* send, void* recv, uint64_t count, comm_dtype dtype,
                                      comm_op op, comm_stream) {
     Reduce reduce = checked_reduce(*this, dtype, op);
     size_t size = size_of(dtype);
-    if (nranks == 1) return copy(recv, send, count * size);
-    Operands operands(*this);
     const char* from = static_cast<const char*>(send);
-    size_t stride = piece_bytes(slot_bytes(), nranks);
-    CallSignature call{Collective::reduce_scatter, count, dtype, op, 0};
-    in_rounds(*this, call, stride / size, [&](uint64_t first, uint64_t part) {
-        for (int peer = 0; peer < nranks; ++peer)
-            if (peer != rank)
-                put(slot(rank) + peer * stride, from + (peer * count + first) * size, part * size);
-        step();
-        const char* own = from + (rank * count + first) * size;
-        reduce(static_cast<char*>(recv) + first * size, operands.in_slots(own, rank * stride),
-               nranks, part, divisor_for(*this, op));
-    });
+    char* to = static_cast<char*>(recv);
+    if (nranks == 1) return copy(to, from, count * size);
+    reduce_scatter_parts(*this, {Collective::reduce_scatter, count, dtype, op, 0}, count, size,
+                         reduce, from, to);
+}
+
+void ShmCommunicator::reduce_scatterv(const void* send, void* recv, const uint64_t* counts,
+                                      comm_dtype dtype, comm_op op, comm_stream) {
+    Reduce reduce = checked_reduce(*this, dtype, op);
+    size_t size = size_of(dtype);
+    const char* from = static_cast<const char*>(send);
+    char* to = static_cast<char*>(recv);
+    if (nranks == 1) return copy(to, from, counts[0] * size);
+    reduce_scatter_parts(*this, uneven_call(Collective::reduce_scatterv, counts, nranks, dtype, op),
+                         {counts, nranks}, size, reduce, from, to);
 }
 
 void ShmCommunicator::alltoall(const void* send, void* recv, uint64_t count, comm_dtype dtype,
@@ -358,7 +418,7 @@ void ShmCommunicator::alltoall(const void* send, void* recv, uint64_t count, com
     if (nranks == 1) return copy(to, from, count * size);
     size_t stride = piece_bytes(slot_bytes(), nranks);
     CallSignature call{Collective::alltoall, count, dtype, 0, 0};
-    in_rounds(*this, call, stride / size, [&](uint64_t first, uint64_t part) {
+    in_rounds(*this, call, count, stride / size, [&](uint64_t first, uint64_t part) {
         for (int peer = 0; peer < nranks; ++peer)
             if (peer != rank)
                 put(slot(rank) + peer * stride, from + (peer * count + first) * size, part * size);
@@ -379,7 +439,7 @@ void ShmCommunicator::gather(const void* send, void* recv, uint64_t count, comm_
     char* to = static_cast<char*>(recv);
     if (nranks == 1) return copy(to, from, count * size);
     CallSignature call{Collective::gather, count, dtype, 0, dst};
-    in_rounds(*this, call, slot_bytes() / size, [&](uint64_t first, uint64_t part) {
+    in_rounds(*this, call, count, slot_bytes() / size, [&](uint64_t first, uint64_t part) {
         if (rank != dst) put(slot(rank), from + first * size, part * size);
         step();
         if (rank != dst) return;
@@ -398,7 +458,7 @@ void ShmCommunicator::scatter(const void* send, void* recv, uint64_t count, comm
     if (nranks == 1) return copy(to, from, count * size);
     size_t stride = piece_bytes(slot_bytes(), nranks);
     CallSignature call{Collective::scatter, count, dtype, 0, src};
-    in_rounds(*this, call, stride / size, [&](uint64_t first, uint64_t part) {
+    in_rounds(*this, call, count, stride / size, [&](uint64_t first, uint64_t part) {
         auto row = [&](int of_rank) { return from + (of_rank * count + first) * size; };
         if (rank == src)
             for_each_peer(

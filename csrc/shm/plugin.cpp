@@ -84,6 +84,8 @@ comm_plugin make_shm_plugin() {
     table.set_timeout = set_timeout;
     table.gather = plugin::TableEntry<&ShmCommunicator::gather>::call;
     table.scatter = plugin::TableEntry<&ShmCommunicator::scatter>::call;
+    table.allgatherv = plugin::TableEntry<&ShmCommunicator::allgatherv>::call;
+    table.reduce_scatterv = plugin::TableEntry<&ShmCommunicator::reduce_scatterv>::call;
     return table;
 }
 

@@ -38,13 +38,13 @@ CallSignature unpack(uint64_t packed, uint64_t count) {
 const char* name_of(Collective collective) {
     static const char* const names[] = {"setup",  "barrier",   "allreduce",      "broadcast",
                                         "reduce", "allgather", "reduce_scatter", "alltoall",
-                                        "gather", "scatter"};
+                                        "gather", "scatter",   "allgatherv",     "reduce_scatterv"};
     return names[static_cast<int>(collective)];
 }
 
 bool has_op(Collective collective) {
     return collective == Collective::allreduce || collective == Collective::reduce ||
-           collective == Collective::reduce_scatter;
+           collective == Collective::reduce_scatter || collective == Collective::reduce_scatterv;
 }
 
 std::string describe(const CallSignature& call, const Shape& shape) {
@@ -56,6 +56,8 @@ std::string describe(const CallSignature& call, const Shape& shape) {
         text += ", from rank " + std::to_string(call.root);
     if (call.collective == Collective::reduce || call.collective == Collective::gather)
         text += ", to rank " + std::to_string(call.root);
+    if (call.collective == Collective::allgatherv || call.collective == Collective::reduce_scatterv)
+        text += ", in parts with the digest " + std::to_string(call.root);
     return text;
 }
 
@@ -114,7 +116,7 @@ ShmCommunicator::ShmCommunicator(const comm_init_args& args)
     segment_ = Segment(bootstrap, invalid_.get(), gains);
     oversubscribed_ = segment_.is_oversubscribed();
     spin_policy_ = measured_spin_policy(oversubscribed_);
-    if (!oversubscribed_) streaming_ = prefers_streaming(bootstrap, gains);
+    if (!oversubscribed_ && nranks > 2) streaming_ = prefers_streaming(bootstrap, gains);
     if (options.stores != Stores::measured) streaming_ = options.stores == Stores::streaming;
 }
 
@@ -318,7 +320,8 @@ int64_t ShmCommunicator::time_exchange(std::vector<char>& scratch, bool streamin
 // Where cores are far apart, an ordinary store to a line that the peer has read waits for that
 // line, and a streaming store does not; where cores share a cache, streaming costs a trip to
 // memory. Either way by a factor of two, so it is measured, and the ranks agree on the sum of their
-// times. Once a process: later groups vote by what their ranks measured.
+// times. Once a process: later groups vote by what their ranks measured. Not for two ranks, which
+// write lines that they have read themselves: ordinary stores are the faster ones near and far.
 bool ShmCommunicator::prefers_streaming(const Bootstrap& bootstrap,
                                         const std::vector<int32_t>& gains) {
     if (std::find(gains.begin(), gains.end(), not_measured) == gains.end())

@@ -29,7 +29,9 @@ enum class Collective : uint8_t {
     reduce_scatter,
     alltoall,
     gather,
-    scatter
+    scatter,
+    allgatherv,
+    reduce_scatterv
 };
 
 // What must be the same on all ranks, besides the shape.
@@ -98,6 +100,10 @@ class ShmCommunicator {
                 comm_stream);
     void scatter(const void* send, void* recv, uint64_t count, comm_dtype dtype, int32_t src,
                  comm_stream);
+    void allgatherv(const void* send, void* recv, const uint64_t* counts, comm_dtype dtype,
+                    comm_stream);
+    void reduce_scatterv(const void* send, void* recv, const uint64_t* counts, comm_dtype dtype,
+                         comm_op op, comm_stream);
     void barrier(comm_stream);
     // p2p.cpp
     void send(const void* buffer, uint64_t count, comm_dtype dtype, int32_t dst, comm_stream);

@@ -187,8 +187,10 @@ PyObject* engine_remember(PyObject* object, PyObject* args) {
     if (read_tensor(self->site, tensor, &view) < 0 ||
         read_op(self->site, op_name, view.dtype, &op) < 0)
         return left_to_python();
-    constexpr size_t max_known = 256;
-    if (self->known->size() >= max_known) self->known->clear();
+    constexpr size_t max_known = 256, max_known_nbytes = 16 << 20;
+    size_t nbytes = static_cast<size_t>(steps_nbytes);
+    for (const auto& [key, known] : *self->known) nbytes += known.steps.size();
+    if (self->known->size() >= max_known || nbytes > max_known_nbytes) self->known->clear();
     (*self->known)[key_of(view, op)] = {{steps, static_cast<size_t>(steps_nbytes)},
                                         {text, static_cast<size_t>(text_nbytes)},
                                         scratch_nbytes,

@@ -66,7 +66,8 @@ def add_options(run: argparse.ArgumentParser) -> None:
     module_help = "run a module, not a script"
     run.add_argument("-m", "--module", action="store_true", help=module_help)
     run.add_argument("script", help="the script, or with -m the module, to run")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    rest = run.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    rest.required = False  # else a missing script reads as if arguments were missing too
 
 
 def _add_nodes(run: argparse.ArgumentParser) -> None:

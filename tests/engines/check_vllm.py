@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 900
-RESUMED_S = 60.0
+ENDED_S = 60.0  # the last processes of a run end after its first one
 MARK = "CHECK_VLLM_RUN"  # a variable that every process of a run inherits
 NOT_OURS = ("mpich", "sm_segment")  # of MPI, which no run starts
 SETTINGS = {
@@ -84,24 +84,25 @@ def left_behind(mark: str, before: set[str]) -> list[str]:
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if f"{MARK}={mark}".encode() in (process / "environ").read_bytes():
-                left.append(f"process {process.name}")
+                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                left.append(f"process {process.name}: {command}")
         except OSError:  # it has ended, or is somebody else's
             continue
     return left
 
 
-def resume(mark: str) -> None:
+def wait_for_ends(mark: str) -> None:
     """Let stopped workers of the run go on: they see that vLLM has ended, and end.
 
     vLLM waits a few seconds for its workers and kills them, unless it is killed before itself.
     """
-    deadline_s = time.monotonic() + RESUMED_S
+    deadline_s = time.monotonic() + ENDED_S
     while time.monotonic() < deadline_s and (
         left := left_behind(mark, set(os.listdir("/dev/shm")))
     ):
         for name in left:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(int(name.split()[1]), signal.SIGCONT)
+                os.kill(int(name.split()[1].rstrip(":")), signal.SIGCONT)
         time.sleep(0.2)
 
 
@@ -119,8 +120,7 @@ def generate(run: Run, model: Path, folder: Path) -> tuple[dict[str, object], st
             stderr=subprocess.STDOUT,
             timeout=TIMEOUT_S,
         )
-    if "STOP" in run.options:
-        resume(mark)
+    wait_for_ends(mark)
     printed = log.read_text()
     if done.returncode:
         sys.exit(f"{run.name}: exit code {done.returncode}\n{printed[-6000:]}")

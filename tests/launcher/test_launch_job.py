@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -242,6 +243,23 @@ def test_a_script_can_be_launched_from_a_program(tmp_path, capfd):
         "[0] __main__ x 0",
         "[1] __main__ x 1",
     ]
+
+
+def test_an_archive_of_zipapp_runs_as_under_python(tmp_path, capfd):
+    archive = tmp_path / "app.pyz"
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("__main__.py", "import helper, sys; print(__name__, helper.X, sys.argv)")
+        file.writestr("helper.py", "X = 5")
+    launcher.launch(archive, 1, args=["x"])
+    assert capfd.readouterr().out == f"[0] __main__ 5 ['{archive}', 'x']\n"
+
+
+def test_an_archive_without_a_main_program_is_refused(tmp_path):
+    archive = tmp_path / "app.pyz"
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("helper.py", "X = 5")
+    with pytest.raises(launcher.TargetError, match=r"app.pyz' has no __main__.py"):
+        launcher.launch(archive, 2)
 
 
 def test_ranks_of_a_killed_program_die_while_its_own_child_lives(tmp_path):

@@ -30,6 +30,7 @@ from communicator.backends.nccl.oneshot import Oneshot, is_aligned, select_algor
 from communicator.backends.nccl.registered_memory import RegisteredMemory
 from communicator.backends.nccl.watchdog import Watchdog
 from communicator.backends.plugin import PluginCommunicator
+from communicator.base import Communicator
 from communicator.calls.default_collectives import P2PCall
 from communicator.calls.dtypes import op_name
 from communicator.calls.failures import describe_lost
@@ -105,6 +106,10 @@ class Nccl(PluginCommunicator):
     device_type = "cuda"
     path = os.path.join(os.path.dirname(__file__), "_nccl.abi3.so")
     is_trusted = True
+    # Composed, since NCCL has no such calls.
+    do_gather, do_scatter = Communicator.do_gather, Communicator.do_scatter
+    do_allgatherv = Communicator.do_allgatherv
+    do_reduce_scatterv = Communicator.do_reduce_scatterv
 
     @classmethod
     def probe(cls, coor: Coordinator) -> int:

@@ -212,6 +212,14 @@ MISMATCHES = {
         lambda comm: comm.scatter(torch.ones(4), torch.ones(3, 4), 0),
         lambda comm: comm.scatter(torch.ones(4), torch.ones(3, 4), 1),
     ),
+    ("allgatherv of 10 float32, in parts with the digest",): (
+        lambda comm: comm.allgather(torch.ones(3), sizes=[3, 4, 3]),
+        lambda comm: comm.allgather(torch.ones(3), sizes=[4, 3, 3]),
+    ),
+    ("reduce_scatterv of 10 float32, sum", "reduce_scatterv of 10 float32, max"): (
+        lambda comm: comm.reduce_scatter(torch.ones(10), sizes=[3, 4, 3]),
+        lambda comm: comm.reduce_scatter(torch.ones(10), "max", sizes=[3, 4, 3]),
+    ),
     ("from rank 0", "from rank 1"): (
         lambda comm: comm.broadcast(torch.ones(4), 0),
         lambda comm: comm.broadcast(torch.ones(4), 1),
@@ -230,6 +238,20 @@ def test_a_mismatch_raises_on_every_rank_with_the_calls_of_both(with_shm, words)
         return comm.allreduce(torch.ones(1)).item()  # and the group goes on
 
     assert with_shm(body, 3) == [3.0] * 3
+
+
+@pytest.mark.parametrize("sizes", [[0, 200_001, 70_000], [1, 0, 0], [90_000, 5]])
+def test_parts_of_other_sizes_go_in_one_call_of_many_rounds(with_shm, sizes):
+    def body(comm):
+        ranks = [torch.full((size,), float(rank)) for rank, size in enumerate(sizes)]
+        joined = comm.allgather(ranks[comm.rank], sizes=sizes)
+        whole = torch.arange(sum(sizes), dtype=torch.float32)
+        part = comm.reduce_scatter(whole + comm.rank, sizes=sizes)
+        added = sum(range(len(sizes)))
+        expected = torch.split(whole * len(sizes) + added, sizes)[comm.rank]
+        return torch.equal(joined, torch.cat(ranks)) and torch.equal(part, expected)
+
+    assert with_shm(body, len(sizes)) == [True] * len(sizes)
 
 
 @pytest.mark.parametrize("count", [1, 1000, 3_000_000])

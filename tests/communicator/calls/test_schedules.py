@@ -163,6 +163,14 @@ class Recorded(ScheduledCollectives):
         self.schedules.append(schedule)
 
 
+def test_programs_are_kept_up_to_so_many_messages(monkeypatch):
+    monkeypatch.setattr(scheduled_collectives, "MAX_KEPT_MESSAGES", 40)
+    rank = Recorded(0, 4)
+    for numel in range(1000, 1018):
+        rank.do_alltoall(torch.zeros(4, numel), torch.zeros(4, numel))
+    assert sum(program.num_messages for program in rank._programs.values()) == 36
+
+
 @pytest.mark.parametrize("numel", [PIECE_NBYTES * 3 // 4 + k for k in range(-4, 5)])
 def test_ranks_whose_parts_differ_in_size_take_the_same_rounds(numel):
     """Around the size from which a part goes in two pieces."""

@@ -188,6 +188,10 @@ def does_nothing(comm, call, *others):
     return None
 
 
+def gives_zeros(comm, call, out, *others):
+    out.zero_()
+
+
 def refuses_on_one_rank(comm, call, tensor, *others, **options):
     call(tensor, *others, **options)
     if comm.rank == 1:
@@ -250,8 +254,7 @@ PLANTED = [
     (loses_the_message, "send", "keep order"),
     (does_not_wait, "barrier", "barrier"),
     *((does_nothing, name, "gather and scatter") for name in ("do_gather", "do_scatter")),
-    (ignores_the_root, "broadcast", "along a dim"),
-    (ignores_the_root, "reduce", "along a dim"),
+    *((gives_zeros, name, "along a dim") for name in ("do_allgatherv", "do_reduce_scatterv")),
     (works_on_a_copy, "recv", "dicts"),
     (refuses_on_one_rank, "broadcast", "broadcast, shape (3, 5)"),
     (cannot_have_no_dimensions, "allreduce", "allreduce, shape ()"),
@@ -315,6 +318,20 @@ class OnlySendsAndReceives(Gloo):
 
 def test_send_and_recv_alone_make_a_whole_communicator(checked):
     report = checked(OnlySendsAndReceives)
+    assert report.ok and not report.having("unsupported")
+
+
+class OnlySums(Gloo):
+    do_barrier = Communicator.do_barrier
+
+    def do_allreduce(self, out, tensor, op):
+        if op != "sum":
+            raise Unsupported("sums alone")
+        super().do_allreduce(out, tensor, op)
+
+
+def test_a_backend_that_adds_and_nothing_else_has_barriers(checked):
+    report = checked(OnlySums, 2, "barrier")
     assert report.ok and not report.having("unsupported")
 
 

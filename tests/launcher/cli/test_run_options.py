@@ -57,6 +57,12 @@ def test_a_typo_is_told_with_the_nearest_name(line, hint, capsys):
     assert error.startswith(f"usage: drumline {command if command in cli.COMMANDS else '['}")
 
 
+def test_a_missing_script_is_all_that_is_asked_for(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["run", "-n", "2"], "drumline")
+    assert capsys.readouterr().err.endswith("the following arguments are required: script\n")
+
+
 def test_spellings_of_torchrun_mean_the_same():
     line = "run --nproc_per_node=4 --nnodes 2 --node_rank 1 --master_addr n0 --master_port 29500"
     more = "--log_dir logs --max_restarts 3 --rdzv_id x --rdzv_backend=c10d --standalone --module"

@@ -16,8 +16,10 @@ import pytest
 import torch
 
 import launcher
-from communicator import Communicator, CommunicatorError, Unsupported
+from communicator import Communicator, CommunicatorError, Unsupported, _native
 from communicator.backends.nccl import Nccl, nccl_library
+from communicator.backends.plugin import REPLACEMENTS, PluginCommunicator
+from communicator.backends.shm import Shm
 from communicator.own_gpu import own_ordinal
 from coordinator import Coordinator
 from tests.communicator.backends.nccl import nccl_host
@@ -30,6 +32,14 @@ needs_wheel = pytest.mark.skipif(
 without_gpu = pytest.mark.skipif(
     torch.cuda.is_available(), reason="this machine has a GPU; tests/gpu is for it"
 )
+
+
+@pytest.mark.parametrize("backend", [Nccl, Shm])
+def test_what_a_library_does_not_offer_is_composed(backend):
+    plugin = _native.open(backend.path)
+    for entry, (method, _) in REPLACEMENTS.items():
+        composed = getattr(backend, method) is not getattr(PluginCommunicator, method)
+        assert plugin.offers(entry) or composed, entry
 
 
 @pytest.fixture(scope="module")
