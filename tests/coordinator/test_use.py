@@ -322,7 +322,8 @@ def test_locks_leave_no_file_whoever_dies_holding_one(fork, tmp_path):
                 os.kill(os.getpid(), 9)
             time.sleep(0.1)
             with coor.lock("a"):
-                return len(list(tmp_path.rglob("*.lock")))
+                # Of one name: who left before this rank came may be removing its folder still.
+                return len({path.name for path in tmp_path.rglob("*.lock")})
 
     found = fork(body, 3).outcomes()
     assert [each.value for each in found] == [1, 1, None], found
