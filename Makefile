@@ -22,7 +22,7 @@ help:
 	@echo "make lint        check format, style and types"
 	@echo "make cuda-check  compile the CUDA code (needs nvcc)"
 	@echo "make gpu         test and measure on this machine's GPU; writes build/gpu-results.tgz (no network)"
-	@echo "make gpu-wheels  packages for it, fetched here into .whl/, where that machine has no network"
+	@echo "make gpu-parts   what it may lack, fetched here into .gpu/, where that machine has no network"
 	@echo "make gpu-rehearsal the same with a GPU machine's packages and no GPU"
 	@echo "make engines     run an unmodified vLLM over drumline, beside itself (3 GB, half an hour)"
 	@echo "make engines-bench measure the same vLLM with drumline and with its own shared memory"
@@ -96,16 +96,25 @@ GPU_RESULTS ?= $(or $(OUT),build)/gpu-results.tgz
 gpu:
 	@$(GPU_PYTHON) -m tests.gpu.steps $(GPU_RESULTS) $(GPU_PARTS) $(if $(GPU_SECONDS),--seconds $(GPU_SECONDS))
 
-# For a machine with a GPU and no network, which may lack them: bring .whl/ along (20 MB).
+# For a machine with a GPU and no network: bring .gpu/ along (20 MB), with packages that it may lack
+# and, if there is nvcc here, the kernel of vLLM's source distribution, as a peer in a table.
+# (pip gets such a distribution only to build it, which fails; --no-clean keeps what it unpacked.)
 GPU_WHEELS := transformers==5.21.0 fastapi starlette uvicorn pydantic pydantic-core annotated-types \
     typing-inspection annotated-doc opentelemetry-api llguidance prometheus-client
-.PHONY: gpu-wheels
-gpu-wheels:
-	@rm -rf .whl
+GLIBCS := _2_31 _2_28 _2_27 _2_17 2014 1
+.PHONY: gpu-parts
+gpu-parts:
+	@rm -rf .gpu build/vllm && mkdir -p .gpu build/vllm
 	@$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --implementation cp \
 	  --python-version $(or $(GPU_PYTHON_VERSION),3.12) $(GLIBCS:%=--platform manylinux%_x86_64) \
-	  -d .whl $(GPU_WHEELS)
-GLIBCS := _2_31 _2_28 _2_27 _2_17 2014 1
+	  -d .gpu $(GPU_WHEELS)
+	@TMPDIR=$(CURDIR)/build/vllm $(PYTHON) -m pip download --no-clean --no-deps --no-binary vllm \
+	  --no-build-isolation -d build/vllm vllm==0.11.0 > build/vllm/log 2>&1 || true
+	@header=$$(find build/vllm -name custom_all_reduce.cuh) && nvcc -std=c++17 -O3 --threads 0 -w \
+	  -gencode arch=compute_80,code=sm_80 -gencode 'arch=compute_90,code=[sm_90,compute_90]' \
+	  -I $$(dirname $$header) -shared -Xcompiler -fPIC -cudart static benchmarks/vllm_allreduce.cu \
+	  -o .gpu/libvllm_allreduce.so || echo "== without vLLM's kernel"
+	@rm -rf build/vllm
 
 # All parts with such a machine's packages and no GPU: what needs one must be skipped, nothing else.
 # Then what can run on a CPU in place of the GPU, which finds what would fail there for other reasons.
@@ -209,4 +218,4 @@ release:
 
 .PHONY: clean
 clean:
-	rm -rf .venv .venv.lock .venv-lowest .venv-rehearsal build dist demo site *.egg-info coordinator/*.so communicator/*.so communicator/backends/*.so communicator/backends/nccl/*.so
+	rm -rf .venv .venv.lock .venv-lowest .venv-rehearsal .gpu build dist demo site *.egg-info coordinator/*.so communicator/*.so communicator/backends/*.so communicator/backends/nccl/*.so

@@ -254,18 +254,35 @@ def _ranks(case: str, ranks: int, *arguments: str) -> list[Any]:
     return [one_gpu.result_of(text) for _, text in ended]
 
 
+COSTS = ("call", "captured (ns)", "eager (ns)", "MiB a graph", "ms to capture it", "right")
+COSTS_NOTE = (
+    " 2 ranks, in place, 4096 bfloat16, until the call returns; a graph has 65 calls. Medians."
+)
+
+
 def costs() -> Table:
     """What a call of two ranks costs the host, and a graph of such calls the device."""
-    columns = ("call", "captured (ns)", "eager (ns)", "MiB a graph", "ms to capture it", "right")
-    table = Table("gpu-costs", (*columns, "captured / torch.distributed", "limit", "holds"))
-    table.note = device_note() + " 2 ranks, in place, 4096 bfloat16, until the call returns; "
-    table.note += "a graph has 65 calls. Medians of turns."
+    table = Table("gpu-costs", (*COSTS, "captured / torch.distributed", "limit", "holds"))
+    table.note = device_note() + COSTS_NOTE
     ways = _ranks("cost_ranks.call_costs", 2)[0]
     for way, (captured, eager, mib, ms, right) in ways.items():
         ratio = captured / ways[cost_ranks.THEIRS][0]
         limit = {cost_ranks.OURS: 1.0}.get(way, float("inf"))
         verdict = "yes" if ratio <= limit else "NO"
         table.add(way, captured, eager, mib, ms, "yes" if right else "NO", ratio, limit, verdict)
+    return table
+
+
+def vllm() -> Table:
+    """The same of one-shot sums and of vLLM's custom allreduce, if `make gpu-parts` was run."""
+    table = Table("gpu-vllm", (*COSTS, "captured / vLLM's"), device_note() + COSTS_NOTE)
+    table.note += (
+        " vLLM's graph lacks the exchange of addresses without which it cannot be replayed."
+    )
+    ways = _ranks("cost_ranks.vllm_costs", 2)[0]
+    *_, theirs = ways.values()
+    for way, (*costs, right) in ways.items():
+        table.add(way, *costs, "yes" if right else "NO", costs[0] / theirs[0])
     return table
 
 
@@ -291,37 +308,54 @@ def models() -> Table:
 
 def small() -> Table:
     """Microseconds a sum, replayed from a graph of dependent sums. No link between GPUs is used."""
-    columns = ("ranks", "bytes", "way", "chosen", "us", "right")
+    columns = (
+        "ranks",
+        "bytes",
+        "way",
+        "chosen",
+        "us",
+        "right",
+        "torch.stack().sum(0), us",
+        "ratio",
+    )
     table = Table("gpu-oneshot", columns, device_note() + " All ranks in one launch on one GPU.")
     for world in (2, 4, 6, 8):
         for nbytes in (1 << 10, 16 << 10, 64 << 10, 256 << 10, 512 << 10):
             for way in Algorithm:
-                us, right = _small(world, nbytes, way)
+                us, right, stack_us = _small(world, nbytes, way)
                 chosen = oneshot.select_algorithm(world, nbytes, torch.bfloat16) == way
-                table.add(world, nbytes, way.name, "yes" if chosen else "", us, right)
+                row = world, nbytes, way.name, "yes" if chosen else "", us, right
+                table.add(*row, stack_us, us / stack_us)
     return table
 
 
-def _small(world: int, nbytes: int, way: Algorithm) -> tuple[float, str]:
+def _small(world: int, nbytes: int, way: Algorithm) -> tuple[float, str, float]:
     ranks, tensors = Ranks(world), values(world, nbytes, torch.bfloat16)
     expected = sort_places(tensors)
     outs = ranks.sum(tensors, way, outs=[torch.empty_like(tensor) for tensor in tensors])
     right = all(torch.equal(out, expected) for out in outs)
+    us = _replayed_us(lambda: ranks.sum(tensors, way, outs=outs))
+    ranks.state.check(0)
+    ranks.close()
+    return us, "yes" if right else "NO", _replayed_us(lambda: torch.stack(tensors).sum(0))
+
+
+def _replayed_us(call: Callable[[], object]) -> float:
+    """Microseconds of a call in a graph of a hundred."""
+    call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(100):
-            ranks.sum(tensors, way, outs=outs)
+            call()
     graph.replay()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     graph.replay()
     end.record()
     end.synchronize()
-    ranks.state.check(0)
     graph.reset()
-    ranks.close()
-    return start.elapsed_time(end) * 10, "yes" if right else "NO"
+    return start.elapsed_time(end) * 10
 
 
 def sanitizer() -> Table:
@@ -361,6 +395,7 @@ TABLES = {
     "costs": costs,
     "small": small,
     "models": models,
+    "vllm": vllm,
     "sanitizer": sanitizer,
     "worlds": worlds,
     "lives": lives,

@@ -176,7 +176,8 @@ def describe_unseen(looks: Sequence[RankLook], world_size: int) -> str:
     seen = {look.peer.rank for look in looks}
     unseen = [f"{n}{pids.get(f'rank {n}', '')}" for n in range(world_size) if n not in seen]
     names = ", ".join(unseen[:MAX_RANKS]) + ", ..." * (len(unseen) > MAX_RANKS)
-    return names and f"Not seen: rank {names}. No Coordinator yet, or its host does not answer."
+    reasons = "No Coordinator yet, a thread of a rank's process, or its host does not answer."
+    return names and f"Not seen: rank {names}. {reasons}"
 
 
 def _rank_of(pid: int) -> ViewedRank | None:

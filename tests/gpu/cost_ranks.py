@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import tempfile
 import time
@@ -13,14 +14,18 @@ import torch
 import torch.distributed as dist
 
 from communicator import Unsupported
+from communicator.backends.nccl.oneshot import HANDLE_BYTES, Kernels
 from coordinator import Coordinator
-from tests.gpu.one_gpu import GPU
+from tests.gpu.one_gpu import GPU, ROOT
 from tests.gpu.ranks import CALLS_PER_GRAPH, MIB, free_nbytes
 
 ROUNDS, EAGER_CALLS, NUM_GRAPHS = 9, 20, 10
 # With a limit: a captured call of ours takes no longer than one of theirs.
 OURS, THEIRS = "communicator, blocking", "torch.distributed"
 Call = Callable[[], object]
+VLLM_LIBRARY = ROOT / ".gpu" / "libvllm_allreduce.so"  # by `make gpu-parts`
+MIDDLE = 1 << 20  # of an arena
+ADDRESSES_NBYTES = 8 << 20
 
 
 def call_costs(coor: Coordinator, nccl: Any) -> dict[str, list[float]]:
@@ -28,14 +33,62 @@ def call_costs(coor: Coordinator, nccl: Any) -> dict[str, list[float]]:
     sums were right. Until the call returns, all ways in turns."""
     tensor = torch.ones(4096, dtype=torch.bfloat16, device=GPU)
     with ExitStack() as stack:
-        ways = _ways(stack, coor, nccl, tensor)
-        right = {way: _is_right(call, tensor, coor) for way, call in ways.items()}
-        times: dict[str, list[list[float]]] = {way: [] for way in ways}
-        for _ in range(ROUNDS):
-            for way, call in ways.items():
-                coor.barrier()
-                times[way].append([_captured_ns(call), _eager_ns(call)])
-        sizes = {way: _graph_size(coor, call) for way, call in ways.items()}
+        return _costs(coor, tensor, _ways(stack, coor, nccl, tensor))
+
+
+def vllm_costs(coor: Coordinator, nccl: Any) -> dict[str, list[float]]:
+    """The same of one-shot sums and of vLLM's custom allreduce, which is not replayed: for that
+    the ranks exchange, after the capture, the addresses that the graph uses."""
+    tensor = torch.ones(4096, dtype=torch.bfloat16, device=GPU)
+    with nccl(coor, device=0, oneshot=True) as comm:
+        ways = {"communicator, one-shot": lambda: comm.allreduce(tensor)}
+        ways["vLLM's custom allreduce"] = _vllm_sum(coor, tensor)
+        return _costs(coor, tensor, ways)
+
+
+def _vllm_sum(coor: Coordinator, tensor: torch.Tensor) -> Call:
+    """It has an arena of ours for its flags, and from the middle on for its buffer."""
+    library = ctypes.CDLL(str(VLLM_LIBRARY))
+    library.vllm_create.restype = ctypes.c_void_p
+    arenas = _map_arenas(coor, Kernels())
+    buffers = type(arenas)(*(at + MIDDLE for at in arenas))
+    addresses = torch.empty(ADDRESSES_NBYTES, dtype=torch.uint8, device=GPU)
+    place = ctypes.c_void_p(addresses.data_ptr()), ctypes.c_size_t(addresses.nbytes)
+    peer = ctypes.c_void_p(library.vllm_create(arenas, *place, coor.rank, coor.world_size))
+    library.vllm_register(peer, buffers)
+    own, data = ctypes.c_void_p(buffers[coor.rank]), ctypes.c_void_p(tensor.data_ptr())
+
+    def call(lives_as_long: torch.Tensor = addresses) -> None:
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        library.vllm_sum(peer, own, data, tensor.numel(), stream)
+
+    return call
+
+
+def _map_arenas(coor: Coordinator, kernels: Any) -> ctypes.Array[ctypes.c_void_p]:
+    """An arena of each rank, as addresses of this process."""
+    arenas = (ctypes.c_void_p * coor.world_size)()
+    own, handle = ctypes.c_void_p(), ctypes.create_string_buffer(HANDLE_BYTES)
+    kernels.create(ctypes.byref(own))
+    kernels.export(own, handle)
+    for rank, other in enumerate(coor.allgather(handle.raw)):
+        mapped = own if rank == coor.rank else ctypes.c_void_p()
+        if rank != coor.rank:
+            kernels.import_(other, ctypes.byref(mapped))
+        arenas[rank] = mapped.value
+    return arenas
+
+
+def _costs(
+    coor: Coordinator, tensor: torch.Tensor, ways: dict[str, Call]
+) -> dict[str, list[float]]:
+    right = {way: _is_right(call, tensor, coor) for way, call in ways.items()}
+    times: dict[str, list[list[float]]] = {way: [] for way in ways}
+    for _ in range(ROUNDS):
+        for way, call in ways.items():
+            coor.barrier()
+            times[way].append([_captured_ns(call), _eager_ns(call)])
+    sizes = {way: _graph_size(coor, call) for way, call in ways.items()}
     medians = {
         way: [statistics.median(column) for column in zip(*rounds, strict=True)]
         for way, rounds in times.items()

@@ -45,12 +45,12 @@ print("not in the driver:", nccl_library.missing_graph_functions() or "nothing t
 '
 """
 
-# What was carried here serves where there is no compiler, and wheels of `make gpu-wheels` where
+# What was carried here serves where there is no compiler, and wheels of `make gpu-parts` where
 # packages are missing or too old.
-WHEELS, SITE = ROOT / ".whl", ROOT / "build" / "gpu-site"
+PARTS_BROUGHT, SITE = ROOT / ".gpu", ROOT / "build" / "gpu-site"
 BUILD = f"""
-test ! -d {WHEELS} || {PYTHON} -m pip install --quiet --no-index --no-deps --no-compile --upgrade \
-    --target {SITE} {WHEELS}/*.whl || echo '== no wheels: taking the packages that are here'
+test ! -d {PARTS_BROUGHT} || {PYTHON} -m pip install --quiet --no-index --no-deps --no-compile \
+    --upgrade --target {SITE} {PARTS_BROUGHT}/*.whl || echo '== taking the packages that are here'
 {PYTHON} setup.py --quiet build_ext --inplace || echo '== not built: taking what is here'
 csrc/scripts/build_cuda.sh || echo '== no new kernel: taking what is here'
 {PYTHON} -c '
@@ -91,6 +91,7 @@ PARTS = {
     "tables": [
         Step("calls", f"{PYTHON} -m benchmarks.gpu calls", 180),
         Step("small", f"{PYTHON} -m benchmarks.gpu small", 180),
+        Step("vllm", f"test ! -d {PARTS_BROUGHT} || {PYTHON} -m benchmarks.gpu vllm", 100),
     ],
     "models": [
         Step("costs", f"{PYTHON} -m benchmarks.gpu costs", 100),
