@@ -24,7 +24,13 @@ from coordinator.addresses import candidates
 from coordinator.call_site import PendingCall, begin_call, caller, traceback_of
 from coordinator.collectives import Collectives
 from coordinator.control.session import Session, this_process
-from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost, RankFailure
+from coordinator.errors import (
+    CoordinatorError,
+    CoordinatorTimeout,
+    FailureReason,
+    PeerLost,
+    RankFailure,
+)
 from coordinator.failure import live_view, stack_dump
 from coordinator.failure.detector import FailureDetector
 from coordinator.failure.hosts_view import HostsView
@@ -32,6 +38,7 @@ from coordinator.failure.peer_monitor import CLOSED, FORGOTTEN
 from coordinator.failure.subscription import Subscription, always
 from coordinator.peers import Peer, group_by_node
 from coordinator.store import lock as locks
+from coordinator.store import survivors
 from coordinator.store.prefix_store import PrefixStore
 from coordinator.store.sequencer import Sequencer
 from coordinator.timings import DEFAULT, CoordinatorTimings
@@ -534,6 +541,41 @@ class Coordinator(Collectives):
         """
         if self._group is not None and self._broken is None and not self._closed:
             self._group.detector.report_failure(self.peers[rank], how, caller())
+
+    def survivors(
+        self, *, release: bool = False, timeout_s: float | None = None
+    ) -> launcher.LaunchInfo | None:
+        """This rank in a launch of the ranks that go on after a failure, for a new Coordinator.
+
+        To be called by each of them before it closes this one, which is the first of its launch:
+        rank 0 waits for those that have not ended. A suspended rank is none of them, nor is one
+        that does not call in time. None on a rank that is not to go on: it came too late, or rank 0
+        wants to release all others. Raises PeerLost once rank 0 is gone.
+
+        Calling it again, on all of them, starts anew, for ranks that are lost while they meet.
+        The extra `master_fd` is rank 0's socket, to be closed once the Coordinator was made.
+        """
+        self._check_open("survivors", may_be_broken=True)
+        call = self._begin_call("survivors", timeout_s)
+        store = self._store.child("survivors", str(call.number))
+        launch = (
+            survivors.lead(self.info, store, self._server_host(), self._ended_ranks, release, call)
+            if self.is_master()
+            else survivors.follow(self.info, store, call)
+        )
+        if self.info.rank not in launch["ranks"]:
+            return None
+        return survivors.launch_info(self.info, launch, self._node_ranks)
+
+    def _server_host(self) -> str:
+        server = self._session.server if self._session is not None else None
+        return self.info.master_addr if server is None else str(server.address[0])
+
+    def _ended_ranks(self) -> set[int]:
+        """The failed ranks but for those that may only have noticed the failure of another."""
+        hearsay = (FailureReason.LEFT, FailureReason.REPORTED)
+        ended = {failure.rank for failure in self.failures() if failure.reason not in hearsay}
+        return ended | ({*self._group.detector.monitor.suspended()} if self._group else set())
 
     # ---- looking ----
 

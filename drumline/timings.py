@@ -28,6 +28,11 @@ class ModelTimings:
     master's error. Must exceed the time in which Python ends."""
     remote_master_end_s: float = 1.0
     """The same for a master on another host, whose end cannot be seen."""
+    regroup_s: float = 60.0
+    """When a rank was lost, the master waits so long for the others before it goes on without them.
+    Must exceed the longest pass, from which they come."""
+    meet_s: float = 10.0
+    """For those that go on to connect to each other, before they look who is left again."""
     master_poll_s: float = 0.02
     """Between two checks whether the master has ended. Must exceed the time of a check."""
 

@@ -21,6 +21,7 @@ from launcher.launch_info import LaunchInfo, LaunchInfoError
 from launcher.launch_job import launch
 from launcher.ports import listen
 from launcher.registry import register
+from launcher.runtime.outliving import outlive_failures
 from launcher.system import gpus, host_addresses, linux
 from launcher.system.engine_request import EngineRequest, engine_request
 from launcher.system.free_memory import free_memory_nbytes
@@ -56,6 +57,7 @@ __all__ = [
     "linux",
     "listen",
     "merge_traces",
+    "outlive_failures",
     "recorder",
     "register",
     "start",

@@ -68,6 +68,7 @@ class Client:
         self._timeout_s = timeout_s
         first = self._connect(time.monotonic() + timeout_s, noop)
         self.local_address = str(first.socket.getsockname()[0]).partition("%")[0]
+        self.server_address = format_address(first.socket.getpeername())
         self._idle.append(first)
         self._is_accepted = True
 

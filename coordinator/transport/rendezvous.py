@@ -89,7 +89,7 @@ class Rendezvous:
             return f"rank 0: {self._session.describe_silence()}"
         ranks = [self._members[place] for place in self._among]
         seen = sorted(ranks[index] for index in arrived)
-        missing, where = sorted({*ranks} - {*seen}), f"{info.master_addr}:{info.master_port}"
+        missing, where = sorted({*ranks} - {*seen}), self._session.client.server_address
         return f"ranks {missing} of {info.world_size} at {where}; ranks seen: {seen}"
 
     def check_lost(self) -> None:

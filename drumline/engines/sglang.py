@@ -15,7 +15,7 @@ import launcher
 ENGINE = "sglang"
 VERSIONS = (0, 5, 23), (0, 5, 24)  # the first, and the one after the last, that was read
 PLATFORM = "drumline.engines.sglang_platform.SglangPlatform"
-SUM = "sglang.srt.distributed.parallel_state.GroupCoordinator.all_reduce"
+GROUP = "sglang.srt.distributed.parallel_state.GroupCoordinator"
 
 
 def is_on() -> bool:
@@ -36,21 +36,41 @@ def hooks() -> None:
     if is_on():
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-        HookRegistry.register(SUM, all_reduce, HookType.AROUND)
+        for hook in (all_reduce, all_gather, reduce_scatter_along_dim):
+            HookRegistry.register(f"{GROUP}.{hook.__name__}", hook, HookType.AROUND)
 
 
 def all_reduce(original: Any, group: Any, input_: Any) -> Any:
-    """GroupCoordinator.all_reduce, in place, by a Communicator of the group instead of gloo's."""
-    import torch
-
-    is_taken = input_.is_cpu and input_.is_contiguous() and not torch.compiler.is_compiling()
-    if group.world_size == 1 or not is_taken:
+    """The sum in place, by a Communicator of the group."""
+    if not _is_ours(group, input_) or not input_.is_contiguous():
         return original(group, input_)
     return _communicator(group).allreduce(input_)
 
 
+def all_gather(
+    original: Any, group: Any, input_: Any, dim: int = -1, output_tensor_list: Any = None
+) -> Any:
+    """The tensors of all ranks, joined along dim, unless they are for a list."""
+    if not _is_ours(group, input_) or output_tensor_list is not None:
+        return original(group, input_, dim, output_tensor_list)
+    return _communicator(group).allgather(input_.contiguous(), dim=dim)
+
+
+def reduce_scatter_along_dim(original: Any, group: Any, input_: Any, dim: int = -1) -> Any:
+    """This rank's part of the sum, which is cut along dim."""
+    if not _is_ours(group, input_):
+        return original(group, input_, dim)
+    return _communicator(group).reduce_scatter(input_.contiguous(), dim=dim)
+
+
+def _is_ours(group: Any, input_: Any) -> bool:
+    import torch
+
+    return group.world_size > 1 and input_.is_cpu and not torch.compiler.is_compiling()
+
+
 def _communicator(group: Any) -> Any:
-    """The group's own, opened by its first sum, which all its ranks call."""
+    """The group's own, opened by its first call, which all its ranks make."""
     from communicator import Communicator
 
     if not hasattr(group, "drumline_communicator"):

@@ -82,7 +82,8 @@ class CacheProxy:
             raise DrumlineError(
                 f"rank 0: layer {layer_idx} of this cache is on another rank, which would not get "
                 "keys and values that are put in here; call the model with the tokens, and it "
-                "makes them where they belong."
+                "makes them where they belong. If a rank was lost meanwhile, so was this cache: "
+                "start from an empty one."
             )
         return super().update(keys, values, layer_idx, *args, **kwargs)  # type: ignore[misc]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from drumline.core.pytree import Leaves, TreeSpec, flatten
-from drumline.errors import DrumlineError, StageError
+from drumline.errors import DrumlineError, PeerLost, StageError
 from drumline.kv_cache.proxy import cache_number
 from drumline.pipeline.deferred_calls import DeferredCalls, InternedSpec, OutputUsage
 from drumline.pipeline.interrupt import DelayedInterrupt
@@ -85,6 +85,11 @@ class PipelineDriver:
         for tensor in (*args[:1], kwargs.get("inputs_embeds"), kwargs.get("input_ids")):
             if isinstance(tensor, torch.Tensor) and tensor.dim() in (2, 3):
                 self._pass.shape = tensor.shape[0], tensor.shape[1]
+
+    @property
+    def lost(self) -> PeerLost | None:
+        """The loss of a rank after which nothing can run, if there was one."""
+        return self._failure if isinstance(self._failure, PeerLost) else None
 
     @property
     def shape_of_pass(self) -> tuple[int, int] | None:

@@ -50,6 +50,7 @@ class LoadOptions:
     gguf_file: str | None = None
     rest: Mapping[str, Any] = field(default_factory=dict)
     speeds: DeviceSpeeds | None = None
+    on_failure: str = "raise"
 
     def __post_init__(self) -> None:
         for name, low in (("batch", 1), ("length", 0)):
@@ -58,6 +59,16 @@ class LoadOptions:
                     f"{name}={value!r} is no number of {'sequences' if low else 'tokens'}, so the "
                     f"memory for them is unknown; give a whole number from {low} on."
                 )
+
+        if self.on_failure not in ("raise", "replan"):
+            raise PlanError(
+                f"on_failure={self.on_failure!r} is neither 'raise' nor 'replan'; give one of them."
+            )
+        if self.on_failure == "replan" and self.shards_layers:
+            raise PlanError(
+                'on_failure="replan" plans whole layers anew, and tp= and mesh= split them, for a '
+                "fixed number of ranks; leave one of the two out."
+            )
 
     def check_rest(self, kind: type[Any]) -> None:
         """Raise PlanError for options that neither from_pretrained nor the model's class has."""

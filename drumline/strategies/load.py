@@ -22,6 +22,7 @@ from drumline.strategies.mesh_parallel import load_mesh
 from drumline.strategies.pipeline_parallel import load_pipeline
 from drumline.strategies.pipeline_tp import load_pipeline_tp
 from drumline.strategies.plan_inputs import checkpoint_dtype
+from drumline.strategies.replanning import load_replanning
 from drumline.weight_formats.gguf_file import gguf_path
 
 __all__ = ["Memory", "checkpoint_dtype", "load", "nbytes"]
@@ -51,6 +52,7 @@ def load(
     dequantize: bool = False,
     trust_remote_code: bool = False,
     gguf_file: str | None = None,
+    on_failure: str = "raise",
     **options: Any,
 ) -> Any:
     """The model of a transformers checkpoint, its layers spread over every rank. Collective.
@@ -103,6 +105,9 @@ def load(
         Each rank logs their names.
     gguf_file: the name of a GGUF file in `path`, which may also be that file itself. Every rank
         must have it, and dequantizes its own layers.
+    on_failure: "replan" lets the model outlive the loss of any rank but the master. The call in
+        flight raises PeerLost; before the next one, the ranks that are left plan and load anew,
+        into the same object. "raise": every later call raises, too.
     options: for from_pretrained, such as attn_implementation.
 
     Raises PlanError or CheckpointError on every rank before serving starts.
@@ -114,6 +119,8 @@ def load(
             f"{path} is a GGUF file, of which ranks read whole layers, and tp= and mesh= split "
             "them; leave these out."
         )
+    if on_failure == "replan":
+        return load_replanning(path, coor, request)
     if not request.shards_layers:
         if device_map == "fastest":
             return load_fastest(path, coor, request)

@@ -44,13 +44,20 @@ from drumline.strategies.serve_stage import (
 log = logging.getLogger("drumline")
 
 
-def load_pipeline(path: str | Path, coor: Coordinator | None, options: LoadOptions) -> Any:
-    """The model of a checkpoint, its layers spread over every rank. Collective; see `load`."""
+def load_pipeline(
+    path: str | Path, coor: Coordinator | None, options: LoadOptions, model: Any = None
+) -> Any:
+    """The model of a checkpoint, its layers spread over every rank. Collective; see `load`.
+
+    model: an object on the master that is to become it.
+    """
     check_no_device(options)
     with contextlib.ExitStack() as stack:
         if coor is None:
             coor = stack.enter_context(Coordinator())
         stage = _load_stage(coor, path, options, stack)
+        if model is not None:
+            stage.model = _become(model, stage.model)
         return connect_stages(coor, stage, stack, options.backend, options.cuda_graphs)
 
 
@@ -73,6 +80,14 @@ def _load_stage(
         for check in inputs.source.copy_checks:
             stack.enter_context(check)
         return stage
+
+
+def _become(model: Any, other: Any) -> Any:
+    """The model, with the class and all that the other one holds, which is no longer used."""
+    model.__class__ = type(other)
+    model.__dict__.clear()
+    model.__dict__.update(other.__dict__)
+    return model
 
 
 def check_no_device(options: LoadOptions) -> None:

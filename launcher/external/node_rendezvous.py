@@ -129,11 +129,12 @@ def _too_late(
 
 @dataclass
 class _NodeConnection:
-    """A connection to the first node. node: what it launches, once it has said so. is_told: that
-    all have come."""
+    """A connection to the first node, at its port. node: what it launches, once it has said so.
+    is_told: that all have come."""
 
     socket: socket.socket
     address: str
+    port: int
     lines: LineBuffer
     node: NodeDescription | None = None
     is_told: bool = False
@@ -230,7 +231,8 @@ class _Leader:
         with contextlib.suppress(OSError):
             accepted, address = listener.accept()
             accepted.setblocking(False)
-            connection = _NodeConnection(accepted, str(address[0]), LineBuffer())
+            port = accepted.getsockname()[1]
+            connection = _NodeConnection(accepted, str(address[0]), port, LineBuffer())
             self.selector.register(accepted, selectors.EVENT_READ, connection)
             self.strangers.append(connection)
             if len(self.strangers) > MAX_STRANGERS:
@@ -290,7 +292,10 @@ class _Leader:
         if connection.node is not None:
             del self.nodes[connection.node.node_rank]
             if connection.node.node_rank not in self.gone:
-                _notice(f"{connection.node} at {connection.address} has left")
+                place = f"at {connection.address}"
+                if connection.port != self.port:  # it looks for the reason why it cannot join
+                    place += f" came to port {COMMON_PORT} and not to {self.port}, and"
+                _notice(f"{connection.node} {place} has left")
         else:
             self.strangers.remove(connection)
 
@@ -301,19 +306,23 @@ class _Leader:
 def _follow(job: Job, port: int, limit_s: float) -> None:
     start = time.monotonic()
     deadline, status_at = start + limit_s, start + timings.TIMINGS.node_status_s
-    ask_at, difference = start, ""
+    ask_at = start
+    difference: str | None = None
     while why := _try_to_join(job, port, deadline):
         now = time.monotonic()
+        if difference == "":  # this launch waits there
+            why += f", while its port {COMMON_PORT} answers"
         if now >= status_at:
             status_at = now + timings.TIMINGS.node_status_s
             _notice(f"waiting for {_missing([0], job, port)} ({why}); nodes seen: 0")
         if now >= ask_at and not difference and port != COMMON_PORT:
             ask_at = now + timings.TIMINGS.node_status_s
-            difference = _ask_at_common_port(job, deadline)
+            answer = _ask_at_common_port(job, deadline)
+            difference = difference if answer is None else answer
             if difference:
                 _notice(f"another launch waits at {job.master_addr}: {difference}")
         if now >= deadline:
-            raise _too_late(job, port, [0], limit_s, why, difference)
+            raise _too_late(job, port, [0], limit_s, why, difference or "")
         time.sleep(timings.TIMINGS.node_retry_s)
 
 
@@ -345,13 +354,13 @@ def _try_to_join(job: Job, port: int, deadline: float) -> str:
         return error.strerror or str(error)
 
 
-def _ask_at_common_port(job: Job, deadline: float) -> str:
-    """The differences from another launch that waits at the first node; "" if there is none."""
+def _ask_at_common_port(job: Job, deadline: float) -> str | None:
+    """The differences from the launch that waits at the first node; None if none does."""
     try:
         with _connected(job, COMMON_PORT, deadline) as (connection, messages):
             return _introduce(job, connection, messages)[1]
     except (OSError, KeyError, ValueError, TypeError, AttributeError):
-        return ""
+        return None
 
 
 @contextlib.contextmanager

@@ -129,10 +129,25 @@ class Supervisor:
             )
 
     def _on_failure(self, rank: LaunchedRank) -> None:
-        """End the other ranks, the first one's failure being known."""
+        """End the other ranks, the first one's failure being known, unless one outlives it."""
         if self.watch is not None and not self.is_ending:
             self.watch.report(rank.failure(self.began_s))
-        self._end_ranks(timings.TIMINGS.failure_grace_s)
+        if not self._is_outlived(rank):
+            self._end_ranks(timings.TIMINGS.failure_grace_s)
+        elif not rank.was_outlived:
+            rank.was_outlived = True
+            summary = rank.failure(self.began_s).summary()
+            self.output.notice(f"{summary}, and the other ranks go on without it")
+
+    def _is_outlived(self, rank: LaunchedRank) -> bool:
+        """True if another rank goes on. It may have said so just before, so that is read first."""
+        if not self.is_ending:
+            for other, (_, _, report) in zip(self.ranks, self.pipes.ranks, strict=True):
+                if other is not rank and report in self.readers:
+                    self._read(report)
+        return not self.is_ending and any(
+            other.outlives_failures and not other.has_failed for other in self.ranks
+        )
 
     def _register(self, fd: int, reader: Callable[[bytes], None]) -> None:
         os.set_blocking(fd, False)
@@ -174,6 +189,9 @@ class Supervisor:
         record = pipe_records.parse(line)
         if record is None:
             rank.dump.append(line.decode(errors="replace"))
+            return
+        if "outlives_failures" in record:
+            rank.outlives_failures = record["outlives_failures"]
             return
         rank.record = record
         if "failure" in record:

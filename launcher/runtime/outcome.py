@@ -26,7 +26,8 @@ def results_or_raise(
     began_s: of the monotonic clock. oom_killed: the kernel has killed some process meanwhile.
     """
     must_return = job.target.kind == "function"
-    failed = [rank for rank in ranks if rank.has_failed or (must_return and rank.exited_early)]
+    ended = [rank for rank in ranks if not rank.was_outlived]
+    failed = [rank for rank in ended if rank.has_failed or (must_return and rank.exited_early)]
     failures = errors.by_cause(rank.failure(began_s) for rank in failed)
     if reason is None and any(rank.is_running for rank in ranks):
         how = "killed from outside (the kernel does so where memory runs out: see `dmesg`)"

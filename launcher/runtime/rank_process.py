@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -21,7 +21,7 @@ from launcher import detection, target
 from launcher.job import Job
 from launcher.launch_info import CHOICE, LaunchInfo
 from launcher.records import json_values, pipe_records
-from launcher.runtime import log_setup, mpi_import_check, rank_environment
+from launcher.runtime import log_setup, mpi_import_check, outliving, rank_environment
 from launcher.runtime.rank_state import LAUNCHER_FOLDER
 from launcher.system import linux, stop_signals
 from launcher.trace import recorder
@@ -57,6 +57,7 @@ def run(setup: RankSetup, job: Job, server: int, owns_process: bool) -> None:
     owns_process: the process was started for this launch, so leaving it by SystemExit runs only the
     target's own exit handlers; else those inherited from the program must not run here.
     """
+    setup = replace(setup, info=outliving.with_report(setup.info, setup.report))
     _setup_child(setup, job, server)
     if not owns_process:
         _forget_exit_handlers()

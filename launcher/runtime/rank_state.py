@@ -20,7 +20,8 @@ class LaunchedRank:
     """One rank so far. Times are of the monotonic clock.
 
     record: how its target ended. dump: the stacks of a crash, line by line. signalled_s: when the
-    launcher first asked it to end.
+    launcher first asked it to end. outlives_failures: it goes on when others fail. was_outlived: it
+    has failed, and another one has gone on.
     """
 
     info: LaunchInfo
@@ -31,6 +32,8 @@ class LaunchedRank:
     record: dict[str, Any] = field(default_factory=dict)
     dump: list[str] = field(default_factory=list)
     signalled_s: float | None = None
+    outlives_failures: bool = False
+    was_outlived: bool = False
 
     @property
     def is_running(self) -> bool:

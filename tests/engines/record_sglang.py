@@ -20,6 +20,8 @@ RELIED = (
     ("sglang/srt/plugins/hook_registry.py", "HookType", "AROUND"),
     ("sglang/srt/plugins/hook_registry.py", "HookRegistry", "register"),
     (STATE, "GroupCoordinator", "all_reduce"),
+    (STATE, "GroupCoordinator", "all_gather"),
+    (STATE, "GroupCoordinator", "reduce_scatter_along_dim"),
     (STATE, "GroupCoordinator", "world_size"),
     (STATE, "GroupCoordinator", "cpu_group"),
 )

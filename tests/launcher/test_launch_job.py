@@ -302,3 +302,27 @@ def wait_for(condition, seconds=30):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def fail_but_for_rank_1(said, fails_itself):
+    info = launcher.current()
+    if info.rank == 1:
+        launcher.outlive_failures(info)
+        Path(said).touch()
+        if not fails_itself:
+            return info.rank
+    while not Path(said).exists():
+        time.sleep(0.01)
+    if info.rank == 1 or not fails_itself:
+        raise ZeroDivisionError("planned")
+    signal.pause()
+
+
+def test_a_rank_that_outlives_failures_of_others_ends_the_launch_well(tmp_path):
+    args = (str(tmp_path / "said"), False)
+    assert launcher.launch(fail_but_for_rank_1, 3, args=args) == [None, 1, None]
+
+
+def test_the_failure_of_a_rank_that_outlives_others_is_that_of_the_launch(tmp_path):
+    with pytest.raises(launcher.LaunchError, match=r"rank 1 .*planned"):
+        launcher.launch(fail_but_for_rank_1, 3, args=(str(tmp_path / "said"), True))

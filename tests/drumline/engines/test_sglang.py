@@ -105,27 +105,33 @@ def test_a_wrong_request_is_raised_where_sglang_does_not_swallow_it(sglang, monk
         imported_platform()
 
 
-def test_the_hook_is_registered_around_the_sum_of_sglangs_groups(sglang):
+def test_hooks_are_registered_around_the_calls_of_sglangs_groups(sglang):
     registered = []
     registry = sglang.srt.plugins.hook_registry.HookRegistry
     registry.register = lambda *arguments: registered.append(arguments)
     entry.hooks()
-    assert registered == [(entry.SUM, entry.all_reduce, "around")]
     recorded = RECORD["sglang.srt.plugins.hook_registry.HookRegistry.register"]
     assert recorded[1:4] == ["target", "hook", "hook_type"]
-    assert parameters(entry.all_reduce)[1:] == ["group", RECORD[entry.SUM][1]]
+    assert len(registered) == 3
+    for target, hook, kind in registered:
+        assert kind == "around" and target == f"{entry.GROUP}.{hook.__name__}"
+        assert parameters(hook)[1:] == ["group", *RECORD[target][1:]]
 
 
-def test_the_sum_of_a_group_is_ours_and_of_one_rank_sglangs(ranks, sglang, monkeypatch):
+def test_the_calls_of_a_group_are_ours_and_of_one_rank_sglangs(ranks, sglang, monkeypatch):
     store = HashStore()
     monkeypatch.setattr(store_coordinator, "_get_process_group_store", lambda group: store)
 
     def body(info):
         group = SimpleNamespace(world_size=3, cpu_group=ProcessGroup(info.rank, 3))
         sums = [entry.all_reduce(None, group, torch.ones(4)).tolist() for _ in range(2)]
+        joined = entry.all_gather(None, group, torch.full((2, 1), float(info.rank)))
+        part = entry.reduce_scatter_along_dim(None, group, torch.arange(6.0).view(2, 3))
         group.drumline_communicator.close()
-        return sums
+        return sums, joined.tolist(), part.flatten().tolist()
 
-    assert ranks(body, 3) == [[[3.0] * 4] * 2] * 3
+    sums, joined = [[3.0] * 4] * 2, [[0.0, 1.0, 2.0]] * 2
+    assert ranks(body, 3) == [(sums, joined, [3.0 * rank, 3.0 * rank + 9]) for rank in range(3)]
     alone = SimpleNamespace(world_size=1)
-    assert entry.all_reduce(lambda *arguments: arguments, alone, torch.ones(1))[0] is alone
+    for hook in (entry.all_reduce, entry.all_gather, entry.reduce_scatter_along_dim):
+        assert hook(lambda *arguments: arguments, alone, torch.ones(1))[0] is alone

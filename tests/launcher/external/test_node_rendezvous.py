@@ -231,6 +231,24 @@ def test_a_node_whose_packets_are_dropped_says_so_every_few_seconds(monkeypatch,
     assert capfd.readouterr().err.count(f"127.0.0.1:{port} (Connection timed out)") > 4
 
 
+def test_a_node_that_reaches_another_port_of_the_first_says_so(monkeypatch, nodes):
+    """As behind a firewall that lets it reach the port where all launches meet, and no other."""
+
+    class Noticed(Exception):
+        pass
+
+    def notice(text):
+        if f"(Connection refused, while its port {PORT} answers)" in text:
+            raise Noticed
+
+    monkeypatch.setattr(node_rendezvous, "COMMON_PORT", PORT)
+    monkeypatch.setattr(node_rendezvous, "_notice", notice)
+    with socket.socket() as closed, pytest.raises(Noticed):
+        closed.bind(("127.0.0.1", 0))
+        node_rendezvous.meet(job(1), closed.getsockname()[1])
+    nodes.start(1, 2)
+
+
 @contextlib.contextmanager
 def full_listener():
     """A port that answers no further connection, as behind a firewall that drops packets."""

@@ -1,0 +1,213 @@
+"""A model that outlives the loss of ranks: those that are left plan and load it anew.
+
+model = drumline.load("checkpoint", on_failure="replan")
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import launcher
+from coordinator import Coordinator, CoordinatorError, FailureReason
+from drumline.errors import PeerLost, PlanError, WorkerExit
+from drumline.planner.load_options import LoadOptions
+from drumline.planner.memory import Memory
+from drumline.strategies.pipeline_parallel import load_pipeline
+from drumline.timings import TIMINGS
+
+log = logging.getLogger("drumline")
+
+BY_MEMORY = ("auto", "balanced", "sequential")
+REPEAT = (
+    "The next call plans over the ranks that are left, and loads what they miss: repeat this one."
+)
+
+
+def load_replanning(path: str | Path, coor: Coordinator | None, options: LoadOptions) -> Any:
+    """The model of load_pipeline(), for as long as the master and enough others live. Collective.
+
+    A rank that waits for the master while it plans again raises PeerLost once that is gone.
+    """
+    if coor is not None:
+        raise PlanError(
+            f'rank {coor.rank}: on_failure="replan" makes a Coordinator anew whenever a rank is '
+            "lost, so it cannot take yours; leave coor= out."
+        )
+    if options.device_map not in (None, *BY_MEMORY):
+        raise PlanError(
+            f'on_failure="replan" plans by memory whenever a rank is lost, and device_map='
+            f"{options.device_map!r:.99} says otherwise; give one of {', '.join(BY_MEMORY)}."
+        )
+    return Replanner(path, options).load()
+
+
+class Replanner:
+    """This rank's part in loading a model again and again, each time over fewer ranks."""
+
+    def __init__(self, path: str | Path, options: LoadOptions) -> None:
+        self._path, self._options, self.coor = path, options, Coordinator()
+        self._first_rank = self.coor.rank
+        self._idle, self._num_calls = threading.Condition(), 0
+        self._end: BaseException | None = None
+        if self.coor.is_master():
+            launcher.outlive_failures(self.coor.info)
+
+    def load(self, model: Any = None, lost: PeerLost | None = None) -> Any:
+        """The model; into this object if given. The other ranks serve here, and raise WorkerExit.
+
+        lost: for which the ranks have to meet again before.
+        """
+        try:
+            while True:
+                if lost is not None:
+                    self._regroup(lost)
+                try:
+                    options = self._options_now()
+                    return self._adopted(load_pipeline(self._path, self.coor, options, model))
+                except PeerLost as error:
+                    lost = error
+        except WorkerExit:
+            self.coor.close()
+            raise
+        except BaseException as error:
+            self._end = error
+            self.coor.__exit__(type(error), error, None)
+            raise
+
+    def _regroup(self, lost: PeerLost) -> None:
+        """Meet the ranks that are left, in a launch of their own. Collective over these."""
+        before = self.coor
+        self.coor = next(filter(None, (_met(before) for _ in before.ranks)))
+        if before.is_master():
+            cause = str(lost).split(". Start all")[0]
+            log.warning("%d of %d ranks go on: %s", self.coor.world_size, before.world_size, cause)
+            _end_given_up(before, self.coor)
+        before.__exit__(PeerLost, lost, None)
+
+    def _options_now(self) -> LoadOptions:
+        """The options with the memory of the ranks that are left. Collective."""
+        first_ranks = self.coor.allgather_object(self._first_rank)
+        return replace(self._options, max_memory=memory_of(self._options.max_memory, first_ranks))
+
+    def _adopted(self, model: Any) -> Any:
+        """The master's model, whose calls come to this object first."""
+        kind = type(model)
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        model.__class__ = type(kind.__name__, (ReplanningMixin, kind), names)
+        model._replanner = self
+        _, leave, arguments, _ = model._leave.detach()
+        model._leave = weakref.finalize(model, _leave_and_close, self.coor, leave, *arguments)
+        return model
+
+    @contextlib.contextmanager
+    def call(self, model: Any, *, may_wait: bool) -> Iterator[None]:
+        """A call of the master's model; before it, the model is loaded again if a rank was lost.
+
+        Not while other calls are in it. may_wait: for these to fail, as they do soon.
+        """
+        with self._idle:
+            while may_wait and _is_lost(model) and self._num_calls:
+                self._idle.wait()
+            if _is_lost(model) and not self._num_calls:
+                self._load_again(model)
+            self._num_calls += 1
+        try:
+            yield
+        except PeerLost as lost:
+            if REPEAT in str(lost):
+                raise
+            raise PeerLost(f"{str(lost).split('Start all')[0]}{REPEAT}", lost.failures) from lost
+        finally:
+            with self._idle:
+                self._num_calls -= 1
+                self._idle.notify_all()
+
+    def _load_again(self, model: Any) -> None:
+        if self._end is not None:
+            raise self._end
+        settings = getattr(model, "generation_config", None)
+        model._leave.detach()
+        for module in model.modules():  # their memory is needed for the new ones
+            module._parameters.clear()
+            module._buffers.clear()
+        self.load(model, model._driver.lost)
+        model.generation_config = settings
+
+
+class ReplanningMixin:
+    """Mixed into the class of the master's model."""
+
+    _replanner: Replanner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._replanner.call(self, may_wait=False):  # it may be one of generate()
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        with self._replanner.call(self, may_wait=True):
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+
+def _met(before: Coordinator) -> Coordinator | None:
+    """A Coordinator of the ranks that are left; None if one more is lost while they meet."""
+    info = before.survivors(timeout_s=TIMINGS.regroup_s)
+    if info is None:
+        log.warning("rank %d: the others go on without this rank", before.rank)
+        raise WorkerExit(0)
+    try:
+        return Coordinator(info, timeout_s=TIMINGS.meet_s)
+    except CoordinatorError:
+        return None
+    finally:
+        if listener := info.extras.get("master_fd"):
+            os.close(int(listener))
+
+
+def _is_lost(model: Any) -> bool:
+    return model._driver is not None and model._driver.lost is not None
+
+
+def _leave_and_close(coor: Coordinator, leave: Callable[..., None], *arguments: Any) -> None:
+    """Release the other ranks, and wait for them unless some have failed."""
+    try:
+        leave(*arguments)
+    finally:
+        lost = [f for f in coor.failures() if f.reason is not FailureReason.LEFT]
+        if lost:  # the other ranks wait to hear who goes on
+            coor.survivors(release=True, timeout_s=TIMINGS.drain_s)
+        error = PeerLost(str(lost[0]), lost) if lost else None
+        coor.__exit__(type(error) if error else None, error, None)
+
+
+def _end_given_up(before: Coordinator, now: Coordinator) -> None:
+    """Kill what is left on this host of ranks that do not go on, as a suspended one."""
+    pids = {peer.pid for peer in now.peers}
+    for peer in before.peers:
+        if peer.pid not in pids and peer.is_visible and not peer.is_known_dead():
+            launcher.linux.send_signal(peer.pid, signal.SIGKILL)
+
+
+def memory_of(memory: Memory | None, first_ranks: Sequence[int]) -> Memory | None:
+    """The max_memory of the ranks that are left. first_ranks: their numbers in it."""
+    if memory is None:
+        return None
+    if not isinstance(memory, Mapping):
+        return [memory[rank] for rank in first_ranks if rank < len(memory)]
+    sizes: dict[Any, Any] = {}
+    for key, size in memory.items():
+        rank, *device = key if isinstance(key, tuple) else (key,)
+        if isinstance(key, str):
+            sizes[key] = size
+        elif rank in first_ranks:
+            number = first_ranks.index(rank)
+            sizes[(number, *device) if device else number] = size
+    return sizes

@@ -1,0 +1,51 @@
+"""CHECKPOINT MAX_MEMORY: kill the last rank while the model generates, then call it again twice.
+
+Prints a line of JSON for each call: its tokens, or its error.
+"""
+
+import json
+import os
+import signal
+import sys
+
+import torch
+
+import drumline
+
+PROMPT = torch.tensor([[5, 6, 7, 8]])
+
+
+class Killer:
+    """A streamer that kills a process at the third piece of text, and remembers how many came."""
+
+    num_pieces = 0
+
+    def put(self, _):
+        self.num_pieces += 1
+        if self.num_pieces == 3:
+            os.kill(victim.pid, signal.SIGKILL)
+
+    def end(self):
+        pass
+
+
+def report(call):
+    try:
+        print(json.dumps(call().tolist()))
+    except drumline.DrumlineError as error:
+        print(json.dumps(f"{type(error).__name__}: {error}"))
+
+
+def generate(**options):
+    torch.manual_seed(3)
+    return model.generate(PROMPT, max_new_tokens=30, min_new_tokens=30, do_sample=True, **options)
+
+
+memory = json.loads(sys.argv[2])
+with drumline.load(sys.argv[1], on_failure="replan", max_memory=memory) as model:
+    cache = model(PROMPT, use_cache=True).past_key_values
+    victim = model._replanner.coor.peers[-1]
+    report(lambda: generate(streamer=Killer()))
+    report(generate)
+    report(lambda: model(PROMPT, past_key_values=cache).logits)
+    report(generate)

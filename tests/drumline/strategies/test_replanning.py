@@ -1,0 +1,64 @@
+"""Models whose ranks are lost, and that go on over the others."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+import drumline
+from coordinator import Coordinator
+from drumline.errors import PlanError
+from drumline.strategies.replanning import memory_of
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "outlive_a_rank.py"
+PROMPT = torch.tensor([[5, 6, 7, 8]])
+
+
+def reports(processes):
+    out, err = processes[0].communicate(timeout=120)
+    assert processes[0].returncode == 0, err
+    return [json.loads(line) for line in out.splitlines() if line[:1] in '["']
+
+
+def test_the_ranks_that_are_left_give_the_tokens_of_one_process(checkpoints, start):
+    """The call in flight fails, and so does whatever was kept on the rank that was lost."""
+    plain, path = checkpoints.llama()
+    torch.manual_seed(3)
+    options = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": True}
+    expected = plain.generate(PROMPT, **options).tolist()
+    processes = start(PROGRAM, 3, path, json.dumps(None))
+    lost, again, old_cache, last = reports(processes)
+    assert lost.startswith("PeerLost: rank 0 lost rank 2 (") and "repeat this one" in lost
+    assert again == last == expected
+    assert old_cache.startswith("DrumlineError") and "empty" in old_cache
+    assert processes[1].wait(60) == 0 and processes[2].wait(60) == -signal.SIGKILL
+
+
+def test_ranks_that_cannot_hold_the_model_say_so_in_every_call(checkpoints, start):
+    processes = start(PROGRAM, 2, checkpoints.llama()[1], json.dumps(["150KB", "150KB"]))
+    lost, *later = reports(processes)
+    assert lost.startswith("PeerLost")
+    assert all(text.startswith("PlanError: the model needs") for text in later)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"device_map": {"": 0}}, {"device_map": "fastest"}, {"tp": 1}, {"on_failure": "retry"}],
+)
+def test_options_that_do_not_go_with_it_are_refused(checkpoints, options):
+    with pytest.raises(PlanError, match="on_failure"):
+        drumline.load(checkpoints.llama()[1], **{"on_failure": "replan", **options})
+
+
+def test_a_coordinator_of_the_user_is_refused(checkpoints):
+    with Coordinator() as coor, pytest.raises(PlanError, match="leave coor= out"):
+        drumline.load(checkpoints.llama()[1], coor=coor, on_failure="replan")
+
+
+def test_memory_belongs_to_the_rank_that_it_was_given_for():
+    assert memory_of(None, [0, 2]) is None
+    assert memory_of([1, 2, 3], [0, 2]) == [1, 3]
+    sizes = {"cpu": 1, 1: 2, 2: 3, (1, "cpu"): 4, (3, "disk"): 5}
+    assert memory_of(sizes, [0, 2, 3]) == {"cpu": 1, 1: 3, (2, "disk"): 5}
